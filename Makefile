@@ -1,0 +1,113 @@
+# Every target does its own set-up, in .venv and build/. `make help` lists them.
+#
+#   TORCH=torch==2.11.0     the torch to install into .venv
+#   PYTHON=python3.12       the interpreter of .venv, when it is made
+#   VENV=path               another environment instead of .venv; set up like .venv
+#   MAX_JOBS=n              compile at most n files at a time
+#   REQUIRE_CPP_TESTS=1     fail where GoogleTest is missing, instead of saying so
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+NPROC ?= 2
+TRAIN_ARGS ?=
+BENCH_ARGS ?=
+PYTEST_ARGS ?=
+REQUIRE_CPP_TESTS ?=
+
+JOBS := $(or $(MAX_JOBS),$(shell nproc))
+BIN := $(abspath $(VENV))/bin
+CMAKE = PATH="$(BIN):$$PATH" cmake -G Ninja -DFSDP_BUILD_TESTS=ON -DFSDP_WERROR=ON \
+  -DPython_EXECUTABLE="$(BIN)/python" -S .
+CTEST = "$(BIN)/ctest" --output-on-failure --no-tests=error --parallel $(JOBS)
+CPP_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp')
+
+.PHONY: help
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
+
+# ---- Set-up --------------------------------------------------------------------------------------
+
+# torch comes first, so that pip does not choose one of its own. The project comes last, editable:
+# its dependencies and build requirements are all there by then.
+$(VENV)/.ready: pyproject.toml
+	test -x "$(BIN)/python" || "$(PYTHON)" -m venv "$(VENV)"
+	"$(BIN)/pip" install --quiet "$(TORCH)" "setuptools>=77" wheel cmake ninja
+	"$(BIN)/pip" install --quiet --no-build-isolation --editable ".[test,dev,examples]"
+	touch "$@"
+
+# Ninja knows what has changed, so this always asks it; with nothing to do it takes seconds.
+.PHONY: develop
+develop: $(VENV)/.ready  ## set up .venv and (re)build the extension in place
+	"$(BIN)/python" setup.py --quiet build_ext --inplace
+
+# ---- Run -----------------------------------------------------------------------------------------
+
+.PHONY: train
+train: develop  ## train a GPT sharded over NPROC ranks (TRAIN_ARGS="--steps 20")
+	OMP_NUM_THREADS=1 "$(BIN)/torchrun" --standalone --nproc-per-node $(NPROC) \
+	  examples/train_gpt.py $(TRAIN_ARGS)
+
+.PHONY: bench
+bench: develop  ## measure the host overhead beside FSDP2's (BENCH_ARGS)
+	OMP_NUM_THREADS=1 "$(BIN)/python" bench/host_overhead.py $(BENCH_ARGS)
+
+# ---- Test ----------------------------------------------------------------------------------------
+
+NO_GTEST = GoogleTest is missing (Debian and Ubuntu: apt-get install libgtest-dev)
+
+.PHONY: test
+test: develop  ## run the C++ tests and pytest
+	@if tools/ensure_gtest.sh; then $(MAKE) --no-print-directory test-cpp; \
+	elif [ -n "$(REQUIRE_CPP_TESTS)" ]; then echo "FAILED: $(NO_GTEST)"; exit 1; fi
+	"$(BIN)/python" -m pytest $(PYTEST_ARGS)
+	@tools/ensure_gtest.sh >/dev/null 2>&1 || echo "The C++ tests did NOT run: $(NO_GTEST)"
+
+.PHONY: test-cpp
+test-cpp: $(VENV)/.ready  ## run only the C++ tests, and check that the packer is vectorised
+	$(CMAKE) -B build/cpp
+	"$(BIN)/cmake" --build build/cpp --parallel $(JOBS)
+	$(CTEST) --test-dir build/cpp
+
+.PHONY: check-vectorised
+check-vectorised: $(VENV)/.ready  ## show which of the packer's loops the compiler vectorised
+	$(CMAKE) -B build/cpp
+	"$(BIN)/cmake" --build build/cpp --parallel $(JOBS) --target fsdp_core
+	"$(BIN)/python" tools/check_vectorised.py csrc/pack build/cpp/pack_host.vectorised.txt
+
+.PHONY: sanitize sanitize-thread sanitize-address
+sanitize: sanitize-thread sanitize-address  ## run the C++ tests under the sanitizers
+
+sanitize-thread sanitize-address: sanitize-%: $(VENV)/.ready
+	@tools/ensure_gtest.sh || { echo "FAILED: $(NO_GTEST)"; exit 1; }
+	$(CMAKE) -B build/sanitize-$* -DFSDP_SANITIZE=$(if $(filter thread,$*),thread,address,undefined)
+	"$(BIN)/cmake" --build build/sanitize-$* --parallel $(JOBS)
+	TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1 \
+	ASAN_OPTIONS=detect_leaks=1:detect_stack_use_after_return=1 \
+	UBSAN_OPTIONS=print_stacktrace=1 \
+	$(CTEST) --test-dir build/sanitize-$*
+
+# ---- Style ---------------------------------------------------------------------------------------
+
+.PHONY: lint
+lint: develop  ## ruff, mypy --strict, clang-format
+	"$(BIN)/ruff" check .
+	"$(BIN)/ruff" format --check .
+	"$(BIN)/mypy" --strict fsdp_ext
+	"$(BIN)/clang-format" --dry-run -Werror $(CPP_FILES)
+
+.PHONY: format
+format: $(VENV)/.ready  ## rewrite the sources as lint wants them
+	"$(BIN)/ruff" check --fix --exit-zero .
+	"$(BIN)/ruff" format .
+	"$(BIN)/clang-format" -i $(CPP_FILES)
+
+.PHONY: clean
+clean:  ## remove everything that was built, .venv included
+	rm -rf build dist *.egg-info .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -f fsdp_ext/*.so fsdp_ext/_build_info.py
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

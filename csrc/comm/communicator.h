@@ -1,0 +1,48 @@
+// Seam 3 of 3: collectives over the ranks of one group. All are enqueued on a stream and return
+// at once; ranks must issue the same collectives in the same order on one communicator.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "core/dtype.h"
+#include "device/stream.h"
+
+namespace fsdp {
+
+class Communicator {
+ public:
+  virtual ~Communicator() = default;
+
+  virtual const char* transport() const = 0;  // "process_group", "nccl", ...
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+
+  // Whether calls between group_start and group_end travel as one launch.
+  virtual bool can_group() const { return false; }
+  virtual void group_start() {}
+  virtual void group_end() {}
+
+  // output[r * bytes, (r + 1) * bytes) = rank r's input[0, bytes).
+  virtual void all_gather(Stream& stream, const void* input, void* output, std::size_t bytes) = 0;
+
+  // output[0, numel) = sum over ranks of their input[rank() * numel, (rank() + 1) * numel).
+  virtual void reduce_scatter(Stream& stream, const void* input, void* output, std::size_t numel,
+                              DType dtype) = 0;
+
+  // data[0, numel) = sum over ranks, in place.
+  virtual void all_reduce(Stream& stream, void* data, std::size_t numel, DType dtype) = 0;
+
+  // all_gather of a few bytes of host memory, off the hot path: how ranks compare what they are
+  // about to do. `output` is complete when the stream gets past this point.
+  virtual void host_all_gather(Stream& stream, const void* input, void* output,
+                               std::size_t bytes) = 0;
+
+  // Makes pending and future collectives fail instead of waiting for peers.
+  virtual void abort(const std::string& reason) = 0;
+
+  // Empty while all is well; else the library's own text.
+  virtual std::string async_error() = 0;
+};
+
+}  // namespace fsdp

@@ -1,0 +1,98 @@
+#include "core/buffer_ring.h"
+
+#include <algorithm>
+
+#include "core/check.h"
+
+namespace fsdp {
+
+BufferRing::BufferRing(Device& device, int slots, std::size_t slot_bytes)
+    : device_(device), slot_bytes_(slot_bytes) {
+  FSDP_CHECK(slots >= 0, "a ring expects a non-negative number of slots but got ", slots);
+  for (int i = 0; i < slots; ++i) {
+    auto slot = std::make_unique<Slot>();
+    slot->memory = device_.allocate(slot_bytes_);
+    slot->bytes = slot_bytes_;
+    slot->released = device_.new_event();
+    slots_.push_back(std::move(slot));
+  }
+}
+
+Slot* BufferRing::find_contents(int unit) {
+  for (auto& slot : slots_) {
+    if (slot->contents == unit && slot->owner == Slot::kNobody) {
+      return slot.get();
+    }
+  }
+  return nullptr;
+}
+
+void BufferRing::take_back(Slot& slot, int unit) {
+  FSDP_CHECK(slot.owner == Slot::kNobody && slot.contents == unit, "unit ", unit,
+             " expects a released slot with its own parameters but got one of owner ", slot.owner,
+             " with contents of ", slot.contents);
+  slot.owner = unit;
+}
+
+Slot* BufferRing::try_take(int unit) {
+  Slot* oldest = nullptr;
+  for (auto& slot : slots_) {
+    if (slot->owner == Slot::kNobody &&
+        (oldest == nullptr || slot->released_at < oldest->released_at)) {
+      oldest = slot.get();
+    }
+  }
+  if (oldest != nullptr) {
+    oldest->owner = unit;
+    oldest->contents = unit;
+  }
+  return oldest;
+}
+
+Slot* BufferRing::take_overflow(int unit, std::size_t bytes) {
+  auto slot = std::make_unique<Slot>();
+  slot->memory = device_.allocate(bytes);
+  slot->bytes = bytes;
+  slot->owner = unit;
+  slot->contents = unit;
+  slot->overflow = true;
+  slot->released = device_.new_event();
+  overflow_.push_back(std::move(slot));
+  return overflow_.back().get();
+}
+
+void BufferRing::release(Slot& slot, Stream& readers, bool keeps_contents) {
+  FSDP_CHECK(slot.owner != Slot::kNobody, "release expects a slot that has an owner but got a "
+             "released one, which last held unit ", slot.contents);
+  slot.owner = Slot::kNobody;
+  if (!keeps_contents) {
+    slot.contents = Slot::kNobody;
+  }
+  if (slot.overflow) {
+    // The memory goes back to the device's allocator, which knows the readers' stream.
+    const auto position = std::find_if(overflow_.begin(), overflow_.end(),
+                                       [&](const auto& held) { return held.get() == &slot; });
+    overflow_.erase(position);
+    return;
+  }
+  slot.released_at = ++releases_;
+  readers.record(*slot.released);
+}
+
+void BufferRing::forget_contents() {
+  for (auto& slot : slots_) {
+    if (slot->owner == Slot::kNobody) {
+      slot->contents = Slot::kNobody;
+    }
+  }
+}
+
+std::size_t BufferRing::allocated_bytes() const {
+  std::size_t bytes = slots_.size() * slot_bytes_;
+  for (const auto& slot : overflow_) {
+    bytes += slot->bytes;
+  }
+  return bytes;
+}
+
+}  // namespace fsdp

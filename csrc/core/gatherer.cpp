@@ -1,0 +1,235 @@
+#include "core/gatherer.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "core/check.h"
+
+namespace fsdp {
+
+Gatherer::Gatherer(Device& device, Packer& packer, Communicator& communicator, Ledger& ledger,
+                   Announce announce)
+    : device_(device),
+      packer_(packer),
+      communicator_(communicator),
+      ledger_(ledger),
+      announce_(std::move(announce)),
+      stream_(device.new_stream("gather")),
+      compute_reached_(device.new_event()) {}
+
+void Gatherer::plan_memory(const std::vector<std::unique_ptr<Unit>>& units, int slots) {
+  std::size_t slot_bytes = 0;
+  int ring_units = 0;
+  staging_bytes_ = 0;
+  for (const auto& unit : units) {
+    const UnitLayout& layout = unit->layout;
+    if (is_identity(*unit) || layout.unsharded_bytes() == 0) {
+      continue;
+    }
+    if (unit->reshard_after_forward) {
+      slot_bytes = std::max(slot_bytes, layout.unsharded_bytes());
+      ring_units += 1;
+    }
+    if (!layout.staging_is_unsharded()) {
+      staging_bytes_ = std::max(
+          staging_bytes_, layout.gather_bytes() * static_cast<std::size_t>(layout.world_size()));
+    }
+  }
+  // What is in flight may still use the memory of the plan before.
+  stream_->synchronize();
+  ring_ = std::make_unique<BufferRing>(device_, std::min(slots, ring_units), slot_bytes);
+  staging_ = staging_bytes_ > 0 ? device_.allocate(staging_bytes_) : nullptr;
+  for (const auto& unit : units) {
+    if (unit->reshard_after_forward && unit->state == UnitState::Sharded) {
+      unit->home.reset();
+    }
+  }
+}
+
+void Gatherer::begin_iteration() {
+  iteration_ += 1;
+  device_.compute_stream().record(*compute_reached_);
+  stream_->wait(*compute_reached_, "the compute stream");
+  if (ring_ != nullptr) {
+    ring_->forget_contents();
+  }
+}
+
+// One rank and no cast: the flat shard has the unsharded layout already.
+bool Gatherer::is_identity(const Unit& unit) const {
+  return unit.layout.world_size() == 1 && !unit.layout.needs_cast();
+}
+
+bool Gatherer::is_current(Unit& unit) {
+  return is_identity(unit) ||
+         (unit.gathered_from.valid && unit.gathered_from.version == unit.port.shard_version());
+}
+
+bool Gatherer::issue(Unit& unit, bool on_demand, const std::vector<std::unique_ptr<Unit>>& units) {
+  if (unit.state != UnitState::Sharded) {
+    unit.speculative = unit.speculative && !on_demand;
+    return true;
+  }
+  if (!is_identity(unit) && unit.layout.unsharded_bytes() > 0) {
+    unit.slot = current_slot(unit);
+    if (unit.slot != nullptr) {
+      ledger_.counters().reused_unshards += 1;
+    } else {
+      unit.slot = free_slot(unit, on_demand, units);
+      if (unit.slot == nullptr) {
+        return false;
+      }
+      gather_into(unit, *unit.slot);
+    }
+  }
+  unit.state = UnitState::Gathering;
+  unit.speculative = !on_demand;
+  ledger_.unsharded(unit.layout.unsharded_bytes());
+  return true;
+}
+
+// See Note [lazy reshard].
+Slot* Gatherer::current_slot(Unit& unit) {
+  const ShardStamp now{iteration_, unit.port.shard_version(), true};
+  if (!unit.gathered_from.matches(now)) {
+    return nullptr;
+  }
+  if (unit.home != nullptr) {
+    return unit.home->contents == unit.number ? unit.home.get() : nullptr;
+  }
+  Slot* slot = ring_->find_contents(unit.number);
+  if (slot != nullptr) {
+    ring_->take_back(*slot, unit.number);
+  }
+  return slot;
+}
+
+Slot* Gatherer::free_slot(Unit& unit, bool on_demand,
+                          const std::vector<std::unique_ptr<Unit>>& units) {
+  const std::size_t bytes = unit.layout.unsharded_bytes();
+  if (!unit.reshard_after_forward) {
+    if (unit.home == nullptr) {
+      unit.home = std::make_unique<Slot>();
+      unit.home->memory = device_.allocate(bytes);
+      unit.home->bytes = bytes;
+      unit.home->released = device_.new_event();
+    }
+    unit.home->contents = unit.number;
+    return unit.home.get();
+  }
+  if (bytes <= ring_->slot_bytes()) {
+    if (Slot* slot = ring_->try_take(unit.number)) {
+      return slot;
+    }
+    if (!on_demand) {
+      return nullptr;
+    }
+    // A gather nobody asked for yet gives its slot up. The new one follows it on the gather
+    // stream, so nothing has to wait.
+    for (const auto& other : units) {
+      if (other->speculative && other->slot != nullptr && other->slot != other->home.get() &&
+          !other->slot->overflow) {
+        Slot* slot = other->slot;
+        other->slot = nullptr;
+        other->state = UnitState::Sharded;
+        other->speculative = false;
+        ledger_.resharded(other->layout.unsharded_bytes());
+        slot->owner = slot->contents = unit.number;
+        return slot;
+      }
+    }
+  }
+  if (!on_demand) {
+    return nullptr;
+  }
+  ledger_.counters().overflow_slots += 1;
+  return ring_->take_overflow(unit.number, bytes);
+}
+
+void Gatherer::gather_into(Unit& unit, Slot& slot) {
+  const UnitLayout& layout = unit.layout;
+  unit.gathered_from = {iteration_, unit.port.shard_version(), true};
+  stream_->wait(*slot.released, unit.gather_label);  // Note [slot lifetime]
+  if (layout.world_size() == 1) {
+    packer_.cast(*stream_, unit.cast_plan, unit.port.flat_shard(), slot.data(), 1.0);
+    ledger_.copied(layout.shard_bytes() + layout.gather_bytes());
+  } else {
+    const std::size_t wire_bytes =
+        layout.gather_bytes() * static_cast<std::size_t>(layout.world_size());
+    announce_(unit, wire_bytes);
+    const void* input = gather_input(unit);
+    void* output = layout.staging_is_unsharded() ? slot.data() : staging_.get();
+    communicator_.all_gather(*stream_, input, output, layout.gather_bytes());
+    if (!layout.staging_is_unsharded()) {
+      packer_.unpack(*stream_, unit.unpack_plan, staging_.get(), slot.data());
+      ledger_.copied(2 * wire_bytes);
+    }
+  }
+  stream_->record(*unit.gathered);
+}
+
+// Cast once an iteration: backward gathers what forward has cast.
+const void* Gatherer::gather_input(Unit& unit) {
+  const UnitLayout& layout = unit.layout;
+  if (!layout.needs_cast()) {
+    return unit.port.flat_shard();
+  }
+  if (unit.gather_input == nullptr) {
+    unit.gather_input = device_.allocate(layout.gather_bytes());
+  }
+  if (!unit.cast_from.matches(unit.gathered_from)) {
+    packer_.cast(*stream_, unit.cast_plan, unit.port.flat_shard(), unit.gather_input.get(), 1.0);
+    ledger_.copied(layout.shard_bytes() + layout.gather_bytes());
+    unit.cast_from = unit.gathered_from;
+  }
+  return unit.gather_input.get();
+}
+
+void Gatherer::attach(Unit& unit) {
+  if (unit.state == UnitState::Unsharded) {
+    return;
+  }
+  FSDP_CHECK(unit.state == UnitState::Gathering, "attaching the parameters of unit '", unit.name,
+             "' expects a gather to have been issued");
+  unit.speculative = false;
+  if (is_identity(unit)) {
+    unit.port.attach(unit.port.flat_shard());
+  } else {
+    device_.compute_stream().wait(*unit.gathered, unit.gather_label);
+    unit.port.attach(unit.slot != nullptr ? unit.slot->data() : nullptr);
+  }
+  unit.state = UnitState::Unsharded;
+}
+
+void Gatherer::release(Unit& unit) {
+  if (unit.state == UnitState::Sharded) {
+    return;
+  }
+  Stream& compute = device_.compute_stream();
+  if (unit.state == UnitState::Unsharded) {
+    unit.port.detach();
+  } else if (unit.slot != nullptr) {
+    compute.wait(*unit.gathered, unit.gather_label);
+  }
+  Slot* slot = std::exchange(unit.slot, nullptr);
+  unit.state = UnitState::Sharded;
+  unit.speculative = false;
+  ledger_.resharded(unit.layout.unsharded_bytes());
+  if (slot == nullptr) {
+    return;
+  }
+  if (poison_) {
+    poison(*slot);
+    unit.gathered_from.valid = false;
+  }
+  if (slot == unit.home.get()) {
+    compute.record(*slot->released);
+  } else {
+    ring_->release(*slot, compute, /*keeps_contents=*/!poison_);
+  }
+}
+
+// All bits set is a NaN in every floating dtype.
+void Gatherer::poison(Slot& slot) { device_.fill(device_.compute_stream(), slot.data(), 0xff, slot.bytes); }
+
+}  // namespace fsdp

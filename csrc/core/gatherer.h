@@ -1,0 +1,82 @@
+// Brings one unit's parameters together and lets them go: slots, casts, all-gathers, unpacking.
+// When that happens is the pipeline's business.
+//
+// Note [lazy reshard]
+// A unit whose released slot nobody has taken is unsharded again without a collective, as long as
+// it is the same iteration and its shards have not changed. Never across iterations: writes through
+// `.data`, torch._foreach_ functions and fused optimizers leave no trace on a DTensor's version, so
+// that only the start of a forward is a safe point to look at the shards anew.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "core/buffer_ring.h"
+#include "core/ledger.h"
+#include "core/unit.h"
+#include "device/stream.h"
+#include "pack/pack.h"
+
+namespace fsdp {
+
+class Gatherer {
+ public:
+  // Called right before a collective is issued.
+  using Announce = std::function<void(Unit&, std::size_t bytes)>;
+
+  Gatherer(Device& device, Packer& packer, Communicator& communicator, Ledger& ledger,
+           Announce announce);
+
+  // Sizes the ring for `units` (and frees the one before): `slots` slots of the largest unit that
+  // reshards after forward. Not while a slot of the ring has an owner.
+  void plan_memory(const std::vector<std::unique_ptr<Unit>>& units, int slots);
+
+  // A new iteration: work issued so far on the compute stream (the optimizer's) comes before its
+  // gathers, and nothing gathered earlier counts as current.
+  void begin_iteration();
+  std::uint64_t iteration() const { return iteration_; }
+
+  // Issues what it takes to unshard; does nothing unless sharded. Without `on_demand` it gives up
+  // (returns false) where no slot is free; with it, it takes the slot of a speculative gather, or
+  // one outside the ring.
+  bool issue(Unit& unit, bool on_demand, const std::vector<std::unique_ptr<Unit>>& units);
+  // Makes the compute stream wait and attaches the parameters.
+  void attach(Unit& unit);
+  // Back to sharded, from any state.
+  void release(Unit& unit);
+  // Whether the unsharded parameters are those of the shards as they are now, as far as known.
+  bool is_current(Unit& unit);
+
+  Stream& stream() { return *stream_; }
+  const BufferRing* ring() const { return ring_.get(); }
+  std::size_t staging_bytes() const { return staging_bytes_; }
+  // Fills slots with NaN at release, so that a use after release shows in results; for tests.
+  void set_poison_released_slots(bool value) { poison_ = value; }
+
+ private:
+  bool is_identity(const Unit& unit) const;
+  Slot* current_slot(Unit& unit);
+  Slot* free_slot(Unit& unit, bool on_demand, const std::vector<std::unique_ptr<Unit>>& units);
+  void gather_into(Unit& unit, Slot& slot);
+  const void* gather_input(Unit& unit);
+  void unpack(Unit& unit, void* unsharded);
+  void poison(Slot& slot);
+
+  Device& device_;
+  Packer& packer_;
+  Communicator& communicator_;
+  Ledger& ledger_;
+  Announce announce_;
+  std::unique_ptr<Stream> stream_;
+  std::unique_ptr<Event> compute_reached_;
+  std::unique_ptr<BufferRing> ring_;
+  std::shared_ptr<void> staging_;  // rank-major; in-order use on stream_, so one is enough
+  std::size_t staging_bytes_ = 0;
+  std::uint64_t iteration_ = 0;
+  bool poison_ = false;
+};
+
+}  // namespace fsdp

@@ -1,0 +1,134 @@
+#include "core/layout.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "core/check.h"
+
+namespace fsdp {
+namespace {
+
+std::size_t align_up(std::size_t value, std::size_t alignment) {
+  return (value + alignment - 1) / alignment * alignment;
+}
+
+// Elements whose multiples are aligned to 16 bytes in both dtypes: gradients have the same
+// element offsets on the wire and in the flat gradient.
+std::int64_t common_alignment(DType a, DType b) {
+  return static_cast<std::int64_t>(kAlignment / std::min(itemsize(a), itemsize(b)));
+}
+
+}  // namespace
+
+UnitLayout::UnitLayout(std::vector<ParamSpec> params, int world_size, DType grad_dtype,
+                       DType reduce_dtype)
+    : params_(std::move(params)),
+      world_size_(world_size),
+      grad_dtype_(grad_dtype),
+      reduce_dtype_(reduce_dtype) {
+  FSDP_CHECK(world_size_ >= 1, "a layout expects a world size of at least 1 but got ", world_size_);
+  const std::int64_t grad_alignment = common_alignment(grad_dtype_, reduce_dtype_);
+  placements_.reserve(params_.size());
+  for (const ParamSpec& param : params_) {
+    FSDP_CHECK(param.rows >= 0 && param.row_numel >= 0, "parameter '", param.name,
+               "' expects non-negative sizes but got ", param.rows, " rows of ", param.row_numel);
+    FSDP_CHECK((param.shard_dtype == DType::Bytes) == (param.param_dtype == DType::Bytes),
+               "parameter '", param.name, "' cannot be cast from ", fsdp::name(param.shard_dtype),
+               " to ", fsdp::name(param.param_dtype));
+    FSDP_CHECK(!param.trainable || param.shard_dtype == grad_dtype_, "trainable parameter '",
+               param.name, "' expects dtype ", fsdp::name(grad_dtype_), ", as its unit has, but got ",
+               fsdp::name(param.shard_dtype));
+    ParamPlacement place;
+    place.numel = param.rows * param.row_numel;
+    place.chunk_rows = (param.rows + world_size_ - 1) / world_size_;
+    place.chunk_numel = place.chunk_rows * param.row_numel;
+    const auto chunk = static_cast<std::size_t>(place.chunk_numel);
+    place.shard_offset = shard_bytes_;
+    shard_bytes_ = align_up(shard_bytes_ + chunk * itemsize(param.shard_dtype), kAlignment);
+    place.gather_offset = gather_bytes_;
+    gather_bytes_ = align_up(gather_bytes_ + chunk * itemsize(param.param_dtype), kAlignment);
+    place.unsharded_offset = unsharded_bytes_;
+    unsharded_bytes_ =
+        align_up(unsharded_bytes_ + static_cast<std::size_t>(world_size_) * chunk *
+                                        itemsize(param.param_dtype),
+                 kAlignment);
+    if (param.trainable) {
+      place.grad_offset = grad_numel_;
+      grad_numel_ = (grad_numel_ + place.chunk_numel + grad_alignment - 1) / grad_alignment *
+                    grad_alignment;
+    }
+    needs_cast_ = needs_cast_ || param.shard_dtype != param.param_dtype;
+    placements_.push_back(place);
+  }
+  // A lone parameter travels without the padding that would follow it, so that its gathered
+  // chunks are the parameter (staging_is_unsharded).
+  if (params_.size() == 1) {
+    gather_bytes_ = static_cast<std::size_t>(placements_[0].chunk_numel) *
+                    itemsize(params_[0].param_dtype);
+  }
+}
+
+std::int64_t UnitLayout::first_row(std::size_t param, int rank) const {
+  return std::min(params_.at(param).rows, placements_.at(param).chunk_rows * rank);
+}
+
+std::int64_t UnitLayout::row_count(std::size_t param, int rank) const {
+  const std::int64_t first = first_row(param, rank);
+  return std::min(placements_[param].chunk_rows, params_[param].rows - first);
+}
+
+PackPlan UnitLayout::pack_plan() const {
+  PackPlan plan;
+  plan.segment_numel = grad_numel_;
+  plan.world_size = world_size_;
+  for (const ParamPlacement& place : placements_) {
+    if (place.grad_offset >= 0) {
+      plan.entries.push_back({place.numel, place.chunk_numel, place.grad_offset});
+    }
+  }
+  return plan;
+}
+
+UnpackPlan UnitLayout::unpack_plan() const {
+  UnpackPlan plan;
+  plan.segment_bytes = gather_bytes_;
+  plan.world_size = world_size_;
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    const ParamPlacement& place = placements_[i];
+    if (place.chunk_numel > 0) {
+      plan.entries.push_back(
+          {static_cast<std::size_t>(place.chunk_numel) * itemsize(params_[i].param_dtype),
+           place.gather_offset, place.unsharded_offset});
+    }
+  }
+  return plan;
+}
+
+CastPlan UnitLayout::shard_to_gather_plan() const {
+  CastPlan plan;
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    const ParamPlacement& place = placements_[i];
+    if (place.chunk_numel == 0) {
+      continue;
+    }
+    const CastEntry entry{place.shard_offset,     place.gather_offset,   place.chunk_numel,
+                          params_[i].shard_dtype, params_[i].param_dtype};
+    // Neighbours without a gap between them become one run.
+    if (!plan.empty()) {
+      CastEntry& last = plan.back();
+      const auto run = static_cast<std::size_t>(last.numel);
+      if (last.source_dtype == entry.source_dtype &&
+          last.destination_dtype == entry.destination_dtype &&
+          last.source_offset + run * itemsize(last.source_dtype) == entry.source_offset &&
+          last.destination_offset + run * itemsize(last.destination_dtype) ==
+              entry.destination_offset) {
+        last.numel += entry.numel;
+        continue;
+      }
+    }
+    plan.push_back(entry);
+  }
+  return plan;
+}
+
+}  // namespace fsdp

@@ -1,0 +1,94 @@
+// Where every element of one unit's parameters lies: in the flat shard, in the gather input, in
+// the unsharded buffer and in the reduce input. Pure arithmetic; no memory, no device.
+//
+// For world size N and a parameter of R rows with q elements a row, every rank's chunk has
+// c = ceil(R / N) rows, as torch.chunk and DTensor's Shard(0) have it. Rank r holds rows
+// [r * c, min((r + 1) * c, R)); the rest of its chunk, if any, is zero padding.
+//
+//   flat shard        chunk | chunk | ...               one rank's chunks, in the storage dtype
+//   gather input      chunk | chunk | ...               the same in the dtype of the wire
+//   staging           rank 0's gather input | rank 1's | ...          (rank-major)
+//   unsharded buffer  N chunks of parameter 0 | N chunks of 1 | ...   (parameter-contiguous)
+//   reduce input      rank 0's segment | rank 1's segment | ...       (rank-major)
+//   flat gradient     chunk | chunk | ...               one segment; trainable parameters only
+//
+// The first R * q elements of a parameter's region in the unsharded buffer are the parameter, a
+// contiguous view whatever R mod N is. Every start is aligned to 16 bytes in every buffer.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/dtype.h"
+#include "pack/pack.h"
+
+namespace fsdp {
+
+constexpr std::size_t kAlignment = 16;  // bytes; one vector load or store of a GPU
+
+struct ParamSpec {
+  std::string name;
+  std::int64_t rows = 0;         // R
+  std::int64_t row_numel = 0;    // q
+  DType shard_dtype = DType::Float32;  // of the sharded parameter and the optimizer
+  DType param_dtype = DType::Float32;  // of the unsharded parameter and the all-gather
+  bool trainable = true;
+};
+
+struct ParamPlacement {
+  std::int64_t numel = 0;        // R * q
+  std::int64_t chunk_rows = 0;   // c
+  std::int64_t chunk_numel = 0;  // c * q
+  std::size_t shard_offset = 0;      // bytes, in the flat shard
+  std::size_t gather_offset = 0;     // bytes, in the gather input
+  std::size_t unsharded_offset = 0;  // bytes, of the region in the unsharded buffer
+  std::int64_t grad_offset = -1;     // elements, in a reduce segment; -1 if not trainable
+};
+
+class UnitLayout {
+ public:
+  // `grad_dtype` is the dtype of the sharded gradients, `reduce_dtype` the one on the wire.
+  UnitLayout(std::vector<ParamSpec> params, int world_size, DType grad_dtype, DType reduce_dtype);
+
+  int world_size() const { return world_size_; }
+  DType grad_dtype() const { return grad_dtype_; }
+  DType reduce_dtype() const { return reduce_dtype_; }
+  const std::vector<ParamSpec>& params() const { return params_; }
+  const std::vector<ParamPlacement>& placements() const { return placements_; }
+
+  std::size_t shard_bytes() const { return shard_bytes_; }          // of the flat shard
+  std::size_t gather_bytes() const { return gather_bytes_; }        // of one rank's gather input
+  std::size_t unsharded_bytes() const { return unsharded_bytes_; }  // of the unsharded buffer
+  std::int64_t grad_numel() const { return grad_numel_; }           // of one reduce segment
+
+  // Rows of `param` that rank `rank` holds: [first, first + count).
+  std::int64_t first_row(std::size_t param, int rank) const;
+  std::int64_t row_count(std::size_t param, int rank) const;
+
+  // Whether the wire carries another dtype than the flat shard has.
+  bool needs_cast() const { return needs_cast_; }
+  // Whether the gathered staging is the unsharded buffer already (at most one parameter, or one
+  // rank), so that the packed plan needs no unpack.
+  bool staging_is_unsharded() const { return params_.size() <= 1 || world_size_ == 1; }
+
+  // Descriptors for the packer. Entries of pack_plan are the trainable parameters in order.
+  PackPlan pack_plan() const;
+  UnpackPlan unpack_plan() const;
+  CastPlan shard_to_gather_plan() const;
+
+ private:
+  std::vector<ParamSpec> params_;
+  std::vector<ParamPlacement> placements_;
+  int world_size_;
+  DType grad_dtype_;
+  DType reduce_dtype_;
+  std::size_t shard_bytes_ = 0;
+  std::size_t gather_bytes_ = 0;
+  std::size_t unsharded_bytes_ = 0;
+  std::int64_t grad_numel_ = 0;
+  bool needs_cast_ = false;
+};
+
+}  // namespace fsdp

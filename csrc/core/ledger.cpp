@@ -1,0 +1,36 @@
+#include "core/ledger.h"
+
+#include <algorithm>
+
+namespace fsdp {
+
+void Ledger::reset() {
+  Counters fresh;
+  fresh.unsharded_bytes = fresh.peak_unsharded_bytes = counters_.unsharded_bytes;
+  fresh.unsharded_units = fresh.peak_unsharded_units = counters_.unsharded_units;
+  counters_ = fresh;
+}
+
+void Ledger::collective(Collective op, Phase phase, int unit, std::size_t bytes) {
+  (op == Collective::AllGather ? counters_.all_gathers : counters_.reduce_scatters) += 1;
+  counters_.wire_bytes += bytes;
+  if (logging_) {
+    log_.push_back({op, phase, unit, bytes});
+  }
+}
+
+void Ledger::unsharded(std::size_t bytes) {
+  counters_.unsharded_bytes += bytes;
+  counters_.unsharded_units += 1;
+  counters_.peak_unsharded_bytes =
+      std::max(counters_.peak_unsharded_bytes, counters_.unsharded_bytes);
+  counters_.peak_unsharded_units =
+      std::max(counters_.peak_unsharded_units, counters_.unsharded_units);
+}
+
+void Ledger::resharded(std::size_t bytes) {
+  counters_.unsharded_bytes -= bytes;
+  counters_.unsharded_units -= 1;
+}
+
+}  // namespace fsdp

@@ -1,0 +1,127 @@
+// The schedule: which unit is gathered, released and reduced when. One piece of code for every
+// device and transport, free of torch.
+//
+// One iteration, for units 0 (the root) to L with prefetch depth 1:
+//
+//   pre_forward(i)    unit i gathered and attached; the gather of i + 1 is on its way
+//   post_forward(i)   unit i detached, its slot released (the root stays)
+//   pre_backward(i)   as pre_forward, in reverse order of post_forward
+//   gradient_arrived  counts; the last one of a unit packs and reduces its gradients
+//   post_backward(i)  backward has passed the unit's inputs: detached, slot released
+//   end_backward      reduces what is left over; the compute stream waits for all reductions
+//
+// Not thread-safe: forward runs on the caller's thread and backward on the autograd engine's,
+// never at once.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "core/gatherer.h"
+#include "core/ledger.h"
+#include "core/order_check.h"
+#include "core/reducer.h"
+#include "core/unit.h"
+#include "device/stream.h"
+#include "pack/pack.h"
+
+namespace fsdp {
+
+struct PipelineOptions {
+  int prefetch_depth = 1;   // gathers in flight ahead of the unit in use
+  int nesting = 1;          // units below the root that enclose each other, at most
+  bool check_order = true;  // compare the first iteration's collectives across ranks
+};
+
+class Pipeline {
+ public:
+  // All four outlive the pipeline. Ranks issue gathers and reductions in an order of their own
+  // relative to each other, hence two communicators.
+  Pipeline(Device& device, Packer& packer, Communicator& gather_communicator,
+           Communicator& reduce_communicator, PipelineOptions options);
+  ~Pipeline();
+
+  Pipeline(const Pipeline&) = delete;
+  Pipeline& operator=(const Pipeline&) = delete;
+
+  // Units in order of registration; the port outlives the pipeline. Returns the unit's number.
+  int add_unit(UnitConfig config, UnitPort& port);
+
+  // - Forward. begin_forward and end_forward enclose the outermost unit's forward, unless that is
+  //   a recomputation inside backward.
+  void begin_forward();
+  void end_forward();
+  void pre_forward(int unit);
+  // Returns the number of this forward call, for pre_backward.
+  int post_forward(int unit);
+
+  // - Backward.
+  void begin_backward();
+  void end_backward();
+  void pre_backward(int unit, int forward_call);
+  void gradient_arrived(int unit, std::size_t trainable);
+  void post_backward(int unit);
+
+  bool in_forward() const { return in_forward_; }
+  bool in_backward() const { return in_backward_; }
+
+  // - By hand.
+  void unshard(int unit);           // issues
+  void wait_for_unshard(int unit);  // makes the compute stream wait, attaches
+  void reshard(int unit);
+  // After an exception in forward or backward: waits for what is in flight, reshards every unit,
+  // forgets gradients that are not reduced. begin_forward does it where the last iteration did
+  // not end.
+  void reset_iteration();
+
+  // - Settings, effective from the next use on.
+  void set_reshard_after_forward(int unit, bool value);
+  void set_reshard_after_backward(int unit, bool value);
+  void set_requires_gradient_sync(int unit, bool value);
+  void set_gradient_scales(int unit, double pack_scale, double reduce_scale);
+  void set_forward_prefetch(int unit, std::vector<int> targets);
+  void set_backward_prefetch(int unit, std::vector<int> targets);
+  void set_is_last_backward(bool value) { is_last_backward_ = value; }
+
+  int unit_count() const { return static_cast<int>(units_.size()); }
+  const Unit& unit(int number) const { return *units_.at(static_cast<std::size_t>(number)); }
+  Ledger& ledger() { return ledger_; }
+  Gatherer& gatherer() { return gatherer_; }
+  Reducer& reducer() { return reducer_; }
+
+ private:
+  Unit& unit_at(int number) { return *units_.at(static_cast<std::size_t>(number)); }
+  void plan_memory();
+  void note_forward(const Unit& unit);
+  void prefetch_forward(const Unit& unit);
+  void prefetch_backward(const Unit& unit, int forward_call);
+  void reduce_or_accumulate(Unit& unit);
+  void announce(Collective op, Unit& unit, std::size_t bytes);
+  bool comparing_ranks() const;
+
+  Device& device_;
+  PipelineOptions options_;
+  int world_size_;
+  Ledger ledger_;
+  Gatherer gatherer_;
+  Reducer reducer_;
+  OrderCheck order_check_;
+  std::vector<std::unique_ptr<Unit>> units_;
+  bool memory_planned_ = false;
+
+  bool in_forward_ = false;
+  bool in_backward_ = false;
+  bool is_last_backward_ = true;
+  bool backward_ended_ = false;       // since the last begin_forward
+  bool first_backward_done_ = false;
+  std::vector<int> forward_order_;    // units in order of pre_forward, of the last whole forward
+  std::vector<int> current_order_;    // of the forward that runs
+  std::size_t next_in_order_ = 0;     // in forward_order_, behind the unit that runs
+  std::vector<int> forward_calls_;    // units in order of post_forward, since the last backward
+};
+
+}  // namespace fsdp

@@ -1,0 +1,80 @@
+// Seam 1 of 3: in-order queues of work, the events that order them, and memory.
+//
+// Note [ordering by events]
+// Work on one stream runs in the order of issue. Work on two streams is ordered only where an
+// event was recorded on one and waited for on the other. Nothing else orders anything: no host
+// synchronisation, no knowledge of how long things take. The host's streams are worker threads,
+// so a missing wait is a real race on a machine without a GPU, and ThreadSanitizer sees it.
+//
+// Note [errors on streams]
+// Work that throws puts its stream into a failed state: later work on it is skipped, its events
+// complete and carry the error, and a stream that waits for such an event fails with it. Whoever
+// blocks on the event (the compute stream of the host, or synchronize) gets the error thrown.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <memory>
+#include <string>
+
+namespace fsdp {
+
+// A point on a stream. Recording it again moves it; an event never recorded is complete.
+class Event {
+ public:
+  virtual ~Event() = default;
+
+  // Whether the work before the last record is done (or failed).
+  virtual bool query() const = 0;
+
+  // Blocks the calling thread until then. `what` names the work in the message of the
+  // TimeoutError; throws the stream's error if the work failed.
+  virtual void synchronize(std::chrono::milliseconds timeout, const std::string& what) = 0;
+};
+
+class Stream {
+ public:
+  virtual ~Stream() = default;
+
+  virtual const std::string& name() const = 0;
+
+  // `event` completes when all work issued to this stream so far has.
+  virtual void record(Event& event) = 0;
+
+  // Work issued to this stream from now on starts only after `event`. On a compute stream of the
+  // host, which is the calling thread itself, this blocks; `what` then names the wait.
+  virtual void wait(Event& event, const std::string& what) = 0;
+
+  // Blocks the calling thread until all issued work is done; throws if any of it failed.
+  virtual void synchronize() = 0;
+};
+
+// Makes the streams, events and buffers of one kind of hardware.
+class Device {
+ public:
+  virtual ~Device() = default;
+
+  virtual const char* name() const = 0;  // "cpu", "cuda"
+
+  // The stream that the caller's own operators run on.
+  virtual Stream& compute_stream() = 0;
+
+  virtual std::unique_ptr<Stream> new_stream(const std::string& name) = 0;
+  virtual std::unique_ptr<Event> new_event() = 0;
+
+  // `bytes` of memory, aligned to at least 64 bytes, freed when the last owner lets go.
+  virtual std::shared_ptr<void> allocate(std::size_t bytes) = 0;
+
+  // Sets `bytes` bytes to `value`, in order of `stream`.
+  virtual void fill(Stream& stream, void* data, int value, std::size_t bytes) = 0;
+
+  // How long any one wait may take.
+  virtual std::chrono::milliseconds timeout() const = 0;
+};
+
+std::unique_ptr<Device> make_host_device(std::chrono::milliseconds timeout);
+
+// In a build without CUDA this throws and says how to get one (no_cuda/).
+std::unique_ptr<Device> make_cuda_device(int index, std::chrono::milliseconds timeout);
+
+}  // namespace fsdp

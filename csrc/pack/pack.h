@@ -1,0 +1,81 @@
+// Seam 2 of 3: the copies around the wire. Descriptors are made once for each unit; per step only
+// the addresses of gradients change. Everything is enqueued on a stream and returns at once; the
+// plans and address arrays must live until the stream has run the work.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "core/dtype.h"
+#include "device/stream.h"
+
+namespace fsdp {
+
+// Where one parameter's gradient goes in the rank-major reduce input. Units: elements.
+struct PackEntry {
+  std::int64_t numel = 0;        // elements of the gradient (R * q)
+  std::int64_t chunk_numel = 0;  // elements of one rank's chunk (c * q)
+  std::int64_t offset = 0;       // of the chunk within a rank's segment
+};
+
+struct PackPlan {
+  std::vector<PackEntry> entries;     // offsets ascending, chunks do not overlap
+  std::int64_t segment_numel = 0;     // elements of one rank's segment, padding included
+  int world_size = 1;
+};
+
+// Where one parameter's chunks go, from rank-major staging to its own region. Units: bytes.
+struct UnpackEntry {
+  std::size_t chunk_bytes = 0;
+  std::size_t source_offset = 0;       // of the chunk within a rank's segment of the staging
+  std::size_t destination_offset = 0;  // of the region; rank r's chunk goes to + r * chunk_bytes
+};
+
+struct UnpackPlan {
+  std::vector<UnpackEntry> entries;
+  std::size_t segment_bytes = 0;
+  int world_size = 1;
+};
+
+// A run of elements to convert. Units: elements from the bases given with the call.
+struct CastEntry {
+  std::size_t source_offset = 0;       // bytes
+  std::size_t destination_offset = 0;  // bytes
+  std::int64_t numel = 0;
+  DType source_dtype = DType::Float32;
+  DType destination_dtype = DType::Float32;
+  bool accumulate = false;  // destination += source instead of destination = source
+};
+
+using CastPlan = std::vector<CastEntry>;
+
+// Arithmetic of all three: an element is widened to fp32 (fp64 if either side is fp64), multiplied
+// by `scale`, rounded once to the destination's dtype (nearest even); where it is accumulated,
+// the rounded element is widened again and added to the widened destination, and that sum is
+// rounded. So a sum of half-precision gradients has the bits of PyTorch's own `+=`.
+class Packer {
+ public:
+  virtual ~Packer() = default;
+
+  // Gradients to the rank-major reduce input. gradients[i] belongs to plan.entries[i] and is
+  // contiguous; nullptr stands for zeros. Without `accumulate` every element of the destination
+  // is written, padding as zero; with it, only elements that have a gradient are touched.
+  virtual void pack(Stream& stream, const PackPlan& plan, const void* const* gradients,
+                    DType gradient_dtype, void* reduce_input, DType reduce_dtype, double scale,
+                    bool accumulate) = 0;
+
+  // Rank-major staging to parameter-contiguous regions.
+  virtual void unpack(Stream& stream, const UnpackPlan& plan, const void* staging,
+                      void* unsharded) = 0;
+
+  // Runs of elements from one dtype to another.
+  virtual void cast(Stream& stream, const CastPlan& plan, const void* source, void* destination,
+                    double scale) = 0;
+};
+
+std::unique_ptr<Packer> make_host_packer();
+std::unique_ptr<Packer> make_cuda_packer();  // throws in a build without CUDA (no_cuda/)
+
+}  // namespace fsdp

@@ -1,0 +1,135 @@
+#include "torch/process_group.h"
+
+#include <atomic>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include <ATen/ops/from_blob.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/version.h>
+
+#include "core/check.h"
+#include "device/host_stream.h"
+
+namespace fsdp {
+namespace {
+
+at::ScalarType scalar_type(DType dtype) {
+  switch (dtype) {
+    case DType::Float32:
+      return at::kFloat;
+    case DType::BFloat16:
+      return at::kBFloat16;
+    case DType::Float16:
+      return at::kHalf;
+    case DType::Float64:
+      return at::kDouble;
+    case DType::Bytes:
+      return at::kByte;
+  }
+  throw Error("unknown dtype");
+}
+
+at::Tensor view_of(const void* data, std::size_t numel, DType dtype) {
+  return at::from_blob(const_cast<void*>(data), {static_cast<std::int64_t>(numel)},
+                       at::TensorOptions().dtype(scalar_type(dtype)));
+}
+
+class ProcessGroupCommunicator final : public Communicator {
+ public:
+  explicit ProcessGroupCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group)
+      : group_(std::move(group)), backend_(group_->getBackend(c10::DeviceType::CPU)) {}
+
+  const char* transport() const override { return "process_group"; }
+  int rank() const override { return group_->getRank(); }
+  int size() const override { return group_->getSize(); }
+
+  void all_gather(Stream& stream, const void* input, void* output, std::size_t bytes) override {
+    enqueue(stream, [this, input, output, bytes] {
+      at::Tensor in = view_of(input, bytes, DType::Bytes);
+      at::Tensor out =
+          view_of(output, bytes * static_cast<std::size_t>(backend_->getSize()), DType::Bytes);
+      all_gather_single(out, in)->wait();
+    });
+  }
+
+  void reduce_scatter(Stream& stream, const void* input, void* output, std::size_t numel,
+                      DType dtype) override {
+    enqueue(stream, [this, input, output, numel, dtype] {
+      at::Tensor in =
+          view_of(input, numel * static_cast<std::size_t>(backend_->getSize()), dtype);
+      at::Tensor out = view_of(output, numel, dtype);
+      reduce_scatter_single(out, in)->wait();
+    });
+  }
+
+  void all_reduce(Stream& stream, void* data, std::size_t numel, DType dtype) override {
+    enqueue(stream, [this, data, numel, dtype] {
+      std::vector<at::Tensor> tensors = {view_of(data, numel, dtype)};
+      backend_->allreduce(tensors)->wait();
+    });
+  }
+
+  void host_all_gather(Stream& stream, const void* input, void* output,
+                       std::size_t bytes) override {
+    all_gather(stream, input, output, bytes);
+  }
+
+  void abort(const std::string& reason) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    error_ = reason;
+    aborted_ = true;
+  }
+
+  std::string async_error() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return error_;
+  }
+
+ private:
+  template <typename Work>
+  void enqueue(Stream& stream, Work work) {
+    static_cast<HostQueue&>(stream).enqueue([this, work] {
+      FSDP_CHECK(!aborted_, "communication was aborted: ", async_error());
+      try {
+        work();
+      } catch (const std::exception& error) {
+        abort(error.what());
+        throw;
+      }
+    });
+  }
+
+  // The one place that knows what these are called.
+  c10::intrusive_ptr<c10d::Work> all_gather_single(at::Tensor& output, at::Tensor& input) {
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
+    return backend_->all_gather_single(output, input);
+#else
+    return backend_->_allgather_base(output, input);
+#endif
+  }
+
+  c10::intrusive_ptr<c10d::Work> reduce_scatter_single(at::Tensor& output, at::Tensor& input) {
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
+    return backend_->reduce_scatter_single(output, input);
+#else
+    return backend_->_reduce_scatter_base(output, input);
+#endif
+  }
+
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  c10::intrusive_ptr<c10d::Backend> backend_;
+  std::atomic<bool> aborted_{false};
+  std::mutex mutex_;
+  std::string error_;
+};
+
+}  // namespace
+
+std::unique_ptr<Communicator> make_process_group_communicator(
+    c10::intrusive_ptr<c10d::ProcessGroup> group) {
+  return std::make_unique<ProcessGroupCommunicator>(std::move(group));
+}
+
+}  // namespace fsdp

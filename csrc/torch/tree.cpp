@@ -1,0 +1,89 @@
+#include "torch/tree.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+
+namespace py = pybind11;
+
+namespace fsdp {
+namespace {
+
+bool is_leaf(PyObject* object) {
+  return object == Py_None || PyBool_Check(object) || PyLong_CheckExact(object) ||
+         PyFloat_CheckExact(object) || PyUnicode_CheckExact(object);
+}
+
+py::object map_tuple(py::handle object, const TensorMap& map) {
+  const Py_ssize_t size = PyTuple_GET_SIZE(object.ptr());
+  py::object result;  // made when the first element changes
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    const py::handle item = PyTuple_GET_ITEM(object.ptr(), i);
+    const py::object mapped = map_tensors(item, map);
+    if (!mapped.is(item) && !result) {
+      result = py::tuple(size);
+      for (Py_ssize_t j = 0; j < i; ++j) {
+        PyTuple_SET_ITEM(result.ptr(), j,
+                         py::handle(PyTuple_GET_ITEM(object.ptr(), j)).inc_ref().ptr());
+      }
+    }
+    if (result) {
+      PyTuple_SET_ITEM(result.ptr(), i, mapped.inc_ref().ptr());
+    }
+  }
+  return result ? result : py::reinterpret_borrow<py::object>(object);
+}
+
+py::object map_list(py::handle object, const TensorMap& map) {
+  const auto list = py::reinterpret_borrow<py::list>(object);
+  py::list result;
+  bool changed = false;
+  for (const py::handle item : list) {
+    const py::object mapped = map_tensors(item, map);
+    changed = changed || !mapped.is(item);
+    result.append(mapped);
+  }
+  return changed ? py::object(result) : py::object(list);
+}
+
+py::object map_dict(py::handle object, const TensorMap& map) {
+  const auto dict = py::reinterpret_borrow<py::dict>(object);
+  py::dict result;
+  bool changed = false;
+  for (const auto& [key, item] : dict) {
+    const py::object mapped = map_tensors(item, map);
+    changed = changed || !mapped.is(item);
+    result[key] = mapped;
+  }
+  return changed ? py::object(result) : py::object(dict);
+}
+
+}  // namespace
+
+py::object map_tensors(py::handle object, const TensorMap& map) {
+  PyObject* raw = object.ptr();
+  if (is_leaf(raw)) {
+    return py::reinterpret_borrow<py::object>(object);
+  }
+  if (THPVariable_Check(raw)) {
+    const at::Tensor& tensor = THPVariable_Unpack(raw);
+    at::Tensor mapped = map(tensor);
+    if (mapped.is_same(tensor)) {
+      return py::reinterpret_borrow<py::object>(object);
+    }
+    return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(mapped)));
+  }
+  if (PyTuple_CheckExact(raw)) {
+    return map_tuple(object, map);
+  }
+  if (PyList_CheckExact(raw)) {
+    return map_list(object, map);
+  }
+  if (PyDict_CheckExact(raw)) {
+    return map_dict(object, map);
+  }
+  static PyObject* const map_other =
+      py::module_::import("fsdp_ext.tree").attr("map_tensors").release().ptr();
+  return py::handle(map_other)(
+      py::cpp_function([&map](py::handle item) { return map_tensors(item, map); }), object);
+}
+
+}  // namespace fsdp

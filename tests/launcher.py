@@ -1,0 +1,248 @@
+"""Runs a function on several ranks of one process group, each rank a process of this machine.
+
+    def worker(x: int) -> int:
+        return x + torch.distributed.get_rank()
+
+    assert run_ranks(worker, 2, 40) == [40, 41]
+
+Ranks are forked from a server process that has imported torch once, so a rank starts in
+milliseconds with nothing left over from an earlier run. A rank that raises, dies or hangs ends the
+run with `RanksFailed`, which carries the ranks' tracebacks and output; every rank is gone when
+`run_ranks` returns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import itertools
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from typing_extensions import TypeVarTuple, Unpack
+
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
+
+# What each rank would otherwise import for itself, for seconds. numpy and dynamo are what
+# torch.distributed's own FSDP brings in with its first use.
+_PRELOAD = ["pytest", "numpy", "torch", "torch.distributed.fsdp", "torch._dynamo"]
+# A rank prints its stacks and ends by itself when its time is up. Longer than that past its time
+# means that not even its signal handlers' thread runs (it is stopped), and it is killed.
+_GRACE_S = 15.0
+_OUTPUT_LINES = 60
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(_PRELOAD)
+_store: dist.TCPStore | None = None
+_run_ids = itertools.count()
+
+
+class RanksFailed(AssertionError):
+    """One or more ranks raised, died or hung; the message has each rank's account of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Assignment:
+    rank: int
+    world_size: int
+    store_port: int
+    run_id: str
+    timeout_s: float
+    output: Path
+    call: bytes  # pickled (worker, args)
+
+
+@dataclasses.dataclass
+class _Rank:
+    number: int
+    process: Any  # a multiprocessing process of the forkserver context
+    pipe: Connection
+    output: Path
+    answer: tuple[str, bytes] | None = None  # ("result", pickled) or ("error", traceback)
+    failure: str | None = None
+
+    def output_tail(self) -> str:
+        if not self.output.exists():
+            return ""
+        lines = self.output.read_text(errors="replace").splitlines()[-_OUTPUT_LINES:]
+        return "\n".join(["", "its output:", *lines]) if lines else ""
+
+
+def run_ranks(
+    worker: Callable[[Unpack[Args]], T],
+    world_size: int,
+    *args: Unpack[Args],
+    timeout: float = 120.0,
+) -> list[T]:
+    """Calls `worker(*args)` on every rank of a fresh gloo group and returns the results by rank.
+
+    Args:
+        worker: a function that pickle finds by name; it runs with the default process group set up
+            and one intra-op thread.
+        world_size: number of ranks, at least 1.
+        args: what the worker is called with, the same on every rank; must pickle.
+        timeout: seconds until ranks that have not finished are ended.
+
+    Raises:
+        RanksFailed: a rank raised (its traceback is in the message), ended without a result (its
+            exit code is), or had not finished in time (the stacks of its threads are).
+    """
+    if world_size < 1:
+        raise ValueError(f"run_ranks expects at least one rank but got {world_size}")
+    call = pickle.dumps((worker, args))
+    with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
+        ranks = [
+            _start(rank, world_size, timeout, Path(directory), call, run_id)
+            for run_id in [str(next(_run_ids))]
+            for rank in range(world_size)
+        ]
+        try:
+            _collect(ranks, time.monotonic() + timeout + _GRACE_S)
+            _raise_failures(ranks, timeout)
+            return [cast(T, pickle.loads(rank.answer[1])) for rank in ranks if rank.answer]
+        finally:
+            for rank in ranks:
+                if rank.process.is_alive():
+                    rank.process.kill()
+                rank.process.join()
+                rank.process.close()
+                rank.pipe.close()
+
+
+def _start(
+    rank: int, world_size: int, timeout: float, directory: Path, call: bytes, run_id: str
+) -> _Rank:
+    global _store
+    if _store is None:
+        _store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ours, theirs = _context.Pipe()
+    output = directory / f"rank{rank}.txt"
+    assignment = _Assignment(rank, world_size, _store.port, run_id, timeout, output, call)
+    process = _context.Process(
+        target=_rank_main, args=(assignment, theirs), name=f"rank {rank}", daemon=True
+    )
+    process.start()
+    theirs.close()  # so that our end reads end-of-file when the rank dies
+    return _Rank(rank, process, ours, output)
+
+
+def _collect(ranks: Sequence[_Rank], deadline: float) -> None:
+    """Waits until every rank has answered and ended well, or one of them has failed."""
+    waiting = {rank.pipe: rank for rank in ranks}
+    while waiting:
+        ready = cast("list[Connection]", wait(list(waiting), max(0.0, deadline - time.monotonic())))
+        for rank in [waiting.pop(pipe) for pipe in ready]:
+            _receive(rank)
+        if not ready or any(rank.failure for rank in ranks):
+            # What the others have said by now is told too: when a rank dies, its peers' errors
+            # are its echo.
+            for pipe in wait(list(waiting), 0):
+                _receive(waiting.pop(cast(Connection, pipe)))
+            return
+    # No rank leaves before all have answered, or a collective of a slower one would lose a peer.
+    for rank in ranks:
+        rank.pipe.send_bytes(b"leave")
+    for rank in ranks:
+        rank.process.join(max(0.0, deadline - time.monotonic()))
+        if rank.process.exitcode != 0:
+            rank.failure = _ending(rank, "after its result, while it left the process group")
+
+
+def _receive(rank: _Rank) -> None:
+    try:
+        rank.answer = pickle.loads(rank.pipe.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        rank.process.join(_GRACE_S)
+        rank.failure = _ending(rank, "before it had a result")
+    else:
+        kind, content = cast("tuple[str, bytes]", rank.answer)
+        if kind == "error":
+            rank.failure = f"raised:\n{content.decode()}"
+
+
+def _ending(rank: _Rank, when: str) -> str:
+    code = rank.process.exitcode
+    if code is None:
+        return f"did not end {when}"
+    if code < 0:
+        return f"ended by {signal.Signals(-code).name} {when}"
+    return f"ended with exit code {code} {when}"
+
+
+def _raise_failures(ranks: Sequence[_Rank], timeout: float) -> None:
+    unfinished = [rank for rank in ranks if rank.answer is None or rank.failure]
+    if not unfinished:
+        return
+    if not any(rank.failure for rank in ranks):
+        for rank in unfinished:
+            rank.failure = "gave no sign of life"
+    # A rank that hung ended itself and left its stacks, so all of them are waited for.
+    hung = "Timeout (" in "".join(rank.output_tail() for rank in unfinished)
+    if hung:
+        for rank in unfinished:
+            if rank.failure is None:
+                rank.process.join(_GRACE_S)
+        numbers = ", ".join(str(rank.number) for rank in unfinished)
+        head = f"ranks {numbers} of {len(ranks)} had not finished after {timeout:g} s"
+        accounts = [f"rank {rank.number} hung{rank.output_tail()}" for rank in unfinished]
+    else:
+        failed = [rank for rank in ranks if rank.failure]
+        # A rank that died comes before those that then missed it.
+        failed.sort(key=lambda rank: (rank.answer is not None, rank.number))
+        head = f"{len(failed)} of {len(ranks)} ranks failed, the others were ended"
+        accounts = [f"rank {rank.number} {rank.failure}{rank.output_tail()}" for rank in failed]
+    raise RanksFailed("\n\n".join([head, *accounts]))
+
+
+def _rank_main(assignment: _Assignment, pipe: Connection) -> None:
+    output = os.open(assignment.output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    faulthandler.enable(output)
+    # Runs on a thread of its own without the GIL, so it also ends a rank that is stuck in C++, and
+    # one whose parent is gone.
+    faulthandler.dump_traceback_later(assignment.timeout_s, exit=True, file=output)
+    answer = ("error", b"")
+    try:
+        _join_group(assignment)
+        worker, args = pickle.loads(assignment.call)
+        answer = ("result", pickle.dumps(worker(*args)))
+    except BaseException:
+        answer = ("error", traceback.format_exc().encode())
+    pipe.send_bytes(pickle.dumps(answer))
+    # A rank that failed stays, so that its peers do not fail for want of it before it is heard; it
+    # is killed here.
+    pipe.recv_bytes()
+    dist.destroy_process_group()
+
+
+def _join_group(assignment: _Assignment) -> None:
+    torch.set_num_threads(1)
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback
+    store = dist.TCPStore("127.0.0.1", assignment.store_port, is_master=False)
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(f"run{assignment.run_id}", store),
+        rank=assignment.rank,
+        world_size=assignment.world_size,
+        # Longer than ours, which says more.
+        timeout=timedelta(seconds=2 * assignment.timeout_s + 60),
+    )

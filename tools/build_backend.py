@@ -1,0 +1,40 @@
+"""setuptools' build backend, with the torch to build against chosen at build time.
+
+pip builds in an environment of its own, and a requirement of `torch>=2.11` would bring the newest
+torch there. What is built against that does not load into an older one that is installed, so the
+requirement is the version that is installed, if one is.
+"""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+from importlib.metadata import distributions
+from typing import Any
+
+from setuptools import build_meta
+from setuptools.build_meta import *  # noqa: F403  (the hooks that are not replaced below)
+
+OLDEST_TORCH = (2, 11)
+
+
+def torch_requirement() -> str:
+    """Return the requirement for the torch of the environment that the package goes to."""
+    # Inside pip's isolated environment these are still the paths of the one outside.
+    places = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    for torch in distributions(name="torch", path=places):
+        version = torch.version.split("+")[0]
+        major, minor = re.findall(r"\d+", version)[:2]
+        if (int(major), int(minor)) >= OLDEST_TORCH:
+            return f"torch=={version}"
+    return "torch>=" + ".".join(map(str, OLDEST_TORCH))
+
+
+def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
+    """Return what building a wheel needs besides pyproject.toml's list."""
+    return [*build_meta.get_requires_for_build_wheel(config_settings), torch_requirement()]
+
+
+def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
+    """Return what an editable install needs besides pyproject.toml's list."""
+    return [*build_meta.get_requires_for_build_editable(config_settings), torch_requirement()]
