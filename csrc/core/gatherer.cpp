@@ -1,11 +1,17 @@
 #include "core/gatherer.h"
 
 #include <algorithm>
+#include <string>
 #include <utility>
 
 #include "core/check.h"
 
 namespace fsdp {
+namespace {
+
+const std::string kComputeStream = "the compute stream";
+
+}  // namespace
 
 Gatherer::Gatherer(Device& device, Packer& packer, Communicator& communicator, Ledger& ledger,
                    Announce announce)
@@ -49,7 +55,7 @@ void Gatherer::plan_memory(const std::vector<std::unique_ptr<Unit>>& units, int 
 void Gatherer::begin_iteration() {
   iteration_ += 1;
   device_.compute_stream().record(*compute_reached_);
-  stream_->wait(*compute_reached_, "the compute stream");
+  stream_->wait(*compute_reached_, kComputeStream);
   if (ring_ != nullptr) {
     ring_->forget_contents();
   }

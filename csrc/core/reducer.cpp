@@ -1,12 +1,15 @@
 #include "core/reducer.h"
 
 #include <algorithm>
+#include <string>
 #include <utility>
 
 #include "core/check.h"
 
 namespace fsdp {
 namespace {
+
+const std::string kComputeStream = "the compute stream";
 
 std::size_t segment_bytes(const UnitLayout& layout) {
   return static_cast<std::size_t>(layout.grad_numel()) * itemsize(layout.reduce_dtype());
@@ -45,7 +48,7 @@ void Reducer::reduce(Unit& unit) {
   const UnitLayout& layout = unit.layout;
   const bool direct = make_finish_plan(unit);
   device_.compute_stream().record(*compute_reached_);
-  stream_->wait(*compute_reached_, "the compute stream");
+  stream_->wait(*compute_reached_, kComputeStream);
 
   const bool alone = layout.world_size() == 1;
   void* gradient = unit.port.flat_gradient();
@@ -84,7 +87,7 @@ void Reducer::accumulate(Unit& unit) {
     unit.accumulated = device_.allocate(reduce_input_bytes(unit.layout));
   }
   device_.compute_stream().record(*compute_reached_);
-  stream_->wait(*compute_reached_, "the compute stream");
+  stream_->wait(*compute_reached_, kComputeStream);
   pack(unit, unit.accumulated.get(), unit.has_accumulated);
   for (std::size_t i = 0; i < unit.trainable_count(); ++i) {
     unit.accumulated_params[i] = unit.accumulated_params[i] | unit.arrived[i];

@@ -8,6 +8,7 @@
 #include <deque>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 
@@ -15,10 +16,9 @@
 
 namespace fsdp {
 
+// Lives until no stream has it recorded or waited for any more.
 class HostEvent final : public Event {
  public:
-  explicit HostEvent(std::chrono::milliseconds timeout) : timeout_(timeout) {}
-
   bool query() const override;
   void synchronize(std::chrono::milliseconds timeout, const std::string& what) override;
 
@@ -36,7 +36,6 @@ class HostEvent final : public Event {
   std::uint64_t recorded_ = 0;
   std::uint64_t completed_ = 0;
   std::exception_ptr error_;
-  std::chrono::milliseconds timeout_;
 };
 
 // A stream of the host takes any callable.
@@ -82,7 +81,7 @@ class HostStream final : public HostQueue {
     HostEvent* record = nullptr;
     HostEvent* wait = nullptr;
     std::uint64_t ticket = 0;
-    std::string what;
+    const std::string* what = nullptr;  // the caller's, which outlives the wait
   };
 
   void push(Item item);
@@ -94,6 +93,7 @@ class HostStream final : public HostQueue {
   std::mutex mutex_;
   std::condition_variable work_available_;
   std::deque<Item> items_;
+  bool sleeping_ = false;
   bool stopping_ = false;
   std::exception_ptr error_;  // only the worker touches it
   std::thread worker_;        // last: starts when everything above exists

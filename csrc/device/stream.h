@@ -42,7 +42,8 @@ class Stream {
   virtual void record(Event& event) = 0;
 
   // Work issued to this stream from now on starts only after `event`. On a compute stream of the
-  // host, which is the calling thread itself, this blocks; `what` then names the wait.
+  // host, which is the calling thread itself, this blocks. `what` names what is waited for in
+  // error messages; it outlives the wait.
   virtual void wait(Event& event, const std::string& what) = 0;
 
   // Blocks the calling thread until all issued work is done; throws if any of it failed.
@@ -67,6 +68,9 @@ class Device {
 
   // Sets `bytes` bytes to `value`, in order of `stream`.
   virtual void fill(Stream& stream, void* data, int value, std::size_t bytes) = 0;
+
+  // Keeps `stream` busy for `duration`, in order; for tests of ordering.
+  virtual void delay(Stream& stream, std::chrono::microseconds duration) = 0;
 
   // How long any one wait may take.
   virtual std::chrono::milliseconds timeout() const = 0;

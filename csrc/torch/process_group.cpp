@@ -7,7 +7,7 @@
 
 #include <ATen/ops/from_blob.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/version.h>
+#include <torch/headeronly/version.h>
 
 #include "core/check.h"
 #include "device/host_stream.h"

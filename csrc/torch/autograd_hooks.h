@@ -1,0 +1,38 @@
+// Where backward calls the schedule: three small objects that autograd runs in C++, without the
+// GIL and without Python.
+//
+//   PreBackwardHook     on the node behind a unit's output: backward reaches the unit
+//   GradientHook        on an unsharded parameter: its gradient has arrived
+//   PostBackwardNode    a node in front of a unit's inputs: backward has passed the unit
+//
+// What they call may be gone before they are (a graph outlives the model), hence weak pointers.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+namespace fsdp {
+
+// What the hooks call.
+class BackwardTarget {
+ public:
+  virtual ~BackwardTarget() = default;
+  virtual void on_pre_backward(int forward_call) = 0;
+  virtual void on_gradient(std::size_t trainable) = 0;
+  virtual void on_post_backward() = 0;
+};
+
+void add_pre_backward_hook(const at::Tensor& output, std::weak_ptr<BackwardTarget> target,
+                           int forward_call);
+
+void set_gradient_hook(const at::Tensor& parameter, std::weak_ptr<BackwardTarget> target,
+                       std::size_t trainable);
+
+// Aliases of `inputs`, all of which require gradients, behind one node.
+std::vector<at::Tensor> add_post_backward_node(const std::vector<at::Tensor>& inputs,
+                                               std::weak_ptr<BackwardTarget> target);
+
+}  // namespace fsdp

@@ -1,0 +1,275 @@
+// What Python sees as fsdp_ext._C; fsdp_ext/_C.pyi describes it.
+#include <torch/csrc/utils/pybind.h>
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include <pybind11/chrono.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "core/layout.h"
+#include "core/ledger.h"
+#include "core/pipeline.h"
+#include "torch/process_group.h"
+#include "torch/root.h"
+#include "torch/unit.h"
+
+namespace py = pybind11;
+
+namespace fsdp {
+namespace {
+
+DType wire_dtype(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+      return DType::Float32;
+    case at::kBFloat16:
+      return DType::BFloat16;
+    case at::kHalf:
+      return DType::Float16;
+    case at::kDouble:
+      return DType::Float64;
+    default:
+      return DType::Bytes;
+  }
+}
+
+// (name, shape, dtype of the shard, dtype of the unsharded parameter, trainable)
+using PyParamSpec =
+    std::tuple<std::string, std::vector<std::int64_t>, at::ScalarType, at::ScalarType, bool>;
+
+ParamSpec param_spec(const PyParamSpec& spec) {
+  const auto& [name, shape, shard_dtype, param_dtype, trainable] = spec;
+  ParamSpec result;
+  result.name = name;
+  result.rows = shape.at(0);
+  result.row_numel = 1;
+  for (std::size_t i = 1; i < shape.size(); ++i) {
+    result.row_numel *= shape[i];
+  }
+  result.shard_dtype = wire_dtype(shard_dtype);
+  result.param_dtype = wire_dtype(param_dtype);
+  if (result.shard_dtype == DType::Bytes) {  // moved, never cast: a row is so many bytes
+    result.row_numel *= static_cast<std::int64_t>(c10::elementSize(shard_dtype));
+  }
+  result.trainable = trainable;
+  return result;
+}
+
+void register_layout(py::module_& m) {
+  py::class_<ParamPlacement>(m, "ParamPlacement")
+      .def_readonly("numel", &ParamPlacement::numel)
+      .def_readonly("chunk_rows", &ParamPlacement::chunk_rows)
+      .def_readonly("chunk_numel", &ParamPlacement::chunk_numel)
+      .def_readonly("shard_offset", &ParamPlacement::shard_offset)
+      .def_readonly("gather_offset", &ParamPlacement::gather_offset)
+      .def_readonly("unsharded_offset", &ParamPlacement::unsharded_offset)
+      .def_readonly("grad_offset", &ParamPlacement::grad_offset);
+  py::class_<UnitLayout>(m, "UnitLayout")
+      .def(py::init([](const std::vector<PyParamSpec>& specs, int world_size,
+                       at::ScalarType grad_dtype, at::ScalarType reduce_dtype) {
+             std::vector<ParamSpec> params;
+             for (const PyParamSpec& spec : specs) {
+               params.push_back(param_spec(spec));
+             }
+             return UnitLayout(std::move(params), world_size, wire_dtype(grad_dtype),
+                               wire_dtype(reduce_dtype));
+           }),
+           py::arg("params"), py::arg("world_size"), py::arg("grad_dtype"),
+           py::arg("reduce_dtype"))
+      .def_property_readonly("world_size", &UnitLayout::world_size)
+      .def_property_readonly("placements", &UnitLayout::placements)
+      .def_property_readonly("shard_bytes", &UnitLayout::shard_bytes)
+      .def_property_readonly("gather_bytes", &UnitLayout::gather_bytes)
+      .def_property_readonly("unsharded_bytes", &UnitLayout::unsharded_bytes)
+      .def_property_readonly("grad_numel", &UnitLayout::grad_numel)
+      .def_property_readonly("needs_cast", &UnitLayout::needs_cast)
+      .def_property_readonly("staging_is_unsharded", &UnitLayout::staging_is_unsharded)
+      .def("first_row", &UnitLayout::first_row)
+      .def("row_count", &UnitLayout::row_count);
+}
+
+void register_unit(py::module_& m) {
+  py::class_<TorchUnit, std::shared_ptr<TorchUnit>>(m, "Unit")
+      .def(py::init([](std::string name, const UnitLayout& layout, at::Tensor flat_shard,
+                       at::Tensor flat_gradient, std::vector<std::vector<std::int64_t>> shapes,
+                       std::vector<at::ScalarType> param_dtypes, at::ScalarType grad_dtype,
+                       at::ScalarType reduce_dtype, std::optional<at::ScalarType> cast_inputs,
+                       std::optional<at::ScalarType> cast_outputs, std::size_t modules) {
+             return std::make_shared<TorchUnit>(
+                 std::move(name), layout, std::move(flat_shard), std::move(flat_gradient),
+                 std::move(shapes), std::move(param_dtypes),
+                 UnitDtypes{grad_dtype, reduce_dtype, cast_inputs, cast_outputs}, modules);
+           }),
+           py::arg("name"), py::arg("layout"), py::arg("flat_shard"), py::arg("flat_gradient"),
+           py::arg("shapes"), py::arg("param_dtypes"), py::arg("grad_dtype"),
+           py::arg("reduce_dtype"), py::arg("cast_inputs"), py::arg("cast_outputs"),
+           py::arg("modules"))
+      .def("unsharded_views", &TorchUnit::unsharded_views)
+      .def(
+          "bind",
+          [](TorchUnit& unit, py::list sharded, py::list unsharded, py::list gradients,
+             const std::vector<std::tuple<py::dict, py::str, std::size_t>>& attributes) {
+            std::vector<ModuleAttribute> bound;
+            for (const auto& [parameters, name, parameter] : attributes) {
+              bound.push_back({parameters, name, parameter});
+            }
+            unit.bind(std::move(sharded), std::move(unsharded), std::move(gradients),
+                      std::move(bound));
+          },
+          py::arg("sharded"), py::arg("unsharded"), py::arg("gradients"), py::arg("attributes"))
+      .def("pre_forward_hook",
+           [](const std::shared_ptr<TorchUnit>& unit, std::size_t index) {
+             return py::cpp_function(
+                 [unit, index](py::handle module, py::handle args, py::handle kwargs) {
+                   return unit->pre_forward(index, module, args, kwargs);
+                 });
+           })
+      .def("post_forward_hook",
+           [](const std::shared_ptr<TorchUnit>& unit, std::size_t index) {
+             return py::cpp_function(
+                 [unit, index](py::handle /*module*/, py::handle /*args*/, py::handle output) {
+                   return unit->post_forward(index, output);
+                 });
+           })
+      .def_property_readonly("number", &TorchUnit::number);
+}
+
+void register_root(py::module_& m) {
+  py::class_<Root, std::shared_ptr<Root>>(m, "Root")
+      .def(py::init([](c10::intrusive_ptr<c10d::ProcessGroup> gather,
+                       c10::intrusive_ptr<c10d::ProcessGroup> reduce, double timeout_seconds,
+                       int prefetch_depth, int nesting, bool check_order, py::object when_stale) {
+             return std::make_shared<Root>(
+                 make_process_group_communicator(std::move(gather)),
+                 make_process_group_communicator(std::move(reduce)),
+                 std::chrono::milliseconds(static_cast<std::int64_t>(timeout_seconds * 1000)),
+                 PipelineOptions{prefetch_depth, nesting, check_order}, std::move(when_stale));
+           }),
+           py::arg("gather_group"), py::arg("reduce_group"), py::arg("timeout_seconds"),
+           py::arg("prefetch_depth"), py::arg("nesting"), py::arg("check_order"),
+           py::arg("when_stale"))
+      .def("add_unit", &Root::add_unit, py::arg("unit"), py::arg("reshard_after_forward"),
+           py::arg("pack_scale"), py::arg("reduce_scale"))
+      .def("reset_iteration", &Root::reset_iteration)
+      .def("unshard",
+           [](Root& root, int unit) {
+             const py::gil_scoped_release no_gil;
+             root.pipeline().unshard(unit);
+           })
+      .def("wait_for_unshard",
+           [](Root& root, int unit) {
+             const py::gil_scoped_release no_gil;
+             root.pipeline().wait_for_unshard(unit);
+           })
+      .def("reshard",
+           [](Root& root, int unit) {
+             const py::gil_scoped_release no_gil;
+             root.pipeline().reshard(unit);
+           })
+      .def("state",
+           [](Root& root, int unit) {
+             switch (root.pipeline().unit(unit).state) {
+               case UnitState::Sharded:
+                 return "sharded";
+               case UnitState::Gathering:
+                 return "gathering";
+               case UnitState::Unsharded:
+                 return "unsharded";
+             }
+             return "unknown";
+           })
+      .def("in_backward", [](Root& root) { return root.pipeline().in_backward(); })
+      .def("set_reshard_after_forward",
+           [](Root& root, int unit, bool value) {
+             root.pipeline().set_reshard_after_forward(unit, value);
+           })
+      .def("set_reshard_after_backward",
+           [](Root& root, int unit, bool value) {
+             root.pipeline().set_reshard_after_backward(unit, value);
+           })
+      .def("set_requires_gradient_sync",
+           [](Root& root, int unit, bool value) {
+             root.pipeline().set_requires_gradient_sync(unit, value);
+           })
+      .def("set_gradient_scales",
+           [](Root& root, int unit, double pack_scale, double reduce_scale) {
+             root.pipeline().set_gradient_scales(unit, pack_scale, reduce_scale);
+           })
+      .def("set_is_last_backward",
+           [](Root& root, bool value) { root.pipeline().set_is_last_backward(value); })
+      .def("set_forward_prefetch",
+           [](Root& root, int unit, std::vector<int> targets) {
+             root.pipeline().set_forward_prefetch(unit, std::move(targets));
+           })
+      .def("set_backward_prefetch",
+           [](Root& root, int unit, std::vector<int> targets) {
+             root.pipeline().set_backward_prefetch(unit, std::move(targets));
+           })
+      .def("set_poison_released_slots",
+           [](Root& root, bool value) {
+             root.pipeline().gatherer().set_poison_released_slots(value);
+           })
+      .def("delay_stream",
+           [](Root& root, const std::string& stream, double seconds) {
+             root.delay_stream(stream, seconds);
+           })
+      .def("counters",
+           [](Root& root) {
+             const Counters& c = root.pipeline().ledger().counters();
+             py::dict result;
+             result["all_gathers"] = c.all_gathers;
+             result["reduce_scatters"] = c.reduce_scatters;
+             result["reused_unshards"] = c.reused_unshards;
+             result["overflow_slots"] = c.overflow_slots;
+             result["wire_bytes"] = c.wire_bytes;
+             result["copied_bytes"] = c.copied_bytes;
+             result["unsharded_bytes"] = c.unsharded_bytes;
+             result["peak_unsharded_bytes"] = c.peak_unsharded_bytes;
+             result["unsharded_units"] = c.unsharded_units;
+             result["peak_unsharded_units"] = c.peak_unsharded_units;
+             return result;
+           })
+      .def("reset_counters", [](Root& root) { root.pipeline().ledger().reset(); })
+      .def("enable_log",
+           [](Root& root, bool value) { root.pipeline().ledger().enable_log(value); })
+      .def("take_log",
+           [](Root& root) {
+             static const char* const ops[] = {"all_gather", "reduce_scatter"};
+             static const char* const phases[] = {"forward", "backward", "other"};
+             Ledger& ledger = root.pipeline().ledger();
+             py::list result;
+             for (const CollectiveRecord& record : ledger.log()) {
+               result.append(py::make_tuple(ops[static_cast<int>(record.op)],
+                                            phases[static_cast<int>(record.phase)],
+                                            root.pipeline().unit(record.unit).name,
+                                            record.bytes));
+             }
+             ledger.clear_log();
+             return result;
+           })
+      .def("memory", [](Root& root) {
+        const BufferRing* ring = root.pipeline().gatherer().ring();
+        py::dict result;
+        result["ring_slots"] = ring != nullptr ? ring->slots() : 0;
+        result["ring_slot_bytes"] = ring != nullptr ? ring->slot_bytes() : 0;
+        result["ring_bytes"] = ring != nullptr ? ring->allocated_bytes() : 0;
+        result["staging_bytes"] = root.pipeline().gatherer().staging_bytes();
+        result["reduce_bytes"] = root.pipeline().reducer().buffer_bytes();
+        return result;
+      });
+}
+
+}  // namespace
+}  // namespace fsdp
+
+PYBIND11_MODULE(_C, m) {
+  fsdp::register_layout(m);
+  fsdp::register_unit(m);
+  fsdp::register_root(m);
+  m.def("note_optimizer_step", &fsdp::note_optimizer_step);
+}

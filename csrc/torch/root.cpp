@@ -1,0 +1,152 @@
+#include "torch/root.h"
+
+#include <string>
+#include <utility>
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include "core/check.h"
+
+namespace py = pybind11;
+
+namespace fsdp {
+
+// Lives as long as the backward whose last callback holds it. If it goes before the callback has
+// run, the backward ended in an exception.
+struct Root::BackwardGuard {
+  explicit BackwardGuard(std::weak_ptr<Root> guarded) : root(std::move(guarded)) {}
+  ~BackwardGuard() {
+    if (!ended) {
+      if (const auto owner = root.lock()) {
+        owner->backward_failed_ = true;
+      }
+    }
+  }
+  std::weak_ptr<Root> root;
+  bool ended = false;
+};
+
+Root::Root(std::unique_ptr<Communicator> gather, std::unique_ptr<Communicator> reduce,
+           std::chrono::milliseconds timeout, PipelineOptions options, py::object when_stale)
+    : device_(make_host_device(timeout)),
+      packer_(make_host_packer()),
+      gather_(std::move(gather)),
+      reduce_(std::move(reduce)),
+      pipeline_(std::make_unique<Pipeline>(*device_, *packer_, *gather_, *reduce_, options)),
+      when_stale_(std::move(when_stale)) {}
+
+Root::~Root() {
+  if (Py_IsInitialized() == 0) {
+    when_stale_.release();
+    return;
+  }
+  const py::gil_scoped_acquire gil;
+  when_stale_ = py::object();
+  {
+    const py::gil_scoped_release no_gil;  // the streams finish what was issued
+    pipeline_.reset();
+  }
+  units_.clear();
+}
+
+void Root::add_unit(const std::shared_ptr<TorchUnit>& unit, bool reshard_after_forward,
+                    double pack_scale, double reduce_scale) {
+  const int number = pipeline_->add_unit(
+      {unit->name(), unit->layout(), reshard_after_forward, pack_scale, reduce_scale}, *unit);
+  unit->join(shared_from_this(), number);
+  units_.push_back(unit);
+}
+
+bool Root::recomputing() const {
+  return pipeline_->in_backward() && !backward_failed_ &&
+         torch::autograd::get_current_graph_task_id() >= 0;
+}
+
+bool Root::enter_forward(TorchUnit& unit) {
+  const bool nested = pipeline_->in_forward() && !pipeline_->in_backward() &&
+                      &unit != outermost_ && unit.number() != 0;
+  if (nested) {
+    return true;
+  }
+  for (const auto& other : units_) {
+    if (other->trainable_set_changed()) {
+      return false;
+    }
+  }
+  for (const auto& other : units_) {
+    other->forget_pending();
+  }
+  outermost_ = &unit;
+  backward_failed_ = false;
+  const py::gil_scoped_release no_gil;
+  pipeline_->begin_forward();
+  return true;
+}
+
+void Root::leave_forward(py::handle output) {
+  // Groups of which forward ran only some modules end here; what remains of them runs later.
+  for (const auto& unit : units_) {
+    if (unit->is_incomplete() && unit.get() != outermost_) {
+      const int forward_call = pipeline_->post_forward(unit->number());
+      unit->watch_outputs(output, forward_call);
+    }
+    unit->forget_pending();
+  }
+  outermost_ = nullptr;
+  const py::gil_scoped_release no_gil;
+  pipeline_->end_forward();
+}
+
+void Root::ensure_backward() {
+  if (pipeline_->in_backward() && backward_failed_) {
+    pipeline_->reset_iteration();
+  }
+  if (pipeline_->in_backward()) {
+    return;
+  }
+  backward_failed_ = false;
+  pipeline_->begin_backward();
+  auto guard = std::make_shared<BackwardGuard>(weak_from_this());
+  torch::autograd::Engine::get_default_engine().queue_callback([guard] {
+    if (const auto root = guard->root.lock()) {
+      root->end_backward();
+    }
+    guard->ended = true;
+  });
+}
+
+void Root::end_backward() {
+  pipeline_->end_backward();
+  for (const auto& unit : units_) {
+    unit->run_post_accumulate_hooks();
+    unit->forget_pending();
+  }
+}
+
+void Root::reset_iteration() {
+  for (const auto& unit : units_) {
+    unit->forget_pending();
+  }
+  outermost_ = nullptr;
+  backward_failed_ = false;
+  const py::gil_scoped_release no_gil;
+  pipeline_->reset_iteration();
+}
+
+void Root::delay_stream(const std::string& stream, double seconds) {
+  FSDP_CHECK(stream == "gather" || stream == "reduce", "expects stream 'gather' or 'reduce' but got '",
+             stream, "'");
+  Stream& delayed =
+      stream == "gather" ? pipeline_->gatherer().stream() : pipeline_->reducer().stream();
+  device_->delay(delayed, std::chrono::duration_cast<std::chrono::microseconds>(
+                              std::chrono::duration<double>(seconds)));
+}
+
+py::object Root::pre_forward_when_stale(py::handle module, py::handle args, py::handle kwargs) {
+  const py::object rebuild = when_stale_();
+  FSDP_CHECK(!rebuild.is_none(), "the root module is gone");
+  return rebuild(module, args, kwargs);
+}
+
+}  // namespace fsdp

@@ -1,0 +1,67 @@
+// All units under one root module: the pipeline they share, and where iterations begin and end.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "core/pipeline.h"
+#include "device/stream.h"
+#include "pack/pack.h"
+#include "torch/unit.h"
+
+namespace fsdp {
+
+class Root : public std::enable_shared_from_this<Root> {
+ public:
+  // `gather` and `reduce` are the root's own. `when_stale` is a callable of no arguments that
+  // gives a callable (module, args, kwargs), to be called in place of a unit's pre_forward when
+  // parameters were frozen or unfrozen, or None if it is gone.
+  Root(std::unique_ptr<Communicator> gather, std::unique_ptr<Communicator> reduce,
+       std::chrono::milliseconds timeout, PipelineOptions options, pybind11::object when_stale);
+  ~Root();
+
+  void add_unit(const std::shared_ptr<TorchUnit>& unit, bool reshard_after_forward,
+                double pack_scale, double reduce_scale);
+
+  Pipeline& pipeline() { return *pipeline_; }
+  const std::vector<std::shared_ptr<TorchUnit>>& units() const { return units_; }
+
+  // Whether forward runs again inside this root's own backward (activation checkpointing).
+  bool recomputing() const;
+  // Begins a forward if `unit` is its outermost; false if the root has to be rebuilt first.
+  bool enter_forward(TorchUnit& unit);
+  bool is_outermost(const TorchUnit& unit) const { return outermost_ == &unit; }
+  // `output` is the outermost unit's.
+  void leave_forward(pybind11::handle output);
+
+  // Every backward hook calls this first.
+  void ensure_backward();
+  void reset_iteration();
+
+  // For tests: `stream` ("gather" or "reduce") stands still for so long, from now on in order.
+  void delay_stream(const std::string& stream, double seconds);
+
+  pybind11::object pre_forward_when_stale(pybind11::handle module, pybind11::handle args,
+                                          pybind11::handle kwargs);
+
+ private:
+  struct BackwardGuard;
+  void end_backward();
+
+  std::unique_ptr<Device> device_;
+  std::unique_ptr<Packer> packer_;
+  std::unique_ptr<Communicator> gather_;
+  std::unique_ptr<Communicator> reduce_;
+  std::unique_ptr<Pipeline> pipeline_;
+  std::vector<std::shared_ptr<TorchUnit>> units_;
+  pybind11::object when_stale_;
+  TorchUnit* outermost_ = nullptr;
+  bool backward_failed_ = false;
+};
+
+}  // namespace fsdp

@@ -1,0 +1,397 @@
+#include "torch/unit.h"
+
+#include <algorithm>
+#include <atomic>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "core/check.h"
+#include "torch/root.h"
+#include "torch/tree.h"
+
+namespace py = pybind11;
+
+namespace fsdp {
+namespace {
+
+std::atomic<std::uint64_t> optimizer_steps{0};
+
+DType dtype_of(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+      return DType::Float32;
+    case at::kBFloat16:
+      return DType::BFloat16;
+    case at::kHalf:
+      return DType::Float16;
+    case at::kDouble:
+      return DType::Float64;
+    default:
+      return DType::Bytes;
+  }
+}
+
+// A contiguous tensor of `shape` at byte `offset` of a storage that may have no memory yet.
+at::Tensor view_of_storage(const c10::intrusive_ptr<c10::StorageImpl>& storage, std::size_t offset,
+                           const std::vector<std::int64_t>& shape, at::ScalarType dtype,
+                           at::Device device) {
+  const auto keys = c10::DispatchKeySet(
+      device.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU);
+  at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(storage), keys, c10::scalarTypeToTypeMeta(dtype));
+  view.unsafeGetTensorImpl()->set_storage_offset(
+      static_cast<std::int64_t>(offset / c10::elementSize(dtype)));
+  view.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
+  return view;
+}
+
+}  // namespace
+
+void note_optimizer_step() { optimizer_steps.fetch_add(1, std::memory_order_relaxed); }
+
+TorchUnit::TorchUnit(std::string name, UnitLayout layout, at::Tensor flat_shard,
+                     at::Tensor flat_gradient, std::vector<std::vector<std::int64_t>> shapes,
+                     std::vector<at::ScalarType> param_dtypes, UnitDtypes dtypes,
+                     std::size_t module_count)
+    : name_(std::move(name)),
+      layout_(std::move(layout)),
+      flat_shard_(std::move(flat_shard)),
+      flat_gradient_(std::move(flat_gradient)),
+      shapes_(std::move(shapes)),
+      param_dtypes_(std::move(param_dtypes)),
+      dtypes_(dtypes),
+      storage_(c10::make_intrusive<c10::StorageImpl>(
+          c10::StorageImpl::use_byte_size_t(), layout_.unsharded_bytes(),
+          at::DataPtr(nullptr, flat_shard_.device()), /*allocator=*/nullptr,
+          /*resizable=*/false)),
+      pending_(module_count, 0) {
+  for (std::size_t i = 0; i < layout_.params().size(); ++i) {
+    if (layout_.params()[i].trainable) {
+      trainable_.push_back(i);
+      gradient_dtype_ = dtype_of(param_dtypes_[i]);
+    }
+  }
+  handed_over_.assign(trainable_.size(), 0);
+}
+
+TorchUnit::~TorchUnit() {
+  if (Py_IsInitialized() == 0) {
+    for (py::object& object : sharded_) object.release();
+    for (py::object& object : unsharded_objects_) object.release();
+    for (ModuleAttribute& attribute : attributes_) {
+      attribute.parameters.release();
+      attribute.name.release();
+    }
+    return;
+  }
+  // The last owner may be a graph that autograd's thread drops.
+  const py::gil_scoped_acquire gil;
+  sharded_.clear();
+  unsharded_objects_.clear();
+  attributes_.clear();
+}
+
+std::vector<at::Tensor> TorchUnit::unsharded_views() const {
+  std::vector<at::Tensor> views;
+  views.reserve(shapes_.size());
+  for (std::size_t i = 0; i < shapes_.size(); ++i) {
+    views.push_back(view_of_storage(storage_, layout_.placements()[i].unsharded_offset, shapes_[i],
+                                    param_dtypes_[i], flat_shard_.device()));
+  }
+  return views;
+}
+
+void TorchUnit::bind(py::list sharded, py::list unsharded, py::list gradients,
+                     std::vector<ModuleAttribute> attributes) {
+  FSDP_CHECK(sharded.size() == shapes_.size() && unsharded.size() == shapes_.size() &&
+                 gradients.size() == trainable_.size(),
+             "unit '", name_, "' expects ", shapes_.size(), " parameters and ", trainable_.size(),
+             " gradients but got ", sharded.size(), ", ", unsharded.size(), " and ",
+             gradients.size());
+  for (std::size_t i = 0; i < shapes_.size(); ++i) {
+    sharded_.emplace_back(py::reinterpret_borrow<py::object>(sharded[i]));
+    unsharded_objects_.emplace_back(py::reinterpret_borrow<py::object>(unsharded[i]));
+    unsharded_.push_back(THPVariable_Unpack(unsharded_objects_.back().ptr()));
+  }
+  for (const py::handle gradient : gradients) {
+    gradients_.push_back(THPVariable_Unpack(gradient.ptr()));
+  }
+  for (std::size_t i = 0; i < trainable_.size(); ++i) {
+    set_gradient_hook(unsharded_[trainable_[i]], weak_from_this(), i);
+  }
+  attributes_ = std::move(attributes);
+}
+
+void TorchUnit::join(std::shared_ptr<Root> root, int number) {
+  root_ = root;
+  number_ = number;
+}
+
+const at::Tensor& TorchUnit::sharded(std::size_t parameter) const {
+  // Through the Python object, since swap_tensors (module.to()) exchanges what is behind it.
+  return THPVariable_Unpack(sharded_[parameter].ptr());
+}
+
+// - Module hooks
+
+py::object TorchUnit::pre_forward(std::size_t index, py::handle module, py::handle args,
+                                  py::handle kwargs) {
+  (void)index;
+  const std::shared_ptr<Root> root = root_.lock();
+  FSDP_CHECK(root != nullptr, "unit '", name_, "' expects its root module to be alive");
+  const bool recomputing = root->recomputing();
+  if (!recomputing && !root->enter_forward(*this)) {
+    return root->pre_forward_when_stale(module, args, kwargs);
+  }
+  const bool entering = recomputing || enter_module();
+  {
+    const py::gil_scoped_release no_gil;  // it may wait for a gather
+    root->pipeline().pre_forward(number_);
+  }
+  py::object inputs = py::make_tuple(args, kwargs);
+  const py::object original = inputs;
+  inputs = cast(inputs, dtypes_.cast_inputs);
+  if (entering && at::GradMode::is_enabled()) {
+    inputs = watch_inputs(inputs);
+  }
+  return inputs.is(original) ? py::object(py::none()) : inputs;
+}
+
+py::object TorchUnit::post_forward(std::size_t index, py::handle output) {
+  const std::shared_ptr<Root> root = root_.lock();
+  FSDP_CHECK(root != nullptr, "unit '", name_, "' expects its root module to be alive");
+  const bool recomputing = root->recomputing();
+  const bool outermost = !recomputing && root->is_outermost(*this);
+  const bool last_of_group = recomputing || leave_module(index) || outermost;
+  int forward_call = root->pipeline().unit(number_).last_forward_call;
+  if (last_of_group) {
+    const py::gil_scoped_release no_gil;
+    forward_call = root->pipeline().post_forward(number_);
+  }
+  watch_outputs(output, forward_call);
+  if (outermost) {
+    root->leave_forward(output);
+  }
+  const py::object result = cast(output, dtypes_.cast_outputs);
+  return result.is(output) ? py::object(py::none()) : result;
+}
+
+// Whether forward enters the unit here (a group of modules is entered with its first one).
+bool TorchUnit::enter_module() {
+  if (pending_count_ > 0) {
+    return false;
+  }
+  std::fill(pending_.begin(), pending_.end(), 1);
+  pending_count_ = pending_.size();
+  return true;
+}
+
+// Whether forward leaves the unit here.
+bool TorchUnit::leave_module(std::size_t index) {
+  if (pending_.at(index) == 0) {
+    return false;
+  }
+  pending_[index] = 0;
+  pending_count_ -= 1;
+  return pending_count_ == 0;
+}
+
+void TorchUnit::forget_pending() {
+  std::fill(pending_.begin(), pending_.end(), 0);
+  pending_count_ = 0;
+}
+
+py::object TorchUnit::cast(py::handle object, std::optional<at::ScalarType> dtype) const {
+  if (!dtype) {
+    return py::reinterpret_borrow<py::object>(object);
+  }
+  return map_tensors(object, [&](const at::Tensor& tensor) {
+    return tensor.is_floating_point() ? tensor.to(*dtype) : tensor;
+  });
+}
+
+py::object TorchUnit::watch_inputs(py::handle inputs) {
+  std::vector<at::Tensor> watched;
+  map_tensors(inputs, [&](const at::Tensor& tensor) {
+    if (tensor.requires_grad()) {
+      watched.push_back(tensor);
+    }
+    return tensor;
+  });
+  if (watched.empty()) {
+    return py::reinterpret_borrow<py::object>(inputs);
+  }
+  const std::vector<at::Tensor> aliases = add_post_backward_node(watched, weak_from_this());
+  std::size_t next = 0;
+  return map_tensors(inputs, [&](const at::Tensor& tensor) {
+    return tensor.requires_grad() ? aliases.at(next++) : tensor;
+  });
+}
+
+void TorchUnit::watch_outputs(py::handle output, int forward_call) {
+  if (!at::GradMode::is_enabled()) {
+    return;
+  }
+  map_tensors(output, [&](const at::Tensor& tensor) {
+    add_pre_backward_hook(tensor, weak_from_this(), forward_call);
+    return tensor;
+  });
+}
+
+// - UnitPort
+
+void TorchUnit::attach(void* unsharded) {
+  storage_->set_data_ptr_noswap(at::DataPtr(unsharded, flat_shard_.device()));
+  for (const std::size_t parameter : trainable_) {
+    const bool requires_grad = sharded(parameter).requires_grad();
+    if (unsharded_[parameter].requires_grad() != requires_grad) {
+      unsharded_[parameter].set_requires_grad(requires_grad);
+    }
+  }
+  register_parameters(/*unsharded=*/true);
+}
+
+void TorchUnit::detach() {
+  storage_->set_data_ptr_noswap(at::DataPtr(nullptr, flat_shard_.device()));
+  register_parameters(/*unsharded=*/false);
+}
+
+// See Note [registered parameters].
+void TorchUnit::register_parameters(bool unsharded) {
+  if (unsharded_registered_ == unsharded) {
+    return;
+  }
+  const py::gil_scoped_acquire gil;
+  for (const ModuleAttribute& attribute : attributes_) {
+    PyObject* sharded_object = sharded_[attribute.parameter].ptr();
+    PyObject* unsharded_object = unsharded_objects_[attribute.parameter].ptr();
+    PyObject* now = PyDict_GetItem(attribute.parameters.ptr(), attribute.name.ptr());
+    FSDP_CHECK(now == (unsharded ? sharded_object : unsharded_object), "unit '", name_,
+               "' expects its modules to keep the parameters they were sharded with, but '",
+               layout_.params()[attribute.parameter].name,
+               "' was replaced; change parameters in place, or through load_state_dict or "
+               "module.to()");
+    if (PyDict_SetItem(attribute.parameters.ptr(), attribute.name.ptr(),
+                       unsharded ? unsharded_object : sharded_object) != 0) {
+      throw py::error_already_set();
+    }
+  }
+  unsharded_registered_ = unsharded;
+}
+
+std::uint64_t TorchUnit::shard_version() {
+  std::uint64_t version = optimizer_steps.load(std::memory_order_relaxed);
+  for (std::size_t i = 0; i < sharded_.size(); ++i) {
+    const c10::TensorImpl* impl = sharded(i).unsafeGetTensorImpl();
+    if (!impl->is_inference()) {
+      version += impl->version_counter().current_version();
+    }
+  }
+  return version;
+}
+
+std::shared_ptr<void> TorchUnit::take_gradients(const void** addresses) {
+  auto taken = std::make_shared<std::vector<at::Tensor>>();
+  taken->reserve(trainable_.size());
+  for (std::size_t i = 0; i < trainable_.size(); ++i) {
+    at::Tensor& slot = unsharded_[trainable_[i]].mutable_grad();
+    addresses[i] = nullptr;
+    if (!slot.defined()) {
+      continue;
+    }
+    const std::string& parameter = layout_.params()[trainable_[i]].name;
+    FSDP_CHECK(slot.layout() == at::kStrided, "parameter '", parameter,
+               "' expects a dense gradient but got a sparse one; use sparse=False");
+    FSDP_CHECK(dtype_of(slot.scalar_type()) == gradient_dtype_, "parameter '", parameter,
+               "' expects a gradient of ", fsdp::name(gradient_dtype_), " but got one of ",
+               slot.scalar_type());
+    at::Tensor gradient = std::move(slot);
+    slot = at::Tensor();
+    if (!gradient.is_contiguous()) {
+      const at::NoGradGuard no_grad;
+      gradient = gradient.contiguous();
+    }
+    addresses[i] = gradient.data_ptr();
+    taken->push_back(std::move(gradient));
+  }
+  return taken;
+}
+
+void TorchUnit::drop_gradients() {
+  for (const std::size_t parameter : trainable_) {
+    unsharded_[parameter].mutable_grad() = at::Tensor();
+  }
+}
+
+bool TorchUnit::has_sharded_gradient(std::size_t i) {
+  const at::Tensor& gradient = sharded(trainable_[i]).grad();
+  if (!gradient.defined()) {
+    return false;
+  }
+  if (!gradient.is_same(gradients_[i])) {
+    // Someone else's gradient: it moves into the flat gradient, to be added to.
+    const py::gil_scoped_acquire gil;
+    const at::NoGradGuard no_grad;
+    const py::object theirs = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient));
+    const py::object ours = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradients_[i]));
+    ours.attr("_local_tensor").attr("copy_")(theirs.attr("_local_tensor"));
+    sharded(trainable_[i]).mutable_grad() = gradients_[i];
+  }
+  return true;
+}
+
+void TorchUnit::hand_over_gradient(std::size_t i) {
+  sharded(trainable_[i]).mutable_grad() = gradients_[i];
+  handed_over_[i] = 1;
+}
+
+void TorchUnit::run_post_accumulate_hooks() {
+  for (std::size_t i = 0; i < trainable_.size(); ++i) {
+    if (handed_over_[i] == 0) {
+      continue;
+    }
+    handed_over_[i] = 0;
+    const at::Tensor& parameter = sharded(trainable_[i]);
+    const auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameter);
+    if (hook != nullptr) {
+      (*hook)(parameter);
+    }
+  }
+}
+
+bool TorchUnit::trainable_set_changed() const {
+  for (std::size_t i = 0; i < sharded_.size(); ++i) {
+    if (sharded(i).requires_grad() != layout_.params()[i].trainable) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// - BackwardTarget
+
+void TorchUnit::on_pre_backward(int forward_call) {
+  if (const auto root = root_.lock()) {
+    root->ensure_backward();
+    root->pipeline().pre_backward(number_, forward_call);
+  }
+}
+
+void TorchUnit::on_gradient(std::size_t trainable) {
+  if (const auto root = root_.lock()) {
+    root->ensure_backward();
+    root->pipeline().gradient_arrived(number_, trainable);
+  }
+}
+
+void TorchUnit::on_post_backward() {
+  if (const auto root = root_.lock()) {
+    root->ensure_backward();
+    root->pipeline().post_backward(number_);
+  }
+}
+
+}  // namespace fsdp
