@@ -32,11 +32,15 @@ help:  ## list the targets
 
 # ---- Set-up --------------------------------------------------------------------------------------
 
-# torch comes first, so that pip does not choose one of its own. The project comes last, editable:
-# its dependencies and build requirements are all there by then.
-$(VENV)/.ready: pyproject.toml
+$(VENV)/.tools: pyproject.toml
 	test -x "$(BIN)/python" || "$(PYTHON)" -m venv "$(VENV)"
-	"$(BIN)/pip" install --quiet "$(TORCH)" "setuptools>=77" wheel cmake ninja
+	"$(BIN)/pip" install --quiet "setuptools>=77" wheel cmake ninja
+	touch "$@"
+
+# torch comes first, so that pip does not choose one of its own. The project comes last: what it
+# needs is there by then.
+$(VENV)/.ready: $(VENV)/.tools
+	"$(BIN)/pip" install --quiet "$(TORCH)"
 	"$(BIN)/pip" install --quiet --no-build-isolation --editable ".[test,dev,examples]"
 	touch "$@"
 
@@ -68,13 +72,13 @@ test: develop  ## run the C++ tests and pytest
 	@tools/ensure_gtest.sh >/dev/null 2>&1 || echo "The C++ tests did NOT run: $(NO_GTEST)"
 
 .PHONY: test-cpp
-test-cpp: $(VENV)/.ready  ## run only the C++ tests, and check that the packer is vectorised
+test-cpp: $(VENV)/.tools  ## run only the C++ tests, and check that the packer is vectorised
 	$(CMAKE) -B build/cpp
 	"$(BIN)/cmake" --build build/cpp --parallel $(JOBS)
 	$(CTEST) --test-dir build/cpp
 
 .PHONY: check-vectorised
-check-vectorised: $(VENV)/.ready  ## show which of the packer's loops the compiler vectorised
+check-vectorised: $(VENV)/.tools  ## show which of the packer's loops the compiler vectorised
 	$(CMAKE) -B build/cpp
 	"$(BIN)/cmake" --build build/cpp --parallel $(JOBS) --target fsdp_core
 	"$(BIN)/python" tools/check_vectorised.py csrc/pack build/cpp/pack_host.vectorised.txt
@@ -82,7 +86,7 @@ check-vectorised: $(VENV)/.ready  ## show which of the packer's loops the compil
 .PHONY: sanitize sanitize-thread sanitize-address
 sanitize: sanitize-thread sanitize-address  ## run the C++ tests under the sanitizers
 
-sanitize-thread sanitize-address: sanitize-%: $(VENV)/.ready
+sanitize-thread sanitize-address: sanitize-%: $(VENV)/.tools
 	@tools/ensure_gtest.sh || { echo "FAILED: $(NO_GTEST)"; exit 1; }
 	$(CMAKE) -B build/sanitize-$* -DFSDP_SANITIZE=$(if $(filter thread,$*),thread,address,undefined)
 	"$(BIN)/cmake" --build build/sanitize-$* --parallel $(JOBS)

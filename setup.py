@@ -151,7 +151,7 @@ def run_cmake(version: str) -> Path:
         "FSDP_VERSION": version,
         "Python_EXECUTABLE": Path(sys.executable).as_posix(),
     }
-    configure = [cmake, "-S", str(ROOT), "-B", str(directory), "-G", "Ninja"]
+    configure = [cmake, "--log-level=NOTICE", "-S", str(ROOT), "-B", str(directory), "-G", "Ninja"]
     configure += [f"-D{name}={value}" for name, value in settings.items()]
     build = [cmake, "--build", str(directory), "--target", "_C", "--parallel", str(jobs())]
     for command in (configure, build):
@@ -169,7 +169,7 @@ class CMakeBuild(build_ext):
         built = run_cmake(self.distribution.get_version())
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        self.copy_file(str(built / target.name), str(target))
+        self.copy_file(str(built / "_C.so"), str(target))
         self.copy_file(str(built / BUILD_INFO), str(target.parent / BUILD_INFO))
 
     def copy_extensions_to_source(self) -> None:

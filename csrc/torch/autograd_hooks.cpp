@@ -65,7 +65,7 @@ template <typename T>
 auto make_node(std::weak_ptr<BackwardTarget> target) {
   if constexpr (std::is_same_v<NodePtr, std::shared_ptr<Node>>) {
     return std::shared_ptr<T>(new T(std::move(target)),
-                              [](auto* node) { deleteNode(static_cast<Node*>(node)); });
+                              [](auto* node) { deleteNode(node); });
   } else {
     return c10::make_intrusive<T>(std::move(target));
   }

@@ -285,7 +285,7 @@ void TorchUnit::register_parameters(bool unsharded) {
 std::uint64_t TorchUnit::shard_version() {
   std::uint64_t version = optimizer_steps.load(std::memory_order_relaxed);
   for (std::size_t i = 0; i < sharded_.size(); ++i) {
-    const c10::TensorImpl* impl = sharded(i).unsafeGetTensorImpl();
+    c10::TensorImpl* impl = sharded(i).unsafeGetTensorImpl();
     if (!impl->is_inference()) {
       version += impl->version_counter().current_version();
     }

@@ -1,0 +1,398 @@
+"""``fully_shard``: FSDP2's entry point, and what it makes of a module."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, cast, overload
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.utils import _get_root_modules
+
+from fsdp_ext.root import ForwardHooks, Root, unit_of
+from fsdp_ext.unit import Unit
+from fsdp_ext.validation import check_modules, resolve_mesh
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+) -> list[FSDPModule]: ...
+
+
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+) -> FSDPModule | list[FSDPModule]:
+    """Shard ``module``'s parameters, gradients and optimizer state over data-parallel ranks.
+
+    The parameters of ``module`` that no earlier call on a submodule has taken become one *unit*:
+    they are gathered in one collective before forward, freed after it, gathered again for backward,
+    and their gradients are reduced in one collective. Apply it bottom-up, to the layers first and
+    to the whole model last, and make the optimizer afterwards.
+
+    Between steps the module's parameters are DTensors with ``Shard(0)``: rank ``r`` of ``N`` has
+    rows ``[r * c, (r + 1) * c)`` with ``c = ceil(rows / N)``, as ``torch.chunk`` has it. In forward
+    and backward they are plain tensors of the full shape. Names, arguments and meaning are those of
+    ``torch.distributed.fsdp.fully_shard``.
+
+    Args:
+        module: the module to shard in place, or a list of modules to treat as one unit.
+        mesh: 1-D device mesh to shard over; all ranks by default.
+        reshard_after_forward: whether to free the unsharded parameters after forward. By default
+            True, but False for the root, which backward needs first.
+        shard_placement_fn: not supported yet.
+        mp_policy: dtypes of computation, reduction and results, see
+            :class:`torch.distributed.fsdp.MixedPrecisionPolicy`.
+        offload_policy: not supported yet.
+        ignored_params: parameters to leave as they are, neither sharded nor reduced.
+
+    Returns:
+        ``module``, whose class is now a subclass of :class:`FSDPModule` and its own class.
+
+    Raises:
+        RuntimeError: if there is no process group.
+        ValueError: if the mesh, a module or a parameter cannot be sharded; the message says why.
+        NotImplementedError: for arguments that are not supported yet, by name.
+    """
+    _refuse_unsupported(shard_placement_fn, offload_policy)
+    modules = [module] if isinstance(module, nn.Module) else list(_root_modules(module))
+    check_modules(modules)
+    mesh = resolve_mesh(mesh)
+    unit = Unit(
+        modules,
+        _managed_params(modules, ignored_params or set()),
+        mesh,
+        torch.device(mesh.device_type),
+        mp_policy,
+        _resolve_reshard(reshard_after_forward, mesh),
+    )
+    for submodule in modules:
+        submodule.__dict__["_fsdp_ext_unit"] = unit
+        submodule.__class__ = _fsdp_class(type(submodule))
+    hooks = [ForwardHooks(unit, index) for index in range(len(modules))]
+    for submodule in modules:
+        submodule.__dict__["_fsdp_ext_hooks"] = hooks
+    _add_state_dict_hooks(unit)
+    return cast("FSDPModule | list[FSDPModule]", module)
+
+
+def _refuse_unsupported(
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None, offload_policy: OffloadPolicy | None
+) -> None:
+    if shard_placement_fn is not None:
+        raise NotImplementedError("shard_placement_fn is not supported yet; leave it out")
+    if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
+        raise NotImplementedError(
+            f"offload_policy={type(offload_policy).__name__} is not supported yet; leave it out"
+        )
+
+
+def _root_modules(modules: Any) -> Iterable[nn.Module]:
+    if not isinstance(modules, (list, tuple)) or not modules:
+        raise ValueError(
+            f"fully_shard expects a module or a non-empty list of modules but got {modules!r}"
+        )
+    check_modules(modules)
+    roots: list[nn.Module] = _get_root_modules(list(modules))
+    return roots
+
+
+def _resolve_reshard(value: bool | int | None, mesh: DeviceMesh) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    if not isinstance(value, int):
+        raise ValueError(f"reshard_after_forward expects a bool, an int or None but got {value!r}")
+    if value < 1 or mesh.size() % value != 0:
+        raise ValueError(
+            f"reshard_after_forward expects a factor of the world size {mesh.size()} but got {value}"
+        )
+    if value == mesh.size():
+        return True
+    if value == 1:
+        return False
+    raise NotImplementedError(
+        f"reshard_after_forward={value} (resharding to a smaller group) is not supported yet; use "
+        "True or False"
+    )
+
+
+def _managed_params(
+    modules: list[nn.Module], ignored: set[nn.Parameter]
+) -> dict[nn.Parameter, str]:
+    """Return the parameters under ``modules`` outside of nested units, with their names."""
+    params: dict[nn.Parameter, str] = {}
+    seen: set[nn.Module] = set()
+
+    def collect(module: nn.Module, prefix: str) -> None:
+        seen.add(module)
+        for name, param in module._parameters.items():
+            if param is not None and param not in ignored:
+                params.setdefault(param, prefix + name)
+        for name, child in module._modules.items():
+            if child is not None and child not in seen and unit_of(child) is None:
+                collect(child, f"{prefix}{name}.")
+
+    for module in modules:
+        collect(module, f"{type(module).__name__}." if len(modules) > 1 else "")
+    return params
+
+
+_fsdp_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _fsdp_class(cls: type[nn.Module]) -> type[nn.Module]:
+    if cls not in _fsdp_classes:
+        _fsdp_classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
+    return _fsdp_classes[cls]
+
+
+def _add_state_dict_hooks(unit: Unit) -> None:
+    """Sharded parameters are what is saved, and loading may replace them."""
+
+    def to_sharded(*_: Any) -> None:
+        _reshard(unit)
+
+    def loaded(*_: Any) -> None:
+        _adopt_changes(unit)
+
+    for module in {module for slot in unit.slots for module, _ in slot.attributes}:
+        module.register_state_dict_pre_hook(to_sharded)
+        module._register_load_state_dict_pre_hook(to_sharded)
+        module.register_load_state_dict_post_hook(loaded)
+
+
+def _reshard(unit: Unit) -> None:
+    if unit.root is not None:
+        unit.root.reshard(unit)
+
+
+def _adopt_changes(unit: Unit) -> None:
+    """Follow sharded parameters that were replaced, converted or moved."""
+    if unit.flatten() and unit.root is not None:
+        unit.root.invalidate()
+
+
+class UnshardHandle:
+    """A gather that is on its way.
+
+    Args:
+        unit: whose gather; None makes a handle with nothing to wait for.
+    """
+
+    def __init__(self, unit: Unit | None) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Make the current stream wait, and register the unsharded parameters."""
+        unit, self._unit = self._unit, None
+        if unit is not None and unit.root is not None:
+            unit.root.core.wait_for_unshard(unit.root.number(unit))
+
+
+class FSDPModule:
+    """What a module's class is a subclass of once ``fully_shard`` was applied to it."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make an instance of the original class, as slicing an ``nn.Sequential`` does."""
+        original = cls.__mro__[2]
+        self: Any = original.__new__(original)
+        self.__init__(*args, **kwargs)
+        return self
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise NotImplementedError(
+            "a sharded module cannot be deep-copied; copy it before fully_shard, or use state_dict"
+        )
+
+    def reshard(self) -> None:
+        """Free this unit's unsharded parameters and register the sharded ones. Not recursive."""
+        _reshard(self._unit)
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's parameters, following its mixed-precision policy. Not recursive.
+
+        Args:
+            async_op: return at once, with a handle to wait on; forward waits by itself.
+        """
+        unit = self._unit
+        root = Root.of(unit)
+        root.core.unshard(root.number(unit))
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reset_iter_state(self) -> None:
+        """Forget an iteration that an exception ended: reshard, drop gradients not reduced yet.
+
+        Calling it is not needed here: the next forward does it. It has FSDP2's name for code that
+        does call it.
+        """
+        if self._unit.root is not None:
+            self._unit.root.core.reset_iteration()
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Set whether the next backward waits for the gradient reductions at its end."""
+        root = Root.of(self._unit)
+        root.is_last_backward = is_last_backward
+        root.core.set_is_last_backward(is_last_backward)
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether backward reduces gradients, or only accumulates them on each rank.
+
+        Args:
+            requires_gradient_sync: False is FSDP1's ``no_sync``.
+            recurse: set it for all units below, too.
+        """
+        for unit in self._units(recurse):
+            unit.requires_gradient_sync = requires_gradient_sync
+            _apply_settings(unit)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Set whether forward frees the unsharded parameters at its end.
+
+        Args:
+            reshard_after_forward: also for the root, whose default is False.
+            recurse: set it for all units below, too.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"set_reshard_after_forward expects a bool but got {reshard_after_forward!r}"
+            )
+        for unit in self._units(recurse):
+            unit.reshard_after_forward = reshard_after_forward
+            _apply_settings(unit)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether backward frees the unsharded parameters.
+
+        Args:
+            reshard_after_backward: False saves the next forward's gather when accumulating
+                gradients, for the memory of the unsharded parameters.
+            recurse: set it for all units below, too.
+        """
+        for unit in self._units(recurse):
+            unit.reshard_after_backward = reshard_after_backward
+            _apply_settings(unit)
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Set what is gathered ahead when this unit runs forward, instead of the recorded order.
+
+        Args:
+            modules: sharded modules; each needs a slot of the ring while it is ahead.
+        """
+        self._unit.forward_prefetch = _units_of(modules)
+        _apply_settings(self._unit)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Set what is gathered ahead when this unit runs backward, instead of the reverse order.
+
+        Args:
+            modules: sharded modules; each needs a slot of the ring while it is ahead.
+        """
+        self._unit.backward_prefetch = _units_of(modules)
+        _apply_settings(self._unit)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Set what this unit's summed gradients are divided by, instead of the world size."""
+        if not factor > 0:
+            raise ValueError(f"set_gradient_divide_factor expects a positive number but got {factor}")
+        self._unit.gradient_divide_factor = float(factor)
+        _apply_settings(self._unit)
+
+    @property
+    def _unit(self) -> Unit:
+        unit = unit_of(cast(nn.Module, self))
+        assert unit is not None
+        return unit
+
+    def _units(self, recurse: bool) -> list[Unit]:
+        modules = cast(nn.Module, self).modules() if recurse else [cast(nn.Module, self)]
+        units = (unit_of(module) for module in modules)
+        return list(dict.fromkeys(unit for unit in units if unit is not None))
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        # module.to(), to_empty() and the like: on the sharded parameters, which they may replace.
+        self.reshard()
+        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        _adopt_changes(self._unit)
+        return result
+
+
+def _apply_settings(unit: Unit) -> None:
+    if unit.root is not None:
+        unit.root.apply_settings(unit)
+
+
+def _units_of(modules: list[FSDPModule]) -> list[Unit]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(
+                f"expects modules that fully_shard was applied to but got {type(module).__name__}"
+            )
+    return [module._unit for module in modules]
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let ``module``'s method gather and free parameters as its ``forward`` does.
+
+    Args:
+        module: does nothing unless ``fully_shard`` was applied to it.
+        method_name: of the method.
+
+    Raises:
+        ValueError: if there is no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module).__name__} expects a method '{method_name}' but has none")
+    method = getattr(module, method_name)
+    unit = module._unit
+    hooks: ForwardHooks = module.__dict__["_fsdp_ext_hooks"][unit.modules.index(module)]
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        changed = module._forward_pre_hooks[hooks.pre.id](module, args, kwargs)
+        if changed is not None:
+            args, kwargs = changed
+        output = method(*args, **kwargs)
+        result = module._forward_hooks[hooks.post.id](module, args, output)
+        return output if result is None else result
+
+    setattr(module, method_name, wrapped)

@@ -1,0 +1,227 @@
+"""All units under one root module, from the first forward on."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from fsdp_ext import _C
+from fsdp_ext.communicator import private_groups
+from fsdp_ext.unit import Unit
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """Return the unit that ``fully_shard`` made of ``module``, if it did."""
+    unit: Unit | None = module.__dict__.get("_fsdp_ext_unit")
+    return unit
+
+
+class Root:
+    """The units of one root module and the C++ schedule that they share.
+
+    Made by the first unit to run forward, when the user has sharded all that is to be sharded.
+
+    Args:
+        module: the root module.
+        provisional: made before the first forward, for a unit unsharded by hand; the root that
+            runs forward first takes its units over.
+
+    Raises:
+        RuntimeError: if a unit under it was run as a root of its own before.
+    """
+
+    def __init__(self, module: nn.Module, *, provisional: bool = False) -> None:
+        self.provisional = provisional
+        self._module = weakref.ref(module)
+        self.units: list[Unit] = []
+        self.is_last_backward = True
+        self.check_order = True
+        for name, submodule in module.named_modules():
+            unit = unit_of(submodule)
+            if unit is None or unit in self.units:
+                continue
+            if unit.root is not None and unit.root.provisional:
+                unit.root.reshard(unit)
+            elif unit.root is not None:
+                raise RuntimeError(
+                    f"expects the first forward to be the root module's but '{name}' ran forward "
+                    "before, as a root of its own; run the outermost sharded module first"
+                )
+            if submodule is module and len(unit.modules) > 1 and not provisional:
+                raise RuntimeError(
+                    f"expects a single root module but the unit that ran first has "
+                    f"{len(unit.modules)}; shard the module that contains them, too"
+                )
+            self.units.append(unit)
+        if len({unit.mesh for unit in self.units}) > 1:
+            raise NotImplementedError(
+                "expects all units under one root to have one mesh but got "
+                f"{len({unit.mesh for unit in self.units})}; that is not supported yet"
+            )
+        for unit in self.units:
+            unit.root = self
+        self.core = self.build()
+
+    @staticmethod
+    def of(unit: Unit) -> Root:
+        """Return the root of ``unit``, a provisional one before the first forward."""
+        if unit.root is None:
+            Root(unit.modules[0], provisional=True)
+        elif unit.core is None:
+            unit.root.rebuild()
+        root: Root = unit.root
+        return root
+
+    def invalidate(self) -> None:
+        """Make the C++ side anew at the next use."""
+        for unit in self.units:
+            self.reshard(unit)
+            if unit.core is not None:
+                unit.core = None
+                for hooks in forward_hooks(unit):
+                    hooks.disconnect(unit)
+
+    @property
+    def module(self) -> nn.Module:
+        """The root module."""
+        module = self._module()
+        if module is None:
+            raise RuntimeError("the root module is gone")
+        return module
+
+    def build(self) -> _C.Root:
+        """(Re)make the C++ side for the parameters as they are now and hook it in."""
+        module = self.module
+        groups = private_groups(self.units[0].mesh.get_group())
+        method = weakref.WeakMethod(self._pre_forward_when_stale)
+        core = _C.Root(
+            gather_group=groups.gather,
+            reduce_group=groups.reduce,
+            timeout_seconds=groups.timeout.total_seconds(),
+            prefetch_depth=1,
+            nesting=self._nesting(),
+            check_order=self.check_order,
+            when_stale=method,
+        )
+        names = {param: name for name, param in module.named_parameters()}
+        unit_names = {
+            id(unit): name
+            for name, submodule in reversed(list(module.named_modules()))
+            if (unit := unit_of(submodule)) is not None
+        }
+        cores = []
+        for unit in self.units:
+            cores.append(unit.build(unit_names[id(unit)] or "the root", names))
+        for unit, unit_core in zip(self.units, cores, strict=True):
+            core.add_unit(unit_core, self._reshards(unit), *unit.gradient_scales())
+        self.core = core
+        for unit in self.units:
+            self.apply_settings(unit)
+            if not self.provisional:
+                hook_forward(unit)
+        core.set_is_last_backward(self.is_last_backward)
+        return core
+
+    def rebuild(self) -> None:
+        """Start over after parameters were replaced, converted, frozen or unfrozen."""
+        for unit in self.units:
+            self.reshard(unit)
+        self.check_order = False
+        self.build()
+
+    def _reshards(self, unit: Unit) -> bool:
+        if unit.reshard_after_forward is None:
+            return unit is not self.units[0]
+        return unit.reshard_after_forward
+
+    def apply_settings(self, unit: Unit) -> None:
+        """Tell the schedule what the user has set on ``unit``."""
+        number = self.number(unit)
+        self.core.set_reshard_after_forward(number, self._reshards(unit))
+        self.core.set_reshard_after_backward(number, unit.reshard_after_backward)
+        self.core.set_requires_gradient_sync(number, unit.requires_gradient_sync)
+        self.core.set_gradient_scales(number, *unit.gradient_scales())
+        self.core.set_forward_prefetch(number, [self.number(u) for u in unit.forward_prefetch])
+        self.core.set_backward_prefetch(number, [self.number(u) for u in unit.backward_prefetch])
+
+    def number(self, unit: Unit) -> int:
+        """Return the unit's place in order of registration."""
+        return self.units.index(unit)
+
+    def reshard(self, unit: Unit) -> None:
+        """Free the unit's unsharded parameters and register the sharded ones."""
+        self.core.reshard(self.number(unit))
+
+    def _nesting(self) -> int:
+        """Return how many units below the root enclose each other, at most."""
+
+        def depth(module: nn.Module, enclosing: frozenset[int]) -> int:
+            unit = unit_of(module)
+            if unit is not None and unit is not self.units[0]:
+                enclosing = enclosing | {id(unit)}
+            return max(
+                [len(enclosing)] + [depth(child, enclosing) for child in module.children()]
+            )
+
+        return max(1, depth(self.module, frozenset()))
+
+    def _pre_forward_when_stale(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.rebuild()
+        unit = unit_of(module)
+        assert unit is not None and unit.core is not None
+        return unit.core.pre_forward_hook(unit.modules.index(module))(module, args, kwargs)
+
+
+class ForwardHooks:
+    """The two hooks of one of a unit's modules: at first they make the root, then they are C++."""
+
+    def __init__(self, unit: Unit, index: int) -> None:
+        module = unit.modules[index]
+        self.index = index
+        self._unit = weakref.ref(unit)
+        self.pre: RemovableHandle = module.register_forward_pre_hook(
+            self._first_pre_forward, prepend=True, with_kwargs=True
+        )
+        self.post: RemovableHandle = module.register_forward_hook(_no_post_forward)
+
+    def _first_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        unit = self._unit()
+        assert unit is not None
+        if unit.root is None or unit.root.provisional:
+            Root(module)
+        elif unit.core is None:
+            unit.root.rebuild()
+        assert unit.core is not None
+        return unit.core.pre_forward_hook(self.index)(module, args, kwargs)
+
+    def connect(self, unit: Unit, core: _C.Unit) -> None:
+        """Let the module call C++ without a detour."""
+        module = unit.modules[self.index]
+        module._forward_pre_hooks[self.pre.id] = core.pre_forward_hook(self.index)
+        module._forward_hooks[self.post.id] = core.post_forward_hook(self.index)
+
+    def disconnect(self, unit: Unit) -> None:
+        """Rebuild the root at the next forward."""
+        module = unit.modules[self.index]
+        module._forward_pre_hooks[self.pre.id] = self._first_pre_forward
+        module._forward_hooks[self.post.id] = _no_post_forward
+
+
+def _no_post_forward(module: nn.Module, args: Any, output: Any) -> None:
+    return None
+
+
+def hook_forward(unit: Unit) -> None:
+    """Point the module hooks of ``unit`` at its C++ side."""
+    assert unit.core is not None
+    for hooks in forward_hooks(unit):
+        hooks.connect(unit, unit.core)
+
+
+def forward_hooks(unit: Unit) -> list[ForwardHooks]:
+    """Return the module hooks of ``unit``, one object for each of its modules."""
+    hooks: list[ForwardHooks] = unit.modules[0].__dict__["_fsdp_ext_hooks"]
+    return hooks

@@ -1,0 +1,142 @@
+"""What users hand over, checked before anything is changed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from fsdp_ext import _C
+
+# Set on a parameter that a unit has taken over: the name of its replacement.
+_SHARDED_AS = "_fsdp_ext_sharded_as"
+
+
+def resolve_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
+    """Return ``mesh``, or the mesh of all ranks, after checking that it can be sharded over.
+
+    Raises:
+        RuntimeError: if there is no process group.
+        ValueError: if the mesh is not one-dimensional or not of a device this build supports.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "fully_shard expects an initialised process group but there is none; call "
+            "torch.distributed.init_process_group first (torchrun sets what it needs)"
+        )
+    if mesh is None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if mesh.ndim == 2:
+        raise NotImplementedError(
+            f"fully_shard expects a 1-D mesh but got a 2-D one, {tuple(mesh.shape)}; hybrid sharding "
+            "is not supported yet, pass one dimension of it: mesh['name']"
+        )
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"fully_shard expects a 1-D mesh but got {mesh.ndim} dimensions, {tuple(mesh.shape)}; "
+            "pass one dimension of it: mesh['name']"
+        )
+    if mesh.device_type != "cpu":
+        raise ValueError(
+            f"fully_shard expects a mesh of device type 'cpu', which is what this build supports, "
+            f"but got '{mesh.device_type}'; make it with init_device_mesh('cpu', ...)"
+        )
+    return mesh
+
+
+def check_modules(modules: Iterable[nn.Module]) -> None:
+    """Raise ValueError for what cannot be a unit's module."""
+    for module in modules:
+        name = type(module).__name__
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"fully_shard expects a module or a list of modules but got {name}")
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and (
+            type(module).forward is nn.Module.forward
+            or type(module).forward is getattr(nn.ModuleList, "forward", None)
+        ):
+            raise ValueError(
+                f"fully_shard expects modules whose forward is called but got a {name}, which has "
+                "none; shard its elements instead"
+            )
+        if hasattr(module, "_fsdp_ext_unit"):
+            raise ValueError(
+                f"fully_shard expects a module that is not sharded yet but got a {name} that is; "
+                "shard each module once"
+            )
+        if any(cls.__name__ in ("FSDPModule", "FullyShardedDataParallel") for cls in type(module).__mro__):
+            raise ValueError(
+                f"fully_shard expects a module that PyTorch's own FSDP has not sharded but got "
+                f"{name}; use one of the two"
+            )
+
+
+def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> None:
+    """Raise for a parameter that cannot be sharded, naming it."""
+    owner = getattr(param, _SHARDED_AS, None)
+    if owner is not None:
+        raise ValueError(
+            f"expects every parameter in one unit but '{name}' is shared with '{owner}', which "
+            "another unit has sharded; put both modules into one unit: fully_shard([a, b])"
+        )
+    if isinstance(param, DTensor):
+        raise NotImplementedError(
+            f"parameter '{name}' is a DTensor already (tensor parallelism); that is not supported yet"
+        )
+    if param.ndim == 0:
+        raise ValueError(
+            f"expects parameters of at least one dimension but '{name}' is a scalar; change it to a "
+            "1-D tensor with one element"
+        )
+    if param.is_complex():
+        raise ValueError(
+            f"expects real parameters but '{name}' is {param.dtype}; store it as a real tensor with "
+            "a last dimension of 2 and use torch.view_as_complex in forward"
+        )
+    if param.device.type not in ("meta", device.type):
+        raise ValueError(
+            f"expects parameters on {device} (or meta) but '{name}' is on {param.device}; move the "
+            "module first"
+        )
+    if not param.is_contiguous():
+        raise ValueError(
+            f"expects contiguous parameters but '{name}' has strides {param.stride()} for shape "
+            f"{tuple(param.shape)}; make it contiguous first"
+        )
+
+
+def mark_sharded(param: nn.Parameter, name: str) -> None:
+    """Remember that ``param`` has been replaced by the sharded parameter ``name``."""
+    setattr(param, _SHARDED_AS, name)
+
+
+_checked_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer in _checked_optimizers:
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            name = getattr(param, _SHARDED_AS, None)
+            if name is not None:
+                raise RuntimeError(
+                    f"the optimizer expects sharded parameters but has '{name}' as it was before "
+                    "fully_shard, which no longer takes part in training; make the optimizer after "
+                    "fully_shard"
+                )
+    _checked_optimizers.add(optimizer)
+
+
+def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    _C.note_optimizer_step()
+
+
+register_optimizer_step_pre_hook(_check_optimizer)
+register_optimizer_step_post_hook(_note_step)
