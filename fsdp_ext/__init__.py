@@ -1,8 +1,17 @@
 """Fully sharded data parallelism with no Python on the hot path."""
 
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+)
 
 from fsdp_ext._build_info import VERSION as __version__
+from fsdp_ext.fsdp1 import FullyShardedDataParallel
 from fsdp_ext.fully_shard import (
     FSDPModule,
     UnshardHandle,
@@ -11,9 +20,15 @@ from fsdp_ext.fully_shard import (
 )
 
 __all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "CPUOffloadPolicy",
     "FSDPModule",
+    "FullyShardedDataParallel",
+    "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ShardingStrategy",
     "UnshardHandle",
     "__version__",
     "fully_shard",

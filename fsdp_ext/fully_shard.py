@@ -186,9 +186,10 @@ def _add_state_dict_hooks(unit: Unit) -> None:
         _adopt_changes(unit)
 
     for module in {module for slot in unit.slots for module, _ in slot.attributes}:
-        module.register_state_dict_pre_hook(to_sharded)
-        module._register_load_state_dict_pre_hook(to_sharded)
-        module.register_load_state_dict_post_hook(loaded)
+        hooked: Any = module  # torch leaves these three untyped
+        hooked.register_state_dict_pre_hook(to_sharded)
+        hooked._register_load_state_dict_pre_hook(to_sharded)
+        hooked.register_load_state_dict_post_hook(loaded)
 
 
 def _reshard(unit: Unit) -> None:
@@ -224,7 +225,7 @@ class FSDPModule:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make an instance of the original class, as slicing an ``nn.Sequential`` does."""
-        original = cls.__mro__[2]
+        original: Any = cls.__mro__[2]  # after FSDP<Class> and FSDPModule
         self: Any = original.__new__(original)
         self.__init__(*args, **kwargs)
         return self

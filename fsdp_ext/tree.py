@@ -38,10 +38,10 @@ def map_tensors(fn: Callable[[Any], Any], container: Any) -> Any:
         items = {key: fn(value) for key, value in container.items()}
         if all(items[key] is value for key, value in container.items()):
             return container
-        result = copy.copy(container)
+        mapping: Any = copy.copy(container)
         for key, value in items.items():
-            result[key] = value  # type: ignore[index]
-        return result
+            mapping[key] = value
+        return mapping
     if isinstance(container, (tuple, list)):
         mapped_items = [fn(item) for item in container]
         if all(new is old for new, old in zip(mapped_items, container, strict=True)):

@@ -102,6 +102,7 @@ def run_ranks(
         RanksFailed: a rank raised (its traceback is in the message), ended without a result (its
             exit code is), or had not finished in time (the stacks of its threads are).
     """
+    __tracebackhide__ = True  # pytest shows the ranks' tracebacks, not this one
     if world_size < 1:
         raise ValueError(f"run_ranks expects at least one rank but got {world_size}")
     call = pickle.dumps((worker, args))
@@ -185,6 +186,7 @@ def _ending(rank: _Rank, when: str) -> str:
 
 
 def _raise_failures(ranks: Sequence[_Rank], timeout: float) -> None:
+    __tracebackhide__ = True
     unfinished = [rank for rank in ranks if rank.answer is None or rank.failure]
     if not unfinished:
         return

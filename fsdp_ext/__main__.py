@@ -1,0 +1,42 @@
+"""``python -m fsdp_ext``: what was built, against what, and whether it fits what is here."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+
+from fsdp_ext import _build_info
+
+
+def describe() -> dict[str, str]:
+    """Return what there is to say, by name."""
+    lines = {
+        "fsdp_ext": _build_info.VERSION,
+        "build": f"{_build_info.BUILD_KIND} ({_build_info.COMPILER})",
+        "built against": f"torch {_build_info.TORCH_VERSION}",
+        "running with": f"torch {torch.__version__}, Python {platform.python_version()}",
+        "transports": ", ".join(_build_info.TRANSPORTS),
+    }
+    built, running = (
+        version.split("+")[0].split(".")[:2]
+        for version in (_build_info.TORCH_VERSION, torch.__version__)
+    )
+    if built != running:
+        lines["warning"] = (
+            f"expects torch {'.'.join(built)} but got {'.'.join(running)}; reinstall fsdp_ext with "
+            "pip install --no-build-isolation"
+        )
+    return lines
+
+
+def main() -> None:
+    """Print it."""
+    lines = describe()
+    width = max(map(len, lines))
+    for name, value in lines.items():
+        print(f"{name:<{width}}  {value}")
+
+
+if __name__ == "__main__":
+    main()

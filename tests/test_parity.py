@@ -1,0 +1,168 @@
+"""Models of every make train as they do unsharded and under FSDP2."""
+
+from __future__ import annotations
+
+import models
+import pytest
+import torch
+from models import Stack
+from parity import Case, Run, adamw, check, each, train_step
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+ALL = (1, 2, 3, 4)
+
+
+def several_forwards_then_one_backward(run: Run, step: int) -> tuple[Tensor, ...]:
+    run.optimizer.zero_grad()
+    losses = [run.loss(step, micro_batch) for micro_batch in range(3)]
+    run.backward(torch.stack(losses).sum())
+    run.optimizer.step()
+    return tuple(losses)
+
+
+def several_forwards_then_their_backwards(run: Run, step: int) -> tuple[Tensor, ...]:
+    run.optimizer.zero_grad()
+    losses = [run.loss(step, micro_batch) for micro_batch in range(2)]
+    for loss in losses:
+        run.backward(loss)
+    run.optimizer.step()
+    return tuple(losses)
+
+
+def forward_that_is_dropped(run: Run, step: int) -> tuple[Tensor, ...]:
+    dropped = run.loss(step, micro_batch=1)
+    return dropped, *train_step(run, step)
+
+
+def evaluation_between_steps(run: Run, step: int) -> tuple[Tensor, ...]:
+    trained = train_step(run, step)
+    run.model.eval()
+    with torch.no_grad():
+        evaluated = [run.loss(step, micro_batch) for micro_batch in (1, 2)]
+    run.model.train()
+    return *trained, *evaluated
+
+
+def evaluation_between_forward_and_backward(run: Run, step: int) -> tuple[Tensor, ...]:
+    run.optimizer.zero_grad()
+    loss = run.loss(step)
+    with torch.no_grad():
+        evaluated = run.loss(step, micro_batch=1)
+    run.backward(loss)
+    run.optimizer.step()
+    return loss, evaluated
+
+
+def one_unit_alone_between_steps(run: Run, step: int) -> tuple[Tensor, ...]:
+    trained = train_step(run, step)
+    with torch.no_grad():
+        alone = run.model.blocks[1](torch.ones(1, models.DIM))
+    return *trained, alone
+
+
+def toggled_requires_grad(run: Run, step: int) -> tuple[Tensor, ...]:
+    run.model.blocks[1].requires_grad_(step % 3 != 1)
+    run.model.head.bias.requires_grad_(step % 2 == 0)
+    return train_step(run, step)
+
+
+def change_in_place(run: Run, step: int) -> tuple[Tensor, ...]:
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.mul_(0.75)
+    return train_step(run, step)
+
+
+def change_after_forward_only(run: Run, step: int) -> tuple[Tensor, ...]:
+    """Evaluation twice with a change between: the second must not see the first's parameters."""
+    with torch.no_grad():
+        before = run.loss(step)
+        for block in run.model.blocks:
+            if run.sharded:
+                block.reshard()
+            block.up.weight.mul_(0.5)
+        after = run.loss(step)
+    return before, after, *train_step(run, step)
+
+
+def to_float64(run: Run) -> None:
+    run.model.to(torch.float64)
+
+
+def to_bfloat16(run: Run) -> None:
+    run.model.to(torch.bfloat16)
+
+
+class StackForBfloat16(Stack):
+    def batch(self, generator: torch.Generator) -> models.Batch:
+        (x,), _ = super().batch(generator)
+        return (x.bfloat16(),), {}
+
+
+class StackForFloat64(Stack):
+    def batch(self, generator: torch.Generator) -> models.Batch:
+        (x,), _ = super().batch(generator)
+        return (x.double(),), {}
+
+
+def loss_through_hooks(run: Run, step: int) -> tuple[Tensor, ...]:
+    """The input's gradient is asked for as well."""
+    run.optimizer.zero_grad()
+    args, kwargs = run.batch(step)
+    loss = run.model.loss(run.forward((args, kwargs)))
+    run.backward(loss)
+    run.optimizer.step()
+    return loss, args[0].grad
+
+
+CASES = [
+    Case("several units and a root", Stack, ALL),
+    Case("a transformer with a tied head", models.Transformer, ALL),
+    Case("a transformer with AdamW", models.Transformer, (1, 2), optimizer=adamw),
+    Case("only the root is a unit", models.OneUnit, (1, 2, 3)),
+    Case("a root without parameters of its own", models.BareRoot, (2, 3)),
+    Case("a list of modules as one unit", models.GroupedModules, (2, 3)),
+    Case("units nested in units", models.NestedUnits, (1, 2, 3)),
+    Case("parameters in float64", models.Doubles),
+    Case("reshard_after_forward=True", Stack, options={"reshard_after_forward": True}),
+    Case("reshard_after_forward=False", Stack, options={"reshard_after_forward": False}),
+    Case("reshard_after_forward=None", Stack, options={"reshard_after_forward": None}),
+    Case("nested, never resharded after forward", models.NestedUnits,
+         options={"reshard_after_forward": False}),
+    Case("frozen layers before trainable ones in a unit", models.FrozenBesideTrainable, (1, 2, 3)),
+    Case("a frozen unit between trainable ones", models.FrozenUnit, (2, 3)),
+    Case("frozen first units", models.FrozenStart),
+    Case("unused parameters and an unused unit", models.UnusedParameters, (1, 2, 3)),
+    Case("another order of units in each step", models.BranchingUnits),
+    Case("a parameter tied within a unit", models.TiedInUnit, (1, 2, 3)),
+    Case("a unit called three times in a forward", models.UnitCalledTwice, (1, 2, 3)),
+    Case("a unit called three times, never resharded after forward", models.UnitCalledTwice,
+         options={"reshard_after_forward": False}),
+    Case("fewer rows than ranks and rows that do not divide", models.FewRows, ALL),
+    Case("empty parameters", models.EmptyParameter, (1, 2, 3)),
+    Case("parameters of one, three and four dimensions", models.ManyShapes, (2, 3)),
+    Case("an input that requires a gradient", models.TrainableInput, step=loss_through_hooks),
+    Case("several forwards before one backward", Stack, (1, 2, 3),
+         step=several_forwards_then_one_backward),
+    Case("several forwards before their backwards", Stack,
+         step=several_forwards_then_their_backwards),
+    Case("a forward without a backward", Stack, (1, 2, 3), step=forward_that_is_dropped),
+    Case("evaluation between steps", Stack, (1, 2, 3), step=evaluation_between_steps),
+    Case("evaluation between forward and backward", Stack,
+         step=evaluation_between_forward_and_backward),
+    Case("a unit evaluated alone between steps", Stack, step=one_unit_alone_between_steps),
+    Case("requires_grad toggled between steps", Stack, step=toggled_requires_grad),
+    Case("parameters changed in place between steps", Stack, (1, 2, 3), step=change_in_place),
+    Case("parameters changed in place between evaluations", Stack,
+         step=change_after_forward_only),
+    Case("ignored parameters", Stack,
+         ignored_params=("blocks.1.up.weight", "blocks.1.norm.bias", "head.bias")),
+    Case("moved to float64 after sharding", StackForFloat64, after_sharding=to_float64),
+    Case("moved to bfloat16 after sharding", StackForBfloat16, (1, 2), after_sharding=to_bfloat16),
+]  # fmt: skip
+
+
+@each(CASES)
+def test_trains_as_unsharded_and_as_fsdp2(case: Case, world_size: int) -> None:
+    check(case, world_size)
