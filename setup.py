@@ -49,8 +49,8 @@ def find_torch() -> Torch:
         import torch
     except ImportError as error:
         raise SystemExit(
-            f"The build of fsdp_ext expects torch {oldest} or newer but cannot import it ({error}); "
-            "install torch, or build without --no-build-isolation."
+            f"The build of fsdp_ext expects torch {oldest} or newer but cannot import it "
+            f"({error}); install torch, or build without --no-build-isolation."
         ) from error
     major, minor = re.findall(r"\d+", torch.__version__)[:2]
     if (int(major), int(minor)) < OLDEST_TORCH:
@@ -84,7 +84,7 @@ def choose_kind(torch: Torch) -> tuple[str, str]:
         )
     if force_cuda:
         raise SystemExit(
-            "FORCE_CUDA=1 asks for the CUDA build of fsdp_ext, but the CUDA sources do not exist in "
+            "FORCE_CUDA=1 asks for the CUDA build of fsdp_ext, but CUDA sources do not exist in "
             "this version; unset FORCE_CUDA to make the CPU build."
         )
     if force_cpu:
@@ -122,7 +122,9 @@ def jobs() -> int:
     if not value:
         return os.cpu_count() or 1
     if not value.isdigit() or int(value) < 1:
-        raise SystemExit(f"MAX_JOBS expects a positive number but got {value!r}; change or unset it.")
+        raise SystemExit(
+            f"MAX_JOBS expects a positive number but got {value!r}; change or unset it."
+        )
     return int(value)
 
 

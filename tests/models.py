@@ -70,18 +70,6 @@ class Stack(Subject):
         return self.head(x)
 
 
-class Doubles(Stack):
-    """A stack in float64."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.double()
-
-    def batch(self, generator: torch.Generator) -> Batch:
-        (x,), _ = super().batch(generator)
-        return (x.double(),), {}
-
-
 class OneUnit(Stack):
     """All parameters are the root's."""
 
@@ -300,13 +288,11 @@ class WithEmpty(nn.Module):
 
 
 class ManyShapes(Stack):
-    """Parameters of one, three and four dimensions, and one that is not contiguous."""
+    """Parameters of one, three and four dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
-        block = nn.Module()
         self.blocks[1] = ConvBlock()
-        del block
 
 
 class ConvBlock(nn.Module):
@@ -439,7 +425,23 @@ class TrainableInput(Stack):
         return (x.requires_grad_(),), {}
 
 
-class HiddenFailure(Exception):
+class InBfloat16(Stack):
+    """Takes batches in bfloat16; its parameters are as they are made."""
+
+    def batch(self, generator: torch.Generator) -> Batch:
+        (x,), _ = super().batch(generator)
+        return (x.bfloat16(),), {}
+
+
+class InFloat64(Stack):
+    """Takes batches in float64; its parameters are as they are made."""
+
+    def batch(self, generator: torch.Generator) -> Batch:
+        (x,), _ = super().batch(generator)
+        return (x.double(),), {}
+
+
+class DeliberateFailure(Exception):
     """What the failing subjects raise."""
 
 
@@ -450,7 +452,7 @@ class _RaiseInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise HiddenFailure("raised in backward")
+        raise DeliberateFailure("raised in backward")
 
 
 class Fragile(Stack):
@@ -462,7 +464,7 @@ class Fragile(Stack):
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[1](self.blocks[0](self.stem(x)))
         if self.failure == "forward":
-            raise HiddenFailure("raised in forward")
+            raise DeliberateFailure("raised in forward")
         if self.failure == "backward":
             x = _RaiseInBackward.apply(x)
         if self.failure == "hook":
@@ -478,7 +480,7 @@ class FragileBlock(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.up(self.norm(x))
         if self.failing:
-            raise HiddenFailure("raised in a unit's forward")
+            raise DeliberateFailure("raised in a unit's forward")
         return x + self.down(F.gelu(hidden))
 
 
@@ -499,4 +501,4 @@ class FragileUnit(Stack):
 
 
 def _raise_in_hook(grad: Tensor) -> Tensor:
-    raise HiddenFailure("raised in a hook")
+    raise DeliberateFailure("raised in a hook")

@@ -131,14 +131,14 @@ HostStream::~HostStream() {
 void HostStream::enqueue(std::function<void()> work) {
   Item item;
   item.work = std::move(work);
-  push(std::move(item));
+  push(std::move(item), /*ring=*/false);
 }
 
 void HostStream::record(Event& event) {
   Item item;
   item.record = &as_host(event);
   item.ticket = item.record->take_ticket();
-  push(std::move(item));
+  push(std::move(item), /*ring=*/true);
 }
 
 void HostStream::wait(Event& event, const std::string& what) {
@@ -151,7 +151,7 @@ void HostStream::wait(Event& event, const std::string& what) {
   item.wait = &host_event;
   item.ticket = ticket;
   item.what = &what;
-  push(std::move(item));
+  push(std::move(item), /*ring=*/false);
 }
 
 void HostStream::synchronize() {
@@ -160,14 +160,15 @@ void HostStream::synchronize() {
   done.synchronize(timeout_, "stream '" + name_ + "'");
 }
 
-void HostStream::push(Item item) {
-  bool sleeping;
+void HostStream::push(Item item, bool ring) {
+  bool wake;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     items_.push_back(std::move(item));
-    sleeping = sleeping_;
+    rung_ = rung_ || ring;
+    wake = ring && sleeping_;
   }
-  if (sleeping) {
+  if (wake) {
     work_available_.notify_one();
   }
 }
@@ -175,13 +176,17 @@ void HostStream::push(Item item) {
 void HostStream::run() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    while (items_.empty() && !stopping_) {
+    while (!rung_ && !stopping_) {
       sleeping_ = true;
       work_available_.wait(lock);
       sleeping_ = false;
     }
     if (items_.empty()) {
-      return;
+      if (stopping_) {
+        return;
+      }
+      rung_ = false;
+      continue;
     }
     Item item = std::move(items_.front());
     items_.pop_front();

@@ -61,6 +61,10 @@ class HostComputeStream final : public HostQueue {
 };
 
 // A worker thread. Destruction finishes what was issued, then joins.
+//
+// Note [doorbell]
+// Waking the worker costs more than most of what it does. So enqueue and wait only queue, and a
+// record, with which every sequence of work ends that somebody will wait for, wakes it.
 class HostStream final : public HostQueue {
  public:
   HostStream(std::string name, std::chrono::milliseconds timeout);
@@ -84,7 +88,7 @@ class HostStream final : public HostQueue {
     const std::string* what = nullptr;  // the caller's, which outlives the wait
   };
 
-  void push(Item item);
+  void push(Item item, bool ring);
   void run();
   void execute(Item& item);
 
@@ -93,6 +97,7 @@ class HostStream final : public HostQueue {
   std::mutex mutex_;
   std::condition_variable work_available_;
   std::deque<Item> items_;
+  bool rung_ = false;  // since the queue was last empty
   bool sleeping_ = false;
   bool stopping_ = false;
   std::exception_ptr error_;  // only the worker touches it

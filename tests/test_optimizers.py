@@ -1,0 +1,98 @@
+"""Torch's optimizers and gradient clipping work on sharded parameters as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+from models import Stack
+from parity import ROUNDING, Case, Run, check, each, whole
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+# Norms and means are summed up shard by shard.
+SUMS = ROUNDING[torch.float32]
+
+
+def made_by(kind: Callable[..., Optimizer], **options: object) -> Callable[..., Optimizer]:
+    return partial(_make, kind, options)
+
+
+def _make(
+    kind: Callable[..., Optimizer], options: dict[str, object], parameters: Iterable[nn.Parameter]
+) -> Optimizer:
+    return kind(parameters, **options)
+
+
+def clipped(norm_type: float, foreach: bool | None, run: Run, step: int) -> tuple[Tensor, ...]:
+    run.optimizer.zero_grad()
+    loss = run.loss(step)
+    run.backward(loss)
+    norm = torch.nn.utils.clip_grad_norm_(
+        run.model.parameters(), 0.05, norm_type=norm_type, foreach=foreach
+    )
+    assert whole(norm) > 0.05, "there is nothing to clip"
+    run.optimizer.step()
+    return loss, norm
+
+
+def zeroed_in_place(run: Run, step: int) -> tuple[Tensor, ...]:
+    run.optimizer.zero_grad(set_to_none=False)
+    loss = run.loss(step)
+    run.backward(loss)
+    run.optimizer.step()
+    return (loss,)
+
+
+def zeroed_by_the_model(run: Run, step: int) -> tuple[Tensor, ...]:
+    run.model.zero_grad(set_to_none=step % 2 == 0)
+    loss = run.loss(step)
+    run.backward(loss)
+    run.optimizer.step()
+    return (loss,)
+
+
+def zeroed_before_backward(run: Run, step: int) -> tuple[Tensor, ...]:
+    """Gradients of the step before are there during the forward."""
+    loss = run.loss(step)
+    run.optimizer.zero_grad()
+    run.backward(loss)
+    run.optimizer.step()
+    return (loss,)
+
+
+def gradients_scaled_in_place(run: Run, step: int) -> tuple[Tensor, ...]:
+    run.optimizer.zero_grad()
+    loss = run.loss(step)
+    run.backward(loss)
+    for parameter in run.model.parameters():
+        parameter.grad.mul_(0.5)
+    run.optimizer.step()
+    return (loss,)
+
+
+CASES = [
+    Case("SGD with momentum and weight decay", Stack, (1, 2),
+         optimizer=made_by(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1)),
+    Case("Adam with foreach", Stack, (1, 2),
+         optimizer=made_by(torch.optim.Adam, lr=0.01, foreach=True)),
+    Case("fused AdamW", Stack, (1, 2), optimizer=made_by(torch.optim.AdamW, lr=0.01, fused=True)),
+    Case("Adagrad", Stack, optimizer=made_by(torch.optim.Adagrad, lr=0.01)),
+    Case("Adafactor", Stack, optimizer=made_by(torch.optim.Adafactor, lr=0.01), unsharded=SUMS),
+    Case("clipping by the 2-norm", Stack, (1, 2, 3), step=partial(clipped, 2.0, None),
+         unsharded=SUMS),
+    Case("clipping by the 2-norm with foreach", Stack, step=partial(clipped, 2.0, True),
+         unsharded=SUMS),
+    Case("clipping by the largest", Stack, step=partial(clipped, float("inf"), None),
+         unsharded=SUMS),
+    Case("zero_grad(set_to_none=False)", Stack, (1, 2, 3), step=zeroed_in_place),
+    Case("zero_grad of the model, by turns in place", Stack, step=zeroed_by_the_model),
+    Case("zero_grad between forward and backward", Stack, step=zeroed_before_backward),
+    Case("gradients changed in place before the step", Stack, step=gradients_scaled_in_place),
+]  # fmt: skip
+
+
+@each(CASES)
+def test_optimizers_step_as_unsharded_and_as_under_fsdp2(case: Case, world_size: int) -> None:
+    check(case, world_size)
