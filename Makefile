@@ -21,8 +21,8 @@ REQUIRE_CPP_TESTS ?=
 
 JOBS := $(or $(MAX_JOBS),$(shell nproc))
 BIN := $(abspath $(VENV))/bin
-CMAKE = PATH="$(BIN):$$PATH" cmake -G Ninja -DFSDP_BUILD_TESTS=ON -DFSDP_WERROR=ON \
-  -DPython_EXECUTABLE="$(BIN)/python" -S .
+CMAKE = "$(BIN)/cmake" -S . -G Ninja -DCMAKE_MAKE_PROGRAM="$(BIN)/ninja" --no-warn-unused-cli \
+  -DPython_EXECUTABLE="$(BIN)/python" -DFSDP_BUILD_TESTS=ON -DFSDP_WERROR=ON
 CTEST = "$(BIN)/ctest" --output-on-failure --no-tests=error --parallel $(JOBS)
 CPP_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp')
 
@@ -99,10 +99,12 @@ sanitize-thread sanitize-address: sanitize-%: $(VENV)/.tools
 
 .PHONY: lint
 lint: develop  ## ruff, mypy --strict, clang-format
-	"$(BIN)/ruff" check .
-	"$(BIN)/ruff" format --check .
-	"$(BIN)/mypy" --strict fsdp_ext
-	"$(BIN)/clang-format" --dry-run -Werror $(CPP_FILES)
+	@status=0; set -x; \
+	"$(BIN)/ruff" check . || status=1; \
+	"$(BIN)/ruff" format --check . || status=1; \
+	"$(BIN)/mypy" --strict fsdp_ext || status=1; \
+	"$(BIN)/clang-format" --dry-run -Werror $(CPP_FILES) || status=1; \
+	exit $$status
 
 .PHONY: format
 format: $(VENV)/.ready  ## rewrite the sources as lint wants them

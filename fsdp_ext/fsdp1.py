@@ -150,7 +150,9 @@ class FullyShardedDataParallel(nn.Module):
         self._sync_gradients = True
         self._runs_in_float32 = False  # set for classes that mixed precision ignores
         self._ignored = ignored
-        self._root_input_dtype = precision.param_dtype if precision.cast_root_forward_inputs else None
+        self._root_input_dtype = (
+            precision.param_dtype if precision.cast_root_forward_inputs else None
+        )
         own = list(_own_modules(module, ignored))
         _materialize(own, param_init_fn, _init_device(mesh, device_id))
         states = [t for t in _own_tensors(own) if t not in ignored_params]
@@ -314,7 +316,9 @@ class FullyShardedDataParallel(nn.Module):
         groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[torch.Tensor]] = {}
         out_dtype, device = None, None
         for param in self.parameters():
-            out_dtype = param.dtype if out_dtype is None else torch.promote_types(out_dtype, param.dtype)
+            out_dtype = (
+                param.dtype if out_dtype is None else torch.promote_types(out_dtype, param.dtype)
+            )
             device = param.device
             where: tuple[DeviceMesh | None, tuple[int, ...]] = (None, ())
             if isinstance(param, DTensor):
@@ -355,7 +359,8 @@ class FullyShardedDataParallel(nn.Module):
     get_state_dict_type = _not_implemented("get_state_dict_type", _MODEL_STATE)
     state_dict_type = _not_implemented("state_dict_type", _MODEL_STATE)
     summon_full_params = _not_implemented(
-        "summon_full_params", "use full_tensor() of the parameters instead, or apply() to change them"
+        "summon_full_params",
+        "use full_tensor() of the parameters instead, or apply() to change them",
     )
     optim_state_dict = _not_implemented("optim_state_dict", _OPTIM_STATE)
     full_optim_state_dict = _not_implemented("full_optim_state_dict", _OPTIM_STATE)
@@ -697,9 +702,7 @@ def _clean_state_dict(
             state_dict[key] = state_dict[key].to(dtype)
 
 
-def _prepare_load(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any
-) -> None:
+def _prepare_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
     """Load-state-dict pre-hook: put in the wrapper's name, shard parameters that come full."""
     for name, param in module.named_parameters():
         value = state_dict.get(prefix + name)

@@ -332,7 +332,9 @@ class FSDPModule:
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Set what this unit's summed gradients are divided by, instead of the world size."""
         if not factor > 0:
-            raise ValueError(f"set_gradient_divide_factor expects a positive number but got {factor}")
+            raise ValueError(
+                f"set_gradient_divide_factor expects a positive number but got {factor}"
+            )
         self._unit.gradient_divide_factor = float(factor)
         _apply_settings(self._unit)
 

@@ -162,9 +162,7 @@ class Root:
             unit = unit_of(module)
             if unit is not None and unit is not self.units[0]:
                 enclosing = enclosing | {id(unit)}
-            return max(
-                [len(enclosing)] + [depth(child, enclosing) for child in module.children()]
-            )
+            return max([len(enclosing)] + [depth(child, enclosing) for child in module.children()])
 
         return max(1, depth(self.module, frozenset()))
 

@@ -233,7 +233,9 @@ class Unit:
         Raises:
             ValueError: if trainable parameters have several dtypes.
         """
-        trainable = {slot.name: slot.local.dtype for slot in self.slots if slot.sharded.requires_grad}
+        trainable = {
+            slot.name: slot.local.dtype for slot in self.slots if slot.sharded.requires_grad
+        }
         if len(set(trainable.values())) > 1:
             listed = ", ".join(f"'{name}' is {dtype}" for name, dtype in trainable.items())
             raise ValueError(

@@ -11,7 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from fsdp_ext import _C
 
@@ -70,7 +73,10 @@ def check_modules(modules: Iterable[nn.Module]) -> None:
                 f"fully_shard expects a module that is not sharded yet but got a {name} that is; "
                 "shard each module once"
             )
-        if any(cls.__name__ in ("FSDPModule", "FullyShardedDataParallel") for cls in type(module).__mro__):
+        if any(
+            cls.__name__ in ("FSDPModule", "FullyShardedDataParallel")
+            for cls in type(module).__mro__
+        ):
             raise ValueError(
                 f"fully_shard expects a module that PyTorch's own FSDP has not sharded but got "
                 f"{name}; use one of the two"

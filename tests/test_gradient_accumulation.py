@@ -115,7 +115,7 @@ CASES = [
     Case("micro-batches that run other units", models.BranchingUnits, step=LAST_TIME),
     Case("frozen layers, reduced the last time", models.FrozenBesideTrainable, step=LAST_TIME),
     Case("unused parameters, reduced the last time", models.UnusedParameters, step=LAST_TIME),
-    Case("a unit called three times, reduced the last time", models.UnitCalledTwice,
+    Case("a unit called twice, reduced the last time", models.UnitCalledTwice,
          step=LAST_TIME),
     Case("nested units, reduced the last time", models.NestedUnits, step=LAST_TIME),
 ]  # fmt: skip

@@ -62,8 +62,10 @@ Slot* BufferRing::take_overflow(int unit, std::size_t bytes) {
 }
 
 void BufferRing::release(Slot& slot, Stream& readers, bool keeps_contents) {
-  FSDP_CHECK(slot.owner != Slot::kNobody, "release expects a slot that has an owner but got a "
-             "released one, which last held unit ", slot.contents);
+  FSDP_CHECK(slot.owner != Slot::kNobody,
+             "release expects a slot that has an owner but got a "
+             "released one, which last held unit ",
+             slot.contents);
   slot.owner = Slot::kNobody;
   if (!keeps_contents) {
     slot.contents = Slot::kNobody;

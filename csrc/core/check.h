@@ -36,10 +36,9 @@ std::string concat(const Parts&... parts) {
 }  // namespace detail
 }  // namespace fsdp
 
-#define FSDP_CHECK(condition, ...)                                        \
-  do {                                                                    \
-    if (!(condition)) {                                                   \
-      ::fsdp::detail::fail(#condition, __FILE__, __LINE__,                \
-                           ::fsdp::detail::concat(__VA_ARGS__));          \
-    }                                                                     \
+#define FSDP_CHECK(condition, ...)                                                               \
+  do {                                                                                           \
+    if (!(condition)) {                                                                          \
+      ::fsdp::detail::fail(#condition, __FILE__, __LINE__, ::fsdp::detail::concat(__VA_ARGS__)); \
+    }                                                                                            \
   } while (false)

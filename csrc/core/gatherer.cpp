@@ -236,6 +236,8 @@ void Gatherer::release(Unit& unit) {
 }
 
 // All bits set is a NaN in every floating dtype.
-void Gatherer::poison(Slot& slot) { device_.fill(device_.compute_stream(), slot.data(), 0xff, slot.bytes); }
+void Gatherer::poison(Slot& slot) {
+  device_.fill(device_.compute_stream(), slot.data(), 0xff, slot.bytes);
+}
 
 }  // namespace fsdp

@@ -36,8 +36,8 @@ UnitLayout::UnitLayout(std::vector<ParamSpec> params, int world_size, DType grad
                "parameter '", param.name, "' cannot be cast from ", fsdp::name(param.shard_dtype),
                " to ", fsdp::name(param.param_dtype));
     FSDP_CHECK(!param.trainable || param.shard_dtype == grad_dtype_, "trainable parameter '",
-               param.name, "' expects dtype ", fsdp::name(grad_dtype_), ", as its unit has, but got ",
-               fsdp::name(param.shard_dtype));
+               param.name, "' expects dtype ", fsdp::name(grad_dtype_),
+               ", as its unit has, but got ", fsdp::name(param.shard_dtype));
     ParamPlacement place;
     place.numel = param.rows * param.row_numel;
     place.chunk_rows = (param.rows + world_size_ - 1) / world_size_;
@@ -48,14 +48,13 @@ UnitLayout::UnitLayout(std::vector<ParamSpec> params, int world_size, DType grad
     place.gather_offset = gather_bytes_;
     gather_bytes_ = align_up(gather_bytes_ + chunk * itemsize(param.param_dtype), kAlignment);
     place.unsharded_offset = unsharded_bytes_;
-    unsharded_bytes_ =
-        align_up(unsharded_bytes_ + static_cast<std::size_t>(world_size_) * chunk *
-                                        itemsize(param.param_dtype),
-                 kAlignment);
+    unsharded_bytes_ = align_up(unsharded_bytes_ + static_cast<std::size_t>(world_size_) * chunk *
+                                                       itemsize(param.param_dtype),
+                                kAlignment);
     if (param.trainable) {
       place.grad_offset = grad_numel_;
-      grad_numel_ = (grad_numel_ + place.chunk_numel + grad_alignment - 1) / grad_alignment *
-                    grad_alignment;
+      grad_numel_ =
+          (grad_numel_ + place.chunk_numel + grad_alignment - 1) / grad_alignment * grad_alignment;
     }
     needs_cast_ = needs_cast_ || param.shard_dtype != param.param_dtype;
     placements_.push_back(place);
@@ -63,8 +62,8 @@ UnitLayout::UnitLayout(std::vector<ParamSpec> params, int world_size, DType grad
   // A lone parameter travels without the padding that would follow it, so that its gathered
   // chunks are the parameter (staging_is_unsharded).
   if (params_.size() == 1) {
-    gather_bytes_ = static_cast<std::size_t>(placements_[0].chunk_numel) *
-                    itemsize(params_[0].param_dtype);
+    gather_bytes_ =
+        static_cast<std::size_t>(placements_[0].chunk_numel) * itemsize(params_[0].param_dtype);
   }
 }
 
@@ -111,7 +110,7 @@ CastPlan UnitLayout::shard_to_gather_plan() const {
     if (place.chunk_numel == 0) {
       continue;
     }
-    const CastEntry entry{place.shard_offset,     place.gather_offset,   place.chunk_numel,
+    const CastEntry entry{place.shard_offset, place.gather_offset, place.chunk_numel,
                           params_[i].shard_dtype, params_[i].param_dtype};
     // Neighbours without a gap between them become one run.
     if (!plan.empty()) {

@@ -30,17 +30,17 @@ constexpr std::size_t kAlignment = 16;  // bytes; one vector load or store of a 
 
 struct ParamSpec {
   std::string name;
-  std::int64_t rows = 0;         // R
-  std::int64_t row_numel = 0;    // q
+  std::int64_t rows = 0;               // R
+  std::int64_t row_numel = 0;          // q
   DType shard_dtype = DType::Float32;  // of the sharded parameter and the optimizer
   DType param_dtype = DType::Float32;  // of the unsharded parameter and the all-gather
   bool trainable = true;
 };
 
 struct ParamPlacement {
-  std::int64_t numel = 0;        // R * q
-  std::int64_t chunk_rows = 0;   // c
-  std::int64_t chunk_numel = 0;  // c * q
+  std::int64_t numel = 0;            // R * q
+  std::int64_t chunk_rows = 0;       // c
+  std::int64_t chunk_numel = 0;      // c * q
   std::size_t shard_offset = 0;      // bytes, in the flat shard
   std::size_t gather_offset = 0;     // bytes, in the gather input
   std::size_t unsharded_offset = 0;  // bytes, of the region in the unsharded buffer

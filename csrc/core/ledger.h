@@ -21,11 +21,11 @@ struct CollectiveRecord {
 struct Counters {
   std::uint64_t all_gathers = 0;
   std::uint64_t reduce_scatters = 0;
-  std::uint64_t reused_unshards = 0;   // unsharded again by the pointer alone
-  std::uint64_t overflow_slots = 0;    // taken outside the ring
-  std::uint64_t wire_bytes = 0;        // sum of S over all collectives
-  std::uint64_t copied_bytes = 0;      // read plus written by pack, unpack and cast
-  std::uint64_t unsharded_bytes = 0;   // of units gathering or unsharded now
+  std::uint64_t reused_unshards = 0;  // unsharded again by the pointer alone
+  std::uint64_t overflow_slots = 0;   // taken outside the ring
+  std::uint64_t wire_bytes = 0;       // sum of S over all collectives
+  std::uint64_t copied_bytes = 0;     // read plus written by pack, unpack and cast
+  std::uint64_t unsharded_bytes = 0;  // of units gathering or unsharded now
   std::uint64_t peak_unsharded_bytes = 0;
   int unsharded_units = 0;
   int peak_unsharded_units = 0;

@@ -12,10 +12,9 @@ Pipeline::Pipeline(Device& device, Packer& packer, Communicator& gather_communic
     : device_(device),
       options_(options),
       world_size_(gather_communicator.size()),
-      gatherer_(device, packer, gather_communicator, ledger_,
-                [this](Unit& unit, std::size_t bytes) {
-                  announce(Collective::AllGather, unit, bytes);
-                }),
+      gatherer_(
+          device, packer, gather_communicator, ledger_,
+          [this](Unit& unit, std::size_t bytes) { announce(Collective::AllGather, unit, bytes); }),
       reducer_(device, packer, reduce_communicator, ledger_,
                [this](Unit& unit, std::size_t bytes) {
                  announce(Collective::ReduceScatter, unit, bytes);
@@ -287,9 +286,7 @@ void Pipeline::announce(Collective op, Unit& unit, std::size_t bytes) {
                          op == Collective::AllGather ? "all-gather" : "reduce-scatter", unit,
                          bytes);
   }
-  const Phase phase = in_backward_  ? Phase::Backward
-                      : in_forward_ ? Phase::Forward
-                                    : Phase::Other;
+  const Phase phase = in_backward_ ? Phase::Backward : in_forward_ ? Phase::Forward : Phase::Other;
   ledger_.collective(op, phase, unit.number, bytes);
 }
 

@@ -116,12 +116,12 @@ class Pipeline {
   bool in_forward_ = false;
   bool in_backward_ = false;
   bool is_last_backward_ = true;
-  bool backward_ended_ = false;       // since the last begin_forward
+  bool backward_ended_ = false;  // since the last begin_forward
   bool first_backward_done_ = false;
-  std::vector<int> forward_order_;    // units in order of pre_forward, of the last whole forward
-  std::vector<int> current_order_;    // of the forward that runs
-  std::size_t next_in_order_ = 0;     // in forward_order_, behind the unit that runs
-  std::vector<int> forward_calls_;    // units in order of post_forward, since the last backward
+  std::vector<int> forward_order_;  // units in order of pre_forward, of the last whole forward
+  std::vector<int> current_order_;  // of the forward that runs
+  std::size_t next_in_order_ = 0;   // in forward_order_, behind the unit that runs
+  std::vector<int> forward_calls_;  // units in order of post_forward, since the last backward
 };
 
 }  // namespace fsdp

@@ -126,8 +126,7 @@ void Reducer::take_gradients(Unit& unit) {
     unit.packed->synchronize(device_.timeout(), unit.reduce_label);
   }
   release_packed_gradients();
-  packed_gradients_.push_back(
-      {unit.packed.get(), unit.port.take_gradients(unit.gradients.data())});
+  packed_gradients_.push_back({unit.packed.get(), unit.port.take_gradients(unit.gradients.data())});
 }
 
 void Reducer::pack(Unit& unit, void* destination, bool accumulate) {

@@ -103,8 +103,8 @@ struct Unit {
   bool reshard_after_forward;
   bool reshard_after_backward = true;
   bool requires_gradient_sync = true;
-  double pack_scale;    // of gradients, before the reduction
-  double reduce_scale;  // after it
+  double pack_scale;                   // of gradients, before the reduction
+  double reduce_scale;                 // after it
   std::vector<int> forward_prefetch;   // empty: the recorded order
   std::vector<int> backward_prefetch;  // empty: the reverse of forward
 

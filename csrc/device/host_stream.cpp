@@ -2,9 +2,10 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <new>
+#include <string>
 #include <utility>
 
 #include "core/check.h"
@@ -54,59 +55,59 @@ class HostDevice final : public Device {
 
 }  // namespace
 
-// - HostEvent
+// - Completion
 
-std::uint64_t HostEvent::take_ticket() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return ++recorded_;
+void Completion::complete(std::exception_ptr error) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    error_ = std::move(error);
+    complete_.store(true, std::memory_order_release);
+  }
+  completed_.notify_all();
 }
 
-std::uint64_t HostEvent::newest_ticket() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return recorded_;
-}
-
-bool HostEvent::is_complete(std::uint64_t ticket) const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return completed_ >= ticket && !error_;
-}
-
-void HostEvent::complete(std::uint64_t ticket, std::exception_ptr error) {
-  // Notified under the lock: whoever is woken may destroy the event.
-  const std::lock_guard<std::mutex> lock(mutex_);
-  completed_ = ticket;
-  error_ = std::move(error);
-  completed_changed_.notify_all();
-}
-
-void HostEvent::wait_for(std::uint64_t ticket, std::chrono::milliseconds timeout,
-                         const std::string& what) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  if (!completed_changed_.wait_for(lock, timeout, [&] { return completed_ >= ticket; })) {
-    throw TimeoutError(detail::concat("waited ", timeout.count(), " ms for ", what,
-                                      ", which has not finished; a rank that failed, or runs "
-                                      "something else, never takes part"));
+void Completion::wait(std::chrono::milliseconds timeout, const std::string& what) {
+  if (!is_complete()) {
+    // The clock overflows where someone asks for the longest duration there is.
+    constexpr std::chrono::milliseconds kLongest = std::chrono::hours(24 * 365);
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (!completed_.wait_for(lock, std::min(timeout, kLongest), [&] { return is_complete(); })) {
+      throw TimeoutError(detail::concat("waited ", timeout.count(), " ms for ", what,
+                                        ", which has not finished; a rank that failed, or runs "
+                                        "something else, never takes part"));
+    }
   }
   if (error_) {
     std::rethrow_exception(error_);
   }
 }
 
+// - HostEvent
+
+void HostEvent::set_newest(std::shared_ptr<Completion> completion) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  newest_ = std::move(completion);
+}
+
+std::shared_ptr<Completion> HostEvent::newest() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return newest_;
+}
+
 bool HostEvent::query() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return completed_ >= recorded_;
+  return newest_ == nullptr || newest_->is_complete();
 }
 
 void HostEvent::synchronize(std::chrono::milliseconds timeout, const std::string& what) {
-  wait_for(newest_ticket(), timeout, what);
+  if (const auto completion = newest()) {
+    completion->wait(timeout, what);
+  }
 }
 
 // - HostComputeStream
 
-void HostComputeStream::record(Event& event) {
-  HostEvent& host_event = as_host(event);
-  host_event.complete(host_event.take_ticket(), nullptr);
-}
+void HostComputeStream::record(Event& event) { as_host(event).set_newest(nullptr); }
 
 void HostComputeStream::wait(Event& event, const std::string& what) {
   event.synchronize(timeout_, what);
@@ -136,20 +137,18 @@ void HostStream::enqueue(std::function<void()> work) {
 
 void HostStream::record(Event& event) {
   Item item;
-  item.record = &as_host(event);
-  item.ticket = item.record->take_ticket();
+  item.record = std::make_shared<Completion>();
+  as_host(event).set_newest(item.record);
   push(std::move(item), /*ring=*/true);
 }
 
 void HostStream::wait(Event& event, const std::string& what) {
-  HostEvent& host_event = as_host(event);
-  const std::uint64_t ticket = host_event.newest_ticket();
-  if (host_event.is_complete(ticket)) {
+  std::shared_ptr<Completion> completion = as_host(event).newest();
+  if (completion == nullptr || completion->is_success()) {
     return;
   }
   Item item;
-  item.wait = &host_event;
-  item.ticket = ticket;
+  item.wait = std::move(completion);
   item.what = &what;
   push(std::move(item), /*ring=*/false);
 }
@@ -165,8 +164,8 @@ void HostStream::push(Item item, bool ring) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     items_.push_back(std::move(item));
+    wake = ring && !rung_;
     rung_ = rung_ || ring;
-    wake = ring && sleeping_;
   }
   if (wake) {
     work_available_.notify_one();
@@ -176,11 +175,7 @@ void HostStream::push(Item item, bool ring) {
 void HostStream::run() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    while (!rung_ && !stopping_) {
-      sleeping_ = true;
-      work_available_.wait(lock);
-      sleeping_ = false;
-    }
+    work_available_.wait(lock, [this] { return rung_ || stopping_; });
     if (items_.empty()) {
       if (stopping_) {
         return;
@@ -191,15 +186,16 @@ void HostStream::run() {
     Item item = std::move(items_.front());
     items_.pop_front();
     lock.unlock();
-    execute(item);
+    execute(std::move(item));
     lock.lock();
   }
 }
 
-// See Note [errors on streams].
-void HostStream::execute(Item& item) {
+// See Note [errors on streams]. The item is taken by value: what the work captured goes before the
+// next record completes, and not under the queue's lock, which its destructors might ask for.
+void HostStream::execute(Item item) {
   if (item.record != nullptr) {
-    item.record->complete(item.ticket, error_);
+    item.record->complete(error_);
     return;
   }
   if (error_) {
@@ -207,7 +203,7 @@ void HostStream::execute(Item& item) {
   }
   try {
     if (item.wait != nullptr) {
-      item.wait->wait_for(item.ticket, timeout_, *item.what);
+      item.wait->wait(timeout_, *item.what);
     } else {
       item.work();
     }

@@ -2,40 +2,53 @@
 // compute stream. Only host implementations (pack_host, the host transports) include this.
 #pragma once
 
+#include <atomic>
+#include <chrono>
 #include <condition_variable>
-#include <cstddef>
-#include <cstdint>
 #include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 
 #include "device/stream.h"
 
 namespace fsdp {
 
-// Lives until no stream has it recorded or waited for any more.
+// Whether one record of an event is reached, and the error of the work before it.
+class Completion {
+ public:
+  bool is_complete() const { return complete_.load(std::memory_order_acquire); }
+  bool is_success() const { return is_complete() && !error_; }
+  void complete(std::exception_ptr error);
+  // Throws the error, or a TimeoutError that names `what`.
+  void wait(std::chrono::milliseconds timeout, const std::string& what);
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable completed_;
+  std::atomic<bool> complete_{false};
+  std::exception_ptr error_;  // written before complete_ is set, not after
+};
+
+// Note [one completion a record]
+// Every record has its own Completion. A waiter takes the newest when its wait is issued, and
+// keeps it: recording the event again, be it on another stream, neither releases nor delays it,
+// and the event may be destroyed while streams have it recorded or waited for.
 class HostEvent final : public Event {
  public:
   bool query() const override;
   void synchronize(std::chrono::milliseconds timeout, const std::string& what) override;
 
-  // For streams only. A record takes the next ticket; completing a ticket completes all earlier
-  // ones. Waiters wait for the ticket that was the newest when they were issued.
-  std::uint64_t take_ticket();
-  std::uint64_t newest_ticket() const;
-  bool is_complete(std::uint64_t ticket) const;
-  void complete(std::uint64_t ticket, std::exception_ptr error);
-  void wait_for(std::uint64_t ticket, std::chrono::milliseconds timeout, const std::string& what);
+  // For streams only. nullptr stands for a record that was reached when it was made.
+  void set_newest(std::shared_ptr<Completion> completion);
+  std::shared_ptr<Completion> newest() const;
 
  private:
   mutable std::mutex mutex_;
-  std::condition_variable completed_changed_;
-  std::uint64_t recorded_ = 0;
-  std::uint64_t completed_ = 0;
-  std::exception_ptr error_;
+  std::shared_ptr<Completion> newest_;
 };
 
 // A stream of the host takes any callable.
@@ -80,25 +93,24 @@ class HostStream final : public HostQueue {
   void enqueue(std::function<void()> work) override;
 
  private:
+  // Work, or else a record or a wait.
   struct Item {
-    std::function<void()> work;  // empty for a marker
-    HostEvent* record = nullptr;
-    HostEvent* wait = nullptr;
-    std::uint64_t ticket = 0;
+    std::function<void()> work;
+    std::shared_ptr<Completion> record;
+    std::shared_ptr<Completion> wait;
     const std::string* what = nullptr;  // the caller's, which outlives the wait
   };
 
   void push(Item item, bool ring);
   void run();
-  void execute(Item& item);
+  void execute(Item item);
 
   std::string name_;
   std::chrono::milliseconds timeout_;
   std::mutex mutex_;
   std::condition_variable work_available_;
   std::deque<Item> items_;
-  bool rung_ = false;  // since the queue was last empty
-  bool sleeping_ = false;
+  bool rung_ = false;  // since the queue was last empty; the worker sleeps only while it is not
   bool stopping_ = false;
   std::exception_ptr error_;  // only the worker touches it
   std::thread worker_;        // last: starts when everything above exists

@@ -21,8 +21,8 @@ struct PackEntry {
 };
 
 struct PackPlan {
-  std::vector<PackEntry> entries;     // offsets ascending, chunks do not overlap
-  std::int64_t segment_numel = 0;     // elements of one rank's segment, padding included
+  std::vector<PackEntry> entries;  // offsets ascending, chunks do not overlap
+  std::int64_t segment_numel = 0;  // elements of one rank's segment, padding included
   int world_size = 1;
 };
 

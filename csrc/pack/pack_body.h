@@ -103,12 +103,11 @@ FSDP_HOST_DEVICE inline Float16 narrow<Float16>(double value) {
 
 // The type that arithmetic between two element types runs in.
 template <typename A, typename B>
-using Wide = std::conditional_t<std::is_same_v<A, double> || std::is_same_v<B, double>, double,
-                                float>;
+using Wide =
+    std::conditional_t<std::is_same_v<A, double> || std::is_same_v<B, double>, double, float>;
 
 template <typename Destination, typename Source>
-FSDP_HOST_DEVICE inline Destination convert(Source source,
-                                            Wide<Source, Destination> scale) {
+FSDP_HOST_DEVICE inline Destination convert(Source source, Wide<Source, Destination> scale) {
   using W = Wide<Source, Destination>;
   return narrow<Destination>(static_cast<W>(widen(source)) * scale);
 }

@@ -141,8 +141,7 @@ class HostPacker final : public Packer {
 
   void unpack(Stream& stream, const UnpackPlan& plan, const void* staging,
               void* unsharded) override {
-    static_cast<HostQueue&>(stream).enqueue(
-        [=, &plan] { unpack_now(plan, staging, unsharded); });
+    static_cast<HostQueue&>(stream).enqueue([=, &plan] { unpack_now(plan, staging, unsharded); });
   }
 
   void cast(Stream& stream, const CastPlan& plan, const void* source, void* destination,

@@ -1,12 +1,12 @@
 #include "torch/autograd_hooks.h"
 
-#include <type_traits>
-#include <utility>
-
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
+
+#include <type_traits>
+#include <utility>
 
 namespace fsdp {
 namespace {
@@ -64,8 +64,7 @@ struct PostBackwardNode final : Node {
 template <typename T>
 auto make_node(std::weak_ptr<BackwardTarget> target) {
   if constexpr (std::is_same_v<NodePtr, std::shared_ptr<Node>>) {
-    return std::shared_ptr<T>(new T(std::move(target)),
-                              [](auto* node) { deleteNode(node); });
+    return std::shared_ptr<T>(new T(std::move(target)), [](auto* node) { deleteNode(node); });
   } else {
     return c10::make_intrusive<T>(std::move(target));
   }
@@ -81,8 +80,7 @@ void add_pre_backward_hook(const at::Tensor& output, std::weak_ptr<BackwardTarge
   // An in-place change of a view rewrites the node behind the view but keeps the one behind its
   // base in the graph, so that one is watched, too.
   if (output.is_view() && output._base().requires_grad() && !output._base().is_leaf()) {
-    output._base().grad_fn()->add_pre_hook(
-        std::make_unique<PreBackwardHook>(target, forward_call));
+    output._base().grad_fn()->add_pre_hook(std::make_unique<PreBackwardHook>(target, forward_call));
   }
   output.grad_fn()->add_pre_hook(
       std::make_unique<PreBackwardHook>(std::move(target), forward_call));

@@ -8,11 +8,11 @@
 // What they call may be gone before they are (a graph outlives the model), hence weak pointers.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstddef>
 #include <memory>
 #include <vector>
-
-#include <ATen/core/Tensor.h>
 
 namespace fsdp {
 

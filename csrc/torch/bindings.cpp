@@ -1,15 +1,14 @@
 // What Python sees as fsdp_ext._C; fsdp_ext/_C.pyi describes it.
+#include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <chrono>
 #include <memory>
 #include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <tuple>
 #include <utility>
 #include <vector>
-
-#include <pybind11/chrono.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "core/layout.h"
 #include "core/ledger.h"
@@ -79,8 +78,7 @@ void register_layout(py::module_& m) {
              return UnitLayout(std::move(params), world_size, wire_dtype(grad_dtype),
                                wire_dtype(reduce_dtype));
            }),
-           py::arg("params"), py::arg("world_size"), py::arg("grad_dtype"),
-           py::arg("reduce_dtype"))
+           py::arg("params"), py::arg("world_size"), py::arg("grad_dtype"), py::arg("reduce_dtype"))
       .def_property_readonly("world_size", &UnitLayout::world_size)
       .def_property_readonly("placements", &UnitLayout::placements)
       .def_property_readonly("shard_bytes", &UnitLayout::shard_bytes)
@@ -214,10 +212,8 @@ void register_root(py::module_& m) {
            [](Root& root, bool value) {
              root.pipeline().gatherer().set_poison_released_slots(value);
            })
-      .def("delay_stream",
-           [](Root& root, const std::string& stream, double seconds) {
-             root.delay_stream(stream, seconds);
-           })
+      .def("delay_stream", [](Root& root, const std::string& stream,
+                              double seconds) { root.delay_stream(stream, seconds); })
       .def("counters",
            [](Root& root) {
              const Counters& c = root.pipeline().ledger().counters();
@@ -235,8 +231,7 @@ void register_root(py::module_& m) {
              return result;
            })
       .def("reset_counters", [](Root& root) { root.pipeline().ledger().reset(); })
-      .def("enable_log",
-           [](Root& root, bool value) { root.pipeline().ledger().enable_log(value); })
+      .def("enable_log", [](Root& root, bool value) { root.pipeline().ledger().enable_log(value); })
       .def("take_log",
            [](Root& root) {
              static const char* const ops[] = {"all_gather", "reduce_scatter"};
@@ -246,8 +241,7 @@ void register_root(py::module_& m) {
              for (const CollectiveRecord& record : ledger.log()) {
                result.append(py::make_tuple(ops[static_cast<int>(record.op)],
                                             phases[static_cast<int>(record.phase)],
-                                            root.pipeline().unit(record.unit).name,
-                                            record.bytes));
+                                            root.pipeline().unit(record.unit).name, record.bytes));
              }
              ledger.clear_log();
              return result;

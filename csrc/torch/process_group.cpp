@@ -1,13 +1,13 @@
 #include "torch/process_group.h"
 
+#include <ATen/ops/from_blob.h>
+#include <torch/headeronly/version.h>
+
 #include <atomic>
 #include <mutex>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
 #include <vector>
-
-#include <ATen/ops/from_blob.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/headeronly/version.h>
 
 #include "core/check.h"
 #include "device/host_stream.h"
@@ -57,8 +57,7 @@ class ProcessGroupCommunicator final : public Communicator {
   void reduce_scatter(Stream& stream, const void* input, void* output, std::size_t numel,
                       DType dtype) override {
     enqueue(stream, [this, input, output, numel, dtype] {
-      at::Tensor in =
-          view_of(input, numel * static_cast<std::size_t>(backend_->getSize()), dtype);
+      at::Tensor in = view_of(input, numel * static_cast<std::size_t>(backend_->getSize()), dtype);
       at::Tensor out = view_of(output, numel, dtype);
       reduce_scatter_single(out, in)->wait();
     });

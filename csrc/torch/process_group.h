@@ -2,7 +2,6 @@
 #pragma once
 
 #include <memory>
-
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "comm/communicator.h"

@@ -1,10 +1,10 @@
 #include "torch/root.h"
 
-#include <string>
-#include <utility>
-
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
+
+#include <string>
+#include <utility>
 
 #include "core/check.h"
 
@@ -64,8 +64,8 @@ bool Root::recomputing() const {
 }
 
 bool Root::enter_forward(TorchUnit& unit) {
-  const bool nested = pipeline_->in_forward() && !pipeline_->in_backward() &&
-                      &unit != outermost_ && unit.number() != 0;
+  const bool nested = pipeline_->in_forward() && !pipeline_->in_backward() && &unit != outermost_ &&
+                      unit.number() != 0;
   if (nested) {
     return true;
   }
@@ -135,8 +135,8 @@ void Root::reset_iteration() {
 }
 
 void Root::delay_stream(const std::string& stream, double seconds) {
-  FSDP_CHECK(stream == "gather" || stream == "reduce", "expects stream 'gather' or 'reduce' but got '",
-             stream, "'");
+  FSDP_CHECK(stream == "gather" || stream == "reduce",
+             "expects stream 'gather' or 'reduce' but got '", stream, "'");
   Stream& delayed =
       stream == "gather" ? pipeline_->gatherer().stream() : pipeline_->reducer().stream();
   device_->delay(delayed, std::chrono::duration_cast<std::chrono::microseconds>(

@@ -1,9 +1,9 @@
 // Tensors inside the arguments and results of a module's forward.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <ATen/core/Tensor.h>
 #include <functional>
 
 namespace fsdp {

@@ -1,12 +1,12 @@
 #include "torch/unit.h"
 
-#include <algorithm>
-#include <atomic>
-#include <utility>
-
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <atomic>
+#include <utility>
 
 #include "core/check.h"
 #include "torch/root.h"
@@ -38,10 +38,10 @@ DType dtype_of(at::ScalarType type) {
 at::Tensor view_of_storage(const c10::intrusive_ptr<c10::StorageImpl>& storage, std::size_t offset,
                            const std::vector<std::int64_t>& shape, at::ScalarType dtype,
                            at::Device device) {
-  const auto keys = c10::DispatchKeySet(
-      device.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU);
-  at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(storage), keys, c10::scalarTypeToTypeMeta(dtype));
+  const auto keys =
+      c10::DispatchKeySet(device.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU);
+  at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), keys,
+                                                             c10::scalarTypeToTypeMeta(dtype));
   view.unsafeGetTensorImpl()->set_storage_offset(
       static_cast<std::int64_t>(offset / c10::elementSize(dtype)));
   view.unsafeGetTensorImpl()->set_sizes_contiguous(shape);

@@ -13,6 +13,7 @@
 // Backward swaps, too: checkpointed parts of a unit's forward run again there.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstdint>
@@ -20,8 +21,6 @@
 #include <optional>
 #include <string>
 #include <vector>
-
-#include <ATen/core/Tensor.h>
 
 #include "core/unit.h"
 #include "torch/autograd_hooks.h"
@@ -37,10 +36,10 @@ struct ModuleAttribute {
 };
 
 struct UnitDtypes {
-  at::ScalarType grad = at::kFloat;             // of the sharded gradients
-  at::ScalarType reduce = at::kFloat;           // on the wire
-  std::optional<at::ScalarType> cast_inputs;    // floating-point inputs of forward, to
-  std::optional<at::ScalarType> cast_outputs;   // floating-point outputs of forward, to
+  at::ScalarType grad = at::kFloat;            // of the sharded gradients
+  at::ScalarType reduce = at::kFloat;          // on the wire
+  std::optional<at::ScalarType> cast_inputs;   // floating-point inputs of forward, to
+  std::optional<at::ScalarType> cast_outputs;  // floating-point outputs of forward, to
 };
 
 class TorchUnit final : public UnitPort,
@@ -121,9 +120,9 @@ class TorchUnit final : public UnitPort,
   std::vector<pybind11::object> sharded_;
   std::vector<at::Tensor> unsharded_;
   std::vector<pybind11::object> unsharded_objects_;
-  std::vector<std::size_t> trainable_;       // parameter of each trainable index
-  std::vector<at::Tensor> gradients_;        // sharded, of each trainable index
-  std::vector<char> handed_over_;            // in this backward
+  std::vector<std::size_t> trainable_;  // parameter of each trainable index
+  std::vector<at::Tensor> gradients_;   // sharded, of each trainable index
+  std::vector<char> handed_over_;       // in this backward
   std::vector<ModuleAttribute> attributes_;
   bool unsharded_registered_ = false;
 

@@ -1,0 +1,94 @@
+"""What benchmarks share: interleaved timing, medians with their spread, a table, JSON.
+
+Machines are noisy, so systems take turns within one process and what is reported is the median
+with the interquartile range; compare ratios of one run, never times of two.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one call: median and interquartile range over repeats."""
+
+    median: float
+    low: float
+    high: float
+
+
+def time_in_turns(
+    systems: Mapping[str, Callable[[], Any]],
+    repeats: int,
+    warmup: int = 5,
+    after: Callable[[str], Any] = lambda name: None,
+) -> dict[str, Timing]:
+    """Time each system's call, all of them in turns.
+
+    Args:
+        systems: calls by name. What a call returns is dropped outside the measured time.
+        after: called with a system's name after each of its calls, outside the measured time.
+        repeats: how often each is timed; at least 4.
+        warmup: how often each is called before.
+    """
+    for name, call in systems.items():
+        for _ in range(warmup):
+            call()
+            after(name)
+    seconds: dict[str, list[float]] = {name: [] for name in systems}
+    for _ in range(repeats):
+        for name, call in systems.items():
+            start = time.perf_counter()
+            result = call()
+            seconds[name].append(time.perf_counter() - start)
+            del result
+            after(name)
+    timings = {}
+    for name, values in seconds.items():
+        low, median, high = statistics.quantiles(values, n=4)
+        timings[name] = Timing(median, low, high)
+    return timings
+
+
+def environment() -> dict[str, str]:
+    """Return what a figure depends on besides the code."""
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": "cpu",
+        "machine": platform.machine(),
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows under a header, columns aligned, the first to the left."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    for row in [header, *rows]:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        print("  ".join(cells).rstrip())
+
+
+def write_json(path: str, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write a benchmark's rows with its environment, whole or not at all."""
+    document = {"benchmark": name, "environment": environment(), "rows": list(rows)}
+    target = Path(path)
+    partial = target.with_name(target.name + ".partial")
+    partial.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    partial.replace(target)
+
+
+def as_microseconds(timing: Timing) -> dict[str, float]:
+    """Return a timing's three figures in microseconds."""
+    return {name: value * 1e6 for name, value in asdict(timing).items()}

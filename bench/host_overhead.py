@@ -1,0 +1,153 @@
+"""How much host time sharding adds to a step, for each unit: ours beside FSDP2 and FSDP1.
+
+    python bench/host_overhead.py [--quick] [--json FILE]
+
+The process group is "fake": collectives take no time and bring nothing, so what is left is what the
+host does. Layers are tiny for the same reason. Host overhead is the iteration time (forward and
+backward) sharded, less unsharded, divided by the number of units; one thread; all systems in turns
+in this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import as_microseconds, print_table, time_in_turns, write_json
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+WORLD_SIZE = 8
+UNITS = 24
+WIDTH = 8
+BATCH = 2
+
+
+def make_model(layers: int, units: int) -> nn.Sequential:
+    """Return `units` sequences of `layers` linear layers each."""
+    return nn.Sequential(
+        *(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))) for _ in range(units))
+    )
+
+
+def shard_ours(model: nn.Sequential) -> nn.Module:
+    """Shard each sequence and the whole with fsdp_ext."""
+    from fsdp_ext import fully_shard
+
+    for unit in model:
+        fully_shard(unit)
+    fully_shard(model)
+    return model
+
+
+def shard_fsdp2(model: nn.Sequential) -> nn.Module:
+    """Shard each sequence and the whole with PyTorch's FSDP2."""
+    from torch.distributed.fsdp import fully_shard
+
+    for unit in model:
+        fully_shard(unit)
+    fully_shard(model)
+    return model
+
+
+def shard_fsdp1(model: nn.Sequential) -> nn.Module:
+    """Wrap each sequence and the whole with PyTorch's FSDP1."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    wrap = partial(
+        FullyShardedDataParallel, device_id=torch.device("cpu"), use_orig_params=True
+    )
+    return wrap(nn.Sequential(*(wrap(unit) for unit in model)))
+
+
+SYSTEMS: dict[str, Callable[[nn.Sequential], nn.Module]] = {
+    "ours": shard_ours,
+    "FSDP2": shard_fsdp2,
+    "FSDP1": shard_fsdp1,
+}
+
+
+def measure(layers: int, units: int, repeats: int) -> list[dict[str, Any]]:
+    """Return a row for each system: its overhead a unit, and the ratio to FSDP2's."""
+    batch = torch.randn(BATCH, WIDTH)
+
+    def iteration(model: nn.Module) -> None:
+        model(batch).sum().backward()
+
+    models: dict[str, nn.Module] = {"unsharded": make_model(layers, units)}
+    errors = {}
+    for name, shard in SYSTEMS.items():
+        try:
+            model = shard(make_model(layers, units))
+            iteration(model)
+            models[name] = model
+        except Exception as error:  # a peer that cannot run here is listed with its own error
+            errors[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    gc.collect()
+    timings = time_in_turns(
+        {name: partial(iteration, model) for name, model in models.items()},
+        repeats,
+        # As an optimizer's zero_grad does; the next step would add to the gradients otherwise.
+        after=lambda name: models[name].zero_grad(),
+    )
+    base = timings["unsharded"].median
+    overhead = {name: (timing.median - base) / units for name, timing in timings.items()}
+    rows = []
+    for name in SYSTEMS:
+        row: dict[str, Any] = {"system": name, "parameters_per_unit": 2 * layers, "units": units}
+        if name in errors:
+            rows.append({**row, "error": errors[name]})
+            continue
+        spread = (timings[name].high - timings[name].low) / units
+        row["overhead_us"] = overhead[name] * 1e6
+        row["spread_us"] = spread * 1e6
+        row["iteration_us"] = as_microseconds(timings[name])
+        if "FSDP2" in overhead:
+            row["ratio_to_fsdp2"] = overhead[name] / overhead["FSDP2"]
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    """Measure, print a table, and write JSON if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="seconds instead of a minute")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there, too")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
+    repeats = 12 if args.quick else 60
+    rows = measure(8, UNITS, repeats)
+    for layers in (50, 200):  # growth with the number of parameters
+        rows += measure(layers, 6, max(6, repeats // 6))
+    table = []
+    for row in rows:
+        if "error" in row:
+            table.append([row["system"], str(row["parameters_per_unit"]), row["error"], "", ""])
+            continue
+        ratio = row.get("ratio_to_fsdp2")
+        table.append(
+            [
+                row["system"],
+                str(row["parameters_per_unit"]),
+                f"{row['overhead_us']:,.0f}",
+                f"{row['spread_us']:,.0f}",
+                "" if ratio is None else f"1/{1 / ratio:.0f}" if ratio < 0.5 else f"{ratio:.2f}",
+            ]
+        )
+    header = ["system", "parameters/unit", "us/unit", "spread", "of FSDP2"]
+    print(f"host overhead, fake process group of {WORLD_SIZE}, one thread")
+    print_table(header, table)
+    if args.json:
+        write_json(args.json, "host_overhead", rows)
+        print(f"wrote {args.json}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
