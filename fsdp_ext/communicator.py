@@ -21,36 +21,26 @@ class PrivateGroups(NamedTuple):
     timeout: timedelta
 
 
-_groups: dict[dist.ProcessGroup, PrivateGroups] = {}
-
-
-def private_groups(group: dist.ProcessGroup) -> PrivateGroups:
-    """Return the two groups that belong to ``group``, made on first use by all of its ranks.
+def make_private_groups(group: dist.ProcessGroup) -> PrivateGroups:
+    """Make two groups over the ranks of ``group``, all of which have to call this.
 
     Note [private groups]: collectives are issued by worker threads, so their order relative to
     collectives that the user issues is not the same on every rank, and neither is the order of
-    gathers relative to reductions. Backends match collectives by their order on a group. Hence
-    neither may share a group with the other, nor with the user.
+    gathers relative to reductions, or of one root's relative to another's. Backends match
+    collectives by their order on a group. Hence each root has two groups of its own.
     """
-    alive = dist.distributed_c10d._world.pg_map
-    for other in [known for known in _groups if known not in alive]:
-        del _groups[other]  # destroyed since
-    if group not in _groups:
-        ranks = dist.get_process_group_ranks(group)
-        timeout = _timeout_of(group)
-        backend = dist.get_backend(group)
-        gather, reduce = (
-            dist.new_group(
-                ranks,
-                timeout=timeout,
-                backend=backend,
-                use_local_synchronization=True,
-                group_desc=f"fsdp_ext_{purpose}",
-            )
-            for purpose in ("gather", "reduce")
+    timeout = _timeout_of(group)
+    gather, reduce = (
+        dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=timeout,
+            backend=dist.get_backend(group),
+            use_local_synchronization=True,
+            group_desc=f"fsdp_ext_{purpose}",
         )
-        _groups[group] = PrivateGroups(gather, reduce, timeout + _GRACE)
-    return _groups[group]
+        for purpose in ("gather", "reduce")
+    )
+    return PrivateGroups(gather, reduce, timeout + _GRACE)
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -265,9 +265,10 @@ class FSDPModule:
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward waits for the gradient reductions at its end."""
-        root = Root.of(self._unit)
-        root.is_last_backward = is_last_backward
-        root.core.set_is_last_backward(is_last_backward)
+        unit = self._unit
+        unit.is_last_backward = is_last_backward
+        if unit.root is not None:
+            unit.root.core.set_is_last_backward(is_last_backward)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_ext import _C
-from fsdp_ext.communicator import private_groups
+from fsdp_ext.communicator import make_private_groups
 from fsdp_ext.unit import Unit
 
 
@@ -37,7 +37,6 @@ class Root:
         self.provisional = provisional
         self._module = weakref.ref(module)
         self.units: list[Unit] = []
-        self.is_last_backward = True
         self.check_order = True
         for name, submodule in module.named_modules():
             unit = unit_of(submodule)
@@ -63,6 +62,7 @@ class Root:
             )
         for unit in self.units:
             unit.root = self
+        self._groups = make_private_groups(self.units[0].mesh.get_group())
         self.core = self.build()
 
     @staticmethod
@@ -95,7 +95,7 @@ class Root:
     def build(self) -> _C.Root:
         """(Re)make the C++ side for the parameters as they are now and hook it in."""
         module = self.module
-        groups = private_groups(self.units[0].mesh.get_group())
+        groups = self._groups
         method = weakref.WeakMethod(self._pre_forward_when_stale)
         core = _C.Root(
             gather_group=groups.gather,
@@ -122,7 +122,7 @@ class Root:
             self.apply_settings(unit)
             if not self.provisional:
                 hook_forward(unit)
-        core.set_is_last_backward(self.is_last_backward)
+        core.set_is_last_backward(self.units[0].is_last_backward)
         return core
 
     def rebuild(self) -> None:
@@ -169,7 +169,8 @@ class Root:
     def _pre_forward_when_stale(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.rebuild()
         unit = unit_of(module)
-        assert unit is not None and unit.core is not None
+        assert unit is not None
+        assert unit.core is not None
         return unit.core.pre_forward_hook(unit.modules.index(module))(module, args, kwargs)
 
 

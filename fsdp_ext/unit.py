@@ -66,6 +66,7 @@ class Unit:
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.requires_gradient_sync = True
+        self.is_last_backward = True  # the root's counts
         self.gradient_divide_factor: float | None = None
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] = []

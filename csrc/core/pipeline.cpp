@@ -6,6 +6,13 @@
 #include "core/check.h"
 
 namespace fsdp {
+namespace {
+
+// Forwards without a backward (evaluation) are forgotten after so many calls. All that is lost is
+// what to prefetch in the backward of a forward that old.
+constexpr std::size_t kMostForwardCalls = 1 << 14;
+
+}  // namespace
 
 Pipeline::Pipeline(Device& device, Packer& packer, Communicator& gather_communicator,
                    Communicator& reduce_communicator, PipelineOptions options)
@@ -24,8 +31,16 @@ Pipeline::Pipeline(Device& device, Packer& packer, Communicator& gather_communic
              options_.prefetch_depth);
 }
 
-// The streams finish what was issued before the buffers that it uses go.
-Pipeline::~Pipeline() = default;
+// What was issued uses the units' buffers and events.
+Pipeline::~Pipeline() {
+  for (Stream* stream : {&gatherer_.stream(), &reducer_.stream()}) {
+    try {
+      stream->synchronize();
+    } catch (const std::exception&) {
+      // It failed, so it runs nothing any more; whoever waited for it was told.
+    }
+  }
+}
 
 int Pipeline::add_unit(UnitConfig config, UnitPort& port) {
   FSDP_CHECK(config.layout.world_size() == world_size_, "unit '", config.name,
@@ -43,10 +58,11 @@ void Pipeline::begin_forward() {
   if (in_forward_ || in_backward_) {
     reset_iteration();  // the last one ended in an exception
   }
-  if (backward_ended_) {
+  if (backward_ended_ || forward_calls_.size() > kMostForwardCalls) {
     forward_calls_.clear();
     backward_ended_ = false;
   }
+  first_call_ = static_cast<int>(forward_calls_.size());
   if (!memory_planned_) {
     plan_memory();
   }
@@ -64,6 +80,7 @@ void Pipeline::begin_forward() {
 
 void Pipeline::end_forward() {
   in_forward_ = false;
+  first_forward_done_ = true;
   forward_order_.swap(current_order_);
   // Gathered ahead for a unit that did not run.
   for (const auto& unit : units_) {
@@ -89,7 +106,7 @@ int Pipeline::post_forward(int number) {
   Unit& unit = unit_at(number);
   if (!in_backward_) {
     unit.last_forward_call = static_cast<int>(forward_calls_.size());
-    forward_calls_.push_back(number);
+    forward_calls_.push_back({number, first_call_});
     if (unit.reshard_after_forward) {
       gatherer_.release(unit);
     }
@@ -141,13 +158,14 @@ void Pipeline::prefetch_backward(const Unit& unit, int forward_call) {
     }
     return;
   }
-  if (forward_call >= static_cast<int>(forward_calls_.size())) {
+  if (forward_call < 0 || forward_call >= static_cast<int>(forward_calls_.size())) {
     return;  // of a forward that is over: backward runs a second time over its graph
   }
-  const int end = std::max(0, forward_call - options_.prefetch_depth);
+  const int first = forward_calls_[static_cast<std::size_t>(forward_call)].first;
+  const int end = std::max(first, forward_call - options_.prefetch_depth);
   for (int call = forward_call - 1; call >= end; --call) {
-    if (!gatherer_.issue(unit_at(forward_calls_[static_cast<std::size_t>(call)]),
-                         /*on_demand=*/false, units_)) {
+    Unit& target = unit_at(forward_calls_[static_cast<std::size_t>(call)].unit);
+    if (!gatherer_.issue(target, /*on_demand=*/false, units_)) {
       return;
     }
   }
@@ -295,7 +313,7 @@ bool Pipeline::comparing_ranks() const {
   if (!options_.check_order) {
     return false;
   }
-  return in_backward_ ? !first_backward_done_ : gatherer_.iteration() <= 1;
+  return in_backward_ ? !first_backward_done_ : !first_forward_done_;
 }
 
 }  // namespace fsdp

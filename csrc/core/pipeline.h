@@ -94,6 +94,12 @@ class Pipeline {
   Reducer& reducer() { return reducer_; }
 
  private:
+  // In order of post_forward. `first` is the first call of the same forward of the root.
+  struct ForwardCall {
+    int unit;
+    int first;
+  };
+
   Unit& unit_at(int number) { return *units_.at(static_cast<std::size_t>(number)); }
   void plan_memory();
   void note_forward(const Unit& unit);
@@ -117,11 +123,13 @@ class Pipeline {
   bool in_backward_ = false;
   bool is_last_backward_ = true;
   bool backward_ended_ = false;  // since the last begin_forward
+  bool first_forward_done_ = false;
   bool first_backward_done_ = false;
   std::vector<int> forward_order_;  // units in order of pre_forward, of the last whole forward
   std::vector<int> current_order_;  // of the forward that runs
   std::size_t next_in_order_ = 0;   // in forward_order_, behind the unit that runs
-  std::vector<int> forward_calls_;  // units in order of post_forward, since the last backward
+  std::vector<ForwardCall> forward_calls_;  // since the last backward
+  int first_call_ = 0;                      // of the forward that runs, in forward_calls_
 };
 
 }  // namespace fsdp

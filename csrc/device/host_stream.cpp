@@ -30,11 +30,9 @@ class HostDevice final : public Device {
 
   std::shared_ptr<void> allocate(std::size_t bytes) override {
     constexpr std::size_t kCacheLine = 64;
-    const std::size_t rounded = (bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
-    void* memory = std::aligned_alloc(kCacheLine, rounded == 0 ? kCacheLine : rounded);
-    if (memory == nullptr) {
-      throw Error(detail::concat("expects ", bytes, " bytes of host memory but there are fewer"));
-    }
+    const std::size_t rounded = (bytes / kCacheLine + 1) * kCacheLine;
+    void* memory = rounded > bytes ? std::aligned_alloc(kCacheLine, rounded) : nullptr;
+    FSDP_CHECK(memory != nullptr, "expects ", bytes, " bytes of host memory but there are fewer");
     return {memory, &std::free};
   }
 
