@@ -90,6 +90,8 @@ sanitize-thread sanitize-address: sanitize-%: $(VENV)/.tools
 	@tools/ensure_gtest.sh || { echo "FAILED: $(NO_GTEST)"; exit 1; }
 	$(CMAKE) -B build/sanitize-$* -DFSDP_SANITIZE=$(if $(filter thread,$*),thread,address,undefined)
 	"$(BIN)/cmake" --build build/sanitize-$* --parallel $(JOBS)
+	@# Some kernels randomise addresses more than ThreadSanitizer can take.
+	$(if $(filter thread,$*),$(shell setarch -R true 2>/dev/null && echo setarch -R)) env \
 	TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1 \
 	ASAN_OPTIONS=detect_leaks=1:detect_stack_use_after_return=1 \
 	UBSAN_OPTIONS=print_stacktrace=1 \

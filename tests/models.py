@@ -375,16 +375,17 @@ class Containers(Subject):
         super().__init__()
         self.pack = pack
         self.take = take
+        self.stem = nn.Linear(DIM, DIM)
         self.blocks = nn.ModuleList(Fork(pack) for _ in range(3))
-        self.head = nn.Linear(DIM, DIM)
 
     def units(self) -> list[Unit]:
         return list(self.blocks)
 
     def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
         for block in self.blocks:
             x = torch.tanh(sum(self.take(block(x))))
-        return self.pack(self.head(x), x)
+        return self.pack(x * 2, x.exp())
 
     def loss(self, output: Any) -> Tensor:
         losses = [(tensor.float() - 1).square().mean() for tensor in self.take(output)]

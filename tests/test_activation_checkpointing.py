@@ -73,7 +73,8 @@ CASES = [
         Case(f"inside units with frozen layers, {name}",
              partial(RecomputedFrozen, inside=True, around=False, use_reentrant=reentrant)),
         Case(f"around a unit that runs twice, {name}",
-             partial(RecomputedTwice, inside=False, around=True, use_reentrant=reentrant)),
+             partial(RecomputedTwice, inside=False, around=True, use_reentrant=reentrant),
+             fsdp2_fails="it loses one of the two gradients" if reentrant else None),
         Case(f"around the root, {name}", models.TrainableInput,
              step=partial(around_the_root, reentrant)),
     ]

@@ -11,8 +11,9 @@ from parity import ROUNDING, Case, Run, check, each, whole
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-# Norms and means are summed up shard by shard.
-SUMS = ROUNDING[torch.float32]
+# A norm is summed up shard by shard, and a fused kernel rounds whole vectors and what is left over
+# from them differently, which ends elsewhere in a shard.
+ROUNDED = ROUNDING[torch.float32]
 
 
 def made_by(kind: Callable[..., Optimizer], **options: object) -> Callable[..., Optimizer]:
@@ -77,15 +78,15 @@ CASES = [
          optimizer=made_by(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1)),
     Case("Adam with foreach", Stack, (1, 2),
          optimizer=made_by(torch.optim.Adam, lr=0.01, foreach=True)),
-    Case("fused AdamW", Stack, (1, 2), optimizer=made_by(torch.optim.AdamW, lr=0.01, fused=True)),
+    Case("fused AdamW", Stack, (1, 2), optimizer=made_by(torch.optim.AdamW, lr=0.01, fused=True),
+         unsharded=ROUNDED),
     Case("Adagrad", Stack, optimizer=made_by(torch.optim.Adagrad, lr=0.01)),
-    Case("Adafactor", Stack, optimizer=made_by(torch.optim.Adafactor, lr=0.01), unsharded=SUMS),
     Case("clipping by the 2-norm", Stack, (1, 2, 3), step=partial(clipped, 2.0, None),
-         unsharded=SUMS),
+         unsharded=ROUNDED),
     Case("clipping by the 2-norm with foreach", Stack, step=partial(clipped, 2.0, True),
-         unsharded=SUMS),
+         unsharded=ROUNDED),
     Case("clipping by the largest", Stack, step=partial(clipped, float("inf"), None),
-         unsharded=SUMS),
+         unsharded=ROUNDED),
     Case("zero_grad(set_to_none=False)", Stack, (1, 2, 3), step=zeroed_in_place),
     Case("zero_grad of the model, by turns in place", Stack, step=zeroed_by_the_model),
     Case("zero_grad between forward and backward", Stack, step=zeroed_before_backward),

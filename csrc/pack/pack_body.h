@@ -34,14 +34,28 @@ FSDP_HOST_DEVICE inline float widen(BFloat16 value) {
   return bit_cast<float>(static_cast<std::uint32_t>(value.bits) << 16);
 }
 
-// Without branches, so that it vectorises: exponent and mantissa are moved to their place in
-// fp32, and the exponent's bias is mended by a multiplication, which is exact, subnormals included.
+// Choosing with masks, in signed integers, keeps the conversions below free of branches whatever
+// the compiler thinks of floating-point exceptions, and SSE2 compares no others.
+FSDP_HOST_DEVICE inline std::int32_t mask(bool condition) {
+  return -static_cast<std::int32_t>(condition);
+}
+
+FSDP_HOST_DEVICE inline std::int32_t choose(bool condition, std::int32_t yes, std::int32_t no) {
+  return (yes & mask(condition)) | (no & ~mask(condition));
+}
+
+// Exponent and mantissa move to their place in fp32 and the exponent's bias is mended: by the
+// double for inf and NaN, and by one more for subnormals, which then lack no leading one but have
+// one too many. fp32 subnormals do not come up, so that a mode that flushes them changes nothing.
 FSDP_HOST_DEVICE inline float widen(Float16 value) {
-  const std::uint32_t sign = static_cast<std::uint32_t>(value.bits & 0x8000u) << 16;
-  const std::uint32_t magnitude = static_cast<std::uint32_t>(value.bits & 0x7fffu) << 13;
-  const float scaled = bit_cast<float>(magnitude) * 0x1p112f;
-  const std::uint32_t special = magnitude >= 0x0f800000u ? 0x7f800000u : 0u;  // inf and NaN
-  return bit_cast<float>(sign | bit_cast<std::uint32_t>(scaled) | special);
+  const std::int32_t sign = static_cast<std::int32_t>((value.bits & 0x8000u) << 16);
+  const std::int32_t magnitude = value.bits & 0x7fff;
+  const std::int32_t subnormal = mask(magnitude < 0x0400);
+  const std::int32_t special = mask(magnitude >= 0x7c00);
+  const std::int32_t bits =
+      (magnitude << 13) + 0x38000000 + (special & 0x38000000) + (subnormal & 0x00800000);
+  const float result = bit_cast<float>(bits) - bit_cast<float>(subnormal & 0x38800000);
+  return bit_cast<float>(sign | bit_cast<std::int32_t>(result));
 }
 
 FSDP_HOST_DEVICE inline float widen(float value) { return value; }
@@ -55,28 +69,30 @@ FSDP_HOST_DEVICE inline float narrow<float>(float value) {
   return value;
 }
 
-// To nearest even; any NaN becomes PyTorch's.
+// To nearest even; any NaN becomes the one that PyTorch's scalar code makes of it.
 template <>
 FSDP_HOST_DEVICE inline BFloat16 narrow<BFloat16>(float value) {
   const auto bits = bit_cast<std::uint32_t>(value);
   const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  const bool is_nan = static_cast<std::int32_t>(bits & 0x7fffffffu) > 0x7f800000;
   return {static_cast<std::uint16_t>(is_nan ? 0x7fc0u : rounded)};
 }
 
-// To nearest even, all three ranges computed and one chosen. Normal results round in integers;
-// subnormal ones by adding a float whose last place is theirs.
+// To nearest even, all ranges computed and one chosen. Normal results round in integers, also up
+// to infinity; subnormal ones by adding a float whose last place is theirs. A NaN becomes quiet
+// and keeps the high bits of its payload, as the processors' own conversions have it.
 template <>
 FSDP_HOST_DEVICE inline Float16 narrow<Float16>(float value) {
   const auto bits = bit_cast<std::uint32_t>(value);
-  const std::uint32_t sign = (bits >> 16) & 0x8000u;
-  const std::uint32_t magnitude = bits & 0x7fffffffu;
-  const std::uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  const auto sign = static_cast<std::int32_t>((bits >> 16) & 0x8000u);
+  const auto magnitude = static_cast<std::int32_t>(bits & 0x7fffffffu);
+  const std::int32_t normal = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
   const float shifted = bit_cast<float>(magnitude) + 0.5f;
-  const std::uint32_t subnormal = bit_cast<std::uint32_t>(shifted) - 0x3f000000u;
-  std::uint32_t result = magnitude < 0x38800000u ? subnormal : normal;
-  result = magnitude >= 0x477ff000u ? 0x7c00u : result;  // rounds to infinity
-  result = magnitude > 0x7f800000u ? 0x7e00u : result;   // NaN
+  const std::int32_t subnormal = bit_cast<std::int32_t>(shifted) - 0x3f000000;
+  const std::int32_t nan = 0x7e00 | ((magnitude >> 13) & 0x1ff);
+  std::int32_t result = choose(magnitude < 0x38800000, subnormal, normal);
+  result = choose(magnitude >= 0x47800000, 0x7c00, result);
+  result = choose(magnitude > 0x7f800000, nan, result);
   return {static_cast<std::uint16_t>(sign | result)};
 }
 

@@ -1,5 +1,6 @@
 #include <cstring>
-#include <utility>
+#include <memory>
+#include <type_traits>
 
 #include "core/check.h"
 #include "device/host_stream.h"
@@ -32,7 +33,7 @@ void accumulate_run(const Source* __restrict source, Destination* __restrict des
   }
 }
 
-// Calls `function` with a null pointer of the element type.
+// Calls `function` with a null pointer of the element type, which is not Bytes.
 template <typename Function>
 void with_type(DType dtype, Function&& function) {
   switch (dtype) {
@@ -45,7 +46,7 @@ void with_type(DType dtype, Function&& function) {
     case DType::Float64:
       return function(static_cast<double*>(nullptr));
     case DType::Bytes:
-      throw Error("bytes are moved, never cast, scaled or added");
+      FSDP_CHECK(false, "bytes are moved, never cast, scaled or added");
   }
 }
 
@@ -96,10 +97,10 @@ void pack_now(const PackPlan& plan, const void* const* gradients, DType gradient
     };
     for (std::size_t i = 0; i < plan.entries.size(); ++i) {
       const PackEntry& entry = plan.entries[i];
-      if (gradients[i] == nullptr) {
+      const std::int64_t numel = body::elements_of_rank(entry.numel, entry.chunk_numel, rank);
+      if (gradients[i] == nullptr || numel == 0) {
         continue;
       }
-      const std::int64_t numel = body::elements_of_rank(entry.numel, entry.chunk_numel, rank);
       zero_until(entry.offset);
       move_run(at_element(gradients[i], entry.chunk_numel * rank, gradient_dtype), gradient_dtype,
                at_element(segment, entry.offset, reduce_dtype), reduce_dtype, numel, scale,
@@ -112,6 +113,9 @@ void pack_now(const PackPlan& plan, const void* const* gradients, DType gradient
 
 void unpack_now(const UnpackPlan& plan, const void* staging, void* unsharded) {
   for (const UnpackEntry& entry : plan.entries) {
+    if (entry.chunk_bytes == 0) {
+      continue;
+    }
     for (int rank = 0; rank < plan.world_size; ++rank) {
       const auto r = static_cast<std::size_t>(rank);
       std::memcpy(static_cast<char*>(unsharded) + entry.destination_offset + r * entry.chunk_bytes,
@@ -129,11 +133,30 @@ void cast_now(const CastPlan& plan, const void* source, void* destination, doubl
   }
 }
 
+// Whoever issues gets these errors, not whoever waits for the stream.
+void check_pack(DType gradient_dtype, DType reduce_dtype) {
+  FSDP_CHECK(gradient_dtype != DType::Bytes && reduce_dtype != DType::Bytes,
+             "packing gradients expects floating dtypes but got ", name(gradient_dtype), " to ",
+             name(reduce_dtype), "; bytes are moved, never cast, scaled or added");
+}
+
+void check_cast(const CastEntry& entry, double scale) {
+  const bool casts_bytes =
+      entry.source_dtype == DType::Bytes || entry.destination_dtype == DType::Bytes;
+  const bool copies =
+      entry.source_dtype == entry.destination_dtype && scale == 1.0 && !entry.accumulate;
+  FSDP_CHECK(copies || !casts_bytes, "a cast expects floating dtypes, or a plain copy, but got ",
+             name(entry.source_dtype), " to ", name(entry.destination_dtype), " with scale ", scale,
+             entry.accumulate ? ", accumulated" : "",
+             "; bytes are moved, never cast, scaled or added");
+}
+
 class HostPacker final : public Packer {
  public:
   void pack(Stream& stream, const PackPlan& plan, const void* const* gradients,
             DType gradient_dtype, void* reduce_input, DType reduce_dtype, double scale,
             bool accumulate) override {
+    check_pack(gradient_dtype, reduce_dtype);
     static_cast<HostQueue&>(stream).enqueue([=, &plan] {
       pack_now(plan, gradients, gradient_dtype, reduce_input, reduce_dtype, scale, accumulate);
     });
@@ -146,6 +169,9 @@ class HostPacker final : public Packer {
 
   void cast(Stream& stream, const CastPlan& plan, const void* source, void* destination,
             double scale) override {
+    for (const CastEntry& entry : plan) {
+      check_cast(entry, scale);
+    }
     static_cast<HostQueue&>(stream).enqueue(
         [=, &plan] { cast_now(plan, source, destination, scale); });
   }

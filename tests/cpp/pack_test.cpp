@@ -1,0 +1,622 @@
+// The host packer against a reference that goes element by element and rounds by way of exact
+// arithmetic in fp64 instead of bits.
+#include "pack/pack.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <future>
+#include <limits>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+#include "core/check.h"
+#include "device/host_stream.h"
+
+namespace fsdp {
+namespace {
+
+using Buffer = std::vector<unsigned char>;
+
+constexpr DType kFloats[] = {DType::Float32, DType::BFloat16, DType::Float16, DType::Float64};
+constexpr unsigned char kPoison = 0xff;  // all bits set is a NaN in every floating dtype
+constexpr std::size_t kGuard = 64;       // poisoned bytes behind every output
+
+// - The reference
+
+struct HalfFormat {
+  int mantissa_bits;
+  int min_exponent;  // of normal numbers
+  int max_exponent;
+};
+
+HalfFormat half_format(DType dtype) {
+  return dtype == DType::BFloat16 ? HalfFormat{7, -126, 127} : HalfFormat{10, -14, 15};
+}
+
+double half_value(DType dtype, std::uint16_t bits) {
+  const HalfFormat format = half_format(dtype);
+  const int mantissa = bits & ((1 << format.mantissa_bits) - 1);
+  const int exponent = (bits & 0x7fff) >> format.mantissa_bits;
+  const double sign = (bits & 0x8000) != 0 ? -1.0 : 1.0;
+  if (exponent == format.max_exponent - format.min_exponent + 2) {
+    return mantissa != 0 ? std::nan("") : sign * std::numeric_limits<double>::infinity();
+  }
+  const int leading = exponent == 0 ? 0 : 1 << format.mantissa_bits;
+  const int scale = std::max(exponent, 1) - 1 + format.min_exponent - format.mantissa_bits;
+  return sign * std::ldexp(leading + mantissa, scale);
+}
+
+// `value` is one of fp32, so that all that is computed here is exact but the one nearbyint.
+std::uint16_t half_bits(DType dtype, float value) {
+  const HalfFormat format = half_format(dtype);
+  const std::uint16_t sign = std::signbit(value) ? 0x8000 : 0;
+  const auto infinity = static_cast<std::uint16_t>((format.max_exponent - format.min_exponent + 2)
+                                                   << format.mantissa_bits);
+  if (std::isnan(value)) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &value, sizeof(bits));
+    return dtype == DType::BFloat16
+               ? 0x7fc0
+               : static_cast<std::uint16_t>(sign | 0x7e00 | ((bits >> 13) & 0x1ff));
+  }
+  if (std::isinf(value)) {
+    return sign | infinity;
+  }
+  const double magnitude = std::fabs(static_cast<double>(value));
+  const int exponent =
+      value == 0 ? format.min_exponent : std::max(std::ilogb(magnitude), format.min_exponent);
+  // In units of the last place. What is carried out of the mantissa increments the exponent, and
+  // out of the largest exponent that makes infinity.
+  const auto units =
+      static_cast<int>(std::nearbyint(std::ldexp(magnitude, format.mantissa_bits - exponent)));
+  const int bits = units + ((exponent - format.min_exponent) << format.mantissa_bits);
+  return static_cast<std::uint16_t>(sign | std::min<int>(bits, infinity));
+}
+
+template <typename T>
+T load(const void* data, std::int64_t index) {
+  T value;
+  std::memcpy(&value, static_cast<const char*>(data) + index * sizeof(T), sizeof(T));
+  return value;
+}
+
+template <typename T>
+void store(void* data, std::int64_t index, T value) {
+  std::memcpy(static_cast<char*>(data) + index * sizeof(T), &value, sizeof(T));
+}
+
+double get(DType dtype, const void* data, std::int64_t index) {
+  switch (dtype) {
+    case DType::Float32:
+      return load<float>(data, index);
+    case DType::Float64:
+      return load<double>(data, index);
+    default:
+      return half_value(dtype, load<std::uint16_t>(data, index));
+  }
+}
+
+void put(DType dtype, void* data, std::int64_t index, double value) {
+  switch (dtype) {
+    case DType::Float32:
+      return store(data, index, static_cast<float>(value));
+    case DType::Float64:
+      return store(data, index, value);
+    default:
+      return store(data, index, half_bits(dtype, static_cast<float>(value)));
+  }
+}
+
+// The arithmetic note of pack.h, in words: widen, scale, round; widen both, add, round.
+void reference_element(DType from, const void* source, std::int64_t source_index, DType to,
+                       void* destination, std::int64_t index, double scale, bool accumulate) {
+  const bool wide = from == DType::Float64 || to == DType::Float64;
+  const double value = get(from, source, source_index);
+  const double before = get(to, destination, index);
+  put(to, destination, index,
+      wide ? value * scale : static_cast<float>(value) * static_cast<float>(scale));
+  if (accumulate) {
+    const double rounded = get(to, destination, index);
+    put(to, destination, index,
+        to == DType::Float64 ? before + rounded
+                             : static_cast<float>(before) + static_cast<float>(rounded));
+  }
+}
+
+void reference_pack(const PackPlan& plan, const std::vector<const void*>& gradients, DType from,
+                    void* reduce_input, DType to, double scale, bool accumulate) {
+  if (!accumulate) {
+    std::memset(reduce_input, 0, plan.segment_numel * plan.world_size * itemsize(to));
+  }
+  for (std::size_t entry = 0; entry < plan.entries.size(); ++entry) {
+    const PackEntry& place = plan.entries[entry];
+    for (std::int64_t i = 0; gradients[entry] != nullptr && i < place.numel; ++i) {
+      const std::int64_t rank = i / place.chunk_numel;
+      reference_element(from, gradients[entry], i, to, reduce_input,
+                        rank * plan.segment_numel + place.offset + i % place.chunk_numel, scale,
+                        accumulate);
+    }
+  }
+}
+
+// - Values
+
+template <typename T>
+T pick(std::mt19937_64& random, T low, T high) {
+  return std::uniform_int_distribution<T>(low, high)(random);
+}
+
+// Everyday values, every bit pattern there is, and halfway cases of the half precisions.
+void fill_random(DType dtype, void* data, std::int64_t numel, std::mt19937_64& random) {
+  for (std::int64_t i = 0; i < numel; ++i) {
+    const std::uint64_t bits = random();
+    const int kind = pick(random, 0, 7);
+    if (kind == 0) {
+      std::memcpy(static_cast<char*>(data) + i * itemsize(dtype), &bits, itemsize(dtype));
+    } else if (kind == 1) {
+      const DType half = pick(random, 0, 1) == 0 ? DType::BFloat16 : DType::Float16;
+      const auto pattern = static_cast<std::uint16_t>(bits & 0x7bfe);
+      put(dtype, data, i, (half_value(half, pattern) + half_value(half, pattern + 1)) / 2);
+    } else {
+      put(dtype, data, i,
+          std::ldexp(std::uniform_real_distribution<double>(-1, 1)(random), pick(random, -20, 12)));
+    }
+  }
+}
+
+// Bit for bit, but for which NaN: that of a product or a sum is the processor's choice.
+std::string first_difference(DType dtype, const Buffer& actual, const Buffer& expected) {
+  if (actual.size() != expected.size()) {
+    return "sizes differ";
+  }
+  const std::size_t size = itemsize(dtype);
+  for (std::size_t i = 0; i < actual.size() / size; ++i) {
+    if (std::memcmp(&actual[i * size], &expected[i * size], size) == 0) {
+      continue;
+    }
+    const double got = get(dtype, actual.data(), i);
+    const double want = get(dtype, expected.data(), i);
+    if (!(std::isnan(got) && std::isnan(want))) {
+      return detail::concat("element ", i, " of ", actual.size() / size, " is ", got,
+                            " where the reference has ", want);
+    }
+  }
+  return "";
+}
+
+bool guard_is_untouched(const Buffer& buffer) {
+  return std::all_of(buffer.end() - kGuard, buffer.end(),
+                     [](unsigned char byte) { return byte == kPoison; });
+}
+
+class HostPacker : public ::testing::Test {
+ protected:
+  // Casts `numel` elements on the calling thread and returns them, without the guard.
+  Buffer cast(DType from, const void* source, DType to, std::int64_t numel, double scale = 1.0) {
+    Buffer destination(numel * itemsize(to) + kGuard, kPoison);
+    packer_->cast(compute_, {{0, 0, numel, from, to, false}}, source, destination.data(), scale);
+    EXPECT_TRUE(guard_is_untouched(destination));
+    destination.resize(numel * itemsize(to));
+    return destination;
+  }
+
+  HostComputeStream compute_{std::chrono::milliseconds(60000)};
+  std::unique_ptr<Packer> packer_ = make_host_packer();
+};
+
+std::string describe(DType from, DType to, double scale, bool accumulate) {
+  return detail::concat(name(from), " to ", name(to), ", scale ", scale,
+                        accumulate ? ", accumulated" : "");
+}
+
+// - pack and unpack
+
+struct RandomPack {
+  PackPlan plan;
+  std::vector<Buffer> storage;
+  std::vector<const void*> gradients;
+};
+
+// Chunks as torch.chunk has them and others, gaps before, between and behind them.
+RandomPack random_pack(int world_size, DType dtype, bool may_be_absent, std::mt19937_64& random) {
+  RandomPack made;
+  made.plan.world_size = world_size;
+  std::int64_t offset = pick(random, 0, 1) * pick(random, 0, 5);
+  const int entries = pick(random, 0, 6);
+  for (int i = 0; i < entries; ++i) {
+    const std::int64_t rows = pick(random, 0, 2 * world_size + 3);
+    const std::int64_t row_numel =
+        pick(random, 0, 4) == 0 ? pick(random, 0, 90) : pick(random, 0, 9);
+    const std::int64_t chunk_rows = (rows + world_size - 1) / world_size;
+    const std::int64_t slack = pick(random, 0, 3) == 0 ? pick(random, 0, 3) : 0;
+    const PackEntry entry{rows * row_numel, chunk_rows * row_numel + slack, offset};
+    made.plan.entries.push_back(entry);
+    offset += entry.chunk_numel + pick(random, 0, 1) * pick(random, 0, 7);
+    // Without room behind it, so that AddressSanitizer sees what is read past the end.
+    made.storage.emplace_back(entry.numel * itemsize(dtype));
+    fill_random(dtype, made.storage.back().data(), entry.numel, random);
+    const bool absent = may_be_absent && pick(random, 0, 3) == 0;
+    made.gradients.push_back(absent ? nullptr : made.storage.back().data());
+  }
+  made.plan.segment_numel = offset;
+  return made;
+}
+
+class PackOnRanks : public HostPacker, public ::testing::WithParamInterface<int> {};
+
+TEST_P(PackOnRanks, PutsEveryElementWhereTheReferenceDoes) {
+  const int world_size = GetParam();
+  const double scales[] = {1.0, 1.0 / world_size, 1.0 / 3.0};
+  for (int seed = 0; seed < 150; ++seed) {
+    std::mt19937_64 random(seed * 1000 + world_size);
+    const DType from = kFloats[pick(random, 0, 3)];
+    const DType to = kFloats[pick(random, 0, 3)];
+    const double scale = scales[pick(random, 0, 2)];
+    const bool accumulate = pick(random, 0, 1) == 1;
+    SCOPED_TRACE(detail::concat("seed ", seed, ", ", describe(from, to, scale, accumulate)));
+    const RandomPack made = random_pack(world_size, from, /*may_be_absent=*/true, random);
+    const std::size_t bytes = made.plan.segment_numel * world_size * itemsize(to);
+    Buffer actual(bytes + kGuard, kPoison);
+    if (accumulate && pick(random, 0, 3) != 0) {
+      fill_random(to, actual.data(), made.plan.segment_numel * world_size, random);
+    }
+    Buffer expected = actual;
+    reference_pack(made.plan, made.gradients, from, expected.data(), to, scale, accumulate);
+
+    packer_->pack(compute_, made.plan, made.gradients.data(), from, actual.data(), to, scale,
+                  accumulate);
+    EXPECT_TRUE(guard_is_untouched(actual));
+    ASSERT_EQ(first_difference(to, actual, expected), "");
+  }
+}
+
+TEST_P(PackOnRanks, ThenUnpackGivesTheGradientsBackBitForBit) {
+  const int world_size = GetParam();
+  for (int seed = 0; seed < 60; ++seed) {
+    std::mt19937_64 random(seed * 1000 + world_size);
+    const DType dtype = kFloats[pick(random, 0, 3)];
+    SCOPED_TRACE(detail::concat("seed ", seed, ", ", name(dtype)));
+    const RandomPack made = random_pack(world_size, dtype, /*may_be_absent=*/false, random);
+    const std::size_t size = itemsize(dtype);
+    Buffer staging(made.plan.segment_numel * world_size * size, kPoison);
+    packer_->pack(compute_, made.plan, made.gradients.data(), dtype, staging.data(), dtype, 1.0,
+                  false);
+
+    UnpackPlan plan;
+    plan.segment_bytes = made.plan.segment_numel * size;
+    plan.world_size = world_size;
+    Buffer expected;
+    for (std::size_t i = 0; i < made.plan.entries.size(); ++i) {
+      const PackEntry& entry = made.plan.entries[i];
+      expected.insert(expected.end(), pick(random, 0, 16), kPoison);  // a gap: not to be touched
+      plan.entries.push_back({entry.chunk_numel * size, entry.offset * size, expected.size()});
+      const std::size_t region = entry.chunk_numel * size * world_size;
+      Buffer parameter = made.storage[i];
+      parameter.resize(region, 0);
+      expected.insert(expected.end(), parameter.begin(), parameter.end());
+    }
+    expected.insert(expected.end(), kGuard, kPoison);
+    Buffer actual(expected.size(), kPoison);
+    packer_->unpack(compute_, plan, staging.data(), actual.data());
+    ASSERT_EQ(actual, expected);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(WorldSizes, PackOnRanks, ::testing::Values(1, 2, 3, 4, 5, 6, 7, 8, 9, 64),
+                         ::testing::PrintToStringParamName());
+
+TEST_F(HostPacker, PacksFewerRowsThanRanksWithZerosForTheRest) {
+  const std::vector<float> gradient = {1, 2, 3, 4};  // 2 rows of 2 over 3 ranks
+  const PackPlan plan{{{4, 2, 1}}, 4, 3};
+  std::vector<float> actual(12, NAN);
+  const void* gradients[] = {gradient.data()};
+  packer_->pack(compute_, plan, gradients, DType::Float32, actual.data(), DType::Float32, 0.5,
+                false);
+  EXPECT_EQ(actual, (std::vector<float>{0, 0.5, 1, 0, 0, 1.5, 2, 0, 0, 0, 0, 0}));
+}
+
+TEST_F(HostPacker, AnAbsentGradientIsZerosAndLeavesWhatIsAccumulated) {
+  const PackPlan plan{{{3, 2, 0}}, 3, 2};
+  const void* gradients[] = {nullptr};
+  std::vector<float> actual = {1, 2, 3, 4, 5, 6};
+  const std::vector<float> before = actual;
+  packer_->pack(compute_, plan, gradients, DType::BFloat16, actual.data(), DType::Float32, 0.5,
+                true);
+  EXPECT_EQ(actual, before);
+  packer_->pack(compute_, plan, gradients, DType::BFloat16, actual.data(), DType::Float32, 0.5,
+                false);
+  EXPECT_EQ(actual, std::vector<float>(6, 0.0f));
+}
+
+// - cast
+
+TEST_F(HostPacker, CastsEveryPairOfDtypesAsTheReferenceDoes) {
+  std::mt19937_64 random(7);
+  for (const DType from : kFloats) {
+    for (const DType to : kFloats) {
+      for (const double scale : {1.0, 0.125, 1.0 / 3.0}) {
+        for (const bool accumulate : {false, true}) {
+          SCOPED_TRACE(describe(from, to, scale, accumulate));
+          // Three runs with gaps, of lengths that leave every remainder of a vector, unaligned.
+          for (std::int64_t numel = 0; numel < 70; ++numel) {
+            const std::int64_t starts[] = {numel % 5, 80 + numel % 3, 160};
+            CastPlan plan;
+            Buffer source((160 + numel) * itemsize(from));
+            fill_random(from, source.data(), 160 + numel, random);
+            Buffer actual(300 * itemsize(to), kPoison);
+            if (accumulate) {
+              fill_random(to, actual.data(), 300, random);
+            }
+            Buffer expected = actual;
+            for (const std::int64_t start : starts) {
+              const std::int64_t at = start + 1;
+              plan.push_back(
+                  {start * itemsize(from), at * itemsize(to), numel, from, to, accumulate});
+              for (std::int64_t i = 0; i < numel; ++i) {
+                reference_element(from, source.data(), start + i, to, expected.data(), at + i,
+                                  scale, accumulate);
+              }
+            }
+            packer_->cast(compute_, plan, source.data(), actual.data(), scale);
+            ASSERT_EQ(first_difference(to, actual, expected), "") << numel << " elements";
+          }
+        }
+      }
+    }
+  }
+}
+
+std::vector<std::uint16_t> every_pattern() {
+  std::vector<std::uint16_t> patterns(65536);
+  for (std::size_t i = 0; i < patterns.size(); ++i) {
+    patterns[i] = static_cast<std::uint16_t>(i);
+  }
+  return patterns;
+}
+
+TEST_F(HostPacker, WidensEveryHalfPrecisionPattern) {
+  const std::vector<std::uint16_t> patterns = every_pattern();
+  for (const DType from : {DType::BFloat16, DType::Float16}) {
+    for (const DType to : {DType::Float32, DType::Float64}) {
+      const Buffer actual = cast(from, patterns.data(), to, 65536);
+      for (std::int64_t i = 0; i < 65536; ++i) {
+        const double want = half_value(from, patterns[i]);
+        const double got = get(to, actual.data(), i);
+        ASSERT_TRUE(std::isnan(want) ? std::isnan(got) : got == want)
+            << describe(from, to, 1, false) << ", pattern " << i;
+        ASSERT_EQ(std::signbit(got), i >= 0x8000) << "pattern " << i;
+      }
+    }
+  }
+}
+
+TEST_F(HostPacker, EveryHalfPrecisionPatternSurvivesBeingWidened) {
+  const std::vector<std::uint16_t> patterns = every_pattern();
+  for (const DType half : {DType::BFloat16, DType::Float16}) {
+    for (const DType wide : {DType::Float32, DType::Float64}) {
+      const Buffer there = cast(half, patterns.data(), wide, 65536);
+      const Buffer back = cast(wide, there.data(), half, 65536);
+      for (std::int64_t i = 0; i < 65536; ++i) {
+        std::uint16_t want = patterns[i];
+        if (std::isnan(half_value(half, want))) {  // becomes quiet, and bfloat16 has but one
+          want = half == DType::BFloat16 ? 0x7fc0 : want | 0x0200;
+        }
+        ASSERT_EQ(load<std::uint16_t>(back.data(), i), want) << name(half) << " by " << name(wide);
+      }
+    }
+  }
+}
+
+TEST_F(HostPacker, ConvertsEveryPatternOfOneHalfPrecisionToTheOther) {
+  const std::vector<std::uint16_t> patterns = every_pattern();
+  const DType halves[] = {DType::BFloat16, DType::Float16};
+  for (int i = 0; i < 2; ++i) {
+    const DType from = halves[i];
+    const DType to = halves[1 - i];
+    const Buffer actual = cast(from, patterns.data(), to, 65536);
+    Buffer expected(actual.size());
+    for (std::int64_t k = 0; k < 65536; ++k) {
+      put(to, expected.data(), k, half_value(from, patterns[k]));
+    }
+    ASSERT_EQ(first_difference(to, actual, expected), "") << name(from) << " to " << name(to);
+  }
+}
+
+// Each half-precision number, the middle between it and the next, and the neighbours of both in
+// fp32: every tie, the step from subnormal to normal, the step to infinity.
+TEST_F(HostPacker, RoundsEveryTieAndItsNeighbours) {
+  for (const DType half : {DType::BFloat16, DType::Float16}) {
+    const int infinity = half == DType::BFloat16 ? 0x7f80 : 0x7c00;
+    std::vector<float> values;
+    for (int bits = 0; bits < infinity; ++bits) {
+      const double value = half_value(half, bits);
+      const double next = bits + 1 < infinity ? half_value(half, bits + 1)
+                                              : std::ldexp(1.0, half_format(half).max_exponent + 1);
+      for (const double exact : {value, (value + next) / 2}) {
+        const auto point = static_cast<float>(exact);
+        for (const float x :
+             {std::nextafter(point, -INFINITY), point, std::nextafter(point, INFINITY)}) {
+          values.push_back(x);
+          values.push_back(-x);
+        }
+      }
+    }
+    const auto numel = static_cast<std::int64_t>(values.size());
+    const Buffer actual = cast(DType::Float32, values.data(), half, numel);
+    for (std::int64_t i = 0; i < numel; ++i) {
+      ASSERT_EQ(load<std::uint16_t>(actual.data(), i), half_bits(half, values[i]))
+          << name(half) << " of " << values[i];
+    }
+  }
+}
+
+TEST_F(HostPacker, KnownValuesRoundToKnownBits) {
+  struct Known {
+    float value;
+    std::uint16_t bfloat16;
+    std::uint16_t float16;
+  };
+  const Known known[] = {
+      {0.0f, 0x0000, 0x0000},        {-0.0f, 0x8000, 0x8000},         {1.0f, 0x3f80, 0x3c00},
+      {-2.0f, 0xc000, 0xc000},       {65504.0f, 0x4780, 0x7bff},      {65519.0f, 0x4780, 0x7bff},
+      {65520.0f, 0x4780, 0x7c00},    {3.4028235e38f, 0x7f80, 0x7c00}, {-INFINITY, 0xff80, 0xfc00},
+      {0x1p-14f, 0x3880, 0x0400},    {0x1p-24f, 0x3380, 0x0001},      {0x1p-25f, 0x3300, 0x0000},
+      {0x1.8p-25f, 0x3340, 0x0001},  {0x1.8p-24f, 0x33c0, 0x0002},    {0x1p-133f, 0x0001, 0x0000},
+      {0x1p-134f, 0x0000, 0x0000},   {0x1.ffep-15f, 0x3880, 0x0400},  {1.00390625f, 0x3f80, 0x3c04},
+      {1.01171875f, 0x3f82, 0x3c0c},
+  };
+  for (const Known& one : known) {
+    const Buffer bfloat16 = cast(DType::Float32, &one.value, DType::BFloat16, 1);
+    const Buffer float16 = cast(DType::Float32, &one.value, DType::Float16, 1);
+    EXPECT_EQ(load<std::uint16_t>(bfloat16.data(), 0), one.bfloat16) << one.value;
+    EXPECT_EQ(load<std::uint16_t>(float16.data(), 0), one.float16) << one.value;
+  }
+}
+
+TEST_F(HostPacker, NaNsStayNaNs) {
+  for (const std::uint32_t bits : {0x7fc00000u, 0x7f800001u, 0xffc00000u, 0xff800001u, 0x7fc12345u,
+                                   0x7fffffffu, 0x7fa00000u, 0xffffffffu}) {
+    float value;
+    std::memcpy(&value, &bits, sizeof(value));
+    const std::uint16_t want = ((bits >> 16) & 0x8000) | 0x7e00 | ((bits >> 13) & 0x1ff);
+    const Buffer bfloat16 = cast(DType::Float32, &bits, DType::BFloat16, 1);
+    const Buffer float16 = cast(DType::Float32, &bits, DType::Float16, 1);
+    EXPECT_EQ(load<std::uint16_t>(bfloat16.data(), 0), 0x7fc0) << std::hex << bits;
+    EXPECT_EQ(load<std::uint16_t>(float16.data(), 0), want) << std::hex << bits;
+  }
+}
+
+// PyTorch casts fp64 to a half precision by way of fp32: two roundings, of which the first makes
+// a tie here.
+TEST_F(HostPacker, RoundsDoublesToHalfPrecisionByWayOfFloat) {
+  const double values[] = {1 + 0x1p-8 + 0x1p-40, 1 + 0x1p-11 + 0x1p-40};
+  const Buffer bfloat16 = cast(DType::Float64, values, DType::BFloat16, 2);
+  const Buffer float16 = cast(DType::Float64, values, DType::Float16, 2);
+  EXPECT_EQ(load<std::uint16_t>(bfloat16.data(), 0), 0x3f80);
+  EXPECT_EQ(load<std::uint16_t>(float16.data(), 1), 0x3c00);
+}
+
+// 256 + 1.001: the sum in fp32 would round to 258, but 1.001 is 1 in bfloat16 and 257 is a tie.
+TEST_F(HostPacker, RoundsAnElementBeforeItIsAdded) {
+  const float source = 1.001f;
+  std::uint16_t sum = 0x4380;
+  packer_->cast(compute_, {{0, 0, 1, DType::Float32, DType::BFloat16, true}}, &source, &sum, 1.0);
+  EXPECT_EQ(half_value(DType::BFloat16, sum), 256.0);
+}
+
+TEST_F(HostPacker, MultipliesByTheScaleBeforeItRounds) {
+  const double source = 3e40;  // infinite in fp32
+  const Buffer actual = cast(DType::Float64, &source, DType::Float32, 1, 1e-10);
+  EXPECT_EQ(load<float>(actual.data(), 0), static_cast<float>(source * 1e-10));
+}
+
+#if defined(__x86_64__)
+// As torch.set_flush_denormal sets it; threads inherit it.
+TEST_F(HostPacker, SubnormalHalvesSurviveWhereSubnormalFloatsAreFlushedToZero) {
+  constexpr unsigned int kFlushToZero = 0x8000;
+  constexpr unsigned int kDenormalsAreZero = 0x0040;
+  const std::vector<std::uint16_t> patterns = every_pattern();
+  const unsigned int mode = _mm_getcsr();
+  _mm_setcsr(mode | kFlushToZero | kDenormalsAreZero);
+  const Buffer there = cast(DType::Float16, patterns.data(), DType::Float32, 0x0400);
+  const Buffer back = cast(DType::Float32, there.data(), DType::Float16, 0x0400);
+  _mm_setcsr(mode);
+  for (std::int64_t i = 0; i < 0x0400; ++i) {
+    ASSERT_EQ(load<std::uint16_t>(back.data(), i), i);
+  }
+}
+#endif
+
+// - Bytes
+
+TEST_F(HostPacker, MovesBytesAsTheyAre) {
+  Buffer source(256);
+  for (std::size_t i = 0; i < source.size(); ++i) {
+    source[i] = static_cast<unsigned char>(i);
+  }
+  EXPECT_EQ(cast(DType::Bytes, source.data(), DType::Bytes, 256), source);
+}
+
+std::string message_of(const std::function<void()>& action) {
+  try {
+    action();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "nothing was thrown";
+}
+
+TEST_F(HostPacker, RefusesToCastScaleAddOrPackBytes) {
+  Buffer memory(16);
+  const auto cast_message = [&](DType from, DType to, double scale, bool accumulate) {
+    return message_of([&] {
+      packer_->cast(compute_, {{0, 8, 1, from, to, accumulate}}, memory.data(), memory.data(),
+                    scale);
+    });
+  };
+  const std::string what = "a cast expects floating dtypes, or a plain copy, but got ";
+  const auto starts_with = [](const std::string& text, const std::string& start) {
+    return text.compare(0, start.size(), start) == 0;
+  };
+  EXPECT_PRED2(starts_with, cast_message(DType::Bytes, DType::Float32, 1, false),
+               what + "bytes to float32 with scale 1;");
+  EXPECT_PRED2(starts_with, cast_message(DType::Float16, DType::Bytes, 1, false),
+               what + "float16 to bytes with scale 1;");
+  EXPECT_PRED2(starts_with, cast_message(DType::Bytes, DType::Bytes, 0.5, false),
+               what + "bytes to bytes with scale 0.5;");
+  EXPECT_PRED2(starts_with, cast_message(DType::Bytes, DType::Bytes, 1, true),
+               what + "bytes to bytes with scale 1, accumulated;");
+
+  const PackPlan plan{{{1, 1, 0}}, 1, 1};
+  const void* gradients[] = {memory.data()};
+  for (const DType other : {DType::Bytes, DType::Float32}) {
+    const std::string message = message_of([&] {
+      packer_->pack(compute_, plan, gradients, DType::Bytes, memory.data(), other, 1.0, false);
+    });
+    EXPECT_PRED2(
+        starts_with, message,
+        "packing gradients expects floating dtypes but got bytes to " + std::string(name(other)));
+  }
+}
+
+// - Streams
+
+TEST_F(HostPacker, WorksInTheOrderOfItsStreamAndReturnsAtOnce) {
+  HostStream stream("pack", std::chrono::milliseconds(60000));
+  std::promise<void> opened;
+  const std::vector<float> gradient = {1, 2, 3};
+  const PackPlan pack_plan{{{3, 2, 0}}, 2, 2};
+  const void* gradients[] = {nullptr};
+  std::vector<float> staging(4, NAN);
+  std::vector<float> unsharded(4, NAN);
+  std::vector<double> wide(4, NAN);
+  const UnpackPlan unpack_plan{{{8, 0, 0}}, 8, 2};
+  const CastPlan cast_plan{{0, 0, 4, DType::Float32, DType::Float64, false}};
+
+  stream.enqueue([future = opened.get_future().share()] { future.wait(); });
+  packer_->pack(stream, pack_plan, gradients, DType::Float32, staging.data(), DType::Float32, 1.0,
+                false);
+  packer_->unpack(stream, unpack_plan, staging.data(), unsharded.data());
+  packer_->cast(stream, cast_plan, unsharded.data(), wide.data(), 2.0);
+  HostEvent done;
+  stream.record(done);
+  EXPECT_FALSE(done.query());
+  gradients[0] = gradient.data();  // addresses are read when the stream gets there
+  opened.set_value();
+  done.synchronize(std::chrono::milliseconds(60000), "the packer");
+  EXPECT_EQ(wide, (std::vector<double>{2, 4, 6, 0}));
+}
+
+}  // namespace
+}  // namespace fsdp

@@ -1,0 +1,121 @@
+"""Models made on the meta device are sharded there, then get memory and values."""
+
+from __future__ import annotations
+
+import models
+import torch
+from models import Stack, Transformer
+from parity import Case, Run, check, each
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+class OnMeta(Stack):
+    def __init__(self) -> None:
+        with torch.device("meta"):
+            super().__init__()
+            self.register_buffer("shift", torch.zeros(models.DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.shift)
+
+
+class TransformerOnMeta(Transformer):
+    def __init__(self) -> None:
+        with torch.device("meta"):
+            super().__init__()
+
+
+class MixedOnMeta(Stack):
+    """The blocks are on meta, the root's own parameters are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.to("meta")
+
+
+def full_state(run: Run) -> dict[str, Tensor]:
+    """Values for everything, the same on all ranks."""
+    generator = torch.Generator().manual_seed(7)
+    return {
+        name: torch.randn(tensor.shape, generator=generator) * 0.3
+        for name, tensor in run.model.state_dict().items()
+        if name != "head.weight" or not isinstance(run.model, Transformer)
+    }
+
+
+def like(old: Tensor, new: Tensor) -> Tensor:
+    return (
+        distribute_tensor(new, old.device_mesh, old.placements)
+        if isinstance(old, DTensor)
+        else new
+    )
+
+
+def load_after_to_empty(run: Run) -> None:
+    state = full_state(run)
+    run.model.to_empty(device="cpu")
+    old = run.model.state_dict()
+    assert all(not tensor.is_meta for tensor in old.values())
+    missing = run.model.load_state_dict(
+        {name: like(old[name], new) for name, new in state.items()}, strict=False
+    )
+    assert not missing.unexpected_keys
+    assert set(missing.missing_keys) <= {"head.weight"}  # the one that is tied
+
+
+def assign_without_to_empty(run: Run) -> None:
+    state, old = full_state(run), run.model.state_dict()
+    run.model.load_state_dict({name: like(old[name], state[name]) for name in old}, assign=True)
+
+
+def assign_blocks(run: Run) -> None:
+    """Only what is on meta is assigned."""
+    state, old = full_state(run), run.model.state_dict()
+    on_meta = {name: like(old[name], state[name]) for name in old if old[name].is_meta}
+    assert on_meta
+    run.model.load_state_dict(on_meta, assign=True, strict=False)
+
+
+def reset_by_constants(run: Run) -> None:
+    run.model.to_empty(device="cpu")
+    with torch.no_grad():
+        run.model.shift.fill_(0.25)
+        for index, parameter in enumerate(run.model.parameters()):
+            nn.init.constant_(parameter, 0.02 * (index + 1))
+
+
+def reset_each_module(run: Run) -> None:
+    """Every rank draws its own shards."""
+    run.model.to_empty(device="cpu")
+    torch.manual_seed(11)
+    run.model.shift.zero_()
+    for module in run.model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+
+CASES = [
+    Case("to_empty, then a full state loaded", OnMeta, (1, 2, 3),
+         after_sharding=load_after_to_empty),
+    Case("to_empty, then a full state loaded, with a tied head", TransformerOnMeta,
+         after_sharding=load_after_to_empty),
+    Case("to_empty, then reset by constants", OnMeta, (1, 2, 3), after_sharding=reset_by_constants),
+    # Nothing unsharded draws the same numbers on 2 ranks.
+    Case("to_empty, then each module reset", OnMeta, after_sharding=reset_each_module,
+         unsharded=None),
+    Case("to_empty, then each module reset on one rank", OnMeta, (1,),
+         after_sharding=reset_each_module),
+    Case("a full state assigned", OnMeta, (1, 2, 3), after_sharding=assign_without_to_empty),
+    Case("some units on meta, assigned", MixedOnMeta, after_sharding=assign_blocks),
+    Case("to_empty in mixed precision", OnMeta, after_sharding=load_after_to_empty,
+         precision={"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+         unsharded=None),
+]  # fmt: skip
+
+
+@each(CASES)
+def test_models_from_meta_train_as_unsharded_and_as_under_fsdp2(
+    case: Case, world_size: int
+) -> None:
+    check(case, world_size)

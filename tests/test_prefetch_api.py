@@ -1,0 +1,259 @@
+"""FSDPModule's methods: they change when parameters are gathered and freed, never the numbers."""
+
+from __future__ import annotations
+
+import models
+import pytest
+import torch
+from launcher import run_ranks
+from models import Stack
+from parity import (
+    SYSTEM,
+    Case,
+    Run,
+    Sharded,
+    assert_same,
+    check,
+    each,
+    load_system,
+    train_step,
+    whole,
+)
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+
+def prefetch_next_forward(run: Run) -> None:
+    if run.sharded:
+        order = [run.model, *run.model.blocks]
+        for module, following in zip(order, order[1:], strict=False):
+            module.set_modules_to_forward_prefetch([following])
+
+
+def prefetch_all_forward(run: Run) -> None:
+    if run.sharded:
+        run.model.set_modules_to_forward_prefetch(list(run.model.blocks))
+
+
+def prefetch_wrongly_forward(run: Run) -> None:
+    """Two ahead, and what has run already."""
+    if run.sharded:
+        first, second, third = run.model.blocks
+        first.set_modules_to_forward_prefetch([third])
+        second.set_modules_to_forward_prefetch([first])
+
+
+def prefetch_two_backward(run: Run) -> None:
+    if run.sharded:
+        first, second, third = run.model.blocks
+        run.model.set_modules_to_backward_prefetch([third, second])
+        third.set_modules_to_backward_prefetch([second, first])
+
+
+def prefetch_both(run: Run) -> None:
+    prefetch_next_forward(run)
+    prefetch_two_backward(run)
+
+
+def reshard_root_too(run: Run) -> None:
+    if run.sharded:
+        run.model.set_reshard_after_forward(True)
+
+
+def reshard_nothing(run: Run) -> None:
+    if run.sharded:
+        run.model.set_reshard_after_forward(False)
+
+
+def reshard_one_block_less(run: Run) -> None:
+    if run.sharded:
+        run.model.blocks[1].set_reshard_after_forward(False, recurse=False)
+
+
+def keep_for_evaluation(run: Run, step: int) -> tuple[Tensor, ...]:
+    """Nothing is resharded while a model is evaluated twice."""
+    with torch.no_grad():
+        if run.sharded:
+            run.model.set_reshard_after_forward(False)
+        evaluated = [run.loss(step, 1), run.loss(step, 2)]
+        if run.sharded:
+            run.model.set_reshard_after_forward(True)
+            for block in run.model.blocks:
+                block.reshard()
+    return *evaluated, *train_step(run, step)
+
+
+def unshard_ahead(run: Run, step: int) -> tuple[Tensor, ...]:
+    """All units are unsharded by hand before the forward: waited for, not waited for, and sync."""
+    if run.sharded:
+        first, second, third = run.model.blocks
+        handles = [first.unshard(async_op=True), second.unshard(async_op=True)]
+        third.unshard()
+        handles[0].wait()
+    return train_step(run, step)
+
+
+def unshard_and_reshard(run: Run, step: int) -> tuple[Tensor, ...]:
+    """Unsharded by hand and resharded, before the forward and between it and the backward."""
+    if run.sharded:
+        for block in run.model.blocks:
+            block.unshard()
+            block.reshard()
+    run.optimizer.zero_grad()
+    loss = run.loss(step)
+    if run.sharded:
+        for block in (run.model, *run.model.blocks):
+            block.reshard()
+    run.backward(loss)
+    run.optimizer.step()
+    return (loss,)
+
+
+def unshard_for_one_forward_of_two(run: Run, step: int) -> tuple[Tensor, ...]:
+    if step % 2 == 0:
+        return unshard_ahead(run, step)
+    return train_step(run, step)
+
+
+CASES = [
+    Case("forward prefetch of the next unit", Stack, (1, 2, 3),
+         after_sharding=prefetch_next_forward),
+    Case("forward prefetch of all units", Stack, after_sharding=prefetch_all_forward),
+    Case("forward prefetch of the wrong units", Stack, after_sharding=prefetch_wrongly_forward),
+    Case("backward prefetch of two units", Stack, (1, 2, 3), after_sharding=prefetch_two_backward),
+    Case("prefetch in both directions", Stack, after_sharding=prefetch_both),
+    Case("prefetch of what is frozen or unused", models.UnusedParameters,
+         after_sharding=prefetch_both),
+    Case("set_reshard_after_forward(True)", Stack, (1, 2), after_sharding=reshard_root_too),
+    Case("set_reshard_after_forward(False)", Stack, (1, 2), after_sharding=reshard_nothing),
+    Case("set_reshard_after_forward(False) of one unit", Stack,
+         after_sharding=reshard_one_block_less),
+    Case("set_reshard_after_forward(False) for evaluation", Stack, step=keep_for_evaluation),
+    Case("units unsharded before the forward", Stack, (1, 2), step=unshard_ahead),
+    Case("units unsharded before every other forward", Stack, step=unshard_for_one_forward_of_two),
+    Case("units resharded between forward and backward", Stack, (1, 2), step=unshard_and_reshard),
+]  # fmt: skip
+
+
+@each(CASES)
+def test_numbers_do_not_change_with(case: Case, world_size: int) -> None:
+    check(case, world_size)
+
+
+STACK = Case("", Stack)
+
+
+def _sharded() -> Sharded:
+    return Sharded(load_system(SYSTEM), STACK)
+
+
+def _attributes_while_unsharded_by_hand(async_op: bool) -> None:
+    torch.manual_seed(0)
+    expected = dict(Stack().blocks[0].named_parameters())
+    block = _sharded().model.blocks[0]
+    sharded = dict(block.named_parameters())
+    assert all(isinstance(parameter, DTensor) for parameter in sharded.values())
+
+    handle = block.unshard(async_op=async_op)
+    if async_op:
+        handle.wait()
+        handle.wait()  # once more is no error
+    else:
+        assert handle is None
+    unsharded = dict(block.named_parameters())
+    assert not any(isinstance(parameter, DTensor) for parameter in unsharded.values())
+    assert all(isinstance(parameter, nn.Parameter) for parameter in unsharded.values())
+    assert_same("unsharded parameters", dict(expected), dict(unsharded))
+    assert block.up.weight is unsharded["up.weight"]
+    assert block.unshard() is None  # once more changes nothing
+    assert block.up.weight is unsharded["up.weight"]
+
+    block.reshard()
+    block.reshard()
+    assert all(sharded[name] is parameter for name, parameter in block.named_parameters())
+    assert block.up.weight is sharded["up.weight"]
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_unshard_gives_the_unit_its_full_parameters_and_reshard_takes_them(
+    world_size: int, async_op: bool
+) -> None:
+    run_ranks(_attributes_while_unsharded_by_hand, world_size, async_op)
+
+
+def _what_is_unsharded() -> None:
+    run = _sharded()
+
+    def unsharded() -> list[str]:
+        return [
+            name
+            for name, parameter in run.model.named_parameters()
+            if not isinstance(parameter, DTensor) and name.endswith(("up.weight", "stem.weight"))
+        ]
+
+    seen: list[list[str]] = []
+    for block in run.model.blocks:
+        block.norm.register_forward_hook(lambda *_: seen.append(unsharded()))
+    loss = run.loss(0)
+    assert seen == [["stem.weight", f"blocks.{index}.up.weight"] for index in range(3)]
+    assert unsharded() == ["stem.weight"], "the root stays unsharded until backward, no unit does"
+    run.backward(loss)
+    assert unsharded() == []
+
+    run.model.set_reshard_after_forward(True)
+    loss = run.loss(0)
+    assert unsharded() == []
+    run.backward(loss)
+
+    run.model.set_reshard_after_forward(False)
+    loss = run.loss(0)
+    assert len(unsharded()) == 4
+    run.model.set_reshard_after_backward(False)
+    run.backward(loss)
+    assert len(unsharded()) == 4
+    run.model.set_reshard_after_backward(True)
+    run.backward(run.loss(0))
+    assert unsharded() == []
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_units_are_unsharded_when_they_run_and_kept_as_set(world_size: int) -> None:
+    run_ranks(_what_is_unsharded, world_size)
+
+
+def _class_and_parameters(with_mesh: bool) -> None:
+    system = load_system(SYSTEM)
+    torch.manual_seed(0)
+    model = Stack()
+    whole_parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    world_size = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("data",)) if with_mesh else None
+    for block in model.blocks:
+        assert system.fully_shard(block, mesh=mesh) is block
+    pair = [model.stem, model.head]
+    assert system.fully_shard(pair, mesh=mesh) is pair
+    assert system.fully_shard(model, mesh=mesh) is model
+
+    assert isinstance(model, Stack)
+    assert type(model).__name__ == "FSDPStack"
+    for module in (model, *model.blocks, *pair):
+        assert isinstance(module, system.fsdp_module)
+    assert not isinstance(model.blocks, system.fsdp_module)
+    assert [name for name, _ in model.named_parameters()] == list(whole_parameters)
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, nn.Parameter)
+        assert isinstance(parameter, DTensor)
+        assert parameter.shape == whole_parameters[name].shape
+        assert parameter.device_mesh.device_type == "cpu"
+        assert parameter.device_mesh.size() == world_size
+        if with_mesh:
+            assert parameter.device_mesh == mesh
+        assert torch.equal(whole(parameter), whole_parameters[name])
+
+
+@pytest.mark.parametrize("with_mesh", [False, True])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_sharding_changes_classes_and_parameters_in_place(world_size: int, with_mesh: bool) -> None:
+    run_ranks(_class_and_parameters, world_size, with_mesh)
