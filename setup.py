@@ -169,6 +169,7 @@ class CMakeBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
         """Build `ext`, the only one there is."""
         built = run_cmake(self.distribution.get_version())
+        self.force = True  # another torch's extension may be newer than this one
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         self.copy_file(str(built / "_C.so"), str(target))

@@ -221,7 +221,7 @@ def _full_state_dict() -> None:
     else:
         assert state == {}
     doubled = {name: tensor * 2 for name, tensor in unsharded.items()}
-    set_model_state_dict(run.model, doubled, options=StateDictOptions(full_state_dict=True))
+    set_model_state_dict(run.model, dict(doubled), options=StateDictOptions(full_state_dict=True))
     assert_same("loaded full state", dict(doubled), gathered(run.model.state_dict()))
     train_step(run, 0)
 

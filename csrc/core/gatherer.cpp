@@ -20,8 +20,8 @@ Gatherer::Gatherer(Device& device, Packer& packer, Communicator& communicator, L
       communicator_(communicator),
       ledger_(ledger),
       announce_(std::move(announce)),
-      stream_(device.new_stream("gather")),
-      compute_reached_(device.new_event()) {}
+      compute_reached_(device.new_event()),
+      stream_(device.new_stream("gather")) {}
 
 void Gatherer::plan_memory(const std::vector<std::unique_ptr<Unit>>& units, int slots) {
   std::size_t slot_bytes = 0;

@@ -70,13 +70,13 @@ class Gatherer {
   Communicator& communicator_;
   Ledger& ledger_;
   Announce announce_;
-  std::unique_ptr<Stream> stream_;
   std::unique_ptr<Event> compute_reached_;
   std::unique_ptr<BufferRing> ring_;
   std::shared_ptr<void> staging_;  // rank-major; in-order use on stream_, so one is enough
   std::size_t staging_bytes_ = 0;
   std::uint64_t iteration_ = 0;
   bool poison_ = false;
+  std::unique_ptr<Stream> stream_;  // last: it ends before what its work uses
 };
 
 }  // namespace fsdp

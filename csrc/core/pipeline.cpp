@@ -31,17 +31,6 @@ Pipeline::Pipeline(Device& device, Packer& packer, Communicator& gather_communic
              options_.prefetch_depth);
 }
 
-// What was issued uses the units' buffers and events.
-Pipeline::~Pipeline() {
-  for (Stream* stream : {&gatherer_.stream(), &reducer_.stream()}) {
-    try {
-      stream->synchronize();
-    } catch (const std::exception&) {
-      // It failed, so it runs nothing any more; whoever waited for it was told.
-    }
-  }
-}
-
 int Pipeline::add_unit(UnitConfig config, UnitPort& port) {
   FSDP_CHECK(config.layout.world_size() == world_size_, "unit '", config.name,
              "' expects a layout for ", world_size_, " ranks but got one for ",
@@ -78,22 +67,24 @@ void Pipeline::begin_forward() {
   }
 }
 
-void Pipeline::end_forward() {
+void Pipeline::end_forward(bool with_gradient) {
   in_forward_ = false;
   first_forward_done_ = true;
   forward_order_.swap(current_order_);
-  // Gathered ahead for a unit that did not run.
   for (const auto& unit : units_) {
-    if (unit->speculative) {
+    if (unit->speculative) {  // gathered ahead, and did not run
       gatherer_.release(*unit);
     }
+    unit->calls_to_recompute += with_gradient ? unit->calls_without_gradient : 0;
+    unit->calls_without_gradient = 0;
   }
 }
 
 void Pipeline::pre_forward(int number) {
   Unit& unit = unit_at(number);
   gatherer_.issue(unit, /*on_demand=*/true, units_);
-  if (in_backward_) {  // recomputation
+  if (in_backward_) {
+    unit.recomputations += 1;
     prefetch_backward(unit, unit.last_forward_call);
   } else {
     note_forward(unit);
@@ -102,11 +93,12 @@ void Pipeline::pre_forward(int number) {
   gatherer_.attach(unit);
 }
 
-int Pipeline::post_forward(int number) {
+int Pipeline::post_forward(int number, bool with_gradient) {
   Unit& unit = unit_at(number);
   if (!in_backward_) {
     unit.last_forward_call = static_cast<int>(forward_calls_.size());
     forward_calls_.push_back({number, first_call_});
+    unit.calls_without_gradient += with_gradient ? 0 : 1;
     if (unit.reshard_after_forward) {
       gatherer_.release(unit);
     }
@@ -178,14 +170,14 @@ void Pipeline::gradient_arrived(int number, std::size_t trainable) {
   }
   unit.arrived[trainable] = 1;
   unit.arrived_count += 1;
-  if (unit.arrived_count == unit.trainable_count()) {
+  if (unit.arrived_count == unit.trainable_count() && !awaits_recomputation(unit)) {
     reduce_or_accumulate(unit);
   }
 }
 
 void Pipeline::post_backward(int number) {
   Unit& unit = unit_at(number);
-  if (unit.arrived_count > 0) {
+  if (unit.arrived_count > 0 && !awaits_recomputation(unit)) {
     reduce_or_accumulate(unit);
   }
   if (unit.reshard_after_backward) {
@@ -203,6 +195,8 @@ void Pipeline::end_backward() {
     if (unit.reshard_after_backward || unit.speculative) {
       gatherer_.release(unit);
     }
+    unit.calls_to_recompute = 0;
+    unit.recomputations = 0;
   }
   if (is_last_backward_) {
     reducer_.wait(units_);
@@ -210,6 +204,11 @@ void Pipeline::end_backward() {
   in_backward_ = false;
   backward_ended_ = true;
   first_backward_done_ = true;
+}
+
+// See Note [reentrant checkpointing].
+bool Pipeline::awaits_recomputation(const Unit& unit) const {
+  return unit.recomputations < unit.calls_to_recompute;
 }
 
 void Pipeline::reduce_or_accumulate(Unit& unit) {
@@ -241,6 +240,9 @@ void Pipeline::reset_iteration() {
   for (const auto& unit : units_) {
     gatherer_.release(*unit);
     reducer_.discard(*unit);
+    unit->calls_to_recompute = 0;
+    unit->calls_without_gradient = 0;
+    unit->recomputations = 0;
   }
   in_forward_ = false;
   in_backward_ = false;

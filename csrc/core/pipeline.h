@@ -43,7 +43,6 @@ class Pipeline {
   // relative to each other, hence two communicators.
   Pipeline(Device& device, Packer& packer, Communicator& gather_communicator,
            Communicator& reduce_communicator, PipelineOptions options);
-  ~Pipeline();
 
   Pipeline(const Pipeline&) = delete;
   Pipeline& operator=(const Pipeline&) = delete;
@@ -54,10 +53,11 @@ class Pipeline {
   // - Forward. begin_forward and end_forward enclose the outermost unit's forward, unless that is
   //   a recomputation inside backward.
   void begin_forward();
-  void end_forward();
+  void end_forward(bool with_gradient = true);
   void pre_forward(int unit);
-  // Returns the number of this forward call, for pre_backward.
-  int post_forward(int unit);
+  // Returns the number of this forward call, for pre_backward. `with_gradient`: whether autograd
+  // recorded it (Note [reentrant checkpointing]); end_forward has it of the outermost unit.
+  int post_forward(int unit, bool with_gradient = true);
 
   // - Backward.
   void begin_backward();
@@ -105,6 +105,7 @@ class Pipeline {
   void note_forward(const Unit& unit);
   void prefetch_forward(const Unit& unit);
   void prefetch_backward(const Unit& unit, int forward_call);
+  bool awaits_recomputation(const Unit& unit) const;
   void reduce_or_accumulate(Unit& unit);
   void announce(Collective op, Unit& unit, std::size_t bytes);
   bool comparing_ranks() const;
@@ -113,10 +114,10 @@ class Pipeline {
   PipelineOptions options_;
   int world_size_;
   Ledger ledger_;
+  std::vector<std::unique_ptr<Unit>> units_;  // before the streams that use them
   Gatherer gatherer_;
   Reducer reducer_;
   OrderCheck order_check_;
-  std::vector<std::unique_ptr<Unit>> units_;
   bool memory_planned_ = false;
 
   bool in_forward_ = false;

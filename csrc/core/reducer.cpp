@@ -28,8 +28,8 @@ Reducer::Reducer(Device& device, Packer& packer, Communicator& communicator, Led
       communicator_(communicator),
       ledger_(ledger),
       announce_(std::move(announce)),
-      stream_(device.new_stream("reduce")),
-      compute_reached_(device.new_event()) {}
+      compute_reached_(device.new_event()),
+      stream_(device.new_stream("reduce")) {}
 
 void Reducer::plan_memory(const std::vector<std::unique_ptr<Unit>>& units) {
   stream_->synchronize();

@@ -68,13 +68,13 @@ class Reducer {
   Communicator& communicator_;
   Ledger& ledger_;
   Announce announce_;
-  std::unique_ptr<Stream> stream_;
   std::unique_ptr<Event> compute_reached_;
   std::shared_ptr<void> input_;
   std::shared_ptr<void> output_;  // made when first needed
   std::size_t input_bytes_ = 0;
   std::size_t output_bytes_ = 0;
   std::deque<PackedGradients> packed_gradients_;
+  std::unique_ptr<Stream> stream_;  // last: it ends before what its work uses
 };
 
 }  // namespace fsdp

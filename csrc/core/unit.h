@@ -124,6 +124,14 @@ struct Unit {
   ShardStamp cast_from;
   int last_forward_call = -1;
 
+  // Note [reentrant checkpointing]
+  // A forward call without gradients inside a forward with gradients is one that reentrant
+  // checkpointing will run again in backward, where each such run brings gradients of its own.
+  // The reduction waits for the last of them.
+  int calls_to_recompute = 0;      // of forwards that have ended, since the last backward
+  int calls_without_gradient = 0;  // of the forward that runs
+  int recomputations = 0;          // in this backward
+
   // - Gradients. The vectors have one element for each trainable parameter.
   std::vector<char> arrived;  // in this backward, and not yet packed
   std::size_t arrived_count = 0;

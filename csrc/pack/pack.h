@@ -54,7 +54,8 @@ using CastPlan = std::vector<CastEntry>;
 // Arithmetic of all three: an element is widened to fp32 (fp64 if either side is fp64), multiplied
 // by `scale`, rounded once to the destination's dtype (nearest even); where it is accumulated,
 // the rounded element is widened again and added to the widened destination, and that sum is
-// rounded. So a sum of half-precision gradients has the bits of PyTorch's own `+=`.
+// rounded. fp64 goes to a half precision by way of fp32, as PyTorch casts. So a sum of
+// half-precision gradients has the bits of PyTorch's own `+=`.
 class Packer {
  public:
   virtual ~Packer() = default;

@@ -1,5 +1,6 @@
 #include "torch/root.h"
 
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -95,7 +96,7 @@ void Root::leave_forward(py::handle output) {
   }
   outermost_ = nullptr;
   const py::gil_scoped_release no_gil;
-  pipeline_->end_forward();
+  pipeline_->end_forward(at::GradMode::is_enabled());
 }
 
 void Root::ensure_backward() {

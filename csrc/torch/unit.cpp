@@ -169,7 +169,7 @@ py::object TorchUnit::post_forward(std::size_t index, py::handle output) {
   int forward_call = root->pipeline().unit(number_).last_forward_call;
   if (last_of_group) {
     const py::gil_scoped_release no_gil;
-    forward_call = root->pipeline().post_forward(number_);
+    forward_call = root->pipeline().post_forward(number_, at::GradMode::is_enabled());
   }
   watch_outputs(output, forward_call);
   if (outermost) {
