@@ -41,8 +41,7 @@ Args = TypeVarTuple("Args")
 # What each rank would otherwise import for itself, for seconds. numpy and dynamo are what
 # torch.distributed's own FSDP brings in with its first use.
 _PRELOAD = ["pytest", "numpy", "torch", "torch.distributed.fsdp", "torch._dynamo"]
-# A rank prints its stacks and ends by itself when its time is up. Longer than that past its time
-# means that not even its signal handlers' thread runs (it is stopped), and it is killed.
+# For the stacks of a rank whose time is up, and for a dead rank's exit code; then it is killed.
 _GRACE_S = 15.0
 _OUTPUT_LINES = 60
 
@@ -75,6 +74,7 @@ class _Rank:
     output: Path
     answer: tuple[str, bytes] | None = None  # ("result", pickled) or ("error", traceback)
     failure: str | None = None
+    hung: bool = False
 
     def output_tail(self) -> str:
         if not self.output.exists():
@@ -113,7 +113,7 @@ def run_ranks(
             for rank in range(world_size)
         ]
         try:
-            _collect(ranks, time.monotonic() + timeout + _GRACE_S)
+            _collect(ranks, time.monotonic() + timeout)
             _raise_failures(ranks, timeout)
             return [cast(T, pickle.loads(rank.answer[1])) for rank in ranks if rank.answer]
         finally:
@@ -149,19 +149,34 @@ def _collect(ranks: Sequence[_Rank], deadline: float) -> None:
         ready = cast("list[Connection]", wait(list(waiting), max(0.0, deadline - time.monotonic())))
         for rank in [waiting.pop(pipe) for pipe in ready]:
             _receive(rank)
-        if not ready or any(rank.failure for rank in ranks):
+        if any(rank.failure for rank in ranks):
             # What the others have said by now is told too: when a rank dies, its peers' errors
             # are its echo.
             for pipe in wait(list(waiting), 0):
                 _receive(waiting.pop(cast(Connection, pipe)))
             return
+        if not ready:
+            _end_hung(list(waiting.values()))
+            return
     # No rank leaves before all have answered, or a collective of a slower one would lose a peer.
     for rank in ranks:
         rank.pipe.send_bytes(b"leave")
     for rank in ranks:
-        rank.process.join(max(0.0, deadline - time.monotonic()))
-        if rank.process.exitcode != 0:
+        rank.process.join(max(_GRACE_S, deadline - time.monotonic()))
+        if rank.process.exitcode is None:
+            _end_hung([rank])
+        elif rank.process.exitcode != 0:
             rank.failure = _ending(rank, "after its result, while it left the process group")
+
+
+def _end_hung(ranks: Sequence[_Rank]) -> None:
+    """Has ranks write where they are and end, all at once, lest one is seen to miss another."""
+    for rank in ranks:
+        rank.hung = True
+        rank.failure = "hung"
+        os.kill(rank.process.pid, signal.SIGUSR1)
+    for rank in ranks:
+        rank.process.join(_GRACE_S)
 
 
 def _receive(rank: _Rank) -> None:
@@ -187,27 +202,15 @@ def _ending(rank: _Rank, when: str) -> str:
 
 def _raise_failures(ranks: Sequence[_Rank], timeout: float) -> None:
     __tracebackhide__ = True
-    unfinished = [rank for rank in ranks if rank.answer is None or rank.failure]
-    if not unfinished:
+    failed = [rank for rank in ranks if rank.failure]
+    if not failed:
         return
-    if not any(rank.failure for rank in ranks):
-        for rank in unfinished:
-            rank.failure = "gave no sign of life"
-    # A rank that hung ended itself and left its stacks, so all of them are waited for.
-    hung = "Timeout (" in "".join(rank.output_tail() for rank in unfinished)
-    if hung:
-        for rank in unfinished:
-            if rank.failure is None:
-                rank.process.join(_GRACE_S)
-        numbers = ", ".join(str(rank.number) for rank in unfinished)
-        head = f"ranks {numbers} of {len(ranks)} had not finished after {timeout:g} s"
-        accounts = [f"rank {rank.number} hung{rank.output_tail()}" for rank in unfinished]
-    else:
-        failed = [rank for rank in ranks if rank.failure]
-        # A rank that died comes before those that then missed it.
-        failed.sort(key=lambda rank: (rank.answer is not None, rank.number))
-        head = f"{len(failed)} of {len(ranks)} ranks failed, the others were ended"
-        accounts = [f"rank {rank.number} {rank.failure}{rank.output_tail()}" for rank in failed]
+    # A rank that died comes before those that then missed it.
+    failed.sort(key=lambda rank: (rank.answer is not None, rank.number))
+    head = f"{len(failed)} of {len(ranks)} ranks failed, the others were ended"
+    if hung := [str(rank.number) for rank in failed if rank.hung]:
+        head = f"ranks {', '.join(hung)} of {len(ranks)} had not finished after {timeout:g} s"
+    accounts = [f"rank {rank.number} {rank.failure}{rank.output_tail()}" for rank in failed]
     raise RanksFailed("\n\n".join([head, *accounts]))
 
 
@@ -218,9 +221,11 @@ def _rank_main(assignment: _Assignment, pipe: Connection) -> None:
     sys.stdout = open(1, "w", buffering=1, closefd=False)
     sys.stderr = open(2, "w", buffering=1, closefd=False)
     faulthandler.enable(output)
-    # Runs on a thread of its own without the GIL, so it also ends a rank that is stuck in C++, and
-    # one whose parent is gone.
-    faulthandler.dump_traceback_later(assignment.timeout_s, exit=True, file=output)
+    # Writes all threads' stacks, then does what the signal does by default: it ends the process.
+    # Runs without the GIL, so also for a rank that is stuck in C++.
+    faulthandler.register(signal.SIGUSR1, file=output, chain=True)
+    # For a rank whose parent is gone.
+    faulthandler.dump_traceback_later(assignment.timeout_s + 2 * _GRACE_S, exit=True, file=output)
     answer = ("error", b"")
     try:
         _join_group(assignment)

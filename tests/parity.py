@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import run_ranks
-from models import Batch, Subject, Unit
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
+
+from launcher import run_ranks
+from models import Batch, Subject, Unit
 
 # "fsdp2" tests the tests: FSDP2 stands in for fsdp_ext, and is compared with the unsharded model.
 SYSTEM = os.environ.get("FSDP_EXT_TEST_SYSTEM", "fsdp_ext")
@@ -416,9 +417,7 @@ def compare_on_rank(case: Case, system_name: str) -> None:
     assert_learning(got)
     if case.fsdp2_fails is None:
         expected = trained(Sharded(load_system("fsdp2"), case))
-        assert_same_history(
-            f"{system.name} against FSDP2", expected, got, max(allowed, case.fsdp2)
-        )
+        assert_same_history(f"{system.name} against FSDP2", expected, got, max(allowed, case.fsdp2))
     if case.unsharded is not None:
         expected = trained(Unsharded(case))
         assert_same_history(
@@ -451,5 +450,3 @@ def each(cases: Iterable[Case]) -> pytest.MarkDecorator:
             for world in case.worlds
         ],
     )
-
-

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
-import models
 import torch
+from torch import Tensor
+
+import models
 from models import Stack
 from parity import ROUNDING, Case, Run, check, each
-from torch import Tensor
 
 
 def accumulate(syncs: tuple[bool, ...], run: Run, step: int) -> tuple[Tensor, ...]:

@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+
 from launcher import RanksFailed, run_ranks
 
 
@@ -46,7 +47,12 @@ def _wait_for_ever() -> None:
     threading.Event().wait()
 
 
-def _exit_code_at_the_end() -> None:
+def _hang_alone() -> None:
+    if dist.get_rank() == 0:
+        _wait_for_ever()
+
+
+def _without_process_group() -> None:
     dist.destroy_process_group()  # so that the launcher's own call to it fails
 
 
@@ -75,7 +81,8 @@ def test_a_rank_that_raises_is_named_with_its_traceback_and_its_peers_are_not() 
     message = str(failure.value)
     assert "rank 1 raised" in message
     assert "in _collective_while_rank" in message
-    assert "rank 0 raised" not in message and "rank 2 raised" not in message
+    assert "rank 0 raised" not in message
+    assert "rank 2 raised" not in message
 
 
 def test_a_rank_that_exits_is_named_first_with_its_exit_code() -> None:
@@ -92,32 +99,28 @@ def test_a_rank_that_is_killed_is_named_with_its_signal() -> None:
 
 def test_a_hang_names_the_ranks_that_had_not_finished_and_shows_where_they_are() -> None:
     with pytest.raises(RanksFailed) as failure:
-        run_ranks(_collective_while_rank, 3, 1, "hangs", timeout=3)
+        run_ranks(_collective_while_rank, 3, 1, "hangs", timeout=5)
     head, *accounts = str(failure.value).split("\n\n")
-    assert head == "ranks 0, 1, 2 of 3 had not finished after 3 s"
+    assert head == "ranks 0, 1, 2 of 3 had not finished after 5 s"
     assert "in _wait_for_ever" in accounts[1]
-    assert "in all_reduce" in accounts[0] and "in all_reduce" in accounts[2]
+    assert "in all_reduce" in accounts[0]
+    assert "in all_reduce" in accounts[2]
     assert "printed by rank 2" in accounts[2]
 
 
 def test_a_hang_does_not_name_ranks_that_had_finished() -> None:
-    with pytest.raises(RanksFailed, match="^ranks 0 of 2 had not finished after 3 s"):
-        run_ranks(_hang_alone, 2, timeout=3)
-
-
-def _hang_alone() -> None:
-    if dist.get_rank() == 0:
-        _wait_for_ever()
+    with pytest.raises(RanksFailed, match=r"^ranks 0 of 2 had not finished after 5 s"):
+        run_ranks(_hang_alone, 2, timeout=5)
 
 
 def test_a_result_that_does_not_pickle_is_an_error_of_its_rank() -> None:
-    with pytest.raises(RanksFailed, match="rank 0 raised(.|\n)*pickle"):
+    with pytest.raises(RanksFailed, match=r"rank 0 raised(.|\n)*pickle"):
         run_ranks(_collective_while_rank, 1, 0, "returns what does not pickle")
 
 
 def test_a_rank_that_fails_while_leaving_is_named() -> None:
     with pytest.raises(RanksFailed, match="rank 0 ended with exit code 1 after its result"):
-        run_ranks(_exit_code_at_the_end, 1)
+        run_ranks(_without_process_group, 1)
 
 
 def test_the_next_run_is_unharmed_by_a_failed_one() -> None:

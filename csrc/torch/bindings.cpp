@@ -125,14 +125,16 @@ void register_unit(py::module_& m) {
              return py::cpp_function(
                  [unit, index](py::handle module, py::handle args, py::handle kwargs) {
                    return unit->pre_forward(index, module, args, kwargs);
-                 });
+                 },
+                 py::name("fsdp_pre_forward"));
            })
       .def("post_forward_hook",
            [](const std::shared_ptr<TorchUnit>& unit, std::size_t index) {
              return py::cpp_function(
                  [unit, index](py::handle /*module*/, py::handle /*args*/, py::handle output) {
                    return unit->post_forward(index, output);
-                 });
+                 },
+                 py::name("fsdp_post_forward"));
            })
       .def_property_readonly("number", &TorchUnit::number);
 }

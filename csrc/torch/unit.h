@@ -4,8 +4,10 @@
 // Note [one pointer swap]
 // The unsharded parameters are views of one storage for the life of the unit. Attaching points
 // that storage at a slot, detaching at nothing. Whatever autograd saved in forward (also views of
-// views, a transposed weight, say) follows, and reading it while detached raises PyTorch's own
-// "data is not allocated yet" instead of giving stale numbers.
+// views, a transposed weight, say) follows. Reading it while detached raises PyTorch's own "data is
+// not allocated yet" in operators that ask for a typed pointer, matrix products above all;
+// elementwise kernels do not look and crash, as they do on a storage that FSDP2 has freed. Nothing
+// gives stale numbers.
 //
 // Note [registered parameters]
 // While a unit is unsharded its modules have the unsharded parameters as attributes, else the

@@ -1,0 +1,227 @@
+"""What a step costs by count: Python calls, calls into C++, collectives, bytes, slots."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp_ext
+from fsdp_ext import fully_shard
+from launcher import run_ranks
+
+WIDTH = 12
+LAYERS = 5  # units below the root
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
+            for _ in range(LAYERS)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def make(sharded: bool = True) -> Any:
+    torch.manual_seed(0)
+    model = Model()
+    if sharded:
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    return model
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+    loss = model(torch.randn(4, WIDTH, generator=generator)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+class Calls:
+    """Python functions and C functions called while active, by name."""
+
+    def __init__(self) -> None:
+        self.python: list[str] = []
+        self.c: list[str] = []
+
+    def __enter__(self) -> Calls:
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _note(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            self.python.append(f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}")
+        elif event == "c_call":
+            self.c.append(getattr(argument, "__qualname__", repr(argument)))
+
+
+def calls_in_a_step(sharded: bool) -> tuple[Calls, Calls]:
+    """Of the third step's forward and backward."""
+    model = make(sharded)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for seed in range(2):
+        step(model, optimizer, seed)
+    x = torch.randn(4, WIDTH)
+    with Calls() as forward:
+        output = model(x)
+    loss = output.sum()
+    with Calls() as backward:
+        loss.backward()
+    return forward, backward
+
+
+def _compare_python_calls() -> None:
+    _, plain = calls_in_a_step(sharded=False)
+    _, sharded = calls_in_a_step(sharded=True)
+    assert plain.python, "the profiler saw nothing"
+    assert sharded.python == plain.python
+    assert sharded.c == plain.c
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="co_qualname is of Python 3.11")
+def test_no_python_runs_in_backward_that_does_not_run_unsharded() -> None:
+    run_ranks(_compare_python_calls, 2)
+
+
+def _compare_forward_calls() -> None:
+    forward, _ = calls_in_a_step(sharded=True)
+    assert not [name for name in forward.python if name.startswith("fsdp_ext")]
+    ours = [name.split(".")[-1] for name in forward.c if "fsdp" in name]
+    assert ours.count("fsdp_pre_forward") == LAYERS + 1
+    assert ours.count("fsdp_post_forward") == LAYERS + 1
+    assert len(ours) == 2 * (LAYERS + 1)
+    # Nothing else comes from pybind11, which is how Python calls C++ here.
+    plain, _ = calls_in_a_step(sharded=False)
+    other = [name for name in forward.c if "pybind11" in name and "fsdp" not in name]
+    assert len(other) == len([name for name in plain.c if "pybind11" in name])
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="co_qualname is of Python 3.11")
+def test_forward_calls_c_twice_a_unit_and_no_python_of_ours() -> None:
+    run_ranks(_compare_forward_calls, 2)
+
+
+def _log_of_a_step() -> None:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, optimizer, 0)
+    core = model._unit.root.core
+    layers = [f"layers.{i}" for i in range(LAYERS)]
+    for seed in range(1, 4):
+        core.enable_log(True)
+        core.reset_counters()
+        step(model, optimizer, seed)
+        log = core.take_log()
+        gathers = [(phase, unit) for op, phase, unit, _ in log if op == "all_gather"]
+        forward = [unit for phase, unit in gathers if phase == "forward"]
+        backward = [unit for phase, unit in gathers if phase == "backward"]
+        # L + 1 in forward; in backward the last two are still in the ring, L - 2 are gathered.
+        assert forward == ["the root", *layers]
+        assert backward == list(reversed(layers[:-2]))
+        reduced = [unit for op, _, unit, _ in log if op == "reduce_scatter"]
+        assert reduced == [*reversed(layers), "the root"]
+        for op, _, unit_name, size in log:
+            unit = model._unit if unit_name == "the root" else model.get_submodule(unit_name)._unit
+            layout = unit._layout(training=True)
+            per_rank = layout.gather_bytes if op == "all_gather" else 4 * layout.grad_numel
+            assert size == per_rank * dist.get_world_size()
+        counters = core.counters()
+        assert counters["all_gathers"] == 2 * LAYERS - 1
+        assert counters["reused_unshards"] == 2
+        assert counters["overflow_slots"] == 0
+        assert counters["unsharded_units"] == 0
+        assert counters["unsharded_bytes"] == 0
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_collectives_of_a_step_by_number_order_and_bytes(world_size: int) -> None:
+    run_ranks(_log_of_a_step, world_size)
+
+
+def _memory_of_many_steps() -> None:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    memories, peaks = [], []
+    for seed in range(20):
+        step(model, optimizer, seed)
+        core = model._unit.root.core
+        memories.append(core.memory())
+        peaks.append(
+            (core.counters()["peak_unsharded_units"], core.counters()["peak_unsharded_bytes"])
+        )
+    layers = [layer._unit._layout(training=True).unsharded_bytes for layer in model.layers]
+    root = model._unit._layout(training=True).unsharded_bytes
+    assert memories[2] == memories[19]
+    assert memories[19]["ring_slots"] == 2
+    assert memories[19]["ring_slot_bytes"] == max(layers)
+    # Prefetch depth 1: two units and the root.
+    assert peaks[19] == (3, 2 * max(layers) + root)
+
+
+def test_unsharded_bytes_are_those_of_two_units_and_the_root_in_every_step() -> None:
+    run_ranks(_memory_of_many_steps, 2)
+
+
+def _train(delayed: str | None) -> list[Tensor]:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = [step(model, optimizer, 0)]
+    core = model._unit.root.core
+    if delayed is not None:
+        core.set_poison_released_slots(True)
+    for seed in range(1, 5):
+        if delayed is not None:
+            core.delay_stream(delayed, 0.05)
+        losses.append(step(model, optimizer, seed))
+    return [*losses, *(param.full_tensor().detach() for param in model.parameters())]
+
+
+def _compare_delayed(delayed: str) -> None:
+    want, have = _train(None), _train(delayed)
+    assert all(torch.equal(a, b) for a, b in zip(want, have, strict=True))
+
+
+@pytest.mark.parametrize("delayed", ["gather", "reduce"])
+def test_results_do_not_depend_on_how_long_a_stream_takes(delayed: str) -> None:
+    run_ranks(_compare_delayed, 2, delayed)
+
+
+def _read_after_reshard() -> None:
+    model = make()
+    model.unshard()
+    weight = model.stem.weight
+    assert weight.shape == (WIDTH, WIDTH)
+    assert torch.isfinite(weight).all()
+    model.reshard()
+    with pytest.raises(RuntimeError, match="not allocated"):
+        torch.nn.functional.linear(torch.ones(2, WIDTH), weight)
+    assert model.stem.weight is not weight
+
+
+def test_reading_a_parameter_after_reshard_raises() -> None:
+    run_ranks(_read_after_reshard, 2)
+
+
+def test_the_package_exports_what_fsdp2_code_imports() -> None:
+    for name in ("fully_shard", "FSDPModule", "MixedPrecisionPolicy", "UnshardHandle"):
+        assert hasattr(fsdp_ext, name)
