@@ -59,9 +59,7 @@ def shard_fsdp1(model: nn.Sequential) -> nn.Module:
     """Wrap each sequence and the whole with PyTorch's FSDP1."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    wrap = partial(
-        FullyShardedDataParallel, device_id=torch.device("cpu"), use_orig_params=True
-    )
+    wrap = partial(FullyShardedDataParallel, device_id=torch.device("cpu"), use_orig_params=True)
     return wrap(nn.Sequential(*(wrap(unit) for unit in model)))
 
 

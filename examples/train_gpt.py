@@ -508,8 +508,8 @@ def plot(run: Run, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    axes.plot(*zip(*run.curve), color="C0", linewidth=1, label="training")
-    axes.plot(*zip(*run.validation), color="C3", marker="o", label="validation")
+    axes.plot(*zip(*run.curve, strict=True), color="C0", linewidth=1, label="training")
+    axes.plot(*zip(*run.validation, strict=True), color="C3", marker="o", label="validation")
     axes.axhline(
         byte_frequency_loss(run.corpus), color="0.4", linestyle="--", label="byte frequencies"
     )

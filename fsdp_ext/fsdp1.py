@@ -1,24 +1,15 @@
-"""`FullyShardedDataParallel`, the wrapper of PyTorch's FSDP1, as a thin class over `fully_shard`.
+"""``FullyShardedDataParallel``: FSDP1's wrapper as a thin class over ``fully_shard``.
 
-A wrapper holds the module as its only child and makes it one unit of `fully_shard`; wrapping a
-model with an `auto_wrap_policy` makes the children wrappers first, bottom up. All communication
-is the unit's. What is left here is FSDP1's surface: arguments, names, `no_sync`, `clip_grad_norm_`.
-
-Where it differs from torch.distributed.fsdp.FullyShardedDataParallel:
-- Parameters are always the module's own, as DTensors with `Shard(0)`; there is no FlatParameter.
-- `state_dict` holds these DTensors (FSDP1's SHARDED_STATE_DICT); `load_state_dict` takes DTensors
-  and full tensors.
-- A wrapper is a root until another wrapper is built around it, with no lazy initialization.
+A wrapper has the module as its only child and makes one unit of it; an ``auto_wrap_policy`` wraps
+children first. What moves data is the unit. Here are FSDP1's arguments, names and methods.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,70 +22,71 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     ShardingStrategy,
 )
-from torch.distributed.fsdp.wrap import _Policy
+from torch.distributed.fsdp.wrap import (
+    _construct_wrap_fn,
+    _Policy,
+    _post_order_apply,
+    _recursive_wrap,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_ext.fully_shard import fully_shard
+from fsdp_ext.tree import map_tensors
+from fsdp_ext.validation import resolve_mesh
 
-__all__ = ["FSDP", "FullyShardedDataParallel"]
-
-_WRAPPED = "_fsdp_wrapped_module"  # FSDP1's name for the child; activation checkpointing uses it
+_WRAPPED = "_fsdp_wrapped_module"  # FSDP1's name of the child, which tools look for
 _CHECKPOINTED = "_checkpoint_wrapped_module"
-_RESHARD_AFTER_FORWARD = {
-    # None is the core's default: True, except for the root, whose parameters backward needs first.
-    ShardingStrategy.FULL_SHARD: None,
-    ShardingStrategy.SHARD_GRAD_OP: False,
-}
+# None frees the parameters after forward but for the root's, as FSDP1 has it.
+_RESHARD_AFTER_FORWARD = {ShardingStrategy.FULL_SHARD: None, ShardingStrategy.SHARD_GRAD_OP: False}
 
 
-def _not_implemented(name: str, instead: str) -> Callable[..., Any]:
-    """Return a method that raises NotImplementedError with its own name and what to do instead."""
-
+def _later(name: str, instead: str) -> Callable[..., Any]:
     def method(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
-            f"FullyShardedDataParallel.{name} is not implemented yet; {instead}"
+            f"FullyShardedDataParallel.{name} is not supported yet; use {instead}"
         )
 
-    method.__name__ = name
     return method
 
 
-_MODEL_STATE = "use torch.distributed.checkpoint.state_dict.get_model_state_dict instead"
-_OPTIM_STATE = "use torch.distributed.checkpoint.state_dict.get_optimizer_state_dict instead"
-_OPTIM_LOAD = "use torch.distributed.checkpoint.state_dict.set_optimizer_state_dict instead"
-
-
 class FullyShardedDataParallel(nn.Module):
-    """Shards the parameters, gradients and optimizer state of `module` over the ranks of a group.
+    """Shard a module's parameters, gradients and optimizer state over data-parallel ranks.
 
-    Args (in FSDP1's order):
-        module: module to wrap; build the optimizer after wrapping it.
-        process_group: ranks to shard over; default: all. Not together with `device_mesh`.
-        sharding_strategy: FULL_SHARD (default) frees the parameters after forward (not those of
-            the root); SHARD_GRAD_OP keeps them until the end of backward.
-        cpu_offload: None or `CPUOffload(offload_params=False)`.
-        auto_wrap_policy: chooses the submodules to wrap with the same arguments: a policy of
-            torch.distributed.fsdp.wrap, or a callable of (module, recurse, nonwrapped_numel).
-            Containers without a forward are left unwrapped: no forward would gather them.
-        backward_prefetch: BACKWARD_PRE.
-        mixed_precision: dtypes of parameters, reductions and buffers. Buffers are cast here, at
-            construction, and saved by `state_dict` in their original dtype.
-        ignored_modules: modules whose parameters and buffers are left alone.
-        param_init_fn: called with each module of a unit that has meta tensors, to materialize
-            the tensors that the module itself owns; default: `to_empty`, `reset_parameters`.
-        device_id: device (or index of an accelerator) to move the module to before sharding.
-        sync_module_states: broadcast parameters and buffers from the group's rank 0 first.
-        forward_prefetch: accepted; the schedule always prefetches in execution order.
-        limit_all_gathers: accepted; the ring of gather buffers always limits them.
-        use_orig_params: accepted, either way; behaves as True.
-        ignored_states: `ignored_modules`, as modules or parameters. Not together with it.
-        device_mesh: 1-D mesh to shard over.
+    Differs from FSDP1 in that parameters always are the module's own, as DTensors with
+    ``Shard(0)``, and that ``state_dict`` holds these (FSDP1's ``SHARDED_STATE_DICT``);
+    ``load_state_dict`` takes DTensors and full tensors. All names are those of the unwrapped model.
+
+    Args:
+        module: the module to wrap; make the optimizer afterwards.
+        process_group: ranks to shard over, all by default. Excludes ``device_mesh``.
+        sharding_strategy: ``FULL_SHARD`` (the default) or ``SHARD_GRAD_OP``.
+        cpu_offload: None or ``CPUOffload(offload_params=False)``.
+        auto_wrap_policy: which submodules to wrap, too: a policy of
+            ``torch.distributed.fsdp.wrap`` or a callable of ``module``, ``recurse`` and
+            ``nonwrapped_numel``. Containers without a forward are left as they are, as nothing
+            would gather their parameters.
+        backward_prefetch: ``BACKWARD_PRE``.
+        mixed_precision: dtypes of computation, reduction and buffers. Buffers are cast at once;
+            ``state_dict`` has them in their own dtype.
+        ignored_modules: modules whose parameters and buffers are left as they are.
+        param_init_fn: gives the tensors that the module it is called with owns memory and values;
+            for units with tensors on meta. ``to_empty`` and ``reset_parameters`` by default.
+        device_id: where to move a unit's tensors before they are sharded.
+        sync_module_states: start from the parameters and buffers of the group's rank 0.
+        forward_prefetch: no effect: the schedule always prefetches.
+        limit_all_gathers: no effect: the ring of gather buffers always limits them.
+        use_orig_params: no effect: parameters always are the original ones. FSDP1's default is
+            False, so that raising for it would make everybody pass it.
+        ignored_states: ``ignored_modules`` that may also be parameters; only one of the two.
+        device_mesh: 1-D device mesh to shard over.
 
     Raises:
-        NotImplementedError: for values other than these, by name.
-        ValueError: arguments that exclude each other, a policy on a model that is partly wrapped
-            already, or tensors left on the meta device.
-        TypeError: a policy, an ignored state or `reset_parameters` that is not what it must be.
+        NotImplementedError: for what is not supported yet, by name.
+        RuntimeError: if there is no process group.
+        TypeError: for a policy or an ignored state of the wrong type, or a module on meta that
+            nothing can initialise.
+        ValueError: for arguments that exclude each other, a policy for a model that has wrappers
+            in it, and what ``fully_shard`` raises it for.
     """
 
     def __init__(
@@ -116,58 +108,41 @@ class FullyShardedDataParallel(nn.Module):
         ignored_states: Iterable[nn.Module] | Iterable[nn.Parameter] | None = None,
         device_mesh: DeviceMesh | None = None,
     ) -> None:
+        # Before anything else is a local variable: what the wrappers of children are made with.
+        kwargs = {k: v for k, v in locals().items() if k not in ("self", "module", "__class__")}
         super().__init__()
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         precision = mixed_precision or MixedPrecision()
-        _check_supported(strategy, cpu_offload, backward_prefetch, precision)
+        _refuse_unsupported(strategy, cpu_offload, backward_prefetch, precision, process_group)
         ignored, ignored_params = _ignored(ignored_modules, ignored_states)
-        mesh = _mesh(module, process_group, device_mesh, device_id)
+        device = None if device_id is None else torch.device(device_id)
+        mesh = _mesh(module, process_group, device_mesh, device)
         if auto_wrap_policy is not None:
-            kwargs: dict[str, Any] = {
-                "process_group": process_group,
-                "sharding_strategy": sharding_strategy,
-                "cpu_offload": cpu_offload,
-                "auto_wrap_policy": None,
-                "backward_prefetch": backward_prefetch,
-                "mixed_precision": mixed_precision,
-                "param_init_fn": param_init_fn,
-                "device_id": device_id,
-                "sync_module_states": sync_module_states,
-                "forward_prefetch": forward_prefetch,
-                "limit_all_gathers": limit_all_gathers,
-                "use_orig_params": use_orig_params,
-                "ignored_states": [*ignored, *ignored_params],
-                "device_mesh": device_mesh,
-            }
-            _wrap_children(module, _targets(module, auto_wrap_policy, ignored, kwargs))
-        for child in FullyShardedDataParallel.fsdp_modules(module):
-            child._is_root = False
+            kwargs.update(auto_wrap_policy=None, ignored_modules=None)
+            kwargs["ignored_states"] = [*ignored, *ignored_params]
+            _wrap_children(module, auto_wrap_policy, ignored, ignored_params, kwargs)
+        for wrapper in self.fsdp_modules(module):
+            wrapper._is_root = False
 
+        self.process_group = mesh.get_group()
         self.sharding_strategy = strategy
         self.mixed_precision = precision
-        self.process_group = mesh.get_group() if mesh is not None else dist.group.WORLD
         self._is_root = True
-        self._sync_gradients = True
-        self._runs_in_float32 = False  # set for classes that mixed precision ignores
-        self._ignored = ignored
-        self._root_input_dtype = (
-            precision.param_dtype if precision.cast_root_forward_inputs else None
-        )
-        own = list(_own_modules(module, ignored))
-        _materialize(own, param_init_fn, _init_device(mesh, device_id))
-        states = [t for t in _own_tensors(own) if t not in ignored_params]
-        if device_id is not None:
-            device = _device(device_id)
-            for tensor in states:
+        self._syncs_gradients = True
+        self._runs_in_float32 = False
+        self._ignored_modules = ignored
+        own = _own_modules(module, ignored)
+        _materialise(own, param_init_fn, device or torch.device(mesh.device_type))
+        tensors = [tensor for tensor in _tensors(own.values()) if tensor not in ignored_params]
+        if device is not None:
+            for tensor in tensors:
                 tensor.data = tensor.data.to(device)
         if sync_module_states:
-            _broadcast(states, self.process_group)
+            _broadcast(tensors, mesh)
         self._buffer_dtypes = _cast_buffers(own, precision.buffer_dtype)
-
         self.add_module(_WRAPPED, module)
-        # The unit stays the same module when activation checkpointing is put in between later; in
-        # __dict__ because it must not be a second child.
-        self.__dict__["_unit"] = fully_shard(
+        # Not a second child, and still the unit when a checkpoint wrapper is put around it later.
+        self.__dict__["_sharded"] = fully_shard(
             module,
             mesh=mesh,
             reshard_after_forward=_RESHARD_AFTER_FORWARD[strategy],
@@ -176,26 +151,33 @@ class FullyShardedDataParallel(nn.Module):
                 reduce_dtype=precision.reduce_dtype,
                 cast_forward_inputs=precision.cast_forward_inputs,
             ),
-            ignored_params=ignored_params or None,
+            ignored_params=ignored_params,
         )
-        self.register_state_dict_post_hook(_clean_state_dict)
-        self.register_load_state_dict_pre_hook(_prepare_load)
-        self.register_load_state_dict_post_hook(_clean_incompatible_keys)
+        hooked: Any = self  # torch leaves these three untyped
+        hooked.register_state_dict_post_hook(_remove_wrapper_names)
+        hooked.register_load_state_dict_pre_hook(_add_wrapper_names)
+        hooked.register_load_state_dict_post_hook(_clean_incompatible_keys)
+
+    # - The module
+
+    _is_root: bool
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module (below an activation checkpointing wrapper, if there is one)."""
-        module: nn.Module = self._modules[_WRAPPED]  # type: ignore[assignment]
+        """The wrapped module, without the wrapper of activation checkpointing."""
+        module = cast(nn.Module, self._modules[_WRAPPED])
         return module._modules.get(_CHECKPOINTED) or module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module, whose unit gathers and frees its parameters around it."""
-        module: nn.Module = self._modules[_WRAPPED]  # type: ignore[assignment]
+        """Run the wrapped module, which gathers and frees its own parameters."""
+        module = cast(nn.Module, self._modules[_WRAPPED])
         if self._runs_in_float32:
             return _run_in_float32(module, args, kwargs)
-        # Only here is it known which wrapper is the root: the unit was made before its parents.
-        if self._is_root and self._root_input_dtype is not None:
-            args, kwargs = _cast((args, kwargs), self._root_input_dtype)
+        # The unit cannot do this: when it was made, it was not known whether it is the root's.
+        if self._is_root and self.mixed_precision.cast_root_forward_inputs:
+            dtype = self.mixed_precision.param_dtype
+            if dtype is not None:
+                args, kwargs = _map_floating(lambda x: x.to(dtype), (args, kwargs))
         return module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -215,9 +197,9 @@ class FullyShardedDataParallel(nn.Module):
         prefix: str = "",
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Module]]:
-        """As in nn.Module, with the wrapped module under the wrapper's own name.
+        """Yield modules with their names; the wrapped module has the wrapper's own.
 
-        Parameter and buffer names are made from these, so they are those of the unwrapped model.
+        Names of parameters and buffers come from these, also for modules around the wrapper.
         """
         memo = set() if memo is None else memo
         if self in memo:
@@ -227,493 +209,400 @@ class FullyShardedDataParallel(nn.Module):
         yield prefix, self
         for name, child in self._modules.items():
             if child is not None:
-                path = prefix if name == _WRAPPED else f"{prefix}.{name}" if prefix else name
-                yield from child.named_modules(memo, path, remove_duplicate)
+                inside = prefix if name == _WRAPPED else f"{prefix}.{name}" if prefix else name
+                yield from child.named_modules(memo, inside, remove_duplicate)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        # torch.distributed.checkpoint.state_dict leaves out the names that stand here as values.
+        # torch.distributed.checkpoint leaves the names that are values here out of its own.
         return {"": _WRAPPED}
 
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """Apply ``fn`` to all submodules, children first, and then to this one; on all ranks.
+
+        Their parameters are whole meanwhile, and each rank keeps its own shard of what ``fn``
+        writes.
+        """
+        self._sharded.reshard()
+        whole: dict[nn.Parameter, nn.Parameter] = {}
+        attributes: list[tuple[dict[str, nn.Parameter | None], str, DTensor]] = []
+        for module in _own_modules(self._sharded, self._ignored_modules).values():
+            for name, param in module._parameters.items():
+                if isinstance(param, DTensor):
+                    if param not in whole:
+                        value = param.detach().full_tensor()
+                        whole[param] = nn.Parameter(value, requires_grad=param.requires_grad)
+                    module._parameters[name] = whole[param]
+                    attributes.append((module._parameters, name, param))
+        try:
+            super().apply(fn)
+        finally:
+            for parameters, name, sharded in attributes:
+                written, parameters[name] = parameters[name], cast(nn.Parameter, sharded)
+                if written is not None:
+                    with torch.no_grad():
+                        sharded.copy_(_shard_like(written.detach(), sharded))
+        return self
+
+    # - FSDP1's methods
+
     def check_is_root(self) -> bool:
-        """Return whether no other wrapper has been built around this one."""
+        """Return whether no other wrapper has been made around this one."""
         return self._is_root
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """Return the wrappers in `module`, itself included; only the roots if `root_only`."""
+        """Return the wrappers in ``module``, which may be one; the outermost if ``root_only``."""
         found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
         return [m for m in found if m._is_root or not root_only]
 
-    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Apply `fn` to every submodule, children first, and self, with full parameters.
-
-        Each rank keeps its shard of what `fn` writes. Collective: call it on all ranks.
-        """
-        self._unit.reshard()
-        full: dict[nn.Parameter, nn.Parameter] = {}
-        places: list[tuple[dict[str, nn.Parameter | None], str, DTensor]] = []
-        for _, module in _own_modules(self._unit, self._ignored):
-            for name, param in module._parameters.items():
-                if isinstance(param, DTensor):
-                    if param not in full:
-                        value = param.detach().full_tensor()
-                        full[param] = nn.Parameter(value, requires_grad=param.requires_grad)
-                    module._parameters[name] = full[param]
-                    places.append((module._parameters, name, param))
-        try:
-            super().apply(fn)
-        finally:
-            for parameters, name, param in places:
-                changed = parameters[name]
-                parameters[name] = param  # type: ignore[assignment]
-                if changed is not None:
-                    with torch.no_grad():
-                        param.to_local().copy_(_shard_like(changed.detach(), param).to_local())
-        return self
-
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without reducing them, until a backward outside of the context.
+        """Accumulate gradients on each rank; the first backward after the context reduces them.
 
         Raises:
-            RuntimeError: this is not the root wrapper.
+            RuntimeError: if this is not the root.
         """
-        self._check_root("no_sync")
-        before = self._sync_gradients
-        self._sync_gradients = False
-        self._unit.set_requires_gradient_sync(False)
+        self._expect_root("no_sync")
+        before = self._syncs_gradients
+        self._set_syncs_gradients(False)
         try:
             yield
         finally:
-            self._sync_gradients = before
-            self._unit.set_requires_gradient_sync(before)
+            self._set_syncs_gradients(before)
+
+    def _set_syncs_gradients(self, value: bool) -> None:
+        self._syncs_gradients = value
+        self._sharded.set_requires_gradient_sync(value)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale the gradients in place so that their total norm is at most `max_norm`.
+        """Scale all gradients down in place to a total norm of at most ``max_norm``; on all ranks.
 
-        The norm is that of all full gradients as one vector, summed in at least float32. Gradients
-        of ignored parameters count as each rank has them. Collective: call it on all ranks.
+        Gradients of ignored parameters count as each rank has them.
 
         Args:
-            max_norm: largest norm to leave.
-            norm_type: p of the p-norm, above 0; `float("inf")` for the maximum.
+            max_norm: the largest norm to leave.
+            norm_type: ``p`` of the p-norm over all elements, above 0; ``inf`` for the maximum.
 
         Returns:
-            The norm before scaling: scalar tensor, equal on all ranks, in the dtype to which the
-            dtypes of the parameters promote.
+            The norm before: a plain scalar, equal on all ranks, computed in at least float32 and
+            of the dtype that the parameters' promote to.
 
         Raises:
-            RuntimeError: this is not the root wrapper.
-            ValueError: `norm_type` is not above 0.
+            RuntimeError: if this is not the root.
+            ValueError: if ``norm_type`` is not positive.
         """
-        self._check_root("clip_grad_norm_")
-        p = float(norm_type)
-        if not p > 0:
-            raise ValueError(f"clip_grad_norm_ expects norm_type above 0 but got {norm_type}.")
-        # Grouped by the parameters, not the gradients, so that ranks whose gradients differ (an
-        # unused parameter) take part in the same collectives, with the same dtype.
-        groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[torch.Tensor]] = {}
-        out_dtype, device = None, None
+        self._expect_root("clip_grad_norm_")
+        norm_type = float(norm_type)
+        if not norm_type > 0:
+            raise ValueError(f"clip_grad_norm_ expects a positive norm_type but got {norm_type}")
+        is_max = norm_type == math.inf
+        # Of the parameters: a rank may lack gradients, but all reduce one dtype.
+        dtype = torch.float32
+        returned = None
+        sharded: list[torch.Tensor] = []
+        plain: list[torch.Tensor] = []
         for param in self.parameters():
-            out_dtype = (
-                param.dtype if out_dtype is None else torch.promote_types(out_dtype, param.dtype)
-            )
-            device = param.device
-            where: tuple[DeviceMesh | None, tuple[int, ...]] = (None, ())
-            if isinstance(param, DTensor):
-                shards = (d for d, place in enumerate(param.placements) if place.is_shard())
-                where = (param.device_mesh, tuple(shards))
-            grads = groups.setdefault(where, [])
-            if param.grad is not None:
-                grad = param.grad
-                grads.append(grad.to_local() if isinstance(grad, DTensor) else grad)
-        out_dtype = out_dtype or torch.float32
-        dtype = torch.promote_types(out_dtype, torch.float32)
-        total = torch.zeros((), dtype=dtype, device=device)
-        for (mesh, dims), grads in groups.items():
-            # An empty shard has no maximum.
-            norms = torch._foreach_norm([g for g in grads if g.numel()], p, dtype=dtype)
-            part = torch.linalg.vector_norm(torch.stack(norms), p) if norms else total.new_zeros(())
-            part = part if p == math.inf else part**p
-            op = dist.ReduceOp.MAX if p == math.inf else dist.ReduceOp.SUM
-            for dim in dims:
-                assert mesh is not None
-                dist.all_reduce(part, op=op, group=mesh.get_group(dim))
-            total = torch.maximum(total, part) if p == math.inf else total + part
-        total = total if p == math.inf else total ** (1 / p)
-        scale = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
-        for grads in groups.values():
+            returned = torch.promote_types(returned or param.dtype, param.dtype)
+            dtype = torch.promote_types(dtype, param.dtype)
+            if isinstance(param.grad, DTensor):
+                sharded.append(param.grad.to_local())
+            elif param.grad is not None:
+                plain.append(param.grad)
+
+        def summed(grads: list[torch.Tensor]) -> torch.Tensor:
+            # Shards may be empty, and nothing has no maximum.
+            norms = [
+                torch.linalg.vector_norm(g, norm_type, dtype=dtype) for g in grads if g.numel()
+            ]
+            device = self._sharded._unit.device
+            norm = torch.zeros((), dtype=dtype, device=device)
+            if norms:
+                norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+            return norm if is_max else norm**norm_type
+
+        total = summed(sharded)
+        op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+        dist.all_reduce(total, op, group=self.process_group)
+        total = torch.maximum(total, summed(plain)) if is_max else total + summed(plain)
+        total = total if is_max else total ** (1 / norm_type)
+        scale = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
+        for grads in (sharded, plain):
             if grads:
                 torch._foreach_mul_(grads, scale)
-        return total.to(out_dtype)
+        return total.to(returned or dtype)
 
-    def _check_root(self, name: str) -> None:
+    def _expect_root(self, method: str) -> None:
         if not self._is_root:
             raise RuntimeError(
-                f"{name} expects the root FullyShardedDataParallel but got one that is nested in "
-                "another; call it on the outermost wrapper."
+                f"{method} expects the outermost FullyShardedDataParallel but got one inside "
+                "another; call it on the model's"
             )
 
-    set_state_dict_type = _not_implemented("set_state_dict_type", _MODEL_STATE)
-    get_state_dict_type = _not_implemented("get_state_dict_type", _MODEL_STATE)
-    state_dict_type = _not_implemented("state_dict_type", _MODEL_STATE)
-    summon_full_params = _not_implemented(
-        "summon_full_params",
-        "use full_tensor() of the parameters instead, or apply() to change them",
-    )
-    optim_state_dict = _not_implemented("optim_state_dict", _OPTIM_STATE)
-    full_optim_state_dict = _not_implemented("full_optim_state_dict", _OPTIM_STATE)
-    sharded_optim_state_dict = _not_implemented("sharded_optim_state_dict", _OPTIM_STATE)
-    optim_state_dict_to_load = _not_implemented("optim_state_dict_to_load", _OPTIM_LOAD)
-    shard_full_optim_state_dict = _not_implemented("shard_full_optim_state_dict", _OPTIM_LOAD)
-    scatter_full_optim_state_dict = _not_implemented("scatter_full_optim_state_dict", _OPTIM_LOAD)
-    flatten_sharded_optim_state_dict = _not_implemented(
-        "flatten_sharded_optim_state_dict", _OPTIM_LOAD
-    )
-    rekey_optim_state_dict = _not_implemented("rekey_optim_state_dict", _OPTIM_LOAD)
-    register_comm_hook = _not_implemented(
-        "register_comm_hook", "use mixed_precision's reduce_dtype to reduce in another dtype"
-    )
+    _checkpoint = "torch.distributed.checkpoint.state_dict."
+    state_dict_type = _later("state_dict_type", _checkpoint + "get_model_state_dict")
+    set_state_dict_type = _later("set_state_dict_type", _checkpoint + "get_model_state_dict")
+    get_state_dict_type = _later("get_state_dict_type", _checkpoint + "get_model_state_dict")
+    summon_full_params = _later("summon_full_params", "the parameters' full_tensor(), or apply()")
+    register_comm_hook = _later("register_comm_hook", "mixed_precision's reduce_dtype")
+    _getter = _checkpoint + "get_optimizer_state_dict"
+    optim_state_dict = _later("optim_state_dict", _getter)
+    full_optim_state_dict = _later("full_optim_state_dict", _getter)
+    sharded_optim_state_dict = _later("sharded_optim_state_dict", _getter)
+    _setter = _checkpoint + "set_optimizer_state_dict"
+    optim_state_dict_to_load = _later("optim_state_dict_to_load", _setter)
+    shard_full_optim_state_dict = _later("shard_full_optim_state_dict", _setter)
+    scatter_full_optim_state_dict = _later("scatter_full_optim_state_dict", _setter)
+    flatten_sharded_optim_state_dict = _later("flatten_sharded_optim_state_dict", _setter)
+    rekey_optim_state_dict = _later("rekey_optim_state_dict", _setter)
+    del _checkpoint, _getter, _setter
 
 
-FSDP = FullyShardedDataParallel
+# - Arguments
 
 
-def _check_supported(
+def _refuse_unsupported(
     strategy: ShardingStrategy,
     cpu_offload: CPUOffload | None,
     backward_prefetch: BackwardPrefetch | None,
     precision: MixedPrecision,
+    process_group: Any,
 ) -> None:
+    refused = ""
     if strategy not in _RESHARD_AFTER_FORWARD:
-        name = getattr(strategy, "name", strategy)
-        raise NotImplementedError(
-            f"ShardingStrategy.{name} is not implemented yet; use FULL_SHARD or SHARD_GRAD_OP."
-        )
-    if cpu_offload is not None and cpu_offload.offload_params:
-        raise NotImplementedError(
-            "cpu_offload=CPUOffload(offload_params=True) is not implemented yet; use None."
-        )
-    if backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
-        raise NotImplementedError(
-            f"backward_prefetch={backward_prefetch} is not implemented yet; use BACKWARD_PRE."
-        )
-    if precision.keep_low_precision_grads:
-        raise NotImplementedError(
-            "MixedPrecision.keep_low_precision_grads=True is not implemented yet; use False."
-        )
+        refused = f"sharding_strategy={strategy}"
+    elif isinstance(process_group, (list, tuple)):
+        refused = "process_group=<a pair, for HYBRID_SHARD>"
+    elif cpu_offload is not None and cpu_offload.offload_params:
+        refused = "cpu_offload=CPUOffload(offload_params=True)"
+    elif backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
+        refused = f"backward_prefetch={backward_prefetch}"
+    elif precision.keep_low_precision_grads:
+        refused = "mixed_precision=MixedPrecision(keep_low_precision_grads=True)"
+    if refused:
+        raise NotImplementedError(f"{refused} is not supported yet; leave it out")
 
 
 def _ignored(
-    modules: Iterable[nn.Module] | None, states: Iterable[Any] | None
+    modules: Iterable[Any] | None, states: Iterable[Any] | None
 ) -> tuple[set[nn.Module], set[nn.Parameter]]:
-    """Return the ignored modules with all their submodules, and the ignored parameters."""
+    """Return the ignored modules, with all below them, and the ignored parameters."""
     if modules is not None and states is not None:
-        raise ValueError(
-            "FullyShardedDataParallel expects ignored_modules or ignored_states but got both; "
-            "pass one of them."
-        )
+        raise ValueError("expects ignored_modules or ignored_states but got both; pass one of them")
     ignored: set[nn.Module] = set()
     params: set[nn.Parameter] = set()
-    for state in (modules if modules is not None else states) or ():
-        if isinstance(state, nn.Parameter) and modules is None:
-            params.add(state)
-        elif isinstance(state, FullyShardedDataParallel) or not isinstance(state, nn.Module):
-            raise TypeError(
-                "ignored_modules expects modules that are not wrapped (ignored_states: also "
-                f"parameters) but got {type(state).__name__}; pass these."
-            )
-        else:
+    for state in modules or states or ():
+        if isinstance(state, nn.Module) and not isinstance(state, FullyShardedDataParallel):
             ignored.update(state.modules())
             params.update(state.parameters())
+        elif isinstance(state, nn.Parameter) and modules is None:
+            params.add(state)
+        else:
+            raise TypeError(
+                "expects modules that are not wrapped as ignored_modules, or those and parameters "
+                f"as ignored_states, but got {type(state).__name__}; leave it out"
+            )
     return ignored, params
-
-
-def _device(device_id: int | torch.device) -> torch.device:
-    if not isinstance(device_id, int):
-        return torch.device(device_id)
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        raise ValueError(
-            f"device_id={device_id} expects an accelerator but this machine has none; "
-            'pass None or torch.device("cpu").'
-        )
-    return torch.device(accelerator.type, device_id)
 
 
 def _mesh(
     module: nn.Module,
     group: dist.ProcessGroup | None,
     mesh: DeviceMesh | None,
-    device_id: int | torch.device | None,
-) -> DeviceMesh | None:
-    """Return the mesh to shard over, or None for the core's default, which is all ranks."""
+    device: torch.device | None,
+) -> DeviceMesh:
     if group is not None and mesh is not None:
-        raise ValueError(
-            "FullyShardedDataParallel expects process_group or device_mesh but got both; "
-            "pass one of them."
-        )
-    if isinstance(group, (tuple, list)):
-        raise NotImplementedError(
-            "A pair of process groups is for ShardingStrategy.HYBRID_SHARD, which is not "
-            "implemented yet; pass one process group."
-        )
-    if mesh is not None or (group is None and device_id is None):
-        return mesh
-    types = {p.device.type for p in module.parameters()} - {"cpu", "meta"}
-    if device_id is not None:
-        kind = _device(device_id).type
-    elif types:
-        kind = types.pop()
-    else:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        on_host = accelerator is None or dist.get_backend(group) in ("gloo", "mpi")
-        kind = "cpu" if on_host else accelerator.type  # type: ignore[union-attr]
-    return DeviceMesh.from_group(group or dist.group.WORLD, kind)  # type: ignore[arg-type]
+        raise ValueError("expects process_group or device_mesh but got both; pass one of them")
+    if group is not None:
+        kinds = {param.device.type for param in module.parameters()} - {"cpu", "meta"}
+        default = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+        kind = device.type if device is not None else next(iter(kinds), default)
+        mesh = DeviceMesh.from_group(group, kind)
+    return resolve_mesh(mesh)
 
 
-def _init_device(mesh: DeviceMesh | None, device_id: int | torch.device | None) -> torch.device:
-    """Return the device that meta tensors are materialized on."""
-    if device_id is not None:
-        return _device(device_id)
-    if mesh is not None:
-        return torch.device(mesh.device_type)
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-
-
-def _targets(
+def _wrap_children(
     root: nn.Module,
     policy: Callable[..., bool] | _Policy,
     ignored: set[nn.Module],
+    ignored_params: set[nn.Parameter],
     kwargs: dict[str, Any],
-) -> dict[nn.Module, dict[str, Any]]:
-    """Return the modules below `root` that `policy` wraps, with the arguments for each."""
+) -> None:
+    """Replace the modules below ``root`` that ``policy`` chooses by wrappers of them."""
     for name, module in root.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             raise ValueError(
-                "auto_wrap_policy expects a model without FullyShardedDataParallel in it but got "
-                f"one at '{name}'; wrap by hand or by policy, not both."
+                "auto_wrap_policy expects a model with no FullyShardedDataParallel in it but "
+                f"'{name}' is one; wrap by policy or by hand"
             )
     targets: dict[nn.Module, dict[str, Any]] = {}
     if isinstance(policy, _Policy):
         targets = policy._run_policy(root, ignored, kwargs)
     elif callable(policy):
-        ignored_params = {s for s in kwargs["ignored_states"] if isinstance(s, nn.Parameter)}
 
-        def visit(module: nn.Module) -> int:
-            """Decide bottom up; return how many of the elements below are in targets."""
-            numel = sum(p.numel() for p in module.parameters() if p not in ignored_params)
-            if not policy(module=module, recurse=True, nonwrapped_numel=numel):
-                return 0
-            wrapped = sum(visit(child) for child in module.children() if child not in ignored)
-            rest = numel - wrapped
-            if module is root or not policy(module=module, recurse=False, nonwrapped_numel=rest):
-                return wrapped
+        def choose(module: nn.Module) -> nn.Module:
             targets[module] = dict(kwargs)
-            return numel
+            return module
 
-        visit(root)
+        _recursive_wrap(root, policy, choose, ignored, ignored_params, only_wrap_children=True)
     else:
         raise TypeError(
             "auto_wrap_policy expects a callable or a policy of torch.distributed.fsdp.wrap but "
-            f"got {type(policy).__name__}."
+            f"got {type(policy).__name__}; pass one of these"
         )
+    in_float32: set[nn.Module] = set()
     if kwargs["mixed_precision"] is not None:
         classes = tuple(kwargs["mixed_precision"]._module_classes_to_ignore)
-        for module in root.modules():
-            if isinstance(module, classes) and module not in ignored:
-                targets.setdefault(module, dict(kwargs))["mixed_precision"] = _IN_FLOAT32
-    targets.pop(root, None)
-    return {m: kw for m, kw in targets.items() if type(m).forward is not nn.Module.forward}
+        in_float32 = {m for m in root.modules() if isinstance(m, classes)} - ignored
+    for module in in_float32:
+        targets.setdefault(module, dict(kwargs))["mixed_precision"] = None
+
+    def wrap(module: nn.Module, **its_kwargs: Any) -> nn.Module:
+        if type(module).forward is nn.Module.forward:
+            return module
+        wrapper = FullyShardedDataParallel(module, **its_kwargs)
+        wrapper._runs_in_float32 = module in in_float32
+        return wrapper
+
+    _post_order_apply(root, _construct_wrap_fn(root, targets, wrap))
 
 
-# Stands for mixed_precision=None in a module whose class mixed precision ignores: its inputs are
-# cast to float32 and its outputs back, so that its neighbours never see another dtype.
-_IN_FLOAT32 = MixedPrecision(cast_root_forward_inputs=False)
+# - A unit's modules and tensors
 
 
-def _wrap_children(root: nn.Module, targets: dict[nn.Module, dict[str, Any]]) -> None:
-    """Put wrappers of `targets` in their places below `root`, children first."""
-    wrappers: dict[nn.Module, FullyShardedDataParallel] = {}
-    visited: set[nn.Module] = set()
+def _own_modules(root: nn.Module, ignored: set[nn.Module]) -> dict[str, nn.Module]:
+    """Return the modules of ``root``'s unit by name: neither ignored nor under another wrapper."""
+    own: dict[str, nn.Module] = {}
+    seen = set(ignored)
 
-    def visit(module: nn.Module) -> None:
-        visited.add(module)
-        for name, child in list(module._modules.items()):
-            if child is None:
-                continue
-            if child not in visited:
-                visit(child)
-            if child in targets:
-                if child not in wrappers:
-                    kwargs = targets[child]
-                    wrappers[child] = FullyShardedDataParallel(child, **kwargs)
-                    wrappers[child]._runs_in_float32 = kwargs["mixed_precision"] is _IN_FLOAT32
-                setattr(module, name, wrappers[child])
+    def collect(name: str, module: nn.Module) -> None:
+        if module not in seen and not isinstance(module, FullyShardedDataParallel):
+            seen.add(module)
+            own[name] = module
+            for child_name, child in module.named_children():
+                collect(f"{name}.{child_name}" if name else child_name, child)
 
-    visit(root)
+    collect("", root)
+    return own
 
 
-def _own_modules(root: nn.Module, ignored: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of `root`'s unit with their names: not ignored, not wrapped themselves."""
-    seen: set[nn.Module] = set()
-
-    def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if module in seen or module in ignored or isinstance(module, FullyShardedDataParallel):
-            return
-        seen.add(module)
-        yield name, module
-        for child_name, child in module.named_children():
-            yield from visit(f"{name}.{child_name}" if name else child_name, child)
-
-    return visit("", root)
+def _tensors(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """Return the tensors that these modules own themselves, each once."""
+    found: dict[torch.Tensor, None] = {}
+    for module in modules:
+        found.update(dict.fromkeys(module.parameters(recurse=False)))
+        found.update(dict.fromkeys(module.buffers(recurse=False)))
+    return [tensor for tensor in found if not isinstance(tensor, DTensor)]
 
 
-def _own_tensors(own: list[tuple[str, nn.Module]]) -> list[torch.Tensor]:
-    """Return the parameters and buffers of these modules, each once."""
-    tensors: dict[torch.Tensor, None] = {}
-    for _, module in own:
-        tensors.update(dict.fromkeys(module.parameters(recurse=False)))
-        tensors.update(dict.fromkeys(module.buffers(recurse=False)))
-    return [t for t in tensors if not isinstance(t, DTensor)]
-
-
-def _materialize(
-    own: list[tuple[str, nn.Module]],
+def _materialise(
+    own: dict[str, nn.Module],
     param_init_fn: Callable[[nn.Module], None] | None,
     device: torch.device,
 ) -> None:
-    """Give a unit's meta tensors memory and values, by `param_init_fn` or `reset_parameters`."""
-    if not any(t.is_meta for t in _own_tensors(own)):
+    if not any(tensor.is_meta for tensor in _tensors(own.values())):
         return
-    for name, module in own:
+    for name, module in own.items():
         if param_init_fn is not None:
             param_init_fn(module)
-        elif any(t.is_meta for t in _own_tensors([(name, module)])):
-            reset = getattr(module, "reset_parameters", None)
-            if not callable(reset):
+        elif any(tensor.is_meta for tensor in _tensors([module])):
+            if not callable(getattr(module, "reset_parameters", None)):
                 raise TypeError(
-                    f"'{name}' is on the meta device and expects a reset_parameters method but "
-                    f"{type(module).__name__} has none; add it or pass param_init_fn."
+                    f"'{name}' is on meta and expects a reset_parameters method but "
+                    f"{type(module).__name__} has none; pass param_init_fn"
                 )
             with torch.no_grad():
                 module.to_empty(device=device, recurse=False)
-                reset()
-    for name, module in own:
-        if any(t.is_meta for t in _own_tensors([(name, module)])):
-            raise ValueError(
-                f"param_init_fn expects to leave no tensor on the meta device but '{name}' "
-                f"({type(module).__name__}) still has one; call to_empty(recurse=False) in it."
-            )
+                cast(Any, module).reset_parameters()
+    on_meta = [name for name in own if any(t.is_meta for t in _tensors([own[name]]))]
+    if on_meta:
+        raise ValueError(
+            f"expects nothing on meta after param_init_fn but {on_meta} still are; call "
+            "module.to_empty(device=..., recurse=False) in it"
+        )
 
 
-def _broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Overwrite `tensors` with those of the group's rank 0, in one message for each device.
-
-    As bytes, so that neither the dtypes nor what a backend supports matter.
-    """
-    for device in dict.fromkeys(t.device for t in tensors):
-        mine = [t.detach() for t in tensors if t.device == device and t.numel()]
-        if not mine:
-            continue
-        flat = torch.cat([t.contiguous().reshape(-1).view(torch.uint8) for t in mine])
-        dist.broadcast(flat, group=group, group_src=0)
-        for tensor, part in zip(mine, flat.split([t.nbytes for t in mine]), strict=True):
-            # clone: a view as a wider dtype has to start at a multiple of its size
-            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+def _broadcast(tensors: list[torch.Tensor], mesh: DeviceMesh) -> None:
+    """Overwrite ``tensors`` with rank 0's, as bytes: no dtype is beyond a backend then."""
+    given = [tensor.detach() for tensor in tensors if tensor.numel() > 0]
+    if not given:
+        return
+    rows = [tensor.contiguous().view(-1).view(torch.uint8).to(mesh.device_type) for tensor in given]
+    flat = torch.cat(rows)
+    dist.broadcast(flat, group=mesh.get_group(), group_src=0)
+    received = torch.split(flat, [row.numel() for row in rows])
+    for tensor, row in zip(given, received, strict=True):
+        tensor.copy_(row.clone().view(tensor.dtype).view(tensor.shape))  # the clone is aligned
 
 
-def _cast_buffers(
-    own: list[tuple[str, nn.Module]], dtype: torch.dtype | None
-) -> dict[str, torch.dtype]:
-    """Cast a unit's floating-point buffers; return the names and dtypes of those changed."""
-    changed: dict[str, torch.dtype] = {}
-    if dtype is None:
-        return changed
-    for module_name, module in own:
-        for buffer_name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point() and buffer.dtype != dtype:
-                name = f"{module_name}.{buffer_name}" if module_name else buffer_name
-                changed[name.replace(f"{_CHECKPOINTED}.", "")] = buffer.dtype
+def _cast_buffers(own: dict[str, nn.Module], dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """Cast floating-point buffers to ``dtype``; return the dtypes they had, by name."""
+    before: dict[str, torch.dtype] = {}
+    for module_name, module in own.items():
+        for buffer_name, buffer in module.named_buffers(module_name, recurse=False):
+            if dtype is not None and buffer.is_floating_point() and buffer.dtype != dtype:
+                before[buffer_name.replace(f"{_CHECKPOINTED}.", "")] = buffer.dtype
                 buffer.data = buffer.data.to(dtype)
-    return changed
+    return before
+
+
+def _shard_like(whole: torch.Tensor, param: DTensor) -> DTensor:
+    """Shard what all ranks have as ``param`` is, without communication."""
+    local = whole.to(device=param.device, dtype=param.dtype)
+    return distribute_tensor(local, param.device_mesh, param.placements, src_data_rank=None)
+
+
+# - Inputs and outputs
 
 
 def _map_floating(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Apply `fn` to the floating-point tensors in `value`, also in containers and dataclasses."""
     if isinstance(value, torch.Tensor):
         return fn(value) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        new = copy.copy(value)  # keeps the type and what else it has, such as a default factory
-        new.update((key, _map_floating(fn, item)) for key, item in value.items())
-        return new
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        new = copy.copy(value)
-        for field in dataclasses.fields(value):
-            # object's own __setattr__, since a frozen dataclass refuses others
-            object.__setattr__(new, field.name, _map_floating(fn, getattr(value, field.name)))
-        return new
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map_floating(fn, item) for item in value))
-    if isinstance(value, (list, tuple, set)):
-        return type(value)(_map_floating(fn, item) for item in value)
-    return value
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return _map_floating(lambda tensor: tensor.to(dtype), value)
+    return map_tensors(lambda item: _map_floating(fn, item), value)
 
 
 def _run_in_float32(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `module` on inputs cast to float32; cast its outputs to the dtype that came."""
-    came: list[torch.dtype] = []
+    """Run a module that mixed precision ignores; its neighbours keep the dtype that comes in."""
+    dtypes: list[torch.dtype] = []
 
-    def up(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype != torch.float32:
-            came.append(tensor.dtype)
+    def to_float32(tensor: torch.Tensor) -> torch.Tensor:
+        dtypes.append(tensor.dtype)
         return tensor.float()
 
-    args, kwargs = _map_floating(up, (args, kwargs))
+    args, kwargs = _map_floating(to_float32, (args, kwargs))
     output = module(*args, **kwargs)
-    return _cast(output, came[0]) if came else output
+    return _map_floating(lambda x: x.to(dtypes[0]), output) if dtypes else output
 
 
-def _shard_like(full: torch.Tensor, param: DTensor) -> DTensor:
-    """Shard `full`, which all ranks have, as `param` is, without communication."""
-    full = full.to(param.device)
-    return distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
+# - State dicts
 
 
-def _clean_state_dict(
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: dict[str, Any],
+def _remove_wrapper_names(
+    module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]
 ) -> None:
-    """State-dict post-hook: leave out the wrapper's name, buffers in their original dtype."""
-    inner = f"{prefix}{_WRAPPED}."
-    metadata: MutableMapping[str, Any] = getattr(state_dict, "_metadata", {})
-    for entries in (state_dict, metadata):
-        for key in [k for k in entries if f"{k}.".startswith(inner)]:
-            entries[f"{prefix}{f'{key}.'[len(inner) :]}"[:-1]] = entries.pop(key)
-    for name, dtype in module._buffer_dtypes.items():  # type: ignore[operator, union-attr]
-        if (key := prefix + name) in state_dict:
-            state_dict[key] = state_dict[key].to(dtype)
+    """After saving: the unwrapped module's names, and buffers in their own dtype."""
+    inside = f"{prefix}{_WRAPPED}."
+    for entries in (state_dict, getattr(state_dict, "_metadata", {})):
+        for key in [key for key in entries if f"{key}.".startswith(inside)]:
+            name = f"{key}."[len(inside) :]
+            entries[(prefix + name)[:-1]] = entries.pop(key)
+    for name, dtype in cast(Any, module)._buffer_dtypes.items():
+        if prefix + name in state_dict:
+            state_dict[prefix + name] = state_dict[prefix + name].to(dtype)
 
 
-def _prepare_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-    """Load-state-dict pre-hook: put in the wrapper's name, shard parameters that come full."""
-    for name, param in module.named_parameters():
-        value = state_dict.get(prefix + name)
-        full = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-        if isinstance(param, DTensor) and full and value.shape == param.shape:
-            state_dict[prefix + name] = _shard_like(value.detach(), param)
-    for key in [k for k in state_dict if k.startswith(prefix)]:
+def _add_wrapper_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before loading: names with the wrapper's, and whole parameters sharded."""
+    for name, param in module.named_parameters(prefix[:-1]):
+        value = state_dict.get(name)
+        whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        if isinstance(param, DTensor) and whole and value.shape == param.shape:
+            state_dict[name] = _shard_like(value.detach(), param)
+    for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[f"{prefix}{_WRAPPED}.{key[len(prefix) :]}"] = state_dict.pop(key)
 
 
-def _clean_incompatible_keys(module: nn.Module, incompatible: Any) -> None:
-    """Load-state-dict post-hook: report missing and unexpected names without the wrapper's."""
-    for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
-        keys[:] = [key.replace(f"{_WRAPPED}.", "") for key in keys]
+def _clean_incompatible_keys(module: nn.Module, keys: Any) -> None:
+    """After loading: report names without the wrapper's."""
+    for names in (keys.missing_keys, keys.unexpected_keys):
+        names[:] = [name.replace(f"{_WRAPPED}.", "") for name in names]

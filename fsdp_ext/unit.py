@@ -104,7 +104,7 @@ class Unit:
         for param, slot in by_param.items():
             for submodule, attribute in slot.attributes:
                 submodule._parameters[attribute] = slot.sharded
-            mark_sharded(param, slot.name)
+            mark_sharded(param, slot.name, type(self.modules[0]).__name__)
         self.slots = slots
         self.flatten()
         return slots
@@ -143,8 +143,8 @@ class Unit:
         if len(devices) > 1:
             on_meta = [slot.name for slot in self.slots if slot.local.is_meta]
             raise RuntimeError(
-                f"unit '{self.name}' expects its parameters on one device but got {sorted(devices)} "
-                f"(on meta: {on_meta}); materialise all of them with to_empty(device=...)"
+                f"unit '{self.name}' expects its parameters on one device but got "
+                f"{sorted(devices)} (on meta: {on_meta}); materialise all of them with to_empty(device=...)"
             )
         device = torch.device(devices.pop()) if devices else self.device
         flat = torch.zeros(layout.shard_bytes, dtype=torch.uint8, device=device)
@@ -167,14 +167,14 @@ class Unit:
                 module._parameters[name] = now
         else:
             raise ValueError(
-                f"expects parameter '{slot.name}' to be the DTensor that fully_shard made of it but "
-                f"got {type(now).__name__}; shard the module after replacing its parameters"
+                f"expects parameter '{slot.name}' to be the DTensor that fully_shard made of it "
+                f"but got {type(now).__name__}; shard the module after replacing its parameters"
             )
         rows = self._rows(slot)
         if slot.sharded.shape != slot.shape or slot.local.shape != (rows, *slot.shape[1:]):
             raise ValueError(
-                f"expects parameter '{slot.name}' to keep its shape {tuple(slot.shape)} with {rows} "
-                f"rows on this rank but got {tuple(slot.sharded.shape)} with local shape "
+                f"expects parameter '{slot.name}' to keep its shape {tuple(slot.shape)} with "
+                f"{rows} rows on this rank but got {tuple(slot.sharded.shape)} with local shape "
                 f"{tuple(slot.local.shape)}; shard the module after changing shapes"
             )
         return replaced
@@ -240,8 +240,8 @@ class Unit:
         if len(set(trainable.values())) > 1:
             listed = ", ".join(f"'{name}' is {dtype}" for name, dtype in trainable.items())
             raise ValueError(
-                f"unit '{self.name}' expects its trainable parameters to have one dtype but {listed}; "
-                "shard them as separate units or convert them"
+                f"unit '{self.name}' expects its trainable parameters to have one dtype but "
+                f"{listed}; shard them as separate units or convert them"
             )
         grad_dtype = next(iter(trainable.values()), torch.float32)
         reduce_dtype = self.mp_policy.reduce_dtype or self.mp_policy.param_dtype or grad_dtype

@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 
 from fsdp_ext import _C
 
-# Set on a parameter that a unit has taken over: the name of its replacement.
+# Set on a parameter that a unit has taken over: the names of its replacement and of the unit.
 _SHARDED_AS = "_fsdp_ext_sharded_as"
 
 
@@ -38,8 +38,8 @@ def resolve_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if mesh.ndim == 2:
         raise NotImplementedError(
-            f"fully_shard expects a 1-D mesh but got a 2-D one, {tuple(mesh.shape)}; hybrid sharding "
-            "is not supported yet, pass one dimension of it: mesh['name']"
+            f"fully_shard expects a 1-D mesh but got a 2-D one, {tuple(mesh.shape)}; hybrid "
+            "sharding is not supported yet, pass one dimension of it: mesh['name']"
         )
     if mesh.ndim != 1:
         raise ValueError(
@@ -88,8 +88,8 @@ def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> Non
     owner = getattr(param, _SHARDED_AS, None)
     if owner is not None:
         raise ValueError(
-            f"expects every parameter in one unit but '{name}' is shared with '{owner}', which "
-            "another unit has sharded; put both modules into one unit: fully_shard([a, b])"
+            f"expects every parameter in one unit but '{name}' is shared with '{owner[0]}' of "
+            f"{owner[1]}, a unit already; put both modules into one unit: fully_shard([a, b])"
         )
     if isinstance(param, DTensor):
         raise NotImplementedError(
@@ -97,13 +97,13 @@ def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> Non
         )
     if param.ndim == 0:
         raise ValueError(
-            f"expects parameters of at least one dimension but '{name}' is a scalar; change it to a "
-            "1-D tensor with one element"
+            f"expects parameters of at least one dimension but '{name}' is a scalar; change it to "
+            "a 1-D tensor with one element"
         )
     if param.is_complex():
         raise ValueError(
-            f"expects real parameters but '{name}' is {param.dtype}; store it as a real tensor with "
-            "a last dimension of 2 and use torch.view_as_complex in forward"
+            f"expects real parameters but '{name}' is {param.dtype}; store it as a real tensor "
+            "with a last dimension of 2 and use torch.view_as_complex in forward"
         )
     if param.device.type not in ("meta", device.type):
         raise ValueError(
@@ -117,9 +117,9 @@ def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> Non
         )
 
 
-def mark_sharded(param: nn.Parameter, name: str) -> None:
-    """Remember that ``param`` has been replaced by the sharded parameter ``name``."""
-    setattr(param, _SHARDED_AS, name)
+def mark_sharded(param: nn.Parameter, name: str, unit: str) -> None:
+    """Remember that ``param`` has been replaced by the sharded parameter ``name`` of ``unit``."""
+    setattr(param, _SHARDED_AS, (name, unit))
 
 
 _checked_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -130,12 +130,12 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
         return
     for group in optimizer.param_groups:
         for param in group["params"]:
-            name = getattr(param, _SHARDED_AS, None)
-            if name is not None:
+            owner = getattr(param, _SHARDED_AS, None)
+            if owner is not None:
                 raise RuntimeError(
-                    f"the optimizer expects sharded parameters but has '{name}' as it was before "
-                    "fully_shard, which no longer takes part in training; make the optimizer after "
-                    "fully_shard"
+                    f"the optimizer expects sharded parameters but has '{owner[0]}' as it was "
+                    "before fully_shard, which no longer takes part in training; make the "
+                    "optimizer after fully_shard"
                 )
     _checked_optimizers.add(optimizer)
 

@@ -20,13 +20,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from launcher import run_ranks
+from models import Batch, Subject, Unit
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
-
-from launcher import run_ranks
-from models import Batch, Subject, Unit
 
 # "fsdp2" tests the tests: FSDP2 stands in for fsdp_ext, and is compared with the unsharded model.
 SYSTEM = os.environ.get("FSDP_EXT_TEST_SYSTEM", "fsdp_ext")

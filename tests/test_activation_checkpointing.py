@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
-
 import models
 from models import Recomputed
 from parity import Case, Run, check, each
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 KINDS = {"reentrant": True, "not reentrant": False}
 

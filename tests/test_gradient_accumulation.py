@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-from torch import Tensor
-
 import models
+import torch
 from models import Stack
 from parity import ROUNDING, Case, Run, check, each
+from torch import Tensor
 
 
 def accumulate(syncs: tuple[bool, ...], run: Run, step: int) -> tuple[Tensor, ...]:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from launcher import run_ranks
 from torch import Tensor, nn
 
 import fsdp_ext
 from fsdp_ext import fully_shard
-from launcher import run_ranks
 
 WIDTH = 12
 LAYERS = 5  # units below the root

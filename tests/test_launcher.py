@@ -9,7 +9,6 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-
 from launcher import RanksFailed, run_ranks
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
-
 import models
+import torch
 from models import Stack
 from parity import Case, Run, check, each
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 class OnMeta(Stack):

@@ -9,11 +9,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
-
 import models
+import torch
 from launcher import run_ranks
 from models import Containers, Pair, Stack
 from parity import (
@@ -28,6 +25,8 @@ from parity import (
     train_step,
 )
 from test_gradient_accumulation import EACH_TIME, LAST_TIME
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 COMPUTE_BF16: Mapping[str, Any] = {"param_dtype": BF16}

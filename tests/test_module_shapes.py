@@ -7,11 +7,10 @@ import dataclasses
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 import models
 from models import Containers, Pair
 from parity import Case, check, each
+from torch import Tensor
 
 
 class Named(NamedTuple):

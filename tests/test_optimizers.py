@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
-
 from models import Stack
 from parity import ROUNDING, Case, Run, check, each, whole
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 # A norm is summed up shard by shard, and a fused kernel rounds whole vectors and what is left over
 # from them differently, which ends elsewhere in a shard.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 import models
+import torch
 from models import Stack
 from parity import ROUNDING, Case, Run, adamw, check, each, train_step
+from torch import Tensor
 
 ALL = (1, 2, 3, 4)
 

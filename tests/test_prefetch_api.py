@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import itertools
 
+import models
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-
-import models
 from launcher import run_ranks
 from models import Stack
 from parity import (
@@ -25,6 +21,9 @@ from parity import (
     train_step,
     whole,
 )
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 
 def prefetch_next_forward(run: Run) -> None:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-from torch import Tensor
-
 import models
+import torch
 from models import DeliberateFailure, Fragile, FragileUnit
 from parity import Case, Run, check, each, train_step
+from torch import Tensor
 
 
 def fail(run: Run, step: int, where: str) -> None:

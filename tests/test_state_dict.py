@@ -6,20 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
-from torch.distributed.tensor import DTensor, Shard
-
-import models
 from launcher import run_ranks
 from models import Stack, Transformer
 from parity import (
@@ -37,6 +27,15 @@ from parity import (
     trained,
     whole,
 )
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor, Shard
 
 
 class WithBuffers(Stack):

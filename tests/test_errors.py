@@ -1,0 +1,305 @@
+"""Users' mistakes, each of which gets one sentence: what was expected, what came, what to do."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launcher import RanksFailed, run_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from fsdp_ext import fully_shard
+
+
+def raises(error: type[Exception], *words: str) -> Any:
+    """Expect `error` with all of `words` in its message, in this order."""
+    return pytest.raises(error, match="(?s)" + ".*".join(words))
+
+
+class WithParameter(nn.Module):
+    def __init__(self, parameter: Tensor) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def test_no_process_group() -> None:
+    with raises(RuntimeError, "expects an initialised process group", "init_process_group"):
+        fully_shard(nn.Linear(2, 2))
+
+
+def _meshes() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with raises(NotImplementedError, "1-D mesh but got a 2-D one", "hybrid", "mesh\\['name'\\]"):
+        fully_shard(nn.Linear(2, 2), mesh=mesh)
+    cube = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
+    with raises(ValueError, "1-D mesh but got 3 dimensions"):
+        fully_shard(nn.Linear(2, 2), mesh=cube)
+    elsewhere = DeviceMesh("meta", torch.arange(4), _init_backend=False)
+    with raises(ValueError, "device type 'cpu'", "but got 'meta'", "init_device_mesh"):
+        fully_shard(nn.Linear(2, 2), mesh=elsewhere)
+    # One dimension of a mesh is fine.
+    fully_shard(nn.Linear(4, 4), mesh=mesh["shard"])
+
+
+def test_mesh_of_the_wrong_dimension_or_device() -> None:
+    run_ranks(_meshes, 4)
+
+
+def _modules() -> None:
+    layer = nn.Linear(2, 2)
+    fully_shard(layer)
+    with raises(ValueError, "not sharded yet but got", "Linear", "shard each module once"):
+        fully_shard(layer)
+    theirs = nn.Linear(2, 2)
+    torch_fully_shard(theirs)
+    with raises(ValueError, "PyTorch's own FSDP", "use one of the two"):
+        fully_shard(theirs)
+    with raises(ValueError, "forward is called but got a ModuleList", "its elements"):
+        fully_shard(nn.ModuleList([nn.Linear(2, 2)]))
+    with raises(ValueError, "a module or a non-empty list"):
+        fully_shard([])
+    with raises(ValueError, "expects a module or a list of modules but got int"):
+        fully_shard([3])  # type: ignore[list-item]
+
+
+def test_modules_that_cannot_be_sharded() -> None:
+    run_ranks(_modules, 2)
+
+
+def _parameters() -> None:
+    with raises(ValueError, "at least one dimension but 'scale' is a scalar", "1-D tensor"):
+        fully_shard(WithParameter(torch.tensor(1.0)))
+    with raises(ValueError, "real parameters but 'scale' is torch.complex64", "view_as_complex"):
+        fully_shard(WithParameter(torch.ones(3, dtype=torch.complex64)))
+    with raises(ValueError, "contiguous parameters but 'scale' has strides"):
+        fully_shard(WithParameter(torch.ones(3, 4).t()))
+    tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tied[1].weight = tied[0].weight
+    fully_shard(tied[0])
+    with raises(ValueError, "'1.weight' is shared with 'weight' of Linear", "one unit"):
+        fully_shard(tied)
+
+
+def test_parameters_that_cannot_be_sharded() -> None:
+    run_ranks(_parameters, 2)
+
+
+def _both_names_of_a_shared_parameter() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)})
+    model["head"].weight = model["embed"].weight
+    fully_shard(model["embed"])
+    with raises(
+        ValueError, "'weight' is shared with 'weight' of Embedding", r"fully_shard\(\[a, b"
+    ):
+        fully_shard(model["head"])
+
+
+def test_a_parameter_of_two_units_is_named_in_both() -> None:
+    run_ranks(_both_names_of_a_shared_parameter, 2)
+
+
+def _dtypes() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.float64))
+    fully_shard(model)
+    with raises(
+        ValueError,
+        "trainable parameters to have one dtype",
+        "'0.weight' is torch.float32",
+        "'1.weight' is torch.float64",
+        "separate units",
+    ):
+        model(torch.ones(2, 4))
+    frozen = WithParameter(torch.ones(4))
+    frozen.table = nn.Parameter(torch.arange(10, dtype=torch.int8), requires_grad=False)
+    fully_shard(frozen)
+    frozen(torch.ones(4)).sum().backward()
+    frozen.unshard()
+    assert torch.equal(frozen.table, torch.arange(10, dtype=torch.int8))
+
+
+def test_trainable_parameters_of_several_dtypes_in_one_unit() -> None:
+    run_ranks(_dtypes, 2)
+
+
+def _meta() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0])
+    fully_shard(model)
+    with raises(RuntimeError, "parameters with memory", "1.weight", "to_empty"):
+        model(torch.ones(2, 4))
+    mixed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
+    with raises(RuntimeError, "on one device but got", "1.weight", "to_empty"):
+        fully_shard(mixed)
+
+
+def test_parameters_on_meta_at_the_first_forward_or_on_several_devices() -> None:
+    run_ranks(_meta, 2)
+
+
+def _stale_optimizer() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fully_shard(model)
+    model(torch.ones(2, 4)).sum().backward()
+    with raises(RuntimeError, "has 'weight' as it was before fully_shard", "after fully_shard"):
+        optimizer.step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_an_optimizer_made_before_sharding() -> None:
+    run_ranks(_stale_optimizer, 2)
+
+
+def _changed_since_sharding() -> None:
+    model = nn.Linear(4, 4)
+    fully_shard(model)
+    model.weight = nn.Parameter(torch.ones(6, 4))
+    with raises(ValueError, "'weight' to be the DTensor", "after replacing"):
+        model(torch.ones(2, 4))
+    trained = nn.Linear(4, 4)
+    fully_shard(trained)
+    trained(torch.ones(2, 4)).sum().backward()
+    trained.weight = nn.Parameter(torch.ones(4, 4))
+    with raises(
+        RuntimeError, "keep the parameters they were sharded with", "'weight' was replaced"
+    ):
+        trained(torch.ones(2, 4))
+
+
+def test_parameters_replaced_since_sharding() -> None:
+    run_ranks(_changed_since_sharding, 2)
+
+
+def _shape_changed_since_sharding() -> None:
+    model = nn.Linear(4, 4)
+    fully_shard(model)
+    other = nn.Linear(4, 6)
+    fully_shard(other)
+    model._parameters["weight"] = other.weight
+    with raises(ValueError, r"'weight' to keep its shape \(4, 4\)", r"but got \(6, 4\)"):
+        model(torch.ones(2, 4))
+
+
+def test_shapes_changed_since_sharding() -> None:
+    run_ranks(_shape_changed_since_sharding, 2)
+
+
+class TwoUnits(nn.Module):
+    def __init__(self, reverse: bool, width: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, width)
+        self.second = nn.Linear(4, width)
+        self.reverse = reverse
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reverse:
+            return self.second(x) + self.first(x)
+        return self.first(x) + self.second(x)
+
+
+def _shard_two(model: TwoUnits) -> TwoUnits:
+    fully_shard(model.first)
+    fully_shard(model.second)
+    fully_shard(model)
+    return model
+
+
+def _other_order() -> None:
+    _shard_two(TwoUnits(reverse=dist.get_rank() == 1))(torch.ones(2, 4))
+
+
+def _other_size() -> None:
+    _shard_two(TwoUnits(reverse=False, width=4 + 2 * dist.get_rank()))(torch.ones(2, 4))
+
+
+def test_ranks_that_run_units_in_another_order_say_which_rank_and_unit() -> None:
+    with raises(
+        RanksFailed,
+        "rank 0 issues the all-gather of unit 'first'",
+        "where rank 1 issues the all-gather of unit 'second'",
+        "same on every rank",
+    ):
+        run_ranks(_other_order, 2)
+
+
+def test_ranks_with_units_of_other_sizes_say_which_rank_and_unit() -> None:
+    with raises(
+        RanksFailed, r"unit 'first' \(96 bytes\)", "where rank 1", r"unit 'first' \(128 bytes\)"
+    ):
+        run_ranks(_other_size, 2)
+
+
+def _absent_peer() -> None:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=mesh)
+    model(torch.ones(2, 4)).sum().backward()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError):
+            model(torch.ones(2, 4))
+    dist.barrier()
+
+
+def test_a_peer_that_never_comes_ends_in_an_error_not_a_hang() -> None:
+    run_ranks(_absent_peer, 2, timeout=90.0)
+
+
+def _sparse_gradient() -> None:
+    model = nn.Embedding(8, 4, sparse=True)
+    fully_shard(model)
+    with raises(RuntimeError, "'weight' expects a dense gradient", "sparse=False"):
+        model(torch.tensor([1, 2])).sum().backward()
+
+
+def test_sparse_gradients() -> None:
+    run_ranks(_sparse_gradient, 2)
+
+
+def _forward_below_the_root_first() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0])
+    fully_shard(model)
+    model[0](torch.ones(2, 4))
+    with raises(RuntimeError, "first forward to be the root module's but '0' ran", "outermost"):
+        model(torch.ones(2, 4))
+
+
+def test_a_unit_that_ran_forward_before_its_root() -> None:
+    run_ranks(_forward_below_the_root_first, 2)
+
+
+def _arguments() -> None:
+    with raises(ValueError, "factor of the world size 2 but got 3"):
+        fully_shard(nn.Linear(2, 2), reshard_after_forward=3)
+    with raises(ValueError, "a bool, an int or None but got 'yes'"):
+        fully_shard(nn.Linear(2, 2), reshard_after_forward="yes")  # type: ignore[arg-type]
+    with raises(NotImplementedError, "shard_placement_fn"):
+        fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda _: None)
+    with raises(NotImplementedError, "CPUOffloadPolicy"):
+        fully_shard(nn.Linear(2, 2), offload_policy=CPUOffloadPolicy())
+    model: Any = fully_shard(nn.Linear(2, 2), mp_policy=MixedPrecisionPolicy())
+    with raises(ValueError, "expects a bool but got 1"):
+        model.set_reshard_after_forward(1)
+    with raises(ValueError, "fully_shard was applied to but got Linear"):
+        model.set_modules_to_forward_prefetch([nn.Linear(2, 2)])
+    with raises(ValueError, "positive number but got 0"):
+        model.set_gradient_divide_factor(0)
+    with raises(NotImplementedError, "deep-copied"):
+        copy.deepcopy(model)
+
+
+def test_arguments_that_do_not_fit_or_are_not_supported() -> None:
+    run_ranks(_arguments, 2)
