@@ -117,7 +117,8 @@ def _check_arguments(options: argparse.Namespace) -> None:
         path = getattr(options, name)
         if path is not None and not path.absolute().parent.is_dir():
             raise UsageError(
-                f"--{name} expects a file in a directory that exists but got {path}; create it first"
+                f"--{name} expects a file in a directory that exists but got {path}; create "
+                "it first"
             )
 
 

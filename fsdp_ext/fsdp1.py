@@ -594,7 +594,7 @@ def _remove_wrapper_names(
 def _add_wrapper_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before loading: names with the wrapper's, and whole parameters sharded."""
     for name, param in module.named_parameters(prefix[:-1]):
-        value = state_dict.get(name)
+        value: Any = state_dict.get(name)
         whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
         if isinstance(param, DTensor) and whole and value.shape == param.shape:
             state_dict[name] = _shard_like(value.detach(), param)

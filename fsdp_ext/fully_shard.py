@@ -134,7 +134,8 @@ def _resolve_reshard(value: bool | int | None, mesh: DeviceMesh) -> bool | None:
         raise ValueError(f"reshard_after_forward expects a bool, an int or None but got {value!r}")
     if value < 1 or mesh.size() % value != 0:
         raise ValueError(
-            f"reshard_after_forward expects a factor of the world size {mesh.size()} but got {value}"
+            f"reshard_after_forward expects a factor of the world size {mesh.size()} but got "
+            f"{value}"
         )
     if value == mesh.size():
         return True

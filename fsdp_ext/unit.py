@@ -144,7 +144,8 @@ class Unit:
             on_meta = [slot.name for slot in self.slots if slot.local.is_meta]
             raise RuntimeError(
                 f"unit '{self.name}' expects its parameters on one device but got "
-                f"{sorted(devices)} (on meta: {on_meta}); materialise all of them with to_empty(device=...)"
+                f"{sorted(devices)} (on meta: {on_meta}); materialise all of them with "
+                "to_empty(device=...)"
             )
         device = torch.device(devices.pop()) if devices else self.device
         flat = torch.zeros(layout.shard_bytes, dtype=torch.uint8, device=device)

@@ -93,7 +93,8 @@ def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> Non
         )
     if isinstance(param, DTensor):
         raise NotImplementedError(
-            f"parameter '{name}' is a DTensor already (tensor parallelism); that is not supported yet"
+            f"parameter '{name}' is a DTensor already (tensor parallelism); that is not supported "
+            "yet"
         )
     if param.ndim == 0:
         raise ValueError(
