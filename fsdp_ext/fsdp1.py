@@ -293,6 +293,8 @@ class FullyShardedDataParallel(nn.Module):
             ValueError: if ``norm_type`` is not positive.
         """
         self._expect_root("clip_grad_norm_")
+        for wrapper in self.fsdp_modules(self):
+            wrapper._sharded.reshard()  # the sharded parameters have the gradients
         norm_type = float(norm_type)
         if not norm_type > 0:
             raise ValueError(f"clip_grad_norm_ expects a positive norm_type but got {norm_type}")
@@ -593,6 +595,7 @@ def _remove_wrapper_names(
 
 def _add_wrapper_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before loading: names with the wrapper's, and whole parameters sharded."""
+    cast(Any, module)._sharded.reshard()
     for name, param in module.named_parameters(prefix[:-1]):
         value: Any = state_dict.get(name)
         whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)

@@ -1,0 +1,124 @@
+// A communicator whose ranks are threads of one process, for tests of the schedule.
+#pragma once
+
+#include <condition_variable>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "core/check.h"
+#include "device/host_stream.h"
+
+namespace fsdp::test {
+
+// Where the ranks of one group meet. Every collective is one meeting: all bring an address, each
+// reads what it needs of the others', and nobody leaves before all have read.
+class MeetingPoint {
+ public:
+  MeetingPoint(int size, std::chrono::milliseconds timeout)
+      : timeout_(timeout), addresses_(static_cast<std::size_t>(size)) {}
+
+  template <typename Read>
+  void meet(int rank, const void* address, const Read& read) {
+    addresses_[static_cast<std::size_t>(rank)] = address;
+    arrive();
+    read(addresses_);
+    arrive();
+  }
+
+  int size() const { return static_cast<int>(addresses_.size()); }
+
+ private:
+  void arrive() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const std::uint64_t meeting = meetings_;
+    if (++arrived_ == addresses_.size()) {
+      arrived_ = 0;
+      ++meetings_;
+      changed_.notify_all();
+      return;
+    }
+    if (!changed_.wait_for(lock, timeout_, [&] { return meetings_ != meeting; })) {
+      throw TimeoutError("a peer did not come to the meeting point");
+    }
+  }
+
+  std::chrono::milliseconds timeout_;
+  std::vector<const void*> addresses_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::size_t arrived_ = 0;
+  std::uint64_t meetings_ = 0;
+};
+
+class ThreadsCommunicator final : public Communicator {
+ public:
+  ThreadsCommunicator(std::shared_ptr<MeetingPoint> point, int rank)
+      : point_(std::move(point)), rank_(rank) {}
+
+  const char* transport() const override { return "threads"; }
+  int rank() const override { return rank_; }
+  int size() const override { return point_->size(); }
+
+  void all_gather(Stream& stream, const void* input, void* output, std::size_t bytes) override {
+    enqueue(stream, [=] {
+      point_->meet(rank_, input, [&](const std::vector<const void*>& inputs) {
+        for (std::size_t r = 0; r < inputs.size(); ++r) {
+          std::memcpy(static_cast<char*>(output) + r * bytes, inputs[r], bytes);
+        }
+      });
+    });
+  }
+
+  // fp32 only, summed in rank order.
+  void reduce_scatter(Stream& stream, const void* input, void* output, std::size_t numel,
+                      DType dtype) override {
+    FSDP_CHECK(dtype == DType::Float32, "the tests reduce float32 only");
+    enqueue(stream, [=] {
+      std::vector<float> sums(numel, 0.0F);
+      point_->meet(rank_, input, [&](const std::vector<const void*>& inputs) {
+        for (const void* theirs : inputs) {
+          const float* segment =
+              static_cast<const float*>(theirs) + static_cast<std::size_t>(rank_) * numel;
+          for (std::size_t i = 0; i < numel; ++i) {
+            sums[i] += segment[i];
+          }
+        }
+      });
+      std::memcpy(output, sums.data(), numel * sizeof(float));
+    });
+  }
+
+  void all_reduce(Stream&, void*, std::size_t, DType) override {
+    throw Error("the schedule does not all-reduce");
+  }
+
+  void host_all_gather(Stream& stream, const void* input, void* output,
+                       std::size_t bytes) override {
+    all_gather(stream, input, output, bytes);
+  }
+
+  void abort(const std::string& reason) override { failure_ = reason; }
+  std::string async_error() override { return failure_; }
+
+  // The next collective throws this.
+  void fail_next(std::string message) { failure_ = std::move(message); }
+
+ private:
+  template <typename Work>
+  void enqueue(Stream& stream, Work work) {
+    static_cast<HostQueue&>(stream).enqueue([this, work] {
+      FSDP_CHECK(failure_.empty(), failure_);
+      work();
+    });
+  }
+
+  std::shared_ptr<MeetingPoint> point_;
+  int rank_;
+  std::string failure_;
+};
+
+}  // namespace fsdp::test
