@@ -87,8 +87,8 @@ CASES = [
     Case("param_dtype=fp16, reduce_dtype=bf16", Stack,
          precision={"param_dtype": FP16, "reduce_dtype": BF16}),
     Case("reduce_dtype=bf16 alone", Stack, (1, 2), precision={"reduce_dtype": BF16}),
-    # We scale a gradient in fp32 and round it once; FSDP2 rounds it to fp16 and then halves it, which
-    # rounds small ones, that become subnormal, once more.
+    # We scale a gradient in fp32 and round it once; FSDP2 rounds it to fp16 and then halves it,
+    # which rounds small ones, that become subnormal, once more.
     Case("reduce_dtype=fp16 alone", Stack, precision={"reduce_dtype": FP16}, fsdp2=LOW,
          unsharded=LOW),
     Case("output_dtype=fp32", models.BareRoot, (1, 2), precision=OUTPUT_FP32),
