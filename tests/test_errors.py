@@ -224,20 +224,21 @@ def _other_size() -> None:
 
 
 def test_ranks_that_run_units_in_another_order_say_which_rank_and_unit() -> None:
-    with raises(
-        RanksFailed,
-        "rank 0 issues the all-gather of unit 'first'",
-        "where rank 1 issues the all-gather of unit 'second'",
-        "same on every rank",
-    ):
+    with pytest.raises(RanksFailed) as caught:
         run_ranks(_other_order, 2)
+    # Whichever rank is heard first says what both do.
+    message = str(caught.value)
+    assert "rank 0 issues the all-gather of unit 'first'" in message
+    assert "rank 1 issues the all-gather of unit 'second'" in message
+    assert "the same on every rank" in message
 
 
 def test_ranks_with_units_of_other_sizes_say_which_rank_and_unit() -> None:
-    with raises(
-        RanksFailed, r"unit 'first' \(96 bytes\)", "where rank 1", r"unit 'first' \(128 bytes\)"
-    ):
+    with pytest.raises(RanksFailed) as caught:
         run_ranks(_other_size, 2)
+    message = str(caught.value)
+    assert "rank 0 issues the all-gather of unit 'first' (96 bytes)" in message
+    assert "rank 1 issues the all-gather of unit 'first' (128 bytes)" in message
 
 
 def _absent_peer() -> None:
