@@ -200,7 +200,7 @@ def _reshard(unit: Unit) -> None:
 
 def _adopt_changes(unit: Unit) -> None:
     """Follow sharded parameters that were replaced, converted or moved."""
-    if unit.flatten() and unit.root is not None:
+    if unit.flatten(loading=True) and unit.root is not None:
         unit.root.invalidate()
 
 

@@ -121,12 +121,16 @@ class Unit:
         return nn.Parameter(dtensor, requires_grad=like.requires_grad)
 
     @torch.no_grad()
-    def flatten(self) -> bool:
+    def flatten(self, *, loading: bool = False) -> bool:
         """Make the sharded parameters views of one flat shard, whatever became of them since.
 
         ``module.to()``, ``to_empty`` and ``load_state_dict(assign=True)`` give the modules other
         tensors or other parameters. Their rows are copied into a new flat shard unless they all
         lie in the present one already.
+
+        Args:
+            loading: parameters may be replaced one module at a time, so that some of them are
+                still on meta; then wait for the rest.
 
         Returns:
             Whether anything changed, so that the C++ side has to be made anew.
@@ -140,6 +144,8 @@ class Unit:
         if self._is_flat(layout):
             return any(replaced)
         devices = {slot.local.device.type for slot in self.slots}
+        if loading and len(devices) > 1:
+            return True
         if len(devices) > 1:
             on_meta = [slot.name for slot in self.slots if slot.local.is_meta]
             raise RuntimeError(

@@ -365,7 +365,14 @@ def shared_module() -> None:
         return model
 
     model = shared()
-    got = train(FSDP(model, auto_wrap_policy=BY_BLOCK), model)
+    wrapped = FSDP(model, auto_wrap_policy=BY_BLOCK)
+    for duplicates in (False, True):
+        names = [n for n, _ in wrapped.named_parameters(remove_duplicate=not duplicates)]
+        plain = shared().named_parameters(remove_duplicate=not duplicates)
+        assert names == [n for n, _ in plain]
+    assert len(FSDP.fsdp_modules(wrapped)) == 3
+    assert len(list(wrapped.modules())) == len(list(shared().modules())) + 3
+    got = train(wrapped, model)
     model = shared()
     assert_equal(got, train(model, model, average=True))
 
@@ -411,6 +418,45 @@ def input_casts() -> None:
 
 def test_forward_inputs_are_cast_as_told() -> None:
     run_ranks(input_casts, 1)
+
+
+class Precise(nn.Linear):
+    """Needs float32."""
+
+    def forward(self, x: Tensor, count: Tensor, *, shift: Tensor) -> tuple[Tensor, Tensor]:
+        assert x.dtype == shift.dtype == self.weight.dtype == torch.float32
+        return super().forward(x + shift), count
+
+
+def precise_class() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before = nn.Linear(DIM, DIM)
+            self.precise = Precise(DIM, DIM)
+            self.left_alone = Precise(DIM, DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.before(x)
+            assert x.dtype == BF16
+            y, count = self.precise(x, torch.arange(2), shift=x)
+            assert y.dtype == BF16
+            assert count.dtype == torch.int64
+            return y
+
+    precision = MixedPrecision(BF16, _module_classes_to_ignore=(Precise,))
+    for policy in (ModuleWrapPolicy({nn.ReLU}), ModuleWrapPolicy({Precise}), always_wrap_policy):
+        model = Around()
+        kwargs = {"mixed_precision": precision, "ignored_modules": [model.left_alone]}
+        wrapped = FSDP(model, auto_wrap_policy=policy, **kwargs)
+        assert isinstance(wrapped.precise, FSDP)
+        assert not isinstance(wrapped.left_alone, FSDP)
+        wrapped(torch.ones(2, DIM)).sum().backward()
+        assert all(p.grad is not None for p in wrapped.precise.parameters())
+
+
+def test_classes_that_mixed_precision_ignores_run_in_float32() -> None:
+    run_ranks(precise_class, 1)
 
 
 def buffers_in_state_dict() -> None:
