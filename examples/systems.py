@@ -42,7 +42,8 @@ def shard(system: str, model: GPT, dtype: torch.dtype, device: torch.device) -> 
             model,
             auto_wrap_policy=ModuleWrapPolicy({Block}),
             mixed_precision=MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32),
-            device_id=device if device.type == "cuda" else None,
+            # Said for a CPU too: without it FSDP1 looks for an accelerator and fails.
+            device_id=device,
             use_orig_params=True,
         )
     from torch.nn.parallel import DistributedDataParallel

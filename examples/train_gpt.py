@@ -128,9 +128,9 @@ def start_ranks(options: argparse.Namespace) -> torch.device:
     Raises:
         UsageError: if the machine or the number of ranks does not fit the options.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if options.batch % world_size:
         raise UsageError(
             f"--batch expects a multiple of the {world_size} ranks but got {options.batch}; "
@@ -444,7 +444,12 @@ class Memory:
 
 
 def memory_of_ranks(run: Run) -> list[Memory]:
-    """The memory of every rank, between steps: parameters are sharded where they are at all."""
+    """The memory of every rank, between steps.
+
+    Asks the optimizer for the parameters: it has the shards, while the model may still hold the
+    root unit unsharded after the last forward pass.
+    """
+    parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
 
     def size(tensors: Iterable[object]) -> int:
         local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
@@ -457,8 +462,8 @@ def memory_of_ranks(run: Run) -> list[Memory]:
         unit = 1 if sys.platform == "darwin" else 1024
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     mine = Memory(
-        parameters=size(run.model.parameters()),
-        gradients=size(parameter.grad for parameter in run.model.parameters()),
+        parameters=size(parameters),
+        gradients=size(parameter.grad for parameter in parameters),
         optimizer=size(t for state in run.optimizer.state.values() for t in state.values()),
         peak=peak,
     )
@@ -527,7 +532,7 @@ def main() -> int:
         run = prepare(options, device)
     except UsageError as error:
         # Every rank finds the same mistake, so one of them says it.
-        if int(os.environ.get("RANK", 0)) == 0:
+        if int(os.environ.get("RANK", "0")) == 0:
             print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
         if dist.is_initialized():
             dist.destroy_process_group()

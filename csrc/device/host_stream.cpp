@@ -13,6 +13,9 @@
 namespace fsdp {
 namespace {
 
+// See Note [doorbell]. About the time between two collectives of the smallest units there are.
+constexpr std::chrono::microseconds kPolling{100};
+
 HostEvent& as_host(Event& event) { return static_cast<HostEvent&>(event); }
 
 class HostDevice final : public Device {
@@ -121,7 +124,7 @@ HostStream::HostStream(std::string name, std::chrono::milliseconds timeout)
 HostStream::~HostStream() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    stopping_ = true;
+    stopping_ = rung_ = true;
   }
   work_available_.notify_one();
   worker_.join();
@@ -158,12 +161,14 @@ void HostStream::synchronize() {
 }
 
 void HostStream::push(Item item, bool ring) {
-  bool wake;
+  bool wake = false;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     items_.push_back(std::move(item));
-    wake = ring && !rung_;
-    rung_ = rung_ || ring;
+    if (ring) {
+      wake = asleep_ && !rung_;
+      rung_ = true;
+    }
   }
   if (wake) {
     work_available_.notify_one();
@@ -171,22 +176,29 @@ void HostStream::push(Item item, bool ring) {
 }
 
 void HostStream::run() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  while (true) {
-    work_available_.wait(lock, [this] { return rung_ || stopping_; });
-    if (items_.empty()) {
-      if (stopping_) {
-        return;
-      }
-      rung_ = false;
-      continue;
+  std::deque<Item> batch;
+  while (take_batch(batch)) {
+    for (Item& item : batch) {
+      execute(std::move(item));
     }
-    Item item = std::move(items_.front());
-    items_.pop_front();
-    lock.unlock();
-    execute(std::move(item));
-    lock.lock();
+    batch.clear();
   }
+}
+
+// Takes all that is queued. False: the stream is at its end.
+bool HostStream::take_batch(std::deque<Item>& batch) {
+  const auto polling_ends = std::chrono::steady_clock::now() + kPolling;
+  while (!rung_.load(std::memory_order_acquire) &&
+         std::chrono::steady_clock::now() < polling_ends) {
+    std::this_thread::yield();
+  }
+  std::unique_lock<std::mutex> lock(mutex_);
+  asleep_ = true;
+  work_available_.wait(lock, [this] { return rung_ || stopping_; });
+  asleep_ = false;
+  rung_ = false;
+  batch.swap(items_);
+  return !batch.empty();
 }
 
 // See Note [errors on streams]. The item is taken by value: what the work captured goes before the

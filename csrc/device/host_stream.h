@@ -77,7 +77,9 @@ class HostComputeStream final : public HostQueue {
 //
 // Note [doorbell]
 // Waking the worker costs more than most of what it does. So enqueue and wait only queue, and a
-// record, with which every sequence of work ends that somebody will wait for, wakes it.
+// record, with which every sequence of work ends that somebody will wait for, rings. And a worker
+// with nothing left to do looks out for the next ring for a moment, giving its core to whoever
+// wants it, before it sleeps: a ring it sees costs the caller no call into the kernel.
 class HostStream final : public HostQueue {
  public:
   HostStream(std::string name, std::chrono::milliseconds timeout);
@@ -103,6 +105,7 @@ class HostStream final : public HostQueue {
 
   void push(Item item, bool ring);
   void run();
+  bool take_batch(std::deque<Item>& batch);
   void execute(Item item);
 
   std::string name_;
@@ -110,7 +113,8 @@ class HostStream final : public HostQueue {
   std::mutex mutex_;
   std::condition_variable work_available_;
   std::deque<Item> items_;
-  bool rung_ = false;  // since the queue was last empty; the worker sleeps only while it is not
+  std::atomic<bool> rung_{false};  // since the worker last took what was queued; set under mutex_
+  bool asleep_ = false;
   bool stopping_ = false;
   std::exception_ptr error_;  // only the worker touches it
   std::thread worker_;        // last: starts when everything above exists
