@@ -1,0 +1,174 @@
+"""The main job: it learns, resumes at any number of ranks, and says what is wrong with its options."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launcher import run_ranks
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import train_gpt  # noqa: E402  (its folder is on the path from here on)
+from corpus import UsageError  # noqa: E402
+
+TINY = ["--dim", "32", "--layers", "2", "--heads", "2", "--context", "16", "--batch", "12"]
+STEPS = 6
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A corpus with an order to learn: the byte frequencies alone know nothing of it."""
+    path = tmp_path / "text"
+    path.write_text("".join(f"line {i % 10} of some text that repeats\n" for i in range(400)))
+    return path
+
+
+def run_script(arguments: list[str], ranks: int, expect: int = 0) -> str:
+    """Run the example as a user does; return what it printed, errors included."""
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    done = subprocess.run(
+        [*command, str(EXAMPLES / "train_gpt.py"), *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == expect, done.stdout
+    return done.stdout
+
+
+def test_it_learns_saves_plots_and_goes_on_with_one_rank_less(text: Path, tmp_path: Path) -> None:
+    checkpoint, figures, picture = tmp_path / "run", tmp_path / "out.json", tmp_path / "loss.png"
+    shared = [*TINY, "--data", str(text), "--checkpoint", str(checkpoint), "--eval-batches", "2"]
+    outputs = [*shared, "--json", str(figures), "--lr", "0.01", "--sample", "8"]
+    printed = run_script([*outputs, "--steps", "40", "--plot", str(picture)], ranks=2)
+    result = json.loads(figures.read_text())
+
+    assert result["world_size"] == 2
+    assert result["steps"] == 40
+    assert result["validation_loss"] < result["byte_frequency_loss"] - 0.5
+    assert math.isfinite(result["tokens_per_second"])
+    rank = result["memory_per_rank"][0]
+    assert 0 < rank["parameters"] < 4 * result["parameters"] * 0.6  # a half, and padding
+    assert rank["gradients"] == rank["parameters"]
+    assert rank["optimizer"] > 2 * rank["parameters"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    for part in ("validation loss", "byte frequencies alone", "tokens/s", "--- sample ---"):
+        assert part in printed
+
+    printed = run_script([*outputs, "--steps", "44", "--resume"], ranks=1)
+    resumed = json.loads(figures.read_text())
+    assert f"resumed from {checkpoint} at step 40" in printed
+    assert resumed["world_size"] == 1
+    assert resumed["curve"][:40] == result["curve"]
+    assert resumed["curve"][-1][0] == 44
+    assert resumed["validation_loss"] < result["validation_loss"] + 0.2
+
+
+def _steps(arguments: list[str], save_after: int | None) -> list[float]:
+    """The loss of each step up to the last; saves a checkpoint on the way."""
+    options = train_gpt.parse_arguments(arguments)
+    run = train_gpt.prepare(options, torch.device("cpu"))
+    losses = []
+    while run.step < options.steps:
+        losses.append(train_gpt.mean_over_ranks(train_gpt.train_step(run)))
+        if run.step == save_after:
+            train_gpt.save(run)
+    losses.append(train_gpt.evaluate(run))
+    return losses
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_resumed_run_goes_on_as_the_uninterrupted_one_did(
+    ranks: int, text: Path, tmp_path: Path
+) -> None:
+    arguments = [*TINY, "--data", str(text), "--steps", str(STEPS)]
+    arguments += ["--checkpoint", str(tmp_path / "run")]
+    whole = run_ranks(_steps, 2, arguments, STEPS // 2)[0]
+    rest = run_ranks(_steps, ranks, [*arguments, "--resume"], None)[0]
+    assert len(rest) == STEPS - STEPS // 2 + 1
+    if ranks == 2:
+        assert rest == whole[STEPS // 2 :]
+    # The mean over ranks is a sum in another order.
+    torch.testing.assert_close(
+        torch.tensor(rest), torch.tensor(whole[STEPS // 2 :]), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_the_four_systems_train_alike(text: Path) -> None:
+    arguments = [*TINY, "--data", str(text), "--steps", "4"]
+    losses: dict[str, list[float]] = {
+        system: run_ranks(_steps, 2, [*arguments, "--system", system], None)[0]
+        for system in ("ours", "fsdp2", "fsdp1", "ddp")
+    }
+    assert losses["ours"] == losses["fsdp2"]
+    for system in ("fsdp1", "ddp"):
+        torch.testing.assert_close(
+            torch.tensor(losses[system]), torch.tensor(losses["ours"]), rtol=1e-4, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], r"--steps expects at least 1 but got 0"),
+        (["--eval-batches", "-1"], r"--eval-batches expects at least 1 but got -1"),
+        (["--threads", "-2"], r"--threads expects at least 0 but got -2"),
+        (["--dim", "10", "--heads", "3"], r"--dim expects a multiple of --heads 3 but got 10"),
+        (["--prompt", ""], r"--prompt expects at least one character"),
+        (["--resume"], r"--resume expects --checkpoint DIR"),
+        (["--json", "/no/such/directory/x"], r"--json expects a file in a directory that exists"),
+        (["--system", "zero"], r"argument --system: invalid choice: 'zero'"),
+        (["--steps", "many"], r"argument --steps: invalid int value: 'many'"),
+    ],
+)
+def test_a_wrong_option_is_one_sentence(arguments: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as error:
+        train_gpt.parse_arguments(arguments)
+    assert "\n" not in str(error.value)
+
+
+def _message_of(arguments: list[str]) -> str:
+    try:
+        train_gpt.prepare(train_gpt.parse_arguments(arguments), torch.device("cpu"))
+    except UsageError as error:
+        return str(error)
+    return "no error"
+
+
+def test_what_does_not_fit_the_data_or_the_checkpoint_is_one_sentence(
+    text: Path, tmp_path: Path
+) -> None:
+    run = ["--data", str(text), "--checkpoint", str(tmp_path / "run"), "--steps", "2"]
+
+    def message(*arguments: str) -> str:
+        messages: list[Any] = run_ranks(_message_of, 1, [*TINY, *arguments])
+        return str(messages[0])
+
+    assert "but /no/such/data does not exist" in message("--data", "/no/such/data")
+    assert "--context 16384" in message("--data", str(text), "--context", "16384")
+    assert "there is none; leave --resume out" in message(*run, "--resume")
+    run_ranks(_steps, 2, [*TINY, *run], 1)
+    assert "already holds a run at step 1" in message(*run)
+    assert "--resume expects --layers 2" in message(*run, "--resume", "--layers", "3")
+    assert "--steps expects more than the 1 steps" in message(*run, "--resume", "--steps", "1")
+    other = tmp_path / "other"
+    other.write_text(text.read_text() + "more\n" * 100)
+    assert "has other contents" in message(*run, "--resume", "--data", str(other))
+
+
+def test_one_rank_of_many_says_what_is_wrong(text: Path) -> None:
+    printed = run_script([*TINY, "--data", str(text), "--batch", "5"], ranks=2, expect=1)
+    assert printed.count("--batch expects a multiple of the 2 ranks but got 5") == 1
