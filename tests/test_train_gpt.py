@@ -1,4 +1,4 @@
-"""The main job: it learns, resumes at any number of ranks, and says what is wrong with its options."""
+"""The main job: it learns, resumes at any number of ranks, and says what is wrong with options."""
 
 from __future__ import annotations
 
