@@ -79,12 +79,18 @@ class Unit:
     @property
     def number(self) -> int: ...
 
-class Root:
+class Lanes:
     def __init__(
         self,
         gather_group: dist.ProcessGroup,
         reduce_group: dist.ProcessGroup,
         timeout_seconds: float,
+    ) -> None: ...
+
+class Root:
+    def __init__(
+        self,
+        lanes: Lanes,
         prefetch_depth: int,
         nesting: int,
         check_order: bool,

@@ -1,46 +1,45 @@
-"""The process groups that a root's collectives run on."""
+"""What the collectives of all units over one set of ranks run on."""
 
 from __future__ import annotations
 
+import weakref
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from fsdp_ext import _C
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 # How much longer the schedule waits than the backend, whose own error says more.
 _GRACE = timedelta(seconds=10)
 
-
-class PrivateGroups(NamedTuple):
-    """Two groups over the same ranks, one for gathers and one for reductions."""
-
-    gather: dist.ProcessGroup
-    reduce: dist.ProcessGroup
-    timeout: timedelta
+_lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.Lanes] = weakref.WeakKeyDictionary()
 
 
-def make_private_groups(group: dist.ProcessGroup) -> PrivateGroups:
-    """Make two groups over the ranks of ``group``, all of which have to call this.
+def lanes_of(group: dist.ProcessGroup) -> _C.Lanes:
+    """Return the lanes for the ranks of ``group``, all of which have to call this the first time.
 
     Note [private groups]: collectives are issued by worker threads, so their order relative to
     collectives that the user issues is not the same on every rank, and neither is the order of
-    gathers relative to reductions, or of one root's relative to another's. Backends match
-    collectives by their order on a group. Hence each root has two groups of its own.
+    gathers relative to reductions. Backends match collectives by their order on a group. Hence
+    each lane (``csrc/core/lanes.h``) has a group of its own over the same ranks. They live as long
+    as ``group`` and serve every root over it.
     """
-    timeout = _timeout_of(group)
-    gather, reduce = (
-        dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=timeout,
-            backend=dist.get_backend(group),
-            use_local_synchronization=True,
-            group_desc=f"fsdp_ext_{purpose}",
+    if group not in _lanes:
+        timeout = _timeout_of(group)
+        gather, reduce = (
+            dist.new_group(
+                dist.get_process_group_ranks(group),
+                timeout=timeout,
+                backend=dist.get_backend(group),
+                use_local_synchronization=True,
+                group_desc=f"fsdp_ext_{lane}",
+            )
+            for lane in ("gather", "reduce")
         )
-        for purpose in ("gather", "reduce")
-    )
-    return PrivateGroups(gather, reduce, timeout + _GRACE)
+        _lanes[group] = _C.Lanes(gather, reduce, (timeout + _GRACE).total_seconds())
+    return _lanes[group]
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_ext import _C
-from fsdp_ext.communicator import make_private_groups
+from fsdp_ext.communicator import lanes_of
 from fsdp_ext.unit import Unit
 
 
@@ -62,7 +62,6 @@ class Root:
             )
         for unit in self.units:
             unit.root = self
-        self._groups = make_private_groups(self.units[0].mesh.get_group())
         self.core = self.build()
 
     @staticmethod
@@ -95,12 +94,9 @@ class Root:
     def build(self) -> _C.Root:
         """(Re)make the C++ side for the parameters as they are now and hook it in."""
         module = self.module
-        groups = self._groups
         method = weakref.WeakMethod(self._pre_forward_when_stale)
         core = _C.Root(
-            gather_group=groups.gather,
-            reduce_group=groups.reduce,
-            timeout_seconds=groups.timeout.total_seconds(),
+            lanes=lanes_of(self.units[0].mesh.get_group()),
             prefetch_depth=1,
             nesting=self._nesting(),
             check_order=self.check_order,

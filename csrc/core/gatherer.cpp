@@ -13,15 +13,17 @@ const std::string kComputeStream = "the compute stream";
 
 }  // namespace
 
-Gatherer::Gatherer(Device& device, Packer& packer, Communicator& communicator, Ledger& ledger,
-                   Announce announce)
+Gatherer::Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Announce announce)
     : device_(device),
       packer_(packer),
-      communicator_(communicator),
+      lane_(lane),
+      stream_(lane.stream()),
       ledger_(ledger),
       announce_(std::move(announce)),
-      compute_reached_(device.new_event()),
-      stream_(device.new_stream("gather")) {}
+      compute_reached_(device.new_event()) {}
+
+// What is in flight uses the buffers that go now.
+Gatherer::~Gatherer() { lane_.drain(); }
 
 void Gatherer::plan_memory(const std::vector<std::unique_ptr<Unit>>& units, int slots) {
   std::size_t slot_bytes = 0;
@@ -42,7 +44,7 @@ void Gatherer::plan_memory(const std::vector<std::unique_ptr<Unit>>& units, int 
     }
   }
   // What is in flight may still use the memory of the plan before.
-  stream_->synchronize();
+  stream_.synchronize();
   ring_ = std::make_unique<BufferRing>(device_, std::min(slots, ring_units), slot_bytes);
   staging_ = staging_bytes_ > 0 ? device_.allocate(staging_bytes_) : nullptr;
   for (const auto& unit : units) {
@@ -55,7 +57,7 @@ void Gatherer::plan_memory(const std::vector<std::unique_ptr<Unit>>& units, int 
 void Gatherer::begin_iteration() {
   iteration_ += 1;
   device_.compute_stream().record(*compute_reached_);
-  stream_->wait(*compute_reached_, kComputeStream);
+  stream_.wait(*compute_reached_, kComputeStream);
   if (ring_ != nullptr) {
     ring_->forget_contents();
   }
@@ -155,9 +157,9 @@ Slot* Gatherer::free_slot(Unit& unit, bool on_demand,
 void Gatherer::gather_into(Unit& unit, Slot& slot) {
   const UnitLayout& layout = unit.layout;
   unit.gathered_from = {iteration_, unit.port.shard_version(), true};
-  stream_->wait(*slot.released, unit.gather_label);  // Note [slot lifetime]
+  stream_.wait(*slot.released, unit.gather_label);  // Note [slot lifetime]
   if (layout.world_size() == 1) {
-    packer_.cast(*stream_, unit.cast_plan, unit.port.flat_shard(), slot.data(), 1.0);
+    packer_.cast(stream_, unit.cast_plan, unit.port.flat_shard(), slot.data(), 1.0);
     ledger_.copied(layout.shard_bytes() + layout.gather_bytes());
   } else {
     const std::size_t wire_bytes =
@@ -165,13 +167,13 @@ void Gatherer::gather_into(Unit& unit, Slot& slot) {
     announce_(unit, wire_bytes);
     const void* input = gather_input(unit);
     void* output = layout.staging_is_unsharded() ? slot.data() : staging_.get();
-    communicator_.all_gather(*stream_, input, output, layout.gather_bytes());
+    lane_.communicator().all_gather(stream_, input, output, layout.gather_bytes());
     if (!layout.staging_is_unsharded()) {
-      packer_.unpack(*stream_, unit.unpack_plan, staging_.get(), slot.data());
+      packer_.unpack(stream_, unit.unpack_plan, staging_.get(), slot.data());
       ledger_.copied(2 * wire_bytes);
     }
   }
-  stream_->record(*unit.gathered);
+  stream_.record(*unit.gathered);
 }
 
 // Cast once an iteration: backward gathers what forward has cast.
@@ -184,7 +186,7 @@ const void* Gatherer::gather_input(Unit& unit) {
     unit.gather_input = device_.allocate(layout.gather_bytes());
   }
   if (!unit.cast_from.matches(unit.gathered_from)) {
-    packer_.cast(*stream_, unit.cast_plan, unit.port.flat_shard(), unit.gather_input.get(), 1.0);
+    packer_.cast(stream_, unit.cast_plan, unit.port.flat_shard(), unit.gather_input.get(), 1.0);
     ledger_.copied(layout.shard_bytes() + layout.gather_bytes());
     unit.cast_from = unit.gathered_from;
   }

@@ -13,12 +13,10 @@
 #include <memory>
 #include <vector>
 
-#include "comm/communicator.h"
 #include "core/buffer_ring.h"
+#include "core/lanes.h"
 #include "core/ledger.h"
 #include "core/unit.h"
-#include "device/stream.h"
-#include "pack/pack.h"
 
 namespace fsdp {
 
@@ -27,8 +25,12 @@ class Gatherer {
   // Called right before a collective is issued.
   using Announce = std::function<void(Unit&, std::size_t bytes)>;
 
-  Gatherer(Device& device, Packer& packer, Communicator& communicator, Ledger& ledger,
-           Announce announce);
+  // The lane outlives this, and may be shared with others.
+  Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Announce announce);
+  ~Gatherer();
+
+  Gatherer(const Gatherer&) = delete;
+  Gatherer& operator=(const Gatherer&) = delete;
 
   // Sizes the ring for `units` (and frees the one before): `slots` slots of the largest unit that
   // reshards after forward. Not while a slot of the ring has an owner.
@@ -50,7 +52,7 @@ class Gatherer {
   // Whether the unsharded parameters are those of the shards as they are now, as far as known.
   bool is_current(Unit& unit);
 
-  Stream& stream() { return *stream_; }
+  Stream& stream() { return stream_; }
   const BufferRing* ring() const { return ring_.get(); }
   std::size_t staging_bytes() const { return staging_bytes_; }
   // Fills slots with NaN at release, so that a use after release shows in results; for tests.
@@ -62,12 +64,12 @@ class Gatherer {
   Slot* free_slot(Unit& unit, bool on_demand, const std::vector<std::unique_ptr<Unit>>& units);
   void gather_into(Unit& unit, Slot& slot);
   const void* gather_input(Unit& unit);
-  void unpack(Unit& unit, void* unsharded);
   void poison(Slot& slot);
 
   Device& device_;
   Packer& packer_;
-  Communicator& communicator_;
+  Lane& lane_;
+  Stream& stream_;  // the lane's
   Ledger& ledger_;
   Announce announce_;
   std::unique_ptr<Event> compute_reached_;
@@ -76,7 +78,6 @@ class Gatherer {
   std::size_t staging_bytes_ = 0;
   std::uint64_t iteration_ = 0;
   bool poison_ = false;
-  std::unique_ptr<Stream> stream_;  // last: it ends before what its work uses
 };
 
 }  // namespace fsdp

@@ -2,49 +2,51 @@
 
 #include <cstdio>
 #include <cstring>
-#include <vector>
+#include <string>
 
 #include "core/check.h"
 
 namespace fsdp {
-namespace {
 
-struct Announcement {
+struct OrderCheck::Announcement {
+  std::string describe() const {
+    return detail::concat("the ", op, " of unit '", unit, "' (", bytes, " bytes)");
+  }
+
   std::uint64_t sequence;
   std::uint64_t bytes;
   char op[16];
   char unit[96];
 };
 
-std::string describe(const Announcement& announcement) {
-  return detail::concat("the ", announcement.op, " of unit '", announcement.unit, "' (",
-                        announcement.bytes, " bytes)");
-}
+OrderCheck::OrderCheck(Device& device, Lane& lane)
+    : device_(device),
+      lane_(lane),
+      compared_(device.new_event()),
+      mine_(std::make_unique<Announcement>()),
+      all_(static_cast<std::size_t>(lane.communicator().size())) {}
 
-}  // namespace
+OrderCheck::~OrderCheck() = default;
 
-OrderCheck::OrderCheck(Device& device, Communicator& communicator)
-    : device_(device), communicator_(communicator), compared_(device.new_event()) {}
-
-void OrderCheck::compare(Stream& stream, const char* op, const Unit& unit, std::size_t bytes) {
-  Announcement mine{};
+void OrderCheck::compare(const char* op, const Unit& unit, std::size_t bytes) {
+  Announcement& mine = *mine_;
+  mine = {};
   mine.sequence = ++sequence_;
   mine.bytes = bytes;
   std::snprintf(mine.op, sizeof(mine.op), "%s", op);
   std::snprintf(mine.unit, sizeof(mine.unit), "%s", unit.name.c_str());
-  std::vector<Announcement> all(static_cast<std::size_t>(communicator_.size()));
-  communicator_.host_all_gather(stream, &mine, all.data(), sizeof(mine));
-  stream.record(*compared_);
+  lane_.communicator().host_all_gather(lane_.stream(), &mine, all_.data(), sizeof(mine));
+  lane_.stream().record(*compared_);
   compared_->synchronize(device_.timeout(),
-                         "all ranks to announce " + describe(mine) +
+                         "all ranks to announce " + mine.describe() +
                              " (a rank that skips a unit, or has failed, never does)");
-  for (std::size_t rank = 0; rank < all.size(); ++rank) {
-    const Announcement& theirs = all[rank];
+  for (std::size_t rank = 0; rank < all_.size(); ++rank) {
+    const Announcement& theirs = all_[rank];
     FSDP_CHECK(std::memcmp(&theirs, &mine, sizeof(mine)) == 0,
                "all ranks are expected to run the same units in the same order and sizes, but as "
                "collective ",
-               mine.sequence, " of the first iteration rank ", communicator_.rank(), " issues ",
-               describe(mine), " where rank ", rank, " issues ", describe(theirs),
+               mine.sequence, " of the first iteration rank ", lane_.communicator().rank(),
+               " issues ", mine.describe(), " where rank ", rank, " issues ", theirs.describe(),
                "; make the model and its control flow the same on every rank");
   }
 }

@@ -5,26 +5,31 @@
 
 #include <cstdint>
 #include <memory>
-#include <string>
+#include <vector>
 
-#include "comm/communicator.h"
+#include "core/lanes.h"
 #include "core/unit.h"
-#include "device/stream.h"
 
 namespace fsdp {
 
 class OrderCheck {
  public:
-  OrderCheck(Device& device, Communicator& communicator);
+  OrderCheck(Device& device, Lane& lane);
+  ~OrderCheck();
 
   // Blocks until all ranks have said what their next collective is; throws where they differ.
-  void compare(Stream& stream, const char* op, const Unit& unit, std::size_t bytes);
+  void compare(const char* op, const Unit& unit, std::size_t bytes);
 
  private:
+  struct Announcement;
+
   Device& device_;
-  Communicator& communicator_;
+  Lane& lane_;
   std::unique_ptr<Event> compared_;
   std::uint64_t sequence_ = 0;
+  // This rank's and all ranks'. Members, since a wait that timed out leaves them in use.
+  std::unique_ptr<Announcement> mine_;
+  std::vector<Announcement> all_;
 };
 
 }  // namespace fsdp

@@ -14,19 +14,18 @@ constexpr std::size_t kMostForwardCalls = 1 << 14;
 
 }  // namespace
 
-Pipeline::Pipeline(Device& device, Packer& packer, Communicator& gather_communicator,
-                   Communicator& reduce_communicator, PipelineOptions options)
-    : device_(device),
+Pipeline::Pipeline(Lanes& lanes, PipelineOptions options)
+    : device_(*lanes.device),
       options_(options),
-      world_size_(gather_communicator.size()),
+      world_size_(lanes.gather.communicator().size()),
+      order_check_(device_, lanes.gather),
       gatherer_(
-          device, packer, gather_communicator, ledger_,
+          device_, *lanes.packer, lanes.gather, ledger_,
           [this](Unit& unit, std::size_t bytes) { announce(Collective::AllGather, unit, bytes); }),
-      reducer_(device, packer, reduce_communicator, ledger_,
+      reducer_(device_, *lanes.packer, lanes.reduce, ledger_,
                [this](Unit& unit, std::size_t bytes) {
                  announce(Collective::ReduceScatter, unit, bytes);
-               }),
-      order_check_(device, gather_communicator) {
+               }) {
   FSDP_CHECK(options_.prefetch_depth >= 0, "prefetch depth expects 0 or more but got ",
              options_.prefetch_depth);
 }
@@ -302,8 +301,7 @@ void Pipeline::plan_memory() {
 
 void Pipeline::announce(Collective op, Unit& unit, std::size_t bytes) {
   if (comparing_ranks()) {
-    order_check_.compare(gatherer_.stream(),
-                         op == Collective::AllGather ? "all-gather" : "reduce-scatter", unit,
+    order_check_.compare(op == Collective::AllGather ? "all-gather" : "reduce-scatter", unit,
                          bytes);
   }
   const Phase phase = in_backward_ ? Phase::Backward : in_forward_ ? Phase::Forward : Phase::Other;

@@ -20,14 +20,12 @@
 #include <string>
 #include <vector>
 
-#include "comm/communicator.h"
 #include "core/gatherer.h"
+#include "core/lanes.h"
 #include "core/ledger.h"
 #include "core/order_check.h"
 #include "core/reducer.h"
 #include "core/unit.h"
-#include "device/stream.h"
-#include "pack/pack.h"
 
 namespace fsdp {
 
@@ -39,10 +37,8 @@ struct PipelineOptions {
 
 class Pipeline {
  public:
-  // All four outlive the pipeline. Ranks issue gathers and reductions in an order of their own
-  // relative to each other, hence two communicators.
-  Pipeline(Device& device, Packer& packer, Communicator& gather_communicator,
-           Communicator& reduce_communicator, PipelineOptions options);
+  // The lanes outlive the pipeline. What is in flight is waited for when it goes.
+  Pipeline(Lanes& lanes, PipelineOptions options);
 
   Pipeline(const Pipeline&) = delete;
   Pipeline& operator=(const Pipeline&) = delete;
@@ -114,10 +110,11 @@ class Pipeline {
   PipelineOptions options_;
   int world_size_;
   Ledger ledger_;
-  std::vector<std::unique_ptr<Unit>> units_;  // before the streams that use them
+  // What work in flight uses comes before the two that wait for it when they go.
+  std::vector<std::unique_ptr<Unit>> units_;
+  OrderCheck order_check_;
   Gatherer gatherer_;
   Reducer reducer_;
-  OrderCheck order_check_;
   bool memory_planned_ = false;
 
   bool in_forward_ = false;

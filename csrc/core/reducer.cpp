@@ -21,18 +21,20 @@ std::size_t reduce_input_bytes(const UnitLayout& layout) {
 
 }  // namespace
 
-Reducer::Reducer(Device& device, Packer& packer, Communicator& communicator, Ledger& ledger,
-                 Announce announce)
+Reducer::Reducer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Announce announce)
     : device_(device),
       packer_(packer),
-      communicator_(communicator),
+      lane_(lane),
+      stream_(lane.stream()),
       ledger_(ledger),
       announce_(std::move(announce)),
-      compute_reached_(device.new_event()),
-      stream_(device.new_stream("reduce")) {}
+      compute_reached_(device.new_event()) {}
+
+// What is in flight uses the buffers that go now.
+Reducer::~Reducer() { lane_.drain(); }
 
 void Reducer::plan_memory(const std::vector<std::unique_ptr<Unit>>& units) {
-  stream_->synchronize();
+  stream_.synchronize();
   input_bytes_ = 0;
   output_bytes_ = 0;
   for (const auto& unit : units) {
@@ -48,7 +50,7 @@ void Reducer::reduce(Unit& unit) {
   const UnitLayout& layout = unit.layout;
   const bool direct = make_finish_plan(unit);
   device_.compute_stream().record(*compute_reached_);
-  stream_->wait(*compute_reached_, kComputeStream);
+  stream_.wait(*compute_reached_, kComputeStream);
 
   const bool alone = layout.world_size() == 1;
   void* gradient = unit.port.flat_gradient();
@@ -61,15 +63,15 @@ void Reducer::reduce(Unit& unit) {
   if (!alone) {
     announce_(unit, reduce_input_bytes(layout));
     void* destination = direct ? gradient : output_buffer();
-    communicator_.reduce_scatter(*stream_, input, destination,
-                                 static_cast<std::size_t>(layout.grad_numel()),
-                                 layout.reduce_dtype());
+    lane_.communicator().reduce_scatter(stream_, input, destination,
+                                        static_cast<std::size_t>(layout.grad_numel()),
+                                        layout.reduce_dtype());
     output = destination;
   }
   if (output != gradient) {
     finish(unit, output);
   }
-  stream_->record(*unit.reduced);
+  stream_.record(*unit.reduced);
   unit.reduction_pending = true;
   for (std::size_t i = 0; i < unit.trainable_count(); ++i) {
     if (unit.arrived[i] != 0 || unit.accumulated_params[i] != 0) {
@@ -87,7 +89,7 @@ void Reducer::accumulate(Unit& unit) {
     unit.accumulated = device_.allocate(reduce_input_bytes(unit.layout));
   }
   device_.compute_stream().record(*compute_reached_);
-  stream_->wait(*compute_reached_, kComputeStream);
+  stream_.wait(*compute_reached_, kComputeStream);
   pack(unit, unit.accumulated.get(), unit.has_accumulated);
   for (std::size_t i = 0; i < unit.trainable_count(); ++i) {
     unit.accumulated_params[i] = unit.accumulated_params[i] | unit.arrived[i];
@@ -131,9 +133,9 @@ void Reducer::take_gradients(Unit& unit) {
 
 void Reducer::pack(Unit& unit, void* destination, bool accumulate) {
   const UnitLayout& layout = unit.layout;
-  packer_.pack(*stream_, unit.pack_plan, unit.gradients.data(), unit.port.gradient_dtype(),
+  packer_.pack(stream_, unit.pack_plan, unit.gradients.data(), unit.port.gradient_dtype(),
                destination, layout.reduce_dtype(), unit.pack_scale, accumulate);
-  stream_->record(*unit.packed);
+  stream_.record(*unit.packed);
   ledger_.copied(static_cast<std::size_t>(layout.grad_numel()) *
                  static_cast<std::size_t>(layout.world_size()) *
                  (itemsize(unit.port.gradient_dtype()) + itemsize(layout.reduce_dtype())));
@@ -165,7 +167,7 @@ bool Reducer::make_finish_plan(Unit& unit) {
 }
 
 void Reducer::finish(Unit& unit, const void* output) {
-  packer_.cast(*stream_, unit.finish_plan, output, unit.port.flat_gradient(), unit.reduce_scale);
+  packer_.cast(stream_, unit.finish_plan, output, unit.port.flat_gradient(), unit.reduce_scale);
   for (const CastEntry& entry : unit.finish_plan) {
     ledger_.copied(static_cast<std::size_t>(entry.numel) *
                    (itemsize(entry.source_dtype) + itemsize(entry.destination_dtype)));

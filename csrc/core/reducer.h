@@ -17,11 +17,9 @@
 #include <memory>
 #include <vector>
 
-#include "comm/communicator.h"
+#include "core/lanes.h"
 #include "core/ledger.h"
 #include "core/unit.h"
-#include "device/stream.h"
-#include "pack/pack.h"
 
 namespace fsdp {
 
@@ -30,8 +28,12 @@ class Reducer {
   // Called right before a collective is issued.
   using Announce = std::function<void(Unit&, std::size_t bytes)>;
 
-  Reducer(Device& device, Packer& packer, Communicator& communicator, Ledger& ledger,
-          Announce announce);
+  // The lane outlives this, and may be shared with others.
+  Reducer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Announce announce);
+  ~Reducer();
+
+  Reducer(const Reducer&) = delete;
+  Reducer& operator=(const Reducer&) = delete;
 
   // Sizes the reduce input and output for `units`.
   void plan_memory(const std::vector<std::unique_ptr<Unit>>& units);
@@ -45,7 +47,7 @@ class Reducer {
   // Forgets everything that is not reduced yet, after a backward that failed.
   void discard(Unit& unit);
 
-  Stream& stream() { return *stream_; }
+  Stream& stream() { return stream_; }
   std::size_t buffer_bytes() const { return input_bytes_ + (output_ ? output_bytes_ : 0); }
 
  private:
@@ -65,7 +67,8 @@ class Reducer {
 
   Device& device_;
   Packer& packer_;
-  Communicator& communicator_;
+  Lane& lane_;
+  Stream& stream_;  // the lane's
   Ledger& ledger_;
   Announce announce_;
   std::unique_ptr<Event> compute_reached_;
@@ -74,7 +77,6 @@ class Reducer {
   std::size_t input_bytes_ = 0;
   std::size_t output_bytes_ = 0;
   std::deque<PackedGradients> packed_gradients_;
-  std::unique_ptr<Stream> stream_;  // last: it ends before what its work uses
 };
 
 }  // namespace fsdp

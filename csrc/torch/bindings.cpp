@@ -139,19 +139,40 @@ void register_unit(py::module_& m) {
       .def_property_readonly("number", &TorchUnit::number);
 }
 
+// Their workers may be in a collective, and a process group written in Python needs the GIL there.
+void delete_without_gil(Lanes* lanes) {
+  if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) {
+    delete lanes;
+    return;
+  }
+  const py::gil_scoped_release no_gil;
+  delete lanes;
+}
+
+void register_lanes(py::module_& m) {
+  py::class_<Lanes, std::shared_ptr<Lanes>>(m, "Lanes")
+      .def(py::init([](c10::intrusive_ptr<c10d::ProcessGroup> gather,
+                       c10::intrusive_ptr<c10d::ProcessGroup> reduce, double timeout_seconds) {
+             const std::chrono::milliseconds timeout(
+                 static_cast<std::int64_t>(timeout_seconds * 1000));
+             return std::shared_ptr<Lanes>(
+                 new Lanes(make_host_device(timeout), make_host_packer(),
+                           make_process_group_communicator(std::move(gather)),
+                           make_process_group_communicator(std::move(reduce))),
+                 &delete_without_gil);
+           }),
+           py::arg("gather_group"), py::arg("reduce_group"), py::arg("timeout_seconds"));
+}
+
 void register_root(py::module_& m) {
   py::class_<Root, std::shared_ptr<Root>>(m, "Root")
-      .def(py::init([](c10::intrusive_ptr<c10d::ProcessGroup> gather,
-                       c10::intrusive_ptr<c10d::ProcessGroup> reduce, double timeout_seconds,
-                       int prefetch_depth, int nesting, bool check_order, py::object when_stale) {
-             return std::make_shared<Root>(
-                 make_process_group_communicator(std::move(gather)),
-                 make_process_group_communicator(std::move(reduce)),
-                 std::chrono::milliseconds(static_cast<std::int64_t>(timeout_seconds * 1000)),
-                 PipelineOptions{prefetch_depth, nesting, check_order}, std::move(when_stale));
+      .def(py::init([](std::shared_ptr<Lanes> lanes, int prefetch_depth, int nesting,
+                       bool check_order, py::object when_stale) {
+             return std::make_shared<Root>(std::move(lanes),
+                                           PipelineOptions{prefetch_depth, nesting, check_order},
+                                           std::move(when_stale));
            }),
-           py::arg("gather_group"), py::arg("reduce_group"), py::arg("timeout_seconds"),
-           py::arg("prefetch_depth"), py::arg("nesting"), py::arg("check_order"),
+           py::arg("lanes"), py::arg("prefetch_depth"), py::arg("nesting"), py::arg("check_order"),
            py::arg("when_stale"))
       .def("add_unit", &Root::add_unit, py::arg("unit"), py::arg("reshard_after_forward"),
            py::arg("pack_scale"), py::arg("reduce_scale"))
@@ -266,6 +287,7 @@ void register_root(py::module_& m) {
 PYBIND11_MODULE(_C, m) {
   fsdp::register_layout(m);
   fsdp::register_unit(m);
+  fsdp::register_lanes(m);
   fsdp::register_root(m);
   m.def("note_optimizer_step", &fsdp::note_optimizer_step);
 }

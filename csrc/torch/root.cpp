@@ -28,13 +28,9 @@ struct Root::BackwardGuard {
   bool ended = false;
 };
 
-Root::Root(std::unique_ptr<Communicator> gather, std::unique_ptr<Communicator> reduce,
-           std::chrono::milliseconds timeout, PipelineOptions options, py::object when_stale)
-    : device_(make_host_device(timeout)),
-      packer_(make_host_packer()),
-      gather_(std::move(gather)),
-      reduce_(std::move(reduce)),
-      pipeline_(std::make_unique<Pipeline>(*device_, *packer_, *gather_, *reduce_, options)),
+Root::Root(std::shared_ptr<Lanes> lanes, PipelineOptions options, py::object when_stale)
+    : lanes_(std::move(lanes)),
+      pipeline_(std::make_unique<Pipeline>(*lanes_, options)),
       when_stale_(std::move(when_stale)) {}
 
 Root::~Root() {
@@ -138,10 +134,9 @@ void Root::reset_iteration() {
 void Root::delay_stream(const std::string& stream, double seconds) {
   FSDP_CHECK(stream == "gather" || stream == "reduce",
              "expects stream 'gather' or 'reduce' but got '", stream, "'");
-  Stream& delayed =
-      stream == "gather" ? pipeline_->gatherer().stream() : pipeline_->reducer().stream();
-  device_->delay(delayed, std::chrono::duration_cast<std::chrono::microseconds>(
-                              std::chrono::duration<double>(seconds)));
+  Lane& lane = stream == "gather" ? lanes_->gather : lanes_->reduce;
+  lanes_->device->delay(lane.stream(), std::chrono::duration_cast<std::chrono::microseconds>(
+                                           std::chrono::duration<double>(seconds)));
 }
 
 py::object Root::pre_forward_when_stale(py::handle module, py::handle args, py::handle kwargs) {

@@ -3,26 +3,22 @@
 
 #include <torch/csrc/utils/pybind.h>
 
-#include <chrono>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "comm/communicator.h"
+#include "core/lanes.h"
 #include "core/pipeline.h"
-#include "device/stream.h"
-#include "pack/pack.h"
 #include "torch/unit.h"
 
 namespace fsdp {
 
 class Root : public std::enable_shared_from_this<Root> {
  public:
-  // `gather` and `reduce` are the root's own. `when_stale` is a callable of no arguments that
+  // `when_stale` is a callable of no arguments that
   // gives a callable (module, args, kwargs), to be called in place of a unit's pre_forward when
   // parameters were frozen or unfrozen, or None if it is gone.
-  Root(std::unique_ptr<Communicator> gather, std::unique_ptr<Communicator> reduce,
-       std::chrono::milliseconds timeout, PipelineOptions options, pybind11::object when_stale);
+  Root(std::shared_ptr<Lanes> lanes, PipelineOptions options, pybind11::object when_stale);
   ~Root();
 
   void add_unit(const std::shared_ptr<TorchUnit>& unit, bool reshard_after_forward,
@@ -53,10 +49,7 @@ class Root : public std::enable_shared_from_this<Root> {
   struct BackwardGuard;
   void end_backward();
 
-  std::unique_ptr<Device> device_;
-  std::unique_ptr<Packer> packer_;
-  std::unique_ptr<Communicator> gather_;
-  std::unique_ptr<Communicator> reduce_;
+  std::shared_ptr<Lanes> lanes_;
   std::unique_ptr<Pipeline> pipeline_;
   std::vector<std::shared_ptr<TorchUnit>> units_;
   pybind11::object when_stale_;

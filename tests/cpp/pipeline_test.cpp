@@ -27,6 +27,12 @@ float value_of(int unit, int version, std::int64_t param, std::int64_t element) 
          static_cast<float>(element) / 32.0F;
 }
 
+Lanes make_lanes(ThreadsCommunicator* gather, std::shared_ptr<MeetingPoint> reduce_point, int rank,
+                 std::chrono::milliseconds timeout) {
+  return {make_host_device(timeout), make_host_packer(), std::unique_ptr<Communicator>(gather),
+          std::make_unique<ThreadsCommunicator>(std::move(reduce_point), rank)};
+}
+
 // A unit of two parameters over plain memory.
 class FakeUnit final : public UnitPort {
  public:
@@ -140,13 +146,14 @@ class Rank {
   Rank(int rank, int world_size, int layers, std::shared_ptr<MeetingPoint> gather_point,
        std::shared_ptr<MeetingPoint> reduce_point, PipelineOptions options = {},
        const std::function<std::string(int)>& name = {})
-      : gather(std::move(gather_point), rank), reduce(std::move(reduce_point), rank) {
+      : gather(new ThreadsCommunicator(std::move(gather_point), rank)),
+        lanes(make_lanes(gather, std::move(reduce_point), rank, kTimeout)) {
     for (int i = 0; i <= layers; ++i) {
       const std::string unit_name = name ? name(i) : "unit" + std::to_string(i);
       units.push_back(
           std::make_unique<FakeUnit>(i, FakeUnit::make_layout(world_size, unit_name), rank));
     }
-    pipeline = std::make_unique<Pipeline>(*device, *packer, gather, reduce, options);
+    pipeline = std::make_unique<Pipeline>(lanes, options);
     for (int i = 0; i <= layers; ++i) {
       const std::string unit_name = name ? name(i) : "unit" + std::to_string(i);
       UnitConfig config{unit_name, FakeUnit::make_layout(world_size, unit_name)};
@@ -214,10 +221,8 @@ class Rank {
     }
   }
 
-  std::unique_ptr<Device> device = make_host_device(kTimeout);
-  std::unique_ptr<Packer> packer = make_host_packer();
-  ThreadsCommunicator gather;
-  ThreadsCommunicator reduce;
+  ThreadsCommunicator* gather;
+  Lanes lanes;
   std::vector<std::unique_ptr<FakeUnit>> units;
   std::unique_ptr<Pipeline> pipeline;
 };
@@ -316,7 +321,7 @@ TEST(Pipeline, ResultsDoNotDependOnHowLongAStreamTakes) {
       for (int step = 0; step < 3; ++step) {
         Stream& stream =
             delay_gather ? rank.pipeline->gatherer().stream() : rank.pipeline->reducer().stream();
-        rank.device->delay(stream, std::chrono::milliseconds(20));
+        rank.lanes.device->delay(stream, std::chrono::milliseconds(20));
         const std::vector<int> order = rank.in_order();
         rank.backward(order, rank.forward(order), static_cast<float>(r));
         for (const auto& unit : rank.units) {
@@ -462,6 +467,35 @@ std::vector<std::string> messages_of_two_ranks(const std::function<void(int)>& b
   return {ranks[0].get(), ranks[1].get()};
 }
 
+TEST(Pipeline, TwoSchedulesShareTheLanesAndOneMayEndWhileTheOtherRuns) {
+  on_ranks(2, 3, [](Rank& rank, int r) {
+    auto other = std::make_unique<Pipeline>(rank.lanes, PipelineOptions{});
+    FakeUnit unit(9, FakeUnit::make_layout(2, "other"), r);
+    other->add_unit({"other", FakeUnit::make_layout(2, "other")}, unit);
+    for (int step = 0; step < 3; ++step) {
+      const std::vector<int> order = rank.in_order();
+      const std::vector<int> calls = rank.forward(order);
+      if (other != nullptr) {
+        other->begin_forward();
+        other->pre_forward(0);
+        unit.expect_unsharded();
+      }
+      rank.backward(order, calls, static_cast<float>(r));
+      for (const auto& each : rank.units) {
+        each->expect_gradient(0, 1.0F / 2);
+        each->zero_grad();
+      }
+      if (step == 1) {
+        other->unshard(0);
+        other.reset();  // with its gather in flight
+      } else if (other != nullptr) {
+        unit.expect_unsharded();
+        other->reset_iteration();
+      }
+    }
+  });
+}
+
 TEST(Pipeline, RanksThatRunOtherUnitsAreToldWhichRankAndUnit) {
   auto gather_point = std::make_shared<MeetingPoint>(2, kTimeout);
   auto reduce_point = std::make_shared<MeetingPoint>(2, kTimeout);
@@ -481,7 +515,7 @@ TEST(Pipeline, AFailedCollectiveIsToldToWhoeverWaitsForIt) {
       2, 2,
       [](Rank& rank, int) {
         rank.step(1.0F);
-        rank.gather.fail_next("the cable is unplugged");
+        rank.gather->fail_next("the cable is unplugged");
         try {
           rank.forward(rank.in_order());
           FAIL() << "expected the communicator's error";
@@ -498,12 +532,10 @@ TEST(Pipeline, APeerThatNeverComesEndsInAnErrorThatNamesTheUnit) {
   auto reduce_point = std::make_shared<MeetingPoint>(2, std::chrono::milliseconds(400));
   PipelineOptions options;
   options.check_order = false;
-  const auto device = make_host_device(std::chrono::milliseconds(50));
-  const auto packer = make_host_packer();
-  ThreadsCommunicator gather(gather_point, 0);
-  ThreadsCommunicator reduce(reduce_point, 0);
+  Lanes lanes = make_lanes(new ThreadsCommunicator(gather_point, 0), reduce_point, 0,
+                           std::chrono::milliseconds(50));
   FakeUnit unit(0, FakeUnit::make_layout(2, "w"), 0);
-  Pipeline pipeline(*device, *packer, gather, reduce, options);
+  Pipeline pipeline(lanes, options);
   pipeline.add_unit({"lonely", FakeUnit::make_layout(2, "w")}, unit);
   pipeline.begin_forward();
   try {

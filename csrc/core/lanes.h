@@ -1,0 +1,71 @@
+// What all schedules over one set of ranks share: the device and two lanes, one for gathers and one
+// for reductions.
+//
+// Note [lanes]
+// Ranks match collectives by their order on a communicator. A lane is one order: whoever issues
+// through its stream is in step with every other schedule that does. Gathers and reductions have a
+// lane each, since backward issues both and neither should wait for the other. A lane is costly (a
+// thread or a CUDA stream, connections to all peers), and models may come and go, so they are made
+// once for a set of ranks and not once for a model.
+#pragma once
+
+#include <chrono>
+#include <exception>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "comm/communicator.h"
+#include "device/stream.h"
+#include "pack/pack.h"
+
+namespace fsdp {
+
+class Lane {
+ public:
+  Lane(Device& device, const std::string& name, std::unique_ptr<Communicator> communicator)
+      : communicator_(std::move(communicator)),
+        drained_(device.new_event()),
+        timeout_(device.timeout()),
+        stream_(device.new_stream(name)) {}
+
+  Communicator& communicator() { return *communicator_; }
+  Stream& stream() { return *stream_; }
+
+  // Waits until nothing of what was issued runs any more, since what it uses is about to be freed.
+  // That takes as long as it takes: giving up is the backend's business, which has a timeout of
+  // its own. Errors have been told to whoever waited for the work.
+  void drain() {
+    stream_->record(*drained_);
+    while (!drained_->query()) {
+      try {
+        drained_->synchronize(timeout_, stream_->name());
+      } catch (const std::exception&) {
+        // Of the work, or the timeout of this wait.
+      }
+    }
+  }
+
+ private:
+  std::unique_ptr<Communicator> communicator_;
+  std::unique_ptr<Event> drained_;
+  std::chrono::milliseconds timeout_;
+  std::unique_ptr<Stream> stream_;  // last: its work, which uses the others, ends first
+};
+
+struct Lanes {
+  Lanes(std::unique_ptr<Device> a_device, std::unique_ptr<Packer> a_packer,
+        std::unique_ptr<Communicator> gather_communicator,
+        std::unique_ptr<Communicator> reduce_communicator)
+      : device(std::move(a_device)),
+        packer(std::move(a_packer)),
+        gather(*device, "gather", std::move(gather_communicator)),
+        reduce(*device, "reduce", std::move(reduce_communicator)) {}
+
+  std::unique_ptr<Device> device;
+  std::unique_ptr<Packer> packer;
+  Lane gather;
+  Lane reduce;
+};
+
+}  // namespace fsdp
