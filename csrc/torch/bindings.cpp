@@ -13,6 +13,7 @@
 #include "core/layout.h"
 #include "core/ledger.h"
 #include "core/pipeline.h"
+#include "torch/dtype.h"
 #include "torch/process_group.h"
 #include "torch/root.h"
 #include "torch/unit.h"
@@ -21,21 +22,6 @@ namespace py = pybind11;
 
 namespace fsdp {
 namespace {
-
-DType wire_dtype(at::ScalarType type) {
-  switch (type) {
-    case at::kFloat:
-      return DType::Float32;
-    case at::kBFloat16:
-      return DType::BFloat16;
-    case at::kHalf:
-      return DType::Float16;
-    case at::kDouble:
-      return DType::Float64;
-    default:
-      return DType::Bytes;
-  }
-}
 
 // (name, shape, dtype of the shard, dtype of the unsharded parameter, trainable)
 using PyParamSpec =
@@ -50,8 +36,8 @@ ParamSpec param_spec(const PyParamSpec& spec) {
   for (std::size_t i = 1; i < shape.size(); ++i) {
     result.row_numel *= shape[i];
   }
-  result.shard_dtype = wire_dtype(shard_dtype);
-  result.param_dtype = wire_dtype(param_dtype);
+  result.shard_dtype = to_dtype(shard_dtype);
+  result.param_dtype = to_dtype(param_dtype);
   if (result.shard_dtype == DType::Bytes) {  // moved, never cast: a row is so many bytes
     result.row_numel *= static_cast<std::int64_t>(c10::elementSize(shard_dtype));
   }
@@ -75,8 +61,8 @@ void register_layout(py::module_& m) {
              for (const PyParamSpec& spec : specs) {
                params.push_back(param_spec(spec));
              }
-             return UnitLayout(std::move(params), world_size, wire_dtype(grad_dtype),
-                               wire_dtype(reduce_dtype));
+             return UnitLayout(std::move(params), world_size, to_dtype(grad_dtype),
+                               to_dtype(reduce_dtype));
            }),
            py::arg("params"), py::arg("world_size"), py::arg("grad_dtype"), py::arg("reduce_dtype"))
       .def_property_readonly("world_size", &UnitLayout::world_size)

@@ -11,29 +11,14 @@
 
 #include "core/check.h"
 #include "device/host_stream.h"
+#include "torch/dtype.h"
 
 namespace fsdp {
 namespace {
 
-at::ScalarType scalar_type(DType dtype) {
-  switch (dtype) {
-    case DType::Float32:
-      return at::kFloat;
-    case DType::BFloat16:
-      return at::kBFloat16;
-    case DType::Float16:
-      return at::kHalf;
-    case DType::Float64:
-      return at::kDouble;
-    case DType::Bytes:
-      return at::kByte;
-  }
-  throw Error("unknown dtype");
-}
-
 at::Tensor view_of(const void* data, std::size_t numel, DType dtype) {
   return at::from_blob(const_cast<void*>(data), {static_cast<std::int64_t>(numel)},
-                       at::TensorOptions().dtype(scalar_type(dtype)));
+                       at::TensorOptions().dtype(to_scalar_type(dtype)));
 }
 
 class ProcessGroupCommunicator final : public Communicator {

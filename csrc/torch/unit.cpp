@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "torch/dtype.h"
 #include "torch/root.h"
 #include "torch/tree.h"
 
@@ -18,21 +19,6 @@ namespace fsdp {
 namespace {
 
 std::atomic<std::uint64_t> optimizer_steps{0};
-
-DType dtype_of(at::ScalarType type) {
-  switch (type) {
-    case at::kFloat:
-      return DType::Float32;
-    case at::kBFloat16:
-      return DType::BFloat16;
-    case at::kHalf:
-      return DType::Float16;
-    case at::kDouble:
-      return DType::Float64;
-    default:
-      return DType::Bytes;
-  }
-}
 
 // A contiguous tensor of `shape` at byte `offset` of a storage that may have no memory yet.
 at::Tensor view_of_storage(const c10::intrusive_ptr<c10::StorageImpl>& storage, std::size_t offset,
@@ -71,7 +57,7 @@ TorchUnit::TorchUnit(std::string name, UnitLayout layout, at::Tensor flat_shard,
   for (std::size_t i = 0; i < layout_.params().size(); ++i) {
     if (layout_.params()[i].trainable) {
       trainable_.push_back(i);
-      gradient_dtype_ = dtype_of(param_dtypes_[i]);
+      gradient_dtype_ = to_dtype(param_dtypes_[i]);
     }
   }
   handed_over_.assign(trainable_.size(), 0);
@@ -305,7 +291,7 @@ std::shared_ptr<void> TorchUnit::take_gradients(const void** addresses) {
     const std::string& parameter = layout_.params()[trainable_[i]].name;
     FSDP_CHECK(slot.layout() == at::kStrided, "parameter '", parameter,
                "' expects a dense gradient but got a sparse one; use sparse=False");
-    FSDP_CHECK(dtype_of(slot.scalar_type()) == gradient_dtype_, "parameter '", parameter,
+    FSDP_CHECK(to_dtype(slot.scalar_type()) == gradient_dtype_, "parameter '", parameter,
                "' expects a gradient of ", fsdp::name(gradient_dtype_), " but got one of ",
                slot.scalar_type());
     at::Tensor gradient = std::move(slot);
