@@ -22,22 +22,25 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     ShardingStrategy,
 )
-from torch.distributed.fsdp.wrap import (
-    _construct_wrap_fn,
-    _Policy,
-    _post_order_apply,
-    _recursive_wrap,
-)
+from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from fsdp_ext.fsdp1_setup import (
+    CHECKPOINTED,
+    RESHARD_AFTER_FORWARD,
+    WRAPPED,
+    broadcast,
+    cast_buffers,
+    materialise,
+    own_modules,
+    own_tensors,
+    refuse_unsupported,
+    resolve_group,
+    resolve_ignored,
+    wrap_children,
+)
 from fsdp_ext.fully_shard import fully_shard
 from fsdp_ext.tree import map_tensors
-from fsdp_ext.validation import resolve_mesh
-
-_WRAPPED = "_fsdp_wrapped_module"  # FSDP1's name of the child, which tools look for
-_CHECKPOINTED = "_checkpoint_wrapped_module"
-# None frees the parameters after forward but for the root's, as FSDP1 has it.
-_RESHARD_AFTER_FORWARD = {ShardingStrategy.FULL_SHARD: None, ShardingStrategy.SHARD_GRAD_OP: False}
 
 
 def _later(name: str, instead: str) -> Callable[..., Any]:
@@ -113,14 +116,21 @@ class FullyShardedDataParallel(nn.Module):
         super().__init__()
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         precision = mixed_precision or MixedPrecision()
-        _refuse_unsupported(strategy, cpu_offload, backward_prefetch, precision, process_group)
-        ignored, ignored_params = _ignored(ignored_modules, ignored_states)
+        refuse_unsupported(strategy, cpu_offload, backward_prefetch, precision, process_group)
+        ignored, ignored_params = resolve_ignored(ignored_modules, ignored_states)
         device = None if device_id is None else torch.device(device_id)
-        mesh = _mesh(module, process_group, device_mesh, device)
+        mesh = resolve_group(module, process_group, device_mesh, device)
         if auto_wrap_policy is not None:
             kwargs.update(auto_wrap_policy=None, ignored_modules=None)
             kwargs["ignored_states"] = [*ignored, *ignored_params]
-            _wrap_children(module, auto_wrap_policy, ignored, ignored_params, kwargs)
+            wrap_children(
+                module,
+                auto_wrap_policy,
+                ignored,
+                ignored_params,
+                kwargs,
+                FullyShardedDataParallel,
+            )
         for wrapper in self.fsdp_modules(module):
             wrapper._is_root = False
 
@@ -131,24 +141,24 @@ class FullyShardedDataParallel(nn.Module):
         self._syncs_gradients = True
         self._runs_in_float32 = False
         self._ignored_modules = ignored
-        own = _own_modules(module, ignored)
-        _materialise(own, param_init_fn, device or torch.device(mesh.device_type))
-        tensors = [tensor for tensor in _tensors(own.values()) if tensor not in ignored_params]
+        own = own_modules(module, ignored)
+        materialise(own, param_init_fn, device or torch.device(mesh.device_type))
+        tensors = [tensor for tensor in own_tensors(own.values()) if tensor not in ignored_params]
         if device is not None:
             for tensor in tensors:
                 tensor.data = tensor.data.to(device)
         if sync_module_states:
-            _broadcast(tensors, mesh)
-        self._buffer_dtypes = _cast_buffers(own, precision.buffer_dtype)
-        self.add_module(_WRAPPED, module)
+            broadcast(tensors, mesh)
+        self._buffer_dtypes = cast_buffers(own, precision.buffer_dtype)
+        self.add_module(WRAPPED, module)
         # Not a second child, and still the unit when a checkpoint wrapper is put around it later.
         self.__dict__["_sharded"] = fully_shard(
             module,
             mesh=mesh,
-            reshard_after_forward=_RESHARD_AFTER_FORWARD[strategy],
+            reshard_after_forward=RESHARD_AFTER_FORWARD[strategy],
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=precision.param_dtype,
-                reduce_dtype=precision.reduce_dtype,
+                reduce_dtype=precision.reduce_dtype or precision.param_dtype,
                 cast_forward_inputs=precision.cast_forward_inputs,
             ),
             ignored_params=ignored_params,
@@ -165,12 +175,12 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def module(self) -> nn.Module:
         """The wrapped module, without the wrapper of activation checkpointing."""
-        module = cast(nn.Module, self._modules[_WRAPPED])
-        return module._modules.get(_CHECKPOINTED) or module
+        module = cast(nn.Module, self._modules[WRAPPED])
+        return module._modules.get(CHECKPOINTED) or module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module, which gathers and frees its own parameters."""
-        module = cast(nn.Module, self._modules[_WRAPPED])
+        module = cast(nn.Module, self._modules[WRAPPED])
         if self._runs_in_float32:
             return _run_in_float32(module, args, kwargs)
         # The unit cannot do this: when it was made, it was not known whether it is the root's.
@@ -184,9 +194,9 @@ class FullyShardedDataParallel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == _WRAPPED:  # not constructed yet
+            if name == WRAPPED:  # not constructed yet
                 raise
-            return getattr(super().__getattr__(_WRAPPED), name)
+            return getattr(super().__getattr__(WRAPPED), name)
 
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # type: ignore[index]
@@ -209,12 +219,12 @@ class FullyShardedDataParallel(nn.Module):
         yield prefix, self
         for name, child in self._modules.items():
             if child is not None:
-                inside = prefix if name == _WRAPPED else f"{prefix}.{name}" if prefix else name
+                inside = prefix if name == WRAPPED else f"{prefix}.{name}" if prefix else name
                 yield from child.named_modules(memo, inside, remove_duplicate)
 
     def _fqn_modifiers(self) -> dict[str, str]:
         # torch.distributed.checkpoint leaves the names that are values here out of its own.
-        return {"": _WRAPPED}
+        return {"": WRAPPED}
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Apply ``fn`` to all submodules, children first, and then to this one; on all ranks.
@@ -225,7 +235,7 @@ class FullyShardedDataParallel(nn.Module):
         self._sharded.reshard()
         whole: dict[nn.Parameter, nn.Parameter] = {}
         attributes: list[tuple[dict[str, nn.Parameter | None], str, DTensor]] = []
-        for module in _own_modules(self._sharded, self._ignored_modules).values():
+        for module in own_modules(self._sharded, self._ignored_modules).values():
             for name, param in module._parameters.items():
                 if isinstance(param, DTensor):
                     if param not in whole:
@@ -312,21 +322,12 @@ class FullyShardedDataParallel(nn.Module):
             elif param.grad is not None:
                 plain.append(param.grad)
 
-        def summed(grads: list[torch.Tensor]) -> torch.Tensor:
-            # Shards may be empty, and nothing has no maximum.
-            norms = [
-                torch.linalg.vector_norm(g, norm_type, dtype=dtype) for g in grads if g.numel()
-            ]
-            device = self._sharded._unit.device
-            norm = torch.zeros((), dtype=dtype, device=device)
-            if norms:
-                norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-            return norm if is_max else norm**norm_type
-
-        total = summed(sharded)
+        device = self._sharded._unit.device
+        total = _norm_to_combine(sharded, norm_type, dtype, device)
         op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
         dist.all_reduce(total, op, group=self.process_group)
-        total = torch.maximum(total, summed(plain)) if is_max else total + summed(plain)
+        own = _norm_to_combine(plain, norm_type, dtype, device)
+        total = torch.maximum(total, own) if is_max else total + own
         total = total if is_max else total ** (1 / norm_type)
         scale = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
         for grads in (sharded, plain):
@@ -360,198 +361,16 @@ class FullyShardedDataParallel(nn.Module):
     del _checkpoint, _getter, _setter
 
 
-# - Arguments
-
-
-def _refuse_unsupported(
-    strategy: ShardingStrategy,
-    cpu_offload: CPUOffload | None,
-    backward_prefetch: BackwardPrefetch | None,
-    precision: MixedPrecision,
-    process_group: Any,
-) -> None:
-    refused = ""
-    if strategy not in _RESHARD_AFTER_FORWARD:
-        refused = f"sharding_strategy={strategy}"
-    elif isinstance(process_group, (list, tuple)):
-        refused = "process_group=<a pair, for HYBRID_SHARD>"
-    elif cpu_offload is not None and cpu_offload.offload_params:
-        refused = "cpu_offload=CPUOffload(offload_params=True)"
-    elif backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
-        refused = f"backward_prefetch={backward_prefetch}"
-    elif precision.keep_low_precision_grads:
-        refused = "mixed_precision=MixedPrecision(keep_low_precision_grads=True)"
-    if refused:
-        raise NotImplementedError(f"{refused} is not supported yet; leave it out")
-
-
-def _ignored(
-    modules: Iterable[Any] | None, states: Iterable[Any] | None
-) -> tuple[set[nn.Module], set[nn.Parameter]]:
-    """Return the ignored modules, with all below them, and the ignored parameters."""
-    if modules is not None and states is not None:
-        raise ValueError("expects ignored_modules or ignored_states but got both; pass one of them")
-    ignored: set[nn.Module] = set()
-    params: set[nn.Parameter] = set()
-    for state in modules or states or ():
-        if isinstance(state, nn.Module) and not isinstance(state, FullyShardedDataParallel):
-            ignored.update(state.modules())
-            params.update(state.parameters())
-        elif isinstance(state, nn.Parameter) and modules is None:
-            params.add(state)
-        else:
-            raise TypeError(
-                "expects modules that are not wrapped as ignored_modules, or those and parameters "
-                f"as ignored_states, but got {type(state).__name__}; leave it out"
-            )
-    return ignored, params
-
-
-def _mesh(
-    module: nn.Module,
-    group: dist.ProcessGroup | None,
-    mesh: DeviceMesh | None,
-    device: torch.device | None,
-) -> DeviceMesh:
-    if group is not None and mesh is not None:
-        raise ValueError("expects process_group or device_mesh but got both; pass one of them")
-    if group is not None:
-        kinds = {param.device.type for param in module.parameters()} - {"cpu", "meta"}
-        default = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
-        kind = device.type if device is not None else next(iter(kinds), default)
-        mesh = DeviceMesh.from_group(group, kind)
-    return resolve_mesh(mesh)
-
-
-def _wrap_children(
-    root: nn.Module,
-    policy: Callable[..., bool] | _Policy,
-    ignored: set[nn.Module],
-    ignored_params: set[nn.Parameter],
-    kwargs: dict[str, Any],
-) -> None:
-    """Replace the modules below ``root`` that ``policy`` chooses by wrappers of them."""
-    for name, module in root.named_modules():
-        if isinstance(module, FullyShardedDataParallel):
-            raise ValueError(
-                "auto_wrap_policy expects a model with no FullyShardedDataParallel in it but "
-                f"'{name}' is one; wrap by policy or by hand"
-            )
-    targets: dict[nn.Module, dict[str, Any]] = {}
-    if isinstance(policy, _Policy):
-        targets = policy._run_policy(root, ignored, kwargs)
-    elif callable(policy):
-
-        def choose(module: nn.Module) -> nn.Module:
-            targets[module] = dict(kwargs)
-            return module
-
-        _recursive_wrap(root, policy, choose, ignored, ignored_params, only_wrap_children=True)
-    else:
-        raise TypeError(
-            "auto_wrap_policy expects a callable or a policy of torch.distributed.fsdp.wrap but "
-            f"got {type(policy).__name__}; pass one of these"
-        )
-    in_float32: set[nn.Module] = set()
-    if kwargs["mixed_precision"] is not None:
-        classes = tuple(kwargs["mixed_precision"]._module_classes_to_ignore)
-        in_float32 = {m for m in root.modules() if isinstance(m, classes)} - ignored
-    for module in in_float32:
-        targets.setdefault(module, dict(kwargs))["mixed_precision"] = None
-
-    def wrap(module: nn.Module, **its_kwargs: Any) -> nn.Module:
-        if type(module).forward is nn.Module.forward:
-            return module
-        wrapper = FullyShardedDataParallel(module, **its_kwargs)
-        wrapper._runs_in_float32 = module in in_float32
-        return wrapper
-
-    _post_order_apply(root, _construct_wrap_fn(root, targets, wrap))
-
-
-# - A unit's modules and tensors
-
-
-def _own_modules(root: nn.Module, ignored: set[nn.Module]) -> dict[str, nn.Module]:
-    """Return the modules of ``root``'s unit by name: neither ignored nor under another wrapper."""
-    own: dict[str, nn.Module] = {}
-    seen = set(ignored)
-
-    def collect(name: str, module: nn.Module) -> None:
-        if module not in seen and not isinstance(module, FullyShardedDataParallel):
-            seen.add(module)
-            own[name] = module
-            for child_name, child in module.named_children():
-                collect(f"{name}.{child_name}" if name else child_name, child)
-
-    collect("", root)
-    return own
-
-
-def _tensors(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """Return the tensors that these modules own themselves, each once."""
-    found: dict[torch.Tensor, None] = {}
-    for module in modules:
-        found.update(dict.fromkeys(module.parameters(recurse=False)))
-        found.update(dict.fromkeys(module.buffers(recurse=False)))
-    return [tensor for tensor in found if not isinstance(tensor, DTensor)]
-
-
-def _materialise(
-    own: dict[str, nn.Module],
-    param_init_fn: Callable[[nn.Module], None] | None,
-    device: torch.device,
-) -> None:
-    if not any(tensor.is_meta for tensor in _tensors(own.values())):
-        return
-    for name, module in own.items():
-        if param_init_fn is not None:
-            param_init_fn(module)
-        elif any(tensor.is_meta for tensor in _tensors([module])):
-            if not callable(getattr(module, "reset_parameters", None)):
-                raise TypeError(
-                    f"'{name}' is on meta and expects a reset_parameters method but "
-                    f"{type(module).__name__} has none; pass param_init_fn"
-                )
-            with torch.no_grad():
-                module.to_empty(device=device, recurse=False)
-                cast(Any, module).reset_parameters()
-    on_meta = [name for name in own if any(t.is_meta for t in _tensors([own[name]]))]
-    if on_meta:
-        raise ValueError(
-            f"expects nothing on meta after param_init_fn but {on_meta} still are; call "
-            "module.to_empty(device=..., recurse=False) in it"
-        )
-
-
-def _broadcast(tensors: list[torch.Tensor], mesh: DeviceMesh) -> None:
-    """Overwrite ``tensors`` with rank 0's, as bytes: no dtype is beyond a backend then."""
-    given = [tensor.detach() for tensor in tensors if tensor.numel() > 0]
-    if not given:
-        return
-    rows = [tensor.contiguous().view(-1).view(torch.uint8).to(mesh.device_type) for tensor in given]
-    flat = torch.cat(rows)
-    dist.broadcast(flat, group=mesh.get_group(), group_src=0)
-    received = torch.split(flat, [row.numel() for row in rows])
-    for tensor, row in zip(given, received, strict=True):
-        tensor.copy_(row.clone().view(tensor.dtype).view(tensor.shape))  # the clone is aligned
-
-
-def _cast_buffers(own: dict[str, nn.Module], dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Cast floating-point buffers to ``dtype``; return the dtypes they had, by name."""
-    before: dict[str, torch.dtype] = {}
-    for module_name, module in own.items():
-        for buffer_name, buffer in module.named_buffers(module_name, recurse=False):
-            if dtype is not None and buffer.is_floating_point() and buffer.dtype != dtype:
-                before[buffer_name.replace(f"{_CHECKPOINTED}.", "")] = buffer.dtype
-                buffer.data = buffer.data.to(dtype)
-    return before
-
-
-def _shard_like(whole: torch.Tensor, param: DTensor) -> DTensor:
-    """Shard what all ranks have as ``param`` is, without communication."""
-    local = whole.to(device=param.device, dtype=param.dtype)
-    return distribute_tensor(local, param.device_mesh, param.placements, src_data_rank=None)
+def _norm_to_combine(
+    grads: list[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return a norm that combines with others by maximum or by sum: its p-th power, if p < inf."""
+    # Shards may be empty, and nothing has no maximum.
+    norms = [torch.linalg.vector_norm(g, norm_type, dtype=dtype) for g in grads if g.numel()]
+    if not norms:
+        return torch.zeros((), dtype=dtype, device=device)
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return norm if norm_type == math.inf else norm.pow(norm_type)
 
 
 # - Inputs and outputs
@@ -579,11 +398,17 @@ def _run_in_float32(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 # - State dicts
 
 
+def _shard_like(whole: torch.Tensor, param: DTensor) -> DTensor:
+    """Shard what all ranks have as ``param`` is, without communication."""
+    local = whole.to(device=param.device, dtype=param.dtype)
+    return distribute_tensor(local, param.device_mesh, param.placements, src_data_rank=None)
+
+
 def _remove_wrapper_names(
     module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]
 ) -> None:
     """After saving: the unwrapped module's names, and buffers in their own dtype."""
-    inside = f"{prefix}{_WRAPPED}."
+    inside = f"{prefix}{WRAPPED}."
     for entries in (state_dict, getattr(state_dict, "_metadata", {})):
         for key in [key for key in entries if f"{key}.".startswith(inside)]:
             name = f"{key}."[len(inside) :]
@@ -602,10 +427,10 @@ def _add_wrapper_names(module: nn.Module, state_dict: dict[str, Any], prefix: st
         if isinstance(param, DTensor) and whole and value.shape == param.shape:
             state_dict[name] = _shard_like(value.detach(), param)
     for key in [key for key in state_dict if key.startswith(prefix)]:
-        state_dict[f"{prefix}{_WRAPPED}.{key[len(prefix) :]}"] = state_dict.pop(key)
+        state_dict[f"{prefix}{WRAPPED}.{key[len(prefix) :]}"] = state_dict.pop(key)
 
 
 def _clean_incompatible_keys(module: nn.Module, keys: Any) -> None:
     """After loading: report names without the wrapper's."""
     for names in (keys.missing_keys, keys.unexpected_keys):
-        names[:] = [name.replace(f"{_WRAPPED}.", "") for name in names]
+        names[:] = [name.replace(f"{WRAPPED}.", "") for name in names]

@@ -84,7 +84,7 @@ def fully_shard(
         ValueError: if the mesh, a module or a parameter cannot be sharded; the message says why.
         NotImplementedError: for arguments that are not supported yet, by name.
     """
-    _refuse_unsupported(shard_placement_fn, offload_policy)
+    _refuse_unsupported(shard_placement_fn, offload_policy, mp_policy)
     modules = [module] if isinstance(module, nn.Module) else list(_root_modules(module))
     check_modules(modules)
     mesh = resolve_mesh(mesh)
@@ -107,13 +107,20 @@ def fully_shard(
 
 
 def _refuse_unsupported(
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None, offload_policy: OffloadPolicy | None
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    offload_policy: OffloadPolicy | None,
+    mp_policy: MixedPrecisionPolicy,
 ) -> None:
     if shard_placement_fn is not None:
         raise NotImplementedError("shard_placement_fn is not supported yet; leave it out")
     if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
         raise NotImplementedError(
             f"offload_policy={type(offload_policy).__name__} is not supported yet; leave it out"
+        )
+    if getattr(mp_policy, "param_dtype_override_fn", None) is not None:  # since torch 2.15
+        raise NotImplementedError(
+            "MixedPrecisionPolicy's param_dtype_override_fn is not supported yet; leave it out, "
+            "and shard modules that keep their dtype as units of their own"
         )
 
 

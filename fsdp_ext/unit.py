@@ -18,6 +18,11 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_ext import _C
 from fsdp_ext.validation import check_parameter, mark_sharded
 
+# reduce_dtype=None stands for param_dtype before torch 2.15, and for the parameters' own dtype since
+# (MixedPrecisionPolicy's docstring there, "versionchanged"). The policy is PyTorch's own class, so
+# it means what the PyTorch that is installed says.
+_REDUCES_AS_COMPUTED = torch.__version__ < "2.15"
+
 
 @dataclass
 class ParamSlot:
@@ -251,8 +256,8 @@ class Unit:
                 f"{listed}; shard them as separate units or convert them"
             )
         grad_dtype = next(iter(trainable.values()), torch.float32)
-        reduce_dtype = self.mp_policy.reduce_dtype or self.mp_policy.param_dtype or grad_dtype
-        return grad_dtype, reduce_dtype
+        computed = self.mp_policy.param_dtype if _REDUCES_AS_COMPUTED else None
+        return grad_dtype, self.mp_policy.reduce_dtype or computed or grad_dtype
 
     def gradient_scales(self) -> tuple[float, float]:
         """Return what gradients are multiplied by before and after the reduction.
