@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_ext import _C
 from fsdp_ext.validation import check_parameter, mark_sharded
 
-# reduce_dtype=None stands for param_dtype before torch 2.15, and for the parameters' own dtype since
-# (MixedPrecisionPolicy's docstring there, "versionchanged"). The policy is PyTorch's own class, so
-# it means what the PyTorch that is installed says.
+# reduce_dtype=None stands for param_dtype before torch 2.15, and for the parameters' own dtype from
+# then on (MixedPrecisionPolicy's docstring there, "versionchanged"). The policy is PyTorch's own
+# class, so it means what the PyTorch that is installed says.
 _REDUCES_AS_COMPUTED = torch.__version__ < "2.15"
 
 
