@@ -86,6 +86,7 @@ class Unit:
 
     # - Sharding
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _shard(self, params: dict[nn.Parameter, str]) -> list[ParamSlot]:
         """Replace the modules' parameters by DTensors over this rank's rows."""
@@ -125,6 +126,7 @@ class Unit:
         )
         return nn.Parameter(dtensor, requires_grad=like.requires_grad)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def flatten(self, *, loading: bool = False) -> bool:
         """Make the sharded parameters views of one flat shard, whatever became of them since.
@@ -276,6 +278,7 @@ class Unit:
 
     # - The C++ side
 
+    @torch.inference_mode(False)  # the first forward may be an evaluation, and training follows
     @torch.no_grad()
     def build(self, name: str, names: dict[nn.Parameter, str]) -> _C.Unit:
         """Make the C++ unit for the parameters as they are now.

@@ -42,6 +42,12 @@ def evaluation_between_steps(run: Run, step: int) -> tuple[Tensor, ...]:
     return *trained, *evaluated
 
 
+def evaluation_in_inference_mode_first(run: Run, step: int) -> tuple[Tensor, ...]:
+    with torch.inference_mode():
+        evaluated = run.loss(step, micro_batch=1)
+    return evaluated.clone(), *train_step(run, step)
+
+
 def evaluation_between_forward_and_backward(run: Run, step: int) -> tuple[Tensor, ...]:
     run.optimizer.zero_grad()
     loss = run.loss(step)
@@ -136,6 +142,9 @@ CASES = [
          step=several_forwards_then_their_backwards),
     Case("a forward without a backward", Stack, (1, 2), step=forward_that_is_dropped),
     Case("evaluation between steps", Stack, (1, 2), step=evaluation_between_steps),
+    Case("evaluation in inference mode, also before the first step", Stack, (1, 2),
+         step=evaluation_in_inference_mode_first,
+         fsdp2_fails="what its first forward makes are inference tensors"),
     Case("evaluation between forward and backward", Stack,
          step=evaluation_between_forward_and_backward),
     Case("a unit evaluated alone between steps", Stack, step=one_unit_alone_between_steps),
