@@ -1,0 +1,242 @@
+"""Every argument of `FullyShardedDataParallel` does what FSDP1 says, or is refused by name."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp1_parity import (
+    BY_BLOCK,
+    CPU,
+    assert_equal,
+    make,
+    run,
+    whole,
+)
+from launcher import run_ranks
+from models import DIM, Mlp, Stack, Subject
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp.wrap import (
+    ModuleWrapPolicy,
+)
+from torch.distributed.tensor import DTensor, Shard
+
+from fsdp_ext import FullyShardedDataParallel as FSDP
+
+
+def ignored() -> None:
+    def chosen(model: Subject, how: str) -> dict[str, Any]:
+        if how == "ignored_modules":
+            return {how: [model.blocks[1], model.head]}
+        if how == "modules":
+            return {"ignored_states": [model.blocks[1], model.head]}
+        params = [*model.blocks[1].parameters(), *model.head.parameters()]
+        return {"ignored_states": params}
+
+    for how in ("ignored_modules", "modules", "parameters"):
+        for policy in (None, ModuleWrapPolicy({Mlp})):
+            model = make(Stack)
+            if policy is not None and how == "parameters":
+                policy = ModuleWrapPolicy({nn.LayerNorm})  # a wrapper needs some parameter
+            wrapped = FSDP(model, auto_wrap_policy=policy, **chosen(model, how))
+            for name, param in wrapped.named_parameters():
+                left = name.startswith(("blocks.1.", "head."))
+                assert isinstance(param, DTensor) != left, name
+            run(wrapped, model, 0).backward()
+            mine = {n: p.grad for n, p in model.head.named_parameters()}
+            local = make(Stack)
+            run(local, local, 0).backward()
+            assert_equal(mine, {n: p.grad for n, p in local.head.named_parameters()})
+    model = make(Stack)
+    with pytest.raises(ValueError, match="ignored_modules or ignored_states but got both"):
+        FSDP(model, ignored_modules=[model.head], ignored_states=[model.stem])
+    with pytest.raises(TypeError, match="but got Parameter"):
+        FSDP(model, ignored_modules=[model.head.weight])
+    model.head = FSDP(model.head)
+    with pytest.raises(TypeError, match="but got FullyShardedDataParallel"):
+        FSDP(model, ignored_modules=[model.head])
+
+
+def test_ignored_modules_and_parameters_stay_plain_and_local() -> None:
+    run_ranks(ignored, 2)
+
+
+class ManyDtypes(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("flags", torch.rand(7) > 0.5)
+        self.register_buffer("small", torch.randn(3).bfloat16())
+        self.register_buffer("count", torch.randint(100, ()))
+        self.register_buffer("turned", torch.randn(3, 5).t())
+        self.register_buffer("nothing", torch.empty(0))
+
+
+def synced() -> None:
+    """Ranks 1 and 2 are a group, whose rank 0 is another than the world's."""
+    groups = [dist.new_group([0]), dist.new_group([1, 2])]
+    group = groups[min(dist.get_rank(), 1)]
+    want = make(ManyDtypes, seed=min(dist.get_rank(), 1)).state_dict()
+    for kwargs in (
+        {"process_group": group},
+        {"device_mesh": init_device_mesh("cpu", (3,))},
+    ):
+        if "device_mesh" in kwargs:
+            want = make(ManyDtypes, seed=0).state_dict()
+        model = make(ManyDtypes, seed=dist.get_rank())
+        wrapped = FSDP(model, auto_wrap_policy=BY_BLOCK, sync_module_states=True, **kwargs)
+        assert_equal({n: whole(t) for n, t in wrapped.state_dict().items()}, want)
+        assert wrapped.process_group.size() == wrapped.stem.weight.device_mesh.size()
+        run(wrapped, model, 0).backward()
+    model = make(ManyDtypes, seed=dist.get_rank())
+    own = model.state_dict()["count"].clone()
+    unsynced = FSDP(model)
+    assert torch.equal(unsynced.count, own)
+
+
+def test_states_come_from_rank_0_of_the_group() -> None:
+    run_ranks(synced, 3)
+
+
+def init_meta(module: nn.Module) -> None:
+    if isinstance(module, (nn.Linear, nn.LayerNorm)):
+        module.to_empty(device="cpu", recurse=False)
+        with torch.no_grad():
+            for param in module.parameters(recurse=False):
+                param.fill_(0.25)
+
+
+def leave_meta(module: nn.Module) -> None:
+    pass
+
+
+class NoReset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+def on_meta() -> None:
+    with torch.device("meta"):
+        meta = [Stack() for _ in range(4)]
+        unable = NoReset()
+    wrapped = FSDP(meta[0], auto_wrap_policy=BY_BLOCK, param_init_fn=init_meta)
+    assert all(bool((whole(p) == 0.25).all()) for p in wrapped.parameters())
+    run(wrapped, meta[0], 0).backward()
+
+    torch.manual_seed(3)
+    wrapped = FSDP(meta[1], auto_wrap_policy=BY_BLOCK)  # reset_parameters
+    assert bool((whole(wrapped.blocks[0].norm.weight) == 1).all())
+    assert 0 < float(whole(wrapped.stem.weight).abs().max()) <= 1 / math.sqrt(DIM)
+
+    with pytest.raises(ValueError, match=r"nothing on meta after param_init_fn but \['stem'"):
+        FSDP(meta[2], param_init_fn=leave_meta)
+    with pytest.raises(TypeError, match="NoReset has none; pass param_init_fn"):
+        FSDP(nn.Sequential(unable))
+
+    # Only rank 0 has values: a recipe for large checkpoints.
+    model = make(Stack) if dist.get_rank() == 0 else meta[3]
+    init = functools.partial(nn.Module.to_empty, device="cpu", recurse=False)
+    wrapped = FSDP(model, auto_wrap_policy=BY_BLOCK, param_init_fn=init, sync_module_states=True)
+    want = make(Stack).state_dict()
+    assert_equal({n: whole(t) for n, t in wrapped.state_dict().items()}, want)
+
+
+def test_modules_on_meta_are_initialised() -> None:
+    run_ranks(on_meta, 2)
+
+
+def group_arguments() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    model = make(Stack)
+    with pytest.raises(ValueError, match="process_group or device_mesh but got both"):
+        FSDP(model, process_group=dist.group.WORLD, device_mesh=mesh)
+    with pytest.raises(TypeError, match=r"callable or a policy .* but got set"):
+        FSDP(model, auto_wrap_policy={Mlp})
+    for kwargs in (
+        {"process_group": dist.group.WORLD},
+        {"device_mesh": mesh},
+        {"device_id": CPU, "use_orig_params": True, "cpu_offload": CPUOffload(False)},
+        {"process_group": dist.group.WORLD, "device_id": CPU, "use_orig_params": False},
+    ):
+        wrapped = FSDP(make(Stack), auto_wrap_policy=BY_BLOCK, **kwargs)
+        assert dist.get_process_group_ranks(wrapped.process_group) == [0, 1]
+        assert all(p.placements == (Shard(0),) for p in wrapped.parameters())
+        run(wrapped, wrapped, 0).backward()
+    model.blocks[0] = FSDP(model.blocks[0])
+    with pytest.raises(ValueError, match=r"but 'blocks\.0' is one; wrap by policy or by hand"):
+        FSDP(model, auto_wrap_policy=BY_BLOCK)
+    with pytest.raises(ValueError, match="not sharded yet but got a FullyShardedDataParallel"):
+        FSDP(FSDP(nn.Linear(2, 2)))
+
+
+def test_arguments_of_where_to_shard() -> None:
+    run_ranks(group_arguments, 2)
+
+
+def test_there_has_to_be_a_process_group() -> None:
+    with pytest.raises(RuntimeError, match="initialised process group"):
+        FSDP(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "name"),
+    [
+        *(
+            ({"sharding_strategy": strategy}, f"ShardingStrategy.{strategy.name}")
+            for strategy in ShardingStrategy
+            if strategy not in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
+        ),
+        ({"process_group": (None, None)}, "HYBRID_SHARD"),
+        ({"cpu_offload": CPUOffload(offload_params=True)}, "cpu_offload=CPUOffload"),
+        ({"backward_prefetch": None}, "backward_prefetch=None"),
+        ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, "BACKWARD_POST"),
+        (
+            {"mixed_precision": MixedPrecision(keep_low_precision_grads=True)},
+            "keep_low_precision_grads",
+        ),
+    ],
+    ids=str,
+)
+def test_unsupported_arguments_are_refused_by_name(kwargs: dict[str, Any], name: str) -> None:
+    with pytest.raises(NotImplementedError, match=name):
+        FSDP(nn.Linear(2, 2), **kwargs)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "state_dict_type",
+        "set_state_dict_type",
+        "get_state_dict_type",
+        "summon_full_params",
+        "register_comm_hook",
+        "optim_state_dict",
+        "full_optim_state_dict",
+        "sharded_optim_state_dict",
+        "optim_state_dict_to_load",
+        "shard_full_optim_state_dict",
+        "scatter_full_optim_state_dict",
+        "flatten_sharded_optim_state_dict",
+        "rekey_optim_state_dict",
+    ],
+)
+def test_unsupported_methods_are_refused_by_name(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=rf"FullyShardedDataParallel\.{name} is not"):
+        getattr(FSDP, name)(nn.Linear(2, 2), None)
+
+
+def test_no_public_method_of_fsdp1_is_missing() -> None:
+    public = {n for n in vars(TorchFSDP) if not n.startswith("_")}
+    assert public <= set(dir(FSDP))

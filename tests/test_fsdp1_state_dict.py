@@ -1,0 +1,135 @@
+"""Names, state dicts and checkpoints of `FullyShardedDataParallel`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fsdp1_parity import (
+    BY_BLOCK,
+    assert_equal,
+    batch,
+    make,
+    run,
+    state,
+    whole,
+)
+from launcher import run_ranks
+from models import DIM, Mlp, Stack
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from fsdp_ext import FullyShardedDataParallel as FSDP
+
+
+class WithBuffers(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.blocks[1].register_buffer("shift", torch.ones(DIM))
+        self.blocks[1].register_buffer("scratch", torch.ones(DIM), persistent=False)
+        self.blocks[2] = nn.Sequential(Mlp(), nn.BatchNorm1d(DIM))
+
+
+def names_are_clean() -> None:
+    plain = make(WithBuffers)
+    wrapped = FSDP(make(WithBuffers), auto_wrap_policy=BY_BLOCK)
+    around = nn.Sequential(nn.Linear(DIM, DIM), FSDP(make(WithBuffers), auto_wrap_policy=BY_BLOCK))
+    plain_around = nn.Sequential(nn.Linear(DIM, DIM), plain)
+    for ours, theirs in ((wrapped, plain), (around, plain_around)):
+        assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
+        assert [n for n, _ in ours.named_buffers()] == [n for n, _ in theirs.named_buffers()]
+        assert {n for n, _ in ours.named_modules()} == {n for n, _ in theirs.named_modules()}
+        got, want = ours.state_dict(), theirs.state_dict()
+        assert list(got) == list(want)
+        assert got._metadata == want._metadata  # type: ignore[attr-defined]
+        assert list(get_model_state_dict(ours)) == list(want)
+        assert_equal(
+            {n: whole(got[n]) for n in plain.state_dict() if n in got},
+            {n: want[n] for n in plain.state_dict() if n in want},
+        )
+    assert list(wrapped.state_dict(prefix="a.")) == [f"a.{n}" for n in plain.state_dict()]
+    assert all(isinstance(p, DTensor) for p in wrapped.parameters())
+    assert wrapped.get_parameter("blocks.1.up.weight") is wrapped.blocks[1].up.weight
+    assert wrapped.get_submodule("blocks.1.up") is wrapped.blocks[1].module.up
+
+
+def test_names_are_those_of_the_unwrapped_model() -> None:
+    run_ranks(names_are_clean, 2)
+
+
+def loading() -> None:
+    def changed() -> dict[str, Tensor]:
+        return {n: t + 1 for n, t in make(WithBuffers).state_dict().items()}
+
+    wrapped = FSDP(make(WithBuffers), auto_wrap_policy=BY_BLOCK)
+    args, _ = batch(wrapped, 0)
+    before = wrapped.eval()(*args)
+    want = changed()
+    kept = dict(want)
+    assert wrapped.load_state_dict(want).missing_keys == []
+    assert want == kept  # the user's dict is not touched
+    assert_equal({n: whole(t) for n, t in wrapped.state_dict().items()}, want)
+    plain = make(WithBuffers).eval()
+    plain.load_state_dict(want)
+    after = wrapped(*args)
+    assert not torch.equal(after, before)
+    torch.testing.assert_close(after, plain(*args), rtol=0, atol=0)
+
+    sharded = wrapped.state_dict()
+    for other in (
+        FSDP(make(WithBuffers), auto_wrap_policy=BY_BLOCK),
+        nn.Sequential(FSDP(make(WithBuffers))),
+    ):
+        prefix = "0." if isinstance(other, nn.Sequential) else ""
+        other.load_state_dict({prefix + n: t for n, t in sharded.items()})
+        assert_equal(
+            {n: whole(t) for n, t in other.state_dict().items()},
+            {prefix + n: t for n, t in want.items()},
+        )
+
+    incomplete = changed()
+    value = incomplete.pop("blocks.1.up.weight")
+    incomplete["blocks.1.up.wait"] = value
+    keys = wrapped.load_state_dict(incomplete, strict=False)
+    assert keys.missing_keys == ["blocks.1.up.weight"]
+    assert keys.unexpected_keys == ["blocks.1.up.wait"]
+    with pytest.raises(RuntimeError, match=r'"blocks\.1\.up\.wait"'):
+        wrapped.load_state_dict(incomplete)
+
+
+def test_sharded_and_whole_state_dicts_load() -> None:
+    run_ranks(loading, 2)
+
+
+def checkpoint_api() -> None:
+    def trained(steps: int) -> tuple[FSDP, torch.optim.Optimizer]:
+        wrapped = FSDP(make(Stack), auto_wrap_policy=BY_BLOCK)
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
+        for step in range(steps):
+            run(wrapped, wrapped, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return wrapped, optimizer
+
+    wrapped, optimizer = trained(2)
+    saved = get_model_state_dict(wrapped), get_optimizer_state_dict(wrapped, optimizer)
+    saved = tree_map_only(Tensor, torch.clone, saved)  # or they would share optimizer state
+    assert set(saved[1]["state"]) == {n for n, _ in make(Stack).named_parameters()}
+    resumed, its_optimizer = trained(1)
+    set_model_state_dict(resumed, saved[0])
+    set_optimizer_state_dict(resumed, its_optimizer, saved[1])
+    for model, opt in ((wrapped, optimizer), (resumed, its_optimizer)):
+        run(model, model, 5).backward()
+        opt.step()
+    assert_equal(state(resumed), state(wrapped))
+
+
+def test_checkpoint_state_dicts_resume_training() -> None:
+    run_ranks(checkpoint_api, 2)
