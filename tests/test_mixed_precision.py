@@ -14,6 +14,7 @@ import torch
 from launcher import run_ranks
 from models import Containers, Pair, Stack
 from parity import (
+    DATACLASSES,
     ROUNDING,
     SYSTEM,
     Case,
@@ -76,8 +77,6 @@ def pair_in_dict(output: dict[str, Any]) -> tuple[Tensor, ...]:
 # A mean over ranks or micro-batches in the low precision is rounded in another order.
 LOW = ROUNDING[BF16]
 
-TORCH_2_11 = torch.__version__ < "2.12"
-
 CASES = [
     Case("param_dtype=bf16", Stack, (1, 2), precision=COMPUTE_BF16),
     Case("param_dtype=bf16, reduce_dtype=fp32", Stack, (1, 2, 3), precision=REDUCE_FP32),
@@ -123,7 +122,7 @@ CASES = [
          precision=REDUCE_FP32),
     Case("outputs are cast in containers", partial(Containers, as_dict_of_pair, pair_in_dict),
          (1, 2), precision=OUTPUT_FP32, unsharded=LOW,
-         fsdp2_fails="torch 2.11 frees a weight that backward needs" if TORCH_2_11 else None),
+         fsdp2_fails=DATACLASSES),
     # The unsharded model's cast parameters are gone when it recomputes.
     Case("recomputed around units in bf16",
          partial(models.Recomputed, inside=False, around=True, use_reentrant=False),
