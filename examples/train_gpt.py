@@ -11,7 +11,6 @@ loss beside the loss of a model that knows only how often each byte occurs.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
 import os
@@ -19,10 +18,10 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import checkpoint
 import systems
@@ -39,87 +38,13 @@ from corpus import (
     validation_batches,
 )
 from gpt_model import GPT, GPTConfig
+from options import DTYPES, parse_arguments
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 from tqdm import tqdm
 
 MAX_GRADIENT_NORM = 1.0
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Raise, so that one rank of many prints it."""
-        raise UsageError(message)
-
-
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-    def add(name: str, default: Any, meaning: str, **more: Any) -> None:
-        kind = {} if isinstance(default, bool) or "type" in more else {"type": type(default)}
-        shown = "" if default is None or default is False else f" (default: {default})"
-        parser.add_argument(name, default=default, help=meaning + shown, **kind, **more)
-
-    add("--system", "ours", "what shards the model", choices=systems.SYSTEMS)
-    add("--device", "auto", "where to compute", choices=("auto", "cpu", "cuda"))
-    add("--data", None, "file or directory (default: the standard library's sources)", type=Path)
-    add("--steps", 150, "optimizer steps, from the very first one")
-    add("--batch", 16, "sequences a step, over all ranks together")
-    add("--context", 128, "bytes the model sees at once")
-    add("--dim", 320, "width of the model")
-    add("--layers", 8, "transformer blocks")
-    add("--heads", 5, "attention heads in each block")
-    add("--lr", 1.5e-3, "highest learning rate")
-    add("--seed", 0, "seed of initialisation, data order and sampling")
-    add("--dtype", "fp32", "dtype of the computation", choices=tuple(DTYPES))
-    add("--eval-every", 50, "steps between validations; 0 validates at the end only")
-    add("--eval-batches", 8, "global batches in one validation")
-    add("--sample", 200, "bytes of continuation to sample at the end")
-    add("--prompt", "def __init__(self, ", "text that is continued at the end")
-    add("--threads", 0, "threads a rank; 0 shares the CPU's cores among the ranks of this host")
-    add("--checkpoint", None, "directory to save to", type=Path)
-    add("--checkpoint-every", 0, "steps between checkpoints; 0 saves at the end only")
-    add("--resume", False, "go on from the latest checkpoint", action="store_true")
-    add("--plot", None, "write the loss curve to this PNG file", type=Path)
-    add("--json", None, "write the final figures to this file", type=Path)
-    options = parser.parse_args(arguments)
-    _check_arguments(options)
-    return options
-
-
-def _check_arguments(options: argparse.Namespace) -> None:
-    for name in ("steps", "batch", "context", "dim", "layers", "heads", "eval_batches"):
-        value = getattr(options, name)
-        if value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} expects at least 1 but got {value}")
-    for name in ("eval_every", "checkpoint_every", "sample", "threads", "seed"):
-        value = getattr(options, name)
-        if value < 0:
-            raise UsageError(f"--{name.replace('_', '-')} expects at least 0 but got {value}")
-    if options.dim % options.heads:
-        raise UsageError(
-            f"--dim expects a multiple of --heads {options.heads} but got {options.dim}; "
-            "change one of them"
-        )
-    if options.sample and not options.prompt:
-        raise UsageError("--prompt expects at least one character but got none; give some text")
-    if options.resume and options.checkpoint is None:
-        raise UsageError("--resume expects --checkpoint DIR but got none; say where to resume from")
-    # Found now and not after minutes of training.
-    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError(
-            "--plot expects matplotlib but it is not installed; "
-            "install it with `pip install matplotlib`, or leave --plot out"
-        )
-    for name in ("plot", "json"):
-        path = getattr(options, name)
-        if path is not None and not path.absolute().parent.is_dir():
-            raise UsageError(
-                f"--{name} expects a file in a directory that exists but got {path}; create "
-                "it first"
-            )
 
 
 def start_ranks(options: argparse.Namespace) -> torch.device:
@@ -527,7 +452,7 @@ def plot(run: Run, path: Path) -> None:
 
 def main() -> int:
     try:
-        options = parse_arguments(sys.argv[1:])
+        options = parse_arguments(__doc__, sys.argv[1:])
         device = start_ranks(options)
         run = prepare(options, device)
     except UsageError as error:

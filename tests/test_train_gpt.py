@@ -19,6 +19,7 @@ sys.path.insert(0, str(EXAMPLES))
 
 import train_gpt  # noqa: E402  (its folder is on the path from here on)
 from corpus import UsageError  # noqa: E402
+from options import parse_arguments  # noqa: E402
 
 TINY = ["--dim", "32", "--layers", "2", "--heads", "2", "--context", "16", "--batch", "12"]
 STEPS = 6
@@ -79,7 +80,7 @@ def test_it_learns_saves_plots_and_goes_on_with_one_rank_less(text: Path, tmp_pa
 
 def _steps(arguments: list[str], save_after: int | None) -> list[float]:
     """The loss of each step up to the last; saves a checkpoint on the way."""
-    options = train_gpt.parse_arguments(arguments)
+    options = parse_arguments("", arguments)
     run = train_gpt.prepare(options, torch.device("cpu"))
     losses = []
     while run.step < options.steps:
@@ -136,13 +137,13 @@ def test_the_four_systems_train_alike(text: Path) -> None:
 )
 def test_a_wrong_option_is_one_sentence(arguments: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message) as error:
-        train_gpt.parse_arguments(arguments)
+        parse_arguments("", arguments)
     assert "\n" not in str(error.value)
 
 
 def _message_of(arguments: list[str]) -> str:
     try:
-        train_gpt.prepare(train_gpt.parse_arguments(arguments), torch.device("cpu"))
+        train_gpt.prepare(parse_arguments("", arguments), torch.device("cpu"))
     except UsageError as error:
         return str(error)
     return "no error"
