@@ -311,7 +311,8 @@ class Unsharded(Run):
     def _average(self, gradient: Tensor) -> Tensor:
         dtype = (
             self.case.precision.get("reduce_dtype")
-            or self.case.precision.get("param_dtype")
+            # Since 2.15 unset stands for the dtype of the parameters.
+            or (self.case.precision.get("param_dtype") if torch.__version__ < "2.15" else None)
             or gradient.dtype
         )
         ranks = dist.get_world_size()
