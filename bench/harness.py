@@ -26,14 +26,20 @@ class Timing:
     low: float
     high: float
 
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Timing:
+        """Summarise at least four repeats."""
+        low, median, high = statistics.quantiles(seconds, n=4)
+        return cls(median, low, high)
+
 
 def time_in_turns(
     systems: Mapping[str, Callable[[], Any]],
     repeats: int,
     warmup: int = 5,
     after: Callable[[str], Any] = lambda name: None,
-) -> dict[str, Timing]:
-    """Time each system's call, all of them in turns.
+) -> dict[str, list[float]]:
+    """Time each system's call, all of them in turns; return the seconds of each repeat.
 
     Args:
         systems: calls by name. What a call returns is dropped outside the measured time.
@@ -53,11 +59,7 @@ def time_in_turns(
             seconds[name].append(time.perf_counter() - start)
             del result
             after(name)
-    timings = {}
-    for name, values in seconds.items():
-        low, median, high = statistics.quantiles(values, n=4)
-        timings[name] = Timing(median, low, high)
-    return timings
+    return seconds
 
 
 def environment() -> dict[str, str]:

@@ -4,8 +4,8 @@
 
 The process group is "fake": collectives take no time and bring nothing, so what is left is what the
 host does. Layers are tiny for the same reason. Host overhead is the iteration time (forward and
-backward) sharded, less unsharded, divided by the number of units; one thread; all systems in turns
-in this process.
+backward) sharded, less the unsharded one right before it, by the number of units: the median over
+repeats and their interquartile range. One thread; all systems in turns in this process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import as_microseconds, print_table, time_in_turns, write_json
+from harness import Timing, as_microseconds, print_table, time_in_turns, write_json
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -87,26 +87,26 @@ def measure(layers: int, units: int, repeats: int) -> list[dict[str, Any]]:
         except Exception as error:  # a peer that cannot run here is listed with its own error
             errors[name] = f"{type(error).__name__}: {error}".splitlines()[0]
     gc.collect()
-    timings = time_in_turns(
+    seconds = time_in_turns(
         {name: partial(iteration, model) for name, model in models.items()},
         repeats,
         # As an optimizer's zero_grad does; the next step would add to the gradients otherwise.
         after=lambda name: models[name].zero_grad(),
     )
-    base = timings["unsharded"].median
-    overhead = {name: (timing.median - base) / units for name, timing in timings.items()}
+    overhead = {
+        name: Timing.of([(t - u) / units for t, u in zip(times, seconds["unsharded"], strict=True)])
+        for name, times in seconds.items()
+    }
     rows = []
     for name in SYSTEMS:
         row: dict[str, Any] = {"system": name, "parameters_per_unit": 2 * layers, "units": units}
         if name in errors:
             rows.append({**row, "error": errors[name]})
             continue
-        spread = (timings[name].high - timings[name].low) / units
-        row["overhead_us"] = overhead[name] * 1e6
-        row["spread_us"] = spread * 1e6
-        row["iteration_us"] = as_microseconds(timings[name])
+        row["overhead_us"] = as_microseconds(overhead[name])
+        row["iteration_us"] = as_microseconds(Timing.of(seconds[name]))
         if "FSDP2" in overhead:
-            row["ratio_to_fsdp2"] = overhead[name] / overhead["FSDP2"]
+            row["ratio_to_fsdp2"] = overhead[name].median / overhead["FSDP2"].median
         rows.append(row)
     return rows
 
@@ -122,7 +122,7 @@ def main() -> None:
     repeats = 12 if args.quick else 60
     rows = measure(8, UNITS, repeats)
     for layers in (50, 200):  # growth with the number of parameters
-        rows += measure(layers, 6, max(6, repeats // 6))
+        rows += measure(layers, 6, max(8, repeats // 2))
     table = []
     for row in rows:
         if "error" in row:
@@ -133,12 +133,12 @@ def main() -> None:
             [
                 row["system"],
                 str(row["parameters_per_unit"]),
-                f"{row['overhead_us']:,.0f}",
-                f"{row['spread_us']:,.0f}",
+                f"{row['overhead_us']['median']:,.0f}",
+                f"{row['overhead_us']['low']:,.0f} to {row['overhead_us']['high']:,.0f}",
                 "" if ratio is None else f"1/{1 / ratio:.0f}" if ratio < 0.5 else f"{ratio:.2f}",
             ]
         )
-    header = ["system", "parameters/unit", "us/unit", "spread", "of FSDP2"]
+    header = ["system", "parameters/unit", "us/unit", "quartiles", "of FSDP2"]
     print(f"host overhead, fake process group of {WORLD_SIZE}, one thread")
     print_table(header, table)
     if args.json:
