@@ -43,7 +43,7 @@ def parse_arguments(description: str, arguments: Sequence[str]) -> argparse.Name
     add("--dim", 320, "width of the model")
     add("--layers", 8, "transformer blocks")
     add("--heads", 5, "attention heads in each block")
-    add("--lr", 1.5e-3, "highest learning rate")
+    add("--lr", 6e-4, "highest learning rate")
     add("--seed", 0, "seed of initialisation, data order and sampling")
     add("--dtype", "fp32", "dtype of the computation", choices=tuple(DTYPES))
     add("--eval-every", 50, "steps between validations; 0 validates at the end only")
