@@ -210,7 +210,7 @@ class Case:
 
     fact: str
     subject: Callable[[], Subject]
-    worlds: tuple[int, ...] = (2,)
+    worlds: tuple[int, ...] = (1, 2, 3, 4)
     step: StepFunction = train_step
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = sgd
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -412,13 +412,12 @@ def compare_on_rank(case: Case, system_name: str) -> None:
     """Trains a case in all three ways on this rank and compares them."""
     # torch deprecates names that its own FSDP2, and torch 2.11 alone, still go by.
     warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)
-    precision = case.precision.get("param_dtype") or torch.float32
-    allowed = tolerance(dist.get_world_size(), precision)
     system = load_system(system_name)
     run = Sharded(system, case)
     run.under_test = True
     got = trained(run)
     assert_learning(got)
+    allowed = tolerance(dist.get_world_size(), lowest_precision(run))
     if case.fsdp2_fails is None:
         expected = trained(Sharded(load_system("fsdp2"), case))
         assert_same_history(f"{system.name} against FSDP2", expected, got, max(allowed, case.fsdp2))
@@ -427,6 +426,15 @@ def compare_on_rank(case: Case, system_name: str) -> None:
         assert_same_history(
             f"{system.name} against unsharded", expected, got, max(allowed, case.unsharded)
         )
+
+
+def lowest_precision(run: Run) -> torch.dtype:
+    """Of what gradients are computed and summed in."""
+    policy = run.case.precision
+    dtypes = {policy[name] for name in ("param_dtype", "reduce_dtype") if name in policy}
+    if "param_dtype" not in policy:
+        dtypes |= {parameter.dtype for parameter in run.parameters.values()}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def assert_learning(history: list[Record]) -> None:

@@ -57,9 +57,9 @@ CASES = [
     for name, reentrant in KINDS.items()
     for case in [
         Case(f"inside units, {name}",
-             partial(Recomputed, inside=True, around=False, use_reentrant=reentrant), (1, 2)),
+             partial(Recomputed, inside=True, around=False, use_reentrant=reentrant)),
         Case(f"around units, {name}",
-             partial(Recomputed, inside=False, around=True, use_reentrant=reentrant), (1, 2, 3)),
+             partial(Recomputed, inside=False, around=True, use_reentrant=reentrant)),
         Case(f"around units and inside them, {name}",
              partial(Recomputed, inside=True, around=True, use_reentrant=reentrant)),
         Case(f"around units that are not resharded after forward, {name}",

@@ -85,7 +85,7 @@ def reset_each_module(run: Run) -> None:
 
 
 CASES = [
-    Case("to_empty, then a full state loaded", OnMeta, (1, 2, 3),
+    Case("to_empty, then a full state loaded", OnMeta,
          after_sharding=load_after_to_empty),
     Case("to_empty, then values written in place", OnMeta, (2,),
          after_sharding=copy_in_after_to_empty),
@@ -94,7 +94,7 @@ CASES = [
          unsharded=None),
     Case("to_empty, then each module reset on one rank", OnMeta, (1,),
          after_sharding=reset_each_module),
-    Case("a full state assigned", OnMeta, (1, 2, 3), after_sharding=assign_without_to_empty),
+    Case("a full state assigned", OnMeta, after_sharding=assign_without_to_empty),
     Case("some units on meta, assigned", MixedOnMeta, after_sharding=assign_blocks),
     Case("to_empty in mixed precision", OnMeta, after_sharding=load_after_to_empty,
          precision={"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}),

@@ -119,22 +119,22 @@ def unshard_for_one_forward_of_two(run: Run, step: int) -> tuple[Tensor, ...]:
 
 
 CASES = [
-    Case("forward prefetch of the next unit", Stack, (2, 3),
+    Case("forward prefetch of the next unit", Stack,
          after_sharding=prefetch_next_forward),
     Case("forward prefetch of all units", Stack, after_sharding=prefetch_all_forward),
     Case("forward prefetch of the wrong units", Stack, after_sharding=prefetch_wrongly_forward),
-    Case("backward prefetch of two units", Stack, (1, 2), after_sharding=prefetch_two_backward),
+    Case("backward prefetch of two units", Stack, after_sharding=prefetch_two_backward),
     Case("prefetch in both directions", Stack, after_sharding=prefetch_both),
     Case("prefetch of what is frozen or unused", models.UnusedParameters,
          after_sharding=prefetch_both),
-    Case("set_reshard_after_forward(True)", Stack, (1, 2), after_sharding=reshard_root_too),
-    Case("set_reshard_after_forward(False)", Stack, (1, 2), after_sharding=reshard_nothing),
+    Case("set_reshard_after_forward(True)", Stack, after_sharding=reshard_root_too),
+    Case("set_reshard_after_forward(False)", Stack, after_sharding=reshard_nothing),
     Case("set_reshard_after_forward(False) of one unit", Stack,
          after_sharding=reshard_one_block_less),
     Case("set_reshard_after_forward(False) for evaluation", Stack, step=keep_for_evaluation),
-    Case("units unsharded before the forward", Stack, (1, 2), step=unshard_ahead),
+    Case("units unsharded before the forward", Stack, step=unshard_ahead),
     Case("units unsharded before every other forward", Stack, step=unshard_for_one_forward_of_two),
-    Case("units resharded between forward and backward", Stack, (1, 2), step=unshard_and_reshard),
+    Case("units resharded between forward and backward", Stack, step=unshard_and_reshard),
 ]  # fmt: skip
 
 

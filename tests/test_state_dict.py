@@ -140,12 +140,12 @@ def go_back(assign: bool, run: Run, step: int) -> tuple[Tensor, ...]:
 
 
 CASES = [
-    Case("loaded", Stack, (1, 2, 3), step=partial(go_back, False)),
+    Case("loaded", Stack, step=partial(go_back, False)),
     Case("loaded with buffers", WithBuffers, step=partial(go_back, False)),
     Case("loaded with a tied head", Transformer, step=partial(go_back, False)),
     Case("loaded in mixed precision", Stack, step=partial(go_back, False), unsharded=None,
          precision={"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}),
-    Case("assigned", Stack, (1, 2, 3), step=partial(go_back, True)),
+    Case("assigned", Stack, step=partial(go_back, True)),
     Case("assigned with rows that do not divide", models.FewRows, (3,),
          step=partial(go_back, True)),
 ]  # fmt: skip
