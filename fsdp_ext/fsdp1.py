@@ -41,6 +41,7 @@ from fsdp_ext.fsdp1_setup import (
 )
 from fsdp_ext.fully_shard import fully_shard
 from fsdp_ext.tree import map_tensors
+from fsdp_ext.validation import check_modules
 
 
 def _later(name: str, instead: str) -> Callable[..., Any]:
@@ -114,6 +115,7 @@ class FullyShardedDataParallel(nn.Module):
         # Before anything else is a local variable: what the wrappers of children are made with.
         kwargs = {k: v for k, v in locals().items() if k not in ("self", "module", "__class__")}
         super().__init__()
+        check_modules([module])
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         precision = mixed_precision or MixedPrecision()
         refuse_unsupported(strategy, cpu_offload, backward_prefetch, precision, process_group)

@@ -14,7 +14,7 @@ from torch.distributed.utils import _get_root_modules
 
 from fsdp_ext.root import ForwardHooks, Root, unit_of
 from fsdp_ext.unit import Unit
-from fsdp_ext.validation import check_modules, resolve_mesh
+from fsdp_ext.validation import check_modules, check_types, resolve_mesh
 
 
 @overload
@@ -81,16 +81,18 @@ def fully_shard(
 
     Raises:
         RuntimeError: if there is no process group.
+        TypeError: if an argument is of another type.
         ValueError: if the mesh, a module or a parameter cannot be sharded; the message says why.
         NotImplementedError: for arguments that are not supported yet, by name.
     """
+    check_types(mesh, mp_policy, ignored_params)
     _refuse_unsupported(shard_placement_fn, offload_policy, mp_policy)
     modules = [module] if isinstance(module, nn.Module) else list(_root_modules(module))
     check_modules(modules)
     mesh = resolve_mesh(mesh)
     unit = Unit(
         modules,
-        _managed_params(modules, ignored_params or set()),
+        _managed_params(modules, set(ignored_params or ())),
         mesh,
         torch.device(mesh.device_type),
         mp_policy,
@@ -340,9 +342,9 @@ class FSDPModule:
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Set what this unit's summed gradients are divided by, instead of the world size."""
-        if not factor > 0:
+        if not isinstance(factor, (int, float)) or not factor > 0:
             raise ValueError(
-                f"set_gradient_divide_factor expects a positive number but got {factor}"
+                f"set_gradient_divide_factor expects a positive number but got {factor!r}"
             )
         self._unit.gradient_divide_factor = float(factor)
         _apply_settings(self._unit)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -52,6 +53,26 @@ def resolve_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
             f"but got '{mesh.device_type}'; make it with init_device_mesh('cpu', ...)"
         )
     return mesh
+
+
+def check_types(mesh: object, mp_policy: object, ignored_params: Iterable[object] | None) -> None:
+    """Raise TypeError for arguments of ``fully_shard`` that are of another type altogether."""
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"mesh expects a DeviceMesh or None but got {mesh!r}; make one with "
+            "torch.distributed.device_mesh.init_device_mesh"
+        )
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise TypeError(
+            f"mp_policy expects a MixedPrecisionPolicy but got {mp_policy!r}; pass "
+            "MixedPrecisionPolicy(param_dtype=...)"
+        )
+    for param in ignored_params or ():
+        if not isinstance(param, nn.Parameter):
+            raise TypeError(
+                f"ignored_params expects a set of parameters but it has a {type(param).__name__}; "
+                "take them from module.parameters()"
+            )
 
 
 def check_modules(modules: Iterable[nn.Module]) -> None:

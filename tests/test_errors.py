@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from fsdp_ext import fully_shard
+from fsdp_ext import FullyShardedDataParallel, fully_shard
 
 
 def raises(error: type[Exception], *words: str) -> Any:
@@ -291,13 +291,31 @@ def _arguments() -> None:
         fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda _: None)
     with raises(NotImplementedError, "CPUOffloadPolicy"):
         fully_shard(nn.Linear(2, 2), offload_policy=CPUOffloadPolicy())
+    wrong: Any  # where the types say so, too
+    for wrong in ("cpu", torch.device("cpu"), 2):
+        with raises(TypeError, "mesh expects a DeviceMesh or None but got", "init_device_mesh"):
+            fully_shard(nn.Linear(2, 2), mesh=wrong)
+    wrong = torch.bfloat16
+    with raises(TypeError, "mp_policy expects a MixedPrecisionPolicy but got torch.bfloat16"):
+        fully_shard(nn.Linear(2, 2), mp_policy=wrong)
+    wrong = {"weight"}
+    with raises(TypeError, "ignored_params expects a set of parameters but it has a str"):
+        fully_shard(nn.Linear(2, 2), ignored_params=wrong)
+    wrong = None
+    with raises(ValueError, "expects a module or a list of modules but got NoneType"):
+        FullyShardedDataParallel(wrong)
+    layer = nn.Linear(2, 2)
+    wrong = [layer.bias]  # any collection will do
+    fully_shard(layer, ignored_params=wrong)
+    assert type(layer.bias) is nn.Parameter
     model: Any = fully_shard(nn.Linear(2, 2), mp_policy=MixedPrecisionPolicy())
     with raises(ValueError, "expects a bool but got 1"):
         model.set_reshard_after_forward(1)
     with raises(ValueError, "fully_shard was applied to but got Linear"):
         model.set_modules_to_forward_prefetch([nn.Linear(2, 2)])
-    with raises(ValueError, "positive number but got 0"):
-        model.set_gradient_divide_factor(0)
+    for wrong in (0, "two"):
+        with raises(ValueError, f"positive number but got {wrong!r}"):
+            model.set_gradient_divide_factor(wrong)
     with raises(NotImplementedError, "deep-copied"):
         copy.deepcopy(model)
 
