@@ -24,8 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 WIDTH = 6
 STEPS = 5
-# Of the first ninety seeds these are the longest run of programs that FSDP2 can run as well: at seven
-# it fails (outputs that are views and changed in place, units it gathered too late).
+# The first ones, which FSDP2 can run as well; of the first ninety it fails at seven (outputs that
+# are views and changed in place, units it gathers too late).
 PROGRAMS = 17
 # What a step does beside a forward, a backward and an optimizer step.
 DEEDS = [
