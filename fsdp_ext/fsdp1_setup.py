@@ -47,6 +47,11 @@ def refuse_unsupported(
     precision: MixedPrecision,
     process_group: Any,
 ) -> None:
+    if not isinstance(precision, MixedPrecision):
+        raise TypeError(
+            f"mixed_precision expects a MixedPrecision or None but got {precision!r}; pass "
+            "MixedPrecision(param_dtype=...)"
+        )
     refused = ""
     if strategy not in RESHARD_AFTER_FORWARD:
         refused = f"sharding_strategy={strategy}"
@@ -92,6 +97,11 @@ def resolve_group(
 ) -> DeviceMesh:
     if group is not None and mesh is not None:
         raise ValueError("expects process_group or device_mesh but got both; pass one of them")
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"device_mesh expects a DeviceMesh or None but got {mesh!r}; make one with "
+            "torch.distributed.device_mesh.init_device_mesh"
+        )
     if group is not None:
         kinds = {param.device.type for param in module.parameters()} - {"cpu", "meta"}
         default = "cuda" if "nccl" in dist.get_backend(group) else "cpu"

@@ -9,6 +9,7 @@ from typing import Any, NoReturn, cast, overload
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.utils import _get_root_modules
 
@@ -81,7 +82,7 @@ def fully_shard(
 
     Raises:
         RuntimeError: if there is no process group.
-        TypeError: if an argument is of another type.
+        TypeError: if ``mesh``, ``mp_policy`` or ``ignored_params`` is of another type.
         ValueError: if the mesh, a module or a parameter cannot be sharded; the message says why.
         NotImplementedError: for arguments that are not supported yet, by name.
     """
@@ -366,6 +367,19 @@ class FSDPModule:
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         _adopt_changes(self._unit)
         return result
+
+
+def _later(name: str) -> Callable[..., NoReturn]:
+    def method(self: FSDPModule, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"FSDPModule.{name} is not supported yet; leave the call out")
+
+    return method
+
+
+# What the PyTorch that is installed has beyond this says so when it is called.
+for _name in vars(TorchFSDPModule):
+    if not _name.startswith("_") and not hasattr(FSDPModule, _name):
+        setattr(FSDPModule, _name, _later(_name))
 
 
 def _apply_settings(unit: Unit) -> None:

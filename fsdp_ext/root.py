@@ -60,9 +60,10 @@ class Root:
                 "expects all units under one root to have one mesh but got "
                 f"{len({unit.mesh for unit in self.units})}; that is not supported yet"
             )
+        self.core = self.build()
+        # Last: if that raised, the next forward starts over.
         for unit in self.units:
             unit.root = self
-        self.core = self.build()
 
     @staticmethod
     def of(unit: Unit) -> Root:

@@ -110,7 +110,7 @@ class Unit:
         for param, slot in by_param.items():
             for submodule, attribute in slot.attributes:
                 submodule._parameters[attribute] = slot.sharded
-            mark_sharded(param, slot.name, type(self.modules[0]).__name__)
+            mark_sharded(param, slot.sharded, slot.name, type(self.modules[0]).__name__)
         self.slots = slots
         self.flatten()
         return slots

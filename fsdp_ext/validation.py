@@ -21,6 +21,8 @@ from fsdp_ext import _C
 
 # Set on a parameter that a unit has taken over: the names of its replacement and of the unit.
 _SHARDED_AS = "_fsdp_ext_sharded_as"
+# Set on the replacement: the name of the unit.
+_SHARDED_IN = "_fsdp_ext_sharded_in"
 
 
 def resolve_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
@@ -67,6 +69,18 @@ def check_types(mesh: object, mp_policy: object, ignored_params: Iterable[object
             f"mp_policy expects a MixedPrecisionPolicy but got {mp_policy!r}; pass "
             "MixedPrecisionPolicy(param_dtype=...)"
         )
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(mp_policy, name)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(
+                f"mp_policy expects {name} to be a torch.dtype or None but got {dtype!r}; pass "
+                "torch.bfloat16, say"
+            )
+    if ignored_params is not None and not isinstance(ignored_params, Iterable):
+        raise TypeError(
+            f"ignored_params expects a set of parameters but got {ignored_params!r}; take them "
+            "from module.parameters()"
+        )
     for param in ignored_params or ():
         if not isinstance(param, nn.Parameter):
             raise TypeError(
@@ -112,6 +126,12 @@ def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> Non
             f"expects every parameter in one unit but '{name}' is shared with '{owner[0]}' of "
             f"{owner[1]}, a unit already; put both modules into one unit: fully_shard([a, b])"
         )
+    unit = getattr(param, _SHARDED_IN, None)
+    if unit is not None:
+        raise ValueError(
+            f"expects parameters that no unit has yet but '{name}' is in that of {unit} already; "
+            "call fully_shard on the layers first and on the whole model last"
+        )
     if isinstance(param, DTensor):
         raise NotImplementedError(
             f"parameter '{name}' is a DTensor already (tensor parallelism); that is not supported "
@@ -139,9 +159,10 @@ def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> Non
         )
 
 
-def mark_sharded(param: nn.Parameter, name: str, unit: str) -> None:
-    """Remember that ``param`` has been replaced by the sharded parameter ``name`` of ``unit``."""
+def mark_sharded(param: nn.Parameter, sharded: nn.Parameter, name: str, unit: str) -> None:
+    """Remember that ``sharded``, which is ``name`` of ``unit``, has replaced ``param``."""
     setattr(param, _SHARDED_AS, (name, unit))
+    setattr(sharded, _SHARDED_IN, unit)
 
 
 _checked_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -155,9 +176,9 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
             owner = getattr(param, _SHARDED_AS, None)
             if owner is not None:
                 raise RuntimeError(
-                    f"the optimizer expects sharded parameters but has '{owner[0]}' as it was "
-                    "before fully_shard, which no longer takes part in training; make the "
-                    "optimizer after fully_shard"
+                    f"the optimizer expects sharded parameters but has '{owner[0]}' of {owner[1]} "
+                    "as it was before fully_shard, which no longer takes part in training; make "
+                    "the optimizer after fully_shard"
                 )
     _checked_optimizers.add(optimizer)
 

@@ -131,6 +131,17 @@ def test_trainable_parameters_of_several_dtypes_in_one_unit() -> None:
     run_ranks(_dtypes, 2)
 
 
+def _root_first() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    fully_shard(model)
+    with raises(ValueError, "'weight' is in that of Sequential", "on the layers first"):
+        fully_shard(model[0])
+
+
+def test_the_root_sharded_before_its_layers() -> None:
+    run_ranks(_root_first, 1)
+
+
 def _meta() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -138,6 +149,12 @@ def _meta() -> None:
     fully_shard(model)
     with raises(RuntimeError, "parameters with memory", "1.weight", "to_empty"):
         model(torch.ones(2, 4))
+    # What the message says to do.
+    model.to_empty(device="cpu")
+    for layer in model:
+        layer.reset_parameters()
+    model(torch.ones(2, 4)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
     mixed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
     with raises(RuntimeError, "on one device but got", "1.weight", "to_empty"):
         fully_shard(mixed)
@@ -152,7 +169,7 @@ def _stale_optimizer() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     fully_shard(model)
     model(torch.ones(2, 4)).sum().backward()
-    with raises(RuntimeError, "has 'weight' as it was before fully_shard", "after fully_shard"):
+    with raises(RuntimeError, "has 'weight' of Linear as it was before", "after fully_shard"):
         optimizer.step()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
@@ -298,6 +315,14 @@ def _arguments() -> None:
     wrong = torch.bfloat16
     with raises(TypeError, "mp_policy expects a MixedPrecisionPolicy but got torch.bfloat16"):
         fully_shard(nn.Linear(2, 2), mp_policy=wrong)
+    wrong = "bf16"
+    layer = nn.Linear(2, 2)
+    with raises(TypeError, "param_dtype to be a torch.dtype or None but got 'bf16'"):
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=wrong))
+    fully_shard(layer)  # nothing was changed before
+    wrong = 3
+    with raises(TypeError, "ignored_params expects a set of parameters but got 3"):
+        fully_shard(nn.Linear(2, 2), ignored_params=wrong)
     wrong = {"weight"}
     with raises(TypeError, "ignored_params expects a set of parameters but it has a str"):
         fully_shard(nn.Linear(2, 2), ignored_params=wrong)
@@ -313,6 +338,8 @@ def _arguments() -> None:
         model.set_reshard_after_forward(1)
     with raises(ValueError, "fully_shard was applied to but got Linear"):
         model.set_modules_to_forward_prefetch([nn.Linear(2, 2)])
+    with raises(NotImplementedError, "FSDPModule.set_all_reduce_hook is not supported yet"):
+        model.set_all_reduce_hook(print)
     for wrong in (0, "two"):
         with raises(ValueError, f"positive number but got {wrong!r}"):
             model.set_gradient_divide_factor(wrong)

@@ -185,6 +185,19 @@ def test_arguments_of_where_to_shard() -> None:
     run_ranks(group_arguments, 2)
 
 
+def wrong_types() -> None:
+    wrong: Any = torch.bfloat16
+    with pytest.raises(TypeError, match="mixed_precision expects a MixedPrecision or None"):
+        FSDP(nn.Linear(2, 2), mixed_precision=wrong)
+    wrong = "cpu"
+    with pytest.raises(TypeError, match="device_mesh expects a DeviceMesh or None but got 'cpu'"):
+        FSDP(nn.Linear(2, 2), device_mesh=wrong)
+
+
+def test_arguments_of_other_types() -> None:
+    run_ranks(wrong_types, 1)
+
+
 def test_there_has_to_be_a_process_group() -> None:
     with pytest.raises(RuntimeError, match="initialised process group"):
         FSDP(nn.Linear(2, 2))
