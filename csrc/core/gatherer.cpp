@@ -10,6 +10,7 @@ namespace fsdp {
 namespace {
 
 const std::string kComputeStream = "the compute stream";
+const std::string kGatherStream = "the gather stream";
 
 }  // namespace
 
@@ -20,7 +21,8 @@ Gatherer::Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, A
       stream_(lane.stream()),
       ledger_(ledger),
       announce_(std::move(announce)),
-      compute_reached_(device.new_event()) {}
+      compute_reached_(device.new_event()),
+      gathers_reached_(device.new_event()) {}
 
 // What is in flight uses the buffers that go now.
 Gatherer::~Gatherer() { lane_.drain(); }
@@ -47,6 +49,7 @@ void Gatherer::plan_memory(const std::vector<std::unique_ptr<Unit>>& units, int 
   stream_.synchronize();
   ring_ = std::make_unique<BufferRing>(device_, std::min(slots, ring_units), slot_bytes);
   staging_ = staging_bytes_ > 0 ? device_.allocate(staging_bytes_) : nullptr;
+  follow_compute();  // Note [memory and the compute stream]
   for (const auto& unit : units) {
     if (unit->reshard_after_forward && unit->state == UnitState::Sharded) {
       unit->home.reset();
@@ -56,11 +59,16 @@ void Gatherer::plan_memory(const std::vector<std::unique_ptr<Unit>>& units, int 
 
 void Gatherer::begin_iteration() {
   iteration_ += 1;
-  device_.compute_stream().record(*compute_reached_);
-  stream_.wait(*compute_reached_, kComputeStream);
+  follow_compute();
   if (ring_ != nullptr) {
     ring_->forget_contents();
   }
+}
+
+// What the compute stream was given so far comes before what this one is given from now on.
+void Gatherer::follow_compute() {
+  device_.compute_stream().record(*compute_reached_);
+  stream_.wait(*compute_reached_, kComputeStream);
 }
 
 // One rank and no cast: the flat shard has the unsharded layout already.
@@ -121,6 +129,7 @@ Slot* Gatherer::free_slot(Unit& unit, bool on_demand,
       unit.home->memory = device_.allocate(bytes);
       unit.home->bytes = bytes;
       unit.home->released = device_.new_event();
+      follow_compute();
     }
     unit.home->contents = unit.number;
     return unit.home.get();
@@ -151,15 +160,18 @@ Slot* Gatherer::free_slot(Unit& unit, bool on_demand,
     return nullptr;
   }
   ledger_.counters().overflow_slots += 1;
-  return ring_->take_overflow(unit.number, bytes);
+  Slot* slot = ring_->take_overflow(unit.number, bytes);
+  follow_compute();
+  return slot;
 }
 
 void Gatherer::gather_into(Unit& unit, Slot& slot) {
   const UnitLayout& layout = unit.layout;
+  const Range range(device_, unit.gather_label);
   unit.gathered_from = {iteration_, unit.port.shard_version(), true};
   stream_.wait(*slot.released, unit.gather_label);  // Note [slot lifetime]
   if (layout.world_size() == 1) {
-    packer_.cast(stream_, unit.cast_plan, unit.port.flat_shard(), slot.data(), 1.0);
+    packer_.cast(stream_, unit.cast_plan, nullptr, unit.port.flat_shard(), slot.data(), 1.0);
     ledger_.copied(layout.shard_bytes() + layout.gather_bytes());
   } else {
     const std::size_t wire_bytes =
@@ -184,13 +196,24 @@ const void* Gatherer::gather_input(Unit& unit) {
   }
   if (unit.gather_input == nullptr) {
     unit.gather_input = device_.allocate(layout.gather_bytes());
+    follow_compute();
   }
   if (!unit.cast_from.matches(unit.gathered_from)) {
-    packer_.cast(stream_, unit.cast_plan, unit.port.flat_shard(), unit.gather_input.get(), 1.0);
+    packer_.cast(stream_, unit.cast_plan, nullptr, unit.port.flat_shard(), unit.gather_input.get(),
+                 1.0);
     ledger_.copied(layout.shard_bytes() + layout.gather_bytes());
     unit.cast_from = unit.gathered_from;
   }
   return unit.gather_input.get();
+}
+
+// A capture expects that what forked from the stream that it began on joins it again.
+void Gatherer::join_capture() {
+  if (!device_.is_capturing()) {
+    return;
+  }
+  stream_.record(*gathers_reached_);
+  device_.compute_stream().wait(*gathers_reached_, kGatherStream);
 }
 
 void Gatherer::attach(Unit& unit) {

@@ -39,6 +39,8 @@ class Gatherer {
   // A new iteration: work issued so far on the compute stream (the optimizer's) comes before its
   // gathers, and nothing gathered earlier counts as current.
   void begin_iteration();
+  // Where a CUDA graph is captured: the compute stream goes on behind all gathers.
+  void join_capture();
   std::uint64_t iteration() const { return iteration_; }
 
   // Issues what it takes to unshard; does nothing unless sharded. Without `on_demand` it gives up
@@ -60,6 +62,7 @@ class Gatherer {
 
  private:
   bool is_identity(const Unit& unit) const;
+  void follow_compute();
   Slot* current_slot(Unit& unit);
   Slot* free_slot(Unit& unit, bool on_demand, const std::vector<std::unique_ptr<Unit>>& units);
   void gather_into(Unit& unit, Slot& slot);
@@ -73,6 +76,7 @@ class Gatherer {
   Ledger& ledger_;
   Announce announce_;
   std::unique_ptr<Event> compute_reached_;
+  std::unique_ptr<Event> gathers_reached_;
   std::unique_ptr<BufferRing> ring_;
   std::shared_ptr<void> staging_;  // rank-major; in-order use on stream_, so one is enough
   std::size_t staging_bytes_ = 0;

@@ -103,6 +103,18 @@ UnpackPlan UnitLayout::unpack_plan() const {
   return plan;
 }
 
+CastPlan UnitLayout::finish_plan() const {
+  CastPlan plan;
+  for (const ParamPlacement& place : placements_) {
+    if (place.grad_offset >= 0) {
+      const auto offset = static_cast<std::size_t>(place.grad_offset);
+      plan.entries.push_back({offset * itemsize(reduce_dtype_), offset * itemsize(grad_dtype_),
+                              place.chunk_numel, reduce_dtype_, grad_dtype_});
+    }
+  }
+  return plan;
+}
+
 CastPlan UnitLayout::shard_to_gather_plan() const {
   CastPlan plan;
   for (std::size_t i = 0; i < params_.size(); ++i) {
@@ -113,8 +125,8 @@ CastPlan UnitLayout::shard_to_gather_plan() const {
     const CastEntry entry{place.shard_offset, place.gather_offset, place.chunk_numel,
                           params_[i].shard_dtype, params_[i].param_dtype};
     // Neighbours without a gap between them become one run.
-    if (!plan.empty()) {
-      CastEntry& last = plan.back();
+    if (!plan.entries.empty()) {
+      CastEntry& last = plan.entries.back();
       const auto run = static_cast<std::size_t>(last.numel);
       if (last.source_dtype == entry.source_dtype &&
           last.destination_dtype == entry.destination_dtype &&
@@ -125,7 +137,7 @@ CastPlan UnitLayout::shard_to_gather_plan() const {
         continue;
       }
     }
-    plan.push_back(entry);
+    plan.entries.push_back(entry);
   }
   return plan;
 }

@@ -77,6 +77,7 @@ class UnitLayout {
   PackPlan pack_plan() const;
   UnpackPlan unpack_plan() const;
   CastPlan shard_to_gather_plan() const;
+  CastPlan finish_plan() const;  // reduce output to flat gradient, entries as in pack_plan
 
  private:
   std::vector<ParamSpec> params_;

@@ -29,6 +29,9 @@ OrderCheck::OrderCheck(Device& device, Lane& lane)
 OrderCheck::~OrderCheck() = default;
 
 void OrderCheck::compare(const char* op, const Unit& unit, std::size_t bytes) {
+  FSDP_CHECK(!device_.is_capturing(),
+             "the first iteration compares the ranks, which a CUDA graph cannot capture; run a few "
+             "whole steps before capturing one");
   Announcement& mine = *mine_;
   mine = {};
   mine.sequence = ++sequence_;

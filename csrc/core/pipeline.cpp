@@ -16,6 +16,7 @@ constexpr std::size_t kMostForwardCalls = 1 << 14;
 
 Pipeline::Pipeline(Lanes& lanes, PipelineOptions options)
     : device_(*lanes.device),
+      packer_(*lanes.packer),
       options_(options),
       world_size_(lanes.gather.communicator().size()),
       order_check_(device_, lanes.gather),
@@ -36,6 +37,11 @@ int Pipeline::add_unit(UnitConfig config, UnitPort& port) {
              config.layout.world_size());
   const int number = unit_count();
   units_.push_back(std::make_unique<Unit>(number, std::move(config), port, device_));
+  Unit& unit = *units_.back();
+  packer_.prepare(unit.cast_plan);
+  packer_.prepare(unit.unpack_plan);
+  packer_.prepare(unit.pack_plan);
+  packer_.prepare(unit.finish_plan);
   memory_planned_ = false;
   return number;
 }
@@ -77,6 +83,7 @@ void Pipeline::end_forward(bool with_gradient) {
     unit->calls_to_recompute += with_gradient ? unit->calls_without_gradient : 0;
     unit->calls_without_gradient = 0;
   }
+  gatherer_.join_capture();
 }
 
 void Pipeline::pre_forward(int number) {
@@ -200,6 +207,7 @@ void Pipeline::end_backward() {
   if (is_last_backward_) {
     reducer_.wait(units_);
   }
+  gatherer_.join_capture();
   in_backward_ = false;
   backward_ended_ = true;
   first_backward_done_ = true;

@@ -107,6 +107,7 @@ class Pipeline {
   bool comparing_ranks() const;
 
   Device& device_;
+  Packer& packer_;
   PipelineOptions options_;
   int world_size_;
   Ledger ledger_;

@@ -11,6 +11,9 @@ namespace {
 
 const std::string kComputeStream = "the compute stream";
 
+// See Note [gradient lifetime].
+constexpr std::size_t kGradientsInFlight = 2;
+
 std::size_t segment_bytes(const UnitLayout& layout) {
   return static_cast<std::size_t>(layout.grad_numel()) * itemsize(layout.reduce_dtype());
 }
@@ -48,12 +51,15 @@ void Reducer::plan_memory(const std::vector<std::unique_ptr<Unit>>& units) {
 void Reducer::reduce(Unit& unit) {
   take_gradients(unit);
   const UnitLayout& layout = unit.layout;
-  const bool direct = make_finish_plan(unit);
+  const bool alone = layout.world_size() == 1;
+  const bool direct = choose_finish(unit);
+  const Range range(device_, unit.reduce_label);
+  void* gradient = unit.port.flat_gradient();
+  void* reduced = direct || alone ? gradient : output_buffer();
+  // After whatever was allocated: Note [memory and the compute stream].
   device_.compute_stream().record(*compute_reached_);
   stream_.wait(*compute_reached_, kComputeStream);
 
-  const bool alone = layout.world_size() == 1;
-  void* gradient = unit.port.flat_gradient();
   void* input = unit.has_accumulated ? unit.accumulated.get() : input_.get();
   if (alone && direct && !unit.has_accumulated) {
     input = gradient;
@@ -62,11 +68,10 @@ void Reducer::reduce(Unit& unit) {
   const void* output = input;
   if (!alone) {
     announce_(unit, reduce_input_bytes(layout));
-    void* destination = direct ? gradient : output_buffer();
-    lane_.communicator().reduce_scatter(stream_, input, destination,
+    lane_.communicator().reduce_scatter(stream_, input, reduced,
                                         static_cast<std::size_t>(layout.grad_numel()),
                                         layout.reduce_dtype());
-    output = destination;
+    output = reduced;
   }
   if (output != gradient) {
     finish(unit, output);
@@ -106,7 +111,7 @@ void Reducer::wait(const std::vector<std::unique_ptr<Unit>>& units) {
       compute.wait(*unit->reduced, unit->reduce_label);
     }
   }
-  release_packed_gradients();
+  release_packed_gradients(0);
 }
 
 void Reducer::discard(Unit& unit) {
@@ -118,17 +123,13 @@ void Reducer::discard(Unit& unit) {
   std::fill(unit.accumulated_params.begin(), unit.accumulated_params.end(), 0);
   unit.has_accumulated = false;
   unit.port.drop_gradients();
-  release_packed_gradients();
+  release_packed_gradients(0);
 }
 
+// See Note [gradient lifetime].
 void Reducer::take_gradients(Unit& unit) {
-  // The addresses and the plan of a second reduction in one backward are written over those of
-  // the first. That is rare (a parameter whose gradient came after its unit's inputs'), so wait.
-  if (!unit.packed->query()) {
-    unit.packed->synchronize(device_.timeout(), unit.reduce_label);
-  }
-  release_packed_gradients();
-  packed_gradients_.push_back({unit.packed.get(), unit.port.take_gradients(unit.gradients.data())});
+  release_packed_gradients(kGradientsInFlight - 1);
+  packed_gradients_.push_back({&unit, unit.port.take_gradients(unit.gradients.data())});
 }
 
 void Reducer::pack(Unit& unit, void* destination, bool accumulate) {
@@ -143,34 +144,29 @@ void Reducer::pack(Unit& unit, void* destination, bool accumulate) {
 
 // Without sharded gradients to add to, without a cast or a scale, the reduction writes the flat
 // gradient itself. Else each parameter's chunk is cast or added from the reduce output.
-bool Reducer::make_finish_plan(Unit& unit) {
-  if (unit.reduction_pending && !unit.reduced->query()) {
-    unit.reduced->synchronize(device_.timeout(), unit.reduce_label);
-  }
+bool Reducer::choose_finish(Unit& unit) {
   const UnitLayout& layout = unit.layout;
-  const DType from = layout.reduce_dtype();
-  const DType to = layout.grad_dtype();
-  bool direct = from == to && unit.reduce_scale == 1.0;
-  unit.finish_plan.clear();
+  bool direct = layout.reduce_dtype() == layout.grad_dtype() && unit.reduce_scale == 1.0;
   for (std::size_t i = 0; i < unit.trainable_count(); ++i) {
     const bool has_gradient = unit.port.has_sharded_gradient(i);
     direct = direct && !has_gradient;
-    if (unit.arrived[i] == 0 && unit.accumulated_params[i] == 0) {
-      continue;
-    }
-    const PackEntry& entry = unit.pack_plan.entries[i];
-    const auto offset = static_cast<std::size_t>(entry.offset);
-    unit.finish_plan.push_back({offset * itemsize(from), offset * itemsize(to), entry.chunk_numel,
-                                from, to, has_gradient});
+    const bool arrived = unit.arrived[i] != 0 || unit.accumulated_params[i] != 0;
+    unit.finish_modes[i] = !arrived       ? CastMode::Skip
+                           : has_gradient ? CastMode::Add
+                                          : CastMode::Write;
   }
   return direct;
 }
 
 void Reducer::finish(Unit& unit, const void* output) {
-  packer_.cast(stream_, unit.finish_plan, output, unit.port.flat_gradient(), unit.reduce_scale);
-  for (const CastEntry& entry : unit.finish_plan) {
-    ledger_.copied(static_cast<std::size_t>(entry.numel) *
-                   (itemsize(entry.source_dtype) + itemsize(entry.destination_dtype)));
+  packer_.cast(stream_, unit.finish_plan, unit.finish_modes.data(), output,
+               unit.port.flat_gradient(), unit.reduce_scale);
+  for (std::size_t i = 0; i < unit.trainable_count(); ++i) {
+    if (unit.finish_modes[i] != CastMode::Skip) {
+      const CastEntry& entry = unit.finish_plan.entries[i];
+      ledger_.copied(static_cast<std::size_t>(entry.numel) *
+                     (itemsize(entry.source_dtype) + itemsize(entry.destination_dtype)));
+    }
   }
 }
 
@@ -179,8 +175,12 @@ void Reducer::forget_arrived(Unit& unit) {
   unit.arrived_count = 0;
 }
 
-void Reducer::release_packed_gradients() {
-  while (!packed_gradients_.empty() && packed_gradients_.front().packed->query()) {
+// All but the newest `keep`.
+void Reducer::release_packed_gradients(std::size_t keep) {
+  Stream& compute = device_.compute_stream();
+  while (packed_gradients_.size() > keep) {
+    const Unit& unit = *packed_gradients_.front().unit;
+    compute.wait(*unit.packed, unit.reduce_label);
     packed_gradients_.pop_front();
   }
 }

@@ -8,7 +8,10 @@
 //
 // Note [gradient lifetime]
 // Gradients are taken out of the unsharded parameters when they are packed, and packing runs on
-// the reduce stream. They are kept alive until the event behind the packing has completed.
+// the reduce stream. They go when the compute stream, to whose allocator they return, has waited
+// for that; no allocator need know of the reduce stream, and no host waits. The wait comes with
+// the gradients of the unit after the next one: so much may be in flight, and no more than that
+// is ever kept.
 #pragma once
 
 #include <cstddef>
@@ -54,14 +57,14 @@ class Reducer {
   void take_gradients(Unit& unit);
   void pack(Unit& unit, void* destination, bool accumulate);
   // Returns whether the reduction may write the flat gradient itself.
-  bool make_finish_plan(Unit& unit);
+  bool choose_finish(Unit& unit);
   void finish(Unit& unit, const void* output);
   void forget_arrived(Unit& unit);
-  void release_packed_gradients();
+  void release_packed_gradients(std::size_t keep);
   void* output_buffer();
 
   struct PackedGradients {
-    Event* packed;
+    Unit* unit;  // whose `packed` event is behind it
     std::shared_ptr<void> keep_alive;
   };
 

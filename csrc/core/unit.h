@@ -83,10 +83,12 @@ struct Unit {
         cast_plan(layout.shard_to_gather_plan()),
         unpack_plan(layout.unpack_plan()),
         pack_plan(layout.pack_plan()),
+        finish_plan(layout.finish_plan()),
         gathered(device.new_event()),
         arrived(pack_plan.entries.size(), 0),
         accumulated_params(pack_plan.entries.size(), 0),
         gradients(pack_plan.entries.size(), nullptr),
+        finish_modes(pack_plan.entries.size(), CastMode::Write),
         packed(device.new_event()),
         reduced(device.new_event()),
         gather_label("the all-gather of unit '" + name + "'"),
@@ -109,9 +111,10 @@ struct Unit {
   std::vector<int> backward_prefetch;  // empty: the reverse of forward
 
   // - Descriptors, made once.
-  const CastPlan cast_plan;
-  const UnpackPlan unpack_plan;
-  const PackPlan pack_plan;
+  CastPlan cast_plan;
+  UnpackPlan unpack_plan;
+  PackPlan pack_plan;
+  CastPlan finish_plan;  // reduce output -> flat gradient, by trainable parameter
 
   // - Parameters.
   UnitState state = UnitState::Sharded;
@@ -138,8 +141,8 @@ struct Unit {
   std::shared_ptr<void> accumulated;  // reduce input that outlives a backward without sync
   std::vector<char> accumulated_params;
   bool has_accumulated = false;
-  std::vector<const void*> gradients;  // addresses that the packer reads until `packed`
-  CastPlan finish_plan;                // reduce output -> flat gradient, until `reduced`
+  std::vector<const void*> gradients;  // addresses of those taken for the packer
+  std::vector<CastMode> finish_modes;  // of finish_plan's entries
   std::unique_ptr<Event> packed;
   std::unique_ptr<Event> reduced;
   bool reduction_pending = false;  // the compute stream has not waited for `reduced` yet

@@ -48,6 +48,9 @@ class Stream {
 
   // Blocks the calling thread until all issued work is done; throws if any of it failed.
   virtual void synchronize() = 0;
+
+  // The hardware's own handle, for the implementations of the other seams: a cudaStream_t.
+  virtual void* native_handle() const { return nullptr; }
 };
 
 // Makes the streams, events and buffers of one kind of hardware.
@@ -56,6 +59,7 @@ class Device {
   virtual ~Device() = default;
 
   virtual const char* name() const = 0;  // "cpu", "cuda"
+  virtual int index() const { return 0; }
 
   // The stream that the caller's own operators run on.
   virtual Stream& compute_stream() = 0;
@@ -64,21 +68,62 @@ class Device {
   virtual std::unique_ptr<Event> new_event() = 0;
 
   // `bytes` of memory, aligned to at least 64 bytes, freed when the last owner lets go.
+  //
+  // Note [memory and the compute stream]
+  // Memory comes from, and goes back to, what the compute stream works with. So work that was
+  // issued to the compute stream before may still use new memory: another stream waits for the
+  // compute stream before it touches it. And memory goes back when the compute stream, or the host,
+  // has waited for what other streams do with it.
   virtual std::shared_ptr<void> allocate(std::size_t bytes) = 0;
 
   // Sets `bytes` bytes to `value`, in order of `stream`.
   virtual void fill(Stream& stream, void* data, int value, std::size_t bytes) = 0;
 
+  // Bytes from and to the host's memory, in order of `stream`, off the hot path. The host's side
+  // is read or written by the time that the stream gets past this point.
+  virtual void copy_to_host(Stream& stream, const void* data, void* host, std::size_t bytes) = 0;
+  virtual void copy_from_host(Stream& stream, const void* host, void* data, std::size_t bytes) = 0;
+
   // Keeps `stream` busy for `duration`, in order; for tests of ordering.
   virtual void delay(Stream& stream, std::chrono::microseconds duration) = 0;
+
+  // A named range of what the calling thread issues, for profilers; see Range.
+  virtual void push_range(const std::string& /*name*/) {}
+  virtual void pop_range() {}
+
+  // Whether the compute stream is being captured into a CUDA graph.
+  virtual bool is_capturing() const { return false; }
+
+  // The calling thread issues nothing and only looks at events.
+  virtual void this_thread_only_watches() {}
 
   // How long any one wait may take.
   virtual std::chrono::milliseconds timeout() const = 0;
 };
 
+// A range of a profiler's timeline, as long as this lives.
+class Range {
+ public:
+  Range(Device& device, const std::string& name) : device_(device) { device_.push_range(name); }
+  ~Range() { device_.pop_range(); }
+  Range(const Range&) = delete;
+  Range& operator=(const Range&) = delete;
+
+ private:
+  Device& device_;
+};
+
 std::unique_ptr<Device> make_host_device(std::chrono::milliseconds timeout);
 
-// In a build without CUDA this throws and says how to get one (no_cuda/).
-std::unique_ptr<Device> make_cuda_device(int index, std::chrono::milliseconds timeout);
+// What the framework that shares the GPU brings: its current stream, and its allocator, so that our
+// memory is in its books.
+struct CudaFramework {
+  void* (*current_stream)(int device) = nullptr;
+  std::shared_ptr<void> (*allocate)(int device, std::size_t bytes) = nullptr;
+};
+
+// Throws where there is no such GPU; in a build without CUDA it says how to get one (no_cuda/).
+std::unique_ptr<Device> make_cuda_device(int index, std::chrono::milliseconds timeout,
+                                         CudaFramework framework);
 
 }  // namespace fsdp

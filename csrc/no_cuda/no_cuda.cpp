@@ -11,10 +11,11 @@ constexpr const char* kHowTo =
 
 }  // namespace
 
-std::unique_ptr<Device> make_cuda_device(int /*index*/, std::chrono::milliseconds /*timeout*/) {
+std::unique_ptr<Device> make_cuda_device(int /*index*/, std::chrono::milliseconds /*timeout*/,
+                                         CudaFramework /*framework*/) {
   throw Error(kHowTo);
 }
 
-std::unique_ptr<Packer> make_cuda_packer() { throw Error(kHowTo); }
+std::unique_ptr<Packer> make_cuda_packer(Device& /*device*/) { throw Error(kHowTo); }
 
 }  // namespace fsdp

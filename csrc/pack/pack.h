@@ -1,6 +1,12 @@
 // Seam 2 of 3: the copies around the wire. Descriptors are made once for each unit; per step only
-// the addresses of gradients change. Everything is enqueued on a stream and returns at once; the
-// plans and address arrays must live until the stream has run the work.
+// the addresses of gradients change. Everything is enqueued on a stream and returns at once; a
+// plan must live until the stream has run the work, arrays of addresses and modes need not.
+//
+// Note [runs]
+// One rank's chunk of a parameter is `runs` pieces of chunk / runs elements. In the parameter, the
+// pieces of all ranks take turns: piece k of rank r starts (k * world_size + r) pieces in. With
+// Shard(0) there is one piece, which is the chunk, and the last ranks may have less or nothing;
+// with Shard(d) there are as many as the sizes before dimension d make, and all ranks have as much.
 #pragma once
 
 #include <cstddef>
@@ -18,25 +24,29 @@ struct PackEntry {
   std::int64_t numel = 0;        // elements of the gradient (R * q)
   std::int64_t chunk_numel = 0;  // elements of one rank's chunk (c * q)
   std::int64_t offset = 0;       // of the chunk within a rank's segment
+  std::int64_t runs = 1;         // see Note [runs]
 };
 
 struct PackPlan {
   std::vector<PackEntry> entries;  // offsets ascending, chunks do not overlap
   std::int64_t segment_numel = 0;  // elements of one rank's segment, padding included
   int world_size = 1;
+  std::shared_ptr<const void> table;  // the packer's own, see prepare
 };
 
 // Where one parameter's chunks go, from rank-major staging to its own region. Units: bytes.
 struct UnpackEntry {
   std::size_t chunk_bytes = 0;
   std::size_t source_offset = 0;       // of the chunk within a rank's segment of the staging
-  std::size_t destination_offset = 0;  // of the region; rank r's chunk goes to + r * chunk_bytes
+  std::size_t destination_offset = 0;  // of the region, world_size * chunk_bytes long
+  std::int64_t runs = 1;               // see Note [runs]
 };
 
 struct UnpackPlan {
   std::vector<UnpackEntry> entries;
   std::size_t segment_bytes = 0;
   int world_size = 1;
+  std::shared_ptr<const void> table;  // the packer's own, see prepare
 };
 
 // A run of elements to convert. Units: elements from the bases given with the call.
@@ -46,10 +56,19 @@ struct CastEntry {
   std::int64_t numel = 0;
   DType source_dtype = DType::Float32;
   DType destination_dtype = DType::Float32;
-  bool accumulate = false;  // destination += source instead of destination = source
 };
 
-using CastPlan = std::vector<CastEntry>;
+struct CastPlan {
+  std::vector<CastEntry> entries;
+  std::shared_ptr<const void> table;  // the packer's own, see prepare
+};
+
+// What to do with one entry of a CastPlan.
+enum class CastMode : std::uint8_t {
+  Write,  // destination = source
+  Add,    // destination += source
+  Skip,
+};
 
 // Arithmetic of all three: an element is widened to fp32 (fp64 if either side is fp64), multiplied
 // by `scale`, rounded once to the destination's dtype (nearest even); where it is accumulated,
@@ -59,6 +78,12 @@ using CastPlan = std::vector<CastEntry>;
 class Packer {
  public:
   virtual ~Packer() = default;
+
+  // Makes what this packer needs of a plan (tables on the device, say), which is not to be changed
+  // after that. Once, before the plan is first used; may allocate and wait.
+  virtual void prepare(PackPlan& plan) = 0;
+  virtual void prepare(UnpackPlan& plan) = 0;
+  virtual void prepare(CastPlan& plan) = 0;
 
   // Gradients to the rank-major reduce input. gradients[i] belongs to plan.entries[i] and is
   // contiguous; nullptr stands for zeros. Without `accumulate` every element of the destination
@@ -71,12 +96,18 @@ class Packer {
   virtual void unpack(Stream& stream, const UnpackPlan& plan, const void* staging,
                       void* unsharded) = 0;
 
-  // Runs of elements from one dtype to another.
-  virtual void cast(Stream& stream, const CastPlan& plan, const void* source, void* destination,
-                    double scale) = 0;
+  // Runs of elements from one dtype to another. modes[i] belongs to plan.entries[i]; without
+  // them everything is written.
+  virtual void cast(Stream& stream, const CastPlan& plan, const CastMode* modes, const void* source,
+                    void* destination, double scale) = 0;
 };
 
+// Whoever issues gets these errors, not whoever waits for the stream.
+void check_pack(DType gradient_dtype, DType reduce_dtype);
+void check_cast(const CastEntry& entry, CastMode mode, double scale);
+
 std::unique_ptr<Packer> make_host_packer();
-std::unique_ptr<Packer> make_cuda_packer();  // throws in a build without CUDA (no_cuda/)
+// Descriptors go to memory of `device`. Throws in a build without CUDA (no_cuda/).
+std::unique_ptr<Packer> make_cuda_packer(Device& device);
 
 }  // namespace fsdp

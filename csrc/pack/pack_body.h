@@ -12,6 +12,14 @@
 #define FSDP_HOST_DEVICE
 #endif
 
+// From compute capability 8.0 on one instruction converts, with the results of the arithmetic below
+// but for which NaN; it is what PyTorch's own CUDA casts use.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#define FSDP_CONVERTS_IN_HARDWARE 1
+#else
+#define FSDP_CONVERTS_IN_HARDWARE 0
+#endif
+
 namespace fsdp::body {
 
 // Half-precision elements by their bits. Plain structs, so that they are types of their own.
@@ -48,6 +56,11 @@ FSDP_HOST_DEVICE inline std::int32_t choose(bool condition, std::int32_t yes, st
 // double for inf and NaN, and by one more for subnormals, which then lack no leading one but have
 // one too many. fp32 subnormals do not come up, so that a mode that flushes them changes nothing.
 FSDP_HOST_DEVICE inline float widen(Float16 value) {
+#if FSDP_CONVERTS_IN_HARDWARE
+  float result;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(value.bits));
+  return result;
+#else
   const std::int32_t sign = static_cast<std::int32_t>((value.bits & 0x8000u) << 16);
   const std::int32_t magnitude = value.bits & 0x7fff;
   const std::int32_t subnormal = mask(magnitude < 0x0400);
@@ -56,6 +69,7 @@ FSDP_HOST_DEVICE inline float widen(Float16 value) {
       (magnitude << 13) + 0x38000000 + (special & 0x38000000) + (subnormal & 0x00800000);
   const float result = bit_cast<float>(bits) - bit_cast<float>(subnormal & 0x38800000);
   return bit_cast<float>(sign | bit_cast<std::int32_t>(result));
+#endif
 }
 
 FSDP_HOST_DEVICE inline float widen(float value) { return value; }
@@ -72,10 +86,16 @@ FSDP_HOST_DEVICE inline float narrow<float>(float value) {
 // To nearest even; any NaN becomes the one that PyTorch's scalar code makes of it.
 template <>
 FSDP_HOST_DEVICE inline BFloat16 narrow<BFloat16>(float value) {
+#if FSDP_CONVERTS_IN_HARDWARE
+  BFloat16 result;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
+  return result;
+#else
   const auto bits = bit_cast<std::uint32_t>(value);
   const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const bool is_nan = static_cast<std::int32_t>(bits & 0x7fffffffu) > 0x7f800000;
   return {static_cast<std::uint16_t>(is_nan ? 0x7fc0u : rounded)};
+#endif
 }
 
 // To nearest even, all ranges computed and one chosen. Normal results round in integers, also up
@@ -83,6 +103,11 @@ FSDP_HOST_DEVICE inline BFloat16 narrow<BFloat16>(float value) {
 // and keeps the high bits of its payload, as the processors' own conversions have it.
 template <>
 FSDP_HOST_DEVICE inline Float16 narrow<Float16>(float value) {
+#if FSDP_CONVERTS_IN_HARDWARE
+  Float16 result;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
+  return result;
+#else
   const auto bits = bit_cast<std::uint32_t>(value);
   const auto sign = static_cast<std::int32_t>((bits >> 16) & 0x8000u);
   const auto magnitude = static_cast<std::int32_t>(bits & 0x7fffffffu);
@@ -94,6 +119,7 @@ FSDP_HOST_DEVICE inline Float16 narrow<Float16>(float value) {
   result = choose(magnitude >= 0x47800000, 0x7c00, result);
   result = choose(magnitude > 0x7f800000, nan, result);
   return {static_cast<std::uint16_t>(sign | result)};
+#endif
 }
 
 template <typename T>

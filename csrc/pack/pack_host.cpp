@@ -1,6 +1,8 @@
 #include <cstring>
 #include <memory>
 #include <type_traits>
+#include <utility>
+#include <vector>
 
 #include "core/check.h"
 #include "device/host_stream.h"
@@ -83,6 +85,18 @@ const char* at_element(const void* base, std::int64_t index, DType dtype) {
   return static_cast<const char*>(base) + static_cast<std::size_t>(index) * itemsize(dtype);
 }
 
+// A gradient's elements of one rank, from `first` of its chunk's elements on.
+void pack_chunk(const PackEntry& entry, int world_size, int rank, const void* gradient,
+                DType gradient_dtype, void* destination, DType reduce_dtype, std::int64_t numel,
+                double scale, bool accumulate) {
+  const std::int64_t run = entry.chunk_numel / entry.runs;  // Note [runs]
+  for (std::int64_t k = 0; k < entry.runs; ++k) {
+    move_run(at_element(gradient, (k * world_size + rank) * run, gradient_dtype), gradient_dtype,
+             at_element(destination, k * run, reduce_dtype), reduce_dtype,
+             entry.runs == 1 ? numel : run, scale, accumulate);
+  }
+}
+
 void pack_now(const PackPlan& plan, const void* const* gradients, DType gradient_dtype,
               void* reduce_input, DType reduce_dtype, double scale, bool accumulate) {
   for (int rank = 0; rank < plan.world_size; ++rank) {
@@ -102,9 +116,9 @@ void pack_now(const PackPlan& plan, const void* const* gradients, DType gradient
         continue;
       }
       zero_until(entry.offset);
-      move_run(at_element(gradients[i], entry.chunk_numel * rank, gradient_dtype), gradient_dtype,
-               at_element(segment, entry.offset, reduce_dtype), reduce_dtype, numel, scale,
-               accumulate);
+      pack_chunk(entry, plan.world_size, rank, gradients[i], gradient_dtype,
+                 at_element(segment, entry.offset, reduce_dtype), reduce_dtype, numel, scale,
+                 accumulate);
       written = entry.offset + numel;
     }
     zero_until(plan.segment_numel);
@@ -112,53 +126,51 @@ void pack_now(const PackPlan& plan, const void* const* gradients, DType gradient
 }
 
 void unpack_now(const UnpackPlan& plan, const void* staging, void* unsharded) {
+  const auto world_size = static_cast<std::size_t>(plan.world_size);
   for (const UnpackEntry& entry : plan.entries) {
-    if (entry.chunk_bytes == 0) {
+    const auto runs = static_cast<std::size_t>(entry.runs);
+    const std::size_t run_bytes = entry.chunk_bytes / runs;  // Note [runs]
+    for (std::size_t r = 0; run_bytes > 0 && r < world_size; ++r) {
+      for (std::size_t k = 0; k < runs; ++k) {
+        std::memcpy(static_cast<char*>(unsharded) + entry.destination_offset +
+                        (k * world_size + r) * run_bytes,
+                    static_cast<const char*>(staging) + r * plan.segment_bytes +
+                        entry.source_offset + k * run_bytes,
+                    run_bytes);
+      }
+    }
+  }
+}
+
+void cast_now(const CastPlan& plan, const CastMode* modes, const void* source, void* destination,
+              double scale) {
+  for (std::size_t i = 0; i < plan.entries.size(); ++i) {
+    const CastEntry& entry = plan.entries[i];
+    const CastMode mode = modes != nullptr ? modes[i] : CastMode::Write;
+    if (mode == CastMode::Skip) {
       continue;
     }
-    for (int rank = 0; rank < plan.world_size; ++rank) {
-      const auto r = static_cast<std::size_t>(rank);
-      std::memcpy(static_cast<char*>(unsharded) + entry.destination_offset + r * entry.chunk_bytes,
-                  static_cast<const char*>(staging) + r * plan.segment_bytes + entry.source_offset,
-                  entry.chunk_bytes);
-    }
-  }
-}
-
-void cast_now(const CastPlan& plan, const void* source, void* destination, double scale) {
-  for (const CastEntry& entry : plan) {
     move_run(static_cast<const char*>(source) + entry.source_offset, entry.source_dtype,
              static_cast<char*>(destination) + entry.destination_offset, entry.destination_dtype,
-             entry.numel, scale, entry.accumulate);
+             entry.numel, scale, mode == CastMode::Add);
   }
 }
 
-// Whoever issues gets these errors, not whoever waits for the stream.
-void check_pack(DType gradient_dtype, DType reduce_dtype) {
-  FSDP_CHECK(gradient_dtype != DType::Bytes && reduce_dtype != DType::Bytes,
-             "packing gradients expects floating dtypes but got ", name(gradient_dtype), " to ",
-             name(reduce_dtype), "; bytes are moved, never cast, scaled or added");
-}
-
-void check_cast(const CastEntry& entry, double scale) {
-  const bool casts_bytes =
-      entry.source_dtype == DType::Bytes || entry.destination_dtype == DType::Bytes;
-  const bool copies =
-      entry.source_dtype == entry.destination_dtype && scale == 1.0 && !entry.accumulate;
-  FSDP_CHECK(copies || !casts_bytes, "a cast expects floating dtypes, or a plain copy, but got ",
-             name(entry.source_dtype), " to ", name(entry.destination_dtype), " with scale ", scale,
-             entry.accumulate ? ", accumulated" : "",
-             "; bytes are moved, never cast, scaled or added");
-}
-
+// Plans are used as they are.
 class HostPacker final : public Packer {
  public:
+  void prepare(PackPlan& /*plan*/) override {}
+  void prepare(UnpackPlan& /*plan*/) override {}
+  void prepare(CastPlan& /*plan*/) override {}
+
   void pack(Stream& stream, const PackPlan& plan, const void* const* gradients,
             DType gradient_dtype, void* reduce_input, DType reduce_dtype, double scale,
             bool accumulate) override {
     check_pack(gradient_dtype, reduce_dtype);
+    const std::vector<const void*> addresses(gradients, gradients + plan.entries.size());
     static_cast<HostQueue&>(stream).enqueue([=, &plan] {
-      pack_now(plan, gradients, gradient_dtype, reduce_input, reduce_dtype, scale, accumulate);
+      pack_now(plan, addresses.data(), gradient_dtype, reduce_input, reduce_dtype, scale,
+               accumulate);
     });
   }
 
@@ -167,13 +179,15 @@ class HostPacker final : public Packer {
     static_cast<HostQueue&>(stream).enqueue([=, &plan] { unpack_now(plan, staging, unsharded); });
   }
 
-  void cast(Stream& stream, const CastPlan& plan, const void* source, void* destination,
-            double scale) override {
-    for (const CastEntry& entry : plan) {
-      check_cast(entry, scale);
+  void cast(Stream& stream, const CastPlan& plan, const CastMode* modes, const void* source,
+            void* destination, double scale) override {
+    for (std::size_t i = 0; i < plan.entries.size(); ++i) {
+      check_cast(plan.entries[i], modes != nullptr ? modes[i] : CastMode::Write, scale);
     }
-    static_cast<HostQueue&>(stream).enqueue(
-        [=, &plan] { cast_now(plan, source, destination, scale); });
+    std::vector<CastMode> kept(modes, modes != nullptr ? modes + plan.entries.size() : nullptr);
+    static_cast<HostQueue&>(stream).enqueue([=, &plan, kept = std::move(kept)] {
+      cast_now(plan, kept.empty() ? nullptr : kept.data(), source, destination, scale);
+    });
   }
 };
 

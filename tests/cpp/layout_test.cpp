@@ -47,8 +47,8 @@ TEST(UnitLayout, NeighboursAreCastInOneRun) {
   a.param_dtype = b.param_dtype = DType::BFloat16;
   const UnitLayout layout({a, b}, 2, DType::Float32, DType::Float32);
   EXPECT_TRUE(layout.needs_cast());
-  ASSERT_EQ(layout.shard_to_gather_plan().size(), 1U);
-  EXPECT_EQ(layout.shard_to_gather_plan()[0].numel, 32);
+  ASSERT_EQ(layout.shard_to_gather_plan().entries.size(), 1U);
+  EXPECT_EQ(layout.shard_to_gather_plan().entries[0].numel, 32);
 }
 
 TEST(UnitLayout, ALoneParameterNeedsNoUnpacking) {

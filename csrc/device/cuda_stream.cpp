@@ -1,0 +1,228 @@
+// Streams, events and memory of one GPU.
+//
+// Note [graph capture]
+// A whole step may be captured into a CUDA graph: the compute stream is captured by the user, and
+// the lanes join when they wait for an event of it. Events do not cross the border: CUDA refuses to
+// wait inside a capture for work outside of it, and the other way round. Nothing is lost by leaving
+// such waits out: who captures synchronises the device first, and the first thing that an
+// iteration does on a lane is to wait for the compute stream, on which the graph runs.
+#include <cuda_runtime_api.h>
+#include <nvtx3/nvToolsExt.h>
+#include <nvtx3/nvToolsExtCudaRt.h>
+
+#include <algorithm>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "core/check.h"
+#include "device/cuda_check.h"
+#include "device/cuda_delay.h"
+#include "device/stream.h"
+
+namespace fsdp {
+namespace {
+
+// 0 where `stream` is not being captured.
+unsigned long long capture_of(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+  FSDP_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &id));
+  FSDP_CHECK(status != cudaStreamCaptureStatusInvalidated,
+             "a CUDA graph capture was invalidated by an earlier call that cannot be captured");
+  return status == cudaStreamCaptureStatusActive ? id : 0;
+}
+
+class CudaEvent final : public Event {
+ public:
+  CudaEvent() { FSDP_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming)); }
+  ~CudaEvent() override { cudaEventDestroy(event_); }
+
+  CudaEvent(const CudaEvent&) = delete;
+  CudaEvent& operator=(const CudaEvent&) = delete;
+
+  // What was captured has not run, and is behind the graph's own order when it does.
+  bool query() const override {
+    if (capture_ != 0) {
+      return true;
+    }
+    const cudaError_t result = cudaEventQuery(event_);
+    if (result == cudaErrorNotReady) {
+      return false;
+    }
+    FSDP_CUDA_CHECK(result);
+    return true;
+  }
+
+  void synchronize(std::chrono::milliseconds timeout, const std::string& what) override {
+    const auto start = std::chrono::steady_clock::now();
+    auto pause = std::chrono::microseconds(1);
+    while (!query()) {
+      if (std::chrono::steady_clock::now() - start > timeout) {
+        throw TimeoutError(detail::concat("waited ", timeout.count(), " ms for ", what,
+                                          ", which has not finished; a rank that failed, or runs "
+                                          "something else, never takes part"));
+      }
+      std::this_thread::sleep_for(pause);
+      pause = std::min(2 * pause, std::chrono::microseconds(1000));
+    }
+  }
+
+  void record(cudaStream_t stream, unsigned long long capture) {
+    FSDP_CUDA_CHECK(cudaEventRecord(event_, stream));
+    capture_ = capture;
+  }
+
+  // `capture`: the one under way, on whichever stream.
+  void make_wait(cudaStream_t stream, unsigned long long capture) const {
+    if (capture_ == capture) {  // else see Note [graph capture]
+      FSDP_CUDA_CHECK(cudaStreamWaitEvent(stream, event_, 0));
+    }
+  }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+  unsigned long long capture_ = 0;  // in which it was last recorded
+};
+
+class CudaDevice;
+
+class CudaStream final : public Stream {
+ public:
+  // With `own` null this is the compute stream: whatever the framework's current one is.
+  CudaStream(CudaDevice& device, std::string name, cudaStream_t own)
+      : device_(device), name_(std::move(name)), own_(own) {}
+  ~CudaStream() override {
+    if (own_ != nullptr) {
+      cudaStreamDestroy(own_);
+    }
+  }
+
+  CudaStream(const CudaStream&) = delete;
+  CudaStream& operator=(const CudaStream&) = delete;
+
+  const std::string& name() const override { return name_; }
+  void* native_handle() const override;
+  void record(Event& event) override;
+  void wait(Event& event, const std::string& what) override;
+  void synchronize() override;
+
+ private:
+  CudaDevice& device_;
+  std::string name_;
+  cudaStream_t own_;
+};
+
+class CudaDevice final : public Device {
+ public:
+  CudaDevice(int index, std::chrono::milliseconds timeout, CudaFramework framework)
+      : index_(index),
+        timeout_(timeout),
+        framework_(framework),
+        compute_(*this, "compute", nullptr) {}
+
+  const char* name() const override { return "cuda"; }
+  int index() const override { return index_; }
+  Stream& compute_stream() override { return compute_; }
+  cudaStream_t current_stream() const {
+    return static_cast<cudaStream_t>(framework_.current_stream(index_));
+  }
+  unsigned long long capture() const { return capture_of(current_stream()); }
+
+  // Of the highest priority: what waits for a collective is the rest of the step.
+  std::unique_ptr<Stream> new_stream(const std::string& name) override {
+    const CudaDeviceGuard guard(index_);
+    int lowest = 0;
+    int highest = 0;
+    FSDP_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
+    cudaStream_t stream = nullptr;
+    FSDP_CUDA_CHECK(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest));
+    nvtxNameCudaStreamA(stream, ("fsdp_ext " + name).c_str());
+    return std::make_unique<CudaStream>(*this, name, stream);
+  }
+
+  std::unique_ptr<Event> new_event() override {
+    const CudaDeviceGuard guard(index_);
+    return std::make_unique<CudaEvent>();
+  }
+
+  std::shared_ptr<void> allocate(std::size_t bytes) override {
+    FSDP_CHECK(capture() == 0, "a CUDA graph capture expects all buffers to exist but ", bytes,
+               " bytes are to be allocated in it; run a few whole steps before capturing one");
+    return framework_.allocate(index_, bytes);
+  }
+
+  void fill(Stream& stream, void* data, int value, std::size_t bytes) override {
+    FSDP_CUDA_CHECK(
+        cudaMemsetAsync(data, value, bytes, static_cast<cudaStream_t>(stream.native_handle())));
+  }
+
+  void copy_to_host(Stream& stream, const void* data, void* host, std::size_t bytes) override {
+    FSDP_CUDA_CHECK(cudaMemcpyAsync(host, data, bytes, cudaMemcpyDeviceToHost,
+                                    static_cast<cudaStream_t>(stream.native_handle())));
+  }
+
+  void copy_from_host(Stream& stream, const void* host, void* data, std::size_t bytes) override {
+    FSDP_CUDA_CHECK(cudaMemcpyAsync(data, host, bytes, cudaMemcpyHostToDevice,
+                                    static_cast<cudaStream_t>(stream.native_handle())));
+  }
+
+  void delay(Stream& stream, std::chrono::microseconds duration) override {
+    const CudaDeviceGuard guard(index_);
+    launch_delay(static_cast<cudaStream_t>(stream.native_handle()), duration);
+  }
+
+  bool is_capturing() const override { return capture() != 0; }
+  void push_range(const std::string& name) override { nvtxRangePushA(name.c_str()); }
+  void pop_range() override { nvtxRangePop(); }
+
+  // Another thread that looks at events would end a capture that is strict about such calls.
+  void this_thread_only_watches() override {
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    FSDP_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode));
+  }
+
+  std::chrono::milliseconds timeout() const override { return timeout_; }
+
+ private:
+  int index_;
+  std::chrono::milliseconds timeout_;
+  CudaFramework framework_;
+  CudaStream compute_;
+};
+
+void* CudaStream::native_handle() const {
+  return own_ != nullptr ? own_ : device_.current_stream();
+}
+
+void CudaStream::record(Event& event) {
+  static_cast<CudaEvent&>(event).record(static_cast<cudaStream_t>(native_handle()),
+                                        device_.capture());
+}
+
+void CudaStream::wait(Event& event, const std::string& /*what*/) {
+  static_cast<CudaEvent&>(event).make_wait(static_cast<cudaStream_t>(native_handle()),
+                                           device_.capture());
+}
+
+void CudaStream::synchronize() {
+  const std::unique_ptr<Event> reached = device_.new_event();
+  record(*reached);
+  reached->synchronize(device_.timeout(), "stream '" + name_ + "'");
+}
+
+}  // namespace
+
+std::unique_ptr<Device> make_cuda_device(int index, std::chrono::milliseconds timeout,
+                                         CudaFramework framework) {
+  int count = 0;
+  const cudaError_t result = cudaGetDeviceCount(&count);
+  FSDP_CHECK(result == cudaSuccess, "expects a GPU but CUDA says: ", cudaGetErrorString(result),
+             " (", cudaGetErrorName(result),
+             "); install or update the NVIDIA driver, or use a mesh of device type 'cpu'");
+  FSDP_CHECK(index >= 0 && index < count, "expects a GPU of index ", index, " but there are ",
+             count, "; set CUDA_VISIBLE_DEVICES or torch.cuda.set_device");
+  return std::make_unique<CudaDevice>(index, timeout, framework);
+}
+
+}  // namespace fsdp

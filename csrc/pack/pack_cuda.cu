@@ -1,0 +1,285 @@
+// The kernels of pack_kernels.h on a GPU: tables on the device, grids, launches.
+//
+// Note [launches]
+// Tables are uploaded by prepare. What changes from step to step, addresses and modes, travels in
+// the kernels' arguments: nothing is allocated, nobody waits, and a launch can be captured into a
+// CUDA graph. Arguments have room for so many entries; a plan of more is done in several launches.
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "core/check.h"
+#include "device/cuda_check.h"
+#include "pack/pack.h"
+#include "pack/pack_kernels.h"
+#include "pack/pack_table.h"
+
+namespace fsdp {
+namespace {
+
+using kernels::CastWork;
+using kernels::PackWork;
+using kernels::Place;
+using kernels::TableView;
+using kernels::UnpackWork;
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kernels::kLanes;
+// Of a processor, at least: so each thread may have the registers that it takes to spill none.
+constexpr int kBlocks = 2;
+// Arguments of a kernel have 4 KiB on every GPU and driver.
+constexpr int kAddresses = 480;
+constexpr int kModes = 3968;
+
+struct Addresses {
+  std::int32_t first_entry;
+  const void* of[kAddresses];
+};
+
+struct Modes {
+  std::int32_t first_entry;
+  CastMode of[kModes];
+};
+
+__device__ inline Place my_place() {
+  const std::uint32_t warp_of_block = threadIdx.x / kernels::kLanes;
+  return {blockIdx.x * kWarps + warp_of_block, gridDim.x * kWarps,
+          static_cast<int>(threadIdx.x % kernels::kLanes)};
+}
+
+template <typename S, typename D>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    pack_kernel(const __grid_constant__ PackWork work,
+                const __grid_constant__ Addresses addresses) {
+  kernels::pack<S, D>(
+      work,
+      [&addresses](std::int32_t entry) { return addresses.of[entry - addresses.first_entry]; },
+      my_place());
+}
+
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    unpack_kernel(const __grid_constant__ UnpackWork work) {
+  kernels::unpack(work, my_place());
+}
+
+template <typename S, typename D>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    cast_kernel(const __grid_constant__ CastWork work, const __grid_constant__ Modes modes) {
+  kernels::cast<S, D>(
+      work, [&modes](std::int32_t entry) { return modes.of[entry - modes.first_entry]; },
+      my_place());
+}
+
+// A table in one allocation of the device.
+class DeviceTable {
+ public:
+  DeviceTable(Device& device, TileTable table) : host_(std::move(table)) {
+    const std::size_t span_bytes = host_.spans.size() * sizeof(Span);
+    const std::size_t tile_bytes = host_.span_of_tile.size() * sizeof(std::uint32_t);
+    if (span_bytes == 0) {
+      return;
+    }
+    memory_ = device.allocate(span_bytes + tile_bytes);
+    auto* bytes = static_cast<char*>(memory_.get());
+    // Behind what the compute stream may still do with this memory, and done when it returns.
+    Stream& stream = device.compute_stream();
+    device.copy_from_host(stream, host_.spans.data(), bytes, span_bytes);
+    device.copy_from_host(stream, host_.span_of_tile.data(), bytes + span_bytes, tile_bytes);
+    stream.synchronize();
+    spans_ = reinterpret_cast<const Span*>(bytes);
+    span_of_tile_ = reinterpret_cast<const std::uint32_t*>(bytes + span_bytes);
+  }
+
+  // The tiles of entries [first, last), with whatever padding comes before entry 0.
+  TableView view(std::int32_t first, std::int32_t last) const {
+    const std::uint32_t begin = first == 0 ? 0 : host_.first_tile_of_entry(first);
+    return {spans_, span_of_tile_, begin, host_.first_tile_of_entry(last) - begin};
+  }
+
+  TableView all() const {
+    return {spans_, span_of_tile_, 0, static_cast<std::uint32_t>(host_.span_of_tile.size())};
+  }
+
+ private:
+  TileTable host_;
+  std::shared_ptr<void> memory_;
+  const Span* spans_ = nullptr;
+  const std::uint32_t* span_of_tile_ = nullptr;
+};
+
+struct DeviceCastTable {
+  DType source_dtype;
+  DType destination_dtype;
+  DeviceTable table;
+};
+
+// Calls `function` with values of the two element types.
+template <typename Function>
+void with_float(DType dtype, const Function& function) {
+  switch (dtype) {
+    case DType::Float32:
+      return function(float{});
+    case DType::BFloat16:
+      return function(body::BFloat16{});
+    case DType::Float16:
+      return function(body::Float16{});
+    case DType::Float64:
+      return function(double{});
+    case DType::Bytes:
+      FSDP_CHECK(false, "bytes are moved, never cast, scaled or added");
+  }
+}
+
+template <typename Function>
+void with_floats(DType from, DType to, const Function& function) {
+  with_float(from, [&](auto source) {
+    with_float(to, [&](auto destination) { function(source, destination); });
+  });
+}
+
+class CudaPacker final : public Packer {
+ public:
+  explicit CudaPacker(Device& device) : device_(device) {
+    FSDP_CUDA_CHECK(
+        cudaDeviceGetAttribute(&processors_, cudaDevAttrMultiProcessorCount, device_.index()));
+  }
+
+  void prepare(PackPlan& plan) override {
+    plan.table = std::make_shared<const DeviceTable>(device_, make_table(plan));
+  }
+
+  void prepare(UnpackPlan& plan) override {
+    plan.table = std::make_shared<const DeviceTable>(device_, make_table(plan));
+  }
+
+  void prepare(CastPlan& plan) override {
+    auto tables = std::make_shared<std::vector<DeviceCastTable>>();
+    for (CastTable& table : make_tables(plan)) {
+      tables->push_back({table.source_dtype, table.destination_dtype,
+                         DeviceTable(device_, std::move(table.tiles))});
+    }
+    plan.table = std::move(tables);
+  }
+
+  void pack(Stream& stream, const PackPlan& plan, const void* const* gradients,
+            DType gradient_dtype, void* reduce_input, DType reduce_dtype, double scale,
+            bool accumulate) override {
+    check_pack(gradient_dtype, reduce_dtype);
+    const auto& table = prepared<DeviceTable>(plan.table);
+    const auto entries = static_cast<std::int32_t>(plan.entries.size());
+    std::int32_t first = 0;
+    do {
+      const std::int32_t last = std::min(entries, first + kAddresses);
+      Addresses addresses;
+      addresses.first_entry = first;
+      std::copy(gradients + first, gradients + last, addresses.of);
+      const PackWork work{last == entries && first == 0 ? table.all() : table.view(first, last),
+                          plan.segment_numel,
+                          plan.world_size,
+                          reduce_input,
+                          scale,
+                          accumulate};
+      const std::uint64_t tiles = static_cast<std::uint64_t>(work.table.tiles) *
+                                  static_cast<std::uint64_t>(plan.world_size);
+      with_floats(gradient_dtype, reduce_dtype, [&](auto from, auto to) {
+        launch(pack_kernel<decltype(from), decltype(to)>, stream, tiles, work, addresses);
+      });
+      first = last;
+    } while (first < entries);
+  }
+
+  void unpack(Stream& stream, const UnpackPlan& plan, const void* staging,
+              void* unsharded) override {
+    const UnpackWork work{prepared<DeviceTable>(plan.table).all(),
+                          static_cast<std::int64_t>(plan.segment_bytes), plan.world_size, staging,
+                          unsharded};
+    launch(unpack_kernel, stream, work.table.tiles, work);
+  }
+
+  void cast(Stream& stream, const CastPlan& plan, const CastMode* modes, const void* source,
+            void* destination, double scale) override {
+    const auto entries = static_cast<std::int32_t>(plan.entries.size());
+    for (std::int32_t i = 0; i < entries; ++i) {
+      check_cast(plan.entries[static_cast<std::size_t>(i)],
+                 modes != nullptr ? modes[i] : CastMode::Write, scale);
+    }
+    for (const auto& [source_dtype, destination_dtype, table] :
+         prepared<std::vector<DeviceCastTable>>(plan.table)) {
+      std::int32_t first = 0;
+      do {
+        const std::int32_t last = std::min(entries, first + kModes);
+        Modes travelling;
+        travelling.first_entry = first;
+        if (modes != nullptr) {
+          std::copy(modes + first, modes + last, travelling.of);
+        } else {
+          std::fill_n(travelling.of, last - first, CastMode::Write);
+        }
+        const CastWork work{last == entries && first == 0 ? table.all() : table.view(first, last),
+                            source, destination, scale};
+        const auto launch_for = [&](auto from, auto to) {
+          launch(cast_kernel<decltype(from), decltype(to)>, stream, work.table.tiles, work,
+                 travelling);
+        };
+        if (source_dtype == DType::Bytes) {
+          launch_for(kernels::Byte{}, kernels::Byte{});
+        } else {
+          with_floats(source_dtype, destination_dtype, launch_for);
+        }
+        first = last;
+      } while (first < entries);
+    }
+  }
+
+ private:
+  template <typename Table>
+  static const Table& prepared(const std::shared_ptr<const void>& table) {
+    FSDP_CHECK(table != nullptr, "a plan expects to be prepared before it is used");
+    return *static_cast<const Table*>(table.get());
+  }
+
+  // A persistent grid: as many blocks as run at once, or fewer if there is less to do.
+  template <typename... Parameters, typename... Arguments>
+  void launch(void (*kernel)(Parameters...), Stream& stream, std::uint64_t tiles,
+              const Arguments&... arguments) {
+    if (tiles == 0) {
+      return;
+    }
+    const CudaDeviceGuard guard(device_.index());
+    const auto most = static_cast<std::uint64_t>(blocks_at_once(kernel));
+    const auto blocks = static_cast<unsigned>(std::min(most, (tiles + kWarps - 1) / kWarps));
+    kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream.native_handle())>>>(
+        arguments...);
+    FSDP_CUDA_CHECK(cudaGetLastError());
+  }
+
+  template <typename... Parameters>
+  int blocks_at_once(void (*kernel)(Parameters...)) {
+    const auto address = reinterpret_cast<const void*>(kernel);
+    const auto known = std::find_if(blocks_.begin(), blocks_.end(),
+                                    [&](const auto& entry) { return entry.first == address; });
+    if (known != blocks_.end()) {
+      return known->second;
+    }
+    int of_processor = 0;
+    FSDP_CUDA_CHECK(
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_processor, kernel, kThreads, 0));
+    blocks_.emplace_back(address, std::max(of_processor, 1) * processors_);
+    return blocks_.back().second;
+  }
+
+  Device& device_;
+  int processors_ = 1;
+  std::vector<std::pair<const void*, int>> blocks_;
+};
+
+}  // namespace
+
+std::unique_ptr<Packer> make_cuda_packer(Device& device) {
+  return std::make_unique<CudaPacker>(device);
+}
+
+}  // namespace fsdp

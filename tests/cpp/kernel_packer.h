@@ -1,0 +1,140 @@
+// A packer that runs the bodies of the CUDA kernels on the host, warp by warp and lane by lane,
+// over grids of any size: an error in their index arithmetic shows without a GPU.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+#include "core/check.h"
+#include "device/host_stream.h"
+#include "pack/pack.h"
+#include "pack/pack_kernels.h"
+#include "pack/pack_table.h"
+
+namespace fsdp::test {
+
+class KernelPacker final : public Packer {
+ public:
+  explicit KernelPacker(std::uint32_t warps) : warps_(warps) {}
+
+  void prepare(PackPlan& plan) override {
+    plan.table = std::make_shared<const TileTable>(make_table(plan));
+  }
+  void prepare(UnpackPlan& plan) override {
+    plan.table = std::make_shared<const TileTable>(make_table(plan));
+  }
+  void prepare(CastPlan& plan) override {
+    plan.table = std::make_shared<const std::vector<CastTable>>(make_tables(plan));
+  }
+
+  void pack(Stream& stream, const PackPlan& plan, const void* const* gradients,
+            DType gradient_dtype, void* reduce_input, DType reduce_dtype, double scale,
+            bool accumulate) override {
+    check_pack(gradient_dtype, reduce_dtype);
+    const auto& table = *static_cast<const TileTable*>(plan.table.get());
+    const std::vector<const void*> addresses(gradients, gradients + plan.entries.size());
+    // In two launches, as a plan of very many entries is.
+    const auto entries = static_cast<std::int32_t>(plan.entries.size());
+    const std::uint32_t middle = table.first_tile_of_entry(entries / 2);
+    const auto end = static_cast<std::uint32_t>(table.span_of_tile.size());
+    for (const auto& [first, last] : {std::pair(0u, middle), std::pair(middle, end)}) {
+      const kernels::PackWork work{view(table, first, last),
+                                   plan.segment_numel,
+                                   plan.world_size,
+                                   reduce_input,
+                                   scale,
+                                   accumulate};
+      static_cast<HostQueue&>(stream).enqueue([=] {
+        with_types(gradient_dtype, reduce_dtype, [&](auto from, auto to) {
+          for_each_lane([&](kernels::Place place) {
+            kernels::pack<decltype(from), decltype(to)>(
+                work,
+                [&](std::int32_t entry) { return addresses[static_cast<std::size_t>(entry)]; },
+                place);
+          });
+        });
+      });
+    }
+  }
+
+  void unpack(Stream& stream, const UnpackPlan& plan, const void* staging,
+              void* unsharded) override {
+    const auto& table = *static_cast<const TileTable*>(plan.table.get());
+    const kernels::UnpackWork work{
+        view(table, 0, static_cast<std::uint32_t>(table.span_of_tile.size())),
+        static_cast<std::int64_t>(plan.segment_bytes), plan.world_size, staging, unsharded};
+    static_cast<HostQueue&>(stream).enqueue(
+        [=] { for_each_lane([&](kernels::Place place) { kernels::unpack(work, place); }); });
+  }
+
+  void cast(Stream& stream, const CastPlan& plan, const CastMode* modes, const void* source,
+            void* destination, double scale) override {
+    std::vector<CastMode> kept(plan.entries.size(), CastMode::Write);
+    for (std::size_t i = 0; i < kept.size(); ++i) {
+      kept[i] = modes != nullptr ? modes[i] : CastMode::Write;
+      check_cast(plan.entries[i], kept[i], scale);
+    }
+    for (const CastTable& table : *static_cast<const std::vector<CastTable>*>(plan.table.get())) {
+      const kernels::CastWork work{
+          view(table.tiles, 0, static_cast<std::uint32_t>(table.tiles.span_of_tile.size())), source,
+          destination, scale};
+      static_cast<HostQueue&>(stream).enqueue([=, &table] {
+        with_types(table.source_dtype, table.destination_dtype, [&](auto from, auto to) {
+          for_each_lane([&](kernels::Place place) {
+            kernels::cast<decltype(from), decltype(to)>(
+                work, [&](std::int32_t entry) { return kept[static_cast<std::size_t>(entry)]; },
+                place);
+          });
+        });
+      });
+    }
+  }
+
+ private:
+  static kernels::TableView view(const TileTable& table, std::uint32_t first, std::uint32_t last) {
+    return {table.spans.data(), table.span_of_tile.data(), first, last - first};
+  }
+
+  // Backwards, since no lane may rely on an earlier one.
+  template <typename Body>
+  void for_each_lane(const Body& body) const {
+    for (std::uint32_t warp = warps_; warp-- > 0;) {
+      for (int lane = kernels::kLanes; lane-- > 0;) {
+        body(kernels::Place{warp, warps_, lane});
+      }
+    }
+  }
+
+  template <typename Function>
+  static void with_types(DType from, DType to, const Function& function) {
+    if (from == DType::Bytes) {
+      function(kernels::Byte{}, kernels::Byte{});
+      return;
+    }
+    with_float(from, [&](auto source) {
+      with_float(to, [&](auto destination) { function(source, destination); });
+    });
+  }
+
+  template <typename Function>
+  static void with_float(DType dtype, const Function& function) {
+    switch (dtype) {
+      case DType::Float32:
+        return function(float{});
+      case DType::BFloat16:
+        return function(body::BFloat16{});
+      case DType::Float16:
+        return function(body::Float16{});
+      case DType::Float64:
+        return function(double{});
+      case DType::Bytes:
+        throw Error("bytes are not cast");
+    }
+  }
+
+  std::uint32_t warps_;
+};
+
+}  // namespace fsdp::test
