@@ -5,6 +5,9 @@ Sources and flags are in CMakeLists.txt, everything else about the package in py
     FORCE_CPU=1     make the CPU build
     FORCE_CUDA=1    make the CUDA build, or fail
     MAX_JOBS=n      compile at most n files at a time
+    TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX"
+                    GPUs to build for, as for torch's own extensions; by default 8.0, 9.0 and
+                    10.0+PTX, as far as the nvcc knows them
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 OLDEST_TORCH = (2, 11)
+OLDEST_ARCHITECTURE = 80  # bf16 conversions in hardware
+DEFAULT_ARCHITECTURES = (80, 90, 100)
 EXTENSION = "fsdp_ext._C"
 BUILD_INFO = "_build_info.py"
 
@@ -82,18 +87,83 @@ def choose_kind(torch: Torch) -> tuple[str, str]:
         raise SystemExit(
             "The build of fsdp_ext expects FORCE_CPU=1 or FORCE_CUDA=1 but got both; unset one."
         )
-    if force_cuda:
-        raise SystemExit(
-            "FORCE_CUDA=1 asks for the CUDA build of fsdp_ext, but CUDA sources do not exist in "
-            "this version; unset FORCE_CUDA to make the CPU build."
-        )
     if force_cpu:
         return "CPU", "FORCE_CPU=1"
+    missing = why_no_cuda(torch)
+    if missing is None:
+        return "CUDA", "FORCE_CUDA=1" if force_cuda else f"with nvcc {nvcc_version()}"
+    if force_cuda:
+        raise SystemExit(
+            f"FORCE_CUDA=1 asks for the CUDA build of fsdp_ext, but {missing}; install what is "
+            "missing, or unset FORCE_CUDA to make the CPU build."
+        )
+    return "CPU", missing
+
+
+def why_no_cuda(torch: Torch) -> str | None:
+    """Return why there can be no CUDA build, or None if there can."""
     if torch.cuda is None:
-        return "CPU", f"torch {torch.version} is built without CUDA"
+        return f"torch {torch.version} is built without CUDA"
+    version = nvcc_version()
+    if version is None:
+        return "there is no nvcc on the PATH"
+    if version.split(".")[0] != torch.cuda.split(".")[0]:
+        return f"nvcc is of CUDA {version} where torch is of CUDA {torch.cuda}"
+    return None
+
+
+def nvcc_version() -> str | None:
+    """Return the release of the nvcc on the PATH, such as "13.0", or None if there is none."""
     if shutil.which("nvcc") is None:
-        return "CPU", "there is no nvcc on the PATH"
-    return "CPU", "nvcc and a CUDA torch are here, but this version has no CUDA sources yet"
+        return None
+    result = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=False)
+    match = re.search(r"release (\d+\.\d+)", result.stdout)
+    return match.group(1) if match else None
+
+
+def cuda_architectures() -> list[str]:
+    """Return the GPUs to build for as CMake names them.
+
+    Raises:
+        SystemExit: if TORCH_CUDA_ARCH_LIST cannot be understood or the nvcc knows none of them.
+    """
+    known = {
+        int(number)
+        for number in re.findall(
+            r"compute_(\d+)",
+            subprocess.run(
+                ["nvcc", "--list-gpu-arch"], capture_output=True, text=True, check=False
+            ).stdout,
+        )
+    }
+    listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    if not listed.strip():
+        chosen = [number for number in DEFAULT_ARCHITECTURES if number in known]
+        if not chosen:
+            raise SystemExit(
+                f"The CUDA build of fsdp_ext expects an nvcc that knows one of "
+                f"{DEFAULT_ARCHITECTURES} but this one knows {sorted(known)}; upgrade it."
+            )
+        return [f"{number}-real" for number in chosen] + [f"{chosen[-1]}-virtual"]
+    result = []
+    for item in re.split(r"[;, ]+", listed.strip()):
+        match = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", item)
+        if match is None:
+            raise SystemExit(
+                f"TORCH_CUDA_ARCH_LIST expects numbers such as 9.0 or 9.0+PTX but got {item!r}; "
+                "correct or unset it."
+            )
+        major, minor, suffix, ptx = match.groups()
+        number = int(major + minor)
+        if number < OLDEST_ARCHITECTURE or number not in known:
+            raise SystemExit(
+                f"TORCH_CUDA_ARCH_LIST expects GPUs from {OLDEST_ARCHITECTURE / 10} on that this "
+                f"nvcc knows ({sorted(known)}) but got {item!r}; correct or unset it."
+            )
+        result.append(f"{number}{suffix}-real")
+        if ptx:
+            result.append(f"{number}{suffix}-virtual")
+    return result
 
 
 def find_tool(name: str, module: str, directory: str) -> str:
@@ -153,6 +223,9 @@ def run_cmake(version: str) -> Path:
         "FSDP_VERSION": version,
         "Python_EXECUTABLE": Path(sys.executable).as_posix(),
     }
+    if kind == "CUDA":
+        settings["CMAKE_CUDA_COMPILER"] = shutil.which("nvcc")
+        settings["CMAKE_CUDA_ARCHITECTURES"] = ";".join(cuda_architectures())
     configure = [cmake, "--log-level=NOTICE", "-S", str(ROOT), "-B", str(directory), "-G", "Ninja"]
     configure += [f"-D{name}={value}" for name, value in settings.items()]
     build = [cmake, "--build", str(directory), "--target", "_C", "--parallel", str(jobs())]

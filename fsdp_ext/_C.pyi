@@ -80,12 +80,28 @@ class Unit:
     def number(self) -> int: ...
 
 class Lanes:
-    def __init__(
-        self,
-        gather_group: dist.ProcessGroup,
-        reduce_group: dist.ProcessGroup,
-        timeout_seconds: float,
-    ) -> None: ...
+    @staticmethod
+    def process_group(
+        gather_group: dist.ProcessGroup, reduce_group: dist.ProcessGroup, timeout: float
+    ) -> Lanes: ...
+    @staticmethod
+    def nccl(
+        libraries: Sequence[str],
+        unique_id: bytes,
+        rank: int,
+        size: int,
+        device: int,
+        timeout: float,
+        host_timeout: float,
+        register_buffers: bool,
+    ) -> Lanes: ...
+    @property
+    def transport(self) -> str: ...
+    def check(self) -> None: ...
+    def stream_handle(self, name: str) -> int: ...
+
+def nccl_unique_id(libraries: Sequence[str]) -> bytes: ...
+def describe_nccl(libraries: Sequence[str]) -> tuple[str, str, str]: ...
 
 class Root:
     def __init__(

@@ -15,7 +15,7 @@ from torch.distributed.utils import _get_root_modules
 
 from fsdp_ext.root import ForwardHooks, Root, unit_of
 from fsdp_ext.unit import Unit
-from fsdp_ext.validation import check_modules, check_types, resolve_mesh
+from fsdp_ext.validation import check_modules, check_types, device_of, resolve_mesh
 
 
 @overload
@@ -61,6 +61,9 @@ def fully_shard(
     and their gradients are reduced in one collective. Apply it bottom-up, to the layers first and
     to the whole model last, and make the optimizer afterwards.
 
+    Parameters and buffers may be on the host, on the mesh's device or on meta; from the host they
+    move to the device, of which torch's current one is taken.
+
     Between steps the module's parameters are DTensors with ``Shard(0)``: rank ``r`` of ``N`` has
     rows ``[r * c, (r + 1) * c)`` with ``c = ceil(rows / N)``, as ``torch.chunk`` has it. In forward
     and backward they are plain tensors of the full shape. Names, arguments and meaning are those of
@@ -95,10 +98,11 @@ def fully_shard(
         modules,
         _managed_params(modules, set(ignored_params or ())),
         mesh,
-        torch.device(mesh.device_type),
+        device_of(mesh),
         mp_policy,
         _resolve_reshard(reshard_after_forward, mesh),
     )
+    _move_buffers(modules, unit.device)
     for submodule in modules:
         submodule.__dict__["_fsdp_ext_unit"] = unit
         submodule.__class__ = _fsdp_class(type(submodule))
@@ -176,6 +180,14 @@ def _managed_params(
     for module in modules:
         collect(module, f"{type(module).__name__}." if len(modules) > 1 else "")
     return params
+
+
+def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:
+    """Move buffers to the device that the shards went to, as FSDP2 does."""
+    for module in modules:
+        for buffer in module.buffers():
+            if not buffer.is_meta and buffer.device.type != device.type:
+                buffer.data = buffer.to(device)
 
 
 _fsdp_classes: dict[type[nn.Module], type[nn.Module]] = {}

@@ -97,7 +97,7 @@ class Root:
         module = self.module
         method = weakref.WeakMethod(self._pre_forward_when_stale)
         core = _C.Root(
-            lanes=lanes_of(self.units[0].mesh.get_group()),
+            lanes=lanes_of(self.units[0].mesh.get_group(), self.units[0].device),
             prefetch_depth=1,
             nesting=self._nesting(),
             check_order=self.check_order,

@@ -95,7 +95,8 @@ class Unit:
         for param in params:
             chunk = -(-param.shape[0] // world_size)
             first = min(chunk * rank, param.shape[0])
-            locals_.append(param.detach()[first : first + chunk])
+            rows = param.detach()[first : first + chunk]
+            locals_.append(rows if rows.is_meta else rows.to(self.device))
         slots = [
             ParamSlot(name, param.shape, self._to_dtensor(local, param))
             for (param, name), local in zip(params.items(), locals_, strict=True)

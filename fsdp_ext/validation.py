@@ -17,7 +17,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fsdp_ext import _C
+from fsdp_ext import _C, _build_info
+from fsdp_ext.communicator import check_lanes
 
 # Set on a parameter that a unit has taken over: the names of its replacement and of the unit.
 _SHARDED_AS = "_fsdp_ext_sharded_as"
@@ -38,7 +39,8 @@ def resolve_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
             "torch.distributed.init_process_group first (torchrun sets what it needs)"
         )
     if mesh is None:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        on_gpu = _build_info.BUILD_KIND == "CUDA" and torch.cuda.is_available()
+        mesh = init_device_mesh("cuda" if on_gpu else "cpu", (dist.get_world_size(),))
     if mesh.ndim == 2:
         raise NotImplementedError(
             f"fully_shard expects a 1-D mesh but got a 2-D one, {tuple(mesh.shape)}; hybrid "
@@ -49,12 +51,36 @@ def resolve_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
             f"fully_shard expects a 1-D mesh but got {mesh.ndim} dimensions, {tuple(mesh.shape)}; "
             "pass one dimension of it: mesh['name']"
         )
-    if mesh.device_type != "cpu":
-        raise ValueError(
-            f"fully_shard expects a mesh of device type 'cpu', which is what this build supports, "
-            f"but got '{mesh.device_type}'; make it with init_device_mesh('cpu', ...)"
-        )
+    _check_device_type(mesh.device_type)
     return mesh
+
+
+def _check_device_type(device_type: str) -> None:
+    if device_type == "cpu":
+        return
+    if device_type != "cuda":
+        raise ValueError(
+            f"fully_shard expects a mesh of device type 'cuda' or 'cpu' but got '{device_type}'; "
+            "make it with init_device_mesh('cpu', ...)"
+        )
+    if _build_info.BUILD_KIND != "CUDA":
+        raise ValueError(
+            "fully_shard expects a mesh of device type 'cpu', which is what this CPU build of "
+            "fsdp_ext supports, but got 'cuda'; install it again where nvcc and a CUDA build of "
+            "torch are (FORCE_CUDA=1 says what is missing)"
+        )
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "fully_shard expects a GPU for a mesh of device type 'cuda' but torch finds none; "
+            "install or update the NVIDIA driver (nvidia-smi shows it), or use a mesh of 'cpu'"
+        )
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Return this rank's device: for CUDA, the current one."""
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
 
 
 def check_types(mesh: object, mp_policy: object, ignored_params: Iterable[object] | None) -> None:
@@ -147,7 +173,8 @@ def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> Non
             f"expects real parameters but '{name}' is {param.dtype}; store it as a real tensor "
             "with a last dimension of 2 and use torch.view_as_complex in forward"
         )
-    if param.device.type not in ("meta", device.type):
+    # From the host, shards move to the device, as in FSDP2.
+    if param.device.type not in ("meta", "cpu", device.type):
         raise ValueError(
             f"expects parameters on {device} (or meta) but '{name}' is on {param.device}; move the "
             "module first"
@@ -169,6 +196,7 @@ _checked_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    check_lanes()
     if optimizer in _checked_optimizers:
         return
     for group in optimizer.param_groups:

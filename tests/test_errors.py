@@ -45,7 +45,7 @@ def _meshes() -> None:
     with raises(ValueError, "1-D mesh but got 3 dimensions"):
         fully_shard(nn.Linear(2, 2), mesh=cube)
     elsewhere = DeviceMesh("meta", torch.arange(4), _init_backend=False)
-    with raises(ValueError, "device type 'cpu'", "but got 'meta'", "init_device_mesh"):
+    with raises(ValueError, "device type 'cuda' or 'cpu'", "but got 'meta'", "init_device_mesh"):
         fully_shard(nn.Linear(2, 2), mesh=elsewhere)
     # One dimension of a mesh is fine.
     fully_shard(nn.Linear(4, 4), mesh=mesh["shard"])

@@ -3,8 +3,10 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <string>
 
+#include "core/check.h"
 #include "core/dtype.h"
 #include "device/stream.h"
 
@@ -17,6 +19,15 @@ class Communicator {
   virtual const char* transport() const = 0;  // "process_group", "nccl", ...
   virtual int rank() const = 0;
   virtual int size() const = 0;
+
+  // Says what the collectives from now on are, for error messages.
+  virtual void announce(const std::string& /*what*/) {}
+
+  // Memory that this transport reads and writes best. As Device::allocate's, but that all ranks
+  // call it together, and that it goes before the communicator does.
+  virtual std::shared_ptr<void> allocate(Device& device, std::size_t bytes) {
+    return device.allocate(bytes);
+  }
 
   // Whether calls between group_start and group_end travel as one launch.
   virtual bool can_group() const { return false; }
@@ -37,6 +48,14 @@ class Communicator {
   // about to do. `output` is complete when the stream gets past this point.
   virtual void host_all_gather(Stream& stream, const void* input, void* output,
                                std::size_t bytes) = 0;
+
+  // Throws if a collective failed, here or, as far as is known, on another rank.
+  void check() {
+    const std::string error = async_error();
+    if (!error.empty()) {
+      throw Error(error);
+    }
+  }
 
   // Makes pending and future collectives fail instead of waiting for peers.
   virtual void abort(const std::string& reason) = 0;

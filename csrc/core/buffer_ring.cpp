@@ -1,17 +1,18 @@
 #include "core/buffer_ring.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "core/check.h"
 
 namespace fsdp {
 
-BufferRing::BufferRing(Device& device, int slots, std::size_t slot_bytes)
-    : device_(device), slot_bytes_(slot_bytes) {
+BufferRing::BufferRing(Device& device, Allocate allocate, int slots, std::size_t slot_bytes)
+    : device_(device), allocate_(std::move(allocate)), slot_bytes_(slot_bytes) {
   FSDP_CHECK(slots >= 0, "a ring expects a non-negative number of slots but got ", slots);
   for (int i = 0; i < slots; ++i) {
     auto slot = std::make_unique<Slot>();
-    slot->memory = device_.allocate(slot_bytes_);
+    slot->memory = allocate_(slot_bytes_);
     slot->bytes = slot_bytes_;
     slot->released = device_.new_event();
     slots_.push_back(std::move(slot));

@@ -15,6 +15,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -38,8 +39,10 @@ struct Slot {
 
 class BufferRing {
  public:
+  using Allocate = std::function<std::shared_ptr<void>(std::size_t bytes)>;
+
   // Allocates `slots` slots of `slot_bytes` each, once.
-  BufferRing(Device& device, int slots, std::size_t slot_bytes);
+  BufferRing(Device& device, Allocate allocate, int slots, std::size_t slot_bytes);
 
   // The slot that still holds `unit`'s parameters and has no owner, or null.
   Slot* find_contents(int unit);
@@ -65,6 +68,7 @@ class BufferRing {
 
  private:
   Device& device_;
+  Allocate allocate_;
   std::size_t slot_bytes_;
   std::uint64_t releases_ = 0;
   std::vector<std::unique_ptr<Slot>> slots_;

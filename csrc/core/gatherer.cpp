@@ -47,8 +47,10 @@ void Gatherer::plan_memory(const std::vector<std::unique_ptr<Unit>>& units, int 
   }
   // What is in flight may still use the memory of the plan before.
   stream_.synchronize();
-  ring_ = std::make_unique<BufferRing>(device_, std::min(slots, ring_units), slot_bytes);
-  staging_ = staging_bytes_ > 0 ? device_.allocate(staging_bytes_) : nullptr;
+  ring_ = std::make_unique<BufferRing>(
+      device_, [this](std::size_t bytes) { return lane_.allocate(bytes); },
+      std::min(slots, ring_units), slot_bytes);
+  staging_ = staging_bytes_ > 0 ? lane_.allocate(staging_bytes_) : nullptr;
   follow_compute();  // Note [memory and the compute stream]
   for (const auto& unit : units) {
     if (unit->reshard_after_forward && unit->state == UnitState::Sharded) {
@@ -126,7 +128,7 @@ Slot* Gatherer::free_slot(Unit& unit, bool on_demand,
   if (!unit.reshard_after_forward) {
     if (unit.home == nullptr) {
       unit.home = std::make_unique<Slot>();
-      unit.home->memory = device_.allocate(bytes);
+      unit.home->memory = lane_.allocate(bytes);
       unit.home->bytes = bytes;
       unit.home->released = device_.new_event();
       follow_compute();
@@ -176,6 +178,7 @@ void Gatherer::gather_into(Unit& unit, Slot& slot) {
   } else {
     const std::size_t wire_bytes =
         layout.gather_bytes() * static_cast<std::size_t>(layout.world_size());
+    lane_.communicator().announce(unit.gather_label);
     announce_(unit, wire_bytes);
     const void* input = gather_input(unit);
     void* output = layout.staging_is_unsharded() ? slot.data() : staging_.get();
@@ -195,7 +198,7 @@ const void* Gatherer::gather_input(Unit& unit) {
     return unit.port.flat_shard();
   }
   if (unit.gather_input == nullptr) {
-    unit.gather_input = device_.allocate(layout.gather_bytes());
+    unit.gather_input = lane_.allocate(layout.gather_bytes());
     follow_compute();
   }
   if (!unit.cast_from.matches(unit.gathered_from)) {

@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "comm/communicator.h"
+#include "core/check.h"
 #include "device/stream.h"
 #include "pack/pack.h"
 
@@ -24,13 +25,20 @@ namespace fsdp {
 class Lane {
  public:
   Lane(Device& device, const std::string& name, std::unique_ptr<Communicator> communicator)
-      : communicator_(std::move(communicator)),
+      : device_(device),
+        communicator_(std::move(communicator)),
         drained_(device.new_event()),
         timeout_(device.timeout()),
         stream_(device.new_stream(name)) {}
 
   Communicator& communicator() { return *communicator_; }
   Stream& stream() { return *stream_; }
+
+  // Memory for collectives of this lane. All ranks ask for as much at the same time; the lane
+  // outlives it.
+  std::shared_ptr<void> allocate(std::size_t bytes) {
+    return communicator_->allocate(device_, bytes);
+  }
 
   // Waits until nothing of what was issued runs any more, since what it uses is about to be freed.
   // That takes as long as it takes: giving up is the backend's business, which has a timeout of
@@ -47,6 +55,7 @@ class Lane {
   }
 
  private:
+  Device& device_;
   std::unique_ptr<Communicator> communicator_;
   std::unique_ptr<Event> drained_;
   std::chrono::milliseconds timeout_;
@@ -67,5 +76,11 @@ struct Lanes {
   Lane gather;
   Lane reduce;
 };
+
+inline Lane& lane_named(Lanes& lanes, const std::string& name) {
+  FSDP_CHECK(name == "gather" || name == "reduce", "expects a lane 'gather' or 'reduce' but got '",
+             name, "'");
+  return name == "gather" ? lanes.gather : lanes.reduce;
+}
 
 }  // namespace fsdp

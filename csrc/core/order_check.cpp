@@ -43,6 +43,7 @@ void OrderCheck::compare(const char* op, const Unit& unit, std::size_t bytes) {
   compared_->synchronize(device_.timeout(),
                          "all ranks to announce " + mine.describe() +
                              " (a rank that skips a unit, or has failed, never does)");
+  lane_.communicator().check();
   for (std::size_t rank = 0; rank < all_.size(); ++rank) {
     const Announcement& theirs = all_[rank];
     FSDP_CHECK(std::memcmp(&theirs, &mine, sizeof(mine)) == 0,

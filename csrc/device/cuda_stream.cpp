@@ -157,6 +157,11 @@ class CudaDevice final : public Device {
         cudaMemsetAsync(data, value, bytes, static_cast<cudaStream_t>(stream.native_handle())));
   }
 
+  void synchronize() override {
+    const CudaDeviceGuard guard(index_);
+    FSDP_CUDA_CHECK(cudaDeviceSynchronize());
+  }
+
   void copy_to_host(Stream& stream, const void* data, void* host, std::size_t bytes) override {
     FSDP_CUDA_CHECK(cudaMemcpyAsync(host, data, bytes, cudaMemcpyDeviceToHost,
                                     static_cast<cudaStream_t>(stream.native_handle())));
@@ -178,6 +183,7 @@ class CudaDevice final : public Device {
 
   // Another thread that looks at events would end a capture that is strict about such calls.
   void this_thread_only_watches() override {
+    FSDP_CUDA_CHECK(cudaSetDevice(index_));
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     FSDP_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode));
   }

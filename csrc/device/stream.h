@@ -79,6 +79,9 @@ class Device {
   // Sets `bytes` bytes to `value`, in order of `stream`.
   virtual void fill(Stream& stream, void* data, int value, std::size_t bytes) = 0;
 
+  // Blocks the calling thread until nothing runs any more, whoever issued it; off the hot path.
+  virtual void synchronize() {}
+
   // Bytes from and to the host's memory, in order of `stream`, off the hot path. The host's side
   // is read or written by the time that the stream gets past this point.
   virtual void copy_to_host(Stream& stream, const void* data, void* host, std::size_t bytes) = 0;

@@ -2,6 +2,7 @@
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <chrono>
 #include <memory>
 #include <string>
@@ -10,12 +11,13 @@
 #include <utility>
 #include <vector>
 
+#include "core/check.h"
 #include "core/layout.h"
 #include "core/ledger.h"
 #include "core/pipeline.h"
 #include "torch/dtype.h"
-#include "torch/process_group.h"
 #include "torch/root.h"
+#include "torch/transports.h"
 #include "torch/unit.h"
 
 namespace py = pybind11;
@@ -125,29 +127,68 @@ void register_unit(py::module_& m) {
       .def_property_readonly("number", &TorchUnit::number);
 }
 
-// Their workers may be in a collective, and a process group written in Python needs the GIL there.
-void delete_without_gil(Lanes* lanes) {
-  if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) {
-    delete lanes;
-    return;
-  }
-  const py::gil_scoped_release no_gil;
-  delete lanes;
+std::chrono::milliseconds milliseconds(double seconds) {
+  return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000));
 }
 
 void register_lanes(py::module_& m) {
   py::class_<Lanes, std::shared_ptr<Lanes>>(m, "Lanes")
-      .def(py::init([](c10::intrusive_ptr<c10d::ProcessGroup> gather,
-                       c10::intrusive_ptr<c10d::ProcessGroup> reduce, double timeout_seconds) {
-             const std::chrono::milliseconds timeout(
-                 static_cast<std::int64_t>(timeout_seconds * 1000));
-             return std::shared_ptr<Lanes>(
-                 new Lanes(make_host_device(timeout), make_host_packer(),
-                           make_process_group_communicator(std::move(gather)),
-                           make_process_group_communicator(std::move(reduce))),
-                 &delete_without_gil);
-           }),
-           py::arg("gather_group"), py::arg("reduce_group"), py::arg("timeout_seconds"));
+      .def_static(
+          "process_group",
+          [](c10::intrusive_ptr<c10d::ProcessGroup> gather,
+             c10::intrusive_ptr<c10d::ProcessGroup> reduce, double timeout) {
+            return make_process_group_lanes(std::move(gather), std::move(reduce),
+                                            milliseconds(timeout));
+          },
+          py::arg("gather_group"), py::arg("reduce_group"), py::arg("timeout"))
+      .def_static(
+          "nccl",
+          [](const std::vector<std::string>& libraries, const std::string& unique_id, int rank,
+             int size, int device, double timeout, double host_timeout, bool register_buffers) {
+            const py::gil_scoped_release no_gil;
+            nccl::UniqueId id;
+            FSDP_CHECK(unique_id.size() == sizeof(id), "a unique id expects ", sizeof(id),
+                       " bytes but got ", unique_id.size());
+            std::copy(unique_id.begin(), unique_id.end(), id.internal);
+            return make_nccl_lanes(nccl::load(libraries), device, id,
+                                   {rank, size, milliseconds(timeout), register_buffers},
+                                   milliseconds(host_timeout));
+          },
+          py::arg("libraries"), py::arg("unique_id"), py::arg("rank"), py::arg("size"),
+          py::arg("device"), py::arg("timeout"), py::arg("host_timeout"),
+          py::arg("register_buffers"))
+      .def_property_readonly("transport",
+                             [](Lanes& lanes) { return lanes.gather.communicator().transport(); })
+      .def("check",
+           [](Lanes& lanes) {
+             lanes.gather.communicator().check();
+             lanes.reduce.communicator().check();
+           })
+      .def("stream_handle", [](Lanes& lanes, const std::string& name) {
+        return reinterpret_cast<std::uintptr_t>(lane_named(lanes, name).stream().native_handle());
+      });
+}
+
+void register_nccl(py::module_& m) {
+  m.def(
+      "nccl_unique_id",
+      [](const std::vector<std::string>& libraries) {
+        const nccl::Api& api = nccl::load(libraries);
+        nccl::UniqueId id;
+        const nccl::Result result = api.GetUniqueId(&id);
+        FSDP_CHECK(result == nccl::kSuccess,
+                   "NCCL could not make a unique id: ", api.GetErrorString(result),
+                   "; NCCL_SOCKET_IFNAME names the network interface");
+        return py::bytes(id.internal, sizeof(id.internal));
+      },
+      py::arg("libraries"));
+  m.def(
+      "describe_nccl",
+      [](const std::vector<std::string>& libraries) {
+        const nccl::Api& api = nccl::load(libraries);
+        return py::make_tuple(api.version_text(), api.path, api.registration());
+      },
+      py::arg("libraries"));
 }
 
 void register_root(py::module_& m) {
@@ -274,6 +315,7 @@ PYBIND11_MODULE(_C, m) {
   fsdp::register_layout(m);
   fsdp::register_unit(m);
   fsdp::register_lanes(m);
+  fsdp::register_nccl(m);
   fsdp::register_root(m);
   m.def("note_optimizer_step", &fsdp::note_optimizer_step);
 }

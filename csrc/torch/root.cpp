@@ -132,11 +132,9 @@ void Root::reset_iteration() {
 }
 
 void Root::delay_stream(const std::string& stream, double seconds) {
-  FSDP_CHECK(stream == "gather" || stream == "reduce",
-             "expects stream 'gather' or 'reduce' but got '", stream, "'");
-  Lane& lane = stream == "gather" ? lanes_->gather : lanes_->reduce;
-  lanes_->device->delay(lane.stream(), std::chrono::duration_cast<std::chrono::microseconds>(
-                                           std::chrono::duration<double>(seconds)));
+  lanes_->device->delay(lane_named(*lanes_, stream).stream(),
+                        std::chrono::duration_cast<std::chrono::microseconds>(
+                            std::chrono::duration<double>(seconds)));
 }
 
 py::object Root::pre_forward_when_stale(py::handle module, py::handle args, py::handle kwargs) {

@@ -10,7 +10,8 @@ namespace {
 class BufferRingTest : public ::testing::Test {
  protected:
   std::unique_ptr<Device> device_ = make_host_device(std::chrono::seconds(5));
-  BufferRing ring_{*device_, 2, 256};
+  BufferRing ring_{*device_, [this](std::size_t bytes) { return device_->allocate(bytes); }, 2,
+                   256};
 
   void release(Slot* slot, bool keeps_contents = true) {
     ring_.release(*slot, device_->compute_stream(), keeps_contents);

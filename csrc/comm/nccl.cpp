@@ -1,0 +1,466 @@
+// Note [blocking communicators]
+// Communicators come up without blocking the host, so that a rank that never comes is a timeout.
+// But a communicator without blocking launches each collective from a new thread (NCCL 2.28,
+// src/group.cc, ncclGroupEndInternal), which takes longer than all the rest of a launch. So that
+// one only brings the ranks together; the two that the lanes use are split off it, with blocking,
+// and it goes. What may block on those (the first collective makes connections) is watched by a
+// thread that aborts them.
+//
+// Note [watchdog]
+// No host waits for a collective in a step, so nobody would notice one that hangs but for the
+// watchdog. It looks at NCCL's asynchronous error and at events behind the newest collectives. When
+// something is wrong it aborts the communicator, which ends the kernels that wait for peers, says
+// so on stderr, and every later call throws. What was computed since is not to be used: the
+// optimizer's step checks, too.
+#include "comm/nccl.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <cstdio>
+#include <mutex>
+#include <thread>
+
+#include "core/check.h"
+
+namespace fsdp {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using nccl::Api;
+using nccl::Comm;
+
+constexpr auto kLongestPause = std::chrono::milliseconds(1000);  // of the watchdog
+// A program that ends because a peer has failed is not to wait for that peer much longer.
+constexpr auto kLongestClose = std::chrono::milliseconds(30000);
+
+std::string text_of(const Api& api, Comm comm, nccl::Result result) {
+  const char* last = api.GetLastError(comm);
+  return detail::concat(api.GetErrorString(result), last != nullptr && last[0] != '\0' ? ": " : "",
+                        last != nullptr ? last : "");
+}
+
+nccl::DataType data_type(DType dtype) {
+  switch (dtype) {
+    case DType::Float32:
+      return nccl::kFloat32;
+    case DType::BFloat16:
+      return nccl::kBfloat16;
+    case DType::Float16:
+      return nccl::kFloat16;
+    case DType::Float64:
+      return nccl::kFloat64;
+    case DType::Bytes:
+      break;
+  }
+  throw Error("a reduction expects a floating dtype but got bytes");
+}
+
+// Waits for calls on a communicator that does not block. See Note [blocking communicators].
+void wait_until_ready(const Api& api, Comm comm, nccl::Result result, const NcclOptions& options,
+                      const char* what) {
+  const auto start = Clock::now();
+  while (result == nccl::kInProgress || result == nccl::kSuccess) {
+    nccl::Result state = nccl::kSuccess;
+    result = api.CommGetAsyncError(comm, &state);
+    if (result != nccl::kSuccess) {
+      break;
+    }
+    if (state == nccl::kSuccess) {
+      return;
+    }
+    result = state;
+    if (state == nccl::kInProgress && Clock::now() - start > options.timeout) {
+      throw TimeoutError(
+          detail::concat("rank ", options.rank, " waited ", options.timeout.count(),
+                         " ms for NCCL to ", what, " ", options.size,
+                         " ranks; some rank has failed or has not come that far (NCCL_DEBUG=INFO "
+                         "says more)"));
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  const std::string text = text_of(api, comm, result);
+  const bool shares_gpu = text.find("Duplicate GPU") != std::string::npos ||
+                          text.find("using the same GPU") != std::string::npos;
+  FSDP_CHECK(!shares_gpu, "NCCL could not ", what, " ", options.size, " ranks: ", text,
+             "; give each rank a GPU of its own with torch.cuda.set_device(local_rank). To let "
+             "ranks share one for tests, see docs/gpu-status.md");
+  throw Error(detail::concat("rank ", options.rank, ": NCCL could not ", what, " ", options.size,
+                             " ranks: ", text, " (NCCL_DEBUG=WARN says more)"));
+}
+
+class NcclCommunicator final : public Communicator {
+ public:
+  NcclCommunicator(const Api& api, Device& device, Comm comm, const NcclOptions& options,
+                   std::string name)
+      : api_(api),
+        device_(device),
+        comm_(comm),
+        options_(options),
+        name_(std::move(name)),
+        watchdog_([this] { watch(); }) {}
+
+  // Whoever owns this has waited for its stream.
+  ~NcclCommunicator() override {
+    {
+      const Busy busy(*this, "the ranks to close the " + name_ + " communicator",
+                      std::min(options_.timeout, kLongestClose));
+      if (!failed_) {
+        api_.CommFinalize(comm_);
+      }
+    }
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      stopping_ = true;
+    }
+    stop_.notify_one();
+    watchdog_.join();
+    if (!failed_) {
+      api_.CommDestroy(comm_);
+    }
+  }
+
+  NcclCommunicator(const NcclCommunicator&) = delete;
+  NcclCommunicator& operator=(const NcclCommunicator&) = delete;
+
+  const char* transport() const override { return "nccl"; }
+  int rank() const override { return options_.rank; }
+  int size() const override { return options_.size; }
+  bool can_group() const override { return true; }
+
+  void announce(const std::string& what) override { what_ = what; }
+
+  void group_start() override {
+    check();
+    call(api_.GroupStart(), "start a group");
+    in_group_ = true;
+  }
+
+  void group_end() override {
+    in_group_ = false;
+    const Busy busy(*this, what_);
+    call(api_.GroupEnd(), "launch a group");
+    watch_stream(*grouped_on_);
+  }
+
+  void all_gather(Stream& stream, const void* input, void* output, std::size_t bytes) override {
+    issue(stream,
+          [&](void* on) { return api_.AllGather(input, output, bytes, nccl::kInt8, comm_, on); });
+  }
+
+  void reduce_scatter(Stream& stream, const void* input, void* output, std::size_t numel,
+                      DType dtype) override {
+    issue(stream, [&](void* on) {
+      return api_.ReduceScatter(input, output, numel, data_type(dtype), nccl::kSum, comm_, on);
+    });
+  }
+
+  void all_reduce(Stream& stream, void* data, std::size_t numel, DType dtype) override {
+    issue(stream, [&](void* on) {
+      return api_.AllReduce(data, data, numel, data_type(dtype), nccl::kSum, comm_, on);
+    });
+  }
+
+  // Through a buffer of the device that lives as long as this does.
+  void host_all_gather(Stream& stream, const void* input, void* output,
+                       std::size_t bytes) override {
+    const auto ranks = static_cast<std::size_t>(options_.size);
+    if (exchange_bytes_ < bytes) {
+      exchange_ = device_.allocate(bytes * (ranks + 1));
+      exchange_bytes_ = bytes;
+      stream_follows_compute(stream);
+    }
+    auto* mine = static_cast<char*>(exchange_.get());
+    char* all = mine + bytes;
+    device_.copy_from_host(stream, input, mine, bytes);
+    all_gather(stream, mine, all, bytes);
+    const Busy busy(*this, what_);  // a copy to memory that is not pinned waits for the stream
+    device_.copy_to_host(stream, all, output, bytes * ranks);
+  }
+
+  std::shared_ptr<void> allocate(Device& device, std::size_t bytes) override;
+
+  void abort(const std::string& reason) override {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (failed_) {
+        return;
+      }
+      error_ = reason;
+      failed_ = true;
+    }
+    std::fprintf(stderr, "fsdp_ext: %s\n", reason.c_str());
+    api_.CommAbort(comm_);
+  }
+
+  std::string async_error() override {
+    if (!failed_) {
+      return "";
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return error_;
+  }
+
+ private:
+  // What the watchdog knows of a collective that was issued.
+  struct Outstanding {
+    std::unique_ptr<Event> event;
+    std::string what;
+    Clock::time_point since;
+    bool pending = false;
+  };
+
+  // For as long as it lives, the calling thread may block in NCCL.
+  class Busy {
+   public:
+    Busy(NcclCommunicator& owner, const std::string& what)
+        : Busy(owner, what, owner.options_.timeout) {}
+    Busy(NcclCommunicator& owner, const std::string& what, std::chrono::milliseconds limit)
+        : owner_(owner) {
+      const std::lock_guard<std::mutex> lock(owner_.mutex_);
+      owner_.busy_limit_ = limit;
+      owner_.busy_with_ = what;
+      owner_.busy_since_ = Clock::now();
+      owner_.busy_ = true;
+    }
+    ~Busy() {
+      const std::lock_guard<std::mutex> lock(owner_.mutex_);
+      owner_.busy_ = false;
+    }
+    Busy(const Busy&) = delete;
+    Busy& operator=(const Busy&) = delete;
+
+   private:
+    NcclCommunicator& owner_;
+  };
+
+  void call(nccl::Result result, const char* what) {
+    if (result == nccl::kSuccess) {
+      return;
+    }
+    check();  // aborted meanwhile, for a reason that says more
+    const std::string text = text_of(api_, comm_, result);
+    abort(detail::concat("rank ", options_.rank, ": NCCL could not ", what, " (", what_,
+                         "): ", text));
+    check();
+  }
+
+  template <typename Call>
+  void issue(Stream& stream, const Call& collective) {
+    if (in_group_) {
+      grouped_on_ = &stream;
+      call(collective(stream.native_handle()), "add a collective to a group");
+      return;
+    }
+    check();
+    const Busy busy(*this, what_);
+    call(collective(stream.native_handle()), "launch a collective");
+    watch_stream(stream);
+  }
+
+  // What is captured runs when the graph does, of which only the user knows.
+  void watch_stream(Stream& stream) {
+    if (device_.is_capturing()) {
+      return;
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    Outstanding& newest = outstanding_[next_];
+    next_ = (next_ + 1) % outstanding_.size();
+    if (newest.event == nullptr) {
+      newest.event = device_.new_event();
+    }
+    stream.record(*newest.event);
+    newest.what = what_;
+    newest.since = Clock::now();
+    newest.pending = true;
+  }
+
+  void stream_follows_compute(Stream& stream) {
+    const std::unique_ptr<Event> reached = device_.new_event();
+    device_.compute_stream().record(*reached);
+    stream.wait(*reached, what_);
+  }
+
+  void watch() {
+    try {
+      device_.this_thread_only_watches();
+      const auto pause = std::min<Clock::duration>(kLongestPause, options_.timeout / 10);
+      std::unique_lock<std::mutex> lock(mutex_);
+      while (!stop_.wait_for(lock, pause, [this] { return stopping_; })) {
+        const std::string reason = failed_ ? "" : what_is_wrong();
+        if (!reason.empty()) {
+          lock.unlock();
+          abort(reason);
+          lock.lock();
+        }
+      }
+    } catch (const std::exception& error) {
+      // The device is gone: the process ends, or an error of its own has stopped it.
+      abort(detail::concat("rank ", options_.rank, ": nothing can be said of the ", name_,
+                           " communicator any more: ", error.what()));
+    }
+  }
+
+  // Under the lock. Empty if nothing is.
+  std::string what_is_wrong() {
+    nccl::Result state = nccl::kSuccess;
+    if (api_.CommGetAsyncError(comm_, &state) == nccl::kSuccess && state != nccl::kSuccess &&
+        state != nccl::kInProgress) {
+      return detail::concat("rank ", options_.rank, ": NCCL reports an error of the ", name_,
+                            " communicator: ", text_of(api_, comm_, state));
+    }
+    const auto now = Clock::now();
+    if (busy_ && now - busy_since_ > busy_limit_) {
+      return late(busy_with_, busy_limit_);
+    }
+    const Outstanding* oldest = nullptr;
+    for (Outstanding& candidate : outstanding_) {
+      if (candidate.pending && candidate.event->query()) {
+        candidate.pending = false;
+      }
+      if (candidate.pending && (oldest == nullptr || candidate.since < oldest->since)) {
+        oldest = &candidate;
+      }
+    }
+    if (oldest != nullptr && now - oldest->since > options_.timeout) {
+      return late(oldest->what, options_.timeout);
+    }
+    return "";
+  }
+
+  std::string late(const std::string& what, std::chrono::milliseconds limit) const {
+    return detail::concat("rank ", options_.rank, " of ", options_.size, " waited ", limit.count(),
+                          " ms for ", what,
+                          "; a rank that failed, or runs something else, never takes part, and "
+                          "communication was aborted");
+  }
+
+  // NCCL unmaps what it frees, whoever may still read it.
+  void free_registered(nccl::Window window, void* handle, void* memory) {
+    try {
+      device_.synchronize();
+    } catch (const std::exception&) {
+      // Of work that failed; whoever waits for that is told.
+    }
+    if (!failed_) {
+      const Busy busy(*this, "to deregister a buffer");
+      if (window != nullptr) {
+        api_.CommWindowDeregister(comm_, window);
+      } else if (handle != nullptr) {
+        api_.CommDeregister(comm_, handle);
+      }
+    }
+    api_.MemFree(memory);
+  }
+
+  const Api& api_;
+  Device& device_;
+  Comm comm_;
+  NcclOptions options_;
+  std::string name_;
+  std::string what_ = "a collective";
+  bool in_group_ = false;
+  Stream* grouped_on_ = nullptr;
+  std::shared_ptr<void> exchange_;
+  std::size_t exchange_bytes_ = 0;
+
+  std::mutex mutex_;  // of what follows
+  std::condition_variable stop_;
+  bool stopping_ = false;
+  std::atomic<bool> failed_{false};
+  std::string error_;
+  bool busy_ = false;
+  std::string busy_with_;
+  Clock::time_point busy_since_;
+  std::chrono::milliseconds busy_limit_{};
+  // Of the newest collectives. A hang is of the oldest that is not done; if the ring has gone
+  // around, of the oldest that it still knows.
+  std::array<Outstanding, 64> outstanding_;
+  std::size_t next_ = 0;
+  std::thread watchdog_;  // last: starts when everything above exists
+};
+
+// Where NCCL cannot register, its own memory, or plain memory, does as well.
+std::shared_ptr<void> NcclCommunicator::allocate(Device& device, std::size_t bytes) {
+  const std::string kind = api_.registration();
+  if (!options_.register_buffers || kind == "none" || options_.size == 1) {
+    return device.allocate(bytes);
+  }
+  FSDP_CHECK(!device.is_capturing(),
+             "a CUDA graph capture expects all buffers to exist; run a few "
+             "whole steps before capturing one");
+  const Busy busy(*this, "to register a buffer");
+  void* memory = nullptr;
+  if (api_.MemAlloc(&memory, bytes) != nccl::kSuccess || memory == nullptr) {
+    return device.allocate(bytes);
+  }
+  nccl::Window window = nullptr;
+  void* handle = nullptr;
+  const nccl::Result result =
+      kind == "window"
+          ? api_.CommWindowRegister(comm_, memory, bytes, &window, nccl::kWindowCollSymmetric)
+          : api_.CommRegister(comm_, memory, bytes, &handle);
+  if (result != nccl::kSuccess) {
+    window = nullptr;
+    handle = nullptr;
+  }
+  return {memory, [this, window, handle](void* freed) { free_registered(window, handle, freed); }};
+}
+
+// Aborts at the end of the block, unless it was released.
+class CommGuard {
+ public:
+  CommGuard(const Api& api, Comm comm) : api_(api), comm_(comm) {}
+  ~CommGuard() {
+    if (comm_ != nullptr) {
+      api_.CommAbort(comm_);
+    }
+  }
+  CommGuard(const CommGuard&) = delete;
+  CommGuard& operator=(const CommGuard&) = delete;
+
+  Comm get() const { return comm_; }
+  Comm release() { return std::exchange(comm_, nullptr); }
+
+ private:
+  const Api& api_;
+  Comm comm_;
+};
+
+Comm split_off(const Api& api, Comm parent, const NcclOptions& options) {
+  nccl::Config config;
+  config.blocking = 1;
+  Comm child = nullptr;
+  const nccl::Result result = api.CommSplit(parent, /*color=*/0, options.rank, &child, &config);
+  wait_until_ready(api, parent, result, options, "make communicators for");
+  FSDP_CHECK(child != nullptr, "NCCL expects to make a communicator for rank ", options.rank,
+             " but made none");
+  return child;
+}
+
+}  // namespace
+
+std::pair<std::unique_ptr<Communicator>, std::unique_ptr<Communicator>> make_nccl_communicators(
+    const Api& api, Device& device, const nccl::UniqueId& id, const NcclOptions& options) {
+  nccl::Config config;
+  config.blocking = 0;
+  Comm joined = nullptr;
+  const nccl::Result result =
+      api.CommInitRankConfig(&joined, options.size, id, options.rank, &config);
+  CommGuard parent(api, joined);
+  wait_until_ready(api, parent.get(), result, options, "join");
+  CommGuard gather(api, split_off(api, parent.get(), options));
+  CommGuard reduce(api, split_off(api, parent.get(), options));
+  wait_until_ready(api, parent.get(), api.CommFinalize(parent.get()), options, "part the first of");
+  api.CommDestroy(parent.release());
+  auto make = [&](CommGuard& comm, const char* name) {
+    auto made = std::make_unique<NcclCommunicator>(api, device, comm.get(), options, name);
+    comm.release();
+    return made;
+  };
+  std::unique_ptr<Communicator> first = make(gather, "gather");
+  return {std::move(first), make(reduce, "reduce")};
+}
+
+}  // namespace fsdp

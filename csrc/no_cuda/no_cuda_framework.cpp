@@ -1,0 +1,8 @@
+// Stands in for torch/cuda_framework in a build without CUDA.
+#include "torch/transports.h"
+
+namespace fsdp {
+
+CudaFramework cuda_framework() { return {}; }
+
+}  // namespace fsdp

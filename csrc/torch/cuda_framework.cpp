@@ -1,0 +1,26 @@
+// torch's side of device/cuda_stream: its current stream and its caching allocator.
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "torch/transports.h"
+
+namespace fsdp {
+namespace {
+
+void* current_stream(int device) {
+  return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream();
+}
+
+// On the current stream: see Note [memory and the compute stream].
+std::shared_ptr<void> allocate(int device, std::size_t bytes) {
+  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+  return {c10::cuda::CUDACachingAllocator::raw_alloc(bytes),
+          [](void* memory) { c10::cuda::CUDACachingAllocator::raw_delete(memory); }};
+}
+
+}  // namespace
+
+CudaFramework cuda_framework() { return {&current_stream, &allocate}; }
+
+}  // namespace fsdp

@@ -1,0 +1,26 @@
+// The lanes of each transport.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "comm/nccl.h"
+#include "core/lanes.h"
+
+namespace fsdp {
+
+// Of the host, over one private process group for each lane.
+std::shared_ptr<Lanes> make_process_group_lanes(c10::intrusive_ptr<c10d::ProcessGroup> gather,
+                                                c10::intrusive_ptr<c10d::ProcessGroup> reduce,
+                                                std::chrono::milliseconds timeout);
+
+// Of GPU `device`, over NCCL with `options`; `timeout` is that of the host's own waits.
+std::shared_ptr<Lanes> make_nccl_lanes(const nccl::Api& api, int device, const nccl::UniqueId& id,
+                                       const NcclOptions& options,
+                                       std::chrono::milliseconds timeout);
+
+// torch's streams and allocator (cuda_framework.cpp, or no_cuda/).
+CudaFramework cuda_framework();
+
+}  // namespace fsdp

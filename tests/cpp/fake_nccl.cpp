@@ -1,0 +1,311 @@
+#include "fake_nccl.h"
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <thread>
+#include <utility>
+
+#include "comm/nccl_api.h"
+
+#define FAKE_NCCL_API extern "C" __attribute__((visibility("default")))
+
+using fsdp::nccl::Config;
+using fsdp::nccl::DataType;
+using fsdp::nccl::Result;
+using fsdp::nccl::UniqueId;
+using fsdp::nccl::Window;
+
+namespace {
+
+constexpr auto kAborted = static_cast<Result>(3);  // ncclInternalError
+
+fsdp::test::FakeNccl state;
+
+// Where the ranks of one communicator meet: all bring an address, and leave when all have read.
+class Meeting {
+ public:
+  explicit Meeting(int size) : addresses(static_cast<std::size_t>(size)) {}
+
+  // False if it was given up.
+  bool arrive(const std::atomic<bool>& given_up) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const int round = round_;
+    if (++arrived_ == static_cast<int>(addresses.size())) {
+      arrived_ = 0;
+      ++round_;
+      changed_.notify_all();
+      return true;
+    }
+    while (round_ == round) {
+      if (given_up) {
+        return false;
+      }
+      changed_.wait_for(lock, std::chrono::milliseconds(1));
+    }
+    return true;
+  }
+
+  std::vector<const void*> addresses;
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int arrived_ = 0;
+  int round_ = 0;
+};
+
+std::mutex meetings_mutex;
+std::map<std::string, std::shared_ptr<Meeting>> meetings;
+
+std::shared_ptr<Meeting> meeting_of(const std::string& name, int size) {
+  const std::lock_guard<std::mutex> lock(meetings_mutex);
+  std::shared_ptr<Meeting>& meeting = meetings[name];
+  if (meeting == nullptr) {
+    meeting = std::make_shared<Meeting>(size);
+  }
+  return meeting;
+}
+
+}  // namespace
+
+namespace fsdp::nccl {
+
+struct NcclComm {
+  std::string name;
+  int rank;
+  int size;
+  bool blocking;
+  std::shared_ptr<Meeting> meeting;
+  std::atomic<bool> aborted{false};
+  std::atomic<int> polls{0};
+  int splits = 0;
+};
+
+}  // namespace fsdp::nccl
+
+using fsdp::nccl::Comm;
+using fsdp::nccl::NcclComm;
+
+namespace {
+
+thread_local int group_depth = 0;
+thread_local std::vector<std::function<Result()>> grouped;
+
+Comm make(const std::string& name, int rank, int size, const Config* config) {
+  ++state.live_communicators;
+  return new NcclComm{name, rank, size, config->blocking != 0, meeting_of(name, size), {}, {}, 0};
+}
+
+Result run(std::function<Result()> collective) {
+  if (group_depth > 0) {
+    grouped.push_back(std::move(collective));
+    return fsdp::nccl::kSuccess;
+  }
+  return collective();
+}
+
+template <typename Read>
+Result meet(Comm comm, const void* input, const Read& read) {
+  while (state.collectives_hang && !comm->aborted) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  comm->meeting->addresses[static_cast<std::size_t>(comm->rank)] = input;
+  if (comm->aborted || !comm->meeting->arrive(comm->aborted)) {
+    return kAborted;
+  }
+  read(comm->meeting->addresses);
+  return comm->meeting->arrive(comm->aborted) ? fsdp::nccl::kSuccess : kAborted;
+}
+
+std::size_t size_of(DataType type) { return type == fsdp::nccl::kInt8 ? 1 : 4; }
+
+}  // namespace
+
+FAKE_NCCL_API fsdp::test::FakeNccl* fake_nccl() { return &state; }
+
+FAKE_NCCL_API Result ncclGetVersion(int* version) {
+  *version = state.version;
+  return fsdp::nccl::kSuccess;
+}
+
+FAKE_NCCL_API Result ncclGetUniqueId(UniqueId* id) {
+  static std::atomic<int> made{0};
+  std::memset(id, 0, sizeof(*id));
+  const std::string name = "id" + std::to_string(++made);
+  std::memcpy(id->internal, name.c_str(), name.size());
+  return fsdp::nccl::kSuccess;
+}
+
+FAKE_NCCL_API Result ncclCommInitRankConfig(Comm* comm, int size, UniqueId id, int rank,
+                                            Config* config) {
+  *comm = make(id.internal, rank, size, config);
+  state.log(config->blocking == 0 ? "init without blocking" : "init");
+  return config->blocking == 0 ? fsdp::nccl::kInProgress : fsdp::nccl::kSuccess;
+}
+
+FAKE_NCCL_API Result ncclCommSplit(Comm parent, int /*color*/, int key, Comm* child,
+                                   Config* config) {
+  const std::string name = parent->name + "/" + std::to_string(++parent->splits);
+  *child = make(name, key, parent->size, config);
+  state.log(config->blocking == 0 ? "split without blocking" : "split");
+  parent->polls = 0;
+  return parent->blocking ? fsdp::nccl::kSuccess : fsdp::nccl::kInProgress;
+}
+
+FAKE_NCCL_API Result ncclCommFinalize(Comm comm) {
+  state.log("finalize");
+  while (state.collectives_hang && comm->blocking && !comm->aborted) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  comm->polls = 0;
+  return comm->blocking ? fsdp::nccl::kSuccess : fsdp::nccl::kInProgress;
+}
+
+FAKE_NCCL_API Result ncclCommDestroy(Comm comm) {
+  state.log("destroy");
+  --state.live_communicators;
+  delete comm;
+  return fsdp::nccl::kSuccess;
+}
+
+// As NCCL's, it may come while another thread is in a call; unlike it, this leaks the communicator.
+FAKE_NCCL_API Result ncclCommAbort(Comm comm) {
+  state.log("abort");
+  --state.live_communicators;
+  comm->aborted = true;
+  return fsdp::nccl::kSuccess;
+}
+
+// A communicator without blocking is ready once all ranks are there, and some polls later.
+FAKE_NCCL_API Result ncclCommGetAsyncError(Comm comm, Result* result) {
+  if (comm->blocking) {
+    *result = static_cast<Result>(state.async_error.load());
+    return fsdp::nccl::kSuccess;
+  }
+  if (++comm->polls <= state.polls_in_progress) {
+    *result = fsdp::nccl::kInProgress;
+  } else {
+    *result = static_cast<Result>(state.init_result.load());
+  }
+  return fsdp::nccl::kSuccess;
+}
+
+FAKE_NCCL_API const char* ncclGetErrorString(Result result) {
+  return result == kAborted ? "internal error" : "some error";
+}
+
+FAKE_NCCL_API const char* ncclGetLastError(Comm /*comm*/) { return state.last_error; }
+
+FAKE_NCCL_API Result ncclAllGather(const void* input, void* output, std::size_t count,
+                                   DataType type, Comm comm, void* /*stream*/) {
+  const std::size_t bytes = count * size_of(type);
+  return run([=] {
+    return meet(comm, input, [&](const std::vector<const void*>& inputs) {
+      for (std::size_t r = 0; r < inputs.size(); ++r) {
+        std::memcpy(static_cast<char*>(output) + r * bytes, inputs[r], bytes);
+      }
+    });
+  });
+}
+
+// fp32 only.
+FAKE_NCCL_API Result ncclReduceScatter(const void* input, void* output, std::size_t count,
+                                       DataType /*type*/, int /*op*/, Comm comm, void* /*stream*/) {
+  return run([=] {
+    std::vector<float> sums(count, 0.0f);
+    const Result result = meet(comm, input, [&](const std::vector<const void*>& inputs) {
+      for (const void* theirs : inputs) {
+        const float* segment =
+            static_cast<const float*>(theirs) + static_cast<std::size_t>(comm->rank) * count;
+        for (std::size_t i = 0; i < count; ++i) {
+          sums[i] += segment[i];
+        }
+      }
+    });
+    std::memcpy(output, sums.data(), count * sizeof(float));
+    return result;
+  });
+}
+
+FAKE_NCCL_API Result ncclAllReduce(const void* input, void* output, std::size_t count,
+                                   DataType /*type*/, int /*op*/, Comm comm, void* /*stream*/) {
+  return run([=] {
+    std::vector<float> sums(count, 0.0f);
+    const Result result = meet(comm, input, [&](const std::vector<const void*>& inputs) {
+      for (const void* theirs : inputs) {
+        for (std::size_t i = 0; i < count; ++i) {
+          sums[i] += static_cast<const float*>(theirs)[i];
+        }
+      }
+    });
+    std::memcpy(output, sums.data(), count * sizeof(float));
+    return result;
+  });
+}
+
+FAKE_NCCL_API Result ncclGroupStart() {
+  ++group_depth;
+  return fsdp::nccl::kSuccess;
+}
+
+FAKE_NCCL_API Result ncclGroupEnd() {
+  --group_depth;
+  state.log("group of " + std::to_string(grouped.size()));
+  for (const auto& collective : std::exchange(grouped, {})) {
+    const Result result = collective();
+    if (result != fsdp::nccl::kSuccess) {
+      return result;
+    }
+  }
+  return fsdp::nccl::kSuccess;
+}
+
+FAKE_NCCL_API Result ncclMemAlloc(void** memory, std::size_t bytes) {
+  *memory = std::malloc(bytes);
+  ++state.live_buffers;
+  return fsdp::nccl::kSuccess;
+}
+
+FAKE_NCCL_API Result ncclMemFree(void* memory) {
+  std::free(memory);
+  --state.live_buffers;
+  return fsdp::nccl::kSuccess;
+}
+
+FAKE_NCCL_API Result ncclCommRegister(Comm /*comm*/, void* memory, std::size_t /*bytes*/,
+                                      void** handle) {
+  state.log("register");
+  if (state.register_result == 0) {
+    *handle = memory;
+    ++state.registered_buffers;
+  }
+  return static_cast<Result>(state.register_result.load());
+}
+
+FAKE_NCCL_API Result ncclCommDeregister(Comm /*comm*/, void* /*handle*/) {
+  --state.registered_buffers;
+  return fsdp::nccl::kSuccess;
+}
+
+FAKE_NCCL_API Result ncclCommWindowRegister(Comm comm, void* memory, std::size_t /*bytes*/,
+                                            Window* window, int /*flags*/) {
+  void* handle = nullptr;
+  state.log("window");
+  if (state.register_result == 0) {
+    handle = memory;
+    ++state.registered_buffers;
+  }
+  (void)comm;
+  *window = reinterpret_cast<Window>(handle);
+  return static_cast<Result>(state.register_result.load());
+}
+
+FAKE_NCCL_API Result ncclCommWindowDeregister(Comm /*comm*/, Window /*window*/) {
+  --state.registered_buffers;
+  return fsdp::nccl::kSuccess;
+}

@@ -1,0 +1,41 @@
+// A library with NCCL's interface whose ranks are threads of one process and whose memory is the
+// host's: what csrc/comm/nccl does is seen without a GPU. Collectives run in the call.
+#pragma once
+
+#include <atomic>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace fsdp::test {
+
+// What a test can set, and look at.
+struct FakeNccl {
+  std::atomic<int> version{22809};
+  std::atomic<int> polls_in_progress{2};  // before a non-blocking call is done
+  std::atomic<int> init_result{0};        // of the last of these polls
+  std::atomic<int> async_error{0};        // of every communicator
+  std::atomic<int> register_result{0};
+  std::atomic<bool> collectives_hang{false};  // until the communicator is aborted
+  std::atomic<int> live_communicators{0};
+  std::atomic<int> live_buffers{0};
+  std::atomic<int> registered_buffers{0};
+  const char* last_error = "what NCCL says";
+
+  void log(const std::string& call) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    calls.push_back(call);
+  }
+  std::vector<std::string> take_calls() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return std::move(calls);
+  }
+
+  std::mutex mutex;
+  std::vector<std::string> calls;
+};
+
+// Exported by the library as "fake_nccl".
+using FakeNcclFunction = FakeNccl*();
+
+}  // namespace fsdp::test
