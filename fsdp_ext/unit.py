@@ -23,6 +23,10 @@ from fsdp_ext.validation import check_parameter, mark_sharded
 # class, so it means what the PyTorch that is installed says.
 _REDUCES_AS_COMPUTED = torch.__version__ < "2.15"
 
+# From how many bytes on a parameter is gathered straight into its place: Note [gather plans] in
+# csrc/core/layout.h. Tests change it.
+DIRECT_BYTES = _C.DIRECT_BYTES
+
 
 @dataclass
 class ParamSlot:
@@ -235,7 +239,7 @@ class Unit:
             )
             for slot in self.slots
         ]
-        return _C.UnitLayout(specs, self.mesh.size(), grad_dtype, reduce_dtype)
+        return _C.UnitLayout(specs, self.mesh.size(), grad_dtype, reduce_dtype, DIRECT_BYTES)
 
     def _param_dtype(self, slot: ParamSlot) -> torch.dtype:
         dtype = slot.local.dtype

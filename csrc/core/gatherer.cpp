@@ -12,6 +12,11 @@ namespace {
 const std::string kComputeStream = "the compute stream";
 const std::string kGatherStream = "the gather stream";
 
+// Of all ranks; 0 where the ranks' chunks go to their places directly.
+std::size_t staging_bytes_of(const Unit& unit) {
+  return unit.gather_plan.packed_bytes * static_cast<std::size_t>(unit.layout.world_size());
+}
+
 }  // namespace
 
 Gatherer::Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Announce announce)
@@ -40,10 +45,7 @@ void Gatherer::plan_memory(const std::vector<std::unique_ptr<Unit>>& units, int 
       slot_bytes = std::max(slot_bytes, layout.unsharded_bytes());
       ring_units += 1;
     }
-    if (!layout.staging_is_unsharded()) {
-      staging_bytes_ = std::max(
-          staging_bytes_, layout.gather_bytes() * static_cast<std::size_t>(layout.world_size()));
-    }
+    staging_bytes_ = std::max(staging_bytes_, staging_bytes_of(*unit));
   }
   // What is in flight may still use the memory of the plan before.
   stream_.synchronize();
@@ -176,19 +178,42 @@ void Gatherer::gather_into(Unit& unit, Slot& slot) {
     packer_.cast(stream_, unit.cast_plan, nullptr, unit.port.flat_shard(), slot.data(), 1.0);
     ledger_.copied(layout.shard_bytes() + layout.gather_bytes());
   } else {
-    const std::size_t wire_bytes =
-        layout.gather_bytes() * static_cast<std::size_t>(layout.world_size());
-    lane_.communicator().announce(unit.gather_label);
-    announce_(unit, wire_bytes);
-    const void* input = gather_input(unit);
-    void* output = layout.staging_is_unsharded() ? slot.data() : staging_.get();
-    lane_.communicator().all_gather(stream_, input, output, layout.gather_bytes());
-    if (!layout.staging_is_unsharded()) {
-      packer_.unpack(stream_, unit.unpack_plan, staging_.get(), slot.data());
-      ledger_.copied(2 * wire_bytes);
-    }
+    gather_from_ranks(unit, slot);
   }
   stream_.record(*unit.gathered);
+}
+
+// See Note [gather plans].
+void Gatherer::gather_from_ranks(Unit& unit, Slot& slot) {
+  const GatherPlan& plan = unit.gather_plan;
+  const auto world_size = static_cast<std::size_t>(unit.layout.world_size());
+  Communicator& communicator = lane_.communicator();
+  communicator.announce(unit.gather_label);
+  std::size_t bytes = plan.packed_bytes;
+  for (const GatherMessage& message : plan.direct) {
+    bytes += message.bytes;
+  }
+  announce_(unit, bytes * world_size);
+  const auto* input = static_cast<const char*>(gather_input(unit));
+  auto* output = static_cast<char*>(slot.data());
+  const bool in_group = plan.direct.size() + (plan.packed_bytes > 0 ? 1 : 0) > 1;
+  if (in_group) {
+    communicator.group_start();
+  }
+  for (const GatherMessage& message : plan.direct) {
+    communicator.all_gather(stream_, input + message.source_offset,
+                            output + message.destination_offset, message.bytes);
+  }
+  if (plan.packed_bytes > 0) {
+    communicator.all_gather(stream_, input + plan.packed_offset, staging_.get(), plan.packed_bytes);
+  }
+  if (in_group) {
+    communicator.group_end();
+  }
+  if (plan.packed_bytes > 0) {
+    packer_.unpack(stream_, plan.unpack, staging_.get(), slot.data());
+    ledger_.copied(2 * staging_bytes_of(unit));
+  }
 }
 
 // Cast once an iteration: backward gathers what forward has cast.

@@ -66,6 +66,7 @@ class Gatherer {
   Slot* current_slot(Unit& unit);
   Slot* free_slot(Unit& unit, bool on_demand, const std::vector<std::unique_ptr<Unit>>& units);
   void gather_into(Unit& unit, Slot& slot);
+  void gather_from_ranks(Unit& unit, Slot& slot);
   const void* gather_input(Unit& unit);
   void poison(Slot& slot);
 

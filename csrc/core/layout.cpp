@@ -21,11 +21,12 @@ std::int64_t common_alignment(DType a, DType b) {
 }  // namespace
 
 UnitLayout::UnitLayout(std::vector<ParamSpec> params, int world_size, DType grad_dtype,
-                       DType reduce_dtype)
+                       DType reduce_dtype, std::size_t direct_bytes)
     : params_(std::move(params)),
       world_size_(world_size),
       grad_dtype_(grad_dtype),
-      reduce_dtype_(reduce_dtype) {
+      reduce_dtype_(reduce_dtype),
+      direct_bytes_(direct_bytes) {
   FSDP_CHECK(world_size_ >= 1, "a layout expects a world size of at least 1 but got ", world_size_);
   const std::int64_t grad_alignment = common_alignment(grad_dtype_, reduce_dtype_);
   placements_.reserve(params_.size());
@@ -42,15 +43,6 @@ UnitLayout::UnitLayout(std::vector<ParamSpec> params, int world_size, DType grad
     place.numel = param.rows * param.row_numel;
     place.chunk_rows = (param.rows + world_size_ - 1) / world_size_;
     place.chunk_numel = place.chunk_rows * param.row_numel;
-    const auto chunk = static_cast<std::size_t>(place.chunk_numel);
-    place.shard_offset = shard_bytes_;
-    shard_bytes_ = align_up(shard_bytes_ + chunk * itemsize(param.shard_dtype), kAlignment);
-    place.gather_offset = gather_bytes_;
-    gather_bytes_ = align_up(gather_bytes_ + chunk * itemsize(param.param_dtype), kAlignment);
-    place.unsharded_offset = unsharded_bytes_;
-    unsharded_bytes_ = align_up(unsharded_bytes_ + static_cast<std::size_t>(world_size_) * chunk *
-                                                       itemsize(param.param_dtype),
-                                kAlignment);
     if (param.trainable) {
       place.grad_offset = grad_numel_;
       grad_numel_ =
@@ -59,13 +51,39 @@ UnitLayout::UnitLayout(std::vector<ParamSpec> params, int world_size, DType grad
     needs_cast_ = needs_cast_ || param.shard_dtype != param.param_dtype;
     placements_.push_back(place);
   }
-  // A lone parameter travels without the padding that would follow it, so that its gathered
-  // chunks are the parameter (staging_is_unsharded).
-  if (params_.size() == 1) {
-    gather_bytes_ =
-        static_cast<std::size_t>(placements_[0].chunk_numel) * itemsize(params_[0].param_dtype);
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    if (is_large(i)) {
+      place_chunk(i);
+    }
+  }
+  large_bytes_ = gather_bytes_;
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    if (!is_large(i)) {
+      place_chunk(i);
+    }
   }
 }
+
+void UnitLayout::place_chunk(std::size_t param) {
+  // On one rank all three are one buffer, if nothing is cast.
+  const std::size_t alignment = world_size_ == 1 ? kRegionAlignment : kAlignment;
+  ParamPlacement& place = placements_[param];
+  const auto chunk = static_cast<std::size_t>(place.chunk_numel);
+  place.shard_offset = shard_bytes_;
+  shard_bytes_ = align_up(shard_bytes_ + chunk * itemsize(params_[param].shard_dtype), alignment);
+  place.gather_offset = gather_bytes_;
+  gather_bytes_ = align_up(gather_bytes_ + chunk * itemsize(params_[param].param_dtype), alignment);
+  place.unsharded_offset = unsharded_bytes_;
+  unsharded_bytes_ = align_up(unsharded_bytes_ + region_bytes(param), kRegionAlignment);
+}
+
+std::size_t UnitLayout::region_bytes(std::size_t param) const {
+  return static_cast<std::size_t>(world_size_) *
+         static_cast<std::size_t>(placements_[param].chunk_numel) *
+         itemsize(params_[param].param_dtype);
+}
+
+bool UnitLayout::is_large(std::size_t param) const { return region_bytes(param) >= direct_bytes_; }
 
 std::int64_t UnitLayout::first_row(std::size_t param, int rank) const {
   return std::min(params_.at(param).rows, placements_.at(param).chunk_rows * rank);
@@ -88,17 +106,36 @@ PackPlan UnitLayout::pack_plan() const {
   return plan;
 }
 
-UnpackPlan UnitLayout::unpack_plan() const {
-  UnpackPlan plan;
-  plan.segment_bytes = gather_bytes_;
-  plan.world_size = world_size_;
+// See Note [gather plans].
+GatherPlan UnitLayout::gather_plan(bool can_group) const {
+  GatherPlan plan;
+  plan.packed_offset = can_group ? large_bytes_ : 0;
+  plan.packed_bytes = gather_bytes_ - plan.packed_offset;
+  plan.unpack.segment_bytes = plan.packed_bytes;
+  plan.unpack.world_size = world_size_;
   for (std::size_t i = 0; i < params_.size(); ++i) {
     const ParamPlacement& place = placements_[i];
-    if (place.chunk_numel > 0) {
-      plan.entries.push_back(
-          {static_cast<std::size_t>(place.chunk_numel) * itemsize(params_[i].param_dtype),
-           place.gather_offset, place.unsharded_offset});
+    const std::size_t chunk =
+        static_cast<std::size_t>(place.chunk_numel) * itemsize(params_[i].param_dtype);
+    if (chunk == 0) {
+      continue;
     }
+    if (can_group && is_large(i)) {
+      plan.direct.push_back({place.gather_offset, place.unsharded_offset, chunk});
+    } else {
+      plan.unpack.entries.push_back(
+          {chunk, place.gather_offset - plan.packed_offset, place.unsharded_offset, 1});
+    }
+  }
+  // One that is alone would be copied from staging as it is.
+  if (plan.unpack.entries.size() == 1) {
+    const UnpackEntry& alone = plan.unpack.entries.front();
+    plan.direct.push_back(
+        {plan.packed_offset + alone.source_offset, alone.destination_offset, alone.chunk_bytes});
+    plan.unpack.entries.clear();
+  }
+  if (plan.unpack.entries.empty()) {
+    plan.packed_bytes = 0;
   }
   return plan;
 }

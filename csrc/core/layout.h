@@ -12,8 +12,12 @@
 //   reduce input      rank 0's segment | rank 1's segment | ...       (rank-major)
 //   flat gradient     chunk | chunk | ...               one segment; trainable parameters only
 //
+// Large parameters come before small ones, so that the small ones can travel together (Note [gather
+// plans]); in the order of a segment, gradients come as the parameters do.
+//
 // The first R * q elements of a parameter's region in the unsharded buffer are the parameter, a
-// contiguous view whatever R mod N is. Every start is aligned to 16 bytes in every buffer.
+// contiguous view whatever R mod N is. Every start is aligned to 16 bytes in every buffer, and to
+// 256 where matrix products read it.
 #pragma once
 
 #include <cstddef>
@@ -27,6 +31,31 @@
 namespace fsdp {
 
 constexpr std::size_t kAlignment = 16;  // bytes; one vector load or store of a GPU
+// Bytes, of a parameter's region: cuBLAS has other kernels for pointers that are aligned less.
+constexpr std::size_t kRegionAlignment = 256;
+
+// Note [gather plans]
+// The *direct* plan gathers a parameter straight into its region: nothing is copied. The *packed*
+// plan gathers chunks of all parameters in one piece, rank-major, into staging, and unpacks from
+// there. A collective of its own costs a few microseconds of the launch even in a group, a copy so
+// much for each few megabytes. So, where the transport launches a group as one, parameters of at
+// least kDirectBytes are gathered directly and the rest packed, in one launch; where it cannot, all
+// are packed, but for a parameter that is alone. kDirectBytes is an estimate from a GPU's copy
+// bandwidth (2 * 4 MiB at 4 TB/s are 2 us); it was not measured yet.
+constexpr std::size_t kDirectBytes = std::size_t{4} << 20;  // of the whole parameter, on the wire
+
+struct GatherMessage {
+  std::size_t source_offset = 0;       // bytes, in the gather input
+  std::size_t destination_offset = 0;  // bytes, in the unsharded buffer
+  std::size_t bytes = 0;               // of one rank
+};
+
+struct GatherPlan {
+  std::vector<GatherMessage> direct;
+  std::size_t packed_offset = 0;  // bytes, in the gather input; to its end
+  std::size_t packed_bytes = 0;   // of one rank; 0 if nothing is packed
+  UnpackPlan unpack;              // of what is packed
+};
 
 struct ParamSpec {
   std::string name;
@@ -49,8 +78,10 @@ struct ParamPlacement {
 
 class UnitLayout {
  public:
-  // `grad_dtype` is the dtype of the sharded gradients, `reduce_dtype` the one on the wire.
-  UnitLayout(std::vector<ParamSpec> params, int world_size, DType grad_dtype, DType reduce_dtype);
+  // `grad_dtype` is the dtype of the sharded gradients, `reduce_dtype` the one on the wire;
+  // `direct_bytes` is for tests.
+  UnitLayout(std::vector<ParamSpec> params, int world_size, DType grad_dtype, DType reduce_dtype,
+             std::size_t direct_bytes = kDirectBytes);
 
   int world_size() const { return world_size_; }
   DType grad_dtype() const { return grad_dtype_; }
@@ -69,24 +100,26 @@ class UnitLayout {
 
   // Whether the wire carries another dtype than the flat shard has.
   bool needs_cast() const { return needs_cast_; }
-  // Whether the gathered staging is the unsharded buffer already (at most one parameter, or one
-  // rank), so that the packed plan needs no unpack.
-  bool staging_is_unsharded() const { return params_.size() <= 1 || world_size_ == 1; }
-
   // Descriptors for the packer. Entries of pack_plan are the trainable parameters in order.
   PackPlan pack_plan() const;
-  UnpackPlan unpack_plan() const;
+  GatherPlan gather_plan(bool can_group) const;
   CastPlan shard_to_gather_plan() const;
   CastPlan finish_plan() const;  // reduce output to flat gradient, entries as in pack_plan
 
  private:
+  bool is_large(std::size_t param) const;
+  std::size_t region_bytes(std::size_t param) const;
+  void place_chunk(std::size_t param);
+
   std::vector<ParamSpec> params_;
   std::vector<ParamPlacement> placements_;
   int world_size_;
   DType grad_dtype_;
   DType reduce_dtype_;
+  std::size_t direct_bytes_;
   std::size_t shard_bytes_ = 0;
   std::size_t gather_bytes_ = 0;
+  std::size_t large_bytes_ = 0;  // of them, those of large parameters
   std::size_t unsharded_bytes_ = 0;
   std::int64_t grad_numel_ = 0;
   bool needs_cast_ = false;

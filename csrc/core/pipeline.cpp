@@ -19,6 +19,7 @@ Pipeline::Pipeline(Lanes& lanes, PipelineOptions options)
       packer_(*lanes.packer),
       options_(options),
       world_size_(lanes.gather.communicator().size()),
+      can_group_(lanes.gather.communicator().can_group()),
       order_check_(device_, lanes.gather),
       gatherer_(
           device_, *lanes.packer, lanes.gather, ledger_,
@@ -36,10 +37,10 @@ int Pipeline::add_unit(UnitConfig config, UnitPort& port) {
              "' expects a layout for ", world_size_, " ranks but got one for ",
              config.layout.world_size());
   const int number = unit_count();
-  units_.push_back(std::make_unique<Unit>(number, std::move(config), port, device_));
+  units_.push_back(std::make_unique<Unit>(number, std::move(config), port, device_, can_group_));
   Unit& unit = *units_.back();
   packer_.prepare(unit.cast_plan);
-  packer_.prepare(unit.unpack_plan);
+  packer_.prepare(unit.gather_plan.unpack);
   packer_.prepare(unit.pack_plan);
   packer_.prepare(unit.finish_plan);
   memory_planned_ = false;

@@ -72,7 +72,7 @@ struct ShardStamp {
 };
 
 struct Unit {
-  Unit(int unit_number, UnitConfig config, UnitPort& unit_port, Device& device)
+  Unit(int unit_number, UnitConfig config, UnitPort& unit_port, Device& device, bool can_group)
       : number(unit_number),
         name(std::move(config.name)),
         layout(std::move(config.layout)),
@@ -81,7 +81,7 @@ struct Unit {
         pack_scale(config.pack_scale),
         reduce_scale(config.reduce_scale),
         cast_plan(layout.shard_to_gather_plan()),
-        unpack_plan(layout.unpack_plan()),
+        gather_plan(layout.gather_plan(can_group)),
         pack_plan(layout.pack_plan()),
         finish_plan(layout.finish_plan()),
         gathered(device.new_event()),
@@ -112,7 +112,7 @@ struct Unit {
 
   // - Descriptors, made once.
   CastPlan cast_plan;
-  UnpackPlan unpack_plan;
+  GatherPlan gather_plan;
   PackPlan pack_plan;
   CastPlan finish_plan;  // reduce output -> flat gradient, by trainable parameter
 

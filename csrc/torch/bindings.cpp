@@ -58,15 +58,17 @@ void register_layout(py::module_& m) {
       .def_readonly("grad_offset", &ParamPlacement::grad_offset);
   py::class_<UnitLayout>(m, "UnitLayout")
       .def(py::init([](const std::vector<PyParamSpec>& specs, int world_size,
-                       at::ScalarType grad_dtype, at::ScalarType reduce_dtype) {
+                       at::ScalarType grad_dtype, at::ScalarType reduce_dtype,
+                       std::size_t direct_bytes) {
              std::vector<ParamSpec> params;
              for (const PyParamSpec& spec : specs) {
                params.push_back(param_spec(spec));
              }
              return UnitLayout(std::move(params), world_size, to_dtype(grad_dtype),
-                               to_dtype(reduce_dtype));
+                               to_dtype(reduce_dtype), direct_bytes);
            }),
-           py::arg("params"), py::arg("world_size"), py::arg("grad_dtype"), py::arg("reduce_dtype"))
+           py::arg("params"), py::arg("world_size"), py::arg("grad_dtype"), py::arg("reduce_dtype"),
+           py::arg("direct_bytes") = kDirectBytes)
       .def_property_readonly("world_size", &UnitLayout::world_size)
       .def_property_readonly("placements", &UnitLayout::placements)
       .def_property_readonly("shard_bytes", &UnitLayout::shard_bytes)
@@ -74,7 +76,6 @@ void register_layout(py::module_& m) {
       .def_property_readonly("unsharded_bytes", &UnitLayout::unsharded_bytes)
       .def_property_readonly("grad_numel", &UnitLayout::grad_numel)
       .def_property_readonly("needs_cast", &UnitLayout::needs_cast)
-      .def_property_readonly("staging_is_unsharded", &UnitLayout::staging_is_unsharded)
       .def("first_row", &UnitLayout::first_row)
       .def("row_count", &UnitLayout::row_count);
 }
@@ -136,11 +137,13 @@ void register_lanes(py::module_& m) {
       .def_static(
           "process_group",
           [](c10::intrusive_ptr<c10d::ProcessGroup> gather,
-             c10::intrusive_ptr<c10d::ProcessGroup> reduce, double timeout) {
+             c10::intrusive_ptr<c10d::ProcessGroup> reduce, double timeout,
+             bool groups_one_by_one) {
             return make_process_group_lanes(std::move(gather), std::move(reduce),
-                                            milliseconds(timeout));
+                                            milliseconds(timeout), groups_one_by_one);
           },
-          py::arg("gather_group"), py::arg("reduce_group"), py::arg("timeout"))
+          py::arg("gather_group"), py::arg("reduce_group"), py::arg("timeout"),
+          py::arg("groups_one_by_one") = false)
       .def_static(
           "nccl",
           [](const std::vector<std::string>& libraries, const std::string& unique_id, int rank,
@@ -231,6 +234,13 @@ void register_root(py::module_& m) {
              }
              return "unknown";
            })
+      .def("gather_plan",
+           [](Root& root, int unit) {
+             const GatherPlan& plan = root.pipeline().unit(unit).gather_plan;
+             return plan.packed_bytes == 0 ? "direct"
+                    : plan.direct.empty()  ? "packed"
+                                           : "direct and packed";
+           })
       .def("in_backward", [](Root& root) { return root.pipeline().in_backward(); })
       .def("set_reshard_after_forward",
            [](Root& root, int unit, bool value) {
@@ -318,4 +328,5 @@ PYBIND11_MODULE(_C, m) {
   fsdp::register_nccl(m);
   fsdp::register_root(m);
   m.def("note_optimizer_step", &fsdp::note_optimizer_step);
+  m.attr("DIRECT_BYTES") = fsdp::kDirectBytes;
 }

@@ -23,12 +23,15 @@ at::Tensor view_of(const void* data, std::size_t numel, DType dtype) {
 
 class ProcessGroupCommunicator final : public Communicator {
  public:
-  explicit ProcessGroupCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group)
-      : group_(std::move(group)), backend_(group_->getBackend(c10::DeviceType::CPU)) {}
+  ProcessGroupCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, bool groups_one_by_one)
+      : group_(std::move(group)),
+        backend_(group_->getBackend(c10::DeviceType::CPU)),
+        groups_one_by_one_(groups_one_by_one) {}
 
   const char* transport() const override { return "process_group"; }
   int rank() const override { return group_->getRank(); }
   int size() const override { return group_->getSize(); }
+  bool can_group() const override { return groups_one_by_one_; }
 
   void all_gather(Stream& stream, const void* input, void* output, std::size_t bytes) override {
     enqueue(stream, [this, input, output, bytes] {
@@ -104,6 +107,7 @@ class ProcessGroupCommunicator final : public Communicator {
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   c10::intrusive_ptr<c10d::Backend> backend_;
+  bool groups_one_by_one_;
   std::atomic<bool> aborted_{false};
   std::mutex mutex_;
   std::string error_;
@@ -112,8 +116,8 @@ class ProcessGroupCommunicator final : public Communicator {
 }  // namespace
 
 std::unique_ptr<Communicator> make_process_group_communicator(
-    c10::intrusive_ptr<c10d::ProcessGroup> group) {
-  return std::make_unique<ProcessGroupCommunicator>(std::move(group));
+    c10::intrusive_ptr<c10d::ProcessGroup> group, bool groups_one_by_one) {
+  return std::make_unique<ProcessGroupCommunicator>(std::move(group), groups_one_by_one);
 }
 
 }  // namespace fsdp

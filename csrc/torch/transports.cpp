@@ -23,10 +23,11 @@ void delete_without_gil(Lanes* lanes) {
 
 std::shared_ptr<Lanes> make_process_group_lanes(c10::intrusive_ptr<c10d::ProcessGroup> gather,
                                                 c10::intrusive_ptr<c10d::ProcessGroup> reduce,
-                                                std::chrono::milliseconds timeout) {
+                                                std::chrono::milliseconds timeout,
+                                                bool groups_one_by_one) {
   return {new Lanes(make_host_device(timeout), make_host_packer(),
-                    make_process_group_communicator(std::move(gather)),
-                    make_process_group_communicator(std::move(reduce))),
+                    make_process_group_communicator(std::move(gather), groups_one_by_one),
+                    make_process_group_communicator(std::move(reduce), groups_one_by_one)),
           &delete_without_gil};
 }
 

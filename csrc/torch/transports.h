@@ -13,7 +13,8 @@ namespace fsdp {
 // Of the host, over one private process group for each lane.
 std::shared_ptr<Lanes> make_process_group_lanes(c10::intrusive_ptr<c10d::ProcessGroup> gather,
                                                 c10::intrusive_ptr<c10d::ProcessGroup> reduce,
-                                                std::chrono::milliseconds timeout);
+                                                std::chrono::milliseconds timeout,
+                                                bool groups_one_by_one);
 
 // Of GPU `device`, over NCCL with `options`; `timeout` is that of the host's own waits.
 std::shared_ptr<Lanes> make_nccl_lanes(const nccl::Api& api, int device, const nccl::UniqueId& id,

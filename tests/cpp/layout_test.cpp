@@ -29,7 +29,7 @@ TEST(UnitLayout, FewerRowsThanRanksLeavesRanksWithoutRows) {
   EXPECT_EQ(layout.row_count(0, 1), 1);
   EXPECT_EQ(layout.row_count(0, 2), 0);
   EXPECT_EQ(layout.row_count(0, 3), 0);
-  EXPECT_EQ(layout.unsharded_bytes(), 4 * 5 * 4U);
+  EXPECT_EQ(layout.placements()[0].chunk_numel, 5);
 }
 
 TEST(UnitLayout, FrozenParametersHaveNoPlaceInTheReduction) {
@@ -38,7 +38,7 @@ TEST(UnitLayout, FrozenParametersHaveNoPlaceInTheReduction) {
   EXPECT_EQ(layout.placements()[1].grad_offset, -1);
   EXPECT_EQ(layout.placements()[2].grad_offset, 8);  // 16 bytes of bfloat16
   EXPECT_EQ(layout.pack_plan().entries.size(), 2U);
-  EXPECT_EQ(layout.unpack_plan().entries.size(), 3U);
+  EXPECT_EQ(layout.gather_plan(false).unpack.entries.size(), 3U);
 }
 
 TEST(UnitLayout, NeighboursAreCastInOneRun) {
@@ -52,10 +52,45 @@ TEST(UnitLayout, NeighboursAreCastInOneRun) {
 }
 
 TEST(UnitLayout, ALoneParameterNeedsNoUnpacking) {
-  EXPECT_TRUE(
-      UnitLayout({spec("w", 5, 3)}, 4, DType::Float32, DType::Float32).staging_is_unsharded());
-  EXPECT_FALSE(UnitLayout({spec("w", 5, 3), spec("b", 5, 1)}, 4, DType::Float32, DType::Float32)
-                   .staging_is_unsharded());
+  for (const bool can_group : {false, true}) {
+    const UnitLayout layout({spec("w", 5, 3), spec("empty", 0, 3)}, 4, DType::Float32,
+                            DType::Float32);
+    const GatherPlan plan = layout.gather_plan(can_group);
+    ASSERT_EQ(plan.direct.size(), 1U);
+    EXPECT_EQ(plan.direct[0].bytes, 2 * 3 * 4U);
+    EXPECT_EQ(plan.packed_bytes, 0U);
+  }
+}
+
+TEST(UnitLayout, OnOneRankTheFlatShardIsTheUnshardedBuffer) {
+  const UnitLayout layout({spec("a", 5, 3), spec("large", 8, 16), spec("b", 4, 3)}, 1,
+                          DType::Float32, DType::Float32, /*direct_bytes=*/512);
+  for (const ParamPlacement& place : layout.placements()) {
+    EXPECT_EQ(place.shard_offset, place.unsharded_offset);
+    EXPECT_EQ(place.unsharded_offset % kRegionAlignment, 0U);
+  }
+  EXPECT_EQ(layout.shard_bytes(), layout.unsharded_bytes());
+}
+
+TEST(UnitLayout, LargeParametersAreGatheredToTheirPlacesWhereATransportCanGroup) {
+  const UnitLayout layout({spec("a", 4, 3), spec("large", 8, 16), spec("b", 4, 3)}, 2,
+                          DType::Float32, DType::Float32, /*direct_bytes=*/512);
+  EXPECT_EQ(layout.placements()[1].gather_offset, 0U);  // before the small ones
+  EXPECT_EQ(layout.placements()[1].unsharded_offset, 0U);
+
+  const GatherPlan packed = layout.gather_plan(/*can_group=*/false);
+  EXPECT_TRUE(packed.direct.empty());
+  EXPECT_EQ(packed.packed_bytes, layout.gather_bytes());
+
+  const GatherPlan plan = layout.gather_plan(/*can_group=*/true);
+  ASSERT_EQ(plan.direct.size(), 1U);
+  EXPECT_EQ(plan.direct[0].destination_offset, layout.placements()[1].unsharded_offset);
+  EXPECT_EQ(plan.direct[0].bytes, 256U);
+  EXPECT_EQ(plan.packed_offset, 256U);
+  EXPECT_EQ(plan.packed_offset + plan.packed_bytes, layout.gather_bytes());
+  ASSERT_EQ(plan.unpack.entries.size(), 2U);
+  EXPECT_EQ(plan.unpack.entries[0].source_offset, 0U);
+  EXPECT_EQ(plan.unpack.segment_bytes, plan.packed_bytes);
 }
 
 TEST(UnitLayout, RefusesWhatCannotBe) {

@@ -52,7 +52,7 @@ class FakeUnit final : public UnitPort {
       params[i].rows = kRows + static_cast<std::int64_t>(i);
       params[i].row_numel = kColumns;
     }
-    return {params, world_size, DType::Float32, DType::Float32};
+    return {params, world_size, DType::Float32, DType::Float32, /*direct_bytes=*/0};
   }
 
   void attach(void* unsharded) override {
@@ -145,8 +145,8 @@ class Rank {
  public:
   Rank(int rank, int world_size, int layers, std::shared_ptr<MeetingPoint> gather_point,
        std::shared_ptr<MeetingPoint> reduce_point, PipelineOptions options = {},
-       const std::function<std::string(int)>& name = {})
-      : gather(new ThreadsCommunicator(std::move(gather_point), rank)),
+       const std::function<std::string(int)>& name = {}, bool can_group = false)
+      : gather(new ThreadsCommunicator(std::move(gather_point), rank, can_group)),
         lanes(make_lanes(gather, std::move(reduce_point), rank, kTimeout)) {
     for (int i = 0; i <= layers; ++i) {
       const std::string unit_name = name ? name(i) : "unit" + std::to_string(i);
@@ -229,13 +229,13 @@ class Rank {
 
 // Runs `body` once on each rank's thread; an exception of any rank fails the test.
 void on_ranks(int world_size, int layers, const std::function<void(Rank&, int)>& body,
-              PipelineOptions options = {}) {
+              PipelineOptions options = {}, bool can_group = false) {
   auto gather_point = std::make_shared<MeetingPoint>(world_size, kTimeout);
   auto reduce_point = std::make_shared<MeetingPoint>(world_size, kTimeout);
   std::vector<std::future<void>> ranks;
   for (int r = 0; r < world_size; ++r) {
     ranks.push_back(std::async(std::launch::async, [&, r] {
-      Rank rank(r, world_size, layers, gather_point, reduce_point, options);
+      Rank rank(r, world_size, layers, gather_point, reduce_point, options, {}, can_group);
       body(rank, r);
     }));
   }
@@ -266,6 +266,25 @@ TEST_P(PipelineOnRanks, EveryStepGathersTheParametersAndAveragesTheGradients) {
       }
     }
   });
+}
+
+// See Note [gather plans].
+TEST(Pipeline, GathersLargeParametersToTheirPlacesInOneGroup) {
+  on_ranks(
+      2, 3,
+      [&](Rank& rank, int) {
+        rank.step(1.0F);
+        const int groups = rank.gather->groups();
+        rank.pipeline->ledger().reset();
+        rank.step(1.0F);
+        const Counters& counters = rank.pipeline->ledger().counters();
+        EXPECT_EQ(counters.all_gathers, 5U);
+        EXPECT_EQ(rank.gather->groups() - groups, 5);
+        EXPECT_EQ(rank.pipeline->gatherer().staging_bytes(), 0U);
+        // Packed gradients are all that is copied: two parameters of two chunks of four rows.
+        EXPECT_EQ(counters.copied_bytes, 4U * 2 * 2 * (4 * kColumns) * 4 * 2);
+      },
+      {}, /*can_group=*/true);
 }
 
 TEST(Pipeline, GathersOnceMoreThanUnitsInForwardAndTwiceLessInBackward) {

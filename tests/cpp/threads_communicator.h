@@ -1,6 +1,8 @@
 // A communicator whose ranks are threads of one process, for tests of the schedule.
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <condition_variable>
 #include <cstring>
 #include <memory>
@@ -56,12 +58,20 @@ class MeetingPoint {
 
 class ThreadsCommunicator final : public Communicator {
  public:
-  ThreadsCommunicator(std::shared_ptr<MeetingPoint> point, int rank)
-      : point_(std::move(point)), rank_(rank) {}
+  ThreadsCommunicator(std::shared_ptr<MeetingPoint> point, int rank, bool can_group = false)
+      : point_(std::move(point)), rank_(rank), can_group_(can_group) {}
 
   const char* transport() const override { return "threads"; }
   int rank() const override { return rank_; }
   int size() const override { return point_->size(); }
+
+  bool can_group() const override { return can_group_; }
+  void group_start() override { groups_started_ += 1; }
+  void group_end() override { groups_ended_ += 1; }
+  int groups() const {
+    EXPECT_EQ(groups_started_, groups_ended_);
+    return groups_ended_;
+  }
 
   void all_gather(Stream& stream, const void* input, void* output, std::size_t bytes) override {
     enqueue(stream, [=] {
@@ -118,6 +128,9 @@ class ThreadsCommunicator final : public Communicator {
 
   std::shared_ptr<MeetingPoint> point_;
   int rank_;
+  bool can_group_;
+  int groups_started_ = 0;
+  int groups_ended_ = 0;
   std::string failure_;
 };
 

@@ -1,0 +1,71 @@
+"""Both ways to gather give the same numbers: see Note [gather plans] in csrc/core/layout.h.
+
+No transport of the host launches a group as one; here one says that it does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from launcher import run_ranks
+from models import ManyShapes, Stack, Transformer
+from parity import Case, adamw, compare_on_rank
+
+import fsdp_ext.unit
+from fsdp_ext import _C, communicator, fully_shard
+
+CASES = [
+    Case("layers", Stack),
+    Case("many_shapes", ManyShapes),
+    Case("a_transformer", Transformer, optimizer=adamw),
+    Case("mixed_precision", Transformer, precision={"param_dtype": torch.bfloat16}),
+    Case("nested_units", models.NestedUnits),
+]
+
+
+def _group(direct_bytes: int) -> None:
+    fsdp_ext.unit.DIRECT_BYTES = direct_bytes
+    make = _C.Lanes.process_group
+
+    def grouping(*args: Any, **kwargs: Any) -> _C.Lanes:
+        return make(*args, **kwargs, groups_one_by_one=True)
+
+    class Lanes:
+        process_group = staticmethod(grouping)
+
+    communicator._C = type("Stub", (), {"Lanes": Lanes})  # type: ignore[attr-defined]
+
+
+def _compare(case: Case, direct_bytes: int) -> None:
+    _group(direct_bytes)
+    compare_on_rank(case, "fsdp_ext")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("direct_bytes", [0, 500])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.fact)
+def test_grouped_gathers_train_as_packed_ones(
+    case: Case, direct_bytes: int, world_size: int
+) -> None:
+    run_ranks(_compare, world_size, case, direct_bytes)
+
+
+def _plans() -> list[str]:
+    _group(500)
+    model = Stack()
+    for unit in model.units():
+        fully_shard(unit)
+    fully_shard(model)
+    args, kwargs = model.batch(torch.Generator().manual_seed(dist.get_rank()))
+    model(*args, **kwargs)
+    core = model._unit.root.core  # type: ignore[attr-defined]
+    return [core.gather_plan(number) for number in range(len(model.units()) + 1)]
+
+
+def test_a_unit_says_how_it_is_gathered() -> None:
+    (plans, _) = run_ranks(_plans, 2)
+    assert plans[1:] == ["direct and packed"] * 3
