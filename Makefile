@@ -3,6 +3,7 @@
 #   TORCH=torch==2.11.0     the torch to install into .venv
 #   PYTHON=python3.12       the interpreter of .venv, when it is made
 #   VENV=path               another environment instead of .venv; set up like .venv
+#   CUDA_TORCH=torch==2.11.0   the torch to install into .venv-cuda, of the nvcc's major version
 #   MAX_JOBS=n              compile at most n files at a time
 #   REQUIRE_CPP_TESTS=1     fail where GoogleTest is missing, instead of saying so
 
@@ -17,6 +18,8 @@ NPROC ?= 2
 TRAIN_ARGS ?=
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
+CUDA_VENV ?= .venv-cuda
+CUDA_TORCH ?= torch==2.11.0
 REQUIRE_CPP_TESTS ?=
 
 JOBS := $(or $(MAX_JOBS),$(shell nproc))
@@ -24,7 +27,8 @@ BIN := $(abspath $(VENV))/bin
 CMAKE = "$(BIN)/cmake" -S . -G Ninja -DCMAKE_MAKE_PROGRAM="$(BIN)/ninja" --no-warn-unused-cli \
   -DPython_EXECUTABLE="$(BIN)/python" -DFSDP_BUILD_TESTS=ON -DFSDP_WERROR=ON
 CTEST = "$(BIN)/ctest" --output-on-failure --no-tests=error --parallel $(JOBS)
-CPP_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp')
+CPP_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+CUDA_BIN := $(abspath $(CUDA_VENV))/bin
 
 .PHONY: help
 help:  ## list the targets
@@ -97,6 +101,28 @@ sanitize-thread sanitize-address: sanitize-%: $(VENV)/.tools
 	UBSAN_OPTIONS=print_stacktrace=1 \
 	$(CTEST) --test-dir build/sanitize-$*
 
+# ---- CUDA ----------------------------------------------------------------------------------------
+
+$(CUDA_VENV)/.ready: pyproject.toml
+	test -x "$(CUDA_BIN)/python" || "$(PYTHON)" -m venv "$(CUDA_VENV)"
+	"$(CUDA_BIN)/pip" install --quiet "setuptools>=77" wheel cmake ninja \
+	  nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
+	"$(CUDA_BIN)/pip" install --quiet "$(CUDA_TORCH)"
+	touch "$@"
+
+# Installed, not in place: this directory's own build, for the CPU, stays as it is.
+.PHONY: cuda-install
+cuda-install: $(CUDA_VENV)/.ready
+	@command -v nvcc >/dev/null || { echo "FAILED: the CUDA build expects nvcc on the PATH"; exit 1; }
+	"$(CUDA_BIN)/pip" uninstall --quiet --yes fsdp_ext 2>/dev/null || true
+	FORCE_CUDA=1 "$(CUDA_BIN)/pip" install --quiet --no-build-isolation ".[test,examples]"
+
+.PHONY: cuda-build
+cuda-build: cuda-install  ## make the CUDA build in .venv-cuda, look into it, run the tests on the CPU
+	cd "$(CUDA_VENV)" && "$(CUDA_BIN)/python" -m fsdp_ext
+	cd "$(CUDA_VENV)" && "$(CUDA_BIN)/python" ../tools/check_cuda_binary.py
+	"$(CUDA_BIN)/pytest" $(PYTEST_ARGS)
+
 # ---- Style ---------------------------------------------------------------------------------------
 
 .PHONY: lint
@@ -116,6 +142,6 @@ format: $(VENV)/.ready  ## rewrite the sources as lint wants them
 
 .PHONY: clean
 clean:  ## remove everything that was built, .venv included
-	rm -rf build dist *.egg-info .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info .venv .venv-cuda .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -f fsdp_ext/*.so fsdp_ext/_build_info.py
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

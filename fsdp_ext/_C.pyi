@@ -139,6 +139,43 @@ class Root:
     def take_log(self) -> list[tuple[str, str, str, int]]: ...
     def memory(self) -> dict[str, int]: ...
 
+class PackPlan: ...
+class UnpackPlan: ...
+class CastPlan: ...
+
+class Packer:
+    def __init__(self, gpu: int | None) -> None: ...
+    # (elements, elements of a chunk, offset in a segment, runs)
+    def pack_plan(
+        self, entries: Sequence[tuple[int, int, int, int]], segment_numel: int, world_size: int
+    ) -> PackPlan: ...
+    # (bytes of a chunk, offset in a segment, offset of the region, runs)
+    def unpack_plan(
+        self, entries: Sequence[tuple[int, int, int, int]], segment_bytes: int, world_size: int
+    ) -> UnpackPlan: ...
+    # (offset in the source, offset in the destination, elements, dtypes of both)
+    def cast_plan(
+        self, entries: Sequence[tuple[int, int, int, torch.dtype, torch.dtype]]
+    ) -> CastPlan: ...
+    def pack(
+        self,
+        plan: PackPlan,
+        gradients: Sequence[torch.Tensor | None],
+        gradient_dtype: torch.dtype,
+        reduce_input: torch.Tensor,
+        scale: float,
+        accumulate: bool,
+    ) -> None: ...
+    def unpack(self, plan: UnpackPlan, staging: torch.Tensor, unsharded: torch.Tensor) -> None: ...
+    def cast(
+        self,
+        plan: CastPlan,
+        source: torch.Tensor,
+        destination: torch.Tensor,
+        scale: float,
+        accumulate: bool,
+    ) -> None: ...
+
 DIRECT_BYTES: int
 
 def note_optimizer_step() -> None: ...

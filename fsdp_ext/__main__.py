@@ -6,7 +6,8 @@ import platform
 
 import torch
 
-from fsdp_ext import _build_info
+from fsdp_ext import _C, _build_info
+from fsdp_ext.communicator import nccl_libraries, registers_buffers
 
 
 def describe() -> dict[str, str]:
@@ -18,6 +19,8 @@ def describe() -> dict[str, str]:
         "running with": f"torch {torch.__version__}, Python {platform.python_version()}",
         "transports": ", ".join(_build_info.TRANSPORTS),
     }
+    if _build_info.BUILD_KIND == "CUDA":
+        lines |= _describe_cuda()
     built, running = (
         version.split("+")[0].split(".")[:2]
         for version in (_build_info.TORCH_VERSION, torch.__version__)
@@ -28,6 +31,26 @@ def describe() -> dict[str, str]:
             "pip install --no-build-isolation"
         )
     return lines
+
+
+def _describe_cuda() -> dict[str, str]:
+    lines = {
+        "CUDA": f"{_build_info.CUDA_VERSION}, for {', '.join(_build_info.CUDA_ARCHITECTURES)}",
+        "GPU": torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else "none that torch sees",
+    }
+    try:
+        version, path, registration = _C.describe_nccl(nccl_libraries())
+    except RuntimeError as error:
+        return {**lines, "NCCL": str(error)}
+    how = {
+        "window": "ncclCommWindowRegister",
+        "register": "ncclCommRegister",
+        "none": "this version cannot",
+    }
+    buffers = how[registration] if registers_buffers() else "off (FSDP_EXT_NCCL_REGISTER=0)"
+    return {**lines, "NCCL": f"{version}, {path}", "registered buffers": buffers}
 
 
 def main() -> None:

@@ -102,8 +102,13 @@ def _nccl_lanes(group: dist.ProcessGroup, device: torch.device) -> _C.Lanes:
         device=device.index,
         timeout=timeout.total_seconds(),
         host_timeout=(timeout + _GRACE).total_seconds(),
-        register_buffers=os.environ.get("FSDP_EXT_NCCL_REGISTER", "1") not in ("0", ""),
+        register_buffers=registers_buffers(),
     )
+
+
+def registers_buffers() -> bool:
+    """Return whether long-lived buffers are registered with NCCL, where its version can."""
+    return os.environ.get("FSDP_EXT_NCCL_REGISTER", "1") not in ("0", "")
 
 
 def nccl_libraries() -> list[str]:

@@ -362,6 +362,19 @@ class FSDPModule:
         self._unit.gradient_divide_factor = float(factor)
         _apply_settings(self._unit)
 
+    def flat_shard(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this unit's flat shard and flat gradient, for optimizers that work on them whole.
+
+        The sharded parameters and, after backward, their gradients are views of the two. Both are
+        1-D, of one length, and have each element in the same place; what is between two parameters
+        is padding. Where a parameter's ``.grad`` is None, its part of the gradient is old.
+
+        Raises:
+            ValueError: if parameters differ in dtype, or some are frozen.
+            RuntimeError: before the first forward.
+        """
+        return self._unit.flat()
+
     @property
     def _unit(self) -> Unit:
         unit = unit_of(cast(nn.Module, self))

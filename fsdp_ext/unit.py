@@ -6,6 +6,7 @@ Everything here happens before training or between steps. What happens in a step
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,7 +87,35 @@ class Unit:
         self.flat_gradient = torch.empty(0, device=device)
         for param, name in params.items():
             check_parameter(name, param, device)
-        self.slots = self._shard(params)
+        self.slots = self._shard(self._large_first(params))
+
+    def _large_first(self, params: dict[nn.Parameter, str]) -> dict[nn.Parameter, str]:
+        """Return the parameters in the order of the layout (csrc/core/layout.h)."""
+
+        def is_small(param: nn.Parameter) -> bool:
+            rows = -(-param.shape[0] // self.mesh.size()) * self.mesh.size()
+            dtype = self.mp_policy.param_dtype if param.is_floating_point() else None
+            size = (dtype or param.dtype).itemsize
+            return rows * size * math.prod(param.shape[1:]) < DIRECT_BYTES
+
+        return dict(sorted(params.items(), key=lambda item: is_small(item[0])))
+
+    def flat(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :meth:`fsdp_ext.FSDPModule.flat_shard`."""
+        dtypes = {slot.local.dtype for slot in self.slots}
+        frozen = [slot.name for slot in self.slots if not slot.sharded.requires_grad]
+        if len(dtypes) != 1 or frozen:
+            raise ValueError(
+                f"flat_shard expects a unit whose parameters have one dtype and all require "
+                f"gradients but '{self.name}' has {sorted(map(str, dtypes))} and does not train "
+                f"{frozen}; use its parameters one by one"
+            )
+        if self.core is None:
+            raise RuntimeError(
+                f"flat_shard expects unit '{self.name}' to have run forward, which makes its flat "
+                "gradient"
+            )
+        return self.flat_shard.view(dtypes.pop()), self.flat_gradient
 
     # - Sharding
 

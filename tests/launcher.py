@@ -62,6 +62,7 @@ class _Assignment:
     store_port: int
     run_id: str
     timeout_s: float
+    device: str
     output: Path
     call: bytes  # pickled (worker, args)
 
@@ -88,8 +89,11 @@ def run_ranks(
     world_size: int,
     *args: Unpack[Args],
     timeout: float = 120.0,
+    device: str = "cpu",
 ) -> list[T]:
     """Calls `worker(*args)` on every rank of a fresh gloo group and returns the results by rank.
+
+    On "cuda" the group has NCCL for it, too, and all ranks share GPU 0, see `_share_gpu`.
 
     Args:
         worker: a function that pickle finds by name; it runs with the default process group set up
@@ -97,6 +101,7 @@ def run_ranks(
         world_size: number of ranks, at least 1.
         args: what the worker is called with, the same on every rank; must pickle.
         timeout: seconds until ranks that have not finished are ended.
+        device: "cpu" or "cuda".
 
     Raises:
         RanksFailed: a rank raised (its traceback is in the message), ended without a result (its
@@ -108,7 +113,7 @@ def run_ranks(
     call = pickle.dumps((worker, args))
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         ranks = [
-            _start(rank, world_size, timeout, Path(directory), call, run_id)
+            _start(rank, world_size, timeout, device, Path(directory), call, run_id)
             for run_id in [str(next(_run_ids))]
             for rank in range(world_size)
         ]
@@ -126,14 +131,20 @@ def run_ranks(
 
 
 def _start(
-    rank: int, world_size: int, timeout: float, directory: Path, call: bytes, run_id: str
+    rank: int,
+    world_size: int,
+    timeout: float,
+    device: str,
+    directory: Path,
+    call: bytes,
+    run_id: str,
 ) -> _Rank:
     global _store
     if _store is None:
         _store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ours, theirs = _context.Pipe()
     output = directory / f"rank{rank}.txt"
-    assignment = _Assignment(rank, world_size, _store.port, run_id, timeout, output, call)
+    assignment = _Assignment(rank, world_size, _store.port, run_id, timeout, device, output, call)
     process = _context.Process(
         target=_rank_main, args=(assignment, theirs), name=f"rank {rank}", daemon=True
     )
@@ -244,12 +255,38 @@ def _join_group(assignment: _Assignment) -> None:
     torch.set_num_threads(1)
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     os.environ["GLOO_SOCKET_IFNAME"] = loopback
+    os.environ["FSDP_EXT_TEST_DEVICE"] = assignment.device
+    if assignment.device == "cuda":
+        _share_gpu(assignment, loopback)
     store = dist.TCPStore("127.0.0.1", assignment.store_port, is_master=False)
     dist.init_process_group(
-        "gloo",
+        "gloo" if assignment.device == "cpu" else "cpu:gloo,cuda:nccl",
         store=dist.PrefixStore(f"run{assignment.run_id}", store),
         rank=assignment.rank,
         world_size=assignment.world_size,
         # Longer than ours, which says more.
         timeout=timedelta(seconds=2 * assignment.timeout_s + 60),
     )
+
+
+def _share_gpu(assignment: _Assignment, loopback: str) -> None:
+    """Let several ranks use one GPU, before anything of NCCL runs.
+
+    NCCL refuses two ranks on a GPU of one host, so each rank names a host of its own, and they talk
+    over sockets. That is for functional tests alone: it says nothing about speed.
+    """
+    if assignment.world_size > 1:
+        os.environ |= {
+            "NCCL_HOSTID": f"rank{assignment.rank}",
+            "NCCL_NET": "Socket",
+            "NCCL_IB_DISABLE": "1",
+            "NCCL_SOCKET_IFNAME": loopback,
+            "NCCL_MNNVL_ENABLE": "0",
+            "NCCL_NVLS_ENABLE": "0",
+            "NCCL_MAX_CTAS": "2",
+            # The transport is asserted from this.
+            "NCCL_DEBUG": "INFO",
+            "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,NET",
+            "NCCL_DEBUG_FILE": f"{assignment.output}.nccl",
+        }
+    torch.cuda.set_device(0)

@@ -84,6 +84,11 @@ class System:
     mixed_precision_policy: type
 
 
+def device() -> torch.device:
+    """What this rank trains on."""
+    return torch.device(os.environ.get("FSDP_EXT_TEST_DEVICE", "cpu"))
+
+
 def load_system(name: str) -> System:
     """The system called `name`: "fsdp_ext" or "fsdp2"."""
     module = {"fsdp_ext": "fsdp_ext", "fsdp2": "torch.distributed.fsdp"}[name]
@@ -113,7 +118,7 @@ class Run:
     def __init__(self, case: Case) -> None:
         self.case = case
         torch.manual_seed(0)  # the same start for every system and rank
-        self.model = case.subject()
+        self.model = case.subject().to(device())
         if case.before_sharding:
             case.before_sharding(self)
         self.ignored = {
@@ -144,7 +149,8 @@ class Run:
     def batch(self, step: int, micro_batch: int = 0) -> Batch:
         """This rank's own batch, another one for each step and micro-batch."""
         seed = (step * 100 + micro_batch) * 100 + dist.get_rank()
-        return self.model.batch(torch.Generator().manual_seed(seed))
+        batch = self.model.batch(torch.Generator().manual_seed(seed))
+        return tree_map_only(Tensor, lambda t: t.to(device()), batch)
 
     def forward(self, batch: Batch) -> Any:
         args, kwargs = batch
@@ -461,7 +467,7 @@ def assert_learning(history: list[Record]) -> None:
 
 
 def check(case: Case, world_size: int) -> None:
-    """Runs a case on `world_size` ranks."""
+    """Runs a case on `world_size` ranks of the host."""
     __tracebackhide__ = True
     if SYSTEM == "fsdp2" and case.fsdp2_fails:
         pytest.skip(f"FSDP2 fails: {case.fsdp2_fails}")

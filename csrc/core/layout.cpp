@@ -28,7 +28,8 @@ UnitLayout::UnitLayout(std::vector<ParamSpec> params, int world_size, DType grad
       reduce_dtype_(reduce_dtype),
       direct_bytes_(direct_bytes) {
   FSDP_CHECK(world_size_ >= 1, "a layout expects a world size of at least 1 but got ", world_size_);
-  const std::int64_t grad_alignment = common_alignment(grad_dtype_, reduce_dtype_);
+  const std::int64_t grad_alignment = common_alignment(grad_dtype_, reduce_dtype_) *
+                                      (world_size_ == 1 ? kRegionAlignment / kAlignment : 1);
   placements_.reserve(params_.size());
   for (const ParamSpec& param : params_) {
     FSDP_CHECK(param.rows >= 0 && param.row_numel >= 0, "parameter '", param.name,
@@ -50,16 +51,10 @@ UnitLayout::UnitLayout(std::vector<ParamSpec> params, int world_size, DType grad
     }
     needs_cast_ = needs_cast_ || param.shard_dtype != param.param_dtype;
     placements_.push_back(place);
-  }
-  for (std::size_t i = 0; i < params_.size(); ++i) {
-    if (is_large(i)) {
-      place_chunk(i);
-    }
-  }
-  large_bytes_ = gather_bytes_;
-  for (std::size_t i = 0; i < params_.size(); ++i) {
-    if (!is_large(i)) {
-      place_chunk(i);
+    place_chunk(placements_.size() - 1);
+    if (large_count_ + 1 == placements_.size() && region_bytes(large_count_) >= direct_bytes_) {
+      large_count_ += 1;
+      large_bytes_ = gather_bytes_;
     }
   }
 }
@@ -82,8 +77,6 @@ std::size_t UnitLayout::region_bytes(std::size_t param) const {
          static_cast<std::size_t>(placements_[param].chunk_numel) *
          itemsize(params_[param].param_dtype);
 }
-
-bool UnitLayout::is_large(std::size_t param) const { return region_bytes(param) >= direct_bytes_; }
 
 std::int64_t UnitLayout::first_row(std::size_t param, int rank) const {
   return std::min(params_.at(param).rows, placements_.at(param).chunk_rows * rank);
@@ -120,7 +113,7 @@ GatherPlan UnitLayout::gather_plan(bool can_group) const {
     if (chunk == 0) {
       continue;
     }
-    if (can_group && is_large(i)) {
+    if (can_group && i < large_count_) {
       plan.direct.push_back({place.gather_offset, place.unsharded_offset, chunk});
     } else {
       plan.unpack.entries.push_back(

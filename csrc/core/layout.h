@@ -12,8 +12,9 @@
 //   reduce input      rank 0's segment | rank 1's segment | ...       (rank-major)
 //   flat gradient     chunk | chunk | ...               one segment; trainable parameters only
 //
-// Large parameters come before small ones, so that the small ones can travel together (Note [gather
-// plans]); in the order of a segment, gradients come as the parameters do.
+// Parameters come in the order they are given in, everywhere. Whoever gives them puts large ones
+// before small ones, which then can travel together (Note [gather plans]). If all are trainable
+// and of one dtype, the flat shard and the flat gradient have each element in the same place.
 //
 // The first R * q elements of a parameter's region in the unsharded buffer are the parameter, a
 // contiguous view whatever R mod N is. Every start is aligned to 16 bytes in every buffer, and to
@@ -39,9 +40,9 @@ constexpr std::size_t kRegionAlignment = 256;
 // plan gathers chunks of all parameters in one piece, rank-major, into staging, and unpacks from
 // there. A collective of its own costs a few microseconds of the launch even in a group, a copy so
 // much for each few megabytes. So, where the transport launches a group as one, parameters of at
-// least kDirectBytes are gathered directly and the rest packed, in one launch; where it cannot, all
-// are packed, but for a parameter that is alone. kDirectBytes is an estimate from a GPU's copy
-// bandwidth (2 * 4 MiB at 4 TB/s are 2 us); it was not measured yet.
+// least kDirectBytes, as far as they come first, are gathered directly and the rest packed, in one
+// launch; where it cannot, all are packed, but for a parameter that is alone. kDirectBytes is an
+// estimate from a GPU's copy bandwidth (2 * 4 MiB at 4 TB/s are 2 us); it was not measured yet.
 constexpr std::size_t kDirectBytes = std::size_t{4} << 20;  // of the whole parameter, on the wire
 
 struct GatherMessage {
@@ -107,7 +108,6 @@ class UnitLayout {
   CastPlan finish_plan() const;  // reduce output to flat gradient, entries as in pack_plan
 
  private:
-  bool is_large(std::size_t param) const;
   std::size_t region_bytes(std::size_t param) const;
   void place_chunk(std::size_t param);
 
@@ -119,7 +119,8 @@ class UnitLayout {
   std::size_t direct_bytes_;
   std::size_t shard_bytes_ = 0;
   std::size_t gather_bytes_ = 0;
-  std::size_t large_bytes_ = 0;  // of them, those of large parameters
+  std::size_t large_count_ = 0;  // of parameters at the beginning that are gathered directly
+  std::size_t large_bytes_ = 0;  // of gather_bytes_, theirs
   std::size_t unsharded_bytes_ = 0;
   std::int64_t grad_numel_ = 0;
   bool needs_cast_ = false;

@@ -96,6 +96,16 @@ struct Unit {
 
   std::size_t trainable_count() const { return pack_plan.entries.size(); }
 
+  // Of the buffers that belong to this unit alone and exist now.
+  std::size_t buffer_bytes() const {
+    const std::size_t reduce_input = static_cast<std::size_t>(layout.grad_numel()) *
+                                     static_cast<std::size_t>(layout.world_size()) *
+                                     itemsize(layout.reduce_dtype());
+    return (home != nullptr ? home->bytes : 0) +
+           (gather_input != nullptr ? layout.gather_bytes() : 0) +
+           (accumulated != nullptr ? reduce_input : 0);
+  }
+
   const int number;
   const std::string name;
   const UnitLayout layout;

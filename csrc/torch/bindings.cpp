@@ -16,6 +16,7 @@
 #include "core/ledger.h"
 #include "core/pipeline.h"
 #include "torch/dtype.h"
+#include "torch/packer_binding.h"
 #include "torch/root.h"
 #include "torch/transports.h"
 #include "torch/unit.h"
@@ -314,6 +315,12 @@ void register_root(py::module_& m) {
         result["ring_bytes"] = ring != nullptr ? ring->allocated_bytes() : 0;
         result["staging_bytes"] = root.pipeline().gatherer().staging_bytes();
         result["reduce_bytes"] = root.pipeline().reducer().buffer_bytes();
+        std::size_t of_units =
+            0;  // gather inputs, homes of units that stay unsharded, accumulation
+        for (int i = 0; i < root.pipeline().unit_count(); ++i) {
+          of_units += root.pipeline().unit(i).buffer_bytes();
+        }
+        result["unit_bytes"] = of_units;
         return result;
       });
 }
@@ -326,6 +333,7 @@ PYBIND11_MODULE(_C, m) {
   fsdp::register_unit(m);
   fsdp::register_lanes(m);
   fsdp::register_nccl(m);
+  fsdp::register_packer(m);
   fsdp::register_root(m);
   m.def("note_optimizer_step", &fsdp::note_optimizer_step);
   m.attr("DIRECT_BYTES") = fsdp::kDirectBytes;

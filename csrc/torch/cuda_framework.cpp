@@ -2,7 +2,9 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
+#include <c10/util/Exception.h>
 
+#include "core/check.h"
 #include "torch/transports.h"
 
 namespace fsdp {
@@ -15,8 +17,16 @@ void* current_stream(int device) {
 // On the current stream: see Note [memory and the compute stream].
 std::shared_ptr<void> allocate(int device, std::size_t bytes) {
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
-  return {c10::cuda::CUDACachingAllocator::raw_alloc(bytes),
-          [](void* memory) { c10::cuda::CUDACachingAllocator::raw_delete(memory); }};
+  try {
+    return {c10::cuda::CUDACachingAllocator::raw_alloc(bytes),
+            [](void* memory) { c10::cuda::CUDACachingAllocator::raw_delete(memory); }};
+  } catch (const c10::OutOfMemoryError& error) {
+    throw Error(detail::concat(
+        "expects ", bytes,
+        " more bytes of GPU memory for buffers of the largest unit but there "
+        "are fewer; call fully_shard on smaller modules, use more ranks or a smaller batch (",
+        error.what_without_backtrace(), ")"));
+  }
 }
 
 }  // namespace

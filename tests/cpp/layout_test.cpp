@@ -64,19 +64,18 @@ TEST(UnitLayout, ALoneParameterNeedsNoUnpacking) {
 
 TEST(UnitLayout, OnOneRankTheFlatShardIsTheUnshardedBuffer) {
   const UnitLayout layout({spec("a", 5, 3), spec("large", 8, 16), spec("b", 4, 3)}, 1,
-                          DType::Float32, DType::Float32, /*direct_bytes=*/512);
+                          DType::Float32, DType::Float32);
   for (const ParamPlacement& place : layout.placements()) {
     EXPECT_EQ(place.shard_offset, place.unsharded_offset);
+    EXPECT_EQ(place.shard_offset, static_cast<std::size_t>(place.grad_offset) * sizeof(float));
     EXPECT_EQ(place.unsharded_offset % kRegionAlignment, 0U);
   }
   EXPECT_EQ(layout.shard_bytes(), layout.unsharded_bytes());
 }
 
 TEST(UnitLayout, LargeParametersAreGatheredToTheirPlacesWhereATransportCanGroup) {
-  const UnitLayout layout({spec("a", 4, 3), spec("large", 8, 16), spec("b", 4, 3)}, 2,
+  const UnitLayout layout({spec("large", 8, 16), spec("a", 4, 3), spec("b", 4, 3)}, 2,
                           DType::Float32, DType::Float32, /*direct_bytes=*/512);
-  EXPECT_EQ(layout.placements()[1].gather_offset, 0U);  // before the small ones
-  EXPECT_EQ(layout.placements()[1].unsharded_offset, 0U);
 
   const GatherPlan packed = layout.gather_plan(/*can_group=*/false);
   EXPECT_TRUE(packed.direct.empty());
@@ -84,7 +83,7 @@ TEST(UnitLayout, LargeParametersAreGatheredToTheirPlacesWhereATransportCanGroup)
 
   const GatherPlan plan = layout.gather_plan(/*can_group=*/true);
   ASSERT_EQ(plan.direct.size(), 1U);
-  EXPECT_EQ(plan.direct[0].destination_offset, layout.placements()[1].unsharded_offset);
+  EXPECT_EQ(plan.direct[0].destination_offset, layout.placements()[0].unsharded_offset);
   EXPECT_EQ(plan.direct[0].bytes, 256U);
   EXPECT_EQ(plan.packed_offset, 256U);
   EXPECT_EQ(plan.packed_offset + plan.packed_bytes, layout.gather_bytes());

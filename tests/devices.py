@@ -1,0 +1,10 @@
+"""Where tests can run: the host always, and a GPU if the build and the machine have one."""
+
+from __future__ import annotations
+
+import torch
+
+from fsdp_ext import _build_info
+
+HAS_GPU = _build_info.BUILD_KIND == "CUDA" and torch.cuda.is_available()
+DEVICES = [torch.device("cpu"), *([torch.device("cuda", 0)] if HAS_GPU else [])]

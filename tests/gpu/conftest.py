@@ -1,0 +1,20 @@
+"""What needs a GPU says so where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from devices import HAS_GPU
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests of this directory on machines that cannot run them."""
+    if HAS_GPU:
+        return
+    reason = "needs a CUDA build and a GPU: `make gpu-check` runs it where they are"
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,0 +1,85 @@
+"""A whole step, forward, backward and optimizer, in one CUDA graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from launcher import run_ranks
+from models import Transformer
+from torch import Tensor
+
+from fsdp_ext import MixedPrecisionPolicy, fully_shard
+
+WARMUP = 3
+STEPS = 5
+
+
+class _Training:
+    def __init__(self, precision: dict[str, Any]) -> None:
+        torch.manual_seed(0)
+        self.model: Any = Transformer().cuda()
+        policy = MixedPrecisionPolicy(**precision)
+        for unit in self.model.units():
+            fully_shard(unit, mp_policy=policy)
+        fully_shard(self.model, mp_policy=policy)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, capturable=True)
+        (tokens,), _ = self.model.batch(torch.Generator().manual_seed(0))
+        self.tokens = tokens.cuda()
+
+    def step(self) -> Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss: Tensor = self.model.loss(self.model(self.tokens))
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def shards(self) -> list[Tensor]:
+        return [p._local_tensor.clone() for p in self.model.parameters()]
+
+
+def _captured_step(precision: dict[str, Any]) -> None:
+    eager = _Training(precision)
+    expected = [eager.step().item() for _ in range(WARMUP + STEPS)][WARMUP:]
+
+    training = _Training(precision)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARMUP):
+            training.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = training.step()
+    got = []
+    for _ in range(STEPS):
+        graph.replay()
+        got.append(loss.item())
+    assert got == expected
+    for want, have in zip(eager.shards(), training.shards(), strict=True):
+        assert have.equal(want)
+    # Without the graph it goes on where the graph stopped.
+    assert training.step().item() == eager.step().item()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("precision", [{}, {"param_dtype": torch.bfloat16}], ids=["fp32", "bf16"])
+def test_a_captured_step_trains_as_an_eager_one(precision: dict[str, Any]) -> None:
+    run_ranks(_captured_step, 1, precision, timeout=100.0, device="cuda")
+
+
+def _captured_too_early() -> None:
+    training = _Training({"param_dtype": torch.bfloat16})
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises(RuntimeError, match="run a few whole steps before capturing"),
+        torch.cuda.graph(graph),
+    ):
+        training.step()
+
+
+@pytest.mark.timeout(120)
+def test_a_capture_of_the_first_step_says_what_to_do() -> None:
+    run_ranks(_captured_too_early, 1, timeout=100.0, device="cuda")

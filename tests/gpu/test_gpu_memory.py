@@ -1,0 +1,100 @@
+"""Memory is what the plan says, from the first step to the last."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from launcher import run_ranks
+from torch import nn
+
+from fsdp_ext import MixedPrecisionPolicy, fully_shard
+
+WIDTH = 512
+LAYERS = 6
+ROUNDING = 512  # bytes, of torch's allocator, for each allocation
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).cuda()
+
+
+def _memory_is_fixed(world_size: int) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model: Any = _model()
+    for layer in model:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.randn(8, WIDTH, device="cuda")
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    torch.cuda.synchronize()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    seen = []
+    for _ in range(20):
+        step()
+        torch.cuda.synchronize()
+        seen.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert seen[2] == seen[19], f"allocated and reserved bytes went from {seen[2]} to {seen[19]}"
+
+    memory = model._unit.root.core.memory()
+    shard = WIDTH * (WIDTH + 1) * 4 // world_size
+    planned = (
+        memory["ring_bytes"]
+        + memory["staging_bytes"]
+        + memory["reduce_bytes"]
+        + memory["unit_bytes"]
+        + LAYERS * shard  # flat gradients
+    )
+    used = seen[19][0] - before
+    # cuBLAS takes its workspace with the first product; tables and roundings are small.
+    slack = (10 * LAYERS + 20) * ROUNDING + LAYERS * 4096
+    assert used >= planned - LAYERS * ROUNDING, f"{used} bytes used, {planned} planned"
+    assert used - planned <= slack + _blas_workspace_bytes(), (
+        f"{used} bytes used, {planned} planned, {slack} allowed for rounding"
+    )
+
+
+def _blas_workspace_bytes() -> int:
+    """Return what PyTorch sets aside for cuBLAS (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
+    before = torch.cuda.memory_allocated()
+    torch._C._cuda_clearCublasWorkspaces()
+    return before - torch.cuda.memory_allocated()
+
+
+@pytest.mark.timeout(120)
+def test_memory_is_fixed_and_planned() -> None:
+    run_ranks(_memory_is_fixed, 1, 1, timeout=100.0, device="cuda")
+
+
+@pytest.mark.timeout(120)
+def test_memory_is_fixed_on_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDP_EXT_NCCL_REGISTER", "0")  # else NCCL's memory, not in torch's books
+    run_ranks(_memory_is_fixed, 2, 2, timeout=100.0, device="cuda")
+
+
+def _too_little_memory() -> None:
+    model: Any = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 4096)).cuda()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for layer in model:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    torch.cuda.empty_cache()
+    used = torch.cuda.memory_reserved() + (16 << 20)
+    torch.cuda.set_per_process_memory_fraction(used / torch.cuda.mem_get_info()[1])
+    with pytest.raises(RuntimeError, match=r"more bytes of GPU memory for buffers"):
+        model(torch.randn(2, 4096, device="cuda"))
+
+
+@pytest.mark.timeout(120)
+def test_too_little_memory_for_the_ring_says_what_to_do() -> None:
+    run_ranks(_too_little_memory, 1, timeout=100.0, device="cuda")

@@ -1,0 +1,85 @@
+"""The NCCL transport by itself, and what users are told where it cannot be had."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launcher import run_ranks
+from torch import nn
+
+from fsdp_ext import _C, fully_shard
+from fsdp_ext.communicator import lanes_of, nccl_libraries
+
+
+def _forward() -> Any:
+    model: Any = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).cuda()
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    model(torch.randn(2, 64, device="cuda")).sum().backward()
+    torch.cuda.synchronize()
+    return model
+
+
+def _uses_torchs_library() -> None:
+    torch.cuda.nccl.version()
+    version, path, _ = _C.describe_nccl(nccl_libraries())
+    assert version == ".".join(map(str, torch.cuda.nccl.version()))
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        loaded = {line.split()[-1] for line in maps if "libnccl.so" in line}
+    assert loaded == {os.path.realpath(path)} or loaded == {path}
+    model = _forward()
+    lanes = lanes_of(model._unit.mesh.get_group(), torch.device("cuda", 0))
+    assert lanes.transport == "nccl"
+    lanes.check()
+
+
+@pytest.mark.timeout(90)
+def test_nccl_is_the_one_that_torch_has_loaded() -> None:
+    run_ranks(_uses_torchs_library, 1, timeout=80.0, device="cuda")
+
+
+def _without_a_host_of_its_own() -> None:
+    for name in ("NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE"):
+        os.environ.pop(name, None)
+    with pytest.raises(RuntimeError, match=r"give each rank a GPU of its own"):
+        _forward()
+
+
+@pytest.mark.timeout(90)
+def test_two_ranks_on_one_gpu_are_told_so() -> None:
+    run_ranks(_without_a_host_of_its_own, 2, timeout=80.0, device="cuda")
+
+
+def _a_peer_that_does_not_come() -> None:
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=5))
+    device = torch.device("cuda", 0)
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"rank 0 waited .* for NCCL to join 2 ranks"):
+            lanes_of(group, device)
+    dist.barrier()
+
+
+@pytest.mark.timeout(90)
+def test_a_rank_that_never_joins_ends_in_an_error() -> None:
+    run_ranks(_a_peer_that_does_not_come, 2, timeout=80.0, device="cuda")
+
+
+def _registration(enabled: str) -> tuple[list[float], bool]:
+    os.environ["FSDP_EXT_NCCL_REGISTER"] = enabled
+    torch.manual_seed(0)
+    model = _forward()
+    return [p.grad._local_tensor.sum().item() for p in model.parameters()], True
+
+
+@pytest.mark.timeout(150)
+def test_registered_buffers_change_no_number() -> None:
+    results = [
+        run_ranks(_registration, 2, enabled, timeout=70.0, device="cuda") for enabled in ("0", "1")
+    ]
+    assert results[0] == results[1]

@@ -1,0 +1,94 @@
+"""Results rest on events alone: no stream may be late enough to change them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launcher import run_ranks
+from models import Stack
+from torch import Tensor, nn
+
+from fsdp_ext import MixedPrecisionPolicy, fully_shard
+from fsdp_ext.communicator import lanes_of
+
+STEPS = 4
+
+
+def _spin(handle: int, milliseconds: float) -> None:
+    """Keep a stream busy with a kernel of CuPy, which shares nothing with what is tested."""
+    import cupy
+
+    kernel = cupy.RawKernel(
+        """
+        extern "C" __global__ void spin(unsigned long long nanoseconds) {
+          unsigned long long start, now;
+          asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+          do {
+            asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+          } while (now - start < nanoseconds);
+        }
+        """,
+        "spin",
+    )
+    with cupy.cuda.ExternalStream(handle):
+        kernel((1,), (1,), (cupy.uint64(int(milliseconds * 1e6)),))
+
+
+def _train(delay: Callable[[nn.Module], None] | None) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = Stack().cuda()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for unit in model.units():
+        fully_shard(unit, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        args, kwargs = model.batch(generator)
+        if delay is not None and step == 1:
+            root: Any = model
+            root._unit.root.core.set_poison_released_slots(True)
+            for block in [*model.blocks, model]:
+                block.register_forward_pre_hook(lambda module, args: delay(module))
+                block.register_full_backward_pre_hook(lambda module, grads: delay(module))
+        optimizer.zero_grad()
+        loss = model.loss(model(*(a.cuda() for a in args), **kwargs))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach().clone())
+    shards = [p._local_tensor.clone() for p in model.parameters()]  # type: ignore[attr-defined]
+    return [*losses, *shards]
+
+
+def _same_when_late(stream: str) -> None:
+    expected = _train(None)
+
+    def delay(module: nn.Module) -> None:
+        handle = torch.cuda.current_stream().cuda_stream
+        if stream != "compute":
+            group = dist.group.WORLD
+            assert group is not None
+            handle = lanes_of(_mesh_group(module), torch.device("cuda", 0)).stream_handle(stream)
+        _spin(handle, 3.0)
+
+    got = _train(delay)
+    for want, have in zip(expected, got, strict=True):
+        assert have.equal(want), f"{stream} stream late: {(have - want).abs().max().item():g}"
+
+
+def _mesh_group(module: Any) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = module._unit.mesh.get_group()
+    return group
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stream", ["gather", "reduce", "compute"])
+def test_a_late_stream_changes_nothing(stream: str, world_size: int) -> None:
+    pytest.importorskip("cupy", reason="the delay is a kernel of CuPy: pip install fsdp-ext[gpu]")
+    run_ranks(_same_when_late, world_size, stream, timeout=100.0, device="cuda")

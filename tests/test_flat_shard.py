@@ -1,0 +1,61 @@
+"""The flat shard and the flat gradient as two tensors, for optimizers of one's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from launcher import run_ranks
+from models import Stack
+from torch import nn
+
+from fsdp_ext import fully_shard
+
+
+def _sharded(model: Any) -> Any:
+    for unit in model.units():
+        fully_shard(unit)
+    return fully_shard(model)
+
+
+def _descends_as_sgd() -> None:
+    models: list[Any] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(_sharded(Stack()))
+    ours, reference = models
+    sgd = torch.optim.SGD(reference.parameters(), lr=0.1)
+    (x,), _ = ours.batch(torch.Generator().manual_seed(1))
+    for _ in range(3):
+        for model in models:
+            model.zero_grad()
+            model.loss(model(x)).backward()
+        sgd.step()
+        for module in [*ours.blocks, ours]:
+            shard, gradient = module.flat_shard()
+            assert shard.shape == gradient.shape
+            shard.add_(gradient.nan_to_num(), alpha=-0.1)  # padding may be anything
+    for have, want in zip(ours.parameters(), reference.parameters(), strict=True):
+        assert have._local_tensor.equal(want._local_tensor)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_on_the_flat_shards_is_a_step_of_all_parameters(world_size: int) -> None:
+    run_ranks(_descends_as_sgd, world_size)
+
+
+def _refuses() -> None:
+    model: Any = fully_shard(nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match="to have run forward"):
+        model.flat_shard()
+    model(torch.ones(1, 4))
+    model.flat_shard()
+    model.reshard()
+    model.bias.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"all require gradients but .* does not train"):
+        model.flat_shard()
+
+
+def test_units_that_have_no_such_two_tensors_say_so() -> None:
+    run_ranks(_refuses, 1)
