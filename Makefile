@@ -18,6 +18,7 @@ NPROC ?= 2
 TRAIN_ARGS ?=
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
+GPU_CHECK_ARGS ?=
 CUDA_VENV ?= .venv-cuda
 CUDA_TORCH ?= torch==2.11.0
 REQUIRE_CPP_TESTS ?=
@@ -61,8 +62,10 @@ train: develop  ## train a GPT sharded over NPROC ranks (TRAIN_ARGS="--steps 20"
 	  examples/train_gpt.py $(TRAIN_ARGS)
 
 .PHONY: bench
-bench: develop  ## measure the host overhead beside FSDP2's (BENCH_ARGS)
+bench: develop  ## measure host overhead, packing and a step beside PyTorch's (BENCH_ARGS="--quick")
 	OMP_NUM_THREADS=1 "$(BIN)/python" bench/host_overhead.py $(BENCH_ARGS)
+	OMP_NUM_THREADS=1 "$(BIN)/python" bench/pack.py $(BENCH_ARGS)
+	OMP_NUM_THREADS=1 "$(BIN)/python" bench/step.py $(BENCH_ARGS)
 
 # ---- Test ----------------------------------------------------------------------------------------
 
@@ -122,6 +125,11 @@ cuda-build: cuda-install  ## make the CUDA build in .venv-cuda, look into it, ru
 	cd "$(CUDA_VENV)" && "$(CUDA_BIN)/python" -m fsdp_ext
 	cd "$(CUDA_VENV)" && "$(CUDA_BIN)/python" ../tools/check_cuda_binary.py
 	"$(CUDA_BIN)/pytest" $(PYTEST_ARGS)
+
+# With what is there: no environment of its own, no network.
+.PHONY: gpu-check
+gpu-check:  ## on a machine with one GPU: build, test, sanitize and measure, under eight minutes
+	"$(PYTHON)" tools/gpu_check.py $(GPU_CHECK_ARGS)
 
 # ---- Style ---------------------------------------------------------------------------------------
 

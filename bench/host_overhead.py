@@ -1,11 +1,13 @@
 """How much host time sharding adds to a step, for each unit: ours beside FSDP2 and FSDP1.
 
-    python bench/host_overhead.py [--quick] [--json FILE]
+    python bench/host_overhead.py [--quick] [--json FILE] [--device cuda]
 
-The process group is "fake": collectives take no time and bring nothing, so what is left is what the
-host does. Layers are tiny for the same reason. Host overhead is the iteration time (forward and
-backward) sharded, less the unsharded one right before it, by the number of units: the median over
-repeats and their interquartile range. One thread; all systems in turns in this process.
+On the CPU the process group is "fake": collectives take no time and bring nothing, so what is left
+is what the host does. On a GPU it is NCCL with one rank, and what is timed is the host alone,
+issuing an iteration to a GPU that is idle when it begins. Layers are tiny for the same reason. Host
+overhead is the iteration time (forward and backward) sharded, less the unsharded one right before
+it, by the number of units: the median over repeats and their interquartile range. One thread; all
+systems in turns in this process.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ def shard_fsdp1(model: nn.Sequential) -> nn.Module:
     """Wrap each sequence and the whole with PyTorch's FSDP1."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    wrap = partial(FullyShardedDataParallel, device_id=torch.device("cpu"), use_orig_params=True)
+    wrap = partial(
+        FullyShardedDataParallel, device_id=next(model.parameters()).device, use_orig_params=True
+    )
     return wrap(nn.Sequential(*(wrap(unit) for unit in model)))
 
 
@@ -70,18 +74,27 @@ SYSTEMS: dict[str, Callable[[nn.Sequential], nn.Module]] = {
 }
 
 
-def measure(layers: int, units: int, repeats: int) -> list[dict[str, Any]]:
+def measure(layers: int, units: int, repeats: int, device: torch.device) -> list[dict[str, Any]]:
     """Return a row for each system: its overhead a unit, and the ratio to FSDP2's."""
-    batch = torch.randn(BATCH, WIDTH)
+    batch = torch.randn(BATCH, WIDTH, device=device)
+
+    def new_model() -> nn.Sequential:
+        return make_model(layers, units).to(device)
+
+    def end_of_step(name: str) -> None:
+        # As an optimizer's zero_grad does; the next step would add to the gradients otherwise.
+        models[name].zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
 
     def iteration(model: nn.Module) -> None:
         model(batch).sum().backward()
 
-    models: dict[str, nn.Module] = {"unsharded": make_model(layers, units)}
+    models: dict[str, nn.Module] = {"unsharded": new_model()}
     errors = {}
     for name, shard in SYSTEMS.items():
         try:
-            model = shard(make_model(layers, units))
+            model = shard(new_model())
             iteration(model)
             models[name] = model
         except Exception as error:  # a peer that cannot run here is listed with its own error
@@ -90,8 +103,7 @@ def measure(layers: int, units: int, repeats: int) -> list[dict[str, Any]]:
     seconds = time_in_turns(
         {name: partial(iteration, model) for name, model in models.items()},
         repeats,
-        # As an optimizer's zero_grad does; the next step would add to the gradients otherwise.
-        after=lambda name: models[name].zero_grad(),
+        after=end_of_step,
     )
     overhead = {
         name: Timing.of([(t - u) / units for t, u in zip(times, seconds["unsharded"], strict=True)])
@@ -116,13 +128,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="seconds instead of a minute")
     parser.add_argument("--json", metavar="FILE", help="write the rows there, too")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
+    device = torch.device(args.device)
+    if device.type == "cuda":
+        what = "NCCL with one rank, host time alone"
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        what = f"fake process group of {WORLD_SIZE}"
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
     repeats = 12 if args.quick else 60
-    rows = measure(8, UNITS, repeats)
+    rows = measure(8, UNITS, repeats, device)
     for layers in (50, 200):  # growth with the number of parameters
-        rows += measure(layers, 6, max(8, repeats // 2))
+        rows += measure(layers, 6, max(8, repeats // 2), device)
     table = []
     for row in rows:
         if "error" in row:
@@ -139,7 +158,7 @@ def main() -> None:
             ]
         )
     header = ["system", "parameters/unit", "us/unit", "quartiles", "of FSDP2"]
-    print(f"host overhead, fake process group of {WORLD_SIZE}, one thread")
+    print(f"host overhead, {what}, one thread")
     print_table(header, table)
     if args.json:
         write_json(args.json, "host_overhead", rows)

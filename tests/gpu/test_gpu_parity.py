@@ -10,6 +10,7 @@ import gc
 import os
 import re
 import traceback
+from functools import partial
 from pathlib import Path
 
 import models
@@ -41,11 +42,14 @@ CASES = [
     Case("a_unit_called_twice", models.UnitCalledTwice),
     Case("fewer_rows_than_ranks", models.FewRows),
     Case("many_shapes", models.ManyShapes),
-    Case("checkpointed", models.Recomputed),
+    Case(
+        "checkpointed",
+        partial(models.Recomputed, inside=True, around=False, use_reentrant=False),
+    ),
     Case("bf16", Transformer, precision=BF16),
     Case("bf16_reduced_in_fp32", Stack, precision={**BF16, "reduce_dtype": torch.float32}),
     Case("fp16", Stack, precision={"param_dtype": torch.float16}),
-    Case("parameters_in_bf16", models.InBfloat16, before_sharding=_to_bfloat16),
+    Case("parameters_in_bf16", models.InBfloat16, before_sharding=_to_bfloat16, unsharded=None),
     Case("kept_unsharded", Stack, options={"reshard_after_forward": False}),
     Case("keyword_arguments", models.Keywords),
     Case("a_trainable_input", models.TrainableInput),

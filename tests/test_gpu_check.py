@@ -1,0 +1,92 @@
+"""`make gpu-check` keeps what it has found, whatever becomes of its steps."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+TOOL = Path(__file__).resolve().parents[1] / "tools" / "gpu_check.py"
+
+
+@pytest.fixture
+def gpu_check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_check", TOOL)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "gpu_check", module)
+    spec.loader.exec_module(module)
+    machine = {"device": "Some GPU 1", "capability": "9.0", "torch": "", "nccl": "", "date": "d"}
+    monkeypatch.setattr(module, "describe_machine", lambda: machine)
+    return module
+
+
+def _check(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, out: Path, steps: list[Any], *options: str
+) -> tuple[int, dict[str, Any]]:
+    monkeypatch.setattr(tool, "steps", lambda capability: steps)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--out", str(out), *options])
+    code: int = tool.main()
+    document = json.loads((out / "some-gpu-1-d.json").read_text())
+    return code, document["steps"]
+
+
+def test_a_step_that_fails_or_hangs_does_not_stop_the_others(
+    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def step(name: str, code: str, limit: int = 60) -> Any:
+        return gpu_check.Step(name, [sys.executable, "-c", code], limit, {})
+
+    code, results = _check(
+        gpu_check,
+        monkeypatch,
+        tmp_path,
+        [
+            step("fine", "print('3 passed in 1 s')"),
+            step("fails", "import sys; print('why'); sys.exit(3)"),
+            step("hangs", "import time; print('begun', flush=True); time.sleep(600)", limit=2),
+            gpu_check.Step("missing", ["/nowhere/tool"], 60, {}),
+            step("last", "print('done')"),
+        ],
+    )
+    assert code == 1
+    assert results["fine"]["outcome"] == "ok"
+    assert results["fine"]["summary"] == "3 passed in 1 s"
+    assert results["fails"]["outcome"] == "failed with exit code 3"
+    assert results["fails"]["output"] == "why\n"
+    assert results["hangs"]["outcome"] == "did not end within 2 s"
+    assert "begun" in results["hangs"]["output"]
+    assert results["missing"]["outcome"].startswith("could not start")
+    assert results["last"]["outcome"] == "ok"
+
+
+def test_rows_of_benchmarks_are_kept(
+    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = "import json, sys; json.dump({'rows': [1, 2]}, open(sys.argv[2], 'w'))"
+    bench = gpu_check.Step("bench", [sys.executable, "-c", program], 60, {}, json=True)
+    code, results = _check(gpu_check, monkeypatch, tmp_path, [bench])
+    assert code == 0
+    assert results["bench"]["rows"] == [1, 2]
+
+
+def test_nothing_begins_that_cannot_end_in_time(
+    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    step = gpu_check.Step("late", [sys.executable, "-c", "raise SystemExit(1)"], 60, {})
+    code, results = _check(gpu_check, monkeypatch, tmp_path, [step], "--minutes", "0.1")
+    assert code == 1
+    assert results["late"]["outcome"] == "not run: no time was left"
+
+
+def test_every_step_is_of_something_that_is_there(gpu_check: ModuleType) -> None:
+    for step in gpu_check.steps("9.0"):
+        for part in step.command:
+            if part.endswith(".py"):
+                assert (TOOL.parents[1] / part).exists(), part

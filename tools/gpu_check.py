@@ -1,0 +1,220 @@
+"""Build, test and measure on a machine with one GPU: one command, under eight minutes.
+
+    python tools/gpu_check.py [--out DIR] [--only STEP ...] [--minutes 8]
+
+Uses the Python, torch, CuPy and nvcc that are there; needs no network. Each step has a limit,
+and none begins that cannot end in time. What is known so far is in <out>/<device>-<date>.json after
+every step, whatever becomes of the later ones; the table comes last. Exits with 1 if a step failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+# The extensions of pytest that pyproject.toml counts on may be missing here.
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-o", "xfail_strict=true", "-ra"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command and the most seconds that it may take."""
+
+    name: str
+    command: list[str]
+    limit: int
+    environment: dict[str, str]
+    json: bool = False  # writes a benchmark's rows where --json says
+
+
+def steps(capability: str) -> list[Step]:
+    """Return what there is to do, in order."""
+    sanitizer = shutil.which("compute-sanitizer") or "compute-sanitizer"
+    kernels = ["tests/gpu/test_gpu_kernels.py", "tests/test_packer.py"]
+    # Sanitizers make kernels slow, so the cases are few and small.
+    few = ["-k", "(independent and False) or current_stream or entries"]
+    # Each tensor an allocation of CUDA's own, so that memcheck sees where it ends.
+    uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    build = {"FORCE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": capability}
+
+    def sanitize(tool: str) -> list[str]:
+        options = ["--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
+        return [sanitizer, *options, *PYTEST, "-p", "no:cacheprovider", *kernels[:1], *few]
+
+    def run_bench(name: str, *options: str) -> list[str]:
+        return [sys.executable, f"bench/{name}.py", *options]
+
+    return [
+        Step(
+            "build",
+            [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"],
+            180,
+            build,
+        ),
+        Step("describe", [sys.executable, "-m", "fsdp_ext"], 60, {}),
+        Step("kernels", [*PYTEST, *kernels], 90, {}),
+        Step(
+            "tests",
+            [*PYTEST, "--durations=8", "tests/gpu", "--ignore", kernels[0]],
+            240,
+            {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+        ),
+        Step("pack", run_bench("pack", "--device", "cuda"), 60, {}, json=True),
+        Step("step", run_bench("step"), 90, {}, json=True),
+        Step(
+            "host overhead",
+            run_bench("host_overhead", "--device", "cuda", "--quick"),
+            90,
+            {},
+            json=True,
+        ),
+        Step("memcheck", sanitize("memcheck"), 90, uncached),
+        Step("racecheck", sanitize("racecheck"), 90, {}),
+    ]
+
+
+def run_step(step: Step, limit: float, log: Path, rows: Path) -> dict[str, Any]:
+    """Run one step in a process group of its own; return what became of it."""
+    command = [*step.command, "--json", str(rows)] if step.json else step.command
+    environment = {
+        **os.environ,
+        **step.environment,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        "PYTHONUNBUFFERED": "1",
+    }
+    start = time.monotonic()
+    with log.open("w+", encoding="utf-8", errors="replace") as output:
+        try:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return {"outcome": f"could not start: {error}", "seconds": 0.0}
+        try:
+            code = process.wait(timeout=limit)
+            outcome = "ok" if code == 0 else f"failed with exit code {code}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            outcome = f"did not end within {limit:.0f} s"
+        output.seek(0)
+        text = output.read()
+    result: dict[str, Any] = {
+        "outcome": outcome,
+        "seconds": round(time.monotonic() - start, 1),
+        "summary": summary_of(text),
+    }
+    if outcome != "ok":
+        result["output"] = text[-6000:]
+    if step.json and rows.exists():
+        result["rows"] = json.loads(rows.read_text(encoding="utf-8"))["rows"]
+    print(text if len(text) < 8000 else f"{text[:2000]}\n...\n{text[-6000:]}")
+    return result
+
+
+def summary_of(text: str) -> str:
+    """Return the line that says most: pytest's or the sanitizer's count, else the last one."""
+    found = re.findall(r"^.*(?:\d+ (?:passed|failed|error)|ERROR SUMMARY|RACECHECK).*$", text, re.M)
+    lines = [line.strip(" =") for line in found or text.strip().splitlines()]
+    return lines[-1] if lines else ""
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return what the results depend on.
+
+    Raises:
+        SystemExit: if there is no GPU.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit(
+            "gpu-check expects a GPU but torch finds none; nvidia-smi shows whether there is a "
+            "driver, and torch.version.cuda whether this torch is built for CUDA"
+        )
+    major, minor = torch.cuda.get_device_capability()
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return {
+        "device": torch.cuda.get_device_name(),
+        "capability": f"{major}.{minor}",
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "python": platform.python_version(),
+        "commit": os.environ.get("COMMIT") or commit or "unknown",
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+    }
+
+
+def write(path: Path, document: dict[str, Any]) -> None:
+    """Write the results so far, whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def main() -> int:
+    """Run the steps and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", metavar="DIR")
+    parser.add_argument("--only", nargs="+", metavar="STEP", help="these steps alone")
+    parser.add_argument("--minutes", type=float, default=8.0, help="for all steps together")
+    args = parser.parse_args()
+    machine = describe_machine()
+    planned = steps(machine["capability"])
+    unknown = set(args.only or ()) - {step.name for step in planned}
+    if unknown:
+        parser.error(f"--only expects {[s.name for s in planned]} but got {sorted(unknown)}")
+    name = re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"{name}-{machine['date']}.json"
+    document: dict[str, Any] = {"benchmark": "gpu-check", "machine": machine, "steps": {}}
+    deadline = time.monotonic() + 60 * args.minutes
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as directory:
+        for step in planned:
+            if args.only and step.name not in args.only:
+                continue
+            left = deadline - time.monotonic()
+            print(f"\n=== {step.name}: {' '.join(step.command)}", flush=True)
+            if left < min(step.limit, 20):
+                result: dict[str, Any] = {"outcome": "not run: no time was left", "seconds": 0.0}
+            else:
+                log = Path(directory) / f"{step.name}.log"
+                rows = Path(directory) / f"{step.name}.json"
+                result = run_step(step, min(step.limit, left), log, rows)
+            document["steps"][step.name] = result
+            write(path, document)
+            if step.name == "build" and result["outcome"] != "ok":
+                break
+    print(f"\n=== {machine['device']}, torch {machine['torch']}, NCCL {machine['nccl']}, {path}")
+    for step_name, result in document["steps"].items():
+        print(
+            f"{step_name:<14} {result['outcome']:<28} {result['seconds']:6.1f} s  "
+            f"{result.get('summary', '')[:90]}"
+        )
+    return 0 if all(r["outcome"] == "ok" for r in document["steps"].values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
