@@ -43,14 +43,18 @@ class Lane {
   // Waits until nothing of what was issued runs any more, since what it uses is about to be freed.
   // That takes as long as it takes: giving up is the backend's business, which has a timeout of
   // its own. Errors have been told to whoever waited for the work.
-  void drain() {
-    stream_->record(*drained_);
-    while (!drained_->query()) {
-      try {
-        drained_->synchronize(timeout_, stream_->name());
-      } catch (const std::exception&) {
-        // Of the work, or the timeout of this wait.
+  void drain() noexcept {
+    try {
+      stream_->record(*drained_);
+      while (!drained_->query()) {
+        try {
+          drained_->synchronize(timeout_, stream_->name());
+        } catch (const TimeoutError&) {
+          // Of this wait; the work goes on.
+        }
       }
+    } catch (const std::exception&) {
+      // Of the work, which has ended, or of a device on which nothing runs any more.
     }
   }
 

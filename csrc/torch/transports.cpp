@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "core/check.h"
 #include "torch/process_group.h"
 
 namespace fsdp {
@@ -35,6 +36,9 @@ std::shared_ptr<Lanes> make_nccl_lanes(const nccl::Api& api, int device_index,
                                        const nccl::UniqueId& id, const NcclOptions& options,
                                        std::chrono::milliseconds timeout) {
   std::unique_ptr<Device> device = make_cuda_device(device_index, timeout, cuda_framework());
+  FSDP_CHECK(!device->is_capturing(),
+             "the first iteration sets up what a CUDA graph cannot capture; run a few whole steps "
+             "before capturing one");
   std::unique_ptr<Packer> packer = make_cuda_packer(*device);
   auto [gather, reduce] = make_nccl_communicators(api, *device, id, options);
   return {new Lanes(std::move(device), std::move(packer), std::move(gather), std::move(reduce)),

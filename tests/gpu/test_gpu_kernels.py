@@ -16,10 +16,20 @@ from fsdp_ext import _C
 cupy: Any = pytest.importorskip("cupy", reason="pip install fsdp-ext[gpu]")
 
 DEVICE = torch.device("cuda", 0)
-TYPES = {torch.float32: "float", torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
+TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "__half"}
 SOURCE = """
-#include <cuda_bf16.h>
 #include <cuda_fp16.h>
+struct bf16 { unsigned short bits; };
+__device__ float widen(float x) { return x; }
+__device__ float widen(__half x) { return __half2float(x); }
+__device__ float widen(bf16 x) { return __uint_as_float((unsigned)x.bits << 16); }
+__device__ void narrow(float x, float& y) { y = x; }
+__device__ void narrow(float x, __half& y) { y = __float2half_rn(x); }
+// To nearest even: half of the last place less one is added, and one more where that place is odd.
+__device__ void narrow(float x, bf16& y) {
+  unsigned bits = __float_as_uint(x);
+  y.bits = x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
 // One element a thread, by division alone: where an element of the reduce input comes from.
 extern "C" __global__ void pack(const FROM* gradient, TO* reduce_input, long long numel,
                                 long long chunk, long long offset, long long runs,
@@ -31,9 +41,10 @@ extern "C" __global__ void pack(const FROM* gradient, TO* reduce_input, long lon
   long long piece = i / run;
   long long rank = piece % world_size;
   long long place = rank * segment + offset + piece / world_size * run + i % run;
-  TO value = (TO)__fmul_rn((float)gradient[i], scale);
-  reduce_input[place] =
-      accumulate ? (TO)__fadd_rn((float)reduce_input[place], (float)value) : value;
+  TO value;
+  narrow(__fmul_rn(widen(gradient[i]), scale), value);
+  if (accumulate) narrow(__fadd_rn(widen(reduce_input[place]), widen(value)), value);
+  reduce_input[place] = value;
 }
 """
 
