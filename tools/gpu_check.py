@@ -82,6 +82,16 @@ def steps(capability: str) -> list[Step]:
             {},
             json=True,
         ),
+        Step(
+            "collectives",
+            [
+                *[sys.executable, "-m", "torch.distributed.run", "--standalone"],
+                *["--nproc-per-node", "2", "bench/collectives.py", "--quick", "--device", "cuda"],
+            ],
+            60,
+            {},
+            json=True,
+        ),
         Step("memcheck", sanitize("memcheck"), 90, uncached),
         Step("racecheck", sanitize("racecheck"), 90, {}),
     ]

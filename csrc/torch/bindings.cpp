@@ -168,6 +168,20 @@ void register_lanes(py::module_& m) {
              lanes.gather.communicator().check();
              lanes.reduce.communicator().check();
            })
+      .def(
+          "all_gather",
+          [](Lanes& lanes, const at::Tensor& input, at::Tensor& output) {
+            const py::gil_scoped_release no_gil;
+            run_all_gather(lanes, input, output);
+          },
+          py::arg("input"), py::arg("output"))
+      .def(
+          "reduce_scatter",
+          [](Lanes& lanes, const at::Tensor& input, at::Tensor& output) {
+            const py::gil_scoped_release no_gil;
+            run_reduce_scatter(lanes, input, output);
+          },
+          py::arg("input"), py::arg("output"))
       .def("stream_handle", [](Lanes& lanes, const std::string& name) {
         return reinterpret_cast<std::uintptr_t>(lane_named(lanes, name).stream().native_handle());
       });

@@ -2,9 +2,11 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <string>
 #include <utility>
 
 #include "core/check.h"
+#include "torch/dtype.h"
 #include "torch/process_group.h"
 
 namespace fsdp {
@@ -20,7 +22,47 @@ void delete_without_gil(Lanes* lanes) {
   delete lanes;
 }
 
+template <typename Collective>
+void run_between(Lanes& lanes, Lane& lane, const std::string& what, const Collective& collective) {
+  Stream& compute = lanes.device->compute_stream();
+  const std::unique_ptr<Event> before = lanes.device->new_event();
+  const std::unique_ptr<Event> after = lanes.device->new_event();
+  compute.record(*before);
+  lane.stream().wait(*before, what);
+  lane.communicator().announce(what);
+  collective(lane.communicator(), lane.stream());
+  lane.stream().record(*after);
+  compute.wait(*after, what);
+}
+
+void check_sizes(const char* what, const at::Tensor& whole, const at::Tensor& part, int ranks) {
+  FSDP_CHECK(whole.is_contiguous() && part.is_contiguous() &&
+                 whole.scalar_type() == part.scalar_type() && whole.numel() == part.numel() * ranks,
+             what, " over ", ranks, " ranks expects contiguous tensors of one dtype, one of them ",
+             ranks, " times as long, but got ", whole.numel(), " ", whole.scalar_type(), " and ",
+             part.numel(), " ", part.scalar_type());
+}
+
 }  // namespace
+
+void run_all_gather(Lanes& lanes, const at::Tensor& input, at::Tensor& output) {
+  check_sizes("an all-gather", output, input, lanes.gather.communicator().size());
+  static const std::string what = "an all-gather by hand";
+  run_between(lanes, lanes.gather, what, [&](Communicator& communicator, Stream& stream) {
+    communicator.all_gather(stream, input.const_data_ptr(), output.mutable_data_ptr(),
+                            input.nbytes());
+  });
+}
+
+void run_reduce_scatter(Lanes& lanes, const at::Tensor& input, at::Tensor& output) {
+  check_sizes("a reduce-scatter", input, output, lanes.reduce.communicator().size());
+  static const std::string what = "a reduce-scatter by hand";
+  run_between(lanes, lanes.reduce, what, [&](Communicator& communicator, Stream& stream) {
+    communicator.reduce_scatter(stream, input.const_data_ptr(), output.mutable_data_ptr(),
+                                static_cast<std::size_t>(output.numel()),
+                                to_dtype(output.scalar_type()));
+  });
+}
 
 std::shared_ptr<Lanes> make_process_group_lanes(c10::intrusive_ptr<c10d::ProcessGroup> gather,
                                                 c10::intrusive_ptr<c10d::ProcessGroup> reduce,

@@ -1,6 +1,8 @@
 // The lanes of each transport.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <chrono>
 #include <memory>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -20,6 +22,11 @@ std::shared_ptr<Lanes> make_process_group_lanes(c10::intrusive_ptr<c10d::Process
 std::shared_ptr<Lanes> make_nccl_lanes(const nccl::Api& api, int device, const nccl::UniqueId& id,
                                        const NcclOptions& options,
                                        std::chrono::milliseconds timeout);
+
+// One collective on a lane, between what the compute stream was given before and what it gets
+// after: for tests and benchmarks. Shapes as in comm/communicator.h.
+void run_all_gather(Lanes& lanes, const at::Tensor& input, at::Tensor& output);
+void run_reduce_scatter(Lanes& lanes, const at::Tensor& input, at::Tensor& output);
 
 // torch's streams and allocator (cuda_framework.cpp, or no_cuda/).
 CudaFramework cuda_framework();

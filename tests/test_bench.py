@@ -1,0 +1,66 @@
+"""Benchmarks run, count no wrong elements, and keep their rows; how fast they are is no test."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _run(command: list[str], json_file: Path) -> tuple[str, list[dict[str, Any]]]:
+    result = subprocess.run(
+        [sys.executable, *command, "--quick", "--json", str(json_file)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout, json.loads(json_file.read_text())["rows"]
+
+
+def test_packing_beside_torchs_operators(tmp_path: Path) -> None:
+    printed, rows = _run(["bench/pack.py", "--device", "cpu"], tmp_path / "pack.json")
+    assert "#wrong" in printed
+    assert {row["operation"].split()[0] for row in rows} == {"pack", "unpack", "cast"}
+    assert all(row["wrong"] == 0 and row["of_copy"] > 0 for row in rows)
+
+
+def test_a_step_of_each_system(tmp_path: Path) -> None:
+    _, rows = _run(["bench/step.py"], tmp_path / "step.json")
+    assert [row["system"] for row in rows] == ["unsharded", "ours", "FSDP2", "FSDP1"]
+    assert not [row["error"] for row in rows if "error" in row]
+    assert len({round(row["loss"], 5) for row in rows}) == 1
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_collectives_beside_gloo(tmp_path: Path, ranks: int) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    _, rows = _run(
+        [*torchrun, "bench/collectives.py", "--device", "cpu"], tmp_path / "collectives.json"
+    )
+    assert {row["operation"] for row in rows} == {"all_gather", "reduce_scatter"}
+    assert {row["system"] for row in rows} == {"ours (process_group)", "torch gloo"}
+    assert all(row["wrong"] == 0 and row["ranks"] == ranks for row in rows)
+
+
+def test_collectives_say_how_they_are_started() -> None:
+    result = subprocess.run(
+        [sys.executable, "bench/collectives.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={name: value for name, value in os.environ.items() if name != "RANK"},
+    )
+    assert result.returncode == 2
+    assert "expects to be started by torchrun" in result.stderr
