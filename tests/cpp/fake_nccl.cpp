@@ -101,7 +101,13 @@ Comm make(const std::string& name, int rank, int size, const Config* config) {
   return new NcclComm{name, rank, size, config->blocking != 0, meeting_of(name, size), {}, {}, 0};
 }
 
-Result run(std::function<Result()> collective) {
+Result run(void* stream, std::function<Result()> collective) {
+  if (state.enqueue != nullptr && stream != nullptr) {
+    collective = [stream, collective = std::move(collective)] {
+      state.enqueue(stream, [collective] { collective(); });
+      return fsdp::nccl::kSuccess;
+    };
+  }
   if (group_depth > 0) {
     grouped.push_back(std::move(collective));
     return fsdp::nccl::kSuccess;
@@ -202,9 +208,9 @@ FAKE_NCCL_API const char* ncclGetErrorString(Result result) {
 FAKE_NCCL_API const char* ncclGetLastError(Comm /*comm*/) { return state.last_error; }
 
 FAKE_NCCL_API Result ncclAllGather(const void* input, void* output, std::size_t count,
-                                   DataType type, Comm comm, void* /*stream*/) {
+                                   DataType type, Comm comm, void* stream) {
   const std::size_t bytes = count * size_of(type);
-  return run([=] {
+  return run(stream, [=] {
     return meet(comm, input, [&](const std::vector<const void*>& inputs) {
       for (std::size_t r = 0; r < inputs.size(); ++r) {
         std::memcpy(static_cast<char*>(output) + r * bytes, inputs[r], bytes);
@@ -215,8 +221,8 @@ FAKE_NCCL_API Result ncclAllGather(const void* input, void* output, std::size_t 
 
 // fp32 only.
 FAKE_NCCL_API Result ncclReduceScatter(const void* input, void* output, std::size_t count,
-                                       DataType /*type*/, int /*op*/, Comm comm, void* /*stream*/) {
-  return run([=] {
+                                       DataType /*type*/, int /*op*/, Comm comm, void* stream) {
+  return run(stream, [=] {
     std::vector<float> sums(count, 0.0f);
     const Result result = meet(comm, input, [&](const std::vector<const void*>& inputs) {
       for (const void* theirs : inputs) {
@@ -233,8 +239,8 @@ FAKE_NCCL_API Result ncclReduceScatter(const void* input, void* output, std::siz
 }
 
 FAKE_NCCL_API Result ncclAllReduce(const void* input, void* output, std::size_t count,
-                                   DataType /*type*/, int /*op*/, Comm comm, void* /*stream*/) {
-  return run([=] {
+                                   DataType /*type*/, int /*op*/, Comm comm, void* stream) {
+  return run(stream, [=] {
     std::vector<float> sums(count, 0.0f);
     const Result result = meet(comm, input, [&](const std::vector<const void*>& inputs) {
       for (const void* theirs : inputs) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -21,6 +22,8 @@ struct FakeNccl {
   std::atomic<int> live_buffers{0};
   std::atomic<int> registered_buffers{0};
   const char* last_error = "what NCCL says";
+  // Runs a collective in order of its stream; without it, or a stream, it runs in the call.
+  void (*enqueue)(void* stream, std::function<void()> collective) = nullptr;
 
   void log(const std::string& call) {
     const std::lock_guard<std::mutex> lock(mutex);

@@ -3,8 +3,10 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "core/check.h"
@@ -17,7 +19,10 @@ namespace fsdp::test {
 
 class KernelPacker final : public Packer {
  public:
-  explicit KernelPacker(std::uint32_t warps) : warps_(warps) {}
+  using Enqueue = std::function<void(Stream& stream, std::function<void()> work)>;
+
+  explicit KernelPacker(std::uint32_t warps, Enqueue enqueue = enqueue_on_host)
+      : warps_(warps), enqueue_(std::move(enqueue)) {}
 
   void prepare(PackPlan& plan) override {
     plan.table = std::make_shared<const TileTable>(make_table(plan));
@@ -46,7 +51,7 @@ class KernelPacker final : public Packer {
                                    reduce_input,
                                    scale,
                                    accumulate};
-      static_cast<HostQueue&>(stream).enqueue([=] {
+      enqueue_(stream, [=] {
         with_types(gradient_dtype, reduce_dtype, [&](auto from, auto to) {
           for_each_lane([&](kernels::Place place) {
             kernels::pack<decltype(from), decltype(to)>(
@@ -65,8 +70,8 @@ class KernelPacker final : public Packer {
     const kernels::UnpackWork work{
         view(table, 0, static_cast<std::uint32_t>(table.span_of_tile.size())),
         static_cast<std::int64_t>(plan.segment_bytes), plan.world_size, staging, unsharded};
-    static_cast<HostQueue&>(stream).enqueue(
-        [=] { for_each_lane([&](kernels::Place place) { kernels::unpack(work, place); }); });
+    enqueue_(stream,
+             [=] { for_each_lane([&](kernels::Place place) { kernels::unpack(work, place); }); });
   }
 
   void cast(Stream& stream, const CastPlan& plan, const CastMode* modes, const void* source,
@@ -80,7 +85,7 @@ class KernelPacker final : public Packer {
       const kernels::CastWork work{
           view(table.tiles, 0, static_cast<std::uint32_t>(table.tiles.span_of_tile.size())), source,
           destination, scale};
-      static_cast<HostQueue&>(stream).enqueue([=, &table] {
+      enqueue_(stream, [=, &table] {
         with_types(table.source_dtype, table.destination_dtype, [&](auto from, auto to) {
           for_each_lane([&](kernels::Place place) {
             kernels::cast<decltype(from), decltype(to)>(
@@ -134,7 +139,12 @@ class KernelPacker final : public Packer {
     }
   }
 
+  static void enqueue_on_host(Stream& stream, std::function<void()> work) {
+    static_cast<HostQueue&>(stream).enqueue(std::move(work));
+  }
+
   std::uint32_t warps_;
+  Enqueue enqueue_;
 };
 
 }  // namespace fsdp::test

@@ -1,0 +1,386 @@
+// The whole CUDA side but for the GPU: the schedule on csrc/device/cuda_stream over threads
+// (fake_cudart), with the kernels' bodies and csrc/comm/nccl over threads (fake_nccl). All streams
+// run beside the host, memory comes from an allocator that knows the compute stream alone, as
+// torch's does, and what goes back to it is overwritten there: a missing wait shows in the numbers.
+#include <dlfcn.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <functional>
+#include <future>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/nccl.h"
+#include "core/pipeline.h"
+#include "fake_cudart.h"
+#include "fake_nccl.h"
+#include "kernel_packer.h"
+
+namespace fsdp::test {
+namespace {
+
+constexpr std::chrono::milliseconds kTimeout{20000};
+constexpr std::int64_t kRows[] = {7, 9, 40};
+constexpr std::int64_t kColumns = 3;
+constexpr std::size_t kParams = 3;
+
+// - What the framework brings
+
+thread_local cudaStream_t compute_stream = nullptr;
+
+void* current_stream(int /*device*/) { return compute_stream; }
+
+// New memory may still be written by what the compute stream has yet to do, and freed memory
+// belongs to that stream from then on.
+std::shared_ptr<void> allocate(int /*device*/, std::size_t bytes) {
+  void* memory = std::malloc(bytes);
+  cudaStream_t stream = compute_stream;
+  enqueue(stream, [=] { std::memset(memory, 0xff, bytes); });
+  return {memory, [stream, bytes](void* freed) {
+            enqueue(stream, [=] {
+              std::memset(freed, 0xff, bytes);
+              std::free(freed);
+            });
+          }};
+}
+
+FakeNccl& fake() {
+  static void* const handle = dlopen(FAKE_NCCL_LIBRARY, RTLD_NOW);
+  return *reinterpret_cast<FakeNcclFunction*>(dlsym(handle, "fake_nccl"))();
+}
+
+const nccl::Api& api() {
+  static const nccl::Api found = [] {
+    setenv("FSDP_EXT_NCCL_SO", FAKE_NCCL_LIBRARY, 1);
+    fake().enqueue = &enqueue;
+    return nccl::find_library({});
+  }();
+  return found;
+}
+
+// - A unit on the compute stream
+
+float value_of(int unit, int version, std::size_t param, std::int64_t element) {
+  return static_cast<float>(1000 * unit + 100 * version + 10 * static_cast<int>(param)) +
+         static_cast<float>(element) / 32.0F;
+}
+
+class StreamUnit final : public UnitPort {
+ public:
+  StreamUnit(int number, UnitLayout layout, int rank, std::atomic<int>& wrong)
+      : number_(number),
+        rank_(rank),
+        wrong_(wrong),
+        layout_(std::move(layout)),
+        shard_(layout_.shard_bytes() / sizeof(float)),
+        gradient_(static_cast<std::size_t>(layout_.grad_numel()), NAN) {
+    write_shard();
+  }
+
+  void attach(void* unsharded) override { attached_ = static_cast<const float*>(unsharded); }
+  void detach() override { attached_ = nullptr; }
+  void* flat_shard() override { return shard_.data(); }
+  void* flat_gradient() override { return gradient_.data(); }
+  std::uint64_t shard_version() override { return static_cast<std::uint64_t>(version_); }
+  std::shared_ptr<void> take_gradients(const void** addresses) override {
+    auto taken = std::make_shared<std::vector<std::shared_ptr<void>>>(std::move(gradients_));
+    gradients_.assign(kParams, nullptr);
+    for (std::size_t i = 0; i < kParams; ++i) {
+      addresses[i] = (*taken)[i].get();
+    }
+    return taken;
+  }
+  DType gradient_dtype() override { return DType::Float32; }
+  void drop_gradients() override { gradients_.assign(kParams, nullptr); }
+  bool has_sharded_gradient(std::size_t i) override { return has_gradient_[i]; }
+  void hand_over_gradient(std::size_t i) override { has_gradient_[i] = true; }
+
+  void zero_grad() { has_gradient_.assign(kParams, false); }
+
+  // An optimizer's step, on the compute stream.
+  void change_shard() {
+    version_ += 1;
+    write_shard();
+  }
+
+  // As a kernel of forward or backward reads them, on the compute stream.
+  void read_parameters() {
+    ASSERT_NE(attached_, nullptr);
+    enqueue(compute_stream, [this, data = attached_, version = version_] {
+      for (std::size_t param = 0; param < kParams; ++param) {
+        const ParamPlacement& place = layout_.placements()[param];
+        const float* values = data + place.unsharded_offset / sizeof(float);
+        for (std::int64_t i = 0; i < place.numel; ++i) {
+          wrong_ += values[i] != value_of(number_, version, param, i) ? 1 : 0;
+        }
+      }
+    });
+  }
+
+  // Of backward: memory from the framework, filled on the compute stream. Tests of captures keep
+  // the memory, as a graph's own pool does.
+  void bring_gradient(std::size_t param, float value) {
+    const auto numel = static_cast<std::size_t>(layout_.placements()[param].numel);
+    std::shared_ptr<void>& memory = gradients_[param];
+    if (kept_.empty()) {
+      memory = allocate(0, numel * sizeof(float));
+    } else {
+      memory = kept_[param];
+    }
+    enqueue(compute_stream, [data = static_cast<float*>(memory.get()), numel, value] {
+      std::fill_n(data, numel, value);
+    });
+  }
+
+  void keep_gradients() {
+    for (std::size_t param = 0; param < kParams; ++param) {
+      kept_.push_back(
+          allocate(0, static_cast<std::size_t>(layout_.placements()[param].numel) * sizeof(float)));
+    }
+  }
+
+  // As the optimizer reads it, on the compute stream.
+  void read_gradients(float expected) {
+    enqueue(compute_stream, [this, expected] {
+      for (std::size_t param = 0; param < kParams; ++param) {
+        const ParamPlacement& place = layout_.placements()[param];
+        const std::int64_t count = layout_.row_count(param, rank_) * kColumns;
+        for (std::int64_t i = 0; i < count; ++i) {
+          const float got = gradient_[static_cast<std::size_t>(place.grad_offset + i)];
+          wrong_ += std::fabs(got - expected) <= 1e-5F * std::fabs(expected) ? 0 : 1;
+        }
+      }
+    });
+  }
+
+ private:
+  void write_shard() {
+    enqueue(compute_stream, [this, version = version_] {
+      for (std::size_t param = 0; param < kParams; ++param) {
+        const ParamPlacement& place = layout_.placements()[param];
+        const std::int64_t first = layout_.first_row(param, rank_) * kColumns;
+        const std::int64_t numel = layout_.row_count(param, rank_) * kColumns;
+        for (std::int64_t i = 0; i < numel; ++i) {
+          shard_[place.shard_offset / sizeof(float) + static_cast<std::size_t>(i)] =
+              value_of(number_, version, param, first + i);
+        }
+      }
+    });
+  }
+
+  int number_;
+  int rank_;
+  std::atomic<int>& wrong_;
+  int version_ = 0;
+  UnitLayout layout_;
+  std::vector<float> shard_;
+  std::vector<float> gradient_;
+  std::vector<std::shared_ptr<void>> gradients_ = std::vector<std::shared_ptr<void>>(kParams);
+  std::vector<std::shared_ptr<void>> kept_;
+  std::vector<bool> has_gradient_ = std::vector<bool>(kParams, false);
+  const float* attached_ = nullptr;
+};
+
+// - One rank
+
+UnitLayout make_layout(int world_size, const std::string& prefix, std::size_t direct_bytes) {
+  std::vector<ParamSpec> params(kParams);
+  for (std::size_t i = 0; i < kParams; ++i) {
+    params[i].name = prefix + std::to_string(i);
+    params[i].rows = kRows[kParams - 1 - i];  // large ones first
+    params[i].row_numel = kColumns;
+  }
+  return {params, world_size, DType::Float32, DType::Float32, direct_bytes};
+}
+
+struct Setting {
+  int world_size;
+  std::size_t direct_bytes;
+};
+
+class Rank {
+ public:
+  Rank(int rank, Setting setting, const nccl::UniqueId& id, int layers, std::atomic<int>& wrong) {
+    compute_stream = new_stream("compute");
+    auto device = make_cuda_device(0, kTimeout, {&current_stream, &allocate});
+    auto [gather, reduce] =
+        make_nccl_communicators(api(), *device, id, {rank, setting.world_size, kTimeout, true});
+    auto packer = std::make_unique<KernelPacker>(3, [](Stream& stream, std::function<void()> work) {
+      enqueue(stream.native_handle(), std::move(work));
+    });
+    lanes = std::make_unique<Lanes>(std::move(device), std::move(packer), std::move(gather),
+                                    std::move(reduce));
+    pipeline = std::make_unique<Pipeline>(*lanes, PipelineOptions{});
+    for (int i = 0; i <= layers; ++i) {
+      const std::string name = "unit" + std::to_string(i);
+      const UnitLayout layout = make_layout(setting.world_size, name, setting.direct_bytes);
+      units.push_back(std::make_unique<StreamUnit>(i, layout, rank, wrong));
+      UnitConfig config{name, layout};
+      config.reshard_after_forward = i != 0;
+      config.pack_scale = 1.0 / setting.world_size;
+      pipeline->add_unit(std::move(config), *units.back());
+    }
+    pipeline->gatherer().set_poison_released_slots(true);
+  }
+
+  ~Rank() {
+    pipeline.reset();
+    units.clear();
+    lanes.reset();
+    cudaStreamDestroy(compute_stream);  // when it has done what was issued
+  }
+
+  void step(float gradient, float mean) {
+    const int layers = static_cast<int>(units.size()) - 1;
+    std::vector<int> calls(units.size(), -1);
+    pipeline->begin_forward();
+    for (int i = 0; i <= layers; ++i) {
+      pipeline->pre_forward(i);
+      units[static_cast<std::size_t>(i)]->read_parameters();
+      if (i > 0) {
+        calls[static_cast<std::size_t>(i)] = pipeline->post_forward(i);
+      }
+    }
+    calls[0] = pipeline->post_forward(0);
+    pipeline->end_forward();
+    pipeline->begin_backward();
+    for (int i = layers; i >= 0; --i) {
+      StreamUnit& unit = *units[static_cast<std::size_t>(i)];
+      pipeline->pre_backward(i, calls[static_cast<std::size_t>(i)]);
+      unit.read_parameters();
+      for (std::size_t param = 0; param < kParams; ++param) {
+        unit.bring_gradient(param, gradient);
+        pipeline->gradient_arrived(i, param);
+      }
+      pipeline->post_backward(i);
+    }
+    pipeline->end_backward();
+    for (auto& unit : units) {
+      unit->read_gradients(mean);
+      unit->zero_grad();
+    }
+  }
+
+  void optimizer_step() {
+    for (auto& unit : units) {
+      unit->change_shard();
+    }
+  }
+
+  std::unique_ptr<Lanes> lanes;
+  std::vector<std::unique_ptr<StreamUnit>> units;
+  std::unique_ptr<Pipeline> pipeline;
+};
+
+void on_ranks(Setting setting, const std::function<void(Rank&, int)>& body) {
+  nccl::UniqueId id;
+  api().GetUniqueId(&id);
+  std::atomic<int> wrong{0};
+  std::vector<std::future<void>> ranks;
+  for (int r = 0; r < setting.world_size; ++r) {
+    ranks.push_back(std::async(std::launch::async, [&, r] {
+      Rank rank(r, setting, id, /*layers=*/4, wrong);
+      body(rank, r);
+      synchronize(compute_stream);
+    }));
+  }
+  for (auto& rank : ranks) {
+    EXPECT_NO_THROW(rank.get());
+  }
+  EXPECT_EQ(wrong, 0) << "elements that a kernel read were wrong";
+}
+
+float mean_of(int world_size, int step) {
+  float mean = 0.0F;
+  for (int r = 0; r < world_size; ++r) {
+    mean += static_cast<float>(r + 1 + step) / static_cast<float>(world_size);
+  }
+  return mean;
+}
+
+class CudaSchedule : public ::testing::TestWithParam<Setting> {};
+
+INSTANTIATE_TEST_SUITE_P(Settings, CudaSchedule,
+                         ::testing::Values(Setting{1, kDirectBytes}, Setting{2, kDirectBytes},
+                                           Setting{2, 0}, Setting{3, 300}),
+                         [](const auto& info) {
+                           return std::to_string(info.param.world_size) + "RanksDirectFrom" +
+                                  std::to_string(info.param.direct_bytes);
+                         });
+
+TEST_P(CudaSchedule, StepsReadWhatTheyShould) {
+  const Setting setting = GetParam();
+  on_ranks(setting, [&](Rank& rank, int r) {
+    for (int step = 0; step < 5; ++step) {
+      rank.step(static_cast<float>(r + 1 + step), mean_of(setting.world_size, step));
+      rank.optimizer_step();
+    }
+  });
+}
+
+TEST_P(CudaSchedule, HoweverLateAStreamIs) {
+  const Setting setting = GetParam();
+  for (const std::string late : {"gather", "reduce", "compute"}) {
+    on_ranks(setting, [&](Rank& rank, int r) {
+      for (int step = 0; step < 3; ++step) {
+        Stream& stream = late == "compute" ? rank.lanes->device->compute_stream()
+                                           : lane_named(*rank.lanes, late).stream();
+        rank.lanes->device->delay(stream, std::chrono::milliseconds(15));
+        rank.step(static_cast<float>(r + 1 + step), mean_of(setting.world_size, step));
+        rank.lanes->device->delay(stream, std::chrono::milliseconds(15));
+        rank.optimizer_step();
+      }
+    });
+  }
+}
+
+// See Note [graph capture].
+TEST_P(CudaSchedule, AWholeStepIsCapturedAndMayBeFollowedByOthers) {
+  on_ranks(GetParam(), [](Rank& rank, int) {
+    for (auto& unit : rank.units) {
+      unit->keep_gradients();
+    }
+    for (int step = 0; step < 3; ++step) {
+      rank.step(2.0F, 2.0F);
+    }
+    synchronize(compute_stream);
+    begin_capture(compute_stream);
+    rank.step(3.0F, 3.0F);
+    const FakeGraph graph = end_capture(compute_stream);
+    EXPECT_GT(graph.size(), 5 * 3U);
+    for (int replay = 0; replay < 3; ++replay) {
+      graph.replay();
+    }
+    rank.step(4.0F, 4.0F);  // events that were last recorded in the capture are no obstacle
+    synchronize(compute_stream);
+    begin_capture(compute_stream);
+    rank.step(5.0F, 5.0F);
+    end_capture(compute_stream).replay();
+  });
+}
+
+TEST(CudaGraphs, ACaptureOfTheFirstStepSaysWhatToDo) {
+  on_ranks({2, kDirectBytes}, [](Rank& rank, int) {
+    begin_capture(compute_stream);
+    try {
+      rank.step(1.0F, 1.0F);
+      ADD_FAILURE() << "nothing was thrown";
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find("run a few whole steps before capturing one"),
+                std::string::npos)
+          << error.what();
+    }
+    try {
+      end_capture(compute_stream);
+    } catch (const Error&) {
+      // Of a step that was left in its middle.
+    }
+  });
+}
+
+}  // namespace
+}  // namespace fsdp::test

@@ -1,0 +1,245 @@
+#include "fake_cudart.h"
+
+#include <chrono>
+#include <cstring>
+#include <mutex>
+#include <set>
+#include <thread>
+#include <utility>
+
+#include "core/check.h"
+#include "device/cuda_delay.h"
+#include "device/host_stream.h"
+
+namespace fsdp::test {
+namespace {
+
+constexpr std::chrono::milliseconds kTimeout{20000};
+const std::string kWait = "another stream";
+
+struct Node {
+  std::function<void()> work;
+  std::set<std::size_t> after;
+};
+
+struct FakeStream;
+
+struct Capture {
+  unsigned long long id;
+  std::vector<Node> nodes;
+  std::vector<FakeStream*> streams;
+};
+
+struct FakeStream {
+  explicit FakeStream(const std::string& name) : queue(name, kTimeout) {}
+  HostStream queue;
+  std::shared_ptr<Capture> capture;
+  std::set<std::size_t> heads;  // what the next captured node comes after
+};
+
+struct FakeEvent {
+  HostEvent event;
+  std::shared_ptr<Capture> capture;  // of the last record
+  std::set<std::size_t> heads;
+};
+
+std::mutex streams_mutex;
+std::vector<FakeStream*> streams;
+std::atomic<unsigned long long> captures{0};
+
+FakeStream* as_stream(void* stream) { return static_cast<FakeStream*>(stream); }
+FakeEvent* as_event(cudaEvent_t event) { return reinterpret_cast<FakeEvent*>(event); }
+
+bool is_active(const std::shared_ptr<Capture>& capture) { return !capture->streams.empty(); }
+
+}  // namespace
+
+void enqueue(void* stream, std::function<void()> work) {
+  FakeStream& on = *as_stream(stream);
+  if (on.capture != nullptr) {
+    on.capture->nodes.push_back({std::move(work), on.heads});
+    on.heads = {on.capture->nodes.size() - 1};
+    return;
+  }
+  on.queue.enqueue(std::move(work));
+}
+
+cudaStream_t new_stream(const std::string& name) {
+  auto* made = new FakeStream(name);
+  const std::lock_guard<std::mutex> lock(streams_mutex);
+  streams.push_back(made);
+  return reinterpret_cast<cudaStream_t>(made);
+}
+
+void synchronize(cudaStream_t stream) { as_stream(stream)->queue.synchronize(); }
+
+void begin_capture(cudaStream_t origin) {
+  FakeStream& stream = *as_stream(origin);
+  stream.capture = std::make_shared<Capture>();
+  stream.capture->id = ++captures;
+  stream.capture->streams.push_back(&stream);
+  stream.heads.clear();
+}
+
+FakeGraph end_capture(cudaStream_t origin) {
+  FakeStream& stream = *as_stream(origin);
+  const std::shared_ptr<Capture> capture = std::exchange(stream.capture, nullptr);
+  std::set<std::size_t> reached;
+  std::vector<std::size_t> pending(stream.heads.begin(), stream.heads.end());
+  while (!pending.empty()) {
+    const std::size_t node = pending.back();
+    pending.pop_back();
+    if (reached.insert(node).second) {
+      const auto& after = capture->nodes[node].after;
+      pending.insert(pending.end(), after.begin(), after.end());
+    }
+  }
+  for (FakeStream* joined : std::exchange(capture->streams, {})) {
+    joined->capture = nullptr;
+  }
+  FSDP_CHECK(reached.size() == capture->nodes.size(),
+             "a capture expects its origin to wait for all ", capture->nodes.size(),
+             " nodes but it does for ", reached.size());
+  std::vector<std::function<void()>> work;
+  for (Node& node : capture->nodes) {
+    work.push_back(std::move(node.work));
+  }
+  return FakeGraph(std::move(work));
+}
+
+}  // namespace fsdp::test
+
+using fsdp::test::as_event;
+using fsdp::test::as_stream;
+using fsdp::test::FakeEvent;
+using fsdp::test::FakeStream;
+using fsdp::test::is_active;
+
+extern "C" {
+
+cudaError_t cudaGetDeviceCount(int* count) {
+  *count = 1;
+  return cudaSuccess;
+}
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int device) { return device == 0 ? cudaSuccess : cudaErrorInvalidDevice; }
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+const char* cudaGetErrorString(cudaError_t /*error*/) { return "what CUDA says"; }
+const char* cudaGetErrorName(cudaError_t error) {
+  return error == cudaErrorStreamCaptureIsolation ? "cudaErrorStreamCaptureIsolation"
+         : error == cudaErrorCapturedEvent        ? "cudaErrorCapturedEvent"
+                                                  : "another error";
+}
+cudaError_t cudaDeviceGetStreamPriorityRange(int* lowest, int* highest) {
+  *lowest = 0;
+  *highest = -5;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority) {
+  if (flags != cudaStreamNonBlocking || priority != -5) {
+    return cudaErrorInvalidValue;
+  }
+  *stream = fsdp::test::new_stream("lane");
+  return cudaSuccess;
+}
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  {
+    const std::lock_guard<std::mutex> lock(fsdp::test::streams_mutex);
+    auto& all = fsdp::test::streams;
+    all.erase(std::find(all.begin(), all.end(), as_stream(stream)));
+  }
+  delete as_stream(stream);
+  return cudaSuccess;
+}
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned /*flags*/) {
+  *event = reinterpret_cast<cudaEvent_t>(new FakeEvent);
+  return cudaSuccess;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete as_event(event);
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  FakeEvent& recorded = *as_event(event);
+  FakeStream& on = *as_stream(stream);
+  recorded.capture = on.capture;
+  if (on.capture != nullptr) {
+    recorded.heads = on.heads;
+  } else {
+    on.queue.record(recorded.event);
+  }
+  return cudaSuccess;
+}
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  if (as_event(event)->capture != nullptr) {
+    return cudaErrorCapturedEvent;
+  }
+  return as_event(event)->event.query() ? cudaSuccess : cudaErrorNotReady;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned /*flags*/) {
+  FakeEvent& awaited = *as_event(event);
+  FakeStream& on = *as_stream(stream);
+  if (awaited.capture == nullptr) {
+    if (on.capture != nullptr) {
+      return cudaErrorStreamCaptureIsolation;
+    }
+    on.queue.wait(awaited.event, fsdp::test::kWait);
+    return cudaSuccess;
+  }
+  if (!is_active(awaited.capture) || (on.capture != nullptr && on.capture != awaited.capture)) {
+    return cudaErrorCapturedEvent;
+  }
+  if (on.capture == nullptr) {
+    on.capture = awaited.capture;
+    on.capture->streams.push_back(&on);
+    on.heads.clear();
+  }
+  on.heads.insert(awaited.heads.begin(), awaited.heads.end());
+  return cudaSuccess;
+}
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
+                                     unsigned long long* id, cudaGraph_t* /*graph*/,
+                                     const cudaGraphNode_t** /*dependencies*/,
+                                     const cudaGraphEdgeData** /*edges*/, size_t* /*count*/) {
+  const auto& capture = as_stream(stream)->capture;
+  *status = capture != nullptr ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  if (id != nullptr && capture != nullptr) {
+    *id = capture->id;
+  }
+  return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t stream) {
+  fsdp::test::enqueue(stream, [=] { std::memset(data, value, bytes); });
+  return cudaSuccess;
+}
+// To and from memory that is not pinned: the host's side is done when it returns.
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind /*kind*/,
+                            cudaStream_t stream) {
+  fsdp::test::enqueue(stream, [=] { std::memcpy(to, from, bytes); });
+  fsdp::test::synchronize(stream);
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceSynchronize() {
+  const std::lock_guard<std::mutex> lock(fsdp::test::streams_mutex);
+  for (FakeStream* stream : fsdp::test::streams) {
+    stream->queue.synchronize();
+  }
+  return cudaSuccess;
+}
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  *mode = cudaStreamCaptureModeGlobal;
+  return cudaSuccess;
+}
+
+}  // extern "C"
+
+namespace fsdp {
+
+void launch_delay(cudaStream_t stream, std::chrono::microseconds duration) {
+  test::enqueue(stream, [=] { std::this_thread::sleep_for(duration); });
+}
+
+}  // namespace fsdp
