@@ -179,9 +179,14 @@ FAKE_NCCL_API Result ncclCommDestroy(Comm comm) {
   return fsdp::nccl::kSuccess;
 }
 
-// As NCCL's, it may come while another thread is in a call; unlike it, this leaks the communicator.
+// As NCCL's, it may come while another thread is in a call; unlike it, this keeps the communicator.
 FAKE_NCCL_API Result ncclCommAbort(Comm comm) {
+  static auto* const kept = new std::vector<Comm>;  // outlives the exit, and a look for leaks there
   state.log("abort");
+  {
+    const std::lock_guard<std::mutex> lock(meetings_mutex);
+    kept->push_back(comm);
+  }
   --state.live_communicators;
   comm->aborted = true;
   return fsdp::nccl::kSuccess;
