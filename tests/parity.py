@@ -118,7 +118,9 @@ class Run:
     def __init__(self, case: Case) -> None:
         self.case = case
         torch.manual_seed(0)  # the same start for every system and rank
-        self.model = case.subject().to(device())
+        self.model = case.subject()
+        if device().type != "cpu":  # there some are on meta
+            self.model.to(device())
         if case.before_sharding:
             case.before_sharding(self)
         self.ignored = {
