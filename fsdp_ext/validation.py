@@ -51,11 +51,12 @@ def resolve_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
             f"fully_shard expects a 1-D mesh but got {mesh.ndim} dimensions, {tuple(mesh.shape)}; "
             "pass one dimension of it: mesh['name']"
         )
-    _check_device_type(mesh.device_type)
+    check_device_type(mesh.device_type)
     return mesh
 
 
-def _check_device_type(device_type: str) -> None:
+def check_device_type(device_type: str) -> None:
+    """Raise ValueError if this build or this machine cannot use such devices."""
     if device_type == "cpu":
         return
     if device_type != "cuda":

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from fsdp_ext import FullyShardedDataParallel, fully_shard
+from fsdp_ext import FullyShardedDataParallel, _build_info, fully_shard
+from fsdp_ext.validation import check_device_type
 
 
 def raises(error: type[Exception], *words: str) -> Any:
@@ -349,3 +350,15 @@ def _arguments() -> None:
 
 def test_arguments_that_do_not_fit_or_are_not_supported() -> None:
     run_ranks(_arguments, 2)
+
+
+def test_a_gpu_that_cannot_be_used_is_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_build_info, "BUILD_KIND", "CPU")
+    with pytest.raises(ValueError, match=r"this CPU build .* FORCE_CUDA=1 says what is missing"):
+        check_device_type("cuda")
+    monkeypatch.setattr(_build_info, "BUILD_KIND", "CUDA")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"expects a GPU .* update the NVIDIA driver"):
+        check_device_type("cuda")
+    with pytest.raises(ValueError, match="device type 'cuda' or 'cpu' but got 'xpu'"):
+        check_device_type("xpu")

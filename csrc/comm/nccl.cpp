@@ -107,7 +107,7 @@ class NcclCommunicator final : public Communicator {
       const Busy busy(*this, "the ranks to close the " + name_ + " communicator",
                       std::min(options_.timeout, kLongestClose));
       if (!failed_) {
-        api_.CommFinalize(comm_);
+        report(api_.CommFinalize(comm_), "finish");
       }
     }
     {
@@ -117,7 +117,7 @@ class NcclCommunicator final : public Communicator {
     stop_.notify_one();
     watchdog_.join();
     if (!failed_) {
-      api_.CommDestroy(comm_);
+      report(api_.CommDestroy(comm_), "close");
     }
   }
 
@@ -246,6 +246,14 @@ class NcclCommunicator final : public Communicator {
     check();
   }
 
+  // Of a call that nobody waits for any more.
+  void report(nccl::Result result, const char* what) {
+    if (result != nccl::kSuccess && !failed_) {
+      std::fprintf(stderr, "fsdp_ext: rank %d: NCCL could not %s the %s communicator: %s\n",
+                   options_.rank, what, name_.c_str(), api_.GetErrorString(result));
+    }
+  }
+
   template <typename Call>
   void issue(Stream& stream, const Call& collective) {
     if (in_group_) {
@@ -346,12 +354,12 @@ class NcclCommunicator final : public Communicator {
     if (!failed_) {
       const Busy busy(*this, "to deregister a buffer");
       if (window != nullptr) {
-        api_.CommWindowDeregister(comm_, window);
+        report(api_.CommWindowDeregister(comm_, window), "deregister a buffer of");
       } else if (handle != nullptr) {
-        api_.CommDeregister(comm_, handle);
+        report(api_.CommDeregister(comm_, handle), "deregister a buffer of");
       }
     }
-    api_.MemFree(memory);
+    report(api_.MemFree(memory), "free a buffer of");
   }
 
   const Api& api_;
