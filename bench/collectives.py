@@ -52,6 +52,8 @@ def raw_nccl() -> System:
     """
     from cupy.cuda import nccl
 
+    if not getattr(nccl, "available", True):
+        raise ImportError("this CuPy has no NCCL")
     name = [nccl.get_unique_id() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(name)
     communicator = nccl.NcclCommunicator(dist.get_world_size(), name[0], dist.get_rank())

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -98,6 +99,7 @@ def measure(layers: int, units: int, repeats: int, device: torch.device) -> list
             iteration(model)
             models[name] = model
         except Exception as error:  # a peer that cannot run here is listed with its own error
+            traceback.print_exc()
             errors[name] = f"{type(error).__name__}: {error}".splitlines()[0]
     gc.collect()
     seconds = time_in_turns(
@@ -164,6 +166,8 @@ def main() -> None:
         write_json(args.json, "host_overhead", rows)
         print(f"wrote {args.json}")
     dist.destroy_process_group()
+    if any(row["system"] == "ours" and "error" in row for row in rows):
+        raise SystemExit("ours failed, see above")
 
 
 if __name__ == "__main__":

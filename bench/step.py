@@ -14,6 +14,7 @@ import argparse
 import gc
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,7 @@ def main() -> None:
             try:
                 collected[name].append(run(system, config, batch, device, steps))
             except Exception as error:  # a peer that cannot run here is listed with its own error
+                traceback.print_exc()
                 rows[name]["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
             gc.collect()  # the system's tensors, before the next one's
             if device.type == "cuda":
@@ -152,6 +154,8 @@ def main() -> None:
         write_json(args.json, "step", list(rows.values()))
         print(f"wrote {args.json}")
     dist.destroy_process_group()
+    if "error" in rows["ours"]:
+        raise SystemExit(f"ours failed: {rows['ours']['error']}")
 
 
 if __name__ == "__main__":

@@ -7,4 +7,6 @@ import torch
 from fsdp_ext import _build_info
 
 HAS_GPU = _build_info.BUILD_KIND == "CUDA" and torch.cuda.is_available()
+if HAS_GPU:
+    torch.cuda.init()
 DEVICES = [torch.device("cpu"), *([torch.device("cuda", 0)] if HAS_GPU else [])]

@@ -64,6 +64,8 @@ def test_a_step_that_fails_or_hangs_does_not_stop_the_others(
     assert "begun" in results["hangs"]["output"]
     assert results["missing"]["outcome"].startswith("could not start")
     assert results["last"]["outcome"] == "ok"
+    log = (tmp_path / "some-gpu-1-d.log").read_text()
+    assert "=== fails: failed with exit code 3\nwhy" in log
 
 
 def test_rows_of_benchmarks_are_kept(

@@ -29,6 +29,9 @@ class Communicator {
     return device.allocate(bytes);
   }
 
+  // How many buffers that `allocate` gave are registered with the transport now.
+  virtual int registered_buffers() const { return 0; }
+
   // Whether calls between group_start and group_end travel as one launch.
   virtual bool can_group() const { return false; }
   virtual void group_start() {}

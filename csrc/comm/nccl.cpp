@@ -19,6 +19,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdio>
+#include <future>
 #include <mutex>
 #include <thread>
 
@@ -104,20 +105,13 @@ class NcclCommunicator final : public Communicator {
   // Whoever owns this has waited for its stream.
   ~NcclCommunicator() override {
     {
-      const Busy busy(*this, "the ranks to close the " + name_ + " communicator",
-                      std::min(options_.timeout, kLongestClose));
-      if (!failed_) {
-        report(api_.CommFinalize(comm_), "finish");
-      }
-    }
-    {
       const std::lock_guard<std::mutex> lock(mutex_);
       stopping_ = true;
     }
     stop_.notify_one();
     watchdog_.join();
     if (!failed_) {
-      report(api_.CommDestroy(comm_), "close");
+      close();
     }
   }
 
@@ -128,6 +122,7 @@ class NcclCommunicator final : public Communicator {
   int rank() const override { return options_.rank; }
   int size() const override { return options_.size; }
   bool can_group() const override { return true; }
+  int registered_buffers() const override { return registered_buffers_; }
 
   void announce(const std::string& what) override { what_ = what; }
 
@@ -139,6 +134,10 @@ class NcclCommunicator final : public Communicator {
 
   void group_end() override {
     in_group_ = false;
+    if (failed_) {
+      api_.GroupEnd();  // NCCL counts groups by thread, for everybody's communicators
+      check();
+    }
     const Busy busy(*this, what_);
     call(api_.GroupEnd(), "launch a group");
     watch_stream(*grouped_on_);
@@ -191,7 +190,16 @@ class NcclCommunicator final : public Communicator {
       failed_ = true;
     }
     std::fprintf(stderr, "fsdp_ext: %s\n", reason.c_str());
-    api_.CommAbort(comm_);
+    // Revoking ends what runs and, unlike aborting, frees nothing that another thread may be about
+    // to use. What is left of the communicator stays until the process ends, which is to be soon.
+    if (api_.CommRevoke != nullptr && api_.CommRevoke(comm_, 0) == nccl::kSuccess) {
+      return;
+    }
+    if (captured_) {  // aborting waits until no graph holds the communicator
+      std::thread([&api = api_, comm = comm_] { api.CommAbort(comm); }).detach();
+    } else {
+      api_.CommAbort(comm_);
+    }
   }
 
   std::string async_error() override {
@@ -214,12 +222,8 @@ class NcclCommunicator final : public Communicator {
   // For as long as it lives, the calling thread may block in NCCL.
   class Busy {
    public:
-    Busy(NcclCommunicator& owner, const std::string& what)
-        : Busy(owner, what, owner.options_.timeout) {}
-    Busy(NcclCommunicator& owner, const std::string& what, std::chrono::milliseconds limit)
-        : owner_(owner) {
+    Busy(NcclCommunicator& owner, const std::string& what) : owner_(owner) {
       const std::lock_guard<std::mutex> lock(owner_.mutex_);
-      owner_.busy_limit_ = limit;
       owner_.busy_with_ = what;
       owner_.busy_since_ = Clock::now();
       owner_.busy_ = true;
@@ -236,14 +240,42 @@ class NcclCommunicator final : public Communicator {
   };
 
   void call(nccl::Result result, const char* what) {
+    // Where NCCL_COMM_BLOCKING=0 in the environment has the better of us.
+    while (result == nccl::kInProgress && !failed_) {
+      nccl::Result state = nccl::kSuccess;
+      result = api_.CommGetAsyncError(comm_, &state);
+      result = result == nccl::kSuccess ? state : result;
+      std::this_thread::yield();
+    }
     if (result == nccl::kSuccess) {
       return;
+    }
+    if (std::exchange(in_group_, false)) {
+      api_.GroupEnd();  // or the thread stays in the group, with everybody's communicators
     }
     check();  // aborted meanwhile, for a reason that says more
     const std::string text = text_of(api_, comm_, result);
     abort(detail::concat("rank ", options_.rank, ": NCCL could not ", what, " (", what_,
                          "): ", text));
     check();
+  }
+
+  // Waits for peers, since the network may still carry what they have not got; but if they do not
+  // come, or a CUDA graph still holds the communicator, the process goes on without.
+  void close() {
+    auto closed = std::make_shared<std::promise<void>>();
+    std::future<void> done = closed->get_future();
+    std::thread([&api = api_, comm = comm_, closed] {
+      api.CommFinalize(comm);
+      api.CommDestroy(comm);
+      closed->set_value();
+    }).detach();
+    const auto limit =
+        captured_ ? std::chrono::milliseconds(0) : std::min(options_.timeout, kLongestClose);
+    if (done.wait_for(limit) != std::future_status::ready && !captured_) {
+      std::fprintf(stderr, "fsdp_ext: %s\n",
+                   late("the ranks to close the " + name_ + " communicator", limit).c_str());
+    }
   }
 
   // Of a call that nobody waits for any more.
@@ -270,6 +302,7 @@ class NcclCommunicator final : public Communicator {
   // What is captured runs when the graph does, of which only the user knows.
   void watch_stream(Stream& stream) {
     if (device_.is_capturing()) {
+      captured_ = true;
       return;
     }
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -305,8 +338,10 @@ class NcclCommunicator final : public Communicator {
       }
     } catch (const std::exception& error) {
       // The device is gone: the process ends, or an error of its own has stopped it.
-      abort(detail::concat("rank ", options_.rank, ": nothing can be said of the ", name_,
-                           " communicator any more: ", error.what()));
+      const std::lock_guard<std::mutex> lock(mutex_);
+      error_ = detail::concat("rank ", options_.rank, ": nothing can be said of the ", name_,
+                              " communicator any more: ", error.what());
+      failed_ = true;
     }
   }
 
@@ -319,8 +354,8 @@ class NcclCommunicator final : public Communicator {
                             " communicator: ", text_of(api_, comm_, state));
     }
     const auto now = Clock::now();
-    if (busy_ && now - busy_since_ > busy_limit_) {
-      return late(busy_with_, busy_limit_);
+    if (busy_ && now - busy_since_ > options_.timeout) {
+      return late(busy_with_, options_.timeout);
     }
     const Outstanding* oldest = nullptr;
     for (Outstanding& candidate : outstanding_) {
@@ -351,6 +386,7 @@ class NcclCommunicator final : public Communicator {
     } catch (const std::exception&) {
       // Of work that failed; whoever waits for that is told.
     }
+    registered_buffers_ -= window != nullptr || handle != nullptr ? 1 : 0;
     if (!failed_) {
       const Busy busy(*this, "to deregister a buffer");
       if (window != nullptr) {
@@ -369,7 +405,9 @@ class NcclCommunicator final : public Communicator {
   std::string name_;
   std::string what_ = "a collective";
   bool in_group_ = false;
+  bool captured_ = false;  // into a CUDA graph, which then holds the communicator
   Stream* grouped_on_ = nullptr;
+  std::atomic<int> registered_buffers_{0};
   std::shared_ptr<void> exchange_;
   std::size_t exchange_bytes_ = 0;
 
@@ -381,7 +419,6 @@ class NcclCommunicator final : public Communicator {
   bool busy_ = false;
   std::string busy_with_;
   Clock::time_point busy_since_;
-  std::chrono::milliseconds busy_limit_{};
   // Of the newest collectives. A hang is of the oldest that is not done; if the ring has gone
   // around, of the oldest that it still knows.
   std::array<Outstanding, 64> outstanding_;
@@ -398,11 +435,16 @@ std::shared_ptr<void> NcclCommunicator::allocate(Device& device, std::size_t byt
   FSDP_CHECK(!device.is_capturing(),
              "a CUDA graph capture expects all buffers to exist; run a few "
              "whole steps before capturing one");
+  const std::shared_ptr<void> guard = device.make_current();
   const Busy busy(*this, "to register a buffer");
   void* memory = nullptr;
-  if (api_.MemAlloc(&memory, bytes) != nccl::kSuccess || memory == nullptr) {
-    return device.allocate(bytes);
-  }
+  const nccl::Result allocated = api_.MemAlloc(&memory, bytes);
+  // Other memory would do, but all ranks register, or none does.
+  FSDP_CHECK(allocated == nccl::kSuccess && memory != nullptr, "expects ", bytes,
+             " more bytes of GPU memory for buffers of the largest unit but NCCL says: ",
+             text_of(api_, comm_, allocated),
+             "; call fully_shard on smaller modules, use more ranks or a smaller batch, or set "
+             "FSDP_EXT_NCCL_REGISTER=0, which leaves them to PyTorch's allocator");
   nccl::Window window = nullptr;
   void* handle = nullptr;
   const nccl::Result result =
@@ -413,6 +455,7 @@ std::shared_ptr<void> NcclCommunicator::allocate(Device& device, std::size_t byt
     window = nullptr;
     handle = nullptr;
   }
+  registered_buffers_ += window != nullptr || handle != nullptr ? 1 : 0;
   return {memory, [this, window, handle](void* freed) { free_registered(window, handle, freed); }};
 }
 
@@ -436,15 +479,14 @@ class CommGuard {
   Comm comm_;
 };
 
-Comm split_off(const Api& api, Comm parent, const NcclOptions& options) {
+// `child` outlives the parent: NCCL may write to it until that is gone.
+void split_off(const Api& api, Comm parent, const NcclOptions& options, Comm& child) {
   nccl::Config config;
   config.blocking = 1;
-  Comm child = nullptr;
   const nccl::Result result = api.CommSplit(parent, /*color=*/0, options.rank, &child, &config);
   wait_until_ready(api, parent, result, options, "make communicators for");
   FSDP_CHECK(child != nullptr, "NCCL expects to make a communicator for rank ", options.rank,
              " but made none");
-  return child;
 }
 
 }  // namespace
@@ -454,12 +496,16 @@ std::pair<std::unique_ptr<Communicator>, std::unique_ptr<Communicator>> make_ncc
   nccl::Config config;
   config.blocking = 0;
   Comm joined = nullptr;
+  Comm children[2] = {nullptr, nullptr};
+  const std::shared_ptr<void> guard = device.make_current();
   const nccl::Result result =
       api.CommInitRankConfig(&joined, options.size, id, options.rank, &config);
   CommGuard parent(api, joined);
   wait_until_ready(api, parent.get(), result, options, "join");
-  CommGuard gather(api, split_off(api, parent.get(), options));
-  CommGuard reduce(api, split_off(api, parent.get(), options));
+  split_off(api, parent.get(), options, children[0]);
+  CommGuard gather(api, children[0]);
+  split_off(api, parent.get(), options, children[1]);
+  CommGuard reduce(api, children[1]);
   wait_until_ready(api, parent.get(), api.CommFinalize(parent.get()), options, "part the first of");
   api.CommDestroy(parent.release());
   auto make = [&](CommGuard& comm, const char* name) {

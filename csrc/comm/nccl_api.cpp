@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <memory>
 #include <mutex>
 
 #include "core/check.h"
@@ -57,6 +56,7 @@ void find_functions(void* handle, Api& api) {
   find(handle, "ncclCommDestroy", api.CommDestroy);
   find(handle, "ncclCommAbort", api.CommAbort);
   find(handle, "ncclCommGetAsyncError", api.CommGetAsyncError);
+  find(handle, "ncclCommRevoke", api.CommRevoke);
   find(handle, "ncclGetErrorString", api.GetErrorString);
   find(handle, "ncclGetLastError", api.GetLastError);
   find(handle, "ncclAllGather", api.AllGather);
@@ -127,10 +127,10 @@ Api find_library(const std::vector<std::string>& candidates) {
 
 const Api& load(const std::vector<std::string>& candidates) {
   static std::mutex mutex;
-  static std::unique_ptr<const Api> api;
+  static const Api* api = nullptr;  // never freed: a watchdog may outlive the exit of main
   const std::lock_guard<std::mutex> lock(mutex);
   if (api == nullptr) {
-    api = std::make_unique<const Api>(find_library(candidates));
+    api = new Api(find_library(candidates));
   }
   return *api;
 }

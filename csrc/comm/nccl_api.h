@@ -77,6 +77,8 @@ struct Api {
   Result (*MemFree)(void*) = nullptr;
   Result (*CommRegister)(Comm, void*, std::size_t, void** handle) = nullptr;
   Result (*CommDeregister)(Comm, void* handle) = nullptr;
+  // From 2.28 on.
+  Result (*CommRevoke)(Comm, int flags) = nullptr;
   // From 2.27 on.
   Result (*CommWindowRegister)(Comm, void*, std::size_t, Window*, int flags) = nullptr;
   Result (*CommWindowDeregister)(Comm, Window) = nullptr;

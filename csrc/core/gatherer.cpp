@@ -172,7 +172,12 @@ Slot* Gatherer::free_slot(Unit& unit, bool on_demand,
 void Gatherer::gather_into(Unit& unit, Slot& slot) {
   const UnitLayout& layout = unit.layout;
   const Range range(device_, unit.gather_label);
-  unit.gathered_from = {iteration_, unit.port.shard_version(), true};
+  const std::uint64_t version = unit.port.shard_version();
+  if (version != unit.followed_version) {  // changed since the iteration began
+    follow_compute();
+    unit.followed_version = version;
+  }
+  unit.gathered_from = {iteration_, version, true};
   stream_.wait(*slot.released, unit.gather_label);  // Note [slot lifetime]
   if (layout.world_size() == 1) {
     packer_.cast(stream_, unit.cast_plan, nullptr, unit.port.flat_shard(), slot.data(), 1.0);

@@ -67,6 +67,7 @@ void Pipeline::begin_forward() {
   next_in_order_ = 0;
   // Units that stayed unsharded since an earlier forward follow shards that have changed.
   for (const auto& unit : units_) {
+    unit->followed_version = unit->port.shard_version();
     if (unit->state != UnitState::Sharded && !gatherer_.is_current(*unit)) {
       gatherer_.release(*unit);
     }
@@ -205,7 +206,7 @@ void Pipeline::end_backward() {
     unit.calls_to_recompute = 0;
     unit.recomputations = 0;
   }
-  if (is_last_backward_) {
+  if (is_last_backward_ || device_.is_capturing()) {
     reducer_.wait(units_);
   }
   gatherer_.join_capture();
@@ -301,6 +302,9 @@ void Pipeline::plan_memory() {
       return;  // by hand, and it holds a slot: later
     }
   }
+  FSDP_CHECK(!device_.is_capturing(),
+             "a CUDA graph capture expects all buffers to exist; run a few whole steps before "
+             "capturing one");
   gatherer_.plan_memory(units_, options_.nesting + static_cast<int>(depth));
   reducer_.plan_memory(units_);
   memory_planned_ = true;

@@ -133,6 +133,7 @@ struct Unit {
   std::unique_ptr<Slot> home;  // of a unit that stays unsharded after forward
   std::unique_ptr<Event> gathered;
   ShardStamp gathered_from;
+  std::uint64_t followed_version = 0;  // of the shards as the gather stream may read them
   std::shared_ptr<void> gather_input;  // only where the wire has another dtype than the shard
   ShardStamp cast_from;
   int last_forward_call = -1;

@@ -48,6 +48,7 @@ class CudaEvent final : public Event {
     }
     const cudaError_t result = cudaEventQuery(event_);
     if (result == cudaErrorNotReady) {
+      cudaGetLastError();
       return false;
     }
     FSDP_CUDA_CHECK(result);
@@ -153,8 +154,13 @@ class CudaDevice final : public Device {
   }
 
   void fill(Stream& stream, void* data, int value, std::size_t bytes) override {
+    const CudaDeviceGuard guard(index_);
     FSDP_CUDA_CHECK(
         cudaMemsetAsync(data, value, bytes, static_cast<cudaStream_t>(stream.native_handle())));
+  }
+
+  std::shared_ptr<void> make_current() override {
+    return std::make_shared<CudaDeviceGuard>(index_);
   }
 
   void synchronize() override {
@@ -202,11 +208,17 @@ void* CudaStream::native_handle() const {
 }
 
 void CudaStream::record(Event& event) {
-  static_cast<CudaEvent&>(event).record(static_cast<cudaStream_t>(native_handle()),
-                                        device_.capture());
+  const CudaDeviceGuard guard(device_.index());  // the default stream is the current device's
+  auto* stream = static_cast<cudaStream_t>(native_handle());
+  const unsigned long long capture = capture_of(stream);
+  FSDP_CHECK(own_ == nullptr || capture == device_.capture(),
+             "a CUDA graph capture expects a whole step, from before forward to after backward; "
+             "begin it before the forward, or run without");
+  static_cast<CudaEvent&>(event).record(stream, capture);
 }
 
 void CudaStream::wait(Event& event, const std::string& /*what*/) {
+  const CudaDeviceGuard guard(device_.index());
   static_cast<CudaEvent&>(event).make_wait(static_cast<cudaStream_t>(native_handle()),
                                            device_.capture());
 }

@@ -79,6 +79,9 @@ class Device {
   // Sets `bytes` bytes to `value`, in order of `stream`.
   virtual void fill(Stream& stream, void* data, int value, std::size_t bytes) = 0;
 
+  // Makes it the calling thread's current device, until what is returned goes; off the hot path.
+  virtual std::shared_ptr<void> make_current() { return nullptr; }
+
   // Blocks the calling thread until nothing runs any more, whoever issued it; off the hot path.
   virtual void synchronize() {}
 

@@ -163,6 +163,11 @@ void register_lanes(py::module_& m) {
           py::arg("register_buffers"))
       .def_property_readonly("transport",
                              [](Lanes& lanes) { return lanes.gather.communicator().transport(); })
+      .def_property_readonly("registered_buffers",
+                             [](Lanes& lanes) {
+                               return lanes.gather.communicator().registered_buffers() +
+                                      lanes.reduce.communicator().registered_buffers();
+                             })
       .def("check",
            [](Lanes& lanes) {
              lanes.gather.communicator().check();

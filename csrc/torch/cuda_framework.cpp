@@ -1,4 +1,5 @@
 // torch's side of device/cuda_stream: its current stream and its caching allocator.
+#include <ATen/Context.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -31,6 +32,9 @@ std::shared_ptr<void> allocate(int device, std::size_t bytes) {
 
 }  // namespace
 
-CudaFramework cuda_framework() { return {&current_stream, &allocate}; }
+CudaFramework cuda_framework() {
+  at::globalContext().lazyInitDevice(at::kCUDA);  // the allocator, above all
+  return {&current_stream, &allocate};
+}
 
 }  // namespace fsdp

@@ -192,6 +192,15 @@ FAKE_NCCL_API Result ncclCommAbort(Comm comm) {
   return fsdp::nccl::kSuccess;
 }
 
+FAKE_NCCL_API Result ncclCommRevoke(Comm comm, int /*flags*/) {
+  state.log("revoke");
+  if (!state.can_revoke) {
+    return kAborted;
+  }
+  comm->aborted = true;
+  return fsdp::nccl::kSuccess;
+}
+
 // A communicator without blocking is ready once all ranks are there, and some polls later.
 FAKE_NCCL_API Result ncclCommGetAsyncError(Comm comm, Result* result) {
   if (comm->blocking) {

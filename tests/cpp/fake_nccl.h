@@ -17,6 +17,7 @@ struct FakeNccl {
   std::atomic<int> init_result{0};        // of the last of these polls
   std::atomic<int> async_error{0};        // of every communicator
   std::atomic<int> register_result{0};
+  std::atomic<bool> can_revoke{true};
   std::atomic<bool> collectives_hang{false};  // until the communicator is aborted
   std::atomic<int> live_communicators{0};
   std::atomic<int> live_buffers{0};

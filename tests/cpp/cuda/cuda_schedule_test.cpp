@@ -235,20 +235,31 @@ class Rank {
   }
 
   void step(float gradient, float mean) {
-    const int layers = static_cast<int>(units.size()) - 1;
+    backward(forward(), gradient);
+    for (auto& unit : units) {
+      unit->read_gradients(mean);
+      unit->zero_grad();
+    }
+  }
+
+  std::vector<int> forward() {
     std::vector<int> calls(units.size(), -1);
     pipeline->begin_forward();
-    for (int i = 0; i <= layers; ++i) {
-      pipeline->pre_forward(i);
-      units[static_cast<std::size_t>(i)]->read_parameters();
+    for (std::size_t i = 0; i < units.size(); ++i) {
+      pipeline->pre_forward(static_cast<int>(i));
+      units[i]->read_parameters();
       if (i > 0) {
-        calls[static_cast<std::size_t>(i)] = pipeline->post_forward(i);
+        calls[i] = pipeline->post_forward(static_cast<int>(i));
       }
     }
     calls[0] = pipeline->post_forward(0);
     pipeline->end_forward();
+    return calls;
+  }
+
+  void backward(const std::vector<int>& calls, float gradient) {
     pipeline->begin_backward();
-    for (int i = layers; i >= 0; --i) {
+    for (int i = static_cast<int>(units.size()) - 1; i >= 0; --i) {
       StreamUnit& unit = *units[static_cast<std::size_t>(i)];
       pipeline->pre_backward(i, calls[static_cast<std::size_t>(i)]);
       unit.read_parameters();
@@ -259,10 +270,6 @@ class Rank {
       pipeline->post_backward(i);
     }
     pipeline->end_backward();
-    for (auto& unit : units) {
-      unit->read_gradients(mean);
-      unit->zero_grad();
-    }
   }
 
   void optimizer_step() {
@@ -360,6 +367,28 @@ TEST_P(CudaSchedule, AWholeStepIsCapturedAndMayBeFollowedByOthers) {
     begin_capture(compute_stream);
     rank.step(5.0F, 5.0F);
     end_capture(compute_stream).replay();
+  });
+}
+
+// What was gathered outside would not be gathered again when the graph runs.
+TEST(CudaGraphs, ACaptureOfLessThanAStepIsRefused) {
+  on_ranks({2, kDirectBytes}, [](Rank& rank, int) {
+    rank.step(1.0F, 1.0F);
+    const std::vector<int> calls = rank.forward();
+    synchronize(compute_stream);
+    begin_capture(compute_stream);
+    try {
+      rank.backward(calls, 1.0F);
+      ADD_FAILURE() << "nothing was thrown";
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find("capture expects a whole step"), std::string::npos)
+          << error.what();
+    }
+    try {
+      end_capture(compute_stream);
+    } catch (const Error&) {
+      // Of a step that was left in its middle.
+    }
   });
 }
 
