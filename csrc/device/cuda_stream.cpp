@@ -11,6 +11,7 @@
 #include <nvtx3/nvToolsExtCudaRt.h>
 
 #include <algorithm>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
@@ -240,6 +241,8 @@ std::unique_ptr<Device> make_cuda_device(int index, std::chrono::milliseconds ti
              "); install or update the NVIDIA driver, or use a mesh of device type 'cpu'");
   FSDP_CHECK(index >= 0 && index < count, "expects a GPU of index ", index, " but there are ",
              count, "; set CUDA_VISIBLE_DEVICES or torch.cuda.set_device");
+  static std::once_flag nvtx;  // it would set itself up with whoever comes first, unguarded
+  std::call_once(nvtx, [] { nvtxInitialize(nullptr); });
   return std::make_unique<CudaDevice>(index, timeout, framework);
 }
 
