@@ -14,6 +14,7 @@
 #include "core/check.h"
 #include "device/cuda_check.h"
 #include "pack/pack.h"
+#include "pack/pack_dtypes.h"
 #include "pack/pack_kernels.h"
 #include "pack/pack_table.h"
 
@@ -115,30 +116,6 @@ struct DeviceCastTable {
   DType destination_dtype;
   DeviceTable table;
 };
-
-// Calls `function` with values of the two element types.
-template <typename Function>
-void with_float(DType dtype, const Function& function) {
-  switch (dtype) {
-    case DType::Float32:
-      return function(float{});
-    case DType::BFloat16:
-      return function(body::BFloat16{});
-    case DType::Float16:
-      return function(body::Float16{});
-    case DType::Float64:
-      return function(double{});
-    case DType::Bytes:
-      FSDP_CHECK(false, "bytes are moved, never cast, scaled or added");
-  }
-}
-
-template <typename Function>
-void with_floats(DType from, DType to, const Function& function) {
-  with_float(from, [&](auto source) {
-    with_float(to, [&](auto destination) { function(source, destination); });
-  });
-}
 
 class CudaPacker final : public Packer {
  public:

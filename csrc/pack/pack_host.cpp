@@ -8,12 +8,10 @@
 #include "device/host_stream.h"
 #include "pack/pack.h"
 #include "pack/pack_body.h"
+#include "pack/pack_dtypes.h"
 
 namespace fsdp {
 namespace {
-
-using body::BFloat16;
-using body::Float16;
 
 template <typename Source, typename Destination>
 void convert_run(const Source* __restrict source, Destination* __restrict destination,
@@ -35,23 +33,6 @@ void accumulate_run(const Source* __restrict source, Destination* __restrict des
   }
 }
 
-// Calls `function` with a null pointer of the element type, which is not Bytes.
-template <typename Function>
-void with_type(DType dtype, Function&& function) {
-  switch (dtype) {
-    case DType::Float32:
-      return function(static_cast<float*>(nullptr));
-    case DType::BFloat16:
-      return function(static_cast<BFloat16*>(nullptr));
-    case DType::Float16:
-      return function(static_cast<Float16*>(nullptr));
-    case DType::Float64:
-      return function(static_cast<double*>(nullptr));
-    case DType::Bytes:
-      FSDP_CHECK(false, "bytes are moved, never cast, scaled or added");
-  }
-}
-
 // One contiguous run: `numel` elements from `source` to `destination`.
 void move_run(const void* source, DType source_dtype, void* destination, DType destination_dtype,
               std::int64_t numel, double scale, bool accumulate) {
@@ -62,18 +43,14 @@ void move_run(const void* source, DType source_dtype, void* destination, DType d
     std::memcpy(destination, source, static_cast<std::size_t>(numel) * itemsize(source_dtype));
     return;
   }
-  with_type(source_dtype, [&](auto* from) {
-    with_type(destination_dtype, [&](auto* to) {
-      using Source = std::remove_pointer_t<decltype(from)>;
-      using Destination = std::remove_pointer_t<decltype(to)>;
-      const auto* in = static_cast<const Source*>(source);
-      auto* out = static_cast<Destination*>(destination);
-      if (accumulate) {
-        accumulate_run(in, out, numel, scale);
-      } else {
-        convert_run(in, out, numel, scale);
-      }
-    });
+  with_floats(source_dtype, destination_dtype, [&](auto from, auto to) {
+    const auto* in = static_cast<const decltype(from)*>(source);
+    auto* out = static_cast<decltype(to)*>(destination);
+    if (accumulate) {
+      accumulate_run(in, out, numel, scale);
+    } else {
+      convert_run(in, out, numel, scale);
+    }
   });
 }
 

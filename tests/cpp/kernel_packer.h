@@ -9,9 +9,9 @@
 #include <utility>
 #include <vector>
 
-#include "core/check.h"
 #include "device/host_stream.h"
 #include "pack/pack.h"
+#include "pack/pack_dtypes.h"
 #include "pack/pack_kernels.h"
 #include "pack/pack_table.h"
 
@@ -52,7 +52,7 @@ class KernelPacker final : public Packer {
                                    scale,
                                    accumulate};
       enqueue_(stream, [=] {
-        with_types(gradient_dtype, reduce_dtype, [&](auto from, auto to) {
+        with_floats(gradient_dtype, reduce_dtype, [&](auto from, auto to) {
           for_each_lane([&](kernels::Place place) {
             kernels::pack<decltype(from), decltype(to)>(
                 work,
@@ -116,26 +116,8 @@ class KernelPacker final : public Packer {
   static void with_types(DType from, DType to, const Function& function) {
     if (from == DType::Bytes) {
       function(kernels::Byte{}, kernels::Byte{});
-      return;
-    }
-    with_float(from, [&](auto source) {
-      with_float(to, [&](auto destination) { function(source, destination); });
-    });
-  }
-
-  template <typename Function>
-  static void with_float(DType dtype, const Function& function) {
-    switch (dtype) {
-      case DType::Float32:
-        return function(float{});
-      case DType::BFloat16:
-        return function(body::BFloat16{});
-      case DType::Float16:
-        return function(body::Float16{});
-      case DType::Float64:
-        return function(double{});
-      case DType::Bytes:
-        throw Error("bytes are not cast");
+    } else {
+      with_floats(from, to, function);
     }
   }
 

@@ -345,6 +345,25 @@ TEST_P(CudaSchedule, HoweverLateAStreamIs) {
   }
 }
 
+TEST_P(CudaSchedule, ShardsThatChangeBetweenForwardAndBackwardAreReadAsTheyAre) {
+  const Setting setting = GetParam();
+  on_ranks(setting, [&](Rank& rank, int r) {
+    for (int step = 0; step < 3; ++step) {
+      const std::vector<int> calls = rank.forward();
+      rank.lanes->device->delay(rank.lanes->device->compute_stream(),
+                                std::chrono::milliseconds(10));
+      for (std::size_t i = 1; i < rank.units.size(); ++i) {  // the root's are gathered
+        rank.units[i]->change_shard();
+      }
+      rank.backward(calls, static_cast<float>(r + 1 + step));
+      for (auto& unit : rank.units) {
+        unit->read_gradients(mean_of(setting.world_size, step));
+        unit->zero_grad();
+      }
+    }
+  });
+}
+
 // See Note [graph capture].
 TEST_P(CudaSchedule, AWholeStepIsCapturedAndMayBeFollowedByOthers) {
   on_ranks(GetParam(), [](Rank& rank, int) {
