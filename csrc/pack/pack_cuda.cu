@@ -3,7 +3,10 @@
 // Note [launches]
 // Tables are uploaded by prepare. What changes from step to step, addresses and modes, travels in
 // the kernels' arguments: nothing is allocated, nobody waits, and a launch can be captured into a
-// CUDA graph. Arguments have room for so many entries; a plan of more is done in several launches.
+// CUDA graph. Arguments have 4 KiB on every GPU and driver, and nearly 32 from CUDA 12.1 on (CUDA
+// C++ Programming Guide, "kernel parameters"); the larger kind is for plans that need it, since a
+// launch copies them. A plan of more entries than even those have room for is done in several
+// launches.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -31,14 +34,20 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kernels::kLanes;
 // Of a processor, at least: so each thread may have the registers that it takes to spill none.
 constexpr int kBlocks = 2;
-// Arguments of a kernel have 4 KiB on every GPU and driver.
 constexpr int kAddresses = 480;
+constexpr int kManyAddresses = 4064;
 constexpr int kModes = 3968;
+constexpr int kOldestWithMany = 12010;  // CUDA 12.1, of the driver
 
+template <int kCapacity>
 struct Addresses {
   std::int32_t first_entry;
-  const void* of[kAddresses];
+  const void* of[kCapacity];
 };
+
+static_assert(sizeof(PackWork) + sizeof(Addresses<kAddresses>) <= 4096, "more than arguments hold");
+static_assert(sizeof(PackWork) + sizeof(Addresses<kManyAddresses>) <= 32764,
+              "more than arguments hold from CUDA 12.1 on");
 
 struct Modes {
   std::int32_t first_entry;
@@ -51,10 +60,10 @@ __device__ inline Place my_place() {
           static_cast<int>(threadIdx.x % kernels::kLanes)};
 }
 
-template <typename S, typename D>
+template <typename S, typename D, int kCapacity>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     pack_kernel(const __grid_constant__ PackWork work,
-                const __grid_constant__ Addresses addresses) {
+                const __grid_constant__ Addresses<kCapacity> addresses) {
   kernels::pack<S, D>(
       work,
       [&addresses](std::int32_t entry) { return addresses.of[entry - addresses.first_entry]; },
@@ -122,6 +131,9 @@ class CudaPacker final : public Packer {
   explicit CudaPacker(Device& device) : device_(device) {
     FSDP_CUDA_CHECK(
         cudaDeviceGetAttribute(&processors_, cudaDevAttrMultiProcessorCount, device_.index()));
+    int driver = 0;
+    FSDP_CUDA_CHECK(cudaDriverGetVersion(&driver));
+    takes_many_ = driver >= kOldestWithMany;
   }
 
   void prepare(PackPlan& plan) override {
@@ -145,27 +157,21 @@ class CudaPacker final : public Packer {
             DType gradient_dtype, void* reduce_input, DType reduce_dtype, double scale,
             bool accumulate) override {
     check_pack(gradient_dtype, reduce_dtype);
-    const auto& table = prepared<DeviceTable>(plan.table);
-    const auto entries = static_cast<std::int32_t>(plan.entries.size());
-    std::int32_t first = 0;
-    do {
-      const std::int32_t last = std::min(entries, first + kAddresses);
-      Addresses addresses;
-      addresses.first_entry = first;
-      std::copy(gradients + first, gradients + last, addresses.of);
-      const PackWork work{last == entries && first == 0 ? table.all() : table.view(first, last),
-                          plan.segment_numel,
-                          plan.world_size,
-                          reduce_input,
-                          scale,
-                          accumulate};
-      const std::uint64_t tiles = static_cast<std::uint64_t>(work.table.tiles) *
-                                  static_cast<std::uint64_t>(plan.world_size);
-      with_floats(gradient_dtype, reduce_dtype, [&](auto from, auto to) {
-        launch(pack_kernel<decltype(from), decltype(to)>, stream, tiles, work, addresses);
-      });
-      first = last;
-    } while (first < entries);
+    const PackWork work{prepared<DeviceTable>(plan.table).all(),
+                        plan.segment_numel,
+                        plan.world_size,
+                        reduce_input,
+                        scale,
+                        accumulate};
+    with_floats(gradient_dtype, reduce_dtype, [&](auto from, auto to) {
+      using S = decltype(from);
+      using D = decltype(to);
+      if (takes_many_ && plan.entries.size() > kAddresses) {
+        pack_with(pack_kernel<S, D, kManyAddresses>, stream, plan, gradients, work);
+      } else {
+        pack_with(pack_kernel<S, D, kAddresses>, stream, plan, gradients, work);
+      }
+    });
   }
 
   void unpack(Stream& stream, const UnpackPlan& plan, const void* staging,
@@ -218,6 +224,29 @@ class CudaPacker final : public Packer {
     return *static_cast<const Table*>(table.get());
   }
 
+  // In as many launches as it takes.
+  template <int kCapacity>
+  void pack_with(void (*kernel)(PackWork, Addresses<kCapacity>), Stream& stream,
+                 const PackPlan& plan, const void* const* gradients, PackWork work) {
+    const auto& table = prepared<DeviceTable>(plan.table);
+    const auto entries = static_cast<std::int32_t>(plan.entries.size());
+    std::int32_t first = 0;
+    do {
+      const std::int32_t last = std::min(entries, first + kCapacity);
+      Addresses<kCapacity> addresses;
+      addresses.first_entry = first;
+      std::copy(gradients + first, gradients + last, addresses.of);
+      if (last - first < entries) {
+        work.table = table.view(first, last);
+      }
+      launch(kernel, stream,
+             static_cast<std::uint64_t>(work.table.tiles) *
+                 static_cast<std::uint64_t>(plan.world_size),
+             work, addresses);
+      first = last;
+    } while (first < entries);
+  }
+
   // A persistent grid: as many blocks as run at once, or fewer if there is less to do.
   template <typename... Parameters, typename... Arguments>
   void launch(void (*kernel)(Parameters...), Stream& stream, std::uint64_t tiles,
@@ -250,6 +279,7 @@ class CudaPacker final : public Packer {
 
   Device& device_;
   int processors_ = 1;
+  bool takes_many_ = false;
   std::vector<std::pair<const void*, int>> blocks_;
 };
 

@@ -119,8 +119,8 @@ def test_more_than_two_to_the_31_elements() -> None:
     assert unsharded.equal(staging)
 
 
-def test_a_plan_of_more_entries_than_fit_a_launch() -> None:
-    count = 2000
+@pytest.mark.parametrize("count", [480, 481, 2000, 9000])
+def test_a_plan_of_more_entries_than_fit_a_launch(count: int) -> None:
     gradients = [torch.full((3,), float(i), device=DEVICE) for i in range(count)]
     packer = _C.Packer(gpu=0)
     plan = packer.pack_plan([(3, 2, 4 * i, 1) for i in range(count)], 4 * count, 2)
