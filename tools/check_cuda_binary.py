@@ -15,8 +15,8 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-# How many of each there are: one for each pair of the four floating dtypes, of pack with room for few
-# and for many addresses; and one for bytes.
+# How many of each there are: one for each pair of the four floating dtypes, of pack with room for
+# few and for many addresses; and one for bytes.
 KERNELS = {"pack_kernel": 32, "cast_kernel": 17, "unpack_kernel": 1, "delay_kernel": 1}
 MOVES_MEMORY = ("pack_kernel", "cast_kernel", "unpack_kernel")
 
