@@ -9,9 +9,9 @@
 // Note [watchdog]
 // No host waits for a collective in a step, so nobody would notice one that hangs but for the
 // watchdog. It looks at NCCL's asynchronous error and at events behind the newest collectives. When
-// something is wrong it aborts the communicator, which ends the kernels that wait for peers, says
-// so on stderr, and every later call throws. What was computed since is not to be used: the
-// optimizer's step checks, too.
+// something is wrong it revokes the communicator (aborts it where NCCL cannot), which ends the
+// kernels that wait for peers, says so on stderr, and every later call throws. What was computed
+// since is not to be used: the optimizer's step checks, too.
 #include "comm/nccl.h"
 
 #include <algorithm>
