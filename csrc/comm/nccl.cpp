@@ -12,6 +12,7 @@
 // something is wrong it revokes the communicator (aborts it where NCCL cannot), which ends the
 // kernels that wait for peers, says so on stderr, and every later call throws. What was computed
 // since is not to be used: the optimizer's step checks, too.
+
 #include "comm/nccl.h"
 
 #include <algorithm>
