@@ -179,14 +179,18 @@ FAKE_NCCL_API Result ncclCommDestroy(Comm comm) {
   return fsdp::nccl::kSuccess;
 }
 
-// As NCCL's, it may come while another thread is in a call; unlike it, this keeps the communicator.
+// As NCCL's, these may come while another thread is in a call. Communicators that failed are kept
+// where a look for leaks finds them: revoked ones stay until the process ends, and to free aborted
+// ones would be to race with that thread.
+static void keep(Comm comm) {
+  static auto* const kept = new std::vector<Comm>;  // outlives the exit
+  const std::lock_guard<std::mutex> lock(meetings_mutex);
+  kept->push_back(comm);
+}
+
 FAKE_NCCL_API Result ncclCommAbort(Comm comm) {
-  static auto* const kept = new std::vector<Comm>;  // outlives the exit, and a look for leaks there
   state.log("abort");
-  {
-    const std::lock_guard<std::mutex> lock(meetings_mutex);
-    kept->push_back(comm);
-  }
+  keep(comm);
   --state.live_communicators;
   comm->aborted = true;
   return fsdp::nccl::kSuccess;
@@ -197,6 +201,7 @@ FAKE_NCCL_API Result ncclCommRevoke(Comm comm, int /*flags*/) {
   if (!state.can_revoke) {
     return kAborted;
   }
+  keep(comm);
   comm->aborted = true;
   return fsdp::nccl::kSuccess;
 }
