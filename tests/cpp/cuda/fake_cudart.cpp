@@ -62,6 +62,8 @@ void enqueue(void* stream, std::function<void()> work) {
     return;
   }
   on.queue.enqueue(std::move(work));
+  HostEvent begun;  // a GPU waits for no record before it begins
+  on.queue.record(begun);
 }
 
 cudaStream_t new_stream(const std::string& name) {
