@@ -93,8 +93,18 @@ using fsdp::nccl::NcclComm;
 
 namespace {
 
-thread_local int group_depth = 0;
-thread_local std::vector<std::function<Result()>> grouped;
+// NCCL counts groups by thread. Not thread_local: ThreadSanitizer does not see how a library that
+// was opened at run time gets and frees such memory.
+struct Group {
+  int depth = 0;
+  std::vector<std::function<Result()>> calls;
+};
+
+Group& my_group() {
+  static auto* const groups = new std::map<std::thread::id, Group>;
+  const std::lock_guard<std::mutex> lock(meetings_mutex);
+  return (*groups)[std::this_thread::get_id()];
+}
 
 Comm make(const std::string& name, int rank, int size, const Config* config) {
   ++state.live_communicators;
@@ -108,8 +118,9 @@ Result run(void* stream, std::function<Result()> collective) {
       return fsdp::nccl::kSuccess;
     };
   }
-  if (group_depth > 0) {
-    grouped.push_back(std::move(collective));
+  Group& group = my_group();
+  if (group.depth > 0) {
+    group.calls.push_back(std::move(collective));
     return fsdp::nccl::kSuccess;
   }
   return collective();
@@ -274,14 +285,15 @@ FAKE_NCCL_API Result ncclAllReduce(const void* input, void* output, std::size_t 
 }
 
 FAKE_NCCL_API Result ncclGroupStart() {
-  ++group_depth;
+  ++my_group().depth;
   return fsdp::nccl::kSuccess;
 }
 
 FAKE_NCCL_API Result ncclGroupEnd() {
-  --group_depth;
-  state.log("group of " + std::to_string(grouped.size()));
-  for (const auto& collective : std::exchange(grouped, {})) {
+  Group& group = my_group();
+  --group.depth;
+  state.log("group of " + std::to_string(group.calls.size()));
+  for (const auto& collective : std::exchange(group.calls, {})) {
     const Result result = collective();
     if (result != fsdp::nccl::kSuccess) {
       return result;
