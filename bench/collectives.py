@@ -11,7 +11,6 @@ rank counts. Ranks that share a GPU are a functional test and marked so.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import print_table, write_json
+from harness import arguments, print_table, write_json
 from torch import Tensor
 
 from fsdp_ext.communicator import lanes_of
@@ -168,9 +167,7 @@ def share_gpu() -> None:
 
 def main() -> None:
     """Measure, print a table, and write JSON if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="three sizes, few repeats")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there, too")
+    parser = arguments(__doc__, quick="three sizes, few repeats")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
     args = parser.parse_args()

@@ -6,6 +6,7 @@ with the interquartile range; compare ratios of one run, never times of two.
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import statistics
@@ -88,6 +89,19 @@ def time_on_gpu(
         name: [start.elapsed_time(end) / 1e3 for start, end in pairs]
         for name, pairs in events.items()
     }
+
+
+def arguments(description: str, quick: str) -> argparse.ArgumentParser:
+    """Return a parser of what every benchmark takes.
+
+    Args:
+        description: the benchmark's docstring; its first line is shown.
+        quick: what --quick makes of it.
+    """
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--json", metavar="FILE", help="write the rows there, too")
+    return parser
 
 
 def environment() -> dict[str, str]:

@@ -12,7 +12,6 @@ systems in turns in this process.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import traceback
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Timing, as_microseconds, print_table, time_in_turns, write_json
+from harness import Timing, arguments, as_microseconds, print_table, time_in_turns, write_json
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -127,9 +126,7 @@ def measure(layers: int, units: int, repeats: int, device: torch.device) -> list
 
 def main() -> None:
     """Measure, print a table, and write JSON if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="seconds instead of a minute")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there, too")
+    parser = arguments(__doc__, quick="seconds instead of a minute")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -10,14 +10,21 @@ elements that differ from PyTorch's. All calls in turns; medians with quartiles.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from harness import Timing, as_microseconds, print_table, time_in_turns, time_on_gpu, write_json
+from harness import (
+    Timing,
+    arguments,
+    as_microseconds,
+    print_table,
+    time_in_turns,
+    time_on_gpu,
+    write_json,
+)
 
 from fsdp_ext import _C
 
@@ -215,9 +222,7 @@ def measure(
 
 def main() -> None:
     """Measure, print a table, and write JSON if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="smaller shapes, fewer repeats")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there, too")
+    parser = arguments(__doc__, quick="smaller shapes, fewer repeats")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
     args = parser.parse_args()

@@ -10,7 +10,6 @@ step to an idle GPU.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 import time
@@ -20,14 +19,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Timing, as_microseconds, print_table, write_json
+from harness import Timing, arguments, as_microseconds, print_table, write_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from gpt_model import GPT, GPTConfig
 from systems import compute_dtype, shard
 
 SYSTEMS = {"unsharded": "unsharded", "ours": "ours", "FSDP2": "fsdp2", "FSDP1": "fsdp1"}
-LARGE = GPTConfig(vocabulary=50304, context=2048, dim=1792, layers=24, heads=14)
+LARGE = GPTConfig(vocabulary=50304, context=2048, dim=1792, layers=22, heads=14)
 SMALL = GPTConfig(vocabulary=256, context=64, dim=128, layers=4, heads=4)
 
 
@@ -90,9 +89,7 @@ def run(
 
 def main() -> None:
     """Measure, print a table, and write JSON if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a small model")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there, too")
+    parser = arguments(__doc__, quick="a small model")
     args = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     small = args.quick or device.type == "cpu"

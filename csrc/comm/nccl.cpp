@@ -264,18 +264,22 @@ class NcclCommunicator final : public Communicator {
   // Waits for peers, since the network may still carry what they have not got; but if they do not
   // come, or a CUDA graph still holds the communicator, the process goes on without.
   void close() {
-    auto closed = std::make_shared<std::promise<void>>();
-    std::future<void> done = closed->get_future();
+    auto closed = std::make_shared<std::promise<nccl::Result>>();
+    std::future<nccl::Result> done = closed->get_future();
     std::thread([&api = api_, comm = comm_, closed] {
-      api.CommFinalize(comm);
-      api.CommDestroy(comm);
-      closed->set_value();
+      const nccl::Result finalized = api.CommFinalize(comm);
+      const nccl::Result destroyed = api.CommDestroy(comm);
+      closed->set_value(finalized != nccl::kSuccess ? finalized : destroyed);
     }).detach();
     const auto limit =
         captured_ ? std::chrono::milliseconds(0) : std::min(options_.timeout, kLongestClose);
-    if (done.wait_for(limit) != std::future_status::ready && !captured_) {
-      std::fprintf(stderr, "fsdp_ext: %s\n",
-                   late("the ranks to close the " + name_ + " communicator", limit).c_str());
+    if (done.wait_for(limit) == std::future_status::ready) {
+      report(done.get(), "close");
+    } else if (!captured_) {
+      std::fprintf(stderr,
+                   "fsdp_ext: rank %d waited %d ms for all ranks to close the %s communicator"
+                   " and went on without; some rank has failed\n",
+                   options_.rank, static_cast<int>(limit.count()), name_.c_str());
     }
   }
 
@@ -356,7 +360,7 @@ class NcclCommunicator final : public Communicator {
     }
     const auto now = Clock::now();
     if (busy_ && now - busy_since_ > options_.timeout) {
-      return late(busy_with_, options_.timeout);
+      return late(busy_with_);
     }
     const Outstanding* oldest = nullptr;
     for (Outstanding& candidate : outstanding_) {
@@ -368,14 +372,14 @@ class NcclCommunicator final : public Communicator {
       }
     }
     if (oldest != nullptr && now - oldest->since > options_.timeout) {
-      return late(oldest->what, options_.timeout);
+      return late(oldest->what);
     }
     return "";
   }
 
-  std::string late(const std::string& what, std::chrono::milliseconds limit) const {
-    return detail::concat("rank ", options_.rank, " of ", options_.size, " waited ", limit.count(),
-                          " ms for ", what,
+  std::string late(const std::string& what) const {
+    return detail::concat("rank ", options_.rank, " of ", options_.size, " waited ",
+                          options_.timeout.count(), " ms for ", what,
                           "; a rank that failed, or runs something else, never takes part, and "
                           "communication was aborted");
   }

@@ -15,9 +15,12 @@
 #include "core/lanes.h"
 #include "device/host_stream.h"
 #include "fake_nccl.h"
+#include "message_of.h"
 
 namespace fsdp {
 namespace {
+
+using test::message_of;
 
 using std::chrono::milliseconds;
 
@@ -27,15 +30,6 @@ constexpr const char* kOtherLibrary = OTHER_FAKE_NCCL_LIBRARY;
 test::FakeNccl& fake() {
   static void* const handle = dlopen(kLibrary, RTLD_NOW);
   return *reinterpret_cast<test::FakeNcclFunction*>(dlsym(handle, "fake_nccl"))();
-}
-
-std::string message_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
 }
 
 #define EXPECT_SAYS(text, part) EXPECT_NE((text).find(part), std::string::npos) << (text)

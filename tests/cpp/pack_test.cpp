@@ -24,9 +24,12 @@
 #include "core/check.h"
 #include "device/host_stream.h"
 #include "kernel_packer.h"
+#include "message_of.h"
 
 namespace fsdp {
 namespace {
+
+using test::message_of;
 
 using Buffer = std::vector<unsigned char>;
 
@@ -608,15 +611,6 @@ TEST_P(AnyPacker, MovesBytesAsTheyAre) {
     source[i] = static_cast<unsigned char>(i);
   }
   EXPECT_EQ(cast(DType::Bytes, source.data(), DType::Bytes, 256), source);
-}
-
-std::string message_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
 }
 
 TEST_P(AnyPacker, RefusesToCastScaleAddOrPackBytes) {

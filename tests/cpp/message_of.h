@@ -1,0 +1,20 @@
+// What an action throws, as text.
+#pragma once
+
+#include <functional>
+#include <string>
+
+#include "core/check.h"
+
+namespace fsdp::test {
+
+inline std::string message_of(const std::function<void()>& action) {
+  try {
+    action();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "nothing was thrown";
+}
+
+}  // namespace fsdp::test
