@@ -18,7 +18,10 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)
 # How much longer the schedule waits than the backend, whose own error says more.
 _GRACE = timedelta(seconds=10)
 
-_lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.Lanes] = weakref.WeakKeyDictionary()
+# By group and device: a mesh of the host and one of GPUs may have the same group.
+_lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, _C.Lanes]] = (
+    weakref.WeakKeyDictionary()
+)
 # How often the ranks of a group have set out to make NCCL communicators.
 _attempts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
@@ -36,16 +39,18 @@ def lanes_of(group: dist.ProcessGroup, device: torch.device) -> _C.Lanes:
         RuntimeError: if the transport cannot be had, or not all ranks come within the group's
             timeout; the message says why.
     """
-    if group not in _lanes:
+    of_group = _lanes.setdefault(group, {})
+    if device not in of_group:
         make = _nccl_lanes if device.type == "cuda" else _process_group_lanes
-        _lanes[group] = make(group, device)
-    return _lanes[group]
+        of_group[device] = make(group, device)
+    return of_group[device]
 
 
 def check_lanes() -> None:
     """Raise RuntimeError if a collective has failed since the last look, of whichever model."""
-    for lanes in _lanes.values():
-        lanes.check()
+    for of_group in _lanes.values():
+        for lanes in of_group.values():
+            lanes.check()
 
 
 def _process_group_lanes(group: dist.ProcessGroup, device: torch.device) -> _C.Lanes:
