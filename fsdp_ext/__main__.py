@@ -8,6 +8,7 @@ import torch
 
 from fsdp_ext import _C, _build_info
 from fsdp_ext.communicator import nccl_libraries, registers_buffers
+from fsdp_ext.transports import VARIABLE, resolve_transport, why_no_shared_memory
 
 
 def describe() -> dict[str, str]:
@@ -18,6 +19,7 @@ def describe() -> dict[str, str]:
         "built against": f"torch {_build_info.TORCH_VERSION}",
         "running with": f"torch {torch.__version__}, Python {platform.python_version()}",
         "transports": ", ".join(_build_info.TRANSPORTS),
+        "transport": _describe_transport(),
     }
     if _build_info.BUILD_KIND == "CUDA":
         lines |= _describe_cuda()
@@ -31,6 +33,22 @@ def describe() -> dict[str, str]:
             "pip install --no-build-isolation"
         )
     return lines
+
+
+def _describe_transport() -> str:
+    """Return what would be chosen for ranks on the host, and why."""
+    try:
+        asked = resolve_transport(None, "cpu")
+    except ValueError as error:
+        return f"none: {error}"
+    reason = why_no_shared_memory()
+    if asked == "process_group":
+        return f"process_group ({VARIABLE})"
+    if asked is not None:
+        return f"none: {reason}" if reason else f"{asked} ({VARIABLE})"
+    if reason:
+        return f"process_group: {reason}"
+    return "shared_memory between ranks of one host, else process_group"
 
 
 def _describe_cuda() -> dict[str, str]:

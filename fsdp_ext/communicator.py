@@ -6,27 +6,35 @@ import atexit
 import importlib.util
 import os
 import weakref
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from fsdp_ext import _C
+from fsdp_ext.transports import (
+    GRACE,
+    Rendezvous,
+    agree,
+    connect_shared_memory,
+    log_choice,
+    may_share_memory,
+    timeout_of,
+)
 
-_DEFAULT_TIMEOUT = timedelta(minutes=30)
-# How much longer the schedule waits than the backend, whose own error says more.
-_GRACE = timedelta(seconds=10)
-
-# By group and device: a mesh of the host and one of GPUs may have the same group.
-_lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, _C.Lanes]] = (
+# By group, device and the transport asked for: a mesh of the host and one of GPUs may have the same
+# group.
+_Key = tuple[torch.device, str | None]
+_lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, _C.Lanes]] = (
     weakref.WeakKeyDictionary()
 )
-# How often the ranks of a group have set out to make NCCL communicators.
+# How often the ranks of a group have set out to connect.
 _attempts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-def lanes_of(group: dist.ProcessGroup, device: torch.device) -> _C.Lanes:
+def lanes_of(
+    group: dist.ProcessGroup, device: torch.device, transport: str | None = None
+) -> _C.Lanes:
     """Return the lanes for the ranks of ``group``, all of which have to call this the first time.
 
     They (``csrc/core/lanes.h``) live as long as ``group`` and serve every root over it.
@@ -34,16 +42,19 @@ def lanes_of(group: dist.ProcessGroup, device: torch.device) -> _C.Lanes:
     Args:
         group: of the mesh.
         device: of this rank.
+        transport: by name; None for the default.
 
     Raises:
         RuntimeError: if the transport cannot be had, or not all ranks come within the group's
             timeout; the message says why.
     """
     of_group = _lanes.setdefault(group, {})
-    if device not in of_group:
-        make = _nccl_lanes if device.type == "cuda" else _process_group_lanes
-        of_group[device] = make(group, device)
-    return of_group[device]
+    key = (device, transport)
+    if key not in of_group:
+        make = _nccl_lanes if device.type == "cuda" else _host_lanes
+        of_group[key] = make(group, device, transport)
+        log_choice(of_group[key], group)
+    return of_group[key]
 
 
 def check_lanes() -> None:
@@ -53,15 +64,32 @@ def check_lanes() -> None:
             lanes.check()
 
 
+def _meet(group: dist.ProcessGroup, device: torch.device) -> Rendezvous:
+    attempt = _attempts.get(group, 0)
+    _attempts[group] = attempt + 1
+    return Rendezvous(group, attempt, timeout_of(group, device))
+
+
+def _host_lanes(group: dist.ProcessGroup, device: torch.device, transport: str | None) -> _C.Lanes:
+    """Make the lanes of the host: over shared memory where that can be, as NCCL chooses, too."""
+    if group.size() > 1 and dist.get_backend(group) == "gloo":  # others have no store, perhaps
+        agree(_meet(group, device), transport)
+    if may_share_memory(group, transport):
+        lanes = connect_shared_memory(_meet(group, device), transport, timeout_of(group, device))
+        if lanes is not None:
+            return lanes
+    return _process_group_lanes(group, device)
+
+
 def _process_group_lanes(group: dist.ProcessGroup, device: torch.device) -> _C.Lanes:
-    """Make the lanes of the host.
+    """Make the lanes of the host over private process groups.
 
     Note [private groups]: collectives are issued by worker threads, so their order relative to
     collectives that the user issues is not the same on every rank, and neither is the order of
     gathers relative to reductions. Backends match collectives by their order on a group. Hence
     each lane has a group of its own over the same ranks.
     """
-    timeout = _timeout_of(group, device)
+    timeout = timeout_of(group, device)
     gather, reduce = (
         dist.new_group(
             dist.get_process_group_ranks(group),
@@ -72,41 +100,28 @@ def _process_group_lanes(group: dist.ProcessGroup, device: torch.device) -> _C.L
         )
         for lane in ("gather", "reduce")
     )
-    return _C.Lanes.process_group(gather, reduce, (timeout + _GRACE).total_seconds())
+    return _C.Lanes.process_group(gather, reduce, (timeout + GRACE).total_seconds())
 
 
-def _nccl_lanes(group: dist.ProcessGroup, device: torch.device) -> _C.Lanes:
+def _nccl_lanes(group: dist.ProcessGroup, device: torch.device, transport: str | None) -> _C.Lanes:
     """Make the lanes of a GPU, over NCCL communicators of their own.
 
     The unique id, which rank 0 makes, goes through the group's store.
     """
-    timeout = _timeout_of(group, device)
+    timeout = timeout_of(group, device)
     libraries = nccl_libraries()
-    attempt = _attempts.get(group, 0)
-    _attempts[group] = attempt + 1
-    store = dist.distributed_c10d._get_process_group_store(group)
-    key = f"fsdp_ext/nccl/{attempt}"
-    rank = dist.get_rank(group)
-    if rank == 0:
-        unique_id = _C.nccl_unique_id(libraries)
-        store.set(key, unique_id.hex())
-    else:
-        try:
-            store.wait([key], timeout)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {rank} waited {timeout.total_seconds():.0f} s for rank 0 to begin the first "
-                f"forward, where all ranks join, but it did not come ({error})"
-            ) from error
-        unique_id = bytes.fromhex(store.get(key).decode())
+    meeting = _meet(group, device)
+    if meeting.rank == 0:
+        meeting.publish("nccl", _C.nccl_unique_id(libraries))
+    unique_id = meeting.read("nccl", rank=0)
     return _C.Lanes.nccl(
         libraries=libraries,
         unique_id=unique_id,
-        rank=rank,
-        size=dist.get_world_size(group),
+        rank=meeting.rank,
+        size=len(meeting.ranks),
         device=device.index,
         timeout=timeout.total_seconds(),
-        host_timeout=(timeout + _GRACE).total_seconds(),
+        host_timeout=(timeout + GRACE).total_seconds(),
         register_buffers=registers_buffers(),
     )
 
@@ -126,14 +141,6 @@ def nccl_libraries() -> list[str]:
     return [
         str(library) for place in places or [] for library in Path(place).glob("lib/libnccl.so.2")
     ]
-
-
-def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    try:
-        timeout = group._get_backend(device).options._timeout
-    except (AttributeError, RuntimeError):
-        return _DEFAULT_TIMEOUT
-    return timeout if isinstance(timeout, timedelta) else _DEFAULT_TIMEOUT
 
 
 # While the devices and torch are there.

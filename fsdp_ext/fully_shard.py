@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.utils import _get_root_modules
 
 from fsdp_ext.root import ForwardHooks, Root, unit_of
+from fsdp_ext.transports import resolve_transport
 from fsdp_ext.unit import Unit
 from fsdp_ext.validation import check_modules, check_types, device_of, resolve_mesh
 
@@ -28,6 +29,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
+    transport: str | None = ...,
 ) -> FSDPModule: ...
 
 
@@ -41,6 +43,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
+    transport: str | None = ...,
 ) -> list[FSDPModule]: ...
 
 
@@ -53,6 +56,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
+    transport: str | None = None,
 ) -> FSDPModule | list[FSDPModule]:
     """Shard ``module``'s parameters, gradients and optimizer state over data-parallel ranks.
 
@@ -79,14 +83,20 @@ def fully_shard(
             :class:`torch.distributed.fsdp.MixedPrecisionPolicy`.
         offload_policy: not supported yet.
         ignored_params: parameters to leave as they are, neither sharded nor reduced.
+        transport: what collectives travel by: "nccl" on GPUs; on the host "shared_memory" or
+            "process_group". By default what FSDP_EXT_TRANSPORT names, else NCCL on GPUs, shared
+            memory between gloo's ranks of one host, and the process group otherwise. One for all
+            units of a model.
 
     Returns:
         ``module``, whose class is now a subclass of :class:`FSDPModule` and its own class.
 
     Raises:
         RuntimeError: if there is no process group.
-        TypeError: if ``mesh``, ``mp_policy`` or ``ignored_params`` is of another type.
-        ValueError: if the mesh, a module or a parameter cannot be sharded; the message says why.
+        TypeError: if ``mesh``, ``mp_policy``, ``ignored_params`` or ``transport`` is of another
+            type.
+        ValueError: if the mesh, the transport, a module or a parameter does not fit; the message
+            says why.
         NotImplementedError: for arguments that are not supported yet, by name.
     """
     check_types(mesh, mp_policy, ignored_params)
@@ -94,6 +104,7 @@ def fully_shard(
     modules = [module] if isinstance(module, nn.Module) else list(_root_modules(module))
     check_modules(modules)
     mesh = resolve_mesh(mesh)
+    transport = resolve_transport(transport, mesh.device_type)
     unit = Unit(
         modules,
         _managed_params(modules, set(ignored_params or ())),
@@ -101,6 +112,7 @@ def fully_shard(
         device_of(mesh),
         mp_policy,
         _resolve_reshard(reshard_after_forward, mesh),
+        transport,
     )
     _move_buffers(modules, unit.device)
     for submodule in modules:

@@ -60,6 +60,12 @@ class Root:
                 "expects all units under one root to have one mesh but got "
                 f"{len({unit.mesh for unit in self.units})}; that is not supported yet"
             )
+        asked = {unit.transport for unit in self.units}
+        if len(asked) > 1:
+            raise ValueError(
+                "expects all units under one root to have one transport but got "
+                f"{' and '.join(sorted(map(repr, asked)))}; pass the same to each fully_shard"
+            )
         self.core = self.build()
         # Last: if that raised, the next forward starts over.
         for unit in self.units:
@@ -95,9 +101,10 @@ class Root:
     def build(self) -> _C.Root:
         """(Re)make the C++ side for the parameters as they are now and hook it in."""
         module = self.module
+        first = self.units[0]
         method = weakref.WeakMethod(self._pre_forward_when_stale)
         core = _C.Root(
-            lanes=lanes_of(self.units[0].mesh.get_group(), self.units[0].device),
+            lanes=lanes_of(first.mesh.get_group(), first.device, first.transport),
             prefetch_depth=1,
             nesting=self._nesting(),
             check_order=self.check_order,

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_ext import _C
+from fsdp_ext.transports import zeros_for_shard
 from fsdp_ext.validation import check_parameter, mark_sharded
 
 # reduce_dtype=None stands for param_dtype before torch 2.15, and for the parameters' own dtype from
@@ -58,6 +59,7 @@ class Unit:
         params: their parameters that no other unit has, with names for error messages.
         mesh: 1-D, over which rows are sharded.
         reshard_after_forward: None stands for True, and False if this turns out to be the root.
+        transport: by name; None for the default.
     """
 
     def __init__(
@@ -68,11 +70,13 @@ class Unit:
         device: torch.device,
         mp_policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
+        transport: str | None = None,
     ) -> None:
         self.modules = modules
         self.mesh = mesh
         self.device = device
         self.mp_policy = mp_policy
+        self.transport = transport
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.requires_gradient_sync = True
@@ -195,7 +199,7 @@ class Unit:
                 "to_empty(device=...)"
             )
         device = torch.device(devices.pop()) if devices else self.device
-        flat = torch.zeros(layout.shard_bytes, dtype=torch.uint8, device=device)
+        flat = zeros_for_shard(layout.shard_bytes, device, self.mesh.get_group(), self.transport)
         for slot, view in zip(self.slots, self._shard_views(flat, layout), strict=True):
             if not slot.local.is_meta:
                 view.copy_(slot.local)

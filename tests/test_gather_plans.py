@@ -1,10 +1,12 @@
-"""Both ways to gather give the same numbers: see Note [gather plans] in csrc/core/layout.h.
+"""All ways to gather give the same numbers: see Note [gather plans] in csrc/core/layout.h.
 
-No transport of the host launches a group as one; here one says that it does.
+Of the host's transports shared memory gathers each parameter by itself and a process group packs
+them. None launches a group as one; here the process group says that it does.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import models
@@ -28,6 +30,7 @@ CASES = [
 
 
 def _group(direct_bytes: int) -> None:
+    os.environ["FSDP_EXT_TRANSPORT"] = "process_group"
     fsdp_ext.unit.DIRECT_BYTES = direct_bytes
     make = _C.Lanes.process_group
 
@@ -54,8 +57,22 @@ def test_grouped_gathers_train_as_packed_ones(
     run_ranks(_compare, world_size, case, direct_bytes)
 
 
-def _plans() -> list[str]:
-    _group(500)
+def _compare_packed(case: Case) -> None:
+    os.environ["FSDP_EXT_TRANSPORT"] = "process_group"
+    compare_on_rank(case, "fsdp_ext")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.fact)
+def test_packed_gathers_train_as_others(case: Case, world_size: int) -> None:
+    run_ranks(_compare_packed, world_size, case)
+
+
+def _plans(how: str) -> list[str]:
+    if how == "direct and packed":
+        _group(500)
+    elif how == "packed":
+        os.environ["FSDP_EXT_TRANSPORT"] = "process_group"
     model = Stack()
     for unit in model.units():
         fully_shard(unit)
@@ -66,6 +83,7 @@ def _plans() -> list[str]:
     return [core.gather_plan(number) for number in range(len(model.units()) + 1)]
 
 
-def test_a_unit_says_how_it_is_gathered() -> None:
-    (plans, _) = run_ranks(_plans, 2)
-    assert plans[1:] == ["direct and packed"] * 3
+@pytest.mark.parametrize("how", ["direct", "packed", "direct and packed"])
+def test_a_unit_says_how_it_is_gathered(how: str) -> None:
+    (plans, _) = run_ranks(_plans, 2, how)
+    assert plans[1:] == [how] * 3

@@ -143,7 +143,12 @@ def _log_of_a_step() -> None:
         for op, _, unit_name, size in log:
             unit = model._unit if unit_name == "the root" else model.get_submodule(unit_name)._unit
             layout = unit._layout(training=True)
-            per_rank = layout.gather_bytes if op == "all_gather" else 4 * layout.grad_numel
+            # Of each parameter by itself, as shared memory gathers; a reduction takes the padding.
+            per_rank = (
+                4 * sum(place.chunk_numel for place in layout.placements)
+                if op == "all_gather"
+                else 4 * layout.grad_numel
+            )
             assert size == per_rank * dist.get_world_size()
         counters = core.counters()
         assert counters["all_gathers"] == 2 * LAYERS - 1

@@ -3,37 +3,44 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
 
 #include "core/check.h"
 #include "core/dtype.h"
+#include "core/layout.h"
 #include "device/stream.h"
 
 namespace fsdp {
+
+// What a rank does with memory in collectives: gives what others read, or takes what they gave.
+enum class BufferUse : std::uint8_t { Input, Output };
 
 class Communicator {
  public:
   virtual ~Communicator() = default;
 
-  virtual const char* transport() const = 0;  // "process_group", "nccl", ...
+  virtual const char* transport() const = 0;  // "shared_memory", "process_group", "nccl", ...
   virtual int rank() const = 0;
   virtual int size() const = 0;
 
-  // Says what the collectives from now on are, for error messages.
+  // Says what the collectives from now on are, for error messages. `what` outlives them.
   virtual void announce(const std::string& /*what*/) {}
 
   // Memory that this transport reads and writes best. As Device::allocate's, but that all ranks
   // call it together, and that it goes before the communicator does.
-  virtual std::shared_ptr<void> allocate(Device& device, std::size_t bytes) {
+  virtual std::shared_ptr<void> allocate(Device& device, std::size_t bytes, BufferUse /*use*/) {
     return device.allocate(bytes);
   }
 
   // How many buffers that `allocate` gave are registered with the transport now.
   virtual int registered_buffers() const { return 0; }
 
-  // Whether calls between group_start and group_end travel as one launch.
-  virtual bool can_group() const { return false; }
+  // How all-gathers that belong together travel best: Note [gather plans].
+  virtual GatherBy gather_by() const { return GatherBy::Packing; }
+  // Calls between the two travel as one launch, unless gather_by is Packing. Their inputs lie as
+  // far from each other on all ranks.
   virtual void group_start() {}
   virtual void group_end() {}
 
@@ -46,6 +53,12 @@ class Communicator {
 
   // data[0, numel) = sum over ranks, in place.
   virtual void all_reduce(Stream& stream, void* data, std::size_t numel, DType dtype) = 0;
+
+  // data[0, bytes) = rank root's.
+  virtual void broadcast(Stream& stream, void* data, std::size_t bytes, int root) = 0;
+
+  // The stream gets past this point when all ranks' streams have come to it.
+  virtual void barrier(Stream& stream) = 0;
 
   // all_gather of a few bytes of host memory, off the hot path: how ranks compare what they are
   // about to do. `output` is complete when the stream gets past this point.

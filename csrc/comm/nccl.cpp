@@ -122,7 +122,7 @@ class NcclCommunicator final : public Communicator {
   const char* transport() const override { return "nccl"; }
   int rank() const override { return options_.rank; }
   int size() const override { return options_.size; }
-  bool can_group() const override { return true; }
+  GatherBy gather_by() const override { return GatherBy::Size; }
   int registered_buffers() const override { return registered_buffers_; }
 
   void announce(const std::string& what) override { what_ = what; }
@@ -162,15 +162,24 @@ class NcclCommunicator final : public Communicator {
     });
   }
 
+  void broadcast(Stream& stream, void* data, std::size_t bytes, int root) override {
+    issue(stream, [&](void* on) {
+      return api_.Broadcast(data, data, bytes, nccl::kInt8, root, comm_, on);
+    });
+  }
+
+  // NCCL has none; to have everybody's byte is as much.
+  void barrier(Stream& stream) override {
+    exchange(stream, 1);
+    auto* mine = static_cast<char*>(exchange_.get());
+    all_gather(stream, mine, mine + 1, 1);
+  }
+
   // Through a buffer of the device that lives as long as this does.
   void host_all_gather(Stream& stream, const void* input, void* output,
                        std::size_t bytes) override {
     const auto ranks = static_cast<std::size_t>(options_.size);
-    if (exchange_bytes_ < bytes) {
-      exchange_ = device_.allocate(bytes * (ranks + 1));
-      exchange_bytes_ = bytes;
-      stream_follows_compute(stream);
-    }
+    exchange(stream, bytes);
     auto* mine = static_cast<char*>(exchange_.get());
     char* all = mine + bytes;
     device_.copy_from_host(stream, input, mine, bytes);
@@ -179,7 +188,7 @@ class NcclCommunicator final : public Communicator {
     device_.copy_to_host(stream, all, output, bytes * ranks);
   }
 
-  std::shared_ptr<void> allocate(Device& device, std::size_t bytes) override;
+  std::shared_ptr<void> allocate(Device& device, std::size_t bytes, BufferUse use) override;
 
   void abort(const std::string& reason) override {
     {
@@ -322,6 +331,15 @@ class NcclCommunicator final : public Communicator {
     newest.pending = true;
   }
 
+  // Sees to a buffer with room for `bytes` bytes and those of all ranks.
+  void exchange(Stream& stream, std::size_t bytes) {
+    if (exchange_bytes_ < bytes) {
+      exchange_ = device_.allocate(bytes * (static_cast<std::size_t>(options_.size) + 1));
+      exchange_bytes_ = bytes;
+      stream_follows_compute(stream);
+    }
+  }
+
   void stream_follows_compute(Stream& stream) {
     const std::unique_ptr<Event> reached = device_.new_event();
     device_.compute_stream().record(*reached);
@@ -432,7 +450,8 @@ class NcclCommunicator final : public Communicator {
 };
 
 // Where NCCL cannot register, its own memory, or plain memory, does as well.
-std::shared_ptr<void> NcclCommunicator::allocate(Device& device, std::size_t bytes) {
+std::shared_ptr<void> NcclCommunicator::allocate(Device& device, std::size_t bytes,
+                                                 BufferUse /*use*/) {
   const std::string kind = api_.registration();
   if (!options_.register_buffers || kind == "none" || options_.size == 1) {
     return device.allocate(bytes);

@@ -62,6 +62,7 @@ void find_functions(void* handle, Api& api) {
   find(handle, "ncclAllGather", api.AllGather);
   find(handle, "ncclReduceScatter", api.ReduceScatter);
   find(handle, "ncclAllReduce", api.AllReduce);
+  find(handle, "ncclBroadcast", api.Broadcast);
   find(handle, "ncclGroupStart", api.GroupStart);
   find(handle, "ncclGroupEnd", api.GroupEnd);
   find(handle, "ncclMemAlloc", api.MemAlloc);
@@ -118,8 +119,8 @@ Api find_library(const std::vector<std::string>& candidates) {
   const bool complete = api.GetUniqueId && api.CommInitRankConfig && api.CommSplit &&
                         api.CommFinalize && api.CommDestroy && api.CommAbort &&
                         api.CommGetAsyncError && api.GetErrorString && api.GetLastError &&
-                        api.AllGather && api.ReduceScatter && api.AllReduce && api.GroupStart &&
-                        api.GroupEnd;
+                        api.AllGather && api.ReduceScatter && api.AllReduce && api.Broadcast &&
+                        api.GroupStart && api.GroupEnd;
   FSDP_CHECK(complete, "expects all of NCCL's collectives but ", library.from, " (", api.path, ", ",
              api.version_text(), ") lacks some; upgrade it");
   return api;

@@ -50,9 +50,9 @@ void Gatherer::plan_memory(const std::vector<std::unique_ptr<Unit>>& units, int 
   // What is in flight may still use the memory of the plan before.
   stream_.synchronize();
   ring_ = std::make_unique<BufferRing>(
-      device_, [this](std::size_t bytes) { return lane_.allocate(bytes); },
+      device_, [this](std::size_t bytes) { return lane_.allocate(bytes, BufferUse::Output); },
       std::min(slots, ring_units), slot_bytes);
-  staging_ = staging_bytes_ > 0 ? lane_.allocate(staging_bytes_) : nullptr;
+  staging_ = staging_bytes_ > 0 ? lane_.allocate(staging_bytes_, BufferUse::Output) : nullptr;
   follow_compute();  // Note [memory and the compute stream]
   for (const auto& unit : units) {
     if (unit->reshard_after_forward && unit->state == UnitState::Sharded) {
@@ -130,7 +130,7 @@ Slot* Gatherer::free_slot(Unit& unit, bool on_demand,
   if (!unit.reshard_after_forward) {
     if (unit.home == nullptr) {
       unit.home = std::make_unique<Slot>();
-      unit.home->memory = lane_.allocate(bytes);
+      unit.home->memory = lane_.allocate(bytes, BufferUse::Output);
       unit.home->bytes = bytes;
       unit.home->released = device_.new_event();
       follow_compute();
@@ -228,7 +228,7 @@ const void* Gatherer::gather_input(Unit& unit) {
     return unit.port.flat_shard();
   }
   if (unit.gather_input == nullptr) {
-    unit.gather_input = lane_.allocate(layout.gather_bytes());
+    unit.gather_input = lane_.allocate(layout.gather_bytes(), BufferUse::Input);
     follow_compute();
   }
   if (!unit.cast_from.matches(unit.gathered_from)) {

@@ -36,8 +36,8 @@ class Lane {
 
   // Memory for collectives of this lane. All ranks ask for as much at the same time; the lane
   // outlives it.
-  std::shared_ptr<void> allocate(std::size_t bytes) {
-    return communicator_->allocate(device_, bytes);
+  std::shared_ptr<void> allocate(std::size_t bytes, BufferUse use) {
+    return communicator_->allocate(device_, bytes, use);
   }
 
   // Waits until nothing of what was issued runs any more, since what it uses is about to be freed.

@@ -100,9 +100,12 @@ PackPlan UnitLayout::pack_plan() const {
 }
 
 // See Note [gather plans].
-GatherPlan UnitLayout::gather_plan(bool can_group) const {
+GatherPlan UnitLayout::gather_plan(GatherBy by) const {
   GatherPlan plan;
-  plan.packed_offset = can_group ? large_bytes_ : 0;
+  const std::size_t direct_count = by == GatherBy::Parameter ? params_.size()
+                                   : by == GatherBy::Size    ? large_count_
+                                                             : 0;
+  plan.packed_offset = by == GatherBy::Size ? large_bytes_ : 0;
   plan.packed_bytes = gather_bytes_ - plan.packed_offset;
   plan.unpack.segment_bytes = plan.packed_bytes;
   plan.unpack.world_size = world_size_;
@@ -113,7 +116,7 @@ GatherPlan UnitLayout::gather_plan(bool can_group) const {
     if (chunk == 0) {
       continue;
     }
-    if (can_group && i < large_count_) {
+    if (i < direct_count) {
       plan.direct.push_back({place.gather_offset, place.unsharded_offset, chunk});
     } else {
       plan.unpack.entries.push_back(

@@ -35,14 +35,19 @@ constexpr std::size_t kAlignment = 16;  // bytes; one vector load or store of a 
 // Bytes, of a parameter's region: cuBLAS has other kernels for pointers that are aligned less.
 constexpr std::size_t kRegionAlignment = 256;
 
+// How a transport likes to gather; see the note.
+enum class GatherBy : std::uint8_t { Packing, Size, Parameter };
+
 // Note [gather plans]
 // The *direct* plan gathers a parameter straight into its region: nothing is copied. The *packed*
 // plan gathers chunks of all parameters in one piece, rank-major, into staging, and unpacks from
 // there. A collective of its own costs a few microseconds of the launch even in a group, a copy so
-// much for each few megabytes. So, where the transport launches a group as one, parameters of at
-// least kDirectBytes, as far as they come first, are gathered directly and the rest packed, in one
-// launch; where it cannot, all are packed, but for a parameter that is alone. kDirectBytes is an
-// estimate from a GPU's copy bandwidth (2 * 4 MiB at 4 TB/s are 2 us); it was not measured yet.
+// much for each few megabytes. So, where the transport launches a group as one (GatherBy::Size),
+// parameters of at least kDirectBytes, as far as they come first, are gathered directly and the
+// rest packed, in one launch; where it cannot (Packing), all are packed, but for a parameter that
+// is alone; and where one more message is one more copy, and nothing else, as in shared memory
+// (Parameter), all are gathered directly. kDirectBytes is an estimate from a GPU's copy bandwidth
+// (2 * 4 MiB at 4 TB/s are 2 us); it was not measured yet.
 constexpr std::size_t kDirectBytes = std::size_t{4} << 20;  // of the whole parameter, on the wire
 
 struct GatherMessage {
@@ -103,7 +108,7 @@ class UnitLayout {
   bool needs_cast() const { return needs_cast_; }
   // Descriptors for the packer. Entries of pack_plan are the trainable parameters in order.
   PackPlan pack_plan() const;
-  GatherPlan gather_plan(bool can_group) const;
+  GatherPlan gather_plan(GatherBy by) const;
   CastPlan shard_to_gather_plan() const;
   CastPlan finish_plan() const;  // reduce output to flat gradient, entries as in pack_plan
 

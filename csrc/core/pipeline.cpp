@@ -19,7 +19,7 @@ Pipeline::Pipeline(Lanes& lanes, PipelineOptions options)
       packer_(*lanes.packer),
       options_(options),
       world_size_(lanes.gather.communicator().size()),
-      can_group_(lanes.gather.communicator().can_group()),
+      gather_by_(lanes.gather.communicator().gather_by()),
       order_check_(device_, lanes.gather),
       gatherer_(
           device_, *lanes.packer, lanes.gather, ledger_,
@@ -37,7 +37,7 @@ int Pipeline::add_unit(UnitConfig config, UnitPort& port) {
              "' expects a layout for ", world_size_, " ranks but got one for ",
              config.layout.world_size());
   const int number = unit_count();
-  units_.push_back(std::make_unique<Unit>(number, std::move(config), port, device_, can_group_));
+  units_.push_back(std::make_unique<Unit>(number, std::move(config), port, device_, gather_by_));
   Unit& unit = *units_.back();
   packer_.prepare(unit.cast_plan);
   packer_.prepare(unit.gather_plan.unpack);

@@ -110,7 +110,7 @@ class Pipeline {
   Packer& packer_;
   PipelineOptions options_;
   int world_size_;
-  bool can_group_;
+  GatherBy gather_by_;
   Ledger ledger_;
   // What work in flight uses comes before the two that wait for it when they go.
   std::vector<std::unique_ptr<Unit>> units_;

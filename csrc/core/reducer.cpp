@@ -44,7 +44,7 @@ void Reducer::plan_memory(const std::vector<std::unique_ptr<Unit>>& units) {
     input_bytes_ = std::max(input_bytes_, reduce_input_bytes(unit->layout));
     output_bytes_ = std::max(output_bytes_, segment_bytes(unit->layout));
   }
-  input_ = input_bytes_ > 0 ? lane_.allocate(input_bytes_) : nullptr;
+  input_ = input_bytes_ > 0 ? lane_.allocate(input_bytes_, BufferUse::Input) : nullptr;
   output_.reset();
 }
 
@@ -92,7 +92,7 @@ void Reducer::reduce(Unit& unit) {
 void Reducer::accumulate(Unit& unit) {
   take_gradients(unit);
   if (unit.accumulated == nullptr) {
-    unit.accumulated = lane_.allocate(reduce_input_bytes(unit.layout));
+    unit.accumulated = lane_.allocate(reduce_input_bytes(unit.layout), BufferUse::Input);
   }
   device_.compute_stream().record(*compute_reached_);
   stream_.wait(*compute_reached_, kComputeStream);
@@ -188,7 +188,7 @@ void Reducer::release_packed_gradients(std::size_t keep) {
 
 void* Reducer::output_buffer() {
   if (output_ == nullptr) {
-    output_ = lane_.allocate(output_bytes_);
+    output_ = lane_.allocate(output_bytes_, BufferUse::Output);
   }
   return output_.get();
 }

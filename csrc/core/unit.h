@@ -72,7 +72,7 @@ struct ShardStamp {
 };
 
 struct Unit {
-  Unit(int unit_number, UnitConfig config, UnitPort& unit_port, Device& device, bool can_group)
+  Unit(int unit_number, UnitConfig config, UnitPort& unit_port, Device& device, GatherBy gather_by)
       : number(unit_number),
         name(std::move(config.name)),
         layout(std::move(config.layout)),
@@ -81,7 +81,7 @@ struct Unit {
         pack_scale(config.pack_scale),
         reduce_scale(config.reduce_scale),
         cast_plan(layout.shard_to_gather_plan()),
-        gather_plan(layout.gather_plan(can_group)),
+        gather_plan(layout.gather_plan(gather_by)),
         pack_plan(layout.pack_plan()),
         finish_plan(layout.finish_plan()),
         gathered(device.new_event()),

@@ -161,6 +161,17 @@ void register_lanes(py::module_& m) {
           py::arg("libraries"), py::arg("unique_id"), py::arg("rank"), py::arg("size"),
           py::arg("device"), py::arg("timeout"), py::arg("host_timeout"),
           py::arg("register_buffers"))
+      .def_static(
+          "shared_memory",
+          [](const SharedMemoryEndpoint& endpoint, const std::vector<py::bytes>& addresses,
+             int rank, double timeout, double host_timeout) {
+            const std::vector<std::string> texts(addresses.begin(), addresses.end());
+            const py::gil_scoped_release no_gil;
+            return make_shared_memory_lanes(endpoint, texts, rank, milliseconds(timeout),
+                                            milliseconds(host_timeout));
+          },
+          py::arg("endpoint"), py::arg("addresses"), py::arg("rank"), py::arg("timeout"),
+          py::arg("host_timeout"))
       .def_property_readonly("transport",
                              [](Lanes& lanes) { return lanes.gather.communicator().transport(); })
       .def_property_readonly("registered_buffers",
@@ -187,9 +198,37 @@ void register_lanes(py::module_& m) {
             run_reduce_scatter(lanes, input, output);
           },
           py::arg("input"), py::arg("output"))
+      .def(
+          "all_reduce",
+          [](Lanes& lanes, at::Tensor& data) {
+            const py::gil_scoped_release no_gil;
+            run_all_reduce(lanes, data);
+          },
+          py::arg("data"))
+      .def(
+          "broadcast",
+          [](Lanes& lanes, at::Tensor& data, int root) {
+            const py::gil_scoped_release no_gil;
+            run_broadcast(lanes, data, root);
+          },
+          py::arg("data"), py::arg("root"))
+      .def("barrier",
+           [](Lanes& lanes) {
+             const py::gil_scoped_release no_gil;
+             run_barrier(lanes);
+           })
       .def("stream_handle", [](Lanes& lanes, const std::string& name) {
         return reinterpret_cast<std::uintptr_t>(lane_named(lanes, name).stream().native_handle());
       });
+}
+
+void register_shared_memory(py::module_& m) {
+  py::class_<SharedMemoryEndpoint>(m, "SharedMemoryEndpoint")
+      .def(py::init<int>(), py::arg("name"))
+      .def("address",
+           [](const SharedMemoryEndpoint& endpoint) { return py::bytes(endpoint.address()); });
+  m.def("shared_zeros", &shared_zeros, py::arg("bytes"));
+  m.def("shared_memory_bytes", [] { return Arena::of_this_process()->allocated_bytes(); });
 }
 
 void register_nccl(py::module_& m) {
@@ -351,6 +390,7 @@ PYBIND11_MODULE(_C, m) {
   fsdp::register_layout(m);
   fsdp::register_unit(m);
   fsdp::register_lanes(m);
+  fsdp::register_shared_memory(m);
   fsdp::register_nccl(m);
   fsdp::register_packer(m);
   fsdp::register_root(m);

@@ -31,7 +31,9 @@ class ProcessGroupCommunicator final : public Communicator {
   const char* transport() const override { return "process_group"; }
   int rank() const override { return group_->getRank(); }
   int size() const override { return group_->getSize(); }
-  bool can_group() const override { return groups_one_by_one_; }
+  GatherBy gather_by() const override {
+    return groups_one_by_one_ ? GatherBy::Size : GatherBy::Packing;
+  }
 
   void all_gather(Stream& stream, const void* input, void* output, std::size_t bytes) override {
     enqueue(stream, [this, input, output, bytes] {
@@ -56,6 +58,19 @@ class ProcessGroupCommunicator final : public Communicator {
       std::vector<at::Tensor> tensors = {view_of(data, numel, dtype)};
       backend_->allreduce(tensors)->wait();
     });
+  }
+
+  void broadcast(Stream& stream, void* data, std::size_t bytes, int root) override {
+    enqueue(stream, [this, data, bytes, root] {
+      std::vector<at::Tensor> tensors = {view_of(data, bytes, DType::Bytes)};
+      c10d::BroadcastOptions options;
+      options.rootRank = root;
+      backend_->broadcast(tensors, options)->wait();
+    });
+  }
+
+  void barrier(Stream& stream) override {
+    enqueue(stream, [this] { backend_->barrier()->wait(); });
   }
 
   void host_all_gather(Stream& stream, const void* input, void* output,

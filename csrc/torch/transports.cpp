@@ -1,5 +1,6 @@
 #include "torch/transports.h"
 
+#include <ATen/ops/from_blob.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <string>
@@ -64,6 +65,29 @@ void run_reduce_scatter(Lanes& lanes, const at::Tensor& input, at::Tensor& outpu
   });
 }
 
+void run_all_reduce(Lanes& lanes, at::Tensor& data) {
+  FSDP_CHECK(data.is_contiguous(), "an all-reduce expects a contiguous tensor");
+  static const std::string what = "an all-reduce by hand";
+  run_between(lanes, lanes.reduce, what, [&](Communicator& communicator, Stream& stream) {
+    communicator.all_reduce(stream, data.mutable_data_ptr(), static_cast<std::size_t>(data.numel()),
+                            to_dtype(data.scalar_type()));
+  });
+}
+
+void run_broadcast(Lanes& lanes, at::Tensor& data, int root) {
+  FSDP_CHECK(data.is_contiguous(), "a broadcast expects a contiguous tensor");
+  static const std::string what = "a broadcast by hand";
+  run_between(lanes, lanes.gather, what, [&](Communicator& communicator, Stream& stream) {
+    communicator.broadcast(stream, data.mutable_data_ptr(), data.nbytes(), root);
+  });
+}
+
+void run_barrier(Lanes& lanes) {
+  static const std::string what = "a barrier by hand";
+  run_between(lanes, lanes.gather, what,
+              [&](Communicator& communicator, Stream& stream) { communicator.barrier(stream); });
+}
+
 std::shared_ptr<Lanes> make_process_group_lanes(c10::intrusive_ptr<c10d::ProcessGroup> gather,
                                                 c10::intrusive_ptr<c10d::ProcessGroup> reduce,
                                                 std::chrono::milliseconds timeout,
@@ -72,6 +96,24 @@ std::shared_ptr<Lanes> make_process_group_lanes(c10::intrusive_ptr<c10d::Process
                     make_process_group_communicator(std::move(gather), groups_one_by_one),
                     make_process_group_communicator(std::move(reduce), groups_one_by_one)),
           &delete_without_gil};
+}
+
+std::shared_ptr<Lanes> make_shared_memory_lanes(const SharedMemoryEndpoint& endpoint,
+                                                const std::vector<std::string>& addresses, int rank,
+                                                std::chrono::milliseconds timeout,
+                                                std::chrono::milliseconds host_timeout) {
+  auto [gather, reduce] = endpoint.connect(addresses, rank, timeout);
+  return {new Lanes(make_host_device(host_timeout), make_host_packer(), std::move(gather),
+                    std::move(reduce)),
+          &delete_without_gil};
+}
+
+at::Tensor shared_zeros(std::int64_t bytes) {
+  std::shared_ptr<void> memory =
+      Arena::allocate(Arena::of_this_process(), static_cast<std::size_t>(bytes));
+  void* data = memory.get();
+  return at::from_blob(
+      data, {bytes}, [memory = std::move(memory)](void*) {}, at::TensorOptions().dtype(at::kByte));
 }
 
 std::shared_ptr<Lanes> make_nccl_lanes(const nccl::Api& api, int device_index,

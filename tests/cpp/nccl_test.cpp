@@ -171,6 +171,10 @@ TEST_F(NcclRanks, GatherAndReduce) {
     float summed[] = {1.0f, 2.0f};
     rank.reduce.all_reduce(rank.stream, summed, 2, DType::Float32);
     EXPECT_EQ(summed[1], 6.0f);
+    float told = 5.0f + static_cast<float>(rank.number);
+    rank.reduce.broadcast(rank.stream, &told, sizeof(told), 2);
+    EXPECT_EQ(told, 7.0f);
+    rank.gather.barrier(rank.stream);
     int all[3] = {};
     rank.gather.host_all_gather(rank.stream, &rank.number, all, sizeof(int));
     EXPECT_EQ(std::vector<int>(all, all + 3), (std::vector<int>{0, 1, 2}));
@@ -183,7 +187,7 @@ TEST_F(NcclRanks, LaunchAGroupAsOne) {
     const int mine[] = {rank.number, rank.number + 10};
     int first[2];
     int second[2];
-    ASSERT_TRUE(rank.gather.can_group());
+    ASSERT_EQ(rank.gather.gather_by(), GatherBy::Size);
     rank.gather.group_start();
     rank.gather.all_gather(rank.stream, &mine[0], first, sizeof(int));
     rank.gather.all_gather(rank.stream, &mine[1], second, sizeof(int));
@@ -307,7 +311,7 @@ TEST_F(NcclRanks, RegisterBuffersAsTheVersionCan) {
     api_.version = kind == std::string("window") ? 22809 : 22600;
     fake().take_calls();
     run_ranks(2, [](Rank rank) {
-      const auto memory = rank.gather.allocate(rank.device, 4096);
+      const auto memory = rank.gather.allocate(rank.device, 4096, BufferUse::Output);
       EXPECT_NE(memory, nullptr);
     });
     const auto calls = fake().take_calls();
@@ -317,17 +321,23 @@ TEST_F(NcclRanks, RegisterBuffersAsTheVersionCan) {
 
 TEST_F(NcclRanks, UseTheDevicesMemoryWhereTheyMayNotRegister) {
   run_ranks(
-      2, [](Rank rank) { EXPECT_NE(rank.gather.allocate(rank.device, 4096), nullptr); },
+      2,
+      [](Rank rank) {
+        EXPECT_NE(rank.gather.allocate(rank.device, 4096, BufferUse::Output), nullptr);
+      },
       milliseconds(20000), /*register_buffers=*/false);
-  run_ranks(1, [](Rank rank) { EXPECT_NE(rank.gather.allocate(rank.device, 64), nullptr); });
+  run_ranks(1, [](Rank rank) {
+    EXPECT_NE(rank.gather.allocate(rank.device, 64, BufferUse::Output), nullptr);
+  });
   const auto calls = fake().take_calls();
   EXPECT_EQ(std::count(calls.begin(), calls.end(), "window"), 0);
 }
 
 TEST_F(NcclRanks, DoWithoutRegistrationWhereItFails) {
   fake().register_result = 4;
-  const auto messages =
-      run_ranks(2, [](Rank rank) { EXPECT_NE(rank.gather.allocate(rank.device, 4096), nullptr); });
+  const auto messages = run_ranks(2, [](Rank rank) {
+    EXPECT_NE(rank.gather.allocate(rank.device, 4096, BufferUse::Output), nullptr);
+  });
   EXPECT_EQ(messages, (std::vector<std::string>(2, kFine)));
 }
 

@@ -145,8 +145,8 @@ class Rank {
  public:
   Rank(int rank, int world_size, int layers, std::shared_ptr<MeetingPoint> gather_point,
        std::shared_ptr<MeetingPoint> reduce_point, PipelineOptions options = {},
-       const std::function<std::string(int)>& name = {}, bool can_group = false)
-      : gather(new ThreadsCommunicator(std::move(gather_point), rank, can_group)),
+       const std::function<std::string(int)>& name = {}, GatherBy gather_by = GatherBy::Packing)
+      : gather(new ThreadsCommunicator(std::move(gather_point), rank, gather_by)),
         lanes(make_lanes(gather, std::move(reduce_point), rank, kTimeout)) {
     for (int i = 0; i <= layers; ++i) {
       const std::string unit_name = name ? name(i) : "unit" + std::to_string(i);
@@ -229,13 +229,13 @@ class Rank {
 
 // Runs `body` once on each rank's thread; an exception of any rank fails the test.
 void on_ranks(int world_size, int layers, const std::function<void(Rank&, int)>& body,
-              PipelineOptions options = {}, bool can_group = false) {
+              PipelineOptions options = {}, GatherBy gather_by = GatherBy::Packing) {
   auto gather_point = std::make_shared<MeetingPoint>(world_size, kTimeout);
   auto reduce_point = std::make_shared<MeetingPoint>(world_size, kTimeout);
   std::vector<std::future<void>> ranks;
   for (int r = 0; r < world_size; ++r) {
     ranks.push_back(std::async(std::launch::async, [&, r] {
-      Rank rank(r, world_size, layers, gather_point, reduce_point, options, {}, can_group);
+      Rank rank(r, world_size, layers, gather_point, reduce_point, options, {}, gather_by);
       body(rank, r);
     }));
   }
@@ -284,7 +284,7 @@ TEST(Pipeline, GathersLargeParametersToTheirPlacesInOneGroup) {
         // Packed gradients are all that is copied: two parameters of two chunks of four rows.
         EXPECT_EQ(counters.copied_bytes, 4U * 2 * 2 * (4 * kColumns) * 4 * 2);
       },
-      {}, /*can_group=*/true);
+      {}, GatherBy::Size);
 }
 
 TEST(Pipeline, GathersOnceMoreThanUnitsInForwardAndTwiceLessInBackward) {

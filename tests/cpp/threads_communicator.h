@@ -58,14 +58,15 @@ class MeetingPoint {
 
 class ThreadsCommunicator final : public Communicator {
  public:
-  ThreadsCommunicator(std::shared_ptr<MeetingPoint> point, int rank, bool can_group = false)
-      : point_(std::move(point)), rank_(rank), can_group_(can_group) {}
+  ThreadsCommunicator(std::shared_ptr<MeetingPoint> point, int rank,
+                      GatherBy gather_by = GatherBy::Packing)
+      : point_(std::move(point)), rank_(rank), gather_by_(gather_by) {}
 
   const char* transport() const override { return "threads"; }
   int rank() const override { return rank_; }
   int size() const override { return point_->size(); }
 
-  bool can_group() const override { return can_group_; }
+  GatherBy gather_by() const override { return gather_by_; }
   void group_start() override { groups_started_ += 1; }
   void group_end() override { groups_ended_ += 1; }
   int groups() const {
@@ -106,6 +107,11 @@ class ThreadsCommunicator final : public Communicator {
     throw Error("the schedule does not all-reduce");
   }
 
+  void broadcast(Stream&, void*, std::size_t, int) override {
+    throw Error("the schedule does not broadcast");
+  }
+  void barrier(Stream&) override { throw Error("the schedule has no barriers"); }
+
   void host_all_gather(Stream& stream, const void* input, void* output,
                        std::size_t bytes) override {
     all_gather(stream, input, output, bytes);
@@ -128,7 +134,7 @@ class ThreadsCommunicator final : public Communicator {
 
   std::shared_ptr<MeetingPoint> point_;
   int rank_;
-  bool can_group_;
+  GatherBy gather_by_;
   int groups_started_ = 0;
   int groups_ended_ = 0;
   std::string failure_;

@@ -1,0 +1,402 @@
+"""Ranks of one host that share memory: results, choice of the transport, and ranks that go missing.
+
+The collectives themselves, with ranks as threads, are in tests/cpp/shared_memory_test.cpp; all
+other tests train over this transport, too.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import logging
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launcher import RanksFailed, run_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp_ext import _C, fully_shard, transports
+from fsdp_ext.communicator import lanes_of
+
+HOST = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+TIMEOUT = 3.0
+
+
+def lanes_with(timeout: float = 60.0) -> _C.Lanes:
+    """Return lanes whose waits for peers take `timeout` seconds at most."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=timeout))
+    return lanes_of(group, HOST, "shared_memory")
+
+
+def shared(tensor: Tensor) -> Tensor:
+    """Return a copy that peers can read."""
+    memory = _C.shared_zeros(max(1, tensor.nbytes))[: tensor.nbytes].view(tensor.dtype)
+    return memory.copy_(tensor)
+
+
+def whole_numbers(seed: int, rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """Return small ones, whose sums are exact in every dtype."""
+    return ((torch.arange(numel) * 5 + seed + 3 * rank) % 7).to(dtype)
+
+
+# - Results
+
+
+def _random_collectives(count: int) -> int:
+    """Run collectives of which all ranks draw the same, each after a delay of its own."""
+    lanes = lanes_with()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    draw, own = random.Random(0), random.Random(rank)
+    wrong = 0
+    for _ in range(count):
+        op = draw.choice(["all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier"])
+        dtype, seed = draw.choice(DTYPES), draw.randrange(100)
+        numel = draw.randrange(1, 200000 if draw.random() < 0.1 else 2000)
+        place: Callable[[Tensor], Tensor] = draw.choice([shared, torch.clone])
+        if draw.random() < 0.2:
+            time.sleep(own.random() * 1e-3)
+
+        def of(who: int, numel: int = numel, seed: int = seed, d: torch.dtype = dtype) -> Tensor:
+            return whole_numbers(seed, who, numel, d)
+
+        if op == "all_gather":
+            output = torch.full((ranks * numel,), float("nan"), dtype=dtype)
+            lanes.all_gather(place(of(rank)), output)
+            expected = torch.cat([of(r) for r in range(ranks)])
+        elif op == "reduce_scatter":
+            output = torch.full((numel,), float("nan"), dtype=dtype)
+            lanes.reduce_scatter(place(of(rank, ranks * numel)), output)
+            sums = torch.stack([of(r, ranks * numel) for r in range(ranks)]).sum(0)
+            expected = sums.view(ranks, numel)[rank]
+        elif op == "all_reduce":
+            output = place(of(rank))
+            lanes.all_reduce(output)
+            expected = torch.stack([of(r) for r in range(ranks)]).sum(0)
+        elif op == "broadcast":
+            root = draw.randrange(ranks)
+            output = place(of(rank))
+            lanes.broadcast(output, root)
+            expected = of(root)
+        else:
+            lanes.barrier()
+            continue
+        wrong += int((output != expected).sum())
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_random_collectives_give_no_wrong_element(world_size: int) -> None:
+    assert run_ranks(_random_collectives, world_size, 1000) == [0] * world_size
+
+
+def _sums() -> list[Tensor]:
+    lanes = lanes_with()
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    results = []
+    for dtype in DTYPES:
+        data = torch.randn(5000, generator=generator).to(dtype)
+        inputs = [torch.empty_like(data) for _ in range(dist.get_world_size())]
+        dist.all_gather(inputs, data)
+        lanes.all_reduce(data)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        expected = inputs[0].to(wide)
+        for part in inputs[1:]:
+            expected = expected + part.to(wide)
+        torch.testing.assert_close(data, expected.to(dtype), rtol=0, atol=0)
+        results.append(data)
+    return results
+
+
+def test_sums_are_in_rank_order_and_the_same_on_every_rank() -> None:
+    first, *others = run_ranks(_sums, 3)
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0, atol=0)
+
+
+def _train_in_subgroups() -> list[float]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    for layer in model:
+        fully_shard(layer, mesh=mesh["shard"], transport="shared_memory")
+    fully_shard(model, mesh=mesh["shard"], transport="shared_memory")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(mesh.get_local_rank("shard"))
+    losses = []
+    for _ in range(4):
+        loss = model(torch.randn(3, 6, generator=generator)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+def test_subgroups_train_by_themselves() -> None:
+    losses = run_ranks(_train_in_subgroups, 4)
+    # Ranks 0 and 2 have the same place in their groups, and the same data.
+    assert losses[0] == losses[2]
+    assert losses[1] == losses[3]
+    assert losses[0] != losses[1]
+
+
+def _memory_after_models() -> list[int]:
+    sizes = []
+    for _ in range(4):
+        model: Any = nn.Linear(300, 300)
+        fully_shard(model)
+        model(torch.ones(2, 300)).sum().backward()
+        del model
+        gc.collect()
+        sizes.append(_C.shared_memory_bytes())
+    return sizes
+
+
+def test_memory_of_models_that_are_gone_comes_back() -> None:
+    for sizes in run_ranks(_memory_after_models, 2):
+        assert sizes[-1] == sizes[0]
+
+
+# - Choice
+
+
+def _transport(asked: str | None) -> tuple[str, list[str]]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("fsdp_ext")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    models = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    for model in models:
+        fully_shard(model, transport=asked)
+        model(torch.ones(2, 4)).sum().backward()
+    group = models[0]._unit.mesh.get_group()  # type: ignore[operator]
+    resolved = transports.resolve_transport(asked, "cpu")
+    return lanes_of(group, HOST, resolved).transport, records
+
+
+@pytest.mark.parametrize("asked", [None, "shared_memory", "process_group"])
+def test_the_transport_is_chosen_and_logged_once(asked: str | None) -> None:
+    (chosen, records), (_, others) = run_ranks(_transport, 2, asked)
+    assert chosen == (asked or "shared_memory")
+    assert records == [f"2 ranks communicate over {chosen}"]
+    assert others == []
+
+
+def _transport_of_environment(name: str) -> str:
+    os.environ[transports.VARIABLE] = name
+    return _transport(None)[0]
+
+
+def test_the_environment_chooses_the_transport() -> None:
+    assert run_ranks(_transport_of_environment, 2, "process_group") == ["process_group"] * 2
+
+
+def _disagree() -> None:
+    os.environ[transports.VARIABLE] = "process_group" if dist.get_rank() else "shared_memory"
+    with pytest.raises(RuntimeError, match=r"asks for .* and rank .* for .*the same on all"):
+        _transport(None)
+
+
+def test_ranks_that_ask_for_different_transports_say_so() -> None:
+    run_ranks(_disagree, 2)
+
+
+def _wrong_names() -> None:
+    with pytest.raises(ValueError, match=r"'shared_memory' or 'process_group'.*but got 'nccl'"):
+        fully_shard(nn.Linear(2, 2), transport="nccl")
+    with pytest.raises(TypeError, match=r"transport expects a name.*but got 3"):
+        fully_shard(nn.Linear(2, 2), transport=3)  # type: ignore[arg-type]
+    model = nn.Sequential(nn.Linear(2, 2))
+    fully_shard(model[0], transport="process_group")
+    fully_shard(model, transport="shared_memory")
+    with pytest.raises(ValueError, match="one transport but got 'process_group' and 'shared_mem"):
+        model(torch.ones(1, 2))
+    os.environ[transports.VARIABLE] = "pigeons"
+    with pytest.raises(ValueError, match=r"FSDP_EXT_TRANSPORT expects .* but got 'pigeons'"):
+        fully_shard(nn.Linear(2, 2))
+
+
+def test_names_of_transports_that_do_not_fit() -> None:
+    run_ranks(_wrong_names, 1)
+
+
+def _chosen(asked: str | None) -> str:
+    """Return the transport and what warnings say, or the error."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            chosen, _ = _transport(asked)
+        except RuntimeError as error:
+            return str(error)
+        said = [str(w.message) for w in caught if "fsdp_ext" in str(w.message)]
+    return f"{chosen}: {said}"
+
+
+def _without_memory(asked: str | None) -> str:
+    """On rank 1 there can be no shared memory."""
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+    return _chosen(asked)
+
+
+def test_without_shared_memory_the_process_group_takes_over() -> None:
+    first, second = run_ranks(_without_memory, 2, None)
+    assert first.startswith("process_group")
+    assert "fsdp_ext falls back to the process group" in first
+    assert "rank 1: shared memory expects to reserve" in first
+    assert second == "process_group: []"
+
+
+def test_shared_memory_asked_for_by_name_is_had_or_an_error() -> None:
+    for message in run_ranks(_without_memory, 2, "shared_memory"):
+        assert "'shared_memory' was asked for but cannot be had: rank 1" in message
+
+
+def _on_two_hosts() -> str:
+    exchange = transports.Rendezvous.exchange
+
+    def from_afar(self: transports.Rendezvous, what: str, value: bytes) -> list[bytes]:
+        """As it is, but that rank 1's memory is of another host."""
+        first, second = exchange(self, what, value)
+        return [first, b"another host" + second[12:] if what == "address" else second]
+
+    transports.Rendezvous.exchange = from_afar  # type: ignore[method-assign]
+    return _chosen(None)
+
+
+def test_ranks_on_two_hosts_fall_back() -> None:
+    first, second = run_ranks(_on_two_hosts, 2)
+    assert first.startswith("process_group")
+    assert "is on another" in first
+    assert second == "process_group: []"
+
+
+def test_the_module_shows_the_transport() -> None:
+    def shown(**environment: str) -> str:
+        result = subprocess.run(
+            [sys.executable, "-m", "fsdp_ext"],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, **environment},
+        )
+        (line,) = (line for line in result.stdout.splitlines() if line.startswith("transport "))
+        return line
+
+    assert "shared_memory between ranks of one host" in shown()
+    assert "process_group (FSDP_EXT_TRANSPORT)" in shown(FSDP_EXT_TRANSPORT="process_group")
+
+
+# - Ranks that go missing
+
+
+def _gather_for_ever(lanes: _C.Lanes) -> str:
+    """Return the error that ends it."""
+    part = shared(torch.ones(100_000))
+    whole = torch.empty(dist.get_world_size() * 100_000)
+    try:
+        while True:
+            lanes.all_gather(part, whole)
+    except RuntimeError as error:
+        return str(error)
+
+
+def _lose_a_rank(how: str) -> str:
+    """Rank 1, a child of the launcher's, is lost in the middle of all-gathers.
+
+    Returns:
+        What each of the others is told, and what that one is told if it comes back.
+    """
+    rank = dist.get_rank()
+    ours, theirs = multiprocessing.Pipe()
+    child = os.fork() if rank == 1 else None
+    if child == 0:
+        endpoint = _C.SharedMemoryEndpoint(1)
+        theirs.send(endpoint.address())
+        lanes = _C.Lanes.shared_memory(endpoint, theirs.recv(), 1, TIMEOUT, TIMEOUT + 10)
+        theirs.send(_gather_for_ever(lanes))
+        os._exit(0)
+    endpoint = _C.SharedMemoryEndpoint(rank)
+    addresses: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(addresses, ours.recv() if rank == 1 else endpoint.address())
+    if child is None:
+        lanes = _C.Lanes.shared_memory(endpoint, addresses, rank, TIMEOUT, TIMEOUT + 10)
+        return _gather_for_ever(lanes)
+    ours.send(addresses)
+    time.sleep(0.5)
+    os.kill(child, signal.SIGKILL if how == "is killed" else signal.SIGSTOP)
+    if how == "is killed":
+        os.waitpid(child, 0)
+        return ""
+    time.sleep(2 * TIMEOUT)
+    os.kill(child, signal.SIGCONT)
+    message: str = ours.recv()
+    return message
+
+
+def test_a_rank_that_is_killed_is_named_by_the_others() -> None:
+    messages = run_ranks(_lose_a_rank, 3, "is killed", timeout=60.0)
+    for rank in (0, 2):
+        assert "rank 1 (process" in messages[rank]
+        assert "has ended before or during an all-gather by hand" in messages[rank]
+
+
+def test_a_rank_that_is_stopped_is_named_by_the_others_and_hears_of_it() -> None:
+    messages = run_ranks(_lose_a_rank, 3, "is stopped", timeout=60.0)
+    for message in messages:
+        assert "waited 3000 ms for rank 1 (process" in message
+        assert "which is stopped) to take part in an all-gather by hand" in message
+
+
+def _killed_at_once() -> None:
+    _C.SharedMemoryEndpoint(dist.get_rank())
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_nothing_is_left_in_dev_shm() -> None:
+    before = set(os.listdir("/dev/shm"))
+    with pytest.raises(RanksFailed):
+        run_ranks(_killed_at_once, 2, timeout=30.0)
+    run_ranks(_transport, 2, "shared_memory")
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def _train_until_a_rank_dies() -> None:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=TIMEOUT))
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model: Any = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        for step in range(1000):
+            if step == 5 and dist.get_rank() == 1:
+                time.sleep(2 * TIMEOUT)  # as one that hangs
+            model(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"waited .*rank 1 .*unit '(0|1|the root)'"):
+        train()
+
+
+def test_training_names_the_rank_and_the_unit() -> None:
+    run_ranks(_train_until_a_rank_dies, 3, timeout=90.0)
