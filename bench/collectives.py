@@ -4,9 +4,15 @@
 
 S, the size of a row, is that of the whole: what is gathered, or what each rank brings to a
 reduction. algbw = S / time, busbw = algbw * (N - 1) / N for N ranks (nccl-tests,
-doc/PERFORMANCE.md). "#wrong" counts elements that are not what they should be. On the host the peer
-is torch.distributed's gloo; on a GPU torch's NCCL and NCCL itself, called through CuPy. The slowest
-rank counts. Ranks that share a GPU are a functional test and marked so.
+doc/PERFORMANCE.md). "#wrong" counts elements that are not what they should be. As there, several
+calls in a row are timed as one, but each on memory of its own, since no cache has what a step
+gathers. Systems take turns, and the slowest rank counts.
+
+On the host the peer is torch.distributed's gloo. Our inputs are where the transport has a model's
+("ours"), or ordinary tensors ("ours, other inputs"). "memcpy" copies, on all ranks at once, half as
+many bytes as the operation has to read and write: S + S to gather, S + S / N to reduce. On a GPU
+the peers are torch's NCCL and NCCL itself, called through CuPy; ranks that share a GPU are a
+functional test and marked so.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,25 +29,38 @@ import torch.distributed as dist
 from harness import arguments, print_table, write_json
 from torch import Tensor
 
+from fsdp_ext import _C
 from fsdp_ext.communicator import lanes_of
 
-System = dict[str, Callable[[Tensor, Tensor], None]]
+Collective = Callable[[Tensor, Tensor], None]
+OPERATIONS = ("all_gather", "reduce_scatter")
+BYTES_IN_ROW = 2**27  # of up to 20 calls that are timed as one, each on memory of its own
 
 
-def ours(group: dist.ProcessGroup, device: torch.device) -> System:
+@dataclass(frozen=True)
+class System:
+    """Collectives as one library has them: each takes its input and its output."""
+
+    all_gather: Collective
+    reduce_scatter: Collective
+    # Makes a copy of a tensor where this system's inputs are.
+    place: Callable[[Tensor], Tensor] = torch.clone
+
+
+def ours(lanes: _C.Lanes) -> System:
     """Return fsdp_ext's collectives, on the lanes that models use."""
-    lanes = lanes_of(group, device)
-    return {"all_gather": lanes.all_gather, "reduce_scatter": lanes.reduce_scatter}
+
+    def place(tensor: Tensor) -> Tensor:
+        return lanes.input_buffer(tensor.nbytes).view(tensor.dtype).view_as(tensor).copy_(tensor)
+
+    return System(lanes.all_gather, lanes.reduce_scatter, place)
 
 
 def torchs() -> System:
     """Return torch.distributed's collectives."""
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-    return {
-        "all_gather": lambda part, whole: gather(whole, part),
-        "reduce_scatter": lambda whole, part: scatter(part, whole),
-    }
+    return System(lambda part, whole: gather(whole, part), lambda whole, part: scatter(part, whole))
 
 
 def raw_nccl() -> System:
@@ -75,64 +95,93 @@ def raw_nccl() -> System:
             stream(),
         )
 
-    return {"all_gather": gather, "reduce_scatter": scatter}
+    return System(gather, scatter)
 
 
-def time_collective(
-    call: Callable[[Tensor, Tensor], None],
-    source: Tensor,
-    target: Tensor,
-    repeats: int,
-) -> list[float]:
-    """Return the seconds of each repeat on the slowest rank."""
-    on_gpu = source.device.type == "cuda"
-    seconds = []
-    for _ in range(repeats + 2):
-        dist.barrier()
-        if on_gpu:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
+def operands(operation: str, size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return inputs, outputs of NaN, and what these are to be: a row for each of several calls."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    index = torch.arange(size // 4 // ranks, device=device, dtype=torch.float32) % 1024
+    if operation == "all_gather":
+        source = index + rank
+        expected = torch.cat([index + r for r in range(ranks)])
+    else:
+        source = torch.cat([index + 2 * r for r in range(ranks)]) + rank
+        expected = ranks * (index + 2 * rank) + sum(range(ranks))
+    calls = calls_in_row(size)
+    targets = torch.full((calls, expected.numel()), float("nan"), device=device)
+    return source.repeat(calls, 1), targets, expected.repeat(calls, 1)
+
+
+def calls_in_row(size: int) -> int:
+    """Return how many calls are timed as one."""
+    return max(2, min(20, BYTES_IN_ROW // size))
+
+
+def time_in_row(
+    call: Callable[[Tensor, Tensor], object], inputs: Tensor, outputs: Tensor, device: torch.device
+) -> float:
+    """Return the seconds of one of several calls in a row, which all ranks begin together."""
+    pairs = list(zip(inputs, outputs, strict=True))
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for source, target in pairs:
         call(source, target)
-        if on_gpu:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    slowest = torch.tensor(seconds[2:], dtype=torch.float64)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.tolist()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / len(pairs)
 
 
 def measure(
-    system: str, collectives: System, op: str, size: int, device: torch.device, repeats: int
-) -> dict[str, Any]:
-    """Return one row, after a look at the numbers."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    part_numel = size // 4 // ranks
-    index = torch.arange(part_numel, device=device, dtype=torch.float32) % 1024
-    part = index + rank
-    whole = torch.cat([index + 2 * r for r in range(ranks)]) + rank
-    if op == "all_gather":
-        source, target = part, torch.full_like(whole, float("nan"))
-        expected = torch.cat([index + r for r in range(ranks)])
-    else:
-        source, target = whole, torch.full_like(part, float("nan"))
-        expected = ranks * (index + 2 * rank) + sum(range(ranks))
-    seconds = time_collective(collectives[op], source, target, repeats)
-    wrong = torch.tensor([int((target != expected).sum())])
+    found: dict[str, System], operation: str, size: int, device: torch.device, repeats: int
+) -> list[dict[str, Any]]:
+    """Return a row for each system, after a look at the numbers."""
+    ranks = dist.get_world_size()
+    calls: dict[str, tuple[Callable[[Tensor, Tensor], object], Tensor, Tensor]] = {}
+    outputs: dict[str, tuple[Tensor, Tensor]] = {}
+    for name, system in found.items():
+        source, target, expected = operands(operation, size, device)
+        calls[name] = (getattr(system, operation), system.place(source), target)
+        outputs[name] = target, expected
+    if device.type == "cpu":
+        touched = 2 * size if operation == "all_gather" else size + size // ranks
+        source = torch.zeros(calls_in_row(size), touched // 2 // 4)
+        calls["memcpy"] = (lambda a, b: b.copy_(a), source, torch.ones_like(source))
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for repeat in range(repeats + 2):
+        for name, call in calls.items():
+            taken = time_in_row(*call, device)
+            if repeat >= 2:
+                seconds[name].append(taken)
+    slowest = torch.tensor(list(seconds.values()), dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    wrong = torch.tensor([int((have != want).sum()) for have, want in outputs.values()])
     dist.all_reduce(wrong)
-    median = statistics.median(seconds)
-    algbw = size / median / 1e9
-    return {
-        "system": system,
-        "operation": op,
-        "bytes": size,
-        "ranks": ranks,
-        "us": median * 1e6,
-        "us_low": statistics.quantiles(seconds, n=4)[0] * 1e6,
-        "us_high": statistics.quantiles(seconds, n=4)[2] * 1e6,
-        "algbw": algbw,
-        "busbw": algbw * (ranks - 1) / ranks,
-        "wrong": int(wrong),
-    }
+    medians = slowest.median(dim=1).values.tolist()
+    of = dict(zip(calls, medians, strict=True))
+    rows = []
+    for i, (name, times) in enumerate(zip(calls, slowest.tolist(), strict=True)):
+        low, median, high = statistics.quantiles(times, n=4)
+        algbw = size / median / 1e9
+        rows.append(
+            {
+                "system": name,
+                "operation": operation,
+                "bytes": size,
+                "ranks": ranks,
+                "us": median * 1e6,
+                "us_low": low * 1e6,
+                "us_high": high * 1e6,
+                "algbw": algbw,
+                "busbw": algbw * (ranks - 1) / ranks,
+                "wrong": int(wrong[i]) if name in outputs else None,
+                "of_torch": of[next(iter(n for n in of if n.startswith("torch")))] / of[name],
+                "of_memcpy": of["memcpy"] / of[name] if "memcpy" in of else None,
+            }
+        )
+    return rows
 
 
 def systems(device: torch.device) -> tuple[dict[str, System], dict[str, str]]:
@@ -140,7 +189,7 @@ def systems(device: torch.device) -> tuple[dict[str, System], dict[str, str]]:
     group = dist.group.WORLD
     assert group is not None
     lanes = lanes_of(group, device)
-    found = {f"ours ({lanes.transport})": ours(group, device)}
+    found = {f"ours ({lanes.transport})": ours(lanes)}
     missing = {}
     if device.type == "cuda":
         found["torch nccl"] = torchs()
@@ -149,6 +198,7 @@ def systems(device: torch.device) -> tuple[dict[str, System], dict[str, str]]:
         except ImportError as error:
             missing["NCCL through CuPy"] = f"{error}; pip install fsdp-ext[gpu]"
     else:
+        found["ours, other inputs"] = System(lanes.all_gather, lanes.reduce_scatter)
         found["torch gloo"] = torchs()
     return found, missing
 
@@ -187,10 +237,10 @@ def main() -> None:
     sizes = [2**20, 2**24, 2**26] if args.quick else [2**k for k in range(12, 28, 2)]
     found, missing = systems(device)
     rows = [
-        measure(name, collectives, op, size, device, 8 if args.quick else 20)
-        for op in ("all_gather", "reduce_scatter")
+        row
+        for operation in OPERATIONS
         for size in sizes
-        for name, collectives in found.items()
+        for row in measure(found, operation, size, device, 8 if args.quick else 20)
     ]
     if dist.get_rank() == 0:
         note = ", which share a GPU: FUNCTIONAL ONLY, times mean nothing" if shared else ""
@@ -204,18 +254,21 @@ def main() -> None:
                 f"{row['us_low']:,.1f} to {row['us_high']:,.1f}",
                 f"{row['algbw']:.2f}",
                 f"{row['busbw']:.2f}",
-                str(row["wrong"]),
+                f"{row['of_torch']:.2f}",
+                "" if row["of_memcpy"] is None else f"{row['of_memcpy']:.0%}",
+                "" if row["wrong"] is None else str(row["wrong"]),
             ]
             for row in rows
         ]
-        header = ["operation", "system", "bytes", "us", "quartiles", "algbw", "busbw", "#wrong"]
+        header = ["operation", "system", "bytes", "us", "quartiles", "algbw", "busbw"]
+        header += ["x torch", "of memcpy", "#wrong"]
         print_table(header, table)
         for name, why in missing.items():
             print(f"{name}: not run: {why}")
         if args.json:
             write_json(args.json, "collectives", [{**row, "shared_gpu": shared} for row in rows])
             print(f"wrote {args.json}")
-    wrong = sum(row["wrong"] for row in rows)
+    wrong = sum(row["wrong"] or 0 for row in rows)
     dist.barrier()
     dist.destroy_process_group()
     if wrong:

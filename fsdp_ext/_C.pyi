@@ -105,6 +105,20 @@ class Lanes:
         timeout: float,
         host_timeout: float,
     ) -> Lanes: ...
+    @staticmethod
+    def simulated(
+        device: int,
+        rank: int,
+        size: int,
+        gather: tuple[float, float],
+        reduce: tuple[float, float],
+        jitter: float,
+        seed: int,
+        multiprocessors: int,
+        by_size: bool,
+        whole_traffic: bool,
+        timeout: float,
+    ) -> Lanes: ...
     @property
     def transport(self) -> str: ...
     @property
@@ -115,6 +129,7 @@ class Lanes:
     def all_reduce(self, data: torch.Tensor) -> None: ...
     def broadcast(self, data: torch.Tensor, root: int) -> None: ...
     def barrier(self) -> None: ...
+    def input_buffer(self, bytes: int) -> torch.Tensor: ...
     def stream_handle(self, name: str) -> int: ...
 
 class SharedMemoryEndpoint:

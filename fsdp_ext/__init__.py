@@ -18,6 +18,7 @@ from fsdp_ext.fully_shard import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from fsdp_ext.simulated import Link, Simulated
 
 __all__ = [
     "BackwardPrefetch",
@@ -25,10 +26,12 @@ __all__ = [
     "CPUOffloadPolicy",
     "FSDPModule",
     "FullyShardedDataParallel",
+    "Link",
     "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ShardingStrategy",
+    "Simulated",
     "UnshardHandle",
     "__version__",
     "fully_shard",

@@ -1,12 +1,16 @@
-"""``python -m fsdp_ext``: what was built, against what, and whether it fits what is here."""
+"""``python -m fsdp_ext``: what was built, against what, and whether it fits what is here.
+
+``python -m fsdp_ext measure-link`` measures the transport in use (measure_link.py).
+"""
 
 from __future__ import annotations
 
 import platform
+import sys
 
 import torch
 
-from fsdp_ext import _C, _build_info
+from fsdp_ext import _C, _build_info, measure_link
 from fsdp_ext.communicator import nccl_libraries, registers_buffers
 from fsdp_ext.transports import VARIABLE, resolve_transport, why_no_shared_memory
 
@@ -71,13 +75,26 @@ def _describe_cuda() -> dict[str, str]:
     return {**lines, "NCCL": f"{version}, {path}", "registered buffers": buffers}
 
 
-def main() -> None:
-    """Print it."""
+def main() -> int:
+    """Print it, or run the command that was given; return the exit code."""
+    match sys.argv[1:]:
+        case []:
+            pass
+        case ["measure-link", *arguments]:
+            return measure_link.run(arguments)
+        case _:
+            print(
+                "usage: python -m fsdp_ext [measure-link [--help]]\n"
+                f"expects no arguments, or measure-link, but got {sys.argv[1:]}",
+                file=sys.stderr,
+            )
+            return 2
     lines = describe()
     width = max(map(len, lines))
     for name, value in lines.items():
         print(f"{name:<{width}}  {value}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import os
+import warnings
 import weakref
 from pathlib import Path
 
@@ -12,9 +13,11 @@ import torch
 import torch.distributed as dist
 
 from fsdp_ext import _C
+from fsdp_ext.simulated import Simulated
 from fsdp_ext.transports import (
     GRACE,
     Rendezvous,
+    Transport,
     agree,
     connect_shared_memory,
     log_choice,
@@ -24,7 +27,7 @@ from fsdp_ext.transports import (
 
 # By group, device and the transport asked for: a mesh of the host and one of GPUs may have the same
 # group.
-_Key = tuple[torch.device, str | None]
+_Key = tuple[torch.device, Transport]
 _lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, _C.Lanes]] = (
     weakref.WeakKeyDictionary()
 )
@@ -33,7 +36,7 @@ _attempts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDi
 
 
 def lanes_of(
-    group: dist.ProcessGroup, device: torch.device, transport: str | None = None
+    group: dist.ProcessGroup, device: torch.device, transport: Transport = None
 ) -> _C.Lanes:
     """Return the lanes for the ranks of ``group``, all of which have to call this the first time.
 
@@ -42,7 +45,7 @@ def lanes_of(
     Args:
         group: of the mesh.
         device: of this rank.
-        transport: by name; None for the default.
+        transport: by name, or a simulated one; None for the default.
 
     Raises:
         RuntimeError: if the transport cannot be had, or not all ranks come within the group's
@@ -51,8 +54,12 @@ def lanes_of(
     of_group = _lanes.setdefault(group, {})
     key = (device, transport)
     if key not in of_group:
-        make = _nccl_lanes if device.type == "cuda" else _host_lanes
-        of_group[key] = make(group, device, transport)
+        if isinstance(transport, Simulated):
+            of_group[key] = _simulated_lanes(group, device, transport)
+        elif device.type == "cuda":
+            of_group[key] = _nccl_lanes(group, device)
+        else:
+            of_group[key] = _host_lanes(group, device, transport)
         log_choice(of_group[key], group)
     return of_group[key]
 
@@ -103,7 +110,35 @@ def _process_group_lanes(group: dist.ProcessGroup, device: torch.device) -> _C.L
     return _C.Lanes.process_group(gather, reduce, (timeout + GRACE).total_seconds())
 
 
-def _nccl_lanes(group: dist.ProcessGroup, device: torch.device, transport: str | None) -> _C.Lanes:
+def _simulated_lanes(
+    group: dist.ProcessGroup, device: torch.device, transport: Simulated
+) -> _C.Lanes:
+    """Make lanes without peers, and say what that means."""
+    link = transport.link.over(transport.world_size)
+    gather, reduce = link.costs()
+    warnings.warn(
+        f"fsdp_ext: {transport.world_size} simulated ranks over {link.name} (simulated): no data "
+        "comes from anywhere, so losses, gradients and parameters mean nothing, and all times are "
+        "simulated",
+        stacklevel=2,
+    )
+    on_gpu = device.type == "cuda"
+    return _C.Lanes.simulated(
+        device=device.index if on_gpu else -1,
+        rank=transport.rank,
+        size=transport.world_size,
+        gather=gather,
+        reduce=reduce,
+        jitter=link.jitter,
+        seed=2 * transport.seed,
+        multiprocessors=transport.multiprocessors,
+        by_size=on_gpu,
+        whole_traffic=on_gpu,
+        timeout=(timeout_of(group, device) + GRACE).total_seconds(),
+    )
+
+
+def _nccl_lanes(group: dist.ProcessGroup, device: torch.device) -> _C.Lanes:
     """Make the lanes of a GPU, over NCCL communicators of their own.
 
     The unique id, which rank 0 makes, goes through the group's store.

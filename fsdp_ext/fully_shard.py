@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.utils import _get_root_modules
 
 from fsdp_ext.root import ForwardHooks, Root, unit_of
+from fsdp_ext.simulated import Simulated
 from fsdp_ext.transports import resolve_transport
 from fsdp_ext.unit import Unit
 from fsdp_ext.validation import check_modules, check_types, device_of, resolve_mesh
@@ -29,7 +30,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
-    transport: str | None = ...,
+    transport: str | Simulated | None = ...,
 ) -> FSDPModule: ...
 
 
@@ -43,7 +44,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
-    transport: str | None = ...,
+    transport: str | Simulated | None = ...,
 ) -> list[FSDPModule]: ...
 
 
@@ -56,7 +57,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
-    transport: str | None = None,
+    transport: str | Simulated | None = None,
 ) -> FSDPModule | list[FSDPModule]:
     """Shard ``module``'s parameters, gradients and optimizer state over data-parallel ranks.
 
@@ -85,8 +86,8 @@ def fully_shard(
         ignored_params: parameters to leave as they are, neither sharded nor reduced.
         transport: what collectives travel by: "nccl" on GPUs; on the host "shared_memory" or
             "process_group". By default what FSDP_EXT_TRANSPORT names, else NCCL on GPUs, shared
-            memory between gloo's ranks of one host, and the process group otherwise. One for all
-            units of a model.
+            memory between gloo's ranks of one host, and the process group otherwise. Or a
+            :class:`fsdp_ext.Simulated` one, without peers. One for all units of a model.
 
     Returns:
         ``module``, whose class is now a subclass of :class:`FSDPModule` and its own class.
@@ -103,8 +104,12 @@ def fully_shard(
     _refuse_unsupported(shard_placement_fn, offload_policy, mp_policy)
     modules = [module] if isinstance(module, nn.Module) else list(_root_modules(module))
     check_modules(modules)
+    if isinstance(transport, Simulated):
+        transport.init_process_group()
     mesh = resolve_mesh(mesh)
     transport = resolve_transport(transport, mesh.device_type)
+    if isinstance(transport, Simulated):
+        transport.check_group(mesh.size(), mesh.get_local_rank())
     unit = Unit(
         modules,
         _managed_params(modules, set(ignored_params or ())),

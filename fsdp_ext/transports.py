@@ -12,6 +12,10 @@ import torch
 import torch.distributed as dist
 
 from fsdp_ext import _C
+from fsdp_ext.simulated import Simulated
+
+# By name; None is the default.
+Transport = str | Simulated | None
 
 VARIABLE = "FSDP_EXT_TRANSPORT"
 OF_THE_HOST = ("shared_memory", "process_group")
@@ -24,7 +28,7 @@ GRACE = timedelta(seconds=10)
 _logger = logging.getLogger("fsdp_ext")
 
 
-def resolve_transport(asked: str | None, device_type: str) -> str | None:
+def resolve_transport(asked: Transport, device_type: str) -> Transport:
     """Return the transport that was asked for, by argument or else by the environment.
 
     Args:
@@ -32,15 +36,18 @@ def resolve_transport(asked: str | None, device_type: str) -> str | None:
         device_type: of the mesh: "cpu" or "cuda".
 
     Returns:
-        Its name, or None for the default.
+        Its name, a simulated one as it is, or None for the default.
 
     Raises:
-        TypeError: if the argument is no name.
+        TypeError: if the argument is none of them.
         ValueError: if there is none of that name for such devices.
     """
+    if isinstance(asked, Simulated):
+        return asked
     if asked is not None and not isinstance(asked, str):
         raise TypeError(
-            f"transport expects a name, such as 'process_group', or None but got {asked!r}"
+            f"transport expects a name, such as 'process_group', a Simulated or None but got "
+            f"{asked!r}"
         )
     name = asked if asked is not None else os.environ.get(VARIABLE) or None
     known = OF_GPUS if device_type == "cuda" else OF_THE_HOST
@@ -63,7 +70,7 @@ def why_no_shared_memory() -> str:
     return ""
 
 
-def may_share_memory(group: dist.ProcessGroup, transport: str | None) -> bool:
+def may_share_memory(group: dist.ProcessGroup, transport: Transport) -> bool:
     """Return whether ranks on the host would use shared memory, as far as this one knows."""
     if transport is not None:
         return transport == "shared_memory"
@@ -71,7 +78,7 @@ def may_share_memory(group: dist.ProcessGroup, transport: str | None) -> bool:
 
 
 def zeros_for_shard(
-    nbytes: int, device: torch.device, group: dist.ProcessGroup, transport: str | None
+    nbytes: int, device: torch.device, group: dist.ProcessGroup, transport: Transport
 ) -> torch.Tensor:
     """Return zeros, uint8, for a flat shard: where peers can read it, if the transport does."""
     on_host = device.type == "cpu"

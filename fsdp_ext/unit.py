@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_ext import _C
-from fsdp_ext.transports import zeros_for_shard
+from fsdp_ext.transports import Transport, zeros_for_shard
 from fsdp_ext.validation import check_parameter, mark_sharded
 
 # reduce_dtype=None stands for param_dtype before torch 2.15, and for the parameters' own dtype from
@@ -59,7 +59,7 @@ class Unit:
         params: their parameters that no other unit has, with names for error messages.
         mesh: 1-D, over which rows are sharded.
         reshard_after_forward: None stands for True, and False if this turns out to be the root.
-        transport: by name; None for the default.
+        transport: by name, or a simulated one; None for the default.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Unit:
         device: torch.device,
         mp_policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
-        transport: str | None = None,
+        transport: Transport = None,
     ) -> None:
         self.modules = modules
         self.mesh = mesh

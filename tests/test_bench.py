@@ -48,7 +48,7 @@ def test_collectives_beside_gloo(tmp_path: Path, ranks: int) -> None:
         [*torchrun, "bench/collectives.py", "--device", "cpu"], tmp_path / "collectives.json"
     )
     assert {row["operation"] for row in rows} == {"all_gather", "reduce_scatter"}
-    assert {row["system"] for row in rows} == {"ours (process_group)", "torch gloo"}
+    assert {row["system"] for row in rows} == {"ours (shared_memory)", "torch gloo"}
     assert all(row["wrong"] == 0 and row["ranks"] == ranks for row in rows)
 
 

@@ -1,7 +1,7 @@
 """Fails unless the CUDA build has its kernels for every GPU it was made for, as they should be.
 
 By what cuobjdump says of the fsdp_ext that is installed, for each architecture: every kernel is
-there, pack, unpack and cast load and store 16 bytes at a time, and no kernel spills registers.
+there, those that move memory load and store 16 bytes at a time, and no kernel spills registers.
 Prints how many registers they take. Needs no GPU.
 """
 
@@ -17,8 +17,8 @@ from pathlib import Path
 
 # How many of each there are: one for each pair of the four floating dtypes, of pack with room for
 # few and for many addresses; and one for bytes.
-KERNELS = {"pack_kernel": 32, "cast_kernel": 17, "unpack_kernel": 1, "delay_kernel": 1}
-MOVES_MEMORY = ("pack_kernel", "cast_kernel", "unpack_kernel")
+KERNELS = {"pack_kernel": 32, "cast_kernel": 17, "unpack_kernel": 1, "transfer_kernel": 1}
+MOVES_MEMORY = ("pack_kernel", "cast_kernel", "unpack_kernel", "transfer_kernel")
 
 
 def find_tools() -> tuple[str, dict[str, str]]:

@@ -12,6 +12,7 @@
 #include <mutex>
 #include <new>
 
+#include "comm/copy.h"
 #include "comm/meeting.h"
 #include "comm/rank_order_sum.h"
 #include "core/check.h"
@@ -165,29 +166,39 @@ class SharedMemoryCommunicator final : public Communicator {
       operation.bytes += part.bytes;
       operation.pattern = (operation.pattern ^ part.bytes) * 0x9e3779b97f4a7c15u + distance;
     }
+    const bool large = operation.bytes * sources_.size() >= kLargeOutput;
     meetings_.arrive(operation);
-    copy_parts(parts, first, rank());
+    copy_parts(parts, first, rank(), large);
     for (int i = 1; i < size(); ++i) {
       const int peer = (rank() + i) % size();  // not all from one rank at a time
-      copy_parts(parts, meetings_.await(peer, operation), peer);
+      copy_parts(parts, meetings_.await(peer, operation), peer, large);
     }
     meetings_.leave();
   }
 
   // From where rank `from` has the first part's input to its places in the outputs.
-  void copy_parts(const std::vector<Part>& parts, const char* source, int from) const {
+  static void copy_parts(const std::vector<Part>& parts, const char* source, int from, bool large) {
     const auto* first = static_cast<const char*>(parts.front().input);
     for (const Part& part : parts) {
       const char* input = source + (static_cast<const char*>(part.input) - first);
       char* output = static_cast<char*>(part.output) + static_cast<std::size_t>(from) * part.bytes;
       if (input != output) {
-        std::memcpy(output, input, part.bytes);
+        copy(output, input, part.bytes, large);
       }
+    }
+  }
+
+  static void copy(void* output, const void* input, std::size_t bytes, bool large) {
+    if (large) {
+      copy_past_caches(output, input, bytes);
+    } else {
+      std::memcpy(output, input, bytes);
     }
   }
 
   void gather_in_pieces(const std::vector<Part>& parts) {
     for (const Part& part : parts) {
+      const bool large = part.bytes * sources_.size() >= kLargeOutput;
       for (std::size_t first = 0; first < part.bytes; first += kPieceBytes) {
         const std::size_t bytes = std::min(kPieceBytes, part.bytes - first);
         std::memcpy(staging_.get(), static_cast<const char*>(part.input) + first, bytes);
@@ -196,9 +207,9 @@ class SharedMemoryCommunicator final : public Communicator {
         for (int i = 0; i < size(); ++i) {
           const int from = (rank() + i) % size();
           const char* source = meetings_.await(from, operation);
-          std::memcpy(
+          copy(
               static_cast<char*>(part.output) + static_cast<std::size_t>(from) * part.bytes + first,
-              source, bytes);
+              source, bytes, large);
         }
         meetings_.leave();
       }

@@ -11,14 +11,17 @@
 #include <nvtx3/nvToolsExtCudaRt.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <map>
 #include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "core/check.h"
 #include "device/cuda_check.h"
-#include "device/cuda_delay.h"
+#include "device/cuda_transfer.h"
 #include "device/stream.h"
 
 namespace fsdp {
@@ -179,9 +182,16 @@ class CudaDevice final : public Device {
                                     static_cast<cudaStream_t>(stream.native_handle())));
   }
 
-  void delay(Stream& stream, std::chrono::microseconds duration) override {
+  void transfer(Stream& stream, std::chrono::nanoseconds duration, const std::vector<Move>& moves,
+                int multiprocessors) override {
     const CudaDeviceGuard guard(index_);
-    launch_delay(static_cast<cudaStream_t>(stream.native_handle()), duration);
+    auto* handle = static_cast<cudaStream_t>(stream.native_handle());
+    if (multiprocessors > 0) {
+      launch_transfer(handle, duration, moves, multiprocessors);
+    } else {
+      launch_transfer_by_engines(handle, duration, moves,
+                                 moves.empty() ? nullptr : start_word(stream));
+    }
   }
 
   bool is_capturing() const override { return capture() != 0; }
@@ -198,10 +208,24 @@ class CudaDevice final : public Device {
   std::chrono::milliseconds timeout() const override { return timeout_; }
 
  private:
+  // For transfers of `stream` to remember when they began.
+  std::uint64_t* start_word(Stream& stream) {
+    std::shared_ptr<void>& word = start_words_[&stream];
+    if (word == nullptr) {
+      word = allocate(sizeof(std::uint64_t));
+      const std::unique_ptr<Event> reached = new_event();  // Note [memory and the compute stream]
+      compute_.record(*reached);
+      stream.wait(*reached, name_of_compute_);
+    }
+    return static_cast<std::uint64_t*>(word.get());
+  }
+
   int index_;
   std::chrono::milliseconds timeout_;
   CudaFramework framework_;
+  const std::string name_of_compute_ = "the compute stream";
   CudaStream compute_;
+  std::map<Stream*, std::shared_ptr<void>> start_words_;  // of streams that have had transfers
 };
 
 void* CudaStream::native_handle() const {

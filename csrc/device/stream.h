@@ -16,6 +16,7 @@
 #include <cstddef>
 #include <memory>
 #include <string>
+#include <vector>
 
 namespace fsdp {
 
@@ -51,6 +52,17 @@ class Stream {
 
   // The hardware's own handle, for the implementations of the other seams: a cudaStream_t.
   virtual void* native_handle() const { return nullptr; }
+};
+
+// `count` pieces of memory, each so many bytes behind the one before, to be copied.
+struct Move {
+  const void* source = nullptr;
+  void* destination = nullptr;
+  std::size_t bytes = 0;  // of a piece; not 0
+  int count = 1;
+  std::size_t source_step = 0;
+  std::size_t destination_step = 0;
+  int kept = -1;  // the only piece that is written, while others are read; -1: all are
 };
 
 // Makes the streams, events and buffers of one kind of hardware.
@@ -90,8 +102,16 @@ class Device {
   virtual void copy_to_host(Stream& stream, const void* data, void* host, std::size_t bytes) = 0;
   virtual void copy_from_host(Stream& stream, const void* host, void* data, std::size_t bytes) = 0;
 
-  // Keeps `stream` busy for `duration`, in order; for tests of ordering.
-  virtual void delay(Stream& stream, std::chrono::microseconds duration) = 0;
+  // Keeps `stream` busy for `duration`, in order, and moves memory meanwhile, as a network would do
+  // (if moving takes longer, so does it). The host's streams sleep when all is moved. On a GPU
+  // `multiprocessors` of them are taken for as long, or none: then copy engines do what they can.
+  virtual void transfer(Stream& stream, std::chrono::nanoseconds duration,
+                        const std::vector<Move>& moves, int multiprocessors) = 0;
+
+  // For tests of ordering.
+  void delay(Stream& stream, std::chrono::microseconds duration) {
+    transfer(stream, duration, {}, 0);
+  }
 
   // A named range of what the calling thread issues, for profilers; see Range.
   virtual void push_range(const std::string& /*name*/) {}

@@ -172,6 +172,27 @@ void register_lanes(py::module_& m) {
           },
           py::arg("endpoint"), py::arg("addresses"), py::arg("rank"), py::arg("timeout"),
           py::arg("host_timeout"))
+      .def_static(
+          "simulated",
+          [](int device, int rank, int size, std::pair<double, double> gather,
+             std::pair<double, double> reduce, double jitter, std::uint64_t seed,
+             int multiprocessors, bool by_size, bool whole_traffic, double timeout) {
+            SimulatedOptions options;
+            options.rank = rank;
+            options.size = size;
+            options.gather = {gather.first, gather.second};
+            options.reduce = {reduce.first, reduce.second};
+            options.jitter = jitter;
+            options.seed = seed;
+            options.multiprocessors = multiprocessors;
+            options.gather_by = by_size ? GatherBy::Size : GatherBy::Parameter;
+            options.whole_traffic = whole_traffic;
+            const py::gil_scoped_release no_gil;
+            return make_simulated_lanes(device, options, milliseconds(timeout));
+          },
+          py::arg("device"), py::arg("rank"), py::arg("size"), py::arg("gather"), py::arg("reduce"),
+          py::arg("jitter"), py::arg("seed"), py::arg("multiprocessors"), py::arg("by_size"),
+          py::arg("whole_traffic"), py::arg("timeout"))
       .def_property_readonly("transport",
                              [](Lanes& lanes) { return lanes.gather.communicator().transport(); })
       .def_property_readonly("registered_buffers",
@@ -212,6 +233,7 @@ void register_lanes(py::module_& m) {
             run_broadcast(lanes, data, root);
           },
           py::arg("data"), py::arg("root"))
+      .def("input_buffer", &input_buffer, py::arg("bytes"))
       .def("barrier",
            [](Lanes& lanes) {
              const py::gil_scoped_release no_gil;

@@ -23,6 +23,16 @@ void delete_without_gil(Lanes* lanes) {
   delete lanes;
 }
 
+// uint8; keeps the memory.
+at::Tensor tensor_over(std::shared_ptr<void> memory, std::int64_t bytes, at::Device device) {
+  void* data = memory.get();
+  return at::for_blob(data, {bytes})
+      .deleter([kept = std::move(memory)](void*) {})
+      .options(at::TensorOptions().dtype(at::kByte).device(device))
+      .target_device(device)
+      .make_tensor();
+}
+
 template <typename Collective>
 void run_between(Lanes& lanes, Lane& lane, const std::string& what, const Collective& collective) {
   Stream& compute = lanes.device->compute_stream();
@@ -108,12 +118,33 @@ std::shared_ptr<Lanes> make_shared_memory_lanes(const SharedMemoryEndpoint& endp
           &delete_without_gil};
 }
 
+std::shared_ptr<Lanes> make_simulated_lanes(int device_index, const SimulatedOptions& options,
+                                            std::chrono::milliseconds timeout) {
+  const bool on_host = device_index < 0;
+  std::unique_ptr<Device> device = on_host
+                                       ? make_host_device(timeout)
+                                       : make_cuda_device(device_index, timeout, cuda_framework());
+  std::unique_ptr<Packer> packer = on_host ? make_host_packer() : make_cuda_packer(*device);
+  SimulatedOptions of_reduce = options;
+  of_reduce.seed += 1;
+  auto gather = make_simulated_communicator(*device, options);
+  auto reduce = make_simulated_communicator(*device, of_reduce);
+  return {new Lanes(std::move(device), std::move(packer), std::move(gather), std::move(reduce)),
+          &delete_without_gil};
+}
+
+at::Tensor input_buffer(Lanes& lanes, std::int64_t bytes) {
+  const bool on_host = lanes.device->name() == std::string("cpu");
+  const auto device =
+      on_host ? at::Device(at::kCPU)
+              : at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(lanes.device->index()));
+  return tensor_over(lanes.gather.allocate(static_cast<std::size_t>(bytes), BufferUse::Input),
+                     bytes, device);
+}
+
 at::Tensor shared_zeros(std::int64_t bytes) {
-  std::shared_ptr<void> memory =
-      Arena::allocate(Arena::of_this_process(), static_cast<std::size_t>(bytes));
-  void* data = memory.get();
-  return at::from_blob(
-      data, {bytes}, [memory = std::move(memory)](void*) {}, at::TensorOptions().dtype(at::kByte));
+  return tensor_over(Arena::allocate(Arena::of_this_process(), static_cast<std::size_t>(bytes)),
+                     bytes, at::kCPU);
 }
 
 std::shared_ptr<Lanes> make_nccl_lanes(const nccl::Api& api, int device_index,

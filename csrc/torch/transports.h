@@ -11,6 +11,7 @@
 
 #include "comm/nccl.h"
 #include "comm/shared_memory.h"
+#include "comm/simulated.h"
 #include "core/lanes.h"
 
 namespace fsdp {
@@ -28,8 +29,16 @@ std::shared_ptr<Lanes> make_shared_memory_lanes(const SharedMemoryEndpoint& endp
                                                 std::chrono::milliseconds timeout,
                                                 std::chrono::milliseconds host_timeout);
 
+// `bytes` bytes, uint8, as inputs of the lanes' collectives have them. For tests and benchmarks;
+// all ranks ask for as many, and the tensor goes before the lanes do.
+at::Tensor input_buffer(Lanes& lanes, std::int64_t bytes);
+
 // `bytes` zeros, uint8, where other ranks of the host can read them.
 at::Tensor shared_zeros(std::int64_t bytes);
+
+// No peers: see comm/simulated.h. Of GPU `device`, or of the host if that is negative.
+std::shared_ptr<Lanes> make_simulated_lanes(int device, const SimulatedOptions& options,
+                                            std::chrono::milliseconds timeout);
 
 // Of GPU `device`, over NCCL with `options`; `timeout` is that of the host's own waits.
 std::shared_ptr<Lanes> make_nccl_lanes(const nccl::Api& api, int device, const nccl::UniqueId& id,

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "core/check.h"
-#include "device/cuda_delay.h"
+#include "device/cuda_transfer.h"
 #include "device/host_stream.h"
 
 namespace fsdp::test {
@@ -240,8 +240,30 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
 
 namespace fsdp {
 
-void launch_delay(cudaStream_t stream, std::chrono::microseconds duration) {
-  test::enqueue(stream, [=] { std::this_thread::sleep_for(duration); });
+void launch_transfer(cudaStream_t stream, std::chrono::nanoseconds duration,
+                     const std::vector<Move>& moves, int /*multiprocessors*/) {
+  test::enqueue(stream, [=] {
+    for (const Move& move : moves) {
+      for (int piece = 0; piece < move.count; ++piece) {
+        const auto at = static_cast<std::size_t>(piece);
+        if (move.kept < 0 || move.kept == piece) {
+          std::memcpy(static_cast<char*>(move.destination) + at * move.destination_step,
+                      static_cast<const char*>(move.source) + at * move.source_step, move.bytes);
+        }
+      }
+    }
+    std::this_thread::sleep_for(duration);
+  });
+}
+
+void launch_transfer_by_engines(cudaStream_t stream, std::chrono::nanoseconds duration,
+                                const std::vector<Move>& moves, std::uint64_t* start) {
+  test::enqueue(stream, [=] {
+    if (start != nullptr) {
+      *start = 1;  // so that memory that is gone shows
+    }
+  });
+  launch_transfer(stream, duration, moves, 0);
 }
 
 }  // namespace fsdp

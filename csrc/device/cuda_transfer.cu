@@ -1,0 +1,175 @@
+#include <algorithm>
+#include <cstring>
+
+#include "device/cuda_check.h"
+#include "device/cuda_transfer.h"
+
+namespace fsdp {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr std::size_t kSliceBytes = std::size_t{64} << 10;
+constexpr int kMovesALaunch = 48;  // as many as a kernel's arguments have room for on any driver
+
+// Slices of one move: of its pieces one after another, each from `first` on.
+struct TableEntry {
+  Move move;
+  std::uint64_t first;
+  std::uint64_t slices_a_piece;
+};
+
+struct Table {
+  TableEntry entries[kMovesALaunch];
+  int count;
+  std::uint64_t slices;
+};
+static_assert(sizeof(Table) + 8 <= 4096, "arguments of a kernel");
+
+__device__ std::uint64_t nanoseconds() {
+  std::uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
+__device__ void wait_until(std::uint64_t start, std::uint64_t duration) {
+  while (nanoseconds() - start < duration) {
+    __nanosleep(200);
+  }
+}
+
+template <typename Word>
+__device__ void move_words(const char* source, char* destination, std::size_t bytes, bool write) {
+  const auto* from = reinterpret_cast<const Word*>(source);
+  auto* to = reinterpret_cast<Word*>(destination);
+  for (std::size_t i = threadIdx.x; i < bytes / sizeof(Word); i += blockDim.x) {
+    const Word word = from[i];
+    if (write) {
+      to[i] = word;
+    } else if constexpr (sizeof(Word) == 16) {
+      asm volatile("" ::"r"(word.x), "r"(word.y), "r"(word.z),
+                   "r"(word.w));  // is read, for all that
+    } else {
+      asm volatile("" ::"r"(static_cast<int>(word)));
+    }
+  }
+}
+
+__device__ void move_slice(const TableEntry& entry, std::uint64_t slice) {
+  const Move& move = entry.move;
+  const auto piece = static_cast<std::size_t>(slice / entry.slices_a_piece);
+  const std::size_t begin = static_cast<std::size_t>(slice % entry.slices_a_piece) * kSliceBytes;
+  const std::size_t left = move.bytes - begin;
+  const std::size_t bytes = left < kSliceBytes ? left : kSliceBytes;
+  const char* source = static_cast<const char*>(move.source) + piece * move.source_step + begin;
+  char* destination = static_cast<char*>(move.destination) + piece * move.destination_step + begin;
+  const bool write = move.kept < 0 || static_cast<std::size_t>(move.kept) == piece;
+  const auto addresses =
+      reinterpret_cast<std::uintptr_t>(source) | reinterpret_cast<std::uintptr_t>(destination);
+  if ((addresses | bytes) % 16 == 0) {
+    move_words<uint4>(source, destination, bytes, write);
+  } else {
+    move_words<char>(source, destination, bytes, write);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    transfer_kernel(const __grid_constant__ Table table, std::uint64_t duration) {
+  const std::uint64_t start = nanoseconds();
+  int entry = 0;
+  for (std::uint64_t slice = blockIdx.x; slice < table.slices; slice += gridDim.x) {
+    while (entry + 1 < table.count && table.entries[entry + 1].first <= slice) {
+      ++entry;
+    }
+    wait_until(start, static_cast<std::uint64_t>(static_cast<double>(duration) *
+                                                 static_cast<double>(slice) /
+                                                 static_cast<double>(table.slices)));
+    move_slice(table.entries[entry], slice - table.entries[entry].first);
+  }
+  wait_until(start, duration);
+}
+
+__global__ void stamp_kernel(std::uint64_t* start) { *start = nanoseconds(); }
+
+__global__ void wait_kernel(const std::uint64_t* start, std::uint64_t duration) {
+  wait_until(start != nullptr ? *start : nanoseconds(), duration);
+}
+
+// All of a multiprocessor's shared memory, so that nothing else fits beside a block.
+int shared_bytes() {
+  int device = 0;
+  int bytes = 0;
+  FSDP_CUDA_CHECK(cudaGetDevice(&device));
+  FSDP_CUDA_CHECK(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  FSDP_CUDA_CHECK(
+      cudaFuncSetAttribute(transfer_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  return bytes;
+}
+
+std::uint64_t bytes_of(const Move& move) {
+  return static_cast<std::uint64_t>(move.bytes) * static_cast<std::uint64_t>(move.count);
+}
+
+}  // namespace
+
+void launch_transfer(cudaStream_t stream, std::chrono::nanoseconds duration,
+                     const std::vector<Move>& moves, int multiprocessors) {
+  const auto nanoseconds_in_all = static_cast<double>(duration.count());
+  std::uint64_t all = 0;
+  for (const Move& move : moves) {
+    all += bytes_of(move);
+  }
+  const int shared = shared_bytes();
+  for (std::size_t begin = 0; begin < std::max<std::size_t>(1, moves.size());
+       begin += kMovesALaunch) {
+    Table table;
+    std::memset(&table, 0, sizeof(table));
+    std::uint64_t bytes = 0;
+    for (std::size_t i = begin; i < std::min(moves.size(), begin + kMovesALaunch); ++i) {
+      TableEntry& entry = table.entries[table.count++];
+      entry.move = moves[i];
+      entry.first = table.slices;
+      entry.slices_a_piece = (moves[i].bytes + kSliceBytes - 1) / kSliceBytes;
+      table.slices += entry.slices_a_piece * static_cast<std::uint64_t>(moves[i].count);
+      bytes += bytes_of(moves[i]);
+    }
+    const double part = all == 0 ? 1.0 : static_cast<double>(bytes) / static_cast<double>(all);
+    transfer_kernel<<<multiprocessors, kThreads, shared, stream>>>(
+        table, static_cast<std::uint64_t>(nanoseconds_in_all * part));
+    FSDP_CUDA_CHECK(cudaGetLastError());
+  }
+}
+
+void launch_transfer_by_engines(cudaStream_t stream, std::chrono::nanoseconds duration,
+                                const std::vector<Move>& moves, std::uint64_t* start) {
+  if (start != nullptr) {
+    stamp_kernel<<<1, 1, 0, stream>>>(start);
+    FSDP_CUDA_CHECK(cudaGetLastError());
+  }
+  const auto copy = [&](const void* source, void* destination, std::size_t bytes) {
+    FSDP_CUDA_CHECK(cudaMemcpyAsync(destination, source, bytes, cudaMemcpyDeviceToDevice, stream));
+  };
+  for (const Move& move : moves) {
+    const auto* source = static_cast<const char*>(move.source);
+    auto* destination = static_cast<char*>(move.destination);
+    if (move.kept >= 0) {
+      const auto kept = static_cast<std::size_t>(move.kept);
+      copy(source + kept * move.source_step, destination + kept * move.destination_step,
+           move.bytes);
+      continue;
+    }
+    // Of a piece that is to be everywhere each copy takes as much as there is by then.
+    const bool doubles = move.source_step == 0 && move.destination_step == move.bytes;
+    copy(source, destination, move.bytes);
+    const auto count = static_cast<std::size_t>(move.count);
+    for (std::size_t done = 1; done < count;) {
+      const std::size_t pieces = doubles ? std::min(done, count - done) : 1;
+      copy(doubles ? destination : source + done * move.source_step,
+           destination + done * move.destination_step, pieces * move.bytes);
+      done += pieces;
+    }
+  }
+  wait_kernel<<<1, 1, 0, stream>>>(start, static_cast<std::uint64_t>(duration.count()));
+  FSDP_CUDA_CHECK(cudaGetLastError());
+}
+
+}  // namespace fsdp

@@ -1,0 +1,203 @@
+// The simulated transport: how long it says a collective takes, and what it moves. A device that
+// writes down what it is told to do takes the place of one that does it.
+#include "comm/simulated.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <vector>
+
+#include "core/check.h"
+#include "device/host_stream.h"
+#include "message_of.h"
+
+namespace fsdp::test {
+namespace {
+
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+using std::chrono::nanoseconds;
+
+struct Transfer {
+  nanoseconds duration;
+  std::vector<Move> moves;
+  int multiprocessors;
+};
+
+class WritingDevice final : public Device {
+ public:
+  const char* name() const override { return "writing"; }
+  Stream& compute_stream() override { return host_->compute_stream(); }
+  std::unique_ptr<Stream> new_stream(const std::string& name) override {
+    return host_->new_stream(name);
+  }
+  std::unique_ptr<Event> new_event() override { return host_->new_event(); }
+  std::shared_ptr<void> allocate(std::size_t bytes) override { return host_->allocate(bytes); }
+  void fill(Stream& stream, void* data, int value, std::size_t bytes) override {
+    host_->fill(stream, data, value, bytes);
+  }
+  void copy_to_host(Stream& stream, const void* data, void* host, std::size_t bytes) override {
+    host_->copy_to_host(stream, data, host, bytes);
+  }
+  void copy_from_host(Stream& stream, const void* host, void* data, std::size_t bytes) override {
+    host_->copy_from_host(stream, host, data, bytes);
+  }
+  void transfer(Stream& /*stream*/, nanoseconds duration, const std::vector<Move>& moves,
+                int multiprocessors) override {
+    transfers.push_back({duration, moves, multiprocessors});
+  }
+  milliseconds timeout() const override { return host_->timeout(); }
+
+  std::vector<Transfer> transfers;
+
+ private:
+  std::unique_ptr<Device> host_ = make_host_device(milliseconds(60000));
+};
+
+class SimulatedCollectives : public ::testing::Test {
+ protected:
+  SimulatedCollectives() {
+    options_.rank = 2;
+    options_.size = 4;
+    options_.gather = {10e-6, 1e9};
+    options_.reduce = {20e-6, 2e9};
+    options_.multiprocessors = 16;
+  }
+
+  std::unique_ptr<Communicator> make() { return make_simulated_communicator(device_, options_); }
+  Stream& stream() { return device_.compute_stream(); }
+  std::vector<nanoseconds> durations() const {
+    std::vector<nanoseconds> result;
+    for (const Transfer& transfer : device_.transfers) {
+      result.push_back(transfer.duration);
+    }
+    return result;
+  }
+
+  WritingDevice device_;
+  SimulatedOptions options_;
+  char input_[4000] = {};
+  char output_[4000] = {};
+};
+
+TEST_F(SimulatedCollectives, TakeAlphaAndTheWholesBytesByBeta) {
+  const auto link = make();
+  link->all_gather(stream(), input_, output_, 1000);
+  link->reduce_scatter(stream(), input_, output_, 250, DType::Float32);
+  link->all_reduce(stream(), input_, 1000, DType::Float32);
+  link->broadcast(stream(), input_, 1000, 0);
+  link->barrier(stream());
+  EXPECT_EQ(durations(), (std::vector<nanoseconds>{microseconds(10 + 4), microseconds(20 + 2),
+                                                   microseconds(20 + 4), microseconds(10 + 1),
+                                                   microseconds(10)}));
+  EXPECT_EQ(device_.transfers[0].multiprocessors, 16);
+  EXPECT_STREQ(link->transport(), "simulated");
+}
+
+TEST_F(SimulatedCollectives, MoveTheRanksOwnPart) {
+  const auto link = make();
+  link->all_gather(stream(), input_, output_, 1000);
+  link->reduce_scatter(stream(), input_, output_, 250, DType::Float32);
+  const Move& gathered = device_.transfers[0].moves.at(0);
+  EXPECT_EQ(gathered.source, input_);
+  EXPECT_EQ(gathered.destination, output_ + 2000);
+  EXPECT_EQ(gathered.bytes, 1000U);
+  EXPECT_EQ(gathered.count, 1);
+  const Move& reduced = device_.transfers[1].moves.at(0);
+  EXPECT_EQ(reduced.source, input_ + 2000);
+  EXPECT_EQ(reduced.destination, output_);
+}
+
+TEST_F(SimulatedCollectives, MoveAsMuchAsRealOnesWhereThatIsAskedFor) {
+  options_.whole_traffic = true;
+  const auto link = make();
+  link->all_gather(stream(), input_, output_, 1000);
+  link->reduce_scatter(stream(), input_, output_, 250, DType::Float32);
+  const Move& gathered = device_.transfers[0].moves.at(0);
+  EXPECT_EQ(gathered.destination, output_);
+  EXPECT_EQ(gathered.count, 4);
+  EXPECT_EQ(gathered.source_step, 0U);
+  EXPECT_EQ(gathered.destination_step, 1000U);
+  EXPECT_EQ(gathered.kept, -1);
+  const Move& reduced = device_.transfers[1].moves.at(0);
+  EXPECT_EQ(reduced.count, 4);
+  EXPECT_EQ(reduced.source_step, 1000U);
+  EXPECT_EQ(reduced.destination_step, 0U);
+  EXPECT_EQ(reduced.kept, 2) << "others are read, which is what sending them takes";
+}
+
+TEST_F(SimulatedCollectives, PayTheLatencyOfAGroupOnce) {
+  const auto link = make();
+  link->group_start();
+  link->all_gather(stream(), input_, output_, 500);
+  link->all_gather(stream(), input_ + 500, output_ + 2000, 250);
+  link->group_end();
+  EXPECT_EQ(durations(), std::vector<nanoseconds>{microseconds(10 + 3)});
+  EXPECT_EQ(device_.transfers[0].moves.size(), 2U);
+}
+
+TEST_F(SimulatedCollectives, AreLateAtRandomButTheSameForOneSeed) {
+  options_.jitter = 0.5;
+  const auto draw = [&](std::uint64_t seed) {
+    options_.seed = seed;
+    device_.transfers.clear();
+    const auto link = make();
+    for (int i = 0; i < 1000; ++i) {
+      link->all_gather(stream(), input_, output_, 1000);
+    }
+    return durations();
+  };
+  const auto first = draw(1);
+  EXPECT_EQ(draw(1), first);
+  EXPECT_NE(draw(2), first);
+  double sum = 0;
+  for (const nanoseconds duration : first) {
+    EXPECT_GE(duration, microseconds(14));
+    sum += static_cast<double>(duration.count());
+  }
+  EXPECT_NEAR(sum / 1000, 14000 * 1.5, 1000) << "five standard errors of the mean";
+}
+
+TEST_F(SimulatedCollectives, BringMemoryThatIsANumberAndWhatThisRankSays) {
+  const auto link = make();
+  const auto memory = link->allocate(device_, 4096, BufferUse::Output);
+  EXPECT_EQ(static_cast<const float*>(memory.get())[1023], 0.0f);
+  const int mine = 7;
+  int all[4] = {};
+  link->host_all_gather(stream(), &mine, all, sizeof(mine));
+  EXPECT_EQ(std::vector<int>(all, all + 4), std::vector<int>(4, 7));
+}
+
+TEST_F(SimulatedCollectives, RefuseWhatIsNoLink) {
+  const auto message = [&] { return message_of([&] { make(); }); };
+  options_.gather.beta = 0;
+  EXPECT_NE(message().find("positive bandwidth"), std::string::npos);
+  options_.gather = {-1, 1};
+  EXPECT_NE(message().find("latency of 0 or more"), std::string::npos);
+  options_.gather = {0, 1};
+  options_.rank = 4;
+  EXPECT_NE(message().find("one of 4 ranks but got 4"), std::string::npos);
+}
+
+// On the host's streams it takes that long at least, in order, and what is to be there is.
+TEST(SimulatedOnTheHost, SleepsOnItsStreamAndCopies) {
+  const auto device = make_host_device(milliseconds(60000));
+  const auto stream = device->new_stream("gather");
+  SimulatedOptions options;
+  options.size = 2;
+  options.rank = 1;
+  options.gather = {5e-3, 1e12};
+  const auto link = make_simulated_communicator(*device, options);
+  const int mine = 5;
+  int all[2] = {1, 1};
+  const auto start = std::chrono::steady_clock::now();
+  link->all_gather(*stream, &mine, all, sizeof(mine));
+  link->all_gather(*stream, &mine, all, sizeof(mine));
+  stream->synchronize();
+  EXPECT_GE(std::chrono::steady_clock::now() - start, milliseconds(10));
+  EXPECT_EQ(all[0], 1);
+  EXPECT_EQ(all[1], 5);
+}
+
+}  // namespace
+}  // namespace fsdp::test

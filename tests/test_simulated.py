@@ -1,0 +1,286 @@
+"""The simulated transport: any number of ranks in one process, and links by their figures."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launcher import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp_ext
+from fsdp_ext import Link, Simulated, fully_shard
+from fsdp_ext.communicator import lanes_of
+from fsdp_ext.measure_link import SIZES, Fit, Sample, fit, report
+from fsdp_ext.simulated import H100_CLUSTER, H100_NODE, PRESETS
+
+FAST = Link("fast", alpha=0.0, beta=1e15)
+
+
+def _without_a_group() -> None:
+    """What a user does: no torchrun, no process group."""
+    dist.destroy_process_group()
+
+
+def _train(world_size: int) -> dict[str, Any]:
+    _without_a_group()
+    torch.manual_seed(0)
+    transport = Simulated(world_size=world_size, link=FAST, rank=3)
+    model: Any = nn.Sequential(nn.Linear(64, 8192), nn.ReLU(), nn.Linear(8192, 4))
+    before = model[0].weight.detach().clone()
+    for layer in (model[0], model[2]):
+        fully_shard(layer, transport=transport)
+    fully_shard(model, transport=transport)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            loss = model(torch.randn(2, 64)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    core = model._unit.root.core
+    unsharded = model._unit.root.units[1]
+    core.unshard(1)
+    core.wait_for_unshard(1)
+    weight = model[0].weight.detach()
+    rows = 8192 // world_size
+    own = weight[3 * rows : 4 * rows].clone()
+    local = unsharded.slots[0].local
+    answer = {
+        "finite": math.isfinite(float(loss)),
+        "local shape": tuple(local.shape),
+        "own rows are the shard": bool((own == local).all()),
+        "shard has changed": not torch.equal(own, before[3 * rows : 4 * rows]),
+        "warnings": [str(w.message) for w in caught if "fsdp_ext" in str(w.message)],
+        "transport": lanes_of(
+            model._unit.mesh.get_group(), torch.device("cpu"), transport
+        ).transport,
+    }
+    core.reshard(1)
+    dist.barrier()
+    return answer
+
+
+@pytest.mark.parametrize("world_size", [8, 1024])
+def test_one_process_trains_as_one_of_many_ranks(world_size: int) -> None:
+    (answer,) = run_ranks(_train, 1, world_size)
+    assert answer["finite"]
+    assert answer["local shape"] == (8192 // world_size, 64)
+    assert answer["own rows are the shard"]
+    assert answer["shard has changed"]
+    assert answer["transport"] == "simulated"
+    (warning,) = answer["warnings"]
+    assert f"{world_size} simulated ranks over fast (simulated)" in warning
+    assert "losses, gradients and parameters mean nothing" in warning
+
+
+def _step_over(link: Link) -> tuple[float, float]:
+    _without_a_group()
+    warnings.simplefilter("ignore")
+    model: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    for layer in model:
+        fully_shard(layer, transport=Simulated(4, link))
+    fully_shard(model, transport=Simulated(4, link))
+    model(torch.ones(1, 8)).sum().backward()
+    core = model._unit.root.core
+    core.enable_log(True)
+    start = time.monotonic()
+    model(torch.ones(1, 8)).sum().backward()
+    taken = time.monotonic() - start
+    # With nothing to hide behind, gathers one after another take what they cost.
+    gathers = [link.seconds(op, nbytes) for op, _, _, nbytes in core.take_log() if "gather" in op]
+    return taken, sum(gathers)
+
+
+def test_a_step_takes_at_least_what_its_gathers_cost() -> None:
+    ((taken, cost),) = run_ranks(_step_over, 1, Link("slow", alpha=20e-3, beta=1e12))
+    assert cost >= 6 * 20e-3
+    assert taken >= cost
+
+
+# - Groups
+
+
+def _groups_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"world_size=8, rank=0\) expects a mesh .* rank . of 2"):
+        fully_shard(nn.Linear(4, 4), transport=Simulated(8, FAST))
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Linear(4, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fully_shard(model, mesh=mesh, transport=Simulated(2, FAST, rank=rank))  # a real group of it
+        model(torch.ones(1, 4)).sum().backward()
+    mixed = nn.Sequential(nn.Linear(4, 4))
+    fully_shard(mixed[0], transport=Simulated(2, FAST, rank=rank))
+    fully_shard(mixed)
+    with pytest.raises(ValueError, match="one transport but got None and Simulated"):
+        mixed(torch.ones(1, 4))
+
+
+def test_a_process_group_of_other_ranks_is_refused() -> None:
+    run_ranks(_groups_that_do_not_fit, 2)
+
+
+def test_arguments_that_do_not_fit() -> None:
+    with pytest.raises(TypeError, match=r"expects a Link but got '100G'.*PRESETS"):
+        Simulated(8, "100G")  # type: ignore[arg-type]
+    for world_size, rank, words in ((0, 0, "at least 1 but got 0"), (4, 4, "from 0 to 3 but got")):
+        with pytest.raises(ValueError, match=words):
+            Simulated(world_size, FAST, rank=rank)
+    with pytest.raises(ValueError, match="0 or more multiprocessors but got -1"):
+        Simulated(4, FAST, multiprocessors=-1)
+    for wrong in ({"alpha": -1.0}, {"alpha": math.nan}, {"reduce_alpha": -1.0}):
+        with pytest.raises(ValueError, match="latencies of 0 s or more"):
+            replace(FAST, **wrong)
+    for wrong in ({"beta": 0.0}, {"beta": math.inf}, {"reduce_beta": -1.0}):
+        with pytest.raises(ValueError, match="positive bandwidths"):
+            replace(FAST, **wrong)
+    with pytest.raises(ValueError, match=r"a jitter of 0 or more but got -0\.1"):
+        replace(FAST, jitter=-0.1)
+    with pytest.raises(ValueError, match="expects ranks, the number that it connects"):
+        replace(FAST, across=FAST)
+
+
+# - Links
+
+
+def test_presets_name_their_sources() -> None:
+    for link in PRESETS.values():
+        assert link.source
+        assert 1e9 < link.beta < 1e12
+        assert 1e-6 < link.alpha < 1e-3
+
+
+def test_a_link_across_groups_adds_up() -> None:
+    assert H100_CLUSTER.over(8).costs() == H100_NODE.costs()
+    far = H100_CLUSTER.across
+    assert far is not None
+    nbytes = 1 << 30
+    for operation in ("all_gather", "reduce_scatter"):
+        # Within a node all of it, across nodes each GPU's eighth.
+        expected = H100_NODE.seconds(operation, nbytes) + far.seconds(operation, nbytes // 8)
+        assert H100_CLUSTER.over(64).seconds(operation, nbytes) == pytest.approx(expected)
+    assert "across" in H100_CLUSTER.over(64).name
+
+
+def test_links_are_written_and_read_back(tmp_path: Path) -> None:
+    for name, link in PRESETS.items():
+        path = tmp_path / f"{name}.json"
+        link.save(path)
+        assert Link.load(path) == link
+    (tmp_path / "text").write_text("12 GB/s")
+    with pytest.raises(ValueError, match="expects a link as JSON but is none"):
+        Link.load(tmp_path / "text")
+    (tmp_path / "other").write_text('{"bandwidth": 3}')
+    with pytest.raises(ValueError, match="measure-link --out FILE"):
+        Link.load(tmp_path / "other")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [*(f"{name}.json" for name in PRESETS), "other", "text"]
+    )
+
+
+# - Fits
+
+
+def _samples(alpha: float, beta: float, wrong_by: float = 0.0) -> list[Sample]:
+    return [
+        Sample("all_gather", nbytes, (alpha + nbytes / beta) * (1 + wrong_by * (-1) ** i))
+        for i, nbytes in enumerate(SIZES)
+    ]
+
+
+def test_a_fit_finds_what_is_there() -> None:
+    found = fit(_samples(12e-6, 7e9))
+    assert found.alpha == pytest.approx(12e-6, rel=1e-6)
+    assert found.beta == pytest.approx(7e9, rel=1e-6)
+    assert found.residual < 1e-6
+    assert found.predict(7_000_000) == pytest.approx(12e-6 + 1e-3)
+
+
+def test_a_fit_says_how_far_off_it_is() -> None:
+    # Every sample off by a tenth, in turns: so is the fit, and it stays in the middle.
+    found = fit(_samples(12e-6, 7e9, wrong_by=0.1))
+    assert found.residual == pytest.approx(0.1, rel=0.1)
+    assert found.beta == pytest.approx(7e9, rel=0.1)
+
+
+def test_a_fit_of_no_latency_is_not_negative() -> None:
+    samples = [Sample("all_gather", nbytes, nbytes**1.1 / 1e9) for nbytes in SIZES]
+    found = fit(samples)
+    assert found.alpha == 0.0
+    assert found.beta > 0
+
+
+def test_samples_that_cannot_be_fitted() -> None:
+    with pytest.raises(ValueError, match="at least two sizes"):
+        fit([Sample("all_gather", 1024, 1e-3)] * 3)
+    with pytest.raises(ValueError, match="larger collectives to take longer"):
+        fit([Sample("all_gather", nbytes, 1 / nbytes) for nbytes in SIZES])
+
+
+def test_a_report_tells_sizes_that_were_left_out() -> None:
+    samples = [
+        sample
+        for operation in ("all_gather", "reduce_scatter")
+        for sample in [replace(s, operation=operation) for s in _samples(12e-6, 7e9)]
+    ]
+    lines = report(samples, {op: Fit(12e-6, 7e9, 0.0) for op in ("all_gather", "reduce_scatter")})
+    assert sum("left out of the fit" in line for line in lines) == 2 * (len(SIZES) // 2) + 2
+    assert "alpha 12.0 us, beta 7.00 GB/s" in lines[-1]
+    assert "off by 0% (median), 0% at most" in lines[-1]
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_measuring_a_link_writes_one_that_can_be_simulated(tmp_path: Path, transport: str) -> None:
+    path = tmp_path / "link.json"
+    command = [sys.executable, "-m", "fsdp_ext", "measure-link", "--transport", transport]
+    result = subprocess.run(
+        [*command, "--repeats", "3", "--out", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"{transport}, 2 ranks" in result.stdout
+    assert "left out of the fit" in result.stdout
+    link = Link.load(path)
+    assert link.ranks == 2
+    assert 1e7 < link.beta < 1e12
+    measured = json.loads(path.read_text())["measured"]
+    assert len(measured["samples"]) == 2 * len(SIZES)
+    assert Simulated(2, link).link is link
+
+
+def test_the_command_line_says_what_it_expects() -> None:
+    def fails(*arguments: str) -> str:
+        result = subprocess.run(
+            [sys.executable, "-m", "fsdp_ext", *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 2
+        return result.stderr
+
+    assert "measure-link, but got ['measure']" in fails("measure")
+    assert "--ranks expects at least 2 but got 1" in fails("measure-link", "--ranks", "1")
+    assert "--repeats expects at least 1 but got 0" in fails("measure-link", "--repeats", "0")
+
+
+def test_names_are_the_packages() -> None:
+    assert fsdp_ext.Simulated is Simulated
+    assert fsdp_ext.Link is Link
