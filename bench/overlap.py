@@ -110,12 +110,12 @@ def measure(
     return {
         "transport": "simulated",
         "link": f"simulated: {link.name}, {ALPHA * 1e6:.0f} us",
-        "world_size": world_size,
+        "simulated_ranks": world_size,
         "collectives": len(sent),
         "compute_us": as_microseconds(Timing.of(without)),
         "simulated_wire_us": wire * 1e6,
         "simulated_step_us": as_microseconds(Timing.of(with_wire)),
-        "compute_over_wire": statistics.median(without) / wire,
+        "compute_over_simulated_wire": statistics.median(without) / wire,
         "simulated_hidden": statistics.median(hidden),
         "simulated_hidden_low": statistics.quantiles(hidden, n=4)[0],
         "simulated_hidden_high": statistics.quantiles(hidden, n=4)[2],
@@ -142,11 +142,11 @@ def main() -> None:
         for ratio in ratios
     ]
     print(f"{layers} layers of {dim}, {args.world_size} simulated ranks; the compute is real")
-    header = ["compute / wire", "compute ms", "simulated wire ms", "simulated step ms"]
+    header = ["compute / simulated wire", "compute ms", "simulated wire ms", "simulated step ms"]
     header += ["simulated hidden", "quartiles", "at most"]
     table = [
         [
-            f"{row['compute_over_wire']:.2f}",
+            f"{row['compute_over_simulated_wire']:.2f}",
             f"{row['compute_us']['median'] / 1e3:.1f}",
             f"{row['simulated_wire_us'] / 1e3:.1f}",
             f"{row['simulated_step_us']['median'] / 1e3:.1f}",

@@ -98,6 +98,13 @@ def steps(capability: str) -> list[Step]:
             {"GLOO_SOCKET_IFNAME": "lo"},
             json=True,
         ),
+        Step(
+            "simulated_overlap",
+            run_bench("overlap", "--device", "cuda", "--quick"),
+            60,
+            {},
+            json=True,
+        ),
         # Of shared memory, which the kernels do not use: it is to find nothing.
         Step("racecheck", sanitize("racecheck"), 90, {}),
     ]

@@ -44,6 +44,26 @@ def test_nccl_is_the_one_that_torch_has_loaded() -> None:
     run_ranks(_uses_torchs_library, 1, timeout=80.0, device="cuda")
 
 
+def _by_hand() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    lanes = lanes_of(group, torch.device("cuda", 0))
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    data = torch.full((1000,), float(rank + 1), device="cuda")
+    lanes.broadcast(data, ranks - 1)
+    assert bool((data == ranks).all())
+    lanes.all_reduce(data)
+    assert bool((data == ranks * ranks).all())
+    lanes.barrier()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_collectives_by_hand(world_size: int) -> None:
+    run_ranks(_by_hand, world_size, timeout=80.0, device="cuda")
+
+
 def _without_a_host_of_its_own() -> None:
     for name in ("NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE"):
         os.environ.pop(name, None)
