@@ -103,10 +103,19 @@ class Rendezvous:
         group: whose store it goes through; all its ranks take part.
         attempt: how often they have met before.
         timeout: of each exchange.
+
+    Raises:
+        RuntimeError: if the group has no store.
     """
 
     def __init__(self, group: dist.ProcessGroup, attempt: int, timeout: timedelta) -> None:
         self._store = dist.distributed_c10d._get_process_group_store(group)
+        backend = dist.get_backend(group)
+        if self._store is None or backend == "fake":
+            raise RuntimeError(
+                f"expects ranks that can find each other through their process group's store but "
+                f"those of backend '{backend}' have none; use gloo, or leave the transport out"
+            )
         self._prefix = f"fsdp_ext/{attempt}"
         self._timeout = timeout
         self.rank = dist.get_rank(group)

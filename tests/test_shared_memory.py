@@ -27,6 +27,7 @@ import torch.distributed as dist
 from launcher import RanksFailed, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_ext import _C, fully_shard, transports
 from fsdp_ext.communicator import lanes_of
@@ -301,6 +302,19 @@ def test_the_module_shows_the_transport() -> None:
 
     assert "shared_memory between ranks of one host" in shown()
     assert "process_group (FSDP_EXT_TRANSPORT)" in shown(FSDP_EXT_TRANSPORT="process_group")
+
+
+def _nobody_there() -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    model = nn.Linear(4, 4)
+    fully_shard(model, transport="shared_memory")
+    with pytest.raises(RuntimeError, match=r"find each other .* backend 'fake' have none"):
+        model(torch.ones(1, 4))
+
+
+def test_ranks_that_do_not_exist_share_no_memory() -> None:
+    run_ranks(_nobody_there, 1)
 
 
 # - Ranks that go missing

@@ -18,9 +18,13 @@ from pathlib import Path
 # How many of each there are: one for each pair of the four floating dtypes, of pack with room for
 # few and for many addresses; and one for bytes.
 KERNELS = {
-    **{"pack_kernel": 32, "cast_kernel": 17, "unpack_kernel": 1},
+    "pack_kernel": 32,
+    "cast_kernel": 17,
+    "unpack_kernel": 1,
     # Of simulated collectives.
-    **{"transfer_kernel": 1, "stamp_kernel": 1, "wait_kernel": 1},
+    "transfer_kernel": 1,
+    "stamp_kernel": 1,
+    "wait_kernel": 1,
 }
 MOVES_MEMORY = ("pack_kernel", "cast_kernel", "unpack_kernel", "transfer_kernel")
 
