@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import arguments, print_table, write_json
+from harness import arguments, bind_to_core, print_table, write_json
 from torch import Tensor
 
 from fsdp_ext import _C
@@ -233,6 +233,8 @@ def main() -> None:
         if shared:
             share_gpu()
     torch.set_num_threads(1)
+    if device.type == "cpu":
+        bind_to_core()
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     sizes = [2**20, 2**24, 2**26] if args.quick else [2**k for k in range(12, 28, 2)]
     found, missing = systems(device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import time
@@ -102,6 +103,17 @@ def arguments(description: str, quick: str) -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--json", metavar="FILE", help="write the rows there, too")
     return parser
+
+
+def bind_to_core() -> None:
+    """Keep this rank of torchrun's, all its threads, on a core of its own, as mpirun does.
+
+    Else figures depend on which ranks' threads the kernel happens to put on one core. Where there
+    are fewer cores than ranks, nothing is bound.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if int(os.environ["LOCAL_WORLD_SIZE"]) <= len(cores):
+        os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"])]})
 
 
 def environment() -> dict[str, str]:

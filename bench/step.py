@@ -26,7 +26,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Timing, arguments, as_microseconds, print_table, write_json
+from harness import (
+    Timing,
+    arguments,
+    as_microseconds,
+    bind_to_core,
+    print_table,
+    write_json,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from gpt_model import GPT, GPTConfig
@@ -224,6 +231,8 @@ def main() -> None:
     if "RANK" in os.environ:
         if on_gpu:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        else:
+            bind_to_core()
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     else:
         backend = "nccl" if on_gpu else "gloo"

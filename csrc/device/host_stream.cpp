@@ -17,7 +17,7 @@ namespace {
 // See Note [doorbell]. About the time between two collectives of the smallest units there are.
 constexpr std::chrono::microseconds kPolling{100};
 // A waiter that sleeps comes back some ten microseconds late.
-constexpr std::chrono::microseconds kPollingOfWaiters{50};
+constexpr std::chrono::microseconds kPollingOfWaiters{20};
 
 // Gives the core to whoever wants it meanwhile.
 template <typename Condition>
