@@ -164,8 +164,10 @@ std::size_t Arena::take(std::size_t bytes) {
     // Else the memory's lack would show as a SIGBUS, at whoever touches it. Kernels before 5.14 do
     // not know it, and it is that again.
     if (::madvise(base_ + offset, size, MADV_POPULATE_WRITE) != 0 && errno != EINVAL) {
+      const int error = errno;
+      free_pages(offset, size);  // of which there may be some
       throw Error(detail::concat(
-          "expects ", bytes, " more bytes of shared memory but the system says: ", reason(errno),
+          "expects ", bytes, " more bytes of shared memory but the system says: ", reason(error),
           "; use more ranks, or smaller units"));
     }
     free_.erase(range);
@@ -183,11 +185,15 @@ std::size_t Arena::take(std::size_t bytes) {
                              "ranks, or smaller units"));
 }
 
-void Arena::give_back(std::size_t offset, std::size_t bytes) noexcept {
-  // A hole, and not an end: a peer that comes late, after this rank has given up, reads zeros and
-  // then sees that it failed.
+// A hole, and not an end: a peer that comes late, after this rank has given up, reads zeros and then
+// sees that it failed.
+void Arena::free_pages(std::size_t offset, std::size_t bytes) const noexcept {
   ::fallocate(address_.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
               static_cast<off_t>(bytes));
+}
+
+void Arena::give_back(std::size_t offset, std::size_t bytes) noexcept {
+  free_pages(offset, bytes);
   const std::lock_guard<std::mutex> lock(mutex_);
   auto range = free_.emplace(offset, bytes).first;
   const auto after = std::next(range);

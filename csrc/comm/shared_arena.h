@@ -60,6 +60,7 @@ class Arena {
   Arena();
   std::size_t take(std::size_t bytes);
   void give_back(std::size_t offset, std::size_t bytes) noexcept;
+  void free_pages(std::size_t offset, std::size_t bytes) const noexcept;
 
   ArenaAddress address_;
   char* base_ = nullptr;
