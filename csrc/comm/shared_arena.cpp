@@ -185,8 +185,8 @@ std::size_t Arena::take(std::size_t bytes) {
                              "ranks, or smaller units"));
 }
 
-// A hole, and not an end: a peer that comes late, after this rank has given up, reads zeros and then
-// sees that it failed.
+// A hole, and not an end: a peer that comes late, after this rank has given up, reads zeros and
+// then sees that it failed.
 void Arena::free_pages(std::size_t offset, std::size_t bytes) const noexcept {
   ::fallocate(address_.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
               static_cast<off_t>(bytes));
