@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,19 @@ def bind_to_core() -> None:
     cores = sorted(os.sched_getaffinity(0))
     if int(os.environ["LOCAL_WORLD_SIZE"]) <= len(cores):
         os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"])]})
+
+
+def leave_ranks() -> None:
+    """End this rank of torchrun's, when all have come here.
+
+    Not through Python's end: where a model still holds a process group, a thread of gloo's that
+    asks for the GIL meanwhile aborts the process (seen with torch 2.13).
+    """
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def environment() -> dict[str, str]:

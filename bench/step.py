@@ -31,6 +31,7 @@ from harness import (
     arguments,
     as_microseconds,
     bind_to_core,
+    leave_ranks,
     print_table,
     write_json,
 )
@@ -257,10 +258,11 @@ def main() -> None:
         if args.json:
             write_json(args.json, "step", rows)
             print(f"wrote {args.json}")
-    dist.barrier()
-    dist.destroy_process_group()
     if "ours" in errors:
         raise SystemExit(f"ours failed: {errors['ours']}")
+    if "RANK" in os.environ:
+        leave_ranks()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -18,10 +18,8 @@ from fsdp_ext.transports import (
     GRACE,
     Rendezvous,
     Transport,
-    agree,
-    connect_shared_memory,
+    choose_of_host,
     log_choice,
-    may_share_memory,
     timeout_of,
 )
 
@@ -31,8 +29,6 @@ _Key = tuple[torch.device, Transport]
 _lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, _C.Lanes]] = (
     weakref.WeakKeyDictionary()
 )
-# How often the ranks of a group have set out to connect.
-_attempts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def lanes_of(
@@ -71,21 +67,10 @@ def check_lanes() -> None:
             lanes.check()
 
 
-def _meet(group: dist.ProcessGroup, device: torch.device) -> Rendezvous:
-    attempt = _attempts.get(group, 0)
-    _attempts[group] = attempt + 1
-    return Rendezvous(group, attempt, timeout_of(group, device))
-
-
 def _host_lanes(group: dist.ProcessGroup, device: torch.device, transport: str | None) -> _C.Lanes:
     """Make the lanes of the host: over shared memory where that can be, as NCCL chooses, too."""
-    if group.size() > 1 and dist.get_backend(group) == "gloo":  # others have no store, perhaps
-        agree(_meet(group, device), transport)
-    if may_share_memory(group, transport):
-        lanes = connect_shared_memory(_meet(group, device), transport, timeout_of(group, device))
-        if lanes is not None:
-            return lanes
-    return _process_group_lanes(group, device)
+    lanes = choose_of_host(group, transport, timeout_of(group, device))
+    return lanes if lanes is not None else _process_group_lanes(group, device)
 
 
 def _process_group_lanes(group: dist.ProcessGroup, device: torch.device) -> _C.Lanes:
@@ -145,13 +130,12 @@ def _nccl_lanes(group: dist.ProcessGroup, device: torch.device) -> _C.Lanes:
     """
     timeout = timeout_of(group, device)
     libraries = nccl_libraries()
-    meeting = _meet(group, device)
-    if meeting.rank == 0:
-        meeting.publish("nccl", _C.nccl_unique_id(libraries))
-    unique_id = meeting.read("nccl", rank=0)
+    unique_id = _C.nccl_unique_id(libraries) if dist.get_rank(group) == 0 else b""
+    meeting = Rendezvous(group, unique_id, timeout)
+    meeting.exchange("has the id", b"")  # all mean the same one
     return _C.Lanes.nccl(
         libraries=libraries,
-        unique_id=unique_id,
+        unique_id=meeting.offers[0],
         rank=meeting.rank,
         size=len(meeting.ranks),
         device=device.index,

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from fsdp_ext import _C
 from fsdp_ext.communicator import lanes_of
 from fsdp_ext.simulated import Link
-from fsdp_ext.transports import OF_GPUS, OF_THE_HOST
+from fsdp_ext.transports import OF_GPUS, OF_THE_HOST, VARIABLE, resolve_transport
 
 OPERATIONS = ("all_gather", "reduce_scatter")
 # Bytes of all ranks together: from a small layer's to those of a large one.
@@ -202,7 +202,8 @@ def run(arguments: Sequence[str]) -> int:
         command += [f"--nproc-per-node={args.ranks}", "-m", "fsdp_ext", "measure-link", *arguments]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         return subprocess.run(command, check=False, env=environment).returncode
-    on_gpu = args.transport in OF_GPUS or (args.transport is None and torch.cuda.is_available())
+    asked = args.transport or os.environ.get(VARIABLE)
+    on_gpu = asked in OF_GPUS or (not asked and torch.cuda.is_available())
     device = torch.device("cpu")
     if on_gpu:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -220,7 +221,7 @@ def _measure_and_say(
     transport: str | None, device: torch.device, repeats: int, path: str | None
 ) -> None:
     assert dist.group.WORLD is not None
-    lanes = lanes_of(dist.group.WORLD, device, transport)
+    lanes = lanes_of(dist.group.WORLD, device, resolve_transport(transport, device.type))
     if dist.get_world_size() < 2:
         raise SystemExit("measure-link expects at least 2 ranks but got 1; start more")
     samples = measure(lanes, device, repeats)

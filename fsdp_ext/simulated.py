@@ -27,7 +27,9 @@ class Link:
 
     S is what nccl-tests calls size (doc/PERFORMANCE.md): what is gathered, or what each rank brings
     to a reduction. So beta is its "algbw" for large S; its "busbw" is beta * (N - 1) / N on N
-    ranks. An all-reduce takes alpha + 2 S / beta.
+    ranks. An all-reduce takes alpha + 2 S / beta. The figures are of as many ranks as they were
+    measured with; of fewer, each of which brings a larger part itself, collectives are faster than
+    this says, at most by (N - 1) / N.
 
     Args:
         name: of the link.
@@ -85,7 +87,16 @@ class Link:
         """Return the link that ``world_size`` ranks see: this one, or this and the one across.
 
         Across groups each rank carries its own part: of S bytes, S / ranks.
+
+        Raises:
+            ValueError: if there are more ranks than the figures are of.
         """
+        if 0 < self.ranks < world_size and self.across is None:
+            raise ValueError(
+                f"link '{self.name}' expects at most {self.ranks} ranks, of which its figures are, "
+                f"but got {world_size}; give it another one across, or ranks=0 if they hold for "
+                "any number"
+            )
         if self.across is None or world_size <= self.ranks:
             return replace(self, across=None)
         far = self.across.over(-(-world_size // self.ranks))
@@ -269,6 +280,7 @@ class Simulated:
                 "Simulated expects 0 or more multiprocessors but got "
                 f"{self.multiprocessors!r}; NCCL takes up to about 32"
             )
+        self.link.over(self.world_size)
 
     def init_process_group(self) -> None:
         """Initialise a process group of so many ranks, none of which is there, if there is none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import os
 import warnings
@@ -24,6 +25,8 @@ OF_GPUS = ("nccl",)
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 # How much longer the schedule waits than the backend, whose own error says more.
 GRACE = timedelta(seconds=10)
+
+_NAME = max(map(len, OF_THE_HOST))
 
 _logger = logging.getLogger("fsdp_ext")
 
@@ -60,6 +63,20 @@ def resolve_transport(asked: Transport, device_type: str) -> Transport:
     return name
 
 
+def host_backend(group: dist.ProcessGroup) -> str:
+    """Return the name of the backend that the group has for tensors of the host; "" for none.
+
+    Where ranks have several, as by default, `dist.get_backend` has no name for them.
+    """
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return ""
+    # A backend written in Python need not say.
+    name: str = getattr(backend, "name", lambda: "")()
+    return name
+
+
 @functools.cache
 def why_no_shared_memory() -> str:
     """Return why this process cannot share memory with others; empty if it can."""
@@ -74,7 +91,7 @@ def may_share_memory(group: dist.ProcessGroup, transport: Transport) -> bool:
     """Return whether ranks on the host would use shared memory, as far as this one knows."""
     if transport is not None:
         return transport == "shared_memory"
-    return group.size() > 1 and dist.get_backend(group) == "gloo"
+    return group.size() > 1 and host_backend(group) == "gloo"
 
 
 def zeros_for_shard(
@@ -97,29 +114,39 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 
 
 class Rendezvous:
-    """Where the ranks of a group tell each other what they need to know to connect.
+    """Where the ranks of a group tell each other what they need to know to connect. Used once.
+
+    What a rank brings has a random number in it, and everything after that goes by a name made of
+    what all have brought. So what is left in the store of an earlier attempt, or of a group that
+    had the same ranks, is never taken for this one's: ranks that do not mean the same attempt do
+    not find each other, and say so.
 
     Args:
         group: whose store it goes through; all its ranks take part.
-        attempt: how often they have met before.
+        offer: what this rank brings.
         timeout: of each exchange.
 
     Raises:
-        RuntimeError: if the group has no store.
+        RuntimeError: if the group has no store, or a rank does not come within the timeout; the
+            message names it.
     """
 
-    def __init__(self, group: dist.ProcessGroup, attempt: int, timeout: timedelta) -> None:
+    def __init__(self, group: dist.ProcessGroup, offer: bytes, timeout: timedelta) -> None:
         self._store = dist.distributed_c10d._get_process_group_store(group)
-        backend = dist.get_backend(group)
+        backend = host_backend(group) or dist.get_backend(group)
         if self._store is None or backend == "fake":
             raise RuntimeError(
                 f"expects ranks that can find each other through their process group's store but "
                 f"those of backend '{backend}' have none; use gloo, or leave the transport out"
             )
-        self._prefix = f"fsdp_ext/{attempt}"
         self._timeout = timeout
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_process_group_ranks(group)
+        self._brought = f"fsdp_ext/offer/{self.rank}"
+        self._store.set(self._brought, (os.urandom(16) + offer).hex())
+        brought = [self._get(f"fsdp_ext/offer/{i}", rank) for i, rank in enumerate(self.ranks)]
+        self.offers = [value[16:] for value in brought]
+        self._attempt = hashlib.sha256(b"".join(brought)).hexdigest()
 
     def exchange(self, what: str, value: bytes) -> list[bytes]:
         """Return what each rank gives, in order of rank.
@@ -127,24 +154,11 @@ class Rendezvous:
         Raises:
             RuntimeError: if a rank does not come within the timeout; the message names it.
         """
-        keys = [f"{self._prefix}/{what}/{rank}" for rank in range(len(self.ranks))]
-        self._store.set(keys[self.rank], value.hex())
-        return [
-            bytes.fromhex(self._get(key, rank).decode())
-            for key, rank in zip(keys, self.ranks, strict=True)
-        ]
-
-    def publish(self, what: str, value: bytes) -> None:
-        """Give all ranks what only this one has."""
-        self._store.set(f"{self._prefix}/{what}", value.hex())
-
-    def read(self, what: str, rank: int) -> bytes:
-        """Return what the group's ``rank`` publishes.
-
-        Raises:
-            RuntimeError: if it does not within the timeout.
-        """
-        return bytes.fromhex(self._get(f"{self._prefix}/{what}", self.ranks[rank]).decode())
+        prefix = f"fsdp_ext/{self._attempt}/{what}"
+        self._store.set(f"{prefix}/{self.rank}", value.hex())
+        values = [self._get(f"{prefix}/{i}", rank) for i, rank in enumerate(self.ranks)]
+        self._store.delete_key(self._brought)  # all have read it
+        return values
 
     def _get(self, key: str, rank: int) -> bytes:
         try:
@@ -155,69 +169,74 @@ class Rendezvous:
                 f"rank {rank} to begin the first forward, where all ranks connect, but it did not "
                 f"come ({error})"
             ) from error
-        value: bytes = self._store.get(key)
-        return value
+        return bytes.fromhex(self._store.get(key).decode())
 
 
-def connect_shared_memory(
-    meeting: Rendezvous, asked: str | None, timeout: timedelta
+def choose_of_host(
+    group: dist.ProcessGroup, asked: str | None, timeout: timedelta
 ) -> _C.Lanes | None:
-    """Make the lanes of ranks that share memory; all of the group call this together.
+    """Make the lanes of ranks that share memory, if they are to; all of the group call this.
 
     Args:
-        meeting: of the group.
-        asked: None where other transports would do, too.
+        group: of ranks on the host.
+        asked: the transport by name; None where whichever is there will do.
         timeout: of each wait for a peer.
 
     Returns:
-        None where memory cannot be shared and another transport is to be used; a warning says why.
+        None where another transport is to be used. If that was not asked for, a warning says why.
 
     Raises:
-        RuntimeError: if it cannot be shared but was asked for by name, or a rank does not come.
+        RuntimeError: if ranks ask for different ones, memory cannot be shared but was asked for by
+            name, or a rank does not come.
     """
+    shares = may_share_memory(group, asked)
+    if not shares and (group.size() == 1 or host_backend(group) != "gloo"):
+        return None
     endpoint: _C.SharedMemoryEndpoint | None = None
-    lanes: _C.Lanes | None = None
     reason = ""
-    name = meeting.ranks[meeting.rank]
-    try:
-        endpoint = _C.SharedMemoryEndpoint(name)
-    except RuntimeError as error:
-        reason = f"rank {name}: {error}"
-    offers = meeting.exchange("address", endpoint.address() if endpoint is not None else b"")
-    if endpoint is not None and all(offers):
+    name = dist.get_global_rank(group, dist.get_rank(group))
+    if shares:
+        try:
+            endpoint = _C.SharedMemoryEndpoint(name)
+        except (RuntimeError, MemoryError) as error:
+            reason = f"rank {name}: {error}"
+    address = endpoint.address() if endpoint is not None else b""
+    meeting = Rendezvous(group, (asked or "").encode().ljust(_NAME) + address, timeout)
+    names = [offer[:_NAME] for offer in meeting.offers]
+    addresses = [offer[_NAME:] for offer in meeting.offers]
+    lanes: _C.Lanes | None = None
+    if endpoint is not None and all(addresses) and len(set(names)) == 1:
         seconds = timeout.total_seconds()
         try:
             lanes = _C.Lanes.shared_memory(
-                endpoint, offers, meeting.rank, seconds, seconds + GRACE.total_seconds()
+                endpoint, addresses, meeting.rank, seconds, seconds + GRACE.total_seconds()
             )
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             reason = f"rank {name}: {error}"
     reasons = [reason.decode() for reason in meeting.exchange("reason", reason.encode())]
+    _check_agreement(meeting, [name.decode().strip() for name in names])
     failures = [reason for reason in reasons if reason]
-    if not failures:
-        return lanes
-    if asked is not None:
+    if failures and asked is not None:
         raise RuntimeError(
             f"transport 'shared_memory' was asked for but cannot be had: {failures[0]}; leave it "
             "out, or use 'process_group'"
         )
-    if meeting.rank == 0:
+    if failures:  # on every rank, so that where warnings are errors all have one
         warnings.warn(
             f"fsdp_ext falls back to the process group's own collectives, which are slower: "
             f"{failures[0]} (transport='process_group' says that this is meant)",
             stacklevel=2,
         )
-    return None
+    return lanes if not failures else None
 
 
-def agree(meeting: Rendezvous, asked: str | None) -> None:
-    """Raise RuntimeError unless all ranks have asked for the same transport."""
-    names = [name.decode() for name in meeting.exchange("transport", (asked or "").encode())]
+def _check_agreement(meeting: Rendezvous, names: list[str]) -> None:
+    mine = names[meeting.rank]
     for rank, name in zip(meeting.ranks, names, strict=True):
-        if name != (asked or ""):
+        if name != mine:
             raise RuntimeError(
                 f"expects all ranks to ask for one transport but rank "
-                f"{meeting.ranks[meeting.rank]} asks for {asked or 'the default'} and rank {rank} "
+                f"{meeting.ranks[meeting.rank]} asks for {mine or 'the default'} and rank {rank} "
                 f"for {name or 'the default'}; set {VARIABLE} the same on all of them"
             )
 

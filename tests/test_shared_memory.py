@@ -6,6 +6,7 @@ other tests train over this transport, too.
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import gc
 import logging
@@ -19,6 +20,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +31,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_ext import _C, fully_shard, transports
+import fsdp_ext
+from fsdp_ext import _C, communicator, fully_shard, transports
 from fsdp_ext.communicator import lanes_of
 
 HOST = torch.device("cpu")
@@ -257,11 +260,10 @@ def _without_memory(asked: str | None) -> str:
 
 
 def test_without_shared_memory_the_process_group_takes_over() -> None:
-    first, second = run_ranks(_without_memory, 2, None)
-    assert first.startswith("process_group")
-    assert "fsdp_ext falls back to the process group" in first
-    assert "rank 1: shared memory expects to reserve" in first
-    assert second == "process_group: []"
+    for answer in run_ranks(_without_memory, 2, None):
+        assert answer.startswith("process_group")
+        assert "fsdp_ext falls back to the process group" in answer
+        assert "rank 1: shared memory expects to reserve" in answer
 
 
 def test_shared_memory_asked_for_by_name_is_had_or_an_error() -> None:
@@ -270,22 +272,22 @@ def test_shared_memory_asked_for_by_name_is_had_or_an_error() -> None:
 
 
 def _on_two_hosts() -> str:
-    exchange = transports.Rendezvous.exchange
+    meet = transports.Rendezvous.__init__
 
-    def from_afar(self: transports.Rendezvous, what: str, value: bytes) -> list[bytes]:
+    def from_afar(self: transports.Rendezvous, *args: Any) -> None:
         """As it is, but that rank 1's memory is of another host."""
-        first, second = exchange(self, what, value)
-        return [first, b"another host" + second[12:] if what == "address" else second]
+        meet(self, *args)
+        name, address = self.offers[1][: transports._NAME], self.offers[1][transports._NAME :]
+        self.offers[1] = name + b"another host" + address[12:]
 
-    transports.Rendezvous.exchange = from_afar  # type: ignore[method-assign]
+    transports.Rendezvous.__init__ = from_afar  # type: ignore[method-assign]
     return _chosen(None)
 
 
 def test_ranks_on_two_hosts_fall_back() -> None:
-    first, second = run_ranks(_on_two_hosts, 2)
-    assert first.startswith("process_group")
-    assert "is on another" in first
-    assert second == "process_group: []"
+    for answer in run_ranks(_on_two_hosts, 2):
+        assert answer.startswith("process_group")
+        assert "is on another" in answer
 
 
 def test_the_module_shows_the_transport() -> None:
@@ -295,6 +297,7 @@ def test_the_module_shows_the_transport() -> None:
             capture_output=True,
             text=True,
             check=True,
+            cwd=Path(fsdp_ext.__file__).parents[1],  # the one that these tests have
             env={**os.environ, **environment},
         )
         (line,) = (line for line in result.stdout.splitlines() if line.startswith("transport "))
@@ -317,6 +320,50 @@ def test_ranks_that_do_not_exist_share_no_memory() -> None:
     run_ranks(_nobody_there, 1)
 
 
+def _group_of_several_backends() -> str:
+    group = dist.new_group(backend="cpu:gloo")
+    return lanes_of(group, HOST).transport
+
+
+def test_ranks_whose_group_has_a_backend_a_device_share_memory() -> None:
+    # As by default, where torch.distributed has no one name for the backend.
+    assert run_ranks(_group_of_several_backends, 2) == ["shared_memory"] * 2
+
+
+def _connect_again_and_again() -> list[list[float]]:
+    group = dist.new_group()
+    results = []
+    for attempt in range(4):
+        if attempt and dist.get_rank() == 1:
+            time.sleep(0.1)  # the other looks for this one, and would find what it left
+        whole = torch.empty(2)
+        lanes_of(group, HOST).all_gather(torch.tensor([10.0 * attempt + dist.get_rank()]), whole)
+        results.append(whole.tolist())
+        communicator._lanes.clear()
+    return results
+
+
+def test_ranks_that_connect_again_do_not_find_what_they_left() -> None:
+    for results in run_ranks(_connect_again_and_again, 2):
+        assert results == [[10.0 * attempt, 10.0 * attempt + 1] for attempt in range(4)]
+
+
+def _find_what_another_attempt_left() -> None:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    store = dist.distributed_c10d._get_process_group_store(group)
+    if dist.get_rank() == 1:
+        store.set("fsdp_ext/offer/0", os.urandom(200).hex())
+    dist.barrier()
+    if dist.get_rank() == 0:
+        time.sleep(0.5)
+    with pytest.raises(RuntimeError, match=r"waited 2 s for rank \d .* but it did not come"):
+        lanes_of(group, HOST)
+
+
+def test_ranks_that_mean_different_attempts_say_so() -> None:
+    run_ranks(_find_what_another_attempt_left, 2)
+
+
 # - Ranks that go missing
 
 
@@ -332,7 +379,7 @@ def _gather_for_ever(lanes: _C.Lanes) -> str:
 
 
 def _lose_a_rank(how: str) -> str:
-    """Rank 1, a child of the launcher's, is lost in the middle of all-gathers.
+    """Rank 1, a child of the launcher's, is lost, in the middle of all-gathers or before.
 
     Returns:
         What each of the others is told, and what that one is told if it comes back.
@@ -345,14 +392,21 @@ def _lose_a_rank(how: str) -> str:
         theirs.send(endpoint.address())
         lanes = _C.Lanes.shared_memory(endpoint, theirs.recv(), 1, TIMEOUT, TIMEOUT + 10)
         theirs.send(_gather_for_ever(lanes))
-        os._exit(0)
+        del lanes
+        ctypes.CDLL(None).exit(0)  # as a process ends that nobody kills
     endpoint = _C.SharedMemoryEndpoint(rank)
     addresses: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(addresses, ours.recv() if rank == 1 else endpoint.address())
     if child is None:
         lanes = _C.Lanes.shared_memory(endpoint, addresses, rank, TIMEOUT, TIMEOUT + 10)
+        if how == "gives up":
+            dist.barrier()
         return _gather_for_ever(lanes)
     ours.send(addresses)
+    if how == "gives up":
+        os.waitpid(child, 0)
+        dist.barrier()
+        return str(ours.recv())
     time.sleep(0.5)
     os.kill(child, signal.SIGKILL if how == "is killed" else signal.SIGSTOP)
     if how == "is killed":
@@ -360,8 +414,14 @@ def _lose_a_rank(how: str) -> str:
         return ""
     time.sleep(2 * TIMEOUT)
     os.kill(child, signal.SIGCONT)
-    message: str = ours.recv()
-    return message
+    return str(ours.recv())
+
+
+def test_a_rank_that_gave_up_and_ended_is_still_heard() -> None:
+    # It waited for the others, which come when it is gone.
+    for message in run_ranks(_lose_a_rank, 3, "gives up", timeout=60.0):
+        assert message.startswith("rank 1: waited 3000 ms for rank ")
+        assert "has ended" not in message
 
 
 def test_a_rank_that_is_killed_is_named_by_the_others() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -25,6 +26,8 @@ from fsdp_ext.communicator import lanes_of
 from fsdp_ext.measure_link import SIZES, Fit, Sample, fit, report
 from fsdp_ext.simulated import H100_CLUSTER, H100_NODE, PRESETS
 
+# Where the fsdp_ext is that these tests have: `python -m` takes what is in the directory first.
+PACKAGE = Path(fsdp_ext.__file__).parents[1]
 FAST = Link("fast", alpha=0.0, beta=1e15)
 
 
@@ -176,6 +179,13 @@ def test_a_link_across_groups_adds_up() -> None:
     assert "across" in H100_CLUSTER.over(64).name
 
 
+def test_figures_hold_for_no_more_ranks_than_they_are_of() -> None:
+    with pytest.raises(ValueError, match=r"at most 8 ranks, .* but got 1024; .*across"):
+        Simulated(1024, H100_NODE)
+    assert Simulated(1024, H100_CLUSTER).world_size == 1024
+    assert Simulated(1024, replace(H100_NODE, ranks=0)).link.over(1024).beta == H100_NODE.beta
+
+
 def test_links_are_written_and_read_back(tmp_path: Path) -> None:
     for name, link in PRESETS.items():
         path = tmp_path / f"{name}.json"
@@ -246,9 +256,11 @@ def test_a_report_tells_sizes_that_were_left_out() -> None:
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
 def test_measuring_a_link_writes_one_that_can_be_simulated(tmp_path: Path, transport: str) -> None:
     path = tmp_path / "link.json"
-    command = [sys.executable, "-m", "fsdp_ext", "measure-link", "--transport", transport]
+    command = [sys.executable, "-m", "fsdp_ext", "measure-link"]
     result = subprocess.run(
         [*command, "--repeats", "3", "--out", str(path)],
+        cwd=PACKAGE,
+        env={**os.environ, "FSDP_EXT_TRANSPORT": transport},
         capture_output=True,
         text=True,
         timeout=240,
@@ -269,6 +281,7 @@ def test_the_command_line_says_what_it_expects() -> None:
     def fails(*arguments: str) -> str:
         result = subprocess.run(
             [sys.executable, "-m", "fsdp_ext", *arguments],
+            cwd=PACKAGE,
             capture_output=True,
             text=True,
             check=False,

@@ -14,6 +14,7 @@ using Clock = std::chrono::steady_clock;
 using Standing = Mailbox::Standing;
 
 constexpr std::chrono::microseconds kSpin{50};
+constexpr std::chrono::milliseconds kLongest = std::chrono::hours(24 * 365);  // clocks overflow
 constexpr std::chrono::milliseconds kNap{50};  // between looks at whether a peer still exists
 
 const char* text_of(Operation::Kind kind) {
@@ -44,8 +45,12 @@ std::string Operation::describe() const {
 }
 
 Meetings::Meetings(Mailbox& mine, std::vector<Peer> peers, int rank,
-                   std::chrono::milliseconds timeout)
-    : mine_(mine), peers_(std::move(peers)), rank_(rank), timeout_(timeout) {}
+                   std::chrono::milliseconds timeout, std::uint32_t newest)
+    : mine_(mine),
+      peers_(std::move(peers)),
+      rank_(rank),
+      timeout_(std::min(timeout, kLongest)),
+      number_(newest) {}
 
 Meetings::~Meetings() {
   Standing expected = Standing::Member;

@@ -64,8 +64,10 @@ struct Peer {
 // The meetings of one communicator as one rank sees them. One thread goes to them; any may abort.
 class Meetings {
  public:
-  // `peers` in order of rank, this one included. Any wait takes `timeout` at most.
-  Meetings(Mailbox& mine, std::vector<Peer> peers, int rank, std::chrono::milliseconds timeout);
+  // `peers` in order of rank, this one included. Any wait takes `timeout` at most. `newest`: the
+  // number in all mailboxes; for tests.
+  Meetings(Mailbox& mine, std::vector<Peer> peers, int rank, std::chrono::milliseconds timeout,
+           std::uint32_t newest = 0);
   ~Meetings();
 
   Meetings(const Meetings&) = delete;
@@ -102,7 +104,7 @@ class Meetings {
   std::vector<Peer> peers_;
   int rank_;
   std::chrono::milliseconds timeout_;
-  std::uint32_t number_ = 0;
+  std::uint32_t number_;
   const std::string* what_ = nullptr;
 
   std::mutex mutex_;  // of error_

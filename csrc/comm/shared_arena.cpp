@@ -1,6 +1,7 @@
 #include "comm/shared_arena.h"
 
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -43,16 +44,20 @@ std::string read_file(const std::string& path) {
 }
 
 struct ProcessStat {
-  char state = '\0';  // '\0': there is no such process
+  char state = '\0';     // '\0': there is no such process
+  bool unknown = false;  // it cannot be looked at now, for want of a file descriptor, say
   std::uint64_t started = 0;
 };
 
 // Fields 3 and 22 of /proc/<pid>/stat (proc_pid_stat(5)). The second may have any character.
 ProcessStat stat_of(pid_t pid) {
-  const std::string text = read_file("/proc/" + std::to_string(pid) + "/stat");
+  const std::string path = "/proc/" + std::to_string(pid) + "/stat";
+  const std::string text = read_file(path);
   const std::size_t end_of_name = text.rfind(')');
   if (end_of_name == std::string::npos) {
-    return {};
+    ProcessStat none;
+    none.unknown = ::kill(pid, 0) == 0 || errno != ESRCH;
+    return none;
   }
   std::istringstream fields(text.substr(end_of_name + 1));
   ProcessStat stat;
@@ -79,6 +84,9 @@ std::uint64_t random_token() {
 
 ProcessState state_of(const ArenaAddress& address) {
   const ProcessStat now = stat_of(address.pid);
+  if (now.unknown) {
+    return ProcessState::Runs;
+  }
   if (now.state == '\0' || now.state == 'Z' || now.state == 'X' || now.started != address.started) {
     return ProcessState::Ended;
   }
@@ -89,7 +97,7 @@ ProcessState state_of(const ArenaAddress& address) {
 
 std::shared_ptr<Arena> Arena::of_this_process() {
   static std::mutex mutex;
-  static std::shared_ptr<Arena> arena;
+  static auto& arena = *new std::shared_ptr<Arena>;  // as long as the process: Note [arena]
   const std::lock_guard<std::mutex> lock(mutex);
   if (arena == nullptr || arena->address_.pid != ::getpid()) {
     arena.reset();
@@ -101,7 +109,7 @@ std::shared_ptr<Arena> Arena::of_this_process() {
 Arena::Arena() {
   const std::string boot = read_file("/proc/sys/kernel/random/boot_id");
   const ProcessStat self = stat_of(::getpid());
-  FSDP_CHECK(!boot.empty() && self.state != '\0',
+  FSDP_CHECK(!boot.empty() && self.state != '\0' && !self.unknown,
              "shared memory expects /proc to be mounted but it is not");
   std::copy_n(boot.begin(), std::min(boot.size(), sizeof(address_.host) - 1), address_.host);
   address_.pid = ::getpid();
@@ -166,9 +174,10 @@ std::size_t Arena::take(std::size_t bytes) {
     if (::madvise(base_ + offset, size, MADV_POPULATE_WRITE) != 0 && errno != EINVAL) {
       const int error = errno;
       free_pages(offset, size);  // of which there may be some
-      throw Error(detail::concat(
-          "expects ", bytes, " more bytes of shared memory but the system says: ", reason(error),
-          "; use more ranks, or smaller units"));
+      throw Error(
+          detail::concat("expects ", bytes, " more bytes of shared memory but the system says: ",
+                         reason(error == EFAULT ? ENOMEM : error),  // what a SIGBUS would be
+                         "; use more ranks, or smaller units"));
     }
     free_.erase(range);
     if (offset > begin) {

@@ -44,7 +44,8 @@ struct SharedMemoryEndpoint::Address {
 SharedMemoryEndpoint::SharedMemoryEndpoint(int name)
     : name_(name), arena_(Arena::of_this_process()) {
   static std::mutex mutex;
-  static std::vector<std::shared_ptr<void>> kept;
+  // Never destroyed: peers look into them until the process has ended, also while it ends.
+  static auto& kept = *new std::vector<std::shared_ptr<void>>;
   const std::lock_guard<std::mutex> lock(mutex);
   for (Mailbox*& mailbox : mailboxes_) {
     kept.push_back(Arena::allocate(arena_, sizeof(Mailbox)));
@@ -120,6 +121,7 @@ class SharedMemoryCommunicator final : public Communicator {
       for (int from = 0; from < size(); ++from) {
         meetings_.await(from, {});
       }
+      meetings_.leave();
     });
   }
 

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <mutex>
 #include <random>
 #include <string>
 #include <vector>
@@ -107,8 +108,14 @@ class SimulatedCommunicator final : public Communicator {
     }
   }
 
-  void abort(const std::string& reason) override { error_ = reason; }
-  std::string async_error() override { return error_; }
+  void abort(const std::string& reason) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    error_ = reason;
+  }
+  std::string async_error() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return error_;
+  }
 
  private:
   std::size_t ranks() const { return static_cast<std::size_t>(options_.size); }
@@ -133,6 +140,7 @@ class SimulatedCommunicator final : public Communicator {
   SimulatedOptions options_;
   std::mt19937_64 random_;
   std::exponential_distribution<double> late_{1.0};
+  std::mutex mutex_;  // of error_
   std::string error_;
 
   // - Between group_start and group_end.

@@ -38,6 +38,8 @@ void OrderCheck::compare(const char* op, const Unit& unit, std::size_t bytes) {
   mine.bytes = bytes;
   std::snprintf(mine.op, sizeof(mine.op), "%s", op);
   std::snprintf(mine.unit, sizeof(mine.unit), "%s", unit.name.c_str());
+  const bool gathers = std::strcmp(op, "all-gather") == 0;
+  lane_.communicator().announce(gathers ? unit.gather_label : unit.reduce_label);
   lane_.communicator().host_all_gather(lane_.stream(), &mine, all_.data(), sizeof(mine));
   lane_.stream().record(*compared_);
   compared_->synchronize(device_.timeout(),

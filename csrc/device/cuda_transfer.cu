@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/check.h"
 #include "device/cuda_check.h"
 #include "device/cuda_transfer.h"
 
@@ -105,6 +106,14 @@ int shared_bytes() {
   return bytes;
 }
 
+int multiprocessors_of_device() {
+  int device = 0;
+  int count = 0;
+  FSDP_CUDA_CHECK(cudaGetDevice(&device));
+  FSDP_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+  return count;
+}
+
 std::uint64_t bytes_of(const Move& move) {
   return static_cast<std::uint64_t>(move.bytes) * static_cast<std::uint64_t>(move.count);
 }
@@ -118,6 +127,9 @@ void launch_transfer(cudaStream_t stream, std::chrono::nanoseconds duration,
   for (const Move& move : moves) {
     all += bytes_of(move);
   }
+  const int there_are = multiprocessors_of_device();
+  FSDP_CHECK(multiprocessors <= there_are, "a simulated collective expects at most ", there_are,
+             " multiprocessors, as many as this GPU has, but got ", multiprocessors);
   const int shared = shared_bytes();
   for (std::size_t begin = 0; begin < std::max<std::size_t>(1, moves.size());
        begin += kMovesALaunch) {

@@ -14,7 +14,8 @@
 namespace fsdp {
 
 // Both on the current device. `multiprocessors` (at least one) are taken whole: a block on each
-// asks for all of its shared memory. Its pace is even: each part is moved when its time has come.
+// asks for all of its shared memory, and its time begins when it has one. Its pace is even: each
+// part is moved when its time has come.
 void launch_transfer(cudaStream_t stream, std::chrono::nanoseconds duration,
                      const std::vector<Move>& moves, int multiprocessors);
 

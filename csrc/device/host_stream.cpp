@@ -81,8 +81,10 @@ class HostDevice final : public Device {
         copy_pieces(move);
       }
       // By default the kernel lets a thread sleep 50 us longer, to wake several at once.
+      const int slack = ::prctl(PR_GET_TIMERSLACK);
       ::prctl(PR_SET_TIMERSLACK, 1UL);
       std::this_thread::sleep_until(start + duration);
+      ::prctl(PR_SET_TIMERSLACK, static_cast<unsigned long>(std::max(slack, 1)));
     });
   }
 

@@ -4,6 +4,7 @@
 #include "comm/shared_memory.h"
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -13,6 +14,7 @@
 #include <random>
 #include <thread>
 
+#include "comm/meeting.h"
 #include "comm/rank_order_sum.h"
 #include "core/check.h"
 #include "device/host_stream.h"
@@ -163,6 +165,17 @@ TEST(Arena, KnowsTheStateOfAProcess) {
   EXPECT_EQ(state_of(child), ProcessState::Ended);
 }
 #endif
+
+TEST(Arena, DoesNotTakeAProcessForEndedThatItCannotLookAt) {
+  const ArenaAddress here = Arena::of_this_process()->address();
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  const rlimit none{0, before.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
+  const ProcessState state = state_of(here);
+  ::setrlimit(RLIMIT_NOFILE, &before);
+  EXPECT_EQ(state, ProcessState::Runs);
+}
 
 TEST(ArenaView, SaysWhyItCannotBe) {
   const ArenaAddress here = Arena::of_this_process()->address();
@@ -574,6 +587,79 @@ TEST(SharedMemory, AnAbortReachesEverybodyAndStays) {
     rank.reduce_stream.synchronize();
   });
   expect_fine(messages);
+}
+
+TEST(SharedMemory, InputsInTheArenaAndElsewhereDoNotGoTogether) {
+  const auto messages = run_ranks(2, [](Rank& rank) {
+    const auto input = rank.memory(64, /*shared=*/rank.number == 0);
+    char all[128];
+    rank.gather.all_gather(rank.gather_stream, input.get(), all, 64);
+    rank.gather_stream.synchronize();
+  });
+  for (const std::string& message : messages) {
+    EXPECT_TRUE(contains(message, "expected to run the same collectives")) << message;
+  }
+}
+
+// - Meetings by themselves
+
+class TwoRanksMeet : public ::testing::Test {
+ protected:
+  void meet_from(std::uint32_t newest) {
+    const auto arena = Arena::of_this_process();
+    const auto view = ArenaView::of(arena->address());
+    std::vector<Peer> peers;
+    for (int r = 0; r < 2; ++r) {
+      memory_.push_back(Arena::allocate(arena, sizeof(Mailbox)));
+      mailboxes_[r] = new (memory_.back().get()) Mailbox;
+      mailboxes_[r]->posted = mailboxes_[r]->finished = newest;
+      peers.push_back({arena->address(), view, mailboxes_[r], r});
+    }
+    for (int r = 0; r < 2; ++r) {
+      ranks_[r] = std::make_unique<Meetings>(*mailboxes_[r], peers, r, milliseconds(300), newest);
+      ranks_[r]->begin(kLayer);
+    }
+  }
+
+  std::vector<std::shared_ptr<void>> memory_;
+  Mailbox* mailboxes_[2];
+  std::unique_ptr<Meetings> ranks_[2];
+};
+
+TEST_F(TwoRanksMeet, AcrossTheEndOfTheNumbers) {
+  meet_from(0xfffffffdu);
+  for (int i = 0; i < 6; ++i) {
+    for (auto& rank : ranks_) {
+      rank->arrive({});
+    }
+    auto other = std::async(std::launch::async, [&] {
+      ranks_[1]->await(0, {});
+      ranks_[1]->leave();
+    });
+    ranks_[0]->await(1, {});
+    ranks_[0]->leave();
+    other.get();
+  }
+  EXPECT_EQ(mailboxes_[0]->posted, 3U);
+  // And one that does not come is missed there, too.
+  meet_from(0xffffffffu);
+  ranks_[0]->arrive({});
+  EXPECT_TRUE(contains(message_of([&] { ranks_[0]->await(1, {}); }), "waited 300 ms for rank 1"));
+}
+
+// What it had to read is gone when it fails, though it had read all that it needed itself.
+TEST_F(TwoRanksMeet, WhoReadsOfARankThatThenFailsFails) {
+  meet_from(0);
+  for (auto& rank : ranks_) {
+    rank->arrive({});
+  }
+  ranks_[0]->await(1, {});
+  const std::string reason = message_of([&] { ranks_[0]->leave(); });
+  EXPECT_TRUE(contains(reason, "waited 300 ms for rank 1")) << reason;
+  ranks_[0]->abort(reason);
+  ranks_[1]->await(0, {});
+  EXPECT_EQ(mailboxes_[0]->finished, 1U);
+  EXPECT_TRUE(contains(message_of([&] { ranks_[1]->leave(); }), reason));
 }
 
 TEST(SharedMemory, RanksThatDisagreeSaySo) {
