@@ -7,7 +7,6 @@ size, and compares what the fit predicts with what was measured at the sizes bet
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -17,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -167,20 +165,17 @@ def _of(samples: Sequence[Sample], operation: str, held_out: bool) -> list[Sampl
 
 
 def write(path: str, link: Link, samples: Sequence[Sample], fits: dict[str, Fit]) -> None:
-    """Write the link as `Link.load` reads it, with what it was made from, whole or not at all."""
-    document = asdict(link) | {
-        "measured": {
+    """Write the link as `Link.load` reads it, with what it was made from."""
+    link.save(
+        path,
+        measured={
             "samples": [asdict(sample) for sample in samples],
             "residual": {operation: fitted.residual for operation, fitted in fits.items()},
             "torch": torch.__version__,
             "machine": platform.machine(),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        }
-    }
-    target = Path(path)
-    unfinished = target.with_name(target.name + ".partial")
-    unfinished.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    unfinished.replace(target)
+        },
+    )
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -129,11 +130,12 @@ class Link:
         alpha, beta = {"all_gather": gather, "reduce_scatter": reduce}[operation]
         return alpha + nbytes / beta
 
-    def save(self, path: str | Path) -> None:
-        """Write it as JSON, whole or not at all."""
+    def save(self, path: str | Path, measured: Mapping[str, Any] | None = None) -> None:
+        """Write it as JSON, whole or not at all, with what it was measured by, if anything."""
+        document = asdict(self) | ({} if measured is None else {"measured": dict(measured)})
         target = Path(path)
         partial = target.with_name(target.name + ".partial")
-        partial.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
         partial.replace(target)
 
     @classmethod

@@ -10,11 +10,11 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
-#include <fstream>
 #include <iterator>
 #include <random>
 #include <sstream>
 
+#include "core/align.h"
 #include "core/check.h"
 
 namespace fsdp {
@@ -30,17 +30,19 @@ constexpr std::size_t kHugePage = std::size_t{2} << 20;
 // A hundred and more of these fit the address space of one process.
 constexpr std::size_t kLargestArena = std::size_t{256} << 30;
 
-std::size_t align_up(std::size_t value, std::size_t alignment) {
-  return (value + alignment - 1) / alignment * alignment;
-}
-
 std::string reason(int error) { return std::strerror(error); }
 
+// Empty where it cannot be read.
 std::string read_file(const std::string& path) {
-  std::ifstream file(path);
-  std::stringstream text;
-  text << file.rdbuf();
-  return text.str();
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd < 0) {
+    return {};
+  }
+  std::string text(kPage, '\0');  // longer than any file that is read here
+  const ssize_t length = ::read(fd, text.data(), text.size());
+  ::close(fd);
+  text.resize(static_cast<std::size_t>(std::max<ssize_t>(length, 0)));
+  return text;
 }
 
 struct ProcessStat {

@@ -3,14 +3,11 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/align.h"
 #include "core/check.h"
 
 namespace fsdp {
 namespace {
-
-std::size_t align_up(std::size_t value, std::size_t alignment) {
-  return (value + alignment - 1) / alignment * alignment;
-}
 
 // Elements whose multiples are aligned to 16 bytes in both dtypes: gradients have the same
 // element offsets on the wire and in the flat gradient.
