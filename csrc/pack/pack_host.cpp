@@ -54,37 +54,58 @@ void move_run(const void* source, DType source_dtype, void* destination, DType d
   });
 }
 
-char* at_element(void* base, std::int64_t index, DType dtype) {
-  return static_cast<char*>(base) + static_cast<std::size_t>(index) * itemsize(dtype);
-}
+// Moves runs of one pair of dtypes, chosen once for many small ones.
+template <typename Source, typename Destination>
+class RunMover {
+ public:
+  RunMover(double scale, bool accumulate)
+      : scale_(scale),
+        accumulate_(accumulate),
+        copies_(std::is_same_v<Source, Destination> && scale == 1.0 && !accumulate) {}
 
-const char* at_element(const void* base, std::int64_t index, DType dtype) {
-  return static_cast<const char*>(base) + static_cast<std::size_t>(index) * itemsize(dtype);
-}
+  void operator()(const Source* source, Destination* destination, std::int64_t numel) const {
+    if (copies_) {
+      std::memcpy(destination, source, static_cast<std::size_t>(numel) * sizeof(Source));
+    } else if (accumulate_) {
+      accumulate_run(source, destination, numel, scale_);
+    } else {
+      convert_run(source, destination, numel, scale_);
+    }
+  }
 
-// A gradient's elements of one rank, from `first` of its chunk's elements on.
-void pack_chunk(const PackEntry& entry, int world_size, int rank, const void* gradient,
-                DType gradient_dtype, void* destination, DType reduce_dtype, std::int64_t numel,
-                double scale, bool accumulate) {
+ private:
+  double scale_;
+  bool accumulate_;
+  bool copies_;
+};
+
+// A gradient's `numel` elements of one rank.
+template <typename Source, typename Destination>
+void pack_chunk(const PackEntry& entry, int world_size, int rank, const Source* gradient,
+                Destination* destination, std::int64_t numel,
+                const RunMover<Source, Destination>& move) {
+  if (entry.runs == 1) {
+    move(gradient + rank * entry.chunk_numel, destination, numel);
+    return;
+  }
   const std::int64_t run = entry.chunk_numel / entry.runs;  // Note [runs]
   for (std::int64_t k = 0; k < entry.runs; ++k) {
-    move_run(at_element(gradient, (k * world_size + rank) * run, gradient_dtype), gradient_dtype,
-             at_element(destination, k * run, reduce_dtype), reduce_dtype,
-             entry.runs == 1 ? numel : run, scale, accumulate);
+    move(gradient + (k * world_size + rank) * run, destination + k * run, run);
   }
 }
 
-void pack_now(const PackPlan& plan, const void* const* gradients, DType gradient_dtype,
-              void* reduce_input, DType reduce_dtype, double scale, bool accumulate) {
+template <typename Source, typename Destination>
+void pack_as(const PackPlan& plan, const void* const* gradients, Destination* reduce_input,
+             double scale, bool accumulate) {
+  const RunMover<Source, Destination> move(scale, accumulate);
   for (int rank = 0; rank < plan.world_size; ++rank) {
-    void* segment = at_element(reduce_input, plan.segment_numel * rank, reduce_dtype);
+    Destination* segment = reduce_input + plan.segment_numel * rank;
     std::int64_t written = 0;  // of the segment; what is left out on the way is padding
     const auto zero_until = [&](std::int64_t end) {
       if (!accumulate && end > written) {
-        std::memset(at_element(segment, written, reduce_dtype), 0,
-                    static_cast<std::size_t>(end - written) * itemsize(reduce_dtype));
+        std::memset(static_cast<void*>(segment + written), 0,
+                    static_cast<std::size_t>(end - written) * sizeof(Destination));
       }
-      written = end;
     };
     for (std::size_t i = 0; i < plan.entries.size(); ++i) {
       const PackEntry& entry = plan.entries[i];
@@ -93,13 +114,20 @@ void pack_now(const PackPlan& plan, const void* const* gradients, DType gradient
         continue;
       }
       zero_until(entry.offset);
-      pack_chunk(entry, plan.world_size, rank, gradients[i], gradient_dtype,
-                 at_element(segment, entry.offset, reduce_dtype), reduce_dtype, numel, scale,
-                 accumulate);
+      pack_chunk(entry, plan.world_size, rank, static_cast<const Source*>(gradients[i]),
+                 segment + entry.offset, numel, move);
       written = entry.offset + numel;
     }
     zero_until(plan.segment_numel);
   }
+}
+
+void pack_now(const PackPlan& plan, const void* const* gradients, DType gradient_dtype,
+              void* reduce_input, DType reduce_dtype, double scale, bool accumulate) {
+  with_floats(gradient_dtype, reduce_dtype, [&](auto from, auto to) {
+    pack_as<decltype(from)>(plan, gradients, static_cast<decltype(to)*>(reduce_input), scale,
+                            accumulate);
+  });
 }
 
 void unpack_now(const UnpackPlan& plan, const void* staging, void* unsharded) {
