@@ -31,6 +31,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     transport: str | Simulated | None = ...,
+    bucket_bytes: int | None = ...,
 ) -> FSDPModule: ...
 
 
@@ -45,6 +46,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     transport: str | Simulated | None = ...,
+    bucket_bytes: int | None = ...,
 ) -> list[FSDPModule]: ...
 
 
@@ -58,6 +60,7 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     transport: str | Simulated | None = None,
+    bucket_bytes: int | None = None,
 ) -> FSDPModule | list[FSDPModule]:
     """Shard ``module``'s parameters, gradients and optimizer state over data-parallel ranks.
 
@@ -88,6 +91,9 @@ def fully_shard(
             "process_group". By default what FSDP_EXT_TRANSPORT names, else NCCL on GPUs, shared
             memory between gloo's ranks of one host, and the process group otherwise. Or a
             :class:`fsdp_ext.Simulated` one, without peers. One for all units of a model.
+        bucket_bytes: units that forward runs one after the other travel together as long as their
+            all-gather carries at most so many bytes, of all ranks together; 0: each by itself. A
+            unit without a value has the root's. Results do not depend on it.
 
     Returns:
         ``module``, whose class is now a subclass of :class:`FSDPModule` and its own class.
@@ -118,6 +124,7 @@ def fully_shard(
         mp_policy,
         _resolve_reshard(reshard_after_forward, mesh),
         transport,
+        _resolve_bucket_bytes(bucket_bytes),
     )
     _move_buffers(modules, unit.device)
     for submodule in modules:
@@ -175,6 +182,15 @@ def _resolve_reshard(value: bool | int | None, mesh: DeviceMesh) -> bool | None:
     raise NotImplementedError(
         f"reshard_after_forward={value} (resharding to a smaller group) is not supported yet; use "
         "True or False"
+    )
+
+
+def _resolve_bucket_bytes(value: int | None) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return value
+    raise ValueError(
+        f"bucket_bytes expects a number of bytes, 0 or more, or None but got {value!r}; 0 sends "
+        "each unit by itself"
     )
 
 

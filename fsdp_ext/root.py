@@ -119,8 +119,14 @@ class Root:
         cores = []
         for unit in self.units:
             cores.append(unit.build(unit_names[id(unit)] or "the root", names))
-        for unit, unit_core in zip(self.units, cores, strict=True):
-            core.add_unit(unit_core, self._reshards(unit), *unit.gradient_scales())
+        for unit, unit_core, parent in zip(self.units, cores, self._parents(), strict=True):
+            core.add_unit(
+                unit_core,
+                self._reshards(unit),
+                *unit.gradient_scales(),
+                parent,
+                self._bucket_bytes(unit),
+            )
         self.core = core
         for unit in self.units:
             self.apply_settings(unit)
@@ -169,6 +175,28 @@ class Root:
             return max([len(enclosing)] + [depth(child, enclosing) for child in module.children()])
 
         return max(1, depth(self.module, frozenset()))
+
+    def _parents(self) -> list[int]:
+        """Return which unit encloses each one, by number; -1 for the root."""
+        parents: dict[int, int] = {}
+
+        def visit(module: nn.Module, parent: int) -> None:
+            unit = unit_of(module)
+            if unit is not None:
+                parents.setdefault(number := self.number(unit), parent)
+                parent = number
+            for child in module.children():
+                visit(child, parent)
+
+        visit(self.module, -1)
+        return [parents[number] for number in range(len(self.units))]
+
+    def _bucket_bytes(self, unit: Unit) -> int:
+        """Return how large a bucket may be that ``unit`` shares: its own setting or the root's."""
+        for asked in (unit.bucket_bytes, self.units[0].bucket_bytes):
+            if asked is not None:
+                return asked
+        return 0
 
     def _pre_forward_when_stale(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.rebuild()

@@ -60,6 +60,7 @@ class Unit:
         mesh: 1-D, over which rows are sharded.
         reshard_after_forward: None stands for True, and False if this turns out to be the root.
         transport: by name, or a simulated one; None for the default.
+        bucket_bytes: see :func:`fsdp_ext.fully_shard`.
     """
 
     def __init__(
@@ -71,12 +72,14 @@ class Unit:
         mp_policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
         transport: Transport = None,
+        bucket_bytes: int | None = None,
     ) -> None:
         self.modules = modules
         self.mesh = mesh
         self.device = device
         self.mp_policy = mp_policy
         self.transport = transport
+        self.bucket_bytes = bucket_bytes
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.requires_gradient_sync = True

@@ -130,8 +130,8 @@ class Program:
         self.units = [m for m in reversed(inner) if rng.random() < 0.5]
         for unit in self.units:
             reshard = rng.choice([None, None, True, False])
-            self.system.fully_shard(unit, reshard_after_forward=reshard, **options)
-        self.system.fully_shard(self.model, **options)
+            self.shard(unit, reshard_after_forward=reshard, **options)
+        self.shard(self.model, **options)
         self.units.append(self.model)
         if rng.random() < 0.5:
             self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
@@ -140,6 +140,9 @@ class Program:
         else:
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
         self.record: list[tuple[str, Tensor | None]] = []
+
+    def shard(self, module: nn.Module, **options: Any) -> None:
+        self.system.fully_shard(module, **options)
 
     def run(self) -> list[tuple[str, Tensor | None]]:
         for step in range(STEPS):

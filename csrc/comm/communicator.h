@@ -14,8 +14,9 @@
 
 namespace fsdp {
 
-// What a rank does with memory in collectives: gives what others read, or takes what they gave.
-enum class BufferUse : std::uint8_t { Input, Output };
+// What a rank does with memory in collectives: gives what others read, or takes what they gave. A
+// shard is input that may outlive the communicator, since it is the parameters.
+enum class BufferUse : std::uint8_t { Input, Output, Shard };
 
 class Communicator {
  public:

@@ -450,10 +450,10 @@ class NcclCommunicator final : public Communicator {
 };
 
 // Where NCCL cannot register, its own memory, or plain memory, does as well.
-std::shared_ptr<void> NcclCommunicator::allocate(Device& device, std::size_t bytes,
-                                                 BufferUse /*use*/) {
+std::shared_ptr<void> NcclCommunicator::allocate(Device& device, std::size_t bytes, BufferUse use) {
   const std::string kind = api_.registration();
-  if (!options_.register_buffers || kind == "none" || options_.size == 1) {
+  if (!options_.register_buffers || kind == "none" || options_.size == 1 ||
+      use == BufferUse::Shard) {  // which may outlive the communicator
     return device.allocate(bytes);
   }
   FSDP_CHECK(!device.is_capturing(),

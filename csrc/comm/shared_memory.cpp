@@ -78,7 +78,7 @@ class SharedMemoryCommunicator final : public Communicator {
   void announce(const std::string& what) override { what_ = &what; }
 
   std::shared_ptr<void> allocate(Device& device, std::size_t bytes, BufferUse use) override {
-    return use == BufferUse::Input ? Arena::allocate(arena_, bytes) : device.allocate(bytes);
+    return use == BufferUse::Output ? device.allocate(bytes) : Arena::allocate(arena_, bytes);
   }
 
   void group_start() override { in_group_ = true; }

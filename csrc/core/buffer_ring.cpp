@@ -19,23 +19,23 @@ BufferRing::BufferRing(Device& device, Allocate allocate, int slots, std::size_t
   }
 }
 
-Slot* BufferRing::find_contents(int unit) {
+Slot* BufferRing::find_contents(int bucket) {
   for (auto& slot : slots_) {
-    if (slot->contents == unit && slot->owner == Slot::kNobody) {
+    if (slot->contents == bucket && slot->owner == Slot::kNobody) {
       return slot.get();
     }
   }
   return nullptr;
 }
 
-void BufferRing::take_back(Slot& slot, int unit) {
-  FSDP_CHECK(slot.owner == Slot::kNobody && slot.contents == unit, "unit ", unit,
+void BufferRing::take_back(Slot& slot, int bucket) {
+  FSDP_CHECK(slot.owner == Slot::kNobody && slot.contents == bucket, "bucket ", bucket,
              " expects a released slot with its own parameters but got one of owner ", slot.owner,
              " with contents of ", slot.contents);
-  slot.owner = unit;
+  slot.owner = bucket;
 }
 
-Slot* BufferRing::try_take(int unit) {
+Slot* BufferRing::try_take(int bucket) {
   Slot* oldest = nullptr;
   for (auto& slot : slots_) {
     if (slot->owner == Slot::kNobody &&
@@ -44,18 +44,18 @@ Slot* BufferRing::try_take(int unit) {
     }
   }
   if (oldest != nullptr) {
-    oldest->owner = unit;
-    oldest->contents = unit;
+    oldest->owner = bucket;
+    oldest->contents = bucket;
   }
   return oldest;
 }
 
-Slot* BufferRing::take_overflow(int unit, std::size_t bytes) {
+Slot* BufferRing::take_overflow(int bucket, std::size_t bytes) {
   auto slot = std::make_unique<Slot>();
   slot->memory = device_.allocate(bytes);
   slot->bytes = bytes;
-  slot->owner = unit;
-  slot->contents = unit;
+  slot->owner = bucket;
+  slot->contents = bucket;
   slot->overflow = true;
   slot->released = device_.new_event();
   overflow_.push_back(std::move(slot));
@@ -65,7 +65,7 @@ Slot* BufferRing::take_overflow(int unit, std::size_t bytes) {
 void BufferRing::release(Slot& slot, Stream& readers, bool keeps_contents) {
   FSDP_CHECK(slot.owner != Slot::kNobody,
              "release expects a slot that has an owner but got a "
-             "released one, which last held unit ",
+             "released one, which last held bucket ",
              slot.contents);
   slot.owner = Slot::kNobody;
   if (!keeps_contents) {

@@ -1,8 +1,8 @@
-// Brings one unit's parameters together and lets them go: slots, casts, all-gathers, unpacking.
+// Brings one bucket's parameters together and lets them go: slots, casts, all-gathers, unpacking.
 // When that happens is the pipeline's business.
 //
 // Note [lazy reshard]
-// A unit whose released slot nobody has taken is unsharded again without a collective, as long as
+// A bucket whose released slot nobody has taken is unsharded again without a collective, as long as
 // it is the same iteration and its shards have not changed. Never across iterations: writes through
 // `.data`, torch._foreach_ functions and fused optimizers leave no trace on a DTensor's version, so
 // that only the start of a forward is a safe point to look at the shards anew.
@@ -13,17 +13,17 @@
 #include <memory>
 #include <vector>
 
+#include "core/bucket.h"
 #include "core/buffer_ring.h"
 #include "core/lanes.h"
 #include "core/ledger.h"
-#include "core/unit.h"
 
 namespace fsdp {
 
 class Gatherer {
  public:
   // Called right before a collective is issued.
-  using Announce = std::function<void(Unit&, std::size_t bytes)>;
+  using Announce = std::function<void(const Bucket&, std::size_t bytes)>;
 
   // The lane outlives this, and may be shared with others.
   Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Announce announce);
@@ -32,9 +32,9 @@ class Gatherer {
   Gatherer(const Gatherer&) = delete;
   Gatherer& operator=(const Gatherer&) = delete;
 
-  // Sizes the ring for `units` (and frees the one before): `slots` slots of the largest unit that
-  // reshards after forward. Not while a slot of the ring has an owner.
-  void plan_memory(const std::vector<std::unique_ptr<Unit>>& units, int slots);
+  // Sizes the ring for `buckets` (and frees the one before): `slots` slots of the largest one that
+  // reshards after forward. Not while a slot has an owner. `buckets` lives until the next call.
+  void plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, int slots);
 
   // A new iteration: work issued so far on the compute stream (the optimizer's) comes before its
   // gathers, and nothing gathered earlier counts as current.
@@ -43,14 +43,16 @@ class Gatherer {
   void join_capture();
   std::uint64_t iteration() const { return iteration_; }
 
-  // Issues what it takes to unshard; does nothing unless sharded. Without `on_demand` it gives up
-  // (returns false) where no slot is free; with it, it takes the slot of a speculative gather, or
-  // one outside the ring.
-  bool issue(Unit& unit, bool on_demand, const std::vector<std::unique_ptr<Unit>>& units);
+  // Issues what it takes to unshard; does nothing unless sharded. What it brings of the bucket's
+  // other units is gathered ahead. Without `on_demand` it gives up (returns false) where no slot is
+  // free; with it, it takes the slot of a speculative gather, or one outside the ring.
+  bool issue(Unit& unit, bool on_demand);
   // Makes the compute stream wait and attaches the parameters.
   void attach(Unit& unit);
   // Back to sharded, from any state.
   void release(Unit& unit);
+  // Those of the bucket's units that nobody has asked for: they would keep its slot.
+  void release_leftovers(Bucket& bucket);
   // Whether the unsharded parameters are those of the shards as they are now, as far as known.
   bool is_current(Unit& unit);
 
@@ -61,13 +63,17 @@ class Gatherer {
   void set_poison_released_slots(bool value) { poison_ = value; }
 
  private:
-  bool is_identity(const Unit& unit) const;
   void follow_compute();
-  Slot* current_slot(Unit& unit);
-  Slot* free_slot(Unit& unit, bool on_demand, const std::vector<std::unique_ptr<Unit>>& units);
-  void gather_into(Unit& unit, Slot& slot);
-  void gather_from_ranks(Unit& unit, Slot& slot);
-  const void* gather_input(Unit& unit);
+  bool bring(Unit& unit, bool on_demand);
+  Slot* current_slot(Bucket& bucket);
+  Slot* free_slot(Bucket& bucket, bool on_demand);
+  Slot* home_of(Bucket& bucket);
+  Slot* take_speculative_slot(int bucket);
+  void gather_into(Bucket& bucket, Slot& slot);
+  void gather_from_ranks(Bucket& bucket, Slot& slot);
+  const void* gather_input(Bucket& bucket);
+  void hold(Bucket& bucket);
+  void let_go(Slot& slot, Bucket& bucket);
   void poison(Slot& slot);
 
   Device& device_;
@@ -78,6 +84,7 @@ class Gatherer {
   Announce announce_;
   std::unique_ptr<Event> compute_reached_;
   std::unique_ptr<Event> gathers_reached_;
+  const std::vector<std::unique_ptr<Bucket>>* buckets_ = nullptr;
   std::unique_ptr<BufferRing> ring_;
   std::shared_ptr<void> staging_;  // rank-major; in-order use on stream_, so one is enough
   std::size_t staging_bytes_ = 0;

@@ -42,6 +42,7 @@ UnitLayout::UnitLayout(std::vector<ParamSpec> params, int world_size, DType grad
     place.chunk_rows = (param.rows + world_size_ - 1) / world_size_;
     place.chunk_numel = place.chunk_rows * param.row_numel;
     if (param.trainable) {
+      trainable_count_ += 1;
       place.grad_offset = grad_numel_;
       grad_numel_ =
           (grad_numel_ + place.chunk_numel + grad_alignment - 1) / grad_alignment * grad_alignment;
@@ -54,6 +55,17 @@ UnitLayout::UnitLayout(std::vector<ParamSpec> params, int world_size, DType grad
       large_bytes_ = gather_bytes_;
     }
   }
+}
+
+UnitLayout UnitLayout::joined(const std::vector<const UnitLayout*>& layouts) {
+  std::vector<ParamSpec> params;
+  const UnitLayout* like = layouts.front();
+  for (const UnitLayout* layout : layouts) {
+    params.insert(params.end(), layout->params_.begin(), layout->params_.end());
+    like = like->trainable_count_ == 0 ? layout : like;
+  }
+  return {std::move(params), like->world_size_, like->grad_dtype_, like->reduce_dtype_,
+          like->direct_bytes_};
 }
 
 void UnitLayout::place_chunk(std::size_t param) {

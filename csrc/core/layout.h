@@ -89,6 +89,11 @@ class UnitLayout {
   UnitLayout(std::vector<ParamSpec> params, int world_size, DType grad_dtype, DType reduce_dtype,
              std::size_t direct_bytes = kDirectBytes);
 
+  // The parameters of several units as those of one, in their order: each one's flat shard, gather
+  // input, unsharded buffer and segment lie in it as they are, one unit's behind the other's. Units
+  // that train have one dtype of gradients, and one of the reduction.
+  static UnitLayout joined(const std::vector<const UnitLayout*>& layouts);
+
   int world_size() const { return world_size_; }
   DType grad_dtype() const { return grad_dtype_; }
   DType reduce_dtype() const { return reduce_dtype_; }
@@ -99,6 +104,8 @@ class UnitLayout {
   std::size_t gather_bytes() const { return gather_bytes_; }        // of one rank's gather input
   std::size_t unsharded_bytes() const { return unsharded_bytes_; }  // of the unsharded buffer
   std::int64_t grad_numel() const { return grad_numel_; }           // of one reduce segment
+
+  std::size_t trainable_count() const { return trainable_count_; }
 
   // Rows of `param` that rank `rank` holds: [first, first + count).
   std::int64_t first_row(std::size_t param, int rank) const;
@@ -128,6 +135,7 @@ class UnitLayout {
   std::size_t large_bytes_ = 0;  // of gather_bytes_, theirs
   std::size_t unsharded_bytes_ = 0;
   std::int64_t grad_numel_ = 0;
+  std::size_t trainable_count_ = 0;
   bool needs_cast_ = false;
 };
 

@@ -11,26 +11,27 @@ void Ledger::reset() {
   counters_ = fresh;
 }
 
-void Ledger::collective(Collective op, Phase phase, int unit, std::size_t bytes) {
+void Ledger::collective(Collective op, Phase phase, int first_unit, int last_unit,
+                        std::size_t bytes) {
   (op == Collective::AllGather ? counters_.all_gathers : counters_.reduce_scatters) += 1;
   counters_.wire_bytes += bytes;
   if (logging_) {
-    log_.push_back({op, phase, unit, bytes});
+    log_.push_back({op, phase, first_unit, last_unit, bytes});
   }
 }
 
-void Ledger::unsharded(std::size_t bytes) {
+void Ledger::unsharded(int units, std::size_t bytes) {
   counters_.unsharded_bytes += bytes;
-  counters_.unsharded_units += 1;
+  counters_.unsharded_units += units;
   counters_.peak_unsharded_bytes =
       std::max(counters_.peak_unsharded_bytes, counters_.unsharded_bytes);
   counters_.peak_unsharded_units =
       std::max(counters_.peak_unsharded_units, counters_.unsharded_units);
 }
 
-void Ledger::resharded(std::size_t bytes) {
+void Ledger::resharded(int units, std::size_t bytes) {
   counters_.unsharded_bytes -= bytes;
-  counters_.unsharded_units -= 1;
+  counters_.unsharded_units -= units;
 }
 
 }  // namespace fsdp

@@ -28,7 +28,7 @@ OrderCheck::OrderCheck(Device& device, Lane& lane)
 
 OrderCheck::~OrderCheck() = default;
 
-void OrderCheck::compare(const char* op, const Unit& unit, std::size_t bytes) {
+void OrderCheck::compare(const char* op, const Bucket& bucket, std::size_t bytes) {
   FSDP_CHECK(!device_.is_capturing(),
              "the first iteration compares the ranks, which a CUDA graph cannot capture; run a few "
              "whole steps before capturing one");
@@ -37,9 +37,9 @@ void OrderCheck::compare(const char* op, const Unit& unit, std::size_t bytes) {
   mine.sequence = ++sequence_;
   mine.bytes = bytes;
   std::snprintf(mine.op, sizeof(mine.op), "%s", op);
-  std::snprintf(mine.unit, sizeof(mine.unit), "%s", unit.name.c_str());
+  std::snprintf(mine.unit, sizeof(mine.unit), "%s", bucket.name.c_str());
   const bool gathers = std::strcmp(op, "all-gather") == 0;
-  lane_.communicator().announce(gathers ? unit.gather_label : unit.reduce_label);
+  lane_.communicator().announce(gathers ? bucket.gather_label : bucket.reduce_label);
   lane_.communicator().host_all_gather(lane_.stream(), &mine, all_.data(), sizeof(mine));
   lane_.stream().record(*compared_);
   compared_->synchronize(device_.timeout(),

@@ -7,8 +7,8 @@
 #include <memory>
 #include <vector>
 
+#include "core/bucket.h"
 #include "core/lanes.h"
-#include "core/unit.h"
 
 namespace fsdp {
 
@@ -18,7 +18,7 @@ class OrderCheck {
   ~OrderCheck();
 
   // Blocks until all ranks have said what their next collective is; throws where they differ.
-  void compare(const char* op, const Unit& unit, std::size_t bytes);
+  void compare(const char* op, const Bucket& bucket, std::size_t bytes);
 
  private:
   struct Announcement;

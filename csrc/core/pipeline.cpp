@@ -15,18 +15,18 @@ constexpr std::size_t kMostForwardCalls = 1 << 14;
 }  // namespace
 
 Pipeline::Pipeline(Lanes& lanes, PipelineOptions options)
-    : device_(*lanes.device),
-      packer_(*lanes.packer),
+    : lanes_(lanes),
+      device_(*lanes.device),
       options_(options),
       world_size_(lanes.gather.communicator().size()),
-      gather_by_(lanes.gather.communicator().gather_by()),
       order_check_(device_, lanes.gather),
-      gatherer_(
-          device_, *lanes.packer, lanes.gather, ledger_,
-          [this](Unit& unit, std::size_t bytes) { announce(Collective::AllGather, unit, bytes); }),
+      gatherer_(device_, *lanes.packer, lanes.gather, ledger_,
+                [this](const Bucket& bucket, std::size_t bytes) {
+                  announce(Collective::AllGather, bucket, bytes);
+                }),
       reducer_(device_, *lanes.packer, lanes.reduce, ledger_,
-               [this](Unit& unit, std::size_t bytes) {
-                 announce(Collective::ReduceScatter, unit, bytes);
+               [this](const Bucket& bucket, std::size_t bytes) {
+                 announce(Collective::ReduceScatter, bucket, bytes);
                }) {
   FSDP_CHECK(options_.prefetch_depth >= 0, "prefetch depth expects 0 or more but got ",
              options_.prefetch_depth);
@@ -36,20 +36,17 @@ int Pipeline::add_unit(UnitConfig config, UnitPort& port) {
   FSDP_CHECK(config.layout.world_size() == world_size_, "unit '", config.name,
              "' expects a layout for ", world_size_, " ranks but got one for ",
              config.layout.world_size());
-  const int number = unit_count();
-  units_.push_back(std::make_unique<Unit>(number, std::move(config), port, device_, gather_by_));
-  Unit& unit = *units_.back();
-  packer_.prepare(unit.cast_plan);
-  packer_.prepare(unit.gather_plan.unpack);
-  packer_.prepare(unit.pack_plan);
-  packer_.prepare(unit.finish_plan);
+  FSDP_CHECK(config.parent < unit_count(), "unit '", config.name,
+             "' expects the unit that encloses it to come before it");
+  units_.push_back(std::make_unique<Unit>(unit_count(), std::move(config), port));
+  partition_is_old_ = true;
   memory_planned_ = false;
-  return number;
+  return unit_count() - 1;
 }
 
 // - Forward
 
-void Pipeline::begin_forward() {
+void Pipeline::begin_forward(int outermost) {
   if (in_forward_ || in_backward_) {
     reset_iteration();  // the last one ended in an exception
   }
@@ -58,13 +55,6 @@ void Pipeline::begin_forward() {
     backward_ended_ = false;
   }
   first_call_ = static_cast<int>(forward_calls_.size());
-  if (!memory_planned_) {
-    plan_memory();
-  }
-  gatherer_.begin_iteration();
-  in_forward_ = true;
-  current_order_.clear();
-  next_in_order_ = 0;
   // Units that stayed unsharded since an earlier forward follow shards that have changed.
   for (const auto& unit : units_) {
     unit->followed_version = unit->port.shard_version();
@@ -72,6 +62,14 @@ void Pipeline::begin_forward() {
       gatherer_.release(*unit);
     }
   }
+  if (!order_is_known_ && has_run(outermost)) {
+    know_order();
+  }
+  plan();
+  gatherer_.begin_iteration();
+  in_forward_ = true;
+  current_order_.clear();
+  next_in_order_ = 0;
 }
 
 void Pipeline::end_forward(bool with_gradient) {
@@ -90,7 +88,7 @@ void Pipeline::end_forward(bool with_gradient) {
 
 void Pipeline::pre_forward(int number) {
   Unit& unit = unit_at(number);
-  gatherer_.issue(unit, /*on_demand=*/true, units_);
+  gatherer_.issue(unit, /*on_demand=*/true);
   if (in_backward_) {
     unit.recomputations += 1;
     prefetch_backward(unit, unit.last_forward_call);
@@ -107,8 +105,13 @@ int Pipeline::post_forward(int number, bool with_gradient) {
     unit.last_forward_call = static_cast<int>(forward_calls_.size());
     forward_calls_.push_back({number, first_call_});
     unit.calls_without_gradient += with_gradient ? 0 : 1;
+    unit.ran = unit.ran || with_gradient;
+    if (!order_is_known_) {
+      first_events_.push_back({number, false});
+    }
     if (unit.reshard_after_forward) {
       gatherer_.release(unit);
+      release_behind(unit);
     }
   }
   return unit.last_forward_call;
@@ -117,6 +120,9 @@ int Pipeline::post_forward(int number, bool with_gradient) {
 // Follows the recorded order, also where this forward leaves units out or runs them elsewhere.
 void Pipeline::note_forward(const Unit& unit) {
   current_order_.push_back(unit.number);
+  if (!order_is_known_) {
+    first_events_.push_back({unit.number, true});
+  }
   const auto from = forward_order_.begin() + static_cast<std::ptrdiff_t>(next_in_order_);
   const auto found = std::find(from, forward_order_.end(), unit.number);
   if (found != forward_order_.end()) {
@@ -127,17 +133,41 @@ void Pipeline::note_forward(const Unit& unit) {
 void Pipeline::prefetch_forward(const Unit& unit) {
   if (!unit.forward_prefetch.empty()) {
     for (const int target : unit.forward_prefetch) {
-      gatherer_.issue(unit_at(target), /*on_demand=*/false, units_);
+      gatherer_.issue(unit_at(target), /*on_demand=*/false);
     }
     return;
   }
-  const std::size_t end = std::min(
-      forward_order_.size(), next_in_order_ + static_cast<std::size_t>(options_.prefetch_depth));
-  for (std::size_t i = next_in_order_; i < end; ++i) {
-    if (!gatherer_.issue(unit_at(forward_order_[i]), /*on_demand=*/false, units_)) {
-      return;  // no slot is free: the next ones would not get one either
+  const Bucket* last = unit.bucket;
+  int ahead = 0;
+  for (std::size_t i = next_in_order_; i < forward_order_.size(); ++i) {
+    Unit& target = unit_at(forward_order_[i]);
+    if (target.bucket == last) {
+      continue;
+    }
+    // Where no slot is free the next ones would not get one either.
+    if (ahead == options_.prefetch_depth || !gatherer_.issue(target, /*on_demand=*/false)) {
+      return;
+    }
+    last = target.bucket;
+    ahead += 1;
+  }
+}
+
+// A unit of the bucket that this forward, or backward, has left out would keep the slot, if no
+// other is still to come.
+void Pipeline::release_behind(Unit& unit) {
+  Bucket& bucket = *unit.bucket;
+  if (bucket.slot == nullptr) {
+    return;
+  }
+  const std::size_t first = in_backward_ ? 0 : unit.position + 1;
+  const std::size_t end = in_backward_ ? unit.position : bucket.units.size();
+  for (std::size_t i = first; i < end; ++i) {
+    if (bucket.units[i]->state != UnitState::Sharded) {
+      return;
     }
   }
+  gatherer_.release_leftovers(bucket);
 }
 
 // - Backward
@@ -146,7 +176,7 @@ void Pipeline::begin_backward() { in_backward_ = true; }
 
 void Pipeline::pre_backward(int number, int forward_call) {
   Unit& unit = unit_at(number);
-  gatherer_.issue(unit, /*on_demand=*/true, units_);
+  gatherer_.issue(unit, /*on_demand=*/true);
   prefetch_backward(unit, forward_call);
   gatherer_.attach(unit);
 }
@@ -154,7 +184,7 @@ void Pipeline::pre_backward(int number, int forward_call) {
 void Pipeline::prefetch_backward(const Unit& unit, int forward_call) {
   if (!unit.backward_prefetch.empty()) {
     for (const int target : unit.backward_prefetch) {
-      gatherer_.issue(unit_at(target), /*on_demand=*/false, units_);
+      gatherer_.issue(unit_at(target), /*on_demand=*/false);
     }
     return;
   }
@@ -162,12 +192,18 @@ void Pipeline::prefetch_backward(const Unit& unit, int forward_call) {
     return;  // of a forward that is over: backward runs a second time over its graph
   }
   const int first = forward_calls_[static_cast<std::size_t>(forward_call)].first;
-  const int end = std::max(first, forward_call - options_.prefetch_depth);
-  for (int call = forward_call - 1; call >= end; --call) {
+  const Bucket* last = unit.bucket;
+  int ahead = 0;
+  for (int call = forward_call - 1; call >= first; --call) {
     Unit& target = unit_at(forward_calls_[static_cast<std::size_t>(call)].unit);
-    if (!gatherer_.issue(target, /*on_demand=*/false, units_)) {
+    if (target.bucket == last) {
+      continue;
+    }
+    if (ahead == options_.prefetch_depth || !gatherer_.issue(target, /*on_demand=*/false)) {
       return;
     }
+    last = target.bucket;
+    ahead += 1;
   }
 }
 
@@ -178,18 +214,19 @@ void Pipeline::gradient_arrived(int number, std::size_t trainable) {
   }
   unit.arrived[trainable] = 1;
   unit.arrived_count += 1;
-  if (unit.arrived_count == unit.trainable_count() && !awaits_recomputation(unit)) {
-    reduce_or_accumulate(unit);
+  if (unit.arrived_count == unit.arrived.size() && !awaits_recomputation(unit)) {
+    complete(unit);
   }
 }
 
 void Pipeline::post_backward(int number) {
   Unit& unit = unit_at(number);
   if (unit.arrived_count > 0 && !awaits_recomputation(unit)) {
-    reduce_or_accumulate(unit);
+    complete(unit);
   }
   if (unit.reshard_after_backward) {
     gatherer_.release(unit);
+    release_behind(unit);
   }
 }
 
@@ -197,22 +234,26 @@ void Pipeline::end_backward() {
   // In reverse order of registration on every rank, which is about backward's own order.
   for (auto position = units_.rbegin(); position != units_.rend(); ++position) {
     Unit& unit = **position;
-    if (unit.arrived_count > 0 || (unit.has_accumulated && unit.requires_gradient_sync)) {
-      reduce_or_accumulate(unit);
+    if (unit.arrived_count > 0 || (unit.bucket->has_accumulated && unit.requires_gradient_sync)) {
+      reducer_.take(*unit.bucket);
     }
     if (unit.reshard_after_backward || unit.speculative) {
       gatherer_.release(unit);
     }
     unit.calls_to_recompute = 0;
     unit.recomputations = 0;
+    unit.ran = false;
   }
   if (is_last_backward_ || device_.is_capturing()) {
-    reducer_.wait(units_);
+    reducer_.wait(buckets_);
   }
   gatherer_.join_capture();
   in_backward_ = false;
   backward_ended_ = true;
   first_backward_done_ = true;
+  if (!order_is_known_) {
+    know_order();
+  }
 }
 
 // See Note [reentrant checkpointing].
@@ -220,44 +261,59 @@ bool Pipeline::awaits_recomputation(const Unit& unit) const {
   return unit.recomputations < unit.calls_to_recompute;
 }
 
-void Pipeline::reduce_or_accumulate(Unit& unit) {
-  if (unit.requires_gradient_sync) {
-    reducer_.reduce(unit);
-  } else {
-    reducer_.accumulate(unit);
+// The bucket is reduced with the last of its units that ran. Units without trainable parameters,
+// and units that take no part in the loss, are not waited for, but the latter until the end.
+void Pipeline::complete(Unit& unit) {
+  unit.complete = true;
+  for (const Unit* other : unit.bucket->units) {
+    if ((other->ran || other->calls_to_recompute > 0) && !other->complete &&
+        !other->arrived.empty()) {
+      return;
+    }
   }
+  reducer_.take(*unit.bucket);
 }
 
 // - By hand
 
 void Pipeline::unshard(int number) {
-  if (!memory_planned_) {
-    plan_memory();
-  }
+  plan();
   Unit& unit = unit_at(number);
   if (!in_forward_ && !in_backward_ && unit.state == UnitState::Sharded) {
     gatherer_.begin_iteration();  // the shards may have changed since the last one
   }
-  gatherer_.issue(unit, /*on_demand=*/true, units_);
+  gatherer_.issue(unit, /*on_demand=*/true);
 }
 
 void Pipeline::wait_for_unshard(int number) { gatherer_.attach(unit_at(number)); }
 
-void Pipeline::reshard(int number) { gatherer_.release(unit_at(number)); }
+void Pipeline::reshard(int number) {
+  Unit& unit = unit_at(number);
+  gatherer_.release(unit);
+  if (unit.bucket != nullptr && !in_forward_ && !in_backward_) {
+    gatherer_.release_leftovers(*unit.bucket);
+  }
+}
 
 void Pipeline::reset_iteration() {
   for (const auto& unit : units_) {
     gatherer_.release(*unit);
-    reducer_.discard(*unit);
     unit->calls_to_recompute = 0;
     unit->calls_without_gradient = 0;
     unit->recomputations = 0;
+    unit->ran = false;
+  }
+  for (const auto& bucket : buckets_) {
+    reducer_.discard(*bucket);
   }
   in_forward_ = false;
   in_backward_ = false;
   backward_ended_ = false;
   forward_calls_.clear();
   current_order_.clear();
+  if (!order_is_known_) {
+    first_events_.clear();
+  }
 }
 
 // - Settings
@@ -266,12 +322,15 @@ void Pipeline::set_reshard_after_forward(int number, bool value) {
   Unit& unit = unit_at(number);
   if (unit.reshard_after_forward != value) {
     unit.reshard_after_forward = value;
+    partition_is_old_ = true;
     memory_planned_ = false;
   }
 }
 
 void Pipeline::set_reshard_after_backward(int number, bool value) {
-  unit_at(number).reshard_after_backward = value;
+  Unit& unit = unit_at(number);
+  partition_is_old_ = partition_is_old_ || unit.reshard_after_backward != value;
+  unit.reshard_after_backward = value;
 }
 
 void Pipeline::set_requires_gradient_sync(int number, bool value) {
@@ -279,8 +338,11 @@ void Pipeline::set_requires_gradient_sync(int number, bool value) {
 }
 
 void Pipeline::set_gradient_scales(int number, double pack_scale, double reduce_scale) {
-  unit_at(number).pack_scale = pack_scale;
-  unit_at(number).reduce_scale = reduce_scale;
+  Unit& unit = unit_at(number);
+  partition_is_old_ =
+      partition_is_old_ || unit.pack_scale != pack_scale || unit.reduce_scale != reduce_scale;
+  unit.pack_scale = pack_scale;
+  unit.reduce_scale = reduce_scale;
 }
 
 void Pipeline::set_forward_prefetch(int number, std::vector<int> targets) {
@@ -293,32 +355,123 @@ void Pipeline::set_backward_prefetch(int number, std::vector<int> targets) {
   memory_planned_ = false;
 }
 
-// One slot for each unit that can be in use at once, and one for each gather ahead of it.
+// - Buckets and memory
+
+const Bucket& Pipeline::bucket_of(int number) {
+  if (unit(number).bucket == nullptr) {
+    form_buckets(partition());
+  }
+  return *unit(number).bucket;
+}
+
+// While a unit holds a slot of the ring (unsharded by hand), all stays as it is: later.
+void Pipeline::plan() {
+  if (!partition_is_old_ && memory_planned_) {
+    return;
+  }
+  for (const auto& unit : units_) {
+    if (unit->slot != nullptr && unit->slot != unit->bucket->home.get()) {
+      return;
+    }
+  }
+  if (partition_is_old_) {
+    Partition next = partition();
+    if (next != partition_) {
+      for (const auto& bucket : buckets_) {
+        if (bucket->has_accumulated) {
+          return;
+        }
+      }
+      for (const auto& unit : units_) {
+        gatherer_.release(*unit);  // kept since an earlier forward
+      }
+      form_buckets(next);
+    }
+    partition_is_old_ = false;
+  }
+  if (!memory_planned_) {
+    plan_memory();
+  }
+}
+
+bool Pipeline::has_run(int number) const {
+  const ForwardEvent entered{number, true};
+  return std::find(first_events_.begin(), first_events_.end(), entered) != first_events_.end();
+}
+
+void Pipeline::know_order() {
+  order_is_known_ = true;
+  partition_is_old_ = true;
+}
+
+// See core/merging.h. One rank has nothing to send.
+Partition Pipeline::partition() const {
+  std::vector<MergeTraits> traits;
+  std::vector<int> parents;
+  for (const auto& unit : units_) {
+    const UnitLayout& layout = unit->layout;
+    MergeTraits of_unit;
+    of_unit.bytes = layout.gather_bytes() * static_cast<std::size_t>(world_size_);
+    of_unit.limit = world_size_ == 1 ? 0 : unit->bucket_bytes;
+    of_unit.trainable = layout.trainable_count() > 0;
+    of_unit.grad_dtype = layout.grad_dtype();
+    of_unit.reduce_dtype = layout.reduce_dtype();
+    of_unit.gradient_dtype = unit->port.gradient_dtype();
+    of_unit.needs_cast = layout.needs_cast();
+    of_unit.reshard_after_forward = unit->reshard_after_forward;
+    of_unit.reshard_after_backward = unit->reshard_after_backward;
+    of_unit.pack_scale = unit->pack_scale;
+    of_unit.reduce_scale = unit->reduce_scale;
+    traits.push_back(of_unit);
+    parents.push_back(unit->parent);
+  }
+  return merge_units(traits, order_is_known_ ? first_events_ : events_of_registration(parents));
+}
+
+void Pipeline::form_buckets(const Partition& partition) {
+  FSDP_CHECK(!device_.is_capturing(),
+             "a CUDA graph capture expects all buckets to be formed; run a few whole steps before "
+             "capturing one");
+  gatherer_.stream().synchronize();
+  reducer_.wait(buckets_);
+  reducer_.stream().synchronize();
+  buckets_.clear();
+  for (const std::vector<int>& numbers : partition) {
+    std::vector<Unit*> units;
+    units.reserve(numbers.size());
+    for (const int number : numbers) {
+      units.push_back(&unit_at(number));
+    }
+    buckets_.push_back(
+        std::make_unique<Bucket>(static_cast<int>(buckets_.size()), std::move(units), lanes_));
+  }
+  partition_ = partition;
+  memory_planned_ = false;
+}
+
+// One slot for each bucket that can be in use at once, and one for each gather ahead of it.
 void Pipeline::plan_memory() {
   std::size_t depth = static_cast<std::size_t>(options_.prefetch_depth);
   for (const auto& unit : units_) {
     depth = std::max({depth, unit->forward_prefetch.size(), unit->backward_prefetch.size()});
-    if (unit->reshard_after_forward && unit->state != UnitState::Sharded) {
-      return;  // by hand, and it holds a slot: later
-    }
   }
   FSDP_CHECK(!device_.is_capturing(),
              "a CUDA graph capture expects all buffers to exist; run a few whole steps before "
              "capturing one");
-  gatherer_.plan_memory(units_, options_.nesting + static_cast<int>(depth));
-  reducer_.plan_memory(units_);
+  gatherer_.plan_memory(buckets_, options_.nesting + static_cast<int>(depth));
+  reducer_.plan_memory(buckets_);
   memory_planned_ = true;
 }
 
 // - Collectives
 
-void Pipeline::announce(Collective op, Unit& unit, std::size_t bytes) {
+void Pipeline::announce(Collective op, const Bucket& bucket, std::size_t bytes) {
   if (comparing_ranks()) {
-    order_check_.compare(op == Collective::AllGather ? "all-gather" : "reduce-scatter", unit,
+    order_check_.compare(op == Collective::AllGather ? "all-gather" : "reduce-scatter", bucket,
                          bytes);
   }
   const Phase phase = in_backward_ ? Phase::Backward : in_forward_ ? Phase::Forward : Phase::Other;
-  ledger_.collective(op, phase, unit.number, bytes);
+  ledger_.collective(op, phase, bucket.units.front()->number, bucket.units.back()->number, bytes);
 }
 
 // The first forward and the first backward.

@@ -10,6 +10,9 @@
 //   post_backward(i)  backward has passed the unit's inputs: detached, slot released
 //   end_backward      reduces what is left over; the compute stream waits for all reductions
 //
+// What is gathered and reduced is a unit's whole bucket (core/bucket.h), so calls for its other
+// units find that done, or wait for them.
+//
 // Not thread-safe: forward runs on the caller's thread and backward on the autograd engine's,
 // never at once.
 #pragma once
@@ -20,9 +23,11 @@
 #include <string>
 #include <vector>
 
+#include "core/bucket.h"
 #include "core/gatherer.h"
 #include "core/lanes.h"
 #include "core/ledger.h"
+#include "core/merging.h"
 #include "core/order_check.h"
 #include "core/reducer.h"
 #include "core/unit.h"
@@ -30,7 +35,7 @@
 namespace fsdp {
 
 struct PipelineOptions {
-  int prefetch_depth = 1;   // gathers in flight ahead of the unit in use
+  int prefetch_depth = 1;   // gathers of buckets in flight ahead of the unit in use
   int nesting = 1;          // units below the root that enclose each other, at most
   bool check_order = true;  // compare the first iteration's collectives across ranks
 };
@@ -48,7 +53,7 @@ class Pipeline {
 
   // - Forward. begin_forward and end_forward enclose the outermost unit's forward, unless that is
   //   a recomputation inside backward.
-  void begin_forward();
+  void begin_forward(int outermost = 0);
   void end_forward(bool with_gradient = true);
   void pre_forward(int unit);
   // Returns the number of this forward call, for pre_backward. `with_gradient`: whether autograd
@@ -85,6 +90,10 @@ class Pipeline {
 
   int unit_count() const { return static_cast<int>(units_.size()); }
   const Unit& unit(int number) const { return *units_.at(static_cast<std::size_t>(number)); }
+  // Forms the buckets, if it is not yet known which the unit is in.
+  const Bucket& bucket_of(int unit);
+  // Empty before the first iteration.
+  const std::vector<std::unique_ptr<Bucket>>& buckets() const { return buckets_; }
   Ledger& ledger() { return ledger_; }
   Gatherer& gatherer() { return gatherer_; }
   Reducer& reducer() { return reducer_; }
@@ -97,26 +106,34 @@ class Pipeline {
   };
 
   Unit& unit_at(int number) { return *units_.at(static_cast<std::size_t>(number)); }
+  void plan();
+  bool has_run(int number) const;
+  void know_order();
+  Partition partition() const;
+  void form_buckets(const Partition& partition);
   void plan_memory();
   void note_forward(const Unit& unit);
   void prefetch_forward(const Unit& unit);
   void prefetch_backward(const Unit& unit, int forward_call);
+  void release_behind(Unit& unit);
   bool awaits_recomputation(const Unit& unit) const;
-  void reduce_or_accumulate(Unit& unit);
-  void announce(Collective op, Unit& unit, std::size_t bytes);
+  void complete(Unit& unit);
+  void announce(Collective op, const Bucket& bucket, std::size_t bytes);
   bool comparing_ranks() const;
 
+  Lanes& lanes_;
   Device& device_;
-  Packer& packer_;
   PipelineOptions options_;
   int world_size_;
-  GatherBy gather_by_;
   Ledger ledger_;
   // What work in flight uses comes before the two that wait for it when they go.
   std::vector<std::unique_ptr<Unit>> units_;
+  std::vector<std::unique_ptr<Bucket>> buckets_;
   OrderCheck order_check_;
   Gatherer gatherer_;
   Reducer reducer_;
+  Partition partition_;           // that buckets_ has
+  bool partition_is_old_ = true;  // what it follows from has changed
   bool memory_planned_ = false;
 
   bool in_forward_ = false;
@@ -127,7 +144,10 @@ class Pipeline {
   bool first_backward_done_ = false;
   std::vector<int> forward_order_;  // units in order of pre_forward, of the last whole forward
   std::vector<int> current_order_;  // of the forward that runs
-  std::size_t next_in_order_ = 0;   // in forward_order_, behind the unit that runs
+  // Of the first iteration: until its backward ends, or forward begins where it has begun before.
+  std::vector<ForwardEvent> first_events_;
+  bool order_is_known_ = false;
+  std::size_t next_in_order_ = 0;           // in forward_order_, behind the unit that runs
   std::vector<ForwardCall> forward_calls_;  // since the last backward
   int first_call_ = 0;                      // of the forward that runs, in forward_calls_
 };

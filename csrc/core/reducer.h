@@ -1,17 +1,23 @@
-// Turns one unit's gradients into its sharded gradient: pack, reduce-scatter, hand over. When
+// Turns one bucket's gradients into its sharded gradient: pack, reduce-scatter, hand over. When
 // that happens is the pipeline's business.
 //
 // Note [one reduce buffer]
-// pack, reduce-scatter and hand-over of one unit run on the reduce stream in order, and those of
-// the next unit after them. So one reduce input and one reduce output serve all units, and no
+// pack, reduce-scatter and hand-over of one bucket run on the reduce stream in order, and those of
+// the next one after them. So one reduce input and one reduce output serve all buckets, and no
 // event is needed between them.
 //
 // Note [gradient lifetime]
 // Gradients are taken out of the unsharded parameters when they are packed, and packing runs on
 // the reduce stream. They go when the compute stream, to whose allocator they return, has waited
 // for that; no allocator need know of the reduce stream, and no host waits. The wait comes with
-// the gradients of the unit after the next one: so much may be in flight, and no more than that
+// the gradients of the bucket after the next one: so much may be in flight, and no more than that
 // is ever kept.
+//
+// Note [units that differ]
+// Settings of gradients may change at any time, also between forward and backward, so that they
+// differ within a bucket: some of its units synchronise and some only accumulate, or divide by
+// another factor. Each set of units that are alike is then reduced or accumulated by itself. The
+// others take part in its reduction with zeros, or with what they have accumulated, and keep that.
 #pragma once
 
 #include <cstddef>
@@ -20,16 +26,16 @@
 #include <memory>
 #include <vector>
 
+#include "core/bucket.h"
 #include "core/lanes.h"
 #include "core/ledger.h"
-#include "core/unit.h"
 
 namespace fsdp {
 
 class Reducer {
  public:
   // Called right before a collective is issued.
-  using Announce = std::function<void(Unit&, std::size_t bytes)>;
+  using Announce = std::function<void(const Bucket&, std::size_t bytes)>;
 
   // The lane outlives this, and may be shared with others.
   Reducer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Announce announce);
@@ -38,34 +44,39 @@ class Reducer {
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  // Sizes the reduce input and output for `units`.
-  void plan_memory(const std::vector<std::unique_ptr<Unit>>& units);
+  // Sizes the reduce input and output for `buckets`.
+  void plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets);
 
-  // Packs what has arrived, adds what was accumulated, reduces over the ranks and hands over.
-  void reduce(Unit& unit);
-  // Packs what has arrived and adds it to what was accumulated, without communication.
-  void accumulate(Unit& unit);
+  // Packs what has arrived of the units that synchronise, adds what was accumulated, reduces over
+  // the ranks and hands over. Of the others it only accumulates what has arrived.
+  void take(Bucket& bucket);
   // Makes the compute stream wait for every reduction launched so far.
-  void wait(const std::vector<std::unique_ptr<Unit>>& units);
+  void wait(const std::vector<std::unique_ptr<Bucket>>& buckets);
   // Forgets everything that is not reduced yet, after a backward that failed.
-  void discard(Unit& unit);
+  void discard(Bucket& bucket);
 
   Stream& stream() { return stream_; }
   std::size_t buffer_bytes() const { return input_bytes_ + (output_ ? output_bytes_ : 0); }
 
  private:
-  void take_gradients(Unit& unit);
-  void pack(Unit& unit, void* destination, bool accumulate);
+  // `units` are alike, and some or all of the bucket's: Note [units that differ].
+  using Units = std::vector<Unit*>;
+  void take_units(Bucket& bucket, const Units& units);
+  void reduce(Bucket& bucket, const Units& units);
+  void accumulate(Bucket& bucket, const Units& units);
+  void take_gradients(Bucket& bucket, const Units& units);
+  void pack(Bucket& bucket, const Units& units, void* destination, bool accumulate);
   // Returns whether the reduction may write the flat gradient itself.
-  bool choose_finish(Unit& unit);
-  void finish(Unit& unit, const void* output);
-  void forget_arrived(Unit& unit);
+  bool choose_finish(Bucket& bucket, const Units& units);
+  void finish(Bucket& bucket, const Units& units, const void* output);
+  void hand_over(Bucket& bucket, const Units& units);
+  void clear_accumulated(Bucket& bucket, const Units& units);
   void release_packed_gradients(std::size_t keep);
   void* output_buffer();
 
   struct PackedGradients {
-    Unit* unit;  // whose `packed` event is behind it
-    std::shared_ptr<void> keep_alive;
+    Bucket* bucket;  // whose `packed` event is behind it
+    std::vector<std::shared_ptr<void>> keep_alive;
   };
 
   Device& device_;

@@ -1,5 +1,6 @@
-// One unit as the schedule sees it: its layout, where its parameters live now, what has arrived
-// of its gradients. Whoever owns the tensors implements UnitPort (csrc/torch/unit, and the tests).
+// One unit as the schedule sees it: its layout, its settings, what has arrived of its gradients.
+// What travels is its bucket (core/bucket.h). Whoever owns the tensors implements UnitPort
+// (csrc/torch/unit, and the tests).
 #pragma once
 
 #include <cstddef>
@@ -12,7 +13,6 @@
 #include "core/buffer_ring.h"
 #include "core/layout.h"
 #include "device/stream.h"
-#include "pack/pack.h"
 
 namespace fsdp {
 
@@ -26,6 +26,10 @@ class UnitPort {
 
   virtual void* flat_shard() = 0;     // layout.shard_bytes()
   virtual void* flat_gradient() = 0;  // layout.grad_numel() elements of layout.grad_dtype()
+
+  // Both live in `memory` from now on, with what they hold: Note [moving shards].
+  virtual void move_shard(std::shared_ptr<void> memory) = 0;
+  virtual void move_gradient(std::shared_ptr<void> memory) = 0;
 
   // Changes whenever the sharded parameters are known to have changed.
   virtual std::uint64_t shard_version() = 0;
@@ -50,68 +54,42 @@ struct UnitConfig {
   std::string name;
   UnitLayout layout;
   bool reshard_after_forward = true;
-  double pack_scale = 1.0;    // of gradients, before the reduction
-  double reduce_scale = 1.0;  // after it
+  double pack_scale = 1.0;       // of gradients, before the reduction
+  double reduce_scale = 1.0;     // after it
+  int parent = -1;               // the unit that encloses it, lower in number; -1 for the root
+  std::size_t bucket_bytes = 0;  // of a bucket that it may share (core/merging.h); 0: none
 };
 
 // Note [states]
 // Sharded -> Gathering (a gather was issued, or a slot with the right contents was taken back)
-// -> Unsharded (the compute stream waited; the parameters are attached) -> Sharded. Reducing
+// -> Unsharded (the compute stream waited; the parameters are attached) -> Sharded. A gather is of
+// a whole bucket; each of its units leaves it when it is released, the slot with the last. Reducing
 // gradients does not touch the parameters, so it is no state: it has its own event.
 enum class UnitState : std::uint8_t { Sharded, Gathering, Unsharded };
 
-// Which state of the shards something was made from.
-struct ShardStamp {
-  std::uint64_t iteration = 0;
-  std::uint64_t version = 0;
-  bool valid = false;
-
-  bool matches(const ShardStamp& other) const {
-    return valid && other.valid && iteration == other.iteration && version == other.version;
-  }
-};
+struct Bucket;
 
 struct Unit {
-  Unit(int unit_number, UnitConfig config, UnitPort& unit_port, Device& device, GatherBy gather_by)
+  Unit(int unit_number, UnitConfig config, UnitPort& unit_port)
       : number(unit_number),
         name(std::move(config.name)),
         layout(std::move(config.layout)),
         port(unit_port),
+        parent(config.parent),
+        bucket_bytes(config.bucket_bytes),
         reshard_after_forward(config.reshard_after_forward),
         pack_scale(config.pack_scale),
         reduce_scale(config.reduce_scale),
-        cast_plan(layout.shard_to_gather_plan()),
-        gather_plan(layout.gather_plan(gather_by)),
-        pack_plan(layout.pack_plan()),
-        finish_plan(layout.finish_plan()),
-        gathered(device.new_event()),
-        arrived(pack_plan.entries.size(), 0),
-        accumulated_params(pack_plan.entries.size(), 0),
-        gradients(pack_plan.entries.size(), nullptr),
-        finish_modes(pack_plan.entries.size(), CastMode::Write),
-        packed(device.new_event()),
-        reduced(device.new_event()),
-        gather_label("the all-gather of unit '" + name + "'"),
-        reduce_label("the reduce-scatter of unit '" + name + "'") {}
-
-  std::size_t trainable_count() const { return pack_plan.entries.size(); }
-
-  // Of the buffers that belong to this unit alone and exist now.
-  std::size_t buffer_bytes() const {
-    const std::size_t reduce_input = static_cast<std::size_t>(layout.grad_numel()) *
-                                     static_cast<std::size_t>(layout.world_size()) *
-                                     itemsize(layout.reduce_dtype());
-    return (home != nullptr ? home->bytes : 0) +
-           (gather_input != nullptr ? layout.gather_bytes() : 0) +
-           (accumulated != nullptr ? reduce_input : 0);
-  }
+        arrived(layout.trainable_count(), 0) {}
 
   const int number;
   const std::string name;
   const UnitLayout layout;
   UnitPort& port;
+  const int parent;
 
   // - Settings.
+  const std::size_t bucket_bytes;
   bool reshard_after_forward;
   bool reshard_after_backward = true;
   bool requires_gradient_sync = true;
@@ -120,22 +98,19 @@ struct Unit {
   std::vector<int> forward_prefetch;   // empty: the recorded order
   std::vector<int> backward_prefetch;  // empty: the reverse of forward
 
-  // - Descriptors, made once.
-  CastPlan cast_plan;
-  GatherPlan gather_plan;
-  PackPlan pack_plan;
-  CastPlan finish_plan;  // reduce output -> flat gradient, by trainable parameter
+  // - Place.
+  Bucket* bucket = nullptr;
+  std::size_t position = 0;          // among the bucket's units
+  std::size_t unsharded_offset = 0;  // bytes, in the bucket's unsharded buffer
+  std::size_t first_trainable = 0;   // of the bucket's trainable parameters
+  std::size_t gradient_offset = 0;   // elements, in the bucket's segments
 
   // - Parameters.
   UnitState state = UnitState::Sharded;
-  bool speculative = false;    // gathering ahead, and nobody has asked for it yet
-  Slot* slot = nullptr;        // that holds the parameters: the ring's, or the home
-  std::unique_ptr<Slot> home;  // of a unit that stays unsharded after forward
-  std::unique_ptr<Event> gathered;
-  ShardStamp gathered_from;
-  std::uint64_t followed_version = 0;  // of the shards as the gather stream may read them
-  std::shared_ptr<void> gather_input;  // only where the wire has another dtype than the shard
-  ShardStamp cast_from;
+  bool speculative = false;            // gathering ahead, and nobody has asked for it yet
+  Slot* slot = nullptr;                // of its bucket, that it holds
+  std::uint64_t gathered_version = 0;  // of its shards, when the bucket was last gathered
+  std::uint64_t followed_version = 0;  // of its shards as the gather stream may read them
   int last_forward_call = -1;
 
   // Note [reentrant checkpointing]
@@ -146,21 +121,11 @@ struct Unit {
   int calls_without_gradient = 0;  // of the forward that runs
   int recomputations = 0;          // in this backward
 
-  // - Gradients. The vectors have one element for each trainable parameter.
-  std::vector<char> arrived;  // in this backward, and not yet packed
+  // - Gradients.
+  bool ran = false;           // forward, since the last backward
+  bool complete = false;      // what is to come of its gradients in this backward has arrived
+  std::vector<char> arrived;  // in this backward, and not yet packed; by trainable parameter
   std::size_t arrived_count = 0;
-  std::shared_ptr<void> accumulated;  // reduce input that outlives a backward without sync
-  std::vector<char> accumulated_params;
-  bool has_accumulated = false;
-  std::vector<const void*> gradients;  // addresses of those taken for the packer
-  std::vector<CastMode> finish_modes;  // of finish_plan's entries
-  std::unique_ptr<Event> packed;
-  std::unique_ptr<Event> reduced;
-  bool reduction_pending = false;  // the compute stream has not waited for `reduced` yet
-
-  // - What waits are for, in error messages.
-  const std::string gather_label;
-  const std::string reduce_label;
 };
 
 }  // namespace fsdp

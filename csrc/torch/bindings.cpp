@@ -275,6 +275,13 @@ void register_nccl(py::module_& m) {
       py::arg("libraries"));
 }
 
+std::string name_of_units(Root& root, const CollectiveRecord& record) {
+  const std::string& first = root.pipeline().unit(record.unit).name;
+  return record.unit == record.last_unit
+             ? first
+             : first + " to " + root.pipeline().unit(record.last_unit).name;
+}
+
 void register_root(py::module_& m) {
   py::class_<Root, std::shared_ptr<Root>>(m, "Root")
       .def(py::init([](std::shared_ptr<Lanes> lanes, int prefetch_depth, int nesting,
@@ -286,7 +293,8 @@ void register_root(py::module_& m) {
            py::arg("lanes"), py::arg("prefetch_depth"), py::arg("nesting"), py::arg("check_order"),
            py::arg("when_stale"))
       .def("add_unit", &Root::add_unit, py::arg("unit"), py::arg("reshard_after_forward"),
-           py::arg("pack_scale"), py::arg("reduce_scale"))
+           py::arg("pack_scale"), py::arg("reduce_scale"), py::arg("parent"),
+           py::arg("bucket_bytes"))
       .def("reset_iteration", &Root::reset_iteration)
       .def("unshard",
            [](Root& root, int unit) {
@@ -317,10 +325,23 @@ void register_root(py::module_& m) {
            })
       .def("gather_plan",
            [](Root& root, int unit) {
-             const GatherPlan& plan = root.pipeline().unit(unit).gather_plan;
+             const GatherPlan& plan = root.pipeline().bucket_of(unit).gather_plan;
              return plan.packed_bytes == 0 ? "direct"
                     : plan.direct.empty()  ? "packed"
                                            : "direct and packed";
+           })
+      .def("buckets",
+           [](Root& root) {
+             py::list result;
+             root.pipeline().bucket_of(0);
+             for (const auto& bucket : root.pipeline().buckets()) {
+               py::list units;
+               for (const Unit* unit : bucket->units) {
+                 units.append(unit->number);
+               }
+               result.append(units);
+             }
+             return result;
            })
       .def("in_backward", [](Root& root) { return root.pipeline().in_backward(); })
       .def("set_reshard_after_forward",
@@ -382,7 +403,7 @@ void register_root(py::module_& m) {
              for (const CollectiveRecord& record : ledger.log()) {
                result.append(py::make_tuple(ops[static_cast<int>(record.op)],
                                             phases[static_cast<int>(record.phase)],
-                                            root.pipeline().unit(record.unit).name, record.bytes));
+                                            name_of_units(root, record), record.bytes));
              }
              ledger.clear_log();
              return result;
@@ -397,8 +418,8 @@ void register_root(py::module_& m) {
         result["reduce_bytes"] = root.pipeline().reducer().buffer_bytes();
         std::size_t of_units =
             0;  // gather inputs, homes of units that stay unsharded, accumulation
-        for (int i = 0; i < root.pipeline().unit_count(); ++i) {
-          of_units += root.pipeline().unit(i).buffer_bytes();
+        for (const auto& bucket : root.pipeline().buckets()) {
+          of_units += bucket->buffer_bytes();
         }
         result["unit_bytes"] = of_units;
         return result;

@@ -48,9 +48,10 @@ Root::~Root() {
 }
 
 void Root::add_unit(const std::shared_ptr<TorchUnit>& unit, bool reshard_after_forward,
-                    double pack_scale, double reduce_scale) {
-  const int number = pipeline_->add_unit(
-      {unit->name(), unit->layout(), reshard_after_forward, pack_scale, reduce_scale}, *unit);
+                    double pack_scale, double reduce_scale, int parent, std::size_t bucket_bytes) {
+  const int number = pipeline_->add_unit({unit->name(), unit->layout(), reshard_after_forward,
+                                          pack_scale, reduce_scale, parent, bucket_bytes},
+                                         *unit);
   unit->join(shared_from_this(), number);
   units_.push_back(unit);
 }
@@ -77,7 +78,7 @@ bool Root::enter_forward(TorchUnit& unit) {
   outermost_ = &unit;
   backward_failed_ = false;
   const py::gil_scoped_release no_gil;
-  pipeline_->begin_forward();
+  pipeline_->begin_forward(unit.number());
   return true;
 }
 

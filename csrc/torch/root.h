@@ -22,7 +22,7 @@ class Root : public std::enable_shared_from_this<Root> {
   ~Root();
 
   void add_unit(const std::shared_ptr<TorchUnit>& unit, bool reshard_after_forward,
-                double pack_scale, double reduce_scale);
+                double pack_scale, double reduce_scale, int parent, std::size_t bucket_bytes);
 
   Pipeline& pipeline() { return *pipeline_; }
   const std::vector<std::shared_ptr<TorchUnit>>& units() const { return units_; }

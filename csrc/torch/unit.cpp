@@ -1,6 +1,7 @@
 #include "torch/unit.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/from_blob.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -266,6 +267,17 @@ void TorchUnit::register_parameters(bool unsharded) {
     }
   }
   unsharded_registered_ = unsharded;
+}
+
+// See Note [moving shards]. `flat` is all of its storage.
+void TorchUnit::move(const at::Tensor& flat, std::shared_ptr<void> memory) {
+  const at::NoGradGuard no_grad;
+  void* data = memory.get();
+  at::from_blob(data, flat.sizes(), flat.options()).copy_(flat);
+  auto* kept = new std::shared_ptr<void>(std::move(memory));
+  flat.storage().unsafeGetStorageImpl()->set_data_ptr_noswap(at::DataPtr(
+      data, kept, [](void* owner) { delete static_cast<std::shared_ptr<void>*>(owner); },
+      flat.device()));
 }
 
 std::uint64_t TorchUnit::shard_version() {

@@ -22,6 +22,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/unit.h"
@@ -76,6 +77,10 @@ class TorchUnit final : public UnitPort,
   void detach() override;
   void* flat_shard() override { return flat_shard_.data_ptr(); }
   void* flat_gradient() override { return flat_gradient_.data_ptr(); }
+  void move_shard(std::shared_ptr<void> memory) override { move(flat_shard_, std::move(memory)); }
+  void move_gradient(std::shared_ptr<void> memory) override {
+    move(flat_gradient_, std::move(memory));
+  }
   std::uint64_t shard_version() override;
   std::shared_ptr<void> take_gradients(const void** addresses) override;
   DType gradient_dtype() override { return gradient_dtype_; }
@@ -103,6 +108,7 @@ class TorchUnit final : public UnitPort,
 
  private:
   const at::Tensor& sharded(std::size_t parameter) const;
+  static void move(const at::Tensor& flat, std::shared_ptr<void> memory);
   void register_parameters(bool unsharded);
   bool enter_module();
   bool leave_module(std::size_t index);

@@ -3,7 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <functional>
 #include <future>
 #include <string>
@@ -40,8 +42,10 @@ class FakeUnit final : public UnitPort {
       : number_(number),
         rank_(rank),
         layout_(std::move(layout)),
-        shard_(layout_.shard_bytes() / sizeof(float)),
-        gradient_(static_cast<std::size_t>(layout_.grad_numel()), NAN) {
+        shard_(new float[layout_.shard_bytes() / sizeof(float)](), std::default_delete<float[]>()),
+        gradient_(new float[static_cast<std::size_t>(layout_.grad_numel())],
+                  std::default_delete<float[]>()) {
+    std::fill_n(gradient(), layout_.grad_numel(), NAN);
     write_shard();
   }
 
@@ -60,8 +64,18 @@ class FakeUnit final : public UnitPort {
     attaches_ += 1;
   }
   void detach() override { attached_ = nullptr; }
-  void* flat_shard() override { return shard_.data(); }
-  void* flat_gradient() override { return gradient_.data(); }
+  void* flat_shard() override { return shard_.get(); }
+  void* flat_gradient() override { return gradient_.get(); }
+  void move_shard(std::shared_ptr<void> memory) override {
+    std::memcpy(memory.get(), shard_.get(), layout_.shard_bytes());
+    shard_ = std::move(memory);
+    moves_ += 1;
+  }
+  void move_gradient(std::shared_ptr<void> memory) override {
+    std::memcpy(memory.get(), gradient_.get(),
+                static_cast<std::size_t>(layout_.grad_numel()) * sizeof(float));
+    gradient_ = std::move(memory);
+  }
   std::uint64_t shard_version() override { return static_cast<std::uint64_t>(version_); }
 
   std::shared_ptr<void> take_gradients(const void** addresses) override {
@@ -107,22 +121,26 @@ class FakeUnit final : public UnitPort {
     const ParamPlacement& place = layout_.placements()[param];
     const std::int64_t rows = layout_.row_count(param, rank_);
     for (std::int64_t i = 0; i < rows * kColumns; ++i) {
-      ASSERT_FLOAT_EQ(gradient_[static_cast<std::size_t>(place.grad_offset + i)], value)
+      ASSERT_FLOAT_EQ(gradient()[place.grad_offset + i], value)
           << "unit " << number_ << " parameter " << param << " element " << i;
     }
   }
 
   bool is_attached() const { return attached_ != nullptr; }
+  int moves() const { return moves_; }
   int attaches() const { return attaches_; }
 
  private:
+  float* gradient() const { return static_cast<float*>(gradient_.get()); }
+
   void write_shard() {
     for (std::size_t param = 0; param < 2; ++param) {
       const ParamPlacement& place = layout_.placements()[param];
       const std::int64_t first = layout_.first_row(param, rank_) * kColumns;
       const std::int64_t numel = layout_.row_count(param, rank_) * kColumns;
       for (std::int64_t i = 0; i < numel; ++i) {
-        shard_[place.shard_offset / sizeof(float) + static_cast<std::size_t>(i)] =
+        static_cast<float*>(
+            shard_.get())[place.shard_offset / sizeof(float) + static_cast<std::size_t>(i)] =
             value_of(number_, version_, static_cast<std::int64_t>(param), first + i);
       }
     }
@@ -133,8 +151,9 @@ class FakeUnit final : public UnitPort {
   int version_ = 0;
   int attaches_ = 0;
   UnitLayout layout_;
-  std::vector<float> shard_;
-  std::vector<float> gradient_;
+  int moves_ = 0;
+  std::shared_ptr<void> shard_;
+  std::shared_ptr<void> gradient_;
   std::vector<std::vector<float>> gradients_{2};
   std::vector<bool> has_gradient_ = {false, false};
   const float* attached_ = nullptr;
@@ -145,7 +164,8 @@ class Rank {
  public:
   Rank(int rank, int world_size, int layers, std::shared_ptr<MeetingPoint> gather_point,
        std::shared_ptr<MeetingPoint> reduce_point, PipelineOptions options = {},
-       const std::function<std::string(int)>& name = {}, GatherBy gather_by = GatherBy::Packing)
+       const std::function<std::string(int)>& name = {}, GatherBy gather_by = GatherBy::Packing,
+       int bucket_units = 1)
       : gather(new ThreadsCommunicator(std::move(gather_point), rank, gather_by)),
         lanes(make_lanes(gather, std::move(reduce_point), rank, kTimeout)) {
     for (int i = 0; i <= layers; ++i) {
@@ -159,6 +179,9 @@ class Rank {
       UnitConfig config{unit_name, FakeUnit::make_layout(world_size, unit_name)};
       config.reshard_after_forward = i != 0;
       config.pack_scale = 1.0 / world_size;
+      config.parent = i == 0 ? -1 : 0;
+      config.bucket_bytes =
+          static_cast<std::size_t>(bucket_units * world_size) * config.layout.gather_bytes();
       pipeline->add_unit(std::move(config), *units[static_cast<std::size_t>(i)]);
     }
     pipeline->gatherer().set_poison_released_slots(false);
@@ -229,13 +252,15 @@ class Rank {
 
 // Runs `body` once on each rank's thread; an exception of any rank fails the test.
 void on_ranks(int world_size, int layers, const std::function<void(Rank&, int)>& body,
-              PipelineOptions options = {}, GatherBy gather_by = GatherBy::Packing) {
+              PipelineOptions options = {}, GatherBy gather_by = GatherBy::Packing,
+              int bucket_units = 1) {
   auto gather_point = std::make_shared<MeetingPoint>(world_size, kTimeout);
   auto reduce_point = std::make_shared<MeetingPoint>(world_size, kTimeout);
   std::vector<std::future<void>> ranks;
   for (int r = 0; r < world_size; ++r) {
     ranks.push_back(std::async(std::launch::async, [&, r] {
-      Rank rank(r, world_size, layers, gather_point, reduce_point, options, {}, gather_by);
+      Rank rank(r, world_size, layers, gather_point, reduce_point, options, {}, gather_by,
+                bucket_units);
       body(rank, r);
     }));
   }
@@ -467,6 +492,280 @@ TEST(Pipeline, ReentrantRecomputationsAreReducedTogether) {
     EXPECT_EQ(rank.pipeline->ledger().counters().reduce_scatters, 1U);
     rank.pipeline->end_backward();
     rank.unit(1).expect_gradient(0, 2.0F);
+  });
+}
+
+// - Buckets: six units, of which two fit one
+
+void on_bucketed_ranks(int world_size, const std::function<void(Rank&, int)>& body,
+                       GatherBy gather_by = GatherBy::Packing, int bucket_units = 2) {
+  on_ranks(world_size, 6, body, {}, gather_by, bucket_units);
+}
+
+std::vector<std::vector<int>> buckets_of(const Rank& rank) {
+  std::vector<std::vector<int>> buckets;
+  for (const auto& bucket : rank.pipeline->buckets()) {
+    buckets.emplace_back();
+    for (const Unit* unit : bucket->units) {
+      buckets.back().push_back(unit->number);
+    }
+  }
+  return buckets;
+}
+
+struct Sent {
+  std::vector<int> forward;  // first units of the buckets that were gathered
+  std::vector<int> backward;
+  std::vector<int> reduced;
+};
+
+Sent sent_by(Rank& rank, const std::function<void()>& body) {
+  rank.pipeline->ledger().reset();
+  rank.pipeline->ledger().enable_log(true);
+  body();
+  Sent sent;
+  for (const CollectiveRecord& record : rank.pipeline->ledger().log()) {
+    (record.op == Collective::ReduceScatter ? sent.reduced
+     : record.phase == Phase::Forward       ? sent.forward
+                                            : sent.backward)
+        .push_back(record.unit);
+  }
+  rank.pipeline->ledger().clear_log();
+  return sent;
+}
+
+TEST_P(PipelineOnRanks, BucketsBringTheSameAsUnitsByThemselves) {
+  const int world_size = GetParam();
+  for (const GatherBy by : {GatherBy::Packing, GatherBy::Size, GatherBy::Parameter}) {
+    on_bucketed_ranks(
+        world_size,
+        [&](Rank& rank, int r) {
+          rank.pipeline->gatherer().set_poison_released_slots(true);
+          for (int step = 0; step < 3; ++step) {
+            Stream& stream =
+                step == 1 ? rank.pipeline->gatherer().stream() : rank.pipeline->reducer().stream();
+            rank.lanes.device->delay(stream, std::chrono::milliseconds(10));
+            const std::vector<int> order = rank.in_order();
+            rank.backward(order, rank.forward(order), static_cast<float>(r + 1 + step));
+            for (const auto& unit : rank.units) {
+              unit->expect_gradient(
+                  0, static_cast<float>(step) + static_cast<float>(world_size + 1) / 2.0F);
+              EXPECT_FALSE(unit->is_attached());
+              unit->zero_grad();
+              unit->change_shard();
+            }
+          }
+          if (world_size > 1) {
+            EXPECT_EQ(buckets_of(rank),
+                      (std::vector<std::vector<int>>{{0}, {1, 2}, {3, 4}, {5, 6}}));
+            EXPECT_EQ(rank.unit(1).moves(), 1);
+            EXPECT_EQ(rank.unit(0).moves(), 0);
+          }
+        },
+        by);
+  }
+}
+
+TEST(Buckets, AreGatheredAndReducedOnceForAllTheirUnits) {
+  on_bucketed_ranks(2, [](Rank& rank, int) {
+    rank.step(1.0F);
+    for (int step = 0; step < 2; ++step) {
+      const Sent sent = sent_by(rank, [&] { rank.step(1.0F); });
+      EXPECT_EQ(sent.forward, (std::vector<int>{0, 1, 3, 5}));
+      EXPECT_EQ(sent.backward, (std::vector<int>{1}));  // two are in the ring still
+      EXPECT_EQ(sent.reduced, (std::vector<int>{5, 3, 1, 0}));
+      const Counters& counters = rank.pipeline->ledger().counters();
+      EXPECT_EQ(counters.reused_unshards, 2U);
+      EXPECT_EQ(counters.overflow_slots, 0U);
+      EXPECT_EQ(counters.peak_unsharded_units, 5);
+      EXPECT_EQ(counters.unsharded_units, 0);
+      EXPECT_EQ(counters.unsharded_bytes, 0U);
+      const std::size_t of_one = rank.pipeline->unit(1).layout.unsharded_bytes();
+      EXPECT_EQ(counters.peak_unsharded_bytes, 5 * of_one);
+      EXPECT_EQ(rank.pipeline->gatherer().ring()->slots(), 2);
+      EXPECT_EQ(rank.pipeline->gatherer().ring()->slot_bytes(), 2 * of_one);
+    }
+  });
+}
+
+TEST(Buckets, FollowTheOrderThatForwardTakes) {
+  on_bucketed_ranks(2, [](Rank& rank, int) {
+    const std::vector<int> order = {6, 1, 5, 2, 4, 3};
+    for (int step = 0; step < 4; ++step) {
+      rank.backward(order, rank.forward(order), 1.0F);
+      for (const auto& unit : rank.units) {
+        unit->expect_gradient(1, 1.0F);
+        unit->zero_grad();
+        unit->change_shard();
+      }
+    }
+    EXPECT_EQ(buckets_of(rank), (std::vector<std::vector<int>>{{0}, {4, 3}, {5, 2}, {6, 1}}));
+    EXPECT_EQ(rank.unit(1).moves(), 2);
+    EXPECT_EQ(rank.pipeline->ledger().counters().overflow_slots, 0U);
+  });
+}
+
+TEST(Buckets, AForwardThatLeavesUnitsOutStillReducesAndLetsSlotsGo) {
+  on_bucketed_ranks(2, [](Rank& rank, int) {
+    rank.step(1.0F);
+    for (const std::vector<int>& order :
+         std::vector<std::vector<int>>{{1, 3, 4, 6}, {2, 5}, {6, 5, 4, 3, 2, 1}, {1, 2, 1, 2, 5}}) {
+      rank.pipeline->ledger().reset();
+      std::vector<int> calls = rank.forward(order);
+      std::vector<int> once;
+      for (const int unit : order) {
+        if (std::find(once.begin(), once.end(), unit) == once.end()) {
+          once.push_back(unit);
+        }
+      }
+      rank.backward(once, calls, 3.0F);
+      for (int i = 0; i <= 6; ++i) {
+        const bool ran = i == 0 || std::find(once.begin(), once.end(), i) != once.end();
+        EXPECT_EQ(rank.unit(i).has_sharded_gradient(0), ran);
+        if (ran) {
+          rank.unit(i).expect_gradient(0, 3.0F);
+        }
+        EXPECT_FALSE(rank.unit(i).is_attached());
+        rank.unit(i).zero_grad();
+        rank.unit(i).change_shard();
+      }
+      EXPECT_EQ(rank.pipeline->ledger().counters().unsharded_bytes, 0U);
+      EXPECT_EQ(rank.pipeline->ledger().counters().overflow_slots, 0U);
+    }
+    const Sent sent = sent_by(rank, [&] {
+      const std::vector<int> order = {1, 3, 4, 6};
+      rank.backward(order, rank.forward(order), 1.0F);
+    });
+    EXPECT_EQ(sent.reduced, (std::vector<int>{5, 3, 1, 0}));  // not only at the end
+  });
+}
+
+TEST(Buckets, UnitsThatDifferInSyncOrScaleAreReducedByThemselves) {
+  on_bucketed_ranks(2, [](Rank& rank, int r) {
+    rank.step(1.0F);
+    const std::vector<int> order = rank.in_order();
+    rank.pipeline->set_requires_gradient_sync(1, false);
+    rank.pipeline->set_requires_gradient_sync(4, false);
+    for (int step = 0; step < 2; ++step) {
+      const std::vector<int> calls = rank.forward(order);
+      if (step == 1) {
+        rank.pipeline->set_gradient_scales(5, 1.0, 1.0);  // a sum, from here on
+      }
+      rank.backward(order, calls, static_cast<float>(r));
+    }
+    EXPECT_FALSE(rank.unit(1).has_sharded_gradient(0));
+    rank.unit(2).expect_gradient(0, 1.0F);
+    rank.unit(3).expect_gradient(1, 1.0F);
+    rank.unit(5).expect_gradient(0, 1.5F);
+    rank.unit(6).expect_gradient(0, 1.0F);
+    rank.pipeline->set_requires_gradient_sync(1, true);
+    rank.pipeline->set_requires_gradient_sync(2, false);
+    rank.backward(order, rank.forward(order), static_cast<float>(r));
+    rank.unit(1).expect_gradient(0, 1.5F);
+    rank.unit(2).expect_gradient(0, 1.0F);
+    EXPECT_FALSE(rank.unit(4).has_sharded_gradient(1));
+    for (int i = 1; i <= 6; ++i) {
+      rank.pipeline->set_requires_gradient_sync(i, true);
+    }
+    rank.backward(order, rank.forward(order), static_cast<float>(r));
+    rank.unit(1).expect_gradient(1, 2.0F);
+    rank.unit(2).expect_gradient(1, 2.0F);
+    rank.unit(4).expect_gradient(0, 2.0F);
+    rank.unit(5).expect_gradient(0, 3.5F);
+    // Since the scales differ, and nothing is accumulated any more, the two are not together.
+    rank.forward(order);
+    EXPECT_EQ(buckets_of(rank), (std::vector<std::vector<int>>{{0}, {1, 2}, {3, 4}, {5}, {6}}));
+  });
+}
+
+TEST(Buckets, AccumulateWithoutSyncAsOne) {
+  on_bucketed_ranks(2, [](Rank& rank, int r) {
+    const std::vector<int> order = rank.in_order();
+    for (const bool sync : {false, false, true}) {
+      for (int i = 0; i <= 6; ++i) {
+        rank.pipeline->set_requires_gradient_sync(i, sync);
+      }
+      const Sent sent =
+          sent_by(rank, [&] { rank.backward(order, rank.forward(order), static_cast<float>(r)); });
+      EXPECT_EQ(sent.reduced.size(), sync ? 4U : 0U);
+    }
+    for (const auto& unit : rank.units) {
+      unit->expect_gradient(0, 1.5F);
+    }
+  });
+}
+
+TEST(Buckets, UnitsUnshardedByHandKeepTheirNeighboursOnlyUntilTheyAreResharded) {
+  on_bucketed_ranks(2, [](Rank& rank, int) {
+    rank.pipeline->unshard(3);
+    rank.pipeline->wait_for_unshard(3);
+    rank.unit(3).expect_unsharded();
+    rank.pipeline->unshard(4);
+    rank.pipeline->wait_for_unshard(4);
+    rank.unit(4).expect_unsharded();
+    EXPECT_EQ(rank.pipeline->ledger().counters().all_gathers, 1U);
+    rank.pipeline->reshard(3);
+    rank.unit(4).expect_unsharded();
+    rank.unit(4).change_shard();
+    rank.unit(3).change_shard();
+    rank.pipeline->unshard(3);  // another slot than that of the old values
+    rank.pipeline->wait_for_unshard(3);
+    rank.unit(3).expect_unsharded();
+    EXPECT_EQ(rank.pipeline->ledger().counters().all_gathers, 2U);
+    rank.pipeline->reshard(3);
+    rank.pipeline->reshard(4);
+    EXPECT_EQ(rank.pipeline->ledger().counters().unsharded_bytes, 0U);
+    rank.pipeline->unshard(5);  // unit 6 comes along, and goes with it
+    rank.pipeline->reshard(5);
+    EXPECT_EQ(rank.pipeline->ledger().counters().unsharded_units, 0);
+    rank.step(1.0F);
+    rank.step(1.0F);
+    EXPECT_EQ(rank.pipeline->ledger().counters().overflow_slots, 0U);
+  });
+}
+
+TEST(Buckets, ThatStayUnshardedAfterForwardAreReducedAndFollowNewShards) {
+  on_bucketed_ranks(
+      2,
+      [](Rank& rank, int) {
+        for (int i = 1; i <= 6; ++i) {
+          rank.pipeline->set_reshard_after_forward(i, i > 4);
+        }
+        for (int step = 0; step < 3; ++step) {
+          const std::vector<int> order = rank.in_order();
+          const std::vector<int> calls = rank.forward(order);
+          for (int i = 1; i <= 4; ++i) {
+            rank.unit(i).expect_unsharded();
+          }
+          rank.backward(order, calls, 2.0F);
+          for (const auto& unit : rank.units) {
+            unit->expect_gradient(0, 2.0F);
+            unit->zero_grad();
+            unit->change_shard();
+          }
+        }
+        EXPECT_EQ(buckets_of(rank), (std::vector<std::vector<int>>{{0}, {1, 2}, {3, 4}, {5, 6}}));
+      },
+      GatherBy::Packing, 2);
+}
+
+TEST(Buckets, AnAbandonedIterationLeavesNoTrace) {
+  on_bucketed_ranks(2, [](Rank& rank, int) {
+    rank.step(1.0F);
+    rank.step(1.0F);
+    rank.pipeline->begin_forward();
+    rank.pipeline->pre_forward(0);
+    rank.pipeline->pre_forward(1);
+    const std::vector<int> order = rank.in_order();
+    const std::vector<int> calls = rank.forward(order);
+    rank.pipeline->begin_backward();
+    rank.pipeline->pre_backward(6, calls[6]);
+    rank.bring_gradients(6, 100.0F);
+    rank.pipeline->post_backward(6);  // unit 5's are missing
+    rank.backward(order, rank.forward(order), 1.0F);
+    for (const auto& unit : rank.units) {
+      unit->expect_gradient(0, 1.0F);
+    }
   });
 }
 

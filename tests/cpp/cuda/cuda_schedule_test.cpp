@@ -76,15 +76,24 @@ class StreamUnit final : public UnitPort {
         rank_(rank),
         wrong_(wrong),
         layout_(std::move(layout)),
-        shard_(layout_.shard_bytes() / sizeof(float)),
-        gradient_(static_cast<std::size_t>(layout_.grad_numel()), NAN) {
+        shard_(allocate(0, layout_.shard_bytes())),
+        gradient_(allocate(0, gradient_bytes())) {
+    enqueue(compute_stream, [gradient = gradient(), numel = layout_.grad_numel()] {
+      std::fill_n(gradient, numel, NAN);
+    });
     write_shard();
   }
 
   void attach(void* unsharded) override { attached_ = static_cast<const float*>(unsharded); }
   void detach() override { attached_ = nullptr; }
-  void* flat_shard() override { return shard_.data(); }
-  void* flat_gradient() override { return gradient_.data(); }
+  void* flat_shard() override { return shard_.get(); }
+  void* flat_gradient() override { return gradient_.get(); }
+  void move_shard(std::shared_ptr<void> memory) override {
+    move(shard_, std::move(memory), layout_.shard_bytes());
+  }
+  void move_gradient(std::shared_ptr<void> memory) override {
+    move(gradient_, std::move(memory), gradient_bytes());
+  }
   std::uint64_t shard_version() override { return static_cast<std::uint64_t>(version_); }
   std::shared_ptr<void> take_gradients(const void** addresses) override {
     auto taken = std::make_shared<std::vector<std::shared_ptr<void>>>(std::move(gradients_));
@@ -150,7 +159,7 @@ class StreamUnit final : public UnitPort {
         const ParamPlacement& place = layout_.placements()[param];
         const std::int64_t count = layout_.row_count(param, rank_) * kColumns;
         for (std::int64_t i = 0; i < count; ++i) {
-          const float got = gradient_[static_cast<std::size_t>(place.grad_offset + i)];
+          const float got = gradient()[place.grad_offset + i];
           wrong_ += std::fabs(got - expected) <= 1e-5F * std::fabs(expected) ? 0 : 1;
         }
       }
@@ -158,14 +167,26 @@ class StreamUnit final : public UnitPort {
   }
 
  private:
+  std::size_t gradient_bytes() const {
+    return static_cast<std::size_t>(layout_.grad_numel()) * sizeof(float);
+  }
+  float* gradient() const { return static_cast<float*>(gradient_.get()); }
+
+  // The old memory goes when it has been read.
+  static void move(std::shared_ptr<void>& from, std::shared_ptr<void> to, std::size_t bytes) {
+    enqueue(compute_stream, [from, to, bytes] { std::memcpy(to.get(), from.get(), bytes); });
+    from = std::move(to);
+  }
+
   void write_shard() {
-    enqueue(compute_stream, [this, version = version_] {
+    enqueue(compute_stream, [this, version = version_, shard = shard_] {
       for (std::size_t param = 0; param < kParams; ++param) {
         const ParamPlacement& place = layout_.placements()[param];
         const std::int64_t first = layout_.first_row(param, rank_) * kColumns;
         const std::int64_t numel = layout_.row_count(param, rank_) * kColumns;
         for (std::int64_t i = 0; i < numel; ++i) {
-          shard_[place.shard_offset / sizeof(float) + static_cast<std::size_t>(i)] =
+          static_cast<float*>(
+              shard.get())[place.shard_offset / sizeof(float) + static_cast<std::size_t>(i)] =
               value_of(number_, version, param, first + i);
         }
       }
@@ -177,8 +198,8 @@ class StreamUnit final : public UnitPort {
   std::atomic<int>& wrong_;
   int version_ = 0;
   UnitLayout layout_;
-  std::vector<float> shard_;
-  std::vector<float> gradient_;
+  std::shared_ptr<void> shard_;
+  std::shared_ptr<void> gradient_;
   std::vector<std::shared_ptr<void>> gradients_ = std::vector<std::shared_ptr<void>>(kParams);
   std::vector<std::shared_ptr<void>> kept_;
   std::vector<bool> has_gradient_ = std::vector<bool>(kParams, false);
@@ -200,6 +221,7 @@ UnitLayout make_layout(int world_size, const std::string& prefix, std::size_t di
 struct Setting {
   int world_size;
   std::size_t direct_bytes;
+  int bucket_units = 1;  // that a bucket has room for
 };
 
 class Rank {
@@ -222,6 +244,9 @@ class Rank {
       UnitConfig config{name, layout};
       config.reshard_after_forward = i != 0;
       config.pack_scale = 1.0 / setting.world_size;
+      config.parent = i == 0 ? -1 : 0;
+      config.bucket_bytes = static_cast<std::size_t>(setting.bucket_units * setting.world_size) *
+                            layout.gather_bytes();
       pipeline->add_unit(std::move(config), *units.back());
     }
     pipeline->gatherer().set_poison_released_slots(true);
@@ -313,10 +338,12 @@ class CudaSchedule : public ::testing::TestWithParam<Setting> {};
 
 INSTANTIATE_TEST_SUITE_P(Settings, CudaSchedule,
                          ::testing::Values(Setting{1, kDirectBytes}, Setting{2, kDirectBytes},
-                                           Setting{2, 0}, Setting{3, 300}),
+                                           Setting{2, 0}, Setting{3, 300},
+                                           Setting{2, kDirectBytes, 2}, Setting{2, 300, 4}),
                          [](const auto& info) {
                            return std::to_string(info.param.world_size) + "RanksDirectFrom" +
-                                  std::to_string(info.param.direct_bytes);
+                                  std::to_string(info.param.direct_bytes) + "BucketsOf" +
+                                  std::to_string(info.param.bucket_units);
                          });
 
 TEST_P(CudaSchedule, StepsReadWhatTheyShould) {

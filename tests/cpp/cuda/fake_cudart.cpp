@@ -2,7 +2,6 @@
 
 #include <chrono>
 #include <cstring>
-#include <mutex>
 #include <set>
 #include <thread>
 #include <utility>
@@ -43,8 +42,7 @@ struct FakeEvent {
   std::set<std::size_t> heads;
 };
 
-std::mutex streams_mutex;
-std::vector<FakeStream*> streams;
+thread_local std::vector<FakeStream*> streams;  // each rank's thread has a GPU of its own
 std::atomic<unsigned long long> captures{0};
 
 FakeStream* as_stream(void* stream) { return static_cast<FakeStream*>(stream); }
@@ -68,7 +66,6 @@ void enqueue(void* stream, std::function<void()> work) {
 
 cudaStream_t new_stream(const std::string& name) {
   auto* made = new FakeStream(name);
-  const std::lock_guard<std::mutex> lock(streams_mutex);
   streams.push_back(made);
   return reinterpret_cast<cudaStream_t>(made);
 }
@@ -148,11 +145,8 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, i
   return cudaSuccess;
 }
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
-  {
-    const std::lock_guard<std::mutex> lock(fsdp::test::streams_mutex);
-    auto& all = fsdp::test::streams;
-    all.erase(std::find(all.begin(), all.end(), as_stream(stream)));
-  }
+  auto& all = fsdp::test::streams;
+  all.erase(std::find(all.begin(), all.end(), as_stream(stream)));
   delete as_stream(stream);
   return cudaSuccess;
 }
@@ -225,7 +219,6 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
   return cudaSuccess;
 }
 cudaError_t cudaDeviceSynchronize() {
-  const std::lock_guard<std::mutex> lock(fsdp::test::streams_mutex);
   for (FakeStream* stream : fsdp::test::streams) {
     stream->queue.synchronize();
   }

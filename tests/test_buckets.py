@@ -1,0 +1,277 @@
+"""Units that travel together train as units that travel by themselves: csrc/core/bucket.h."""
+
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launcher import RanksFailed, run_ranks
+from test_random_programs import Program
+from torch import Tensor, nn
+
+from fsdp_ext import MixedPrecisionPolicy, fully_shard
+
+WIDTH = 6
+LAYERS = 8
+LAYER_BYTES = 2 * 3 * (6 + 2) * 4  # on two ranks: three rows of the weight and of the bias, padded
+PROGRAMS = 9
+
+
+class Interrupted(Exception):
+    pass
+
+
+class Bucketed(Program):
+    """A random program with buckets of some size, that is now and then interrupted."""
+
+    def __init__(self, seed: int, largest_bucket: int) -> None:
+        self.limits = random.Random(f"{seed} limits")
+        self.largest_bucket = largest_bucket
+        super().__init__(seed, "fsdp_ext")
+        self.interruptions = random.Random(f"{seed} interruptions")
+
+    def shard(self, module: nn.Module, **options: Any) -> None:
+        own = self.limits.random()
+        limit = None if own < 0.6 else 0 if own < 0.7 else int(own * self.largest_bucket)
+        if module is self.model:
+            limit = self.largest_bucket
+        super().shard(
+            module, bucket_bytes=min(limit, self.largest_bucket) if limit else limit, **options
+        )
+
+    def step(self, step: int) -> None:
+        if self.interruptions.random() < 0.5:
+            where = self.interruptions.choice(self.units)
+            in_backward = self.interruptions.random() < 0.5
+            self.interrupt(where, in_backward)
+        if self.interruptions.random() < 0.3:
+            accumulating = self.interruptions.choice(self.units)
+            accumulating.set_requires_gradient_sync(False, recurse=False)
+            self.loss(torch.ones(4, WIDTH)).backward()
+            for name, parameter in self.model.named_parameters():
+                self.note(f"{step}: accumulating, gradient of {name}", parameter.grad)
+            accumulating.set_requires_gradient_sync(True, recurse=False)
+        super().step(step)
+
+    def interrupt(self, unit: nn.Module, in_backward: bool) -> None:
+        def raises(*_: Any) -> None:
+            raise Interrupted
+
+        def watch(_: nn.Module, __: Any, output: Any) -> None:
+            tensors = output.values() if isinstance(output, dict) else output
+            for tensor in tensors if isinstance(tensors, tuple) else [tensors]:
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(raises)
+
+        hook = unit.register_forward_hook(watch if in_backward else raises)
+        with suppress(Interrupted):
+            self.loss(torch.ones(4, WIDTH)).backward()
+        hook.remove()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+
+def _same_in_buckets(seed: int) -> int:
+    largest = random.Random(seed).choice([300, 700, 2000, 10**6])
+    together = Bucketed(seed, largest)
+    got = together.run()
+    by_themselves = Bucketed(seed, 0)
+    expected = by_themselves.run()
+    assert [name for name, _ in got] == [name for name, _ in expected]
+    for (name, value), (_, want) in zip(got, expected, strict=True):
+        assert (value is None) == (want is None), name
+        if value is not None and want is not None:
+            assert value.isfinite().all(), name
+            assert torch.equal(value, want), f"{name} differs by {(value - want).abs().max()}"
+    alone = by_themselves.model._fsdp_ext_unit.root.core.buckets()
+    assert all(len(bucket) == 1 for bucket in alone)
+    return len(alone) - len(together.model._fsdp_ext_unit.root.core.buckets())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", range(PROGRAMS))
+def test_a_random_program_trains_the_same_in_buckets(seed: int, ranks: int) -> None:
+    merged = run_ranks(_same_in_buckets, ranks, seed)
+    assert len(set(merged)) == 1
+
+
+class Layers(nn.Module):
+    def __init__(self, order: list[int] | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, 1)
+        self.order = order or list(range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in self.order:
+            x = torch.tanh(self.layers[i](x))
+        return self.head(x)
+
+
+def make(bucket_bytes: int | None, order: list[int] | None = None, **options: Any) -> Any:
+    torch.manual_seed(3)
+    model = Layers(order)
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, bucket_bytes=bucket_bytes, **options)
+
+
+def step(model: Any, seed: int) -> Tensor:
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed + dist.get_rank()))
+    loss = model(x).pow(2).mean()
+    loss.backward()
+    return loss
+
+
+def _collectives() -> None:
+    model = make(3 * LAYER_BYTES)
+    core = None
+    for seed in range(4):
+        if core is not None:
+            core.enable_log(True)
+        step(model, seed)
+        core = model._unit.root.core
+    assert core is not None
+    assert core.buckets() == [[0], [1, 2, 3], [4, 5, 6], [7, 8]]
+    first, second, third = "layers.0 to layers.2", "layers.3 to layers.5", "layers.6 to layers.7"
+    sent = [(op, phase, units) for op, phase, units, _ in core.take_log()[-9:]]
+    assert sent == [
+        ("all_gather", "forward", "the root"),
+        ("all_gather", "forward", first),
+        ("all_gather", "forward", second),
+        ("all_gather", "forward", third),
+        ("reduce_scatter", "backward", "the root"),
+        ("reduce_scatter", "backward", third),
+        ("all_gather", "backward", first),
+        ("reduce_scatter", "backward", second),
+        ("reduce_scatter", "backward", first),
+    ]
+    memory = core.memory()
+    layer = model.layers[0]._unit._layout(training=True).unsharded_bytes
+    assert (memory["ring_slots"], memory["ring_slot_bytes"]) == (2, 3 * layer)
+    counters = core.counters()
+    assert counters["overflow_slots"] == 0
+    assert counters["unsharded_bytes"] == 0
+
+
+def test_a_bucket_is_one_gather_one_reduction_and_one_slot() -> None:
+    run_ranks(_collectives, 2)
+
+
+def _follows_the_order() -> None:
+    order = [7, 0, 6, 1, 5, 2, 4, 3]
+    model, expected = make(2 * LAYER_BYTES, order), make(0, order)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, expected)]
+    addresses = []
+    for seed in range(4):
+        for m, optimizer in zip((model, expected), optimizers, strict=True):
+            step(m, seed)
+            optimizer.step()
+            optimizer.zero_grad()
+        addresses.append([layer.weight.to_local().data_ptr() for layer in model.layers])
+        for got, want in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(got.full_tensor(), want.full_tensor())
+    assert model._unit.root.core.buckets() == [[0], [5, 4], [6, 3], [7, 2], [8, 1]]
+    # Shards move for the order of registration, and for the one that forward takes: never again.
+    assert addresses[0] != addresses[1]
+    assert addresses[1] == addresses[3]
+    apart = addresses[3][7] - addresses[3][0]
+    assert apart == -model.layers[7]._unit._layout(training=True).shard_bytes
+
+
+def test_buckets_follow_the_order_that_forward_takes() -> None:
+    run_ranks(_follows_the_order, 2)
+
+
+def _views_follow() -> None:
+    model = make(10**6, order=[1, 0, *range(2, LAYERS)])
+    held = [layer.weight.to_local() for layer in model.layers]
+    step(model, 0)
+    flats = [layer.flat_shard() for layer in model.layers]
+    step(model, 1)
+    step(model, 2)
+    for layer, weight, (shard, gradient) in zip(model.layers, held, flats, strict=True):
+        assert weight.data_ptr() == layer.weight.to_local().data_ptr()
+        assert shard.data_ptr() == weight.data_ptr()
+        assert gradient.data_ptr() == layer.weight.grad.to_local().data_ptr()
+        assert torch.equal(gradient[: weight.numel()], layer.weight.grad.to_local().flatten())
+        with torch.no_grad():
+            shard.fill_(2.0)
+        assert (layer.weight.full_tensor() == 2.0).all()
+    before = step(model, 3)
+    assert before.isfinite()
+
+
+def test_tensors_over_a_shard_follow_it_into_a_bucket() -> None:
+    run_ranks(_views_follow, 2)
+
+
+def _state_dicts() -> None:
+    model, other = make(10**6), make(2 * LAYER_BYTES)
+    step(model, 0)
+    state = model.state_dict()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    step(other, 0)
+    other.load_state_dict(state)
+    for name, value in other.state_dict().items():
+        assert torch.equal(value.full_tensor(), state[name].full_tensor())
+    losses = [step(m, 5) for m in (model, other)]
+    assert torch.equal(*losses)
+    other.load_state_dict(state, assign=True)
+    assert torch.equal(step(other, 6), step(model, 6))
+
+
+def test_state_dicts_do_not_know_of_buckets() -> None:
+    run_ranks(_state_dicts, 2)
+
+
+def _kept_apart() -> None:
+    torch.manual_seed(0)
+    model = Layers()
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    for i, layer in enumerate(model.layers):
+        options: dict[str, Any] = {}
+        if i in (2, 3):
+            options["mp_policy"] = half
+        if i in (4, 5):
+            options["reshard_after_forward"] = False
+        if i == 7:
+            options["bucket_bytes"] = 0
+        fully_shard(layer, **options)
+    fully_shard(model, bucket_bytes=10**6)
+    for seed in range(3):
+        step(model, seed)
+    core = model._unit.root.core  # type: ignore[attr-defined]
+    assert core.buckets() == [[0], [1, 2], [3, 4], [5, 6], [7], [8]]
+
+
+def test_units_that_differ_are_kept_apart() -> None:
+    run_ranks(_kept_apart, 2)
+
+
+def _ranks_that_differ() -> None:
+    model = make(10**6 if dist.get_rank() == 0 else 0)
+    step(model, 0)
+
+
+def test_ranks_that_ask_for_other_buckets_are_told() -> None:
+    with pytest.raises(RanksFailed, match="expected to run the same units in the same order"):
+        run_ranks(_ranks_that_differ, 2)
+
+
+def _refused(value: Any) -> str:
+    with pytest.raises(ValueError, match="bucket_bytes expects") as caught:
+        fully_shard(nn.Linear(2, 2), bucket_bytes=value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "many"])
+def test_a_size_that_is_none_is_refused(value: Any) -> None:
+    (message,) = run_ranks(_refused, 1, value)
+    assert message.endswith(f"but got {value!r}; 0 sends each unit by itself")
