@@ -11,6 +11,7 @@ from torch.distributed.fsdp import (
 )
 
 from fsdp_ext._build_info import VERSION as __version__
+from fsdp_ext.buckets import describe_buckets
 from fsdp_ext.fsdp1 import FullyShardedDataParallel
 from fsdp_ext.fully_shard import (
     FSDPModule,
@@ -34,6 +35,7 @@ __all__ = [
     "Simulated",
     "UnshardHandle",
     "__version__",
+    "describe_buckets",
     "fully_shard",
     "register_fsdp_forward_method",
 ]

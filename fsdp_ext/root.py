@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_ext import _C
+from fsdp_ext.buckets import default_bucket_bytes, log_default, typical_link
 from fsdp_ext.communicator import lanes_of
 from fsdp_ext.unit import Unit
 
@@ -103,8 +104,12 @@ class Root:
         module = self.module
         first = self.units[0]
         method = weakref.WeakMethod(self._pre_forward_when_stale)
+        lanes = lanes_of(first.mesh.get_group(), first.device, first.transport)
+        self._link = typical_link(lanes.transport, first.transport, first.mesh.size())
+        if first.bucket_bytes is None and first.mesh.get_local_rank() == 0 and self.check_order:
+            log_default(self.bucket_bytes(first), self._link)
         core = _C.Root(
-            lanes=lanes_of(first.mesh.get_group(), first.device, first.transport),
+            lanes=lanes,
             prefetch_depth=1,
             nesting=self._nesting(),
             check_order=self.check_order,
@@ -122,10 +127,10 @@ class Root:
         for unit, unit_core, parent in zip(self.units, cores, self._parents(), strict=True):
             core.add_unit(
                 unit_core,
-                self._reshards(unit),
+                self.reshards(unit),
                 *unit.gradient_scales(),
                 parent,
-                self._bucket_bytes(unit),
+                self.bucket_bytes(unit),
             )
         self.core = core
         for unit in self.units:
@@ -142,7 +147,8 @@ class Root:
         self.check_order = False
         self.build()
 
-    def _reshards(self, unit: Unit) -> bool:
+    def reshards(self, unit: Unit) -> bool:
+        """Return whether ``unit`` is resharded after forward: by default all but the root."""
         if unit.reshard_after_forward is None:
             return unit is not self.units[0]
         return unit.reshard_after_forward
@@ -150,7 +156,7 @@ class Root:
     def apply_settings(self, unit: Unit) -> None:
         """Tell the schedule what the user has set on ``unit``."""
         number = self.number(unit)
-        self.core.set_reshard_after_forward(number, self._reshards(unit))
+        self.core.set_reshard_after_forward(number, self.reshards(unit))
         self.core.set_reshard_after_backward(number, unit.reshard_after_backward)
         self.core.set_requires_gradient_sync(number, unit.requires_gradient_sync)
         self.core.set_gradient_scales(number, *unit.gradient_scales())
@@ -191,12 +197,12 @@ class Root:
         visit(self.module, -1)
         return [parents[number] for number in range(len(self.units))]
 
-    def _bucket_bytes(self, unit: Unit) -> int:
+    def bucket_bytes(self, unit: Unit) -> int:
         """Return how large a bucket may be that ``unit`` shares: its own setting or the root's."""
         for asked in (unit.bucket_bytes, self.units[0].bucket_bytes):
             if asked is not None:
                 return asked
-        return 0
+        return default_bucket_bytes(self._link)
 
     def _pre_forward_when_stale(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.rebuild()

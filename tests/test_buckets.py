@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from contextlib import suppress
 from typing import Any
 
@@ -13,7 +14,7 @@ from launcher import RanksFailed, run_ranks
 from test_random_programs import Program
 from torch import Tensor, nn
 
-from fsdp_ext import MixedPrecisionPolicy, fully_shard
+from fsdp_ext import Link, MixedPrecisionPolicy, Simulated, describe_buckets, fully_shard
 
 WIDTH = 6
 LAYERS = 8
@@ -87,9 +88,9 @@ def _same_in_buckets(seed: int) -> int:
         if value is not None and want is not None:
             assert value.isfinite().all(), name
             assert torch.equal(value, want), f"{name} differs by {(value - want).abs().max()}"
-    alone = by_themselves.model._fsdp_ext_unit.root.core.buckets()
+    alone = buckets_of(by_themselves.model)
     assert all(len(bucket) == 1 for bucket in alone)
-    return len(alone) - len(together.model._fsdp_ext_unit.root.core.buckets())
+    return len(alone) - len(buckets_of(together.model))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -97,6 +98,10 @@ def _same_in_buckets(seed: int) -> int:
 def test_a_random_program_trains_the_same_in_buckets(seed: int, ranks: int) -> None:
     merged = run_ranks(_same_in_buckets, ranks, seed)
     assert len(set(merged)) == 1
+
+
+def buckets_of(model: Any) -> list[list[int]]:
+    return [bucket["units"] for bucket in model._fsdp_ext_unit.root.core.buckets()]
 
 
 class Layers(nn.Module):
@@ -136,7 +141,7 @@ def _collectives() -> None:
         step(model, seed)
         core = model._unit.root.core
     assert core is not None
-    assert core.buckets() == [[0], [1, 2, 3], [4, 5, 6], [7, 8]]
+    assert buckets_of(model) == [[0], [1, 2, 3], [4, 5, 6], [7, 8]]
     first, second, third = "layers.0 to layers.2", "layers.3 to layers.5", "layers.6 to layers.7"
     sent = [(op, phase, units) for op, phase, units, _ in core.take_log()[-9:]]
     assert sent == [
@@ -175,7 +180,7 @@ def _follows_the_order() -> None:
         addresses.append([layer.weight.to_local().data_ptr() for layer in model.layers])
         for got, want in zip(model.parameters(), expected.parameters(), strict=True):
             assert torch.equal(got.full_tensor(), want.full_tensor())
-    assert model._unit.root.core.buckets() == [[0], [5, 4], [6, 3], [7, 2], [8, 1]]
+    assert buckets_of(model) == [[0], [5, 4], [6, 3], [7, 2], [8, 1]]
     # Shards move for the order of registration, and for the one that forward takes: never again.
     assert addresses[0] != addresses[1]
     assert addresses[1] == addresses[3]
@@ -247,8 +252,7 @@ def _kept_apart() -> None:
     fully_shard(model, bucket_bytes=10**6)
     for seed in range(3):
         step(model, seed)
-    core = model._unit.root.core  # type: ignore[attr-defined]
-    assert core.buckets() == [[0], [1, 2], [3, 4], [5, 6], [7], [8]]
+    assert buckets_of(model) == [[0], [1, 2], [3, 4], [5, 6], [7], [8]]
 
 
 def test_units_that_differ_are_kept_apart() -> None:
@@ -263,6 +267,42 @@ def _ranks_that_differ() -> None:
 def test_ranks_that_ask_for_other_buckets_are_told() -> None:
     with pytest.raises(RanksFailed, match="expected to run the same units in the same order"):
         run_ranks(_ranks_that_differ, 2)
+
+
+def _defaults() -> None:
+    model = make(None)
+    with pytest.raises(RuntimeError, match="expects a model that has run forward"):
+        describe_buckets(model)
+    with pytest.raises(TypeError, match="fully_shard was applied to but got Linear"):
+        describe_buckets(nn.Linear(2, 2))
+    step(model, 0)
+    assert buckets_of(model) == [[0], list(range(1, LAYERS + 1))]
+    lines = describe_buckets(model).splitlines()
+    assert lines[0].split() == ["units", "gather", "reduce", "unsharded", "plan"]
+    assert lines[2].startswith("layers.0 to layers.7 (8)")
+    assert lines[-2].startswith(f"{LAYERS + 1} units in 2 buckets (bucket_bytes=3,2")
+    assert lines[-1].startswith("1 slots of ")
+
+
+def test_the_default_and_the_trade_are_shown() -> None:
+    run_ranks(_defaults, 2)
+
+
+def _simulated_default() -> str:
+    dist.destroy_process_group()  # Simulated brings its own
+    warnings.simplefilter("ignore")
+    link = Link("a wire", alpha=10e-6, beta=1e9)
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    for layer in layers:
+        fully_shard(layer, transport=Simulated(2, link))
+    model: Any = fully_shard(layers, transport=Simulated(2, link))
+    model(torch.ones(1, WIDTH)).sum().backward()
+    return describe_buckets(model)
+
+
+def test_a_simulated_links_default_is_four_launches_long() -> None:
+    (text,) = run_ranks(_simulated_default, 1)
+    assert "(bucket_bytes=40,000)" in text
 
 
 def _refused(value: Any) -> str:

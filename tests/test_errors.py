@@ -229,7 +229,7 @@ class TwoUnits(nn.Module):
 def _shard_two(model: TwoUnits) -> TwoUnits:
     fully_shard(model.first)
     fully_shard(model.second)
-    fully_shard(model)
+    fully_shard(model, bucket_bytes=0)
     return model
 
 

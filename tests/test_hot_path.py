@@ -41,7 +41,7 @@ def make(sharded: bool = True) -> Any:
     if sharded:
         for layer in model.layers:
             fully_shard(layer)
-        fully_shard(model)
+        fully_shard(model, bucket_bytes=0)
     return model
 
 

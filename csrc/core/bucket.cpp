@@ -26,48 +26,63 @@ UnitLayout layout_of(const std::vector<Unit*>& units) {
   return UnitLayout::joined(layouts);
 }
 
-// One piece behind the other, in the order of the units.
-using Bytes = std::size_t (*)(const UnitLayout&);
-using Address = void* (*)(UnitPort&);
-using MoveTo = void (UnitPort::*)(std::shared_ptr<void>);
+// What all units have one of, each behind the one before: their flat shards or gradients.
+struct Rows {
+  std::size_t (*bytes)(const UnitLayout&);
+  void* (UnitPort::*address)();
+  void (UnitPort::*move)(std::shared_ptr<void>);
+};
 
-bool are_neighbours(const std::vector<Unit*>& units, Bytes bytes, Address address) {
-  for (std::size_t i = 1; i < units.size(); ++i) {
-    const Unit& before = *units[i - 1];
-    if (static_cast<char*>(address(before.port)) + bytes(before.layout) !=
-        address(units[i]->port)) {
+const Rows kShards{[](const UnitLayout& layout) { return layout.shard_bytes(); },
+                   &UnitPort::flat_shard, &UnitPort::move_shard};
+const Rows kGradients{[](const UnitLayout& layout) {
+                        return static_cast<std::size_t>(layout.grad_numel()) *
+                               itemsize(layout.grad_dtype());
+                      },
+                      &UnitPort::flat_gradient, &UnitPort::move_gradient};
+
+// Where the first begins. An empty one is nowhere.
+char* first_of(const std::vector<Unit*>& units, const Rows& rows) {
+  for (const Unit* unit : units) {
+    if (rows.bytes(unit->layout) > 0) {
+      return static_cast<char*>((unit->port.*rows.address)());
+    }
+  }
+  return nullptr;
+}
+
+bool are_neighbours(const std::vector<Unit*>& units, const Rows& rows) {
+  const char* place = first_of(units, rows);
+  for (const Unit* unit : units) {
+    const std::size_t bytes = rows.bytes(unit->layout);
+    if (bytes > 0 && (unit->port.*rows.address)() != place) {
       return false;
     }
+    place += bytes;
   }
   return true;
 }
 
-void move_behind_each_other(const std::vector<Unit*>& units, Bytes bytes, MoveTo move,
+void move_behind_each_other(const std::vector<Unit*>& units, const Rows& rows,
                             const std::shared_ptr<void>& memory) {
   auto* place = static_cast<char*>(memory.get());
   for (Unit* unit : units) {
-    (unit->port.*move)(std::shared_ptr<void>(memory, place));
-    place += bytes(unit->layout);
+    const std::size_t bytes = rows.bytes(unit->layout);
+    if (bytes > 0) {
+      (unit->port.*rows.move)(std::shared_ptr<void>(memory, place));
+    }
+    place += bytes;
   }
 }
-
-std::size_t shard_bytes(const UnitLayout& layout) { return layout.shard_bytes(); }
-void* shard_address(UnitPort& port) { return port.flat_shard(); }
-
-std::size_t gradient_bytes(const UnitLayout& layout) {
-  return static_cast<std::size_t>(layout.grad_numel()) * itemsize(layout.grad_dtype());
-}
-void* gradient_address(UnitPort& port) { return port.flat_gradient(); }
 
 // See Note [moving shards].
 void make_neighbours(const std::vector<Unit*>& units, const UnitLayout& layout, Lanes& lanes) {
-  if (!are_neighbours(units, shard_bytes, shard_address)) {
-    move_behind_each_other(units, shard_bytes, &UnitPort::move_shard,
+  if (!are_neighbours(units, kShards)) {
+    move_behind_each_other(units, kShards,
                            lanes.gather.allocate(layout.shard_bytes(), BufferUse::Shard));
   }
-  if (gradient_bytes(layout) > 0 && !are_neighbours(units, gradient_bytes, gradient_address)) {
-    move_behind_each_other(units, gradient_bytes, &UnitPort::move_gradient,
-                           lanes.device->allocate(gradient_bytes(layout)));
+  if (!are_neighbours(units, kGradients)) {
+    move_behind_each_other(units, kGradients, lanes.device->allocate(kGradients.bytes(layout)));
   }
 }
 
@@ -114,6 +129,10 @@ Bucket::Bucket(int bucket_number, std::vector<Unit*> members, Lanes& lanes)
   packer.prepare(finish_plan);
   make_neighbours(units, layout, lanes);
 }
+
+const void* Bucket::flat_shard() const { return first_of(units, kShards); }
+
+void* Bucket::flat_gradient() const { return first_of(units, kGradients); }
 
 std::size_t Bucket::segment_bytes() const {
   return static_cast<std::size_t>(layout.grad_numel()) * itemsize(layout.reduce_dtype());

@@ -53,8 +53,8 @@ struct Bucket {
   Bucket(const Bucket&) = delete;
   Bucket& operator=(const Bucket&) = delete;
 
-  const void* flat_shard() const { return units.front()->port.flat_shard(); }
-  void* flat_gradient() const { return units.front()->port.flat_gradient(); }
+  const void* flat_shard() const;
+  void* flat_gradient() const;
 
   std::size_t segment_bytes() const;       // of one rank's part of the reduce input
   std::size_t reduce_input_bytes() const;  // of all ranks'

@@ -19,12 +19,18 @@
 
 namespace fsdp {
 
+// Note [parts of chunks]
+// A message may carry a part of each rank's chunk. The part counts as a chunk, which is `stride`
+// away from the next rank's in the parameter; 0 stands for the chunk itself, and whole chunks. Only
+// of chunks of one run. What a gradient's address is then counts from the first rank's part on.
+
 // Where one parameter's gradient goes in the rank-major reduce input. Units: elements.
 struct PackEntry {
   std::int64_t numel = 0;        // elements of the gradient (R * q)
   std::int64_t chunk_numel = 0;  // elements of one rank's chunk (c * q)
   std::int64_t offset = 0;       // of the chunk within a rank's segment
   std::int64_t runs = 1;         // see Note [runs]
+  std::int64_t stride = 0;       // see Note [parts of chunks]
 };
 
 struct PackPlan {
@@ -40,6 +46,7 @@ struct UnpackEntry {
   std::size_t source_offset = 0;       // of the chunk within a rank's segment of the staging
   std::size_t destination_offset = 0;  // of the region, world_size * chunk_bytes long
   std::int64_t runs = 1;               // see Note [runs]
+  std::size_t stride = 0;              // see Note [parts of chunks]
 };
 
 struct UnpackPlan {

@@ -162,10 +162,11 @@ FSDP_HOST_DEVICE inline Destination convert_and_add(Destination before, Source s
   return narrow<Destination>(static_cast<W>(widen(before)) + static_cast<W>(widen(rounded)));
 }
 
-// How many elements of a parameter of `numel` rank `rank` has in its chunk of `chunk_numel`.
+// How many elements of a parameter of `numel` rank `rank` has in its chunk of `chunk_numel`, where
+// two ranks' chunks begin `stride` apart.
 FSDP_HOST_DEVICE inline std::int64_t elements_of_rank(std::int64_t numel, std::int64_t chunk_numel,
-                                                      int rank) {
-  const std::int64_t left = numel - chunk_numel * rank;
+                                                      std::int64_t stride, int rank) {
+  const std::int64_t left = numel - stride * rank;
   return left <= 0 ? 0 : (left < chunk_numel ? left : chunk_numel);
 }
 

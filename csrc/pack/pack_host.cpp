@@ -79,13 +79,18 @@ class RunMover {
   bool copies_;
 };
 
+// See Note [parts of chunks].
+std::int64_t stride_of(const PackEntry& entry) {
+  return entry.stride != 0 ? entry.stride : entry.chunk_numel;
+}
+
 // A gradient's `numel` elements of one rank.
 template <typename Source, typename Destination>
 void pack_chunk(const PackEntry& entry, int world_size, int rank, const Source* gradient,
                 Destination* destination, std::int64_t numel,
                 const RunMover<Source, Destination>& move) {
   if (entry.runs == 1) {
-    move(gradient + rank * entry.chunk_numel, destination, numel);
+    move(gradient + rank * stride_of(entry), destination, numel);
     return;
   }
   const std::int64_t run = entry.chunk_numel / entry.runs;  // Note [runs]
@@ -109,7 +114,8 @@ void pack_as(const PackPlan& plan, const void* const* gradients, Destination* re
     };
     for (std::size_t i = 0; i < plan.entries.size(); ++i) {
       const PackEntry& entry = plan.entries[i];
-      const std::int64_t numel = body::elements_of_rank(entry.numel, entry.chunk_numel, rank);
+      const std::int64_t numel =
+          body::elements_of_rank(entry.numel, entry.chunk_numel, stride_of(entry), rank);
       if (gradients[i] == nullptr || numel == 0) {
         continue;
       }
@@ -135,10 +141,11 @@ void unpack_now(const UnpackPlan& plan, const void* staging, void* unsharded) {
   for (const UnpackEntry& entry : plan.entries) {
     const auto runs = static_cast<std::size_t>(entry.runs);
     const std::size_t run_bytes = entry.chunk_bytes / runs;  // Note [runs]
+    const std::size_t stride = entry.stride != 0 ? entry.stride : run_bytes;
     for (std::size_t r = 0; run_bytes > 0 && r < world_size; ++r) {
       for (std::size_t k = 0; k < runs; ++k) {
         std::memcpy(static_cast<char*>(unsharded) + entry.destination_offset +
-                        (k * world_size + r) * run_bytes,
+                        k * world_size * run_bytes + r * stride,
                     static_cast<const char*>(staging) + r * plan.segment_bytes +
                         entry.source_offset + k * run_bytes,
                     run_bytes);

@@ -409,13 +409,13 @@ FSDP_HOST_DEVICE inline void pack(const PackWork& work, const Gradients& gradien
                                         gradient,
                                         gradient + span.numel,
                                         span.run,
-                                        {rank * span.run, work.world_size * span.run}};
+                                        {rank * span.stride, work.world_size * span.run}};
     const Target<D, S> target{
         static_cast<D*>(work.reduce_input) + rank * work.segment_numel + span.destination,
         span.extent,
         gradient == nullptr
             ? 0
-            : body::elements_of_rank(span.numel, span.chunk, static_cast<int>(rank)),
+            : body::elements_of_rank(span.numel, span.chunk, span.stride, static_cast<int>(rank)),
         action_of<S, D>(work.accumulate, work.scale), static_cast<body::Wide<S, D>>(work.scale)};
     TileMover<S, D, StridedRuns>(source, target)
         .move(static_cast<std::int64_t>(in_segment - span.first_tile) * kTileElements,

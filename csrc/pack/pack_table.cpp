@@ -23,9 +23,12 @@ void add_span(TileTable& table, Span span, std::int64_t tile_elements) {
   table.spans.push_back(span);
 }
 
-void check_runs(std::int64_t chunk, std::int64_t runs) {
+void check_runs(std::int64_t chunk, std::int64_t runs, std::int64_t stride) {
   FSDP_CHECK(runs >= 1 && chunk % runs == 0, "a chunk of ", chunk,
              " expects a number of runs that divides it but got ", runs);
+  FSDP_CHECK(stride == 0 || (runs == 1 && stride >= chunk), "a part of ", chunk,
+             " of a chunk of one run expects a chunk that is larger but got one of ", stride,
+             " and ", runs, " runs");
 }
 
 }  // namespace
@@ -49,13 +52,14 @@ TileTable make_table(const PackPlan& plan) {
     const PackEntry& entry = plan.entries[i];
     const std::int64_t end =
         i + 1 < plan.entries.size() ? plan.entries[i + 1].offset : plan.segment_numel;
-    check_runs(entry.chunk_numel, entry.runs);
+    check_runs(entry.chunk_numel, entry.runs, entry.stride);
     Span span;
     span.destination = entry.offset;
     span.extent = end - entry.offset;
     span.numel = entry.numel;
     span.chunk = entry.chunk_numel;
     span.run = std::max<std::int64_t>(entry.chunk_numel / entry.runs, 1);
+    span.stride = entry.stride != 0 ? entry.stride : span.run;
     span.entry = static_cast<std::int32_t>(i);
     add_span(table, span, kTileElements);
   }
@@ -67,15 +71,22 @@ TileTable make_table(const UnpackPlan& plan) {
   for (std::size_t i = 0; i < plan.entries.size(); ++i) {
     const UnpackEntry& entry = plan.entries[i];
     const auto chunk = static_cast<std::int64_t>(entry.chunk_bytes);
-    check_runs(chunk, entry.runs);
+    const auto stride = static_cast<std::int64_t>(entry.stride);
+    check_runs(chunk, entry.runs, stride);
     Span span;
     span.source = static_cast<std::int64_t>(entry.source_offset);
     span.destination = static_cast<std::int64_t>(entry.destination_offset);
-    span.extent = span.numel = chunk * plan.world_size;
     span.chunk = chunk;
     span.run = std::max<std::int64_t>(chunk / entry.runs, 1);
     span.entry = static_cast<std::int32_t>(i);
-    add_span(table, span, kUnpackTileBytes);
+    // Parts of chunks are no neighbours in the destination: a span for each rank's.
+    const int spans = stride != 0 ? plan.world_size : 1;
+    span.extent = span.numel = stride != 0 ? chunk : chunk * plan.world_size;
+    for (int rank = 0; rank < spans; ++rank) {
+      add_span(table, span, kUnpackTileBytes);
+      span.source += static_cast<std::int64_t>(plan.segment_bytes);
+      span.destination += stride;
+    }
   }
   return table;
 }

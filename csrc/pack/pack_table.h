@@ -31,6 +31,7 @@ struct Span {
   std::int64_t numel = 0;        // elements of the source (of pack: of all ranks)
   std::int64_t chunk = 0;        // elements of one rank's chunk
   std::int64_t run = 0;          // elements of one piece, see Note [runs]
+  std::int64_t stride = 0;       // of pack: elements between two ranks' first pieces in the source
   std::uint32_t first_tile = 0;
   std::int32_t entry = 0;  // of the plan; kNoEntry for padding that belongs to none
 };

@@ -275,6 +275,25 @@ void register_nccl(py::module_& m) {
       py::arg("libraries"));
 }
 
+const char* name_of(const GatherPlan& plan) {
+  return plan.packed_bytes == 0 ? "direct" : plan.direct.empty() ? "packed" : "direct and packed";
+}
+
+py::dict describe(const Bucket& bucket) {
+  py::list units;
+  for (const Unit* unit : bucket.units) {
+    units.append(unit->number);
+  }
+  py::dict result;
+  result["units"] = units;
+  result["gather_bytes"] =
+      bucket.layout.gather_bytes() * static_cast<std::size_t>(bucket.layout.world_size());
+  result["reduce_bytes"] = bucket.reduce_input_bytes();
+  result["unsharded_bytes"] = bucket.layout.unsharded_bytes();
+  result["gather_plan"] = name_of(bucket.gather_plan);
+  return result;
+}
+
 std::string name_of_units(Root& root, const CollectiveRecord& record) {
   const std::string& first = root.pipeline().unit(record.unit).name;
   return record.unit == record.last_unit
@@ -323,23 +342,23 @@ void register_root(py::module_& m) {
              }
              return "unknown";
            })
-      .def("gather_plan",
-           [](Root& root, int unit) {
-             const GatherPlan& plan = root.pipeline().bucket_of(unit).gather_plan;
-             return plan.packed_bytes == 0 ? "direct"
-                    : plan.direct.empty()  ? "packed"
-                                           : "direct and packed";
-           })
+      .def(
+          "gather_plan",
+          [](Root& root, int unit) { return name_of(root.pipeline().bucket_of(unit).gather_plan); })
       .def("buckets",
            [](Root& root) {
              py::list result;
              root.pipeline().bucket_of(0);
              for (const auto& bucket : root.pipeline().buckets()) {
-               py::list units;
-               for (const Unit* unit : bucket->units) {
-                 units.append(unit->number);
-               }
-               result.append(units);
+               result.append(describe(*bucket));
+             }
+             return result;
+           })
+      .def("unsharded_bytes",
+           [](Root& root) {
+             py::list result;
+             for (const auto& unit : root.units()) {
+               result.append(unit->layout().unsharded_bytes());
              }
              return result;
            })

@@ -12,6 +12,7 @@
 #include <future>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <string>
 #include <tuple>
@@ -148,6 +149,14 @@ void reference_pack(const PackPlan& plan, const std::vector<const void*>& gradie
     const PackEntry& place = plan.entries[entry];
     const std::int64_t run = std::max<std::int64_t>(place.chunk_numel / place.runs, 1);
     for (std::int64_t i = 0; gradients[entry] != nullptr && i < place.numel; ++i) {
+      if (place.stride != 0) {
+        if (i / place.stride < plan.world_size && i % place.stride < place.chunk_numel) {
+          reference_element(from, gradients[entry], i, to, reduce_input,
+                            i / place.stride * plan.segment_numel + place.offset + i % place.stride,
+                            scale, accumulate);
+        }
+        continue;
+      }
       const std::int64_t rank = i / run % plan.world_size;
       const std::int64_t piece = i / run / plan.world_size;
       reference_element(from, gradients[entry], i, to, reduce_input,
@@ -277,7 +286,8 @@ struct RandomPack {
 
 // Chunks as torch.chunk has them and others, also of Shard(dim > 0), now and then of several tiles;
 // gaps before, between and behind them; gradients that begin anywhere.
-RandomPack random_pack(int world_size, DType dtype, bool may_be_absent, std::mt19937_64& random) {
+RandomPack random_pack(int world_size, DType dtype, bool may_be_absent, std::mt19937_64& random,
+                       bool may_be_in_parts = true) {
   RandomPack made;
   made.plan.world_size = world_size;
   std::int64_t offset = pick(random, 0, 1) * pick(random, 0, 5);
@@ -288,13 +298,16 @@ RandomPack random_pack(int world_size, DType dtype, bool may_be_absent, std::mt1
                                    : pick(random, 0, 5) == 0 ? pick(random, 0, 9000 / world_size)
                                                              : pick(random, 0, 90);
     const std::int64_t chunk_rows = (rows + world_size - 1) / world_size;
-    PackEntry entry{rows * row_numel, chunk_rows * row_numel, offset, 1};
+    PackEntry entry{rows * row_numel, chunk_rows * row_numel, offset, 1, 0};
     if (pick(random, 0, 3) == 0) {
       entry.runs = pick(random, 1, 4);
       entry.chunk_numel = row_numel * entry.runs;
       entry.numel = entry.chunk_numel * world_size;
     } else if (pick(random, 0, 3) == 0) {
       entry.chunk_numel += pick(random, 0, 3);
+    } else if (may_be_in_parts && entry.chunk_numel > 1 && pick(random, 0, 2) == 0) {
+      entry.stride = entry.chunk_numel;  // Note [parts of chunks]
+      entry.chunk_numel = pick(random, std::int64_t{1}, entry.stride - 1);
     }
     made.plan.entries.push_back(entry);
     offset += entry.chunk_numel + pick(random, 0, 1) * pick(random, 0, 7);
@@ -357,7 +370,8 @@ TEST_P(PackOnRanks, ThenUnpackGivesTheGradientsBackBitForBit) {
     std::mt19937_64 random(seed * 1000 + world_size);
     const DType dtype = kFloats[pick(random, 0, 3)];
     SCOPED_TRACE(detail::concat("seed ", seed, ", ", name(dtype)));
-    const RandomPack made = random_pack(world_size, dtype, /*may_be_absent=*/false, random);
+    const RandomPack made = random_pack(world_size, dtype, /*may_be_absent=*/false, random,
+                                        /*may_be_in_parts=*/false);
     const std::size_t size = itemsize(dtype);
     Buffer staging(made.plan.segment_numel * world_size * size, kPoison);
     run_pack(made.plan, made.gradients.data(), dtype, staging.data(), dtype, 1.0, false);
@@ -380,6 +394,34 @@ TEST_P(PackOnRanks, ThenUnpackGivesTheGradientsBackBitForBit) {
     Buffer actual(expected.size(), kPoison);
     run_unpack(plan, staging.data(), actual.data());
     ASSERT_EQ(actual, expected);
+  }
+}
+
+// One chunk a rank, sent as two messages: see Note [parts of chunks].
+TEST_P(PackOnRanks, TwoPartsOfEachChunkAreTheWhole) {
+  const int world_size = this->world_size();
+  for (const std::int64_t chunk : {3, 50, 9001}) {
+    const std::int64_t first = chunk / 3 + 1;
+    const std::int64_t numel = chunk * world_size - 2;
+    std::vector<float> gradient(static_cast<std::size_t>(numel));
+    std::iota(gradient.begin(), gradient.end(), 1.0F);
+    std::vector<float> whole(static_cast<std::size_t>(chunk * world_size), NAN);
+    for (const std::int64_t begin : {std::int64_t{0}, first}) {
+      const std::int64_t length = begin == 0 ? first : chunk - first;
+      PackPlan pack_plan{{{numel - begin, length, 0, 1, chunk}}, length, world_size, nullptr};
+      std::vector<float> staging(static_cast<std::size_t>(length * world_size), NAN);
+      const void* addresses[] = {gradient.data() + begin};
+      run_pack(pack_plan, addresses, DType::Float32, staging.data(), DType::Float32, 1.0, false);
+      const auto bytes = static_cast<std::size_t>(length) * sizeof(float);
+      UnpackPlan unpack_plan;
+      unpack_plan.entries.push_back({bytes, 0, static_cast<std::size_t>(begin) * sizeof(float), 1,
+                                     static_cast<std::size_t>(chunk) * sizeof(float)});
+      unpack_plan.segment_bytes = bytes;
+      unpack_plan.world_size = world_size;
+      run_unpack(unpack_plan, staging.data(), whole.data());
+    }
+    gradient.resize(whole.size(), 0.0F);
+    EXPECT_EQ(whole, gradient);
   }
 }
 
