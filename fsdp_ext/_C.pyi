@@ -147,6 +147,8 @@ class BucketInfo(TypedDict):
     reduce_bytes: int
     unsharded_bytes: int
     gather_plan: str
+    gather_messages: int
+    reduce_messages: int
 
 class Root:
     def __init__(
@@ -165,6 +167,7 @@ class Root:
         reduce_scale: float,
         parent: int,
         bucket_bytes: int,
+        max_message_bytes: int,
     ) -> None: ...
     def reset_iteration(self) -> None: ...
     def unshard(self, unit: int) -> None: ...

@@ -90,12 +90,14 @@ def describe_buckets(model: nn.Module) -> str:
 
 def _describe(root: Root) -> list[str]:
     buckets = root.core.buckets()
-    header = ("units", "gather", "reduce", "unsharded", "plan")
+    header = ("units", "gather", "messages", "reduce", "messages", "unsharded", "plan")
     rows = [
         (
             _names(root, bucket["units"]),
             _size(bucket["gather_bytes"]),
+            str(bucket["gather_messages"]),
             _size(bucket["reduce_bytes"]),
+            str(bucket["reduce_messages"]),
             _size(bucket["unsharded_bytes"]),
             bucket["gather_plan"],
         )

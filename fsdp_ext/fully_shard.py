@@ -32,6 +32,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = ...,
     transport: str | Simulated | None = ...,
     bucket_bytes: int | None = ...,
+    max_message_bytes: int | None = ...,
 ) -> FSDPModule: ...
 
 
@@ -47,6 +48,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = ...,
     transport: str | Simulated | None = ...,
     bucket_bytes: int | None = ...,
+    max_message_bytes: int | None = ...,
 ) -> list[FSDPModule]: ...
 
 
@@ -61,6 +63,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     transport: str | Simulated | None = None,
     bucket_bytes: int | None = None,
+    max_message_bytes: int | None = None,
 ) -> FSDPModule | list[FSDPModule]:
     """Shard ``module``'s parameters, gradients and optimizer state over data-parallel ranks.
 
@@ -96,6 +99,10 @@ def fully_shard(
             unit without a value has the root's, by default four times what the transport carries
             in the time of a launch (:func:`fsdp_ext.describe_buckets` shows it). It changes no
             result where a transport adds ranks up in one order, as shared memory does.
+        max_message_bytes: what is larger travels as several messages, between parameters where
+            that is possible, so that the casts and copies of one are beside the wire of another;
+            buffers for them are as much smaller. A unit without a value has the root's, by default
+            any size. A parameter of which a message carries only some rows is copied once more.
 
     Returns:
         ``module``, whose class is now a subclass of :class:`FSDPModule` and its own class.
@@ -126,7 +133,8 @@ def fully_shard(
         mp_policy,
         _resolve_reshard(reshard_after_forward, mesh),
         transport,
-        _resolve_bucket_bytes(bucket_bytes),
+        _resolve_size("bucket_bytes", bucket_bytes, 0, "0 sends each unit by itself"),
+        _resolve_size("max_message_bytes", max_message_bytes, 1, "leave it out for any size"),
     )
     _move_buffers(modules, unit.device)
     for submodule in modules:
@@ -187,12 +195,11 @@ def _resolve_reshard(value: bool | int | None, mesh: DeviceMesh) -> bool | None:
     )
 
 
-def _resolve_bucket_bytes(value: int | None) -> int | None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+def _resolve_size(name: str, value: int | None, least: int, otherwise: str) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= least):
         return value
     raise ValueError(
-        f"bucket_bytes expects a number of bytes, 0 or more, or None but got {value!r}; 0 sends "
-        "each unit by itself"
+        f"{name} expects a number of bytes, {least} or more, or None but got {value!r}; {otherwise}"
     )
 
 

@@ -131,6 +131,7 @@ class Root:
                 *unit.gradient_scales(),
                 parent,
                 self.bucket_bytes(unit),
+                self.max_message_bytes(unit),
             )
         self.core = core
         for unit in self.units:
@@ -203,6 +204,25 @@ class Root:
             if asked is not None:
                 return asked
         return default_bucket_bytes(self._link)
+
+    def max_message_bytes(self, unit: Unit) -> int:
+        """Return how much a message of ``unit`` may carry: its own setting or the root's; 0: any.
+
+        Raises:
+            ValueError: if that is less than one row of a parameter from each rank.
+        """
+        asked = unit.max_message_bytes or self.units[0].max_message_bytes
+        if asked is None:
+            return 0
+        for slot in unit.slots:
+            row = unit.row_bytes(slot)
+            if row > asked:
+                raise ValueError(
+                    f"max_message_bytes expects room for a row of parameter '{slot.name}' from "
+                    f"each of {unit.mesh.size()} ranks, {row} bytes, but got {asked}; give more, "
+                    "or leave it out"
+                )
+        return asked
 
     def _pre_forward_when_stale(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.rebuild()

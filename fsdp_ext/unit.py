@@ -61,6 +61,7 @@ class Unit:
         reshard_after_forward: None stands for True, and False if this turns out to be the root.
         transport: by name, or a simulated one; None for the default.
         bucket_bytes: see :func:`fsdp_ext.fully_shard`.
+        max_message_bytes: see there.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Unit:
         reshard_after_forward: bool | None,
         transport: Transport = None,
         bucket_bytes: int | None = None,
+        max_message_bytes: int | None = None,
     ) -> None:
         self.modules = modules
         self.mesh = mesh
@@ -80,6 +82,7 @@ class Unit:
         self.mp_policy = mp_policy
         self.transport = transport
         self.bucket_bytes = bucket_bytes
+        self.max_message_bytes = max_message_bytes
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.requires_gradient_sync = True
@@ -301,6 +304,14 @@ class Unit:
         grad_dtype = next(iter(trainable.values()), torch.float32)
         computed = self.mp_policy.param_dtype if _REDUCES_AS_COMPUTED else None
         return grad_dtype, self.mp_policy.reduce_dtype or computed or grad_dtype
+
+    def row_bytes(self, slot: ParamSlot) -> int:
+        """Return what a row of the parameter from each rank is on the wire, gathered or reduced."""
+        dtypes = [self._param_dtype(slot)]
+        if slot.sharded.requires_grad:
+            dtypes.append(self._grad_dtypes()[1])
+        numel = math.prod(slot.shape[1:]) * self.mesh.size()
+        return numel * max(dtype.itemsize for dtype in dtypes)
 
     def gradient_scales(self) -> tuple[float, float]:
         """Return what gradients are multiplied by before and after the reduction.

@@ -29,9 +29,10 @@ class Interrupted(Exception):
 class Bucketed(Program):
     """A random program with buckets of some size, that is now and then interrupted."""
 
-    def __init__(self, seed: int, largest_bucket: int) -> None:
+    def __init__(self, seed: int, largest_bucket: int, largest_message: int | None) -> None:
         self.limits = random.Random(f"{seed} limits")
         self.largest_bucket = largest_bucket
+        self.largest_message = largest_message
         super().__init__(seed, "fsdp_ext")
         self.interruptions = random.Random(f"{seed} interruptions")
 
@@ -40,9 +41,9 @@ class Bucketed(Program):
         limit = None if own < 0.6 else 0 if own < 0.7 else int(own * self.largest_bucket)
         if module is self.model:
             limit = self.largest_bucket
-        super().shard(
-            module, bucket_bytes=min(limit, self.largest_bucket) if limit else limit, **options
-        )
+        if self.largest_message is not None and (module is self.model or own > 0.9):
+            options["max_message_bytes"] = self.largest_message
+        super().shard(module, bucket_bytes=limit, **options)
 
     def step(self, step: int) -> None:
         if self.interruptions.random() < 0.5:
@@ -77,10 +78,15 @@ class Bucketed(Program):
 
 
 def _same_in_buckets(seed: int) -> int:
-    largest = random.Random(seed).choice([300, 700, 2000, 10**6])
-    together = Bucketed(seed, largest)
+    chosen = random.Random(seed)
+    largest_row = 6 * 4 * dist.get_world_size()
+    together = Bucketed(
+        seed,
+        largest_bucket=chosen.choice([300, 700, 2000, 10**6]),
+        largest_message=chosen.choice([None, largest_row, 2 * largest_row, 5 * largest_row]),
+    )
     got = together.run()
-    by_themselves = Bucketed(seed, 0)
+    by_themselves = Bucketed(seed, 0, None)
     expected = by_themselves.run()
     assert [name for name, _ in got] == [name for name, _ in expected]
     for (name, value), (_, want) in zip(got, expected, strict=True):
@@ -278,7 +284,15 @@ def _defaults() -> None:
     step(model, 0)
     assert buckets_of(model) == [[0], list(range(1, LAYERS + 1))]
     lines = describe_buckets(model).splitlines()
-    assert lines[0].split() == ["units", "gather", "reduce", "unsharded", "plan"]
+    assert lines[0].split() == [
+        "units",
+        "gather",
+        "messages",
+        "reduce",
+        "messages",
+        "unsharded",
+        "plan",
+    ]
     assert lines[2].startswith("layers.0 to layers.7 (8)")
     assert lines[-2].startswith(f"{LAYERS + 1} units in 2 buckets (bucket_bytes=3,2")
     assert lines[-1].startswith("1 slots of ")
@@ -305,13 +319,86 @@ def test_a_simulated_links_default_is_four_launches_long() -> None:
     assert "(bucket_bytes=40,000)" in text
 
 
-def _refused(value: Any) -> str:
-    with pytest.raises(ValueError, match="bucket_bytes expects") as caught:
-        fully_shard(nn.Linear(2, 2), bucket_bytes=value)
+def _sent_in_pieces() -> None:
+    rows_of_two_layers = 2 * 3 * WIDTH * 4 * 2
+    torch.manual_seed(3)
+    model: Any = Layers()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model, bucket_bytes=10**6, max_message_bytes=rows_of_two_layers)
+    step(model, 0)
+    core = model._unit.root.core
+    core.enable_log(True)
+    losses = [step(model, seed) for seed in range(1, 3)]
+    log = core.take_log()
+    assert max(nbytes for *_, nbytes in log) <= rows_of_two_layers
+    assert sum(op == "reduce_scatter" for op, *_ in log) > 2 * 4
+    whole = make(10**6)
+    assert [step(whole, seed) for seed in range(3)][1:] == losses
+    assert torch.equal(
+        model.layers[0].weight.grad.full_tensor(), whole.layers[0].weight.grad.full_tensor()
+    )
+    # Two halves of the largest message and not the whole.
+    assert core.memory()["reduce_bytes"] < whole._unit.root.core.memory()["reduce_bytes"]
+
+
+def test_what_is_larger_than_a_message_travels_as_several() -> None:
+    run_ranks(_sent_in_pieces, 2)
+
+
+def _one_huge_parameter(half: bool) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if half else MixedPrecisionPolicy()
+
+    def train(max_message_bytes: int | None) -> tuple[Any, list[Tensor]]:
+        torch.manual_seed(0)
+        model: Any = nn.Embedding(1001, 33)
+        fully_shard(model, mp_policy=policy, max_message_bytes=max_message_bytes)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        losses = []
+        for seed in range(3):
+            generator = torch.Generator().manual_seed(seed + dist.get_rank())
+            tokens = torch.randint(0, 1001, (64,), generator=generator)
+            loss = model(tokens).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss)
+        return model, [*losses, model.weight.full_tensor()]
+
+    model, cut = train(5000)
+    _, whole = train(None)
+    assert all(torch.equal(a, b) for a, b in zip(cut, whole, strict=True))
+    (bucket,) = model._unit.root.core.buckets()
+    assert bucket["gather_messages"] >= 1001 * 33 * (2 if half else 4) / 5000
+    assert bucket["reduce_messages"] >= bucket["gather_messages"]
+    assert model._unit.root.core.memory()["staging_bytes"] < 2 * 5000 + 1000
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_one_huge_parameter_travels_by_rows(ranks: int, half: bool) -> None:
+    run_ranks(_one_huge_parameter, ranks, half)
+
+
+def _refused(name: str, value: Any) -> str:
+    with pytest.raises(ValueError, match=f"{name} expects a number of bytes") as caught:
+        fully_shard(nn.Linear(2, 2), **{name: value})
     return str(caught.value)
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "many"])
-def test_a_size_that_is_none_is_refused(value: Any) -> None:
-    (message,) = run_ranks(_refused, 1, value)
-    assert message.endswith(f"but got {value!r}; 0 sends each unit by itself")
+@pytest.mark.parametrize("name", ["bucket_bytes", "max_message_bytes"])
+def test_a_size_that_is_none_is_refused(name: str, value: Any) -> None:
+    (message,) = run_ranks(_refused, 1, name, value)
+    advice = "0 sends each unit by itself" if name == "bucket_bytes" else "leave it out"
+    assert f"but got {value!r}; {advice}" in message
+
+
+def _too_small() -> None:
+    model = fully_shard(nn.Linear(100, 10), max_message_bytes=799)
+    with pytest.raises(ValueError, match=r"row of parameter 'weight' .* 800 bytes, but got 799"):
+        model(torch.ones(1, 100))
+
+
+def test_a_message_without_room_for_a_row_is_refused() -> None:
+    run_ranks(_too_small, 2)

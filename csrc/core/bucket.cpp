@@ -1,5 +1,6 @@
 #include "core/bucket.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "core/check.h"
@@ -86,6 +87,59 @@ void make_neighbours(const std::vector<Unit*>& units, const UnitLayout& layout, 
   }
 }
 
+// The smallest that a unit has asked for. One rank sends nothing.
+std::size_t most_bytes_of(const std::vector<Unit*>& units) {
+  std::size_t most = 0;
+  for (const Unit* unit : units) {
+    if (unit->max_message_bytes > 0 && unit->layout.world_size() > 1) {
+      most = most == 0 ? unit->max_message_bytes : std::min(most, unit->max_message_bytes);
+    }
+  }
+  return most;
+}
+
+std::vector<GatherPiece> gathers_of(const UnitLayout& layout, std::size_t most_bytes,
+                                    Lanes& lanes) {
+  std::vector<GatherPiece> pieces;
+  for (const LayoutPart& part : layout.parts(Wire::Gather, most_bytes)) {
+    GatherPiece piece;
+    piece.part = part;
+    piece.cast_plan = layout.shard_to_gather_plan(part);
+    piece.plan = layout.gather_plan(lanes.gather.communicator().gather_by(), part);
+    piece.bytes = piece.plan.packed_bytes;
+    for (const GatherMessage& message : piece.plan.direct) {
+      piece.bytes += message.bytes;
+    }
+    piece.bytes *= static_cast<std::size_t>(layout.world_size());
+    piece.gathered = lanes.device->new_event();
+    lanes.packer->prepare(piece.cast_plan);
+    lanes.packer->prepare(piece.plan.unpack);
+    pieces.push_back(std::move(piece));
+  }
+  return pieces;
+}
+
+std::vector<ReducePiece> reductions_of(const UnitLayout& layout, std::size_t most_bytes,
+                                       Packer& packer) {
+  std::vector<ReducePiece> pieces;
+  for (const LayoutPart& part : layout.parts(Wire::Reduce, most_bytes)) {
+    ReducePiece piece;
+    piece.part = part;
+    piece.pack_plan = layout.pack_plan(part);
+    piece.finish_plan = layout.finish_plan(part);
+    piece.first_trainable = layout.first_trainable(part);
+    piece.gradient_offset =
+        part.is_of_rows() ? part.first_row * layout.params()[part.first].row_numel : 0;
+    piece.segment_offset = layout.first_gradient(part);
+    if (piece.pack_plan.segment_numel > 0 || pieces.empty()) {  // else of frozen ones at the end
+      packer.prepare(piece.pack_plan);
+      packer.prepare(piece.finish_plan);
+      pieces.push_back(std::move(piece));
+    }
+  }
+  return pieces;
+}
+
 }  // namespace
 
 Bucket::Bucket(int bucket_number, std::vector<Unit*> members, Lanes& lanes)
@@ -93,11 +147,8 @@ Bucket::Bucket(int bucket_number, std::vector<Unit*> members, Lanes& lanes)
       units(std::move(members)),
       name(name_of(units)),
       layout(layout_of(units)),
-      cast_plan(layout.shard_to_gather_plan()),
-      gather_plan(layout.gather_plan(lanes.gather.communicator().gather_by())),
-      pack_plan(layout.pack_plan()),
-      finish_plan(layout.finish_plan()),
-      gathered(lanes.device->new_event()),
+      gathers(gathers_of(layout, most_bytes_of(units), lanes)),
+      reductions(reductions_of(layout, most_bytes_of(units), *lanes.packer)),
       accumulated_params(layout.trainable_count(), 0),
       gradients(layout.trainable_count(), nullptr),
       finish_modes(layout.trainable_count(), CastMode::Write),
@@ -122,11 +173,7 @@ Bucket::Bucket(int bucket_number, std::vector<Unit*> members, Lanes& lanes)
       gradient_dtype = unit.port.gradient_dtype();
     }
   }
-  Packer& packer = *lanes.packer;
-  packer.prepare(cast_plan);
-  packer.prepare(gather_plan.unpack);
-  packer.prepare(pack_plan);
-  packer.prepare(finish_plan);
+  note_last_pieces();
   make_neighbours(units, layout, lanes);
 }
 
@@ -136,6 +183,24 @@ void* Bucket::flat_gradient() const { return first_of(units, kGradients); }
 
 std::size_t Bucket::segment_bytes() const {
   return static_cast<std::size_t>(layout.grad_numel()) * itemsize(layout.reduce_dtype());
+}
+
+void Bucket::note_last_pieces() {
+  std::size_t first_param = 0;
+  for (Unit* unit : units) {
+    const std::size_t end_param = first_param + unit->layout.params().size();
+    for (std::size_t i = 0; i < gathers.size(); ++i) {
+      if (gathers[i].part.first < end_param && gathers[i].part.end > first_param) {
+        unit->last_piece = i;
+      }
+    }
+    first_param = end_param;
+  }
+}
+
+std::size_t Bucket::reduce_input_bytes(const ReducePiece& piece) const {
+  return static_cast<std::size_t>(piece.pack_plan.segment_numel) *
+         static_cast<std::size_t>(layout.world_size()) * itemsize(layout.reduce_dtype());
 }
 
 std::size_t Bucket::reduce_input_bytes() const {

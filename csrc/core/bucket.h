@@ -46,6 +46,25 @@ struct ShardStamp {
   }
 };
 
+// What one message of a gather carries, and the copies around it: Note [pieces].
+struct GatherPiece {
+  LayoutPart part;
+  CastPlan cast_plan;
+  GatherPlan plan;
+  std::size_t bytes = 0;            // on the wire, of all ranks together
+  std::unique_ptr<Event> gathered;  // in its place
+};
+
+// What one message of a reduction carries.
+struct ReducePiece {
+  LayoutPart part;
+  PackPlan pack_plan;
+  CastPlan finish_plan;              // reduce output -> flat gradient, by trainable parameter
+  std::size_t first_trainable = 0;   // of the bucket's
+  std::int64_t gradient_offset = 0;  // elements of a gradient that lie before its rows
+  std::int64_t segment_offset = 0;   // elements, in the bucket's segment
+};
+
 struct Bucket {
   // Takes the units in: makes them neighbours and sets their places.
   Bucket(int number, std::vector<Unit*> units, Lanes& lanes);
@@ -58,35 +77,37 @@ struct Bucket {
 
   std::size_t segment_bytes() const;       // of one rank's part of the reduce input
   std::size_t reduce_input_bytes() const;  // of all ranks'
+  std::size_t reduce_input_bytes(const ReducePiece& piece) const;
+  bool is_cut() const { return gathers.size() > 1 || reductions.size() > 1; }
   // Of the buffers that belong to this bucket alone and exist now.
   std::size_t buffer_bytes() const;
+
+  void note_last_pieces();
 
   const int number;
   const std::vector<Unit*> units;  // in the order that forward runs them
   const std::string name;
   const UnitLayout layout;
 
-  // - Descriptors, made once.
-  CastPlan cast_plan;
-  GatherPlan gather_plan;
-  PackPlan pack_plan;
-  CastPlan finish_plan;                   // reduce output -> flat gradient, by trainable parameter
+  // - Descriptors, made once. At least one piece of each.
+  std::vector<GatherPiece> gathers;
+  std::vector<ReducePiece> reductions;
   DType gradient_dtype = DType::Float32;  // of the unsharded parameters'
 
   // - Parameters.
   Slot* slot = nullptr;        // that was gathered into last: the ring's, or the home
   std::unique_ptr<Slot> home;  // of a bucket that stays unsharded after forward
-  std::unique_ptr<Event> gathered;
   ShardStamp gathered_from;
   std::shared_ptr<void> gather_input;  // only where the wire has another dtype than the shard
   ShardStamp cast_from;
 
   // - Gradients. The vectors have one element for each trainable parameter.
-  std::shared_ptr<void> accumulated;  // reduce input that outlives a backward without sync
+  // Reduce input that outlives a backward without sync: one piece's behind the other's.
+  std::shared_ptr<void> accumulated;
   std::vector<char> accumulated_params;
   bool has_accumulated = false;
   std::vector<const void*> gradients;  // addresses of those taken for the packer
-  std::vector<CastMode> finish_modes;  // of finish_plan's entries
+  std::vector<CastMode> finish_modes;
   std::unique_ptr<Event> packed;
   std::unique_ptr<Event> reduced;
   bool reduction_pending = false;  // the compute stream has not waited for `reduced` yet

@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "core/align.h"
 #include "core/check.h"
 
 namespace fsdp {
@@ -14,7 +15,13 @@ const std::string kGatherStream = "the gather stream";
 
 // Of all ranks; 0 where the ranks' chunks go to their places directly.
 std::size_t staging_bytes_of(const Bucket& bucket) {
-  return bucket.gather_plan.packed_bytes * static_cast<std::size_t>(bucket.layout.world_size());
+  std::size_t of_a_piece = 0;
+  for (const GatherPiece& piece : bucket.gathers) {
+    of_a_piece = std::max(of_a_piece, piece.plan.packed_bytes);
+  }
+  return align_up(of_a_piece * static_cast<std::size_t>(bucket.layout.world_size()),
+                  kRegionAlignment) *
+         (bucket.gathers.size() > 1 ? 2 : 1);
 }
 
 // One rank and no cast: the flat shard has the unsharded layout already.
@@ -45,7 +52,9 @@ Gatherer::Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, A
       ledger_(ledger),
       announce_(std::move(announce)),
       compute_reached_(device.new_event()),
-      gathers_reached_(device.new_event()) {}
+      gathers_reached_(device.new_event()),
+      handed_over_(device.new_event()),
+      unpacked_{device.new_event(), device.new_event()} {}
 
 // What is in flight uses the buffers that go now.
 Gatherer::~Gatherer() { lane_.drain(); }
@@ -54,10 +63,12 @@ void Gatherer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, 
   std::size_t slot_bytes = 0;
   int ring_buckets = 0;
   staging_bytes_ = 0;
+  any_cut_ = false;
   for (const auto& bucket : buckets) {
     if (!has_slot(*bucket)) {
       continue;
     }
+    any_cut_ = any_cut_ || bucket->gathers.size() > 1;
     if (bucket->units.front()->reshard_after_forward) {
       slot_bytes = std::max(slot_bytes, bucket->layout.unsharded_bytes());
       ring_buckets += 1;
@@ -65,7 +76,10 @@ void Gatherer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, 
     staging_bytes_ = std::max(staging_bytes_, staging_bytes_of(*bucket));
   }
   // What is in flight may still use the memory of the plan before.
-  stream_.synchronize();
+  lane_.synchronize();
+  if (any_cut_) {
+    lane_.make_copy_streams();
+  }
   buckets_ = &buckets;
   ring_ = std::make_unique<BufferRing>(
       device_, [this](std::size_t bytes) { return lane_.allocate(bytes, BufferUse::Output); },
@@ -202,8 +216,8 @@ Slot* Gatherer::home_of(Bucket& bucket) {
   return bucket.home.get();
 }
 
-// A gather nobody asks for any more, or not yet, gives its slot up. The new one follows it on the
-// gather stream, and what units that have let go may still read there on the compute stream.
+// A gather nobody asks for any more, or not yet, gives its slot up. The new one follows it, and
+// what units that have let go may still read there on the compute stream.
 Slot* Gatherer::take_speculative_slot(int bucket) {
   for (const auto& other : *buckets_) {
     Slot* slot = other->slot;
@@ -228,6 +242,9 @@ Slot* Gatherer::take_speculative_slot(int bucket) {
     other->slot = nullptr;
     ledger_.resharded(0, other->layout.unsharded_bytes());
     device_.compute_stream().record(*slot->released);
+    if (other->gathers.size() > 1) {
+      stream_.wait(*other->gathers.back().gathered, other->gather_label);
+    }
     slot->holders = 0;
     slot->owner = slot->contents = bucket;
     return slot;
@@ -251,26 +268,67 @@ void Gatherer::gather_into(Bucket& bucket, Slot& slot) {
   }
   stream_.wait(*slot.released, bucket.gather_label);  // Note [slot lifetime]
   if (layout.world_size() == 1) {
-    packer_.cast(stream_, bucket.cast_plan, nullptr, bucket.flat_shard(), slot.data(), 1.0);
+    const GatherPiece& all = bucket.gathers.front();
+    packer_.cast(stream_, all.cast_plan, nullptr, bucket.flat_shard(), slot.data(), 1.0);
     ledger_.copied(layout.shard_bytes() + layout.gather_bytes());
+    stream_.record(*all.gathered);
   } else {
     gather_from_ranks(bucket, slot);
   }
-  stream_.record(*bucket.gathered);
+}
+
+// Cast once an iteration: backward gathers what forward has cast. See Note [pieces].
+void Gatherer::gather_from_ranks(Bucket& bucket, Slot& slot) {
+  const bool in_pieces = bucket.gathers.size() > 1;
+  const UnitLayout& layout = bucket.layout;
+  const char* input = gather_input(bucket);
+  const bool casts = layout.needs_cast() && !bucket.cast_from.matches(bucket.gathered_from);
+  if (in_pieces) {
+    // Behind what stream_ is behind, and behind the bucket's own last gather, which read the input.
+    lane_.before().wait(*compute_reached_, kComputeStream);
+    lane_.before().wait(*bucket.gathers.back().gathered, bucket.gather_label);
+  } else if (any_cut_ && bucket.gathers.front().plan.packed_bytes > 0) {
+    stream_.wait(*unpacked_[0], bucket.gather_label);
+    stream_.wait(*unpacked_[1], bucket.gather_label);
+  }
+  Stream& before = in_pieces ? lane_.before() : stream_;
+  for (std::size_t i = 0; i < bucket.gathers.size(); ++i) {
+    const GatherPiece& piece = bucket.gathers[i];
+    if (casts) {
+      packer_.cast(before, piece.cast_plan, nullptr, bucket.flat_shard(), bucket.gather_input.get(),
+                   1.0);
+      hand_over(before, stream_, bucket.gather_label);
+    }
+    auto* staging = static_cast<char*>(staging_.get());
+    if (!in_pieces) {
+      send(bucket, piece, input, slot, staging);
+      stream_.record(*piece.gathered);
+      continue;
+    }
+    Stream& after = lane_.after();
+    staging += i % 2 * (staging_bytes_ / 2);
+    if (piece.plan.packed_bytes > 0) {
+      stream_.wait(*unpacked_[i % 2], bucket.gather_label);
+    }
+    send(bucket, piece, input, slot, staging);
+    if (piece.plan.packed_bytes > 0) {
+      after.record(*unpacked_[i % 2]);
+    }
+    after.record(*piece.gathered);
+  }
+  if (casts) {
+    ledger_.copied(layout.shard_bytes() + layout.gather_bytes());
+    bucket.cast_from = bucket.gathered_from;
+  }
 }
 
 // See Note [gather plans].
-void Gatherer::gather_from_ranks(Bucket& bucket, Slot& slot) {
-  const GatherPlan& plan = bucket.gather_plan;
-  const auto world_size = static_cast<std::size_t>(bucket.layout.world_size());
+void Gatherer::send(const Bucket& bucket, const GatherPiece& piece, const char* input, Slot& slot,
+                    char* staging) {
+  const GatherPlan& plan = piece.plan;
   Communicator& communicator = lane_.communicator();
   communicator.announce(bucket.gather_label);
-  std::size_t bytes = plan.packed_bytes;
-  for (const GatherMessage& message : plan.direct) {
-    bytes += message.bytes;
-  }
-  announce_(bucket, bytes * world_size);
-  const auto* input = static_cast<const char*>(gather_input(bucket));
+  announce_(bucket, piece.bytes);
   auto* output = static_cast<char*>(slot.data());
   const bool in_group = plan.direct.size() + (plan.packed_bytes > 0 ? 1 : 0) > 1;
   if (in_group) {
@@ -281,34 +339,36 @@ void Gatherer::gather_from_ranks(Bucket& bucket, Slot& slot) {
                             output + message.destination_offset, message.bytes);
   }
   if (plan.packed_bytes > 0) {
-    communicator.all_gather(stream_, input + plan.packed_offset, staging_.get(), plan.packed_bytes);
+    communicator.all_gather(stream_, input + plan.packed_offset, staging, plan.packed_bytes);
   }
   if (in_group) {
     communicator.group_end();
   }
+  Stream& after = bucket.gathers.size() > 1 ? lane_.after() : stream_;
+  hand_over(stream_, after, bucket.gather_label);
   if (plan.packed_bytes > 0) {
-    packer_.unpack(stream_, plan.unpack, staging_.get(), slot.data());
-    ledger_.copied(2 * staging_bytes_of(bucket));
+    packer_.unpack(after, plan.unpack, staging, slot.data());
+    ledger_.copied(2 * plan.packed_bytes * static_cast<std::size_t>(bucket.layout.world_size()));
   }
 }
 
-// Cast once an iteration: backward gathers what forward has cast.
-const void* Gatherer::gather_input(Bucket& bucket) {
-  const UnitLayout& layout = bucket.layout;
-  if (!layout.needs_cast()) {
-    return bucket.flat_shard();
+// `to` comes behind what `from` was given so far.
+void Gatherer::hand_over(Stream& from, Stream& to, const std::string& what) {
+  if (&from != &to) {
+    from.record(*handed_over_);
+    to.wait(*handed_over_, what);
+  }
+}
+
+const char* Gatherer::gather_input(Bucket& bucket) {
+  if (!bucket.layout.needs_cast()) {
+    return static_cast<const char*>(bucket.flat_shard());
   }
   if (bucket.gather_input == nullptr) {
-    bucket.gather_input = lane_.allocate(layout.gather_bytes(), BufferUse::Input);
+    bucket.gather_input = lane_.allocate(bucket.layout.gather_bytes(), BufferUse::Input);
     follow_compute();
   }
-  if (!bucket.cast_from.matches(bucket.gathered_from)) {
-    packer_.cast(stream_, bucket.cast_plan, nullptr, bucket.flat_shard(), bucket.gather_input.get(),
-                 1.0);
-    ledger_.copied(layout.shard_bytes() + layout.gather_bytes());
-    bucket.cast_from = bucket.gathered_from;
-  }
-  return bucket.gather_input.get();
+  return static_cast<const char*>(bucket.gather_input.get());
 }
 
 // A capture expects that what forked from the stream that it began on joins it again.
@@ -316,7 +376,9 @@ void Gatherer::join_capture() {
   if (!device_.is_capturing()) {
     return;
   }
-  stream_.record(*gathers_reached_);
+  Stream& last = any_cut_ ? lane_.after() : stream_;
+  hand_over(stream_, last, kGatherStream);
+  last.record(*gathers_reached_);
   device_.compute_stream().wait(*gathers_reached_, kGatherStream);
 }
 
@@ -332,10 +394,16 @@ void Gatherer::attach(Unit& unit) {
   } else if (unit.slot == nullptr) {
     unit.port.attach(nullptr);
   } else {
-    device_.compute_stream().wait(*unit.bucket->gathered, unit.bucket->gather_label);
+    wait_for_gather(unit);
     unit.port.attach(static_cast<char*>(unit.slot->data()) + unit.unsharded_offset);
   }
   unit.state = UnitState::Unsharded;
+}
+
+// Pieces arrive in order, so that those behind the unit's last one are not waited for.
+void Gatherer::wait_for_gather(const Unit& unit) {
+  const Bucket& bucket = *unit.bucket;
+  device_.compute_stream().wait(*bucket.gathers[unit.last_piece].gathered, bucket.gather_label);
 }
 
 void Gatherer::release(Unit& unit) {
@@ -344,8 +412,12 @@ void Gatherer::release(Unit& unit) {
   }
   if (unit.state == UnitState::Unsharded) {
     unit.port.detach();
-  } else if (unit.slot != nullptr && unit.slot->holders == 1) {
-    device_.compute_stream().wait(*unit.bucket->gathered, unit.bucket->gather_label);
+  }
+  const std::vector<GatherPiece>& gathers = unit.bucket->gathers;
+  if (unit.slot != nullptr && unit.slot->holders == 1 &&
+      (unit.state == UnitState::Gathering || unit.last_piece + 1 < gathers.size())) {
+    // Whoever writes there next comes behind the whole gather.
+    device_.compute_stream().wait(*gathers.back().gathered, unit.bucket->gather_label);
   }
   unit.state = UnitState::Sharded;
   unit.speculative = false;

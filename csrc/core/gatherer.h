@@ -64,6 +64,7 @@ class Gatherer {
 
  private:
   void follow_compute();
+  void wait_for_gather(const Unit& unit);
   bool bring(Unit& unit, bool on_demand);
   Slot* current_slot(Bucket& bucket);
   Slot* free_slot(Bucket& bucket, bool on_demand);
@@ -71,7 +72,10 @@ class Gatherer {
   Slot* take_speculative_slot(int bucket);
   void gather_into(Bucket& bucket, Slot& slot);
   void gather_from_ranks(Bucket& bucket, Slot& slot);
-  const void* gather_input(Bucket& bucket);
+  const char* gather_input(Bucket& bucket);
+  void send(const Bucket& bucket, const GatherPiece& piece, const char* input, Slot& slot,
+            char* staging);
+  void hand_over(Stream& from, Stream& to, const std::string& what);
   void hold(Bucket& bucket);
   void let_go(Slot& slot, Bucket& bucket);
   void poison(Slot& slot);
@@ -86,8 +90,14 @@ class Gatherer {
   std::unique_ptr<Event> gathers_reached_;
   const std::vector<std::unique_ptr<Bucket>>* buckets_ = nullptr;
   std::unique_ptr<BufferRing> ring_;
-  std::shared_ptr<void> staging_;  // rank-major; in-order use on stream_, so one is enough
+  std::unique_ptr<Event>
+      handed_over_;  // between streams of the lane, issued and waited for at once
+  // Rank-major. Pieces use the two halves in turns, everything else, in order on stream_, the
+  // whole.
+  std::shared_ptr<void> staging_;
   std::size_t staging_bytes_ = 0;
+  std::unique_ptr<Event> unpacked_[2];  // of each half
+  bool any_cut_ = false;                // of the buckets
   std::uint64_t iteration_ = 0;
   bool poison_ = false;
 };

@@ -1,6 +1,7 @@
 #include "core/layout.h"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "core/align.h"
@@ -96,36 +97,136 @@ std::int64_t UnitLayout::row_count(std::size_t param, int rank) const {
   return std::min(placements_[param].chunk_rows, params_[param].rows - first);
 }
 
-PackPlan UnitLayout::pack_plan() const {
+// - Parts
+
+// On the wire, of all ranks together.
+std::size_t UnitLayout::message_bytes(Wire wire, std::size_t param) const {
+  const auto chunk = static_cast<std::size_t>(placements_[param].chunk_numel) *
+                     static_cast<std::size_t>(world_size_);
+  return wire == Wire::Gather       ? chunk * itemsize(params_[param].param_dtype)
+         : params_[param].trainable ? chunk * itemsize(reduce_dtype_)
+                                    : 0;
+}
+
+// Parts begin where vector loads can, if their rows allow it.
+std::int64_t UnitLayout::rows_of_a_message(Wire wire, std::size_t param,
+                                           std::size_t most_bytes) const {
+  const std::size_t row =
+      message_bytes(wire, param) / static_cast<std::size_t>(placements_[param].chunk_rows);
+  FSDP_CHECK(row <= most_bytes, "max_message_bytes expects room for a row of parameter '",
+             params_[param].name, "' from each of ", world_size_, " ranks, ", row,
+             " bytes, but got ", most_bytes, "; give more, or leave it out");
+  const auto rows = most_bytes / row;
+  const std::size_t aligned = kAlignment / std::gcd(kAlignment, row / world_size_);
+  return static_cast<std::int64_t>(rows >= aligned ? rows / aligned * aligned : rows);
+}
+
+std::vector<LayoutPart> UnitLayout::parts(Wire wire, std::size_t most_bytes) const {
+  if (most_bytes == 0) {
+    return {whole()};
+  }
+  std::vector<LayoutPart> parts;
+  LayoutPart open;  // whole parameters, so many bytes
+  std::size_t bytes = 0;
+  const auto close = [&](std::size_t end) {
+    open.end = end;
+    if (open.end > open.first) {
+      parts.push_back(open);
+    }
+    bytes = 0;
+  };
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    const std::size_t more = message_bytes(wire, i);
+    if (bytes + more > most_bytes) {
+      close(i);
+      open.first = i;
+    }
+    if (more <= most_bytes) {
+      bytes += more;
+      continue;
+    }
+    const std::int64_t rows = rows_of_a_message(wire, i, most_bytes);
+    for (std::int64_t row = 0; row < placements_[i].chunk_rows; row += rows) {
+      parts.push_back({i, i + 1, row, std::min(rows, placements_[i].chunk_rows - row)});
+    }
+    open.first = i + 1;
+  }
+  close(params_.size());
+  return parts.empty() ? std::vector<LayoutPart>{whole()} : parts;
+}
+
+std::size_t UnitLayout::end_of_gather(std::size_t end) const {
+  return end < placements_.size() ? placements_[end].gather_offset : gather_bytes_;
+}
+
+std::int64_t UnitLayout::end_of_gradients(std::size_t end) const {
+  for (; end < placements_.size(); ++end) {
+    if (placements_[end].grad_offset >= 0) {
+      return placements_[end].grad_offset;
+    }
+  }
+  return grad_numel_;
+}
+
+std::int64_t UnitLayout::first_gradient(const LayoutPart& part) const {
+  const std::int64_t first = end_of_gradients(part.first);
+  return part.is_of_rows() ? first + part.first_row * params_[part.first].row_numel : first;
+}
+
+std::size_t UnitLayout::first_trainable(const LayoutPart& part) const {
+  return static_cast<std::size_t>(
+      std::count_if(params_.begin(), params_.begin() + static_cast<std::ptrdiff_t>(part.first),
+                    [](const ParamSpec& param) { return param.trainable; }));
+}
+
+// - Plans
+
+PackPlan UnitLayout::pack_plan(const LayoutPart& part) const {
   PackPlan plan;
-  plan.segment_numel = grad_numel_;
   plan.world_size = world_size_;
-  for (const ParamPlacement& place : placements_) {
+  if (part.is_of_rows()) {
+    const ParamPlacement& place = placements_[part.first];
+    const std::int64_t begin = part.first_row * params_[part.first].row_numel;
+    const std::int64_t numel = part.rows * params_[part.first].row_numel;
+    const bool is_last = part.first_row + part.rows == place.chunk_rows;
+    plan.segment_numel = is_last ? end_of_gradients(part.end) - place.grad_offset - begin : numel;
+    plan.entries.push_back(
+        {std::max<std::int64_t>(0, place.numel - begin), numel, 0, 1, place.chunk_numel});
+    return plan;
+  }
+  const std::int64_t begin = end_of_gradients(part.first);
+  plan.segment_numel = end_of_gradients(part.end) - begin;
+  for (std::size_t i = part.first; i < part.end; ++i) {
+    const ParamPlacement& place = placements_[i];
     if (place.grad_offset >= 0) {
-      plan.entries.push_back({place.numel, place.chunk_numel, place.grad_offset});
+      plan.entries.push_back({place.numel, place.chunk_numel, place.grad_offset - begin});
     }
   }
   return plan;
 }
 
 // See Note [gather plans].
-GatherPlan UnitLayout::gather_plan(GatherBy by) const {
+GatherPlan UnitLayout::gather_plan(GatherBy by, const LayoutPart& part) const {
+  if (part.is_of_rows()) {
+    return gather_plan_of_rows(part);
+  }
   GatherPlan plan;
-  const std::size_t direct_count = by == GatherBy::Parameter ? params_.size()
-                                   : by == GatherBy::Size    ? large_count_
-                                                             : 0;
-  plan.packed_offset = by == GatherBy::Size ? large_bytes_ : 0;
-  plan.packed_bytes = gather_bytes_ - plan.packed_offset;
+  const std::size_t direct_end = by == GatherBy::Parameter ? part.end
+                                 : by == GatherBy::Size    ? large_count_
+                                                           : 0;
+  const std::size_t first_packed = std::clamp(direct_end, part.first, part.end);
+  plan.packed_offset = end_of_gather(first_packed);
+  plan.packed_bytes = end_of_gather(part.end) - plan.packed_offset;
   plan.unpack.segment_bytes = plan.packed_bytes;
   plan.unpack.world_size = world_size_;
-  for (std::size_t i = 0; i < params_.size(); ++i) {
+  for (std::size_t i = part.first; i < part.end; ++i) {
     const ParamPlacement& place = placements_[i];
     const std::size_t chunk =
         static_cast<std::size_t>(place.chunk_numel) * itemsize(params_[i].param_dtype);
     if (chunk == 0) {
       continue;
     }
-    if (i < direct_count) {
+    if (i < first_packed) {
       plan.direct.push_back({place.gather_offset, place.unsharded_offset, chunk});
     } else {
       plan.unpack.entries.push_back(
@@ -145,27 +246,51 @@ GatherPlan UnitLayout::gather_plan(GatherBy by) const {
   return plan;
 }
 
-CastPlan UnitLayout::finish_plan() const {
+// No collective leaves gaps between the ranks' rows, so these take the way through staging.
+GatherPlan UnitLayout::gather_plan_of_rows(const LayoutPart& part) const {
+  const ParamSpec& param = params_[part.first];
+  const ParamPlacement& place = placements_[part.first];
+  const std::size_t row = static_cast<std::size_t>(param.row_numel) * itemsize(param.param_dtype);
+  const std::size_t begin = static_cast<std::size_t>(part.first_row) * row;
+  GatherPlan plan;
+  plan.packed_offset = place.gather_offset + begin;
+  plan.packed_bytes = static_cast<std::size_t>(part.rows) * row;
+  plan.unpack.segment_bytes = plan.packed_bytes;
+  plan.unpack.world_size = world_size_;
+  plan.unpack.entries.push_back({plan.packed_bytes, 0, place.unsharded_offset + begin, 1,
+                                 static_cast<std::size_t>(place.chunk_rows) * row});
+  return plan;
+}
+
+CastPlan UnitLayout::finish_plan(const LayoutPart& part) const {
   CastPlan plan;
-  for (const ParamPlacement& place : placements_) {
+  for (std::size_t i = part.first; i < part.end; ++i) {
+    const ParamPlacement& place = placements_[i];
     if (place.grad_offset >= 0) {
-      const auto offset = static_cast<std::size_t>(place.grad_offset);
-      plan.entries.push_back({offset * itemsize(reduce_dtype_), offset * itemsize(grad_dtype_),
-                              place.chunk_numel, reduce_dtype_, grad_dtype_});
+      const std::int64_t begin = part.first_row * params_[i].row_numel;
+      const auto offset = static_cast<std::size_t>(place.grad_offset + begin);
+      plan.entries.push_back(
+          {offset * itemsize(reduce_dtype_), offset * itemsize(grad_dtype_),
+           part.is_of_rows() ? part.rows * params_[i].row_numel : place.chunk_numel, reduce_dtype_,
+           grad_dtype_});
     }
   }
   return plan;
 }
 
-CastPlan UnitLayout::shard_to_gather_plan() const {
+CastPlan UnitLayout::shard_to_gather_plan(const LayoutPart& part) const {
   CastPlan plan;
-  for (std::size_t i = 0; i < params_.size(); ++i) {
+  for (std::size_t i = part.first; i < part.end; ++i) {
+    const ParamSpec& param = params_[i];
     const ParamPlacement& place = placements_[i];
-    if (place.chunk_numel == 0) {
+    const auto begin = static_cast<std::size_t>(part.first_row * param.row_numel);
+    const CastEntry entry{place.shard_offset + begin * itemsize(param.shard_dtype),
+                          place.gather_offset + begin * itemsize(param.param_dtype),
+                          part.is_of_rows() ? part.rows * param.row_numel : place.chunk_numel,
+                          param.shard_dtype, param.param_dtype};
+    if (entry.numel == 0) {
       continue;
     }
-    const CastEntry entry{place.shard_offset, place.gather_offset, place.chunk_numel,
-                          params_[i].shard_dtype, params_[i].param_dtype};
     // Neighbours without a gap between them become one run.
     if (!plan.entries.empty()) {
       CastEntry& last = plan.entries.back();

@@ -63,6 +63,20 @@ struct GatherPlan {
   UnpackPlan unpack;              // of what is packed
 };
 
+// A part of a unit's parameters that one message carries: some that lie behind each other, or some
+// rows of each rank's chunk of one of them.
+struct LayoutPart {
+  std::size_t first = 0;  // parameters [first, end)
+  std::size_t end = 0;
+  std::int64_t first_row = 0;  // of each chunk
+  std::int64_t rows = kAllRows;
+
+  static constexpr std::int64_t kAllRows = -1;
+  bool is_of_rows() const { return rows != kAllRows; }
+};
+
+enum class Wire : std::uint8_t { Gather, Reduce };
+
 struct ParamSpec {
   std::string name;
   std::int64_t rows = 0;               // R
@@ -113,14 +127,36 @@ class UnitLayout {
 
   // Whether the wire carries another dtype than the flat shard has.
   bool needs_cast() const { return needs_cast_; }
-  // Descriptors for the packer. Entries of pack_plan are the trainable parameters in order.
-  PackPlan pack_plan() const;
-  GatherPlan gather_plan(GatherBy by) const;
-  CastPlan shard_to_gather_plan() const;
-  CastPlan finish_plan() const;  // reduce output to flat gradient, entries as in pack_plan
+
+  // Parts whose messages carry at most `most_bytes`, of all ranks together: as many whole
+  // parameters as fit, and of larger ones as many rows. 0: one part of everything.
+  std::vector<LayoutPart> parts(Wire wire, std::size_t most_bytes) const;
+  LayoutPart whole() const { return {0, params_.size()}; }
+
+  // Descriptors for the packer; offsets are of the whole unit, but for those in pack_plan, whose
+  // segments are the part's. Its entries, and those of finish_plan, are the part's trainable
+  // parameters in order.
+  PackPlan pack_plan(const LayoutPart& part) const;
+  GatherPlan gather_plan(GatherBy by, const LayoutPart& part) const;
+  CastPlan shard_to_gather_plan(const LayoutPart& part) const;
+  CastPlan finish_plan(const LayoutPart& part) const;  // reduce output to flat gradient
+  PackPlan pack_plan() const { return pack_plan(whole()); }
+  GatherPlan gather_plan(GatherBy by) const { return gather_plan(by, whole()); }
+  CastPlan shard_to_gather_plan() const { return shard_to_gather_plan(whole()); }
+  CastPlan finish_plan() const { return finish_plan(whole()); }
+
+  // Where the part's segment is in the unit's, in elements.
+  std::int64_t first_gradient(const LayoutPart& part) const;
+  // Of the part's trainable parameters, which number the first has in the unit.
+  std::size_t first_trainable(const LayoutPart& part) const;
 
  private:
   std::size_t region_bytes(std::size_t param) const;
+  std::size_t message_bytes(Wire wire, std::size_t param) const;
+  std::int64_t rows_of_a_message(Wire wire, std::size_t param, std::size_t most_bytes) const;
+  std::size_t end_of_gather(std::size_t end) const;
+  std::int64_t end_of_gradients(std::size_t end) const;
+  GatherPlan gather_plan_of_rows(const LayoutPart& part) const;
   void place_chunk(std::size_t param);
 
   std::vector<ParamSpec> params_;

@@ -432,9 +432,9 @@ void Pipeline::form_buckets(const Partition& partition) {
   FSDP_CHECK(!device_.is_capturing(),
              "a CUDA graph capture expects all buckets to be formed; run a few whole steps before "
              "capturing one");
-  gatherer_.stream().synchronize();
   reducer_.wait(buckets_);
-  reducer_.stream().synchronize();
+  lanes_.gather.synchronize();
+  lanes_.reduce.synchronize();
   buckets_.clear();
   for (const std::vector<int>& numbers : partition) {
     std::vector<Unit*> units;

@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "core/align.h"
 #include "core/check.h"
 
 namespace fsdp {
@@ -13,6 +14,8 @@ const std::string kComputeStream = "the compute stream";
 
 // See Note [gradient lifetime].
 constexpr std::size_t kGradientsInFlight = 2;
+
+constexpr int kBothHalves = 2;
 
 bool are_alike(const Unit& a, const Unit& b) {
   return a.requires_gradient_sync == b.requires_gradient_sync && a.pack_scale == b.pack_scale &&
@@ -48,18 +51,33 @@ Reducer::Reducer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Ann
       stream_(lane.stream()),
       ledger_(ledger),
       announce_(std::move(announce)),
-      compute_reached_(device.new_event()) {}
+      compute_reached_(device.new_event()),
+      handed_over_(device.new_event()),
+      sent_{device.new_event(), device.new_event()},
+      output_read_(device.new_event()) {}
 
 // What is in flight uses the buffers that go now.
 Reducer::~Reducer() { lane_.drain(); }
 
 void Reducer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets) {
-  stream_.synchronize();
+  lane_.synchronize();
   input_bytes_ = 0;
   output_bytes_ = 0;
+  any_cut_ = false;
   for (const auto& bucket : buckets) {
-    input_bytes_ = std::max(input_bytes_, bucket->reduce_input_bytes());
+    std::size_t of_a_piece = 0;
+    for (const ReducePiece& piece : bucket->reductions) {
+      of_a_piece = std::max(of_a_piece, bucket->reduce_input_bytes(piece));
+    }
+    const bool in_pieces = bucket->reductions.size() > 1;
+    any_cut_ = any_cut_ || in_pieces;
+    of_a_piece = in_pieces ? 2 * align_up(of_a_piece, kRegionAlignment) : of_a_piece;
+    input_bytes_ = std::max(input_bytes_, of_a_piece);
     output_bytes_ = std::max(output_bytes_, bucket->segment_bytes());
+  }
+  if (any_cut_) {
+    lane_.make_copy_streams();
+    input_bytes_ = align_up(input_bytes_, 2 * kRegionAlignment);
   }
   input_ = input_bytes_ > 0 ? lane_.allocate(input_bytes_, BufferUse::Input) : nullptr;
   output_.reset();
@@ -107,32 +125,49 @@ void Reducer::reduce(Bucket& bucket, const Units& units) {
   const bool alone = layout.world_size() == 1;
   const bool direct = choose_finish(bucket, units);
   const Range range(device_, bucket.reduce_label);
-  void* gradient = bucket.flat_gradient();
-  void* reduced = direct || alone ? gradient : output_buffer();
+  auto* gradient = static_cast<char*>(bucket.flat_gradient());
+  char* reduced = direct || alone ? gradient : static_cast<char*>(output_buffer());
   // After whatever was allocated: Note [memory and the compute stream].
   device_.compute_stream().record(*compute_reached_);
   stream_.wait(*compute_reached_, kComputeStream);
-
-  void* input = bucket.has_accumulated ? bucket.accumulated.get() : input_.get();
-  if (alone && direct && !bucket.has_accumulated) {
-    input = gradient;
+  const bool in_pieces = bucket.reductions.size() > 1;
+  if (any_cut_) {
+    stream_.wait(*(reduced == gradient ? bucket.reduced : output_read_), bucket.reduce_label);
   }
-  pack(bucket, units, input, bucket.has_accumulated);
-  const void* output = input;
-  if (!alone) {
-    lane_.communicator().announce(bucket.reduce_label);
-    announce_(bucket, bucket.reduce_input_bytes());
-    lane_.communicator().reduce_scatter(stream_, input, reduced,
-                                        static_cast<std::size_t>(layout.grad_numel()),
-                                        layout.reduce_dtype());
-    output = reduced;
+  Stream& before = begin_packing(bucket, bucket.has_accumulated);
+  Stream& after = in_pieces && !direct ? lane_.after() : stream_;
+  for (std::size_t i = 0; i < bucket.reductions.size(); ++i) {
+    const ReducePiece& piece = bucket.reductions[i];
+    void* input = alone && direct && !bucket.has_accumulated ? gradient : input_of(bucket, i);
+    if (in_pieces && !bucket.has_accumulated) {
+      before.wait(*sent_[i % 2], bucket.reduce_label);
+    }
+    pack(bucket, units, i, input, bucket.has_accumulated);
+    const void* output = input;
+    if (!alone) {
+      hand_over(before, stream_, bucket.reduce_label);
+      output = reduced;
+      lane_.communicator().announce(bucket.reduce_label);
+      announce_(bucket, bucket.reduce_input_bytes(piece));
+      lane_.communicator().reduce_scatter(stream_, input,
+                                          reduced + static_cast<std::size_t>(piece.segment_offset) *
+                                                        itemsize(layout.reduce_dtype()),
+                                          static_cast<std::size_t>(piece.pack_plan.segment_numel),
+                                          layout.reduce_dtype());
+    }
+    note_sent(in_pieces ? static_cast<int>(i % 2) : kBothHalves);
+    if (output != gradient) {
+      hand_over(stream_, after, bucket.reduce_label);
+      finish(bucket, units, i, output);
+    }
   }
-  if (output != gradient) {
-    finish(bucket, units, output);
-  }
-  hand_over(bucket, units);
+  before.record(*bucket.packed);
+  hand_over_gradients(bucket, units);
   clear_accumulated(bucket, units);
-  stream_.record(*bucket.reduced);
+  after.record(*bucket.reduced);
+  if (any_cut_ && reduced != gradient) {
+    after.record(*output_read_);
+  }
   bucket.reduction_pending = true;
 }
 
@@ -143,7 +178,11 @@ void Reducer::accumulate(Bucket& bucket, const Units& units) {
   }
   device_.compute_stream().record(*compute_reached_);
   stream_.wait(*compute_reached_, kComputeStream);
-  pack(bucket, units, bucket.accumulated.get(), bucket.has_accumulated);
+  Stream& before = begin_packing(bucket, /*into_accumulated=*/true);
+  for (std::size_t i = 0; i < bucket.reductions.size(); ++i) {
+    pack(bucket, units, i, accumulated_of(bucket, i), bucket.has_accumulated);
+  }
+  before.record(*bucket.packed);
   for (const Unit* unit : units) {
     for (std::size_t i = 0; i < unit->arrived.size(); ++i) {
       bucket.accumulated_params[unit->first_trainable + i] |= unit->arrived[i];
@@ -190,14 +229,73 @@ void Reducer::take_gradients(Bucket& bucket, const Units& units) {
   }
 }
 
-void Reducer::pack(Bucket& bucket, const Units& units, void* destination, bool accumulate) {
+// The stream that packs the bucket, behind what the compute stream has reached. Where pieces are
+// packed into what is accumulated, all that reads it comes before.
+Stream& Reducer::begin_packing(const Bucket& bucket, bool into_accumulated) {
+  if (bucket.reductions.size() == 1) {
+    return stream_;
+  }
+  Stream& before = lane_.before();
+  before.wait(*compute_reached_, kComputeStream);
+  if (into_accumulated) {
+    before.wait(*sent_[0], bucket.reduce_label);
+    before.wait(*sent_[1], bucket.reduce_label);
+  }
+  return before;
+}
+
+// The input of those halves has been read by what stream_ was given so far.
+void Reducer::note_sent(int half) {
+  if (any_cut_) {
+    for (int i = 0; i < kBothHalves; ++i) {
+      if (half == i || half == kBothHalves) {
+        stream_.record(*sent_[i]);
+      }
+    }
+  }
+}
+
+void* Reducer::accumulated_of(const Bucket& bucket, std::size_t piece) {
+  const auto before = static_cast<std::size_t>(bucket.reductions[piece].segment_offset) *
+                      itemsize(bucket.layout.reduce_dtype()) *
+                      static_cast<std::size_t>(bucket.layout.world_size());
+  return static_cast<char*>(bucket.accumulated.get()) + before;
+}
+
+void* Reducer::input_of(const Bucket& bucket, std::size_t piece) {
+  if (bucket.has_accumulated) {
+    return accumulated_of(bucket, piece);
+  }
+  const bool second = bucket.reductions.size() > 1 && piece % 2 == 1;
+  return static_cast<char*>(input_.get()) + (second ? input_bytes_ / 2 : 0);
+}
+
+void Reducer::pack(Bucket& bucket, const Units& units, std::size_t number, void* destination,
+                   bool accumulate) {
   const UnitLayout& layout = bucket.layout;
-  packer_.pack(stream_, bucket.pack_plan, bucket.gradients.data(), bucket.gradient_dtype,
-               destination, layout.reduce_dtype(), units.front()->pack_scale, accumulate);
-  stream_.record(*bucket.packed);
-  ledger_.copied(static_cast<std::size_t>(layout.grad_numel()) *
+  const ReducePiece& piece = bucket.reductions[number];
+  const void* const* gradients = bucket.gradients.data() + piece.first_trainable;
+  const void* from_its_rows = nullptr;
+  if (piece.part.is_of_rows() && *gradients != nullptr) {
+    from_its_rows =
+        static_cast<const char*>(*gradients) +
+        static_cast<std::size_t>(piece.gradient_offset) * itemsize(bucket.gradient_dtype);
+    gradients = &from_its_rows;
+  }
+  Stream& stream = bucket.reductions.size() > 1 ? lane_.before() : stream_;
+  packer_.pack(stream, piece.pack_plan, gradients, bucket.gradient_dtype, destination,
+               layout.reduce_dtype(), units.front()->pack_scale, accumulate);
+  ledger_.copied(static_cast<std::size_t>(piece.pack_plan.segment_numel) *
                  static_cast<std::size_t>(layout.world_size()) *
                  (itemsize(bucket.gradient_dtype) + itemsize(layout.reduce_dtype())));
+}
+
+// `to` comes behind what `from` was given so far.
+void Reducer::hand_over(Stream& from, Stream& to, const std::string& what) {
+  if (&from != &to) {
+    from.record(*handed_over_);
+    to.wait(*handed_over_, what);
+  }
 }
 
 // Without sharded gradients to add to, without a cast or a scale, the reduction writes the flat
@@ -220,19 +318,22 @@ bool Reducer::choose_finish(Bucket& bucket, const Units& units) {
   return direct;
 }
 
-void Reducer::finish(Bucket& bucket, const Units& units, const void* output) {
-  packer_.cast(stream_, bucket.finish_plan, bucket.finish_modes.data(), output,
-               bucket.flat_gradient(), units.front()->reduce_scale);
-  for (std::size_t i = 0; i < bucket.finish_modes.size(); ++i) {
-    if (bucket.finish_modes[i] != CastMode::Skip) {
-      const CastEntry& entry = bucket.finish_plan.entries[i];
+void Reducer::finish(Bucket& bucket, const Units& units, std::size_t number, const void* output) {
+  const ReducePiece& piece = bucket.reductions[number];
+  const CastMode* modes = bucket.finish_modes.data() + piece.first_trainable;
+  Stream& stream = bucket.reductions.size() > 1 ? lane_.after() : stream_;
+  packer_.cast(stream, piece.finish_plan, modes, output, bucket.flat_gradient(),
+               units.front()->reduce_scale);
+  for (std::size_t i = 0; i < piece.finish_plan.entries.size(); ++i) {
+    if (modes[i] != CastMode::Skip) {
+      const CastEntry& entry = piece.finish_plan.entries[i];
       ledger_.copied(static_cast<std::size_t>(entry.numel) *
                      (itemsize(entry.source_dtype) + itemsize(entry.destination_dtype)));
     }
   }
 }
 
-void Reducer::hand_over(Bucket& bucket, const Units& units) {
+void Reducer::hand_over_gradients(Bucket& bucket, const Units& units) {
   for (const Unit* unit : units) {
     for (std::size_t i = 0; i < unit->arrived.size(); ++i) {
       if (has_arrived(bucket, *unit, i)) {
@@ -258,14 +359,28 @@ void Reducer::clear_accumulated(Bucket& bucket, const Units& units) {
   if (!bucket.has_accumulated) {
     return;
   }
-  const std::size_t element = itemsize(bucket.layout.reduce_dtype());
-  auto* accumulated = static_cast<char*>(bucket.accumulated.get());
   for (const Unit* unit : units) {
-    for (int rank = 0; rank < bucket.layout.world_size(); ++rank) {
-      device_.fill(stream_,
-                   accumulated + static_cast<std::size_t>(rank) * bucket.segment_bytes() +
-                       unit->gradient_offset * element,
-                   0, static_cast<std::size_t>(unit->layout.grad_numel()) * element);
+    clear_rows(bucket, *unit);
+  }
+  note_sent(kBothHalves);
+}
+
+// Of what is accumulated, the unit's.
+void Reducer::clear_rows(Bucket& bucket, const Unit& unit) {
+  const std::size_t element = itemsize(bucket.layout.reduce_dtype());
+  const auto unit_begin = static_cast<std::int64_t>(unit.gradient_offset);
+  const std::int64_t unit_end = unit_begin + unit.layout.grad_numel();
+  for (std::size_t i = 0; i < bucket.reductions.size(); ++i) {
+    const ReducePiece& piece = bucket.reductions[i];
+    const std::int64_t numel = piece.pack_plan.segment_numel;
+    const std::int64_t begin = std::max(unit_begin, piece.segment_offset);
+    const std::int64_t end = std::min(unit_end, piece.segment_offset + numel);
+    for (int rank = 0; begin < end && rank < bucket.layout.world_size(); ++rank) {
+      const std::int64_t first = rank * numel + begin - piece.segment_offset;
+      device_.fill(
+          stream_,
+          static_cast<char*>(accumulated_of(bucket, i)) + static_cast<std::size_t>(first) * element,
+          0, static_cast<std::size_t>(end - begin) * element);
     }
   }
 }

@@ -4,7 +4,8 @@
 // Note [one reduce buffer]
 // pack, reduce-scatter and hand-over of one bucket run on the reduce stream in order, and those of
 // the next one after them. So one reduce input and one reduce output serve all buckets, and no
-// event is needed between them.
+// event is needed between them. Pieces (Note [pieces] in core/lanes.h) have two halves of the
+// input, and events.
 //
 // Note [gradient lifetime]
 // Gradients are taken out of the unsharded parameters when they are packed, and packing runs on
@@ -65,12 +66,19 @@ class Reducer {
   void reduce(Bucket& bucket, const Units& units);
   void accumulate(Bucket& bucket, const Units& units);
   void take_gradients(Bucket& bucket, const Units& units);
-  void pack(Bucket& bucket, const Units& units, void* destination, bool accumulate);
+  Stream& begin_packing(const Bucket& bucket, bool into_accumulated);
+  void note_sent(int half);
+  void* accumulated_of(const Bucket& bucket, std::size_t piece);
+  void* input_of(const Bucket& bucket, std::size_t piece);
+  void pack(Bucket& bucket, const Units& units, std::size_t piece, void* destination,
+            bool accumulate);
+  void hand_over(Stream& from, Stream& to, const std::string& what);
   // Returns whether the reduction may write the flat gradient itself.
   bool choose_finish(Bucket& bucket, const Units& units);
-  void finish(Bucket& bucket, const Units& units, const void* output);
-  void hand_over(Bucket& bucket, const Units& units);
+  void finish(Bucket& bucket, const Units& units, std::size_t piece, const void* output);
+  void hand_over_gradients(Bucket& bucket, const Units& units);
   void clear_accumulated(Bucket& bucket, const Units& units);
+  void clear_rows(Bucket& bucket, const Unit& unit);
   void release_packed_gradients(std::size_t keep);
   void* output_buffer();
 
@@ -86,8 +94,14 @@ class Reducer {
   Ledger& ledger_;
   Announce announce_;
   std::unique_ptr<Event> compute_reached_;
+  std::unique_ptr<Event>
+      handed_over_;  // between streams of the lane, issued and waited for at once
+  // Pieces use the two halves in turns, everything else, in order on stream_, the whole.
   std::shared_ptr<void> input_;
-  std::shared_ptr<void> output_;  // made when first needed
+  std::unique_ptr<Event> sent_[2];      // of each half
+  std::shared_ptr<void> output_;        // made when first needed
+  std::unique_ptr<Event> output_read_;  // what was reduced into it last
+  bool any_cut_ = false;                // of the buckets
   std::size_t input_bytes_ = 0;
   std::size_t output_bytes_ = 0;
   std::deque<PackedGradients> packed_gradients_;

@@ -54,10 +54,11 @@ struct UnitConfig {
   std::string name;
   UnitLayout layout;
   bool reshard_after_forward = true;
-  double pack_scale = 1.0;       // of gradients, before the reduction
-  double reduce_scale = 1.0;     // after it
-  int parent = -1;               // the unit that encloses it, lower in number; -1 for the root
-  std::size_t bucket_bytes = 0;  // of a bucket that it may share (core/merging.h); 0: none
+  double pack_scale = 1.0;            // of gradients, before the reduction
+  double reduce_scale = 1.0;          // after it
+  int parent = -1;                    // the unit that encloses it, lower in number; -1 for the root
+  std::size_t bucket_bytes = 0;       // of a bucket that it may share (core/merging.h); 0: none
+  std::size_t max_message_bytes = 0;  // of a message of its bucket; 0: any
 };
 
 // Note [states]
@@ -77,6 +78,7 @@ struct Unit {
         port(unit_port),
         parent(config.parent),
         bucket_bytes(config.bucket_bytes),
+        max_message_bytes(config.max_message_bytes),
         reshard_after_forward(config.reshard_after_forward),
         pack_scale(config.pack_scale),
         reduce_scale(config.reduce_scale),
@@ -90,6 +92,7 @@ struct Unit {
 
   // - Settings.
   const std::size_t bucket_bytes;
+  const std::size_t max_message_bytes;
   bool reshard_after_forward;
   bool reshard_after_backward = true;
   bool requires_gradient_sync = true;
@@ -104,6 +107,7 @@ struct Unit {
   std::size_t unsharded_offset = 0;  // bytes, in the bucket's unsharded buffer
   std::size_t first_trainable = 0;   // of the bucket's trainable parameters
   std::size_t gradient_offset = 0;   // elements, in the bucket's segments
+  std::size_t last_piece = 0;        // of the bucket's gather, that brings some of it
 
   // - Parameters.
   UnitState state = UnitState::Sharded;

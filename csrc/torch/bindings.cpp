@@ -290,7 +290,9 @@ py::dict describe(const Bucket& bucket) {
       bucket.layout.gather_bytes() * static_cast<std::size_t>(bucket.layout.world_size());
   result["reduce_bytes"] = bucket.reduce_input_bytes();
   result["unsharded_bytes"] = bucket.layout.unsharded_bytes();
-  result["gather_plan"] = name_of(bucket.gather_plan);
+  result["gather_plan"] = name_of(bucket.gathers.front().plan);
+  result["gather_messages"] = bucket.gathers.size();
+  result["reduce_messages"] = bucket.reductions.size();
   return result;
 }
 
@@ -313,7 +315,7 @@ void register_root(py::module_& m) {
            py::arg("when_stale"))
       .def("add_unit", &Root::add_unit, py::arg("unit"), py::arg("reshard_after_forward"),
            py::arg("pack_scale"), py::arg("reduce_scale"), py::arg("parent"),
-           py::arg("bucket_bytes"))
+           py::arg("bucket_bytes"), py::arg("max_message_bytes"))
       .def("reset_iteration", &Root::reset_iteration)
       .def("unshard",
            [](Root& root, int unit) {
@@ -342,9 +344,10 @@ void register_root(py::module_& m) {
              }
              return "unknown";
            })
-      .def(
-          "gather_plan",
-          [](Root& root, int unit) { return name_of(root.pipeline().bucket_of(unit).gather_plan); })
+      .def("gather_plan",
+           [](Root& root, int unit) {
+             return name_of(root.pipeline().bucket_of(unit).gathers.front().plan);
+           })
       .def("buckets",
            [](Root& root) {
              py::list result;

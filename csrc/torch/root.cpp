@@ -48,10 +48,12 @@ Root::~Root() {
 }
 
 void Root::add_unit(const std::shared_ptr<TorchUnit>& unit, bool reshard_after_forward,
-                    double pack_scale, double reduce_scale, int parent, std::size_t bucket_bytes) {
-  const int number = pipeline_->add_unit({unit->name(), unit->layout(), reshard_after_forward,
-                                          pack_scale, reduce_scale, parent, bucket_bytes},
-                                         *unit);
+                    double pack_scale, double reduce_scale, int parent, std::size_t bucket_bytes,
+                    std::size_t max_message_bytes) {
+  const int number =
+      pipeline_->add_unit({unit->name(), unit->layout(), reshard_after_forward, pack_scale,
+                           reduce_scale, parent, bucket_bytes, max_message_bytes},
+                          *unit);
   unit->join(shared_from_this(), number);
   units_.push_back(unit);
 }

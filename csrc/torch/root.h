@@ -22,7 +22,8 @@ class Root : public std::enable_shared_from_this<Root> {
   ~Root();
 
   void add_unit(const std::shared_ptr<TorchUnit>& unit, bool reshard_after_forward,
-                double pack_scale, double reduce_scale, int parent, std::size_t bucket_bytes);
+                double pack_scale, double reduce_scale, int parent, std::size_t bucket_bytes,
+                std::size_t max_message_bytes);
 
   Pipeline& pipeline() { return *pipeline_; }
   const std::vector<std::shared_ptr<TorchUnit>>& units() const { return units_; }

@@ -165,7 +165,7 @@ class Rank {
   Rank(int rank, int world_size, int layers, std::shared_ptr<MeetingPoint> gather_point,
        std::shared_ptr<MeetingPoint> reduce_point, PipelineOptions options = {},
        const std::function<std::string(int)>& name = {}, GatherBy gather_by = GatherBy::Packing,
-       int bucket_units = 1)
+       int bucket_units = 1, int message_rows = 0)
       : gather(new ThreadsCommunicator(std::move(gather_point), rank, gather_by)),
         lanes(make_lanes(gather, std::move(reduce_point), rank, kTimeout)) {
     for (int i = 0; i <= layers; ++i) {
@@ -182,6 +182,8 @@ class Rank {
       config.parent = i == 0 ? -1 : 0;
       config.bucket_bytes =
           static_cast<std::size_t>(bucket_units * world_size) * config.layout.gather_bytes();
+      config.max_message_bytes =
+          static_cast<std::size_t>(message_rows * world_size * kColumns) * sizeof(float);
       pipeline->add_unit(std::move(config), *units[static_cast<std::size_t>(i)]);
     }
     pipeline->gatherer().set_poison_released_slots(false);
@@ -253,14 +255,14 @@ class Rank {
 // Runs `body` once on each rank's thread; an exception of any rank fails the test.
 void on_ranks(int world_size, int layers, const std::function<void(Rank&, int)>& body,
               PipelineOptions options = {}, GatherBy gather_by = GatherBy::Packing,
-              int bucket_units = 1) {
+              int bucket_units = 1, int message_rows = 0) {
   auto gather_point = std::make_shared<MeetingPoint>(world_size, kTimeout);
   auto reduce_point = std::make_shared<MeetingPoint>(world_size, kTimeout);
   std::vector<std::future<void>> ranks;
   for (int r = 0; r < world_size; ++r) {
     ranks.push_back(std::async(std::launch::async, [&, r] {
       Rank rank(r, world_size, layers, gather_point, reduce_point, options, {}, gather_by,
-                bucket_units);
+                bucket_units, message_rows);
       body(rank, r);
     }));
   }
@@ -498,8 +500,8 @@ TEST(Pipeline, ReentrantRecomputationsAreReducedTogether) {
 // - Buckets: six units, of which two fit one
 
 void on_bucketed_ranks(int world_size, const std::function<void(Rank&, int)>& body,
-                       GatherBy gather_by = GatherBy::Packing, int bucket_units = 2) {
-  on_ranks(world_size, 6, body, {}, gather_by, bucket_units);
+                       GatherBy gather_by = GatherBy::Packing, int message_rows = 0) {
+  on_ranks(world_size, 6, body, {}, gather_by, /*bucket_units=*/2, message_rows);
 }
 
 std::vector<std::vector<int>> buckets_of(const Rank& rank) {
@@ -534,27 +536,37 @@ Sent sent_by(Rank& rank, const std::function<void()>& body) {
   return sent;
 }
 
+void expect_steps_train(Rank& rank, int r, int world_size,
+                        const std::vector<std::function<Stream&()>>& late) {
+  rank.pipeline->gatherer().set_poison_released_slots(true);
+  for (int step = 0; step < 3; ++step) {
+    for (const auto& stream : late) {
+      rank.lanes.device->delay(stream(), std::chrono::milliseconds(5));
+    }
+    const std::vector<int> order = rank.in_order();
+    rank.backward(order, rank.forward(order), static_cast<float>(r + 1 + step));
+    const float mean = static_cast<float>(step) + static_cast<float>(world_size + 1) / 2.0F;
+    for (const auto& unit : rank.units) {
+      unit->expect_gradient(0, mean);
+      unit->expect_gradient(1, mean);
+      EXPECT_FALSE(unit->is_attached());
+      unit->zero_grad();
+      unit->change_shard();
+    }
+  }
+}
+
+constexpr GatherBy kAllWaysToGather[] = {GatherBy::Packing, GatherBy::Size, GatherBy::Parameter};
+
 TEST_P(PipelineOnRanks, BucketsBringTheSameAsUnitsByThemselves) {
   const int world_size = GetParam();
-  for (const GatherBy by : {GatherBy::Packing, GatherBy::Size, GatherBy::Parameter}) {
+  for (const GatherBy by : kAllWaysToGather) {
     on_bucketed_ranks(
         world_size,
         [&](Rank& rank, int r) {
-          rank.pipeline->gatherer().set_poison_released_slots(true);
-          for (int step = 0; step < 3; ++step) {
-            Stream& stream =
-                step == 1 ? rank.pipeline->gatherer().stream() : rank.pipeline->reducer().stream();
-            rank.lanes.device->delay(stream, std::chrono::milliseconds(10));
-            const std::vector<int> order = rank.in_order();
-            rank.backward(order, rank.forward(order), static_cast<float>(r + 1 + step));
-            for (const auto& unit : rank.units) {
-              unit->expect_gradient(
-                  0, static_cast<float>(step) + static_cast<float>(world_size + 1) / 2.0F);
-              EXPECT_FALSE(unit->is_attached());
-              unit->zero_grad();
-              unit->change_shard();
-            }
-          }
+          expect_steps_train(rank, r, world_size,
+                             {[&]() -> Stream& { return rank.pipeline->gatherer().stream(); },
+                              [&]() -> Stream& { return rank.pipeline->reducer().stream(); }});
           if (world_size > 1) {
             EXPECT_EQ(buckets_of(rank),
                       (std::vector<std::vector<int>>{{0}, {1, 2}, {3, 4}, {5, 6}}));
@@ -563,6 +575,121 @@ TEST_P(PipelineOnRanks, BucketsBringTheSameAsUnitsByThemselves) {
           }
         },
         by);
+  }
+}
+
+// - Pieces
+
+TEST_P(PipelineOnRanks, PiecesBringTheSameAsTheWhole) {
+  const int world_size = GetParam();
+  for (const GatherBy by : kAllWaysToGather) {
+    for (const int message_rows : {1, 2, 3, 4, 5, 9, 100}) {
+      on_bucketed_ranks(
+          world_size, [&](Rank& rank, int r) { expect_steps_train(rank, r, world_size, {}); }, by,
+          message_rows);
+    }
+  }
+}
+
+TEST(Pieces, DoNotDependOnHowLongAStreamTakes) {
+  for (const GatherBy by : {GatherBy::Packing, GatherBy::Parameter}) {
+    for (const char* late : {"gather", "reduce"}) {
+      for (const int which : {0, 1, 2}) {
+        on_bucketed_ranks(
+            2,
+            [&](Rank& rank, int r) {
+              rank.forward(rank.in_order());
+              rank.pipeline->reset_iteration();
+              Lane& lane = lane_named(rank.lanes, late);
+              expect_steps_train(
+                  rank, r, 2, {[&]() -> Stream& {
+                    return which == 0 ? lane.before() : which == 1 ? lane.stream() : lane.after();
+                  }});
+            },
+            by, /*message_rows=*/2);
+      }
+    }
+  }
+}
+
+TEST(Pieces, AreOneMessageEachAndSmallerBuffers) {
+  on_bucketed_ranks(
+      2,
+      [](Rank& rank, int) {
+        rank.step(1.0F);
+        const Sent sent = sent_by(rank, [&] { rank.step(1.0F); });
+        // A chunk of four rows is one message.
+        EXPECT_EQ(sent.forward, (std::vector<int>{0, 0, 1, 1, 1, 1, 3, 3, 3, 3, 5, 5, 5, 5}));
+        EXPECT_EQ(sent.reduced.size(), 14U);
+        const std::size_t message = 4 * 2 * kColumns * sizeof(float);
+        EXPECT_EQ(rank.pipeline->bucket_of(1).gathers.at(0).bytes, message);
+        EXPECT_EQ(rank.pipeline->gatherer().staging_bytes(), 0U);  // each is a parameter
+        EXPECT_EQ(rank.pipeline->reducer().buffer_bytes(), 2U * 256);
+      },
+      GatherBy::Packing, /*message_rows=*/4);
+}
+
+TEST(Pieces, AccumulateAndDifferAsTheWholeDoes) {
+  on_bucketed_ranks(
+      2,
+      [](Rank& rank, int r) {
+        const std::vector<int> order = rank.in_order();
+        const auto train = [&] {
+          rank.backward(order, rank.forward(order), static_cast<float>(r));
+        };
+        rank.pipeline->set_requires_gradient_sync(1, false);
+        rank.pipeline->set_requires_gradient_sync(3, false);
+        rank.pipeline->set_requires_gradient_sync(4, false);
+        train();
+        train();
+        EXPECT_FALSE(rank.unit(1).has_sharded_gradient(0));
+        rank.unit(2).expect_gradient(0, 1.0F);
+        rank.pipeline->set_requires_gradient_sync(1, true);
+        rank.pipeline->set_requires_gradient_sync(2, false);
+        train();
+        rank.unit(1).expect_gradient(1, 1.5F);
+        rank.unit(2).expect_gradient(1, 1.0F);
+        for (int i = 1; i <= 6; ++i) {
+          rank.pipeline->set_requires_gradient_sync(i, true);
+        }
+        train();
+        for (int i = 1; i <= 6; ++i) {
+          rank.unit(i).expect_gradient(0, 2.0F);
+          rank.unit(i).expect_gradient(1, 2.0F);
+        }
+      },
+      GatherBy::Packing, /*message_rows=*/3);
+}
+
+TEST(Pieces, AUnitDoesNotWaitForThoseBehindIt) {
+  on_bucketed_ranks(
+      2,
+      [](Rank& rank, int) {
+        rank.step(1.0F);
+        rank.step(1.0F);
+        const Bucket& bucket = rank.pipeline->bucket_of(1);
+        ASSERT_EQ(bucket.gathers.size(), 4U);
+        EXPECT_EQ(rank.pipeline->unit(1).last_piece, 1U);
+        EXPECT_EQ(rank.pipeline->unit(2).last_piece, 3U);
+        rank.pipeline->unshard(1);
+        Event& last = *bucket.gathers[3].gathered;
+        rank.pipeline->wait_for_unshard(1);
+        rank.unit(1).expect_unsharded();
+        rank.pipeline->reshard(1);
+        EXPECT_TRUE(last.query()) << "who comes next may write where the last piece would";
+      },
+      GatherBy::Packing, /*message_rows=*/4);
+}
+
+TEST(Pieces, ThatHaveNoRoomForARowAreRefused) {
+  const UnitLayout layout = FakeUnit::make_layout(2, "w");
+  try {
+    layout.parts(Wire::Gather, 23);
+    FAIL() << "expected an error";
+  } catch (const Error& error) {
+    expect_contains(error.what(),
+                    "max_message_bytes expects room for a row of parameter 'w0' from each of 2 "
+                    "ranks, 24 bytes, but got 23");
   }
 }
 

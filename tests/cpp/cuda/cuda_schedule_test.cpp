@@ -222,6 +222,7 @@ struct Setting {
   int world_size;
   std::size_t direct_bytes;
   int bucket_units = 1;  // that a bucket has room for
+  int message_rows = 0;  // that a message has room for from each rank; 0: all
 };
 
 class Rank {
@@ -247,6 +248,9 @@ class Rank {
       config.parent = i == 0 ? -1 : 0;
       config.bucket_bytes = static_cast<std::size_t>(setting.bucket_units * setting.world_size) *
                             layout.gather_bytes();
+      config.max_message_bytes =
+          static_cast<std::size_t>(setting.message_rows * setting.world_size * kColumns) *
+          sizeof(float);
       pipeline->add_unit(std::move(config), *units.back());
     }
     pipeline->gatherer().set_poison_released_slots(true);
@@ -339,11 +343,13 @@ class CudaSchedule : public ::testing::TestWithParam<Setting> {};
 INSTANTIATE_TEST_SUITE_P(Settings, CudaSchedule,
                          ::testing::Values(Setting{1, kDirectBytes}, Setting{2, kDirectBytes},
                                            Setting{2, 0}, Setting{3, 300},
-                                           Setting{2, kDirectBytes, 2}, Setting{2, 300, 4}),
+                                           Setting{2, kDirectBytes, 2}, Setting{2, 300, 4},
+                                           Setting{2, 300, 2, 3}, Setting{3, 0, 4, 5}),
                          [](const auto& info) {
                            return std::to_string(info.param.world_size) + "RanksDirectFrom" +
                                   std::to_string(info.param.direct_bytes) + "BucketsOf" +
-                                  std::to_string(info.param.bucket_units);
+                                  std::to_string(info.param.bucket_units) + "MessagesOf" +
+                                  std::to_string(info.param.message_rows);
                          });
 
 TEST_P(CudaSchedule, StepsReadWhatTheyShould) {
