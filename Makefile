@@ -62,11 +62,12 @@ train: develop  ## train a GPT sharded over NPROC ranks (TRAIN_ARGS="--steps 20"
 	  examples/train_gpt.py $(TRAIN_ARGS)
 
 .PHONY: bench
-bench: develop  ## measure host overhead, packing, steps, overlap and collectives beside PyTorch's (BENCH_ARGS="--quick")
+bench: develop  ## measure host overhead, packing, steps, overlap, buckets and collectives beside PyTorch's (BENCH_ARGS="--quick")
 	OMP_NUM_THREADS=1 "$(BIN)/python" bench/host_overhead.py $(BENCH_ARGS)
 	OMP_NUM_THREADS=1 "$(BIN)/python" bench/pack.py $(BENCH_ARGS)
 	OMP_NUM_THREADS=1 "$(BIN)/python" bench/step.py $(BENCH_ARGS)
 	OMP_NUM_THREADS=1 "$(BIN)/python" bench/overlap.py $(BENCH_ARGS)
+	OMP_NUM_THREADS=1 "$(BIN)/python" bench/buckets.py $(BENCH_ARGS)
 	OMP_NUM_THREADS=1 "$(BIN)/torchrun" --standalone --nproc-per-node $(NPROC) \
 	  bench/step.py $(BENCH_ARGS)
 	OMP_NUM_THREADS=1 "$(BIN)/torchrun" --standalone --nproc-per-node $(NPROC) \

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import statistics
 import sys
 import time
@@ -56,10 +57,12 @@ def time_in_turns(
             call()
             after(name)
     seconds: dict[str, list[float]] = {name: [] for name in systems}
+    order = random.Random(0)
     for _ in range(repeats):
-        for name, call in systems.items():
+        # What came before leaves caches and threads warm, or cold, so no order is kept.
+        for name in order.sample(list(systems), len(systems)):
             start = time.perf_counter()
-            result = call()
+            result = systems[name]()
             seconds[name].append(time.perf_counter() - start)
             del result
             after(name)

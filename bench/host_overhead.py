@@ -13,6 +13,8 @@ systems in turns in this process.
 from __future__ import annotations
 
 import gc
+import random
+import time
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Timing, arguments, as_microseconds, print_table, time_in_turns, write_json
+from harness import Timing, arguments, as_microseconds, print_table, write_json
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -37,13 +39,14 @@ def make_model(layers: int, units: int) -> nn.Sequential:
     )
 
 
-def shard_ours(model: nn.Sequential) -> nn.Module:
-    """Shard each sequence and the whole with fsdp_ext."""
+def shard_ours(model: nn.Sequential, buckets: int | None = None) -> nn.Module:
+    """Shard each sequence and the whole with fsdp_ext, in so many buckets or each by itself."""
     from fsdp_ext import fully_shard
 
-    for unit in model:
-        fully_shard(unit)
-    fully_shard(model)
+    sharded: list[Any] = [fully_shard(unit) for unit in model]
+    layout = sharded[0]._unit._layout(training=True)
+    units = len(sharded) // buckets if buckets else 0
+    fully_shard(model, bucket_bytes=units * layout.gather_bytes * layout.world_size)
     return model
 
 
@@ -69,6 +72,7 @@ def shard_fsdp1(model: nn.Sequential) -> nn.Module:
 
 SYSTEMS: dict[str, Callable[[nn.Sequential], nn.Module]] = {
     "ours": shard_ours,
+    "ours, two buckets": partial(shard_ours, buckets=2),
     "FSDP2": shard_fsdp2,
     "FSDP1": shard_fsdp1,
 }
@@ -81,14 +85,18 @@ def measure(layers: int, units: int, repeats: int, device: torch.device) -> list
     def new_model() -> nn.Sequential:
         return make_model(layers, units).to(device)
 
-    def end_of_step(name: str) -> None:
-        # As an optimizer's zero_grad does; the next step would add to the gradients otherwise.
-        models[name].zero_grad()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
     def iteration(model: nn.Module) -> None:
         model(batch).sum().backward()
+
+    def timed(model: nn.Module) -> float:
+        start = time.perf_counter()
+        iteration(model)
+        taken = time.perf_counter() - start
+        # As an optimizer's zero_grad does; the next step would add to the gradients otherwise.
+        model.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return taken
 
     models: dict[str, nn.Module] = {"unsharded": new_model()}
     errors = {}
@@ -101,15 +109,20 @@ def measure(layers: int, units: int, repeats: int, device: torch.device) -> list
             traceback.print_exc()
             errors[name] = f"{type(error).__name__}: {error}".splitlines()[0]
     gc.collect()
-    seconds = time_in_turns(
-        {name: partial(iteration, model) for name, model in models.items()},
-        repeats,
-        after=end_of_step,
-    )
-    overhead = {
-        name: Timing.of([(t - u) / units for t, u in zip(times, seconds["unsharded"], strict=True)])
-        for name, times in seconds.items()
-    }
+    unsharded = models.pop("unsharded")
+    for model in models.values():  # each after an unsharded one, so that all find the same caches
+        for _ in range(5):
+            iteration(unsharded)
+            iteration(model)
+    order = random.Random(0)
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    added: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(repeats):
+        for name in order.sample(list(models), len(models)):
+            before = timed(unsharded)
+            seconds[name].append(timed(models[name]))
+            added[name].append((seconds[name][-1] - before) / units)
+    overhead = {name: Timing.of(times) for name, times in added.items()}
     rows = []
     for name in SYSTEMS:
         row: dict[str, Any] = {"system": name, "parameters_per_unit": 2 * layers, "units": units}
@@ -138,7 +151,7 @@ def main() -> None:
         what = f"fake process group of {WORLD_SIZE}"
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
     repeats = 12 if args.quick else 60
-    rows = measure(8, UNITS, repeats, device)
+    rows = measure(8, UNITS, 4 * repeats, device)
     for layers in (50, 200):  # growth with the number of parameters
         rows += measure(layers, 6, max(8, repeats // 2), device)
     table = []

@@ -66,6 +66,22 @@ def test_every_figure_of_the_simulated_overlap_says_so(tmp_path: Path) -> None:
     assert row["collectives"] == 3 * 32 - 2
 
 
+def test_buckets_beside_the_cost_model(tmp_path: Path) -> None:
+    printed, rows = _run(["bench/buckets.py"], tmp_path / "buckets.json")
+    assert "64 ranks (simulated)" in printed
+    stacks = [row for row in rows if "shape" in row]
+    for row in stacks:
+        gathers_and_reductions = row["collectives"]
+        assert gathers_and_reductions == 3 * row["buckets"] - 2
+        wire = row["simulated_communication_ms"] / row["predicted_communication_ms"]
+        assert wire > 0.9  # it takes at least what it is to take
+    alone, _, default = [row for row in stacks if row["shape"].startswith("200 x")]
+    assert (alone["buckets"], default["buckets"]) == (200, 7)
+    whole, cut = [row for row in rows if "unit_mb" in row]
+    assert whole["message_mb"] is None
+    assert cut["buffers_mb"] < whole["buffers_mb"]
+
+
 @pytest.mark.parametrize("ranks", [2])
 def test_collectives_beside_gloo(tmp_path: Path, ranks: int) -> None:
     _, rows = _run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import warnings
 from contextlib import suppress
@@ -294,7 +295,7 @@ def _defaults() -> None:
         "plan",
     ]
     assert lines[2].startswith("layers.0 to layers.7 (8)")
-    assert lines[-2].startswith(f"{LAYERS + 1} units in 2 buckets (bucket_bytes=3,2")
+    assert lines[-2].startswith(f"{LAYERS + 1} units in 2 buckets (bucket_bytes=1,026,000")
     assert lines[-1].startswith("1 slots of ")
 
 
@@ -317,6 +318,31 @@ def _simulated_default() -> str:
 def test_a_simulated_links_default_is_four_launches_long() -> None:
     (text,) = run_ranks(_simulated_default, 1)
     assert "(bucket_bytes=40,000)" in text
+
+
+def _timeline() -> None:
+    model = make(3 * LAYER_BYTES, max_message_bytes=2 * 3 * WIDTH * 4)
+    core = None
+    for seed in range(3):
+        step(model, seed)
+        core = model._unit.root.core
+        core.enable_timeline(True)
+    assert core is not None
+    done = core.take_timeline()
+    assert {what for what, *_ in done} == {"gather", "pack", "reduce", "hand over"}
+    assert all(0 <= begin <= end for _, _, begin, end in done)
+    for what in ("gather", "pack", "reduce"):  # each in order on its stream
+        times = [(begin, end) for name, _, begin, end in done if name == what]
+        assert len(times) > 8
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(times))
+    assert {units for _, units, *_ in done} >= {"layers.0 to layers.2", "the root"}
+    core.enable_timeline(False)
+    step(model, 3)
+    assert core.take_timeline() == []
+
+
+def test_a_timeline_has_what_ran_and_when() -> None:
+    run_ranks(_timeline, 2)
 
 
 def _sent_in_pieces() -> None:

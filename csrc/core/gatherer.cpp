@@ -44,12 +44,14 @@ std::uint64_t version_of(const Bucket& bucket) {
 
 }  // namespace
 
-Gatherer::Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Announce announce)
+Gatherer::Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Timeline& timeline,
+                   Announce announce)
     : device_(device),
       packer_(packer),
       lane_(lane),
       stream_(lane.stream()),
       ledger_(ledger),
+      timeline_(timeline),
       announce_(std::move(announce)),
       compute_reached_(device.new_event()),
       gathers_reached_(device.new_event()),
@@ -269,6 +271,7 @@ void Gatherer::gather_into(Bucket& bucket, Slot& slot) {
   stream_.wait(*slot.released, bucket.gather_label);  // Note [slot lifetime]
   if (layout.world_size() == 1) {
     const GatherPiece& all = bucket.gathers.front();
+    const Timed timed(timeline_, device_, stream_, Work::Cast, bucket);
     packer_.cast(stream_, all.cast_plan, nullptr, bucket.flat_shard(), slot.data(), 1.0);
     ledger_.copied(layout.shard_bytes() + layout.gather_bytes());
     stream_.record(*all.gathered);
@@ -295,8 +298,7 @@ void Gatherer::gather_from_ranks(Bucket& bucket, Slot& slot) {
   for (std::size_t i = 0; i < bucket.gathers.size(); ++i) {
     const GatherPiece& piece = bucket.gathers[i];
     if (casts) {
-      packer_.cast(before, piece.cast_plan, nullptr, bucket.flat_shard(), bucket.gather_input.get(),
-                   1.0);
+      cast(bucket, piece, before);
       hand_over(before, stream_, bucket.gather_label);
     }
     auto* staging = static_cast<char*>(staging_.get());
@@ -330,26 +332,36 @@ void Gatherer::send(const Bucket& bucket, const GatherPiece& piece, const char* 
   communicator.announce(bucket.gather_label);
   announce_(bucket, piece.bytes);
   auto* output = static_cast<char*>(slot.data());
-  const bool in_group = plan.direct.size() + (plan.packed_bytes > 0 ? 1 : 0) > 1;
-  if (in_group) {
-    communicator.group_start();
-  }
-  for (const GatherMessage& message : plan.direct) {
-    communicator.all_gather(stream_, input + message.source_offset,
-                            output + message.destination_offset, message.bytes);
-  }
-  if (plan.packed_bytes > 0) {
-    communicator.all_gather(stream_, input + plan.packed_offset, staging, plan.packed_bytes);
-  }
-  if (in_group) {
-    communicator.group_end();
+  {
+    const Timed timed(timeline_, device_, stream_, Work::Gather, bucket);
+    const bool in_group = plan.direct.size() + (plan.packed_bytes > 0 ? 1 : 0) > 1;
+    if (in_group) {
+      communicator.group_start();
+    }
+    for (const GatherMessage& message : plan.direct) {
+      communicator.all_gather(stream_, input + message.source_offset,
+                              output + message.destination_offset, message.bytes);
+    }
+    if (plan.packed_bytes > 0) {
+      communicator.all_gather(stream_, input + plan.packed_offset, staging, plan.packed_bytes);
+    }
+    if (in_group) {
+      communicator.group_end();
+    }
   }
   Stream& after = bucket.gathers.size() > 1 ? lane_.after() : stream_;
   hand_over(stream_, after, bucket.gather_label);
   if (plan.packed_bytes > 0) {
+    const Timed timed(timeline_, device_, after, Work::Unpack, bucket);
     packer_.unpack(after, plan.unpack, staging, slot.data());
     ledger_.copied(2 * plan.packed_bytes * static_cast<std::size_t>(bucket.layout.world_size()));
   }
+}
+
+void Gatherer::cast(const Bucket& bucket, const GatherPiece& piece, Stream& stream) {
+  const Timed timed(timeline_, device_, stream, Work::Cast, bucket);
+  packer_.cast(stream, piece.cast_plan, nullptr, bucket.flat_shard(), bucket.gather_input.get(),
+               1.0);
 }
 
 // `to` comes behind what `from` was given so far.

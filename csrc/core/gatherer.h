@@ -17,6 +17,7 @@
 #include "core/buffer_ring.h"
 #include "core/lanes.h"
 #include "core/ledger.h"
+#include "core/timeline.h"
 
 namespace fsdp {
 
@@ -26,7 +27,8 @@ class Gatherer {
   using Announce = std::function<void(const Bucket&, std::size_t bytes)>;
 
   // The lane outlives this, and may be shared with others.
-  Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Announce announce);
+  Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Timeline& timeline,
+           Announce announce);
   ~Gatherer();
 
   Gatherer(const Gatherer&) = delete;
@@ -73,6 +75,7 @@ class Gatherer {
   void gather_into(Bucket& bucket, Slot& slot);
   void gather_from_ranks(Bucket& bucket, Slot& slot);
   const char* gather_input(Bucket& bucket);
+  void cast(const Bucket& bucket, const GatherPiece& piece, Stream& stream);
   void send(const Bucket& bucket, const GatherPiece& piece, const char* input, Slot& slot,
             char* staging);
   void hand_over(Stream& from, Stream& to, const std::string& what);
@@ -85,6 +88,7 @@ class Gatherer {
   Lane& lane_;
   Stream& stream_;  // the lane's
   Ledger& ledger_;
+  Timeline& timeline_;
   Announce announce_;
   std::unique_ptr<Event> compute_reached_;
   std::unique_ptr<Event> gathers_reached_;

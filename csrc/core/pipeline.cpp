@@ -20,11 +20,11 @@ Pipeline::Pipeline(Lanes& lanes, PipelineOptions options)
       options_(options),
       world_size_(lanes.gather.communicator().size()),
       order_check_(device_, lanes.gather),
-      gatherer_(device_, *lanes.packer, lanes.gather, ledger_,
+      gatherer_(device_, *lanes.packer, lanes.gather, ledger_, timeline_,
                 [this](const Bucket& bucket, std::size_t bytes) {
                   announce(Collective::AllGather, bucket, bytes);
                 }),
-      reducer_(device_, *lanes.packer, lanes.reduce, ledger_,
+      reducer_(device_, *lanes.packer, lanes.reduce, ledger_, timeline_,
                [this](const Bucket& bucket, std::size_t bytes) {
                  announce(Collective::ReduceScatter, bucket, bytes);
                }) {

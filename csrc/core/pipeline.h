@@ -30,6 +30,7 @@
 #include "core/merging.h"
 #include "core/order_check.h"
 #include "core/reducer.h"
+#include "core/timeline.h"
 #include "core/unit.h"
 
 namespace fsdp {
@@ -95,6 +96,7 @@ class Pipeline {
   // Empty before the first iteration.
   const std::vector<std::unique_ptr<Bucket>>& buckets() const { return buckets_; }
   Ledger& ledger() { return ledger_; }
+  Timeline& timeline() { return timeline_; }
   Gatherer& gatherer() { return gatherer_; }
   Reducer& reducer() { return reducer_; }
 
@@ -126,6 +128,7 @@ class Pipeline {
   PipelineOptions options_;
   int world_size_;
   Ledger ledger_;
+  Timeline timeline_;
   // What work in flight uses comes before the two that wait for it when they go.
   std::vector<std::unique_ptr<Unit>> units_;
   std::vector<std::unique_ptr<Bucket>> buckets_;

@@ -44,12 +44,14 @@ bool has_arrived(const Bucket& bucket, const Unit& unit, std::size_t i) {
 
 }  // namespace
 
-Reducer::Reducer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Announce announce)
+Reducer::Reducer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Timeline& timeline,
+                 Announce announce)
     : device_(device),
       packer_(packer),
       lane_(lane),
       stream_(lane.stream()),
       ledger_(ledger),
+      timeline_(timeline),
       announce_(std::move(announce)),
       compute_reached_(device.new_event()),
       handed_over_(device.new_event()),
@@ -149,6 +151,7 @@ void Reducer::reduce(Bucket& bucket, const Units& units) {
       output = reduced;
       lane_.communicator().announce(bucket.reduce_label);
       announce_(bucket, bucket.reduce_input_bytes(piece));
+      const Timed timed(timeline_, device_, stream_, Work::Reduce, bucket);
       lane_.communicator().reduce_scatter(stream_, input,
                                           reduced + static_cast<std::size_t>(piece.segment_offset) *
                                                         itemsize(layout.reduce_dtype()),
@@ -283,6 +286,7 @@ void Reducer::pack(Bucket& bucket, const Units& units, std::size_t number, void*
     gradients = &from_its_rows;
   }
   Stream& stream = bucket.reductions.size() > 1 ? lane_.before() : stream_;
+  const Timed timed(timeline_, device_, stream, Work::Pack, bucket);
   packer_.pack(stream, piece.pack_plan, gradients, bucket.gradient_dtype, destination,
                layout.reduce_dtype(), units.front()->pack_scale, accumulate);
   ledger_.copied(static_cast<std::size_t>(piece.pack_plan.segment_numel) *
@@ -322,6 +326,7 @@ void Reducer::finish(Bucket& bucket, const Units& units, std::size_t number, con
   const ReducePiece& piece = bucket.reductions[number];
   const CastMode* modes = bucket.finish_modes.data() + piece.first_trainable;
   Stream& stream = bucket.reductions.size() > 1 ? lane_.after() : stream_;
+  const Timed timed(timeline_, device_, stream, Work::HandOver, bucket);
   packer_.cast(stream, piece.finish_plan, modes, output, bucket.flat_gradient(),
                units.front()->reduce_scale);
   for (std::size_t i = 0; i < piece.finish_plan.entries.size(); ++i) {

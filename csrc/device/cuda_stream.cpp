@@ -90,6 +90,28 @@ class CudaEvent final : public Event {
   unsigned long long capture_ = 0;  // in which it was last recorded
 };
 
+class CudaMoment final : public Moment {
+ public:
+  explicit CudaMoment(cudaStream_t stream) {
+    FSDP_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDefault));
+    FSDP_CUDA_CHECK(cudaEventRecord(event_, stream));
+  }
+  ~CudaMoment() override { cudaEventDestroy(event_); }
+
+  CudaMoment(const CudaMoment&) = delete;
+  CudaMoment& operator=(const CudaMoment&) = delete;
+
+  double seconds_since(const Moment& earlier) const override {
+    float milliseconds = 0.0F;
+    FSDP_CUDA_CHECK(cudaEventElapsedTime(&milliseconds,
+                                         static_cast<const CudaMoment&>(earlier).event_, event_));
+    return static_cast<double>(milliseconds) / 1e3;
+  }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
 class CudaDevice;
 
 class CudaStream final : public Stream {
@@ -149,6 +171,11 @@ class CudaDevice final : public Device {
   std::unique_ptr<Event> new_event() override {
     const CudaDeviceGuard guard(index_);
     return std::make_unique<CudaEvent>();
+  }
+
+  std::shared_ptr<Moment> mark(Stream& stream) override {
+    const CudaDeviceGuard guard(index_);
+    return std::make_shared<CudaMoment>(static_cast<cudaStream_t>(stream.native_handle()));
   }
 
   std::shared_ptr<void> allocate(std::size_t bytes) override {

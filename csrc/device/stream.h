@@ -54,6 +54,15 @@ class Stream {
   virtual void* native_handle() const { return nullptr; }
 };
 
+// A point on a stream that was reached at some time.
+class Moment {
+ public:
+  virtual ~Moment() = default;
+
+  // Once both are reached; both are of one device.
+  virtual double seconds_since(const Moment& earlier) const = 0;
+};
+
 // `count` pieces of memory, each so many bytes behind the one before, to be copied.
 struct Move {
   const void* source = nullptr;
@@ -78,6 +87,9 @@ class Device {
 
   virtual std::unique_ptr<Stream> new_stream(const std::string& name) = 0;
   virtual std::unique_ptr<Event> new_event() = 0;
+
+  // For measurements: costs more than an event.
+  virtual std::shared_ptr<Moment> mark(Stream& stream) = 0;
 
   // `bytes` of memory, aligned to at least 64 bytes, freed when the last owner lets go.
   //

@@ -275,6 +275,33 @@ void register_nccl(py::module_& m) {
       py::arg("libraries"));
 }
 
+std::string name_of_units(Root& root, int first, int last) {
+  const std::string& name = root.pipeline().unit(first).name;
+  return first == last ? name : name + " to " + root.pipeline().unit(last).name;
+}
+
+// (what, units, begin, end), in seconds after the first began. Waits for the streams.
+py::list take_timeline(Root& root) {
+  static const char* const kinds[] = {"cast", "gather", "unpack", "pack", "reduce", "hand over"};
+  {
+    const py::gil_scoped_release no_gil;
+    root.synchronize();
+  }
+  const std::vector<WorkRecord> records = root.pipeline().timeline().take();
+  double first = 0.0;
+  for (const WorkRecord& record : records) {
+    first = std::min(first, record.begin->seconds_since(*records.front().begin));
+  }
+  py::list result;
+  for (const WorkRecord& record : records) {
+    const double begin = record.begin->seconds_since(*records.front().begin) - first;
+    result.append(py::make_tuple(kinds[static_cast<int>(record.work)],
+                                 name_of_units(root, record.unit, record.last_unit), begin,
+                                 begin + record.end->seconds_since(*record.begin)));
+  }
+  return result;
+}
+
 const char* name_of(const GatherPlan& plan) {
   return plan.packed_bytes == 0 ? "direct" : plan.direct.empty() ? "packed" : "direct and packed";
 }
@@ -294,13 +321,6 @@ py::dict describe(const Bucket& bucket) {
   result["gather_messages"] = bucket.gathers.size();
   result["reduce_messages"] = bucket.reductions.size();
   return result;
-}
-
-std::string name_of_units(Root& root, const CollectiveRecord& record) {
-  const std::string& first = root.pipeline().unit(record.unit).name;
-  return record.unit == record.last_unit
-             ? first
-             : first + " to " + root.pipeline().unit(record.last_unit).name;
 }
 
 void register_root(py::module_& m) {
@@ -423,13 +443,16 @@ void register_root(py::module_& m) {
              Ledger& ledger = root.pipeline().ledger();
              py::list result;
              for (const CollectiveRecord& record : ledger.log()) {
-               result.append(py::make_tuple(ops[static_cast<int>(record.op)],
-                                            phases[static_cast<int>(record.phase)],
-                                            name_of_units(root, record), record.bytes));
+               result.append(py::make_tuple(
+                   ops[static_cast<int>(record.op)], phases[static_cast<int>(record.phase)],
+                   name_of_units(root, record.unit, record.last_unit), record.bytes));
              }
              ledger.clear_log();
              return result;
            })
+      .def("enable_timeline",
+           [](Root& root, bool value) { root.pipeline().timeline().enable(value); })
+      .def("take_timeline", &take_timeline)
       .def("memory", [](Root& root) {
         const BufferRing* ring = root.pipeline().gatherer().ring();
         py::dict result;

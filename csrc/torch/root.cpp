@@ -134,6 +134,11 @@ void Root::reset_iteration() {
   pipeline_->reset_iteration();
 }
 
+void Root::synchronize() {
+  lanes_->gather.synchronize();
+  lanes_->reduce.synchronize();
+}
+
 void Root::delay_stream(const std::string& stream, double seconds) {
   lanes_->device->delay(lane_named(*lanes_, stream).stream(),
                         std::chrono::duration_cast<std::chrono::microseconds>(

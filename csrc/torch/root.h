@@ -39,6 +39,8 @@ class Root : public std::enable_shared_from_this<Root> {
   // Every backward hook calls this first.
   void ensure_backward();
   void reset_iteration();
+  // Blocks until all that was issued for collectives is done.
+  void synchronize();
 
   // For tests: `stream` ("gather" or "reduce") stands still for so long, from now on in order.
   void delay_stream(const std::string& stream, double seconds);

@@ -154,6 +154,11 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned /*flags*/) {
   *event = reinterpret_cast<cudaEvent_t>(new FakeEvent);
   return cudaSuccess;
 }
+// Time is not simulated.
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t /*start*/, cudaEvent_t /*end*/) {
+  *milliseconds = 0.0F;
+  return cudaSuccess;
+}
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
   delete as_event(event);
   return cudaSuccess;

@@ -1,0 +1,324 @@
+"""How much travels together: communication and step time by bucket size, and by message size.
+
+    python bench/buckets.py [--quick] [--json FILE]
+
+Over a simulated link (alpha 20 us, beta 100 GB/s, 64 ranks), on one process. First, models of as
+many layers of one size train with buckets of several sizes. Communication time is what the lanes'
+streams measure of all collectives of a step, the sum of each one's median; beside it is
+alpha * collectives + S / beta. Beside the step's time is that of a model of the schedule: the step
+over a link that takes no time, and what its gathers and reductions cannot hide. Then one unit of a
+single parameter, stored in fp32 and sent in bf16, travels whole and in messages of several sizes:
+its copies are what its gather (cast, wire, unpack) and its reduction (pack, wire, hand-over) take
+besides the wire, and hidden is how much of that the pieces save. Each time that has a wire in it is
+simulated; copies are real.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import arguments, print_table, write_json
+from torch import nn
+
+from fsdp_ext import Link, MixedPrecisionPolicy, Simulated, fully_shard
+
+RANKS = 64
+FEW_RANKS = 8  # of the large unit, so that a rank's shard is large, too
+LINK = Link("20 us, 100 GB/s", alpha=20e-6, beta=100e9)
+NO_TIME = Link("no time", alpha=0.0, beta=1e30)
+MB = 10**6
+WIRES = ("gather", "reduce")
+WARMUP = 3
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A stack of square layers, each a unit."""
+
+    layers: int
+    dim: int
+
+    def __str__(self) -> str:
+        """Return how it is called in tables."""
+        return f"{self.layers} x {self.dim**2 * 4 / MB:.2f} MB"
+
+
+SHAPES = [Shape(200, 256), Shape(40, 1024), Shape(6, 4096)]
+BUCKETS = [0, 1 * MB, 2 * MB, 4 * MB, 8 * MB, 16 * MB, 32 * MB, 64 * MB]
+
+
+class Training:
+    """A model over one simulated link, and its step."""
+
+    def __init__(self, shape: Shape, link: Link, bucket_bytes: int | None) -> None:
+        torch.manual_seed(0)
+        transport = Simulated(RANKS, link)
+        layers = (nn.Linear(shape.dim, shape.dim, bias=False) for _ in range(shape.layers))
+        self.model: Any = nn.Sequential(*layers)
+        for layer in self.model:
+            fully_shard(layer, transport=transport)
+        fully_shard(self.model, transport=transport, bucket_bytes=bucket_bytes)
+        self.input = torch.randn(1, shape.dim)
+        for _ in range(WARMUP):
+            self.step()
+        self.core = self.model._unit.root.core
+
+    def step(self) -> float:
+        """Run forward and backward; return the seconds."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        start = time.perf_counter()
+        self.model(self.input).sum().backward()
+        return time.perf_counter() - start
+
+    def bytes_of_buckets(self) -> list[int]:
+        """Return what the gather of each carries, of all ranks together."""
+        return [bucket["gather_bytes"] for bucket in self.core.buckets() if bucket["gather_bytes"]]
+
+
+def schedule(buckets: Sequence[int], compute: float) -> float:
+    """Return the seconds of a step by a model of the schedule.
+
+    Args:
+        buckets: bytes of each one's gather, which are as many as its reduction's.
+        compute: seconds of the whole step without a wire, of which a third is forward's. A bucket
+            has as much of it as of the bytes.
+    """
+    cost = [LINK.seconds("all_gather", nbytes) for nbytes in buckets]
+    share = [compute * nbytes / sum(buckets) for nbytes in buckets]
+    last = len(buckets) - 1
+    gathered = now = 0.0
+    began = 0.0  # when the bucket before did, and the next gather was issued
+    for i in range(len(buckets)):
+        gathered = max(gathered, began) + cost[i]
+        began = max(now, gathered)
+        now = began + share[i] / 3
+    reduced = 0.0
+    for i in range(last, -1, -1):
+        if i < last - 1:  # the last two are still there
+            gathered = max(gathered, began) + cost[i]
+        began = max(now, gathered)
+        now = began + share[i] * 2 / 3
+        reduced = max(reduced, now) + LINK.seconds("reduce_scatter", buckets[i])
+    return max(now, reduced)
+
+
+def measure(shape: Shape, bucket_bytes: int | None, repeats: int) -> dict[str, Any]:
+    """Return one row of the first part."""
+    free = Training(shape, NO_TIME, bucket_bytes if bucket_bytes is not None else default_bytes())
+    wired = Training(shape, LINK, bucket_bytes)
+    without, steps = [], []
+    busy: list[list[float]] = []  # of each step, of each collective
+    wired.core.enable_log(True)
+    for _ in range(repeats):
+        without.append(free.step())
+        steps.append(wired.step())
+        sent = wired.core.take_log()
+    wired.core.enable_timeline(True)
+    for _ in range(repeats):
+        wired.step()
+        timeline = wired.core.take_timeline()
+        busy.append([end - begin for what, _, begin, end in timeline if what in WIRES])
+    # Each one's median over the steps, since a thread that wakes late is not the wire's fault.
+    taken = [statistics.median(durations) for durations in zip(*busy, strict=True)]
+    predicted = sum(LINK.seconds(operation, nbytes) for operation, _, _, nbytes in sent)
+    return {
+        "shape": str(shape),
+        "bucket_bytes": default_bytes() if bucket_bytes is None else bucket_bytes,
+        "is_default": bucket_bytes is None,
+        "buckets": len(wired.bytes_of_buckets()),
+        "collectives": len(sent),
+        "simulated_communication_ms": sum(taken) * 1e3,
+        "simulated_communication_quartiles_ms": [
+            value * 1e3 for value in statistics.quantiles(map(sum, busy), n=4)
+        ],
+        "predicted_communication_ms": predicted * 1e3,
+        "simulated_step_ms": statistics.median(steps) * 1e3,
+        "predicted_step_ms": schedule(wired.bytes_of_buckets(), statistics.median(without)) * 1e3,
+        "step_without_wire_ms": statistics.median(without) * 1e3,
+        "slots_mb": wired.core.memory()["ring_bytes"] / MB,
+    }
+
+
+def default_bytes() -> int:
+    """Return the bucket size that is taken where none is asked for."""
+    from fsdp_ext.buckets import default_bucket_bytes
+
+    return default_bucket_bytes(LINK)
+
+
+def show_buckets(shape: Shape, rows: Sequence[dict[str, Any]]) -> None:
+    """Print the curve of one shape."""
+
+    def least(column: str) -> float:
+        return min(row[column] for row in rows)
+
+    print(f"\n{shape}, link {LINK.name}, {RANKS} ranks (simulated)")
+    header = ["bucket MB", "buckets", "collectives", "simulated wire ms", "predicted"]
+    header += ["simulated step ms", "predicted", "without wire", "slots MB"]
+    table = []
+    for row in rows:
+        size = f"{row['bucket_bytes'] / MB:.0f}{' (default)' if row['is_default'] else ''}"
+        cells = [size, str(row["buckets"]), str(row["collectives"])]
+        for column in (
+            "simulated_communication_ms",
+            "predicted_communication_ms",
+            "simulated_step_ms",
+            "predicted_step_ms",
+        ):
+            mark = " least" if row[column] == least(column) else ""
+            cells.append(f"{row[column]:.2f}{mark}")
+        table.append([*cells, f"{row['step_without_wire_ms']:.2f}", f"{row['slots_mb']:.1f}"])
+    print_table(header, table)
+    wire, predicted = "simulated_communication_ms", "predicted_communication_ms"
+    alone, default = rows[0], rows[-1]
+    print(
+        f"units by themselves take {alone[wire] / default[wire]:.1f} times as long on the "
+        "simulated wire as buckets of the default size, which take "
+        f"{default[wire] / default[predicted]:.0%} of alpha * collectives + S / beta"
+    )
+
+
+# - One unit that is large
+
+
+class OneParameter(nn.Module):
+    """As an embedding has it: few rows are used, all have gradients."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(rows, columns))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the tokens' rows."""
+        return nn.functional.embedding(tokens, self.weight)
+
+
+def phases(model: Any, core: Any, tokens: torch.Tensor, repeats: int) -> dict[str, list[float]]:
+    """Return, of each step, how long the gather, the reduction and their wires take."""
+    lanes = {"gather": ("cast", "gather", "unpack"), "reduce": ("pack", "reduce", "hand over")}
+    seconds: dict[str, list[float]] = {}
+    for _ in range(repeats):
+        model.weight.grad = None
+        core.enable_timeline(True)
+        model(tokens).float().sum().backward()
+        timeline = core.take_timeline()
+        core.enable_timeline(False)
+        for wire, kinds in lanes.items():
+            mine = [(what, begin, end) for what, _, begin, end in timeline if what in kinds]
+            whole = max(end for *_, end in mine) - min(begin for _, begin, _ in mine)
+            on_wire = sum(end - begin for what, begin, end in mine if what == wire)
+            seconds.setdefault(wire, []).append(whole)
+            seconds.setdefault(f"{wire} wire", []).append(on_wire)
+            seconds.setdefault(f"{wire} copies", []).append(whole - on_wire)
+    return seconds
+
+
+def measure_cut(nbytes: int, messages: Sequence[int | None], repeats: int) -> list[dict[str, Any]]:
+    """Return the rows of the second part, the whole unit's first.
+
+    The link is as fast as the slower of the unit's copies is, so that neither can hide by the wire
+    being slow.
+    """
+    dist.destroy_process_group()  # of the first part's ranks
+    columns = 1024
+    rows_of_parameter = nbytes // 2 // columns
+    tokens = torch.arange(8)
+
+    def train(link: Link, max_message_bytes: int | None) -> dict[str, float]:
+        transport = Simulated(FEW_RANKS, link)
+        with torch.no_grad():
+            model: Any = OneParameter(rows_of_parameter, columns)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        fully_shard(
+            model, transport=transport, mp_policy=policy, max_message_bytes=max_message_bytes
+        )
+        model(tokens).float().sum().backward()
+        core = model._unit.root.core
+        seconds = phases(model, core, tokens, repeats)
+        row = {name: statistics.median(values) for name, values in seconds.items()}
+        memory = core.memory()
+        return row | {"buffers": memory["staging_bytes"] + memory["reduce_bytes"]}
+
+    copies = train(NO_TIME, None)
+    slowest = max(copies["gather copies"], copies["reduce copies"])
+    link = Link("as slow as the copies", alpha=LINK.alpha, beta=nbytes / slowest)
+    result = []
+    for most in messages:
+        row = train(link, most)
+        first = result[0] if result else None
+        result.append(
+            {
+                "unit_mb": nbytes / MB,
+                "message_mb": None if most is None else most / MB,
+                "link": f"simulated: {link.alpha * 1e6:.0f} us, {link.beta / 1e9:.2f} GB/s",
+                **{
+                    f"simulated_{name.replace(' ', '_')}_ms": row[name] * 1e3
+                    for name in row
+                    if name != "buffers"
+                },
+                "buffers_mb": row["buffers"] / MB,
+            }
+        )
+        whole = first or result[0]
+        both = ("gather", "reduce")
+        exposed = sum(result[-1][f"simulated_{name}_copies_ms"] for name in both)
+        before = sum(whole[f"simulated_{name}_copies_ms"] for name in both)
+        result[-1]["simulated_hidden"] = 1 - exposed / before
+    return result
+
+
+def show_cut(rows: Sequence[dict[str, Any]]) -> None:
+    """Print the second part."""
+    first = rows[0]
+    print(f"\none unit of {first['unit_mb']:.0f} MB in bf16, {first['link']}")
+    header = ["message MB", "simulated gather ms", "its copies", "simulated reduction ms"]
+    header += ["its copies", "of copies hidden", "buffers MB"]
+    print_table(
+        header,
+        [
+            [
+                "whole" if row["message_mb"] is None else f"{row['message_mb']:.0f}",
+                f"{row['simulated_gather_ms']:.0f}",
+                f"{row['simulated_gather_copies_ms']:.0f}",
+                f"{row['simulated_reduce_ms']:.0f}",
+                f"{row['simulated_reduce_copies_ms']:.0f}",
+                f"{row['simulated_hidden']:.0%}",
+                f"{row['buffers_mb']:.0f}",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def main() -> None:
+    """Measure both parts, print their tables, and write JSON if asked to."""
+    parser = arguments(__doc__, quick="two shapes, few sizes and repeats, a small unit")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="fsdp_ext: .*simulated")  # said above
+    repeats = 6 if args.quick else 30
+    rows = []
+    for shape in SHAPES[:2] if args.quick else SHAPES:
+        sizes = [0, 8 * MB, None] if args.quick else [*BUCKETS, None]
+        of_shape = [measure(shape, nbytes, repeats) for nbytes in sizes]
+        show_buckets(shape, of_shape)
+        rows += of_shape
+    unit = 32 * MB if args.quick else 512 * MB
+    messages = [None, *(unit // pieces for pieces in ((8,) if args.quick else (4, 8, 16, 32, 64)))]
+    cut = measure_cut(unit, messages, 4 if args.quick else 8)
+    show_cut(cut)
+    if args.json:
+        write_json(args.json, "buckets (simulated)", [*rows, *cut])
+        print(f"wrote {args.json}")
+
+
+if __name__ == "__main__":
+    main()
