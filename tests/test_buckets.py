@@ -95,6 +95,7 @@ def _same_in_buckets(seed: int) -> int:
         if value is not None and want is not None:
             assert value.isfinite().all(), name
             assert torch.equal(value, want), f"{name} differs by {(value - want).abs().max()}"
+    expect_memory_as_asked(together)
     alone = buckets_of(by_themselves.model)
     assert all(len(bucket) == 1 for bucket in alone)
     return len(alone) - len(buckets_of(together.model))
@@ -105,6 +106,24 @@ def _same_in_buckets(seed: int) -> int:
 def test_a_random_program_trains_the_same_in_buckets(seed: int, ranks: int) -> None:
     merged = run_ranks(_same_in_buckets, ranks, seed)
     assert len(set(merged)) == 1
+
+
+def expect_memory_as_asked(program: Bucketed) -> None:
+    """What is alive is never more than the slots of the largest bucket, and what stays gathered."""
+    root = program.model._fsdp_ext_unit.root
+    units, memory, counters = root.units, root.core.memory(), root.core.counters()
+    slot_bytes, kept = 0, 0
+    for bucket in root.core.buckets():
+        limits = [root.bucket_bytes(units[number]) for number in bucket["units"]]
+        assert len(limits) == 1 or bucket["gather_bytes"] <= min(limits)
+        if root.reshards(units[bucket["units"][0]]):
+            slot_bytes = max(slot_bytes, bucket["unsharded_bytes"])
+        else:
+            kept += bucket["unsharded_bytes"]
+    if dist.get_world_size() > 1:
+        assert memory["ring_slot_bytes"] == slot_bytes
+        assert memory["ring_bytes"] == memory["ring_slots"] * slot_bytes
+    assert counters["unsharded_bytes"] <= kept
 
 
 def buckets_of(model: Any) -> list[list[int]]:

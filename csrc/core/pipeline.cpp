@@ -346,13 +346,15 @@ void Pipeline::set_gradient_scales(int number, double pack_scale, double reduce_
 }
 
 void Pipeline::set_forward_prefetch(int number, std::vector<int> targets) {
-  unit_at(number).forward_prefetch = std::move(targets);
-  memory_planned_ = false;
+  std::vector<int>& of_unit = unit_at(number).forward_prefetch;
+  memory_planned_ = memory_planned_ && of_unit == targets;
+  of_unit = std::move(targets);
 }
 
 void Pipeline::set_backward_prefetch(int number, std::vector<int> targets) {
-  unit_at(number).backward_prefetch = std::move(targets);
-  memory_planned_ = false;
+  std::vector<int>& of_unit = unit_at(number).backward_prefetch;
+  memory_planned_ = memory_planned_ && of_unit == targets;
+  of_unit = std::move(targets);
 }
 
 // - Buckets and memory

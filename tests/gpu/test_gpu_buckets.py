@@ -1,0 +1,69 @@
+"""Buckets and pieces on a GPU, over the simulated transport, train as units by themselves do."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launcher import run_ranks
+from torch import Tensor, nn
+
+from fsdp_ext import Link, MixedPrecisionPolicy, Simulated, fully_shard
+
+RANKS = 4
+STEPS = 4
+LINK = Link("fast", alpha=20e-6, beta=1e11)
+
+
+def _train(
+    half: bool, bucket_bytes: int, max_message_bytes: int | None
+) -> tuple[Any, list[Tensor]]:
+    torch.manual_seed(0)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if half else MixedPrecisionPolicy()
+    options: dict[str, Any] = {"transport": Simulated(RANKS, LINK), "mp_policy": policy}
+    layers = [nn.Linear(66, 66) for _ in range(9)]  # no number of rows or bytes is even
+    model: Any = nn.Sequential(nn.Embedding(1001, 66), *layers, nn.Linear(66, 7))
+    for layer in model:
+        fully_shard(layer, **options)
+    fully_shard(model, bucket_bytes=bucket_bytes, max_message_bytes=max_message_bytes, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(STEPS):
+        generator = torch.Generator(device="cuda").manual_seed(step)
+        tokens = torch.randint(0, 1001, (32,), device="cuda", generator=generator)
+        if step > 0:  # there is a root from the first forward on
+            model._unit.root.core.set_poison_released_slots(True)
+            model._unit.root.core.delay_stream("gather" if step % 2 else "reduce", 0.005)
+        loss = model(tokens).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return model, [*losses, *(p.to_local().detach().clone() for p in model.parameters())]
+
+
+def _compare(half: bool) -> None:
+    dist.destroy_process_group()
+    warnings.simplefilter("ignore")
+    expected_model, expected = _train(half, 0, None)
+    for max_message_bytes in (None, 40_000, 4_000):
+        model, got = _train(half, 60_000, max_message_bytes)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        core, alone = model._unit.root.core, expected_model._unit.root.core
+        assert len(core.buckets()) < len(alone.buckets())
+        messages = sum(bucket["gather_messages"] for bucket in core.buckets())
+        assert (messages > len(core.buckets())) == (max_message_bytes is not None)
+        core.enable_timeline(True)
+        model(torch.zeros(2, dtype=torch.long, device="cuda")).float().sum().backward()
+        timeline = core.take_timeline()
+        assert {"gather", "pack", "reduce"} <= {what for what, *_ in timeline}
+        assert all(end >= begin for _, _, begin, end in timeline)
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("half", [False, True])
+def test_buckets_and_pieces_train_as_units_by_themselves(half: bool) -> None:
+    run_ranks(_compare, 1, half, timeout=80.0, device="cuda")
