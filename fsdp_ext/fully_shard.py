@@ -101,8 +101,9 @@ def fully_shard(
             result where a transport adds ranks up in one order, as shared memory does.
         max_message_bytes: what is larger travels as several messages, between parameters where
             that is possible, so that the casts and copies of one are beside the wire of another;
-            buffers for them are as much smaller. A unit without a value has the root's, by default
-            any size. A parameter of which a message carries only some rows is copied once more.
+            staging and reduce input are two messages then. Units with other values are in other
+            buckets. A unit without a value has the root's, by default any size. A parameter of
+            which a message carries only some rows is copied once more.
 
     Returns:
         ``module``, whose class is now a subclass of :class:`FSDPModule` and its own class.
@@ -409,7 +410,8 @@ class FSDPModule:
 
         The sharded parameters and, after backward, their gradients are views of the two. Both are
         1-D, of one length, and have each element in the same place; what is between two parameters
-        is padding. Where a parameter's ``.grad`` is None, its part of the gradient is old.
+        is padding. Raw addresses of them, such as NumPy or CuPy arrays have, hold until the next
+        forward: buckets may be formed anew there, which moves the memory under the tensors. Where a parameter's ``.grad`` is None, its part of the gradient is old.
 
         Raises:
             ValueError: if parameters differ in dtype, or some are frozen.

@@ -212,7 +212,7 @@ class Root:
             ValueError: if that is less than one row of a parameter from each rank.
         """
         asked = unit.max_message_bytes or self.units[0].max_message_bytes
-        if asked is None:
+        if asked is None or unit.mesh.size() == 1:
             return 0
         for slot in unit.slots:
             row = unit.row_bytes(slot)

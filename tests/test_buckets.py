@@ -291,8 +291,124 @@ def _ranks_that_differ() -> None:
 
 
 def test_ranks_that_ask_for_other_buckets_are_told() -> None:
-    with pytest.raises(RanksFailed, match="expected to run the same units in the same order"):
+    with pytest.raises(RanksFailed, match=r"into the same buckets, but rank \d has"):
         run_ranks(_ranks_that_differ, 2)
+
+
+def _orders_that_differ(skip: bool) -> None:
+    order = list(range(LAYERS))
+    if dist.get_rank() == 1:
+        order = order[:3] + order[4:] if skip else [1, 0, *order[2:]]
+    model = make(10**6, order)
+    step(model, 0)  # the bucket is the same, and so is what it brings
+    step(model, 1)
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_ranks_that_differ_within_a_bucket_are_told(skip: bool) -> None:
+    with pytest.raises(RanksFailed, match=r"into the same buckets, but rank \d has"):
+        run_ranks(_orders_that_differ, 2, skip)
+
+
+def _stays_unsharded_in_part() -> None:
+    losses = []
+    for bucket_bytes in (10**6, 0):
+        model = make(bucket_bytes)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for seed in range(3):
+            step(model, seed)
+            optimizer.step()
+            optimizer.zero_grad()
+        model.set_reshard_after_backward(False)
+        step(model, 3)
+        model.layers[1].reshard()
+        optimizer.step()
+        model.layers[1].unshard()
+        losses.append(step(model, 4))
+    assert torch.equal(*losses)
+
+
+def test_a_unit_that_stays_unsharded_follows_its_shard() -> None:
+    run_ranks(_stays_unsharded_in_part, 2)
+
+
+def _gathered_elsewhere() -> None:
+    gradients = []
+    for bucket_bytes in (10**6, 0):
+        torch.manual_seed(3)
+        model: Any = Layers()
+        for layer in model.layers:
+            fully_shard(layer, reshard_after_forward=False)
+        fully_shard(model, bucket_bytes=bucket_bytes, reshard_after_forward=False)
+        model.set_reshard_after_backward(False)
+        sharded = model.layers[1].weight
+        for seed in range(3):
+            step(model, seed)
+        with torch.no_grad():
+            sharded.mul_(0.5)
+        for parameter in model.parameters():
+            parameter.grad = None
+        x = torch.ones(4, WIDTH)
+        loss = model(x).pow(2).mean()
+        model.layers[1].reshard()
+        loss.backward()
+        model.reshard()
+        for layer in model.layers:
+            layer.reshard()
+        gradients.append([layer.weight.grad.full_tensor() for layer in model.layers])
+    for in_bucket, alone in zip(*gradients, strict=True):
+        assert torch.equal(in_bucket, alone)
+
+
+def test_a_bucket_gathered_elsewhere_forgets_its_old_place() -> None:
+    run_ranks(_gathered_elsewhere, 2)
+
+
+class Wrapper(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def _wrappers() -> None:
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    model: Any = nn.Sequential(Wrapper(), Wrapper(), nn.Tanh())
+    for wrapper in (model[0], model[1]):
+        for module in (wrapper.first, wrapper.second, wrapper):
+            fully_shard(module, mp_policy=half)
+    fully_shard(model, mp_policy=half, bucket_bytes=10**6, max_message_bytes=2 * 6 * 4)
+    step(model, 0)
+    assert buckets_of(model) == [[0], [1, 2, 3, 4, 5, 6]]  # those without parameters, too
+    step(model, 1)
+    model[0].set_reshard_after_forward(False, recurse=False)
+    step(model, 2)
+    step(model, 3)
+    assert buckets_of(model) == [[0], [1], [2, 3], [4, 5, 6]]
+
+
+def test_units_without_parameters_are_no_obstacle() -> None:
+    run_ranks(_wrappers, 2)
+
+
+def _two_backwards() -> None:
+    wire = []
+    for bucket_bytes in (10**6, 0):
+        model = make(bucket_bytes)
+        step(model, 0)
+        model._unit.root.core.reset_counters()
+        losses = [model(torch.ones(2, WIDTH)).sum() for _ in range(2)]
+        for loss in losses:
+            loss.backward()
+        wire.append(model._unit.root.core.counters())
+    assert wire[0]["reduce_scatters"] == 4  # the root's and the bucket's, of each backward
+    assert wire[0]["wire_bytes"] <= wire[1]["wire_bytes"]
+
+
+def test_several_backwards_reduce_a_bucket_once_each() -> None:
+    run_ranks(_two_backwards, 2)
 
 
 def _defaults() -> None:

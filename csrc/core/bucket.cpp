@@ -1,6 +1,5 @@
 #include "core/bucket.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "core/check.h"
@@ -87,15 +86,10 @@ void make_neighbours(const std::vector<Unit*>& units, const UnitLayout& layout, 
   }
 }
 
-// The smallest that a unit has asked for. One rank sends nothing.
+// One rank sends nothing.
 std::size_t most_bytes_of(const std::vector<Unit*>& units) {
-  std::size_t most = 0;
-  for (const Unit* unit : units) {
-    if (unit->max_message_bytes > 0 && unit->layout.world_size() > 1) {
-      most = most == 0 ? unit->max_message_bytes : std::min(most, unit->max_message_bytes);
-    }
-  }
-  return most;
+  const Unit& any = *units.front();  // they are alike
+  return any.layout.world_size() > 1 ? any.max_message_bytes : 0;
 }
 
 std::vector<GatherPiece> gathers_of(const UnitLayout& layout, std::size_t most_bytes,
@@ -119,23 +113,30 @@ std::vector<GatherPiece> gathers_of(const UnitLayout& layout, std::size_t most_b
   return pieces;
 }
 
+ReducePiece reduction_of(const UnitLayout& layout, const LayoutPart& part, Packer& packer) {
+  ReducePiece piece;
+  piece.part = part;
+  piece.pack_plan = layout.pack_plan(part);
+  piece.finish_plan = layout.finish_plan(part);
+  piece.first_trainable = layout.first_trainable(part);
+  piece.gradient_offset =
+      part.is_of_rows() ? part.first_row * layout.params()[part.first].row_numel : 0;
+  piece.segment_offset = layout.first_gradient(part);
+  packer.prepare(piece.pack_plan);
+  packer.prepare(piece.finish_plan);
+  return piece;
+}
+
 std::vector<ReducePiece> reductions_of(const UnitLayout& layout, std::size_t most_bytes,
                                        Packer& packer) {
   std::vector<ReducePiece> pieces;
   for (const LayoutPart& part : layout.parts(Wire::Reduce, most_bytes)) {
-    ReducePiece piece;
-    piece.part = part;
-    piece.pack_plan = layout.pack_plan(part);
-    piece.finish_plan = layout.finish_plan(part);
-    piece.first_trainable = layout.first_trainable(part);
-    piece.gradient_offset =
-        part.is_of_rows() ? part.first_row * layout.params()[part.first].row_numel : 0;
-    piece.segment_offset = layout.first_gradient(part);
-    if (piece.pack_plan.segment_numel > 0 || pieces.empty()) {  // else of frozen ones at the end
-      packer.prepare(piece.pack_plan);
-      packer.prepare(piece.finish_plan);
-      pieces.push_back(std::move(piece));
+    if (layout.pack_plan(part).segment_numel > 0) {  // else all of it is frozen
+      pieces.push_back(reduction_of(layout, part, packer));
     }
+  }
+  if (pieces.empty()) {
+    pieces.push_back(reduction_of(layout, layout.whole(), packer));
   }
   return pieces;
 }
@@ -189,6 +190,7 @@ void Bucket::note_last_pieces() {
   std::size_t first_param = 0;
   for (Unit* unit : units) {
     const std::size_t end_param = first_param + unit->layout.params().size();
+    unit->last_piece = 0;
     for (std::size_t i = 0; i < gathers.size(); ++i) {
       if (gathers[i].part.first < end_param && gathers[i].part.end > first_param) {
         unit->last_piece = i;

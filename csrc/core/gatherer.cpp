@@ -89,7 +89,8 @@ void Gatherer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, 
   staging_ = staging_bytes_ > 0 ? lane_.allocate(staging_bytes_, BufferUse::Output) : nullptr;
   follow_compute();  // Note [memory and the compute stream]
   for (const auto& bucket : buckets) {
-    if (bucket->units.front()->reshard_after_forward && bucket->slot == nullptr) {
+    if (bucket->units.front()->reshard_after_forward && bucket->home != nullptr &&
+        bucket->home->holders == 0) {
       bucket->home.reset();
     }
   }
@@ -170,7 +171,8 @@ Slot* Gatherer::current_slot(Bucket& bucket) {
     return nullptr;
   }
   if (bucket.home != nullptr) {
-    return bucket.home->contents == bucket.number ? bucket.home.get() : nullptr;
+    const bool is_whole = bucket.home->contents == bucket.number && bucket.home->holders == 0;
+    return is_whole ? bucket.home.get() : nullptr;
   }
   Slot* slot = ring_->find_contents(bucket.number);
   if (slot != nullptr) {
@@ -260,10 +262,16 @@ void Gatherer::gather_into(Bucket& bucket, Slot& slot) {
   bool changed = false;  // since the iteration began
   bucket.gathered_from = {iteration_, 0, true};
   for (Unit* unit : bucket.units) {
-    unit->gathered_version = unit->port.shard_version();
-    bucket.gathered_from.version += unit->gathered_version;
-    changed = changed || unit->gathered_version != unit->followed_version;
-    unit->followed_version = unit->gathered_version;
+    const std::uint64_t version = unit->port.shard_version();
+    bucket.gathered_from.version += version;
+    changed = changed || version != unit->followed_version;
+    unit->followed_version = version;
+    if (unit->state == UnitState::Sharded) {  // else it has what was gathered before
+      unit->gathered_version = version;
+    }
+  }
+  if (bucket.home != nullptr && &slot != bucket.home.get()) {
+    bucket.home->contents = Slot::kNobody;  // as they were before
   }
   if (changed) {
     follow_compute();

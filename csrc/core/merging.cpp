@@ -18,18 +18,25 @@ struct Run {
   std::size_t bytes = 0;
   std::size_t limit = 0;
   const MergeTraits* like = nullptr;       // any of them
+  const MergeTraits* sent = nullptr;       // any that has bytes to send
   const MergeTraits* trainable = nullptr;  // any that trains
 };
 
-bool alike(const MergeTraits& a, const MergeTraits& b) {
-  return a.needs_cast == b.needs_cast && a.reshard_after_forward == b.reshard_after_forward &&
-         a.reshard_after_backward == b.reshard_after_backward && a.pack_scale == b.pack_scale &&
-         a.reduce_scale == b.reduce_scale;
+bool are_alike(const MergeTraits& a, const MergeTraits& b) {
+  return a.max_message_bytes == b.max_message_bytes &&
+         a.reshard_after_forward == b.reshard_after_forward &&
+         a.reshard_after_backward == b.reshard_after_backward;
 }
 
-bool train_alike(const MergeTraits& a, const MergeTraits& b) {
-  return a.grad_dtype == b.grad_dtype && a.reduce_dtype == b.reduce_dtype &&
-         a.gradient_dtype == b.gradient_dtype;
+bool are_sent_alike(const MergeTraits* a, const MergeTraits* b) {
+  return a == nullptr || b == nullptr || a->needs_cast == b->needs_cast;
+}
+
+bool train_alike(const MergeTraits* a, const MergeTraits* b) {
+  return a == nullptr || b == nullptr ||
+         (a->grad_dtype == b->grad_dtype && a->reduce_dtype == b->reduce_dtype &&
+          a->gradient_dtype == b->gradient_dtype && a->pack_scale == b->pack_scale &&
+          a->reduce_scale == b->reduce_scale);
 }
 
 class Merger {
@@ -88,8 +95,12 @@ class Merger {
     if (visits_of_[unit] != 1 || traits.limit == 0 || traits.bytes > traits.limit) {
       return {};
     }
-    Run run{
-        {visit.unit}, traits.bytes, traits.limit, &traits, traits.trainable ? &traits : nullptr};
+    Run run{{visit.unit},
+            traits.bytes,
+            traits.limit,
+            &traits,
+            traits.bytes > 0 ? &traits : nullptr,
+            traits.trainable ? &traits : nullptr};
     for (const Visit& inner : visit.inner) {
       const Run below = whole(inner);
       if (below.units.empty() || !append(run, below)) {
@@ -105,14 +116,14 @@ class Merger {
       return true;
     }
     const std::size_t limit = std::min(run.limit, more.limit);
-    if (run.bytes + more.bytes > limit || !alike(*run.like, *more.like) ||
-        (run.trainable != nullptr && more.trainable != nullptr &&
-         !train_alike(*run.trainable, *more.trainable))) {
+    if (run.bytes + more.bytes > limit || !are_alike(*run.like, *more.like) ||
+        !are_sent_alike(run.sent, more.sent) || !train_alike(run.trainable, more.trainable)) {
       return false;
     }
     run.units.insert(run.units.end(), more.units.begin(), more.units.end());
     run.bytes += more.bytes;
     run.limit = limit;
+    run.sent = run.sent != nullptr ? run.sent : more.sent;
     run.trainable = run.trainable != nullptr ? run.trainable : more.trainable;
     return true;
   }

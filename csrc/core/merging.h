@@ -21,11 +21,12 @@ namespace fsdp {
 struct MergeTraits {
   std::size_t bytes = 0;  // of the gather, of all ranks together
   std::size_t limit = 0;  // of the bucket that this unit would be in; 0: it shares with none
-  bool trainable = true;  // else its dtypes of gradients do not matter
+  std::size_t max_message_bytes = 0;
+  bool trainable = true;  // else its dtypes and scales of gradients do not matter
   DType grad_dtype = DType::Float32;
   DType reduce_dtype = DType::Float32;
   DType gradient_dtype = DType::Float32;  // of the unsharded parameters'
-  bool needs_cast = false;
+  bool needs_cast = false;                // does not matter where there are no bytes
   bool reshard_after_forward = true;
   bool reshard_after_backward = true;
   double pack_scale = 1.0;

@@ -1,5 +1,6 @@
 #include "core/order_check.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <string>
@@ -19,12 +20,42 @@ struct OrderCheck::Announcement {
   char unit[96];
 };
 
+// Units by number, bucket by bucket: the first of them, and a hash of all.
+struct OrderCheck::Order {
+  static constexpr std::size_t kMost = 120;
+  static constexpr std::int32_t kNextBucket = -1;
+  static constexpr std::int32_t kNone = -2;
+
+  explicit Order(const Partition& partition = {}) {
+    std::fill_n(units, kMost, kNone);
+    std::size_t count = 0;
+    const auto add = [&](std::int32_t unit) {
+      hash = (hash ^ static_cast<std::uint64_t>(unit + 3)) * 0x9e3779b97f4a7c15u;
+      hash ^= hash >> 29;
+      if (count < kMost) {
+        units[count++] = unit;
+      }
+    };
+    for (const std::vector<int>& bucket : partition) {
+      for (const int unit : bucket) {
+        add(unit);
+      }
+      add(kNextBucket);
+    }
+  }
+
+  std::uint64_t hash = 0;
+  std::int32_t units[kMost];
+};
+
 OrderCheck::OrderCheck(Device& device, Lane& lane)
     : device_(device),
       lane_(lane),
       compared_(device.new_event()),
       mine_(std::make_unique<Announcement>()),
-      all_(static_cast<std::size_t>(lane.communicator().size())) {}
+      all_(static_cast<std::size_t>(lane.communicator().size())),
+      my_order_(std::make_unique<Order>()),
+      all_orders_(static_cast<std::size_t>(lane.communicator().size())) {}
 
 OrderCheck::~OrderCheck() = default;
 
@@ -54,6 +85,41 @@ void OrderCheck::compare(const char* op, const Bucket& bucket, std::size_t bytes
                mine.sequence, " of the first iteration rank ", lane_.communicator().rank(),
                " issues ", mine.describe(), " where rank ", rank, " issues ", theirs.describe(),
                "; make the model and its control flow the same on every rank");
+  }
+}
+
+void OrderCheck::compare(const Partition& partition,
+                         const std::vector<std::unique_ptr<Unit>>& units) {
+  static const std::string kWhat = "ranks to say how they form buckets";
+  *my_order_ = Order(partition);
+  lane_.communicator().announce(kWhat);
+  lane_.communicator().host_all_gather(lane_.stream(), my_order_.get(), all_orders_.data(),
+                                       sizeof(Order));
+  lane_.stream().record(*compared_);
+  compared_->synchronize(device_.timeout(), kWhat);
+  lane_.communicator().check();
+  const auto name = [&units](std::int32_t unit) -> std::string {
+    if (unit == Order::kNextBucket || unit == Order::kNone) {
+      return unit == Order::kNone ? "no more" : "another bucket";
+    }
+    const auto number = static_cast<std::size_t>(unit);
+    return number < units.size() ? "'" + units[number]->name + "'" : "a unit more";
+  };
+  for (std::size_t rank = 0; rank < all_orders_.size(); ++rank) {
+    const Order& theirs = all_orders_[rank];
+    if (theirs.hash == my_order_->hash) {
+      continue;
+    }
+    const auto [mine, other] =
+        std::mismatch(my_order_->units, my_order_->units + Order::kMost, theirs.units);
+    const bool is_seen = mine != my_order_->units + Order::kMost;
+    const int this_rank = lane_.communicator().rank();
+    throw Error(detail::concat(
+        "all ranks are expected to run the same units in the same order and to put them into the "
+        "same buckets, but rank ",
+        this_rank, " has ", is_seen ? name(*mine) : "other units", " where rank ", rank, " has ",
+        is_seen ? name(*other) : "others",
+        "; make the model, its control flow and its settings the same on every rank"));
   }
 }
 

@@ -9,6 +9,7 @@
 
 #include "core/bucket.h"
 #include "core/lanes.h"
+#include "core/merging.h"
 
 namespace fsdp {
 
@@ -19,9 +20,12 @@ class OrderCheck {
 
   // Blocks until all ranks have said what their next collective is; throws where they differ.
   void compare(const char* op, const Bucket& bucket, std::size_t bytes);
+  // The same of the buckets that are about to be formed.
+  void compare(const Partition& partition, const std::vector<std::unique_ptr<Unit>>& units);
 
  private:
   struct Announcement;
+  struct Order;
 
   Device& device_;
   Lane& lane_;
@@ -30,6 +34,8 @@ class OrderCheck {
   // This rank's and all ranks'. Members, since a wait that timed out leaves them in use.
   std::unique_ptr<Announcement> mine_;
   std::vector<Announcement> all_;
+  std::unique_ptr<Order> my_order_;
+  std::vector<Order> all_orders_;
 };
 
 }  // namespace fsdp

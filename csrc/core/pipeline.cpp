@@ -53,6 +53,9 @@ void Pipeline::begin_forward(int outermost) {
   if (backward_ended_ || forward_calls_.size() > kMostForwardCalls) {
     forward_calls_.clear();
     backward_ended_ = false;
+    for (const auto& unit : units_) {
+      unit->ran = false;
+    }
   }
   first_call_ = static_cast<int>(forward_calls_.size());
   // Units that stayed unsharded since an earlier forward follow shards that have changed.
@@ -242,7 +245,6 @@ void Pipeline::end_backward() {
     }
     unit.calls_to_recompute = 0;
     unit.recomputations = 0;
-    unit.ran = false;
   }
   if (is_last_backward_ || device_.is_capturing()) {
     reducer_.wait(buckets_);
@@ -277,7 +279,9 @@ void Pipeline::complete(Unit& unit) {
 // - By hand
 
 void Pipeline::unshard(int number) {
-  plan();
+  if (!in_forward_ && !in_backward_) {
+    plan();
+  }
   Unit& unit = unit_at(number);
   if (!in_forward_ && !in_backward_ && unit.state == UnitState::Sharded) {
     gatherer_.begin_iteration();  // the shards may have changed since the last one
@@ -378,6 +382,7 @@ void Pipeline::plan() {
   }
   if (partition_is_old_) {
     Partition next = partition();
+    compare_ranks(next);
     if (next != partition_) {
       for (const auto& bucket : buckets_) {
         if (bucket->has_accumulated) {
@@ -393,6 +398,16 @@ void Pipeline::plan() {
   }
   if (!memory_planned_) {
     plan_memory();
+  }
+}
+
+// Those of the order of registration, and of the recorded one.
+void Pipeline::compare_ranks(const Partition& partition) {
+  if (options_.check_order && world_size_ > 1 &&
+      !(order_is_known_ ? second_compared_ : compared_)) {
+    order_check_.compare(partition, units_);
+    compared_ = true;
+    second_compared_ = order_is_known_;
   }
 }
 
@@ -415,6 +430,7 @@ Partition Pipeline::partition() const {
     MergeTraits of_unit;
     of_unit.bytes = layout.gather_bytes() * static_cast<std::size_t>(world_size_);
     of_unit.limit = world_size_ == 1 ? 0 : unit->bucket_bytes;
+    of_unit.max_message_bytes = unit->max_message_bytes;
     of_unit.trainable = layout.trainable_count() > 0;
     of_unit.grad_dtype = layout.grad_dtype();
     of_unit.reduce_dtype = layout.reduce_dtype();
@@ -437,7 +453,12 @@ void Pipeline::form_buckets(const Partition& partition) {
   reducer_.wait(buckets_);
   lanes_.gather.synchronize();
   lanes_.reduce.synchronize();
+  for (const auto& unit : units_) {
+    unit->bucket = nullptr;  // also where making one fails
+  }
   buckets_.clear();
+  partition_.clear();
+  memory_planned_ = false;
   for (const std::vector<int>& numbers : partition) {
     std::vector<Unit*> units;
     units.reserve(numbers.size());
@@ -448,7 +469,6 @@ void Pipeline::form_buckets(const Partition& partition) {
         std::make_unique<Bucket>(static_cast<int>(buckets_.size()), std::move(units), lanes_));
   }
   partition_ = partition;
-  memory_planned_ = false;
 }
 
 // One slot for each bucket that can be in use at once, and one for each gather ahead of it.

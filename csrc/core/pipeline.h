@@ -109,6 +109,7 @@ class Pipeline {
 
   Unit& unit_at(int number) { return *units_.at(static_cast<std::size_t>(number)); }
   void plan();
+  void compare_ranks(const Partition& partition);
   bool has_run(int number) const;
   void know_order();
   Partition partition() const;
@@ -150,6 +151,8 @@ class Pipeline {
   // Of the first iteration: until its backward ends, or forward begins where it has begun before.
   std::vector<ForwardEvent> first_events_;
   bool order_is_known_ = false;
+  bool compared_ = false;                   // across ranks, the first buckets
+  bool second_compared_ = false;            // and those of the order that is known
   std::size_t next_in_order_ = 0;           // in forward_order_, behind the unit that runs
   std::vector<ForwardCall> forward_calls_;  // since the last backward
   int first_call_ = 0;                      // of the forward that runs, in forward_calls_

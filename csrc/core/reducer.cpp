@@ -167,6 +167,7 @@ void Reducer::reduce(Bucket& bucket, const Units& units) {
   before.record(*bucket.packed);
   hand_over_gradients(bucket, units);
   clear_accumulated(bucket, units);
+  hand_over(stream_, after, bucket.reduce_label);
   after.record(*bucket.reduced);
   if (any_cut_ && reduced != gradient) {
     after.record(*output_read_);
