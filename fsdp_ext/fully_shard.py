@@ -410,8 +410,9 @@ class FSDPModule:
 
         The sharded parameters and, after backward, their gradients are views of the two. Both are
         1-D, of one length, and have each element in the same place; what is between two parameters
-        is padding. Raw addresses of them, such as NumPy or CuPy arrays have, hold until the next
-        forward: buckets may be formed anew there, which moves the memory under the tensors. Where a parameter's ``.grad`` is None, its part of the gradient is old.
+        is padding. Where a parameter's ``.grad`` is None, its part of the gradient is old. Raw
+        addresses, such as NumPy or CuPy arrays over them have, hold until the next forward: buckets
+        may be formed anew there, which moves the memory under the tensors.
 
         Raises:
             ValueError: if parameters differ in dtype, or some are frozen.
