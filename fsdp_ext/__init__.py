@@ -19,6 +19,7 @@ from fsdp_ext.fully_shard import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from fsdp_ext.report import profile
 from fsdp_ext.simulated import Link, Simulated
 
 __all__ = [
@@ -37,5 +38,6 @@ __all__ = [
     "__version__",
     "describe_buckets",
     "fully_shard",
+    "profile",
     "register_fsdp_forward_method",
 ]

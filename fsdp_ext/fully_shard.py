@@ -33,6 +33,7 @@ def fully_shard(
     transport: str | Simulated | None = ...,
     bucket_bytes: int | None = ...,
     max_message_bytes: int | None = ...,
+    prefetch: int | None = ...,
 ) -> FSDPModule: ...
 
 
@@ -49,6 +50,7 @@ def fully_shard(
     transport: str | Simulated | None = ...,
     bucket_bytes: int | None = ...,
     max_message_bytes: int | None = ...,
+    prefetch: int | None = ...,
 ) -> list[FSDPModule]: ...
 
 
@@ -64,6 +66,7 @@ def fully_shard(
     transport: str | Simulated | None = None,
     bucket_bytes: int | None = None,
     max_message_bytes: int | None = None,
+    prefetch: int | None = None,
 ) -> FSDPModule | list[FSDPModule]:
     """Shard ``module``'s parameters, gradients and optimizer state over data-parallel ranks.
 
@@ -104,6 +107,9 @@ def fully_shard(
             staging and reduce input are two messages then. Units with other values are in other
             buckets. A unit without a value has the root's, by default any size. A parameter of
             which a message carries only some rows is copied once more.
+        prefetch: how many buckets' gathers are under way ahead of the unit that runs, in forward
+            and in backward; the root's counts, by default 1. Each takes a slot of the largest
+            bucket's size; 0 gathers when a unit needs its parameters.
 
     Returns:
         ``module``, whose class is now a subclass of :class:`FSDPModule` and its own class.
@@ -136,6 +142,7 @@ def fully_shard(
         transport,
         _resolve_size("bucket_bytes", bucket_bytes, 0, "0 sends each unit by itself"),
         _resolve_size("max_message_bytes", max_message_bytes, 1, "leave it out for any size"),
+        _resolve_prefetch(prefetch),
     )
     _move_buffers(modules, unit.device)
     for submodule in modules:
@@ -201,6 +208,14 @@ def _resolve_size(name: str, value: int | None, least: int, otherwise: str) -> i
         return value
     raise ValueError(
         f"{name} expects a number of bytes, {least} or more, or None but got {value!r}; {otherwise}"
+    )
+
+
+def _resolve_prefetch(value: int | None) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return value
+    raise ValueError(
+        f"prefetch expects a number of buckets, 0 or more, or None but got {value!r}; 1 is usual"
     )
 
 

@@ -13,6 +13,9 @@ from fsdp_ext.buckets import default_bucket_bytes, log_default, typical_link
 from fsdp_ext.communicator import lanes_of
 from fsdp_ext.unit import Unit
 
+# Gathers in flight ahead of the unit that runs, as FSDP2 has it.
+DEFAULT_PREFETCH = 1
+
 
 def unit_of(module: nn.Module) -> Unit | None:
     """Return the unit that ``fully_shard`` made of ``module``, if it did."""
@@ -105,12 +108,14 @@ class Root:
         first = self.units[0]
         method = weakref.WeakMethod(self._pre_forward_when_stale)
         lanes = lanes_of(first.mesh.get_group(), first.device, first.transport)
+        self.lanes = lanes
+        self.prefetch_depth = DEFAULT_PREFETCH if first.prefetch is None else first.prefetch
         self._link = typical_link(lanes.transport, first.transport, first.mesh.size())
         if first.bucket_bytes is None and first.mesh.get_local_rank() == 0 and self.check_order:
             log_default(self.bucket_bytes(first), self._link)
         core = _C.Root(
             lanes=lanes,
-            prefetch_depth=1,
+            prefetch_depth=self.prefetch_depth,
             nesting=self._nesting(),
             check_order=self.check_order,
             when_stale=method,

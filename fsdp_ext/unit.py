@@ -62,6 +62,7 @@ class Unit:
         transport: by name, or a simulated one; None for the default.
         bucket_bytes: see :func:`fsdp_ext.fully_shard`.
         max_message_bytes: see there.
+        prefetch: see there; the root's counts.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Unit:
         transport: Transport = None,
         bucket_bytes: int | None = None,
         max_message_bytes: int | None = None,
+        prefetch: int | None = None,
     ) -> None:
         self.modules = modules
         self.mesh = mesh
@@ -83,6 +85,7 @@ class Unit:
         self.transport = transport
         self.bucket_bytes = bucket_bytes
         self.max_message_bytes = max_message_bytes
+        self.prefetch = prefetch
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.requires_gradient_sync = True

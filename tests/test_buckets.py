@@ -15,6 +15,7 @@ from launcher import RanksFailed, run_ranks
 from test_random_programs import Program
 from torch import Tensor, nn
 
+import fsdp_ext
 from fsdp_ext import Link, MixedPrecisionPolicy, Simulated, describe_buckets, fully_shard
 
 WIDTH = 6
@@ -455,29 +456,29 @@ def test_a_simulated_links_default_is_four_launches_long() -> None:
     assert "(bucket_bytes=40,000)" in text
 
 
-def _timeline() -> None:
+def _times() -> None:
     model = make(3 * LAYER_BYTES, max_message_bytes=2 * 3 * WIDTH * 4)
-    core = None
-    for seed in range(3):
-        step(model, seed)
-        core = model._unit.root.core
-        core.enable_timeline(True)
-    assert core is not None
-    done = core.take_timeline()
-    assert {what for what, *_ in done} == {"gather", "pack", "reduce", "hand over"}
-    assert all(0 <= begin <= end for _, _, begin, end in done)
-    for what in ("gather", "pack", "reduce"):  # each in order on its stream
-        times = [(begin, end) for name, _, begin, end in done if name == what]
-        assert len(times) > 8
-        assert all(before[1] <= after[0] for before, after in itertools.pairwise(times))
-    assert {units for _, units, *_ in done} >= {"layers.0 to layers.2", "the root"}
-    core.enable_timeline(False)
-    step(model, 3)
-    assert core.take_timeline() == []
+    step(model, 0)
+    step(model, 1)
+    with fsdp_ext.profile(model) as prof:
+        step(model, 2)
+        step(model, 3)
+    lanes = ("gather", "pack", "reduce", "hand over")
+    for iteration in prof.iterations:
+        done = iteration.of(*lanes)
+        assert {span.work for span in done} == set(lanes)
+        assert all(iteration.begin <= span.begin <= span.end for span in done)
+        for what in ("gather", "pack", "reduce"):  # each in order on its stream
+            times = [(span.begin, span.end) for span in iteration.of(what)]
+            assert len(times) > 8
+            assert all(before[1] <= after[0] for before, after in itertools.pairwise(times))
+        named = {prof.name_of(span.units) for span in done}
+        assert named >= {"layers.0 to layers.2", "the root"}
+    assert len(prof.iterations) == 2
 
 
-def test_a_timeline_has_what_ran_and_when() -> None:
-    run_ranks(_timeline, 2)
+def test_a_profile_has_what_ran_and_when() -> None:
+    run_ranks(_times, 2)
 
 
 def _sent_in_pieces() -> None:

@@ -28,6 +28,7 @@
 #include "core/buffer_ring.h"
 #include "core/lanes.h"
 #include "core/layout.h"
+#include "core/ledger.h"
 #include "core/merging.h"
 #include "core/unit.h"
 #include "device/stream.h"
@@ -72,6 +73,7 @@ struct Bucket {
   Bucket(const Bucket&) = delete;
   Bucket& operator=(const Bucket&) = delete;
 
+  UnitRange numbers() const { return {units.front()->number, units.back()->number}; }
   const void* flat_shard() const;
   void* flat_gradient() const;
 
@@ -97,6 +99,7 @@ struct Bucket {
   // - Parameters.
   Slot* slot = nullptr;        // that was gathered into last: the ring's, or the home
   std::unique_ptr<Slot> home;  // of a bucket that stays unsharded after forward
+  Issue gather_issue;
   ShardStamp gathered_from;
   std::shared_ptr<void> gather_input;  // only where the wire has another dtype than the shard
   ShardStamp cast_from;

@@ -44,14 +44,12 @@ std::uint64_t version_of(const Bucket& bucket) {
 
 }  // namespace
 
-Gatherer::Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Timeline& timeline,
-                   Announce announce)
+Gatherer::Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Announce announce)
     : device_(device),
       packer_(packer),
       lane_(lane),
       stream_(lane.stream()),
       ledger_(ledger),
-      timeline_(timeline),
       announce_(std::move(announce)),
       compute_reached_(device.new_event()),
       gathers_reached_(device.new_event()),
@@ -139,6 +137,7 @@ bool Gatherer::bring(Unit& unit, bool on_demand) {
       ledger_.counters().reused_unshards += 1;
     } else {
       slot = free_slot(bucket, on_demand);
+      note_issue(bucket, slot, on_demand);
       if (slot == nullptr) {
         return false;
       }
@@ -149,6 +148,21 @@ bool Gatherer::bring(Unit& unit, bool on_demand) {
   }
   hold(bucket);
   return true;
+}
+
+// For the ledger: when, and since when that could have been.
+void Gatherer::note_issue(Bucket& bucket, const Slot* slot, bool on_demand) {
+  if (!ledger_.has_times()) {
+    return;
+  }
+  Issue& issue = bucket.gather_issue;
+  if (slot == nullptr) {
+    issue.refused = issue.refused != 0 ? issue.refused : steady_nanoseconds();
+    return;
+  }
+  issue.at = steady_nanoseconds();
+  issue.possible = ledger_.number_of(slot->released_after);
+  issue.on_demand = on_demand;
 }
 
 // All units that have let go, or not come yet: whose turn it is will say so.
@@ -279,13 +293,14 @@ void Gatherer::gather_into(Bucket& bucket, Slot& slot) {
   stream_.wait(*slot.released, bucket.gather_label);  // Note [slot lifetime]
   if (layout.world_size() == 1) {
     const GatherPiece& all = bucket.gathers.front();
-    const Timed timed(timeline_, device_, stream_, Work::Cast, bucket);
+    const Timed timed(ledger_, stream_, Work::Cast, bucket.numbers());
     packer_.cast(stream_, all.cast_plan, nullptr, bucket.flat_shard(), slot.data(), 1.0);
     ledger_.copied(layout.shard_bytes() + layout.gather_bytes());
     stream_.record(*all.gathered);
   } else {
     gather_from_ranks(bucket, slot);
   }
+  bucket.gather_issue.refused = 0;
 }
 
 // Cast once an iteration: backward gathers what forward has cast. See Note [pieces].
@@ -341,7 +356,8 @@ void Gatherer::send(const Bucket& bucket, const GatherPiece& piece, const char* 
   announce_(bucket, piece.bytes);
   auto* output = static_cast<char*>(slot.data());
   {
-    const Timed timed(timeline_, device_, stream_, Work::Gather, bucket);
+    const Timed timed(ledger_, stream_, Work::Gather, bucket.numbers(), piece.bytes,
+                      &bucket.gather_issue);
     const bool in_group = plan.direct.size() + (plan.packed_bytes > 0 ? 1 : 0) > 1;
     if (in_group) {
       communicator.group_start();
@@ -360,14 +376,14 @@ void Gatherer::send(const Bucket& bucket, const GatherPiece& piece, const char* 
   Stream& after = bucket.gathers.size() > 1 ? lane_.after() : stream_;
   hand_over(stream_, after, bucket.gather_label);
   if (plan.packed_bytes > 0) {
-    const Timed timed(timeline_, device_, after, Work::Unpack, bucket);
+    const Timed timed(ledger_, after, Work::Unpack, bucket.numbers());
     packer_.unpack(after, plan.unpack, staging, slot.data());
     ledger_.copied(2 * plan.packed_bytes * static_cast<std::size_t>(bucket.layout.world_size()));
   }
 }
 
 void Gatherer::cast(const Bucket& bucket, const GatherPiece& piece, Stream& stream) {
-  const Timed timed(timeline_, device_, stream, Work::Cast, bucket);
+  const Timed timed(ledger_, stream, Work::Cast, bucket.numbers());
   packer_.cast(stream, piece.cast_plan, nullptr, bucket.flat_shard(), bucket.gather_input.get(),
                1.0);
 }
@@ -402,10 +418,11 @@ void Gatherer::join_capture() {
   device_.compute_stream().wait(*gathers_reached_, kGatherStream);
 }
 
-void Gatherer::attach(Unit& unit) {
+bool Gatherer::attach(Unit& unit) {
   if (unit.state == UnitState::Unsharded) {
-    return;
+    return false;
   }
+  bool has_waited = false;
   FSDP_CHECK(unit.state == UnitState::Gathering, "attaching the parameters of unit '", unit.name,
              "' expects a gather to have been issued");
   unit.speculative = false;
@@ -415,15 +432,19 @@ void Gatherer::attach(Unit& unit) {
     unit.port.attach(nullptr);
   } else {
     wait_for_gather(unit);
+    has_waited = true;
     unit.port.attach(static_cast<char*>(unit.slot->data()) + unit.unsharded_offset);
   }
   unit.state = UnitState::Unsharded;
+  return has_waited;
 }
 
 // Pieces arrive in order, so that those behind the unit's last one are not waited for.
 void Gatherer::wait_for_gather(const Unit& unit) {
   const Bucket& bucket = *unit.bucket;
-  device_.compute_stream().wait(*bucket.gathers[unit.last_piece].gathered, bucket.gather_label);
+  Stream& compute = device_.compute_stream();
+  const Timed timed(ledger_, compute, Work::WaitForGather, {unit.number, unit.number});
+  compute.wait(*bucket.gathers[unit.last_piece].gathered, bucket.gather_label);
 }
 
 void Gatherer::release(Unit& unit) {
@@ -456,6 +477,7 @@ void Gatherer::release(Unit& unit) {
 void Gatherer::let_go(Slot& slot, Bucket& bucket) {
   Stream& compute = device_.compute_stream();
   ledger_.resharded(0, bucket.layout.unsharded_bytes());
+  slot.released_after = ledger_.last_of_compute();
   bool keeps_contents = bucket.slot == &slot;  // else they were gathered anew elsewhere
   if (keeps_contents) {
     bucket.slot = nullptr;

@@ -17,7 +17,6 @@
 #include "core/buffer_ring.h"
 #include "core/lanes.h"
 #include "core/ledger.h"
-#include "core/timeline.h"
 
 namespace fsdp {
 
@@ -27,8 +26,7 @@ class Gatherer {
   using Announce = std::function<void(const Bucket&, std::size_t bytes)>;
 
   // The lane outlives this, and may be shared with others.
-  Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Timeline& timeline,
-           Announce announce);
+  Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Announce announce);
   ~Gatherer();
 
   Gatherer(const Gatherer&) = delete;
@@ -49,8 +47,9 @@ class Gatherer {
   // other units is gathered ahead. Without `on_demand` it gives up (returns false) where no slot is
   // free; with it, it takes the slot of a speculative gather, or one outside the ring.
   bool issue(Unit& unit, bool on_demand);
-  // Makes the compute stream wait and attaches the parameters.
-  void attach(Unit& unit);
+  // Makes the compute stream wait and attaches the parameters. Returns whether there was a gather
+  // to wait for.
+  bool attach(Unit& unit);
   // Back to sharded, from any state.
   void release(Unit& unit);
   // Those of the bucket's units that nobody has asked for: they would keep its slot.
@@ -68,6 +67,7 @@ class Gatherer {
   void follow_compute();
   void wait_for_gather(const Unit& unit);
   bool bring(Unit& unit, bool on_demand);
+  void note_issue(Bucket& bucket, const Slot* slot, bool on_demand);
   Slot* current_slot(Bucket& bucket);
   Slot* free_slot(Bucket& bucket, bool on_demand);
   Slot* home_of(Bucket& bucket);
@@ -88,7 +88,6 @@ class Gatherer {
   Lane& lane_;
   Stream& stream_;  // the lane's
   Ledger& ledger_;
-  Timeline& timeline_;
   Announce announce_;
   std::unique_ptr<Event> compute_reached_;
   std::unique_ptr<Event> gathers_reached_;

@@ -1,10 +1,18 @@
-// What the schedule did: counters that are always on, and a log of collectives that tests and
-// reports switch on. Written by the thread that runs the schedule.
+// What the schedule did: counters that are always on; a log of collectives that tests switch on;
+// and, for who measures, when everything was issued, began and ended.
+//
+// Written by the thread that runs the schedule. Note [times]: what a span's moments are is known
+// when its streams have come so far, so nothing is read, and nothing waited for, before take_times.
+// Iterations take turns in a fixed number of places; in each, moments and spans of an earlier one
+// are written over, so that a ledger that is left on allocates nothing after as many iterations.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
+
+#include "device/stream.h"
 
 namespace fsdp {
 
@@ -32,8 +40,80 @@ struct Counters {
   int peak_unsharded_units = 0;
 };
 
+// Cast to HandOver are on the lanes' streams; the others on the compute stream: waits, what units
+// compute (with units that they enclose, and waits in it), and the two passes.
+enum class Work : std::uint8_t {
+  Cast,
+  Gather,
+  Unpack,
+  Pack,
+  Reduce,
+  HandOver,
+  WaitForGather,
+  WaitForReduction,
+  UnitForward,
+  UnitBackward,
+  Forward,
+  Backward,
+};
+
+// Of the unit, or of a bucket.
+struct UnitRange {
+  int first = 0;
+  int last = 0;
+};
+
+constexpr UnitRange kAllUnits{-1, -1};
+
+// When a collective was issued, and what it may have had to wait for before.
+struct Issue {
+  std::int64_t at = 0;         // nanoseconds of the steady clock, by the host
+  std::int64_t refused = 0;    // when it was first to be gathered ahead and had no slot; 0: never
+  std::int32_t possible = -1;  // the moment at which the slot was free, or the gradients there
+  bool on_demand = false;      // and not ahead
+};
+
+struct WorkSpan {
+  static constexpr std::int32_t kNever = -1;
+
+  Work work = Work::Cast;
+  Phase phase = Phase::Other;
+  UnitRange units;
+  std::size_t bytes = 0;        // of a collective, of all ranks together
+  std::int32_t begin = kNever;  // moments of the iteration
+  std::int32_t end = kNever;    // never: it was not ended, by an exception say
+  Issue issue = {};             // of Gather and Reduce
+};
+
+// A moment, which is none of another iteration's.
+struct MomentOf {
+  std::int32_t number = WorkSpan::kNever;
+  std::uint64_t iteration = 0;
+};
+
+// Which span is to be ended.
+struct OpenSpan {
+  std::int32_t number = WorkSpan::kNever;
+  std::uint64_t iteration = 0;
+};
+
+// A span whose moments are known: seconds of the steady clock, 0 for those that never came.
+struct TimedSpan {
+  WorkSpan span;
+  double begin;
+  double end;
+  double possible;
+};
+
+struct IterationTimes {
+  std::uint64_t number;
+  std::vector<TimedSpan> spans;  // in order of issue
+};
+
 class Ledger {
  public:
+  explicit Ledger(Device& device) : device_(device) {}
+
   const Counters& counters() const { return counters_; }
   Counters& counters() { return counters_; }
   void reset();  // all but what is unsharded now
@@ -42,16 +122,104 @@ class Ledger {
   const std::vector<CollectiveRecord>& log() const { return log_; }
   void clear_log() { log_.clear(); }
 
-  void collective(Collective op, Phase phase, int first_unit, int last_unit, std::size_t bytes);
+  void collective(Collective op, UnitRange units, std::size_t bytes);
   void copied(std::size_t bytes) { counters_.copied_bytes += bytes; }
   // Units that begin to hold unsharded parameters, or end to, and memory that they begin to hold.
   void unsharded(int units, std::size_t bytes);
   void resharded(int units, std::size_t bytes);
 
+  // What is issued from now on belongs to it.
+  void enter(Phase phase) { phase_ = phase; }
+
+  // - Times. They are kept from the next iteration on, of the last `iterations` ones; 0: no more.
+  void keep_times(std::size_t iterations);
+  bool has_times() const { return now_ != nullptr; }
+  void begin_iteration();
+  // What comes now belongs to no iteration.
+  void leave_iteration() { now_ = nullptr; }
+  // Too much to go on in the same iteration.
+  bool is_full() const { return now_ != nullptr && now_->marked > kMostMoments; }
+
+  OpenSpan open(Stream& stream, Work work, UnitRange units, std::size_t bytes = 0,
+                const Issue* issue = nullptr) {
+    if (!has_times()) {
+      return {};
+    }
+    const OpenSpan opened = open_at(mark(stream), work, units);
+    if (issue != nullptr) {
+      now_->spans.back().bytes = bytes;
+      now_->spans.back().issue = *issue;
+    }
+    return opened;
+  }
+  // From a moment that is marked already. Where has_times().
+  OpenSpan open_at(std::int32_t begin, Work work, UnitRange units) {
+    now_->spans.push_back({work, phase_, units, 0, begin});
+    return {static_cast<std::int32_t>(now_->spans.size()) - 1, now_->number};
+  }
+  void close(OpenSpan& span, Stream& stream) {
+    if (span.number != WorkSpan::kNever) {
+      end_span(span, stream);
+    }
+  }
+  // The compute stream is here; WorkSpan::kNever where no times are kept.
+  std::int32_t mark_compute();
+  // Where the compute stream was marked last.
+  MomentOf last_of_compute() const { return last_of_compute_; }
+  // WorkSpan::kNever if that was in another iteration.
+  std::int32_t number_of(const MomentOf& moment) const {
+    return has_times() && moment.iteration == now_->number ? moment.number : WorkSpan::kNever;
+  }
+
+  // All iterations that are kept, the oldest first, which are then forgotten. All streams have
+  // come to their end.
+  std::vector<IterationTimes> take_times();
+  std::uint64_t lost_iterations() const { return lost_; }
+
  private:
+  struct Iteration {
+    std::unique_ptr<Moments> moments;
+    std::int32_t marked = 0;
+    std::uint64_t number = 0;  // 0: none
+    std::vector<WorkSpan> spans;
+  };
+
+  static constexpr std::int32_t kMostMoments = 1 << 16;
+
+  void end_span(OpenSpan& span, Stream& stream);
+  std::int32_t mark(Stream& stream);
+
+  Device& device_;
   Counters counters_;
   bool logging_ = false;
   std::vector<CollectiveRecord> log_;
+
+  std::vector<Iteration> iterations_;  // in turns
+  std::uint64_t begun_ = 0;
+  std::uint64_t lost_ = 0;    // that were written over
+  Iteration* now_ = nullptr;  // that runs, if its times are kept
+  Phase phase_ = Phase::Other;
+  MomentOf last_of_compute_;
+};
+
+// The host's clock, which the moments of all devices are converted to.
+std::int64_t steady_nanoseconds();
+
+// What is issued to `stream` while this lives is one span.
+class Timed {
+ public:
+  Timed(Ledger& ledger, Stream& stream, Work work, UnitRange units, std::size_t bytes = 0,
+        const Issue* issue = nullptr)
+      : ledger_(ledger), stream_(stream), span_(ledger.open(stream, work, units, bytes, issue)) {}
+  ~Timed() { ledger_.close(span_, stream_); }
+
+  Timed(const Timed&) = delete;
+  Timed& operator=(const Timed&) = delete;
+
+ private:
+  Ledger& ledger_;
+  Stream& stream_;
+  OpenSpan span_;
 };
 
 }  // namespace fsdp

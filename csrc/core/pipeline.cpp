@@ -19,12 +19,13 @@ Pipeline::Pipeline(Lanes& lanes, PipelineOptions options)
       device_(*lanes.device),
       options_(options),
       world_size_(lanes.gather.communicator().size()),
+      ledger_(device_),
       order_check_(device_, lanes.gather),
-      gatherer_(device_, *lanes.packer, lanes.gather, ledger_, timeline_,
+      gatherer_(device_, *lanes.packer, lanes.gather, ledger_,
                 [this](const Bucket& bucket, std::size_t bytes) {
                   announce(Collective::AllGather, bucket, bytes);
                 }),
-      reducer_(device_, *lanes.packer, lanes.reduce, ledger_, timeline_,
+      reducer_(device_, *lanes.packer, lanes.reduce, ledger_,
                [this](const Bucket& bucket, std::size_t bytes) {
                  announce(Collective::ReduceScatter, bucket, bytes);
                }) {
@@ -57,6 +58,11 @@ void Pipeline::begin_forward(int outermost) {
       unit->ran = false;
     }
   }
+  if (!awaiting_backward_ || ledger_.is_full()) {
+    ledger_.begin_iteration();
+  }
+  ledger_.enter(Phase::Forward);
+  pass_ = ledger_.open(device_.compute_stream(), Work::Forward, kAllUnits);
   first_call_ = static_cast<int>(forward_calls_.size());
   // Units that stayed unsharded since an earlier forward follow shards that have changed.
   for (const auto& unit : units_) {
@@ -77,6 +83,9 @@ void Pipeline::begin_forward(int outermost) {
 
 void Pipeline::end_forward(bool with_gradient) {
   in_forward_ = false;
+  awaiting_backward_ = with_gradient;
+  ledger_.close(pass_, device_.compute_stream());
+  ledger_.enter(Phase::Other);
   first_forward_done_ = true;
   forward_order_.swap(current_order_);
   for (const auto& unit : units_) {
@@ -99,11 +108,12 @@ void Pipeline::pre_forward(int number) {
     note_forward(unit);
     prefetch_forward(unit);
   }
-  gatherer_.attach(unit);
+  begin_computing(unit, Work::UnitForward, gatherer_.attach(unit));
 }
 
 int Pipeline::post_forward(int number, bool with_gradient) {
   Unit& unit = unit_at(number);
+  ledger_.close(unit.computing, device_.compute_stream());
   if (!in_backward_) {
     unit.last_forward_call = static_cast<int>(forward_calls_.size());
     forward_calls_.push_back({number, first_call_});
@@ -175,13 +185,17 @@ void Pipeline::release_behind(Unit& unit) {
 
 // - Backward
 
-void Pipeline::begin_backward() { in_backward_ = true; }
+void Pipeline::begin_backward() {
+  in_backward_ = true;
+  ledger_.enter(Phase::Backward);
+  pass_ = ledger_.open(device_.compute_stream(), Work::Backward, kAllUnits);
+}
 
 void Pipeline::pre_backward(int number, int forward_call) {
   Unit& unit = unit_at(number);
   gatherer_.issue(unit, /*on_demand=*/true);
   prefetch_backward(unit, forward_call);
-  gatherer_.attach(unit);
+  begin_computing(unit, Work::UnitBackward, gatherer_.attach(unit));
 }
 
 void Pipeline::prefetch_backward(const Unit& unit, int forward_call) {
@@ -227,6 +241,7 @@ void Pipeline::post_backward(int number) {
   if (unit.arrived_count > 0 && !awaits_recomputation(unit)) {
     complete(unit);
   }
+  ledger_.close(unit.computing, device_.compute_stream());
   if (unit.reshard_after_backward) {
     gatherer_.release(unit);
     release_behind(unit);
@@ -237,6 +252,7 @@ void Pipeline::end_backward() {
   // In reverse order of registration on every rank, which is about backward's own order.
   for (auto position = units_.rbegin(); position != units_.rend(); ++position) {
     Unit& unit = **position;
+    ledger_.close(unit.computing, device_.compute_stream());
     if (unit.arrived_count > 0 || (unit.bucket->has_accumulated && unit.requires_gradient_sync)) {
       reducer_.take(*unit.bucket);
     }
@@ -249,13 +265,29 @@ void Pipeline::end_backward() {
   if (is_last_backward_ || device_.is_capturing()) {
     reducer_.wait(buckets_);
   }
+  ledger_.close(pass_, device_.compute_stream());
+  ledger_.enter(Phase::Other);
   gatherer_.join_capture();
   in_backward_ = false;
+  awaiting_backward_ = false;
   backward_ended_ = true;
   first_backward_done_ = true;
   if (!order_is_known_) {
     know_order();
   }
+}
+
+// A unit that runs again before its backward has passed it begins anew. Where it has waited, it
+// begins with the end of that.
+void Pipeline::begin_computing(Unit& unit, Work work, bool has_waited) {
+  if (!ledger_.has_times()) {
+    return;
+  }
+  Stream& compute = device_.compute_stream();
+  ledger_.close(unit.computing, compute);
+  const std::int32_t begin =
+      has_waited ? ledger_.number_of(ledger_.last_of_compute()) : ledger_.mark_compute();
+  unit.computing = ledger_.open_at(begin, work, {unit.number, unit.number});
 }
 
 // See Note [reentrant checkpointing].
@@ -313,6 +345,9 @@ void Pipeline::reset_iteration() {
   in_forward_ = false;
   in_backward_ = false;
   backward_ended_ = false;
+  awaiting_backward_ = false;
+  ledger_.leave_iteration();
+  ledger_.enter(Phase::Other);
   forward_calls_.clear();
   current_order_.clear();
   if (!order_is_known_) {
@@ -492,8 +527,7 @@ void Pipeline::announce(Collective op, const Bucket& bucket, std::size_t bytes) 
     order_check_.compare(op == Collective::AllGather ? "all-gather" : "reduce-scatter", bucket,
                          bytes);
   }
-  const Phase phase = in_backward_ ? Phase::Backward : in_forward_ ? Phase::Forward : Phase::Other;
-  ledger_.collective(op, phase, bucket.units.front()->number, bucket.units.back()->number, bytes);
+  ledger_.collective(op, bucket.numbers(), bytes);
 }
 
 // The first forward and the first backward.

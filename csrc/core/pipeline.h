@@ -30,7 +30,6 @@
 #include "core/merging.h"
 #include "core/order_check.h"
 #include "core/reducer.h"
-#include "core/timeline.h"
 #include "core/unit.h"
 
 namespace fsdp {
@@ -96,7 +95,6 @@ class Pipeline {
   // Empty before the first iteration.
   const std::vector<std::unique_ptr<Bucket>>& buckets() const { return buckets_; }
   Ledger& ledger() { return ledger_; }
-  Timeline& timeline() { return timeline_; }
   Gatherer& gatherer() { return gatherer_; }
   Reducer& reducer() { return reducer_; }
 
@@ -119,6 +117,7 @@ class Pipeline {
   void prefetch_forward(const Unit& unit);
   void prefetch_backward(const Unit& unit, int forward_call);
   void release_behind(Unit& unit);
+  void begin_computing(Unit& unit, Work work, bool has_waited);
   bool awaits_recomputation(const Unit& unit) const;
   void complete(Unit& unit);
   void announce(Collective op, const Bucket& bucket, std::size_t bytes);
@@ -129,7 +128,6 @@ class Pipeline {
   PipelineOptions options_;
   int world_size_;
   Ledger ledger_;
-  Timeline timeline_;
   // What work in flight uses comes before the two that wait for it when they go.
   std::vector<std::unique_ptr<Unit>> units_;
   std::vector<std::unique_ptr<Bucket>> buckets_;
@@ -144,6 +142,8 @@ class Pipeline {
   bool in_backward_ = false;
   bool is_last_backward_ = true;
   bool backward_ended_ = false;  // since the last begin_forward
+  bool awaiting_backward_ = false;
+  OpenSpan pass_;  // forward, or backward
   bool first_forward_done_ = false;
   bool first_backward_done_ = false;
   std::vector<int> forward_order_;  // units in order of pre_forward, of the last whole forward

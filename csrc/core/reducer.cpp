@@ -44,14 +44,12 @@ bool has_arrived(const Bucket& bucket, const Unit& unit, std::size_t i) {
 
 }  // namespace
 
-Reducer::Reducer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Timeline& timeline,
-                 Announce announce)
+Reducer::Reducer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Announce announce)
     : device_(device),
       packer_(packer),
       lane_(lane),
       stream_(lane.stream()),
       ledger_(ledger),
-      timeline_(timeline),
       announce_(std::move(announce)),
       compute_reached_(device.new_event()),
       handed_over_(device.new_event()),
@@ -131,6 +129,11 @@ void Reducer::reduce(Bucket& bucket, const Units& units) {
   char* reduced = direct || alone ? gradient : static_cast<char*>(output_buffer());
   // After whatever was allocated: Note [memory and the compute stream].
   device_.compute_stream().record(*compute_reached_);
+  Issue issue;
+  if (ledger_.has_times()) {
+    issue.at = steady_nanoseconds();
+    issue.possible = ledger_.mark_compute();
+  }
   stream_.wait(*compute_reached_, kComputeStream);
   const bool in_pieces = bucket.reductions.size() > 1;
   if (any_cut_) {
@@ -151,7 +154,8 @@ void Reducer::reduce(Bucket& bucket, const Units& units) {
       output = reduced;
       lane_.communicator().announce(bucket.reduce_label);
       announce_(bucket, bucket.reduce_input_bytes(piece));
-      const Timed timed(timeline_, device_, stream_, Work::Reduce, bucket);
+      const Timed timed(ledger_, stream_, Work::Reduce, bucket.numbers(),
+                        bucket.reduce_input_bytes(piece), &issue);
       lane_.communicator().reduce_scatter(stream_, input,
                                           reduced + static_cast<std::size_t>(piece.segment_offset) *
                                                         itemsize(layout.reduce_dtype()),
@@ -197,10 +201,13 @@ void Reducer::accumulate(Bucket& bucket, const Units& units) {
 
 void Reducer::wait(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   Stream& compute = device_.compute_stream();
-  for (const auto& bucket : buckets) {
-    if (bucket->reduction_pending) {
-      bucket->reduction_pending = false;
-      compute.wait(*bucket->reduced, bucket->reduce_label);
+  {
+    const Timed timed(ledger_, compute, Work::WaitForReduction, kAllUnits);
+    for (const auto& bucket : buckets) {
+      if (bucket->reduction_pending) {
+        bucket->reduction_pending = false;
+        compute.wait(*bucket->reduced, bucket->reduce_label);
+      }
     }
   }
   release_packed_gradients(0);
@@ -287,7 +294,7 @@ void Reducer::pack(Bucket& bucket, const Units& units, std::size_t number, void*
     gradients = &from_its_rows;
   }
   Stream& stream = bucket.reductions.size() > 1 ? lane_.before() : stream_;
-  const Timed timed(timeline_, device_, stream, Work::Pack, bucket);
+  const Timed timed(ledger_, stream, Work::Pack, bucket.numbers());
   packer_.pack(stream, piece.pack_plan, gradients, bucket.gradient_dtype, destination,
                layout.reduce_dtype(), units.front()->pack_scale, accumulate);
   ledger_.copied(static_cast<std::size_t>(piece.pack_plan.segment_numel) *
@@ -327,7 +334,7 @@ void Reducer::finish(Bucket& bucket, const Units& units, std::size_t number, con
   const ReducePiece& piece = bucket.reductions[number];
   const CastMode* modes = bucket.finish_modes.data() + piece.first_trainable;
   Stream& stream = bucket.reductions.size() > 1 ? lane_.after() : stream_;
-  const Timed timed(timeline_, device_, stream, Work::HandOver, bucket);
+  const Timed timed(ledger_, stream, Work::HandOver, bucket.numbers());
   packer_.cast(stream, piece.finish_plan, modes, output, bucket.flat_gradient(),
                units.front()->reduce_scale);
   for (std::size_t i = 0; i < piece.finish_plan.entries.size(); ++i) {
@@ -396,7 +403,12 @@ void Reducer::release_packed_gradients(std::size_t keep) {
   Stream& compute = device_.compute_stream();
   while (packed_gradients_.size() > keep) {
     const Bucket& bucket = *packed_gradients_.front().bucket;
-    compute.wait(*bucket.packed, bucket.reduce_label);
+    if (keep > 0) {
+      const Timed timed(ledger_, compute, Work::WaitForReduction, bucket.numbers());
+      compute.wait(*bucket.packed, bucket.reduce_label);
+    } else {
+      compute.wait(*bucket.packed, bucket.reduce_label);  // nothing any more: see wait
+    }
     packed_gradients_.pop_front();
   }
 }

@@ -30,7 +30,6 @@
 #include "core/bucket.h"
 #include "core/lanes.h"
 #include "core/ledger.h"
-#include "core/timeline.h"
 
 namespace fsdp {
 
@@ -40,8 +39,7 @@ class Reducer {
   using Announce = std::function<void(const Bucket&, std::size_t bytes)>;
 
   // The lane outlives this, and may be shared with others.
-  Reducer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Timeline& timeline,
-          Announce announce);
+  Reducer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Announce announce);
   ~Reducer();
 
   Reducer(const Reducer&) = delete;
@@ -94,7 +92,6 @@ class Reducer {
   Lane& lane_;
   Stream& stream_;  // the lane's
   Ledger& ledger_;
-  Timeline& timeline_;
   Announce announce_;
   std::unique_ptr<Event> compute_reached_;
   std::unique_ptr<Event>

@@ -90,26 +90,72 @@ class CudaEvent final : public Event {
   unsigned long long capture_ = 0;  // in which it was last recorded
 };
 
-class CudaMoment final : public Moment {
+// Note [two clocks]
+// Events tell milliseconds between each other, as a float: of a moment far from the first one of
+// its iteration not many digits are left. So a moment is the first one's time and what has passed
+// since then, and only the former is compared with the host's clock, by an event that the host
+// waited for when all this was made. What that is off by (some microseconds) is the same for all
+// streams.
+class CudaMoments final : public Moments {
  public:
-  explicit CudaMoment(cudaStream_t stream) {
-    FSDP_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDefault));
-    FSDP_CUDA_CHECK(cudaEventRecord(event_, stream));
+  // Nothing is under way on `stream`.
+  CudaMoments(int index, cudaStream_t stream) : index_(index) {
+    constexpr int kTries = 5;
+    auto least = std::chrono::steady_clock::duration::max();
+    for (int i = 0; i < kTries; ++i) {
+      const auto before = std::chrono::steady_clock::now();
+      cudaEvent_t event = nullptr;
+      FSDP_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDefault));
+      FSDP_CUDA_CHECK(cudaEventRecord(event, stream));
+      FSDP_CUDA_CHECK(cudaEventSynchronize(event));
+      const auto taken = std::chrono::steady_clock::now() - before;
+      if (taken < least) {
+        least = taken;
+        std::swap(anchor_, event);
+        anchored_at_ =
+            std::chrono::duration<double>((before + taken / 2).time_since_epoch()).count();
+      }
+      if (event != nullptr) {
+        cudaEventDestroy(event);
+      }
+    }
   }
-  ~CudaMoment() override { cudaEventDestroy(event_); }
+  ~CudaMoments() override {
+    for (cudaEvent_t event : events_) {
+      cudaEventDestroy(event);
+    }
+    cudaEventDestroy(anchor_);
+  }
 
-  CudaMoment(const CudaMoment&) = delete;
-  CudaMoment& operator=(const CudaMoment&) = delete;
+  CudaMoments(const CudaMoments&) = delete;
+  CudaMoments& operator=(const CudaMoments&) = delete;
 
-  double seconds_since(const Moment& earlier) const override {
-    float milliseconds = 0.0F;
-    FSDP_CUDA_CHECK(cudaEventElapsedTime(&milliseconds,
-                                         static_cast<const CudaMoment&>(earlier).event_, event_));
-    return static_cast<double>(milliseconds) / 1e3;
+  void mark(std::size_t number, Stream& stream) override {
+    const CudaDeviceGuard guard(index_);
+    while (events_.size() <= number) {
+      events_.push_back(nullptr);
+      FSDP_CUDA_CHECK(cudaEventCreateWithFlags(&events_.back(), cudaEventDefault));
+    }
+    FSDP_CUDA_CHECK(
+        cudaEventRecord(events_[number], static_cast<cudaStream_t>(stream.native_handle())));
+  }
+
+  double seconds(std::size_t number) const override {
+    return anchored_at_ + between(anchor_, events_.front()) +
+           between(events_.front(), events_[number]);
   }
 
  private:
-  cudaEvent_t event_ = nullptr;
+  static double between(cudaEvent_t first, cudaEvent_t second) {
+    float milliseconds = 0.0F;
+    FSDP_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, first, second));
+    return static_cast<double>(milliseconds) / 1e3;
+  }
+
+  int index_;
+  cudaEvent_t anchor_ = nullptr;
+  double anchored_at_ = 0.0;  // seconds of the steady clock
+  std::vector<cudaEvent_t> events_;
 };
 
 class CudaDevice;
@@ -173,9 +219,10 @@ class CudaDevice final : public Device {
     return std::make_unique<CudaEvent>();
   }
 
-  std::shared_ptr<Moment> mark(Stream& stream) override {
+  std::unique_ptr<Moments> new_moments() override {
+    compute_.synchronize();
     const CudaDeviceGuard guard(index_);
-    return std::make_shared<CudaMoment>(static_cast<cudaStream_t>(stream.native_handle()));
+    return std::make_unique<CudaMoments>(index_, current_stream());
   }
 
   std::shared_ptr<void> allocate(std::size_t bytes) override {

@@ -61,15 +61,27 @@ void sleep_until(std::chrono::steady_clock::time_point time) {
   }
 }
 
-class HostMoment final : public Moment {
+void stamp_now(Stamp& at) {
+  at.store(std::chrono::duration_cast<std::chrono::nanoseconds>(
+               std::chrono::steady_clock::now().time_since_epoch())
+               .count(),
+           std::memory_order_relaxed);
+}
+
+class HostMoments final : public Moments {
  public:
-  void reach() { at_ = std::chrono::steady_clock::now(); }
-  double seconds_since(const Moment& earlier) const override {
-    return std::chrono::duration<double>(at_ - static_cast<const HostMoment&>(earlier).at_).count();
+  void mark(std::size_t number, Stream& stream) override {
+    while (stamps_.size() <= number) {
+      stamps_.emplace_back(0);
+    }
+    static_cast<HostQueue&>(stream).stamp(stamps_[number]);
+  }
+  double seconds(std::size_t number) const override {
+    return static_cast<double>(stamps_[number].load(std::memory_order_relaxed)) * 1e-9;
   }
 
  private:
-  std::chrono::steady_clock::time_point at_;
+  std::deque<Stamp> stamps_;  // which stay where they are as it grows
 };
 
 class HostDevice final : public Device {
@@ -85,11 +97,7 @@ class HostDevice final : public Device {
 
   std::unique_ptr<Event> new_event() override { return std::make_unique<HostEvent>(); }
 
-  std::shared_ptr<Moment> mark(Stream& stream) override {
-    auto moment = std::make_shared<HostMoment>();
-    static_cast<HostQueue&>(stream).enqueue([moment] { moment->reach(); });
-    return moment;
-  }
+  std::unique_ptr<Moments> new_moments() override { return std::make_unique<HostMoments>(); }
 
   std::shared_ptr<void> allocate(std::size_t bytes) override {
     constexpr std::size_t kCacheLine = 64;
@@ -186,6 +194,8 @@ void HostEvent::synchronize(std::chrono::milliseconds timeout, const std::string
 
 void HostComputeStream::record(Event& event) { as_host(event).set_newest(nullptr); }
 
+void HostComputeStream::stamp(Stamp& at) { stamp_now(at); }
+
 void HostComputeStream::wait(Event& event, const std::string& what) {
   event.synchronize(timeout_, what);
 }
@@ -209,6 +219,20 @@ HostStream::~HostStream() {
 void HostStream::enqueue(std::function<void()> work) {
   Item item;
   item.work = std::move(work);
+  push(std::move(item), /*ring=*/false);
+}
+
+// Most often with what was queued last, which is much cheaper than something of its own.
+void HostStream::stamp(Stamp& at) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!items_.empty() && items_.back().stamp == nullptr) {
+      items_.back().stamp = &at;
+      return;
+    }
+  }
+  Item item;
+  item.stamp = &at;
   push(std::move(item), /*ring=*/false);
 }
 
@@ -273,20 +297,32 @@ bool HostStream::take_batch(std::deque<Item>& batch) {
   return !batch.empty();
 }
 
-// See Note [errors on streams]. The item is taken by value: what the work captured goes before the
-// next record completes, and not under the queue's lock, which its destructors might ask for.
+// The item is taken by value: what the work captured goes before the next record completes, and not
+// under the queue's lock, which its destructors might ask for.
 void HostStream::execute(Item item) {
+  Stamp* stamp = item.stamp;
   if (item.record != nullptr) {
+    if (stamp != nullptr) {
+      stamp_now(*stamp);  // before: whoever has waited for the record may read it
+    }
     item.record->complete(error_);
     return;
   }
+  run_item(item);
+  if (stamp != nullptr) {
+    stamp_now(*stamp);
+  }
+}
+
+// See Note [errors on streams].
+void HostStream::run_item(Item& item) {
   if (error_) {
     return;
   }
   try {
     if (item.wait != nullptr) {
       item.wait->wait(timeout_, *item.what);
-    } else {
+    } else if (item.work) {
       item.work();
     }
   } catch (...) {

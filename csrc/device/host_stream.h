@@ -5,6 +5,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdint>
 #include <deque>
 #include <exception>
 #include <functional>
@@ -51,10 +52,15 @@ class HostEvent final : public Event {
   std::shared_ptr<Completion> newest_;
 };
 
+// When the worker came by, in nanoseconds of the steady clock.
+using Stamp = std::atomic<std::int64_t>;
+
 // A stream of the host takes any callable.
 class HostQueue : public Stream {
  public:
   virtual void enqueue(std::function<void()> work) = 0;
+  // Writes the time down, in order; less than a callable would cost.
+  virtual void stamp(Stamp& at) = 0;
 };
 
 // The calling thread: work runs at once, waiting blocks.
@@ -67,6 +73,7 @@ class HostComputeStream final : public HostQueue {
   void wait(Event& event, const std::string& what) override;
   void synchronize() override {}
   void enqueue(std::function<void()> work) override { work(); }
+  void stamp(Stamp& at) override;
 
  private:
   std::string name_ = "compute";
@@ -93,13 +100,15 @@ class HostStream final : public HostQueue {
   void wait(Event& event, const std::string& what) override;
   void synchronize() override;
   void enqueue(std::function<void()> work) override;
+  void stamp(Stamp& at) override;
 
  private:
-  // Work, or else a record or a wait.
+  // Work, or else a record, a wait, or nothing; then a stamp, if there is one.
   struct Item {
     std::function<void()> work;
     std::shared_ptr<Completion> record;
     std::shared_ptr<Completion> wait;
+    Stamp* stamp = nullptr;
     const std::string* what = nullptr;  // the caller's, which outlives the wait
   };
 
@@ -107,6 +116,7 @@ class HostStream final : public HostQueue {
   void run();
   bool take_batch(std::deque<Item>& batch);
   void execute(Item item);
+  void run_item(Item& item);
 
   std::string name_;
   std::chrono::milliseconds timeout_;

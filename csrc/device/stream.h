@@ -54,13 +54,17 @@ class Stream {
   virtual void* native_handle() const { return nullptr; }
 };
 
-// A point on a stream that was reached at some time.
-class Moment {
+// Points on streams, by number, and when they were reached.
+class Moments {
  public:
-  virtual ~Moment() = default;
+  virtual ~Moments() = default;
 
-  // Once both are reached; both are of one device.
-  virtual double seconds_since(const Moment& earlier) const = 0;
+  // Moment `number` is when `stream` gets here; marking it again moves it. Numbers are used from 0
+  // on, without gaps.
+  virtual void mark(std::size_t number, Stream& stream) = 0;
+
+  // By std::chrono::steady_clock, whatever clock the hardware has, when the stream has got there.
+  virtual double seconds(std::size_t number) const = 0;
 };
 
 // `count` pieces of memory, each so many bytes behind the one before, to be copied.
@@ -88,8 +92,8 @@ class Device {
   virtual std::unique_ptr<Stream> new_stream(const std::string& name) = 0;
   virtual std::unique_ptr<Event> new_event() = 0;
 
-  // For measurements: costs more than an event.
-  virtual std::shared_ptr<Moment> mark(Stream& stream) = 0;
+  // For measurements. Waits for the device, to compare its clock with the host's; off the hot path.
+  virtual std::unique_ptr<Moments> new_moments() = 0;
 
   // `bytes` of memory, aligned to at least 64 bytes, freed when the last owner lets go.
   //

@@ -16,6 +16,7 @@
 #include "core/ledger.h"
 #include "core/pipeline.h"
 #include "torch/dtype.h"
+#include "torch/ledger_binding.h"
 #include "torch/packer_binding.h"
 #include "torch/root.h"
 #include "torch/transports.h"
@@ -275,33 +276,6 @@ void register_nccl(py::module_& m) {
       py::arg("libraries"));
 }
 
-std::string name_of_units(Root& root, int first, int last) {
-  const std::string& name = root.pipeline().unit(first).name;
-  return first == last ? name : name + " to " + root.pipeline().unit(last).name;
-}
-
-// (what, units, begin, end), in seconds after the first began. Waits for the streams.
-py::list take_timeline(Root& root) {
-  static const char* const kinds[] = {"cast", "gather", "unpack", "pack", "reduce", "hand over"};
-  {
-    const py::gil_scoped_release no_gil;
-    root.synchronize();
-  }
-  const std::vector<WorkRecord> records = root.pipeline().timeline().take();
-  double first = 0.0;
-  for (const WorkRecord& record : records) {
-    first = std::min(first, record.begin->seconds_since(*records.front().begin));
-  }
-  py::list result;
-  for (const WorkRecord& record : records) {
-    const double begin = record.begin->seconds_since(*records.front().begin) - first;
-    result.append(py::make_tuple(kinds[static_cast<int>(record.work)],
-                                 name_of_units(root, record.unit, record.last_unit), begin,
-                                 begin + record.end->seconds_since(*record.begin)));
-  }
-  return result;
-}
-
 const char* name_of(const GatherPlan& plan) {
   return plan.packed_bytes == 0 ? "direct" : plan.direct.empty() ? "packed" : "direct and packed";
 }
@@ -418,41 +392,18 @@ void register_root(py::module_& m) {
            })
       .def("delay_stream", [](Root& root, const std::string& stream,
                               double seconds) { root.delay_stream(stream, seconds); })
-      .def("counters",
-           [](Root& root) {
-             const Counters& c = root.pipeline().ledger().counters();
-             py::dict result;
-             result["all_gathers"] = c.all_gathers;
-             result["reduce_scatters"] = c.reduce_scatters;
-             result["reused_unshards"] = c.reused_unshards;
-             result["overflow_slots"] = c.overflow_slots;
-             result["wire_bytes"] = c.wire_bytes;
-             result["copied_bytes"] = c.copied_bytes;
-             result["unsharded_bytes"] = c.unsharded_bytes;
-             result["peak_unsharded_bytes"] = c.peak_unsharded_bytes;
-             result["unsharded_units"] = c.unsharded_units;
-             result["peak_unsharded_units"] = c.peak_unsharded_units;
-             return result;
-           })
+      .def("counters", &counters_of)
       .def("reset_counters", [](Root& root) { root.pipeline().ledger().reset(); })
       .def("enable_log", [](Root& root, bool value) { root.pipeline().ledger().enable_log(value); })
-      .def("take_log",
-           [](Root& root) {
-             static const char* const ops[] = {"all_gather", "reduce_scatter"};
-             static const char* const phases[] = {"forward", "backward", "other"};
-             Ledger& ledger = root.pipeline().ledger();
-             py::list result;
-             for (const CollectiveRecord& record : ledger.log()) {
-               result.append(py::make_tuple(
-                   ops[static_cast<int>(record.op)], phases[static_cast<int>(record.phase)],
-                   name_of_units(root, record.unit, record.last_unit), record.bytes));
-             }
-             ledger.clear_log();
-             return result;
-           })
-      .def("enable_timeline",
-           [](Root& root, bool value) { root.pipeline().timeline().enable(value); })
-      .def("take_timeline", &take_timeline)
+      .def("take_log", &take_log)
+      .def(
+          "keep_times",
+          [](Root& root, std::size_t iterations) {
+            const py::gil_scoped_release no_gil;
+            root.pipeline().ledger().keep_times(iterations);
+          },
+          py::arg("iterations"))
+      .def("take_times", &take_times)
       .def("memory", [](Root& root) {
         const BufferRing* ring = root.pipeline().gatherer().ring();
         py::dict result;

@@ -137,6 +137,7 @@ void Root::reset_iteration() {
 void Root::synchronize() {
   lanes_->gather.synchronize();
   lanes_->reduce.synchronize();
+  lanes_->device->compute_stream().synchronize();
 }
 
 void Root::delay_stream(const std::string& stream, double seconds) {

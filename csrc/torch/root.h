@@ -39,7 +39,7 @@ class Root : public std::enable_shared_from_this<Root> {
   // Every backward hook calls this first.
   void ensure_backward();
   void reset_iteration();
-  // Blocks until all that was issued for collectives is done.
+  // Blocks until all that was issued so far is done.
   void synchronize();
 
   // For tests: `stream` ("gather" or "reduce") stands still for so long, from now on in order.

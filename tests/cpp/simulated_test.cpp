@@ -32,7 +32,7 @@ class WritingDevice final : public Device {
     return host_->new_stream(name);
   }
   std::unique_ptr<Event> new_event() override { return host_->new_event(); }
-  std::shared_ptr<Moment> mark(Stream& stream) override { return host_->mark(stream); }
+  std::unique_ptr<Moments> new_moments() override { return host_->new_moments(); }
   std::shared_ptr<void> allocate(std::size_t bytes) override { return host_->allocate(bytes); }
   void fill(Stream& stream, void* data, int value, std::size_t bytes) override {
     host_->fill(stream, data, value, bytes);

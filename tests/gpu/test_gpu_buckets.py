@@ -11,6 +11,7 @@ import torch.distributed as dist
 from launcher import run_ranks
 from torch import Tensor, nn
 
+import fsdp_ext
 from fsdp_ext import Link, MixedPrecisionPolicy, Simulated, fully_shard
 
 RANKS = 4
@@ -56,11 +57,11 @@ def _compare(half: bool) -> None:
         assert len(core.buckets()) < len(alone.buckets())
         messages = sum(bucket["gather_messages"] for bucket in core.buckets())
         assert (messages > len(core.buckets())) == (max_message_bytes is not None)
-        core.enable_timeline(True)
-        model(torch.zeros(2, dtype=torch.long, device="cuda")).float().sum().backward()
-        timeline = core.take_timeline()
-        assert {"gather", "pack", "reduce"} <= {what for what, *_ in timeline}
-        assert all(end >= begin for _, _, begin, end in timeline)
+        with fsdp_ext.profile(model) as prof:
+            model(torch.zeros(2, dtype=torch.long, device="cuda")).float().sum().backward()
+        (iteration,) = prof.iterations
+        assert {"gather", "pack", "reduce"} <= {span.work for span in iteration.spans}
+        assert all(iteration.begin <= span.begin <= span.end for span in iteration.spans)
 
 
 @pytest.mark.timeout(90)

@@ -40,6 +40,8 @@ struct FakeEvent {
   HostEvent event;
   std::shared_ptr<Capture> capture;  // of the last record
   std::set<std::size_t> heads;
+  bool has_time = false;
+  Stamp reached{0};
 };
 
 thread_local std::vector<FakeStream*> streams;  // each rank's thread has a GPU of its own
@@ -150,13 +152,26 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   delete as_stream(stream);
   return cudaSuccess;
 }
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned /*flags*/) {
-  *event = reinterpret_cast<cudaEvent_t>(new FakeEvent);
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
+  auto* made = new FakeEvent;
+  made->has_time = (flags & cudaEventDisableTiming) == 0;
+  *event = reinterpret_cast<cudaEvent_t>(made);
   return cudaSuccess;
 }
-// Time is not simulated.
-cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t /*start*/, cudaEvent_t /*end*/) {
-  *milliseconds = 0.0F;
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {
+  const FakeEvent& first = *as_event(start);
+  const FakeEvent& second = *as_event(end);
+  if (!first.has_time || !second.has_time) {
+    return cudaErrorInvalidResourceHandle;
+  }
+  if (!first.event.query() || !second.event.query()) {
+    return cudaErrorNotReady;
+  }
+  *milliseconds = static_cast<float>(second.reached.load() - first.reached.load()) * 1e-6F;
+  return cudaSuccess;
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  as_event(event)->event.synchronize(fsdp::test::kTimeout, "an event");
   return cudaSuccess;
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
@@ -170,6 +185,9 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   if (on.capture != nullptr) {
     recorded.heads = on.heads;
   } else {
+    if (recorded.has_time) {
+      on.queue.stamp(recorded.reached);
+    }
     on.queue.record(recorded.event);
   }
   return cudaSuccess;
