@@ -1,0 +1,264 @@
+"""A step by arithmetic: cases worked out by hand, and what holds of every chain of stages."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from fsdp_ext import Link
+from fsdp_ext.schedule import Prediction, Stage, predict
+
+BENCH = Path(__file__).resolve().parents[1] / "bench"
+NO_TIME = Link("no time", alpha=0.0, beta=1e30)
+
+
+def fixed(seconds: float) -> Link:
+    """Return a link on which each collective takes as long, whatever it carries."""
+    return Link("fixed", alpha=seconds, beta=1e30)
+
+
+def stage(name: str, forward: float, backward: float, *, reduces: bool = True) -> Stage:
+    return Stage(name, forward, backward, gather_bytes=1, reduce_bytes=int(reduces))
+
+
+def spans(prediction: Prediction, lane: str) -> list[tuple[str, float, float]]:
+    return [(s.name, s.begin, s.end) for s in prediction.spans if s.lane == lane]
+
+
+# - By hand
+
+
+def test_the_first_gather_and_the_last_reduction_are_exposed() -> None:
+    step = predict(None, [stage("a", 2, 4), stage("b", 2, 4)], fixed(1))
+    assert spans(step, "gather") == [("a", 0, 1), ("b", 1, 2)]
+    assert spans(step, "compute") == [("a", 1, 3), ("b", 3, 5), ("b", 5, 9), ("a", 9, 13)]
+    assert spans(step, "reduce") == [("b", 9, 10), ("a", 13, 14)]
+    assert (step.step, step.compute, step.exposed, step.wire) == (14, 12, 2, 4)
+    assert step.hidden == 0.5
+
+
+def test_compute_waits_for_a_slow_wire_and_backward_gathers_what_is_gone() -> None:
+    step = predict(None, [stage(name, 1, 1) for name in "abc"], fixed(3))
+    assert spans(step, "gather") == [("a", 0, 3), ("b", 3, 6), ("c", 6, 9), ("a", 11, 14)]
+    assert spans(step, "compute")[-2:] == [("b", 11, 12), ("a", 14, 15)]
+    assert spans(step, "reduce") == [("c", 11, 14), ("b", 14, 17), ("a", 17, 20)]
+    assert step.step == 20
+
+
+def test_the_root_is_gathered_first_and_reduced_last() -> None:
+    step = predict(
+        replace(stage("root", 1, 1), reshards=False),
+        [stage("a", 2, 4), stage("b", 2, 4)],
+        fixed(1),
+    )
+    assert spans(step, "gather") == [("root", 0, 1), ("a", 1, 2), ("b", 2, 3)]
+    assert [name for name, *_ in spans(step, "compute")] == ["a", "b", "root", "root", "b", "a"]
+    assert spans(step, "reduce") == [("b", 12, 13), ("a", 16, 17), ("root", 17, 18)]
+    assert (step.step, step.compute) == (18, 14)
+
+
+def test_a_root_that_reshards_holds_a_slot_so_that_nothing_is_gathered_ahead() -> None:
+    step = predict(stage("root", 0, 0), [stage("a", 1, 1), stage("b", 1, 1)], fixed(1))
+    # b's gather begins when a's slot is free, and a's in backward when b's is.
+    assert spans(step, "gather") == [("root", 0, 1), ("a", 1, 2), ("b", 3, 4), ("a", 6, 7)]
+
+
+def test_stages_that_stay_unsharded_are_gathered_once() -> None:
+    chain = [replace(stage(name, 1, 1), reshards=False) for name in "abcd"]
+    assert [name for name, *_ in spans(predict(None, chain, fixed(1)), "gather")] == list("abcd")
+
+
+def test_stages_without_parameters_send_nothing() -> None:
+    chain = [Stage("a", 1, 2, gather_bytes=0, reduce_bytes=0)] * 3
+    step = predict(None, chain, fixed(1))
+    assert (step.step, step.wire, step.hidden) == (9, 0, 1)
+
+
+def test_nothing_is_gathered_ahead_at_depth_0() -> None:
+    step = predict(None, [stage("a", 1, 1), stage("b", 1, 1)], fixed(1), depth=0)
+    assert spans(step, "gather") == [("a", 0, 1), ("b", 2, 3), ("a", 5, 6)]
+
+
+def test_compute_loses_the_part_of_the_wire_that_contention_says() -> None:
+    chain = [stage("a", 2, 0, reduces=False), stage("b", 2, 0, reduces=False)]
+    step = predict(None, chain, fixed(2), contention=0.5)
+    # From 2 to 4 a runs at half its rate, beside b's gather.
+    assert spans(step, "compute")[:2] == [("a", 2, 5), ("b", 5, 7)]
+    assert (step.step, step.exposed) == (7, 3)
+
+
+def test_two_lanes_take_twice_as_much() -> None:
+    # In backward, a's gather and c's reduction run from 6 on, beside b.
+    chain = [stage("a", 1, 1), stage("b", 1, 3), stage("c", 1, 1)]
+    free, taken = (predict(None, chain, fixed(1), contention=c) for c in (0, 0.5))
+    begin, end = next(span[1:] for span in spans(taken, "compute")[4:] if span[0] == "b")
+    gathers, reductions = spans(taken, "gather"), spans(taken, "reduce")
+    assert gathers[-1] == ("a", begin, begin + 1)
+    assert reductions[0] == ("c", begin, begin + 1)
+    assert end - begin == 3 + 1  # stands still for a second
+    assert free.exposed < taken.exposed
+
+
+def test_with_a_contention_of_1_nothing_is_hidden() -> None:
+    step = predict(None, [stage("a", 2, 4), stage("b", 2, 4)], fixed(1), contention=1)
+    assert step.hidden == 0
+    assert step.step == step.compute + step.wire
+
+
+def test_two_lanes_at_once_take_no_more_than_all_of_compute() -> None:
+    # Of ten collectives, the gathers of b and a in backward are beside a reduction.
+    step = predict(None, [stage(name, 2, 4) for name in "abcd"], fixed(1), contention=1)
+    assert step.exposed == step.wire - 2
+
+
+def test_copies_and_messages_take_the_lanes_time_and_launches_that_of_compute() -> None:
+    one = replace(
+        stage("a", 1, 1),
+        gather_messages=3,
+        reduce_messages=2,
+        copy_seconds_gather=0.5,
+        copy_seconds_reduce=0.25,
+    )
+    step = predict(None, [one], fixed(1), launch=10)
+    assert spans(step, "gather") == [("a", 10, 13.5)]
+    assert spans(step, "reduce") == [("a", 25.5, 27.75)]
+    assert step.compute == 22
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"depth": -1}, "a depth of 0 or more .* depth=-1"),
+        ({"slots": 0}, "at least one slot .* slots=0"),
+        ({"contention": -0.1}, "a contention of 0 or more but got -0.1"),
+        ({"launch": float("nan")}, "a launch of 0 s or more but got nan"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        predict(None, [stage("a", 1, 1)], fixed(1), **arguments)
+
+
+def test_a_stage_expects_numbers_of_0_or_more() -> None:
+    with pytest.raises(ValueError, match="stage 'a' expects backward of 0 or more but got -1"):
+        stage("a", 1, -1)
+
+
+# - Of every chain
+
+seconds = st.floats(0, 1e-2)
+stage_lists = st.lists(
+    st.builds(
+        Stage,
+        name=st.just("a"),
+        forward=seconds,
+        backward=seconds,
+        gather_bytes=st.integers(0, 10**8),
+        reduce_bytes=st.integers(0, 10**8),
+        reshards=st.booleans(),
+        copy_seconds_gather=seconds,
+        copy_seconds_reduce=seconds,
+    ),
+    min_size=1,
+    max_size=8,
+)
+links = st.builds(Link, name=st.just("a link"), alpha=st.floats(0, 1e-3), beta=st.floats(1e9, 1e12))
+depths = st.integers(0, 4)
+NEARLY = 1 + 1e-9  # times are sums of floats
+
+
+def no_more(smaller: float, larger: float) -> bool:
+    return smaller <= larger * NEARLY + 1e-12
+
+
+@settings(max_examples=200, deadline=None)
+@given(stage_lists, links, depths, st.floats(0, 1), st.booleans())
+def test_a_step_has_room_for_each_lane(
+    chain: list[Stage], link: Link, depth: int, contention: float, has_root: bool
+) -> None:
+    root = chain[0] if has_root else None
+    step = predict(root, chain[has_root:], link, depth=depth, contention=contention)
+    for lane in ("compute", "gather", "reduce"):
+        times = spans(step, lane)
+        assert all(no_more(end, begin) for (*_, end), (_, begin, _) in itertools.pairwise(times))
+        assert no_more(sum(end - begin for _, begin, end in times), step.step)
+    assert no_more(step.compute, step.step)
+    assert no_more(step.exposed, step.wire)
+    assert 0 <= step.hidden <= 1
+    assert len(spans(step, "compute")) == 2 * len(chain)
+    assert len(spans(step, "reduce")) == sum(part.reduce_bytes > 0 for part in chain)
+
+
+@settings(max_examples=200, deadline=None)
+@given(stage_lists, links, depths, st.floats(1, 10), st.floats(1, 10))
+def test_a_slower_link_makes_no_step_faster(
+    chain: list[Stage], link: Link, depth: int, latency: float, rate: float
+) -> None:
+    slower = replace(link, alpha=link.alpha * latency, beta=link.beta / rate)
+    steps = [predict(None, chain, each, depth=depth).step for each in (link, slower)]
+    assert no_more(*steps)
+
+
+@settings(max_examples=200, deadline=None)
+@given(stage_lists, links, depths, st.integers(1, 4))
+def test_more_slots_or_depth_make_no_step_slower(
+    chain: list[Stage], link: Link, depth: int, slots: int
+) -> None:
+    less = predict(None, chain, link, depth=depth, slots=slots).step
+    assert no_more(predict(None, chain, link, depth=depth, slots=slots + 1).step, less)
+    assert no_more(predict(None, chain, link, depth=depth + 1, slots=slots).step, less)
+    ring = [predict(None, chain, link, depth=each).step for each in (depth, depth + 1)]
+    assert no_more(ring[1], ring[0])
+
+
+@settings(max_examples=200, deadline=None)
+@given(stage_lists, links, depths, st.floats(0, 1))
+def test_contention_costs_no_more_than_its_part_of_the_wire(
+    chain: list[Stage], link: Link, depth: int, contention: float
+) -> None:
+    free = predict(None, chain, link, depth=depth)
+    taken = predict(None, chain, link, depth=depth, contention=contention)
+    assert no_more(free.step, taken.step)
+    assert no_more(taken.step, free.step + contention * free.wire)
+
+
+@settings(max_examples=50, deadline=None)
+@given(stage_lists, depths, st.floats(0, 1))
+def test_over_a_link_without_time_a_step_is_its_compute(
+    chain: list[Stage], depth: int, contention: float
+) -> None:
+    chain = [replace(part, copy_seconds_gather=0, copy_seconds_reduce=0) for part in chain]
+    step = predict(None, chain, NO_TIME, depth=depth, contention=contention)
+    assert step.step == pytest.approx(step.compute, abs=1e-15)
+    assert step.exposed == pytest.approx(0, abs=1e-15)
+
+
+@pytest.fixture(scope="module")
+def bench_buckets() -> Any:
+    sys.path.insert(0, str(BENCH))
+    try:
+        import buckets
+    finally:
+        sys.path.remove(str(BENCH))
+    return buckets
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes=st.lists(st.integers(1, 10**9), min_size=1, max_size=12), compute=st.floats(1e-6, 1))
+def test_it_is_the_model_of_bench_buckets(
+    bench_buckets: Any, sizes: list[int], compute: float
+) -> None:
+    shares = [compute * nbytes / sum(sizes) for nbytes in sizes]
+    chain = [
+        Stage(str(i), share / 3, share * 2 / 3, nbytes, nbytes)
+        for i, (share, nbytes) in enumerate(zip(shares, sizes, strict=True))
+    ]
+    expected = bench_buckets.schedule(sizes, compute)
+    assert predict(None, chain, bench_buckets.LINK).step == pytest.approx(expected)
