@@ -86,16 +86,10 @@ void make_neighbours(const std::vector<Unit*>& units, const UnitLayout& layout, 
   }
 }
 
-// One rank sends nothing.
-std::size_t most_bytes_of(const std::vector<Unit*>& units) {
-  const Unit& any = *units.front();  // they are alike
-  return any.layout.world_size() > 1 ? any.max_message_bytes : 0;
-}
-
-std::vector<GatherPiece> gathers_of(const UnitLayout& layout, std::size_t most_bytes,
+std::vector<GatherPiece> gathers_of(const UnitLayout& layout, std::size_t max_message_bytes,
                                     Lanes& lanes) {
   std::vector<GatherPiece> pieces;
-  for (const LayoutPart& part : layout.parts(Wire::Gather, most_bytes)) {
+  for (const LayoutPart& part : gather_parts(layout, max_message_bytes)) {
     GatherPiece piece;
     piece.part = part;
     piece.cast_plan = layout.shard_to_gather_plan(part);
@@ -127,16 +121,11 @@ ReducePiece reduction_of(const UnitLayout& layout, const LayoutPart& part, Packe
   return piece;
 }
 
-std::vector<ReducePiece> reductions_of(const UnitLayout& layout, std::size_t most_bytes,
+std::vector<ReducePiece> reductions_of(const UnitLayout& layout, std::size_t max_message_bytes,
                                        Packer& packer) {
   std::vector<ReducePiece> pieces;
-  for (const LayoutPart& part : layout.parts(Wire::Reduce, most_bytes)) {
-    if (layout.pack_plan(part).segment_numel > 0) {  // else all of it is frozen
-      pieces.push_back(reduction_of(layout, part, packer));
-    }
-  }
-  if (pieces.empty()) {
-    pieces.push_back(reduction_of(layout, layout.whole(), packer));
+  for (const LayoutPart& part : reduce_parts(layout, max_message_bytes)) {
+    pieces.push_back(reduction_of(layout, part, packer));
   }
   return pieces;
 }
@@ -148,8 +137,10 @@ Bucket::Bucket(int bucket_number, std::vector<Unit*> members, Lanes& lanes)
       units(std::move(members)),
       name(name_of(units)),
       layout(layout_of(units)),
-      gathers(gathers_of(layout, most_bytes_of(units), lanes)),
-      reductions(reductions_of(layout, most_bytes_of(units), *lanes.packer)),
+      buffers(buffers_of(layout, lanes.gather.communicator().gather_by(),
+                         units.front()->max_message_bytes)),  // in which they are alike
+      gathers(gathers_of(layout, units.front()->max_message_bytes, lanes)),
+      reductions(reductions_of(layout, units.front()->max_message_bytes, *lanes.packer)),
       accumulated_params(layout.trainable_count(), 0),
       gradients(layout.trainable_count(), nullptr),
       finish_modes(layout.trainable_count(), CastMode::Write),
@@ -211,8 +202,17 @@ std::size_t Bucket::reduce_input_bytes() const {
 
 std::size_t Bucket::buffer_bytes() const {
   return (home != nullptr ? home->bytes : 0) +
-         (gather_input != nullptr ? layout.gather_bytes() : 0) +
+         (gather_input != nullptr ? buffers.gather_input : 0) +
          (accumulated != nullptr ? reduce_input_bytes() : 0);
+}
+
+std::vector<BucketUse> uses_of(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+  std::vector<BucketUse> uses;
+  uses.reserve(buckets.size());
+  for (const auto& bucket : buckets) {
+    uses.push_back(bucket->use());
+  }
+  return uses;
 }
 
 }  // namespace fsdp

@@ -29,6 +29,7 @@
 #include "core/lanes.h"
 #include "core/layout.h"
 #include "core/ledger.h"
+#include "core/memory_plan.h"
 #include "core/merging.h"
 #include "core/unit.h"
 #include "device/stream.h"
@@ -84,12 +85,15 @@ struct Bucket {
   // Of the buffers that belong to this bucket alone and exist now.
   std::size_t buffer_bytes() const;
 
+  // As the settings are now.
+  BucketUse use() const { return {buffers, units.front()->reshard_after_forward}; }
   void note_last_pieces();
 
   const int number;
   const std::vector<Unit*> units;  // in the order that forward runs them
   const std::string name;
   const UnitLayout layout;
+  const BucketBuffers buffers;  // how large each is to be
 
   // - Descriptors, made once. At least one piece of each.
   std::vector<GatherPiece> gathers;
@@ -119,5 +123,7 @@ struct Bucket {
   const std::string gather_label;
   const std::string reduce_label;
 };
+
+std::vector<BucketUse> uses_of(const std::vector<std::unique_ptr<Bucket>>& buckets);
 
 }  // namespace fsdp

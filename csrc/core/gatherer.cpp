@@ -1,10 +1,8 @@
 #include "core/gatherer.h"
 
-#include <algorithm>
 #include <string>
 #include <utility>
 
-#include "core/align.h"
 #include "core/check.h"
 
 namespace fsdp {
@@ -13,25 +11,12 @@ namespace {
 const std::string kComputeStream = "the compute stream";
 const std::string kGatherStream = "the gather stream";
 
-// Of all ranks; 0 where the ranks' chunks go to their places directly.
-std::size_t staging_bytes_of(const Bucket& bucket) {
-  std::size_t of_a_piece = 0;
-  for (const GatherPiece& piece : bucket.gathers) {
-    of_a_piece = std::max(of_a_piece, piece.plan.packed_bytes);
-  }
-  return align_up(of_a_piece * static_cast<std::size_t>(bucket.layout.world_size()),
-                  kRegionAlignment) *
-         (bucket.gathers.size() > 1 ? 2 : 1);
-}
-
 // One rank and no cast: the flat shard has the unsharded layout already.
 bool is_identity(const UnitLayout& layout) {
   return layout.world_size() == 1 && !layout.needs_cast();
 }
 
-bool has_slot(const Bucket& bucket) {
-  return !is_identity(bucket.layout) && bucket.layout.unsharded_bytes() > 0;
-}
+bool has_slot(const Bucket& bucket) { return bucket.buffers.slot > 0; }
 
 // Changes if one of the units' does.
 std::uint64_t version_of(const Bucket& bucket) {
@@ -60,21 +45,9 @@ Gatherer::Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, A
 Gatherer::~Gatherer() { lane_.drain(); }
 
 void Gatherer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, int slots) {
-  std::size_t slot_bytes = 0;
-  int ring_buckets = 0;
-  staging_bytes_ = 0;
-  any_cut_ = false;
-  for (const auto& bucket : buckets) {
-    if (!has_slot(*bucket)) {
-      continue;
-    }
-    any_cut_ = any_cut_ || bucket->gathers.size() > 1;
-    if (bucket->units.front()->reshard_after_forward) {
-      slot_bytes = std::max(slot_bytes, bucket->layout.unsharded_bytes());
-      ring_buckets += 1;
-    }
-    staging_bytes_ = std::max(staging_bytes_, staging_bytes_of(*bucket));
-  }
+  const GatherMemory memory = plan_gathers(uses_of(buckets), slots);
+  staging_bytes_ = memory.staging_bytes;
+  any_cut_ = memory.any_cut;
   // What is in flight may still use the memory of the plan before.
   lane_.synchronize();
   if (any_cut_) {
@@ -83,7 +56,7 @@ void Gatherer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, 
   buckets_ = &buckets;
   ring_ = std::make_unique<BufferRing>(
       device_, [this](std::size_t bytes) { return lane_.allocate(bytes, BufferUse::Output); },
-      std::min(slots, ring_buckets), slot_bytes);
+      memory.slots, memory.slot_bytes);
   staging_ = staging_bytes_ > 0 ? lane_.allocate(staging_bytes_, BufferUse::Output) : nullptr;
   follow_compute();  // Note [memory and the compute stream]
   for (const auto& bucket : buckets) {
@@ -222,7 +195,7 @@ Slot* Gatherer::free_slot(Bucket& bucket, bool on_demand) {
 Slot* Gatherer::home_of(Bucket& bucket) {
   if (bucket.home == nullptr) {
     bucket.home = std::make_unique<Slot>();
-    bucket.home->bytes = bucket.layout.unsharded_bytes();
+    bucket.home->bytes = bucket.buffers.slot;
     bucket.home->memory = lane_.allocate(bucket.home->bytes, BufferUse::Output);
     bucket.home->released = device_.new_event();
     follow_compute();
@@ -401,7 +374,7 @@ const char* Gatherer::gather_input(Bucket& bucket) {
     return static_cast<const char*>(bucket.flat_shard());
   }
   if (bucket.gather_input == nullptr) {
-    bucket.gather_input = lane_.allocate(bucket.layout.gather_bytes(), BufferUse::Input);
+    bucket.gather_input = lane_.allocate(bucket.buffers.gather_input, BufferUse::Input);
     follow_compute();
   }
   return static_cast<const char*>(bucket.gather_input.get());

@@ -61,6 +61,10 @@ struct GatherPlan {
   std::size_t packed_offset = 0;  // bytes, in the gather input; to its end
   std::size_t packed_bytes = 0;   // of one rank; 0 if nothing is packed
   UnpackPlan unpack;              // of what is packed
+
+  const char* name() const {
+    return packed_bytes == 0 ? "direct" : direct.empty() ? "packed" : "direct and packed";
+  }
 };
 
 // A part of a unit's parameters that one message carries: some that lie behind each other, or some

@@ -165,6 +165,18 @@ std::vector<Visit> visits(const std::vector<ForwardEvent>& events, std::size_t& 
 
 }  // namespace
 
+MergeTraits merge_traits(const UnitLayout& layout, std::size_t bucket_bytes, DType gradient_dtype) {
+  MergeTraits traits;
+  traits.bytes = layout.gather_bytes() * static_cast<std::size_t>(layout.world_size());
+  traits.limit = layout.world_size() == 1 ? 0 : bucket_bytes;
+  traits.trainable = layout.trainable_count() > 0;
+  traits.grad_dtype = layout.grad_dtype();
+  traits.reduce_dtype = layout.reduce_dtype();
+  traits.gradient_dtype = gradient_dtype;
+  traits.needs_cast = layout.needs_cast();
+  return traits;
+}
+
 std::vector<ForwardEvent> events_of_registration(const std::vector<int>& parents) {
   std::vector<ForwardEvent> events;
   std::vector<int> open;

@@ -33,6 +33,9 @@ struct MergeTraits {
   double reduce_scale = 1.0;
 };
 
+// What follows from the layout. One rank sends nothing, so its units share with none.
+MergeTraits merge_traits(const UnitLayout& layout, std::size_t bucket_bytes, DType gradient_dtype);
+
 struct ForwardEvent {
   int unit;
   bool enters;  // else leaves

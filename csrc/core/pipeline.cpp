@@ -456,21 +456,14 @@ void Pipeline::know_order() {
   partition_is_old_ = true;
 }
 
-// See core/merging.h. One rank has nothing to send.
+// See core/merging.h.
 Partition Pipeline::partition() const {
   std::vector<MergeTraits> traits;
   std::vector<int> parents;
   for (const auto& unit : units_) {
-    const UnitLayout& layout = unit->layout;
-    MergeTraits of_unit;
-    of_unit.bytes = layout.gather_bytes() * static_cast<std::size_t>(world_size_);
-    of_unit.limit = world_size_ == 1 ? 0 : unit->bucket_bytes;
+    MergeTraits of_unit =
+        merge_traits(unit->layout, unit->bucket_bytes, unit->port.gradient_dtype());
     of_unit.max_message_bytes = unit->max_message_bytes;
-    of_unit.trainable = layout.trainable_count() > 0;
-    of_unit.grad_dtype = layout.grad_dtype();
-    of_unit.reduce_dtype = layout.reduce_dtype();
-    of_unit.gradient_dtype = unit->port.gradient_dtype();
-    of_unit.needs_cast = layout.needs_cast();
     of_unit.reshard_after_forward = unit->reshard_after_forward;
     of_unit.reshard_after_backward = unit->reshard_after_backward;
     of_unit.pack_scale = unit->pack_scale;
@@ -506,7 +499,6 @@ void Pipeline::form_buckets(const Partition& partition) {
   partition_ = partition;
 }
 
-// One slot for each bucket that can be in use at once, and one for each gather ahead of it.
 void Pipeline::plan_memory() {
   std::size_t depth = static_cast<std::size_t>(options_.prefetch_depth);
   for (const auto& unit : units_) {
@@ -515,7 +507,7 @@ void Pipeline::plan_memory() {
   FSDP_CHECK(!device_.is_capturing(),
              "a CUDA graph capture expects all buffers to exist; run a few whole steps before "
              "capturing one");
-  gatherer_.plan_memory(buckets_, options_.nesting + static_cast<int>(depth));
+  gatherer_.plan_memory(buckets_, ring_slots(options_.nesting, depth));
   reducer_.plan_memory(buckets_);
   memory_planned_ = true;
 }

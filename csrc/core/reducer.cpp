@@ -4,16 +4,12 @@
 #include <string>
 #include <utility>
 
-#include "core/align.h"
 #include "core/check.h"
 
 namespace fsdp {
 namespace {
 
 const std::string kComputeStream = "the compute stream";
-
-// See Note [gradient lifetime].
-constexpr std::size_t kGradientsInFlight = 2;
 
 constexpr int kBothHalves = 2;
 
@@ -61,23 +57,12 @@ Reducer::~Reducer() { lane_.drain(); }
 
 void Reducer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   lane_.synchronize();
-  input_bytes_ = 0;
-  output_bytes_ = 0;
-  any_cut_ = false;
-  for (const auto& bucket : buckets) {
-    std::size_t of_a_piece = 0;
-    for (const ReducePiece& piece : bucket->reductions) {
-      of_a_piece = std::max(of_a_piece, bucket->reduce_input_bytes(piece));
-    }
-    const bool in_pieces = bucket->reductions.size() > 1;
-    any_cut_ = any_cut_ || in_pieces;
-    of_a_piece = in_pieces ? 2 * align_up(of_a_piece, kRegionAlignment) : of_a_piece;
-    input_bytes_ = std::max(input_bytes_, of_a_piece);
-    output_bytes_ = std::max(output_bytes_, bucket->segment_bytes());
-  }
+  const ReduceMemory memory = plan_reductions(uses_of(buckets));
+  input_bytes_ = memory.input_bytes;
+  output_bytes_ = memory.output_bytes;
+  any_cut_ = memory.any_cut;
   if (any_cut_) {
     lane_.make_copy_streams();
-    input_bytes_ = align_up(input_bytes_, 2 * kRegionAlignment);
   }
   input_ = input_bytes_ > 0 ? lane_.allocate(input_bytes_, BufferUse::Input) : nullptr;
   output_.reset();
@@ -314,8 +299,8 @@ void Reducer::hand_over(Stream& from, Stream& to, const std::string& what) {
 // gradient itself. Else each parameter's chunk is cast or added from the reduce output.
 bool Reducer::choose_finish(Bucket& bucket, const Units& units) {
   const UnitLayout& layout = bucket.layout;
-  bool direct = layout.reduce_dtype() == layout.grad_dtype() &&
-                units.front()->reduce_scale == 1.0 && units.size() == bucket.units.size();
+  bool direct =
+      reduces_in_place(layout, units.front()->reduce_scale) && units.size() == bucket.units.size();
   std::fill(bucket.finish_modes.begin(), bucket.finish_modes.end(), CastMode::Skip);
   for (const Unit* unit : units) {
     for (std::size_t i = 0; i < unit->arrived.size(); ++i) {

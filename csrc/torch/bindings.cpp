@@ -18,6 +18,7 @@
 #include "torch/dtype.h"
 #include "torch/ledger_binding.h"
 #include "torch/packer_binding.h"
+#include "torch/plan_binding.h"
 #include "torch/root.h"
 #include "torch/transports.h"
 #include "torch/unit.h"
@@ -276,10 +277,6 @@ void register_nccl(py::module_& m) {
       py::arg("libraries"));
 }
 
-const char* name_of(const GatherPlan& plan) {
-  return plan.packed_bytes == 0 ? "direct" : plan.direct.empty() ? "packed" : "direct and packed";
-}
-
 py::dict describe(const Bucket& bucket) {
   py::list units;
   for (const Unit* unit : bucket.units) {
@@ -291,7 +288,7 @@ py::dict describe(const Bucket& bucket) {
       bucket.layout.gather_bytes() * static_cast<std::size_t>(bucket.layout.world_size());
   result["reduce_bytes"] = bucket.reduce_input_bytes();
   result["unsharded_bytes"] = bucket.layout.unsharded_bytes();
-  result["gather_plan"] = name_of(bucket.gathers.front().plan);
+  result["gather_plan"] = bucket.gathers.front().plan.name();
   result["gather_messages"] = bucket.gathers.size();
   result["reduce_messages"] = bucket.reductions.size();
   return result;
@@ -340,7 +337,7 @@ void register_root(py::module_& m) {
            })
       .def("gather_plan",
            [](Root& root, int unit) {
-             return name_of(root.pipeline().bucket_of(unit).gathers.front().plan);
+             return root.pipeline().bucket_of(unit).gathers.front().plan.name();
            })
       .def("buckets",
            [](Root& root) {
@@ -432,6 +429,7 @@ PYBIND11_MODULE(_C, m) {
   fsdp::register_shared_memory(m);
   fsdp::register_nccl(m);
   fsdp::register_packer(m);
+  fsdp::register_plan(m);
   fsdp::register_root(m);
   m.def("note_optimizer_step", &fsdp::note_optimizer_step);
   m.attr("DIRECT_BYTES") = fsdp::kDirectBytes;

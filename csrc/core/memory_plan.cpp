@@ -1,0 +1,123 @@
+#include "core/memory_plan.h"
+
+#include <algorithm>
+
+#include "core/align.h"
+
+namespace fsdp {
+namespace {
+
+// One rank sends nothing, and has nothing to cut.
+std::size_t most_bytes_of(const UnitLayout& layout, std::size_t max_message_bytes) {
+  return layout.world_size() > 1 ? max_message_bytes : 0;
+}
+
+// One rank and no cast: the flat shard has the unsharded layout already.
+bool is_identity(const UnitLayout& layout) {
+  return layout.world_size() == 1 && !layout.needs_cast();
+}
+
+// Pieces use two halves in turns: Note [pieces] in core/lanes.h.
+std::size_t halves(std::size_t messages) { return messages > 1 ? 2 : 1; }
+
+}  // namespace
+
+std::vector<LayoutPart> gather_parts(const UnitLayout& layout, std::size_t max_message_bytes) {
+  return layout.parts(Wire::Gather, most_bytes_of(layout, max_message_bytes));
+}
+
+std::vector<LayoutPart> reduce_parts(const UnitLayout& layout, std::size_t max_message_bytes) {
+  std::vector<LayoutPart> parts =
+      layout.parts(Wire::Reduce, most_bytes_of(layout, max_message_bytes));
+  parts.erase(std::remove_if(parts.begin(), parts.end(),
+                             [&layout](const LayoutPart& part) {
+                               return layout.pack_plan(part).segment_numel == 0;
+                             }),
+              parts.end());
+  return parts.empty() ? std::vector<LayoutPart>{layout.whole()} : parts;
+}
+
+BucketBuffers buffers_of(const UnitLayout& layout, GatherBy by, std::size_t max_message_bytes) {
+  const auto ranks = static_cast<std::size_t>(layout.world_size());
+  const std::size_t element = itemsize(layout.reduce_dtype());
+  BucketBuffers buffers;
+  buffers.slot = is_identity(layout) ? 0 : layout.unsharded_bytes();
+  buffers.gather_input = layout.needs_cast() && ranks > 1 ? layout.gather_bytes() : 0;
+  buffers.reduce_output = static_cast<std::size_t>(layout.grad_numel()) * element;
+
+  const std::vector<LayoutPart> gathers = gather_parts(layout, max_message_bytes);
+  std::size_t packed = 0;
+  for (const LayoutPart& part : gathers) {
+    packed = std::max(packed, layout.gather_plan(by, part).packed_bytes);
+  }
+  buffers.gather_messages = gathers.size();
+  if (buffers.slot > 0) {
+    buffers.staging = align_up(packed * ranks, kRegionAlignment) * halves(gathers.size());
+  }
+
+  const std::vector<LayoutPart> reductions = reduce_parts(layout, max_message_bytes);
+  std::size_t segment = 0;
+  for (const LayoutPart& part : reductions) {
+    segment = std::max(segment, static_cast<std::size_t>(layout.pack_plan(part).segment_numel));
+  }
+  buffers.reduce_messages = reductions.size();
+  buffers.reduce_input = segment * ranks * element;
+  if (reductions.size() > 1) {
+    buffers.reduce_input = 2 * align_up(buffers.reduce_input, kRegionAlignment);
+  }
+  return buffers;
+}
+
+bool reduces_in_place(const UnitLayout& layout, double reduce_scale) {
+  return layout.reduce_dtype() == layout.grad_dtype() && reduce_scale == 1.0;
+}
+
+GatherMemory plan_gathers(const std::vector<BucketUse>& buckets, int slots) {
+  GatherMemory memory;
+  int ring_buckets = 0;
+  for (const BucketUse& bucket : buckets) {
+    if (bucket.buffers.slot == 0) {
+      continue;
+    }
+    memory.any_cut = memory.any_cut || bucket.buffers.gather_messages > 1;
+    memory.staging_bytes = std::max(memory.staging_bytes, bucket.buffers.staging);
+    if (bucket.reshards_after_forward) {
+      memory.slot_bytes = std::max(memory.slot_bytes, bucket.buffers.slot);
+      ring_buckets += 1;
+    }
+  }
+  memory.slots = std::min(slots, ring_buckets);
+  return memory;
+}
+
+ReduceMemory plan_reductions(const std::vector<BucketUse>& buckets) {
+  ReduceMemory memory;
+  for (const BucketUse& bucket : buckets) {
+    memory.any_cut = memory.any_cut || bucket.buffers.reduce_messages > 1;
+    memory.input_bytes = std::max(memory.input_bytes, bucket.buffers.reduce_input);
+    memory.output_bytes = std::max(memory.output_bytes, bucket.buffers.reduce_output);
+  }
+  if (memory.any_cut) {  // both halves begin aligned
+    memory.input_bytes = align_up(memory.input_bytes, 2 * kRegionAlignment);
+  }
+  return memory;
+}
+
+std::size_t gradients_in_flight(const std::vector<std::size_t>& bytes,
+                                const std::vector<int>& parents) {
+  std::size_t most = 0;
+  for (std::size_t i = 0; i < bytes.size(); ++i) {
+    std::size_t alive = 0;
+    const std::size_t end = std::min(bytes.size(), i + 1 + kGradientsInFlight);
+    for (std::size_t j = i; j < end; ++j) {  // backward has taken those behind i before
+      alive += bytes[j];
+    }
+    for (int parent = parents[i]; parent >= 0; parent = parents[static_cast<std::size_t>(parent)]) {
+      alive += bytes[static_cast<std::size_t>(parent)];
+    }
+    most = std::max(most, alive);
+  }
+  return most;
+}
+
+}  // namespace fsdp

@@ -1,0 +1,139 @@
+// Which buffers buckets take, worked out by hand.
+#include "core/memory_plan.h"
+
+#include <gtest/gtest.h>
+
+#include "core/align.h"
+
+namespace fsdp {
+namespace {
+
+ParamSpec spec(std::int64_t rows, std::int64_t row_numel, bool trainable = true) {
+  ParamSpec param;
+  param.name = "w";
+  param.rows = rows;
+  param.row_numel = row_numel;
+  param.trainable = trainable;
+  return param;
+}
+
+// Two parameters of 4 rows a rank, 16 and 32 bytes a row: 64 and 128 bytes of each rank.
+UnitLayout two_parameters(int ranks, DType wire = DType::Float32) {
+  std::vector<ParamSpec> params = {spec(4 * ranks, 4), spec(4 * ranks, 8)};
+  for (ParamSpec& param : params) {
+    param.param_dtype = wire;
+  }
+  return {params, ranks, DType::Float32, DType::Float32};
+}
+
+BucketUse bucket(std::size_t slot, bool reshards = true) {
+  BucketUse use;
+  use.buffers.slot = slot;
+  use.reshards_after_forward = reshards;
+  return use;
+}
+
+TEST(MemoryPlan, StagingIsWhatATransportPacks) {
+  const UnitLayout layout = two_parameters(8);
+  EXPECT_EQ(buffers_of(layout, GatherBy::Packing, 0).staging, 8 * 192U);
+  EXPECT_EQ(buffers_of(layout, GatherBy::Parameter, 0).staging, 0U);
+  const BucketBuffers buffers = buffers_of(layout, GatherBy::Size, 0);
+  EXPECT_EQ(buffers.staging, 8 * 192U);  // both are small
+  EXPECT_EQ(buffers.slot, 8 * 192U);
+  EXPECT_EQ(buffers.reduce_input, 8 * 192U);
+  EXPECT_EQ(buffers.reduce_output, 192U);
+  EXPECT_EQ(buffers.gather_input, 0U);
+  EXPECT_EQ(buffers.gather_messages, 1U);
+  EXPECT_EQ(buffers.reduce_messages, 1U);
+}
+
+TEST(MemoryPlan, ACastOfSeveralRanksHasAnInput) {
+  EXPECT_EQ(buffers_of(two_parameters(8, DType::BFloat16), GatherBy::Packing, 0).gather_input, 96U);
+  // One rank casts into its slot, and needs none without a cast.
+  const BucketBuffers cast = buffers_of(two_parameters(1, DType::BFloat16), GatherBy::Packing, 0);
+  EXPECT_EQ(cast.gather_input, 0U);
+  EXPECT_EQ(cast.slot, 512U);
+  const BucketBuffers alone = buffers_of(two_parameters(1), GatherBy::Packing, 0);
+  EXPECT_EQ(alone.slot, 0U);
+  EXPECT_EQ(alone.staging, 0U);
+}
+
+TEST(MemoryPlan, PiecesTakeTwoMessages) {
+  // Of 8 ranks, 512 and 1,024 bytes: a message each, or rows of them.
+  const UnitLayout layout = two_parameters(8);
+  const BucketBuffers whole_parameters = buffers_of(layout, GatherBy::Packing, 1024);
+  EXPECT_EQ(whole_parameters.gather_messages, 2U);
+  EXPECT_EQ(whole_parameters.staging, 0U);  // each is alone in its message
+  EXPECT_EQ(whole_parameters.reduce_input, 2 * 1024U);
+  const BucketBuffers rows = buffers_of(layout, GatherBy::Packing, 256);
+  EXPECT_EQ(rows.gather_messages, 2 + 4U);
+  EXPECT_EQ(rows.staging, 2 * 256U);
+  EXPECT_EQ(rows.reduce_input, 2 * 256U);
+  EXPECT_EQ(rows.reduce_output, 192U);
+}
+
+TEST(MemoryPlan, OneRankSendsNothingThatCouldBeCut) {
+  EXPECT_EQ(gather_parts(two_parameters(1), 16).size(), 1U);
+  EXPECT_EQ(reduce_parts(two_parameters(1), 16).size(), 1U);
+}
+
+TEST(MemoryPlan, FrozenPartsAreNotReduced) {
+  const UnitLayout some({spec(16, 4, /*trainable=*/false), spec(16, 4)}, 4, DType::Float32,
+                        DType::Float32);
+  ASSERT_EQ(gather_parts(some, 256).size(), 2U);
+  ASSERT_EQ(reduce_parts(some, 256).size(), 1U);
+  EXPECT_EQ(some.pack_plan(reduce_parts(some, 256).front()).segment_numel, 16);
+  const UnitLayout none({spec(16, 4, /*trainable=*/false)}, 4, DType::Float32, DType::Float32);
+  ASSERT_EQ(reduce_parts(none, 64).size(), 1U);  // of nothing
+  EXPECT_EQ(buffers_of(none, GatherBy::Packing, 64).reduce_input, 0U);
+}
+
+TEST(MemoryPlan, TheRingHasSlotsOfTheLargestBucketThatReshards) {
+  const std::vector<BucketUse> buckets = {bucket(4096, /*reshards=*/false), bucket(256),
+                                          bucket(1024), bucket(0)};
+  EXPECT_EQ(plan_gathers(buckets, 5).slots, 2);  // more would stay empty
+  EXPECT_EQ(plan_gathers(buckets, 1).slots, 1);
+  EXPECT_EQ(plan_gathers(buckets, 5).slot_bytes, 1024U);
+  EXPECT_EQ(plan_gathers({bucket(512, false)}, 2).slots, 0);
+  EXPECT_EQ(ring_slots(/*nesting=*/2, /*prefetch_depth=*/3), 5);
+}
+
+TEST(MemoryPlan, SharedBuffersAreThoseOfTheBucketThatNeedsMost) {
+  const UnitLayout large = two_parameters(8);
+  const UnitLayout small({spec(3, 5)}, 8, DType::Float32, DType::Float32);
+  const std::vector<BucketUse> uses = {{buffers_of(small, GatherBy::Packing, 0), true},
+                                       {buffers_of(large, GatherBy::Packing, 0), false}};
+  EXPECT_EQ(plan_gathers(uses, 2).staging_bytes, 8 * 192U);
+  EXPECT_FALSE(plan_gathers(uses, 2).any_cut);
+  const ReduceMemory reductions = plan_reductions(uses);
+  EXPECT_EQ(reductions.input_bytes, 8 * 192U);
+  EXPECT_EQ(reductions.output_bytes, 192U);
+}
+
+TEST(MemoryPlan, HalvesAreAlignedWhereSomeBucketIsCut) {
+  const UnitLayout odd({spec(8 * 13, 5)}, 8, DType::Float32, DType::Float32);
+  const BucketUse whole{buffers_of(odd, GatherBy::Packing, 0), true};
+  const BucketUse cut{buffers_of(two_parameters(8), GatherBy::Packing, 256), true};
+  ASSERT_GT(cut.buffers.reduce_messages, 1U);
+  EXPECT_EQ(plan_reductions({whole}).input_bytes, 8 * 272U);
+  EXPECT_FALSE(plan_reductions({whole}).any_cut);
+  EXPECT_EQ(plan_reductions({whole, cut}).input_bytes, 5 * 512U);
+  EXPECT_TRUE(plan_reductions({whole, cut}).any_cut);
+}
+
+TEST(MemoryPlan, ReductionsWriteTheGradientWhereNothingIsCastOrScaled) {
+  EXPECT_TRUE(reduces_in_place(two_parameters(2), 1.0));
+  EXPECT_FALSE(reduces_in_place(two_parameters(2), 0.5));
+  EXPECT_FALSE(reduces_in_place(UnitLayout({spec(4, 4)}, 2, DType::Float32, DType::BFloat16), 1.0));
+}
+
+TEST(MemoryPlan, GradientsInFlightAreThoseOfThreeBucketsAndWhatEnclosesThem) {
+  EXPECT_EQ(gradients_in_flight({}, {}), 0U);
+  EXPECT_EQ(gradients_in_flight({1, 10, 100, 1000, 10000}, {-1, -1, -1, -1, -1}), 11100U);
+  // 0 encloses all, 1 the two behind it.
+  EXPECT_EQ(gradients_in_flight({1, 10, 100, 1000, 10000}, {-1, 0, 1, 1, 0}), 11111U);
+  EXPECT_EQ(gradients_in_flight({7}, {-1}), 7U);
+}
+
+}  // namespace
+}  // namespace fsdp
