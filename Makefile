@@ -16,6 +16,7 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 NPROC ?= 2
 TRAIN_ARGS ?=
+BENCH ?= all
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
 GPU_CHECK_ARGS ?=
@@ -62,16 +63,8 @@ train: develop  ## train a GPT sharded over NPROC ranks (TRAIN_ARGS="--steps 20"
 	  examples/train_gpt.py $(TRAIN_ARGS)
 
 .PHONY: bench
-bench: develop  ## measure host overhead, packing, steps, overlap, buckets and collectives beside PyTorch's (BENCH_ARGS="--quick")
-	OMP_NUM_THREADS=1 "$(BIN)/python" bench/host_overhead.py $(BENCH_ARGS)
-	OMP_NUM_THREADS=1 "$(BIN)/python" bench/pack.py $(BENCH_ARGS)
-	OMP_NUM_THREADS=1 "$(BIN)/python" bench/step.py $(BENCH_ARGS)
-	OMP_NUM_THREADS=1 "$(BIN)/python" bench/overlap.py $(BENCH_ARGS)
-	OMP_NUM_THREADS=1 "$(BIN)/python" bench/buckets.py $(BENCH_ARGS)
-	OMP_NUM_THREADS=1 "$(BIN)/torchrun" --standalone --nproc-per-node $(NPROC) \
-	  bench/step.py $(BENCH_ARGS)
-	OMP_NUM_THREADS=1 "$(BIN)/torchrun" --standalone --nproc-per-node $(NPROC) \
-	  bench/collectives.py $(BENCH_ARGS)
+bench: develop  ## measure beside PyTorch's: all benchmarks, or BENCH=pack (BENCH_ARGS="--quick")
+	"$(BIN)/python" -m bench $(BENCH) $(BENCH_ARGS)
 
 # ---- Test ----------------------------------------------------------------------------------------
 

@@ -1,6 +1,4 @@
-"""How much travels together: communication and step time by bucket size, and by message size.
-
-    python bench/buckets.py [--quick] [--json FILE]
+"""How much should travel together: what do bucket size and message size cost and save?
 
 Over a simulated link (alpha 20 us, beta 100 GB/s, 64 ranks), on one process. First, models of as
 many layers of one size train with buckets of several sizes. Communication time is what the lanes'
@@ -15,21 +13,25 @@ simulated; copies are real.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import arguments, print_table, write_json
 from torch import nn
 
+from bench.harness import Keep
+from bench.output import picture, print_table
 from fsdp_ext import Link, MixedPrecisionPolicy, Simulated, fully_shard
 
-RANKS = 64
+TITLE = "buckets (simulated)"
+DEVICES = ("cpu",)
+SIMULATED_RANKS = 64
 FEW_RANKS = 8  # of the large unit, so that a rank's shard is large, too
 LINK = Link("20 us, 100 GB/s", alpha=20e-6, beta=100e9)
 NO_TIME = Link("no time", alpha=0.0, beta=1e30)
@@ -59,7 +61,7 @@ class Training:
 
     def __init__(self, shape: Shape, link: Link, bucket_bytes: int | None) -> None:
         torch.manual_seed(0)
-        transport = Simulated(RANKS, link)
+        transport = Simulated(SIMULATED_RANKS, link)
         layers = (nn.Linear(shape.dim, shape.dim, bias=False) for _ in range(shape.layers))
         self.model: Any = nn.Sequential(*layers)
         for layer in self.model:
@@ -110,7 +112,7 @@ def schedule(buckets: Sequence[int], compute: float) -> float:
     return max(now, reduced)
 
 
-def measure(shape: Shape, bucket_bytes: int | None, repeats: int) -> dict[str, Any]:
+def measure_buckets(shape: Shape, bucket_bytes: int | None, repeats: int) -> dict[str, Any]:
     """Return one row of the first part."""
     free = Training(shape, NO_TIME, bucket_bytes if bucket_bytes is not None else default_bytes())
     wired = Training(shape, LINK, bucket_bytes)
@@ -154,13 +156,13 @@ def default_bytes() -> int:
     return default_bucket_bytes(LINK)
 
 
-def show_buckets(shape: Shape, rows: Sequence[dict[str, Any]]) -> None:
+def show_buckets(shape: str, rows: Sequence[dict[str, Any]]) -> None:
     """Print the curve of one shape."""
 
     def least(column: str) -> float:
         return min(row[column] for row in rows)
 
-    print(f"\n{shape}, link {LINK.name}, {RANKS} ranks (simulated)")
+    print(f"{shape}, link {LINK.name}, {SIMULATED_RANKS} ranks (simulated)")
     header = ["bucket MB", "buckets", "collectives", "simulated wire ms", "predicted"]
     header += ["simulated step ms", "predicted", "without wire", "slots MB"]
     table = []
@@ -178,9 +180,13 @@ def show_buckets(shape: Shape, rows: Sequence[dict[str, Any]]) -> None:
         table.append([*cells, f"{row['step_without_wire_ms']:.2f}", f"{row['slots_mb']:.1f}"])
     print_table(header, table)
     wire, predicted = "simulated_communication_ms", "predicted_communication_ms"
-    alone, default = rows[0], rows[-1]
+    alone = [row for row in rows if row["bucket_bytes"] == 0]
+    chosen = [row for row in rows if row["is_default"]]
+    if not (alone and chosen):  # the run ended before
+        return
+    (first,), (default,) = alone, chosen
     print(
-        f"units by themselves take {alone[wire] / default[wire]:.1f} times as long on the "
+        f"units by themselves take {first[wire] / default[wire]:.1f} times as long on the "
         "simulated wire as buckets of the default size, which take "
         f"{default[wire] / default[predicted]:.0%} of alpha * collectives + S / beta"
     )
@@ -221,8 +227,10 @@ def phases(model: Any, core: Any, tokens: torch.Tensor, repeats: int) -> dict[st
     return seconds
 
 
-def measure_cut(nbytes: int, messages: Sequence[int | None], repeats: int) -> list[dict[str, Any]]:
-    """Return the rows of the second part, the whole unit's first.
+def measure_cut(
+    nbytes: int, messages: Sequence[int | None], repeats: int
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the second part, the whole unit's first.
 
     The link is as fast as the slower of the unit's copies is, so that neither can hide by the wire
     being slow.
@@ -250,35 +258,29 @@ def measure_cut(nbytes: int, messages: Sequence[int | None], repeats: int) -> li
     copies = train(NO_TIME, None)
     slowest = max(copies["gather copies"], copies["reduce copies"])
     link = Link("as slow as the copies", alpha=LINK.alpha, beta=nbytes / slowest)
-    result = []
+    before = None  # seconds of the copies where the unit is whole
     for most in messages:
         row = train(link, most)
-        first = result[0] if result else None
-        result.append(
-            {
-                "unit_mb": nbytes / MB,
-                "message_mb": None if most is None else most / MB,
-                "link": f"simulated: {link.alpha * 1e6:.0f} us, {link.beta / 1e9:.2f} GB/s",
-                **{
-                    f"simulated_{name.replace(' ', '_')}_ms": row[name] * 1e3
-                    for name in row
-                    if name != "buffers"
-                },
-                "buffers_mb": row["buffers"] / MB,
-            }
-        )
-        whole = first or result[0]
-        both = ("gather", "reduce")
-        exposed = sum(result[-1][f"simulated_{name}_copies_ms"] for name in both)
-        before = sum(whole[f"simulated_{name}_copies_ms"] for name in both)
-        result[-1]["simulated_hidden"] = 1 - exposed / before
-    return result
+        exposed = row["gather copies"] + row["reduce copies"]
+        before = before or exposed
+        yield {
+            "unit_mb": nbytes / MB,
+            "message_mb": None if most is None else most / MB,
+            "link": f"simulated: {link.alpha * 1e6:.0f} us, {link.beta / 1e9:.2f} GB/s",
+            **{
+                f"simulated_{name.replace(' ', '_')}_ms": row[name] * 1e3
+                for name in row
+                if name != "buffers"
+            },
+            "buffers_mb": row["buffers"] / MB,
+            "simulated_hidden": 1 - exposed / before,
+        }
 
 
 def show_cut(rows: Sequence[dict[str, Any]]) -> None:
     """Print the second part."""
     first = rows[0]
-    print(f"\none unit of {first['unit_mb']:.0f} MB in bf16, {first['link']}")
+    print(f"one unit of {first['unit_mb']:.0f} MB in bf16, {first['link']}")
     header = ["message MB", "simulated gather ms", "its copies", "simulated reduction ms"]
     header += ["its copies", "of copies hidden", "buffers MB"]
     print_table(
@@ -298,27 +300,55 @@ def show_cut(rows: Sequence[dict[str, Any]]) -> None:
     )
 
 
-def main() -> None:
-    """Measure both parts, print their tables, and write JSON if asked to."""
-    parser = arguments(__doc__, quick="two shapes, few sizes and repeats, a small unit")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message="fsdp_ext: .*simulated")  # said above
+def measure(args: argparse.Namespace, keep: Keep) -> None:
+    """Measure both parts; --quick: two shapes, few sizes and repeats, a small unit."""
+    warnings.filterwarnings("ignore", message="fsdp_ext: .*simulated")  # said in the tables
     repeats = 6 if args.quick else 30
-    rows = []
+    sizes = [0, 8 * MB, None] if args.quick else [*BUCKETS, None]
     for shape in SHAPES[:2] if args.quick else SHAPES:
-        sizes = [0, 8 * MB, None] if args.quick else [*BUCKETS, None]
-        of_shape = [measure(shape, nbytes, repeats) for nbytes in sizes]
-        show_buckets(shape, of_shape)
-        rows += of_shape
+        for nbytes in sizes:
+            keep(measure_buckets(shape, nbytes, repeats))
     unit = 32 * MB if args.quick else 512 * MB
     messages = [None, *(unit // pieces for pieces in ((8,) if args.quick else (4, 8, 16, 32, 64)))]
-    cut = measure_cut(unit, messages, 4 if args.quick else 8)
-    show_cut(cut)
-    if args.json:
-        write_json(args.json, "buckets (simulated)", [*rows, *cut])
-        print(f"wrote {args.json}")
+    for row in measure_cut(unit, messages, 4 if args.quick else 8):
+        keep(row)
 
 
-if __name__ == "__main__":
-    main()
+def by_shape(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of the first part for each shape."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if "shape" in row:
+            found.setdefault(row["shape"], []).append(row)
+    return found
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print the tables of both parts."""
+    for shape, of_shape in by_shape(rows).items():
+        show_buckets(shape, of_shape)
+        print()
+    cut = [row for row in rows if "unit_mb" in row]
+    if cut:
+        show_cut(cut)
+
+
+def plot(rows: list[dict[str, Any]], path: str) -> None:
+    """Draw wire and step over the bucket size, beside what the models predict."""
+    title = f"link {LINK.name}, {SIMULATED_RANKS} ranks (simulated)"
+    columns = {"communication": "wire", "step": "step"}
+    with picture(path, title, columns=2) as all_axes:
+        for axes, (column, what) in zip(all_axes, columns.items(), strict=True):
+            for i, (shape, of_shape) in enumerate(by_shape(rows).items()):
+                # The default is one of the sizes that were asked for, once more.
+                asked = [row for row in of_shape if not row["is_default"]]
+                ordered = sorted(asked, key=lambda row: row["bucket_bytes"])
+                sizes = [row["bucket_bytes"] / MB for row in ordered]
+                measured = [row[f"simulated_{column}_ms"] for row in ordered]
+                predicted = [row[f"predicted_{column}_ms"] for row in ordered]
+                axes.plot(sizes, measured, f"C{i}o-", label=shape)
+                axes.plot(sizes, predicted, f"C{i}--", label=f"{shape}, predicted")
+            # A size of 0, each unit by itself, has its place beside the logarithms.
+            axes.set_xscale("symlog", linthresh=1)
+            axes.set(xlabel="bucket, MB", ylabel=f"simulated {what} of a step, ms", yscale="log")
+            axes.legend(fontsize="small")

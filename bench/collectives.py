@@ -1,6 +1,4 @@
-"""All-gather and reduce-scatter of each transport, in the columns of nccl-tests.
-
-    torchrun --nproc-per-node 2 bench/collectives.py [--quick] [--json FILE] [--device cuda]
+"""How fast are all-gather and reduce-scatter of each transport, in the columns of nccl-tests?
 
 S, the size of a row, is that of the whole: what is gathered, or what each rank brings to a
 reduction. algbw = S / time, busbw = algbw * (N - 1) / N for N ranks (nccl-tests,
@@ -17,6 +15,7 @@ functional test and marked so.
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import time
@@ -26,15 +25,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import arguments, bind_to_core, leave_ranks, print_table, write_json
 from torch import Tensor
 
+from bench import ranks
+from bench.harness import Keep
+from bench.output import picture, print_table
+from bench.timing import operands_in_rotation
 from fsdp_ext import _C
 from fsdp_ext.communicator import lanes_of
 
 Collective = Callable[[Tensor, Tensor], None]
 OPERATIONS = ("all_gather", "reduce_scatter")
-BYTES_IN_ROW = 2**27  # of up to 20 calls that are timed as one, each on memory of its own
+RANKS = 2
+LEAST_IN_ROW = 2  # calls that are timed as one, each on memory of its own
 
 
 @dataclass(frozen=True)
@@ -100,22 +103,17 @@ def raw_nccl() -> System:
 
 def operands(operation: str, size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return inputs, outputs of NaN, and what these are to be: a row for each of several calls."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    index = torch.arange(size // 4 // ranks, device=device, dtype=torch.float32) % 1024
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    index = torch.arange(size // 4 // world_size, device=device, dtype=torch.float32) % 1024
     if operation == "all_gather":
         source = index + rank
-        expected = torch.cat([index + r for r in range(ranks)])
+        expected = torch.cat([index + r for r in range(world_size)])
     else:
-        source = torch.cat([index + 2 * r for r in range(ranks)]) + rank
-        expected = ranks * (index + 2 * rank) + sum(range(ranks))
-    calls = calls_in_row(size)
+        source = torch.cat([index + 2 * r for r in range(world_size)]) + rank
+        expected = world_size * (index + 2 * rank) + sum(range(world_size))
+    calls = operands_in_rotation(size, LEAST_IN_ROW)
     targets = torch.full((calls, expected.numel()), float("nan"), device=device)
     return source.repeat(calls, 1), targets, expected.repeat(calls, 1)
-
-
-def calls_in_row(size: int) -> int:
-    """Return how many calls are timed as one."""
-    return max(2, min(20, BYTES_IN_ROW // size))
 
 
 def time_in_row(
@@ -134,11 +132,11 @@ def time_in_row(
     return (time.perf_counter() - start) / len(pairs)
 
 
-def measure(
+def measure_size(
     found: dict[str, System], operation: str, size: int, device: torch.device, repeats: int
 ) -> list[dict[str, Any]]:
     """Return a row for each system, after a look at the numbers."""
-    ranks = dist.get_world_size()
+    world_size = dist.get_world_size()
     calls: dict[str, tuple[Callable[[Tensor, Tensor], object], Tensor, Tensor]] = {}
     outputs: dict[str, tuple[Tensor, Tensor]] = {}
     for name, system in found.items():
@@ -146,8 +144,8 @@ def measure(
         calls[name] = (getattr(system, operation), system.place(source), target)
         outputs[name] = target, expected
     if device.type == "cpu":
-        touched = 2 * size if operation == "all_gather" else size + size // ranks
-        source = torch.zeros(calls_in_row(size), touched // 2 // 4)
+        touched = 2 * size if operation == "all_gather" else size + size // world_size
+        source = torch.zeros(operands_in_rotation(size, LEAST_IN_ROW), touched // 2 // 4)
         calls["memcpy"] = (lambda a, b: b.copy_(a), source, torch.ones_like(source))
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(repeats + 2):
@@ -170,12 +168,12 @@ def measure(
                 "system": name,
                 "operation": operation,
                 "bytes": size,
-                "ranks": ranks,
+                "ranks": world_size,
                 "us": median * 1e6,
                 "us_low": low * 1e6,
                 "us_high": high * 1e6,
                 "algbw": algbw,
-                "busbw": algbw * (ranks - 1) / ranks,
+                "busbw": algbw * (world_size - 1) / world_size,
                 "wrong": int(wrong[i]) if name in outputs else None,
                 "of_torch": of[next(iter(n for n in of if n.startswith("torch")))] / of[name],
                 "of_memcpy": of["memcpy"] / of[name] if "memcpy" in of else None,
@@ -215,66 +213,76 @@ def share_gpu() -> None:
     }
 
 
-def main() -> None:
-    """Measure, print a table, and write JSON if asked to."""
-    parser = arguments(__doc__, quick="three sizes, few repeats")
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
-    args = parser.parse_args()
-    if "RANK" not in os.environ:
-        parser.error("expects to be started by torchrun: torchrun --nproc-per-node 2 ...")
-    device = torch.device(args.device)
-    shared = False
-    if device.type == "cuda":
-        local_rank = int(os.environ["LOCAL_RANK"])
-        shared = torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"])
-        device = torch.device("cuda", 0 if shared else local_rank)
-        torch.cuda.set_device(device)
-        if shared:
-            share_gpu()
-    torch.set_num_threads(1)
-    if device.type == "cpu":
-        bind_to_core()
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    sizes = [2**20, 2**24, 2**26] if args.quick else [2**k for k in range(12, 28, 2)]
+def join(device: str) -> tuple[torch.device, bool]:
+    """Make the process group; return where this rank computes, and whether others do, too."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    shared = device == "cuda" and torch.cuda.device_count() < local
+    if shared:
+        share_gpu()
+    return ranks.join(device), shared
+
+
+def measure(args: argparse.Namespace, keep: Keep) -> None:
+    """Measure both operations at all sizes."""
+    device, shared = join(args.device)
+    common = {"device": device.type, "shared_gpu": shared}
+    sizes = [2**16, 2**20, 2**24] if args.quick else [2**k for k in range(12, 28, 2)]
     found, missing = systems(device)
-    rows = [
-        row
-        for operation in OPERATIONS
-        for size in sizes
-        for row in measure(found, operation, size, device, 8 if args.quick else 20)
-    ]
-    if dist.get_rank() == 0:
-        note = ", which share a GPU: FUNCTIONAL ONLY, times mean nothing" if shared else ""
-        print(f"fp32 on {device.type}, {dist.get_world_size()} ranks{note}")
-        table = [
-            [
-                row["operation"],
-                row["system"],
-                f"{row['bytes']:,}",
-                f"{row['us']:,.1f}",
-                f"{row['us_low']:,.1f} to {row['us_high']:,.1f}",
-                f"{row['algbw']:.2f}",
-                f"{row['busbw']:.2f}",
-                f"{row['of_torch']:.2f}",
-                "" if row["of_memcpy"] is None else f"{row['of_memcpy']:.0%}",
-                "" if row["wrong"] is None else str(row["wrong"]),
-            ]
-            for row in rows
+    for operation in OPERATIONS:
+        for size in sizes:
+            for row in measure_size(found, operation, size, device, 8 if args.quick else 20):
+                keep({**row, **common})
+    for name, why in missing.items():
+        keep({"system": name, "error": why, **common})
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print the table."""
+    measured = [row for row in rows if "error" not in row]
+    note = ", which share a GPU: FUNCTIONAL ONLY, times mean nothing"
+    first = measured[0]
+    shared = note if first["shared_gpu"] else ""
+    print(f"fp32 on {first['device']}, {first['ranks']} ranks{shared}")
+    table = [
+        [
+            row["operation"],
+            row["system"],
+            f"{row['bytes']:,}",
+            f"{row['us']:,.1f}",
+            f"{row['us_low']:,.1f} to {row['us_high']:,.1f}",
+            f"{row['algbw']:.2f}",
+            f"{row['busbw']:.2f}",
+            f"{row['of_torch']:.2f}",
+            "" if row["of_memcpy"] is None else f"{row['of_memcpy']:.0%}",
+            "" if row["wrong"] is None else str(row["wrong"]),
         ]
-        header = ["operation", "system", "bytes", "us", "quartiles", "algbw", "busbw"]
-        header += ["x torch", "of memcpy", "#wrong"]
-        print_table(header, table)
-        for name, why in missing.items():
-            print(f"{name}: not run: {why}")
-        if args.json:
-            write_json(args.json, "collectives", [{**row, "shared_gpu": shared} for row in rows])
-            print(f"wrote {args.json}")
-    wrong = sum(row["wrong"] or 0 for row in rows)
-    if wrong:
-        raise SystemExit(f"{wrong} elements are wrong, see the last column")
-    leave_ranks()
+        for row in measured
+    ]
+    header = ["operation", "system", "bytes", "us", "quartiles", "algbw", "busbw"]
+    print_table([*header, "x torch", "of memcpy", "#wrong"], table)
+    for row in rows:
+        if "error" in row:
+            print(f"{row['system']}: not run: {row['error']}")
 
 
-if __name__ == "__main__":
-    main()
+def fault(rows: list[dict[str, Any]]) -> str | None:
+    """Return what is said of wrong elements."""
+    wrong = sum(row.get("wrong") or 0 for row in rows)
+    return f"{wrong} elements are wrong, see the last column" if wrong else None
+
+
+def plot(rows: list[dict[str, Any]], path: str) -> None:
+    """Draw the bus bandwidth over the size, for each operation."""
+    measured = [row for row in rows if "error" not in row]
+    title = f"fp32, {measured[0]['ranks']} ranks, {measured[0]['device']}"
+    with picture(path, title, columns=len(OPERATIONS)) as all_axes:
+        for axes, operation in zip(all_axes, OPERATIONS, strict=True):
+            points: dict[str, list[tuple[int, float]]] = {}
+            for row in measured:
+                if row["operation"] == operation:
+                    points.setdefault(row["system"], []).append((row["bytes"], row["busbw"]))
+            for name, line in points.items():
+                axes.plot(*zip(*line, strict=True), marker="o", label=name)
+            axes.set(title=operation, xlabel="bytes", ylabel="busbw, GB/s", xscale="log")
+            axes.set_ylim(bottom=0)
+            axes.legend()

@@ -1,6 +1,4 @@
-"""How much host time sharding adds to a step, for each unit: ours beside FSDP2 and FSDP1.
-
-    python bench/host_overhead.py [--quick] [--json FILE] [--device cuda]
+"""How much host time does sharding add to a step, for each unit?
 
 On the CPU the process group is "fake": collectives take no time and bring nothing, so what is left
 is what the host does. On a GPU it is NCCL with one rank, and what is timed is the host alone,
@@ -12,6 +10,7 @@ systems in turns in this process.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import random
 import time
@@ -22,9 +21,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Timing, arguments, as_microseconds, print_table, write_json
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from bench.harness import Keep
+from bench.output import picture, print_table
+from bench.timing import Timing, as_microseconds
 
 WORLD_SIZE = 8
 UNITS = 24
@@ -78,7 +80,9 @@ SYSTEMS: dict[str, Callable[[nn.Sequential], nn.Module]] = {
 }
 
 
-def measure(layers: int, units: int, repeats: int, device: torch.device) -> list[dict[str, Any]]:
+def measure_size(
+    layers: int, units: int, repeats: int, device: torch.device
+) -> list[dict[str, Any]]:
     """Return a row for each system: its overhead a unit, and the ratio to FSDP2's."""
     batch = torch.randn(BATCH, WIDTH, device=device)
 
@@ -126,6 +130,7 @@ def measure(layers: int, units: int, repeats: int, device: torch.device) -> list
     rows = []
     for name in SYSTEMS:
         row: dict[str, Any] = {"system": name, "parameters_per_unit": 2 * layers, "units": units}
+        row["device"] = device.type
         if name in errors:
             rows.append({**row, "error": errors[name]})
             continue
@@ -137,48 +142,66 @@ def measure(layers: int, units: int, repeats: int, device: torch.device) -> list
     return rows
 
 
-def main() -> None:
-    """Measure, print a table, and write JSON if asked to."""
-    parser = arguments(__doc__, quick="seconds instead of a minute")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+def measure(args: argparse.Namespace, keep: Keep) -> None:
+    """Measure many small units, then fewer with more parameters each."""
     device = torch.device(args.device)
     if device.type == "cuda":
-        what = "NCCL with one rank, host time alone"
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     else:
-        what = f"fake process group of {WORLD_SIZE}"
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
     repeats = 12 if args.quick else 60
-    rows = measure(8, UNITS, 4 * repeats, device)
-    for layers in (50, 200):  # growth with the number of parameters
-        rows += measure(layers, 6, max(8, repeats // 2), device)
+    several = max(8, repeats // 2)
+    for layers, units, count in [(8, UNITS, 4 * repeats), (50, 6, several), (200, 6, several)]:
+        for row in measure_size(layers, units, count, device):
+            keep(row)
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print the table."""
     table = []
     for row in rows:
         if "error" in row:
             table.append([row["system"], str(row["parameters_per_unit"]), row["error"], "", ""])
             continue
         ratio = row.get("ratio_to_fsdp2")
+        times = "" if ratio is None else f"{ratio:.2f}"
+        if ratio is not None and 0 < ratio < 0.5:
+            times = f"1/{1 / ratio:.0f}"
         table.append(
             [
                 row["system"],
                 str(row["parameters_per_unit"]),
                 f"{row['overhead_us']['median']:,.0f}",
                 f"{row['overhead_us']['low']:,.0f} to {row['overhead_us']['high']:,.0f}",
-                "" if ratio is None else f"1/{1 / ratio:.0f}" if ratio < 0.5 else f"{ratio:.2f}",
+                times,
             ]
         )
-    header = ["system", "parameters/unit", "us/unit", "quartiles", "of FSDP2"]
-    print(f"host overhead, {what}, one thread")
-    print_table(header, table)
-    if args.json:
-        write_json(args.json, "host_overhead", rows)
-        print(f"wrote {args.json}")
-    dist.destroy_process_group()
-    if any(row["system"] == "ours" and "error" in row for row in rows):
-        raise SystemExit("ours failed, see above")
+    on_gpu = rows[0]["device"] == "cuda"
+    group = "NCCL with one rank" if on_gpu else f"fake process group of {WORLD_SIZE}"
+    print(f"host overhead, {group}, host time alone, one thread")
+    print_table(["system", "parameters/unit", "us/unit", "quartiles", "of FSDP2"], table)
 
 
-if __name__ == "__main__":
-    main()
+def fault(rows: list[dict[str, Any]]) -> str | None:
+    """Return what is said if ours could not run."""
+    failed = [row["error"] for row in rows if row["system"] == "ours" and "error" in row]
+    return f"ours failed: {failed[0]}" if failed else None
+
+
+def plot(rows: list[dict[str, Any]], path: str) -> None:
+    """Draw what a unit costs over how many parameters it has."""
+    points: dict[str, list[tuple[int, float, float, float]]] = {}
+    for row in rows:
+        if "error" not in row:
+            us = row["overhead_us"]
+            point = (row["parameters_per_unit"], us["median"], us["low"], us["high"])
+            points.setdefault(row["system"], []).append(point)
+    with picture(path, "host time that sharding adds") as axes:
+        for name, line in points.items():
+            parameters, medians, low, high = zip(*line, strict=True)
+            axes.plot(parameters, medians, marker="o", label=name)
+            axes.fill_between(parameters, low, high, alpha=0.2)
+        # What is within the noise may be less than nothing, which a logarithm does not show.
+        axes.set_yscale("symlog", linthresh=100)
+        axes.set(xlabel="parameters in a unit", ylabel="us a unit")
+        axes.legend()

@@ -1,27 +1,29 @@
-"""How much of the wire's time is hidden behind compute, over a simulated link, on one process.
+"""How much of the wire's time is hidden behind compute, over a simulated link?
 
-    python bench/overlap.py [--quick] [--json FILE] [--ratio 2] [--world-size 1024] [--device cuda]
-
-A stack of linear layers, each a unit, trains a step (forward and backward) on real matrix products.
-The same step runs over a link that takes no time, and over one whose bandwidth is such that all
-collectives of a step together (the wire time, by the schedule's own log) take 1/ratio of that. Both
-run in turns; hidden = 1 - (difference of the two) / wire time. Every time that has a wire in it is
-simulated; the compute is real.
+On one process, a stack of linear layers, each a unit, trains a step (forward and backward) on real
+matrix products. The same step runs over a link that takes no time, and over one whose bandwidth is
+such that all collectives of a step together (the wire time, by the schedule's own log) take 1/ratio
+of that. Both run in turns; hidden = 1 - (difference of the two) / wire time. Every time that has a
+wire in it is simulated; the compute is real.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 import warnings
 from typing import Any
 
 import torch
-from harness import Timing, arguments, as_microseconds, print_table, write_json
 from torch import nn
 
+from bench.harness import Keep, UsageError, positive
+from bench.output import picture, print_table
+from bench.timing import Timing, as_microseconds
 from fsdp_ext import Link, Simulated, fully_shard
 
+TITLE = "overlap (simulated)"
 WARMUP = 3
 ALPHA = 20e-6  # seconds; of the simulated links
 NO_TIME = Link("no time", alpha=0.0, beta=1e30)
@@ -71,7 +73,7 @@ def seconds_of(training: Training) -> float:
     return time.perf_counter() - start
 
 
-def measure(
+def measure_ratio(
     ratio: float,
     world_size: int,
     layers: int,
@@ -93,7 +95,7 @@ def measure(
     compute = statistics.median(seconds_of(free) for _ in range(repeats))
     budget = compute / ratio - len(sent) * ALPHA
     if budget <= 0:
-        raise SystemExit(
+        raise UsageError(
             f"latencies alone ({len(sent)} x {ALPHA * 1e6:.0f} us) take 1/{ratio:g} of the compute "
             f"({compute * 1e3:.1f} ms); give a smaller --ratio"
         )
@@ -111,6 +113,8 @@ def measure(
         "transport": "simulated",
         "link": f"simulated: {link.name}, {ALPHA * 1e6:.0f} us",
         "simulated_ranks": world_size,
+        "layers": layers,
+        "dim": dim,
         "collectives": len(sent),
         "compute_us": as_microseconds(Timing.of(without)),
         "simulated_wire_us": wire * 1e6,
@@ -124,24 +128,35 @@ def measure(
     }
 
 
-def main() -> None:
-    """Measure, print a table, and write JSON if asked to."""
-    parser = arguments(__doc__, quick="one ratio, few repeats")
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what is simulated."""
     parser.add_argument("--ratio", type=float, help="compute time / wire time; default: a sweep")
-    parser.add_argument("--world-size", type=int, default=1024, help="simulated ranks")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
-    layers, dim, batch = (32, 8192, 4096) if args.device == "cuda" else (32, 1024, 128)
+    parser.add_argument(
+        "--world-size", type=positive, default=1024, metavar="N", help="simulated ranks"
+    )
+
+
+def measure(args: argparse.Namespace, keep: Keep) -> None:
+    """Measure at each ratio of compute to wire."""
+    if args.ratio is not None and args.ratio <= 0:
+        raise UsageError(f"--ratio expects a positive number but got {args.ratio:g}")
+    on_gpu = args.device == "cuda"
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    layers, dim, batch = (32, 8192, 4096) if on_gpu else (32, 1024, 128)
     ratios = [args.ratio] if args.ratio else [2.0] if args.quick else [4.0, 2.0, 1.0, 0.5]
-    warnings.filterwarnings("ignore", message="fsdp_ext: .*simulated")  # said below
-    rows = [
-        measure(ratio, args.world_size, layers, dim, batch, device, 8 if args.quick else 24)
-        for ratio in ratios
-    ]
-    print(f"{layers} layers of {dim}, {args.world_size} simulated ranks; the compute is real")
+    warnings.filterwarnings("ignore", message="fsdp_ext: .*simulated")  # said in the table
+    repeats = 8 if args.quick else 24
+    for ratio in ratios:
+        keep(measure_ratio(ratio, args.world_size, layers, dim, batch, device, repeats))
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print the table."""
+    first = rows[0]
+    print(
+        f"{first['layers']} layers of {first['dim']}, {first['simulated_ranks']} simulated ranks; "
+        "the compute is real"
+    )
     header = ["compute / simulated wire", "compute ms", "simulated wire ms", "simulated step ms"]
     header += ["simulated hidden", "quartiles", "at most"]
     table = [
@@ -157,10 +172,19 @@ def main() -> None:
         for row in rows
     ]
     print_table(header, table)
-    if args.json:
-        write_json(args.json, "overlap (simulated)", rows)
-        print(f"wrote {args.json}")
 
 
-if __name__ == "__main__":
-    main()
+def plot(rows: list[dict[str, Any]], path: str) -> None:
+    """Draw what is hidden over compute / wire, beside the most that could be: min(1, ratio)."""
+    ordered = sorted(rows, key=lambda row: row["compute_over_simulated_wire"])
+    ratios = [row["compute_over_simulated_wire"] for row in ordered]
+    hidden = [row["simulated_hidden"] for row in ordered]
+    below = [row["simulated_hidden"] - row["simulated_hidden_low"] for row in ordered]
+    above = [row["simulated_hidden_high"] - row["simulated_hidden"] for row in ordered]
+    most = max(*ratios, 1.0)
+    with picture(path, f"{ordered[0]['simulated_ranks']} simulated ranks") as axes:
+        axes.plot([0, 1, most], [0, 1, 1], color="grey", linestyle="--", label="min(1, ratio)")
+        axes.errorbar(ratios, hidden, [below, above], marker="o", capsize=3, label="ours")
+        axes.set(xlabel="compute / simulated wire", ylabel="simulated wire hidden")
+        axes.set_ylim(bottom=min(0.0, *hidden))
+        axes.legend()

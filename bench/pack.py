@@ -1,31 +1,32 @@
-"""Pack, unpack and cast at the shapes of Llama blocks, beside PyTorch's operators and a plain copy.
-
-    python bench/pack.py [--quick] [--json FILE] [--device cuda]
+"""Do pack, unpack and cast of Llama blocks reach a plain copy's bandwidth, and PyTorch's operators?
 
 A row's bandwidth counts bytes read and written. "of copy" is its part of what one copy of as many
 bytes reaches in the same run, "of torch" the ratio of times to what FSDP2 uses for the same:
 _chunk_cat (with a cast, where there is one), split_with_sizes_copy, _foreach_copy_. "#wrong" counts
-elements that differ from PyTorch's. All calls in turns; medians with quartiles.
+elements that differ from PyTorch's. All calls in turns, and each on the next of several operands if
+one would stay in a cache; medians with quartiles. --quick divides a block's sizes by 16.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from harness import (
+
+from bench.harness import Keep
+from bench.output import picture, print_table
+from bench.timing import (
+    Rotation,
     Timing,
-    arguments,
     as_microseconds,
-    print_table,
+    operands_in_rotation,
     time_in_turns,
     time_on_gpu,
-    write_json,
 )
-
 from fsdp_ext import _C
 
 # (rows, columns) of a block's weights, and its norms: Llama 2, 7B and 70B.
@@ -168,73 +169,75 @@ def short(dtype: torch.dtype) -> str:
     return {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
 
 
-def measure(
-    model: str,
-    shapes: list[tuple[int, ...]],
-    world_size: int,
-    device: torch.device,
-    repeats: int,
-) -> list[dict[str, Any]]:
-    """Return a row for each operation."""
+def operations(
+    shapes: list[tuple[int, ...]], world_size: int, device: torch.device
+) -> list[Callable[[], Operation]]:
+    """Return what makes each operation on memory of its own."""
     packer = _C.Packer(gpu=0 if device.type == "cuda" else None)
     bf16, fp32 = torch.bfloat16, torch.float32
-    make: list[Callable[[], Operation]] = [
+    return [
         partial(pack_operation, packer, shapes, world_size, bf16, bf16, device),
         partial(pack_operation, packer, shapes, world_size, bf16, fp32, device),
         partial(unpack_operation, packer, shapes, world_size, bf16, device),
         # A rank's part of a block is small; so that the copy is no matter of caches, of one rank.
         partial(cast_operation, packer, shapes, 1, fp32, bf16, device),
     ]
-    rows = []
-    for each in make:
-        operation = each()
-        plain = torch.empty(operation.moved_bytes // 2, dtype=torch.uint8, device=device)
-        copied = torch.empty_like(plain)
-        time = time_on_gpu if device.type == "cuda" else time_in_turns
-        seconds = time(
-            {
-                "ours": operation.ours,
-                "torch": operation.peer,
-                "copy": partial(copied.copy_, plain),
-            },
-            repeats,
-        )
-        timings = {name: Timing.of(values) for name, values in seconds.items()}
-        rows.append(
-            {
-                "operation": operation.name,
-                "model": model,
-                "world_size": world_size,
-                "bytes": operation.moved_bytes,
-                "us": {name: as_microseconds(timing) for name, timing in timings.items()},
-                "gb_per_s": operation.moved_bytes / timings["ours"].median / 1e9,
-                "of_copy": timings["copy"].median / timings["ours"].median,
-                "peer": operation.peer_name,
-                "of_torch": timings["torch"].median / timings["ours"].median,
-                "wrong": operation.count_wrong(),
-            }
-        )
-        del operation, plain, copied
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return rows
 
 
-def main() -> None:
-    """Measure, print a table, and write JSON if asked to."""
-    parser = arguments(__doc__, quick="smaller shapes, fewer repeats")
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
-    args = parser.parse_args()
+def measure_one(
+    make: Callable[[], Operation], device: torch.device, repeats: int
+) -> dict[str, Any]:
+    """Return what is measured of one operation."""
+    found = [make()]
+    found += [make() for _ in range(operands_in_rotation(found[0].moved_bytes) - 1)]
+    moved = found[0].moved_bytes
+
+    def copy() -> Callable[[], Any]:
+        plain = torch.empty(moved // 2, dtype=torch.uint8, device=device)
+        return partial(torch.empty_like(plain).copy_, plain)
+
+    time = time_on_gpu if device.type == "cuda" else time_in_turns
+    seconds = time(
+        {
+            "ours": Rotation([operation.ours for operation in found]),
+            "torch": Rotation([operation.peer for operation in found]),
+            "copy": Rotation([copy() for _ in found]),
+        },
+        repeats,
+        warmup=max(5, len(found)),  # each operand once, at least, since all are compared
+    )
+    timings = {name: Timing.of(values) for name, values in seconds.items()}
+    return {
+        "operation": found[0].name,
+        "bytes": moved,
+        "us": {name: as_microseconds(timing) for name, timing in timings.items()},
+        "gb_per_s": moved / timings["ours"].median / 1e9,
+        "of_copy": timings["copy"].median / timings["ours"].median,
+        "peer": found[0].peer_name,
+        "of_torch": timings["torch"].median / timings["ours"].median,
+        "wrong": sum(operation.count_wrong() for operation in found),
+    }
+
+
+def measure(args: argparse.Namespace, keep: Keep) -> None:
+    """Measure each operation on both blocks, for both world sizes."""
     device = torch.device(args.device)
-    if device.type == "cpu":
-        torch.set_num_threads(1)
-    rows = []
-    for model, shapes in SHAPES.items():
-        if args.quick:
-            shapes = [tuple(size // 16 for size in shape) for shape in shapes]
+    divisor = 16 if args.quick else 1
+    for model, full in SHAPES.items():
+        shapes = [tuple(size // divisor for size in shape) for shape in full]
         for world_size in WORLD_SIZES:
-            rows += measure(model, shapes, world_size, device, 8 if args.quick else 30)
+            for make in operations(shapes, world_size, device):
+                row = measure_one(make, device, 8 if args.quick else 30)
+                keep({"model": model, "world_size": world_size, "divisor": divisor, **row})
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print the table."""
+    if rows[0]["divisor"] > 1:
+        print(f"a block's sizes divided by {rows[0]['divisor']}")
+    header = ["operation", "block", "ranks", "us", "quartiles", "GB/s", "of copy", "of torch"]
     table = [
         [
             row["operation"],
@@ -250,16 +253,26 @@ def main() -> None:
         ]
         for row in rows
     ]
-    header = ["operation", "block", "ranks", "us", "quartiles", "GB/s", "of copy", "of torch"]
-    if args.quick:
-        print("quick: a block's sizes divided by 16")
     print_table([*header, "torch's", "#wrong"], table)
-    if args.json:
-        write_json(args.json, "pack", rows)
-        print(f"wrote {args.json}")
-    if any(row["wrong"] for row in rows):
-        raise SystemExit("some elements are wrong, see the last column")
 
 
-if __name__ == "__main__":
-    main()
+def fault(rows: list[dict[str, Any]]) -> str | None:
+    """Return what is said of wrong elements."""
+    wrong = sum(row["wrong"] for row in rows)
+    return f"{wrong} elements are wrong, see the last column" if wrong else None
+
+
+def plot(rows: list[dict[str, Any]], path: str) -> None:
+    """Draw each operation's bandwidth as part of a copy's, ours beside torch's."""
+    labels = [f"{row['operation']}\n{row['model']}, {row['world_size']} ranks" for row in rows]
+    ours = [row["of_copy"] for row in rows]
+    torchs = [row["us"]["copy"]["median"] / row["us"]["torch"]["median"] for row in rows]
+    places = range(len(rows))
+    with picture(path, "bandwidth, as part of a plain copy's") as axes:
+        axes.figure.set_size_inches(7, 0.5 * len(rows) + 1.5)
+        axes.barh([place - 0.2 for place in places], ours, height=0.4, label="ours")
+        axes.barh([place + 0.2 for place in places], torchs, height=0.4, label="torch's operators")
+        axes.set_yticks(list(places), labels, fontsize="small")
+        axes.axvline(1.0, color="grey", linestyle="--", label="copy")
+        axes.invert_yaxis()
+        axes.legend(loc="lower right")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,62 +13,72 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+NAMES = {"buckets", "collectives", "host_overhead", "overlap", "pack", "step"}
 
 
-def _run(command: list[str], json_file: Path) -> tuple[str, list[dict[str, Any]]]:
-    result = subprocess.run(
-        [sys.executable, *command, "--quick", "--json", str(json_file)],
+def _bench(
+    *arguments: str, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "bench", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
+        env={**os.environ, **(environment or {})},
     )
+
+
+def _run(name: str, json_file: Path, *options: str) -> tuple[str, list[dict[str, Any]]]:
+    result = _bench(name, "--quick", "--device", "cpu", "--json", str(json_file), *options)
     assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout, json.loads(json_file.read_text())["rows"]
+    document = json.loads(json_file.read_text())
+    assert not document["interrupted"]
+    assert {"torch", "python", "cpu", "cores", "commit"} <= document["environment"].keys()
+    return result.stdout, document["rows"]
 
 
-def _torchrun(ranks: int) -> list[str]:
-    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+# - What each measures
 
 
 def test_packing_beside_torchs_operators(tmp_path: Path) -> None:
-    printed, rows = _run(["bench/pack.py", "--device", "cpu"], tmp_path / "pack.json")
+    printed, rows = _run("pack", tmp_path / "pack.json")
     assert "#wrong" in printed
     assert {row["operation"].split()[0] for row in rows} == {"pack", "unpack", "cast"}
     assert all(row["wrong"] == 0 and row["of_copy"] > 0 for row in rows)
 
 
 def test_a_step_of_each_system(tmp_path: Path) -> None:
-    _, rows = _run(["bench/step.py"], tmp_path / "step.json")
+    _, rows = _run("step", tmp_path / "step.json")
     assert [row["system"] for row in rows] == ["unsharded", "ours", "FSDP2", "FSDP1"]
     assert not [row["error"] for row in rows if "error" in row]
     assert len({round(row["loss"], 5) for row in rows}) == 1
 
 
 def test_a_step_of_each_system_on_two_ranks(tmp_path: Path) -> None:
-    _, rows = _run([*_torchrun(2), "bench/step.py"], tmp_path / "step.json")
-    assert {"unsharded", "ours", "FSDP2", "FSDP2, kept gathered", "DDP"} <= {
-        row["system"] for row in rows
-    }
+    _, rows = _run("step", tmp_path / "step.json", "--ranks", "2")
+    kept = {"ours, kept gathered", "FSDP2, kept gathered"}
+    names = {"unsharded", "ours", "FSDP2", "FSDP2, defaults", "FSDP1", "DDP"}
+    assert {row["system"] for row in rows} == names | kept
     assert not [row["error"] for row in rows if "error" in row]
     assert all(row["ranks"] == 2 and row["of_unsharded"] > 0 for row in rows)
     assert len({round(row["loss"], 5) for row in rows}) == 1  # all ranks have the same tokens
 
 
 def test_every_figure_of_the_simulated_overlap_says_so(tmp_path: Path) -> None:
-    printed, (row,) = _run(["bench/overlap.py", "--device", "cpu"], tmp_path / "overlap.json")
+    printed, (row,) = _run("overlap", tmp_path / "overlap.json")
     assert "1024 simulated ranks" in printed
     assert row["transport"] == "simulated"
     assert "simulated" in row["link"]
     # All that depends on the link has the word in its name or its value.
-    real = {"simulated_ranks", "collectives", "compute_us", "transport", "link"}
-    assert {name for name in row if "simulated" not in name} == real - {"simulated_ranks"}
+    real = {"layers", "dim", "collectives", "compute_us", "transport", "link"}
+    assert {name for name in row if "simulated" not in name} == real
     assert row["collectives"] == 3 * 32 - 2
 
 
 def test_buckets_beside_the_cost_model(tmp_path: Path) -> None:
-    printed, rows = _run(["bench/buckets.py"], tmp_path / "buckets.json")
+    printed, rows = _run("buckets", tmp_path / "buckets.json")
     assert "64 ranks (simulated)" in printed
     stacks = [row for row in rows if "shape" in row]
     for row in stacks:
@@ -82,28 +93,164 @@ def test_buckets_beside_the_cost_model(tmp_path: Path) -> None:
     assert cut["buffers_mb"] < whole["buffers_mb"]
 
 
-@pytest.mark.parametrize("ranks", [2])
-def test_collectives_beside_gloo(tmp_path: Path, ranks: int) -> None:
-    _, rows = _run(
-        [*_torchrun(ranks), "bench/collectives.py", "--device", "cpu"],
-        tmp_path / "collectives.json",
-    )
+def test_collectives_beside_gloo(tmp_path: Path) -> None:
+    _, rows = _run("collectives", tmp_path / "collectives.json")
     assert {row["operation"] for row in rows} == {"all_gather", "reduce_scatter"}
     systems = {"ours (shared_memory)", "ours, other inputs", "torch gloo"}
     assert {row["system"] for row in rows} == systems | {"memcpy"}
     assert all(row["wrong"] == 0 for row in rows if row["system"] in systems)
-    assert all(row["ranks"] == ranks and row["of_memcpy"] > 0 for row in rows)
+    assert all(row["ranks"] == 2 and row["of_memcpy"] > 0 for row in rows)
 
 
-def test_collectives_say_how_they_are_started() -> None:
-    result = subprocess.run(
-        [sys.executable, "bench/collectives.py"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={name: value for name, value in os.environ.items() if name != "RANK"},
-    )
+# - The harness
+
+
+def test_without_a_name_it_lists_what_there_is() -> None:
+    result = _bench()
+    assert result.returncode == 0
+    listed = {line.split()[0]: line for line in result.stdout.splitlines() if line.strip()}
+    assert listed.keys() >= NAMES | {"all"}
+    assert all(listed[name].rstrip().endswith("?") for name in NAMES)  # each is a question
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["nothing"], "there is no benchmark 'nothing', only buckets, collectives, "),
+        (["bench/pack.py"], "there is no benchmark 'bench/pack.py', only "),
+        (["pack", "--slow"], "unrecognized arguments: --slow"),
+        (["overlap", "--world-size", "0"], "--world-size: expects at least 1 but got 0"),
+        (["step", "--ranks", "none"], "--ranks: invalid integer value: 'none'"),
+        (["buckets", "--device", "cuda"], "invalid choice: 'cuda'"),
+        (["pack", "--json", "/nowhere/at/all.json"], "but there is no /nowhere/at; make it first"),
+        (["pack", "--json", "/tmp"], "expects a file but /tmp is a directory"),
+        (["pack", "--plot", "/nowhere/picture.png"], "but there is no /nowhere; make it first"),
+        (["pack", "--plot", "picture"], "expects a name that ends in one of .png, .pdf, .svg"),
+        (["all", "--json", "/nowhere"], "--json expects a directory but /nowhere is none"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_sentence_before_anything_is_measured(
+    arguments: list[str], sentence: str
+) -> None:
+    result = _bench(*arguments)
     assert result.returncode == 2
-    assert "expects to be started by torchrun" in result.stderr
+    assert sentence in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_a_gpu_that_is_not_there_is_said() -> None:
+    result = _bench("pack", "--device", "cuda", environment={"CUDA_VISIBLE_DEVICES": ""})
+    assert result.returncode == 2
+    assert "--device cuda expects a GPU but torch finds none" in result.stderr
+
+
+def test_a_picture_without_matplotlib_is_refused_before_measuring(tmp_path: Path) -> None:
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('not installed')\n")
+    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    result = _bench("pack", "--plot", str(tmp_path / "p.png"), environment={"PYTHONPATH": path})
+    assert result.returncode == 2
+    assert "pip install matplotlib" in result.stderr
+    assert "kept" not in result.stderr
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    _run("pack", tmp_path / "pack.json", "--plot", str(tmp_path / "pack.png"))
+    assert (tmp_path / "pack.png").read_bytes().startswith(b"\x89PNG")
+    assert {file.name for file in tmp_path.iterdir()} == {"pack.json", "pack.png"}
+
+
+def test_a_full_disk_loses_no_rows_and_no_device() -> None:
+    result = _bench("pack", "--quick", "--device", "cpu", "--json", "/dev/full")
+    assert result.returncode == 1
+    assert "#wrong" in result.stdout  # the table, all the same
+    *_, sentence, rows = result.stderr.strip().splitlines()
+    assert sentence == "cannot write /dev/full: No space left on device"
+    assert len(json.loads(rows)) == 16
+    assert Path("/dev/full").is_char_device()  # and not a file that has taken its place
+
+
+def test_a_file_that_cannot_be_written_whole_stays_what_it_was(tmp_path: Path) -> None:
+    target = tmp_path / "rows.json"
+    link = tmp_path / "link.json"
+    link.symlink_to(target)
+
+    def write(size: int) -> subprocess.CompletedProcess[str]:
+        program = f"""
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))  # as a disk with so many bytes left
+from bench.output import write_whole
+write_whole({str(link)!r}, bytes({size}))
+"""
+        return subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+
+    assert write(90).returncode == 0
+    assert "File too large" in write(110).stderr
+    assert link.is_symlink()
+    assert target.read_bytes() == bytes(90)
+    assert len(list(tmp_path.iterdir())) == 2  # nothing half-written is left
+
+
+def _interrupt(number: signal.Signals, json_file: Path, *arguments: str) -> tuple[int, str, str]:
+    """Send a signal once a row is kept; return exit code, output, and what came on stderr."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bench", *arguments, "--device", "cpu", "--json", str(json_file)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    before = ""
+    for line in process.stderr:
+        before += line
+        if "kept 1 row," in line:
+            process.send_signal(number)
+            break
+    try:
+        printed, after = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return process.returncode, printed, before + after
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_keeps_the_rows(tmp_path: Path, number: signal.Signals) -> None:
+    code, printed, said = _interrupt(number, tmp_path / "pack.json", "pack", "--quick")
+    document = json.loads((tmp_path / "pack.json").read_text())
+    assert code == 130, said
+    assert document["interrupted"]
+    assert 1 <= len(document["rows"]) < 16
+    assert document["rows"][0]["operation"] == "pack bf16 to bf16"
+    assert "pack bf16 to bf16" in printed
+    assert said.count("interrupted; kept") == 1
+    assert "Traceback" not in said
+
+
+def test_an_interrupt_of_several_ranks_keeps_the_rows_and_ends_the_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "collectives.json"
+    code, printed, said = _interrupt(signal.SIGINT, path, "collectives")
+    document = json.loads(path.read_text())
+    assert code == 130, said
+    assert document["interrupted"]
+    assert document["rows"][0]["operation"] == "all_gather"
+    assert "ours (shared_memory)" in printed
+    assert said.count("interrupted; kept") == 1  # of the first rank alone
+    assert "Traceback" not in said
+    ranks = [
+        command
+        for command in Path("/proc").glob("[0-9]*/cmdline")
+        if str(path).encode() in _contents(command)
+    ]
+    assert not ranks
+
+
+def _contents(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError:  # the process has ended meanwhile
+        return b""

@@ -63,8 +63,9 @@ def steps(capability: str) -> list[Step]:
         options += ["--report-api-errors", "no"] if tool == "memcheck" else []
         return [sanitizer, *options, *PYTEST, "-p", "no:cacheprovider", *kernels[:1], *few]
 
-    def run_bench(name: str, *options: str) -> list[str]:
-        return [sys.executable, f"bench/{name}.py", *options]
+    def bench(name: str, limit: int, *options: str) -> Step:
+        command = [sys.executable, "-m", "bench", name, "--device", "cuda", *options]
+        return Step(name, command, limit, {}, json=True)
 
     return [
         Step(
@@ -78,33 +79,11 @@ def steps(capability: str) -> list[Step]:
         Step("memcheck", sanitize("memcheck"), 90, uncached),
         Step("tests", [*PYTEST, "--durations=8", "tests/gpu", *ignored], 150, {}),
         Step("parity", [*PYTEST, parity], 150, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
-        Step("pack", run_bench("pack", "--device", "cuda"), 60, {}, json=True),
-        Step("step", run_bench("step"), 90, {}, json=True),
-        Step(
-            "host_overhead",
-            run_bench("host_overhead", "--device", "cuda", "--quick"),
-            90,
-            {},
-            json=True,
-        ),
-        Step(
-            "collectives",
-            [
-                *[sys.executable, "-m", "torch.distributed.run", "--standalone"],
-                *["--local-addr", "127.0.0.1", "--nproc-per-node", "2"],
-                *["bench/collectives.py", "--quick", "--device", "cuda"],
-            ],
-            60,
-            {"GLOO_SOCKET_IFNAME": "lo"},
-            json=True,
-        ),
-        Step(
-            "simulated_overlap",
-            run_bench("overlap", "--device", "cuda", "--quick"),
-            60,
-            {},
-            json=True,
-        ),
+        bench("pack", 60),
+        bench("step", 90),
+        bench("host_overhead", 90, "--quick"),
+        bench("collectives", 60, "--quick"),
+        bench("overlap", 60, "--quick"),
         # Of shared memory, which the kernels do not use: it is to find nothing.
         Step("racecheck", sanitize("racecheck"), 90, {}),
     ]

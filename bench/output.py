@@ -1,0 +1,210 @@
+"""What a run leaves: tables, JSON with what the figures depend on, and pictures.
+
+A file is written whole or not at all, and whether it can be is asked before anything is measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+PICTURES = (".png", ".pdf", ".svg")
+
+
+def environment(device: str) -> dict[str, str]:
+    """Return what a figure depends on besides the code.
+
+    Args:
+        device: "cpu" or "cuda": where the run computes.
+    """
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "machine": platform.machine(),
+        "cpu": cpu_model(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "threads": str(torch.get_num_threads()),
+        "commit": commit(),
+    }
+
+
+def describe(device: str) -> str:
+    """Return the environment as the line that comes before the tables."""
+    known = environment(device)
+    threads = "1 thread" if known["threads"] == "1" else f"{known['threads']} threads"
+    return (
+        f"torch {known['torch']}, Python {known['python']}, device {known['device']}, "
+        f"{known['cpu']} ({known['machine']}), {known['cores']} cores, {threads}, "
+        f"commit {known['commit']}"
+    )
+
+
+def cpu_model() -> str:
+    """Return what the CPU calls itself."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown CPU"
+
+
+def commit() -> str:
+    """Return the commit, marked if files differ from it; "unknown" without git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        found = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=10
+        )
+        return found.stdout.strip()
+    return os.environ.get("COMMIT", "unknown")
+
+
+def print_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], words_last: bool = False
+) -> None:
+    """Print rows under a header, columns aligned: to the right but for the first.
+
+    Args:
+        header: the columns' names.
+        rows: as many cells each.
+        words_last: the last column is words and not figures, and aligned to the left, too.
+    """
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    for row in [header, *rows]:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        if words_last:
+            cells[-1] = row[-1]
+        print("  ".join(cells).rstrip())
+
+
+def fault_of_target(path: str) -> str | None:
+    """Return why `path` cannot be written, or None if it looks as if it could."""
+    target = Path(path)
+    if target.is_dir():
+        return f"expects a file but {path} is a directory; name a file in it"
+    directory = target.absolute().parent
+    if not directory.is_dir():
+        return f"expects a directory that exists but there is no {directory}; make it first"
+    # A file is replaced, which is a matter of its directory; a device or a pipe is written to.
+    needed = target if _is_special(target) else directory
+    if not os.access(needed, os.W_OK):
+        return f"expects to write to {needed} but may not; name another place"
+    return None
+
+
+def fault_of_picture(path: str) -> str | None:
+    """Return why no picture can be drawn into `path`, or None; matplotlib is asked for."""
+    if Path(path).suffix not in PICTURES:
+        return f"expects a name that ends in one of {', '.join(PICTURES)} but got {path!r}"
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        return f"expects matplotlib but it cannot be imported ({error}); pip install matplotlib"
+    return fault_of_target(path)
+
+
+def _is_special(target: Path) -> bool:
+    return target.exists() and not target.is_file()
+
+
+def write_whole(path: str, content: bytes) -> None:
+    """Write a file, whole or not at all.
+
+    It is written beside its place, brought to the disk, and renamed: a full disk or an interrupt
+    leaves what was there. A device or a pipe cannot be replaced (as root, /dev/full could be) and
+    is written to as it is.
+
+    Raises:
+        OSError: if it cannot be written, for one because the disk is full.
+    """
+    target = Path(path)
+    if _is_special(target):
+        with target.open("wb", buffering=0) as file:
+            file.write(content)
+        return
+    target = target.resolve()  # through a link, whose target is what is meant
+    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(target)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def write_json(
+    path: str, name: str, rows: Sequence[Mapping[str, Any]], device: str, **more: object
+) -> None:
+    """Write a benchmark's rows with its environment, whole or not at all.
+
+    Args:
+        path: where to.
+        name: what the benchmark is called there.
+        rows: dicts that JSON can express.
+        device: "cpu" or "cuda": where it computed.
+        more: further fields of the document.
+
+    Raises:
+        OSError: as `write_whole`.
+    """
+    document = {"benchmark": name, "environment": environment(device), **more, "rows": list(rows)}
+    write_whole(path, (json.dumps(document, indent=2) + "\n").encode())
+
+
+@contextlib.contextmanager
+def picture(path: str, title: str, columns: int = 1) -> Iterator[Any]:
+    """Draw into `path`: yields matplotlib's axes, an array of them if there are several.
+
+    Args:
+        path: its suffix says the format, one of `PICTURES`.
+        title: of the whole.
+        columns: how many axes stand side by side.
+
+    Raises:
+        OSError: as `write_whole`.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")  # draws without a display
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, columns, figsize=(6.4 * columns, 4.8), layout="constrained")
+    try:
+        figure.suptitle(title)
+        yield axes
+        content = io.BytesIO()
+        figure.savefig(content, format=Path(path).suffix[1:], dpi=150)
+    finally:
+        pyplot.close(figure)
+    write_whole(path, content.getvalue())
+
+
+def bars(axes: Any, labels: Sequence[str], values: Sequence[float], unit: str) -> None:
+    """Draw horizontal bars, the first on top, with their values.
+
+    Args:
+        axes: matplotlib's.
+        labels: one a bar.
+        values: as many, in `unit`.
+        unit: what the axis is called, too.
+    """
+    drawn = axes.barh(labels, values, color=[f"C{i}" for i in range(len(labels))])
+    axes.bar_label(drawn, fmt="%.4g", padding=3)
+    axes.set_xlabel(unit)
+    axes.set_xlim(right=max(values) * 1.15)
+    axes.invert_yaxis()

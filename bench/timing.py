@@ -1,0 +1,114 @@
+"""How calls are timed: in turns, after a warm-up, on memory that no cache has.
+
+Machines are noisy, so systems take turns within one process and what is reported is the median
+with the interquartile range; compare ratios of one run, never times of two.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+BYTES_IN_ROTATION = 2**27  # of operands that take turns
+MOST_IN_ROTATION = 20
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one call: median and interquartile range over repeats."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Timing:
+        """Summarise at least two repeats."""
+        low, median, high = statistics.quantiles(seconds, n=4)
+        return cls(median, low, high)
+
+
+def as_microseconds(timing: Timing) -> dict[str, float]:
+    """Return a timing's three figures in microseconds."""
+    return {name: value * 1e6 for name, value in asdict(timing).items()}
+
+
+def operands_in_rotation(nbytes: int, least: int = 1) -> int:
+    """Return how many operands have to take turns so that no cache has the next one.
+
+    Args:
+        nbytes: bytes of one operand.
+        least: how many there are even where one alone is larger than the caches.
+    """
+    return max(least, min(MOST_IN_ROTATION, BYTES_IN_ROTATION // max(nbytes, 1)))
+
+
+class Rotation:
+    """The same call on several operands, each time on the next one."""
+
+    def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
+        self._next = itertools.cycle(calls)
+
+    def __call__(self) -> Any:
+        """Call the next."""
+        return next(self._next)()
+
+
+def time_in_turns(
+    systems: Mapping[str, Callable[[], Any]], repeats: int, warmup: int = 5
+) -> dict[str, list[float]]:
+    """Time each system's call, all of them in turns; return the seconds of each repeat.
+
+    Args:
+        systems: calls by name. What a call returns is dropped outside the measured time.
+        repeats: how often each is timed; at least 4.
+        warmup: how often each is called before.
+    """
+    for call in systems.values():
+        for _ in range(warmup):
+            call()
+    seconds: dict[str, list[float]] = {name: [] for name in systems}
+    order = random.Random(0)
+    for _ in range(repeats):
+        # What came before leaves caches and threads warm, or cold, so no order is kept.
+        for name in order.sample(list(systems), len(systems)):
+            start = time.perf_counter()
+            result = systems[name]()
+            seconds[name].append(time.perf_counter() - start)
+            del result
+    return seconds
+
+
+def time_on_gpu(
+    systems: Mapping[str, Callable[[], Any]], repeats: int, warmup: int = 5
+) -> dict[str, list[float]]:
+    """As `time_in_turns`, but the seconds are those of the current GPU's stream, by its events.
+
+    Args:
+        systems: calls by name, which issue work to the current stream.
+        repeats: how often each is timed; at least 4.
+        warmup: how often each is called before.
+    """
+    for call in systems.values():
+        for _ in range(warmup):
+            call()
+    events: dict[str, list[tuple[Any, Any]]] = {name: [] for name in systems}
+    for _ in range(repeats):
+        for name, call in systems.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            end.record()
+            events[name].append((start, end))
+    torch.cuda.synchronize()
+    return {
+        name: [start.elapsed_time(end) / 1e3 for start, end in pairs]
+        for name, pairs in events.items()
+    }
