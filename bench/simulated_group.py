@@ -24,8 +24,9 @@ where `work.wait()` holds up a stream and not the host. On the host there are no
 - DDP hides its all-reduces, as it does anywhere.
 - `reductions_in_flight=1` says what streams would do instead: a reduction returns when the one
   before it has ended, which is FSDP2's rule on a GPU (its `reduce_scatter_max_input_buffers`), and
-  `group.synchronize()` ends a step. The host's part of FSDP2 is then its real one; only the waits
-  are modelled. It reads gradients before they would have come, which nothing here depends on.
+  `group.synchronize()` has to end each step. The host's part of FSDP2 is then its real one; only
+  the waits are modelled. It reads gradients before they would have come, which nothing here
+  depends on.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import queue
+import random
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -60,6 +62,7 @@ class Settings:
     link: Link
     # How many reductions may be under way when one returns to the caller; 0: they block.
     reductions_in_flight: int = 0
+    groups: list[SimulatedGroup] = field(default_factory=list)  # that were made
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,9 @@ class SimulatedGroup(dist.ProcessGroup):
         self._rank = rank
         self._size = world_size
         self._in_flight = settings.reductions_in_flight
+        self._groups = settings.groups
+        self._groups.append(self)
+        self._late = random.Random(0)
         self._reductions: list[Future[list[Tensor]]] = []
         self._last: Future[list[Tensor]] | None = None
         self._wire = Wire(f"{BACKEND} wire")
@@ -188,10 +194,11 @@ class SimulatedGroup(dist.ProcessGroup):
         return self.pg_name
 
     def synchronize(self) -> None:
-        """Wait until all that was issued has ended."""
-        if self._last is not None:
-            self._last.wait()
-        self._reductions.clear()
+        """Wait until all that was issued has ended, on this group and on all others."""
+        for group in self._groups:
+            if group._last is not None:
+                group._last.wait()
+            group._reductions.clear()
 
     def shutdown(self) -> None:
         """End the wire's thread."""
@@ -274,6 +281,7 @@ class SimulatedGroup(dist.ProcessGroup):
             seconds = self.link.seconds(REDUCE, 2 * nbytes)
         else:
             seconds = self.link.seconds(REDUCE if operation == REDUCE else GATHER, nbytes)
+        seconds *= 1 + self.link.jitter * self._late.expovariate(1.0)
         for source, destination in moves:
             if source.numel() != destination.numel():
                 raise ValueError(
@@ -358,9 +366,8 @@ def simulated_group(
         try:
             yield dist.group.WORLD  # type: ignore[misc]
         finally:
-            groups = list(dist.distributed_c10d._world.pg_map)
             dist.destroy_process_group()
-            for group in groups:
+            for group in _settings[-1].groups:
                 group.shutdown()
     finally:
         _settings.pop()

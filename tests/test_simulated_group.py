@@ -252,6 +252,8 @@ def test_a_separate_group_is_another_wire(gate: _Gate) -> None:
             )
             work.wait()
         (first,), (second,) = group.log, other.log
+        group.synchronize()  # waits for both
+        assert gate.events == ["ended", "ended"]
     assert isinstance(other, SimulatedGroup)
     assert second.start < first.end  # both at once
 
