@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = {"buckets", "collectives", "host_overhead", "overlap", "pack", "step"}
+NAMES = {"buckets", "collectives", "host_overhead", "overlap", "pack", "scaling", "step"}
 
 
 def _bench(

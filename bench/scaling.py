@@ -1,0 +1,288 @@
+"""How fast would Llama train on 8 to 1,024 GPUs, and how near is the model to published figures?
+
+Nothing is measured here: all figures but those marked published are simulated. A step's compute is
+its FLOPs over a rate; its communication is what rings over published networks take; how both
+overlap is fsdp_ext.schedule's to say, one unit a layer (bench/step_model.py has the formulas,
+bench/published.py the sources). One figure of each GPU and its software is fitted, the part of the
+peak that it reaches while it computes, on one measurement of a single node; the second table
+compares with measurements that had no part in that, the third what more GPUs did there and here.
+What is assumed is printed above the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import Any
+
+from bench.harness import Keep, positive
+from bench.output import picture, print_table
+from bench.published import (
+    FULL,
+    H100,
+    H100_400G,
+    LLAMA3_8B,
+    LLAMA3_70B,
+    MEASUREMENTS,
+    NODE,
+    SELECTIVE_OP,
+    Measurement,
+    Stack,
+)
+from bench.step_model import (
+    ASSUMPTIONS,
+    Step,
+    fitted,
+    memory_bytes,
+    model_flops,
+    ring,
+    step_of,
+    step_seconds,
+)
+
+TITLE = "scaling (simulated)"
+DEVICES = ("cpu",)
+MEMORY_GB = 80  # of an H100
+
+
+# - Rows
+
+
+def prediction_row(step: Step, stack: Stack, part: float) -> dict[str, Any]:
+    """Return the row of a step that nobody measured."""
+    seconds, found = step_seconds(step, part * stack.peak)
+    tokens = step.tokens / seconds
+    return {
+        "table": "prediction (simulated)",
+        "model": step.model.name,
+        "gpu": stack.name,
+        "strategy": "HSDP" if step.hybrid else "FSDP",
+        "link": ring(step.network, step.shards).name,
+        "ranks": step.ranks,
+        "batch": step.batch,
+        "length": step.length,
+        "recompute": step.recompute.name,
+        "part_of_peak": part,
+        "simulated_step_ms": seconds * 1e3,
+        "simulated_exposed_ms": (seconds - found.compute) * 1e3,
+        "simulated_tokens": tokens,
+        "simulated_mfu": tokens * model_flops(step.model, step.length) / stack.peak,
+        "memory_gb": memory_bytes(step) / 1e9,
+        "assumptions": list(ASSUMPTIONS),
+    }
+
+
+def check_row(measured: Measurement, part: float) -> dict[str, Any]:
+    """Return the row of what somebody measured."""
+    step, stack = step_of(measured), measured.stack
+    seconds, found = step_seconds(step, part * stack.peak)
+    tokens = step.tokens / seconds
+    flops = model_flops(step.model, step.length)
+    return {
+        "table": "check",
+        "model": step.model.name,
+        "gpu": stack.name,
+        "network": step.network.name,
+        "strategy": "HSDP" if step.hybrid else "FSDP",
+        "ranks": step.ranks,
+        "batch": step.batch,
+        "length": step.length,
+        "recompute": step.recompute.name,
+        "reduce_bytes": step.reduce_bytes,
+        "part_of_peak": part,
+        "fitted_on_this": measured.fits,
+        "published_tokens": measured.tokens,
+        "published_mfu": measured.tokens * flops / stack.peak,
+        "simulated_tokens": tokens,
+        "simulated_exposed_ms": (seconds - found.compute) * 1e3,
+        "error": tokens / measured.tokens - 1,
+        "source": measured.source,
+        "assumptions": list(ASSUMPTIONS),
+    }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --batch."""
+    parser.add_argument("--batch", type=positive, default=1, help="sequences of a rank; default: 1")
+
+
+def measure(args: argparse.Namespace, keep: Keep) -> None:
+    """Predict, then check; --quick: three sizes, and the checks all the same."""
+    parts = fitted()
+    sizes = (8, 64, 1024) if args.quick else (8, 16, 32, 64, 128, 256, 512, 1024)
+    for model, recompute in ((LLAMA3_8B, SELECTIVE_OP), (LLAMA3_70B, FULL)):
+        for length in (8192, 2048):
+            for hybrid in (False, True):
+                for ranks in sizes:
+                    if hybrid and ranks <= NODE:
+                        continue  # the same as FSDP
+                    step = Step(
+                        model, H100_400G, ranks, args.batch, length, recompute, hybrid=hybrid
+                    )
+                    keep(prediction_row(step, H100, parts[H100]))
+    for measured in MEASUREMENTS:
+        keep(check_row(measured, parts[measured.stack]))
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print what is assumed, and both tables."""
+    predictions = [row for row in rows if row["table"] != "check"]
+    checks = [row for row in rows if row["table"] == "check"]
+    for row in rows[:1]:
+        print("assumed:", *row["assumptions"], sep="\n- ")
+    if predictions:
+        show_predictions(predictions)
+    if checks:
+        show_checks(checks)
+
+
+def show_predictions(rows: list[dict[str, Any]]) -> None:
+    """Print the first table."""
+    first = rows[0]
+    print(
+        f"\npredictions (simulated): {first['gpu']}, {first['part_of_peak']:.0%} of its peak while "
+        f"it computes, {first['batch']} sequence(s) a rank, fp32 reductions"
+    )
+    header = ["model", "length", "strategy", "ranks", "simulated step ms", "simulated exposed ms"]
+    header += ["simulated tokens/s a GPU", "simulated MFU", "GB a rank"]
+    print_table(
+        header,
+        [
+            [
+                row["model"],
+                f"{row['length']:,}",
+                row["strategy"],
+                f"{row['ranks']:,}",
+                f"{row['simulated_step_ms']:,.0f}",
+                f"{row['simulated_exposed_ms']:,.0f}",
+                f"{row['simulated_tokens']:,.0f}",
+                f"{row['simulated_mfu']:.1%}",
+                f"{row['memory_gb']:.1f}{'!' if row['memory_gb'] > MEMORY_GB else ' '}",
+            ]
+            for row in rows
+        ],
+    )
+    if any(row["memory_gb"] > MEMORY_GB for row in rows):
+        print(f"!: more than the {MEMORY_GB} GB that the GPU has; shown for its time alone")
+
+
+def show_checks(rows: list[dict[str, Any]]) -> None:
+    """Print the second table, and how large the errors are."""
+    print("\nchecks against what was published; *: fits the GPU's part of the peak, is no check")
+    header = ["model", "GPU", "part of peak", "strategy", "GPUs", "batch x length", "recompute"]
+    header += ["published tokens/s a GPU", "simulated", "error", "source"]
+    print_table(
+        header,
+        [
+            [
+                row["model"],
+                row["gpu"],
+                f"{row['part_of_peak']:.1%}",
+                row["strategy"],
+                f"{row['ranks']}",
+                f"{row['batch']} x {row['length']:,}",
+                row["recompute"],
+                f"{row['published_tokens']:,.0f}",
+                f"{row['simulated_tokens']:,.0f}",
+                "*" if row["fitted_on_this"] else f"{row['error']:+.1%}",
+                row["source"],
+            ]
+            for row in rows
+        ],
+    )
+    fits = {row["gpu"]: row for row in rows if row["fitted_on_this"]}
+    checks = [row for row in rows if not row["fitted_on_this"]]
+    # A GPU reaches more of its peak where layers are recomputed, and with larger batches.
+    for same in (True, False):
+        errors = [
+            abs(row["error"])
+            for row in checks
+            if (row["recompute"] == fits[row["gpu"]]["recompute"]) == same
+        ]
+        if errors:
+            print(
+                f"{len(errors)} checks that recompute {'what' if same else 'other than what'} the "
+                f"fit does: error {statistics.median(errors):.1%} in the middle, "
+                f"{max(errors):.1%} at most"
+            )
+    show_changes(rows)
+
+
+def changes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what more GPUs did to the tokens of each, where nothing else differs.
+
+    This is what communication costs, and whatever else grows with the ranks; the fitted part of the
+    peak has next to no part in it.
+    """
+    alike = ("model", "gpu", "network", "strategy", "batch", "length", "recompute", "reduce_bytes")
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in alike), []).append(row)
+    found = []
+    for group in groups.values():
+        few, *more = sorted(group, key=lambda row: row["ranks"])
+        found += [
+            {
+                "model": few["model"],
+                "gpu": few["gpu"],
+                "batch": few["batch"],
+                "length": few["length"],
+                "from": few["ranks"],
+                "to": many["ranks"],
+                "published": many["published_tokens"] / few["published_tokens"] - 1,
+                "simulated": many["simulated_tokens"] / few["simulated_tokens"] - 1,
+                "simulated_exposed_ms": many["simulated_exposed_ms"],
+            }
+            for many in more
+        ]
+    return found
+
+
+def show_changes(rows: list[dict[str, Any]]) -> None:
+    """Print the third table."""
+    found = changes(rows)
+    if not found:
+        return
+    print("\nwhat more GPUs did to the tokens/s of each, nothing else being different")
+    header = ["model", "GPU", "batch x length", "GPUs", "published", "simulated"]
+    header += ["simulated exposed ms"]
+    print_table(
+        header,
+        [
+            [
+                row["model"],
+                row["gpu"],
+                f"{row['batch']} x {row['length']:,}",
+                f"{row['from']} to {row['to']}",
+                f"{row['published']:+.1%}",
+                f"{row['simulated']:+.1%}",
+                f"{row['simulated_exposed_ms']:.0f}",
+            ]
+            for row in found
+        ],
+    )
+    print(
+        "in all of them communication is all but hidden: they say little of how well exposed "
+        "communication is predicted, and what is lost besides (stragglers, NCCL's part of the GPU) "
+        "is not modelled"
+    )
+
+
+def plot(rows: list[dict[str, Any]], path: str) -> None:
+    """Draw tokens a second and GPU over ranks, FSDP and HSDP, a model each."""
+    predictions = [row for row in rows if row["table"] != "check"]
+    models = list(dict.fromkeys(row["model"] for row in predictions))
+    with picture(path, f"{H100_400G.name} (simulated)", columns=len(models)) as all_axes:
+        for axes, model in zip(all_axes, models, strict=True):
+            of_model = [row for row in predictions if row["model"] == model]
+            curves = dict.fromkeys((row["length"], row["strategy"]) for row in of_model)
+            for length, strategy in curves:
+                points = [r for r in of_model if (r["length"], r["strategy"]) == (length, strategy)]
+                ranks = [row["ranks"] for row in points]
+                tokens = [row["simulated_tokens"] for row in points]
+                style = "o-" if strategy == "FSDP" else "s--"
+                axes.plot(ranks, tokens, style, label=f"{strategy}, {length:,} tokens")
+            axes.set_xscale("log", base=2)
+            axes.set_ylim(bottom=0)
+            axes.set(title=model, xlabel="ranks", ylabel="simulated tokens/s a GPU")
+            axes.legend(fontsize="small")
