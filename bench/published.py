@@ -223,9 +223,11 @@ class Measurement:
 
 
 # mosaicml/llm-foundry, scripts/train/benchmarking/README.md (commit 061f2c7c). FSDP FULL_SHARD.
-# "amp_bf16, DEFAULT" reduces in fp32, "bf16, PURE" in bf16. With gradient accumulation a row is
-# taken for that many steps of a microbatch, each with its own communication. The A100 have 1,600
-# Gb/s a node (RoCE); what the H100 have is not said, 8 x 400 Gb/s is assumed.
+# "bf16, PURE" reduces in bf16; "amp_bf16, DEFAULT" in fp32 by mosaicml/composer,
+# composer/trainer/mosaic_fsdp_utils.py, though older versions did not, and which one ran is not
+# said. With gradient accumulation a row is taken for that many steps of a microbatch, each with its
+# own communication. The A100 have 1,600 Gb/s a node (RoCE); what the H100 have is not said, 8 x 400
+# Gb/s is assumed.
 LLM_FOUNDRY = "llm-foundry"
 # pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (commit 31a17bfd): FSDP2, bf16,
 # reductions in fp32, 8,192 tokens, batch 2, H100 with HBM2e limited to 500 W, 400 Gb/s a GPU.
