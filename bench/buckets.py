@@ -27,7 +27,8 @@ from torch import nn
 
 from bench.harness import Keep
 from bench.output import picture, print_table
-from fsdp_ext import Link, MixedPrecisionPolicy, Simulated, fully_shard
+from fsdp_ext import Link, MixedPrecisionPolicy, Simulated, fully_shard, profile
+from fsdp_ext.ledger import WIRES
 
 TITLE = "buckets (simulated)"
 DEVICES = ("cpu",)
@@ -36,7 +37,6 @@ FEW_RANKS = 8  # of the large unit, so that a rank's shard is large, too
 LINK = Link("20 us, 100 GB/s", alpha=20e-6, beta=100e9)
 NO_TIME = Link("no time", alpha=0.0, beta=1e30)
 MB = 10**6
-WIRES = ("gather", "reduce")
 WARMUP = 3
 
 
@@ -117,17 +117,15 @@ def measure_buckets(shape: Shape, bucket_bytes: int | None, repeats: int) -> dic
     free = Training(shape, NO_TIME, bucket_bytes if bucket_bytes is not None else default_bytes())
     wired = Training(shape, LINK, bucket_bytes)
     without, steps = [], []
-    busy: list[list[float]] = []  # of each step, of each collective
     wired.core.enable_log(True)
     for _ in range(repeats):
         without.append(free.step())
         steps.append(wired.step())
         sent = wired.core.take_log()
-    wired.core.enable_timeline(True)
-    for _ in range(repeats):
-        wired.step()
-        timeline = wired.core.take_timeline()
-        busy.append([end - begin for what, _, begin, end in timeline if what in WIRES])
+    with profile(wired.model, iterations=repeats) as prof:
+        for _ in range(repeats):
+            wired.step()
+    busy = [[span.seconds for span in iteration.of(*WIRES)] for iteration in prof.iterations]
     # Each one's median over the steps, since a thread that wakes late is not the wire's fault.
     taken = [statistics.median(durations) for durations in zip(*busy, strict=True)]
     predicted = sum(LINK.seconds(operation, nbytes) for operation, _, _, nbytes in sent)
@@ -207,20 +205,18 @@ class OneParameter(nn.Module):
         return nn.functional.embedding(tokens, self.weight)
 
 
-def phases(model: Any, core: Any, tokens: torch.Tensor, repeats: int) -> dict[str, list[float]]:
+def phases(model: Any, tokens: torch.Tensor, repeats: int) -> dict[str, list[float]]:
     """Return, of each step, how long the gather, the reduction and their wires take."""
-    lanes = {"gather": ("cast", "gather", "unpack"), "reduce": ("pack", "reduce", "hand over")}
+    with profile(model, iterations=repeats) as prof:
+        for _ in range(repeats):
+            model.weight.grad = None
+            model(tokens).float().sum().backward()
     seconds: dict[str, list[float]] = {}
-    for _ in range(repeats):
-        model.weight.grad = None
-        core.enable_timeline(True)
-        model(tokens).float().sum().backward()
-        timeline = core.take_timeline()
-        core.enable_timeline(False)
-        for wire, kinds in lanes.items():
-            mine = [(what, begin, end) for what, _, begin, end in timeline if what in kinds]
-            whole = max(end for *_, end in mine) - min(begin for _, begin, _ in mine)
-            on_wire = sum(end - begin for what, begin, end in mine if what == wire)
+    for iteration in prof.iterations:
+        for wire in WIRES:
+            lane = iteration.lane(wire)
+            whole = max(span.end for span in lane) - min(span.begin for span in lane)
+            on_wire = sum(span.seconds for span in iteration.of(wire))
             seconds.setdefault(wire, []).append(whole)
             seconds.setdefault(f"{wire} wire", []).append(on_wire)
             seconds.setdefault(f"{wire} copies", []).append(whole - on_wire)
@@ -250,7 +246,7 @@ def measure_cut(
         )
         model(tokens).float().sum().backward()
         core = model._unit.root.core
-        seconds = phases(model, core, tokens, repeats)
+        seconds = phases(model, tokens, repeats)
         row = {name: statistics.median(values) for name, values in seconds.items()}
         memory = core.memory()
         return row | {"buffers": memory["staging_bytes"] + memory["reduce_bytes"]}
