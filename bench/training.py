@@ -176,6 +176,12 @@ class Training:
         # The same tokens on all ranks, so that losses are those of a replica.
         self.tokens = torch.randint(config.vocabulary, (batch, config.context), device=device)
 
+    @staticmethod
+    def unsharded_block(config: GPTConfig) -> list[nn.Parameter]:
+        """Return the parameters of a block, without memory."""
+        with torch.device("meta"):
+            return list(Block(config).parameters())
+
     def forward_context(self) -> AbstractContextManager[object]:
         """Return the context of the forward pass."""
         if self.sharded.autocast and self.dtype != torch.float32:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = {"buckets", "collectives", "host_overhead", "overlap", "pack", "scaling", "step"}
+NAMES = {"buckets", "collectives", "host_overhead", "memory", "overlap", "pack", "scaling", "step"}
 
 
 def _bench(
@@ -100,6 +100,25 @@ def test_collectives_beside_gloo(tmp_path: Path) -> None:
     assert {row["system"] for row in rows} == systems | {"memcpy"}
     assert all(row["wrong"] == 0 for row in rows if row["system"] in systems)
     assert all(row["ranks"] == 2 and row["of_memcpy"] > 0 for row in rows)
+
+
+def test_the_memory_of_each_system(tmp_path: Path) -> None:
+    printed, rows = _run("memory", tmp_path / "memory.json")
+    assert [row["system"] for row in rows] == ["ours", "FSDP2", "FSDP1"]
+    for row in rows:
+        assert row["ranks"] == 2
+        assert len(row["after_steps_bytes"]) == row["steps"]
+        assert row["growth_bytes"] == row["after_steps_bytes"][-1] - row["after_steps_bytes"][2]
+        if row["peak_since_built"]:  # else this kernel cannot forget a peak
+            # The kernel counts pages of a process a CPU at a time, so both are off by a little.
+            assert row["peak_bytes"] >= 0.95 * max(row["after_steps_bytes"])
+        assert row["theory"]["state"] == 16 * row["parameters"] // 2
+    ours, *peers = rows
+    assert all(row["books"] is None for row in peers)
+    # A rank's part of the parameters, with padding, and not the whole.
+    shard = ours["books"]["shard_bytes"] / (4 * ours["parameters"] / 2)
+    assert 1 <= shard < 1.1
+    assert "ours' books, MB: " in printed
 
 
 # - The harness
