@@ -154,6 +154,31 @@ class BucketInfo(TypedDict):
     gather_messages: int
     reduce_messages: int
 
+class PlannedBucket(BucketInfo):
+    gather_input_bytes: int
+    slot_bytes: int
+    reshards_after_forward: bool
+
+class MemoryPlan(TypedDict):
+    buckets: list[PlannedBucket]
+    ring_slots: int
+    ring_slot_bytes: int
+    staging_bytes: int
+    reduce_input_bytes: int
+    reduce_output_bytes: int
+    kept_bytes: int
+    gather_input_bytes: int
+    gradients_in_flight_bytes: int
+
+# Of each unit: (layout, dtype of the unsharded gradients, reshard after forward, reshard after
+# backward, pack scale, reduce scale, parent, bucket bytes, message bytes).
+def plan_memory(
+    units: Sequence[tuple[UnitLayout, torch.dtype, bool, bool, float, float, int, int, int]],
+    gather_by: str,
+    nesting: int,
+    prefetch_depth: int,
+) -> MemoryPlan: ...
+
 class Root:
     def __init__(
         self,

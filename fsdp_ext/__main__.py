@@ -1,6 +1,7 @@
 """``python -m fsdp_ext``: what was built, against what, and whether it fits what is here.
 
-``python -m fsdp_ext measure-link`` measures the transport in use (measure_link.py).
+``python -m fsdp_ext measure-link`` measures the transport in use (measure_link.py);
+``python -m fsdp_ext plan`` shows what a training would take (plan_command.py).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sys
 
 import torch
 
-from fsdp_ext import _C, _build_info, measure_link
+from fsdp_ext import _C, _build_info, measure_link, plan_command
 from fsdp_ext.communicator import nccl_libraries, registers_buffers
 from fsdp_ext.transports import VARIABLE, resolve_transport, why_no_shared_memory
 
@@ -82,10 +83,12 @@ def main() -> int:
             pass
         case ["measure-link", *arguments]:
             return measure_link.run(arguments)
+        case ["plan", *arguments]:
+            return plan_command.run(arguments)
         case _:
             print(
-                "usage: python -m fsdp_ext [measure-link [--help]]\n"
-                f"expects no arguments, or measure-link, but got {sys.argv[1:]}",
+                "usage: python -m fsdp_ext [measure-link [--help] | plan [--help]]\n"
+                f"expects no arguments, measure-link or plan but got {sys.argv[1:]}",
                 file=sys.stderr,
             )
             return 2

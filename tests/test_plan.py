@@ -1,0 +1,509 @@
+"""A plan says what a model that really trains then has, and allocates nothing for it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from launcher import run_ranks
+from torch import Tensor, nn
+
+import fsdp_ext
+from fsdp_ext import Link, MixedPrecisionPolicy, Plan, Simulated, fully_shard, plan
+from fsdp_ext.communicator import lanes_of
+from fsdp_ext.plan_command import run
+from fsdp_ext.schedule import Stage, predict
+from fsdp_ext.simulated import H100_NODE
+
+PACKAGE = Path(fsdp_ext.__file__).parents[1]
+FAST = Link("fast", alpha=0.0, beta=1e15)
+
+SUBJECTS: list[type[models.Subject]] = [
+    models.BareRoot,
+    models.NestedUnits,
+    models.BranchingUnits,
+    models.Transformer,
+    models.FrozenBesideTrainable,
+    models.FrozenUnit,
+    models.FrozenStart,
+    models.TiedInUnit,
+    models.UnitCalledTwice,
+    models.FewRows,
+    models.EmptyParameter,
+    models.ManyShapes,
+    models.GroupedModules,
+]
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+# Of units and of the root: arguments of fully_shard.
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "defaults": ({}, {}),
+    "each unit by itself": ({}, {"bucket_bytes": 0}),
+    "small buckets": ({}, {"bucket_bytes": 4000}),
+    "bf16 on the wire": ({"mp_policy": HALF}, {}),
+    "fp16, scaled on both sides": (
+        {"mp_policy": MixedPrecisionPolicy(torch.float16, torch.float16)},
+        {},
+    ),
+    "messages of few rows": ({}, {"max_message_bytes": 1000, "bucket_bytes": 10**5}),
+    "stored in bf16": (
+        {"mp_policy": MixedPrecisionPolicy(torch.float32, torch.float32)},
+        {},
+    ),
+    "nothing reshards": ({"reshard_after_forward": False}, {}),
+    "the root reshards, too": ({"reshard_after_forward": True}, {}),
+}
+
+
+def make(subject: type[models.Subject], settings: str) -> Any:
+    model = subject()
+    return model.bfloat16() if settings == "stored in bf16" else model
+
+
+def sharded(subject: type[models.Subject], settings: str, transport: Any) -> Any:
+    torch.manual_seed(0)
+    of_all, of_root = SETTINGS[settings]
+    model = make(subject, settings)
+    for unit in model.units():
+        fully_shard(unit, transport=transport, **of_all)
+    return fully_shard(model, transport=transport, **of_all, **of_root)
+
+
+def plan_before(subject: type[models.Subject], settings: str, **options: Any) -> Plan | None:
+    """Plan the model as it is before fully_shard, if its units are one module each."""
+    of_all, of_root = SETTINGS[settings]
+    with torch.device("meta"):
+        model = make(subject, settings)
+    units = model.units()
+    if any(isinstance(unit, list) for unit in units):
+        return None
+    return plan(model, units=units, device_type="cpu", **of_all, **of_root, **options)
+
+
+def train(model: Any) -> torch.optim.Optimizer:
+    """Run one step, whose buckets are those of the order of registration."""
+    arguments, keywords = model.batch(torch.Generator().manual_seed(1))
+    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    model.loss(model(*arguments, **keywords)).backward()
+    optimizer.step()
+    return optimizer
+
+
+def expect_as_planned(model: Any, optimizer: torch.optim.Optimizer, planned: Plan) -> None:
+    root = model._fsdp_ext_unit.root
+    memory, of_plan = root.core.memory(), planned.memory
+    assert memory["ring_slots"] == of_plan.ring_slots
+    assert memory["ring_slot_bytes"] == of_plan.ring_slot
+    assert memory["ring_bytes"] == of_plan.ring
+    assert memory["staging_bytes"] == of_plan.staging
+    assert memory["reduce_bytes"] == of_plan.reduce_input + of_plan.reduce_output
+    assert memory["unit_bytes"] == of_plan.gather_inputs + of_plan.kept_unsharded
+    assert [unit.name for unit in root.units] == [unit.name for unit in planned.units]
+    assert [unit.flat_shard.nbytes for unit in root.units] == [u.shard for u in planned.units]
+    assert sum(unit.flat_gradient.nbytes for unit in root.units) == of_plan.gradients
+    assert sum(unit.shard for unit in planned.units) == of_plan.shards
+    if dist.get_rank() == 0:
+        kept = [value for state in optimizer.state.values() for value in state.values()]
+        held = [state._local_tensor for state in kept if state.ndim > 0]
+        assert sum(state.nbytes for state in held) == of_plan.optimizer_states
+    names = [unit.name for unit in root.units]
+    for bucket, expected in zip(root.core.buckets(), planned.buckets, strict=True):
+        assert [names[number] for number in bucket["units"]] == list(expected.units)
+        assert bucket["gather_bytes"] == expected.gather
+        assert bucket["reduce_bytes"] == expected.reduce
+        assert bucket["gather_messages"] == expected.gather_messages
+        assert bucket["reduce_messages"] == expected.reduce_messages
+        assert bucket["unsharded_bytes"] == expected.unsharded
+        assert bucket["gather_plan"] == expected.gather_plan
+
+
+def _trains_as_planned(settings: str, transports: list[Any]) -> int:
+    warnings.simplefilter("ignore")
+    compared = 0
+    for transport, subject in itertools.product(transports, SUBJECTS):
+        simulated = isinstance(transport, Simulated)
+        if simulated:
+            dist.destroy_process_group()
+        model = sharded(subject, settings, transport)
+        world_size = dist.get_world_size()
+        planned = plan(model)
+        before = plan_before(subject, settings, transport=transport, world_size=world_size)
+        expect_as_planned(model, train(model), planned)
+        lanes = lanes_of(model._unit.mesh.get_group(), torch.device("cpu"), transport)
+        assert lanes.transport == planned.transport
+        assert str(plan(model)) == str(planned)  # also of a model that has run
+        if before is not None:
+            assert before.memory == planned.memory
+            assert before.units == planned.units
+            assert before.buckets == planned.buckets
+        compared += 1
+    return compared
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_many_simulated_ranks_have_what_was_planned(settings: str) -> None:
+    transports = [Simulated(size, FAST) for size in (1, 3, 12)]
+    assert run_ranks(_trains_as_planned, 1, settings, transports) == [3 * len(SUBJECTS)]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_two_ranks_have_what_was_planned(settings: str) -> None:
+    transports = ["process_group", None]
+    assert run_ranks(_trains_as_planned, 2, settings, transports) == [2 * len(SUBJECTS)] * 2
+
+
+def _another_world_size() -> None:
+    warnings.simplefilter("ignore")
+    dist.destroy_process_group()
+    model = sharded(models.Transformer, "bf16 on the wire", Simulated(4, FAST))
+    elsewhere = plan(model, 64, device_type="cuda", transport="nccl", link="ethernet_100g")
+    with torch.device("meta"):
+        plain = models.Transformer()
+    expected = plan(
+        plain,
+        64,
+        units=plain.units(),
+        mp_policy=HALF,
+        link="ethernet_100g",
+    )
+    assert (elsewhere.memory, elsewhere.units) == (expected.memory, expected.units)
+
+
+def test_a_sharded_model_can_be_planned_for_other_ranks() -> None:
+    run_ranks(_another_world_size, 1)
+
+
+# - Without ranks
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, 4 * dim, bias=False)
+        self.down = nn.Linear(4 * dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, dim: int = 64, layers: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(1000, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(layers))
+        self.head = nn.Linear(dim, 1000, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def on_meta(dim: int = 64, layers: int = 4) -> Net:
+    with torch.device("meta"):
+        return Net(dim, layers)
+
+
+TOKENS = torch.zeros(2, 16, dtype=torch.int64, device="meta")
+
+
+def test_a_model_too_large_for_this_machine_is_planned_on_meta() -> None:
+    model = on_meta(dim=32768, layers=64)
+    planned = plan(model, 1024, units=Block, batch=TOKENS, flops_per_second=1e15)
+    assert sum(unit.parameters for unit in planned.units) == 64 * 8 * 32768**2 + 2 * 1000 * 32768
+    assert planned.memory.shards * 1024 > 2 * 10**12
+    assert all(p.is_meta and p.grad is None for p in model.parameters())
+    assert not any("_fsdp_ext_unit" in module.__dict__ for module in model.modules())
+    assert not dist.is_initialized()
+
+
+def test_a_model_with_memory_stays_as_it_is() -> None:
+    model = Net()
+    before = {name: (value, value.clone()) for name, value in model.named_parameters()}
+    plan(model, 8, units=Block, batch=TOKENS, flops_per_second=1e12)
+    for name, value in model.named_parameters():
+        assert value is before[name][0]
+        assert torch.equal(value, before[name][1])
+        assert value.grad is None
+        assert not vars(value)
+    assert type(model) is Net
+
+
+@pytest.mark.parametrize(
+    "units",
+    [
+        Block,
+        [Block],
+        lambda module: isinstance(module, Block),
+    ],
+)
+def test_units_are_classes_modules_or_what_a_function_says(units: Any) -> None:
+    model = on_meta()
+    planned = plan(model, 8, units=units)
+    assert [unit.name for unit in planned.units] == ["the root", *(f"blocks.{i}" for i in range(4))]
+    assert planned == plan(model, 8, units=list(model.blocks))
+
+
+def test_flops_are_those_of_each_unit() -> None:
+    planned = plan(on_meta(), 8, units=Block, batch=TOKENS)
+    tokens, block = 2 * 16, 2 * 4 * 64 * 64
+    head = 2 * tokens * 64 * 1000
+    for unit in planned.units[1:]:
+        assert unit.flops == (2 * tokens * block, 4 * tokens * block)
+    assert planned.units[0].flops == (head, 2 * head)
+    assert planned.prediction is None
+
+
+def test_flops_of_a_unit_are_without_those_of_units_inside() -> None:
+    planned = plan(on_meta(), 8, units=[Block, nn.Linear], batch=TOKENS)
+    flops = {unit.name: unit.flops for unit in planned.units}
+    assert flops["blocks.0"] == (0, 0)
+    assert flops["blocks.0.up"] == flops["blocks.3.down"] == (4 * 32 * 4096 * 2, 8 * 32 * 4096 * 2)
+
+
+def test_the_prediction_is_the_schedules() -> None:
+    measured = {f"blocks.{i}": (1e-3, 2e-3) for i in range(4)} | {"the root": (0.5e-3, 1e-3)}
+    planned = plan(on_meta(), 8, units=Block, compute=measured, bucket_bytes=0, link="h100_node")
+    block = 2 * 4 * 64 * 64 * 4
+    root = Stage("the root", 0.5e-3, 1e-3, 512_000, 512_000, reshards=False)
+    stages = [Stage(f"blocks.{i}", 1e-3, 2e-3, block, block) for i in range(4)]
+    assert planned.prediction == predict(root, stages, H100_NODE)
+    assert planned.prediction.compute == pytest.approx(13.5e-3)
+
+
+def test_a_root_that_ends_forward_alone_is_reduced_before_its_units() -> None:
+    first_reductions = []
+    for starts in (True, False):
+        model = on_meta()
+        model.embedding.weight.requires_grad_(starts)
+        planned = plan(
+            model, 8, units=Block, batch=TOKENS, flops_per_second=1e9, bucket_bytes=0
+        ).prediction
+        assert planned is not None
+        first_reductions.append(next(s.name for s in planned.spans if s.lane == "reduce"))
+    assert first_reductions == ["blocks.3", "the root"]
+
+
+def test_units_of_one_bucket_are_one_stage() -> None:
+    planned = plan(
+        on_meta(), 8, units=Block, batch=TOKENS, flops_per_second=1e9, bucket_bytes=300_000
+    )
+    assert [len(bucket.units) for bucket in planned.buckets] == [1, 2, 2]
+    assert planned.prediction is not None
+    gathers = [span.name for span in planned.prediction.spans if span.lane == "gather"]
+    assert gathers == ["the root", "blocks.0", "blocks.2"]  # both are there still in backward
+    flops = sum(sum(unit.flops or ()) for unit in planned.units)
+    assert planned.prediction.compute == pytest.approx(flops / 1e9)
+
+
+def test_padding_is_what_shards_hold_beyond_the_parameters() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(5, 3, bias=False)
+    (unit,) = plan(model, 2).units
+    assert unit.shard == 48  # two rows of 20 bytes, and 8 to the next multiple of 16
+    assert unit.padding == 2 * 48 - 60
+
+
+def test_tables_and_json_have_the_same_figures(tmp_path: Path) -> None:
+    planned = plan(on_meta(), 8, units=Block, batch=TOKENS, flops_per_second=1e9)
+    printed = str(planned)
+    assert "blocks.0 to blocks.3 (4)" in printed
+    assert f"{planned.memory.peak:,}" in printed
+    assert "simulated step over 8xH100 NVLink" in printed
+    document = json.loads(planned.to_json() or "")
+    assert document["memory"]["peak"] == planned.memory.peak
+    assert planned.prediction is not None
+    assert document["simulated_seconds"]["step"] == planned.prediction.step
+    assert planned.to_json(tmp_path / "plan.json") is None
+    assert json.loads((tmp_path / "plan.json").read_text()) == document
+    without = plan(on_meta(), 8, units=Block)
+    assert "no time is predicted: pass flops_per_second= and batch=" in str(without)
+    assert "simulated" not in (without.to_json() or "")
+
+
+def test_what_does_not_fit_is_refused_with_the_table() -> None:
+    model = on_meta()
+    needed = plan(model, 8, units=Block).memory.peak
+    assert plan(model, 8, units=Block, memory_limit=needed).memory.peak == needed
+    with pytest.raises(ValueError, match="memory_limit is") as error:
+        plan(model, 8, units=Block, memory_limit=needed - 1)
+    assert f"Net expects {needed:,} bytes on each rank" in str(error.value)
+    assert "blocks.0 to blocks.3 (4)" in str(error.value)
+
+
+# - Mistakes
+
+
+def _scalar() -> nn.Module:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+        model.scale = nn.Parameter(torch.zeros(()))
+    return model
+
+
+def _tied() -> nn.Module:
+    model = on_meta()
+    model.blocks[0].up.weight = model.blocks[1].up.weight
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "error", "message"),
+    [
+        (
+            on_meta,
+            {"world_size": None},
+            ValueError,
+            "expects world_size for a model without a mesh",
+        ),
+        (on_meta, {"world_size": 0}, ValueError, "world_size expects 1 or more ranks but got 0"),
+        (on_meta, {"units": "Block"}, TypeError, "units expects module classes"),
+        (on_meta, {"units": [int]}, TypeError, "units expects module classes"),
+        (on_meta, {"units": nn.Conv1d}, ValueError, "has no Conv1d; it has Block"),
+        (on_meta, {"units": [nn.Linear(2, 2)]}, ValueError, "a Linear that is not in it"),
+        (on_meta, {"units": nn.ModuleList}, ValueError, "modules whose forward is called"),
+        (on_meta, {"link": "avian"}, ValueError, "a Link or one of h100_node, .* got 'avian'"),
+        (on_meta, {"device_type": "tpu"}, ValueError, "'cuda' or 'cpu' but got 'tpu'"),
+        (on_meta, {"transport": "shared_memory"}, ValueError, "transport expects 'nccl' for ranks"),
+        (on_meta, {"transport": Simulated(4, FAST)}, ValueError, "transport has, 4, but got"),
+        (on_meta, {"prefetch": -1}, ValueError, "prefetch expects .* got -1"),
+        (on_meta, {"optimizer_states": -1}, ValueError, "optimizer_states expects .* got -1"),
+        (on_meta, {"bucket_bytes": -1}, ValueError, "bucket_bytes expects .* got -1"),
+        (on_meta, {"max_message_bytes": 8}, ValueError, "room for a row of parameter"),
+        (on_meta, {"mp_policy": "bf16"}, TypeError, "mp_policy expects a MixedPrecisionPolicy"),
+        (on_meta, {"flops_per_second": 1e12}, ValueError, "expects a batch"),
+        (on_meta, {"flops_per_second": 0.0, "batch": TOKENS}, ValueError, "a positive rate"),
+        (on_meta, {"flops_per_second": 1.0, "compute": {}}, ValueError, "but got both"),
+        (on_meta, {"compute": {}, "units": Block}, ValueError, "blocks.0, .* has none; the units"),
+        (on_meta, {"compute": {"head": (1, 1)}}, ValueError, "but head is none; the units are the"),
+        (on_meta, {"batch": torch.zeros(2, 16)}, ValueError, "counting flops expects"),
+        (_scalar, {}, ValueError, "'scale' is a scalar"),
+        (_tied, {"units": Block}, ValueError, "'up.weight' is shared with 'up.weight' of Block"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(
+    make: Callable[[], nn.Module], options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        plan(make(), **{"world_size": 8, **options})
+
+
+def test_a_plan_expects_a_module() -> None:
+    with pytest.raises(TypeError, match="plan expects a module but got 3"):
+        plan(3, 8)  # type: ignore[arg-type]
+
+
+def _mistakes_of_sharded_models() -> None:
+    dist.destroy_process_group()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0], transport=Simulated(2, FAST))
+    with pytest.raises(ValueError, match="only modules inside are sharded"):
+        plan(model)
+    fully_shard(model, transport=Simulated(2, FAST))
+    with pytest.raises(ValueError, match="no units or mp_policy for a model that fully_shard was"):
+        plan(model, units=nn.Linear, mp_policy=HALF)
+
+
+def test_units_of_a_sharded_model_are_its_own() -> None:
+    run_ranks(_mistakes_of_sharded_models, 1)
+
+
+# - The command
+
+FACTORY = """
+import gpt_model
+
+def make():
+    return gpt_model.GPT(gpt_model.GPTConfig(512, 64, 128, 3, 4))
+
+def needs(config):
+    pass
+
+number = 3
+"""
+
+
+@pytest.fixture
+def factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a directory with a module that makes a model."""
+    (tmp_path / "plan_factory.py").write_text(FACTORY)
+    monkeypatch.syspath_prepend(PACKAGE / "examples")
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_the_command_plans_a_model_that_it_makes_on_meta(factory: Path) -> None:
+    arguments = ["plan_factory:make", "--world-size", "16", "--units", "Block"]
+    arguments += ["--link", "h100_cluster", "--param-dtype", "bfloat16", "--bucket-bytes", "1MiB"]
+    arguments += ["--batch", "4x64:int64", "--flops-per-second", "1e12", "--json", "plan.json"]
+    path = os.pathsep.join(map(str, (PACKAGE, PACKAGE / "examples", factory)))
+    result = subprocess.run(
+        [sys.executable, "-m", "fsdp_ext", "plan", *arguments],
+        cwd=factory,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "blocks.0 to blocks.1 (2)" in result.stdout  # one bucket of 1 MiB
+    assert "simulated step over 8xH100 NVLink, 400G InfiniBand across" in result.stdout
+    document = json.loads((factory / "plan.json").read_text())
+    assert document["world_size"] == 16
+    assert document["bucket_bytes"] == 2**20
+    assert len(document["units"]) == 4
+
+
+def test_the_command_ends_with_1_where_memory_does_not_do(
+    factory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan_factory:make", "--world-size", "16", "--units", "Block"]
+    assert run([*arguments, "--memory-limit", "80GB"]) == 0
+    enough = capsys.readouterr()
+    assert run([*arguments, "--memory-limit", "1MB"]) == 1
+    refused = capsys.readouterr()
+    assert refused.out == enough.out
+    assert "expects at most 1.0 MB on each rank but it takes" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "message"),
+    [
+        ("plan_factory", [], "expects MODULE:FACTORY, such as my_model:make, but got 'plan_f"),
+        ("nowhere:make", [], "cannot import nowhere"),
+        ("plan_factory:made", [], "expects a callable 'made' in plan_factory"),
+        ("plan_factory:number", [], "expects a callable 'number' in plan_factory"),
+        ("plan_factory:needs", [], "make a model on the meta device .* raised TypeError"),
+        ("plan_factory:make", ["--units", "Blok"], "--units expects classes .* but got 'Blok'"),
+        ("plan_factory:make", ["--link", "avian"], "--link expects one of h100_node"),
+        ("plan_factory:make", ["--memory-limit", "much"], "expects a size such as 80GB or 40MiB"),
+        ("plan_factory:make", ["--batch", "8,2"], "expects a shape and a dtype"),
+        ("plan_factory:make", ["--param-dtype", "fp15"], "expects a dtype such as bfloat16"),
+    ],
+)
+def test_mistakes_of_the_command_are_a_sentence_and_exit_code_2(
+    factory: Path,
+    capsys: pytest.CaptureFixture[str],
+    model: str,
+    more: list[str],
+    message: str,
+) -> None:
+    try:
+        code = run([model, "--world-size", "8", *more])
+    except SystemExit as error:  # argparse's
+        code = int(str(error.code))
+    assert code == 2
+    assert re.search(message, capsys.readouterr().err)
