@@ -19,6 +19,7 @@ from fsdp_ext.fully_shard import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from fsdp_ext.plan import Plan, plan
 from fsdp_ext.report import profile
 from fsdp_ext.simulated import Link, Simulated
 
@@ -32,12 +33,14 @@ __all__ = [
     "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "Plan",
     "ShardingStrategy",
     "Simulated",
     "UnshardHandle",
     "__version__",
     "describe_buckets",
     "fully_shard",
+    "plan",
     "profile",
     "register_fsdp_forward_method",
 ]

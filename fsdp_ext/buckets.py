@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from fsdp_ext.simulated import H100_NODE, INFINIBAND_400G_NODES, Link, Simulated
+from fsdp_ext.tables import columns, row_of_names, size
 from fsdp_ext.transports import Transport
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def log_default(nbytes: int, link: Link) -> None:
     """Say once what was chosen."""
     _logger.info(
         "bucket_bytes is %s, %d times what travels over %s in the time of a launch",
-        _size(nbytes),
+        size(nbytes),
         LAUNCHES,
         link.name,
     )
@@ -73,20 +74,9 @@ def describe_buckets(model: nn.Module) -> str:
         TypeError: if ``fully_shard`` was not applied to it.
         RuntimeError: before the first forward.
     """
-    from fsdp_ext.root import unit_of
+    from fsdp_ext.root import running_root
 
-    unit = unit_of(model)
-    if unit is None:
-        raise TypeError(
-            f"describe_buckets expects a module that fully_shard was applied to but got "
-            f"{type(model).__name__}"
-        )
-    if unit.root is None or unit.core is None:
-        raise RuntimeError(
-            "describe_buckets expects a model that has run forward; run a step before, or two for "
-            "the order that forward takes"
-        )
-    return "\n".join(_describe(unit.root))
+    return "\n".join(_describe(running_root(model, "describe_buckets")))
 
 
 def _describe(root: Root) -> list[str]:
@@ -95,20 +85,16 @@ def _describe(root: Root) -> list[str]:
     rows = [
         (
             _names(root, bucket["units"]),
-            _size(bucket["gather_bytes"]),
+            size(bucket["gather_bytes"]),
             str(bucket["gather_messages"]),
-            _size(bucket["reduce_bytes"]),
+            size(bucket["reduce_bytes"]),
             str(bucket["reduce_messages"]),
-            _size(bucket["unsharded_bytes"]),
+            size(bucket["unsharded_bytes"]),
             bucket["gather_plan"],
         )
         for bucket in buckets
     ]
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
-        for row in [header, *rows]
-    ]
+    lines = columns(header, rows)
     memory = root.core.memory()
     slots = memory["ring_slots"]
     alone = zip(root.units, root.core.unsharded_bytes(), strict=True)
@@ -118,19 +104,12 @@ def _describe(root: Root) -> list[str]:
         f"{root.bucket_bytes(root.units[0]):,}): each is one gather, one reduction and one slot"
     )
     lines.append(
-        f"{slots} slots of {_size(memory['ring_slot_bytes'])} are {_size(memory['ring_bytes'])}; "
-        f"of units by themselves {_size(slots * largest)}"
+        f"{slots} slots of {size(memory['ring_slot_bytes'])} are {size(memory['ring_bytes'])}; "
+        f"of units by themselves {size(slots * largest)}"
     )
     return lines
 
 
 def _names(root: Root, numbers: list[int]) -> str:
     first, last = (root.units[number].name for number in (numbers[0], numbers[-1]))
-    return first if len(numbers) == 1 else f"{first} to {last} ({len(numbers)})"
-
-
-def _size(nbytes: int) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.1f} {unit}"
-    return f"{nbytes} B"
+    return row_of_names(first, last, len(numbers))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 # On which lane's streams work runs; everything else is on the compute stream.
 LANES = {
@@ -145,7 +145,7 @@ def read(raw: Sequence[tuple[int, Sequence[RawSpan]]], end: float) -> list[Itera
     """
     whole: list[tuple[int, tuple[Span, ...]]] = []
     for number, raw_spans in raw:
-        spans = tuple(Span(*raw_span) for raw_span in raw_spans)
+        spans = tuple(_nested([Span(*raw_span) for raw_span in raw_spans]))
         if all(span.end > 0 for span in spans) and any(span.work == "forward" for span in spans):
             whole.append((number, spans))
     begins = {
@@ -158,6 +158,27 @@ def read(raw: Sequence[tuple[int, Sequence[RawSpan]]], end: float) -> list[Itera
         # The next one may be missing, if an exception ended it.
         until = end if number == last else begins.get(number + 1, own_end)
         result.append(Iteration(number, spans, max(until, own_end)))
+    return result
+
+
+def _nested(spans: list[Span]) -> list[Span]:
+    """Let units' backwards begin no later than those of the units that they enclose.
+
+    Backward comes to a unit's outputs and to those of what it ends with in any order, since both
+    are the same tensors.
+    """
+    open_spans: list[int] = []
+    result = list(spans)
+    for place in sorted(
+        (place for place, span in enumerate(spans) if span.work == "unit backward"),
+        key=lambda place: (spans[place].begin, -spans[place].end),
+    ):
+        span = result[place]
+        open_spans = [other for other in open_spans if result[other].end > span.begin]
+        cut = [result[other].begin for other in open_spans if result[other].end < span.end]
+        if cut:
+            result[place] = replace(span, begin=min(cut))
+        open_spans.append(place)
     return result
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import torch.distributed as dist
 from torch import nn
@@ -31,10 +31,7 @@ from fsdp_ext.causes import (
 from fsdp_ext.files import write_text
 from fsdp_ext.ledger import WIRES, Iteration, read
 from fsdp_ext.merge import collect, lateness
-from fsdp_ext.tables import table
-
-if TYPE_CHECKING:
-    from fsdp_ext.root import Root
+from fsdp_ext.tables import columns
 
 # A report says how much slower compute is beside communication from here on.
 _WORTH_SAYING = 1.05
@@ -123,22 +120,12 @@ class profile:
     """
 
     def __init__(self, model: nn.Module, iterations: int = 64) -> None:
-        from fsdp_ext.root import unit_of
+        from fsdp_ext.root import running_root
 
-        unit = unit_of(model)
-        if unit is None:
-            raise TypeError(
-                f"profile expects a module that fully_shard was applied to but got "
-                f"{type(model).__name__}"
-            )
-        if unit.root is None or unit.core is None:
-            raise RuntimeError(
-                "profile expects a model that has run forward; run two steps before, since the "
-                "first ones make buckets and buffers"
-            )
+        self._root = running_root(model, "profile")
+        unit = self._root.units[0]
         if not isinstance(iterations, int) or iterations < 1:
             raise ValueError(f"profile expects at least 1 iteration but got {iterations!r}")
-        self._root: Root = unit.root
         self._core = self._root.core
         self._kept = iterations
         self._ranks: dict[int, list[Iteration]] = {}
@@ -349,7 +336,9 @@ class profile:
             f"{summary.iterations} steps on rank {self._rank} of {self.world_size} over {link}, on "
             "average",
             "",
-            *table(_HEADER, [_cells(row) for row in self.rows()]),
+            *columns(
+                _HEADER, [_cells(row) for row in self.rows()], left=(0, 1, 2, len(_HEADER) - 1)
+            ),
             "",
             f"step {_ms(summary.step)} ms ({_ms(summary.fastest)} to {_ms(summary.slowest)}) = "
             f"compute {_ms(summary.compute)} + exposed {_ms(summary.exposed)} + other "

@@ -23,6 +23,28 @@ def unit_of(module: nn.Module) -> Unit | None:
     return unit
 
 
+def running_root(model: nn.Module, caller: str) -> Root:
+    """Return the root of a model, or of what FSDP1's wrapper wraps, that has run forward.
+
+    Raises:
+        TypeError: if ``fully_shard`` was not applied to it; the message names ``caller``.
+        RuntimeError: before the first forward.
+    """
+    unit = unit_of(model.__dict__.get("_sharded", model)) if isinstance(model, nn.Module) else None
+    if unit is None:
+        raise TypeError(
+            f"{caller} expects a module that fully_shard was applied to but got "
+            f"{type(model).__name__}"
+        )
+    if unit.root is None or unit.core is None:
+        raise RuntimeError(
+            f"{caller} expects a model that has run forward; run a step before, or two for the "
+            "order that forward takes"
+        )
+    root: Root = unit.root
+    return root
+
+
 class Root:
     """The units of one root module and the C++ schedule that they share.
 

@@ -108,6 +108,7 @@ def predict(
     slots: int | None = None,
     contention: float = 0.0,
     launch: float = 0.0,
+    root_begins: bool = True,
 ) -> Prediction:
     """Return how long a step takes that trains a chain of stages.
 
@@ -116,9 +117,8 @@ def predict(
     ``depth`` ones are issued, as far as the ring has slots (csrc/core/buffer_ring.h); a slot is
     free when its stage's forward has ended. Backward goes in reverse; stages that nobody has taken
     the slot of since forward are there still, the others are gathered again. A stage's reduction
-    is issued when its backward has ended, the root's at the end of backward, since what comes
-    first in forward, such as an embedding, is often its own. Each lane works in order. The step
-    ends when compute and all reductions have ended.
+    is issued when its backward has ended, the root's at the end of all. Each lane works in order.
+    The step ends when compute and all reductions have ended.
 
     While k of the two lanes are at work, compute progresses at the rate max(0, 1 - k * contention).
     The lanes' own rate does not change.
@@ -140,6 +140,8 @@ def predict(
             that computes has to do it, such as shared memory or gloo between ranks of a core each.
         launch: seconds that the host takes for each stage, in forward and again in backward, on top
             of what it computes.
+        root_begins: whether some of the root's parameters, an embedding's, say, are used before the
+            stages, so that their gradients come last; else its reduction is issued before theirs.
 
     Raises:
         ValueError: if a number is out of range.
@@ -161,7 +163,7 @@ def predict(
         )
     chain = [*stages] if root is None else [root, *stages]
     lanes = {"gather": _Lane("gather"), "reduce": _Lane("reduce")}
-    program = _Program(chain, root is not None, link, lanes, depth, slots)
+    program = _Program(chain, root is not None, root_begins, link, lanes, depth, slots)
     clock = _Clock(list(lanes.values()), contention)
     for task in program.run(launch):
         if isinstance(task, _Compute):
@@ -303,12 +305,14 @@ class _Program:
     Args:
         chain: in the order that forward enters them.
         has_root: whether the first one encloses the others.
+        root_begins: whether its gradients are complete only at the end of backward.
     """
 
     def __init__(
         self,
         chain: Sequence[Stage],
         has_root: bool,
+        root_begins: bool,
         link: Link,
         lanes: dict[str, _Lane],
         depth: int,
@@ -316,6 +320,7 @@ class _Program:
     ) -> None:
         self._chain = chain
         self._has_root = has_root
+        self._root_begins = root_begins
         self._costs = link.costs()
         self._lanes = lanes
         self._depth = depth
@@ -337,18 +342,22 @@ class _Program:
             yield from self._enter(number, numbers[position + 1 :], launch)
             if number in below:
                 yield forward(number)
-                self._leave_forward(number)
+                self._leave(number)
         for number in root:
             yield forward(number)
-            self._leave_forward(number)
+            self._leave(number)
         order = [*root, *reversed(below)]
         for position, number in enumerate(order):
             yield from self._enter(number, order[position + 1 :], launch)
             yield backward(number)
+            if number in below or not self._root_begins:
+                self._reduce(number)
             if number in below:
-                self._leave_backward(number)
+                self._leave(number)
         for number in root:
-            self._leave_backward(number)
+            if self._root_begins:
+                self._reduce(number)
+            self._leave(number)
 
     def _enter(self, number: int, ahead: Sequence[int], launch: float) -> Iterator[_Compute | _Job]:
         """Gather what is needed now and next: ``pre_forward``, ``pre_backward``."""
@@ -380,19 +389,13 @@ class _Program:
         self._unsharded[number] = self._done[number] = self._lanes["gather"].issue(job)
         return True
 
-    def _leave_forward(self, number: int) -> None:
-        if self._chain[number].reshards:
-            self._release(number)
-
-    def _leave_backward(self, number: int) -> None:
+    def _reduce(self, number: int) -> None:
         stage = self._chain[number]
         if stage.reduce_bytes > 0:
             alpha, beta = self._costs[1]
             seconds = stage.reduce_messages * alpha + stage.reduce_bytes / beta
             self._lanes["reduce"].issue(_Job(stage.name, seconds + stage.copy_seconds_reduce))
-        if stage.reshards:
-            self._release(number)
 
-    def _release(self, number: int) -> None:
-        if self._unsharded.pop(number) is not None:
+    def _leave(self, number: int) -> None:
+        if self._chain[number].reshards and self._unsharded.pop(number) is not None:
             self._ring.release(number)

@@ -1,0 +1,210 @@
+"""Why communication shows: verdicts on steps that are written down by hand, in milliseconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fsdp_ext.causes import Cause, Exposure, Lateness, Setting, explain, slowdown, typical_seconds
+from fsdp_ext.ledger import Iteration, Span
+
+MS = 1e-3
+START = 1000.0  # seconds; where the clock happens to be
+
+
+class Step:
+    """A step of which each thing that happens is added, by when it did."""
+
+    def __init__(self, number: int = 1) -> None:
+        self.number = number
+        self.spans: list[Span] = []
+
+    def add(self, work: str, phase: str, units: Any, begin: float, end: float, **more: Any) -> Step:
+        first, last = (units, units) if isinstance(units, int) else units
+        for name in ("issued", "refused", "possible"):
+            if name in more:
+                more[name] = START + more[name] * MS
+        span = Span(
+            work,
+            phase,
+            first,
+            last,
+            more.pop("nbytes", 0),
+            START + begin * MS,
+            START + end * MS,
+            **more,
+        )
+        self.spans.append(span)
+        return self
+
+    def gather(self, unit: Any, begin: float, end: float, **more: Any) -> Step:
+        more.setdefault("issued", begin)
+        return self.add("gather", "forward", unit, begin, end, nbytes=1000, **more)
+
+    def reduce(self, unit: Any, begin: float, end: float, **more: Any) -> Step:
+        more.setdefault("issued", begin)
+        return self.add("reduce", "backward", unit, begin, end, nbytes=1000, **more)
+
+    def wait(self, unit: Any, begin: float, end: float) -> Step:
+        return self.add("wait (gather)", "forward", unit, begin, end)
+
+    def wait_reduced(self, begin: float, end: float) -> Step:
+        return self.add("wait (reduction)", "backward", -1, begin, end)
+
+    def forward(self, unit: int, begin: float, end: float) -> Step:
+        return self.add("unit forward", "forward", unit, begin, end)
+
+    def passes(self, *, forward: float, backward: float | None = None) -> Step:
+        """Forward begins at 0 and ends there; backward follows at once."""
+        self.spans.insert(0, Span("forward", "forward", -1, -1, 0, START, START + forward * MS))
+        if backward is not None:
+            begin, end = START + forward * MS, START + backward * MS
+            self.spans.insert(1, Span("backward", "backward", -1, -1, 0, begin, end))
+        return self
+
+    def end(self, at: float = 100.0) -> Iteration:
+        return Iteration(self.number, tuple(self.spans), START + at * MS)
+
+
+def verdict(
+    iteration: Iteration,
+    depth: int = 1,
+    on_gpu: bool = False,
+    late: dict[tuple[int, int], Lateness] | None = None,
+    typical: dict[tuple[str, int], float] | None = None,
+) -> dict[Cause, float]:
+    """Milliseconds by cause, after a look at whether they add up."""
+    exposures = explain(iteration, Setting(depth, on_gpu, typical or {}, late or {}))
+    assert sum(e.seconds for e in exposures) == pytest.approx(iteration.exposed)
+    result: dict[Cause, float] = {}
+    for exposure in exposures:
+        result[exposure.cause] = result.get(exposure.cause, 0.0) + exposure.seconds / MS
+    return {cause: ms for cause, ms in result.items() if ms > 1e-6}
+
+
+def first_unit() -> Step:
+    """The root and the first unit below it are gathered, and the latter computes until 10."""
+    step = Step().gather(0, 0, 1).gather(1, 1, 2, issued=0)
+    return step.wait(0, 0, 1).forward(0, 1, 40).wait(1, 1, 2).forward(1, 2, 10)
+
+
+def test_nothing_hides_the_first_gathers() -> None:
+    assert verdict(first_unit().passes(forward=40).end()) == {Cause.FIRST: pytest.approx(2)}
+
+
+def test_a_lane_that_never_paused_is_slower_than_the_compute() -> None:
+    step = first_unit().gather(2, 2, 16, issued=2).wait(2, 10, 16).forward(2, 16, 20)
+    assert verdict(step.passes(forward=40).end()) == {
+        Cause.FIRST: pytest.approx(2),
+        Cause.BANDWIDTH: pytest.approx(6),
+    }
+
+
+def test_a_gather_that_was_refused_a_slot_could_have_come_earlier() -> None:
+    step = first_unit().gather(2, 10, 14, issued=10, refused=3, on_demand=True)
+    step.wait(2, 10, 14).forward(2, 14, 20)
+    assert verdict(step.passes(forward=40).end())[Cause.NO_SLOT] == pytest.approx(4)
+
+
+def test_without_prefetch_the_ring_is_too_small() -> None:
+    step = first_unit().gather(2, 10, 14, issued=10, on_demand=True)
+    step.wait(2, 10, 14).forward(2, 14, 20)
+    assert Cause.NO_SLOT in verdict(step.passes(forward=40).end(), depth=0)
+
+
+def test_a_slot_that_is_still_read_holds_up_a_gather_that_was_issued() -> None:
+    """On a GPU the host is ahead: the gather was issued long before its slot was free."""
+    step = first_unit().gather(2, 9, 14, issued=2.5, possible=9).wait(2, 10, 14).forward(2, 14, 20)
+    found = verdict(step.passes(forward=40).end(), on_gpu=True)
+    assert found[Cause.NO_SLOT] == pytest.approx(4)
+
+
+def test_a_unit_that_nothing_foretold_is_issued_late() -> None:
+    step = first_unit().gather(2, 10, 14, issued=10, on_demand=True)
+    step.wait(2, 10, 14).forward(2, 14, 20)
+    assert verdict(step.passes(forward=40).end())[Cause.ISSUED_LATE] == pytest.approx(4)
+
+
+def test_a_lane_that_begins_late_is_behind() -> None:
+    step = first_unit().gather(2, 12, 14, issued=2.5, possible=2).wait(2, 10, 14).forward(2, 14, 20)
+    assert verdict(step.passes(forward=40).end())[Cause.ISSUED_LATE] > 3.5
+
+
+def test_a_gpu_that_computes_what_was_just_issued_had_waited_for_the_host() -> None:
+    step = Step().gather(0, 0, 1).wait(0, 0, 1).forward(0, 1, 40).forward(1, 2, 3)
+    step.gather(2, 20, 24, issued=20).forward(3, 20.01, 21).wait(2, 21, 24).forward(2, 24, 30)
+    found = verdict(step.passes(forward=40).end(), on_gpu=True)
+    assert found[Cause.ISSUED_LATE] == pytest.approx(3)
+    # On the host the two are one, and it was the depth of the prefetch.
+    assert verdict(step.passes(forward=40).end())[Cause.NO_SLOT] == pytest.approx(3)
+
+
+def test_what_was_idle_is_not_counted_twice() -> None:
+    """Two gathers in a row after 2 ms of nothing: 2 ms of both waits together could be hidden."""
+    step = first_unit().gather(2, 4, 13, issued=4).gather(3, 13, 22, issued=10)
+    step.wait(2, 10, 13).forward(2, 13, 15).wait(3, 15, 22).forward(3, 22, 30)
+    found = verdict(step.passes(forward=40).end())
+    assert found[Cause.NO_SLOT] == pytest.approx(2)
+    assert found[Cause.BANDWIDTH] == pytest.approx(8)
+
+
+def test_the_slowest_rank_is_named() -> None:
+    step = first_unit().gather(2, 9, 14, issued=9).wait(2, 10, 14).forward(2, 14, 20)
+    iteration = step.passes(forward=40).end()
+    place = next(i for i, s in enumerate(iteration.spans) if s.units == (2, 2))
+    late = {(1, place): Lateness(3 * MS, rank=5)}
+    exposures = explain(iteration, Setting(1, False, {}, late))
+    assert [(e.rank, e.seconds / MS) for e in exposures if e.cause is Cause.LATE_RANK] == [
+        (5, pytest.approx(3))
+    ]
+
+
+def test_by_itself_a_rank_knows_a_late_one_by_what_is_usual() -> None:
+    usual = [first_unit().gather(2, 9, 9.5, issued=9).passes(forward=40).end() for _ in range(4)]
+    step = first_unit().gather(2, 9, 14, issued=9).wait(2, 10, 14).forward(2, 14, 20)
+    iteration = step.passes(forward=40).end()
+    typical = typical_seconds([*usual, iteration])
+    assert verdict(iteration, typical=typical)[Cause.LATE_RANK] == pytest.approx(4)
+
+
+def test_only_the_last_reduction_is_unavoidable() -> None:
+    step = Step().reduce(2, 41, 50, issued=41).reduce(1, 50, 60, issued=45)
+    step.wait_reduced(46, 60)
+    assert verdict(step.passes(forward=40, backward=61).end()) == {
+        Cause.BANDWIDTH: pytest.approx(4),
+        Cause.LAST: pytest.approx(10),
+    }
+
+
+def test_a_wait_for_what_is_not_in_the_ledger_is_unknown() -> None:
+    step = Step().wait(3, 1, 2).passes(forward=40)
+    assert verdict(step.end()) == {Cause.UNKNOWN: pytest.approx(1)}
+
+
+def test_a_step_is_compute_and_exposed_and_other() -> None:
+    step = first_unit().reduce(1, 70, 80).wait_reduced(75, 80)
+    iteration = step.passes(forward=40, backward=80).end(at=95)
+    assert iteration.step == pytest.approx(95 * MS)
+    assert iteration.exposed == pytest.approx(7 * MS)
+    assert iteration.compute == pytest.approx(73 * MS)
+    assert iteration.other == pytest.approx(15 * MS)
+
+
+def test_units_of_one_size_tell_what_communication_costs_compute() -> None:
+    step = Step().gather(2, 0, 10).gather(3, 20, 30)
+    step.forward(1, 0, 10).forward(2, 10, 18).forward(3, 20, 30).forward(4, 30, 38)
+    iteration = step.passes(forward=40).end()
+    found = slowdown([iteration], sizes=[0, 100, 100, 100, 100])
+    assert found is not None
+    assert found.factor == pytest.approx(10 / 8)
+    assert found.seconds == pytest.approx(4 * MS)
+    assert slowdown([iteration], sizes=[0, 1, 2, 3, 4]) is None  # none of a kind
+
+
+def test_exposures_come_in_order() -> None:
+    step = first_unit().gather(2, 2, 16, issued=2).wait(2, 10, 16).forward(2, 16, 20)
+    exposures = explain(step.passes(forward=40).end(), Setting(1, False, {}, {}))
+    begins = [exposure.begin for exposure in exposures]
+    assert begins == sorted(begins)
+    assert all(isinstance(exposure, Exposure) for exposure in exposures)

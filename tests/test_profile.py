@@ -1,0 +1,425 @@
+"""``fsdp_ext.profile``: what is recorded, how it adds up, and verdicts on planted faults."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launcher import run_ranks
+from torch import Tensor, nn
+
+import fsdp_ext
+from fsdp_ext import Link, Simulated, fully_shard
+from fsdp_ext.causes import Cause
+
+PACKAGE = Path(fsdp_ext.__file__).parents[1]
+WIDTH = 256
+LAYERS = 6
+UNIT = WIDTH * WIDTH * 4  # bytes
+PLANTED = 0.02  # seconds
+
+
+class Pause(nn.Module):
+    """Computes for a while, in forward and in backward; a core that sleeps leaves others alone."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        y = x @ self.weight
+        if y.requires_grad:
+            y.register_hook(lambda _: time.sleep(self.seconds))
+        return y
+
+
+def make(transport: Any = None, compute: float = 0.004, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(Pause(compute) for _ in range(LAYERS)))
+    for layer in model:
+        fully_shard(layer, transport=transport)
+    options.setdefault("bucket_bytes", 0)
+    return fully_shard(model, transport=transport, **options)
+
+
+def train(model: Any, steps: int, before: Callable[[int], Any] = lambda step: None) -> None:
+    for step in range(steps):
+        before(step)
+        model(torch.ones(1, WIDTH)).sum().backward()
+
+
+def profiled(model: Any, before: Callable[[int], Any] = lambda step: None) -> Any:
+    train(model, 3)
+    with fsdp_ext.profile(model) as prof:
+        train(model, 4, before)
+    return prof
+
+
+def causes(prof: Any) -> dict[str, float]:
+    summary = prof.summary()
+    check_sums(prof)
+    return dict(summary.causes)
+
+
+def check_sums(prof: Any) -> None:
+    """What is reported adds up, in total and for each step."""
+    summary = prof.summary()
+    assert summary.compute + summary.exposed + summary.other == pytest.approx(summary.step)
+    assert sum(summary.causes.values()) == pytest.approx(summary.exposed, abs=1e-9)
+    assert sum(row.exposed for row in prof.rows()) == pytest.approx(summary.exposed, abs=1e-9)
+    assert sum(row.wire for row in prof.rows()) == pytest.approx(summary.wire)
+    for iteration in prof.iterations:
+        parts = (iteration.compute, iteration.exposed, iteration.other)
+        assert sum(parts) == pytest.approx(iteration.step)
+        assert all(part >= -1e-9 for part in parts)
+
+
+# - Planted faults
+
+
+def _simulated(kind: str) -> dict[str, float]:
+    dist.destroy_process_group()  # Simulated brings its own
+    warnings.simplefilter("ignore")
+    fast = Link("fast", alpha=1e-3, beta=1e12)
+    if kind == "slow link":
+        return causes(profiled(make(Simulated(8, Link("slow", alpha=PLANTED, beta=1e12)))))
+    if kind == "ring of one slot":
+        return causes(profiled(make(Simulated(8, Link("slow", 3e-3, 1e12)), prefetch=0)))
+    if kind == "slow host":
+        model = make(Simulated(8, fast))
+        core: list[Any] = []
+
+        def stall(step: int) -> None:
+            core[:] = [model._unit.root.core]
+
+        # In the middle of forward, the thread of the gathers' lane stands still.
+        model[2].register_forward_pre_hook(
+            lambda *_: core[0].delay_stream("gather", PLANTED) if core else None
+        )
+        return causes(profiled(model, stall))
+    return causes(profiled(make(Simulated(8, fast))))
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [
+        ("slow link", Cause.BANDWIDTH),
+        ("ring of one slot", Cause.NO_SLOT),
+        ("slow host", Cause.ISSUED_LATE),
+    ],
+)
+def test_a_planted_fault_is_what_most_is_put_down_to(kind: str, cause: Cause) -> None:
+    (found,) = run_ranks(_simulated, 1, kind)
+    avoidable = {
+        name: seconds
+        for name, seconds in found.items()
+        if name not in (Cause.FIRST.value, Cause.LAST.value)
+    }
+    assert max(avoidable, key=lambda name: avoidable[name]) == cause.value, found
+
+
+def _stalled() -> tuple[dict[str, float], dict[str, float], set[int], list[str], str]:
+    warnings.simplefilter("ignore")
+    model = make()
+    rank = dist.get_rank()
+    stalls = [0.0]
+    model[3].register_forward_pre_hook(lambda *_: time.sleep(stalls[0]))
+
+    def stall(step: int) -> None:
+        stalls[0] = 3 * PLANTED if rank == 1 and step == 2 else 0.0
+
+    prof = profiled(model, stall)
+    alone = causes(prof)
+    assert prof.merge() is prof
+    merged = causes(prof)
+    ranks = {e.rank for found in prof.explain() for e in found if e.cause is Cause.LATE_RANK}
+    document = json.loads(prof.to_json())
+    return alone, merged, ranks, sorted(document["ranks"]), str(prof)
+
+
+def test_a_stalled_rank_is_named_by_the_others() -> None:
+    (alone, merged, ranks, known, text), (_, of_itself, _, _, _) = run_ranks(_stalled, 2)
+    for found in (alone, merged):
+        assert max(found, key=lambda name: found[name]) == Cause.LATE_RANK.value, found
+    assert 1 in ranks
+    assert known == ["0", "1"]
+    assert "rank 1 comes last" in text
+    late = Cause.LATE_RANK.value
+    assert of_itself.get(late, 0.0) < merged[late]
+
+
+# - What is recorded
+
+
+def _adds_up(kind: str) -> None:
+    warnings.simplefilter("ignore")
+    model = make(compute=0.0)
+    train(model, 2)
+    start = time.monotonic()
+    with fsdp_ext.profile(model) as prof:
+        if kind == "accumulates":
+            model.set_requires_gradient_sync(False)
+            train(model, 1)
+            model.set_requires_gradient_sync(True)
+            train(model, 1)
+        elif kind == "evaluates":
+            with torch.no_grad():
+                for _ in range(2):
+                    model(torch.ones(1, WIDTH))
+        elif kind == "two forwards":
+            for _ in range(2):
+                x = torch.ones(1, WIDTH)
+                (model(x).sum() + model(2 * x).sum()).backward()
+        elif kind == "by hand":
+            model[0].unshard()
+            train(model, 2)
+            model[1].unshard()
+            model[1].reshard()
+        else:
+            train(model, 2)
+    taken = time.monotonic() - start
+    check_sums(prof)
+    assert len(prof.iterations) == 2
+    assert sum(iteration.step for iteration in prof.iterations) <= taken
+    numbers = [iteration.number for iteration in prof.iterations]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    passes = {"evaluates": 0}.get(kind, 1)
+    assert all(len(iteration.of("backward")) == passes for iteration in prof.iterations)
+    computed = prof.iterations[-1].of("unit forward")
+    forwards = 2 if kind == "two forwards" else 1
+    assert [s.first for s in computed] == list(range(LAYERS + 1)) * forwards
+    train(model, 1)  # and nothing is recorded any more
+    assert model._unit.root.core.take_times() == ([], 0)
+
+
+@pytest.mark.parametrize("kind", ["trains", "accumulates", "evaluates", "two forwards", "by hand"])
+def test_what_is_recorded_adds_up(kind: str) -> None:
+    run_ranks(_adds_up, 2, kind)
+
+
+def _collectives() -> None:
+    warnings.simplefilter("ignore")
+    model = make(compute=0.0)
+    train(model, 2)
+    core = model._unit.root.core
+    core.enable_log(True)
+    with fsdp_ext.profile(model) as prof:
+        train(model, 1)
+    (iteration,) = prof.iterations
+    recorded = [
+        ({"gather": "all_gather", "reduce": "reduce_scatter"}[s.work], s.phase, s.nbytes)
+        for s in iteration.spans
+        if s.work in ("gather", "reduce")
+    ]
+    assert recorded == [(op, phase, nbytes) for op, phase, _, nbytes in core.take_log()]
+    for span in iteration.of("gather", "reduce"):
+        assert iteration.begin <= span.issued <= span.begin <= span.end <= iteration.end
+    wire = sum(row.nbytes for row in prof.rows())
+    assert wire == sum(nbytes for *_, nbytes in recorded)
+
+
+def test_every_collective_is_recorded_once_and_in_order() -> None:
+    run_ranks(_collectives, 2)
+
+
+def _ring_of_iterations() -> None:
+    warnings.simplefilter("ignore")
+    model = make(compute=0.0)
+    train(model, 2)
+    with fsdp_ext.profile(model, iterations=2) as prof:
+        train(model, 5)
+    assert [iteration.number for iteration in prof.iterations] == [4, 5]
+    assert prof.lost == 3
+    assert "3 older steps were not kept" in str(prof)
+
+
+def test_the_last_steps_are_kept() -> None:
+    run_ranks(_ring_of_iterations, 1)
+
+
+def _exception() -> None:
+    warnings.simplefilter("ignore")
+    model = make(compute=0.0)
+    train(model, 2)
+    fail = [False]
+
+    def maybe_fail(*_: object) -> None:
+        if fail[0]:
+            raise ArithmeticError("planted")
+
+    model[3].register_forward_pre_hook(maybe_fail)
+    with fsdp_ext.profile(model) as prof:
+        train(model, 1)
+        fail[0] = True
+        with pytest.raises(ArithmeticError):
+            train(model, 1)
+        fail[0] = False
+        train(model, 2)
+    assert [iteration.number for iteration in prof.iterations] == [1, 3, 4]
+    check_sums(prof)
+    fail[0] = True
+    with pytest.raises(ArithmeticError), fsdp_ext.profile(model):
+        train(model, 1)
+    fail[0] = False
+    train(model, 1)
+
+
+def test_a_step_that_fails_is_left_out() -> None:
+    run_ranks(_exception, 1)
+
+
+def _same_numbers(profiles: bool) -> list[Tensor]:
+    warnings.simplefilter("ignore")
+    model = make(compute=0.0, bucket_bytes=2 * UNIT)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, 2)
+    with fsdp_ext.profile(model) if profiles else nullcontext():
+        for _ in range(3):
+            train(model, 1)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [parameter.full_tensor() for parameter in model.parameters()]
+
+
+def test_profiling_changes_no_number() -> None:
+    with_it, without = (run_ranks(_same_numbers, 2, profiles)[0] for profiles in (True, False))
+    assert all(map(torch.equal, with_it, without))
+
+
+def _fsdp1() -> None:
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    model = fsdp_ext.FullyShardedDataParallel(
+        nn.Sequential(*(Pause(0.0) for _ in range(3))), auto_wrap_policy=ModuleWrapPolicy({Pause})
+    )
+    train(model, 2)
+    with fsdp_ext.profile(model) as prof:
+        train(model, 2)
+    check_sums(prof)
+
+
+def test_the_wrapper_of_fsdp1_can_be_profiled() -> None:
+    run_ranks(_fsdp1, 2)
+
+
+# - Output
+
+
+def _outputs(directory: Path) -> None:
+    dist.destroy_process_group()
+    warnings.simplefilter("ignore")
+    prof = profiled(make(Simulated(8, Link("fast", 1e-3, 1e12)), compute=0.001))
+    prof.save_trace(directory / "step.json")
+    prof.plot(directory / "step.png")
+    prof.plot(directory / "step.svg", iteration=-1)
+    prof.to_json(directory / "prof.json")
+    with pytest.raises(ValueError, match="one of 4 steps but got number 9"):
+        prof.plot(directory / "step.png", iteration=9)
+    with pytest.raises(OSError, match=r"expects .*nowhere/a.json to be writable but it is not"):
+        prof.save_trace(directory / "nowhere" / "a.json")
+    with pytest.raises(OSError, match="No space left"):
+        prof.to_json("/dev/full")
+    with pytest.raises(RuntimeError, match="merge expects ranks that are there"):
+        prof.merge()
+    document = json.loads((directory / "prof.json").read_text())
+    assert document == json.loads(prof.to_json())
+    assert document["summary"]["iterations"] == 4
+    assert "over a simulated link" in str(prof)
+
+
+def rows_of(trace: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    for row in {event["tid"] for event in events}:
+        yield sorted(
+            (event for event in events if event["tid"] == row), key=lambda e: (e["ts"], -e["dur"])
+        )
+
+
+def test_a_trace_and_pictures_are_written(tmp_path: Path) -> None:
+    run_ranks(_outputs, 1, tmp_path)
+    trace = json.loads((tmp_path / "step.json").read_text())
+    named = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    assert {"compute", "gather", "reduce"} <= named
+    assert {"forward 3", "backward 3", "gather 3", "reduce 3"} <= {
+        event["name"] for event in trace["traceEvents"]
+    }
+    for row in rows_of(trace):  # viewers expect spans of a row to follow, or enclose, each other
+        open_until: list[float] = []
+        for event in row:
+            while open_until and open_until[-1] <= event["ts"] + 0.002:
+                open_until.pop()
+            assert not open_until or event["ts"] + event["dur"] <= open_until[-1] + 0.002, event
+            open_until.append(event["ts"] + event["dur"])
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    assert b"<svg" in (tmp_path / "step.svg").read_bytes()
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path) -> None:
+    code = f"""
+import sys, warnings
+warnings.simplefilter("ignore")
+sys.modules["matplotlib"] = None
+import torch, fsdp_ext
+from torch import nn
+from fsdp_ext import Link, Simulated, fully_shard
+model = fully_shard(nn.Linear(4, 4), transport=Simulated(2, Link("l", 0, 1e12)))
+model(torch.ones(1, 4)).sum().backward()
+with fsdp_ext.profile(model) as prof:
+    model(torch.ones(1, 4)).sum().backward()
+prof.report()
+try:
+    prof.plot({str(tmp_path / "a.png")!r})
+except ImportError as error:
+    print(error)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE, timeout=120
+    )
+    assert "plot expects matplotlib but cannot import it" in result.stdout, result.stderr
+    assert "pip install matplotlib" in result.stdout
+
+
+# - Wrong use
+
+
+def _errors() -> None:
+    warnings.simplefilter("ignore")
+    with pytest.raises(TypeError, match="fully_shard was applied to but got Linear"):
+        fsdp_ext.profile(nn.Linear(2, 2))
+    model = make(compute=0.0)
+    with pytest.raises(RuntimeError, match="expects a model that has run forward"):
+        fsdp_ext.profile(model)
+    train(model, 1)
+    with pytest.raises(ValueError, match="at least 1 iteration but got 0"):
+        fsdp_ext.profile(model, iterations=0)
+    with pytest.raises(RuntimeError, match="at least one whole step"), fsdp_ext.profile(model):
+        pass
+    prof = fsdp_ext.profile(model)
+    with pytest.raises(RuntimeError, match="its with block to have ended"):
+        prof.report()
+    freeze = [lambda: None, lambda: next(model.parameters()).requires_grad_(False)]
+    with pytest.raises(RuntimeError, match="parameters stay"), fsdp_ext.profile(model):
+        train(model, 2, lambda step: freeze[step]())
+    train(model, 1)
+    with fsdp_ext.profile(model) as again:  # after that it can be used as before
+        train(model, 1)
+    check_sums(again)
+
+
+def test_wrong_use_is_told_in_one_sentence() -> None:
+    run_ranks(_errors, 1)
