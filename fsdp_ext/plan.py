@@ -25,6 +25,7 @@ from fsdp_ext import _C
 from fsdp_ext.buckets import typical_link
 from fsdp_ext.files import write_text
 from fsdp_ext.flops import count_flops
+from fsdp_ext.fsdp1 import FullyShardedDataParallel
 from fsdp_ext.fully_shard import _resolve_prefetch, _resolve_size
 from fsdp_ext.plan_sizes import (
     PlannedBucketSizes,
@@ -133,8 +134,9 @@ def plan(
     computes before those inside it.
 
     Args:
-        model: one that ``fully_shard`` was applied to, which knows its units and their settings; or
-            one that it was not, with ``units``. It may be on the meta device.
+        model: one that ``fully_shard`` was applied to, or that ``FullyShardedDataParallel`` wraps,
+            which knows its units and their settings; or a plain one, with ``units``. It may be on
+            the meta device.
         world_size: how many ranks; by default those of the model's mesh, or of a simulated
             transport.
         units: of a model without units: module classes, modules, or a function that says of a
@@ -164,6 +166,8 @@ def plan(
         ValueError: if an argument or a parameter does not fit, or memory does not fit
             ``memory_limit``; the message then has the table.
     """
+    if isinstance(model, FullyShardedDataParallel):
+        model = model.module
     check_types(None, mp_policy or MixedPrecisionPolicy(), None)
     _check_numbers(prefetch, optimizer_states, flops_per_second, batch, compute)
     unit = _check_model(model, units, mp_policy, reshard_after_forward)

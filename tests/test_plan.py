@@ -19,9 +19,18 @@ import torch
 import torch.distributed as dist
 from launcher import run_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdp_ext
-from fsdp_ext import Link, MixedPrecisionPolicy, Plan, Simulated, fully_shard, plan
+from fsdp_ext import (
+    FullyShardedDataParallel,
+    Link,
+    MixedPrecisionPolicy,
+    Plan,
+    Simulated,
+    fully_shard,
+    plan,
+)
 from fsdp_ext.communicator import lanes_of
 from fsdp_ext.plan_command import run
 from fsdp_ext.schedule import Stage, predict
@@ -182,6 +191,21 @@ def _another_world_size() -> None:
 
 def test_a_sharded_model_can_be_planned_for_other_ranks() -> None:
     run_ranks(_another_world_size, 1)
+
+
+def _wrapped_as_fsdp1() -> None:
+    model = FullyShardedDataParallel(
+        models.Stack(),
+        auto_wrap_policy=ModuleWrapPolicy({models.Mlp}),
+        device_id=torch.device("cpu"),
+    )
+    planned = plan(model)
+    assert len(planned.units) == 4
+    expect_as_planned(model.module, train(model), planned)
+
+
+def test_a_model_wrapped_as_by_fsdp1_has_what_was_planned() -> None:
+    run_ranks(_wrapped_as_fsdp1, 2)
 
 
 # - Without ranks
