@@ -48,7 +48,10 @@ class PlannedBucketSizes:
 class PlannedMemory:
     """Bytes of the first rank, which has the most rows; docs/design.md says what each is for.
 
-    ``gradients_in_flight`` is the most that unsharded gradients take until they are packed.
+    ``gradients_in_flight`` is the most that unsharded gradients take until they are packed. Each
+    backward is taken to reduce, and gradients to be set to None between steps: adding to gradients
+    that are there takes the reduce output, too, and units that accumulate without reducing a reduce
+    input of their own.
     """
 
     shards: int
