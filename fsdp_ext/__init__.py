@@ -22,6 +22,7 @@ from fsdp_ext.fully_shard import (
 from fsdp_ext.plan import Plan, plan
 from fsdp_ext.report import profile
 from fsdp_ext.simulated import Link, Simulated
+from fsdp_ext.tune import Tuning, tune
 
 __all__ = [
     "BackwardPrefetch",
@@ -36,6 +37,7 @@ __all__ = [
     "Plan",
     "ShardingStrategy",
     "Simulated",
+    "Tuning",
     "UnshardHandle",
     "__version__",
     "describe_buckets",
@@ -43,4 +45,5 @@ __all__ = [
     "plan",
     "profile",
     "register_fsdp_forward_method",
+    "tune",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, cast, overload
+from typing import Any, Literal, NoReturn, cast, overload
 
 import torch
 from torch import nn
@@ -17,7 +17,15 @@ from fsdp_ext.root import ForwardHooks, Root, unit_of
 from fsdp_ext.simulated import Simulated
 from fsdp_ext.transports import resolve_transport
 from fsdp_ext.unit import Unit
-from fsdp_ext.validation import check_modules, check_types, device_of, resolve_mesh
+from fsdp_ext.validation import (
+    check_modules,
+    check_types,
+    device_of,
+    resolve_bucket_bytes,
+    resolve_max_message_bytes,
+    resolve_mesh,
+    resolve_prefetch,
+)
 
 
 @overload
@@ -31,9 +39,9 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     transport: str | Simulated | None = ...,
-    bucket_bytes: int | None = ...,
+    bucket_bytes: int | Literal["auto"] | None = ...,
     max_message_bytes: int | None = ...,
-    prefetch: int | None = ...,
+    prefetch: int | Literal["auto"] | None = ...,
 ) -> FSDPModule: ...
 
 
@@ -48,9 +56,9 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     transport: str | Simulated | None = ...,
-    bucket_bytes: int | None = ...,
+    bucket_bytes: int | Literal["auto"] | None = ...,
     max_message_bytes: int | None = ...,
-    prefetch: int | None = ...,
+    prefetch: int | Literal["auto"] | None = ...,
 ) -> list[FSDPModule]: ...
 
 
@@ -64,9 +72,9 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     transport: str | Simulated | None = None,
-    bucket_bytes: int | None = None,
+    bucket_bytes: int | Literal["auto"] | None = None,
     max_message_bytes: int | None = None,
-    prefetch: int | None = None,
+    prefetch: int | Literal["auto"] | None = None,
 ) -> FSDPModule | list[FSDPModule]:
     """Shard ``module``'s parameters, gradients and optimizer state over data-parallel ranks.
 
@@ -100,7 +108,8 @@ def fully_shard(
         bucket_bytes: units that forward runs one after the other travel together as long as their
             all-gather carries at most so many bytes, of all ranks together; 0: each by itself. A
             unit without a value has the root's, by default four times what the transport carries
-            in the time of a launch (:func:`fsdp_ext.describe_buckets` shows it). It changes no
+            in the time of a launch (:func:`fsdp_ext.describe_buckets` shows it); "auto" is what
+            :func:`fsdp_ext.tune` has chosen for such a model, the default until then. It changes no
             result where a transport adds ranks up in one order, as shared memory does.
         max_message_bytes: what is larger travels as several messages, between parameters where
             that is possible, so that the casts and copies of one are beside the wire of another;
@@ -109,7 +118,8 @@ def fully_shard(
             which a message carries only some rows is copied once more.
         prefetch: how many buckets' gathers are under way ahead of the unit that runs, in forward
             and in backward; the root's counts, by default 1. Each takes a slot of the largest
-            bucket's size; 0 gathers when a unit needs its parameters.
+            bucket's size; 0 gathers when a unit needs its parameters; "auto" is what
+            :func:`fsdp_ext.tune` has chosen.
 
     Returns:
         ``module``, whose class is now a subclass of :class:`FSDPModule` and its own class.
@@ -140,9 +150,9 @@ def fully_shard(
         mp_policy,
         _resolve_reshard(reshard_after_forward, mesh),
         transport,
-        _resolve_size("bucket_bytes", bucket_bytes, 0, "0 sends each unit by itself"),
-        _resolve_size("max_message_bytes", max_message_bytes, 1, "leave it out for any size"),
-        _resolve_prefetch(prefetch),
+        resolve_bucket_bytes(bucket_bytes),
+        resolve_max_message_bytes(max_message_bytes),
+        resolve_prefetch(prefetch),
     )
     _move_buffers(modules, unit.device)
     for submodule in modules:
@@ -200,22 +210,6 @@ def _resolve_reshard(value: bool | int | None, mesh: DeviceMesh) -> bool | None:
     raise NotImplementedError(
         f"reshard_after_forward={value} (resharding to a smaller group) is not supported yet; use "
         "True or False"
-    )
-
-
-def _resolve_size(name: str, value: int | None, least: int, otherwise: str) -> int | None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= least):
-        return value
-    raise ValueError(
-        f"{name} expects a number of bytes, {least} or more, or None but got {value!r}; {otherwise}"
-    )
-
-
-def _resolve_prefetch(value: int | None) -> int | None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
-        return value
-    raise ValueError(
-        f"prefetch expects a number of buckets, 0 or more, or None but got {value!r}; 1 is usual"
     )
 
 

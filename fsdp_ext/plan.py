@@ -13,7 +13,7 @@ Sizes are those of the run, since layout, buckets and buffers come from the same
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from fsdp_ext.buckets import typical_link
 from fsdp_ext.files import write_text
 from fsdp_ext.flops import count_flops
 from fsdp_ext.fsdp1 import FullyShardedDataParallel
-from fsdp_ext.fully_shard import _resolve_prefetch, _resolve_size
 from fsdp_ext.plan_sizes import (
     PlannedBucketSizes,
     PlannedMemory,
@@ -54,7 +53,12 @@ from fsdp_ext.transports import (
     why_no_shared_memory,
 )
 from fsdp_ext.unit import Unit
-from fsdp_ext.validation import check_types
+from fsdp_ext.validation import (
+    check_types,
+    resolve_bucket_bytes,
+    resolve_max_message_bytes,
+    resolve_prefetch,
+)
 
 # Note [gather plans] in csrc/core/layout.h, and the table of transports in docs/design.md.
 _GATHER_BY = {"nccl": "size", "shared_memory": "parameter", "process_group": "packing"}
@@ -183,20 +187,15 @@ def plan(
     )
     typical = typical_link(name, transport, ranks)
     root = PlannedRoot(copied, typical)
+    if unit is not None and unit.root is not None:
+        root.choice, root.tuned = unit.root.choice, unit.root.tuned
     if bucket_bytes is not None:
-        root.units[0].bucket_bytes = _resolve_size("bucket_bytes", bucket_bytes, 0, "0 is none")
+        root.units[0].bucket_bytes = resolve_bucket_bytes(bucket_bytes)
     if max_message_bytes is not None:
-        root.units[0].max_message_bytes = _resolve_size(
-            "max_message_bytes", max_message_bytes, 1, "leave it out for any size"
-        )
-    depth = root.depth(prefetch)
+        root.units[0].max_message_bytes = resolve_max_message_bytes(max_message_bytes)
+    depth = root.most_ahead(prefetch)
     layouts = [each._layout(training=True) for each in root.units]
-    found = _C.plan_memory(
-        [for_core(root, number, layout) for number, layout in enumerate(layouts)],
-        _gather_by(name, device_type),
-        root.nesting,
-        depth,
-    )
+    found = find_buckets(root, gather_by_of(name, device_type), depth)
     flops = None if batch is None else count_flops(copied, batch, root.module_names())
     seconds = _seconds(root, flops, flops_per_second, compute)
     the_link = _link(link, typical).over(ranks)
@@ -212,7 +211,7 @@ def plan(
         memory=memory_of(root, layouts, found, optimizer_states),
         prediction=None
         if seconds is None
-        else _predict(root, found, seconds, the_link, depth, contention),
+        else predict_plan(root, found, seconds, the_link, depth, contention),
     )
     if memory_limit is not None and result.memory.peak > memory_limit:
         raise ValueError(
@@ -233,7 +232,8 @@ def _check_numbers(
     batch: Any,
     compute: object,
 ) -> None:
-    _resolve_prefetch(prefetch)
+    if prefetch is not None:
+        resolve_prefetch(prefetch)
     if not isinstance(optimizer_states, int) or optimizer_states < 0:
         raise ValueError(
             "optimizer_states expects a number of tensors for each parameter, 0 or more, but got "
@@ -314,7 +314,8 @@ def _transport(asked: Transport, device_type: str, unit: Unit | None) -> tuple[s
     return ("shared_memory" if shares and not why_no_shared_memory() else "process_group"), None
 
 
-def _gather_by(transport: str, device_type: str) -> str:
+def gather_by_of(transport: str, device_type: str) -> str:
+    """Return how a transport gathers: Note [gather plans] in csrc/core/layout.h."""
     if transport == "simulated":
         transport = "nccl" if device_type == "cuda" else "shared_memory"
     return _GATHER_BY[transport]
@@ -356,14 +357,26 @@ def _seconds(
     return [compute.get(name, (0.0, 0.0)) for name in names]
 
 
-def _predict(
+def predict_plan(
     root: PlannedRoot,
     found: _C.MemoryPlan,
-    seconds: list[tuple[float, float]],
+    seconds: Sequence[tuple[float, float]],
     link: Link,
     depth: int,
     contention: float,
+    copies: tuple[float, float] = (0.0, 0.0),
 ) -> Prediction:
+    """Return how long a step takes.
+
+    Args:
+        root: the units.
+        found: their buckets and slots.
+        seconds: of each unit's forward and backward.
+        link: that collectives take.
+        depth: of the prefetch.
+        contention: see :func:`fsdp_ext.schedule.predict`.
+        copies: seconds a byte around gathers and around reductions.
+    """
     sends = root.units[0].mesh.size() > 1
     stages = [
         Stage(
@@ -373,6 +386,8 @@ def _predict(
             gather_bytes=bucket["gather_bytes"] if sends else 0,
             reduce_bytes=bucket["reduce_bytes"] if sends else 0,
             reshards=bucket["reshards_after_forward"],
+            copy_seconds_gather=copies[0] * bucket["gather_bytes"],
+            copy_seconds_reduce=copies[1] * bucket["reduce_bytes"],
             gather_messages=bucket["gather_messages"],
             reduce_messages=bucket["reduce_messages"],
         )
@@ -388,4 +403,15 @@ def _predict(
         slots=max(1, found["ring_slots"]),
         contention=contention,
         root_begins=any(slot.sharded is first for slot in root.units[0].slots),
+    )
+
+
+def find_buckets(root: PlannedRoot, gather_by: str, depth: int) -> _C.MemoryPlan:
+    """Return the buckets of planned units, and the buffers that they take."""
+    layouts = [unit._layout(training=True) for unit in root.units]
+    return _C.plan_memory(
+        [for_core(root, number, layout) for number, layout in enumerate(layouts)],
+        gather_by,
+        root.nesting,
+        depth,
     )

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_ext.flops import meta_copy
 from fsdp_ext.fully_shard import _managed_params
-from fsdp_ext.root import DEFAULT_PREFETCH, Root, unit_of
+from fsdp_ext.root import Root, unit_of
 from fsdp_ext.simulated import Link
 from fsdp_ext.unit import ParamSlot, Unit
 from fsdp_ext.validation import check_modules, check_parameter, mark_sharded
@@ -118,7 +118,7 @@ class PlannedRoot(Root):
 
     def __init__(self, module: nn.Module, link: Link) -> None:
         self._module = weakref.ref(module)
-        self._link = link
+        self.link = link
         units = (unit_of(submodule) for submodule in module.modules())
         self.units = list(dict.fromkeys(unit for unit in units if unit is not None))
         names = {parameter: name for name, parameter in module.named_parameters()}
@@ -146,17 +146,16 @@ class PlannedRoot(Root):
         """How many units below the root enclose each other, at most."""
         return self._nesting()
 
-    def depth(self, asked: int | None) -> int:
+    def most_ahead(self, asked: int | None = None) -> int:
         """Return how many gathers are ahead at most, as ``Pipeline::plan_memory`` counts them.
 
         Args:
             asked: instead of what the root's unit says.
         """
-        own = self.units[0].prefetch if asked is None else asked
         lists = [
             targets for u in self.units for targets in (u.forward_prefetch, u.backward_prefetch)
         ]
-        return max([DEFAULT_PREFETCH if own is None else own, *map(len, lists)])
+        return max([self.depth() if asked is None else asked, *map(len, lists)])
 
 
 def units_of_sharded(model: nn.Module, world_size: int) -> nn.Module:

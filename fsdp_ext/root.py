@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_ext import _C
+from fsdp_ext.auto import AUTO, Choice, chosen_for
 from fsdp_ext.buckets import default_bucket_bytes, log_default, typical_link
 from fsdp_ext.communicator import lanes_of
 from fsdp_ext.unit import Unit
@@ -58,6 +59,10 @@ class Root:
     Raises:
         RuntimeError: if a unit under it was run as a root of its own before.
     """
+
+    # By tune, and whether that was of this model; else of one that looks like it.
+    choice: Choice | None = None
+    tuned = False
 
     def __init__(self, module: nn.Module, *, provisional: bool = False) -> None:
         self.provisional = provisional
@@ -131,10 +136,12 @@ class Root:
         method = weakref.WeakMethod(self._pre_forward_when_stale)
         lanes = lanes_of(first.mesh.get_group(), first.device, first.transport)
         self.lanes = lanes
-        self.prefetch_depth = DEFAULT_PREFETCH if first.prefetch is None else first.prefetch
-        self._link = typical_link(lanes.transport, first.transport, first.mesh.size())
+        if AUTO in (first.bucket_bytes, first.prefetch) and not self.tuned:
+            self.choice = chosen_for(self)
+        self.prefetch_depth = self.depth()
+        self.link = typical_link(lanes.transport, first.transport, first.mesh.size())
         if first.bucket_bytes is None and first.mesh.get_local_rank() == 0 and self.check_order:
-            log_default(self.bucket_bytes(first), self._link)
+            log_default(self.bucket_bytes(first), self.link)
         core = _C.Root(
             lanes=lanes,
             prefetch_depth=self.prefetch_depth,
@@ -178,8 +185,31 @@ class Root:
     def reshards(self, unit: Unit) -> bool:
         """Return whether ``unit`` is resharded after forward: by default all but the root."""
         if unit.reshard_after_forward is None:
-            return unit is not self.units[0]
+            kept = self.choice.kept if self.choice is not None else ()
+            return unit is not self.units[0] and self.number(unit) not in kept
         return unit.reshard_after_forward
+
+    def apply_choice(self, choice: Choice) -> None:
+        """Run as ``tune`` has chosen, or tries out, from the next forward on."""
+        self.choice = choice
+        self.tuned = True
+        self.prefetch_depth = choice.prefetch
+        self.core.set_prefetch_depth(choice.prefetch)
+        for number, unit in enumerate(self.units):
+            self.core.set_bucket_bytes(number, self.bucket_bytes(unit))
+            self.apply_settings(unit)
+
+    def _chosen(self, asked: int | str | None) -> Choice | None:
+        """Return what was chosen, if that is to be used where ``asked`` is what the user said."""
+        return self.choice if asked == AUTO or (asked is None and self.tuned) else None
+
+    def depth(self) -> int:
+        """Return how many gathers are under way ahead of the unit that runs."""
+        asked = self.units[0].prefetch
+        if isinstance(asked, int):
+            return asked
+        chosen = self._chosen(asked)
+        return DEFAULT_PREFETCH if chosen is None else chosen.prefetch
 
     def apply_settings(self, unit: Unit) -> None:
         """Tell the schedule what the user has set on ``unit``."""
@@ -228,9 +258,10 @@ class Root:
     def bucket_bytes(self, unit: Unit) -> int:
         """Return how large a bucket may be that ``unit`` shares: its own setting or the root's."""
         for asked in (unit.bucket_bytes, self.units[0].bucket_bytes):
-            if asked is not None:
+            if isinstance(asked, int):
                 return asked
-        return default_bucket_bytes(self._link)
+        chosen = self._chosen(self.units[0].bucket_bytes)
+        return default_bucket_bytes(self.link) if chosen is None else chosen.bucket_bytes
 
     def max_message_bytes(self, unit: Unit) -> int:
         """Return how much a message of ``unit`` may carry: its own setting or the root's; 0: any.

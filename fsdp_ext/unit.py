@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_ext import _C
 from fsdp_ext.transports import Transport, zeros_for_shard
-from fsdp_ext.validation import check_parameter, mark_sharded
+from fsdp_ext.validation import Auto, check_parameter, mark_sharded
 
 # reduce_dtype=None stands for param_dtype before torch 2.15, and for the parameters' own dtype from
 # then on (MixedPrecisionPolicy's docstring there, "versionchanged"). The policy is PyTorch's own
@@ -74,9 +74,9 @@ class Unit:
         mp_policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
         transport: Transport = None,
-        bucket_bytes: int | None = None,
+        bucket_bytes: int | Auto | None = None,
         max_message_bytes: int | None = None,
-        prefetch: int | None = None,
+        prefetch: int | Auto | None = None,
     ) -> None:
         self.modules = modules
         self.mesh = mesh

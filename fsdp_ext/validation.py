@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
 )
 
 from fsdp_ext import _C, _build_info
+from fsdp_ext.auto import AUTO
 from fsdp_ext.communicator import check_lanes
 
 # Set on a parameter that a unit has taken over: the names of its replacement and of the unit.
@@ -218,3 +219,52 @@ def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
 
 register_optimizer_step_pre_hook(_check_optimizer)
 register_optimizer_step_post_hook(_note_step)
+
+
+Auto = Literal["auto"]
+
+
+def resolve_bucket_bytes(value: int | Auto | None) -> int | Auto | None:
+    """Return ``bucket_bytes`` as it is.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    if value is None or value == AUTO or _is_at_least(value, 0):
+        return value
+    raise ValueError(
+        f"bucket_bytes expects a number of bytes, 0 or more, 'auto' or None but got {value!r}; 0 "
+        "sends each unit by itself"
+    )
+
+
+def resolve_max_message_bytes(value: int | None) -> int | None:
+    """Return ``max_message_bytes`` as it is.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    if value is None or _is_at_least(value, 1):
+        return value
+    raise ValueError(
+        f"max_message_bytes expects a number of bytes, 1 or more, or None but got {value!r}; leave "
+        "it out for any size"
+    )
+
+
+def resolve_prefetch(value: int | Auto | None) -> int | Auto | None:
+    """Return ``prefetch`` as it is.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    if value is None or value == AUTO or _is_at_least(value, 0):
+        return value
+    raise ValueError(
+        f"prefetch expects a number of buckets, 0 or more, 'auto' or None but got {value!r}; 1 is "
+        "usual"
+    )
+
+
+def _is_at_least(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -396,6 +396,21 @@ void Pipeline::set_backward_prefetch(int number, std::vector<int> targets) {
   of_unit = std::move(targets);
 }
 
+// Other buckets than those that ranks have compared.
+void Pipeline::set_bucket_bytes(int number, std::size_t bytes) {
+  Unit& unit = unit_at(number);
+  if (unit.bucket_bytes != bytes) {
+    unit.bucket_bytes = bytes;
+    partition_is_old_ = true;
+    compared_ = second_compared_ = false;
+  }
+}
+
+void Pipeline::set_prefetch_depth(int depth) {
+  memory_planned_ = memory_planned_ && options_.prefetch_depth == depth;
+  options_.prefetch_depth = depth;
+}
+
 // - Buckets and memory
 
 const Bucket& Pipeline::bucket_of(int number) {

@@ -86,6 +86,8 @@ class Pipeline {
   void set_gradient_scales(int unit, double pack_scale, double reduce_scale);
   void set_forward_prefetch(int unit, std::vector<int> targets);
   void set_backward_prefetch(int unit, std::vector<int> targets);
+  void set_bucket_bytes(int unit, std::size_t bytes);
+  void set_prefetch_depth(int depth);
   void set_is_last_backward(bool value) { is_last_backward_ = value; }
 
   int unit_count() const { return static_cast<int>(units_.size()); }

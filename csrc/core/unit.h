@@ -92,7 +92,7 @@ struct Unit {
   const int parent;
 
   // - Settings.
-  const std::size_t bucket_bytes;
+  std::size_t bucket_bytes;
   const std::size_t max_message_bytes;
   bool reshard_after_forward;
   bool reshard_after_backward = true;

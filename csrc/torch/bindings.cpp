@@ -373,6 +373,12 @@ void register_root(py::module_& m) {
            [](Root& root, int unit, double pack_scale, double reduce_scale) {
              root.pipeline().set_gradient_scales(unit, pack_scale, reduce_scale);
            })
+      .def("set_bucket_bytes",
+           [](Root& root, int unit, std::size_t bytes) {
+             root.pipeline().set_bucket_bytes(unit, bytes);
+           })
+      .def("set_prefetch_depth",
+           [](Root& root, int depth) { root.pipeline().set_prefetch_depth(depth); })
       .def("set_is_last_backward",
            [](Root& root, bool value) { root.pipeline().set_is_last_backward(value); })
       .def("set_forward_prefetch",

@@ -1,0 +1,201 @@
+"""What a model's units compute and what its collectives take, measured in steps of its own.
+
+Note [measuring costs]. Compute is measured where nothing is on the wire beside it: without
+prefetch a gather is waited for before its unit computes, so that forward computes alone. With
+prefetch, the same unit computes beside the next one's gather; what it then takes longer, by what
+that gather takes alone, is the contention that ``schedule.predict`` asks for. Backward always has
+reductions beside it; by the contention their part is taken off. Two sizes of buckets give
+collectives of several sizes, for alpha and beta.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from fsdp_ext.ledger import LANES, WIRES, Iteration, own_compute
+from fsdp_ext.measure_link import Sample, fit
+from fsdp_ext.report import profile
+from fsdp_ext.root import Root
+from fsdp_ext.simulated import Link, Simulated
+from fsdp_ext.unit import Unit
+
+WARMUP = 2
+_OPERATIONS = {"gather": "all_gather", "reduce": "reduce_scatter"}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a step of a model is made of, on the slowest rank.
+
+    Args:
+        compute: seconds of each unit's forward and backward, by its number, alone.
+        between: seconds from forward's end to backward's begin: the loss.
+        link: what collectives take.
+        copies: seconds a byte of casts and unpacking around gathers, of packing and handing over
+            around reductions; bytes as of the collectives.
+        contention: what compute loses of a collective's time beside it, 0 to 1.
+    """
+
+    compute: tuple[tuple[float, float], ...]
+    between: float
+    link: Link
+    copies: tuple[float, float]
+    contention: float
+
+
+@dataclass(frozen=True)
+class _Figures:
+    """Medians of one way to run, of one rank."""
+
+    compute: dict[tuple[str, int], float]
+    between: float
+    wire: dict[tuple[str, int], float]  # seconds, by operation and bytes
+    copies: dict[str, tuple[float, float]]  # seconds and bytes, by lane
+
+
+def exchange(root: Root, value: Any) -> list[Any]:
+    """Return what all ranks say, in order; where there are no others, what this one says."""
+    group = root.units[0].mesh.get_group()
+    if root.lanes.transport == "simulated" or dist.get_backend(group) == "fake":
+        return [value]
+    brought: list[Any] = [None] * group.size()
+    dist.all_gather_object(brought, value, group=group)
+    return brought
+
+
+def measure_costs(
+    root: Root, step: Callable[[], object], apply: Callable[[int, int], None], steps: int
+) -> Costs:
+    """Run steps in three ways and return what they are made of; all ranks call this.
+
+    Args:
+        root: of the model.
+        step: runs forward and backward.
+        apply: sets bucket_bytes and prefetch for the next steps.
+        steps: of each way.
+    """
+    alone = _run(root, step, apply, 0, 0, steps)
+    merged = _run(root, step, apply, sum(root.core.unsharded_bytes()) // 3, 0, steps)
+    ahead = _run(root, step, apply, 0, 1, steps)
+    ranks = exchange(root, (alone, merged, ahead))
+    wire: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+    for of_rank in ranks:
+        for figures in of_rank[:2]:
+            for key, seconds in figures.wire.items():
+                wire[key].append(seconds)
+    # Whoever comes last waits for nobody.
+    shortest = {key: min(seconds) for key, seconds in wire.items()}
+    sizes = [_wire_bytes(unit) for unit in root.units]
+    gathers = [shortest.get(("gather", nbytes), 0.0) for nbytes, _ in sizes]
+    reductions = [shortest.get(("reduce", nbytes), 0.0) for _, nbytes in sizes]
+    # The root's and the first unit's come before any compute.
+    contention = statistics.median(
+        _contention(first, last, sum(gathers[2:])) for first, _, last in ranks
+    )
+    compute = []
+    for number in range(len(root.units)):
+        forward = max(of.compute.get(("unit forward", number), 0.0) for of, *_ in ranks)
+        backward = max(of.compute.get(("unit backward", number), 0.0) for of, *_ in ranks)
+        # Beside it is the reduction of the unit that backward came from.
+        beside = reductions[number + 1] if number + 1 < len(root.units) else 0.0
+        compute.append((forward, max(backward - contention * beside, 0.5 * backward)))
+    return Costs(
+        compute=tuple(compute),
+        between=max(of.between for of, *_ in ranks),
+        link=_link(root, shortest),
+        copies=(_copies(ranks, "gather"), _copies(ranks, "reduce")),
+        contention=contention,
+    )
+
+
+def _run(
+    root: Root,
+    step: Callable[[], object],
+    apply: Callable[[int, int], None],
+    bucket_bytes: int,
+    prefetch: int,
+    steps: int,
+) -> _Figures:
+    apply(bucket_bytes, prefetch)
+    for _ in range(WARMUP):
+        step()
+    with profile(root.module, iterations=steps) as prof:
+        for _ in range(steps):
+            step()
+    return _figures(prof.iterations)
+
+
+def _figures(iterations: Sequence[Iteration]) -> _Figures:
+    compute: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+    wire: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+    seconds: defaultdict[str, float] = defaultdict(float)
+    nbytes: defaultdict[str, float] = defaultdict(float)
+    between = []
+    for iteration in iterations:
+        of_units: defaultdict[tuple[str, int], float] = defaultdict(float)
+        for span, own in own_compute(iteration):
+            of_units[span.work, span.first] += own
+        for key, own in of_units.items():
+            compute[key].append(own)
+        for span in iteration.of(*WIRES):
+            wire[span.work, span.nbytes].append(span.seconds)
+            nbytes[span.work] += span.nbytes
+        for span in iteration.of(*(work for work in LANES if work not in WIRES)):
+            seconds[LANES[span.work]] += span.seconds
+        forward, backward = iteration.of("forward"), iteration.of("backward")
+        between.append(backward[0].begin - forward[-1].end)
+    return _Figures(
+        compute={key: statistics.median(own) for key, own in compute.items()},
+        between=statistics.median(between),
+        wire={key: statistics.median(taken) for key, taken in wire.items()},
+        copies={lane: (seconds[lane], nbytes[lane]) for lane in WIRES},
+    )
+
+
+def _contention(alone: _Figures, ahead: _Figures, beside: float) -> float:
+    """See Note [measuring costs]; ``beside``: what gathers take that compute was beside."""
+    keys = [key for key in alone.compute if key[0] == "unit forward" and key in ahead.compute]
+    longer = sum(ahead.compute[key] - alone.compute[key] for key in keys)
+    return min(max(longer / beside, 0.0), 1.0) if beside > 0 else 0.0
+
+
+def _copies(ranks: Sequence[Sequence[_Figures]], lane: str) -> float:
+    seconds = sum(of_rank[0].copies[lane][0] for of_rank in ranks)
+    nbytes = sum(of_rank[0].copies[lane][1] for of_rank in ranks)
+    return seconds / nbytes if nbytes else 0.0
+
+
+def _link(root: Root, wire: dict[tuple[str, int], float]) -> Link:
+    unit = root.units[0]
+    if isinstance(unit.transport, Simulated):
+        return unit.transport.link.over(unit.transport.world_size)
+    figures = []
+    for work, operation in _OPERATIONS.items():
+        samples = [Sample(operation, n, s) for (of, n), s in wire.items() if of == work and n]
+        typical = root.link.costs()[WIRES.index(work)]
+        try:
+            found = fit(samples)
+            figures.append((found.alpha, found.beta))
+        except ValueError:  # of one size, say
+            figures.append(typical)
+    (alpha, beta), (reduce_alpha, reduce_beta) = figures
+    return Link(
+        f"{root.lanes.transport}, measured in steps",
+        alpha=alpha,
+        beta=beta,
+        reduce_alpha=reduce_alpha,
+        reduce_beta=reduce_beta,
+    )
+
+
+def _wire_bytes(unit: Unit) -> tuple[int, int]:
+    """Return what the unit's gather and its reduction carry, by itself, of all ranks."""
+    layout = unit._layout(training=True)
+    reduced = layout.grad_numel * unit._grad_dtypes()[1].itemsize
+    return layout.gather_bytes * layout.world_size, reduced * layout.world_size
