@@ -21,6 +21,7 @@ BENCH_ARGS ?=
 PYTEST_ARGS ?=
 GPU_CHECK_ARGS ?=
 CUDA_VENV ?= .venv-cuda
+PEERS_VENV ?= .venv-peers
 CUDA_TORCH ?= torch==2.11.0
 REQUIRE_CPP_TESTS ?=
 
@@ -31,6 +32,7 @@ CMAKE = "$(BIN)/cmake" -S . -G Ninja -DCMAKE_MAKE_PROGRAM="$(BIN)/ninja" --no-wa
 CTEST = "$(BIN)/ctest" --output-on-failure --no-tests=error --parallel $(JOBS)
 CPP_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 CUDA_BIN := $(abspath $(CUDA_VENV))/bin
+PEERS_BIN := $(abspath $(PEERS_VENV))/bin
 
 .PHONY: help
 help:  ## list the targets
@@ -65,6 +67,20 @@ train: develop  ## train a GPT sharded over NPROC ranks (TRAIN_ARGS="--steps 20"
 .PHONY: bench
 bench: develop  ## measure beside PyTorch's: all benchmarks, or BENCH=pack (BENCH_ARGS="--quick")
 	"$(BIN)/python" -m bench $(BENCH) $(BENCH_ARGS)
+
+# Two of the peers build themselves against the torch that is there, and with pkg_resources, which
+# setuptools 82 has no more.
+$(PEERS_VENV)/.ready: pyproject.toml
+	test -x "$(PEERS_BIN)/python" || "$(PYTHON)" -m venv "$(PEERS_VENV)"
+	"$(PEERS_BIN)/pip" install --quiet "setuptools>=77,<82" wheel cmake ninja
+	"$(PEERS_BIN)/pip" install --quiet "$(TORCH)"
+	"$(PEERS_BIN)/pip" install --quiet --no-build-isolation ".[peers]"
+	touch "$@"
+
+.PHONY: bench-peers
+bench-peers: $(PEERS_VENV)/.ready  ## measure a step beside DeepSpeed, Megatron-FSDP and FairScale, too, in .venv-peers
+	"$(PEERS_BIN)/pip" install --quiet --no-build-isolation --no-deps --force-reinstall .
+	"$(PEERS_BIN)/python" -m bench step --ranks $(NPROC) --peers $(BENCH_ARGS)
 
 # ---- Test ----------------------------------------------------------------------------------------
 
@@ -149,6 +165,6 @@ format: $(VENV)/.ready  ## rewrite the sources as lint wants them
 
 .PHONY: clean
 clean:  ## remove everything that was built, .venv included
-	rm -rf build dist *.egg-info .venv .venv-cuda .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info .venv .venv-cuda .venv-peers .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -f fsdp_ext/*.so fsdp_ext/_build_info.py
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

@@ -12,7 +12,8 @@ forward.
 
 "of best peer" is the ratio of times to the fastest system that is not ours, "loss off" the
 difference to the loss of unsharded after as many steps. Settings are the best that a system's
-documentation names; "FSDP2, defaults" has none.
+documentation names; "FSDP2, defaults" has none. A system that cannot run here is listed with the
+first line of its own error.
 """
 
 from __future__ import annotations
@@ -171,10 +172,20 @@ def run_on_gpu(case: Case, steps: int, keep: Keep) -> None:
             keep.replace(case.rows(results))
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add who else there is."""
+    text = "also DeepSpeed, Megatron-FSDP and FairScale, which make bench-peers installs"
+    parser.add_argument("--peers", action="store_true", help=text)
+
+
 def measure(args: argparse.Namespace, keep: Keep) -> None:
     """Measure all systems that can run here."""
     device = ranks.join(args.device)
     builds = SYSTEMS if dist.get_world_size() == 1 else SYSTEMS | MORE
+    if args.peers:
+        from bench.peers import PEERS
+
+        builds = builds | PEERS
     run: Callable[[Case, int, Keep], None]
     if device.type == "cuda":
         config, batch, steps = (SMALL, 4, 4) if args.quick else (LARGE, 4, 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -63,7 +64,21 @@ def test_a_step_of_each_system_on_two_ranks(tmp_path: Path) -> None:
     assert {row["system"] for row in rows} == names | kept
     assert not [row["error"] for row in rows if "error" in row]
     assert all(row["ranks"] == 2 and row["of_unsharded"] > 0 for row in rows)
+    assert all(row["settings"] for row in rows)
     assert len({round(row["loss"], 5) for row in rows}) == 1  # all ranks have the same tokens
+
+
+def test_a_peer_that_cannot_run_is_listed_with_its_error(tmp_path: Path) -> None:
+    printed, rows = _run("step", tmp_path / "step.json", "--peers")
+    of_peers = {row["system"]: row for row in rows[4:]}
+    assert set(of_peers) == {"DeepSpeed ZeRO-3", "Megatron-FSDP", "FairScale FSDP"}
+    for name, row in of_peers.items():
+        module = name.lower().split()[0].replace("-", "_")
+        if importlib.util.find_spec(module) is None:
+            assert row["error"].startswith("ModuleNotFoundError")
+        else:
+            assert row.get("error") or row["loss"] == pytest.approx(rows[0]["loss"], abs=1e-4)
+        assert name in printed
 
 
 def test_every_figure_of_the_simulated_overlap_says_so(tmp_path: Path) -> None:

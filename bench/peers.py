@@ -1,0 +1,117 @@
+"""Libraries besides torch that shard: DeepSpeed, Megatron-FSDP and FairScale, for `step --peers`.
+
+Each is imported only when it is built, so that one that is missing or cannot run here is listed
+with its own error. `make bench-peers` installs them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpt_model import GPT, Block
+from torch import Tensor
+
+from bench.training import Build, Sharded, adamw
+
+# DeepSpeed's own defaults, 5e7 and 5e8 elements, are more than a model of the host has: a prefetch
+# of all that comes, and a single reduction. Two blocks, as FSDP2 prefetches.
+DEEPSPEED_BLOCKS = 2
+
+
+class DeepSpeedOptimizer:
+    """The engine's step, in the shape of an optimizer."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def zero_grad(self) -> None:
+        """Do nothing: the engine's step does it."""
+
+    def step(self) -> None:
+        """Update the parameters."""
+        self.engine.step()
+
+
+def shard_deepspeed(model: GPT, dtype: torch.dtype, device: torch.device) -> Sharded:
+    """Shard with DeepSpeed's ZeRO-3 (docs/_pages/config-json.md names its settings)."""
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it asks the hardware otherwise
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    bucket = DEEPSPEED_BLOCKS * sum(p.numel() for p in model.blocks[0].parameters())
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "train_batch_size": dist.get_world_size(),
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,  # 1.0 unless said, and no other system clips
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "stage3_prefetch_bucket_size": bucket,
+            "reduce_bucket_size": bucket,
+        },
+    }
+    # It calls collectives by names that torch 2.13 warns of at each call.
+    warnings.filterwarnings("ignore", message=".*torch.distributed", category=FutureWarning)
+    optimizer = adamw(model.parameters(), device)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+    def backward(loss: Tensor) -> None:
+        engine.backward(loss)
+
+    settings = f"overlap_comm, contiguous_gradients, buckets of {DEEPSPEED_BLOCKS} blocks"
+    return Sharded(engine, settings, DeepSpeedOptimizer(engine), backward)
+
+
+def shard_megatron(model: GPT, dtype: torch.dtype, device: torch.device) -> Sharded:
+    """Shard with Megatron-FSDP (its README's quick start)."""
+    from megatron_fsdp import fully_shard
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    sharded, optimizer = fully_shard(
+        model.to(dtype),
+        adamw(model.parameters(), device),
+        device_mesh=mesh,
+        dp_shard_dim="dp",
+        fsdp_unit_modules=[Block],
+        zero_dp_strategy=3,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        device=device,
+    )
+    settings = "ZeRO-3, overlap_grad_reduce, overlap_param_gather"
+    return Sharded(sharded, settings, optimizer)
+
+
+def shard_fairscale(model: GPT, dtype: torch.dtype, device: torch.device) -> Sharded:
+    """Wrap with FairScale's FSDP, the one that torch's FSDP1 comes from."""
+    from fairscale.nn import FullyShardedDataParallel
+
+    mixed = dtype != torch.float32
+    options: dict[str, Any] = {
+        "mixed_precision": mixed,
+        "compute_dtype": dtype,
+        "fp32_reduce_scatter": mixed,
+        "compute_device": device,
+    }
+
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = FullyShardedDataParallel(block, **options)
+    wrapped = FullyShardedDataParallel(model, **options)
+    return Sharded(wrapped, "flatten_parameters, reduce-scatter group of its own: defaults")
+
+
+PEERS: dict[str, Build] = {
+    "DeepSpeed ZeRO-3": shard_deepspeed,
+    "Megatron-FSDP": shard_megatron,
+    "FairScale FSDP": shard_fairscale,
+}
