@@ -92,3 +92,26 @@ def test_every_step_is_of_something_that_is_there(gpu_check: ModuleType) -> None
         for part in step.command:
             if part.endswith(".py"):
                 assert (TOOL.parents[1] / part).exists(), part
+        if step.command[1:3] == ["-m", "bench"]:
+            assert (TOOL.parents[1] / "bench" / f"{step.command[3]}.py").exists(), step.name
+            assert step.json
+
+
+def test_a_benchmark_that_is_late_keeps_its_rows(
+    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = """
+import sys, time, types
+from bench import harness
+endless = types.ModuleType("endless", "Never ends.")
+def measure(args, keep):
+    keep({"known": 1})
+    time.sleep(600)
+endless.measure, endless.show = measure, print
+sys.exit(harness.run("endless", endless, sys.argv[1:]))
+"""
+    late = gpu_check.Step("late", [sys.executable, "-c", program], 12, {}, json=True)
+    _, results = _check(gpu_check, monkeypatch, tmp_path, [late])
+    assert results["late"]["outcome"] == "did not end within 12 s"
+    assert "interrupted; kept 1 row" in results["late"]["output"]
+    assert results["late"]["rows"] == [{"known": 1}]

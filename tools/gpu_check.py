@@ -84,6 +84,7 @@ def steps(capability: str) -> list[Step]:
         bench("host_overhead", 90, "--quick"),
         bench("collectives", 60, "--quick"),
         bench("overlap", 60, "--quick"),
+        bench("memory", 90),
         # Of shared memory, which the kernels do not use: it is to find nothing.
         Step("racecheck", sanitize("racecheck"), 90, {}),
     ]
