@@ -6,6 +6,7 @@ import argparse
 import ast
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -101,6 +102,9 @@ def main(arguments: Sequence[str]) -> int:
         show_list(found)
         return 0
     name = arguments[0]
+    # While torch is imported; from then on `ranks.register` has it. An exception may be swallowed.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: os._exit(130))
     if name == "all":
         return run_all(found, arguments[1:])
     if name not in found:

@@ -157,7 +157,12 @@ class Run:
         ranks.register(self.interrupt)
         torch.set_num_threads(1)  # one thread a rank
         if ranks.rank() == 0:
-            print(f"{self.name}: {output.describe(self.args.device)}", flush=True)
+            try:
+                print(f"{self.name}: {output.describe(self.args.device)}", flush=True)
+            except OSError as error:
+                output.drop_stdout()
+                print(f"cannot print: {error.strerror}; nothing was measured", file=sys.stderr)
+                return 1
         failure, code = self.measure()
         with self.lock:
             self.code = self.report(failure) or code
@@ -214,6 +219,7 @@ class Run:
                 self.module.show(self.rows)
             sys.stdout.flush()
         except OSError as error:
+            output.drop_stdout()
             unwritten.append(f"cannot print the table: {error.strerror}")
             lost = True
         except Exception:  # a table of the first few rows may need what comes later

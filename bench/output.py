@@ -89,6 +89,11 @@ def print_table(
         print("  ".join(cells).rstrip())
 
 
+def drop_stdout() -> None:
+    """Let what could not be printed go: Python would try again at its end, and say so."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
 def fault_of_target(path: str) -> str | None:
     """Return why `path` cannot be written, or None if it looks as if it could."""
     target = Path(path)

@@ -265,6 +265,25 @@ def test_an_interrupt_keeps_the_rows(tmp_path: Path, number: signal.Signals) -> 
     assert "Traceback" not in said
 
 
+def test_an_interrupt_before_anything_is_measured_ends_the_run() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-X", "importtime", "-m", "bench", "pack"],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.rstrip().endswith("torch._C"):  # long before the end of torch's import
+            process.send_signal(signal.SIGINT)
+            break
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    assert "kept" not in said
+
+
 def test_an_interrupt_of_several_ranks_keeps_the_rows_and_ends_the_ranks(tmp_path: Path) -> None:
     path = tmp_path / "collectives.json"
     code, printed, said = _interrupt(signal.SIGINT, path, "collectives")
