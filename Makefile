@@ -82,6 +82,10 @@ bench-peers: $(PEERS_VENV)/.ready  ## measure a step beside DeepSpeed, Megatron-
 	"$(PEERS_BIN)/pip" install --quiet --no-build-isolation --no-deps --force-reinstall .
 	"$(PEERS_BIN)/python" -m bench step --ranks $(NPROC) --peers $(BENCH_ARGS)
 
+.PHONY: docs-figures
+docs-figures: develop  ## draw docs/figures anew, from steps that run (simulated links, two ranks)
+	"$(BIN)/python" tools/docs_figures.py --out docs/figures
+
 # ---- Test ----------------------------------------------------------------------------------------
 
 NO_GTEST = GoogleTest is missing (Debian and Ubuntu: apt-get install libgtest-dev)
