@@ -45,7 +45,7 @@ TOKENS = 256  # a rank and step
 WARMUP = 3
 STEPS = 40
 ALPHA = 20e-6  # seconds; of the simulated links, where a figure does not ask for another
-NO_TIME = Link("no time", alpha=0.0, beta=1e30)
+NO_TIME = Simulated(WORLD_SIZE, Link("no time", alpha=0.0, beta=1e30))
 LATE = "DOCS_FIGURES_LATE_RANK"  # set where this runs as one of two real ranks
 LATE_SECONDS = 15e-3
 
@@ -132,7 +132,7 @@ def train(
     return Run(prof, model._unit.root.core.memory())
 
 
-def link_of(ratio: float, free: Run) -> Link:
+def transport_of(ratio: float, free: Run) -> Simulated:
     """Return a link over which all collectives of a step take 1 / `ratio` of its compute.
 
     Args:
@@ -142,7 +142,8 @@ def link_of(ratio: float, free: Run) -> Link:
     collectives = free.step.of(*WIRES)
     seconds = free.step.compute / ratio - len(collectives) * ALPHA
     nbytes = sum(span.nbytes for span in collectives)
-    return Link(f"compute = {ratio:g} x wire", alpha=ALPHA, beta=nbytes / seconds)
+    link = Link(f"compute = {ratio:g} x wire", alpha=ALPHA, beta=nbytes / seconds)
+    return Simulated(WORLD_SIZE, link)
 
 
 # - How a step is drawn
@@ -191,34 +192,36 @@ def short_name(prof: fsdp_ext.profile, units: tuple[int, int]) -> str:
     return names[0] if units[0] == units[1] else f"{names[0]}-{names[1]}"
 
 
-def bars_of(prof: fsdp_ext.profile, step: Iteration) -> list[Bar]:
-    """Return what a step's timeline shows, what is in front last."""
-    bars = [*outside_bars(step), *root_bars(step)]
+def bars_of(prof: fsdp_ext.profile, step: Iteration, behind: str = "optimizer") -> list[Bar]:
+    """Return what a step's timeline shows, what is in front last.
+
+    Args:
+        behind: what comes after backward.
+    """
+    forward, backward = step.of("forward")[0], step.of("backward")[0]
+    bars = [
+        Bar("compute", forward.end, backward.begin, "other", ("loss",)),
+        Bar("compute", backward.end, step.end, "other", (behind,)),
+        *root_bars(step),
+    ]
     for span in step.spans:
         name = short_name(prof, span.units) if span.first >= 0 else ""
         if span.work in WIRES:
-            bars.append(bar_of(span, span.work, span.work, f"{span.work} {name}", name))
+            bars.append(bar_of(span, span.work, span.work, name))
         elif span.work in LANES:
             bars.append(bar_of(span, LANES[span.work], "copies"))
         elif span.work in WAITS:
             bars.append(bar_of(span, "compute", "wait"))
         elif span.work in COMPUTE and name != "root":
-            direction = span.work.removeprefix("unit ")
-            bars.append(bar_of(span, "compute", span.work, f"{direction} {name}", name))
+            bars.append(bar_of(span, "compute", span.work, name))
     return sorted(bars, key=lambda bar: bar.kind == "wait")
 
 
-def bar_of(span: Span, row: str, kind: str, *texts: str) -> Bar:
+def bar_of(span: Span, row: str, kind: str, name: str = "") -> Bar:
+    """Return a span's bar; with `name`, one that says "gather 3", on two lines if need be."""
+    what = span.work.removeprefix("unit ")
+    texts = (f"{what} {name}", f"{what}\n{name}", name) if name else ()
     return Bar(row, span.begin, span.end, kind, texts)
-
-
-def outside_bars(step: Iteration) -> list[Bar]:
-    """Return what is between forward and backward, and behind them."""
-    forward, backward = step.of("forward")[0], step.of("backward")[0]
-    return [
-        Bar("compute", forward.end, backward.begin, "other", ("loss",)),
-        Bar("compute", backward.end, step.end, "other", ("optimizer",)),
-    ]
 
 
 def root_bars(step: Iteration) -> list[Bar]:
@@ -247,7 +250,7 @@ def draw_bars(axis: Axes, bars: Iterable[Bar], start: float, width: float) -> No
         left, length = (bar.begin - start) * 1e3, (bar.end - bar.begin) * 1e3
         groups[bar.row, bar.kind].append((left, length))
         room = length * points_a_ms
-        text = next((one for one in bar.texts if len(one) * POINTS_A_LETTER < room), "")
+        text = next((one for one in bar.texts if points_of(one) < room), "")
         if text:
             axis.text(
                 left + length / 2, level(bar.row), text, ha="center", va="center", fontsize=FONT
@@ -265,6 +268,11 @@ def draw_bars(axis: Axes, bars: Iterable[Bar], start: float, width: float) -> No
     axis.set_ylim(-0.5, len(ROWS) - 0.5)
     axis.set_xlim(0, width)
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def points_of(text: str) -> float:
+    """Return about how wide a text is, 1/72 inch."""
+    return max(len(line) for line in text.splitlines()) * POINTS_A_LETTER
 
 
 def level(row: str) -> int:
@@ -292,7 +300,7 @@ def draw_steps(runs: Sequence[tuple[str, Run]], path: Path) -> None:
         draw_bars(axis, bars, run.step.begin, width)
         title = f"{title}: {figures_of(run.step, 'simulated wire')}"
         axis.set_title(title, loc="left", fontsize=FONT + 1.5)
-    finish(figure, axes, kinds, path, "ms, over a simulated wire")
+    finish(figure, list(axes), kinds, path, "ms, over a simulated wire")
 
 
 def new_figure(height: float) -> Figure:
@@ -331,14 +339,10 @@ def write_svg(figure: Figure, path: Path) -> None:
 # - The figures
 
 
-def simulated(link: Link) -> Simulated:
-    return Simulated(WORLD_SIZE, link)
-
-
 def draw_step(out: Path) -> None:
     """Draw steps over a wire that compute covers, also without prefetch, and over a slow one."""
-    free = train(simulated(NO_TIME), bucket_bytes=0)
-    fast, slow = simulated(link_of(2.0, free)), simulated(link_of(0.5, free))
+    free = train(NO_TIME, bucket_bytes=0)
+    fast, slow = transport_of(2.0, free), transport_of(0.5, free)
     covered = train(fast, bucket_bytes=0)
     draw_steps([("compute = 2 x wire", covered)], out / "step.svg")
     alone = train(fast, bucket_bytes=0, prefetch=0)
@@ -350,12 +354,13 @@ def draw_step(out: Path) -> None:
 def draw_buckets(out: Path) -> None:
     """Draw a step of small units over a link of high latency, each by itself and in buckets."""
     shape: dict[str, Any] = {"layers": 16, "dim": 64}
-    free = train(simulated(NO_TIME), bucket_bytes=0, **shape)
+    free = train(NO_TIME, bucket_bytes=0, **shape)
     layers = [span for span in free.step.of("unit forward") if span.first > 0]
     forward = sum(span.seconds for span in layers) / len(layers)
     nbytes = next(span.nbytes for span in free.step.of("gather") if span.first > 0)
     # A layer's gather takes 2.5 times as long as its forward, one of four layers as long as theirs.
-    transport = simulated(Link("latency", alpha=2 * forward, beta=nbytes / (0.5 * forward)))
+    link = Link("latency", alpha=2 * forward, beta=nbytes / (0.5 * forward))
+    transport = Simulated(WORLD_SIZE, link)
     alone = train(transport, bucket_bytes=0, **shape)
     merged = train(transport, bucket_bytes=4 * nbytes, **shape)
     draw_steps([("each layer by itself", alone), ("buckets of four", merged)], out / "buckets.svg")
@@ -381,8 +386,8 @@ def held(run: Run) -> list[tuple[float, float, int]]:
 def draw_memory(out: Path) -> None:
     """Draw the unsharded bytes in slots over a step, for several prefetch depths."""
     layers = 12
-    free = train(simulated(NO_TIME), layers=layers, bucket_bytes=0)
-    transport = simulated(link_of(2.0, free))
+    free = train(NO_TIME, layers=layers, bucket_bytes=0)
+    transport = transport_of(2.0, free)
     depths = (0, 1, 2)
     runs = [train(transport, layers=layers, bucket_bytes=0, prefetch=depth) for depth in depths]
     figure = new_figure(0.5 + 1.75 * len(runs))
@@ -403,7 +408,10 @@ def draw_memory(out: Path) -> None:
         whole = sum(run.prof.sizes) / 1e6
         axis.axhline(allocated, color=COLOURS["gather"])
         axis.axhline(whole, color=COLOURS["wait"], linestyle="--")
-        texts = ((allocated, "allocated: the ring and the root's buffer"), (whole, "unsharded"))
+        texts = (
+            (allocated, "allocated: the ring and the root's buffer"),
+            (whole, "the whole model"),
+        )
         for height, text in texts:
             axis.text(0, height, f" {text}, {height:.1f} MB", va="bottom", fontsize=FONT)
         slots = run.memory["ring_slots"]
@@ -449,9 +457,8 @@ def run_rank(out: Path) -> None:
 
 def draw_ranks(run: Run, late_rank: int, path: Path) -> None:
     """Draw one step on all ranks, by one clock."""
-    number = run.step.number
     steps = {
-        rank: next(one for one in of_rank if one.number == number)
+        rank: next(one for one in of_rank if one.number == run.step.number)
         for rank, of_rank in run.prof.ranks.items()
     }
     start = min(step.begin for step in steps.values())
@@ -460,17 +467,16 @@ def draw_ranks(run: Run, late_rank: int, path: Path) -> None:
     axes = figure.subplots(len(steps), 1, sharex=True)
     kinds = set()
     for axis, (rank, step) in zip(axes, steps.items(), strict=True):
-        bars = bars_of(run.prof, step)
+        late, behind = "", "optimizer"
+        if rank == late_rank:
+            late = f", which sleeps {LATE_SECONDS * 1e3:g} ms before its forward"
+            behind = "optimizer, sleep"
+        bars = bars_of(run.prof, step, behind)
         kinds |= {bar.kind for bar in bars}
         draw_bars(axis, bars, start, width)
-        late = (
-            f", which sleeps {LATE_SECONDS * 1e3:g} ms before its forward"
-            if rank == late_rank
-            else ""
-        )
         title = f"rank {rank}{late}: {figures_of(step, 'collectives')}"
         axis.set_title(title, loc="left", fontsize=FONT + 1.5)
-    finish(figure, axes, kinds, path, "ms; two ranks of one host over shared memory")
+    finish(figure, list(axes), kinds, path, "ms; two ranks of one host over shared memory")
 
 
 def main() -> int:
