@@ -46,7 +46,7 @@ MEANING = {
     Cause.FIRST: "unavoidable: there is nothing to compute before the first unit is gathered",
     Cause.LAST: "unavoidable: there is nothing left to compute behind the last gradients",
     Cause.ISSUED_LATE: "the host, or the lane's thread, was behind",
-    Cause.NO_SLOT: "the ring was too small to gather ahead",
+    Cause.NO_SLOT: "the ring was too small to gather (so far) ahead, or prefetch=0",
     Cause.BANDWIDTH: "the wire was busy without a pause",
     Cause.LATE_RANK: "a collective ends when the last rank has come",
     Cause.UNKNOWN: "gathered by hand, or in an iteration that was not recorded",

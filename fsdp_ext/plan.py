@@ -173,7 +173,7 @@ def plan(
     if isinstance(model, FullyShardedDataParallel):
         model = model.module
     check_types(None, mp_policy or MixedPrecisionPolicy(), None)
-    _check_numbers(prefetch, optimizer_states, flops_per_second, batch, compute)
+    _check_numbers(optimizer_states, flops_per_second, batch, compute)
     unit = _check_model(model, units, mp_policy, reshard_after_forward)
     device_type = device_type or (unit.mesh.device_type if unit is not None else "cuda")
     transport = transport if transport is not None or unit is None else unit.transport
@@ -191,9 +191,11 @@ def plan(
         root.choice, root.tuned = unit.root.choice, unit.root.tuned
     if bucket_bytes is not None:
         root.units[0].bucket_bytes = resolve_bucket_bytes(bucket_bytes)
+    if prefetch is not None:
+        root.units[0].prefetch = resolve_prefetch(prefetch)
     if max_message_bytes is not None:
         root.units[0].max_message_bytes = resolve_max_message_bytes(max_message_bytes)
-    depth = root.most_ahead(prefetch)
+    depth = root.most_ahead()
     layouts = [each._layout(training=True) for each in root.units]
     found = find_buckets(root, gather_by_of(name, device_type), depth)
     flops = None if batch is None else count_flops(copied, batch, root.module_names())
@@ -226,14 +228,11 @@ def plan(
 
 
 def _check_numbers(
-    prefetch: int | None,
     optimizer_states: int,
     flops_per_second: float | None,
     batch: Any,
     compute: object,
 ) -> None:
-    if prefetch is not None:
-        resolve_prefetch(prefetch)
     if not isinstance(optimizer_states, int) or optimizer_states < 0:
         raise ValueError(
             "optimizer_states expects a number of tensors for each parameter, 0 or more, but got "

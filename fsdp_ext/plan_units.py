@@ -79,6 +79,7 @@ class PlannedUnit(Unit):
         self.reshard_after_backward = True
         self.bucket_bytes = None
         self.max_message_bytes = None
+        self.prefetch = None
         self.gradient_divide_factor = None
         self.forward_prefetch = []
         self.backward_prefetch = []

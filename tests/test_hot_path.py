@@ -230,3 +230,45 @@ def test_reading_a_parameter_after_reshard_raises() -> None:
 def test_the_package_exports_what_fsdp2_code_imports() -> None:
     for name in ("fully_shard", "FSDPModule", "MixedPrecisionPolicy", "UnshardHandle"):
         assert hasattr(fsdp_ext, name)
+
+
+def _gathers_of(kind: str) -> tuple[list[tuple[str, str]], int, int]:
+    """Gathers of a step, by phase and unit; slots; and slots that had to be made besides."""
+    torch.manual_seed(0)
+    model: Any = Model()
+    if kind == "first and last":
+        fully_shard([model.layers[0], model.layers[LAYERS - 1]])
+        for layer in model.layers[1 : LAYERS - 1]:
+            fully_shard(layer)
+    else:
+        for layer in model.layers:
+            fully_shard(layer)
+    fully_shard(model, bucket_bytes=0, reshard_after_forward=kind == "root reshards" or None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for seed in range(3):
+        step(model, optimizer, seed)
+    core = model._unit.root.core
+    core.reset_counters()
+    core.enable_log(True)
+    step(model, optimizer, 3)
+    gathers = [(phase, unit) for op, phase, unit, _ in core.take_log() if op == "all_gather"]
+    return gathers, core.memory()["ring_slots"], core.counters()["overflow_slots"]
+
+
+def test_a_unit_of_the_first_and_last_layer_gathers_nothing_in_vain() -> None:
+    gathers, _, overflow = run_ranks(_gathers_of, 2, "first and last")[0]
+    between = [f"layers.{i}" for i in range(1, LAYERS - 1)]
+    forward = ["the root", "layers.0", *between]
+    # The last of those between is in its slot still, and layers 0 and 4 are one unit.
+    backward = between[:-1][::-1]
+    assert gathers == [*(("forward", u) for u in forward), *(("backward", u) for u in backward)]
+    assert overflow == 0
+
+
+def test_a_root_that_reshards_takes_no_slot_from_those_below() -> None:
+    gathers, slots, overflow = run_ranks(_gathers_of, 2, "root reshards")[0]
+    plain, fewer, _ = run_ranks(_gathers_of, 2, "plain")[0]
+    assert (slots, fewer) == (3, 2)
+    assert overflow == 0
+    # It is in its slot still when backward begins with it.
+    assert gathers == plain

@@ -51,9 +51,10 @@ struct ReduceMemory {
 };
 
 // One slot for each bucket that can be in use at once, and one for each gather ahead of it.
-// `nesting`: units below the root that enclose each other, at most.
-inline int ring_slots(int nesting, std::size_t prefetch_depth) {
-  return nesting + static_cast<int>(prefetch_depth);
+// `nesting`: units below the root that enclose each other, at most. A root that reshards after
+// forward holds a slot of the ring until then.
+inline int ring_slots(int nesting, std::size_t prefetch_depth, bool root_reshards) {
+  return nesting + static_cast<int>(prefetch_depth) + (root_reshards ? 1 : 0);
 }
 
 // `slots`: of the ring, as far as there are buckets for them.

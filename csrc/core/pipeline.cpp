@@ -522,7 +522,8 @@ void Pipeline::plan_memory() {
   FSDP_CHECK(!device_.is_capturing(),
              "a CUDA graph capture expects all buffers to exist; run a few whole steps before "
              "capturing one");
-  gatherer_.plan_memory(buckets_, ring_slots(options_.nesting, depth));
+  const bool root_reshards = units_.front()->reshard_after_forward;
+  gatherer_.plan_memory(buckets_, ring_slots(options_.nesting, depth, root_reshards));
   reducer_.plan_memory(buckets_);
   memory_planned_ = true;
 }

@@ -128,7 +128,8 @@ py::dict plan_memory(const std::vector<PyUnit>& units, const std::string& gather
     in_place = in_place && (bucket.reduces_in_place || bucket.layout.world_size() == 1 ||
                             bucket.layout.trainable_count() == 0);
   }
-  const GatherMemory gathers = plan_gathers(uses, ring_slots(nesting, prefetch_depth));
+  const GatherMemory gathers =
+      plan_gathers(uses, ring_slots(nesting, prefetch_depth, traits.front().reshard_after_forward));
   const ReduceMemory reductions = plan_reductions(uses);
   py::dict result;
   result["buckets"] = described;

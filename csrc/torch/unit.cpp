@@ -153,7 +153,8 @@ py::object TorchUnit::post_forward(std::size_t index, py::handle output) {
   const bool recomputing = root->recomputing();
   const bool outermost = !recomputing && root->is_outermost(*this);
   const bool last_of_group = recomputing || leave_module(index) || outermost;
-  int forward_call = root->pipeline().unit(number_).last_forward_call;
+  // Backward comes to a group by the last of its modules, and gathers ahead there.
+  int forward_call = -1;
   if (last_of_group) {
     const py::gil_scoped_release no_gil;
     forward_call = root->pipeline().post_forward(number_, at::GradMode::is_enabled());

@@ -95,7 +95,8 @@ TEST(MemoryPlan, TheRingHasSlotsOfTheLargestBucketThatReshards) {
   EXPECT_EQ(plan_gathers(buckets, 1).slots, 1);
   EXPECT_EQ(plan_gathers(buckets, 5).slot_bytes, 1024U);
   EXPECT_EQ(plan_gathers({bucket(512, false)}, 2).slots, 0);
-  EXPECT_EQ(ring_slots(/*nesting=*/2, /*prefetch_depth=*/3), 5);
+  EXPECT_EQ(ring_slots(/*nesting=*/2, /*prefetch_depth=*/3, /*root_reshards=*/false), 5);
+  EXPECT_EQ(ring_slots(/*nesting=*/2, /*prefetch_depth=*/3, /*root_reshards=*/true), 6);
 }
 
 TEST(MemoryPlan, SharedBuffersAreThoseOfTheBucketThatNeedsMost) {
