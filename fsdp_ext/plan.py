@@ -124,6 +124,7 @@ def plan(
     flops_per_second: float | None = None,
     compute: Mapping[str, tuple[float, float]] | None = None,
     contention: float = 0.0,
+    copies: tuple[float, float] = (0.0, 0.0),
     memory_limit: int | None = None,
 ) -> Plan:
     """Return what each rank of a training would hold, and how long a step would take.
@@ -133,9 +134,9 @@ def plan(
     is the run's own for its first iteration, and for good where forward takes the same order.
 
     Memory is what fsdp_ext and the optimizer allocate; activations are not in it. Time comes from
-    :func:`fsdp_ext.schedule.predict` and is simulated: compute and collectives only, without casts
-    and copies and without the optimizer's step. Where units enclose others besides the root, each
-    computes before those inside it.
+    :func:`fsdp_ext.schedule.predict` and is simulated: compute and collectives, and casts and
+    copies if ``copies`` says what they take, without the optimizer's step. Where units enclose
+    others besides the root, each computes before those inside it.
 
     Args:
         model: one that ``fully_shard`` was applied to, or that ``FullyShardedDataParallel`` wraps,
@@ -163,6 +164,8 @@ def plan(
         flops_per_second: that a rank computes at; with ``batch``.
         compute: instead, by unit: seconds of forward and backward; the root is "the root".
         contention: see :func:`fsdp_ext.schedule.predict`.
+        copies: seconds a byte of casts and unpacking around gathers, and of packing around
+            reductions.
         memory_limit: bytes that a rank has.
 
     Raises:
@@ -213,7 +216,7 @@ def plan(
         memory=memory_of(root, layouts, found, optimizer_states),
         prediction=None
         if seconds is None
-        else predict_plan(root, found, seconds, the_link, depth, contention),
+        else predict_plan(root, found, seconds, the_link, depth, contention, copies),
     )
     if memory_limit is not None and result.memory.peak > memory_limit:
         raise ValueError(

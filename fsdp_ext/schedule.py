@@ -120,8 +120,9 @@ def predict(
     is issued when its backward has ended, the root's at the end of all. Each lane works in order.
     The step ends when compute and all reductions have ended.
 
-    While k of the two lanes are at work, compute progresses at the rate max(0, 1 - k * contention).
-    The lanes' own rate does not change.
+    While k of the two lanes are at work, they take k * contention of what computes: compute goes on
+    at the rate max(0, 1 - k * contention), and where that is not enough for the lanes themselves,
+    each goes on at the rate 1 / (k * contention).
 
     The host is taken to run along with compute, as it does where compute is on the host. Ahead of a
     GPU it issues gathers sooner, but they wait for their slots, and with ``depth + 1`` slots that
@@ -210,7 +211,7 @@ class _Lane:
         self.jobs: deque[_Job] = deque()
         self.busy = 0.0
         self.begin = 0.0
-        self.end = math.inf  # of the first job, once it has begun
+        self.left: float | None = None  # of the first job, once it has begun
 
     def issue(self, job: _Job) -> _Job:
         self.jobs.append(job)
@@ -230,41 +231,47 @@ class _Clock:
     def compute(self, task: _Compute) -> None:
         begin, left = self.now, task.seconds
         while left > 0:
-            self._begin_jobs()
-            at_work = sum(bool(lane.jobs) for lane in self._lanes)
-            rate = max(0.0, 1.0 - at_work * self._contention)
-            end = self.now + left / rate if rate > 0 else math.inf
-            event = min(end, *(lane.end for lane in self._lanes))
-            left = 0.0 if event == end else max(0.0, left - rate * (event - self.now))
-            self._advance(event)
+            left = self._advance(left)
         if task.name:
             self.spans.append(Span("compute", task.name, begin, self.now))
 
     def wait_for(self, job: _Job) -> None:
         while not job.done:
-            self._next_job()
+            self._advance(math.inf)
 
     def drain(self, lane: _Lane) -> None:
         while lane.jobs:
-            self._next_job()
+            self._advance(math.inf)
 
-    def _next_job(self) -> None:
-        self._begin_jobs()
-        self._advance(min(lane.end for lane in self._lanes))
+    def _advance(self, compute: float) -> float:
+        """Go to the next event; return what is left of so many seconds of compute."""
+        at_work = self._begin_jobs()
+        taken = len(at_work) * self._contention
+        rate = max(0.0, 1.0 - taken)
+        lane_rate = 1.0 if taken <= 1 else 1.0 / taken
+        # Each is left as long as it takes, so that the first one ends without a remainder.
+        ends = [lane.left / lane_rate for lane in at_work if lane.left is not None]
+        computed = compute / rate if rate > 0 else math.inf
+        passed = min([computed, *ends])
+        self.now += passed
+        for lane, end in zip(at_work, ends, strict=True):
+            lane.left = (end - passed) * lane_rate
+            if end == passed:
+                self._end_job(lane)
+        return 0.0 if passed == computed else max(0.0, compute - passed * rate)
 
-    def _begin_jobs(self) -> None:
-        for lane in self._lanes:
-            if lane.jobs and lane.end == math.inf:
-                lane.begin, lane.end = self.now, self.now + lane.jobs[0].seconds
+    def _begin_jobs(self) -> list[_Lane]:
+        at_work = [lane for lane in self._lanes if lane.jobs]
+        for lane in at_work:
+            if lane.left is None:
+                lane.begin, lane.left = self.now, lane.jobs[0].seconds
+        return at_work
 
-    def _advance(self, event: float) -> None:
-        self.now = event
-        for lane in self._lanes:
-            if lane.end <= event:
-                job = lane.jobs.popleft()
-                job.done = True
-                self.spans.append(Span(lane.name, job.name, lane.begin, lane.end))
-                lane.end = math.inf
+    def _end_job(self, lane: _Lane) -> None:
+        job = lane.jobs.popleft()
+        job.done = True
+        self.spans.append(Span(lane.name, job.name, lane.begin, self.now))
+        lane.left = None
 
 
 # - The schedule's calls

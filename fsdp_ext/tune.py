@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import random
 import statistics
 import sys
 import time
@@ -25,7 +26,7 @@ from fsdp_ext.tables import columns, size
 
 # What the model of the schedule finds best is measured, the best few of it.
 _SHORTLIST = 5
-_ROUNDS = 3
+_ROUNDS = 5
 _DEPTHS = (1, 2, 3, 4)
 # A setting that takes more memory has to be so much faster.
 _WORTH = 0.01
@@ -396,15 +397,16 @@ class _Tuner:
 
     def _measure(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Return them with what was measured, in several rounds of all."""
-        taken: dict[Choice, list[float]] = {}
+        taken: dict[Choice, list[float]] = {one.choice: [] for one in candidates}
+        order = random.Random(0)  # the same on all ranks; what came before leaves caches behind
         for _ in range(_ROUNDS):
-            for choice in dict.fromkeys(one.choice for one in candidates):
+            for choice in order.sample(list(taken), len(taken)):
                 self._settings.apply(choice)
                 for _ in range(WARMUP):
                     self._step()
                 for _ in range(self._steps):
                     exchange(self._root, None)  # all begin together
-                    taken.setdefault(choice, []).append(self._step())
+                    taken[choice].append(self._step())
         ranks = exchange(self._root, taken)
         seconds = {
             choice: statistics.median(max(of[choice][i] for of in ranks) for i in range(len(own)))

@@ -1,0 +1,346 @@
+"""How well is a step predicted before it runs, over real transports, of models not fitted to?
+
+Two ranks (or --ranks N), each bound to a core, over each transport of the host. What a collective
+costs is measured by itself, alpha + S / beta (python -m fsdp_ext measure-link). A transformer, the
+fit model, then gives what else is needed, by the ledger of its steps: how many times as long
+collectives take in a step, where compute wants the same cores ("in steps"), and what packing costs
+a byte; and the contention of fsdp_ext.schedule.predict, which is set so that its own step is
+predicted right. Other models are predicted by fsdp_ext.plan: their compute is what their unsharded
+replicas take on all ranks at once, shared out among units by floating-point operations. A step is
+forward and backward; unsharded and sharded ones take turns, and the slowest rank counts.
+
+"off" is predicted / measured - 1. The fit model's own is shown for what it is: by construction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp_ext
+from bench import ranks
+from bench.harness import Keep
+from bench.output import bars, picture, print_table
+from bench.training import GPT, Block, GPTConfig
+from fsdp_ext import fully_shard
+from fsdp_ext.communicator import lanes_of
+from fsdp_ext.ledger import LANES, WIRES
+from fsdp_ext.measure_link import OPERATIONS, fit
+from fsdp_ext.measure_link import measure as measure_link
+from fsdp_ext.simulated import Link
+
+RANKS = 2
+DEVICES = ("cpu",)
+TRANSPORTS = ("shared_memory", "process_group")
+WARMUP = 4
+FITTED = "GPT, the fit model"
+
+
+class Stack(nn.Sequential):
+    """Layers of one size."""
+
+    def __init__(self, layers: int, dim: int) -> None:
+        super().__init__(*(nn.Sequential(nn.Linear(dim, dim), nn.GELU()) for _ in range(layers)))
+
+
+class Pyramid(nn.Sequential):
+    """Layers whose size changes, with wide ones in the middle."""
+
+    def __init__(self, dims: list[int]) -> None:
+        pairs = itertools.pairwise(dims)
+        super().__init__(*(nn.Sequential(nn.Linear(a, b), nn.GELU()) for a, b in pairs))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and what it is called with."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    batch: Callable[[], Tensor]
+    units: type[nn.Module]
+
+
+def gpt(dim: int, layers: int, tokens: int) -> tuple[Callable[[], nn.Module], Callable[[], Tensor]]:
+    """Return a transformer and its tokens."""
+    config = GPTConfig(vocabulary=512, context=tokens, dim=dim, layers=layers, heads=4)
+    return (lambda: GPT(config)), (lambda: torch.randint(512, (1, tokens)))
+
+
+CASES = [
+    Case(FITTED, *gpt(256, 8, 64), Block),
+    Case("GPT of half as many, wider blocks", *gpt(384, 4, 128), Block),
+    Case("stack of 16 layers", lambda: Stack(16, 512), lambda: torch.randn(96, 512), nn.Sequential),
+    Case(
+        "pyramid",
+        lambda: Pyramid([256, 512, 1024, 1536, 1024, 512, 256]),
+        lambda: torch.randn(128, 256),
+        nn.Sequential,
+    ),
+]
+
+
+class Step:
+    """Forward and backward of one model, timed."""
+
+    def __init__(self, model: nn.Module, batch: Tensor) -> None:
+        self.model: Any = model
+        self.batch = batch
+        self.forward: list[float] = []
+        self.backward: list[float] = []
+
+    def run(self, keep: bool = True) -> None:
+        """Run one, all ranks at once; all gradients are new."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        dist.barrier()
+        start = time.perf_counter()
+        loss = self.model(self.batch).float().square().mean()
+        middle = time.perf_counter()
+        loss.backward()
+        if keep:
+            self.forward.append(middle - start)
+            self.backward.append(time.perf_counter() - middle)
+
+    def seconds(self) -> tuple[float, float]:
+        """Return the medians of forward and of backward, of the slowest rank in each step."""
+        taken = torch.tensor([self.forward, self.backward], dtype=torch.float64)
+        dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+        forward, backward = taken.median(dim=1).values.tolist()
+        return forward, backward
+
+    def step_seconds(self) -> float:
+        """Return the median step."""
+        taken = torch.tensor(self.forward, dtype=torch.float64)
+        taken += torch.tensor(self.backward, dtype=torch.float64)
+        dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+        return float(taken.median())
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one model took."""
+
+    compute: tuple[float, float]  # unsharded, forward and backward
+    step: float  # sharded
+    copies: tuple[float, float]  # seconds a byte around gathers and reductions
+    in_steps: tuple[float, float]  # how many times as long collectives take as alone
+
+
+def run_model(case: Case, transport: str, link: Link, repeats: int) -> Measured:
+    """Train a model unsharded and sharded, in turns."""
+    torch.manual_seed(0)
+    batch = case.batch()
+    plain, sharded = Step(case.make(), batch), Step(case.make(), batch)
+    for module in list(sharded.model.modules())[::-1]:
+        if isinstance(module, case.units) and module is not sharded.model:
+            fully_shard(module, transport=transport)
+    fully_shard(sharded.model, transport=transport)
+    for _ in range(WARMUP):
+        plain.run(keep=False)
+        sharded.run(keep=False)
+    for _ in range(repeats):
+        plain.run()
+        sharded.run()
+    with fsdp_ext.profile(sharded.model) as prof:
+        for _ in range(repeats // 2):
+            sharded.run(keep=False)
+    stretch = in_steps_of(prof, link)
+    return Measured(plain.seconds(), sharded.step_seconds(), copies_of(prof), stretch)
+
+
+def copies_of(prof: fsdp_ext.profile) -> tuple[float, float]:
+    """Return the seconds a byte of what lanes do around the wire, medians over steps."""
+    found = []
+    for lane in WIRES:
+        works = [work for work, of in LANES.items() if of == lane and work != lane]
+        rates = []
+        for iteration in prof.iterations:
+            nbytes = sum(span.nbytes for span in iteration.of(lane))
+            rates.append(sum(span.seconds for span in iteration.of(*works)) / max(nbytes, 1))
+        found.append(statistics.median(rates))
+    return found[0], found[1]
+
+
+def in_steps_of(prof: fsdp_ext.profile, link: Link) -> tuple[float, float]:
+    """Return how many times as long gathers and reductions took as the link says.
+
+    Of each collective the rank counts that came last, which waits for nobody.
+    """
+    found = []
+    for lane, operation in zip(WIRES, OPERATIONS, strict=True):
+        ratios = []
+        for iterations in zip(*prof.merge().ranks.values(), strict=True):
+            spans = list(zip(*(iteration.of(lane) for iteration in iterations), strict=True))
+            taken = sum(min(span.seconds for span in of_ranks) for of_ranks in spans)
+            alone = sum(link.seconds(operation, of_ranks[0].nbytes) for of_ranks in spans)
+            ratios.append(taken / alone)
+        found.append(statistics.median(ratios))
+    return found[0], found[1]
+
+
+def as_in_steps(link: Link, times: tuple[float, float]) -> Link:
+    """Return a link that takes so many times as long."""
+    (alpha, beta), (reduce_alpha, reduce_beta) = link.costs()
+    return Link(
+        f"{link.name}, in steps",
+        alpha=alpha * times[0],
+        beta=beta / times[0],
+        reduce_alpha=reduce_alpha * times[1],
+        reduce_beta=reduce_beta / times[1],
+    )
+
+
+def link_of(transport: str, repeats: int) -> Link:
+    """Measure what collectives of a transport take, alone."""
+    assert dist.group.WORLD is not None
+    device = torch.device("cpu")
+    samples = measure_link(lanes_of(dist.group.WORLD, device, transport), device, repeats)
+    gather, reduce = (fit([s for s in samples if s.operation == name]) for name in OPERATIONS)
+    return Link(
+        f"{transport}, measured",
+        alpha=gather.alpha,
+        beta=gather.beta,
+        reduce_alpha=reduce.alpha,
+        reduce_beta=reduce.beta,
+    )
+
+
+def predicted(
+    case: Case,
+    transport: str,
+    measured: Measured,
+    link: Link,
+    copies: tuple[float, float],
+    contention: float,
+) -> fsdp_ext.Plan:
+    """Return the plan of a model, with its prediction."""
+    with torch.device("meta"):
+        model = case.make()
+    common: dict[str, Any] = {"units": case.units, "transport": transport, "device_type": "cpu"}
+    size = dist.get_world_size()
+    counted = fsdp_ext.plan(model, size, batch=case.batch(), **common)
+    flops = {unit.name: unit.flops or (0, 0) for unit in counted.units}
+    totals = [max(sum(of[i] for of in flops.values()), 1) for i in (0, 1)]
+    compute = {
+        name: (measured.compute[0] * of[0] / totals[0], measured.compute[1] * of[1] / totals[1])
+        for name, of in flops.items()
+    }
+    return fsdp_ext.plan(
+        model,
+        size,
+        link=link,
+        compute=compute,
+        contention=contention,
+        copies=copies,
+        **common,
+    )
+
+
+def step_of(plan: fsdp_ext.Plan) -> float:
+    """Return the predicted seconds of a step."""
+    assert plan.prediction is not None
+    return plan.prediction.step
+
+
+def fit_contention(predict: Callable[[float], float], measured: float) -> float:
+    """Return the contention, 0 to 1, with which a step is predicted as it was measured."""
+    low, high = 0.0, 1.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        if predict(middle) < measured:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def measure(args: argparse.Namespace, keep: Keep) -> None:
+    """Fit to one model and predict the others, over each transport."""
+    ranks.join(args.device)
+    repeats = 6 if args.quick else 40
+    for transport in TRANSPORTS:
+        link = link_of(transport, 3 if args.quick else 10)
+        contention, copies, used = 0.0, (0.0, 0.0), link
+        for case in CASES:
+            measured = run_model(case, transport, link, repeats)
+            if case.name == FITTED:
+                copies, used = measured.copies, as_in_steps(link, measured.in_steps)
+                contention = fit_contention(
+                    lambda c: step_of(predicted(case, transport, measured, used, copies, c)),  # noqa: B023
+                    measured.step,
+                )
+            plan = predicted(case, transport, measured, used, copies, contention)
+            assert plan.prediction is not None
+            keep(
+                {
+                    "model": case.name,
+                    "transport": transport,
+                    "ranks": dist.get_world_size(),
+                    "fitted": case.name == FITTED,
+                    "parameters": sum(unit.parameters for unit in plan.units),
+                    "buckets": len(plan.buckets),
+                    "compute_ms": sum(measured.compute) * 1e3,
+                    "step_ms": measured.step * 1e3,
+                    "predicted_ms": plan.prediction.step * 1e3,
+                    "predicted_exposed_ms": plan.prediction.exposed * 1e3,
+                    "off": plan.prediction.step / measured.step - 1,
+                    "contention": contention,
+                    "in_steps": measured.in_steps,
+                    "copies_ns_a_byte": [rate * 1e9 for rate in copies],
+                    "link": {
+                        "alpha_us": link.alpha * 1e6,
+                        "beta_gb_s": link.beta / 1e9,
+                        "reduce_alpha_us": link.costs()[1][0] * 1e6,
+                        "reduce_beta_gb_s": link.costs()[1][1] / 1e9,
+                    },
+                }
+            )
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print a table for each transport."""
+    header = ["model", "parameters M", "buckets", "compute ms", "step ms", "predicted ms", "off"]
+    for transport in TRANSPORTS:
+        mine = [row for row in rows if row["transport"] == transport]
+        if not mine:
+            continue
+        link = mine[0]["link"]
+        print(
+            f"\n{transport}, {mine[0]['ranks']} ranks: gathers {link['alpha_us']:.0f} us + S / "
+            f"{link['beta_gb_s']:.2f} GB/s, reductions {link['reduce_alpha_us']:.0f} us + S / "
+            f"{link['reduce_beta_gb_s']:.2f} GB/s; in steps {mine[0]['in_steps'][0]:.2f} and "
+            f"{mine[0]['in_steps'][1]:.2f} times as long; contention {mine[0]['contention']:.2f}"
+        )
+        print_table(
+            header,
+            [
+                [
+                    row["model"],
+                    f"{row['parameters'] / 1e6:.1f}",
+                    str(row["buckets"]),
+                    f"{row['compute_ms']:.1f}",
+                    f"{row['step_ms']:.1f}",
+                    f"{row['predicted_ms']:.1f}",
+                    "by construction" if row["fitted"] else f"{row['off']:+.1%}",
+                ]
+                for row in mine
+            ],
+        )
+
+
+def plot(rows: list[dict[str, Any]], path: str) -> None:
+    """Draw how far off each prediction is."""
+    others = [row for row in rows if not row["fitted"]]
+    with picture(path, "predicted step beside the measured one") as axes:
+        names = [f"{row['model']},\n{row['transport']}" for row in others]
+        bars(axes, names, [abs(row["off"]) * 100 for row in others], "% off")

@@ -1,0 +1,203 @@
+"""Is what fsdp_ext.tune chooses as fast as the best of a full sweep?
+
+Models of several shapes, over a simulated link in one process (each simulated time says so), or,
+with --ranks 2, over shared memory. fsdp_ext.tune chooses bucket size and prefetch depth for a
+model; then all settings of a sweep, and the chosen one, run in turns, a few steps each, in random
+order and several rounds, and what counts is the median of forward and backward on the slowest rank.
+"of best" is chosen / best of the sweep: 1.03 is 3% slower. It can be less than 1 where the chosen
+setting is none of the sweep's. "default" is the setting without tune.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp_ext
+from bench import ranks
+from bench.harness import Keep
+from bench.output import bars, picture, print_table
+from fsdp_ext import Link, Simulated, fully_shard
+from fsdp_ext.auto import Choice
+
+RANKS = 1
+DEVICES = ("cpu",)
+SIMULATED_RANKS = 64
+WARMUP = 2
+DEPTHS = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A stack of square layers, each a unit, over a link."""
+
+    layers: int
+    dim: int
+    tokens: int
+    link: Link
+
+    @property
+    def name(self) -> str:
+        """How tables call it."""
+        return f"{self.layers} x {self.dim**2 * 4 / 1e6:.2f} MB, {self.link.name}"
+
+
+CASES = [
+    Case(64, 128, 64, Link("100 us, 4 GB/s", alpha=100e-6, beta=4e9)),
+    Case(16, 512, 96, Link("20 us, 2 GB/s", alpha=20e-6, beta=2e9)),
+    Case(24, 256, 128, Link("300 us, 2 GB/s", alpha=300e-6, beta=2e9)),
+]
+
+
+class Training:
+    """A model and its step."""
+
+    def __init__(self, case: Case, simulated: bool) -> None:
+        torch.manual_seed(0)
+        transport = Simulated(SIMULATED_RANKS, case.link) if simulated else None
+        self.model: Any = nn.Sequential(
+            *(nn.Linear(case.dim, case.dim, bias=False) for _ in range(case.layers))
+        )
+        for layer in self.model:
+            fully_shard(layer, transport=transport)
+        fully_shard(self.model, transport=transport, bucket_bytes="auto", prefetch="auto")
+        self.batch = torch.randn(case.tokens, case.dim)
+        self.alone = simulated
+
+    def step(self) -> float:
+        """Run forward and backward; return the seconds."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        if not self.alone:
+            dist.barrier()
+        start = time.perf_counter()
+        self.model(self.batch).mean().backward()
+        return time.perf_counter() - start
+
+
+def settings(training: Training) -> list[Choice]:
+    """Return the sweep: bucket sizes by powers of two, and none; depths."""
+    root = training.model._unit.root
+    total = sum(bucket["gather_bytes"] for bucket in root.core.buckets())
+    sizes = [0]
+    while total > sum(root.core.unsharded_bytes()) // len(root.units):
+        sizes.append(total)
+        total //= 2
+    return [Choice(nbytes, depth) for nbytes in sizes for depth in DEPTHS]
+
+
+def sweep(
+    training: Training, choices: Sequence[Choice], rounds: int, steps: int
+) -> dict[Choice, float]:
+    """Return the median seconds of each setting, all in turns."""
+    root = training.model._unit.root
+    order = random.Random(0)  # the same on all ranks
+    taken: dict[Choice, list[float]] = {choice: [] for choice in choices}
+    for _ in range(rounds):
+        for choice in order.sample(list(taken), len(taken)):
+            root.apply_choice(choice)
+            for _ in range(WARMUP):
+                training.step()
+            taken[choice] += [training.step() for _ in range(steps)]
+    seconds = torch.tensor(list(taken.values()), dtype=torch.float64)
+    if not training.alone:
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    medians = seconds.median(dim=1).values.tolist()
+    return dict(zip(taken, medians, strict=True))
+
+
+def measure(args: argparse.Namespace, keep: Keep) -> None:
+    """Tune each model, then sweep."""
+    warnings.filterwarnings("ignore", message="fsdp_ext: .*simulated")  # said in the tables
+    simulated = not ranks.under_torchrun()
+    if simulated:
+        torch.set_num_threads(1)
+    else:
+        ranks.join(args.device)
+    rounds, steps = (2, 3) if args.quick else (8, 6)
+    for case in CASES[:1] if args.quick else CASES:
+        training = Training(case, simulated)
+        for _ in range(WARMUP):
+            training.step()
+        training.model.zero_grad()
+        root = training.model._unit.root
+        default = Choice(root.bucket_bytes(root.units[0]), root.prefetch_depth)
+        found = fsdp_ext.tune(
+            training.model, training.batch, steps=3 if args.quick else 8, verbose=False
+        )
+        chosen = found.chosen.choice
+        choices = settings(training)
+        if args.quick:
+            choices = choices[1::4]
+        seconds = sweep(training, list(dict.fromkeys([*choices, default, chosen])), rounds, steps)
+        best = min(choices, key=lambda choice: seconds[choice])
+        word = "simulated_" if simulated else ""
+        keep(
+            {
+                "model": case.name if simulated else case.name.partition(",")[0],
+                "transport": root.lanes.transport,
+                "ranks": SIMULATED_RANKS if simulated else dist.get_world_size(),
+                "chosen": str(chosen),
+                "best": str(best),
+                "settings": len(choices),
+                f"{word}chosen_ms": seconds[chosen] * 1e3,
+                f"{word}predicted_ms": found.chosen.predicted * 1e3,
+                f"{word}best_ms": seconds[best] * 1e3,
+                f"{word}default_ms": seconds[default] * 1e3,
+                f"{word}worst_ms": max(seconds.values()) * 1e3,
+                "of_best": seconds[chosen] / seconds[best],
+                "sweep": [
+                    {"setting": str(choice), f"{word}ms": taken * 1e3}
+                    for choice, taken in seconds.items()
+                ],
+            }
+        )
+
+
+def figure(row: dict[str, Any], name: str) -> float:
+    """Return one of a row's times, simulated or not."""
+    value: float = row.get(name, row.get(f"simulated_{name}"))
+    return value
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print a table."""
+    simulated = any(row["transport"] == "simulated" for row in rows)
+    print(
+        f"\nforward and backward, {'simulated ' if simulated else ''}ms, over "
+        f"{rows[0]['transport'] if rows else ''}"
+    )
+    names = ["chosen_ms", "predicted_ms", "best_ms", "default_ms", "worst_ms"]
+    print_table(
+        ["model", "chosen", "predicted", "best", "default", "worst", "of best", "settings"],
+        [
+            [
+                row["model"],
+                *(f"{figure(row, name):.2f}" for name in names),
+                f"{row['of_best']:.3f}",
+                f"{row['settings']}; chosen {row['chosen']}; best {row['best']}",
+            ]
+            for row in rows
+        ],
+        words_last=True,
+    )
+
+
+def plot(rows: list[dict[str, Any]], path: str) -> None:
+    """Draw chosen, default and worst beside the best."""
+    with picture(path, "step by setting, of the best of a sweep", columns=len(rows)) as axes:
+        for axis, row in zip(axes if len(rows) > 1 else [axes], rows, strict=True):
+            names = ["chosen", "default", "worst"]
+            best = figure(row, "best_ms")
+            values = [figure(row, f"{name}_ms") / best for name in names]
+            bars(axis, names, values, "of the best")
+            axis.set_title(row["model"], fontsize=8)
