@@ -397,6 +397,100 @@ TEST_P(CudaSchedule, ShardsThatChangeBetweenForwardAndBackwardAreReadAsTheyAre) 
   });
 }
 
+void synchronize_all(Rank& rank) {
+  rank.lanes->gather.synchronize();
+  rank.lanes->reduce.synchronize();
+  synchronize(compute_stream);
+}
+
+TEST_P(CudaSchedule, TimesAreThoseOfTheStreamsAndNotOfTheHost) {
+  const Setting setting = GetParam();
+  on_ranks(setting, [&](Rank& rank, int r) {
+    Ledger& ledger = rank.pipeline->ledger();
+    rank.step(static_cast<float>(r + 1), mean_of(setting.world_size, 0));
+    ledger.keep_times(2);
+    for (int step = 1; step < 5; ++step) {
+      rank.lanes->device->delay(rank.lanes->device->compute_stream(), std::chrono::milliseconds(5));
+      rank.step(static_cast<float>(r + 1 + step), mean_of(setting.world_size, step));
+    }
+    synchronize_all(rank);
+    EXPECT_EQ(ledger.lost_iterations(), 2U);
+    const std::vector<IterationTimes> iterations = ledger.take_times();
+    ASSERT_EQ(iterations.size(), 2U);
+    EXPECT_EQ(iterations[1].number, iterations[0].number + 1);
+    for (const IterationTimes& iteration : iterations) {
+      double gathered = 0.0;  // the newest of each unit's
+      for (const TimedSpan& timed : iteration.spans) {
+        EXPECT_GT(timed.begin, 0.0);
+        EXPECT_LE(timed.begin, timed.end);
+        const double issued = static_cast<double>(timed.span.issue.at) * 1e-9;
+        if (timed.span.work == Work::Gather || timed.span.work == Work::Reduce) {
+          EXPECT_LE(issued, timed.end);
+          EXPECT_LE(timed.possible, timed.begin + 1e-4);
+        }
+        if (timed.span.work == Work::Gather) {
+          gathered = timed.end;
+        } else if (timed.span.work == Work::UnitForward && timed.span.units.first == 0 &&
+                   setting.world_size > 1 && setting.message_rows == 0) {
+          EXPECT_GT(gathered, iteration.spans.front().begin);
+        }
+      }
+    }
+    EXPECT_TRUE(ledger.take_times().empty());
+  });
+}
+
+TEST_P(CudaSchedule, AWaitOfTheComputeStreamEndsAfterItsGather) {
+  const Setting setting = GetParam();
+  if (setting.world_size == 1) {
+    GTEST_SKIP() << "one rank has nothing to gather";
+  }
+  on_ranks(setting, [&](Rank& rank, int r) {
+    rank.step(static_cast<float>(r + 1), mean_of(setting.world_size, 0));
+    rank.pipeline->ledger().keep_times(1);
+    rank.lanes->device->delay(rank.lanes->gather.stream(), std::chrono::milliseconds(10));
+    rank.step(static_cast<float>(r + 2), mean_of(setting.world_size, 1));
+    synchronize_all(rank);
+    const std::vector<IterationTimes> iterations = rank.pipeline->ledger().take_times();
+    ASSERT_EQ(iterations.size(), 1U);
+    std::vector<double> arrived(rank.units.size(), 0.0);  // the first piece of each unit's gather
+    std::size_t waits = 0;
+    for (const TimedSpan& timed : iterations.front().spans) {
+      const UnitRange units = timed.span.units;
+      if (timed.span.work == Work::Gather) {
+        for (int unit = units.first; unit <= units.last; ++unit) {
+          double& at = arrived[static_cast<std::size_t>(unit)];
+          at = at == 0.0 ? timed.end : at;
+        }
+      } else if (timed.span.work == Work::WaitForGather && timed.span.phase == Phase::Forward) {
+        waits += 1;
+        // The events that tell both are recorded by threads, one after the other.
+        EXPECT_GE(timed.end + 1e-3, arrived[static_cast<std::size_t>(units.first)]);
+      }
+    }
+    EXPECT_EQ(waits, rank.units.size());
+  });
+}
+
+TEST_P(CudaSchedule, ACaptureWritesNoTimesDown) {
+  on_ranks(GetParam(), [](Rank& rank, int) {
+    for (auto& unit : rank.units) {
+      unit->keep_gradients();
+    }
+    rank.step(2.0F, 2.0F);
+    rank.step(2.0F, 2.0F);
+    synchronize_all(rank);
+    rank.pipeline->ledger().keep_times(4);
+    begin_capture(compute_stream);
+    rank.step(3.0F, 3.0F);
+    const FakeGraph graph = end_capture(compute_stream);
+    graph.replay();
+    rank.step(4.0F, 4.0F);
+    synchronize_all(rank);
+    EXPECT_EQ(rank.pipeline->ledger().take_times().size(), 1U);
+  });
+}
+
 // See Note [graph capture].
 TEST_P(CudaSchedule, AWholeStepIsCapturedAndMayBeFollowedByOthers) {
   on_ranks(GetParam(), [](Rank& rank, int) {
