@@ -1,190 +1,220 @@
 """How much of the wire's time is hidden behind compute, over a simulated link?
 
 On one process, a stack of linear layers, each a unit, trains a step (forward and backward) on real
-matrix products. The same step runs over a link that takes no time, and over one whose bandwidth is
-such that all collectives of a step together (the wire time, by the schedule's own log) take 1/ratio
-of that. Both run in turns; hidden = 1 - (difference of the two) / wire time. Every time that has a
-wire in it is simulated; the compute is real.
+matrix products. Compute alone is the step over a link that takes no time. Communication alone is
+what all collectives of a step together take by the link's figures (the wire). Both is the step over
+a link whose bandwidth is such that ours computes `ratio` times as long as the wire takes; every
+system and setting that stands beside it has the same link. Steps without and with the wire take
+turns, and each with one is compared with the two around it:
+
+  exposed   = the difference; hidden = 1 - exposed / wire, medians with quartiles
+  by ledger = the same from fsdp_ext.profile of the same steps, whose waits are what is exposed: it
+              has a thread's wake-ups, too, which a step has without a wire as well
+  at most   = what could be hidden by the schedule's arithmetic (fsdp_ext.schedule.predict) if
+              nothing but the wire took time: the first gather and the last reduction always show
+  by hand   = the same from the ratio alone: a third of the compute and of the wire are forward's
+  of ideal  = hidden / at most
+  slowdown  = compute, without waits, beside the wire / without one
+  because   = the ledger's largest causes of what shows
+
+A lane is one wire. Ours has two, for gathers and for reductions, so in backward both are at work
+side by side, each with the link's whole bandwidth: that is what hides more than min(1, ratio). On
+one lane, as FSDP2 and FSDP1 have by default, no more than that can be hidden. FSDP2's best settings
+are explicit prefetch with asynchronous unshards and a separate group for reductions, where torch
+has that. A CPU has no streams, so it still waits for each reduction; "modelled waits" says what
+streams would do instead (bench/simulated_group.py). PyTorch's steps compute longer beside the same
+wire, so their compute / wire is larger.
+
+Every time that has a wire in it is simulated; the compute is real. On a machine that others load,
+threads wake late, which the ledger calls "issued late" or "a rank came late"; a star marks rows
+whose collectives took longer for it than the link says.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
-from bench.harness import Keep, UsageError, positive
-from bench.output import picture, print_table
-from bench.timing import Timing, as_microseconds
-from fsdp_ext import Link, Simulated, fully_shard
+from bench.harness import Keep, Row, UsageError, positive
+from bench.output import print_table
+from bench.overlap_picture import draw, name_of
+from bench.overlap_rows import link_for, row_of
+from bench.overlap_systems import FSDP2, NO_BUCKETS, OURS, PEERS, Case, Shape
+from fsdp_ext import Link
 
 TITLE = "overlap (simulated)"
-WARMUP = 3
-ALPHA = 20e-6  # seconds; of the simulated links
-NO_TIME = Link("no time", alpha=0.0, beta=1e30)
-
-
-class Training:
-    """A model over one simulated link, and its step."""
-
-    def __init__(
-        self, link: Link, world_size: int, layers: int, dim: int, batch: int, device: torch.device
-    ) -> None:
-        torch.manual_seed(0)
-        self.device = device
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        with torch.device(device):
-            self.model: Any = nn.Sequential(
-                *(nn.Linear(dim, dim, bias=False, dtype=dtype) for _ in range(layers))
-            )
-            self.input = torch.randn(batch, dim, dtype=dtype)
-        transport = Simulated(world_size, link, multiprocessors=16 if device.type == "cuda" else 0)
-        for layer in self.model:
-            fully_shard(layer, transport=transport)
-        fully_shard(self.model, transport=transport)
-
-    def step(self) -> None:
-        """Run forward and backward, to their end."""
-        for parameter in self.model.parameters():
-            parameter.grad = None
-        self.model(self.input).sum().backward()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def collectives(self) -> list[tuple[str, int]]:
-        """Return what a step sends: operations and bytes of all ranks."""
-        core = self.model._unit.root.core
-        core.enable_log(True)
-        self.step()
-        log = core.take_log()
-        core.enable_log(False)
-        return [(operation, size) for operation, _, _, size in log]
-
-
-def seconds_of(training: Training) -> float:
-    """Return how long one step takes."""
-    start = time.perf_counter()
-    training.step()
-    return time.perf_counter() - start
-
-
-def measure_ratio(
-    ratio: float,
-    world_size: int,
-    layers: int,
-    dim: int,
-    batch: int,
-    device: torch.device,
-    repeats: int,
-) -> dict[str, Any]:
-    """Return one row."""
-
-    def train(link: Link) -> Training:
-        training = Training(link, world_size, layers, dim, batch, device)
-        for _ in range(WARMUP):
-            training.step()
-        return training
-
-    free = train(NO_TIME)
-    sent = free.collectives()
-    compute = statistics.median(seconds_of(free) for _ in range(repeats))
-    budget = compute / ratio - len(sent) * ALPHA
-    if budget <= 0:
-        raise UsageError(
-            f"latencies alone ({len(sent)} x {ALPHA * 1e6:.0f} us) take 1/{ratio:g} of the compute "
-            f"({compute * 1e3:.1f} ms); give a smaller --ratio"
-        )
-    beta = sum(size for _, size in sent) / budget
-    link = Link(f"{beta / 1e9:.2f} GB/s", alpha=ALPHA, beta=beta)
-    wire = sum(link.seconds(operation, size) for operation, size in sent)
-    wired = train(link)
-    without, with_wire = [], []
-    for _ in range(repeats):  # in turns, and each pair compared: noise is slower than a step
-        without.append(seconds_of(free))
-        with_wire.append(seconds_of(wired))
-    exposed = [after - before for before, after in zip(without, with_wire, strict=True)]
-    hidden = [1 - value / wire for value in exposed]
-    return {
-        "transport": "simulated",
-        "link": f"simulated: {link.name}, {ALPHA * 1e6:.0f} us",
-        "simulated_ranks": world_size,
-        "layers": layers,
-        "dim": dim,
-        "collectives": len(sent),
-        "compute_us": as_microseconds(Timing.of(without)),
-        "simulated_wire_us": wire * 1e6,
-        "simulated_step_us": as_microseconds(Timing.of(with_wire)),
-        "compute_over_simulated_wire": statistics.median(without) / wire,
-        "simulated_hidden": statistics.median(hidden),
-        "simulated_hidden_low": statistics.quantiles(hidden, n=4)[0],
-        "simulated_hidden_high": statistics.quantiles(hidden, n=4)[2],
-        # The first gather and the last reduction have nothing to hide behind.
-        "simulated_hidden_at_most": 1 - 2 / len(sent),
-    }
+SWEEPS = ("ratio", "system", "prefetch", "bucket", "world_size")
+RATIOS = [4.0, 2.0, 1.0, 0.5, 0.25]
+RATIOS_OF_SYSTEMS = [2.0, 1.0, 0.5]
+RATIOS_OF_WORLD_SIZES = [2.0, 1.0]
+WORLD_SIZES = [8, 64, 512, 1024]
+DEPTHS = [0, 1, 2, 3]
+QUICK_RATIO = 2.0
+LATE = 1.05  # times what the link says: a wire that took longer was held up by threads
+UNITS_OF_BUCKETS = [0.5, 2, 4, 16]  # besides the default, and each unit by itself
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what is simulated."""
-    parser.add_argument("--ratio", type=float, help="compute time / wire time; default: a sweep")
     parser.add_argument(
-        "--world-size", type=positive, default=1024, metavar="N", help="simulated ranks"
+        "--ratio", type=float, help="compute time / wire time, of all sweeps; default: each its own"
     )
+    parser.add_argument(
+        "--world-size", type=positive, metavar="N", help="simulated ranks; default: 64, and a sweep"
+    )
+    parser.add_argument(
+        "--sweep", choices=SWEEPS, action="append", help="only this one; may be given repeatedly"
+    )
+
+
+def shapes(on_gpu: bool) -> tuple[Shape, Shape]:
+    """Return the model, and one of units so small that they are better sent together."""
+    if on_gpu:
+        return Shape(32, 8192, 4096), Shape(128, 1024, 4096)
+    return Shape(32, 1024, 64), Shape(128, 256, 32)
+
+
+def sweeps(args: argparse.Namespace) -> dict[str, list[Case]]:
+    """Return the cases of each sweep that is asked for; those of one link follow each other."""
+    large, small = shapes(args.device == "cuda")
+    unit = small.dim**2 * (2 if args.device == "cuda" else 4)
+    start = Case(OURS, large, args.world_size or 64, args.ratio or 1.0)
+    buckets = [NO_BUCKETS, *(round(units * unit) for units in UNITS_OF_BUCKETS), None]
+
+    def ratios(default: list[float]) -> list[float]:
+        return [args.ratio] if args.ratio else [QUICK_RATIO] if args.quick else default
+
+    peers = (FSDP2,) if args.quick else PEERS
+    sizes = [args.world_size] if args.world_size else WORLD_SIZES
+    every = {
+        "ratio": [replace(start, ratio=ratio) for ratio in ratios(RATIOS)],
+        "system": [
+            replace(start, ratio=ratio, system=system)
+            for ratio in ratios(RATIOS_OF_SYSTEMS)
+            for system in (OURS, *peers)
+        ],
+        "prefetch": [replace(start, prefetch=depth) for depth in DEPTHS],
+        "bucket": [replace(start, shape=small, bucket_bytes=nbytes) for nbytes in buckets],
+        "world_size": [
+            replace(start, ratio=ratio, world_size=size)
+            for ratio in ratios(RATIOS_OF_WORLD_SIZES)
+            for size in sizes
+        ],
+    }
+    asked = args.sweep or (["system"] if args.quick else SWEEPS)
+    return {name: every[name] for name in SWEEPS if name in asked}
 
 
 def measure(args: argparse.Namespace, keep: Keep) -> None:
-    """Measure at each ratio of compute to wire."""
+    """Measure each case of each sweep."""
     if args.ratio is not None and args.ratio <= 0:
         raise UsageError(f"--ratio expects a positive number but got {args.ratio:g}")
-    on_gpu = args.device == "cuda"
-    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    layers, dim, batch = (32, 8192, 4096) if on_gpu else (32, 1024, 128)
-    ratios = [args.ratio] if args.ratio else [2.0] if args.quick else [4.0, 2.0, 1.0, 0.5]
+    device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     warnings.filterwarnings("ignore", message="fsdp_ext: .*simulated")  # said in the table
-    repeats = 8 if args.quick else 24
-    for ratio in ratios:
-        keep(measure_ratio(ratio, args.world_size, layers, dim, batch, device, repeats))
+    for name, cases in sweeps(args).items():
+        repeats = 6 if args.quick else 16
+        repeats *= 4 if name == "bucket" else 1  # its steps are short
+        links: dict[tuple[Shape, int, float], Link] = {}
+        for case in cases:
+            key = (case.shape, case.world_size, case.ratio)
+            if key not in links:
+                links[key] = link_for(case, repeats, device)
+            keep({"sweep": name} | row_of(case, links[key], repeats, device))
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """Print the table."""
+# - What was measured
+
+
+def show(rows: list[Row]) -> None:
+    """Print a table a sweep."""
+    for name in SWEEPS:
+        of_sweep = [row for row in rows if row["sweep"] == name]
+        if of_sweep:
+            show_sweep(name, of_sweep)
+            print()
+    print("the compute is real; whatever has a wire in it is simulated")
+    if any(disturbed(row) for row in rows):
+        print(
+            f"*  collectives took over {LATE - 1:.0%} longer than the simulated link says: threads "
+            "woke late, as on a machine that others load"
+        )
+
+
+def show_sweep(name: str, rows: list[Row]) -> None:
+    """Print one table."""
     first = rows[0]
-    print(
-        f"{first['layers']} layers of {first['dim']}, {first['simulated_ranks']} simulated ranks; "
-        "the compute is real"
-    )
-    header = ["compute / simulated wire", "compute ms", "simulated wire ms", "simulated step ms"]
-    header += ["simulated hidden", "quartiles", "at most"]
-    table = [
-        [
-            f"{row['compute_over_simulated_wire']:.2f}",
-            f"{row['compute_us']['median'] / 1e3:.1f}",
-            f"{row['simulated_wire_us'] / 1e3:.1f}",
-            f"{row['simulated_step_us']['median'] / 1e3:.1f}",
-            f"{row['simulated_hidden']:.1%}",
-            f"{row['simulated_hidden_low']:.1%} to {row['simulated_hidden_high']:.1%}",
-            f"{row['simulated_hidden_at_most']:.1%}",
-        ]
-        for row in rows
+    sizes = sorted({row["simulated_ranks"] for row in rows})
+    ranks = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    print(f"{name}: {first['layers']} layers of {first['dim']}, {ranks} simulated ranks")
+    header = [name, "compute / simulated wire", "compute ms", "simulated wire ms"]
+    header += ["simulated step ms", "simulated exposed ms (by ledger)", "simulated hidden"]
+    header += ["quartiles (by ledger)", "at most (by hand)", "of ideal", "simulated slowdown"]
+    header += ["because, or error"]
+    print_table(header, [cells(name, row) for row in rows], words_last=True)
+
+
+def disturbed(row: Row) -> bool:
+    """Return whether the lanes' threads came so late that the figures say little of the wire."""
+    took: float = row.get("ledger_simulated_wire_us", 0.0)
+    return "error" not in row and took > LATE * row["simulated_wire_us"]
+
+
+def label(name: str, row: Row) -> str:
+    """Return what tells a row from the others of its sweep."""
+    if name == "bucket":
+        return f"{name_of(row)}: {row['buckets']} buckets"
+    if name == "prefetch":
+        return str(row["prefetch"])
+    ratio = f"ratio {row['ratio']:g}"
+    return {
+        "ratio": ratio,
+        "system": f"{ratio}, {row['system']}",
+        "world_size": f"{ratio}, {row['simulated_ranks']} ranks",
+    }[name]
+
+
+def cells(name: str, row: Row) -> list[str]:
+    """Return a line of a table."""
+    if "error" in row:
+        return [label(name, row), *[""] * 10, row["error"][:100]]
+    ledger = "ledger_simulated_hidden" in row
+    exposed = milliseconds(row["simulated_exposed_us"]["median"])
+    quartiles = f"{row['simulated_hidden_low']:.1%} to {row['simulated_hidden_high']:.1%}"
+    if ledger:
+        exposed += f" ({milliseconds(row['ledger_simulated_exposed_us'])})"
+        quartiles += f" ({row['ledger_simulated_hidden']:.1%})"
+    of_ideal = row["simulated_of_ideal"]
+    return [
+        f"{label(name, row)}{' *' if disturbed(row) else ''}",
+        f"{row['compute_over_simulated_wire']:.2f}",
+        milliseconds(row["compute_us"]["median"]),
+        milliseconds(row["simulated_wire_us"]),
+        milliseconds(row["simulated_step_us"]["median"]),
+        exposed,
+        f"{row['simulated_hidden']:.1%}",
+        quartiles,
+        f"{row['simulated_hidden_at_most']:.1%} ({row['simulated_hidden_by_hand']:.1%})",
+        "" if of_ideal is None else f"{of_ideal:.1%}",
+        f"{row['ledger_simulated_slowdown']:.2f}" if ledger else "",
+        because(row["ledger_simulated_causes_us"]) if ledger else "",
     ]
-    print_table(header, table)
+
+
+def because(causes: dict[str, float]) -> str:
+    """Return the largest causes of what shows, with their milliseconds."""
+    largest = sorted(causes.items(), key=lambda item: -item[1])[:3]
+    return ", ".join(f"{name} {milliseconds(value)}" for name, value in largest)
+
+
+def milliseconds(microseconds: float) -> str:
+    """Return microseconds as the tables have them."""
+    return f"{microseconds / 1e3:.1f}"
 
 
 def plot(rows: list[dict[str, Any]], path: str) -> None:
-    """Draw what is hidden over compute / wire, beside the most that could be: min(1, ratio)."""
-    ordered = sorted(rows, key=lambda row: row["compute_over_simulated_wire"])
-    ratios = [row["compute_over_simulated_wire"] for row in ordered]
-    hidden = [row["simulated_hidden"] for row in ordered]
-    below = [row["simulated_hidden"] - row["simulated_hidden_low"] for row in ordered]
-    above = [row["simulated_hidden_high"] - row["simulated_hidden"] for row in ordered]
-    most = max(*ratios, 1.0)
-    with picture(path, f"{ordered[0]['simulated_ranks']} simulated ranks") as axes:
-        axes.plot([0, 1, most], [0, 1, 1], color="grey", linestyle="--", label="min(1, ratio)")
-        axes.errorbar(ratios, hidden, [below, above], marker="o", capsize=3, label="ours")
-        axes.set(xlabel="compute / simulated wire", ylabel="simulated wire hidden")
-        axes.set_ylim(bottom=min(0.0, *hidden))
-        axes.legend()
+    """Draw what is hidden, over the ratio, the number of ranks, and prefetch and buckets."""
+    draw(rows, path)

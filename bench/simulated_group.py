@@ -151,7 +151,7 @@ class SimulatedGroup(dist.ProcessGroup):
     """One of many ranks, none of the others of which is there.
 
     Attributes:
-        link: as this number of ranks sees it.
+        link: as this number of ranks sees it; of the collectives to come, another may be set.
         log: the collectives that were issued, in order.
     """
 
@@ -192,6 +192,11 @@ class SimulatedGroup(dist.ProcessGroup):
     def group_name(self) -> str:
         """The same."""
         return self.pg_name
+
+    @property
+    def groups(self) -> tuple[SimulatedGroup, ...]:
+        """All that were made within the same ``simulated_group``, this one among them."""
+        return tuple(self._groups)
 
     def synchronize(self) -> None:
         """Wait until all that was issued has ended, on this group and on all others."""

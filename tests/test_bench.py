@@ -81,15 +81,56 @@ def test_a_peer_that_cannot_run_is_listed_with_its_error(tmp_path: Path) -> None
         assert name in printed
 
 
+# What of an overlap's row does not depend on the link.
+REAL_OF_OVERLAP = {
+    *("sweep", "system", "transport", "link", "layers", "dim", "batch", "ratio", "prefetch"),
+    *("bucket_bytes", "default_buckets", "buckets", "collectives", "compute_us"),
+}
+REAL_OF_LEDGER = {"ledger_compute_us", "ledger_waits_without_wire_us"}
+LEDGER_OF_OVERLAP = REAL_OF_LEDGER | {
+    f"ledger_simulated_{figure}"
+    for figure in ("compute_us", "wire_us", "exposed_us", "hidden", "slowdown", "causes_us")
+}
+
+
 def test_every_figure_of_the_simulated_overlap_says_so(tmp_path: Path) -> None:
-    printed, (row,) = _run("overlap", tmp_path / "overlap.json")
-    assert "1024 simulated ranks" in printed
-    assert row["transport"] == "simulated"
-    assert "simulated" in row["link"]
+    picture = tmp_path / "overlap.png"
+    printed, rows = _run("overlap", tmp_path / "overlap.json", "--plot", str(picture))
+    assert "64 simulated ranks" in printed
+    assert [(row["sweep"], row["system"]) for row in rows] == [
+        ("system", "ours"),
+        ("system", "FSDP2"),
+    ]
+    assert not [row["error"] for row in rows if "error" in row]
+    ours, fsdp2 = rows
+    for row in rows:
+        assert row["transport"] == "simulated"
+        assert "simulated" in row["link"]
+        assert row["simulated_hidden_at_most"] <= 1
     # All that depends on the link has the word in its name or its value.
-    real = {"layers", "dim", "collectives", "compute_us", "transport", "link"}
-    assert {name for name in row if "simulated" not in name} == real
-    assert row["collectives"] == 3 * 32 - 2
+    assert {name for name in ours if "simulated" not in name} == REAL_OF_OVERLAP | REAL_OF_LEDGER
+    assert {name for name in fsdp2 if "simulated" not in name} == REAL_OF_OVERLAP
+    assert {name for name in ours if name.startswith("ledger")} == LEDGER_OF_OVERLAP
+    assert ours["link"] == fsdp2["link"]
+    assert ours["collectives"] == 3 * 32 - 2  # the last two layers are still there for backward
+    assert fsdp2["collectives"] == 3 * 32
+    assert (ours["simulated_lanes"], fsdp2["simulated_lanes"]) == (2, 1)
+    assert picture.stat().st_size > 0
+
+
+def test_the_overlap_of_a_sweep_that_is_asked_for(tmp_path: Path) -> None:
+    options = ("--sweep", "bucket", "--world-size", "8", "--ratio", "0.5")
+    _, rows = _run("overlap", tmp_path / "overlap.json", *options)
+    assert {(row["sweep"], row["simulated_ranks"], row["ratio"]) for row in rows} == {
+        ("bucket", 8, 0.5)
+    }
+    unit = 256 * 256 * 4
+    assert [row["default_buckets"] for row in rows] == [False] * 5 + [True]
+    known = {row["bucket_bytes"]: row for row in rows}
+    buckets = {0: 128, unit // 2: 128, 2 * unit: 64, 4 * unit: 32, 16 * unit: 8}
+    assert {nbytes: known[nbytes]["buckets"] for nbytes in buckets} == buckets
+    for row in rows:
+        assert row["collectives"] == 3 * row["buckets"] - 2
 
 
 def test_buckets_beside_the_cost_model(tmp_path: Path) -> None:

@@ -1,0 +1,213 @@
+"""How `python -m bench overlap` makes a row of a case: steps in turns, their ledgers, an ideal."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from bench.harness import Row, UsageError
+from bench.overlap_systems import (
+    ALPHA,
+    NO_BUCKETS,
+    NO_TIME,
+    OURS,
+    Case,
+    Opened,
+    open_system,
+)
+from bench.timing import Timing, as_microseconds
+from fsdp_ext import Link, profile
+from fsdp_ext.schedule import Prediction, Stage, predict
+
+
+def seconds_of(step: Callable[[], None]) -> float:
+    """Return how long one step takes."""
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def link_for(case: Case, repeats: int, device: torch.device) -> Link:
+    """Return a link over which ours computes `case.ratio` times as long as it communicates.
+
+    Compute is a step's without a wire; communication that of each unit by itself, with a prefetch
+    of 1. All cases that are compared get this one link, whatever they make of it.
+
+    Raises:
+        UsageError: if latencies alone take longer than that, or nothing is sent.
+    """
+    alone = Case(OURS, case.shape, case.world_size, case.ratio, bucket_bytes=NO_BUCKETS)
+    with open_system(alone, NO_TIME, device) as system:
+        sent = system.sent
+        # Others that load the machine make steps longer, never shorter.
+        compute = Timing.of([seconds_of(system.free) for _ in range(repeats)]).low
+    if not sent:
+        raise UsageError(
+            f"expects ranks that send something but {case.world_size} do not; give a larger "
+            "--world-size"
+        )
+    budget = compute / case.ratio - len(sent) * ALPHA
+    if budget <= 0:
+        raise UsageError(
+            f"latencies alone ({len(sent)} x {ALPHA * 1e6:.0f} us) take 1/{case.ratio:g} of the "
+            f"compute ({compute * 1e3:.1f} ms); give a smaller --ratio"
+        )
+    beta = sum(nbytes for _, nbytes in sent) / budget
+    return Link(f"{beta / 1e9:.2f} GB/s", alpha=ALPHA, beta=beta)
+
+
+def row_of(case: Case, link: Link, repeats: int, device: torch.device) -> Row:
+    """Measure one case; a peer that cannot run gives a row with its error."""
+    row: Row = {
+        "system": case.system,
+        "transport": "simulated",
+        "link": f"simulated: {link.name}, {ALPHA * 1e6:.0f} us",
+        "simulated_ranks": case.world_size,
+        "layers": case.shape.layers,
+        "dim": case.shape.dim,
+        "batch": case.shape.batch,
+        "ratio": case.ratio,
+        "prefetch": case.prefetch if case.system == OURS else None,
+    }
+    try:
+        with open_system(case, link, device) as system:
+            return row | measured(case, link, system, repeats)
+    except Exception as error:
+        if case.system == OURS:
+            raise
+        return row | {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+
+
+def measured(case: Case, link: Link, system: Opened, repeats: int) -> Row:
+    """Return what a row says of steps with a wire and without one, which take turns."""
+    without, with_wire = [seconds_of(system.free)], []
+    with contextlib.ExitStack() as stack:
+        ledgers = [stack.enter_context(profile(model, repeats)) for model in system.models]
+        for _ in range(repeats):
+            with_wire.append(seconds_of(system.wired))
+            without.append(seconds_of(system.free))
+    # Each is compared with the two around it, since noise is slower than a step.
+    exposed = [
+        both - (before + after) / 2
+        for both, (before, after) in zip(with_wire, itertools.pairwise(without), strict=True)
+    ]
+    wire = sum(link.seconds(operation, nbytes) for operation, nbytes in system.sent)
+    hidden = Timing.of([1 - seconds / wire for seconds in exposed])
+    compute = statistics.median(without)
+    least = exposed_at_least(case, link, system, compute, wire)
+    at_most = 1 - least / wire
+    return {
+        "bucket_bytes": system.bucket_bytes,
+        "default_buckets": case.bucket_bytes is None if case.system == OURS else None,
+        "buckets": len(system.buckets),
+        "collectives": len(system.sent),
+        "simulated_lanes": system.lanes,
+        "compute_us": as_microseconds(Timing.of(without)),
+        "simulated_wire_us": wire * 1e6,
+        "simulated_step_us": as_microseconds(Timing.of(with_wire)),
+        "simulated_exposed_us": as_microseconds(Timing.of(exposed)),
+        "simulated_exposed_at_least_us": least * 1e6,
+        "compute_over_simulated_wire": compute / wire,
+        "simulated_hidden": hidden.median,
+        "simulated_hidden_low": hidden.low,
+        "simulated_hidden_high": hidden.high,
+        "simulated_hidden_at_most": at_most,
+        "simulated_hidden_by_hand": hidden_by_hand(case, system, compute / wire),
+        "simulated_of_ideal": hidden.median / at_most if at_most > 0 else None,
+        **(ledger_of(*ledgers, wire) if ledgers else {}),
+    }
+
+
+# - The ideal
+
+
+def exposed_at_least(case: Case, link: Link, system: Opened, compute: float, wire: float) -> float:
+    """Return the seconds that show even if nothing but the wire takes time.
+
+    By the schedule's arithmetic (fsdp_ext.schedule.predict) with no contention, for as many lanes
+    as it has; where all collectives share one, the step takes at least as long as they do.
+    """
+    prediction = ideal(case, link, system.buckets, compute)
+    return max(prediction.exposed, wire - compute if system.lanes == 1 else 0.0)
+
+
+def ideal(case: Case, link: Link, buckets: Sequence[int], compute: float) -> Prediction:
+    """Return the schedule's step of a stack whose compute is shared out by bytes.
+
+    A layer's forward is one matrix product and its backward two, but for the first one, whose input
+    needs no gradient.
+    """
+    unit = sum(buckets) / case.shape.layers
+    product = compute / (3 * case.shape.layers - 1)
+    stages = [
+        Stage(
+            f"bucket {number}",
+            forward=product * nbytes / unit,
+            backward=product * (2 * nbytes / unit - (number == 0)),
+            gather_bytes=nbytes,
+            reduce_bytes=nbytes,
+        )
+        for number, nbytes in enumerate(buckets)
+    ]
+    return predict(None, stages, link, depth=case.prefetch, contention=0.0)
+
+
+def hidden_by_hand(case: Case, system: Opened, ratio: float) -> float:
+    """Return about what `ideal` does, from the ratio of compute to wire alone.
+
+    A third of the compute is forward's. Of n collectives a third each are gathers of forward,
+    gathers of backward and reductions; one lane carries all, or two side by side those of backward.
+    So with compute `ratio` and a wire of 1, what is too long for the compute beside it is
+    (1 - ratio) / 3 in forward and, of each of two lanes, (1 - 2 ratio) / 3 in backward, or
+    1 - ratio in all on one lane. The first gather and the last reduction, 1 / n each, always show.
+    """
+    end = 1 / len(system.sent)
+    if case.prefetch == 0:  # each gather is waited for, and the last reduction
+        return 1 / 3 - end
+    if system.lanes == 1:
+        return min(1.0, ratio) - 2 * end
+    return 1 - (max(0.0, 1 - ratio) + max(0.0, 1 - 2 * ratio)) / 3 - 2 * end
+
+
+# - The ledger
+
+
+def ledger_of(alone: profile, both: profile, wire: float) -> Row:
+    """Return what the profiles of the same steps say: medians, and causes on average.
+
+    Args:
+        alone: of the steps without a wire.
+        both: of those with one.
+        wire: seconds of a step's collectives over the link. They last longer in the ledger, by how
+            late a lane's thread wakes, so what is hidden is told by this.
+    """
+
+    def median(of: profile, figure: str) -> float:
+        return statistics.median(getattr(iteration, figure) for iteration in of.iterations)
+
+    exposed = median(both, "exposed")
+    causes = both.summary().causes
+    return {
+        "ledger_compute_us": median(alone, "compute") * 1e6,
+        # For a lane's thread to wake and say that it is done: part of what compute takes alone.
+        "ledger_waits_without_wire_us": median(alone, "exposed") * 1e6,
+        "ledger_simulated_compute_us": median(both, "compute") * 1e6,
+        "ledger_simulated_wire_us": median(both, "wire") * 1e6,
+        "ledger_simulated_exposed_us": exposed * 1e6,
+        "ledger_simulated_hidden": 1 - exposed / wire,
+        "ledger_simulated_slowdown": slowdown(alone, both),
+        "ledger_simulated_causes_us": {name: value * 1e6 for name, value in causes.items()},
+    }
+
+
+def slowdown(alone: profile, both: profile) -> float:
+    """Return how many times as long forward and backward compute beside the wire, without waits."""
+    return statistics.median(
+        beside.compute / by_itself.compute
+        for by_itself, beside in zip(alone.iterations, both.iterations, strict=True)
+    )
