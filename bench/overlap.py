@@ -42,7 +42,7 @@ import torch
 from bench.harness import Keep, Row, UsageError, positive
 from bench.output import print_table
 from bench.overlap_picture import draw, name_of
-from bench.overlap_rows import link_for, row_of
+from bench.overlap_rows import link_for, row_of, settings_of
 from bench.overlap_systems import FSDP2, NO_BUCKETS, OURS, PEERS, Case, Shape
 from fsdp_ext import Link
 
@@ -61,7 +61,7 @@ UNITS_OF_BUCKETS = [0.5, 2, 4, 16]  # besides the default, and each unit by itse
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what is simulated."""
     parser.add_argument(
-        "--ratio", type=float, help="compute time / wire time, of all sweeps; default: each its own"
+        "--ratio", type=float, help="compute time / wire time; default: a sweep (buckets: 1)"
     )
     parser.add_argument(
         "--world-size", type=positive, metavar="N", help="simulated ranks; default: 64, and a sweep"
@@ -75,7 +75,7 @@ def shapes(on_gpu: bool) -> tuple[Shape, Shape]:
     """Return the model, and one of units so small that they are better sent together."""
     if on_gpu:
         return Shape(32, 8192, 4096), Shape(128, 1024, 4096)
-    return Shape(32, 1024, 64), Shape(128, 256, 32)
+    return Shape(32, 1024, 64), Shape(128, 128, 64)
 
 
 def sweeps(args: argparse.Namespace) -> dict[str, list[Case]]:
@@ -98,7 +98,9 @@ def sweeps(args: argparse.Namespace) -> dict[str, list[Case]]:
             for system in (OURS, *peers)
         ],
         "prefetch": [replace(start, prefetch=depth) for depth in DEPTHS],
-        "bucket": [replace(start, shape=small, bucket_bytes=nbytes) for nbytes in buckets],
+        "bucket": [
+            replace(start, shape=small, ratio=1.0, bucket_bytes=nbytes) for nbytes in buckets
+        ],
         "world_size": [
             replace(start, ratio=ratio, world_size=size)
             for ratio in ratios(RATIOS_OF_WORLD_SIZES)
@@ -121,9 +123,13 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
         links: dict[tuple[Shape, int, float], Link] = {}
         for case in cases:
             key = (case.shape, case.world_size, case.ratio)
-            if key not in links:
-                links[key] = link_for(case, repeats, device)
-            keep({"sweep": name} | row_of(case, links[key], repeats, device))
+            try:
+                if key not in links:
+                    links[key] = link_for(case, repeats, device)
+            except UsageError as error:  # a larger model, or a smaller ratio, may have a link
+                keep({"sweep": name, **settings_of(case), "error": str(error)})
+                continue
+            keep({"sweep": name, **row_of(case, links[key], repeats, device)})
 
 
 # - What was measured
@@ -165,6 +171,8 @@ def disturbed(row: Row) -> bool:
 
 def label(name: str, row: Row) -> str:
     """Return what tells a row from the others of its sweep."""
+    if name == "bucket" and "error" in row:
+        return "any bucket"
     if name == "bucket":
         return f"{name_of(row)}: {row['buckets']} buckets"
     if name == "prefetch":
@@ -213,6 +221,12 @@ def because(causes: dict[str, float]) -> str:
 def milliseconds(microseconds: float) -> str:
     """Return microseconds as the tables have them."""
     return f"{microseconds / 1e3:.1f}"
+
+
+def fault(rows: list[Row]) -> str | None:
+    """Return why ours could not be measured, if it could not."""
+    failed = [row["error"] for row in rows if row["system"] == OURS and "error" in row]
+    return f"ours failed: {failed[0]}" if failed else None
 
 
 def plot(rows: list[dict[str, Any]], path: str) -> None:

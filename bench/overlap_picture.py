@@ -19,7 +19,7 @@ def draw(rows: Sequence[Row], path: str) -> None:
     Raises:
         OSError: as `bench.output.write_whole`.
     """
-    ran = [row for row in rows if "error" not in row]  # ours is always among them
+    ran = [row for row in rows if "error" not in row]
     with picture(path, "How much of a simulated wire is hidden", columns=3) as panels:
         ratio, ranks, settings = panels
         draw_ratios(ratio, [row for row in ran if row["sweep"] in ("ratio", "system")])
@@ -27,7 +27,7 @@ def draw(rows: Sequence[Row], path: str) -> None:
         draw_settings(settings, ran)
         for axes in panels:
             axes.set_ylabel(HIDDEN)
-            axes.set_ylim(top=max(1.05, *(row["simulated_hidden"] + 0.02 for row in ran)))
+            axes.set_ylim(top=max([1.05, *(row["simulated_hidden"] + 0.02 for row in ran)]))
             if axes.has_data():
                 axes.legend(fontsize="small")
             else:

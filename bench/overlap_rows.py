@@ -61,12 +61,11 @@ def link_for(case: Case, repeats: int, device: torch.device) -> Link:
     return Link(f"{beta / 1e9:.2f} GB/s", alpha=ALPHA, beta=beta)
 
 
-def row_of(case: Case, link: Link, repeats: int, device: torch.device) -> Row:
-    """Measure one case; a peer that cannot run gives a row with its error."""
-    row: Row = {
+def settings_of(case: Case) -> Row:
+    """Return what a row says before anything is measured."""
+    return {
         "system": case.system,
         "transport": "simulated",
-        "link": f"simulated: {link.name}, {ALPHA * 1e6:.0f} us",
         "simulated_ranks": case.world_size,
         "layers": case.shape.layers,
         "dim": case.shape.dim,
@@ -74,6 +73,12 @@ def row_of(case: Case, link: Link, repeats: int, device: torch.device) -> Row:
         "ratio": case.ratio,
         "prefetch": case.prefetch if case.system == OURS else None,
     }
+
+
+def row_of(case: Case, link: Link, repeats: int, device: torch.device) -> Row:
+    """Measure one case; a peer that cannot run gives a row with its error."""
+    row = settings_of(case)
+    row["link"] = f"simulated: {link.name}, {ALPHA * 1e6:.0f} us"
     try:
         with open_system(case, link, device) as system:
             return row | measured(case, link, system, repeats)

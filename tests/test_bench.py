@@ -119,18 +119,28 @@ def test_every_figure_of_the_simulated_overlap_says_so(tmp_path: Path) -> None:
 
 
 def test_the_overlap_of_a_sweep_that_is_asked_for(tmp_path: Path) -> None:
-    options = ("--sweep", "bucket", "--world-size", "8", "--ratio", "0.5")
+    options = ("--sweep", "bucket", "--world-size", "8")
     _, rows = _run("overlap", tmp_path / "overlap.json", *options)
     assert {(row["sweep"], row["simulated_ranks"], row["ratio"]) for row in rows} == {
-        ("bucket", 8, 0.5)
+        ("bucket", 8, 1.0)
     }
-    unit = 256 * 256 * 4
+    unit = 128 * 128 * 4
     assert [row["default_buckets"] for row in rows] == [False] * 5 + [True]
     known = {row["bucket_bytes"]: row for row in rows}
     buckets = {0: 128, unit // 2: 128, 2 * unit: 64, 4 * unit: 32, 16 * unit: 8}
     assert {nbytes: known[nbytes]["buckets"] for nbytes in buckets} == buckets
     for row in rows:
         assert row["collectives"] == 3 * row["buckets"] - 2
+
+
+def test_an_overlap_that_latencies_rule_out_is_a_row_with_its_error(tmp_path: Path) -> None:
+    json_file = tmp_path / "overlap.json"
+    options = ("--quick", "--device", "cpu", "--sweep", "ratio", "--ratio", "1e6")
+    result = _bench("overlap", *options, "--json", str(json_file))
+    assert result.returncode == 1
+    assert "ours failed: latencies alone (94 x 20 us) take 1/1e+06 of the compute" in result.stderr
+    rows = json.loads(json_file.read_text())["rows"]
+    assert ["give a smaller --ratio" in row["error"] for row in rows] == [True]
 
 
 def test_buckets_beside_the_cost_model(tmp_path: Path) -> None:
