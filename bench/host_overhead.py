@@ -5,14 +5,16 @@ is what the host does. On a GPU it is NCCL with one rank, and what is timed is t
 issuing an iteration to a GPU that is idle when it begins. Layers are tiny for the same reason. Host
 overhead is the iteration time (forward and backward) sharded, less the unsharded one right before
 it, by the number of units: the median over repeats and their interquartile range. One thread; all
-systems in turns in this process.
+systems in turns in this process. Rows "ledger" say what fsdp_ext.profile adds to that.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import math
 import random
+import statistics
 import time
 import traceback
 from collections.abc import Callable
@@ -32,6 +34,8 @@ WORLD_SIZE = 8
 UNITS = 24
 WIDTH = 8
 BATCH = 2
+# Iterations of a block that count, and those before.
+BLOCK, WARMUP = 9, 6
 
 
 def make_model(layers: int, units: int) -> nn.Sequential:
@@ -142,8 +146,59 @@ def measure_size(
     return rows
 
 
+def measure_ledger(
+    name: str, layers: int, units: int, repeats: int, device: torch.device
+) -> dict[str, Any]:
+    """Return what fsdp_ext.profile adds to a unit's host overhead while it records.
+
+    Blocks of iterations with and without it take turns on one model; a pair of blocks gives one
+    difference of medians. The first iterations of each block, in which buffers are made, or caches
+    filled, do not count.
+    """
+    batch = torch.randn(BATCH, WIDTH, device=device)
+    unsharded = make_model(layers, units).to(device)
+    model: Any = SYSTEMS[name](make_model(layers, units).to(device))
+
+    def block(trained: nn.Module) -> float:
+        seconds = []
+        for i in range(BLOCK + WARMUP):
+            start = time.perf_counter()
+            trained(batch).sum().backward()
+            taken = time.perf_counter() - start
+            trained.zero_grad()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            if i >= WARMUP:
+                seconds.append(taken)
+        return statistics.median(seconds) / units
+
+    block(model)
+    core = model._unit.root.core
+    order = random.Random(0)
+    added, overhead = [], []
+    for _ in range(repeats):
+        found = {}
+        for kept in order.sample([0, 4], 2):
+            core.keep_times(kept)
+            found[kept] = block(model)
+        added.append(found[4] - found[0])
+        overhead.append(found[0] - block(unsharded))
+    core.keep_times(0)
+    timing = Timing.of(added)
+    return {
+        "system": f"{name}, ledger",
+        "parameters_per_unit": 2 * layers,
+        "units": units,
+        "device": device.type,
+        "added_us": as_microseconds(timing),
+        "added_standard_error_us": statistics.stdev(added) / math.sqrt(len(added)) * 1e6,
+        "of_overhead": timing.median / statistics.median(overhead),
+        "overhead_without_us": statistics.median(overhead) * 1e6,
+    }
+
+
 def measure(args: argparse.Namespace, keep: Keep) -> None:
-    """Measure many small units, then fewer with more parameters each."""
+    """Measure many small units, then fewer with more parameters each, and what the ledger adds."""
     device = torch.device(args.device)
     if device.type == "cuda":
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
@@ -154,12 +209,16 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
     for layers, units, count in [(8, UNITS, 4 * repeats), (50, 6, several), (200, 6, several)]:
         for row in measure_size(layers, units, count, device):
             keep(row)
+    for name in ("ours", "ours, two buckets"):
+        keep(measure_ledger(name, 8, UNITS, 4 * repeats, device))
 
 
 def show(rows: list[dict[str, Any]]) -> None:
     """Print the table."""
     table = []
     for row in rows:
+        if "added_us" in row:
+            continue
         if "error" in row:
             table.append([row["system"], str(row["parameters_per_unit"]), row["error"], "", ""])
             continue
@@ -180,6 +239,14 @@ def show(rows: list[dict[str, Any]]) -> None:
     group = "NCCL with one rank" if on_gpu else f"fake process group of {WORLD_SIZE}"
     print(f"host overhead, {group}, host time alone, one thread")
     print_table(["system", "parameters/unit", "us/unit", "quartiles", "of FSDP2"], table)
+    for row in rows:
+        if "added_us" in row:
+            added = row["added_us"]
+            print(
+                f"{row['system']}: adds {added['median']:.2f} us a unit (quartiles of pairs "
+                f"{added['low']:.2f} to {added['high']:.2f}), {row['of_overhead']:.1%} of "
+                f"{row['overhead_without_us']:.1f}"
+            )
 
 
 def fault(rows: list[dict[str, Any]]) -> str | None:
@@ -192,7 +259,7 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
     """Draw what a unit costs over how many parameters it has."""
     points: dict[str, list[tuple[int, float, float, float]]] = {}
     for row in rows:
-        if "error" not in row:
+        if "overhead_us" in row:
             us = row["overhead_us"]
             point = (row["parameters_per_unit"], us["median"], us["low"], us["high"])
             points.setdefault(row["system"], []).append(point)

@@ -14,7 +14,16 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = {"buckets", "collectives", "host_overhead", "memory", "overlap", "pack", "predict", "scaling"}
+NAMES = {
+    "buckets",
+    "collectives",
+    "host_overhead",
+    "memory",
+    "overlap",
+    "pack",
+    "predict",
+    "scaling",
+}
 NAMES |= {"step", "tune"}
 
 

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "device/host_clock.h"
 
 namespace fsdp {
 namespace {
@@ -130,10 +131,10 @@ void Gatherer::note_issue(Bucket& bucket, const Slot* slot, bool on_demand) {
   }
   Issue& issue = bucket.gather_issue;
   if (slot == nullptr) {
-    issue.refused = issue.refused != 0 ? issue.refused : steady_nanoseconds();
+    issue.refused = issue.refused != 0 ? issue.refused : host_clock::now();
     return;
   }
-  issue.at = steady_nanoseconds();
+  issue.at = host_clock::now();
   issue.possible = ledger_.number_of(slot->released_after);
   issue.on_demand = on_demand;
 }
@@ -329,8 +330,8 @@ void Gatherer::send(const Bucket& bucket, const GatherPiece& piece, const char* 
   announce_(bucket, piece.bytes);
   auto* output = static_cast<char*>(slot.data());
   {
-    const Timed timed(ledger_, stream_, Work::Gather, bucket.numbers(), piece.bytes,
-                      &bucket.gather_issue);
+    const Timed timed(ledger_, stream_, Work::Gather, bucket.numbers(),
+                      {piece.bytes, bucket.gather_issue}, /*follows=*/false);
     const bool in_group = plan.direct.size() + (plan.packed_bytes > 0 ? 1 : 0) > 1;
     if (in_group) {
       communicator.group_start();
@@ -415,9 +416,8 @@ bool Gatherer::attach(Unit& unit) {
 // Pieces arrive in order, so that those behind the unit's last one are not waited for.
 void Gatherer::wait_for_gather(const Unit& unit) {
   const Bucket& bucket = *unit.bucket;
-  Stream& compute = device_.compute_stream();
-  const Timed timed(ledger_, compute, Work::WaitForGather, {unit.number, unit.number});
-  compute.wait(*bucket.gathers[unit.last_piece].gathered, bucket.gather_label);
+  ledger_.wait(device_.compute_stream(), *bucket.gathers[unit.last_piece].gathered,
+               bucket.gather_label, Work::WaitForGather, {unit.number, unit.number});
 }
 
 void Gatherer::release(Unit& unit) {

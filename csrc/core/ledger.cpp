@@ -1,15 +1,10 @@
 #include "core/ledger.h"
 
 #include <algorithm>
-#include <chrono>
+
+#include "device/host_clock.h"
 
 namespace fsdp {
-
-std::int64_t steady_nanoseconds() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
 
 void Ledger::reset() {
   Counters fresh;
@@ -64,6 +59,7 @@ void Ledger::begin_iteration() {
   now_->number = begun_;
   now_->marked = 0;
   now_->spans.clear();
+  now_->collectives.clear();
 }
 
 std::int32_t Ledger::mark(Stream& stream) {
@@ -72,6 +68,27 @@ std::int32_t Ledger::mark(Stream& stream) {
     last_of_compute_ = {now_->marked, now_->number};
   }
   return now_->marked++;
+}
+
+OpenSpan Ledger::open(Stream& stream, Work work, UnitRange units,
+                      const IssuedCollective& collective, bool follows) {
+  if (!has_times()) {
+    return {};
+  }
+  const OpenSpan opened = open_at(follows ? now_->marked - 1 : mark(stream), work, units);
+  now_->spans.back().collective = static_cast<std::int32_t>(now_->collectives.size());
+  now_->collectives.push_back(collective);
+  return opened;
+}
+
+void Ledger::wait(Stream& compute, Event& event, const std::string& what, Work work,
+                  UnitRange units) {
+  OpenSpan span = open(compute, work, units);
+  if (compute.wait(event, what)) {
+    close(span, compute);
+  } else if (has_times()) {
+    now_->spans.pop_back();
+  }
 }
 
 std::int32_t Ledger::mark_compute() {
@@ -101,8 +118,14 @@ std::vector<IterationTimes> Ledger::take_times() {
     result.push_back({iteration.number, {}});
     result.back().spans.reserve(iteration.spans.size());
     for (const WorkSpan& span : iteration.spans) {
-      result.back().spans.push_back(
-          {span, seconds(span.begin), seconds(span.end), seconds(span.issue.possible)});
+      IssuedCollective collective;
+      if (span.collective != WorkSpan::kNever) {
+        collective = iteration.collectives[static_cast<std::size_t>(span.collective)];
+      }
+      const Issue& issue = collective.issue;
+      result.back().spans.push_back({span, collective, seconds(span.begin), seconds(span.end),
+                                     seconds(issue.possible), host_clock::seconds(issue.at),
+                                     host_clock::seconds(issue.refused)});
     }
     iteration.number = 0;
   }

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "device/stream.h"
@@ -67,7 +68,7 @@ constexpr UnitRange kAllUnits{-1, -1};
 
 // When a collective was issued, and what it may have had to wait for before.
 struct Issue {
-  std::int64_t at = 0;         // nanoseconds of the steady clock, by the host
+  std::int64_t at = 0;         // by the host: device/host_clock.h
   std::int64_t refused = 0;    // when it was first to be gathered ahead and had no slot; 0: never
   std::int32_t possible = -1;  // the moment at which the slot was free, or the gradients there
   bool on_demand = false;      // and not ahead
@@ -79,10 +80,14 @@ struct WorkSpan {
   Work work = Work::Cast;
   Phase phase = Phase::Other;
   UnitRange units;
-  std::size_t bytes = 0;        // of a collective, of all ranks together
-  std::int32_t begin = kNever;  // moments of the iteration
-  std::int32_t end = kNever;    // never: it was not ended, by an exception say
-  Issue issue = {};             // of Gather and Reduce
+  std::int32_t begin = kNever;       // moments of the iteration
+  std::int32_t end = kNever;         // never: it was not ended, by an exception say
+  std::int32_t collective = kNever;  // of those that the iteration has issued
+};
+
+struct IssuedCollective {
+  std::size_t bytes = 0;  // of all ranks together
+  Issue issue;
 };
 
 // A moment, which is none of another iteration's.
@@ -100,9 +105,12 @@ struct OpenSpan {
 // A span whose moments are known: seconds of the steady clock, 0 for those that never came.
 struct TimedSpan {
   WorkSpan span;
+  IssuedCollective collective;  // if it is one
   double begin;
   double end;
   double possible;
+  double issued;
+  double refused;
 };
 
 struct IterationTimes {
@@ -140,28 +148,25 @@ class Ledger {
   // Too much to go on in the same iteration.
   bool is_full() const { return now_ != nullptr && now_->marked > kMostMoments; }
 
-  OpenSpan open(Stream& stream, Work work, UnitRange units, std::size_t bytes = 0,
-                const Issue* issue = nullptr) {
-    if (!has_times()) {
-      return {};
-    }
-    const OpenSpan opened = open_at(mark(stream), work, units);
-    if (issue != nullptr) {
-      now_->spans.back().bytes = bytes;
-      now_->spans.back().issue = *issue;
-    }
-    return opened;
+  OpenSpan open(Stream& stream, Work work, UnitRange units) {
+    return has_times() ? open_at(mark(stream), work, units) : OpenSpan{};
   }
   // From a moment that is marked already. Where has_times().
   OpenSpan open_at(std::int32_t begin, Work work, UnitRange units) {
-    now_->spans.push_back({work, phase_, units, 0, begin});
+    now_->spans.push_back({work, phase_, units, begin});
     return {static_cast<std::int32_t>(now_->spans.size()) - 1, now_->number};
   }
+  // One that is on the wire. `follows`: copies right before it, on the same stream, end where it
+  // begins.
+  OpenSpan open(Stream& stream, Work work, UnitRange units, const IssuedCollective& collective,
+                bool follows);
   void close(OpenSpan& span, Stream& stream) {
     if (span.number != WorkSpan::kNever) {
       end_span(span, stream);
     }
   }
+  // Makes the compute stream wait, and writes down how long if it was not there already.
+  void wait(Stream& compute, Event& event, const std::string& what, Work work, UnitRange units);
   // The compute stream is here; WorkSpan::kNever where no times are kept.
   std::int32_t mark_compute();
   // Where the compute stream was marked last.
@@ -182,6 +187,7 @@ class Ledger {
     std::int32_t marked = 0;
     std::uint64_t number = 0;  // 0: none
     std::vector<WorkSpan> spans;
+    std::vector<IssuedCollective> collectives;
   };
 
   static constexpr std::int32_t kMostMoments = 1 << 16;
@@ -202,15 +208,16 @@ class Ledger {
   MomentOf last_of_compute_;
 };
 
-// The host's clock, which the moments of all devices are converted to.
-std::int64_t steady_nanoseconds();
-
 // What is issued to `stream` while this lives is one span.
 class Timed {
  public:
-  Timed(Ledger& ledger, Stream& stream, Work work, UnitRange units, std::size_t bytes = 0,
-        const Issue* issue = nullptr)
-      : ledger_(ledger), stream_(stream), span_(ledger.open(stream, work, units, bytes, issue)) {}
+  Timed(Ledger& ledger, Stream& stream, Work work, UnitRange units)
+      : ledger_(ledger), stream_(stream), span_(ledger.open(stream, work, units)) {}
+  Timed(Ledger& ledger, Stream& stream, Work work, UnitRange units,
+        const IssuedCollective& collective, bool follows)
+      : ledger_(ledger),
+        stream_(stream),
+        span_(ledger.open(stream, work, units, collective, follows)) {}
   ~Timed() { ledger_.close(span_, stream_); }
 
   Timed(const Timed&) = delete;

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "device/host_clock.h"
 
 namespace fsdp {
 namespace {
@@ -116,7 +117,7 @@ void Reducer::reduce(Bucket& bucket, const Units& units) {
   device_.compute_stream().record(*compute_reached_);
   Issue issue;
   if (ledger_.has_times()) {
-    issue.at = steady_nanoseconds();
+    issue.at = host_clock::now();
     issue.possible = ledger_.mark_compute();
   }
   stream_.wait(*compute_reached_, kComputeStream);
@@ -140,7 +141,7 @@ void Reducer::reduce(Bucket& bucket, const Units& units) {
       lane_.communicator().announce(bucket.reduce_label);
       announce_(bucket, bucket.reduce_input_bytes(piece));
       const Timed timed(ledger_, stream_, Work::Reduce, bucket.numbers(),
-                        bucket.reduce_input_bytes(piece), &issue);
+                        {bucket.reduce_input_bytes(piece), issue}, /*follows=*/!in_pieces);
       lane_.communicator().reduce_scatter(stream_, input,
                                           reduced + static_cast<std::size_t>(piece.segment_offset) *
                                                         itemsize(layout.reduce_dtype()),
@@ -389,8 +390,8 @@ void Reducer::release_packed_gradients(std::size_t keep) {
   while (packed_gradients_.size() > keep) {
     const Bucket& bucket = *packed_gradients_.front().bucket;
     if (keep > 0) {
-      const Timed timed(ledger_, compute, Work::WaitForReduction, bucket.numbers());
-      compute.wait(*bucket.packed, bucket.reduce_label);
+      ledger_.wait(compute, *bucket.packed, bucket.reduce_label, Work::WaitForReduction,
+                   bucket.numbers());
     } else {
       compute.wait(*bucket.packed, bucket.reduce_label);  // nothing any more: see wait
     }

@@ -79,10 +79,12 @@ class CudaEvent final : public Event {
   }
 
   // `capture`: the one under way, on whichever stream.
-  void make_wait(cudaStream_t stream, unsigned long long capture) const {
-    if (capture_ == capture) {  // else see Note [graph capture]
-      FSDP_CUDA_CHECK(cudaStreamWaitEvent(stream, event_, 0));
+  bool make_wait(cudaStream_t stream, unsigned long long capture) const {
+    if (capture_ != capture) {  // see Note [graph capture]
+      return false;
     }
+    FSDP_CUDA_CHECK(cudaStreamWaitEvent(stream, event_, 0));
+    return true;
   }
 
  private:
@@ -177,7 +179,7 @@ class CudaStream final : public Stream {
   const std::string& name() const override { return name_; }
   void* native_handle() const override;
   void record(Event& event) override;
-  void wait(Event& event, const std::string& what) override;
+  bool wait(Event& event, const std::string& what) override;
   void synchronize() override;
 
  private:
@@ -316,10 +318,10 @@ void CudaStream::record(Event& event) {
   static_cast<CudaEvent&>(event).record(stream, capture);
 }
 
-void CudaStream::wait(Event& event, const std::string& /*what*/) {
+bool CudaStream::wait(Event& event, const std::string& /*what*/) {
   const CudaDeviceGuard guard(device_.index());
-  static_cast<CudaEvent&>(event).make_wait(static_cast<cudaStream_t>(native_handle()),
-                                           device_.capture());
+  return static_cast<CudaEvent&>(event).make_wait(static_cast<cudaStream_t>(native_handle()),
+                                                  device_.capture());
 }
 
 void CudaStream::synchronize() {

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "device/host_clock.h"
 
 namespace fsdp {
 namespace {
@@ -61,12 +62,7 @@ void sleep_until(std::chrono::steady_clock::time_point time) {
   }
 }
 
-void stamp_now(Stamp& at) {
-  at.store(std::chrono::duration_cast<std::chrono::nanoseconds>(
-               std::chrono::steady_clock::now().time_since_epoch())
-               .count(),
-           std::memory_order_relaxed);
-}
+void stamp_now(Stamp& at) { at.store(host_clock::now(), std::memory_order_relaxed); }
 
 class HostMoments final : public Moments {
  public:
@@ -77,7 +73,7 @@ class HostMoments final : public Moments {
     static_cast<HostQueue&>(stream).stamp(stamps_[number]);
   }
   double seconds(std::size_t number) const override {
-    return static_cast<double>(stamps_[number].load(std::memory_order_relaxed)) * 1e-9;
+    return host_clock::seconds(stamps_[number].load(std::memory_order_relaxed));
   }
 
  private:
@@ -196,8 +192,13 @@ void HostComputeStream::record(Event& event) { as_host(event).set_newest(nullptr
 
 void HostComputeStream::stamp(Stamp& at) { stamp_now(at); }
 
-void HostComputeStream::wait(Event& event, const std::string& what) {
-  event.synchronize(timeout_, what);
+bool HostComputeStream::wait(Event& event, const std::string& what) {
+  const std::shared_ptr<Completion> completion = as_host(event).newest();
+  if (completion == nullptr || completion->is_success()) {
+    return false;
+  }
+  completion->wait(timeout_, what);
+  return true;
 }
 
 // - HostStream
@@ -222,18 +223,15 @@ void HostStream::enqueue(std::function<void()> work) {
   push(std::move(item), /*ring=*/false);
 }
 
-// Most often with what was queued last, which is much cheaper than something of its own.
 void HostStream::stamp(Stamp& at) {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (!items_.empty() && items_.back().stamp == nullptr) {
-      items_.back().stamp = &at;
+  for (std::atomic<Stamp*>& next : next_stamps_) {
+    if (next.load(std::memory_order_relaxed) == nullptr) {
+      next.store(&at, std::memory_order_relaxed);
       return;
     }
   }
-  Item item;
-  item.stamp = &at;
-  push(std::move(item), /*ring=*/false);
+  push({}, /*ring=*/false);
+  next_stamps_[0].store(&at, std::memory_order_relaxed);
 }
 
 void HostStream::record(Event& event) {
@@ -243,15 +241,16 @@ void HostStream::record(Event& event) {
   push(std::move(item), /*ring=*/true);
 }
 
-void HostStream::wait(Event& event, const std::string& what) {
+bool HostStream::wait(Event& event, const std::string& what) {
   std::shared_ptr<Completion> completion = as_host(event).newest();
   if (completion == nullptr || completion->is_success()) {
-    return;
+    return false;
   }
   Item item;
   item.wait = std::move(completion);
   item.what = &what;
   push(std::move(item), /*ring=*/false);
+  return true;
 }
 
 void HostStream::synchronize() {
@@ -261,6 +260,13 @@ void HostStream::synchronize() {
 }
 
 void HostStream::push(Item item, bool ring) {
+  for (int i = 0; i < kStamps; ++i) {
+    item.stamps[i] = next_stamps_[i].load(std::memory_order_relaxed);
+    if (item.stamps[i] == nullptr) {
+      break;
+    }
+    next_stamps_[i].store(nullptr, std::memory_order_relaxed);
+  }
   bool wake = false;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -300,17 +306,15 @@ bool HostStream::take_batch(std::deque<Item>& batch) {
 // The item is taken by value: what the work captured goes before the next record completes, and not
 // under the queue's lock, which its destructors might ask for.
 void HostStream::execute(Item item) {
-  Stamp* stamp = item.stamp;
-  if (item.record != nullptr) {
+  for (Stamp* stamp : item.stamps) {
     if (stamp != nullptr) {
-      stamp_now(*stamp);  // before: whoever has waited for the record may read it
+      stamp_now(*stamp);
     }
-    item.record->complete(error_);
-    return;
   }
-  run_item(item);
-  if (stamp != nullptr) {
-    stamp_now(*stamp);
+  if (item.record != nullptr) {
+    item.record->complete(error_);
+  } else {
+    run_item(item);
   }
 }
 

@@ -52,14 +52,14 @@ class HostEvent final : public Event {
   std::shared_ptr<Completion> newest_;
 };
 
-// When the worker came by, in nanoseconds of the steady clock.
+// When the worker came by: ticks of device/host_clock.h.
 using Stamp = std::atomic<std::int64_t>;
 
 // A stream of the host takes any callable.
 class HostQueue : public Stream {
  public:
   virtual void enqueue(std::function<void()> work) = 0;
-  // Writes the time down, in order; less than a callable would cost.
+  // Writes the time down, in order, when the stream comes to what is queued next. Almost free.
   virtual void stamp(Stamp& at) = 0;
 };
 
@@ -70,7 +70,7 @@ class HostComputeStream final : public HostQueue {
 
   const std::string& name() const override { return name_; }
   void record(Event& event) override;
-  void wait(Event& event, const std::string& what) override;
+  bool wait(Event& event, const std::string& what) override;
   void synchronize() override {}
   void enqueue(std::function<void()> work) override { work(); }
   void stamp(Stamp& at) override;
@@ -97,18 +97,21 @@ class HostStream final : public HostQueue {
 
   const std::string& name() const override { return name_; }
   void record(Event& event) override;
-  void wait(Event& event, const std::string& what) override;
+  bool wait(Event& event, const std::string& what) override;
   void synchronize() override;
   void enqueue(std::function<void()> work) override;
   void stamp(Stamp& at) override;
 
  private:
-  // Work, or else a record, a wait, or nothing; then a stamp, if there is one.
+  // At most so many stamps come with what is queued next; more are queued by themselves.
+  static constexpr int kStamps = 2;
+
+  // Work, or else a record, a wait, or nothing. Stamps come before it.
   struct Item {
     std::function<void()> work;
     std::shared_ptr<Completion> record;
     std::shared_ptr<Completion> wait;
-    Stamp* stamp = nullptr;
+    Stamp* stamps[kStamps] = {};
     const std::string* what = nullptr;  // the caller's, which outlives the wait
   };
 
@@ -123,6 +126,7 @@ class HostStream final : public HostQueue {
   std::mutex mutex_;
   std::condition_variable work_available_;
   std::deque<Item> items_;
+  std::atomic<Stamp*> next_stamps_[kStamps] = {};  // of the caller, for the next item
   std::atomic<bool> rung_{false};  // since the worker last took what was queued; set under mutex_
   bool asleep_ = false;
   bool stopping_ = false;

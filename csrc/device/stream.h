@@ -44,8 +44,8 @@ class Stream {
 
   // Work issued to this stream from now on starts only after `event`. On a compute stream of the
   // host, which is the calling thread itself, this blocks. `what` names what is waited for in
-  // error messages; it outlives the wait.
-  virtual void wait(Event& event, const std::string& what) = 0;
+  // error messages; it outlives the wait. Returns false where that is known to be the case already.
+  virtual bool wait(Event& event, const std::string& what) = 0;
 
   // Blocks the calling thread until all issued work is done; throws if any of it failed.
   virtual void synchronize() = 0;

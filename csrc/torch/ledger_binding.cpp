@@ -27,8 +27,6 @@ std::string name_of_units(Root& root, UnitRange units) {
   return units.first == units.last ? name : name + " to " + root.pipeline().unit(units.last).name;
 }
 
-constexpr double kSecond = 1e-9;
-
 }  // namespace
 
 py::dict counters_of(Root& root) {
@@ -74,10 +72,10 @@ py::tuple take_times(Root& root) {
     py::list spans;
     for (const TimedSpan& timed : iteration.spans) {
       const WorkSpan& span = timed.span;
-      spans.append(py::make_tuple(
-          name_of(span.work), name_of(span.phase), span.units.first, span.units.last, span.bytes,
-          timed.begin, timed.end, static_cast<double>(span.issue.at) * kSecond,
-          static_cast<double>(span.issue.refused) * kSecond, timed.possible, span.issue.on_demand));
+      spans.append(py::make_tuple(name_of(span.work), name_of(span.phase), span.units.first,
+                                  span.units.last, timed.collective.bytes, timed.begin, timed.end,
+                                  timed.issued, timed.refused, timed.possible,
+                                  timed.collective.issue.on_demand));
     }
     result.append(py::make_tuple(iteration.number, spans));
   }

@@ -5,6 +5,7 @@
 
 #include <thread>
 
+#include "device/host_clock.h"
 #include "device/host_stream.h"
 
 namespace fsdp::test {
@@ -42,9 +43,9 @@ TEST_F(LedgerTimes, ASpanIsAsLongAsWhatItsStreamDid) {
   ledger_.keep_times(2);
   ledger_.begin_iteration();
   ledger_.enter(Phase::Backward);
-  const Issue issue{steady_nanoseconds(), 0, WorkSpan::kNever, true};
+  const Issue issue{host_clock::now(), 0, WorkSpan::kNever, true};
   {
-    const Timed timed(ledger_, *lane_, Work::Reduce, {2, 4}, 100, &issue);
+    const Timed timed(ledger_, *lane_, Work::Reduce, {2, 4}, {100, issue}, false);
     enqueue(*lane_, [] { std::this_thread::sleep_for(milliseconds(5)); });
   }
   lane_->synchronize();
@@ -56,10 +57,12 @@ TEST_F(LedgerTimes, ASpanIsAsLongAsWhatItsStreamDid) {
   EXPECT_EQ(timed.span.phase, Phase::Backward);
   EXPECT_EQ(timed.span.units.first, 2);
   EXPECT_EQ(timed.span.units.last, 4);
-  EXPECT_EQ(timed.span.bytes, 100U);
-  EXPECT_TRUE(timed.span.issue.on_demand);
+  EXPECT_EQ(timed.collective.bytes, 100U);
+  EXPECT_TRUE(timed.collective.issue.on_demand);
   EXPECT_GE(timed.end - timed.begin, 5e-3);
-  EXPECT_GE(timed.begin, static_cast<double>(issue.at) * 1e-9);
+  EXPECT_GE(timed.begin, timed.issued);
+  EXPECT_GT(timed.issued, 0.0);
+  EXPECT_EQ(timed.refused, 0.0);
   EXPECT_EQ(timed.possible, 0.0);
 }
 
@@ -127,7 +130,7 @@ TEST_F(LedgerTimes, WhatIsPossibleIsAMomentOfTheComputeStream) {
   Issue issue;
   issue.possible = ledger_.mark_compute();
   {
-    const Timed timed(ledger_, *lane_, Work::Gather, {0, 0}, 1, &issue);
+    const Timed timed(ledger_, *lane_, Work::Gather, {0, 0}, {1, issue}, false);
   }
   lane_->synchronize();
   const TimedSpan timed = ledger_.take_times().at(0).spans.at(0);

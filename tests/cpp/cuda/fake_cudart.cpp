@@ -8,6 +8,7 @@
 
 #include "core/check.h"
 #include "device/cuda_transfer.h"
+#include "device/host_clock.h"
 #include "device/host_stream.h"
 
 namespace fsdp::test {
@@ -167,7 +168,9 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEve
   if (!first.event.query() || !second.event.query()) {
     return cudaErrorNotReady;
   }
-  *milliseconds = static_cast<float>(second.reached.load() - first.reached.load()) * 1e-6F;
+  *milliseconds = static_cast<float>((fsdp::host_clock::seconds(second.reached.load()) -
+                                      fsdp::host_clock::seconds(first.reached.load())) *
+                                     1e3);
   return cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
