@@ -8,9 +8,9 @@ import torch.distributed as dist
 # (name, shape, dtype of the shard, dtype of the unsharded parameter, trainable)
 _ParamSpec = tuple[str, list[int], torch.dtype, torch.dtype, bool]
 
-# (work, phase, first unit, last unit, bytes, begin, end, issued, refused, possible, on demand);
-# times in seconds of time.monotonic(), 0 for those that there are none of
-_Span = tuple[str, str, int, int, int, float, float, float, float, float, bool]
+# (work, phase, first unit, last unit, bytes, begin, end, issued, refused, possible, lead, on
+# demand); times in seconds of time.monotonic(), 0 for those that there are none of
+_Span = tuple[str, str, int, int, int, float, float, float, float, float, float, bool]
 
 class ParamPlacement:
     @property

@@ -13,17 +13,28 @@ there is none left.
 from __future__ import annotations
 
 import enum
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdp_ext.ledger import WAITS, WIRES, Iteration, Span, merged_intervals, overlap, own_compute
+from fsdp_ext.ledger import (
+    COMPUTE,
+    PASSES,
+    WAITS,
+    WIRES,
+    Iteration,
+    Span,
+    merged_intervals,
+    overlap,
+    own_compute,
+)
 
 # Pauses of a lane up to so long are its own: a worker that wakes, a kernel that is launched.
 PAUSE = 50e-6
-# A GPU that computes so soon after the host issued its work had been waiting for the host.
-BEHIND = 20e-6
+# A GPU that comes to a unit so soon after the host did had been waiting for the host.
+BEHIND = 30e-6
 # A collective that takes so many times as long as its like usually do was held up by a rank.
 HELD_UP = 2.0
 # Compute beside so little of the wire counts as alone, beside so much as beside it.
@@ -39,6 +50,7 @@ class Cause(enum.Enum):
     NO_SLOT = "no free slot"
     BANDWIDTH = "wire slower than compute"
     LATE_RANK = "a rank came late"
+    COPIES = "casts and copies"
     UNKNOWN = "not in the ledger"
 
 
@@ -49,6 +61,7 @@ MEANING = {
     Cause.NO_SLOT: "the ring was too small to gather (so far) ahead, or prefetch=0",
     Cause.BANDWIDTH: "the wire was busy without a pause",
     Cause.LATE_RANK: "a collective ends when the last rank has come",
+    Cause.COPIES: "there is no wire, but another dtype",
     Cause.UNKNOWN: "gathered by hand, or in an iteration that was not recorded",
 }
 
@@ -66,6 +79,7 @@ REMEDY = {
         "batch), fewer ranks a group; where messages are small, larger buckets (bucket_bytes)"
     ),
     Cause.LATE_RANK: "look at that rank's input, host and clocks",
+    Cause.COPIES: "the optimizer's dtype for computation, too, where one rank is all there is",
     Cause.UNKNOWN: "record whole iterations",
 }
 
@@ -95,10 +109,14 @@ class Exposure:
 
 @dataclass(frozen=True)
 class Lateness:
-    """By how much a collective began later on the slowest rank, and which that was."""
+    """By how much a collective began later on the slowest rank, and which that was.
+
+    ``spread`` is between the first rank and the last one, the same on all of them.
+    """
 
     seconds: float
     rank: int
+    spread: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -127,56 +145,90 @@ def typical_seconds(iterations: Sequence[Iteration]) -> dict[tuple[str, int], fl
     return {key: statistics.median(seconds) for key, seconds in taken.items()}
 
 
+class _Step:
+    """One iteration, with what all its waits ask for."""
+
+    def __init__(self, iteration: Iteration, setting: Setting) -> None:
+        self.iteration = iteration
+        self.setting = setting
+        self.place = {id(span): place for place, span in enumerate(iteration.spans)}
+        self.lanes = {name: iteration.lane(name) for name in WIRES}
+        self.busy = merged_intervals(self.lanes["gather"], PAUSE)
+        self.passes = iteration.of(*PASSES)
+        # Of each bucket, in order of issue; its casts where it has no wire.
+        self.gathers: defaultdict[tuple[int, int], list[Span]] = defaultdict(list)
+        for span in iteration.of("gather") or iteration.of("cast"):
+            self.gathers[span.units].append(span)
+        ends = {phase: iteration.of(f"unit {phase}") for phase in PASSES}
+        self.first_end = {
+            (span.begin, span.work): min(
+                (unit.end for unit in ends[span.work] if unit.begin >= span.begin), default=math.inf
+            )
+            for span in self.passes
+        }
+        self.last_reduced = [span.units for span in iteration.of("reduce")[-1:]]
+        # Waits for collectives that follow each other without a pause share what was idle before.
+        self.used: defaultdict[float, float] = defaultdict(float)
+
+    def pass_of(self, wait: Span) -> Span | None:
+        """Return the forward or backward that the wait is in."""
+        inside = [span for span in self.passes if span.begin <= wait.begin <= span.end]
+        return inside[-1] if inside else None
+
+    def late(self, span: Span) -> Lateness | None:
+        """Return by how much a rank held the collective up, if one did."""
+        setting = self.setting
+        if setting.late:
+            found = setting.late.get((self.iteration.number, self.place[id(span)]))
+            return found if found is not None and found.seconds > PAUSE else None
+        usual = setting.typical.get((span.work, span.nbytes), span.seconds)
+        if span.work in WIRES and span.seconds > HELD_UP * usual + PAUSE:
+            return Lateness(span.seconds - usual, -1)
+        return None
+
+
 def explain(iteration: Iteration, setting: Setting) -> list[Exposure]:
     """Return what the compute stream waited for and why, in order; it adds up to all waits."""
-    index = {id(span): place for place, span in enumerate(iteration.spans)}
-    # Waits for collectives that follow each other without a pause share what was idle before.
-    used: defaultdict[float, float] = defaultdict(float)
+    step = _Step(iteration, setting)
     result: list[Exposure] = []
     for wait in iteration.of(*WAITS):
         if wait.seconds <= 0:
             continue
         if wait.work == "wait (gather)":
-            result += _explain_gather(iteration, wait, index, setting, used)
+            result += _explain_gather(step, wait)
         else:
-            result += _explain_reduction(iteration, wait, index, setting)
+            result += _explain_reduction(step, wait)
     return sorted(result, key=lambda exposure: exposure.begin)
 
 
 # - Gathers
 
 
-def _explain_gather(
-    iteration: Iteration,
-    wait: Span,
-    index: Mapping[int, int],
-    setting: Setting,
-    used: defaultdict[float, float],
-) -> list[Exposure]:
-    place = index[id(wait)]
-    pieces = [
-        span
-        for span in iteration.of("gather")
-        if span.concerns(wait.first) and index[id(span)] < place
-    ]
+def _explain_gather(step: _Step, wait: Span) -> list[Exposure]:
+    place = step.place[id(wait)]
+    pieces = [span for span in step.gathers[wait.units] if step.place[id(span)] < place]
     if not pieces:
         return [_exposure(wait, wait, wait.seconds, Cause.UNKNOWN)]
-    awaited = pieces[-1]
+    # Of several pieces a unit waits for one, which is done when the wait is.
+    arrived = [span for span in pieces if span.end <= wait.end + PAUSE]
+    awaited = (arrived or pieces)[-1]
+    if awaited.work == "cast":
+        return [_exposure(wait, awaited, wait.seconds, Cause.COPIES)]
     left = wait.seconds
     result = []
-    late = _late(iteration, awaited, index, setting)
+    late = step.late(awaited)
     if late is not None:
         part = min(left, late.seconds)
         left -= part
         result.append(_exposure(wait, awaited, part, Cause.LATE_RANK, late.rank))
-    start, idle = _idle_before(iteration, awaited, wait, setting)
+    start, idle = _idle_before(step, awaited, wait)
     rest = Cause.BANDWIDTH
-    if _is_first(iteration, wait):
+    if _is_first(step, wait):
         rest = Cause.FIRST
         idle = {Cause.ISSUED_LATE: idle.get(Cause.ISSUED_LATE, 0.0)}
     total = sum(idle.values())
-    early = min(left, max(total - used[start], 0.0))
-    used[start] += early
+    early = min(left, max(total - step.used[start], 0.0))
+    step.used[start] += early
     for cause, seconds in idle.items():
         if early * seconds > 0:
             result.append(_exposure(wait, awaited, early * seconds / total, cause))
@@ -185,135 +237,95 @@ def _explain_gather(
     return result
 
 
-def _is_first(iteration: Iteration, wait: Span) -> bool:
-    """Whether no unit but those that enclose this one has begun to compute in this pass."""
-    began = _pass_of(iteration, wait)
-    return not any(
-        began <= span.begin and span.end <= wait.begin
-        for span in iteration.of(f"unit {wait.phase}")
-    )
+def _is_first(step: _Step, wait: Span) -> bool:
+    """Whether no unit but those that enclose this one has computed in this pass."""
+    of = step.pass_of(wait)
+    return of is None or step.first_end[of.begin, of.work] > wait.begin
 
 
-def _pass_of(iteration: Iteration, wait: Span) -> float:
-    """Return when the forward or backward that the wait is in began, or the wait itself."""
-    passes = [
-        span.begin
-        for span in iteration.of("forward", "backward")
-        if span.begin <= wait.begin <= span.end
-    ]
-    return max(passes, default=wait.begin)
-
-
-def _idle_before(
-    iteration: Iteration, awaited: Span, wait: Span, setting: Setting
-) -> tuple[float, dict[Cause, float]]:
+def _idle_before(step: _Step, awaited: Span, wait: Span) -> tuple[float, dict[Cause, float]]:
     """Return when the lane set to work, and how long it had stood idle before, by why it did."""
-    lane = iteration.lane("gather")
-    busy = merged_intervals(lane, PAUSE)
-    start = max((low for low, _ in busy if low <= awaited.begin), default=awaited.begin)
-    before = max((high for _, high in busy if high < start), default=0.0)
-    lower = max(before, _pass_of(iteration, wait))
+    start = max((low for low, _ in step.busy if low <= awaited.begin), default=awaited.begin)
+    before = max((high for _, high in step.busy if high < start), default=0.0)
+    of = step.pass_of(wait)
+    lower = max(before, wait.begin if of is None else of.begin)
     if start <= lower:
         return start, {}
+    lane = step.lanes["gather"]
     first = next(span for span in lane if span.begin >= start and span.work in WIRES)
     issued = min(max(first.issued, lower), start)
     slot_free = min(max(first.possible, issued), start)
-    why_not_issued = _why_not_issued(iteration, first, setting)
+    refused = min(max(first.refused, lower), issued) if first.refused > 0 else issued
     result: defaultdict[Cause, float] = defaultdict(float)
-    result[why_not_issued] += issued - lower
-    result[Cause.NO_SLOT] += slot_free - issued
+    result[_why_not_issued(step, first)] += refused - lower
+    result[Cause.NO_SLOT] += issued - refused + slot_free - issued
     result[Cause.ISSUED_LATE] += start - slot_free
     return start, dict(result)
 
 
-def _why_not_issued(iteration: Iteration, gather: Span, setting: Setting) -> Cause:
-    """Return why a gather was not issued before it was."""
-    if gather.refused > 0 or setting.depth == 0:
+def _why_not_issued(step: _Step, gather: Span) -> Cause:
+    """Return why a gather was not issued, nor refused a slot, before it was."""
+    if step.setting.depth == 0:
         return Cause.NO_SLOT
-    if gather.on_demand:
+    if gather.on_demand and gather.refused == 0:
         return Cause.ISSUED_LATE  # nothing told that its unit would be next
-    if setting.on_gpu:
-        # What began to compute next had it waited for the host?
-        begins = [
-            span.begin
-            for span in iteration.of("unit forward", "unit backward")
-            if span.begin >= gather.issued
-        ]
-        if begins and min(begins) - gather.issued < BEHIND:
+    if step.setting.on_gpu:
+        # Did the GPU compute what was issued with it as soon as the host came there?
+        after = [span for span in step.iteration.of(*COMPUTE) if span.begin >= gather.issued]
+        if after and min(after, key=lambda span: span.begin).lead < BEHIND:
             return Cause.ISSUED_LATE
     return Cause.NO_SLOT
-
-
-def _late(
-    iteration: Iteration, span: Span, index: Mapping[int, int], setting: Setting
-) -> Lateness | None:
-    """Return by how much a rank held the collective up, if one did."""
-    if setting.late:
-        found = setting.late.get((iteration.number, index[id(span)]))
-        return found if found is not None and found.seconds > PAUSE else None
-    usual = setting.typical.get((span.work, span.nbytes), span.seconds)
-    if span.seconds > HELD_UP * usual + PAUSE:
-        return Lateness(span.seconds - usual, -1)
-    return None
 
 
 # - Reductions
 
 
-def _explain_reduction(
-    iteration: Iteration, wait: Span, index: Mapping[int, int], setting: Setting
-) -> list[Exposure]:
+def _explain_reduction(step: _Step, wait: Span) -> list[Exposure]:
     """Cut the wait up by what the lane of reductions did meanwhile."""
-    place = index[id(wait)]
-    lane = [span for span in iteration.lane("reduce") if index[id(span)] < place]
+    place = step.place[id(wait)]
+    lane = [span for span in step.lanes["reduce"] if step.place[id(span)] < place]
     inside = [span for span in lane if span.end > wait.begin and span.begin < wait.end]
-    reductions = [span for span in lane if span.work == "reduce"]
     if not inside:
-        if not reductions:
+        if not lane:
             return [_exposure(wait, wait, wait.seconds, Cause.UNKNOWN)]
         # The lane is done, and what is left is to notice it.
-        return [_exposure(wait, reductions[-1], wait.seconds, Cause.LAST)]
+        return [_of_reduction(step, wait, lane[-1], wait.seconds)]
     result = []
     reached = wait.begin
     for span in inside:
         begin, end = max(span.begin, reached), min(span.end, wait.end)
         if begin > reached:
-            result.append(_gap(wait, span, begin - reached))
+            result.append(_gap(step, wait, span, begin - reached))
         if end > begin:
-            result += _of_lane(iteration, wait, span, end - begin, index, setting)
+            result += _of_lane(step, wait, span, end - begin)
         reached = max(reached, end)
     if wait.end > reached:
-        result.append(_of_reduction(wait, inside[-1], wait.end - reached, iteration))
+        result.append(_of_reduction(step, wait, inside[-1], wait.end - reached))
     return result
 
 
-def _gap(wait: Span, following: Span, seconds: float) -> Exposure:
+def _gap(step: _Step, wait: Span, following: Span, seconds: float) -> Exposure:
     """Return what a pause of the lane, before something that it was to do, counts as."""
-    cause = Cause.ISSUED_LATE if seconds > PAUSE else Cause.LAST
-    return _exposure(wait, following, seconds, cause)
+    if seconds > PAUSE:
+        return _exposure(wait, following, seconds, Cause.ISSUED_LATE)
+    return _of_reduction(step, wait, following, seconds)
 
 
-def _of_lane(
-    iteration: Iteration,
-    wait: Span,
-    span: Span,
-    seconds: float,
-    index: Mapping[int, int],
-    setting: Setting,
-) -> list[Exposure]:
-    late = _late(iteration, span, index, setting) if span.work in WIRES else None
+def _of_lane(step: _Step, wait: Span, span: Span, seconds: float) -> list[Exposure]:
+    late = step.late(span)
     if late is None:
-        return [_of_reduction(wait, span, seconds, iteration)]
+        return [_of_reduction(step, wait, span, seconds)]
     part = min(seconds, late.seconds)
     result = [_exposure(wait, span, part, Cause.LATE_RANK, late.rank)]
     if seconds > part:
-        result.append(_of_reduction(wait, span, seconds - part, iteration))
+        result.append(_of_reduction(step, wait, span, seconds - part))
     return result
 
 
-def _of_reduction(wait: Span, span: Span, seconds: float, iteration: Iteration) -> Exposure:
-    last = iteration.of("reduce")[-1].units if iteration.of("reduce") else span.units
-    cause = Cause.LAST if span.units == last else Cause.BANDWIDTH
+def _of_reduction(step: _Step, wait: Span, span: Span, seconds: float) -> Exposure:
+    if not step.last_reduced:  # nothing is on a wire
+        return _exposure(wait, span, seconds, Cause.COPIES)
+    cause = Cause.LAST if span.units in step.last_reduced else Cause.BANDWIDTH
     return _exposure(wait, span, seconds, cause)
 
 

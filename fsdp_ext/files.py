@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 from pathlib import Path
+
+_calls = itertools.count()
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -20,12 +24,19 @@ def write_bytes(path: str | Path, data: bytes) -> None:
     _replace(Path(path), data)
 
 
-def _replace(target: Path, data: bytes) -> None:
+def _replace(given: Path, data: bytes) -> None:
+    target = Path(os.path.realpath(given))  # a link stays one
     # Devices and pipes are written to, not replaced.
     special = target.exists() and not target.is_file()
-    partial = target if special else target.with_name(target.name + ".partial")
+    # Of this process and this call: others may write the same file, and one of them comes last.
+    own = f"{target.name}.{os.getpid()}.{next(_calls)}.partial"
+    partial = target if special else target.with_name(own)
     try:
-        partial.write_bytes(data)
+        with partial.open("wb") as file:
+            file.write(data)
+            if not special:
+                file.flush()
+                os.fsync(file.fileno())
         if not special:
             partial.replace(target)
     except OSError as error:
@@ -34,6 +45,6 @@ def _replace(target: Path, data: bytes) -> None:
                 partial.unlink()
         raise OSError(
             error.errno,
-            f"expects {target} to be writable but it is not ({error.strerror}); choose another "
+            f"expects {given} to be writable but it is not ({error.strerror}); choose another "
             "place, or make room",
         ) from error

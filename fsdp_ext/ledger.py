@@ -28,14 +28,15 @@ class Span:
     Args:
         work: what; of LANES, WAITS, COMPUTE or PASSES.
         phase: in which it was issued: "forward", "backward" or "other".
-        first: number of the unit, or of the first one of the bucket; -1 for all.
-        last: of the last one of the bucket.
+        first: number of the unit, or of the bucket's first one in the order of forward; -1 for all.
+        last: of the bucket's last one.
         nbytes: of a collective, of all ranks together.
         begin: when it began.
         end: when it ended.
         issued: when the host issued a collective.
         refused: when it was first to be gathered ahead and had no slot; 0: it never was.
         possible: when its slot was free, or its gradients were there; 0: before the iteration.
+        lead: seconds from when the host had come to its begin until that was; 0 on the host.
         on_demand: whether a gather was issued when it was needed, and not ahead.
     """
 
@@ -49,6 +50,7 @@ class Span:
     issued: float = 0.0
     refused: float = 0.0
     possible: float = 0.0
+    lead: float = 0.0
     on_demand: bool = False
 
     @property
@@ -60,10 +62,6 @@ class Span:
     def units(self) -> tuple[int, int]:
         """Its first and last unit."""
         return self.first, self.last
-
-    def concerns(self, unit: int) -> bool:
-        """Return whether it is of ``unit``, or of a bucket that the unit is in."""
-        return self.first <= unit <= self.last
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,7 @@ class Iteration:
         return sum(span.seconds for span in self.of(*WIRES))
 
 
-RawSpan = tuple[str, str, int, int, int, float, float, float, float, float, bool]
+RawSpan = tuple[str, str, int, int, int, float, float, float, float, float, float, bool]
 
 
 def read(raw: Sequence[tuple[int, Sequence[RawSpan]]], end: float) -> list[Iteration]:

@@ -22,6 +22,9 @@ def collect(
     """Return all ranks' iterations, in this rank's time; all ranks of ``group`` call this.
 
     Only those that all ranks have.
+
+    Raises:
+        RuntimeError: if there are none.
     """
     # Of one boot of one machine, all processes have the same clock.
     boot = Path("/proc/sys/kernel/random/boot_id")
@@ -29,6 +32,11 @@ def collect(
     brought: list[tuple[str, list[float], list[Iteration]]] = [("", [], [])] * group.size()
     dist.all_gather_object(brought, (host, _readings(group), list(iterations)), group=group)
     common = set.intersection(*({one.number for one in of_rank} for *_, of_rank in brought))
+    if not common:
+        raise RuntimeError(
+            "merge expects ranks that have recorded the same steps but they have none in common; "
+            "profile the same steps on all of them"
+        )
     my_host, my_clock, _ = brought[dist.get_rank(group)]
     result = {}
     for rank, (its_host, its_clock, its_iterations) in enumerate(brought):
@@ -93,5 +101,6 @@ def lateness(
                 begins = {other: column[k].begin for other, column in columns.items()}
                 slowest = max(begins, key=lambda other: begins[other])
                 behind = min(begins[slowest], span.end) - span.begin
-                result[number, index[id(span)]] = Lateness(max(behind, 0.0), slowest)
+                spread = begins[slowest] - min(begins.values())
+                result[number, index[id(span)]] = Lateness(max(behind, 0.0), slowest, spread)
     return result

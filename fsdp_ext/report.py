@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import nn
 
 from fsdp_ext.causes import (
     MEANING,
+    PAUSE,
     REMEDY,
     Cause,
     Exposure,
@@ -129,6 +130,7 @@ class profile:
         self._core = self._root.core
         self._kept = iterations
         self._ranks: dict[int, list[Iteration]] = {}
+        self._explained: list[list[Exposure]] | None = None
         self._rank = unit.mesh.get_local_rank()
         self.lost = 0
         self.names = [unit.name for unit in self._root.units]
@@ -140,7 +142,13 @@ class profile:
 
     def __enter__(self) -> profile:
         """Begin; the next forward is the first that is recorded."""
-        self._ranks = {}
+        if self._root.profiled_by is not None:
+            raise RuntimeError(
+                "profile expects to be the only one of its model but its block is within another "
+                "one's; use that one"
+            )
+        self._root.profiled_by = self
+        self._ranks, self._explained = {}, None
         self._core.keep_times(self._kept)
         return self
 
@@ -151,6 +159,7 @@ class profile:
         traceback: TracebackType | None,
     ) -> None:
         """Wait for what was issued, and read the times."""
+        self._root.profiled_by = None
         if kind is not None:
             self._core.keep_times(0)  # the block's own error says more
             return
@@ -162,12 +171,13 @@ class profile:
         raw, self.lost = self._core.take_times()
         end = time.monotonic()
         self._core.keep_times(0)
-        self._ranks = {self._rank: read(raw, end)}
-        if not self._ranks[self._rank]:
+        iterations = read(raw, end)
+        if not iterations:
             raise RuntimeError(
                 "profile expects at least one whole step in its block but there was none; run "
                 "forward and backward in it"
             )
+        self._ranks = {self._rank: iterations}
 
     # - What was recorded
 
@@ -209,7 +219,7 @@ class profile:
                 "merge expects ranks that are there but those of a simulated transport, or of a "
                 "fake process group, are not; report this one alone"
             )
-        self._ranks = collect(self.iterations, self._group)
+        self._ranks, self._explained = collect(self.iterations, self._group), None
         return self
 
     def _lateness(self) -> dict[tuple[int, int], Lateness]:
@@ -217,6 +227,11 @@ class profile:
 
     def explain(self) -> list[list[Exposure]]:
         """Return what the compute stream waited for, and why, for each step."""
+        if self._explained is None:
+            self._explained = self._explain()
+        return self._explained
+
+    def _explain(self) -> list[list[Exposure]]:
         setting = Setting(
             depth=self._root.prefetch_depth,
             on_gpu=self._on_gpu,
@@ -300,16 +315,15 @@ class profile:
         return result
 
     def _slowest(self) -> dict[tuple[tuple[int, int], str, str], int]:
-        """Return which rank came last most often, for each kind of collective."""
-        votes: defaultdict[Any, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
+        """Return which rank came last most often, of those that came noticeably late."""
+        votes: defaultdict[Any, Counter[int]] = defaultdict(Counter)
         late = self._lateness()
         for iteration in self.iterations:
             for place, span in enumerate(iteration.spans):
                 found = late.get((iteration.number, place))
-                if found is not None:
-                    key = (span.units, span.work, span.phase)
-                    votes[key][found.rank] += found.seconds
-        return {key: max(of, key=lambda rank: of[rank]) for key, of in votes.items()}
+                if found is not None and found.spread > PAUSE:
+                    votes[span.units, span.work, span.phase][found.rank] += 1
+        return {key: of.most_common(1)[0][0] for key, of in votes.items()}
 
     def name_of(self, units: tuple[int, int]) -> str:
         """Return how reports call a unit, or a bucket by its first and last unit."""
@@ -342,7 +356,12 @@ class profile:
             "",
             f"step {_ms(summary.step)} ms ({_ms(summary.fastest)} to {_ms(summary.slowest)}) = "
             f"compute {_ms(summary.compute)} + exposed {_ms(summary.exposed)} + other "
-            f"{_ms(summary.other)}; wire {_ms(summary.wire)} ms, {summary.hidden:.0%} of it hidden",
+            f"{_ms(summary.other)}; "
+            + (
+                f"wire {_ms(summary.wire)} ms, {summary.hidden:.0%} of it hidden"
+                if summary.wire
+                else "nothing was on a wire"
+            ),
         ]
         if self.lost:
             lines.append(f"{self.lost} older steps were not kept (iterations={self._kept})")

@@ -60,6 +60,8 @@ class Root:
         RuntimeError: if a unit under it was run as a root of its own before.
     """
 
+    profiled_by: object = None  # whose block this is in
+
     # By tune, and whether that was of this model; else of one that looks like it.
     choice: Choice | None = None
     tuned = False

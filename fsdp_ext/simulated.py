@@ -21,6 +21,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fsdp_ext.files import write_text
+
 
 @dataclass(frozen=True)
 class Link:
@@ -133,10 +135,7 @@ class Link:
     def save(self, path: str | Path, measured: Mapping[str, Any] | None = None) -> None:
         """Write it as JSON, whole or not at all, with what it was measured by, if anything."""
         document = asdict(self) | ({} if measured is None else {"measured": dict(measured)})
-        target = Path(path)
-        partial = target.with_name(target.name + ".partial")
-        partial.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        partial.replace(target)
+        write_text(path, json.dumps(document, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Link:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_ext.files import write_bytes
-from fsdp_ext.ledger import COMPUTE, LANES, WAITS, Iteration, Span
+from fsdp_ext.ledger import COMPUTE, LANES, WAITS, WIRES, Iteration, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,14 +16,13 @@ if TYPE_CHECKING:
     from fsdp_ext.report import profile
 
 # Rows of a trace, from above: what is on one of them follows, or encloses, what is before it.
-_ROWS = ("passes", "compute", "gather", "gather: copies", "reduce", "reduce: copies")
+_COPIES = tuple(work for work in LANES if work not in WIRES)  # each in order, but not all of them
+_ROWS = ("passes", "compute", *WIRES, *_COPIES)
 
 
 def _row_of(span: Span) -> str:
-    if span.work in ("gather", "reduce"):
-        return span.work
     if span.work in LANES:
-        return f"{LANES[span.work]}: copies"
+        return span.work
     return "compute" if span.work in (*COMPUTE, *WAITS) else "passes"
 
 

@@ -52,8 +52,9 @@ class Step:
     def wait_reduced(self, begin: float, end: float) -> Step:
         return self.add("wait (reduction)", "backward", -1, begin, end)
 
-    def forward(self, unit: int, begin: float, end: float) -> Step:
-        return self.add("unit forward", "forward", unit, begin, end)
+    def forward(self, unit: int, begin: float, end: float, lead: float = 0.0) -> Step:
+        """``lead``: how long after the host a GPU comes to it."""
+        return self.add("unit forward", "forward", unit, begin, end, lead=lead * MS)
 
     def passes(self, *, forward: float, backward: float | None = None) -> Step:
         """Forward begins at 0 and ends there; backward follows at once."""
@@ -115,8 +116,8 @@ def test_without_prefetch_the_ring_is_too_small() -> None:
 
 def test_a_slot_that_is_still_read_holds_up_a_gather_that_was_issued() -> None:
     """On a GPU the host is ahead: the gather was issued long before its slot was free."""
-    step = first_unit().gather(2, 9, 14, issued=2.5, possible=9).wait(2, 10, 14).forward(2, 14, 20)
-    found = verdict(step.passes(forward=40).end(), on_gpu=True)
+    step = first_unit().gather(2, 9, 14, issued=2.5, possible=9).wait(2, 10, 14)
+    found = verdict(step.forward(2, 14, 20, lead=11).passes(forward=40).end(), on_gpu=True)
     assert found[Cause.NO_SLOT] == pytest.approx(4)
 
 
@@ -147,6 +148,25 @@ def test_what_was_idle_is_not_counted_twice() -> None:
     found = verdict(step.passes(forward=40).end())
     assert found[Cause.NO_SLOT] == pytest.approx(2)
     assert found[Cause.BANDWIDTH] == pytest.approx(8)
+
+
+def test_before_it_was_refused_a_gather_was_late_for_another_reason() -> None:
+    step = first_unit().gather(2, 30, 34, issued=30, refused=29).forward(3, 30.01, 31)
+    iteration = step.wait(2, 31, 34).forward(2, 34, 36).passes(forward=40).end()
+    found = verdict(iteration, on_gpu=True)
+    assert found[Cause.ISSUED_LATE] == pytest.approx(3 * 27 / 28)
+    assert found[Cause.NO_SLOT] == pytest.approx(3 * 1 / 28)
+
+
+def test_casts_of_one_rank_are_no_gathers() -> None:
+    step = Step().add("cast", "forward", 1, 0, 2).wait(1, 0, 2).forward(1, 2, 10)
+    step.add("pack", "backward", 1, 50, 52).wait_reduced(50, 52)
+    assert verdict(step.passes(forward=40, backward=60).end()) == {Cause.COPIES: pytest.approx(4)}
+
+
+def test_a_bucket_is_known_by_its_first_and_last_unit_in_any_order() -> None:
+    step = Step().gather((4, 2), 0, 5).wait((4, 2), 0, 5).forward(4, 5, 10)
+    assert verdict(step.passes(forward=40).end()) == {Cause.FIRST: pytest.approx(5)}
 
 
 def test_the_slowest_rank_is_named() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 import fsdp_ext
 from fsdp_ext import Link, Simulated, fully_shard
 from fsdp_ext.causes import Cause
+from fsdp_ext.files import write_text
 
 PACKAGE = Path(fsdp_ext.__file__).parents[1]
 WIDTH = 256
@@ -316,6 +318,107 @@ def test_the_wrapper_of_fsdp1_can_be_profiled() -> None:
     run_ranks(_fsdp1, 2)
 
 
+def _any_order() -> None:
+    """Forward takes the reverse of the order of registration, in buckets."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    layers = [Pause(0.0) for _ in range(LAYERS)]
+    model: Any = nn.Sequential(*layers)
+    model.forward = lambda x: nn.Sequential(*layers[::-1])(x)
+    for layer in layers:
+        fully_shard(layer)
+    fully_shard(model, bucket_bytes=3 * UNIT)
+    train(model, 3)
+    assert len(model._unit.root.core.buckets()) == 3
+    with fsdp_ext.profile(model) as prof:
+        train(model, 3)
+    check_sums(prof)
+    assert Cause.UNKNOWN.value not in prof.summary().causes
+    assert {row.units for row in prof.rows()} == {"5 to 3", "2 to 0"}
+
+
+def test_buckets_of_any_order_are_explained() -> None:
+    run_ranks(_any_order, 2)
+
+
+def _mixed_precision_alone() -> None:
+    warnings.simplefilter("ignore")
+    policy = fsdp_ext.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    for layer in model:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    train(model, 2)
+    with fsdp_ext.profile(model) as prof:
+        train(model, 2)
+    check_sums(prof)
+    assert set(prof.summary().causes) <= {Cause.COPIES.value}
+    assert "nothing was on a wire" in str(prof)
+
+
+def test_one_rank_that_casts_has_no_wire() -> None:
+    run_ranks(_mixed_precision_alone, 1)
+
+
+def _merged_after_another() -> list[int]:
+    warnings.simplefilter("ignore")
+    model = make(compute=0.0)
+    train(model, 2)
+    if dist.get_rank() == 0:
+        model.set_requires_gradient_sync(True)
+        with fsdp_ext.profile(model, iterations=1):
+            train(model, 2)
+    else:
+        train(model, 2)
+    with fsdp_ext.profile(model) as prof:
+        train(model, 3)
+    merged = prof.merge().ranks
+    # The same collectives: none can end before the last rank has begun it.
+    for a, b in zip(*merged.values(), strict=True):
+        for one, other in zip(a.of("gather"), b.of("gather"), strict=True):
+            assert one.nbytes == other.nbytes
+            assert max(one.begin, other.begin) <= min(one.end, other.end)
+    return [iteration.number for iteration in prof.iterations]
+
+
+def test_ranks_that_profiled_before_are_merged_by_what_they_profile_together() -> None:
+    assert run_ranks(_merged_after_another, 2) == [[1, 2, 3], [1, 2, 3]]
+
+
+def _nothing_in_common() -> None:
+    warnings.simplefilter("ignore")
+    model = make(compute=0.0)
+    train(model, 2)
+    first, last = (2, 1) if dist.get_rank() == 0 else (1, 2)
+    with fsdp_ext.profile(model, iterations=1) as prof:
+        train(model, first)
+    train(model, last)
+    with pytest.raises(RuntimeError, match="they have none in common; profile the same steps"):
+        prof.merge()
+
+
+def test_ranks_without_a_step_in_common_are_told() -> None:
+    run_ranks(_nothing_in_common, 2)
+
+
+def _write_many(path: Path, text: str) -> None:
+    for _ in range(100):
+        write_text(path, text)
+
+
+def test_a_file_that_many_write_is_one_of_theirs(tmp_path: Path) -> None:
+    texts = [str(i) * 10000 for i in range(4)]
+    threads = [
+        threading.Thread(target=_write_many, args=(tmp_path / "file", text)) for text in texts
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (tmp_path / "file").read_text() in texts
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
 # - Output
 
 
@@ -412,6 +515,11 @@ def _errors() -> None:
     prof = fsdp_ext.profile(model)
     with pytest.raises(RuntimeError, match="its with block to have ended"):
         prof.report()
+    with fsdp_ext.profile(model) as outer:
+        train(model, 1)
+        with pytest.raises(RuntimeError, match="within another one's"), prof:
+            pass
+    check_sums(outer)
     freeze = [lambda: None, lambda: next(model.parameters()).requires_grad_(False)]
     with pytest.raises(RuntimeError, match="parameters stay"), fsdp_ext.profile(model):
         train(model, 2, lambda step: freeze[step]())

@@ -289,7 +289,7 @@ def test_the_command_line_says_what_it_expects() -> None:
         assert result.returncode == 2
         return result.stderr
 
-    assert "measure-link, but got ['measure']" in fails("measure")
+    assert "measure-link or plan but got ['measure']" in fails("measure")
     assert "--ranks expects at least 2 but got 1" in fails("measure-link", "--ranks", "1")
     assert "--repeats expects at least 1 but got 0" in fails("measure-link", "--repeats", "0")
 

@@ -417,7 +417,7 @@ bool Gatherer::attach(Unit& unit) {
 void Gatherer::wait_for_gather(const Unit& unit) {
   const Bucket& bucket = *unit.bucket;
   ledger_.wait(device_.compute_stream(), *bucket.gathers[unit.last_piece].gathered,
-               bucket.gather_label, Work::WaitForGather, {unit.number, unit.number});
+               bucket.gather_label, Work::WaitForGather, bucket.numbers());
 }
 
 void Gatherer::release(Unit& unit) {

@@ -1,6 +1,8 @@
 #include "core/ledger.h"
 
 #include <algorithm>
+#include <iterator>
+#include <utility>
 
 #include "device/host_clock.h"
 
@@ -37,13 +39,18 @@ void Ledger::resharded(int units, std::size_t bytes) {
 
 // - Times
 
-void Ledger::keep_times(std::size_t iterations) {
+void Ledger::keep_times(std::size_t iterations, std::size_t moments, bool drained) {
   now_ = nullptr;
+  if (!drained) {
+    std::move(iterations_.begin(), iterations_.end(), std::back_inserter(retired_));
+  }
   iterations_.clear();
   iterations_.resize(iterations);
   for (Iteration& iteration : iterations_) {
     iteration.moments = device_.new_moments();
+    iteration.moments->reserve(moments);
   }
+  begun_before_ = begun_;
   lost_ = 0;
 }
 
@@ -53,7 +60,7 @@ void Ledger::begin_iteration() {
   if (iterations_.empty() || device_.is_capturing()) {
     return;
   }
-  now_ = &iterations_[begun_ % iterations_.size()];
+  now_ = &iterations_[(begun_ - begun_before_) % iterations_.size()];
   begun_ += 1;
   lost_ += now_->number != 0 ? 1 : 0;
   now_->number = begun_;
@@ -103,35 +110,54 @@ void Ledger::end_span(OpenSpan& open, Stream& stream) {
   open.number = WorkSpan::kNever;
 }
 
+// See Note [two clocks] in device/cuda_stream.cpp: from the newest iteration to the oldest.
 std::vector<IterationTimes> Ledger::take_times() {
   now_ = nullptr;
-  std::vector<IterationTimes> result;
+  std::vector<const Iteration*> kept;
+  for (const Iteration& iteration : iterations_) {
+    if (iteration.number != 0) {
+      kept.push_back(&iteration);
+    }
+  }
+  std::sort(kept.begin(), kept.end(),
+            [](const Iteration* a, const Iteration* b) { return a->number < b->number; });
+  const std::unique_ptr<Moments> anchor = device_.new_moments();
+  const Moments* later = anchor.get();
+  double at = kept.empty() ? 0.0 : anchor->anchor();
+  std::vector<IterationTimes> result(kept.size());
+  for (std::size_t i = kept.size(); i-- > 0;) {
+    at -= kept[i]->moments->seconds_to(0, *later, 0);
+    later = kept[i]->moments.get();
+    result[i] = times_of(*kept[i], at);
+  }
   for (Iteration& iteration : iterations_) {
-    if (iteration.number == 0) {
-      continue;
-    }
-    const auto seconds = [&iteration](std::int32_t moment) {
-      return moment == WorkSpan::kNever
-                 ? 0.0
-                 : iteration.moments->seconds(static_cast<std::size_t>(moment));
-    };
-    result.push_back({iteration.number, {}});
-    result.back().spans.reserve(iteration.spans.size());
-    for (const WorkSpan& span : iteration.spans) {
-      IssuedCollective collective;
-      if (span.collective != WorkSpan::kNever) {
-        collective = iteration.collectives[static_cast<std::size_t>(span.collective)];
-      }
-      const Issue& issue = collective.issue;
-      result.back().spans.push_back({span, collective, seconds(span.begin), seconds(span.end),
-                                     seconds(issue.possible), host_clock::seconds(issue.at),
-                                     host_clock::seconds(issue.refused)});
-    }
     iteration.number = 0;
   }
-  std::sort(result.begin(), result.end(),
-            [](const IterationTimes& a, const IterationTimes& b) { return a.number < b.number; });
   lost_ = 0;
+  return result;
+}
+
+// `begin`: when its first moment was.
+IterationTimes Ledger::times_of(const Iteration& iteration, double begin) const {
+  const Moments& moments = *iteration.moments;
+  const auto seconds = [&](std::int32_t moment) {
+    return moment == WorkSpan::kNever
+               ? 0.0
+               : begin + moments.seconds_to(0, moments, static_cast<std::size_t>(moment));
+  };
+  IterationTimes result{iteration.number - begun_before_, {}};
+  result.spans.reserve(iteration.spans.size());
+  for (const WorkSpan& span : iteration.spans) {
+    IssuedCollective collective;
+    if (span.collective != WorkSpan::kNever) {
+      collective = iteration.collectives[static_cast<std::size_t>(span.collective)];
+    }
+    const Issue& issue = collective.issue;
+    const double began = seconds(span.begin);
+    result.spans.push_back({span, collective, began, seconds(span.end), seconds(issue.possible),
+                            host_clock::seconds(issue.at), host_clock::seconds(issue.refused),
+                            moments.lead(static_cast<std::size_t>(span.begin), began)});
+  }
   return result;
 }
 

@@ -111,10 +111,11 @@ struct TimedSpan {
   double possible;
   double issued;
   double refused;
+  double lead;  // of its begin: how long after the host had come there (Moments::lead)
 };
 
 struct IterationTimes {
-  std::uint64_t number;
+  std::uint64_t number;          // from 1 on, since times are kept
   std::vector<TimedSpan> spans;  // in order of issue
 };
 
@@ -140,7 +141,9 @@ class Ledger {
   void enter(Phase phase) { phase_ = phase; }
 
   // - Times. They are kept from the next iteration on, of the last `iterations` ones; 0: no more.
-  void keep_times(std::size_t iterations);
+  // `moments`: of each, about. `drained`: no stream has anything left to do; else what may still be
+  // written stays as long as the ledger.
+  void keep_times(std::size_t iterations, std::size_t moments, bool drained);
   bool has_times() const { return now_ != nullptr; }
   void begin_iteration();
   // What comes now belongs to no iteration.
@@ -185,7 +188,7 @@ class Ledger {
   struct Iteration {
     std::unique_ptr<Moments> moments;
     std::int32_t marked = 0;
-    std::uint64_t number = 0;  // 0: none
+    std::uint64_t number = 0;  // of all there have been; 0: none
     std::vector<WorkSpan> spans;
     std::vector<IssuedCollective> collectives;
   };
@@ -193,6 +196,7 @@ class Ledger {
   static constexpr std::int32_t kMostMoments = 1 << 16;
 
   void end_span(OpenSpan& span, Stream& stream);
+  IterationTimes times_of(const Iteration& iteration, double begin) const;
   std::int32_t mark(Stream& stream);
 
   Device& device_;
@@ -201,9 +205,11 @@ class Ledger {
   std::vector<CollectiveRecord> log_;
 
   std::vector<Iteration> iterations_;  // in turns
+  std::vector<Iteration> retired_;     // that streams may still write to
   std::uint64_t begun_ = 0;
-  std::uint64_t lost_ = 0;    // that were written over
-  Iteration* now_ = nullptr;  // that runs, if its times are kept
+  std::uint64_t begun_before_ = 0;  // when times began to be kept
+  std::uint64_t lost_ = 0;          // that were written over
+  Iteration* now_ = nullptr;        // that runs, if its times are kept
   Phase phase_ = Phase::Other;
   MomentOf last_of_compute_;
 };

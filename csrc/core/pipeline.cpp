@@ -60,6 +60,9 @@ void Pipeline::begin_forward(int outermost) {
   }
   if (!awaiting_backward_ || ledger_.is_full()) {
     ledger_.begin_iteration();
+    for (const auto& bucket : buckets_) {
+      bucket->gather_issue = {};
+    }
   }
   ledger_.enter(Phase::Forward);
   pass_ = ledger_.open(device_.compute_stream(), Work::Forward, kAllUnits);
@@ -409,6 +412,17 @@ void Pipeline::set_bucket_bytes(int number, std::size_t bytes) {
 void Pipeline::set_prefetch_depth(int depth) {
   memory_planned_ = memory_planned_ && options_.prefetch_depth == depth;
   options_.prefetch_depth = depth;
+}
+
+// About what is marked: each unit's forward, backward and waits; each piece's copies and wire.
+void Pipeline::keep_times(std::size_t iterations, bool drained) {
+  constexpr std::size_t kOfAUnit = 12;
+  constexpr std::size_t kOfAPiece = 8;
+  std::size_t moments = kOfAUnit * (units_.size() + 1);
+  for (const auto& bucket : buckets_) {
+    moments += kOfAPiece * (bucket->gathers.size() + bucket->reductions.size());
+  }
+  ledger_.keep_times(iterations, moments, drained);
 }
 
 // - Buckets and memory

@@ -97,6 +97,8 @@ class Pipeline {
   // Empty before the first iteration.
   const std::vector<std::unique_ptr<Bucket>>& buckets() const { return buckets_; }
   Ledger& ledger() { return ledger_; }
+  // See Ledger::keep_times.
+  void keep_times(std::size_t iterations, bool drained);
   Gatherer& gatherer() { return gatherer_; }
   Reducer& reducer() { return reducer_; }
 

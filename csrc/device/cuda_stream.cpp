@@ -22,6 +22,7 @@
 #include "core/check.h"
 #include "device/cuda_check.h"
 #include "device/cuda_transfer.h"
+#include "device/host_clock.h"
 #include "device/stream.h"
 
 namespace fsdp {
@@ -93,40 +94,18 @@ class CudaEvent final : public Event {
 };
 
 // Note [two clocks]
-// Events tell milliseconds between each other, as a float: of a moment far from the first one of
-// its iteration not many digits are left. So a moment is the first one's time and what has passed
-// since then, and only the former is compared with the host's clock, by an event that the host
-// waited for when all this was made. What that is off by (some microseconds) is the same for all
-// streams.
+// Events tell milliseconds between each other, as a float, of which few digits are left when they
+// are far apart. So times are told from one iteration's first moment to the next one's, and from
+// the last one's to an anchor: a moment that the host waited for, by its own clock. What that is
+// off by (some microseconds) is the same for all streams.
 class CudaMoments final : public Moments {
  public:
-  // Nothing is under way on `stream`.
-  CudaMoments(int index, cudaStream_t stream) : index_(index) {
-    constexpr int kTries = 5;
-    auto least = std::chrono::steady_clock::duration::max();
-    for (int i = 0; i < kTries; ++i) {
-      const auto before = std::chrono::steady_clock::now();
-      cudaEvent_t event = nullptr;
-      FSDP_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDefault));
-      FSDP_CUDA_CHECK(cudaEventRecord(event, stream));
-      FSDP_CUDA_CHECK(cudaEventSynchronize(event));
-      const auto taken = std::chrono::steady_clock::now() - before;
-      if (taken < least) {
-        least = taken;
-        std::swap(anchor_, event);
-        anchored_at_ =
-            std::chrono::duration<double>((before + taken / 2).time_since_epoch()).count();
-      }
-      if (event != nullptr) {
-        cudaEventDestroy(event);
-      }
-    }
-  }
+  CudaMoments(int index, std::chrono::milliseconds timeout, Stream& compute)
+      : index_(index), timeout_(timeout), compute_(compute) {}
   ~CudaMoments() override {
     for (cudaEvent_t event : events_) {
       cudaEventDestroy(event);
     }
-    cudaEventDestroy(anchor_);
   }
 
   CudaMoments(const CudaMoments&) = delete;
@@ -134,30 +113,77 @@ class CudaMoments final : public Moments {
 
   void mark(std::size_t number, Stream& stream) override {
     const CudaDeviceGuard guard(index_);
-    while (events_.size() <= number) {
-      events_.push_back(nullptr);
-      FSDP_CUDA_CHECK(cudaEventCreateWithFlags(&events_.back(), cudaEventDefault));
-    }
+    reserve(number + 1);
+    marked_[number] = host_clock::now();
     FSDP_CUDA_CHECK(
         cudaEventRecord(events_[number], static_cast<cudaStream_t>(stream.native_handle())));
   }
 
-  double seconds(std::size_t number) const override {
-    return anchored_at_ + between(anchor_, events_.front()) +
-           between(events_.front(), events_[number]);
+  void reserve(std::size_t count) override {
+    const CudaDeviceGuard guard(index_);
+    while (events_.size() < count) {
+      events_.push_back(nullptr);
+      FSDP_CUDA_CHECK(cudaEventCreateWithFlags(&events_.back(), cudaEventDefault));
+      marked_.push_back(0);
+    }
   }
 
- private:
-  static double between(cudaEvent_t first, cudaEvent_t second) {
+  double seconds_to(std::size_t number, const Moments& later, std::size_t other) const override {
+    const auto& second = static_cast<const CudaMoments&>(later);
+    wait_for(number);
+    second.wait_for(other);
     float milliseconds = 0.0F;
-    FSDP_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, first, second));
+    FSDP_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, events_[number], second.events_[other]));
     return static_cast<double>(milliseconds) / 1e3;
   }
 
+  double lead(std::size_t number, double reached) const override {
+    return reached - host_clock::seconds(marked_[number]);
+  }
+
+  // The try that took least is the most exact.
+  double anchor() override {
+    constexpr int kTries = 5;
+    const CudaDeviceGuard guard(index_);
+    compute_.synchronize();
+    double least = 1e9;
+    double at = 0.0;
+    for (std::size_t i = 1; i <= kTries; ++i) {
+      const double before = host_clock::seconds(host_clock::now());
+      mark(i, compute_);
+      wait_for(i);
+      const double taken = host_clock::seconds(host_clock::now()) - before;
+      if (taken < least) {
+        least = taken;
+        at = before + taken / 2;
+        std::swap(events_[0], events_[i]);
+      }
+    }
+    return at;
+  }
+
+ private:
+  void wait_for(std::size_t number) const {
+    const auto start = std::chrono::steady_clock::now();
+    cudaError_t result = cudaEventQuery(events_[number]);
+    while (result == cudaErrorNotReady) {
+      cudaGetLastError();
+      if (std::chrono::steady_clock::now() - start > timeout_) {
+        throw TimeoutError(detail::concat("waited ", timeout_.count(),
+                                          " ms for a moment of a profiled step, which its stream "
+                                          "has not reached"));
+      }
+      std::this_thread::yield();
+      result = cudaEventQuery(events_[number]);
+    }
+    FSDP_CUDA_CHECK(result);
+  }
+
   int index_;
-  cudaEvent_t anchor_ = nullptr;
-  double anchored_at_ = 0.0;  // seconds of the steady clock
+  std::chrono::milliseconds timeout_;
+  Stream& compute_;
   std::vector<cudaEvent_t> events_;
+  std::vector<std::int64_t> marked_;  // when, by the host: ticks of device/host_clock.h
 };
 
 class CudaDevice;
@@ -222,9 +248,7 @@ class CudaDevice final : public Device {
   }
 
   std::unique_ptr<Moments> new_moments() override {
-    compute_.synchronize();
-    const CudaDeviceGuard guard(index_);
-    return std::make_unique<CudaMoments>(index_, current_stream());
+    return std::make_unique<CudaMoments>(index_, timeout_, compute_);
   }
 
   std::shared_ptr<void> allocate(std::size_t bytes) override {

@@ -67,16 +67,30 @@ void stamp_now(Stamp& at) { at.store(host_clock::now(), std::memory_order_relaxe
 class HostMoments final : public Moments {
  public:
   void mark(std::size_t number, Stream& stream) override {
-    while (stamps_.size() <= number) {
-      stamps_.emplace_back(0);
-    }
+    reserve(number + 1);
     static_cast<HostQueue&>(stream).stamp(stamps_[number]);
   }
-  double seconds(std::size_t number) const override {
-    return host_clock::seconds(stamps_[number].load(std::memory_order_relaxed));
+  void reserve(std::size_t count) override {
+    while (stamps_.size() < count) {
+      stamps_.emplace_back(0);
+    }
+  }
+
+  double seconds_to(std::size_t number, const Moments& later, std::size_t other) const override {
+    return static_cast<const HostMoments&>(later).seconds(other) - seconds(number);
+  }
+  double lead(std::size_t /*number*/, double /*reached*/) const override { return 0.0; }
+  double anchor() override {
+    reserve(1);
+    stamp_now(stamps_.front());
+    return seconds(0);
   }
 
  private:
+  double seconds(std::size_t number) const {
+    return host_clock::seconds(stamps_[number].load(std::memory_order_relaxed));
+  }
+
   std::deque<Stamp> stamps_;  // which stay where they are as it grows
 };
 

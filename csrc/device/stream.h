@@ -62,9 +62,17 @@ class Moments {
   // Moment `number` is when `stream` gets here; marking it again moves it. Numbers are used from 0
   // on, without gaps.
   virtual void mark(std::size_t number, Stream& stream) = 0;
+  // So many can be marked without making anything.
+  virtual void reserve(std::size_t count) = 0;
 
-  // By std::chrono::steady_clock, whatever clock the hardware has, when the stream has got there.
-  virtual double seconds(std::size_t number) const = 0;
+  // From moment `number` to `later`'s `other`, which may be this. Waits until both are reached.
+  virtual double seconds_to(std::size_t number, const Moments& later, std::size_t other) const = 0;
+  // How long after the host had marked it the moment was reached; 0 where the host is the stream.
+  virtual double lead(std::size_t number, double reached) const = 0;
+
+  // Marks moment 0 now, waits for it, and returns when that was, in seconds of
+  // std::chrono::steady_clock, whatever clock the hardware has.
+  virtual double anchor() = 0;
 };
 
 // `count` pieces of memory, each so many bytes behind the one before, to be copied.
@@ -92,7 +100,7 @@ class Device {
   virtual std::unique_ptr<Stream> new_stream(const std::string& name) = 0;
   virtual std::unique_ptr<Event> new_event() = 0;
 
-  // For measurements. Waits for the device, to compare its clock with the host's; off the hot path.
+  // For measurements; off the hot path.
   virtual std::unique_ptr<Moments> new_moments() = 0;
 
   // `bytes` of memory, aligned to at least 64 bytes, freed when the last owner lets go.

@@ -403,7 +403,7 @@ void register_root(py::module_& m) {
           "keep_times",
           [](Root& root, std::size_t iterations) {
             const py::gil_scoped_release no_gil;
-            root.pipeline().ledger().keep_times(iterations);
+            root.keep_times(iterations);
           },
           py::arg("iterations"))
       .def("take_times", &take_times)

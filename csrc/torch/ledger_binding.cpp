@@ -74,7 +74,7 @@ py::tuple take_times(Root& root) {
       const WorkSpan& span = timed.span;
       spans.append(py::make_tuple(name_of(span.work), name_of(span.phase), span.units.first,
                                   span.units.last, timed.collective.bytes, timed.begin, timed.end,
-                                  timed.issued, timed.refused, timed.possible,
+                                  timed.issued, timed.refused, timed.possible, timed.lead,
                                   timed.collective.issue.on_demand));
     }
     result.append(py::make_tuple(iteration.number, spans));

@@ -134,6 +134,18 @@ void Root::reset_iteration() {
   pipeline_->reset_iteration();
 }
 
+// What was marked before is written to by streams until they have come so far. They may fail, which
+// whoever waits for their work is told.
+void Root::keep_times(std::size_t iterations) {
+  bool drained = true;
+  try {
+    synchronize();
+  } catch (const std::exception&) {
+    drained = false;
+  }
+  pipeline_->keep_times(iterations, drained);
+}
+
 void Root::synchronize() {
   lanes_->gather.synchronize();
   lanes_->reduce.synchronize();

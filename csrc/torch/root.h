@@ -39,6 +39,8 @@ class Root : public std::enable_shared_from_this<Root> {
   // Every backward hook calls this first.
   void ensure_backward();
   void reset_iteration();
+  // Of the last so many iterations; 0: no more.
+  void keep_times(std::size_t iterations);
   // Blocks until all that was issued so far is done.
   void synchronize();
 

@@ -40,7 +40,7 @@ TEST_F(LedgerTimes, WithoutBeingAskedNothingIsWrittenDown) {
 }
 
 TEST_F(LedgerTimes, ASpanIsAsLongAsWhatItsStreamDid) {
-  ledger_.keep_times(2);
+  ledger_.keep_times(2, 8, /*drained=*/true);
   ledger_.begin_iteration();
   ledger_.enter(Phase::Backward);
   const Issue issue{host_clock::now(), 0, WorkSpan::kNever, true};
@@ -67,7 +67,7 @@ TEST_F(LedgerTimes, ASpanIsAsLongAsWhatItsStreamDid) {
 }
 
 TEST_F(LedgerTimes, MomentsOfAStreamComeInItsOrder) {
-  ledger_.keep_times(1);
+  ledger_.keep_times(1, 8, /*drained=*/true);
   ledger_.begin_iteration();
   const OpenSpan held = ledger_.open(*lane_, Work::Forward, kAllUnits);
   OpenSpan open = held;
@@ -94,7 +94,7 @@ TEST_F(LedgerTimes, MomentsOfAStreamComeInItsOrder) {
 }
 
 TEST_F(LedgerTimes, TheLastIterationsAreKeptInOrder) {
-  ledger_.keep_times(3);
+  ledger_.keep_times(3, 8, /*drained=*/true);
   for (int i = 0; i < 8; ++i) {
     ledger_.begin_iteration();
     const Timed timed(ledger_, compute(), Work::UnitForward, {i, i});
@@ -111,7 +111,7 @@ TEST_F(LedgerTimes, TheLastIterationsAreKeptInOrder) {
 }
 
 TEST_F(LedgerTimes, ASpanThatIsClosedInAnotherIterationNeverEnds) {
-  ledger_.keep_times(2);
+  ledger_.keep_times(2, 8, /*drained=*/true);
   ledger_.begin_iteration();
   OpenSpan open = ledger_.open(compute(), Work::UnitBackward, {1, 1});
   const MomentOf before = ledger_.last_of_compute();
@@ -124,8 +124,23 @@ TEST_F(LedgerTimes, ASpanThatIsClosedInAnotherIterationNeverEnds) {
   EXPECT_TRUE(iterations.at(1).spans.empty());
 }
 
+TEST_F(LedgerTimes, WhatAStreamStillWritesToStays) {
+  ledger_.keep_times(1, 8, /*drained=*/true);
+  ledger_.begin_iteration();
+  enqueue(*lane_, [] { std::this_thread::sleep_for(milliseconds(20)); });
+  {
+    const Timed timed(ledger_, *lane_, Work::Gather, {0, 0});
+    enqueue(*lane_, [] {});
+  }
+  const std::unique_ptr<Event> event = device_->new_event();
+  lane_->record(*event);
+  ledger_.keep_times(0, 0, /*drained=*/false);
+  lane_->synchronize();  // AddressSanitizer looks at what it wrote to
+  EXPECT_TRUE(ledger_.take_times().empty());
+}
+
 TEST_F(LedgerTimes, WhatIsPossibleIsAMomentOfTheComputeStream) {
-  ledger_.keep_times(1);
+  ledger_.keep_times(1, 8, /*drained=*/true);
   ledger_.begin_iteration();
   Issue issue;
   issue.possible = ledger_.mark_compute();
@@ -139,7 +154,7 @@ TEST_F(LedgerTimes, WhatIsPossibleIsAMomentOfTheComputeStream) {
 }
 
 TEST_F(LedgerTimes, WorkThatThrowsIsTimedLikeOther) {
-  ledger_.keep_times(1);
+  ledger_.keep_times(1, 8, /*drained=*/true);
   ledger_.begin_iteration();
   {
     const Timed timed(ledger_, *lane_, Work::Gather, {0, 0});

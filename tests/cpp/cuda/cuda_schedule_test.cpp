@@ -408,7 +408,7 @@ TEST_P(CudaSchedule, TimesAreThoseOfTheStreamsAndNotOfTheHost) {
   on_ranks(setting, [&](Rank& rank, int r) {
     Ledger& ledger = rank.pipeline->ledger();
     rank.step(static_cast<float>(r + 1), mean_of(setting.world_size, 0));
-    ledger.keep_times(2);
+    rank.pipeline->keep_times(2, /*drained=*/true);
     for (int step = 1; step < 5; ++step) {
       rank.lanes->device->delay(rank.lanes->device->compute_stream(), std::chrono::milliseconds(5));
       rank.step(static_cast<float>(r + 1 + step), mean_of(setting.world_size, step));
@@ -447,7 +447,7 @@ TEST_P(CudaSchedule, AWaitOfTheComputeStreamEndsAfterItsGather) {
   }
   on_ranks(setting, [&](Rank& rank, int r) {
     rank.step(static_cast<float>(r + 1), mean_of(setting.world_size, 0));
-    rank.pipeline->ledger().keep_times(1);
+    rank.pipeline->keep_times(1, /*drained=*/true);
     rank.lanes->device->delay(rank.lanes->gather.stream(), std::chrono::milliseconds(10));
     rank.step(static_cast<float>(r + 2), mean_of(setting.world_size, 1));
     synchronize_all(rank);
@@ -480,7 +480,7 @@ TEST_P(CudaSchedule, ACaptureWritesNoTimesDown) {
     rank.step(2.0F, 2.0F);
     rank.step(2.0F, 2.0F);
     synchronize_all(rank);
-    rank.pipeline->ledger().keep_times(4);
+    rank.pipeline->keep_times(4, /*drained=*/true);
     begin_capture(compute_stream);
     rank.step(3.0F, 3.0F);
     const FakeGraph graph = end_capture(compute_stream);

@@ -173,10 +173,6 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEve
                                      1e3);
   return cudaSuccess;
 }
-cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-  as_event(event)->event.synchronize(fsdp::test::kTimeout, "an event");
-  return cudaSuccess;
-}
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
   delete as_event(event);
   return cudaSuccess;
