@@ -12,11 +12,6 @@ namespace {
 const std::string kComputeStream = "the compute stream";
 const std::string kGatherStream = "the gather stream";
 
-// One rank and no cast: the flat shard has the unsharded layout already.
-bool is_identity(const UnitLayout& layout) {
-  return layout.world_size() == 1 && !layout.needs_cast();
-}
-
 bool has_slot(const Bucket& bucket) { return bucket.buffers.slot > 0; }
 
 // Changes if one of the units' does.
@@ -83,7 +78,7 @@ void Gatherer::follow_compute() {
 }
 
 bool Gatherer::is_current(Unit& unit) {
-  return is_identity(unit.layout) || unit.layout.unsharded_bytes() == 0 ||
+  return unit.layout.is_identity() || unit.layout.unsharded_bytes() == 0 ||
          (unit.bucket->gathered_from.valid && unit.gathered_version == unit.port.shard_version());
 }
 
@@ -400,7 +395,7 @@ bool Gatherer::attach(Unit& unit) {
   FSDP_CHECK(unit.state == UnitState::Gathering, "attaching the parameters of unit '", unit.name,
              "' expects a gather to have been issued");
   unit.speculative = false;
-  if (is_identity(unit.layout)) {
+  if (unit.layout.is_identity()) {
     unit.port.attach(unit.port.flat_shard());
   } else if (unit.slot == nullptr) {
     unit.port.attach(nullptr);

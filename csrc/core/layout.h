@@ -131,6 +131,8 @@ class UnitLayout {
 
   // Whether the wire carries another dtype than the flat shard has.
   bool needs_cast() const { return needs_cast_; }
+  // One rank and no cast: the flat shard has the unsharded layout already.
+  bool is_identity() const { return world_size_ == 1 && !needs_cast_; }
 
   // Parts whose messages carry at most `most_bytes`, of all ranks together: as many whole
   // parameters as fit, and of larger ones as many rows. 0: one part of everything.

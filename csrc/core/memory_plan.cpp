@@ -12,11 +12,6 @@ std::size_t most_bytes_of(const UnitLayout& layout, std::size_t max_message_byte
   return layout.world_size() > 1 ? max_message_bytes : 0;
 }
 
-// One rank and no cast: the flat shard has the unsharded layout already.
-bool is_identity(const UnitLayout& layout) {
-  return layout.world_size() == 1 && !layout.needs_cast();
-}
-
 // Pieces use two halves in turns: Note [pieces] in core/lanes.h.
 std::size_t halves(std::size_t messages) { return messages > 1 ? 2 : 1; }
 
@@ -41,7 +36,7 @@ BucketBuffers buffers_of(const UnitLayout& layout, GatherBy by, std::size_t max_
   const auto ranks = static_cast<std::size_t>(layout.world_size());
   const std::size_t element = itemsize(layout.reduce_dtype());
   BucketBuffers buffers;
-  buffers.slot = is_identity(layout) ? 0 : layout.unsharded_bytes();
+  buffers.slot = layout.is_identity() ? 0 : layout.unsharded_bytes();
   buffers.gather_input = layout.needs_cast() && ranks > 1 ? layout.gather_bytes() : 0;
   buffers.reduce_output = static_cast<std::size_t>(layout.grad_numel()) * element;
 
