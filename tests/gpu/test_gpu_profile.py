@@ -1,0 +1,117 @@
+"""Profiles of a GPU: events with times, two clocks, streams of the user's own, graphs, tuning."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launcher import run_ranks
+from torch import nn
+
+import fsdp_ext
+from fsdp_ext import Link, Simulated, fully_shard
+from fsdp_ext.causes import Cause
+
+WIDTH = 2048
+LAYERS = 6
+
+
+def _make(link: Link, **options: Any) -> Any:
+    dist.destroy_process_group()
+    warnings.simplefilter("ignore")
+    transport = Simulated(8, link)
+    model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).cuda()
+    for layer in model:
+        fully_shard(layer, transport=transport)
+    options.setdefault("bucket_bytes", 0)
+    return fully_shard(model, transport=transport, **options)
+
+
+def _train(model: Any, steps: int) -> None:
+    x = torch.randn(4096, WIDTH, device="cuda")
+    for _ in range(steps):
+        model(x).square().mean().backward()
+
+
+def _profiled(model: Any, steps: int = 4) -> Any:
+    _train(model, 3)
+    torch.cuda.synchronize()
+    with fsdp_ext.profile(model) as prof:
+        _train(model, steps)
+    summary = prof.summary()
+    assert summary.compute + summary.exposed + summary.other == pytest.approx(summary.step)
+    assert sum(summary.causes.values()) == pytest.approx(summary.exposed, abs=1e-9)
+    return prof
+
+
+def _in_order() -> None:
+    start = time.monotonic()
+    prof = _profiled(_make(Link("fast", alpha=1e-4, beta=1e12)))
+    end = time.monotonic()
+    assert len(prof.iterations) == 4
+    for iteration in prof.iterations:
+        # By the host's clock, whose comparison with the GPU's is exact to some microseconds.
+        assert start - 1e-4 <= iteration.begin <= iteration.end <= end + 1e-4
+        for span in iteration.spans:
+            assert span.begin <= span.end
+            assert span.lead > -1e-4
+        for work in ("gather", "reduce"):
+            spans = iteration.of(work)
+            assert len(spans) >= LAYERS
+            for before, after in zip(spans, spans[1:], strict=False):
+                assert before.end <= after.begin + 1e-6
+            for span in spans:
+                assert span.issued <= span.begin + 1e-4
+                assert span.seconds >= 0.9e-4  # alpha
+
+
+@pytest.mark.timeout(90)
+def test_times_are_in_order_and_by_the_hosts_clock() -> None:
+    run_ranks(_in_order, 1, timeout=80.0, device="cuda")
+
+
+def _slow_wire() -> dict[str, float]:
+    return _profiled(_make(Link("slow", alpha=2e-2, beta=1e12))).summary().causes
+
+
+@pytest.mark.timeout(90)
+def test_a_slow_wire_is_what_it_is_called() -> None:
+    (causes,) = run_ranks(_slow_wire, 1, timeout=80.0, device="cuda")
+    del causes[Cause.FIRST.value], causes[Cause.LAST.value]
+    assert max(causes, key=lambda name: causes[name]) == Cause.BANDWIDTH.value
+
+
+def _own_stream() -> None:
+    model = _make(Link("fast", alpha=1e-4, beta=1e12))
+    _train(model, 3)
+    stream = torch.cuda.Stream()
+    with fsdp_ext.profile(model) as prof:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            _train(model, 2)
+    assert len(prof.iterations) == 2
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+@pytest.mark.timeout(90)
+def test_steps_on_a_stream_of_the_users_own_are_recorded() -> None:
+    run_ranks(_own_stream, 1, timeout=80.0, device="cuda")
+
+
+def _tuned() -> None:
+    model = _make(Link("slow", alpha=2e-3, beta=1e12), bucket_bytes=None)
+    x = torch.randn(1024, WIDTH, device="cuda")
+    before = [parameter.to_local().clone() for parameter in model.parameters()]
+    result = fsdp_ext.tune(model, x, steps=2, verbose=False)
+    assert all(map(torch.equal, before, (p.to_local() for p in model.parameters())))
+    assert result.chosen in result.measured
+    assert "predicted simulated ms" in str(result)
+
+
+@pytest.mark.timeout(120)
+def test_tuning_leaves_the_model_as_it_was() -> None:
+    run_ranks(_tuned, 1, timeout=110.0, device="cuda")
