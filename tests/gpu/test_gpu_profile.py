@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 from typing import Any
@@ -62,7 +63,7 @@ def _in_order() -> None:
         for work in ("gather", "reduce"):
             spans = iteration.of(work)
             assert len(spans) >= LAYERS
-            for before, after in zip(spans, spans[1:], strict=False):
+            for before, after in itertools.pairwise(spans):
                 assert before.end <= after.begin + 1e-6
             for span in spans:
                 assert span.issued <= span.begin + 1e-4
