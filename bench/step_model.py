@@ -31,11 +31,11 @@ from bench.published import (
     Recompute,
     Stack,
 )
+from bench.step_memory import planned_memory
 from fsdp_ext.schedule import Prediction, Stage, predict
 from fsdp_ext.simulated import Link
 
 GATHER_BYTES = 2  # of a parameter on the wire: bf16
-STATE_BYTES = 16  # fp32 of a parameter's master weight, gradient and two moments of Adam
 CAUSAL = 0.5  # of the attention is computed
 DEPTH = 1  # units gathered ahead
 
@@ -49,7 +49,10 @@ ASSUMPTIONS = (
     f"HSDP: shards within a node of {NODE}; a GPU all-reduces its shards of gradients through its "
     "own NIC (a ring or a tree), after their reduction and before the next",
     "communication takes nothing from compute, beyond what the fitted part of the peak has of it",
-    "no time for the optimizer, the data, or stragglers; a rank's memory is without activations",
+    "no time for the optimizer, the data, or stragglers",
+    "a rank's memory is the peak of fsdp_ext.plan over ranks that share a parameter: fp32 state of "
+    "AdamW, what is gathered, gradients until they are packed, and buffers of reductions, the "
+    "root's, too; without activations",
 )
 
 
@@ -188,15 +191,9 @@ def tokens_per_second(step: Step, rate: float) -> float:
     return step.tokens / step_seconds(step, rate)[0]
 
 
-def memory_bytes(step: Step) -> float:
-    """Return what a rank has: its shards' state, what is gathered, a layer's gradients twice.
-
-    Those as backward makes them, and packed for their reduction.
-    """
-    model = step.model
-    gathered = model.root_parameters + (DEPTH + 1) * model.layer_parameters
-    gradients = (GATHER_BYTES + step.reduce_bytes) * model.layer_parameters
-    return STATE_BYTES * model.parameters / step.shards + GATHER_BYTES * gathered + gradients
+def memory_bytes(step: Step) -> int:
+    """Return what a rank has at most, without activations: bench/step_memory.py."""
+    return planned_memory(step.model, step.shards, step.reduce_bytes, DEPTH)
 
 
 def step_of(measured: Measurement) -> Step:

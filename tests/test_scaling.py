@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import fsdp_ext
 from bench import published, scaling
 from bench.published import MEASUREMENTS, Measurement, Model
+from bench.step_memory import Transformer
 from bench.step_model import (
     Step,
     all_reduce_seconds,
@@ -191,9 +194,42 @@ def test_hsdp_gathers_within_a_node_and_reduces_across() -> None:
     assert all_reduce_seconds(replace(hybrid, ranks=8), parameters) == 0
     shard = 4 * parameters / 8 / (hybrid.network.across / 8)
     assert all_reduce_seconds(hybrid, parameters) >= 2 * 7 / 8 * shard
+    # Parameters, gradients and AdamW's moments in fp32, and the shard in bf16 that is gathered.
     assert memory_bytes(hybrid) - memory_bytes(STEP) == pytest.approx(
-        16 * STEP.model.parameters * (1 / 8 - 1 / 64)
+        (16 + 2) * STEP.model.parameters * (1 / 8 - 1 / 64), rel=1e-3
     )
+
+
+def test_memory_is_what_the_plan_of_such_a_model_says() -> None:
+    with torch.device("meta"):
+        llama = _Llama(STEP.model)
+    plan = fsdp_ext.plan(
+        llama,
+        STEP.shards,
+        units=_Layer,
+        mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+        device_type="cuda",
+        transport="nccl",
+    )
+    assert memory_bytes(STEP) == pytest.approx(plan.memory.peak, rel=1e-4)
+    row = next(
+        row
+        for row in _rows()
+        if (row["model"], row["ranks"], row["strategy"]) == (STEP.model.name, 64, "FSDP")
+    )
+    assert row["memory_gb"] == memory_bytes(STEP) / 1e9
+    root = STEP.model.root_parameters  # bf16 that is gathered, and fp32 that is reduced
+    assert memory_bytes(STEP) > (2 + 4) * root + 18 * STEP.model.parameters / 64
+
+
+@pytest.mark.parametrize(
+    "model", [published.LLAMA3_8B, published.LLAMA2_7B, published.MPT_7B], ids=lambda m: m.name
+)
+def test_the_model_that_is_planned_has_all_parameters(model: Model) -> None:
+    planned = Transformer(model)
+    assert sum(p.numel() for p in planned.parameters()) == model.parameters
+    (of_layer,) = {sum(p.numel() for p in layer.parameters()) for layer in planned.layers}
+    assert of_layer == model.layer_parameters
 
 
 def test_a_step_takes_at_least_its_compute_and_what_goes_over_the_network() -> None:
