@@ -224,7 +224,7 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
     on_gpu = args.device == "cuda"
     count = args.ranks or (torch.cuda.device_count() if on_gpu else 2)
     rows: list[dict[str, Any]] = []
-    for name in TRAINED if not args.quick else ("ours", "FSDP2", "FSDP1"):
+    for name in TRAINED:
         with tempfile.TemporaryDirectory(prefix="bench-memory-") as directory:
             out = Path(directory) / "row.json"
             options = ["--device", args.device, *(["--quick"] if args.quick else [])]

@@ -6,9 +6,9 @@ over both. "host" is how long the host takes to issue a step to an idle GPU.
 
 On the host one rank has a small model, several (--ranks 2) have one of 21 M parameters and 64
 tokens each, fp32, AdamW, one thread a rank. All systems are there at once and take turns, step by
-step; the slowest rank counts. "unsharded" trains each rank's replica by itself: what a step takes
-without any communication, on a machine that is as busy. "kept gathered" does not reshard after
-forward.
+step and in random order; the slowest rank counts. "unsharded" trains each rank's replica by itself:
+what a step takes without any communication, on a machine that is as busy. "kept gathered" does not
+reshard after forward.
 
 "of best peer" is the ratio of times to the fastest system that is not ours, "loss off" the
 difference to the loss of unsharded after as many steps. Settings are the best that a system's
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import random
 import statistics
 import traceback
 from collections.abc import Callable
@@ -119,12 +120,21 @@ class Case:
         return rows
 
 
-def run_in_turns(trainings: dict[str, Training], steps: int) -> dict[str, dict[str, Any]]:
-    """Time systems step by step, in turns; return what each step took, by system."""
+def run_in_turns(
+    trainings: dict[str, Training], steps: int, order: random.Random
+) -> dict[str, dict[str, Any]]:
+    """Time systems step by step, in turns; return what each step took, by system.
+
+    Args:
+        trainings: the systems, the same on all ranks.
+        steps: of each.
+        order: of the turns; ranks that do not share its seed would wait for each other.
+    """
     taken: dict[str, list[tuple[float, float, torch.Tensor]]] = {name: [] for name in trainings}
     for _ in range(steps):
-        for name, training in trainings.items():
-            taken[name].append(training.timed_step())
+        # What came before leaves caches and threads warm, or cold, so no order is kept.
+        for name in order.sample(list(trainings), len(trainings)):
+            taken[name].append(trainings[name].timed_step())
     results = {}
     for name, training in trainings.items():
         seconds = torch.tensor([(whole, host) for whole, host, _ in taken[name]]).double()
@@ -146,8 +156,9 @@ def run_on_host(case: Case, steps: int, keep: Keep) -> None:
     trainings = {name: case.start(name) for name in case.builds}
     running = {name: training for name, training in trainings.items() if training is not None}
     results: Results = {name: [] for name in running}
+    order = random.Random(0)
     for _ in range(steps // STEPS_IN_ROUND):
-        for name, result in run_in_turns(running, STEPS_IN_ROUND).items():
+        for name, result in run_in_turns(running, STEPS_IN_ROUND, order).items():
             results[name].append(result)
         keep.replace(case.rows(results))
 
@@ -163,7 +174,7 @@ def run_on_gpu(case: Case, steps: int, keep: Keep) -> None:
             before = torch.cuda.memory_allocated()
             training = case.start(name)
             if training is not None:
-                result = run_in_turns({name: training}, steps)[name]
+                result = run_in_turns({name: training}, steps, random.Random(0))[name]
                 result["peak_bytes"] = torch.cuda.max_memory_allocated() - before
                 results.setdefault(name, []).append(result)
             del training

@@ -29,6 +29,7 @@ SMALL = GPTConfig(vocabulary=256, context=64, dim=128, layers=4, heads=4)
 WARMUP = 3
 KEPT = ", kept gathered"
 PREFETCHED = 2  # units ahead, of FSDP2
+REDUCE_BUFFERS = 2  # inputs of FSDP2's reductions that may be in flight; its docstring says 2
 
 
 @dataclass
@@ -101,6 +102,12 @@ def shard_fsdp2(
         before = units[1:i] if i else units[1:]
         unit.set_modules_to_backward_prefetch(before[::-1][:PREFETCHED])
     settings.append(f"explicit prefetch of {PREFETCHED}")
+    if device.type == "cpu":  # without streams a gather blocks the host, unless it is asynchronous
+        root._set_unshard_async_op(True)
+        settings.append("asynchronous unshards")
+    if hasattr(root, "set_reduce_scatter_max_input_buffers"):  # torch 2.11 has none
+        root.set_reduce_scatter_max_input_buffers(REDUCE_BUFFERS)
+        settings.append(f"{REDUCE_BUFFERS} reduce-scatter inputs")
     # A group of one rank has no wire that reductions and gathers could share.
     if hasattr(root, "set_separate_reduce_scatter_group") and dist.get_world_size() > 1:
         root.set_separate_reduce_scatter_group()

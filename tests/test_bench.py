@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.fsdp import FSDPModule
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = {
@@ -74,7 +75,14 @@ def test_a_step_of_each_system_on_two_ranks(tmp_path: Path) -> None:
     assert {row["system"] for row in rows} == names | kept
     assert not [row["error"] for row in rows if "error" in row]
     assert all(row["ranks"] == 2 and row["of_unsharded"] > 0 for row in rows)
-    assert all(row["settings"] for row in rows)
+    settings = {row["system"]: row["settings"] for row in rows}
+    assert all(settings.values())
+    assert "asynchronous unshards" in settings["FSDP2"]
+    # What this torch has of FSDP2's settings is used, and said.
+    assert (", 2 reduce-scatter inputs" in settings["FSDP2"]) == hasattr(
+        FSDPModule, "set_reduce_scatter_max_input_buffers"
+    )
+    assert settings["FSDP2, defaults"] == "defaults"
     assert len({round(row["loss"], 5) for row in rows}) == 1  # all ranks have the same tokens
 
 
@@ -180,7 +188,7 @@ def test_collectives_beside_gloo(tmp_path: Path) -> None:
 
 def test_the_memory_of_each_system(tmp_path: Path) -> None:
     printed, rows = _run("memory", tmp_path / "memory.json")
-    assert [row["system"] for row in rows] == ["ours", "FSDP2", "FSDP1"]
+    assert [row["system"] for row in rows] == ["ours", "FSDP2", "FSDP2, defaults", "FSDP1"]
     for row in rows:
         assert row["ranks"] == 2
         assert len(row["after_steps_bytes"]) == row["steps"]
