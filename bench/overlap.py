@@ -13,17 +13,21 @@ turns, and each with one is compared with the two around it:
   at most   = what could be hidden by the schedule's arithmetic (fsdp_ext.schedule.predict) if
               nothing but the wire took time: the first gather and the last reduction always show
   by hand   = the same from the ratio alone: a third of the compute and of the wire are forward's
+  on one link at most = min(1, compute / wire): what a link that all collectives share could hide
   of ideal  = hidden / at most
   slowdown  = compute, without waits, beside the wire / without one
   because   = the ledger's largest causes of what shows
 
-A lane is one wire. Ours has two, for gathers and for reductions, so in backward both are at work
-side by side, each with the link's whole bandwidth: that is what hides more than min(1, ratio). On
-one lane, as FSDP2 and FSDP1 have by default, no more than that can be hidden. FSDP2's best settings
-are explicit prefetch with asynchronous unshards and a separate group for reductions, where torch
-has that. A CPU has no streams, so it still waits for each reduction; "modelled waits" says what
-streams would do instead (bench/simulated_group.py). PyTorch's steps compute longer beside the same
-wire, so their compute / wire is larger.
+"wires" is how many links a system has, each of the whole bandwidth. Ours has two, for gathers and
+for reductions (as fsdp_ext's Simulated has), which are at work side by side in backward: that is
+what hides more than min(1, ratio). Where both go through the same NICs nothing can, and `python -m
+bench scaling` takes them to. FSDP2 and FSDP1 have one by default, FSDP2 with a separate group for
+reductions two. FSDP2's best settings are that, explicit prefetch with asynchronous unshards and two
+inputs of reductions in flight, where torch has them. A CPU has no streams, so FSDP2's defaults and
+FSDP1 wait on the host for each collective and hide about nothing, and FSDP2's best settings still
+wait for each reduction; "modelled waits" says what streams would do instead
+(bench/simulated_group.py). PyTorch's steps compute longer beside the same wire, so their compute /
+wire is larger. A ratio at which latencies alone take longer than the wire is "not possible here".
 
 Every time that has a wire in it is simulated; the compute is real. On a machine that others load,
 threads wake late, which the ledger calls "issued late" or "a rank came late"; a star marks rows
@@ -41,7 +45,7 @@ import torch
 
 from bench.harness import Keep, Row, UsageError, positive
 from bench.output import print_table
-from bench.overlap_picture import draw, name_of
+from bench.overlap_picture import LINKS, draw, name_of
 from bench.overlap_rows import link_for, row_of, settings_of
 from bench.overlap_systems import FSDP2, NO_BUCKETS, OURS, PEERS, Case, Shape
 from fsdp_ext import Link
@@ -129,7 +133,8 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
                 if key not in links:
                     links[key] = link_for(case, repeats, device)
             except UsageError as error:  # a larger model, or a smaller ratio, may have a link
-                keep({"sweep": name, **settings_of(case), "error": str(error)})
+                text = f"not possible here: {error}"
+                keep({"sweep": name, **settings_of(case), "error": text})
                 continue
             keep({"sweep": name, **row_of(case, links[key], repeats, device)})
 
@@ -157,11 +162,11 @@ def show_sweep(name: str, rows: list[Row]) -> None:
     first = rows[0]
     sizes = sorted({row["simulated_ranks"] for row in rows})
     ranks = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-    print(f"{name}: {first['layers']} layers of {first['dim']}, {ranks} simulated ranks")
-    header = [name, "compute / simulated wire", "compute ms", "simulated wire ms"]
+    print(f"{name}: {first['layers']} layers of {first['dim']}, {ranks} simulated ranks; {LINKS}")
+    header = [name, "wires", "compute / simulated wire", "compute ms", "simulated wire ms"]
     header += ["simulated step ms", "simulated exposed ms (by ledger)", "simulated hidden"]
-    header += ["quartiles (by ledger)", "at most (by hand)", "of ideal", "simulated slowdown"]
-    header += ["because, or error"]
+    header += ["quartiles (by ledger)", "at most (by hand)", "on one link at most", "of ideal"]
+    header += ["simulated slowdown", "because, or error"]
     print_table(header, [cells(name, row) for row in rows], words_last=True)
 
 
@@ -193,7 +198,7 @@ def label(name: str, row: Row) -> str:
 def cells(name: str, row: Row) -> list[str]:
     """Return a line of a table."""
     if "error" in row:
-        return [label(name, row), *[""] * 10, row["error"][:100]]
+        return [label(name, row), *[""] * 12, row["error"][:120]]
     ledger = "ledger_simulated_hidden" in row
     exposed = milliseconds(row["simulated_exposed_us"]["median"])
     quartiles = f"{row['simulated_hidden_low']:.1%} to {row['simulated_hidden_high']:.1%}"
@@ -203,6 +208,7 @@ def cells(name: str, row: Row) -> list[str]:
     of_ideal = row["simulated_of_ideal"]
     return [
         f"{label(name, row)}{' *' if disturbed(row) else ''}",
+        str(row["wires"]),
         f"{row['compute_over_simulated_wire']:.2f}",
         milliseconds(row["compute_us"]["median"]),
         milliseconds(row["simulated_wire_us"]),
@@ -211,6 +217,7 @@ def cells(name: str, row: Row) -> list[str]:
         f"{row['simulated_hidden']:.1%}",
         quartiles,
         f"{row['simulated_hidden_at_most']:.1%} ({row['simulated_hidden_by_hand']:.1%})",
+        f"{row['simulated_hidden_at_most_on_one_link']:.1%}",
         "" if of_ideal is None else f"{of_ideal:.1%}",
         f"{row['ledger_simulated_slowdown']:.2f}" if ledger else "",
         because(row["ledger_simulated_causes_us"]) if ledger else "",
@@ -226,12 +233,6 @@ def because(causes: dict[str, float]) -> str:
 def milliseconds(microseconds: float) -> str:
     """Return microseconds as the tables have them."""
     return f"{microseconds / 1e3:.1f}"
-
-
-def fault(rows: list[Row]) -> str | None:
-    """Return why ours could not be measured, if it could not."""
-    failed = [row["error"] for row in rows if row["system"] == OURS and "error" in row]
-    return f"ours failed: {failed[0]}" if failed else None
 
 
 def plot(rows: list[dict[str, Any]], path: str) -> None:

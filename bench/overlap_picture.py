@@ -7,10 +7,14 @@ from typing import Any
 
 from bench.harness import Row
 from bench.output import picture
-from bench.overlap_systems import OURS
+from bench.overlap_systems import FSDP1, FSDP2, OURS
 
 HIDDEN = "simulated wire hidden"
 RATIO = "compute_over_simulated_wire"
+ONE_LINK = "simulated_hidden_at_most_on_one_link"
+LINKS = f"{OURS} has a link for gathers and one for reductions, each of the full bandwidth"
+# Without streams, they hide nothing whatever the link: it is the CPU's doing, not theirs.
+WAIT_ON_HOST = (FSDP2, FSDP1)
 
 
 def draw(rows: Sequence[Row], path: str) -> None:
@@ -20,7 +24,8 @@ def draw(rows: Sequence[Row], path: str) -> None:
         OSError: as `bench.output.write_whole`.
     """
     ran = [row for row in rows if "error" not in row]
-    with picture(path, "How much of a simulated wire is hidden", columns=3) as panels:
+    title = f"How much of a simulated wire is hidden; {LINKS}"
+    with picture(path, title, columns=3) as panels:
         ratio, ranks, settings = panels
         draw_ratios(ratio, [row for row in ran if row["sweep"] in ("ratio", "system")])
         draw_ranks(ranks, of_sweep(ran, "world_size"))
@@ -56,8 +61,17 @@ def draw_ideal(
     axes.plot([x(row) for row in ordered], most, linestyle="--", label=label, **style)
 
 
+def draw_one_link(
+    axes: Any, rows: Sequence[Row], x: Callable[[Row], float], label: str, **style: Any
+) -> None:
+    """Draw what a link that gathers and reductions share could hide."""
+    ordered = sorted(rows, key=x)
+    most = [row[ONE_LINK] for row in ordered]
+    axes.plot([x(row) for row in ordered], most, linestyle=":", label=label, **style)
+
+
 def draw_ratios(axes: Any, rows: Sequence[Row]) -> None:
-    """Draw each system over compute / wire, beside the ideals of two lanes and of one."""
+    """Draw each system over compute / wire, beside the ideals of two wires and of one."""
     axes.set(title="systems", xlabel="compute / simulated wire")
     axes.set_xscale("log", base=2)
     if not rows:
@@ -66,17 +80,25 @@ def draw_ratios(axes: Any, rows: Sequence[Row]) -> None:
     def ratio(row: Row) -> float:
         return float(row[RATIO])
 
-    for lanes, color in ((2, "black"), (1, "grey")):
-        of_lanes = [row for row in rows if row["simulated_lanes"] == lanes]
-        if of_lanes:
-            text = f"at most, {lanes} lane{'s' if lanes > 1 else ''}"
-            draw_ideal(axes, of_lanes, ratio, text, color=color)
+    for wires, color in ((2, "black"), (1, "grey")):
+        of_wires = [row for row in rows if row["wires"] == wires]
+        if of_wires:
+            text = f"schedule at most, {wires} link{'s' if wires > 1 else ''}"
+            draw_ideal(axes, of_wires, ratio, text, color=color)
+    draw_one_link(axes, rows, ratio, "one shared link at most: min(1, ratio)", color="red")
     systems = dict.fromkeys(row["system"] for row in rows)
     for number, system in enumerate(systems):
         swept = {"system": system, "sweep": "ratio"}
         of_ratios = [row for row in rows if swept.items() <= row.items()]
         of_system = of_ratios or [row for row in rows if row["system"] == system]
-        draw_line(axes, of_system, ratio, system, marker="o", color=f"C{number}")
+        label = legend_of(system, of_system[0]["wires"])
+        draw_line(axes, of_system, ratio, label, marker="o", color=f"C{number}")
+
+
+def legend_of(system: str, wires: int) -> str:
+    """Return what the legend says of a system: its links, and whether a CPU keeps it waiting."""
+    links = f"{wires} link{'s' if wires > 1 else ''}"
+    return f"{system}: {links}{', waits on the host' if system in WAIT_ON_HOST else ''}"
 
 
 def draw_ranks(axes: Any, rows: Sequence[Row]) -> None:
@@ -92,6 +114,8 @@ def draw_ranks(axes: Any, rows: Sequence[Row]) -> None:
         color = f"C{number}"
         draw_line(axes, of_ratio, ranks, f"ratio {ratio:g}", marker="o", color=color)
         draw_ideal(axes, of_ratio, ranks, f"at most, ratio {ratio:g}", color=color)
+        text = f"one shared link at most, ratio {ratio:g}"
+        draw_one_link(axes, of_ratio, ranks, text, color=color)
 
 
 def draw_settings(axes: Any, rows: Sequence[Row]) -> None:

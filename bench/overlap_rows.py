@@ -111,7 +111,7 @@ def measured(case: Case, link: Link, system: Opened, repeats: int) -> Row:
         "default_buckets": case.bucket_bytes is None if case.system == OURS else None,
         "buckets": len(system.buckets),
         "collectives": len(system.sent),
-        "simulated_lanes": system.lanes,
+        "wires": system.wires,
         "compute_us": as_microseconds(Timing.of(without)),
         "simulated_wire_us": wire * 1e6,
         "simulated_step_us": as_microseconds(Timing.of(with_wire)),
@@ -122,6 +122,7 @@ def measured(case: Case, link: Link, system: Opened, repeats: int) -> Row:
         "simulated_hidden_low": hidden.low,
         "simulated_hidden_high": hidden.high,
         "simulated_hidden_at_most": at_most,
+        "simulated_hidden_at_most_on_one_link": min(1.0, compute / wire),
         "simulated_hidden_by_hand": hidden_by_hand(case, system, compute / wire),
         "simulated_of_ideal": hidden.median / at_most if at_most > 0 else None,
         **(ledger_of(*ledgers, wire) if ledgers else {}),
@@ -134,11 +135,11 @@ def measured(case: Case, link: Link, system: Opened, repeats: int) -> Row:
 def exposed_at_least(case: Case, link: Link, system: Opened, compute: float, wire: float) -> float:
     """Return the seconds that show even if nothing but the wire takes time.
 
-    By the schedule's arithmetic (fsdp_ext.schedule.predict) with no contention, for as many lanes
+    By the schedule's arithmetic (fsdp_ext.schedule.predict) with no contention, for as many wires
     as it has; where all collectives share one, the step takes at least as long as they do.
     """
     prediction = ideal(case, link, system.buckets, compute)
-    return max(prediction.exposed, wire - compute if system.lanes == 1 else 0.0)
+    return max(prediction.exposed, wire - compute if system.wires == 1 else 0.0)
 
 
 def ideal(case: Case, link: Link, buckets: Sequence[int], compute: float) -> Prediction:
@@ -166,15 +167,15 @@ def hidden_by_hand(case: Case, system: Opened, ratio: float) -> float:
     """Return about what `ideal` does, from the ratio of compute to wire alone.
 
     A third of the compute is forward's. Of n collectives a third each are gathers of forward,
-    gathers of backward and reductions; one lane carries all, or two side by side those of backward.
+    gathers of backward and reductions; one wire carries all, or two side by side those of backward.
     So with compute `ratio` and a wire of 1, what is too long for the compute beside it is
-    (1 - ratio) / 3 in forward and, of each of two lanes, (1 - 2 ratio) / 3 in backward, or
-    1 - ratio in all on one lane. The first gather and the last reduction, 1 / n each, always show.
+    (1 - ratio) / 3 in forward and, of each of two wires, (1 - 2 ratio) / 3 in backward, or
+    1 - ratio in all on one. The first gather and the last reduction, 1 / n each, always show.
     """
     end = 1 / len(system.sent)
     if case.prefetch == 0:  # each gather is waited for, and the last reduction
         return 1 / 3 - end
-    if system.lanes == 1:
+    if system.wires == 1:
         return min(1.0, ratio) - 2 * end
     return 1 - (max(0.0, 1 - ratio) + max(0.0, 1 - 2 * ratio)) / 3 - 2 * end
 

@@ -70,7 +70,7 @@ class Opened:
         free: one step over a link that takes no time, to its end.
         wired: the same over the simulated link.
         sent: operations and bytes, of all ranks together, of one wired step.
-        lanes: collectives that can be on the wire side by side.
+        wires: links of the full bandwidth each, on which collectives can be side by side.
         buckets: bytes of each one's gather in order of forward, of all ranks together.
         bucket_bytes: that buckets have at most, of ours.
         models: that have ledgers: of free and of wired, or none.
@@ -79,7 +79,7 @@ class Opened:
     free: Callable[[], None]
     wired: Callable[[], None]
     sent: list[tuple[str, int]]
-    lanes: int
+    wires: int
     buckets: list[int]
     bucket_bytes: int | None = None
     models: tuple[nn.Module, ...] = ()
@@ -140,7 +140,7 @@ def shard(case: Case, link: Link, device: torch.device, bucket_bytes: int | None
 
 @contextlib.contextmanager
 def open_ours(case: Case, link: Link, device: torch.device) -> Iterator[Opened]:
-    """Build ours, with two lanes: one for gathers and one for reductions."""
+    """Build ours, with two wires: one for gathers and one for reductions."""
     end_process_group()
     wired = shard(case, link, device, case.bucket_bytes)
     root = wired.model._unit.root
@@ -153,7 +153,7 @@ def open_ours(case: Case, link: Link, device: torch.device) -> Iterator[Opened]:
             free=free.step,
             wired=wired.step,
             sent=sent_by(wired),
-            lanes=2,
+            wires=2,
             buckets=[size for size in sizes if size > 0],  # the root has no parameters of its own
             bucket_bytes=bucket_bytes,
             models=(free.model, wired.model),
@@ -193,14 +193,14 @@ def open_peer(case: Case, link: Link, device: torch.device) -> Iterator[Opened]:
     end_process_group()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of deprecations between torch's versions
-        in_flight = 1 if case.system == FSDP2_MODELLED else 0
+        in_flight = reduce_inputs() if case.system == FSDP2_MODELLED else 0
         with simulated_group(case.world_size, link, reductions_in_flight=in_flight) as group:
             stack = Stack(case.shape, device)
-            lanes = 1
+            wires = 1
             if case.system == FSDP1:
                 stack.model = shard_fsdp1(stack.model)
             else:
-                lanes = shard_fsdp2(stack.model, case)
+                wires = shard_fsdp2(stack.model, case)
 
             def step_over(over: Link) -> None:
                 for each in group.groups:
@@ -217,7 +217,7 @@ def open_peer(case: Case, link: Link, device: torch.device) -> Iterator[Opened]:
             warm_up(free, wired)
             unit_bytes = case.shape.dim**2 * 4
             yield Opened(
-                free, wired, sent_through(group, wired), lanes, [unit_bytes] * case.shape.layers
+                free, wired, sent_through(group, wired), wires, [unit_bytes] * case.shape.layers
             )
 
 
@@ -235,10 +235,19 @@ def shard_fsdp2(model: Any, case: Case) -> int:
     model._set_unshard_async_op(True)
     for unit, following in itertools.pairwise([model, *model]):
         unit.set_modules_to_forward_prefetch([following])
+    if reduce_inputs() > 1:
+        model.set_reduce_scatter_max_input_buffers(reduce_inputs())
     if not hasattr(model, "set_separate_reduce_scatter_group"):  # torch 2.11 has none
         return 1
     model.set_separate_reduce_scatter_group()
     return 2
+
+
+def reduce_inputs() -> int:
+    """Return how many inputs of reductions FSDP2 may have in flight: 2 where torch has that."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return 2 if hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers") else 1
 
 
 def shard_fsdp1(model: nn.Module) -> nn.Module:

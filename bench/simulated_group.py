@@ -22,11 +22,11 @@ where `work.wait()` holds up a stream and not the host. On the host there are no
   (its docstring); backward prefetches by itself. It still waits for each reduction where it issues
   it.
 - DDP hides its all-reduces, as it does anywhere.
-- `reductions_in_flight=1` says what streams would do instead: a reduction returns when the one
-  before it has ended, which is FSDP2's rule on a GPU (its `reduce_scatter_max_input_buffers`), and
-  `group.synchronize()` has to end each step. The host's part of FSDP2 is then its real one; only
-  the waits are modelled. It reads gradients before they would have come, which nothing here
-  depends on.
+- `reductions_in_flight` says what streams would do instead: a reduction returns when the one that
+  many before it has ended, which is FSDP2's rule on a GPU (`set_reduce_scatter_max_input_buffers`,
+  1 by default), and `group.synchronize()` has to end each step. The host's part of FSDP2 is then
+  its real one; only the waits are modelled. It reads gradients before they would have come, which
+  nothing here depends on.
 """
 
 from __future__ import annotations
