@@ -14,6 +14,10 @@ from typing import Any
 import pytest
 from torch.distributed.fsdp import FSDPModule
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import predict, tune
+
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = {
     "buckets",
@@ -181,6 +185,76 @@ def test_buckets_beside_the_cost_model(tmp_path: Path) -> None:
     whole, cut = [row for row in rows if "unit_mb" in row]
     assert whole["message_mb"] is None
     assert cut["buffers_mb"] < whole["buffers_mb"]
+
+
+def test_what_tune_chooses_beside_a_sweep(tmp_path: Path) -> None:
+    printed, (row,) = _run("tune", tmp_path / "tune.json")
+    assert row["transport"] == "simulated"
+    # All times and ratios are of a simulated link, and say so.
+    times = {"chosen_ms", "predicted_ms", "best_ms", "default_ms", "worst_ms", "of_best"}
+    named = {f"simulated_{name}" for name in times}
+    assert row.keys() == named | {
+        *("model", "transport", "ranks", "chosen", "best", "settings", "sweep")
+    }
+    sweep = {each["setting"]: each["simulated_ms"] for each in row["sweep"]}
+    assert row["settings"] <= len(sweep) <= row["settings"] + 2  # the default, and the chosen one
+    assert row["simulated_chosen_ms"] == sweep[row["chosen"]]
+    assert row["simulated_best_ms"] == sweep[row["best"]]
+    assert row["simulated_worst_ms"] == max(sweep.values())
+    ratio = row["simulated_chosen_ms"] / row["simulated_best_ms"]
+    assert row["simulated_of_best"] == pytest.approx(ratio)
+    assert f"{int(ratio <= 1.03)} of 1 within 3% of the best (simulated)" in printed
+
+
+def test_predictions_of_steps_over_both_transports(tmp_path: Path) -> None:
+    printed, rows = _run("predict", tmp_path / "predict.json")
+    names = [row["model"] for row in rows if row["transport"] == "shared_memory"]
+    assert [row["model"] for row in rows] == 2 * names
+    assert {row["transport"] for row in rows} == {"shared_memory", "process_group"}
+    assert {row["model"] for row in rows if row["fitted"]} == {names[0]}
+    for row in rows:
+        assert row.keys() == {
+            *("model", "transport", "ranks", "fitted", "parameters", "buckets", "compute_ms"),
+            *("step_ms", "predicted_ms", "predicted_exposed_ms", "off", "contention", "in_steps"),
+            *("copies_ns_a_byte", "link"),
+        }
+        assert row["ranks"] == 2
+        assert row["off"] == pytest.approx(row["predicted_ms"] / row["step_ms"] - 1)
+        assert 0 <= row["contention"] <= 1
+        assert 0 <= row["predicted_exposed_ms"] < row["predicted_ms"]
+    assert printed.count(f" of {len(names) - 1} predictions within 10%; the farthest is ") == 2
+
+
+@pytest.mark.parametrize(
+    ("ratios", "said"),
+    [
+        ([0.99, 1.01], "2 of 2 within 3% of the best (simulated); the farthest is b, +1.0%, 2.0 "),
+        ([1.05, 1.01], "1 of 2 within 3% of the best (simulated); the farthest is a, +5.0%, 2.0 "),
+    ],
+)
+def test_tune_says_how_far_it_is_from_its_bound(ratios: list[float], said: str) -> None:
+    rows = [
+        {"model": name, "transport": "simulated", "simulated_of_best": ratio}
+        for name, ratio in zip("ab", ratios, strict=True)
+    ]
+    where = "inside" if max(ratios) <= 1.03 else "outside"
+    assert tune.within(rows) == f"{said}percentage points {where}"
+
+
+@pytest.mark.parametrize(
+    ("offs", "said"),
+    [
+        ([0.02, -0.04], "2 of 2 predictions within 10%; the farthest is b, -4.0%, 6.0 "),
+        ([-0.15, 0.04], "1 of 2 predictions within 10%; the farthest is a, -15.0%, 5.0 "),
+    ],
+)
+def test_predict_says_how_far_it_is_from_its_bound(offs: list[float], said: str) -> None:
+    rows: list[dict[str, Any]] = [{"model": "the fit", "fitted": True, "off": 0.5}]
+    rows += [
+        {"model": name, "fitted": False, "off": off} for name, off in zip("ab", offs, strict=True)
+    ]
+    where = "inside" if max(map(abs, offs)) <= 0.10 else "outside"
+    assert predict.within(rows) == f"{said}percentage points {where}"
 
 
 def test_collectives_beside_gloo(tmp_path: Path) -> None:
