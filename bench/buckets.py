@@ -3,12 +3,12 @@
 Over a simulated link (alpha 20 us, beta 100 GB/s, 64 ranks), on one process. First, models of as
 many layers of one size train with buckets of several sizes. Communication time is what the lanes'
 streams measure of all collectives of a step, the sum of each one's median; beside it is
-alpha * collectives + S / beta. Beside the step's time is that of a model of the schedule: the step
-over a link that takes no time, and what its gathers and reductions cannot hide. Then one unit of a
-single parameter, stored in fp32 and sent in bf16, travels whole and in messages of several sizes:
-its copies are what its gather (cast, wire, unpack) and its reduction (pack, wire, hand-over) take
-besides the wire, and hidden is how much of that the pieces save. Each time that has a wire in it is
-simulated; copies are real.
+alpha * collectives + S / beta. Beside the step's time is what fsdp_ext.schedule.predict makes of
+the step over a link that takes no time: that, and what its gathers and reductions cannot hide. Then
+one unit of a single parameter, stored in fp32 and sent in bf16, travels whole and in messages of
+several sizes: its copies are what its gather (cast, wire, unpack) and its reduction (pack, wire,
+hand-over) take besides the wire, and hidden is how much of that the pieces save. Each time that has
+a wire in it is simulated; copies are real.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from torch import nn
 
 from bench.harness import Keep
 from bench.output import picture, print_table
+from bench.simulated_group import NO_TIME
 from fsdp_ext import Link, MixedPrecisionPolicy, Simulated, fully_shard, profile
 from fsdp_ext.ledger import WIRES
+from fsdp_ext.schedule import Stage, predict
 
 TITLE = "buckets (simulated)"
 DEVICES = ("cpu",)
 SIMULATED_RANKS = 64
 FEW_RANKS = 8  # of the large unit, so that a rank's shard is large, too
 LINK = Link("20 us, 100 GB/s", alpha=20e-6, beta=100e9)
-NO_TIME = Link("no time", alpha=0.0, beta=1e30)
 MB = 10**6
 WARMUP = 3
 
@@ -86,30 +87,19 @@ class Training:
 
 
 def schedule(buckets: Sequence[int], compute: float) -> float:
-    """Return the seconds of a step by a model of the schedule.
+    """Return the seconds of a step by the schedule's arithmetic (fsdp_ext.schedule.predict).
 
     Args:
         buckets: bytes of each one's gather, which are as many as its reduction's.
         compute: seconds of the whole step without a wire, of which a third is forward's. A bucket
             has as much of it as of the bytes.
     """
-    cost = [LINK.seconds("all_gather", nbytes) for nbytes in buckets]
-    share = [compute * nbytes / sum(buckets) for nbytes in buckets]
-    last = len(buckets) - 1
-    gathered = now = 0.0
-    began = 0.0  # when the bucket before did, and the next gather was issued
-    for i in range(len(buckets)):
-        gathered = max(gathered, began) + cost[i]
-        began = max(now, gathered)
-        now = began + share[i] / 3
-    reduced = 0.0
-    for i in range(last, -1, -1):
-        if i < last - 1:  # the last two are still there
-            gathered = max(gathered, began) + cost[i]
-        began = max(now, gathered)
-        now = began + share[i] * 2 / 3
-        reduced = max(reduced, now) + LINK.seconds("reduce_scatter", buckets[i])
-    return max(now, reduced)
+    shares = [compute * nbytes / sum(buckets) for nbytes in buckets]
+    stages = [
+        Stage(f"bucket {number}", share / 3, share * 2 / 3, nbytes, nbytes)
+        for number, (share, nbytes) in enumerate(zip(shares, buckets, strict=True))
+    ]
+    return predict(None, stages, LINK).step
 
 
 def measure_buckets(shape: Shape, bucket_bytes: int | None, repeats: int) -> dict[str, Any]:

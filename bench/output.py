@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from fsdp_ext.tables import columns
+
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = (".png", ".pdf", ".svg")
 
@@ -80,13 +82,8 @@ def print_table(
         rows: as many cells each.
         words_last: the last column is words and not figures, and aligned to the left, too.
     """
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    for row in [header, *rows]:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        if words_last:
-            cells[-1] = row[-1]
-        print("  ".join(cells).rstrip())
+    left = (0, len(header) - 1) if words_last else (0,)
+    print(*columns(header, rows, left), sep="\n")
 
 
 def drop_stdout() -> None:

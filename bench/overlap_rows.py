@@ -14,12 +14,12 @@ from bench.harness import Row, UsageError
 from bench.overlap_systems import (
     ALPHA,
     NO_BUCKETS,
-    NO_TIME,
     OURS,
     Case,
     Opened,
     open_system,
 )
+from bench.simulated_group import NO_TIME
 from bench.timing import Timing, as_microseconds
 from fsdp_ext import Link, profile
 from fsdp_ext.schedule import Prediction, Stage, predict

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.simulated_group import SimulatedGroup, simulated_group
+from bench.simulated_group import NO_TIME, SimulatedGroup, simulated_group
 from fsdp_ext import Link, Simulated, fully_shard
 
 OURS, FSDP2, FSDP1 = "ours", "FSDP2", "FSDP1"
@@ -27,7 +27,6 @@ FSDP2_MODELLED = "FSDP2, prefetch, modelled waits"
 PEERS = (FSDP2, FSDP2_PREFETCH, FSDP2_MODELLED, FSDP1)
 WARMUP = 3
 ALPHA = 20e-6  # seconds; of the simulated links
-NO_TIME = Link("no time", alpha=0.0, beta=1e30)
 NO_BUCKETS = 0  # as bucket_bytes: each unit by itself
 MULTIPROCESSORS = 16  # of a GPU, which a collective takes
 

@@ -50,6 +50,7 @@ from torch.futures import Future
 
 from fsdp_ext.simulated import Link
 
+NO_TIME = Link("no time", alpha=0.0, beta=1e30)
 BACKEND = "simulated"
 GATHER, REDUCE, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
 SET_TIMER_SLACK = 29  # PR_SET_TIMERSLACK of <linux/prctl.h>
