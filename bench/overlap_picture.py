@@ -7,14 +7,18 @@ from typing import Any
 
 from bench.harness import Row
 from bench.output import picture
-from bench.overlap_systems import FSDP1, FSDP2, OURS
+from bench.overlap_systems import FSDP1, FSDP2, FSDP2_PREFETCH, OURS
 
 HIDDEN = "simulated wire hidden"
 RATIO = "compute_over_simulated_wire"
 ONE_LINK = "simulated_hidden_at_most_on_one_link"
 LINKS = f"{OURS} has a link for gathers and one for reductions, each of the full bandwidth"
-# Without streams, they hide nothing whatever the link: it is the CPU's doing, not theirs.
-WAIT_ON_HOST = (FSDP2, FSDP1)
+# A CPU has no streams, so what these wait for they cannot hide, whatever the link.
+WAITS = {
+    FSDP2: "waits on the host",
+    FSDP2_PREFETCH: "waits on the host for reductions",
+    FSDP1: "waits on the host",
+}
 
 
 def draw(rows: Sequence[Row], path: str) -> None:
@@ -97,8 +101,8 @@ def draw_ratios(axes: Any, rows: Sequence[Row]) -> None:
 
 def legend_of(system: str, wires: int) -> str:
     """Return what the legend says of a system: its links, and whether a CPU keeps it waiting."""
-    links = f"{wires} link{'s' if wires > 1 else ''}"
-    return f"{system}: {links}{', waits on the host' if system in WAIT_ON_HOST else ''}"
+    said = [f"{wires} link{'s' if wires > 1 else ''}", WAITS.get(system, "")]
+    return f"{system}: {', '.join(filter(None, said))}"
 
 
 def draw_ranks(axes: Any, rows: Sequence[Row]) -> None:

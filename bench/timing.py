@@ -100,11 +100,12 @@ def time_on_gpu(
         for _ in range(warmup):
             call()
     events: dict[str, list[tuple[Any, Any]]] = {name: [] for name in systems}
+    order = random.Random(0)
     for _ in range(repeats):
-        for name, call in systems.items():
+        for name in order.sample(list(systems), len(systems)):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            call()
+            systems[name]()
             end.record()
             events[name].append((start, end))
     torch.cuda.synchronize()

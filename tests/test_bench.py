@@ -5,18 +5,22 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import predict, tune
+from bench import overlap_picture, predict, step, tune
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = {
@@ -90,6 +94,38 @@ def test_a_step_of_each_system_on_two_ranks(tmp_path: Path) -> None:
     assert len({round(row["loss"], 5) for row in rows}) == 1  # all ranks have the same tokens
 
 
+def test_systems_take_turns_in_an_order_that_changes_and_that_ranks_share() -> None:
+    def order_of(seed: int) -> list[str]:
+        turns: list[str] = []
+
+        def system(name: str) -> Any:
+            def timed_step() -> tuple[float, float, torch.Tensor]:
+                turns.append(name)
+                return 2.0, 1.0, torch.zeros(())
+
+            return SimpleNamespace(
+                timed_step=timed_step, parameters=1, sharded=SimpleNamespace(settings="")
+            )
+
+        systems = {name: system(name) for name in "abcd"}
+        results = step.run_in_turns(systems, 6, random.Random(seed))
+        assert all(result["seconds"] == [2.0] * 6 for result in results.values())
+        return turns
+
+    initialized = dist.is_initialized()
+    if not initialized:
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        turns = order_of(0)
+        assert turns == order_of(0)
+    finally:
+        if not initialized:
+            dist.destroy_process_group()
+    rounds = [turns[begin : begin + 4] for begin in range(0, len(turns), 4)]
+    assert all(sorted(each) == list("abcd") for each in rounds)
+    assert len({tuple(each) for each in rounds}) > 1
+
+
 def test_a_peer_that_cannot_run_is_listed_with_its_error(tmp_path: Path) -> None:
     printed, rows = _run("step", tmp_path / "step.json", "--peers")
     of_peers = {row["system"]: row for row in rows[4:]}
@@ -142,6 +178,16 @@ def test_every_figure_of_the_simulated_overlap_says_so(tmp_path: Path) -> None:
     assert fsdp2["collectives"] == 3 * 32
     assert (ours["wires"], fsdp2["wires"]) == (2, 1)
     assert picture.stat().st_size > 0
+
+
+def test_the_legend_says_who_waits_on_the_host_and_who_has_how_many_links() -> None:
+    systems = {"ours": 2, "FSDP2": 1, "FSDP1": 1, "FSDP2, prefetch": 2}
+    assert [overlap_picture.legend_of(*each) for each in systems.items()] == [
+        "ours: 2 links",
+        "FSDP2: 1 link, waits on the host",
+        "FSDP1: 1 link, waits on the host",
+        "FSDP2, prefetch: 2 links, waits on the host for reductions",
+    ]
 
 
 def test_the_overlap_of_a_sweep_that_is_asked_for(tmp_path: Path) -> None:

@@ -206,23 +206,27 @@ def test_wait_returns_when_the_collective_has_ended(gate: _Gate) -> None:
     assert whole.tolist() == [0, 0, 0, 0, 1, 2, 0, 0]  # this rank's own part
 
 
-def test_a_reduction_returns_when_the_one_before_has_ended_if_asked(gate: _Gate) -> None:
-    wholes = [torch.arange(8.0) + n for n in range(2)]
-    parts = torch.zeros(2, 2)
-    with simulated_group(4, FAST, rank=1, reductions_in_flight=1) as group:
-        first, second = (
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_reduction_returns_when_the_one_so_many_before_has_ended_if_asked(
+    gate: _Gate, in_flight: int
+) -> None:
+    wholes = [torch.arange(8.0) + n for n in range(in_flight + 1)]
+    parts = torch.zeros(in_flight + 1, 2)
+    with simulated_group(4, FAST, rank=1, reductions_in_flight=in_flight) as group:
+        *before, last = (
             dist.reduce_scatter_tensor(part, whole, async_op=True)
             for part, whole in zip(parts, wholes, strict=True)
         )
-        first.wait()  # though the wire is held
+        for work in before:
+            work.wait()  # though the wire is held
         assert gate.events == []
-        waiting = gate.wait_for("waited for the second", second)
+        waiting = gate.wait_for("waited for the last", last)
         gate.opened.set()
         waiting.join()
-        assert gate.events.index("ended") < gate.events.index("waited for the second")
+        assert gate.events.index("ended") < gate.events.index("waited for the last")
         group.synchronize()
-        assert gate.events.count("ended") == 2
-    assert parts.tolist() == [[2, 3], [3, 4]]
+        assert gate.events.count("ended") == in_flight + 1
+    assert parts.tolist() == [[2 + n, 3 + n] for n in range(in_flight + 1)]
 
 
 def test_collectives_of_a_group_run_one_after_another(gate: _Gate) -> None:
