@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -15,7 +13,6 @@ from hypothesis import given, settings
 from fsdp_ext import Link
 from fsdp_ext.schedule import Prediction, Stage, predict
 
-BENCH = Path(__file__).resolve().parents[1] / "bench"
 NO_TIME = Link("no time", alpha=0.0, beta=1e30)
 
 
@@ -245,27 +242,3 @@ def test_over_a_link_without_time_a_step_is_its_compute(
     step = predict(None, chain, NO_TIME, depth=depth, contention=contention)
     assert step.step == pytest.approx(step.compute, abs=1e-15)
     assert step.exposed == pytest.approx(0, abs=1e-15)
-
-
-@pytest.fixture(scope="module")
-def bench_buckets() -> Any:
-    sys.path.insert(0, str(BENCH))
-    try:
-        import buckets
-    finally:
-        sys.path.remove(str(BENCH))
-    return buckets
-
-
-@settings(max_examples=100, deadline=None)
-@given(sizes=st.lists(st.integers(1, 10**9), min_size=1, max_size=12), compute=st.floats(1e-6, 1))
-def test_it_is_the_model_of_bench_buckets(
-    bench_buckets: Any, sizes: list[int], compute: float
-) -> None:
-    shares = [compute * nbytes / sum(sizes) for nbytes in sizes]
-    chain = [
-        Stage(str(i), share / 3, share * 2 / 3, nbytes, nbytes)
-        for i, (share, nbytes) in enumerate(zip(shares, sizes, strict=True))
-    ]
-    expected = bench_buckets.schedule(sizes, compute)
-    assert predict(None, chain, bench_buckets.LINK).step == pytest.approx(expected)
