@@ -5,7 +5,8 @@ prefetch a gather is waited for before its unit computes, so that forward comput
 prefetch, the same unit computes beside the next one's gather; what it then takes longer, by what
 that gather takes alone, is the contention that ``schedule.predict`` asks for. Backward always has
 reductions beside it; by the contention their part is taken off. Two sizes of buckets give
-collectives of several sizes, for alpha and beta.
+collectives of several sizes, for alpha and beta; where memory has no room for the larger ones,
+units of several sizes may do, and else what is typical of the transport is taken.
 """
 
 from __future__ import annotations
@@ -14,10 +15,8 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch.distributed as dist
-
+from fsdp_ext.agreement import exchange, together
 from fsdp_ext.ledger import LANES, WIRES, Iteration, own_compute
 from fsdp_ext.measure_link import Sample, fit
 from fsdp_ext.report import profile
@@ -59,35 +58,48 @@ class _Figures:
     copies: dict[str, tuple[float, float]]  # seconds and bytes, by lane
 
 
-def exchange(root: Root, value: Any) -> list[Any]:
-    """Return what all ranks say, in order; where there are no others, what this one says."""
-    group = root.units[0].mesh.get_group()
-    if root.lanes.transport == "simulated" or dist.get_backend(group) == "fake":
-        return [value]
-    brought: list[Any] = [None] * group.size()
-    dist.all_gather_object(brought, value, group=group)
-    return brought
+@dataclass(frozen=True)
+class Probes:
+    """How costs are measured; all of it in the memory that there is.
+
+    Args:
+        steps: of each way to run, after a few to warm up.
+        merged: bytes of buckets that hold several units, for a second size of collectives; None to
+            leave that out.
+        ahead: whether to run with a gather ahead, for the contention, which else is 0.
+    """
+
+    steps: int
+    merged: int | None
+    ahead: bool
 
 
 def measure_costs(
-    root: Root, step: Callable[[], object], apply: Callable[[int, int], None], steps: int
+    root: Root, step: Callable[[], object], apply: Callable[[int, int], None], probes: Probes
 ) -> Costs:
-    """Run steps in three ways and return what they are made of; all ranks call this.
+    """Run steps in up to three ways and return what they are made of; all ranks call this.
 
     Args:
         root: of the model.
         step: runs forward and backward.
-        apply: sets bucket_bytes and prefetch for the next steps.
-        steps: of each way.
+        apply: sets bucket_bytes, of all units, and prefetch for the next steps.
+        probes: which ways those are.
     """
-    alone = _run(root, step, apply, 0, 0, steps)
-    merged = _run(root, step, apply, sum(root.core.unsharded_bytes()) // 3, 0, steps)
-    ahead = _run(root, step, apply, 0, 1, steps)
-    ranks = exchange(root, (alone, merged, ahead))
+
+    def run(bucket_bytes: int, prefetch: int) -> _Figures:
+        what = f"steps with bucket_bytes={bucket_bytes:,}, prefetch={prefetch}"
+        with together(root.units[0], "tune", what):
+            apply(bucket_bytes, prefetch)
+            return _run(root, step, probes.steps)
+
+    alone = run(0, 0)
+    merged = None if probes.merged is None else run(probes.merged, 0)
+    ahead = run(0, 1) if probes.ahead else None
+    ranks = exchange(root.units[0], (alone, merged, ahead))
     wire: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for of_rank in ranks:
         for figures in of_rank[:2]:
-            for key, seconds in figures.wire.items():
+            for key, seconds in ({} if figures is None else figures.wire).items():
                 wire[key].append(seconds)
     # Whoever comes last waits for nobody.
     shortest = {key: min(seconds) for key, seconds in wire.items()}
@@ -114,15 +126,7 @@ def measure_costs(
     )
 
 
-def _run(
-    root: Root,
-    step: Callable[[], object],
-    apply: Callable[[int, int], None],
-    bucket_bytes: int,
-    prefetch: int,
-    steps: int,
-) -> _Figures:
-    apply(bucket_bytes, prefetch)
+def _run(root: Root, step: Callable[[], object], steps: int) -> _Figures:
     for _ in range(WARMUP):
         step()
     with profile(root.module, iterations=steps) as prof:
@@ -140,7 +144,9 @@ def _figures(iterations: Sequence[Iteration]) -> _Figures:
     for iteration in iterations:
         of_units: defaultdict[tuple[str, int], float] = defaultdict(float)
         for span, own in own_compute(iteration):
-            of_units[span.work, span.first] += own
+            # A forward that is recomputed for backward is part of that.
+            recomputed = span.work == "unit forward" and span.phase == "backward"
+            of_units["unit backward" if recomputed else span.work, span.first] += own
         for key, own in of_units.items():
             compute[key].append(own)
         for span in iteration.of(*WIRES):
@@ -158,8 +164,10 @@ def _figures(iterations: Sequence[Iteration]) -> _Figures:
     )
 
 
-def _contention(alone: _Figures, ahead: _Figures, beside: float) -> float:
+def _contention(alone: _Figures, ahead: _Figures | None, beside: float) -> float:
     """See Note [measuring costs]; ``beside``: what gathers take that compute was beside."""
+    if ahead is None:
+        return 0.0
     keys = [key for key in alone.compute if key[0] == "unit forward" and key in ahead.compute]
     longer = sum(ahead.compute[key] - alone.compute[key] for key in keys)
     return min(max(longer / beside, 0.0), 1.0) if beside > 0 else 0.0

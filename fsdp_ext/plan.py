@@ -200,7 +200,7 @@ def plan(
         root.units[0].max_message_bytes = resolve_max_message_bytes(max_message_bytes)
     depth = root.most_ahead()
     layouts = [each._layout(training=True) for each in root.units]
-    found = find_buckets(root, gather_by_of(name, device_type), depth)
+    found = find_buckets(root, layouts, gather_by_of(name, device_type), depth)
     flops = None if batch is None else count_flops(copied, batch, root.module_names())
     seconds = _seconds(root, flops, flops_per_second, compute)
     the_link = _link(link, typical).over(ranks)
@@ -380,6 +380,8 @@ def predict_plan(
         copies: seconds a byte around gathers and around reductions.
     """
     sends = root.units[0].mesh.size() > 1
+    # A single rank has its whole parameters; only a cast makes others of them.
+    copied = [sends or _casts(root, bucket["units"]) for bucket in found["buckets"]]
     stages = [
         Stage(
             name=root.units[bucket["units"][0]].name,
@@ -388,12 +390,12 @@ def predict_plan(
             gather_bytes=bucket["gather_bytes"] if sends else 0,
             reduce_bytes=bucket["reduce_bytes"] if sends else 0,
             reshards=bucket["reshards_after_forward"],
-            copy_seconds_gather=copies[0] * bucket["gather_bytes"],
-            copy_seconds_reduce=copies[1] * bucket["reduce_bytes"],
+            copy_seconds_gather=copies[0] * bucket["gather_bytes"] if copies_too else 0.0,
+            copy_seconds_reduce=copies[1] * bucket["reduce_bytes"] if copies_too else 0.0,
             gather_messages=bucket["gather_messages"],
             reduce_messages=bucket["reduce_messages"],
         )
-        for bucket in found["buckets"]
+        for bucket, copies_too in zip(found["buckets"], copied, strict=True)
     ]
     trained = (parameter for parameter in root.module.parameters() if parameter.requires_grad)
     first = next(trained, None)  # whose gradient comes last, by order of registration
@@ -408,9 +410,26 @@ def predict_plan(
     )
 
 
-def find_buckets(root: PlannedRoot, gather_by: str, depth: int) -> _C.MemoryPlan:
-    """Return the buckets of planned units, and the buffers that they take."""
-    layouts = [unit._layout(training=True) for unit in root.units]
+def _casts(root: PlannedRoot, units: Sequence[int]) -> bool:
+    """Return whether a parameter of these units is computed with in another dtype."""
+    return any(
+        unit._param_dtype(slot) != slot.local.dtype
+        for unit in (root.units[number] for number in units)
+        for slot in unit.slots
+    )
+
+
+def find_buckets(
+    root: PlannedRoot, layouts: Sequence[_C.UnitLayout], gather_by: str, depth: int
+) -> _C.MemoryPlan:
+    """Return the buckets of planned units, and the buffers that they take.
+
+    Args:
+        root: the units.
+        layouts: of each of them, for training.
+        gather_by: see :func:`gather_by_of`.
+        depth: of the prefetch.
+    """
     return _C.plan_memory(
         [for_core(root, number, layout) for number, layout in enumerate(layouts)],
         gather_by,

@@ -6,6 +6,7 @@ All of it is on a copy of the model without memory. The rules are those of ``uni
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -137,12 +138,12 @@ class PlannedRoot(Root):
                 names.setdefault(id(unit), []).append(name)
         return [names[id(unit)] for unit in self.units]
 
-    @property
+    @functools.cached_property
     def parents(self) -> list[int]:
         """Which unit encloses each one, by number; -1 for the root."""
         return self._parents()
 
-    @property
+    @functools.cached_property
     def nesting(self) -> int:
         """How many units below the root enclose each other, at most."""
         return self._nesting()

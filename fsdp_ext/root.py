@@ -65,6 +65,8 @@ class Root:
     # By tune, and whether that was of this model; else of one that looks like it.
     choice: Choice | None = None
     tuned = False
+    # While tune measures costs, whatever the user has set.
+    forced_bucket_bytes: int | None = None
 
     def __init__(self, module: nn.Module, *, provisional: bool = False) -> None:
         self.provisional = provisional
@@ -191,10 +193,17 @@ class Root:
             return unit is not self.units[0] and self.number(unit) not in kept
         return unit.reshard_after_forward
 
-    def apply_choice(self, choice: Choice) -> None:
-        """Run as ``tune`` has chosen, or tries out, from the next forward on."""
+    def apply_choice(self, choice: Choice, *, force: bool = False) -> None:
+        """Run as ``tune`` has chosen, or tries out, from the next forward on.
+
+        Args:
+            choice: the settings.
+            force: take its ``bucket_bytes`` for all units, also where the user has set others;
+                until the next choice is applied without that.
+        """
         self.choice = choice
         self.tuned = True
+        self.forced_bucket_bytes = choice.bucket_bytes if force else None
         self.prefetch_depth = choice.prefetch
         self.core.set_prefetch_depth(choice.prefetch)
         for number, unit in enumerate(self.units):
@@ -259,7 +268,7 @@ class Root:
 
     def bucket_bytes(self, unit: Unit) -> int:
         """Return how large a bucket may be that ``unit`` shares: its own setting or the root's."""
-        for asked in (unit.bucket_bytes, self.units[0].bucket_bytes):
+        for asked in (self.forced_bucket_bytes, unit.bucket_bytes, self.units[0].bucket_bytes):
             if isinstance(asked, int):
                 return asked
         chosen = self._chosen(self.units[0].bucket_bytes)

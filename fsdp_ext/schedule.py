@@ -30,8 +30,9 @@ class Stage:
         name: of the bucket, or of its unit.
         forward: seconds that its forward computes.
         backward: seconds that its backward computes.
-        gather_bytes: that its all-gather carries, of all ranks together; 0: there is none.
-        reduce_bytes: that its reduce-scatter carries, of all ranks together; 0: there is none.
+        gather_bytes: that its all-gather carries, of all ranks together; 0: there is none, and
+            the lane does its copies alone.
+        reduce_bytes: that its reduce-scatter carries, of all ranks together; 0: likewise.
         reshards: whether its parameters are freed after forward.
         copy_seconds_gather: of casts and unpacking, which the gathers' lane does around the wire.
         copy_seconds_reduce: of packing and handing over, which the reductions' lane does.
@@ -382,7 +383,7 @@ class _Program:
         stage = self._chain[number]
         if number in self._unsharded:
             return True
-        if stage.gather_bytes == 0:
+        if stage.gather_bytes == 0 and stage.copy_seconds_gather == 0:
             self._unsharded[number] = None
             return True
         if stage.reshards and self._ring.take_back(number):
@@ -390,18 +391,20 @@ class _Program:
             return True
         if stage.reshards and not self._ring.take(number, on_demand):
             return False
-        alpha, beta = self._costs[0]
-        seconds = stage.gather_messages * alpha + stage.gather_bytes / beta
+        seconds = self._wire(0, stage.gather_messages, stage.gather_bytes)
         job = _Job(stage.name, seconds + stage.copy_seconds_gather)
         self._unsharded[number] = self._done[number] = self._lanes["gather"].issue(job)
         return True
 
     def _reduce(self, number: int) -> None:
         stage = self._chain[number]
-        if stage.reduce_bytes > 0:
-            alpha, beta = self._costs[1]
-            seconds = stage.reduce_messages * alpha + stage.reduce_bytes / beta
+        if stage.reduce_bytes > 0 or stage.copy_seconds_reduce > 0:
+            seconds = self._wire(1, stage.reduce_messages, stage.reduce_bytes)
             self._lanes["reduce"].issue(_Job(stage.name, seconds + stage.copy_seconds_reduce))
+
+    def _wire(self, lane: int, messages: int, nbytes: int) -> float:
+        alpha, beta = self._costs[lane]
+        return messages * alpha + nbytes / beta if nbytes > 0 else 0.0
 
     def _leave(self, number: int) -> None:
         if self._chain[number].reshards and self._unsharded.pop(number) is not None:

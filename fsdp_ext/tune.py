@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
+import itertools
+import logging
 import random
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fsdp_ext import _C
+from fsdp_ext.agreement import OutOfMemory, exchange, together
 from fsdp_ext.auto import AUTO, Choice, remember
 from fsdp_ext.buckets import default_bucket_bytes
-from fsdp_ext.measured_costs import WARMUP, Costs, exchange, measure_costs
+from fsdp_ext.measured_costs import WARMUP, Costs, Probes, measure_costs
 from fsdp_ext.plan import find_buckets, gather_by_of, predict_plan
 from fsdp_ext.plan_sizes import memory_of
 from fsdp_ext.plan_units import PlannedRoot, units_of_sharded
 from fsdp_ext.root import Root, running_root
 from fsdp_ext.tables import columns, size
+from fsdp_ext.trial import Trial, left_as_it_was, mean_of_output
+from fsdp_ext.tune_arguments import agreed_limit, check_arguments, check_state, units_of
 
 # What the model of the schedule finds best is measured, the best few of it.
 _SHORTLIST = 5
@@ -30,6 +33,10 @@ _ROUNDS = 5
 _DEPTHS = (1, 2, 3, 4)
 # A setting that takes more memory has to be so much faster.
 _WORTH = 0.01
+# Of the memory before, where nobody says how much there is.
+_GROWTH = 1.25
+
+_logger = logging.getLogger("fsdp_ext")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +66,8 @@ class Tuning:
         chosen: which is in use now.
         before: how the model ran before.
         measured: all that were measured, the fastest first.
-        considered: how many the model was asked about.
-        too_large: how many of them did not fit the memory limit.
+        considered: how many settings there were.
+        too_large: how many of them take too much memory; of the others the model was asked.
         costs: what the model was told.
     """
 
@@ -92,8 +99,8 @@ class Tuning:
                 f"{beta / 1e9:.2f} GB/s, reductions {reduce_alpha * 1e6:.0f} us + S / "
                 f"{reduce_beta / 1e9:.2f} GB/s ({link.name}); compute loses "
                 f"{self.costs.contention:.0%} of the time that they take beside it",
-                f"{self.considered} settings were predicted, {self.too_large} of which did not fit "
-                f"the memory limit; the best {len(self.measured)} were measured",
+                f"{self.considered} settings were considered, {self.too_large} of which take too "
+                f"much memory; the best {len(self.measured)} of what was predicted were measured",
                 self._why(),
             ]
         )
@@ -142,12 +149,21 @@ def tune(
     Runs steps (forward and backward, no optimizer) to measure what each unit computes and what
     collectives take, asks a model of the schedule (:func:`fsdp_ext.schedule.predict`) about all
     settings, measures the best few, and keeps the fastest. Of settings that take equally long the
-    one with less memory is kept. All ranks call this together, and choose the same. Parameters,
-    buffers and the state of random numbers are left as they were.
+    one with less memory is kept. That takes about 33 * (steps + 2) steps, 330 by default; the
+    logger "fsdp_ext" says how far it is, at level INFO.
+
+    All ranks call this together, and choose the same: under the least of their memory limits. What
+    fails between collectives on one rank is raised on all of them, and a setting that one of them
+    has no memory for is dropped.
+
+    Parameters, buffers, gradients of the batch and the state of random numbers are left as they
+    were, for which a copy of the shards and buffers is held meanwhile. Parameters are put back even
+    if hooks of the model run an optimizer in backward, but not the states of that optimizer.
 
     What was passed to ``fully_shard`` as a number stays as it is; None and "auto" are chosen. A
-    model that is made later in this process with the same units and ranks, and with
-    ``bucket_bytes="auto"`` and ``prefetch="auto"``, begins with what was chosen here.
+    model that is made later in this process with the same units, dtypes and ranks begins with what
+    was chosen here where it has ``bucket_bytes="auto"`` or ``prefetch="auto"``; if both, and there
+    was a memory limit here, the same units stay unsharded, too.
 
     Args:
         model: its root module, to which ``fully_shard`` was applied; without gradients.
@@ -156,91 +172,44 @@ def tune(
         loss: makes a scalar of the model's output; by default the mean of its floating-point
             tensors.
         memory_limit: bytes that a rank may hold without activations (:func:`fsdp_ext.plan` shows
-            what they are). As far as it allows, units stay unsharded after forward where that is
-            faster. Without it none does that would not have done so before.
+            what they are). Nothing that takes more is tried but the setting before. As far as it
+            allows, units stay unsharded after forward where that is faster. Without it none does
+            that would not have done so before, and what takes more than 1.25 times the memory of
+            the setting before is not tried.
         optimizer_states: tensors of each parameter's size that the optimizer keeps; 2 for AdamW.
         steps: how many steps each measurement takes.
         verbose: print what was found, on the first rank.
 
     Raises:
-        TypeError: if ``fully_shard`` was not applied to the model.
-        ValueError: if parameters have gradients, no setting fits ``memory_limit``, or a number is
-            out of range.
+        TypeError: if ``fully_shard`` was not applied to the model, an argument is of another type,
+            or the loss is no tensor.
+        ValueError: if parameters have gradients, gradients are not reduced, the model is not the
+            root, no setting fits ``memory_limit``, a number is out of range or not the same on all
+            ranks, or the loss is no scalar.
+        RuntimeError: if another rank raised anything else, or memory ran out with the settings that
+            there were.
     """
-    if not isinstance(steps, int) or steps < 2:
-        raise ValueError(f"tune expects at least 2 steps for each measurement but got {steps!r}")
-    if any(parameter.grad is not None for parameter in model.parameters()):
-        raise ValueError(
-            "tune expects a model without gradients, since it runs backward, but some parameters "
-            "have them; call optimizer.zero_grad() before"
-        )
-    step = functools.partial(_step, model, batch, loss or _mean)
-    with _left_as_it_was(model):
-        step()  # makes the root
-        step()  # and the buckets of the order of forward
+    units = units_of(model)
+    with together(units[0], "tune", "its arguments"):
+        check_arguments(loss, memory_limit, optimizer_states, steps)
+        check_state(model, units)
+    memory_limit = agreed_limit(units[0], memory_limit, optimizer_states, steps)
+    trial = Trial(model, batch, loss or mean_of_output, units[0])
+    with left_as_it_was(model, batch, units):
+        trial.first_step()  # makes the root
+        trial.first_step()  # and the buckets of the order of forward
         root = running_root(model, "tune")
         settings = _Settings(root)
-        tuner = _Tuner(root, settings, step, steps, optimizer_states)
         try:
+            tuner = _Tuner(root, settings, trial.step, steps, optimizer_states)
             result = tuner.run(memory_limit)
         except BaseException:
-            settings.apply(settings.before)
+            settings.restore()
             raise
-    remember(root, result.chosen.choice)
-    if verbose and root.units[0].mesh.get_local_rank() == 0:
+    remember(root, result.chosen.choice, memory_known=memory_limit is not None)
+    if verbose and units[0].mesh.get_local_rank() == 0:
         print(result, file=sys.stdout)
     return result
-
-
-# - A step
-
-
-def _step(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor]) -> float:
-    """Run forward and backward; return the seconds."""
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    if isinstance(batch, Mapping):
-        output = model(**batch)
-    else:
-        output = model(*(batch if isinstance(batch, tuple) else (batch,)))
-    torch.autograd.backward(loss(output))
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    taken = time.perf_counter() - start
-    for parameter in model.parameters():
-        parameter.grad = None
-    return taken
-
-
-def _mean(output: Any) -> Tensor:
-    tensors = [
-        leaf
-        for leaf in torch.utils._pytree.tree_leaves(output)
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.requires_grad
-    ]
-    if not tensors:
-        raise ValueError(
-            "tune expects a model whose output has floating-point tensors that require gradients "
-            "but got none; pass loss=, which makes a scalar of the output"
-        )
-    return torch.stack([tensor.float().mean() for tensor in tensors]).sum()
-
-
-@contextlib.contextmanager
-def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Keep buffers (running statistics, say) and random numbers; drop gradients."""
-    buffers = {buffer: buffer.clone() for buffer in model.buffers()}
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, before in buffers.items():
-                    buffer.copy_(before)
-            for parameter in model.parameters():
-                parameter.grad = None
 
 
 # - Settings
@@ -251,6 +220,7 @@ class _Settings:
 
     def __init__(self, root: Root) -> None:
         self._root = root
+        self._was = root.choice, root.tuned
         first = root.units[0]
         self.fixed_bucket = first.bucket_bytes not in (None, AUTO)
         self.fixed_prefetch = first.prefetch not in (None, AUTO)
@@ -270,6 +240,15 @@ class _Settings:
     def apply(self, choice: Choice) -> None:
         """Run that way from the next step on."""
         self._root.apply_choice(choice)
+
+    def probe(self, bucket_bytes: int, prefetch: int) -> None:
+        """Run that way, whatever the user has set."""
+        self._root.apply_choice(Choice(bucket_bytes, prefetch, self.before.kept), force=True)
+
+    def restore(self) -> None:
+        """Run as before, also where the root is made anew."""
+        self._root.apply_choice(self.before)
+        self._root.choice, self._root.tuned = self._was
 
     def candidates(self, total: int, keeps_more: bool) -> Iterator[Choice]:
         """Yield all that may be chosen.
@@ -305,6 +284,15 @@ class _Settings:
 # - The search
 
 
+@dataclasses.dataclass(frozen=True)
+class _Sized:
+    """A choice, its buckets and slots, and the bytes that a rank takes."""
+
+    choice: Choice
+    found: _C.MemoryPlan
+    memory: int
+
+
 class _Tuner:
     """Measures costs, asks the model, measures the best."""
 
@@ -321,67 +309,107 @@ class _Tuner:
         self._step = step
         self._steps = steps
         self._optimizer_states = optimizer_states
-        self._planned = PlannedRoot(
-            units_of_sharded(root.module, root.units[0].mesh.size()), root.link
-        )
-        device = root.units[0].device.type
-        self._gather_by = gather_by_of(root.lanes.transport, device)
+        # Held, since the planned root refers to it weakly.
+        self._copy = units_of_sharded(root.module, root.units[0].mesh.size())
+        self._planned = PlannedRoot(self._copy, root.link)
+        self._layouts = [unit._layout(training=True) for unit in self._planned.units]
+        self._gather_by = gather_by_of(root.lanes.transport, root.units[0].device.type)
 
     def run(self, memory_limit: int | None) -> Tuning:
-        before = self._settings.before
-
-        def run_with(bucket_bytes: int, prefetch: int) -> None:
-            self._settings.apply(Choice(bucket_bytes, prefetch, before.kept))
-
-        costs = measure_costs(self._root, self._step, run_with, self._steps)
+        before = self._sized(self._settings.before)
+        limit = round(_GROWTH * before.memory) if memory_limit is None else memory_limit
+        fitting, too_large = self._fitting(limit, memory_limit is not None)
+        self._say(
+            f"{len(fitting)} settings fit {size(limit)}, {too_large} do not; measuring what "
+            "units compute and collectives take"
+        )
         # All ranks go on with what the first one has.
-        costs = exchange(self._root, costs)[0]
-        total = sum(bucket["gather_bytes"] for bucket in self._root.core.buckets())
-        asked = [
-            self._predicted(choice, costs)
-            for choice in self._settings.candidates(total, memory_limit is not None)
-        ]
-        fitting = [one for one in asked if memory_limit is None or one.memory <= memory_limit]
-        if not fitting:
-            least = min(asked, key=lambda one: one.memory)
-            raise ValueError(
-                f"tune expects a memory_limit of at least {least.memory:,} bytes, which "
-                f"{least.choice} takes without activations, but got {memory_limit:,}; use more "
-                "ranks or smaller units"
+        costs = exchange(
+            self._root.units[0],
+            measure_costs(self._root, self._step, self._settings.probe, self._probes(limit)),
+        )[0]
+        shortlist = self._shortlist([self._predicted(one, costs) for one in fitting])
+        self._say(f"measuring the {len(shortlist)} settings that are predicted to be fastest")
+        measured = self._measure([*shortlist, self._predicted(before, costs)])
+        own = next(one for one in measured if one.choice == before.choice)
+        allowed = [one for one in measured if one.memory <= limit]
+        if not allowed:
+            raise RuntimeError(
+                f"tune expects room for one of {len(shortlist)} settings, activations included, "
+                "but memory ran out with each; use a smaller batch or more ranks"
             )
-        shortlist = self._shortlist(fitting)
-        own = self._predicted(before, costs)
-        measured = self._measure([*shortlist, own])
-        own = next(one for one in measured if one.choice == before)
-        allowed = [one for one in measured if memory_limit is None or one.memory <= memory_limit]
         chosen = _best(allowed)
         self._settings.apply(chosen.choice)
         return Tuning(
             chosen=chosen,
             before=own,
             measured=tuple(sorted(measured, key=lambda one: one.measured or 0.0)),
-            considered=len(asked),
-            too_large=len(asked) - len(fitting),
+            considered=len(fitting) + too_large,
+            too_large=too_large,
             costs=costs,
             simulated=self._root.lanes.transport == "simulated",
         )
 
-    def _predicted(self, choice: Choice, costs: Costs) -> Candidate:
+    def _say(self, what: str) -> None:
+        if self._root.units[0].mesh.get_local_rank() == 0:
+            _logger.info("tune: %s", what)
+
+    def _fitting(self, limit: int, keeps_more: bool) -> tuple[list[_Sized], int]:
+        """Return what takes no more than ``limit`` bytes, and how many do."""
+        total = sum(bucket["gather_bytes"] for bucket in self._root.core.buckets())
+        asked = [self._sized(one) for one in self._settings.candidates(total, keeps_more)]
+        fitting = [one for one in asked if one.memory <= limit]
+        if not fitting:
+            least = min(asked, key=lambda one: one.memory)
+            raise ValueError(
+                f"tune expects a memory_limit of at least {least.memory:,} bytes, which "
+                f"{least.choice} takes without activations, but got {limit:,}; use more "
+                "ranks or smaller units"
+            )
+        return fitting, len(asked) - len(fitting)
+
+    def _probes(self, limit: int) -> Probes:
+        """Return what measures costs within ``limit`` bytes."""
+        kept = self._settings.before.kept
+        gathers = [layout.gather_bytes * layout.world_size for layout in self._layouts[1:]]
+        largest = max(gathers, default=0)
+        pair = min(map(sum, itertools.pairwise(gathers)), default=0)
+        alone = len(self._sized(Choice(0, 0, kept), force=True).found["buckets"])
+        merged = None
+        for nbytes in (3 * largest, 2 * largest, pair):
+            sized = self._sized(Choice(nbytes, 0, kept), force=True)
+            if sized.memory <= limit and len(sized.found["buckets"]) < alone:
+                merged = nbytes
+                break
+        ahead = self._sized(Choice(0, 1, kept), force=True).memory <= limit
+        return Probes(self._steps, merged, ahead)
+
+    def _set(self, choice: Choice) -> int:
+        """Plan for ``choice``; return the depth of its prefetch."""
         planned = self._planned
         planned.units[0].bucket_bytes = choice.bucket_bytes
         for number, unit in enumerate(planned.units):
             if number > 0:
                 unit.reshard_after_forward = number not in choice.kept
-        depth = planned.most_ahead(choice.prefetch)
-        found = find_buckets(planned, self._gather_by, depth)
-        layouts = [unit._layout(training=True) for unit in planned.units]
+        return planned.most_ahead(choice.prefetch)
+
+    def _sized(self, choice: Choice, *, force: bool = False) -> _Sized:
+        """Return what ``choice`` takes; see :meth:`Root.apply_choice` for ``force``."""
+        planned, layouts = self._planned, self._layouts
+        depth = self._set(choice)
+        planned.forced_bucket_bytes = choice.bucket_bytes if force else None
+        found = find_buckets(planned, layouts, self._gather_by, depth)
+        memory = memory_of(planned, layouts, found, self._optimizer_states).peak
+        return _Sized(choice, found, memory)
+
+    def _predicted(self, sized: _Sized, costs: Costs) -> Candidate:
+        depth = self._set(sized.choice)
         seconds = list(costs.compute)
         seconds[0] = (seconds[0][0] + costs.between, seconds[0][1])
         prediction = predict_plan(
-            planned, found, seconds, costs.link, depth, costs.contention, costs.copies
+            self._planned, sized.found, seconds, costs.link, depth, costs.contention, costs.copies
         )
-        memory = memory_of(planned, layouts, found, self._optimizer_states).peak
-        return Candidate(choice, len(found["buckets"]), memory, prediction.step)
+        return Candidate(sized.choice, len(sized.found["buckets"]), sized.memory, prediction.step)
 
     def _shortlist(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Return the best few that differ in how many buckets, how deep or what is kept."""
@@ -396,26 +424,40 @@ class _Tuner:
         return list(result.values())[:_SHORTLIST]
 
     def _measure(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Return them with what was measured, in several rounds of all."""
-        taken: dict[Choice, list[float]] = {one.choice: [] for one in candidates}
+        """Return them with what was measured, in several rounds of all.
+
+        Those that some rank has no memory for are left out; the setting before has to fit.
+        """
+        unique = {one.choice: one for one in candidates}
+        taken: dict[Choice, list[float]] = {choice: [] for choice in unique}
         order = random.Random(0)  # the same on all ranks; what came before leaves caches behind
-        for _ in range(_ROUNDS):
+        for number in range(_ROUNDS):
             for choice in order.sample(list(taken), len(taken)):
-                self._settings.apply(choice)
-                for _ in range(WARMUP):
-                    self._step()
-                for _ in range(self._steps):
-                    exchange(self._root, None)  # all begin together
-                    taken[choice].append(self._step())
-        ranks = exchange(self._root, taken)
+                try:
+                    taken[choice] += self._run(choice)
+                except OutOfMemory:
+                    if choice == self._settings.before:
+                        raise
+                    del taken[choice]
+                    self._say(f"memory ran out with {choice}, which is dropped")
+                    if self._root.units[0].device.type == "cuda":
+                        torch.cuda.empty_cache()  # it holds buffers of other sizes now
+            self._say(f"measured round {number + 1} of {_ROUNDS}")
+        ranks = exchange(self._root.units[0], taken)
         seconds = {
             choice: statistics.median(max(of[choice][i] for of in ranks) for i in range(len(own)))
             for choice, own in taken.items()
         }
-        unique = {one.choice: one for one in candidates}
-        return [
-            dataclasses.replace(one, measured=seconds[choice]) for choice, one in unique.items()
-        ]
+        return [dataclasses.replace(unique[choice], measured=seconds[choice]) for choice in taken]
+
+    def _run(self, choice: Choice) -> list[float]:
+        """Return the seconds of each step, which all ranks begin together."""
+        self._settings.apply(choice)
+        taken: list[float] = []
+        for _ in range(WARMUP + self._steps):
+            with together(self._root.units[0], "tune", f"a step with {choice}"):
+                taken.append(self._step())
+        return taken[WARMUP:]
 
 
 def _best(candidates: Sequence[Candidate]) -> Candidate:

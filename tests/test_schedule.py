@@ -49,6 +49,14 @@ def test_compute_waits_for_a_slow_wire_and_backward_gathers_what_is_gone() -> No
     assert step.step == 20
 
 
+def test_copies_without_a_wire_take_their_lane_but_no_latency() -> None:
+    cast = Stage("a", 2, 4, 0, 0, copy_seconds_gather=1, copy_seconds_reduce=3)
+    step = predict(None, [cast], fixed(100))
+    assert spans(step, "gather") == [("a", 0, 1)]  # the slot has it still for backward
+    assert spans(step, "reduce") == [("a", 7, 10)]
+    assert step.step == 10
+
+
 def test_the_root_is_gathered_first_and_reduced_last() -> None:
     step = predict(
         replace(stage("root", 1, 1), reshards=False),
@@ -197,7 +205,9 @@ def test_a_step_has_room_for_each_lane(
     assert no_more(step.exposed, step.wire)
     assert 0 <= step.hidden <= 1
     assert len(spans(step, "compute")) == 2 * len(chain)
-    assert len(spans(step, "reduce")) == sum(part.reduce_bytes > 0 for part in chain)
+    assert len(spans(step, "reduce")) == sum(
+        part.reduce_bytes > 0 or part.copy_seconds_reduce > 0 for part in chain
+    )
 
 
 @settings(max_examples=200, deadline=None)

@@ -43,6 +43,13 @@ def make(transport: Any = None, **options: Any) -> Any:
     return fully_shard(model, transport=transport, **options)
 
 
+def make_units() -> Any:
+    model: Any = nn.Sequential(*(Layer() for _ in range(2)))
+    for layer in model:
+        fully_shard(layer)
+    return model
+
+
 def batch() -> Tensor:
     return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
 
@@ -88,7 +95,7 @@ def _applies() -> None:
     text = str(result)
     assert "chosen" in text
     assert "predicted simulated ms" in text
-    assert f"{result.considered} settings were predicted" in text
+    assert f"{result.considered} settings were considered" in text
 
 
 def test_what_is_chosen_is_applied_and_nothing_else_changes() -> None:
@@ -211,8 +218,8 @@ def _without() -> list[Tensor]:
 def test_ranks_choose_the_same_and_train_as_without() -> None:
     (choice, parameters, printed), (other, _, silent) = run_ranks(_on_ranks, 2)
     assert choice == other
-    assert printed.count("settings were predicted") == 2  # once by itself
-    assert silent.count("settings were predicted") == 1
+    assert printed.count("settings were considered") == 2  # once by itself
+    assert silent.count("settings were considered") == 1
     for got, want in zip(parameters, run_ranks(_without, 2)[0], strict=True):
         assert torch.equal(got, want)
 
@@ -239,8 +246,30 @@ def _errors() -> None:
     with pytest.raises(ValueError, match=r"without gradients.*call optimizer.zero_grad\(\)"):
         fsdp_ext.tune(model, batch())
     model.zero_grad()
-    with pytest.raises(ValueError, match="none; pass loss="):
+    with pytest.raises(TypeError, match=r"that fully_shard was applied to but got NoFloats"):
         fsdp_ext.tune(NoFloats(model), batch())
+    with pytest.raises(ValueError, match=r"got a FSDPLayer inside a FSDPSequential that is"):
+        fsdp_ext.tune(model[0], batch())
+    with pytest.raises(ValueError, match="none; pass loss="):
+        fsdp_ext.tune(fully_shard(NoFloats(make_units())), batch())
+    for limit in (0, 1.5, True):
+        with pytest.raises(ValueError, match=f"memory_limit to be a positive .* got {limit}"):
+            fsdp_ext.tune(model, batch(), memory_limit=limit)
+    with pytest.raises(ValueError, match=r"optimizer_states to be a number .* but got -1"):
+        fsdp_ext.tune(model, batch(), optimizer_states=-1)
+    with pytest.raises(TypeError, match=r"loss to be a function .* but got 'mean'"):
+        fsdp_ext.tune(model, batch(), loss="mean")
+    with pytest.raises(TypeError, match="loss to return a tensor but got float"):
+        fsdp_ext.tune(model, batch(), loss=lambda y: 1.0)
+    with pytest.raises(ValueError, match=r"a scalar .* got one of shape \(8, 64\) with req"):
+        fsdp_ext.tune(model, batch(), loss=lambda y: y)
+    model[0].set_requires_gradient_sync(False)
+    with pytest.raises(ValueError, match=r"call set_requires_gradient_sync\(True\) before"):
+        fsdp_ext.tune(model, batch())
+    model[0].set_requires_gradient_sync(True)
+    model.set_is_last_backward(False)
+    with pytest.raises(ValueError, match=r"call set_is_last_backward\(True\) before"):
+        fsdp_ext.tune(model, batch())
     for name in ("bucket_bytes", "prefetch"):
         with pytest.raises(ValueError, match=f"{name} expects .*'auto' or None but got 'large'"):
             make(**{name: "large"})
