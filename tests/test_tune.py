@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import warnings
 from typing import Any
 
+import models
 import pytest
 import torch
 import torch.distributed as dist
 from launcher import run_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_ext
 from fsdp_ext import Link, Simulated, fully_shard
-from fsdp_ext.auto import Choice
+from fsdp_ext.auto import Choice, remember
+from fsdp_ext.ledger import Iteration, Span
+from fsdp_ext.measured_costs import _figures
+from fsdp_ext.trial import Trial
 from fsdp_ext.tune import Tuning
 
 WIDTH = 64
@@ -169,7 +175,6 @@ def _auto() -> None:
     default = in_use(first)
     assert default == in_use(make_and_run(transport.link))
     chosen = tuned(first).chosen.choice
-    assert chosen != default
     second = make(transport, **auto)
     second(batch())
     assert in_use(second) == chosen
@@ -181,6 +186,199 @@ def _auto() -> None:
 
 def test_a_model_that_looks_the_same_begins_with_what_was_chosen() -> None:
     run_ranks(_auto, 1)
+
+
+def _remembered() -> None:
+    dist.destroy_process_group()
+    transport = Simulated(8, LINK)
+    auto: Any = {"bucket_bytes": "auto", "prefetch": "auto"}
+
+    def begins(**options: Any) -> Choice:
+        model = make(transport, **options)
+        model(batch())
+        return in_use(model)
+
+    model = make(transport, **auto)
+    model(batch())
+    root = model._unit.root
+    default = in_use(model)
+    chosen = Choice(12345, 3, (1, 2))
+    remember(root, chosen, memory_known=True)
+    assert begins(**auto) == chosen
+    # What fits with the size and depth that were chosen may not fit with others.
+    assert begins(bucket_bytes="auto") == Choice(12345, default.prefetch)
+    assert begins(bucket_bytes=77, prefetch="auto") == Choice(77, 3)
+    assert begins(**auto, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)) == default
+    assert begins(**auto, reshard_after_forward=True) == default
+    remember(root, chosen, memory_known=False)
+    assert begins(**auto) == Choice(12345, 3)
+
+
+def test_a_remembered_choice_reaches_models_of_the_same_dtypes_and_settings_only() -> None:
+    run_ranks(_remembered, 1)
+
+
+# - What stays
+
+
+class Assigns(nn.Module):
+    """A buffer that forward assigns."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("average", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average = 0.9 * self.average + x.detach().mean(0)
+        return self.linear(x) + self.average
+
+
+def _nothing_trains(fails: bool) -> None:
+    dist.destroy_process_group()
+    model: Any = nn.Sequential(*(Assigns() for _ in range(4)))
+    for layer in model:
+        fully_shard(layer, transport=Simulated(8, LINK))
+    fully_shard(model, transport=Simulated(8, LINK))
+    model.set_reshard_after_backward(False)  # so that what is unsharded is stale, too
+    stepped = []
+
+    def optimize(parameter: Any) -> None:
+        stepped.append(parameter)
+        parameter.to_local().add_(1.0)
+        parameter.grad = None
+
+    x = batch().requires_grad_()
+    gradient = x.grad = torch.ones_like(x)
+    before = model.eval()(x).detach()
+    for layer in model:
+        layer.average = torch.ones(WIDTH)
+    shards = [parameter.to_local().clone() for parameter in model.parameters()]
+    buffers = list(model.buffers())
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda p: optimize(p) if p.grad is not None else None
+        )
+    calls = []
+
+    def loss(y: Tensor) -> Tensor:
+        calls.append(None)
+        if fails and len(calls) > 10:
+            raise RuntimeError("a loss that fails")
+        return y.sum()
+
+    error = pytest.raises(RuntimeError, match="fails") if fails else contextlib.nullcontext()
+    with error:
+        fsdp_ext.tune(model, x, loss=loss, steps=2, verbose=False)
+    assert len(stepped) > len(shards)
+    assert all(map(torch.equal, shards, (p.to_local() for p in model.parameters())))
+    assert all(now is then for now, then in zip(model.buffers(), buffers, strict=True))
+    assert all(torch.equal(buffer, torch.ones(WIDTH)) for buffer in buffers)
+    assert x.grad is gradient
+    assert torch.equal(gradient, torch.ones_like(x))
+    assert model._unit.root.forced_bucket_bytes is None
+    assert torch.equal(model(x), before)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_hooks_train_and_forward_assigns_is_put_back(fails: bool) -> None:
+    run_ranks(_nothing_trains, 1, fails)
+
+
+# - Memory
+
+
+class Steps:
+    """What each step of a trial ran with, by standing in for it."""
+
+    def __init__(self, model: Any) -> None:
+        self.memory: list[int] = []
+        self.buckets: list[int] = []
+        self._model = model
+        self._step = Trial.step
+
+    def __enter__(self) -> Steps:
+        def step(trial: Trial) -> float:
+            taken = self._step(trial)
+            core = self._model._unit.root.core
+            self.memory.append(core.memory()["ring_bytes"])
+            self.buckets.append(len(core.buckets()))
+            return taken
+
+        Trial.step = step  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        Trial.step = self._step  # type: ignore[method-assign]
+
+
+def _within_the_limit() -> None:
+    dist.destroy_process_group()
+    transport = Simulated(8, Link("slow", alpha=1e-3, beta=1e12))
+    model = make(transport, bucket_bytes=0, prefetch=2)
+    memory = fsdp_ext.plan(model).memory
+    with Steps(model) as steps:
+        result = tuned(model, memory_limit=memory.peak)
+    held = memory.shards + memory.gradients + memory.optimizer_states
+    assert max(steps.memory) <= memory.peak - held
+    assert all(one.memory <= memory.peak for one in result.measured)
+    result = tuned(make(Simulated(8, Link("fast", alpha=1e-9, beta=1e12))))
+    assert result.too_large > 0
+    assert result.before.buckets > 1
+    assert all(one.memory <= 1.25 * result.before.memory for one in result.measured)
+
+
+def test_no_step_takes_more_than_the_limit() -> None:
+    run_ranks(_within_the_limit, 1)
+
+
+def _probes_are_of_their_own() -> None:
+    dist.destroy_process_group()
+    model = make(Simulated(8, LINK), bucket_bytes=10**9)
+    with Steps(model) as steps:
+        result = tuned(model)
+    assert steps.buckets[0] == LAYERS + 1  # each unit by itself, first
+    assert 1 < len(set(steps.buckets)) <= 3
+    assert steps.buckets[-1] == result.chosen.buckets < LAYERS
+    assert all(forward > 0 < backward for forward, backward in result.costs.compute[1:])
+
+
+def test_costs_are_measured_with_buckets_of_their_own_where_the_user_has_set_a_size() -> None:
+    run_ranks(_probes_are_of_their_own, 1)
+
+
+def test_recomputation_is_part_of_backward() -> None:
+    spans = (
+        Span("forward", "forward", -1, -1, 0, 1, 5),
+        Span("unit forward", "forward", 1, 1, 0, 2, 4),
+        Span("backward", "backward", -1, -1, 0, 6, 20),
+        Span("unit forward", "backward", 1, 1, 0, 7, 9),
+        Span("unit backward", "backward", 1, 1, 0, 9, 14),
+    )
+    figures = _figures([Iteration(1, spans, 21)])
+    assert figures.compute == {("unit forward", 1): 2, ("unit backward", 1): 7}
+    assert figures.between == 1
+
+
+def _recomputes() -> None:
+    dist.destroy_process_group()
+    model: Any = models.Recomputed(inside=False, around=True, use_reentrant=False)
+    for block in model.blocks:
+        fully_shard(block, transport=Simulated(2, LINK))
+    fully_shard(model, transport=Simulated(2, LINK))
+    x = torch.randn(4, models.DIM)
+    for _ in range(2):
+        model(x).sum().backward()
+    with fsdp_ext.profile(model, iterations=1) as prof:
+        model(x).sum().backward()
+    phases = [span.phase for span in prof.iterations[0].of("unit forward") if span.first > 0]
+    assert sorted(phases) == ["backward"] * 3 + ["forward"] * 3
+
+
+def test_a_recomputed_forward_is_of_the_phase_that_needs_it() -> None:
+    run_ranks(_recomputes, 1)
 
 
 # - On real ranks
@@ -222,6 +420,70 @@ def test_ranks_choose_the_same_and_train_as_without() -> None:
     assert silent.count("settings were considered") == 1
     for got, want in zip(parameters, run_ranks(_without, 2)[0], strict=True):
         assert torch.equal(got, want)
+
+
+def _differ() -> tuple[Choice, bool, list[str]]:
+    """What one rank alone does wrong, and what it has less of."""
+    rank = dist.get_rank()
+    model = make(bucket_bytes=0)
+    limit = fsdp_ext.plan(model).memory.peak
+    options: dict[str, Any] = {"verbose": False, "steps": 2}
+    result = fsdp_ext.tune(model, batch(), memory_limit=limit * (2 - rank), **options)
+    messages = []
+
+    def loss(y: Tensor) -> Tensor:
+        if rank == 1:
+            raise KeyError("no label")
+        return y.sum()
+
+    for wrong in ({"loss": loss}, {"optimizer_states": -rank}, {"optimizer_states": rank}):
+        with pytest.raises((RuntimeError, ValueError)) as raised:
+            fsdp_ext.tune(model, batch(), **{**options, **wrong})
+        messages.append(f"{type(raised.value).__name__}: {raised.value}")
+        assert in_use(model) == result.chosen.choice
+        assert all(parameter.grad is None for parameter in model.parameters())
+    return result.chosen.choice, result.chosen.memory <= limit, messages
+
+
+def test_ranks_that_differ_choose_the_same_or_all_raise() -> None:
+    (choice, fits, messages), other = run_ranks(_differ, 2)
+    assert (choice, fits, messages) == other
+    assert fits
+    start = "tune expects all ranks to get through"
+    assert f"RuntimeError: {start} the loss but rank 1 raised KeyError: 'no label'" in messages[0]
+    assert f"ValueError: {start} its arguments but rank 1 raised ValueError" in messages[1]
+    assert "optimizer_states to be the same on all ranks but got 0, 1" in messages[2]
+
+
+def _runs_out() -> tuple[list[Choice], Choice]:
+    model = make(bucket_bytes=0)
+    before = Choice(0, 1)
+    plain = Trial.step
+
+    def step(trial: Trial) -> float:
+        taken = plain(trial)
+        root = model._unit.root
+        tried = root.forced_bucket_bytes is None and root.choice != before
+        if dist.get_rank() == 1 and tried:
+            raise torch.OutOfMemoryError("out of memory")
+        return taken
+
+    Trial.step = step  # type: ignore[method-assign]
+    said: list[str] = []
+    logger = logging.getLogger("fsdp_ext")
+    logger.setLevel(logging.INFO)
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    result = fsdp_ext.tune(model, batch(), steps=2, memory_limit=10**9, verbose=False)
+    if dist.get_rank() == 0:
+        assert sum("measured round" in line for line in said) == 5
+        assert any("prefetch=" in line and "is dropped" in line for line in said)
+    return [one.choice for one in result.measured], result.chosen.choice
+
+
+def test_what_one_rank_has_no_memory_for_is_dropped_on_all() -> None:
+    assert run_ranks(_runs_out, 2) == [([Choice(0, 1)], Choice(0, 1))] * 2
 
 
 # - Wrong use
