@@ -8,8 +8,12 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
+import torch
 from hypothesis import given, settings
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import fsdp_ext
 from fsdp_ext import Link
 from fsdp_ext.schedule import Prediction, Stage, predict
 
@@ -55,6 +59,24 @@ def test_copies_without_a_wire_take_their_lane_but_no_latency() -> None:
     assert spans(step, "gather") == [("a", 0, 1)]  # the slot has it still for backward
     assert spans(step, "reduce") == [("a", 7, 10)]
     assert step.step == 10
+
+
+def test_a_single_rank_copies_only_what_it_casts() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    wire = []
+    for dtype in (None, torch.bfloat16):
+        plan = fsdp_ext.plan(
+            model,
+            world_size=1,
+            units=nn.Linear,
+            mp_policy=MixedPrecisionPolicy(dtype),
+            device_type="cpu",
+            compute={"0": (1e-3, 2e-3), "1": (1e-3, 2e-3)},
+            copies=(1e-9, 1e-9),
+        )
+        assert plan.prediction is not None
+        wire.append({span.lane for span in plan.prediction.spans})
+    assert wire == [{"compute"}, {"compute", "gather", "reduce"}]
 
 
 def test_the_root_is_gathered_first_and_reduced_last() -> None:
