@@ -1,10 +1,13 @@
 // What the schedule did: counters that are always on; a log of collectives that tests switch on;
 // and, for who measures, when everything was issued, began and ended.
 //
-// Written by the thread that runs the schedule. Note [times]: what a span's moments are is known
-// when its streams have come so far, so nothing is read, and nothing waited for, before take_times.
-// Iterations take turns in a fixed number of places; in each, moments and spans of an earlier one
-// are written over, so that a ledger that is left on allocates nothing after as many iterations.
+// Written by the thread that runs the schedule.
+//
+// Note [times]
+// What a span's moments are is known when its streams have come so far, so nothing is read, and
+// nothing waited for, before take_times. Iterations take turns in a fixed number of places; in each,
+// moments and spans of an earlier one are written over, so that a ledger that is left on allocates
+// nothing after as many iterations.
 #pragma once
 
 #include <cstddef>
