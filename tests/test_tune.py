@@ -321,8 +321,8 @@ def _within_the_limit() -> None:
     memory = fsdp_ext.plan(model).memory
     with Steps(model) as steps:
         result = tuned(model, memory_limit=memory.peak)
-    held = memory.shards + memory.gradients + memory.optimizer_states
-    assert max(steps.memory) <= memory.peak - held
+    # Larger buckets reduce as much at least as units by themselves, so this is what slots may take.
+    assert max(steps.memory) <= memory.ring + memory.staging + memory.kept_unsharded
     assert all(one.memory <= memory.peak for one in result.measured)
     result = tuned(make(Simulated(8, Link("fast", alpha=1e-9, beta=1e12))))
     assert result.too_large > 0
