@@ -3,11 +3,11 @@
 # Note [causes]
 # A wait is cut up by what the lane that it waited for did. Going back from the collective that a
 # unit waited for, the lane was at work without a pause since some moment. If it stood idle right
-# before, then an earlier start, by as long as that at most, would have hidden as much; why there was
-# none is told by when the collective was issued, when it was first refused a slot, and when its slot
-# was free. What remains shows because the wire is slower than the compute beside it: an earlier
-# start was not to be had, for the lane was busy. Before the first unit of a forward, or of a
-# backward, there is no compute to hide behind, and behind the last one's gradients there is none
+# before, then an earlier start, by as long as that at most, would have hidden as much; why there
+# was none is told by when the collective was issued, when it was first refused a slot, and when its
+# slot was free. What remains shows because the wire is slower than the compute beside it: an
+# earlier start was not to be had, for the lane was busy. Before the first unit of a forward, or of
+# a backward, there is no compute to hide behind, and behind the last one's gradients there is none
 # left.
 
 from __future__ import annotations

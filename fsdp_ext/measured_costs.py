@@ -1,10 +1,10 @@
 """What a model's units compute and what its collectives take, measured in steps of its own."""
 
 # Note [measuring costs]
-# Compute is measured where nothing is on the wire beside it: without prefetch a gather is waited for
-# before its unit computes, so that forward computes alone. With prefetch, the same unit computes
-# beside the next one's gather; what it then takes longer, by what that gather takes alone, is the
-# contention that schedule.predict asks for. Backward always has reductions beside it; by the
+# Compute is measured where nothing is on the wire beside it: without prefetch a gather is waited
+# for before its unit computes, so that forward computes alone. With prefetch, the same unit
+# computes beside the next one's gather; what it then takes longer, by what that gather takes alone,
+# is the contention that schedule.predict asks for. Backward always has reductions beside it; by the
 # contention their part is taken off. Two sizes of buckets give collectives of several sizes, for
 # alpha and beta; where memory has no room for the larger ones, units of several sizes may do, and
 # else what is typical of the transport is taken.

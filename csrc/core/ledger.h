@@ -5,9 +5,9 @@
 //
 // Note [times]
 // What a span's moments are is known when its streams have come so far, so nothing is read, and
-// nothing waited for, before take_times. Iterations take turns in a fixed number of places; in each,
-// moments and spans of an earlier one are written over, so that a ledger that is left on allocates
-// nothing after as many iterations.
+// nothing waited for, before take_times. Iterations take turns in a fixed number of places; in
+// each, moments and spans of an earlier one are written over, so that a ledger that is left on
+// allocates nothing after as many iterations.
 #pragma once
 
 #include <cstddef>
