@@ -113,13 +113,13 @@ void Reducer::reduce(Bucket& bucket, const Units& units) {
   const Range range(device_, bucket.reduce_label);
   auto* gradient = static_cast<char*>(bucket.flat_gradient());
   char* reduced = direct || alone ? gradient : static_cast<char*>(output_buffer());
-  // After whatever was allocated: Note [memory and the compute stream].
-  device_.compute_stream().record(*compute_reached_);
   Issue issue;
   if (ledger_.has_times()) {
     issue.at = host_clock::now();
     issue.possible = ledger_.mark_compute();
   }
+  // After whatever was allocated: Note [memory and the compute stream].
+  device_.compute_stream().record(*compute_reached_);
   stream_.wait(*compute_reached_, kComputeStream);
   const bool in_pieces = bucket.reductions.size() > 1;
   if (any_cut_) {

@@ -426,7 +426,7 @@ TEST_P(CudaSchedule, TimesAreThoseOfTheStreamsAndNotOfTheHost) {
         if (timed.span.work == Work::Gather || timed.span.work == Work::Reduce) {
           EXPECT_LE(timed.issued, timed.end);
           EXPECT_GT(timed.issued, 0.0);
-          EXPECT_LE(timed.possible, timed.begin + 1e-4);
+          EXPECT_LE(timed.possible, timed.begin + 1e-6);  // as exact as milliseconds in a float
         }
         if (timed.span.work == Work::Gather) {
           gathered = timed.end;
