@@ -18,8 +18,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from bench import overlap_picture, predict, step, tune
 
 ROOT = Path(__file__).resolve().parents[1]

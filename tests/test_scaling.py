@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from argparse import Namespace
 from dataclasses import replace
 from functools import cache
@@ -15,8 +14,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.flop_counter import FlopCounterMode
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import fsdp_ext
 from bench import published, scaling

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
+import itertools
 import threading
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +13,6 @@ import torch.distributed as dist
 from launcher import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import itertools
 
 from bench import simulated_group as module
 from bench.simulated_group import SimulatedGroup, simulated_group
