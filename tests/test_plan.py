@@ -36,6 +36,7 @@ from fsdp_ext.plan_command import run
 from fsdp_ext.schedule import Stage, predict
 from fsdp_ext.simulated import H100_NODE
 
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 PACKAGE = Path(fsdp_ext.__file__).parents[1]
 FAST = Link("fast", alpha=0.0, beta=1e15)
 
@@ -412,7 +413,7 @@ def _tied() -> nn.Module:
         (on_meta, {"flops_per_second": 1.0, "compute": {}}, ValueError, "but got both"),
         (on_meta, {"compute": {}, "units": Block}, ValueError, "blocks.0, .* has none; the units"),
         (on_meta, {"compute": {"head": (1, 1)}}, ValueError, "but head is none; the units are the"),
-        (on_meta, {"batch": torch.zeros(2, 16)}, ValueError, "counting flops expects"),
+        (on_meta, {"batch": (torch.zeros(2, 16),) * 2}, ValueError, "counting flops expects"),
         (_scalar, {}, ValueError, "'scale' is a scalar"),
         (_tied, {"units": Block}, ValueError, "'up.weight' is shared with 'up.weight' of Block"),
     ],
@@ -463,7 +464,7 @@ number = 3
 def factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a directory with a module that makes a model."""
     (tmp_path / "plan_factory.py").write_text(FACTORY)
-    monkeypatch.syspath_prepend(PACKAGE / "examples")
+    monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
@@ -472,7 +473,7 @@ def test_the_command_plans_a_model_that_it_makes_on_meta(factory: Path) -> None:
     arguments = ["plan_factory:make", "--world-size", "16", "--units", "Block"]
     arguments += ["--link", "h100_cluster", "--param-dtype", "bfloat16", "--bucket-bytes", "1MiB"]
     arguments += ["--batch", "4x64:int64", "--flops-per-second", "1e12", "--json", "plan.json"]
-    path = os.pathsep.join(map(str, (PACKAGE, PACKAGE / "examples", factory)))
+    path = os.pathsep.join(map(str, (PACKAGE, EXAMPLES, factory)))
     result = subprocess.run(
         [sys.executable, "-m", "fsdp_ext", "plan", *arguments],
         cwd=factory,
