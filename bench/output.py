@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from fsdp_ext.files import write_whole
 from fsdp_ext.tables import columns
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,34 +122,6 @@ def _is_special(target: Path) -> bool:
     return target.exists() and not target.is_file()
 
 
-def write_whole(path: str, content: bytes) -> None:
-    """Write a file, whole or not at all.
-
-    It is written beside its place, brought to the disk, and renamed: a full disk or an interrupt
-    leaves what was there. A device or a pipe cannot be replaced (as root, /dev/full could be) and
-    is written to as it is.
-
-    Raises:
-        OSError: if it cannot be written, for one because the disk is full.
-    """
-    target = Path(path)
-    if _is_special(target):
-        with target.open("wb", buffering=0) as file:
-            file.write(content)
-        return
-    target = target.resolve()  # through a link, whose target is what is meant
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(target)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-
-
 def write_json(
     path: str, name: str, rows: Sequence[Mapping[str, Any]], device: str, **more: object
 ) -> None:
@@ -162,7 +135,7 @@ def write_json(
         more: further fields of the document.
 
     Raises:
-        OSError: as `write_whole`.
+        OSError: as `fsdp_ext.files.write_whole`.
     """
     document = {"benchmark": name, "environment": environment(device), **more, "rows": list(rows)}
     write_whole(path, (json.dumps(document, indent=2) + "\n").encode())
@@ -178,7 +151,7 @@ def picture(path: str, title: str, columns: int = 1) -> Iterator[Any]:
         columns: how many axes stand side by side.
 
     Raises:
-        OSError: as `write_whole`.
+        OSError: as `fsdp_ext.files.write_whole`.
     """
     import matplotlib
 

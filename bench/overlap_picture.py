@@ -25,7 +25,7 @@ def draw(rows: Sequence[Row], path: str) -> None:
     """Draw three panels: over the ratio, over the number of ranks, over prefetch and buckets.
 
     Raises:
-        OSError: as `bench.output.write_whole`.
+        OSError: as `fsdp_ext.files.write_whole`.
     """
     ran = [row for row in rows if "error" not in row]
     title = f"How much of a simulated wire is hidden; {LINKS}"

@@ -34,8 +34,8 @@ from bench.output import bars, picture, print_table
 from bench.training import GPT, Block, GPTConfig
 from fsdp_ext import fully_shard
 from fsdp_ext.communicator import lanes_of
-from fsdp_ext.ledger import LANES, WIRES
-from fsdp_ext.measure_link import OPERATIONS, fit
+from fsdp_ext.ledger import WIRES, copy_rates
+from fsdp_ext.measure_link import OPERATIONS, fit, link_of
 from fsdp_ext.measure_link import measure as measure_link
 from fsdp_ext.simulated import Link
 
@@ -157,20 +157,7 @@ def run_model(case: Case, transport: str, link: Link, repeats: int) -> Measured:
         for _ in range(repeats // 2):
             sharded.run(keep=False)
     stretch = in_steps_of(prof, link)
-    return Measured(plain.seconds(), sharded.step_seconds(), copies_of(prof), stretch)
-
-
-def copies_of(prof: fsdp_ext.profile) -> tuple[float, float]:
-    """Return the seconds a byte of what lanes do around the wire, medians over steps."""
-    found = []
-    for lane in WIRES:
-        works = [work for work, of in LANES.items() if of == lane and work != lane]
-        rates = []
-        for iteration in prof.iterations:
-            nbytes = sum(span.nbytes for span in iteration.of(lane))
-            rates.append(sum(span.seconds for span in iteration.of(*works)) / max(nbytes, 1))
-        found.append(statistics.median(rates))
-    return found[0], found[1]
+    return Measured(plain.seconds(), sharded.step_seconds(), copy_rates(prof.iterations), stretch)
 
 
 def in_steps_of(prof: fsdp_ext.profile, link: Link) -> tuple[float, float]:
@@ -202,19 +189,13 @@ def as_in_steps(link: Link, times: tuple[float, float]) -> Link:
     )
 
 
-def link_of(transport: str, repeats: int) -> Link:
+def measured_link(transport: str, repeats: int) -> Link:
     """Measure what collectives of a transport take, alone."""
     assert dist.group.WORLD is not None
     device = torch.device("cpu")
     samples = measure_link(lanes_of(dist.group.WORLD, device, transport), device, repeats)
-    gather, reduce = (fit([s for s in samples if s.operation == name]) for name in OPERATIONS)
-    return Link(
-        f"{transport}, measured",
-        alpha=gather.alpha,
-        beta=gather.beta,
-        reduce_alpha=reduce.alpha,
-        reduce_beta=reduce.beta,
-    )
+    fits = (fit([s for s in samples if s.operation == name]) for name in OPERATIONS)
+    return link_of(f"{transport}, measured", *fits)
 
 
 def predicted(
@@ -271,7 +252,7 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
     ranks.join(args.device)
     repeats = 6 if args.quick else 40
     for transport in TRANSPORTS:
-        link = link_of(transport, 3 if args.quick else 10)
+        link = measured_link(transport, 3 if args.quick else 10)
         contention, copies, used = 0.0, (0.0, 0.0), link
         for case in CASES:
             measured = run_model(case, transport, link, repeats)

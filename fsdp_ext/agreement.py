@@ -25,6 +25,13 @@ class OutOfMemory(RuntimeError):
     """Memory ran out on at least one rank; all ranks raise it."""
 
 
+def has_peers(unit: Unit) -> bool:
+    """Return whether there are other ranks than this one, which none are that are simulated."""
+    group = unit.mesh.get_group()
+    is_real = not isinstance(unit.transport, Simulated) and dist.get_backend(group) != "fake"
+    return is_real and group.size() > 1
+
+
 def exchange(unit: Unit, value: Any) -> list[Any]:
     """Return what all ranks of the unit's mesh say, in order; where there are no others, ours.
 
@@ -32,11 +39,9 @@ def exchange(unit: Unit, value: Any) -> list[Any]:
         unit: any of the model's.
         value: what this rank says; it has to pickle.
     """
-    if isinstance(unit.transport, Simulated):
+    if not has_peers(unit):
         return [value]
     group = unit.mesh.get_group()
-    if dist.get_backend(group) == "fake" or group.size() == 1:
-        return [value]
     brought: list[Any] = [None] * group.size()
     dist.all_gather_object(brought, value, group=group)
     return brought

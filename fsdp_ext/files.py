@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 from pathlib import Path
@@ -16,35 +15,44 @@ def write_text(path: str | Path, text: str) -> None:
     Raises:
         OSError: if it cannot be written; the message has the path and the system's reason.
     """
-    _replace(Path(path), text.encode())
+    write_bytes(path, text.encode())
 
 
 def write_bytes(path: str | Path, data: bytes) -> None:
     """As :func:`write_text`, for bytes."""
-    _replace(Path(path), data)
+    try:
+        write_whole(path, data)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"expects {path} to be writable but it is not ({error.strerror}); choose another "
+            "place, or make room",
+        ) from error
 
 
-def _replace(given: Path, data: bytes) -> None:
-    target = Path(os.path.realpath(given))  # a link stays one
-    # Devices and pipes are written to, not replaced.
-    special = target.exists() and not target.is_file()
+def write_whole(path: str | Path, data: bytes) -> None:
+    """Write a file beside its place, bring it to the disk, and rename it.
+
+    A full disk or an interrupt leaves what was there. A device or a pipe cannot be replaced (as
+    root, /dev/full could be) and is written to as it is.
+
+    Raises:
+        OSError: the system's own.
+    """
+    target = Path(path)
+    if target.exists() and not target.is_file():
+        with target.open("wb", buffering=0) as file:
+            file.write(data)
+        return
+    target = target.resolve()  # through a link, whose target is what is meant
     # Of this process and this call: others may write the same file, and one of them comes last.
-    own = f"{target.name}.{os.getpid()}.{next(_calls)}.partial"
-    partial = target if special else target.with_name(own)
+    partial = target.with_name(f"{target.name}.{os.getpid()}.{next(_calls)}.partial")
     try:
         with partial.open("wb") as file:
             file.write(data)
-            if not special:
-                file.flush()
-                os.fsync(file.fileno())
-        if not special:
-            partial.replace(target)
-    except OSError as error:
-        if not special:
-            with contextlib.suppress(OSError):
-                partial.unlink()
-        raise OSError(
-            error.errno,
-            f"expects {given} to be writable but it is not ({error.strerror}); choose another "
-            "place, or make room",
-        ) from error
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(target)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

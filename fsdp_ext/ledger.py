@@ -129,6 +129,21 @@ class Iteration:
         return sum(span.seconds for span in self.of(*WIRES))
 
 
+def copy_rates(iterations: Sequence[Iteration]) -> tuple[float, float]:
+    """Return the seconds a byte of what lanes do around the wire, of gathers and of reductions.
+
+    Bytes are those of the collectives, of all ranks together; without any, the rates are 0.
+    """
+
+    def rate(wire: str) -> float:
+        works = [work for work, lane in LANES.items() if lane == wire and work != wire]
+        seconds = sum(span.seconds for one in iterations for span in one.of(*works))
+        nbytes = sum(span.nbytes for one in iterations for span in one.of(wire))
+        return seconds / nbytes if nbytes else 0.0
+
+    return rate("gather"), rate("reduce")
+
+
 RawSpan = tuple[str, str, int, int, int, float, float, float, float, float, float, bool]
 
 

@@ -83,6 +83,19 @@ def fit(samples: Sequence[Sample]) -> Fit:
     return Fit(alpha, scale / slope, float((predicted - 1).square().mean().sqrt()))
 
 
+def link_of(name: str, gather: Fit, reduce: Fit, ranks: int = 0, source: str = "") -> Link:
+    """Return the link that two fits, of all-gathers and of reduce-scatters, are."""
+    return Link(
+        name,
+        alpha=gather.alpha,
+        beta=gather.beta,
+        reduce_alpha=reduce.alpha,
+        reduce_beta=reduce.beta,
+        ranks=ranks,
+        source=source,
+    )
+
+
 def measure(lanes: _C.Lanes, device: torch.device, repeats: int) -> list[Sample]:
     """Time both operations at all sizes; all ranks of the default group call this together.
 
@@ -225,15 +238,8 @@ def _measure_and_say(
     fits = {operation: fit(_of(samples, operation, held_out=False)) for operation in OPERATIONS}
     gather, reduce = (fits[operation] for operation in OPERATIONS)
     ranks = dist.get_world_size()
-    link = Link(
-        f"{lanes.transport}, {ranks} ranks",
-        alpha=gather.alpha,
-        beta=gather.beta,
-        reduce_alpha=reduce.alpha,
-        reduce_beta=reduce.beta,
-        ranks=ranks,
-        source="measured by python -m fsdp_ext measure-link",
-    )
+    source = "measured by python -m fsdp_ext measure-link"
+    link = link_of(f"{lanes.transport}, {ranks} ranks", gather, reduce, ranks, source)
     print(f"{link.name}, fp32 on {device.type}")
     print("\n".join(report(samples, fits)))
     if path is not None:

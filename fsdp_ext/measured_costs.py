@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fsdp_ext.agreement import exchange, together
-from fsdp_ext.ledger import LANES, WIRES, Iteration, own_compute
-from fsdp_ext.measure_link import Sample, fit
+from fsdp_ext.ledger import WIRES, Iteration, copy_rates, own_compute
+from fsdp_ext.measure_link import Fit, Sample, fit, link_of
 from fsdp_ext.report import profile
 from fsdp_ext.root import Root
 from fsdp_ext.simulated import Link, Simulated
@@ -55,7 +55,7 @@ class _Figures:
     compute: dict[tuple[str, int], float]
     between: float
     wire: dict[tuple[str, int], float]  # seconds, by operation and bytes
-    copies: dict[str, tuple[float, float]]  # seconds and bytes, by lane
+    copies: tuple[float, float]  # seconds a byte: copy_rates
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,10 @@ def measure_costs(
         compute=tuple(compute),
         between=max(of.between for of, *_ in ranks),
         link=_link(root, shortest),
-        copies=(_copies(ranks, "gather"), _copies(ranks, "reduce")),
+        copies=(
+            statistics.mean(of.copies[0] for of, *_ in ranks),
+            statistics.mean(of.copies[1] for of, *_ in ranks),
+        ),
         contention=contention,
     )
 
@@ -138,8 +141,6 @@ def _run(root: Root, step: Callable[[], object], steps: int) -> _Figures:
 def _figures(iterations: Sequence[Iteration]) -> _Figures:
     compute: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     wire: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
-    seconds: defaultdict[str, float] = defaultdict(float)
-    nbytes: defaultdict[str, float] = defaultdict(float)
     between = []
     for iteration in iterations:
         of_units: defaultdict[tuple[str, int], float] = defaultdict(float)
@@ -151,16 +152,13 @@ def _figures(iterations: Sequence[Iteration]) -> _Figures:
             compute[key].append(own)
         for span in iteration.of(*WIRES):
             wire[span.work, span.nbytes].append(span.seconds)
-            nbytes[span.work] += span.nbytes
-        for span in iteration.of(*(work for work in LANES if work not in WIRES)):
-            seconds[LANES[span.work]] += span.seconds
         forward, backward = iteration.of("forward"), iteration.of("backward")
         between.append(backward[0].begin - forward[-1].end)
     return _Figures(
         compute={key: statistics.median(own) for key, own in compute.items()},
         between=statistics.median(between),
         wire={key: statistics.median(taken) for key, taken in wire.items()},
-        copies={lane: (seconds[lane], nbytes[lane]) for lane in WIRES},
+        copies=copy_rates(iterations),
     )
 
 
@@ -173,33 +171,18 @@ def _contention(alone: _Figures, ahead: _Figures | None, beside: float) -> float
     return min(max(longer / beside, 0.0), 1.0) if beside > 0 else 0.0
 
 
-def _copies(ranks: Sequence[Sequence[_Figures]], lane: str) -> float:
-    seconds = sum(of_rank[0].copies[lane][0] for of_rank in ranks)
-    nbytes = sum(of_rank[0].copies[lane][1] for of_rank in ranks)
-    return seconds / nbytes if nbytes else 0.0
-
-
 def _link(root: Root, wire: dict[tuple[str, int], float]) -> Link:
     unit = root.units[0]
     if isinstance(unit.transport, Simulated):
         return unit.transport.link.over(unit.transport.world_size)
-    figures = []
+    fits = []
     for work, operation in _OPERATIONS.items():
         samples = [Sample(operation, n, s) for (of, n), s in wire.items() if of == work and n]
-        typical = root.link.costs()[WIRES.index(work)]
         try:
-            found = fit(samples)
-            figures.append((found.alpha, found.beta))
+            fits.append(fit(samples))
         except ValueError:  # of one size, say
-            figures.append(typical)
-    (alpha, beta), (reduce_alpha, reduce_beta) = figures
-    return Link(
-        f"{root.lanes.transport}, measured in steps",
-        alpha=alpha,
-        beta=beta,
-        reduce_alpha=reduce_alpha,
-        reduce_beta=reduce_beta,
-    )
+            fits.append(Fit(*root.link.costs()[WIRES.index(work)], residual=0.0))
+    return link_of(f"{root.lanes.transport}, measured in steps", fits[0], fits[1])
 
 
 def _wire_bytes(unit: Unit) -> tuple[int, int]:

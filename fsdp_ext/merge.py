@@ -10,16 +10,16 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from fsdp_ext.agreement import exchange
 from fsdp_ext.causes import Lateness
 from fsdp_ext.ledger import WIRES, Iteration
+from fsdp_ext.unit import Unit
 
 _ROUNDS = 9
 
 
-def collect(
-    iterations: Sequence[Iteration], group: dist.ProcessGroup
-) -> dict[int, list[Iteration]]:
-    """Return all ranks' iterations, in this rank's time; all ranks of ``group`` call this.
+def collect(iterations: Sequence[Iteration], unit: Unit) -> dict[int, list[Iteration]]:
+    """Return all ranks' iterations, in this rank's time; all ranks of ``unit``'s mesh call this.
 
     Only those that all ranks have.
 
@@ -29,15 +29,16 @@ def collect(
     # Of one boot of one machine, all processes have the same clock.
     boot = Path("/proc/sys/kernel/random/boot_id")
     host = boot.read_text() if boot.exists() else ""
-    brought: list[tuple[str, list[float], list[Iteration]]] = [("", [], [])] * group.size()
-    dist.all_gather_object(brought, (host, _readings(group), list(iterations)), group=group)
+    readings = _readings(unit.mesh.get_group())
+    brought: list[tuple[str, list[float], list[Iteration]]]
+    brought = exchange(unit, (host, readings, list(iterations)))
     common = set.intersection(*({one.number for one in of_rank} for *_, of_rank in brought))
     if not common:
         raise RuntimeError(
             "merge expects ranks that have recorded the same steps but they have none in common; "
             "profile the same steps on all of them"
         )
-    my_host, my_clock, _ = brought[dist.get_rank(group)]
+    my_host, my_clock = host, readings
     result = {}
     for rank, (its_host, its_clock, its_iterations) in enumerate(brought):
         offset = 0.0

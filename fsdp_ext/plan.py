@@ -25,7 +25,6 @@ from fsdp_ext import _C
 from fsdp_ext.buckets import typical_link
 from fsdp_ext.files import write_text
 from fsdp_ext.flops import count_flops
-from fsdp_ext.fsdp1 import FullyShardedDataParallel
 from fsdp_ext.plan_sizes import (
     PlannedBucketSizes,
     PlannedMemory,
@@ -43,7 +42,7 @@ from fsdp_ext.plan_units import (
     units_of_plain,
     units_of_sharded,
 )
-from fsdp_ext.root import unit_of
+from fsdp_ext.root import sharded_module, unit_of
 from fsdp_ext.schedule import Prediction, Stage, predict
 from fsdp_ext.simulated import PRESETS, Link, Simulated
 from fsdp_ext.transports import (
@@ -173,8 +172,8 @@ def plan(
         ValueError: if an argument or a parameter does not fit, or memory does not fit
             ``memory_limit``; the message then has the table.
     """
-    if isinstance(model, FullyShardedDataParallel):
-        model = model.module
+    if isinstance(model, nn.Module):
+        model = sharded_module(model)
     check_types(None, mp_policy or MixedPrecisionPolicy(), None)
     _check_numbers(optimizer_states, flops_per_second, batch, compute)
     unit = _check_model(model, units, mp_policy, reshard_after_forward)

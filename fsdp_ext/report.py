@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import TextIO
 
-import torch.distributed as dist
 from torch import nn
 
+from fsdp_ext.agreement import has_peers
 from fsdp_ext.causes import (
     MEANING,
     PAUSE,
@@ -39,6 +39,9 @@ _WORTH_SAYING = 1.05
 # And what is exposed by causes of so much of it.
 _WORTH_A_LINE = 0.01
 _MS = 1e3
+
+# A bucket by its first and last unit, an operation, a phase: what a row is of.
+_Key = tuple[tuple[int, int], str, str]
 
 
 @dataclass(frozen=True)
@@ -131,13 +134,13 @@ class profile:
         self._kept = iterations
         self._ranks: dict[int, list[Iteration]] = {}
         self._explained: list[list[Exposure]] | None = None
+        self._late: dict[tuple[int, int], Lateness] = {}  # where ranks were merged
         self._rank = unit.mesh.get_local_rank()
         self.lost = 0
         self.names = [unit.name for unit in self._root.units]
         self.sizes = self._core.unsharded_bytes()
         self.transport = self._root.lanes.transport
         self.world_size = unit.mesh.size()
-        self._group = unit.mesh.get_group()
         self._on_gpu = unit.device.type == "cuda"
 
     def __enter__(self) -> profile:
@@ -147,9 +150,9 @@ class profile:
                 "profile expects to be the only one of its model but its block is within another "
                 "one's; use that one"
             )
-        self._root.profiled_by = self
-        self._ranks, self._explained = {}, None
+        self._ranks, self._explained, self._late = {}, None, {}
         self._core.keep_times(self._kept)
+        self._root.profiled_by = self
         return self
 
     def __exit__(
@@ -214,16 +217,15 @@ class profile:
         Raises:
             RuntimeError: if there are no other ranks, as with a simulated transport.
         """
-        if self.transport == "simulated" or dist.get_backend(self._group) == "fake":
+        unit = self._root.units[0]
+        if self.world_size > 1 and not has_peers(unit):
             raise RuntimeError(
                 "merge expects ranks that are there but those of a simulated transport, or of a "
                 "fake process group, are not; report this one alone"
             )
-        self._ranks, self._explained = collect(self.iterations, self._group), None
+        self._ranks, self._explained = collect(self.iterations, unit), None
+        self._late = lateness(self._ranks, self._rank)
         return self
-
-    def _lateness(self) -> dict[tuple[int, int], Lateness]:
-        return lateness(self.ranks, self._rank) if len(self.ranks) > 1 else {}
 
     def explain(self) -> list[list[Exposure]]:
         """Return what the compute stream waited for, and why, for each step."""
@@ -236,7 +238,7 @@ class profile:
             depth=self._root.prefetch_depth,
             on_gpu=self._on_gpu,
             typical=typical_seconds(self.iterations),
-            late=self._lateness(),
+            late=self._late,
         )
         return [explain(iteration, setting) for iteration in self.iterations]
 
@@ -277,15 +279,15 @@ class profile:
     def rows(self) -> list[Row]:
         """Return what each bucket's collectives cost, in order of the units."""
         count = len(self.iterations)
-        wire: defaultdict[tuple[tuple[int, int], str, str], list[float]] = defaultdict(list)
-        nbytes: defaultdict[tuple[tuple[int, int], str, str], float] = defaultdict(float)
+        wire: defaultdict[_Key, list[float]] = defaultdict(list)
+        nbytes: defaultdict[_Key, float] = defaultdict(float)
         slowest = self._slowest()
         for iteration in self.iterations:
             for span in iteration.of(*WIRES):
                 key = (span.units, span.work, span.phase)
                 wire[key].append(span.seconds)
                 nbytes[key] += span.nbytes / count
-        causes: defaultdict[tuple[tuple[int, int], str, str], dict[str, float]] = defaultdict(dict)
+        causes: defaultdict[_Key, dict[str, float]] = defaultdict(dict)
         for exposures in self.explain():
             for exposure in exposures:
                 key = (exposure.units, exposure.operation, exposure.phase)
@@ -314,13 +316,12 @@ class profile:
             )
         return result
 
-    def _slowest(self) -> dict[tuple[tuple[int, int], str, str], int]:
+    def _slowest(self) -> dict[_Key, int]:
         """Return which rank came last most often, of those that came noticeably late."""
-        votes: defaultdict[Any, Counter[int]] = defaultdict(Counter)
-        late = self._lateness()
+        votes: defaultdict[_Key, Counter[int]] = defaultdict(Counter)
         for iteration in self.iterations:
             for place, span in enumerate(iteration.spans):
-                found = late.get((iteration.number, place))
+                found = self._late.get((iteration.number, place))
                 if found is not None and found.spread > PAUSE:
                     votes[span.units, span.work, span.phase][found.rank] += 1
         return {key: of.most_common(1)[0][0] for key, of in votes.items()}

@@ -24,6 +24,12 @@ def unit_of(module: nn.Module) -> Unit | None:
     return unit
 
 
+def sharded_module(model: nn.Module) -> nn.Module:
+    """Return what ``fully_shard`` was applied to: the model, or what FSDP1's wrapper wraps."""
+    module: nn.Module = model.__dict__.get("_sharded", model)
+    return module
+
+
 def running_root(model: nn.Module, caller: str) -> Root:
     """Return the root of a model, or of what FSDP1's wrapper wraps, that has run forward.
 
@@ -31,7 +37,7 @@ def running_root(model: nn.Module, caller: str) -> Root:
         TypeError: if ``fully_shard`` was not applied to it; the message names ``caller``.
         RuntimeError: before the first forward.
     """
-    unit = unit_of(model.__dict__.get("_sharded", model)) if isinstance(model, nn.Module) else None
+    unit = unit_of(sharded_module(model)) if isinstance(model, nn.Module) else None
     if unit is None:
         raise TypeError(
             f"{caller} expects a module that fully_shard was applied to but got "

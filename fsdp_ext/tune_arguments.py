@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from torch import nn
 
 from fsdp_ext.agreement import exchange
-from fsdp_ext.root import Root, unit_of
+from fsdp_ext.root import Root, sharded_module, unit_of
 from fsdp_ext.unit import Unit
+from fsdp_ext.validation import is_at_least
 
 
 def units_of(model: nn.Module) -> list[Unit]:
@@ -17,19 +18,13 @@ def units_of(model: nn.Module) -> list[Unit]:
     Raises:
         TypeError: if ``fully_shard`` was not applied to it, but to modules inside at most.
     """
-    units = (unit_of(module) for module in _sharded(model).modules())
-    return list(dict.fromkeys(unit for unit in units if unit is not None))
-
-
-def _sharded(model: nn.Module) -> nn.Module:
-    """Return the module that has the root's unit: the model, or what FSDP1's wrapper wraps."""
-    module = model.__dict__.get("_sharded", model) if isinstance(model, nn.Module) else None
-    if not isinstance(module, nn.Module) or unit_of(module) is None:
+    if not isinstance(model, nn.Module) or unit_of(sharded_module(model)) is None:
         raise TypeError(
             "tune expects a module that fully_shard was applied to but got "
             f"{type(model).__name__}; shard the model first, its root last"
         )
-    return module
+    units = (unit_of(module) for module in sharded_module(model).modules())
+    return list(dict.fromkeys(unit for unit in units if unit is not None))
 
 
 def check_arguments(
@@ -41,20 +36,16 @@ def check_arguments(
         TypeError: if ``loss`` cannot be called.
         ValueError: if a number is out of range.
     """
-
-    def is_number(value: object, least: int) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-    if not is_number(steps, 2):
+    if not is_at_least(steps, 2):
         raise ValueError(
             f"tune expects at least 2 steps for each measurement but got {steps!r}; 8 is usual"
         )
-    if not is_number(optimizer_states, 0):
+    if not is_at_least(optimizer_states, 0):
         raise ValueError(
             "tune expects optimizer_states to be a number of tensors for each parameter, 0 or "
             f"more, but got {optimizer_states!r}; AdamW has 2"
         )
-    if memory_limit is not None and not is_number(memory_limit, 1):
+    if memory_limit is not None and not is_at_least(memory_limit, 1):
         raise ValueError(
             "tune expects memory_limit to be a positive whole number of bytes, or None, but got "
             f"{memory_limit!r}; 60 * 2**30, say"
@@ -72,7 +63,7 @@ def check_state(model: nn.Module, units: Sequence[Unit]) -> None:
     Raises:
         ValueError: if it is not the root, has gradients, or would accumulate them.
     """
-    sharded = _sharded(model)
+    sharded = sharded_module(model)
     root: Root | None = units[0].root
     if root is not None and not root.provisional and root.module is not sharded:
         raise ValueError(

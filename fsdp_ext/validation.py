@@ -230,26 +230,8 @@ def resolve_bucket_bytes(value: int | Auto | None) -> int | Auto | None:
     Raises:
         ValueError: if it is none.
     """
-    if value is None or value == AUTO or _is_at_least(value, 0):
-        return value
-    raise ValueError(
-        f"bucket_bytes expects a number of bytes, 0 or more, 'auto' or None but got {value!r}; 0 "
-        "sends each unit by itself"
-    )
-
-
-def resolve_max_message_bytes(value: int | None) -> int | None:
-    """Return ``max_message_bytes`` as it is.
-
-    Raises:
-        ValueError: if it is none.
-    """
-    if value is None or _is_at_least(value, 1):
-        return value
-    raise ValueError(
-        f"max_message_bytes expects a number of bytes, 1 or more, or None but got {value!r}; leave "
-        "it out for any size"
-    )
+    expected = "a number of bytes, 0 or more, 'auto'"
+    return _resolve("bucket_bytes", value, 0, expected, "0 sends each unit by itself")
 
 
 def resolve_prefetch(value: int | Auto | None) -> int | Auto | None:
@@ -258,13 +240,31 @@ def resolve_prefetch(value: int | Auto | None) -> int | Auto | None:
     Raises:
         ValueError: if it is none.
     """
-    if value is None or value == AUTO or _is_at_least(value, 0):
+    return _resolve("prefetch", value, 0, "a number of buckets, 0 or more, 'auto'", "1 is usual")
+
+
+def resolve_max_message_bytes(value: int | None) -> int | None:
+    """Return ``max_message_bytes`` as it is.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    if value is None or is_at_least(value, 1):
         return value
     raise ValueError(
-        f"prefetch expects a number of buckets, 0 or more, 'auto' or None but got {value!r}; 1 is "
-        "usual"
+        f"max_message_bytes expects a number of bytes, 1 or more, or None but got {value!r}; leave "
+        "it out for any size"
     )
 
 
-def _is_at_least(value: object, least: int) -> bool:
+def _resolve(
+    name: str, value: int | Auto | None, least: int, expected: str, advice: str
+) -> int | Auto | None:
+    if value is None or value == AUTO or is_at_least(value, least):
+        return value
+    raise ValueError(f"{name} expects {expected} or None but got {value!r}; {advice}")
+
+
+def is_at_least(value: object, least: int) -> bool:
+    """Return whether ``value`` is an integer, and no bool, of at least so much."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -389,21 +389,14 @@ def _on_ranks() -> tuple[Choice, list[Tensor], str]:
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         result = fsdp_ext.tune(model, batch(), steps=2, loss=lambda y: y.square().mean())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.manual_seed(5)
-    for _ in range(2):
-        model(batch()).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return (
-        in_use(model),
-        [p.full_tensor() for p in model.parameters()],
-        out.getvalue() + str(result),
-    )
+    return in_use(model), _trained(model), out.getvalue() + str(result)
 
 
 def _without() -> list[Tensor]:
-    model = make()
+    return _trained(make())
+
+
+def _trained(model: Any) -> list[Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(5)
     for _ in range(2):

@@ -59,10 +59,7 @@ void Pipeline::begin_forward(int outermost) {
     }
   }
   if (!awaiting_backward_ || ledger_.is_full()) {
-    ledger_.begin_iteration();
-    for (const auto& bucket : buckets_) {
-      bucket->gather_issue = {};
-    }
+    begin_times();
   }
   ledger_.enter(Phase::Forward);
   pass_ = ledger_.open(device_.compute_stream(), Work::Forward, kAllUnits);
@@ -412,6 +409,16 @@ void Pipeline::set_bucket_bytes(int number, std::size_t bytes) {
 void Pipeline::set_prefetch_depth(int depth) {
   memory_planned_ = memory_planned_ && options_.prefetch_depth == depth;
   options_.prefetch_depth = depth;
+}
+
+// What was refused a slot before does not count.
+void Pipeline::begin_times() {
+  ledger_.begin_iteration();
+  if (ledger_.has_times()) {
+    for (const auto& bucket : buckets_) {
+      bucket->gather_issue = {};
+    }
+  }
 }
 
 // About what is marked: each unit's forward, backward and waits; each piece's copies and wire.

@@ -121,6 +121,7 @@ class Pipeline {
   void prefetch_forward(const Unit& unit);
   void prefetch_backward(const Unit& unit, int forward_call);
   void release_behind(Unit& unit);
+  void begin_times();
   void begin_computing(Unit& unit, Work work, bool has_waited);
   bool awaits_recomputation(const Unit& unit) const;
   void complete(Unit& unit);
