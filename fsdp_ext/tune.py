@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-import random
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,15 +20,19 @@ from fsdp_ext.measured_costs import WARMUP, Costs, Probes, measure_costs
 from fsdp_ext.plan import find_buckets, gather_by_of, predict_plan
 from fsdp_ext.plan_sizes import memory_of
 from fsdp_ext.plan_units import PlannedRoot, units_of_sharded
+from fsdp_ext.race import race
 from fsdp_ext.root import Root, running_root
 from fsdp_ext.tables import columns, size
 from fsdp_ext.trial import Trial, left_as_it_was, mean_of_output
 from fsdp_ext.tune_arguments import agreed_limit, check_arguments, check_state, units_of
 
-# What the model of the schedule finds best is measured, the best few of it.
-_SHORTLIST = 5
-_ROUNDS = 5
+# What the model of the schedule finds best is measured, the best few of it: so many settings, of
+# which so many have buckets of a size of their own.
+_SHORTLIST = 7
+_SIZES = 4
 _DEPTHS = (1, 2, 3, 4)
+# What is predicted to be so much slower than the best is not measured for its bucket size alone.
+_UNSURE = 0.25
 # A setting that takes more memory has to be so much faster.
 _WORTH = 0.01
 # Of the memory before, where nobody says how much there is.
@@ -149,7 +151,7 @@ def tune(
     Runs steps (forward and backward, no optimizer) to measure what each unit computes and what
     collectives take, asks a model of the schedule (:func:`fsdp_ext.schedule.predict`) about all
     settings, measures the best few, and keeps the fastest. Of settings that take equally long the
-    one with less memory is kept. That takes about 33 * (steps + 2) steps, 330 by default; the
+    one with less memory is kept. That takes about 40 * (steps + 2) steps, 400 by default; the
     logger "fsdp_ext" says how far it is, at level INFO.
 
     All ranks call this together, and choose the same: under the least of their memory limits. What
@@ -312,7 +314,7 @@ class _Tuner:
         # Held, since the planned root refers to it weakly.
         self._copy = units_of_sharded(root.module, root.units[0].mesh.size())
         self._planned = PlannedRoot(self._copy, root.link)
-        self._layouts = [unit._layout(training=True) for unit in self._planned.units]
+        self._layouts = [unit.layout_for(training=True) for unit in self._planned.units]
         self._gather_by = gather_by_of(root.lanes.transport, root.units[0].device.type)
 
     def run(self, memory_limit: int | None) -> Tuning:
@@ -412,51 +414,64 @@ class _Tuner:
         return Candidate(sized.choice, len(sized.found["buckets"]), sized.memory, prediction.step)
 
     def _shortlist(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Return the best few that differ in how many buckets, how deep or what is kept."""
+        """Return the best few, of several bucket sizes.
+
+        The model is off by a few percent, and hardly tells depths of prefetch apart. So there is
+        one of each way to cut buckets first, as far as it may be the best, then others of these.
+        """
         best = min(one.predicted for one in candidates)
         by_speed = sorted(
             candidates, key=lambda one: (round(one.predicted / best / _WORTH), one.memory)
         )
-        result: dict[tuple[int, int, int], Candidate] = {}
+        alike: dict[tuple[int, int, int], Candidate] = {}
         for one in by_speed:
-            key = (one.buckets, one.choice.prefetch, len(one.choice.kept))
-            result.setdefault(key, one)
-        return list(result.values())[:_SHORTLIST]
+            alike.setdefault((one.buckets, one.choice.prefetch, len(one.choice.kept)), one)
+        sizes: dict[tuple[int, int], Candidate] = {}
+        for one in alike.values():
+            if one.predicted <= best * (1 + _UNSURE):
+                sizes.setdefault((one.buckets, len(one.choice.kept)), one)
+        first = list(sizes.values())[:_SIZES]
+        others = [one for one in alike.values() if one not in first]
+        return [*first, *others][:_SHORTLIST]
 
     def _measure(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Return them with what was measured, in several rounds of all.
+        """Return them with what was measured.
 
         Those that some rank has no memory for are left out; the setting before has to fit.
         """
         unique = {one.choice: one for one in candidates}
-        taken: dict[Choice, list[float]] = {choice: [] for choice in unique}
-        order = random.Random(0)  # the same on all ranks; what came before leaves caches behind
-        for number in range(_ROUNDS):
-            for choice in order.sample(list(taken), len(taken)):
-                try:
-                    taken[choice] += self._run(choice)
-                except OutOfMemory:
-                    if choice == self._settings.before:
-                        raise
-                    del taken[choice]
-                    self._say(f"memory ran out with {choice}, which is dropped")
-                    if self._root.units[0].device.type == "cuda":
-                        torch.cuda.empty_cache()  # it holds buffers of other sizes now
-            self._say(f"measured round {number + 1} of {_ROUNDS}")
-        ranks = exchange(self._root.units[0], taken)
-        seconds = {
-            choice: statistics.median(max(of[choice][i] for of in ranks) for i in range(len(own)))
-            for choice, own in taken.items()
-        }
-        return [dataclasses.replace(unique[choice], measured=seconds[choice]) for choice in taken]
+        medians = race(
+            list(unique), self._run, self._on_slowest, self._settings.before, say=self._say
+        )
+        return [
+            dataclasses.replace(unique[one], measured=seconds) for one, seconds in medians.items()
+        ]
 
-    def _run(self, choice: Choice) -> list[float]:
-        """Return the seconds of each step, which all ranks begin together."""
-        self._settings.apply(choice)
+    def _on_slowest(self, taken: dict[Choice, list[float]]) -> dict[Choice, list[float]]:
+        ranks = exchange(self._root.units[0], taken)
+        return {
+            choice: [max(of_step) for of_step in zip(*(of[choice] for of in ranks), strict=True)]
+            for choice in taken
+        }
+
+    def _run(self, choice: Choice) -> list[float] | None:
+        """Return the seconds of each step, which all ranks begin together.
+
+        None: some rank has no memory for it.
+        """
         taken: list[float] = []
-        for _ in range(WARMUP + self._steps):
-            with together(self._root.units[0], "tune", f"a step with {choice}"):
-                taken.append(self._step())
+        try:
+            self._settings.apply(choice)
+            for _ in range(WARMUP + self._steps):
+                with together(self._root.units[0], "tune", f"a step with {choice}"):
+                    taken.append(self._step())
+        except OutOfMemory:
+            if choice == self._settings.before:
+                raise
+            self._say(f"memory ran out with {choice}, which is dropped")
+            if self._root.units[0].device.type == "cuda":
+                torch.cuda.empty_cache()  # it holds buffers of other sizes now
+            return None
         return taken[WARMUP:]
 
 

@@ -1,0 +1,68 @@
+"""``fsdp_ext.race``: who is measured how often, and who is left behind."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_ext.race import STAGES, race
+
+Taken = dict[int, list[float]]
+
+
+def of_this_rank(taken: Taken) -> Taken:
+    return taken
+
+
+def test_most_of_the_time_is_for_those_that_may_be_fastest() -> None:
+    runs: Counter[int] = Counter()
+
+    def run(setting: int) -> list[float]:
+        runs[setting] += 1
+        return [1.0 + setting / 10] * 3
+
+    medians = race(range(8), run, of_this_rank, always=7)
+    assert medians == {setting: pytest.approx(1.0 + setting / 10) for setting in range(8)}
+    (first, _), (second, kept), (third, finalists) = STAGES
+    for setting in range(7):
+        rounds = first + second * (setting < kept) + third * (setting < finalists)
+        assert runs[setting] == rounds
+    assert runs[7] == first + second + third
+
+
+def test_a_setting_that_cannot_be_run_is_left_out() -> None:
+    def run(setting: int) -> list[float] | None:
+        return None if setting == 2 else [1.0]
+
+    assert set(race([0, 1, 2, 3], run, of_this_rank, always=0)) == {0, 1, 3}
+
+
+def test_what_counts_is_the_slowest_rank() -> None:
+    def slowest(taken: Taken) -> Taken:
+        return {
+            setting: [s + (5 if setting == 0 else 0) for s in of] for setting, of in taken.items()
+        }
+
+    medians = race([0, 1], lambda setting: [float(1 + setting)], slowest, always=1)
+    assert medians == {0: 6.0, 1: 2.0}
+
+
+@given(st.lists(st.floats(0.5, 2.0), min_size=1, max_size=10), st.data())
+def test_the_fastest_wins_where_nothing_is_noisy(seconds: list[float], data: st.DataObject) -> None:
+    always = data.draw(st.integers(0, len(seconds) - 1))
+    most = STAGES[0][1]
+    others = [setting for setting in range(len(seconds)) if setting != always]
+    entered = [*others[:most], always]
+    medians = race(range(len(seconds)), lambda one: [seconds[one]], of_this_rank, always)
+    assert set(medians) == set(entered)
+    assert min(medians.values()) == min(seconds[one] for one in entered)
+
+
+def test_it_is_told_how_far_the_race_is() -> None:
+    said: list[str] = []
+    race([0, 1], lambda one: [1.0], of_this_rank, always=0, say=said.append)
+    assert said[0] == "measured round 1 of 8, of 2 settings"
+    assert len(said) == sum(rounds for rounds, _ in STAGES)
