@@ -5,16 +5,18 @@ is what the host does. On a GPU it is NCCL with one rank, and what is timed is t
 issuing an iteration to a GPU that is idle when it begins. Layers are tiny for the same reason. Host
 overhead is the iteration time (forward and backward) sharded, less the unsharded one right before
 it, by the number of units: the median over repeats and their interquartile range. One thread; all
-systems in turns in this process. Rows "ledger" say what fsdp_ext.profile adds to that.
+systems in turns in this process.
+
+Rows "ledger" say what fsdp_ext.profile adds to a unit, however many parameters it has: measured on
+units of two, whose steps take so little that it shows, as part of what the smallest units of the
+table take.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import math
 import random
-import statistics
 import time
 import traceback
 from collections.abc import Callable
@@ -34,8 +36,9 @@ WORLD_SIZE = 8
 UNITS = 24
 WIDTH = 8
 BATCH = 2
-# Iterations of a block that count, and those before.
-BLOCK, WARMUP = 9, 6
+# The ledger's: layers a unit and units, iterations of a block that count, and those before.
+LEDGER_LAYERS, LEDGER_UNITS = 1, 96
+BLOCK, WARMUP = 20, 6
 
 
 def make_model(layers: int, units: int) -> nn.Sequential:
@@ -50,7 +53,7 @@ def shard_ours(model: nn.Sequential, buckets: int | None = None) -> nn.Module:
     from fsdp_ext import fully_shard
 
     sharded: list[Any] = [fully_shard(unit) for unit in model]
-    layout = sharded[0]._unit._layout(training=True)
+    layout = sharded[0]._unit.layout_for(training=True)
     units = len(sharded) // buckets if buckets else 0
     fully_shard(model, bucket_bytes=units * layout.gather_bytes * layout.world_size)
     return model
@@ -147,53 +150,56 @@ def measure_size(
 
 
 def measure_ledger(
-    name: str, layers: int, units: int, repeats: int, device: torch.device
+    name: str, repeats: int, overhead_us: float, device: torch.device
 ) -> dict[str, Any]:
     """Return what fsdp_ext.profile adds to a unit's host overhead while it records.
 
     Blocks of iterations with and without it take turns on one model; a pair of blocks gives one
-    difference of medians. The first iterations of each block, in which buffers are made, or caches
-    filled, do not count.
+    difference, of their first quartiles, which what else the machine does changes least. The first
+    iterations of each block, in which buffers are made, or caches filled, do not count.
+
+    Args:
+        name: the system.
+        repeats: pairs of blocks.
+        overhead_us: of a unit without it, in microseconds, for the ratio.
+        device: what the model is on.
     """
     batch = torch.randn(BATCH, WIDTH, device=device)
-    unsharded = make_model(layers, units).to(device)
-    model: Any = SYSTEMS[name](make_model(layers, units).to(device))
+    model: Any = SYSTEMS[name](make_model(LEDGER_LAYERS, LEDGER_UNITS).to(device))
 
-    def block(trained: nn.Module) -> float:
+    def block() -> float:
         seconds = []
         for i in range(BLOCK + WARMUP):
             start = time.perf_counter()
-            trained(batch).sum().backward()
+            model(batch).sum().backward()
             taken = time.perf_counter() - start
-            trained.zero_grad()
+            model.zero_grad()
             if device.type == "cuda":
                 torch.cuda.synchronize()
             if i >= WARMUP:
                 seconds.append(taken)
-        return statistics.median(seconds) / units
+        return Timing.of(seconds).low / LEDGER_UNITS
 
-    block(model)
+    block()
     core = model._unit.root.core
     order = random.Random(0)
-    added, overhead = [], []
+    added = []
     for _ in range(repeats):
         found = {}
         for kept in order.sample([0, 4], 2):
             core.keep_times(kept)
-            found[kept] = block(model)
+            found[kept] = block()
         added.append(found[4] - found[0])
-        overhead.append(found[0] - block(unsharded))
     core.keep_times(0)
     timing = Timing.of(added)
     return {
         "system": f"{name}, ledger",
-        "parameters_per_unit": 2 * layers,
-        "units": units,
+        "parameters_per_unit": 2 * LEDGER_LAYERS,
+        "units": LEDGER_UNITS,
         "device": device.type,
         "added_us": as_microseconds(timing),
-        "added_standard_error_us": statistics.stdev(added) / math.sqrt(len(added)) * 1e6,
-        "of_overhead": timing.median / statistics.median(overhead),
-        "overhead_without_us": statistics.median(overhead) * 1e6,
+        "of_overhead": timing.median * 1e6 / overhead_us,
+        "overhead_without_us": overhead_us,
     }
 
 
@@ -206,11 +212,15 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
     repeats = 12 if args.quick else 60
     several = max(8, repeats // 2)
+    without: dict[str, float] = {}
     for layers, units, count in [(8, UNITS, 4 * repeats), (50, 6, several), (200, 6, several)]:
         for row in measure_size(layers, units, count, device):
+            if "overhead_us" in row:
+                without.setdefault(row["system"], row["overhead_us"]["median"])
             keep(row)
     for name in ("ours", "ours, two buckets"):
-        keep(measure_ledger(name, 8, UNITS, 4 * repeats, device))
+        if name in without:
+            keep(measure_ledger(name, 4 * repeats, without[name], device))
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -245,7 +255,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             print(
                 f"{row['system']}: adds {added['median']:.2f} us a unit (quartiles of pairs "
                 f"{added['low']:.2f} to {added['high']:.2f}), {row['of_overhead']:.1%} of "
-                f"{row['overhead_without_us']:.1f}"
+                f"the {row['overhead_without_us']:.1f} without it"
             )
 
 
