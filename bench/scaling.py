@@ -41,7 +41,6 @@ from bench.step_model import (
 )
 
 TITLE = "scaling (simulated)"
-DEVICES = ("cpu",)
 MEMORY_GB = 80  # of an H100
 
 

@@ -85,6 +85,7 @@ def steps(capability: str) -> list[Step]:
         bench("collectives", 60, "--quick"),
         bench("overlap", 60, "--quick"),
         bench("memory", 90),
+        bench("scaling", 30),
         # Of shared memory, which the kernels do not use: it is to find nothing.
         Step("racecheck", sanitize("racecheck"), 90, {}),
     ]
