@@ -20,7 +20,7 @@ from fsdp_ext.fully_shard import (
     register_fsdp_forward_method,
 )
 from fsdp_ext.plan import Plan, plan
-from fsdp_ext.report import profile
+from fsdp_ext.profiling import profile
 from fsdp_ext.simulated import Link, Simulated
 from fsdp_ext.tune import Tuning, tune
 

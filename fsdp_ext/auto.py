@@ -46,7 +46,7 @@ def _key(root: Root) -> _Key:
 
     def settings_of(unit: Unit) -> tuple[object, ...]:
         policy = unit.mp_policy
-        return policy.param_dtype, *unit._grad_dtypes(), unit.reshard_after_forward
+        return policy.param_dtype, *unit.grad_dtypes(), unit.reshard_after_forward
 
     units = tuple((settings_of(unit), *map(shape_of, unit.slots)) for unit in root.units)
     first = root.units[0]

@@ -51,6 +51,7 @@ class Cause(enum.Enum):
     BANDWIDTH = "wire slower than compute"
     LATE_RANK = "a rank came late"
     COPIES = "casts and copies"
+    SLOWED = "compute slowed by communication"
     UNKNOWN = "not in the ledger"
 
 
@@ -62,6 +63,7 @@ MEANING = {
     Cause.BANDWIDTH: "the wire was busy without a pause",
     Cause.LATE_RANK: "a collective ends when the last rank has come",
     Cause.COPIES: "there is no wire, but another dtype",
+    Cause.SLOWED: "memory or cores are shared; by units of equal size, beside it and alone",
     Cause.UNKNOWN: "gathered by hand, or in an iteration that was not recorded",
 }
 
@@ -80,6 +82,7 @@ REMEDY = {
     ),
     Cause.LATE_RANK: "look at that rank's input, host and clocks",
     Cause.COPIES: "the optimizer's dtype for computation, too, where one rank is all there is",
+    Cause.SLOWED: "fewer multiprocessors or threads for collectives; less to send",
     Cause.UNKNOWN: "record whole iterations",
 }
 
@@ -380,6 +383,7 @@ def slowdown(iterations: Sequence[Iteration], sizes: Sequence[int]) -> Slowdown 
     both = [key for key in alone if key in beside]
     if not both:
         return None
+    # Of medians, since something else that the machine did once is not communication's doing.
     would = sum(statistics.median(alone[key]) * len(beside[key]) for key in both)
-    took = sum(sum(beside[key]) for key in both)
+    took = sum(statistics.median(beside[key]) * len(beside[key]) for key in both)
     return Slowdown(took / would, (took - would) / len(iterations), len(both))

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.utils import _get_root_modules
 
-from fsdp_ext.root import ForwardHooks, Root, unit_of
+from fsdp_ext.root import ForwardHooks, Root, managed_params, unit_of
 from fsdp_ext.simulated import Simulated
 from fsdp_ext.transports import resolve_transport
 from fsdp_ext.unit import Unit
@@ -144,7 +144,7 @@ def fully_shard(
         transport.check_group(mesh.size(), mesh.get_local_rank())
     unit = Unit(
         modules,
-        _managed_params(modules, set(ignored_params or ())),
+        managed_params(modules, set(ignored_params or ())),
         mesh,
         device_of(mesh),
         mp_policy,
@@ -211,27 +211,6 @@ def _resolve_reshard(value: bool | int | None, mesh: DeviceMesh) -> bool | None:
         f"reshard_after_forward={value} (resharding to a smaller group) is not supported yet; use "
         "True or False"
     )
-
-
-def _managed_params(
-    modules: list[nn.Module], ignored: set[nn.Parameter]
-) -> dict[nn.Parameter, str]:
-    """Return the parameters under ``modules`` outside of nested units, with their names."""
-    params: dict[nn.Parameter, str] = {}
-    seen: set[nn.Module] = set()
-
-    def collect(module: nn.Module, prefix: str) -> None:
-        seen.add(module)
-        for name, param in module._parameters.items():
-            if param is not None and param not in ignored:
-                params.setdefault(param, prefix + name)
-        for name, child in module._modules.items():
-            if child is not None and child not in seen and unit_of(child) is None:
-                collect(child, f"{prefix}{name}.")
-
-    for module in modules:
-        collect(module, f"{type(module).__name__}." if len(modules) > 1 else "")
-    return params
 
 
 def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:

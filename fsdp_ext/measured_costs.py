@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from fsdp_ext.agreement import exchange, together
 from fsdp_ext.ledger import WIRES, Iteration, copy_rates, own_compute
 from fsdp_ext.measure_link import Fit, Sample, fit, link_of
-from fsdp_ext.report import profile
+from fsdp_ext.profiling import profile
 from fsdp_ext.root import Root
 from fsdp_ext.simulated import Link, Simulated
 from fsdp_ext.unit import Unit
@@ -187,6 +187,6 @@ def _link(root: Root, wire: dict[tuple[str, int], float]) -> Link:
 
 def _wire_bytes(unit: Unit) -> tuple[int, int]:
     """Return what the unit's gather and its reduction carry, by itself, of all ranks."""
-    layout = unit._layout(training=True)
-    reduced = layout.grad_numel * unit._grad_dtypes()[1].itemsize
+    layout = unit.layout_for(training=True)
+    reduced = layout.grad_numel * unit.grad_dtypes()[1].itemsize
     return layout.gather_bytes * layout.world_size, reduced * layout.world_size

@@ -198,7 +198,7 @@ def plan(
     if max_message_bytes is not None:
         root.units[0].max_message_bytes = resolve_max_message_bytes(max_message_bytes)
     depth = root.most_ahead()
-    layouts = [each._layout(training=True) for each in root.units]
+    layouts = [each.layout_for(training=True) for each in root.units]
     found = find_buckets(root, layouts, gather_by_of(name, device_type), depth)
     flops = None if batch is None else count_flops(copied, batch, root.module_names())
     seconds = _seconds(root, flops, flops_per_second, compute)
@@ -412,7 +412,7 @@ def predict_plan(
 def _casts(root: PlannedRoot, units: Sequence[int]) -> bool:
     """Return whether a parameter of these units is computed with in another dtype."""
     return any(
-        unit._param_dtype(slot) != slot.local.dtype
+        unit.param_dtype_of(slot) != slot.local.dtype
         for unit in (root.units[number] for number in units)
         for slot in unit.slots
     )

@@ -84,7 +84,7 @@ def for_core(
 ) -> tuple[_C.UnitLayout, torch.dtype, bool, bool, float, float, int, int, int]:
     """Return what decides on the unit's buckets and buffers, as ``_C.plan_memory`` takes it."""
     unit = root.units[number]
-    gradients = [unit._param_dtype(slot) for slot in unit.slots if slot.sharded.requires_grad]
+    gradients = [unit.param_dtype_of(slot) for slot in unit.slots if slot.sharded.requires_grad]
     return (
         layout,
         gradients[-1] if gradients else torch.float32,
@@ -147,7 +147,7 @@ def memory_of(
     """Return what the first rank holds."""
     gradients, trained = 0, 0
     for unit, layout in zip(root.units, layouts, strict=True):
-        gradients += layout.grad_numel * unit._grad_dtypes()[0].itemsize
+        gradients += layout.grad_numel * unit.grad_dtypes()[0].itemsize
         for i, slot in enumerate(unit.slots):
             if slot.sharded.requires_grad:
                 rows = layout.row_count(i, 0)

@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_ext.flops import meta_copy
-from fsdp_ext.fully_shard import _managed_params
-from fsdp_ext.root import Root, unit_of
+from fsdp_ext.root import Root, managed_params, unit_of
 from fsdp_ext.simulated import Link
 from fsdp_ext.unit import ParamSlot, Unit
 from fsdp_ext.validation import check_modules, check_parameter, mark_sharded
@@ -241,7 +240,7 @@ def _check_choice(model: nn.Module, below: list[nn.Module], entry: Any) -> None:
 
 def _shard(module: nn.Module, world_size: int, settings: Settings) -> None:
     check_modules([module])
-    params = _managed_params([module], set())
+    params = managed_params([module], set())
     name = type(module).__name__
     for param, param_name in params.items():
         check_parameter(param_name, param, torch.device("meta"))

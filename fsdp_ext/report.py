@@ -1,62 +1,45 @@
-"""``fsdp_ext.profile``: what a step's communication cost, and why."""
+"""What a profile says: a row a bucket or a unit, the whole step, text and JSON."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from types import TracebackType
-from typing import TextIO
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from fsdp_ext.agreement import has_peers
-from fsdp_ext.causes import (
-    MEANING,
-    PAUSE,
-    REMEDY,
-    Cause,
-    Exposure,
-    Lateness,
-    Setting,
-    Slowdown,
-    explain,
-    slowdown,
-    typical_seconds,
-)
-from fsdp_ext.files import write_text
-from fsdp_ext.ledger import WIRES, Iteration, read
-from fsdp_ext.merge import collect, lateness
+from fsdp_ext.causes import MEANING, PAUSE, REMEDY, Cause, Slowdown
+from fsdp_ext.ledger import WIRES
 from fsdp_ext.tables import columns
 
-# A report says how much slower compute is beside communication from here on.
-_WORTH_SAYING = 1.05
-# And what is exposed by causes of so much of it.
+if TYPE_CHECKING:
+    from fsdp_ext.profiling import profile
+
+# Compute that is slower beside communication counts from this factor on; less is noise.
+_SLOWED = 1.05
+# Causes of so much of what is exposed are explained.
 _WORTH_A_LINE = 0.01
 _MS = 1e3
+_PHASES = ("forward", "backward", "other", "all")
 
 # A bucket by its first and last unit, an operation, a phase: what a row is of.
 _Key = tuple[tuple[int, int], str, str]
+_EVERY_UNIT = (-1, -1)
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one bucket's collectives cost, on average over the steps.
+    """What one bucket's or unit's collectives cost, on average over the steps.
 
     Args:
         units: names of the first and the last unit, or of the only one.
-        operation: "gather" or "reduce".
-        phase: in which it was issued: "forward", "backward" or "other".
+        operation: "gather", "reduce", or "compute": what communication beside it slowed down.
+        phase: in which it was issued: "forward", "backward", "other", or "all" of them.
         collectives: how many a step.
         nbytes: on the wire, of all ranks together.
         wire: seconds on the wire.
         hidden: of these, beside compute.
-        exposed: seconds that the compute stream waited for it, also for what kept it waiting.
+        exposed: seconds that the compute stream waited for it, also for what kept it waiting; of
+            "compute", that it took longer.
         causes: seconds of ``exposed`` by cause.
         slowest: the rank that came last most often, where ranks were merged; else None.
     """
@@ -82,8 +65,9 @@ class Summary:
         step: from one forward's begin to the next one's.
         fastest: the shortest step.
         slowest: the longest one.
-        compute: forward and backward without waits.
-        exposed: waits for communication.
+        compute: forward and backward, without waits and what communication slowed them down.
+        exposed: waits for communication, and by how much it slowed compute down, where that can
+            be told (``profile.slowdown``).
         other: what is neither: the loss, the optimizer, input.
         wire: time of all collectives.
         hidden: part of it that is not exposed, 0 to 1.
@@ -102,350 +86,206 @@ class Summary:
     causes: dict[str, float]
 
 
-class profile:
-    """Record when each collective of each unit was issued, began and ended, and what waited for it.
+def summarise(prof: profile) -> Summary:
+    """Return the average step of a profile; its parts add up to it."""
+    iterations = prof.iterations
+    count = len(iterations)
 
-        with fsdp_ext.profile(model) as prof:
-            for batch in batches:
-                train_step(batch)
-        prof.report()
+    def mean(values: Sequence[float]) -> float:
+        return sum(values) / count
 
-    Steps are not synchronised: times are written down by the lanes' own threads, or are events of
-    the GPU, and read when the block ends. What a CUDA graph replays is not recorded.
+    slow = _slowed(prof)
+    slowed = 0.0 if slow is None else slow.seconds
+    causes: defaultdict[str, float] = defaultdict(float)
+    for exposures in prof.explain():
+        for exposure in exposures:
+            causes[exposure.cause.value] += exposure.seconds / count
+    if slowed:
+        causes[Cause.SLOWED.value] = slowed
+    steps = [iteration.step for iteration in iterations]
+    wire = mean([iteration.wire for iteration in iterations])
+    exposed = mean([iteration.exposed for iteration in iterations]) + slowed
+    return Summary(
+        iterations=count,
+        step=mean(steps),
+        fastest=min(steps),
+        slowest=max(steps),
+        compute=mean([iteration.compute for iteration in iterations]) - slowed,
+        exposed=exposed,
+        other=mean([iteration.other for iteration in iterations]),
+        wire=wire,
+        hidden=max(0.0, 1 - exposed / wire) if wire > 0 else 1.0,
+        causes=dict(sorted(causes.items(), key=lambda item: -item[1])),
+    )
 
-    Args:
-        model: its root module, which has run forward.
-        iterations: how many of the last steps are kept.
 
-    Raises:
-        TypeError: if ``fully_shard`` was not applied to it.
-        RuntimeError: before the first forward.
-        ValueError: if ``iterations`` is less than 1.
-    """
+def _slowed(prof: profile) -> Slowdown | None:
+    """Return how much communication slows compute down, if that is more than noise."""
+    slow = prof.slowdown()
+    return slow if slow is not None and slow.factor > _SLOWED else None
 
-    def __init__(self, model: nn.Module, iterations: int = 64) -> None:
-        from fsdp_ext.root import running_root
 
-        self._root = running_root(model, "profile")
-        unit = self._root.units[0]
-        if not isinstance(iterations, int) or iterations < 1:
-            raise ValueError(f"profile expects at least 1 iteration but got {iterations!r}")
-        self._core = self._root.core
-        self._kept = iterations
-        self._ranks: dict[int, list[Iteration]] = {}
-        self._explained: list[list[Exposure]] | None = None
-        self._late: dict[tuple[int, int], Lateness] = {}  # where ranks were merged
-        self._rank = unit.mesh.get_local_rank()
-        self.lost = 0
-        self.names = [unit.name for unit in self._root.units]
-        self.sizes = self._core.unsharded_bytes()
-        self.transport = self._root.lanes.transport
-        self.world_size = unit.mesh.size()
-        self._on_gpu = unit.device.type == "cuda"
+# - Rows
 
-    def __enter__(self) -> profile:
-        """Begin; the next forward is the first that is recorded."""
-        if self._root.profiled_by is not None:
-            raise RuntimeError(
-                "profile expects to be the only one of its model but its block is within another "
-                "one's; use that one"
-            )
-        self._ranks, self._explained, self._late = {}, None, {}
-        self._core.keep_times(self._kept)
-        self._root.profiled_by = self
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Wait for what was issued, and read the times."""
-        self._root.profiled_by = None
-        if kind is not None:
-            self._core.keep_times(0)  # the block's own error says more
-            return
-        if self._root.core is not self._core:
-            raise RuntimeError(
-                "profile expects a model whose parameters stay but they were replaced, frozen or "
-                "unfrozen meanwhile; profile the steps after that"
-            )
-        raw, self.lost = self._core.take_times()
-        end = time.monotonic()
-        self._core.keep_times(0)
-        iterations = read(raw, end)
-        if not iterations:
-            raise RuntimeError(
-                "profile expects at least one whole step in its block but there was none; run "
-                "forward and backward in it"
-            )
-        self._ranks = {self._rank: iterations}
+@dataclass
+class _Cost:
+    """Of one row, a step."""
 
-    # - What was recorded
+    collectives: float = 0.0
+    nbytes: float = 0.0
+    wire: float = 0.0
+    causes: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
-    @property
-    def iterations(self) -> list[Iteration]:
-        """This rank's steps, the oldest first.
 
-        Raises:
-            RuntimeError: before the block has ended.
-        """
-        if not self._ranks:
-            raise RuntimeError(
-                "profile expects its with block to have ended, which reads the times"
-            )
-        return self._ranks[self._rank]
-
-    @property
-    def ranks(self) -> dict[int, list[Iteration]]:
-        """Steps of each rank of the mesh that is known: this one's alone, or all after merge()."""
-        if not self._ranks:
-            raise RuntimeError(
-                "profile expects its with block to have ended, which reads the times"
-            )
-        return self._ranks
-
-    def merge(self) -> profile:
-        """Bring all ranks' times together, on every rank. All ranks of the mesh call this.
-
-        Clocks of other hosts are compared over the process group, to some ten microseconds.
-
-        Returns:
-            This profile, whose reports now name the slowest rank of each collective.
-
-        Raises:
-            RuntimeError: if there are no other ranks, as with a simulated transport.
-        """
-        unit = self._root.units[0]
-        if self.world_size > 1 and not has_peers(unit):
-            raise RuntimeError(
-                "merge expects ranks that are there but those of a simulated transport, or of a "
-                "fake process group, are not; report this one alone"
-            )
-        self._ranks, self._explained = collect(self.iterations, unit), None
-        self._late = lateness(self._ranks, self._rank)
-        return self
-
-    def explain(self) -> list[list[Exposure]]:
-        """Return what the compute stream waited for, and why, for each step."""
-        if self._explained is None:
-            self._explained = self._explain()
-        return self._explained
-
-    def _explain(self) -> list[list[Exposure]]:
-        setting = Setting(
-            depth=self._root.prefetch_depth,
-            on_gpu=self._on_gpu,
-            typical=typical_seconds(self.iterations),
-            late=self._late,
+def rows_of(prof: profile, by: str) -> list[Row]:
+    """Return what communication cost: ``profile.rows``."""
+    if by not in ("bucket", "unit"):
+        raise ValueError(
+            f"profile expects rows by 'bucket' or 'unit' but got {by!r}; those of a bucket are "
+            "gathered and reduced together"
         )
-        return [explain(iteration, setting) for iteration in self.iterations]
+    costs = _costs(prof)
+    slowest = _slowest(prof)
+    found = [
+        (part, key, share)
+        for key in costs
+        for part, share in (_units(prof, key[0]) if by == "unit" else [(key[0], 1.0)])
+    ]
+    found.sort(key=lambda one: (one[0], one[1][1], _PHASES.index(one[1][2])))
+    rows = [_row(prof, part, key, costs[key], share, slowest) for part, key, share in found]
+    slow = _slowed(prof)
+    if slow is not None:
+        causes = {Cause.SLOWED.value: slow.seconds}
+        name = prof.name_of(_EVERY_UNIT)
+        rows.append(Row(name, "compute", "all", 0, 0, 0, 0, slow.seconds, causes))
+    return rows
 
-    def slowdown(self) -> Slowdown | None:
-        """Return how much slower units compute beside communication; None: cannot be told."""
-        return slowdown(self.iterations, self.sizes)
 
-    # - Figures
+def _costs(prof: profile) -> dict[_Key, _Cost]:
+    count = len(prof.iterations)
+    costs: defaultdict[_Key, _Cost] = defaultdict(_Cost)
+    for iteration in prof.iterations:
+        for span in iteration.of(*WIRES):
+            cost = costs[span.units, span.work, span.phase]
+            cost.collectives += 1 / count
+            cost.nbytes += span.nbytes / count
+            cost.wire += span.seconds / count
+    for exposures in prof.explain():
+        for exposure in exposures:
+            causes = costs[exposure.units, exposure.operation, exposure.phase].causes
+            causes[exposure.cause.value] += exposure.seconds / count
+    return costs
 
-    def summary(self) -> Summary:
-        """Return the average step; its parts add up to it."""
-        iterations = self.iterations
-        count = len(iterations)
 
-        def mean(values: Sequence[float]) -> float:
-            return sum(values) / count
+def _units(prof: profile, units: tuple[int, int]) -> Iterator[tuple[tuple[int, int], float]]:
+    """Yield a bucket's units and their shares of it."""
+    if units == _EVERY_UNIT:
+        yield units, 1.0
+        return
+    members = prof.members(units)
+    total = sum(prof.sizes[number] for number in members)
+    for number in members:
+        yield (number, number), prof.sizes[number] / total if total else 1 / len(members)
 
-        causes: defaultdict[str, float] = defaultdict(float)
-        for exposures in self.explain():
-            for exposure in exposures:
-                causes[exposure.cause.value] += exposure.seconds / count
-        steps = [iteration.step for iteration in iterations]
-        wire = mean([iteration.wire for iteration in iterations])
-        exposed = mean([iteration.exposed for iteration in iterations])
-        return Summary(
-            iterations=count,
-            step=mean(steps),
-            fastest=min(steps),
-            slowest=max(steps),
-            compute=mean([iteration.compute for iteration in iterations]),
-            exposed=exposed,
-            other=mean([iteration.other for iteration in iterations]),
-            wire=wire,
-            hidden=max(0.0, 1 - exposed / wire) if wire > 0 else 1.0,
-            causes=dict(sorted(causes.items(), key=lambda item: -item[1])),
-        )
 
-    def rows(self) -> list[Row]:
-        """Return what each bucket's collectives cost, in order of the units."""
-        count = len(self.iterations)
-        wire: defaultdict[_Key, list[float]] = defaultdict(list)
-        nbytes: defaultdict[_Key, float] = defaultdict(float)
-        slowest = self._slowest()
-        for iteration in self.iterations:
-            for span in iteration.of(*WIRES):
-                key = (span.units, span.work, span.phase)
-                wire[key].append(span.seconds)
-                nbytes[key] += span.nbytes / count
-        causes: defaultdict[_Key, dict[str, float]] = defaultdict(dict)
-        for exposures in self.explain():
-            for exposure in exposures:
-                key = (exposure.units, exposure.operation, exposure.phase)
-                of_key = causes[key]
-                name = exposure.cause.value
-                of_key[name] = of_key.get(name, 0.0) + exposure.seconds / count
-        result = []
-        order = {"forward": 0, "backward": 1, "other": 2}
-        for key in sorted({*wire, *causes}, key=lambda k: (k[0], k[1], order[k[2]])):
-            units, operation, phase = key
-            exposed = sum(causes[key].values())
-            on_wire = sum(wire[key]) / count
-            result.append(
-                Row(
-                    units=self.name_of(units),
-                    operation=operation,
-                    phase=phase,
-                    collectives=len(wire[key]) / count,
-                    nbytes=nbytes[key],
-                    wire=on_wire,
-                    hidden=max(0.0, on_wire - exposed),
-                    exposed=exposed,
-                    causes=causes[key],
-                    slowest=slowest.get((units, operation, phase)),
-                )
-            )
-        return result
+def _row(
+    prof: profile,
+    units: tuple[int, int],
+    key: _Key,
+    cost: _Cost,
+    share: float,
+    slowest: dict[_Key, int],
+) -> Row:
+    causes = {name: seconds * share for name, seconds in cost.causes.items()}
+    exposed = sum(causes.values())
+    wire = cost.wire * share
+    return Row(
+        units=prof.name_of(units),
+        operation=key[1],
+        phase=key[2],
+        collectives=cost.collectives,
+        nbytes=cost.nbytes * share,
+        wire=wire,
+        hidden=max(0.0, wire - exposed),
+        exposed=exposed,
+        causes=causes,
+        slowest=slowest.get(key),
+    )
 
-    def _slowest(self) -> dict[_Key, int]:
-        """Return which rank came last most often, of those that came noticeably late."""
-        votes: defaultdict[_Key, Counter[int]] = defaultdict(Counter)
-        for iteration in self.iterations:
-            for place, span in enumerate(iteration.spans):
-                found = self._late.get((iteration.number, place))
-                if found is not None and found.spread > PAUSE:
-                    votes[span.units, span.work, span.phase][found.rank] += 1
-        return {key: of.most_common(1)[0][0] for key, of in votes.items()}
 
-    def name_of(self, units: tuple[int, int]) -> str:
-        """Return how reports call a unit, or a bucket by its first and last unit."""
-        first, last = units
-        if first < 0:
-            return "all units"
-        return self.names[first] if first == last else f"{self.names[first]} to {self.names[last]}"
+def _slowest(prof: profile) -> dict[_Key, int]:
+    """Return which rank came last most often, of those that came noticeably late."""
+    votes: defaultdict[_Key, Counter[int]] = defaultdict(Counter)
+    for iteration in prof.iterations:
+        for place, span in enumerate(iteration.spans):
+            found = prof.late.get((iteration.number, place))
+            if found is not None and found.spread > PAUSE:
+                votes[span.units, span.work, span.phase][found.rank] += 1
+    return {key: of.most_common(1)[0][0] for key, of in votes.items()}
 
-    # - Output
 
-    def report(self, file: TextIO | None = None) -> None:
-        """Print, for each bucket, what its communication cost and why, and what mends it.
+# - Output
 
-        Args:
-            file: instead of standard output.
-        """
-        print(self, file=file or sys.stdout)
 
-    def __str__(self) -> str:
-        """Return the report."""
-        summary = self.summary()
-        link = "a simulated link" if self.transport == "simulated" else self.transport
-        lines = [
-            f"{summary.iterations} steps on rank {self._rank} of {self.world_size} over {link}, on "
-            "average",
-            "",
-            *columns(
-                _HEADER, [_cells(row) for row in self.rows()], left=(0, 1, 2, len(_HEADER) - 1)
-            ),
-            "",
-            f"step {_ms(summary.step)} ms ({_ms(summary.fastest)} to {_ms(summary.slowest)}) = "
-            f"compute {_ms(summary.compute)} + exposed {_ms(summary.exposed)} + other "
-            f"{_ms(summary.other)}; "
-            + (
-                f"wire {_ms(summary.wire)} ms, {summary.hidden:.0%} of it hidden"
-                if summary.wire
-                else "nothing was on a wire"
-            ),
-        ]
-        if self.lost:
-            lines.append(f"{self.lost} older steps were not kept (iterations={self._kept})")
-        for name, seconds in summary.causes.items():
-            cause = Cause(name)
-            share = seconds / summary.exposed if summary.exposed else 0.0
-            if share < _WORTH_A_LINE:
-                continue
-            lines.append(f"{_ms(seconds)} ms ({share:.0%}) {name}: {MEANING[cause]}")
-            lines.append(f"    {REMEDY[cause]}")
-        slow = self.slowdown()
-        if slow is not None and slow.factor > _WORTH_SAYING:
-            lines.append(
-                f"{_ms(slow.seconds)} ms of compute, about: compute slowed by communication, which "
-                f"takes {slow.factor:.2f} times as long beside it as alone"
-            )
-            lines.append(
-                "    memory or cores are shared: fewer multiprocessors or threads for collectives, "
-                "less to send"
-            )
-        return "\n".join(lines)
+def text_of(prof: profile, by: str) -> str:
+    """Return a report: ``profile.report``."""
+    summary = summarise(prof)
+    link = "a simulated link" if prof.transport == "simulated" else prof.transport
+    rows = [_cells(row) for row in rows_of(prof, by)]
+    on_wire = (
+        f"wire {_ms(summary.wire)} ms, {summary.hidden:.0%} of it hidden"
+        if summary.wire
+        else "nothing was on a wire"
+    )
+    lines = [
+        f"{summary.iterations} steps on rank {prof.rank} of {prof.world_size} over {link}, on "
+        "average",
+        "",
+        *columns(_HEADER, rows, left=(0, 1, 2, len(_HEADER) - 1)),
+        "",
+        f"step {_ms(summary.step)} ms ({_ms(summary.fastest)} to {_ms(summary.slowest)}) = "
+        f"compute {_ms(summary.compute)} + exposed {_ms(summary.exposed)} + other "
+        f"{_ms(summary.other)}; {on_wire}",
+    ]
+    if prof.lost:
+        lines.append(f"{prof.lost} older steps were not kept (iterations={prof.kept})")
+    for name, seconds in summary.causes.items():
+        cause = Cause(name)
+        share = seconds / summary.exposed if summary.exposed else 0.0
+        if share < _WORTH_A_LINE:
+            continue
+        lines.append(f"{_ms(seconds)} ms ({share:.0%}) {name}: {MEANING[cause]}")
+        lines.append(f"    {REMEDY[cause]}")
+    return "\n".join(lines)
 
-    def to_json(self, path: str | Path | None = None) -> str | None:
-        """Return all figures and spans as JSON, or write them to ``path``, whole or not at all.
 
-        Times are seconds; those of spans are of ``time.monotonic()`` on this rank's host.
-
-        Raises:
-            OSError: if ``path`` cannot be written.
-        """
-        slow = self.slowdown()
-        document = {
-            "transport": self.transport,
-            "world_size": self.world_size,
-            "rank": self._rank,
-            "summary": asdict(self.summary()),
-            "rows": [asdict(row) for row in self.rows()],
-            "compute_slowed_by_communication": None if slow is None else asdict(slow),
-            "iterations_lost": self.lost,
-            "units": self.names,
-            "ranks": {
-                str(rank): [
-                    {
-                        "number": iteration.number,
-                        "begin": iteration.begin,
-                        "end": iteration.end,
-                        "spans": [asdict(span) for span in iteration.spans],
-                    }
-                    for iteration in iterations
-                ]
-                for rank, iterations in self.ranks.items()
-            },
-        }
-        text = json.dumps(document, indent=1)
-        if path is None:
-            return text
-        write_text(path, text + "\n")
-        return None
-
-    def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write a trace for chrome://tracing or ui.perfetto.dev: a process a rank, a row a lane.
-
-        Raises:
-            OSError: if ``path`` cannot be written.
-        """
-        from fsdp_ext.timeline import trace
-
-        write_text(Path(path), json.dumps(trace(self)) + "\n")
-
-    def plot(self, path: str | os.PathLike[str], iteration: int | None = None) -> None:
-        """Draw one step: what computed, what was on the wire, what waited.
-
-        Args:
-            path: of the picture; its ending says what kind, ".png" or ".svg", say.
-            iteration: which step, by its place; by default the one of median length.
-
-        Raises:
-            ImportError: if there is no matplotlib.
-            OSError: if ``path`` cannot be written.
-        """
-        from fsdp_ext.timeline import draw
-
-        draw(self, Path(path), iteration)
+def document_of(prof: profile) -> dict[str, Any]:
+    """Return all figures and spans: ``profile.to_json``."""
+    slow = prof.slowdown()
+    return {
+        "transport": prof.transport,
+        "world_size": prof.world_size,
+        "rank": prof.rank,
+        "summary": asdict(summarise(prof)),
+        "rows": [asdict(row) for row in rows_of(prof, "bucket")],
+        "rows_by_unit": [asdict(row) for row in rows_of(prof, "unit")],
+        "compute_slowed_by_communication": None if slow is None else asdict(slow),
+        "iterations_lost": prof.lost,
+        "units": prof.names,
+        "ranks": {
+            str(rank): [
+                {
+                    "number": iteration.number,
+                    "begin": iteration.begin,
+                    "end": iteration.end,
+                    "spans": [asdict(span) for span in iteration.spans],
+                }
+                for iteration in iterations
+            ]
+            for rank, iterations in prof.ranks.items()
+        },
+    }
 
 
 _HEADER = (

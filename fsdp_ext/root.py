@@ -24,6 +24,25 @@ def unit_of(module: nn.Module) -> Unit | None:
     return unit
 
 
+def managed_params(modules: list[nn.Module], ignored: set[nn.Parameter]) -> dict[nn.Parameter, str]:
+    """Return the parameters under ``modules`` outside of nested units, with their names."""
+    params: dict[nn.Parameter, str] = {}
+    seen: set[nn.Module] = set()
+
+    def collect(module: nn.Module, prefix: str) -> None:
+        seen.add(module)
+        for name, param in module._parameters.items():
+            if param is not None and param not in ignored:
+                params.setdefault(param, prefix + name)
+        for name, child in module._modules.items():
+            if child is not None and child not in seen and unit_of(child) is None:
+                collect(child, f"{prefix}{name}.")
+
+    for module in modules:
+        collect(module, f"{type(module).__name__}." if len(modules) > 1 else "")
+    return params
+
+
 def sharded_module(model: nn.Module) -> nn.Module:
     """Return what ``fully_shard`` was applied to: the model, or what FSDP1's wrapper wraps."""
     module: nn.Module = model.__dict__.get("_sharded", model)

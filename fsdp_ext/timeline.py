@@ -13,7 +13,7 @@ from fsdp_ext.ledger import COMPUTE, LANES, WAITS, WIRES, Iteration, Span
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from fsdp_ext.report import profile
+    from fsdp_ext.profiling import profile
 
 # Rows of a trace, from above: what is on one of them follows, or encloses, what is before it.
 _COPIES = tuple(work for work in LANES if work not in WIRES)  # each in order, but not all of them

@@ -194,7 +194,7 @@ class Unit:
                 changed.
         """
         replaced = [self._adopt(slot) for slot in self.slots]
-        layout = self._layout(training=False)
+        layout = self.layout_for(training=False)
         if self._is_flat(layout):
             return any(replaced)
         devices = {slot.local.device.type for slot in self.slots}
@@ -269,27 +269,33 @@ class Unit:
 
     # - Dtypes
 
-    def _layout(self, training: bool) -> _C.UnitLayout:
-        grad_dtype, reduce_dtype = self._grad_dtypes() if training else (torch.float32,) * 2
+    def layout_for(self, training: bool) -> _C.UnitLayout:
+        """Return where parameters are in shards and buffers, and gradients, if it trains.
+
+        Raises:
+            ValueError: if trainable parameters have several dtypes.
+        """
+        grad_dtype, reduce_dtype = self.grad_dtypes() if training else (torch.float32,) * 2
         specs = [
             (
                 slot.name,
                 list(slot.shape),
                 slot.local.dtype,
-                self._param_dtype(slot),
+                self.param_dtype_of(slot),
                 training and slot.sharded.requires_grad,
             )
             for slot in self.slots
         ]
         return _C.UnitLayout(specs, self.mesh.size(), grad_dtype, reduce_dtype, DIRECT_BYTES)
 
-    def _param_dtype(self, slot: ParamSlot) -> torch.dtype:
+    def param_dtype_of(self, slot: ParamSlot) -> torch.dtype:
+        """Return the dtype that a parameter is gathered and computed in."""
         dtype = slot.local.dtype
         if self.mp_policy.param_dtype is not None and dtype.is_floating_point:
             return self.mp_policy.param_dtype
         return dtype
 
-    def _grad_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+    def grad_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtypes of the sharded gradients and of their reduction.
 
         Raises:
@@ -310,9 +316,9 @@ class Unit:
 
     def row_bytes(self, slot: ParamSlot) -> int:
         """Return what a row of the parameter from each rank is on the wire, gathered or reduced."""
-        dtypes = [self._param_dtype(slot)]
+        dtypes = [self.param_dtype_of(slot)]
         if slot.sharded.requires_grad:
-            dtypes.append(self._grad_dtypes()[1])
+            dtypes.append(self.grad_dtypes()[1])
         numel = math.prod(slot.shape[1:]) * self.mesh.size()
         return numel * max(dtype.itemsize for dtype in dtypes)
 
@@ -323,7 +329,7 @@ class Unit:
         range is small, about the square root of the divisor on each side.
         """
         factor = self.gradient_divide_factor or float(self.mesh.size())
-        _, reduce_dtype = self._grad_dtypes()
+        _, reduce_dtype = self.grad_dtypes()
         if reduce_dtype in (torch.float32, torch.bfloat16):
             return 1.0 / factor, 1.0
         before = 1
@@ -356,8 +362,8 @@ class Unit:
                 f"expects parameters with memory but {on_meta} are on the meta device; call "
                 "module.to_empty(device=...) and initialise them before the first forward"
             )
-        layout = self._layout(training=True)
-        grad_dtype, reduce_dtype = self._grad_dtypes()
+        layout = self.layout_for(training=True)
+        grad_dtype, reduce_dtype = self.grad_dtypes()
         policy = self.mp_policy
         self.flat_gradient = torch.empty(layout.grad_numel, dtype=grad_dtype, device=self.device)
         core = _C.Unit(
@@ -366,7 +372,7 @@ class Unit:
             flat_shard=self.flat_shard,
             flat_gradient=self.flat_gradient,
             shapes=[list(slot.shape) for slot in self.slots],
-            param_dtypes=[self._param_dtype(slot) for slot in self.slots],
+            param_dtypes=[self.param_dtype_of(slot) for slot in self.slots],
             grad_dtype=grad_dtype,
             reduce_dtype=reduce_dtype,
             cast_inputs=policy.param_dtype if policy.cast_forward_inputs else None,

@@ -183,7 +183,7 @@ def _collectives() -> None:
         ("reduce_scatter", "backward", first),
     ]
     memory = core.memory()
-    layer = model.layers[0]._unit._layout(training=True).unsharded_bytes
+    layer = model.layers[0]._unit.layout_for(training=True).unsharded_bytes
     assert (memory["ring_slots"], memory["ring_slot_bytes"]) == (2, 3 * layer)
     counters = core.counters()
     assert counters["overflow_slots"] == 0
@@ -212,7 +212,7 @@ def _follows_the_order() -> None:
     assert addresses[0] != addresses[1]
     assert addresses[1] == addresses[3]
     apart = addresses[3][7] - addresses[3][0]
-    assert apart == -model.layers[7]._unit._layout(training=True).shard_bytes
+    assert apart == -model.layers[7]._unit.layout_for(training=True).shard_bytes
 
 
 def test_buckets_follow_the_order_that_forward_takes() -> None:

@@ -142,7 +142,7 @@ def _log_of_a_step() -> None:
         assert reduced == [*reversed(layers), "the root"]
         for op, _, unit_name, size in log:
             unit = model._unit if unit_name == "the root" else model.get_submodule(unit_name)._unit
-            layout = unit._layout(training=True)
+            layout = unit.layout_for(training=True)
             # Of each parameter by itself, as shared memory gathers; a reduction takes the padding.
             per_rank = (
                 4 * sum(place.chunk_numel for place in layout.placements)
@@ -174,8 +174,8 @@ def _memory_of_many_steps() -> None:
         peaks.append(
             (core.counters()["peak_unsharded_units"], core.counters()["peak_unsharded_bytes"])
         )
-    layers = [layer._unit._layout(training=True).unsharded_bytes for layer in model.layers]
-    root = model._unit._layout(training=True).unsharded_bytes
+    layers = [layer._unit.layout_for(training=True).unsharded_bytes for layer in model.layers]
+    root = model._unit.layout_for(training=True).unsharded_bytes
     assert memories[2] == memories[19]
     assert memories[19]["ring_slots"] == 2
     assert memories[19]["ring_slot_bytes"] == max(layers)

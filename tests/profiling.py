@@ -1,0 +1,70 @@
+"""A model whose units take as long as asked, and its profile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp_ext
+from fsdp_ext import fully_shard
+
+WIDTH = 256
+LAYERS = 6
+UNIT = WIDTH * WIDTH * 4  # bytes
+
+
+class Pause(nn.Module):
+    """Computes for a while, in forward and in backward; a core that sleeps leaves others alone."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        y = x @ self.weight
+        if y.requires_grad:
+            y.register_hook(lambda _: time.sleep(self.seconds))
+        return y
+
+
+def make(transport: Any = None, compute: float = 0.004, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(Pause(compute) for _ in range(LAYERS)))
+    for layer in model:
+        fully_shard(layer, transport=transport)
+    options.setdefault("bucket_bytes", 0)
+    return fully_shard(model, transport=transport, **options)
+
+
+def train(model: Any, steps: int, before: Callable[[int], Any] = lambda step: None) -> None:
+    for step in range(steps):
+        before(step)
+        model(torch.ones(1, WIDTH)).sum().backward()
+
+
+def profiled(model: Any, before: Callable[[int], Any] = lambda step: None) -> Any:
+    train(model, 3)
+    with fsdp_ext.profile(model) as prof:
+        train(model, 4, before)
+    return prof
+
+
+def check_sums(prof: Any) -> None:
+    """What is reported adds up, in total and for each step."""
+    summary = prof.summary()
+    assert summary.compute + summary.exposed + summary.other == pytest.approx(summary.step)
+    assert sum(summary.causes.values()) == pytest.approx(summary.exposed, abs=1e-9)
+    for rows in (prof.rows(), prof.rows(by="unit")):
+        assert sum(row.exposed for row in rows) == pytest.approx(summary.exposed, abs=1e-9)
+        assert sum(row.wire for row in rows) == pytest.approx(summary.wire)
+    for iteration in prof.iterations:
+        parts = (iteration.compute, iteration.exposed, iteration.other)
+        assert sum(parts) == pytest.approx(iteration.step)
+        assert all(part >= -1e-9 for part in parts)

@@ -1,0 +1,120 @@
+"""What a profile prints, writes and draws."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from launcher import run_ranks
+from profiling import LAYERS, UNIT, check_sums, make, profiled
+
+import fsdp_ext
+from fsdp_ext import Link, Simulated
+
+PACKAGE = Path(fsdp_ext.__file__).parents[1]
+
+
+def _rows_of_units() -> None:
+    warnings.simplefilter("ignore")
+    prof = profiled(make(compute=0.0, bucket_bytes=3 * UNIT))
+    check_sums(prof)
+    buckets, units = prof.rows(), prof.rows(by="unit")
+    assert [row.units for row in buckets if row.operation == "reduce"] == ["0 to 2", "3 to 5"]
+    reduced = [row for row in units if row.operation == "reduce"]
+    assert [row.units for row in reduced] == [str(number) for number in range(LAYERS)]
+    # A collective of three units of one size is a third each one's.
+    assert all(row.nbytes == pytest.approx(UNIT) for row in reduced)
+    of_first = [row.wire for row in reduced[:3]]
+    assert of_first == pytest.approx([of_first[0]] * 3)
+    with pytest.raises(ValueError, match="rows by 'bucket' or 'unit' but got 'layer'"):
+        prof.report(by="layer")
+    prof.report(by="unit")
+    document = json.loads(prof.to_json())
+    assert len(document["rows"]) == len(buckets)
+    assert len(document["rows_by_unit"]) == len(units)
+
+
+def test_a_buckets_figures_are_shared_out_among_its_units() -> None:
+    run_ranks(_rows_of_units, 2)
+
+
+def _outputs(directory: Path) -> None:
+    dist.destroy_process_group()
+    warnings.simplefilter("ignore")
+    prof = profiled(make(Simulated(8, Link("fast", 1e-3, 1e12)), compute=0.001))
+    prof.save_trace(directory / "step.json")
+    prof.plot(directory / "step.png")
+    prof.plot(directory / "step.svg", iteration=-1)
+    prof.to_json(directory / "prof.json")
+    with pytest.raises(ValueError, match="one of 4 steps but got number 9"):
+        prof.plot(directory / "step.png", iteration=9)
+    with pytest.raises(OSError, match=r"expects .*nowhere/a.json to be writable but it is not"):
+        prof.save_trace(directory / "nowhere" / "a.json")
+    with pytest.raises(OSError, match="No space left"):
+        prof.to_json("/dev/full")
+    with pytest.raises(RuntimeError, match="merge expects ranks that are there"):
+        prof.merge()
+    document = json.loads((directory / "prof.json").read_text())
+    assert document == json.loads(prof.to_json())
+    assert document["summary"]["iterations"] == 4
+    assert "over a simulated link" in str(prof)
+
+
+def rows_of(trace: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    for row in {event["tid"] for event in events}:
+        yield sorted(
+            (event for event in events if event["tid"] == row), key=lambda e: (e["ts"], -e["dur"])
+        )
+
+
+def test_a_trace_and_pictures_are_written(tmp_path: Path) -> None:
+    run_ranks(_outputs, 1, tmp_path)
+    trace = json.loads((tmp_path / "step.json").read_text())
+    named = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    assert {"compute", "gather", "reduce"} <= named
+    assert {"forward 3", "backward 3", "gather 3", "reduce 3"} <= {
+        event["name"] for event in trace["traceEvents"]
+    }
+    for row in rows_of(trace):  # viewers expect spans of a row to follow, or enclose, each other
+        open_until: list[float] = []
+        for event in row:
+            while open_until and open_until[-1] <= event["ts"] + 0.002:
+                open_until.pop()
+            assert not open_until or event["ts"] + event["dur"] <= open_until[-1] + 0.002, event
+            open_until.append(event["ts"] + event["dur"])
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    assert b"<svg" in (tmp_path / "step.svg").read_bytes()
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path) -> None:
+    code = f"""
+import sys, warnings
+warnings.simplefilter("ignore")
+sys.modules["matplotlib"] = None
+import torch, fsdp_ext
+from torch import nn
+from fsdp_ext import Link, Simulated, fully_shard
+model = fully_shard(nn.Linear(4, 4), transport=Simulated(2, Link("l", 0, 1e12)))
+model(torch.ones(1, 4)).sum().backward()
+with fsdp_ext.profile(model) as prof:
+    model(torch.ones(1, 4)).sum().backward()
+prof.report()
+try:
+    prof.plot({str(tmp_path / "a.png")!r})
+except ImportError as error:
+    print(error)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE, timeout=120
+    )
+    assert "plot expects matplotlib but cannot import it" in result.stdout, result.stderr
+    assert "pip install matplotlib" in result.stdout
