@@ -238,8 +238,9 @@ def test_what_tune_chooses_beside_a_sweep(tmp_path: Path) -> None:
     times = {"chosen_ms", "predicted_ms", "best_ms", "default_ms", "worst_ms", "of_best"}
     named = {f"simulated_{name}" for name in times}
     assert row.keys() == named | {
-        *("model", "transport", "ranks", "chosen", "best", "settings", "sweep")
+        *("model", "transport", "ranks", "chosen", "best", "settings", "sweep", "finalists")
     }
+    assert row["simulated_best_ms"] in [one["simulated_ms"] for one in row["finalists"]]
     sweep = {each["setting"]: each["simulated_ms"] for each in row["sweep"]}
     assert row["settings"] <= len(sweep) <= row["settings"] + 2  # the default, and the chosen one
     assert row["simulated_chosen_ms"] == sweep[row["chosen"]]
