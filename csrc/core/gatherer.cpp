@@ -411,8 +411,8 @@ bool Gatherer::attach(Unit& unit) {
 // Pieces arrive in order, so that those behind the unit's last one are not waited for.
 void Gatherer::wait_for_gather(const Unit& unit) {
   const Bucket& bucket = *unit.bucket;
-  ledger_.wait(device_.compute_stream(), *bucket.gathers[unit.last_piece].gathered,
-               bucket.gather_label, Work::WaitForGather, bucket.numbers());
+  ledger_.wait(*bucket.gathers[unit.last_piece].gathered, bucket.gather_label, Work::WaitForGather,
+               bucket.numbers());
 }
 
 void Gatherer::release(Unit& unit) {

@@ -71,7 +71,7 @@ void Ledger::begin_iteration() {
 
 std::int32_t Ledger::mark(Stream& stream) {
   now_->moments->mark(static_cast<std::size_t>(now_->marked), stream);
-  if (&stream == &device_.compute_stream()) {
+  if (&stream == &compute_) {
     last_of_compute_ = {now_->marked, now_->number};
   }
   return now_->marked++;
@@ -88,19 +88,20 @@ OpenSpan Ledger::open(Stream& stream, Work work, UnitRange units,
   return opened;
 }
 
-void Ledger::wait(Stream& compute, Event& event, const std::string& what, Work work,
-                  UnitRange units) {
-  OpenSpan span = open(compute, work, units);
-  if (compute.wait(event, what)) {
-    close(span, compute);
-  } else if (has_times()) {
-    now_->spans.pop_back();
+void Ledger::wait(Event& event, const std::string& what, Work work, UnitRange units) {
+  if (!has_times()) {
+    compute_.wait(event, what);
+    return;
+  }
+  const std::int32_t begin = now_->marked;
+  if (compute_.wait_from(*now_->moments, static_cast<std::size_t>(begin), event, what)) {
+    now_->marked += 1;
+    OpenSpan span = open_at(begin, work, units);
+    close(span, compute_);
   }
 }
 
-std::int32_t Ledger::mark_compute() {
-  return has_times() ? mark(device_.compute_stream()) : WorkSpan::kNever;
-}
+std::int32_t Ledger::mark_compute() { return has_times() ? mark(compute_) : WorkSpan::kNever; }
 
 // An iteration that ended in an exception leaves spans open that are never ended.
 void Ledger::end_span(OpenSpan& open, Stream& stream) {

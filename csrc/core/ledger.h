@@ -124,7 +124,7 @@ struct IterationTimes {
 
 class Ledger {
  public:
-  explicit Ledger(Device& device) : device_(device) {}
+  explicit Ledger(Device& device) : device_(device), compute_(device.compute_stream()) {}
 
   const Counters& counters() const { return counters_; }
   Counters& counters() { return counters_; }
@@ -172,7 +172,7 @@ class Ledger {
     }
   }
   // Makes the compute stream wait, and writes down how long if it was not there already.
-  void wait(Stream& compute, Event& event, const std::string& what, Work work, UnitRange units);
+  void wait(Event& event, const std::string& what, Work work, UnitRange units);
   // The compute stream is here; WorkSpan::kNever where no times are kept.
   std::int32_t mark_compute();
   // Where the compute stream was marked last.
@@ -203,6 +203,7 @@ class Ledger {
   std::int32_t mark(Stream& stream);
 
   Device& device_;
+  Stream& compute_;
   Counters counters_;
   bool logging_ = false;
   std::vector<CollectiveRecord> log_;

@@ -386,14 +386,12 @@ void Reducer::clear_rows(Bucket& bucket, const Unit& unit) {
 
 // All but the newest `keep`.
 void Reducer::release_packed_gradients(std::size_t keep) {
-  Stream& compute = device_.compute_stream();
   while (packed_gradients_.size() > keep) {
     const Bucket& bucket = *packed_gradients_.front().bucket;
     if (keep > 0) {
-      ledger_.wait(compute, *bucket.packed, bucket.reduce_label, Work::WaitForReduction,
-                   bucket.numbers());
-    } else {
-      compute.wait(*bucket.packed, bucket.reduce_label);  // nothing any more: see wait
+      ledger_.wait(*bucket.packed, bucket.reduce_label, Work::WaitForReduction, bucket.numbers());
+    } else {  // nothing any more: see wait
+      device_.compute_stream().wait(*bucket.packed, bucket.reduce_label);
     }
     packed_gradients_.pop_front();
   }

@@ -68,11 +68,11 @@ class HostMoments final : public Moments {
  public:
   void mark(std::size_t number, Stream& stream) override {
     reserve(number + 1);
-    static_cast<HostQueue&>(stream).stamp(stamps_[number]);
+    static_cast<HostQueue&>(stream).stamp(stamp_of(number));
   }
   void reserve(std::size_t count) override {
-    while (stamps_.size() < count) {
-      stamps_.emplace_back(0);
+    while (chunks_.size() * kChunk < count) {
+      chunks_.push_back(std::make_unique<Stamp[]>(kChunk));
     }
   }
 
@@ -82,16 +82,19 @@ class HostMoments final : public Moments {
   double lead(std::size_t /*number*/, double /*reached*/) const override { return 0.0; }
   double anchor() override {
     reserve(1);
-    stamp_now(stamps_.front());
+    stamp_now(stamp_of(0));
     return seconds(0);
   }
 
  private:
+  static constexpr std::size_t kChunk = 1024;
+
+  Stamp& stamp_of(std::size_t number) const { return chunks_[number / kChunk][number % kChunk]; }
   double seconds(std::size_t number) const {
-    return host_clock::seconds(stamps_[number].load(std::memory_order_relaxed));
+    return host_clock::seconds(stamp_of(number).load(std::memory_order_relaxed));
   }
 
-  std::deque<Stamp> stamps_;  // which stay where they are as it grows
+  std::vector<std::unique_ptr<Stamp[]>> chunks_;  // which stay where they are as it grows
 };
 
 class HostDevice final : public Device {
@@ -211,6 +214,17 @@ bool HostComputeStream::wait(Event& event, const std::string& what) {
   if (completion == nullptr || completion->is_success()) {
     return false;
   }
+  completion->wait(timeout_, what);
+  return true;
+}
+
+bool HostComputeStream::wait_from(Moments& moments, std::size_t number, Event& event,
+                                  const std::string& what) {
+  const std::shared_ptr<Completion> completion = as_host(event).newest();
+  if (completion == nullptr || completion->is_success()) {
+    return false;
+  }
+  moments.mark(number, *this);
   completion->wait(timeout_, what);
   return true;
 }

@@ -71,6 +71,8 @@ class HostComputeStream final : public HostQueue {
   const std::string& name() const override { return name_; }
   void record(Event& event) override;
   bool wait(Event& event, const std::string& what) override;
+  bool wait_from(Moments& moments, std::size_t number, Event& event,
+                 const std::string& what) override;
   void synchronize() override {}
   void enqueue(std::function<void()> work) override { work(); }
   void stamp(Stamp& at) override;

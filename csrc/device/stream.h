@@ -33,6 +33,8 @@ class Event {
   virtual void synchronize(std::chrono::milliseconds timeout, const std::string& what) = 0;
 };
 
+class Moments;
+
 class Stream {
  public:
   virtual ~Stream() = default;
@@ -46,6 +48,10 @@ class Stream {
   // host, which is the calling thread itself, this blocks. `what` names what is waited for in
   // error messages; it outlives the wait. Returns false where that is known to be the case already.
   virtual bool wait(Event& event, const std::string& what) = 0;
+
+  // The same, and marks moment `number` right before, if this returns true.
+  virtual bool wait_from(Moments& moments, std::size_t number, Event& event,
+                         const std::string& what);
 
   // Blocks the calling thread until all issued work is done; throws if any of it failed.
   virtual void synchronize() = 0;
@@ -74,6 +80,13 @@ class Moments {
   // std::chrono::steady_clock, whatever clock the hardware has.
   virtual double anchor() = 0;
 };
+
+// Where nobody knows better before, it is marked in any case.
+inline bool Stream::wait_from(Moments& moments, std::size_t number, Event& event,
+                              const std::string& what) {
+  moments.mark(number, *this);
+  return wait(event, what);
+}
 
 // `count` pieces of memory, each so many bytes behind the one before, to be copied.
 struct Move {
