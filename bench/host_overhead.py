@@ -7,16 +7,18 @@ overhead is the iteration time (forward and backward) sharded, less the unsharde
 it, by the number of units: the median over repeats and their interquartile range. One thread; all
 systems in turns in this process.
 
-Rows "ledger" say what fsdp_ext.profile adds to a unit, however many parameters it has: measured on
-units of two, whose steps take so little that it shows, as part of what the smallest units of the
-table take.
+Rows "ledger" say what fsdp_ext.profile adds to a unit, which does not depend on its parameters: it
+is measured on units of two, whose steps take so little that it shows, and given as part of what
+such a unit takes and of what one of 16 does, the table's smallest.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import math
 import random
+import statistics
 import time
 import traceback
 from collections.abc import Callable
@@ -36,9 +38,10 @@ WORLD_SIZE = 8
 UNITS = 24
 WIDTH = 8
 BATCH = 2
-# The ledger's: layers a unit and units, iterations of a block that count, and those before.
+# The ledger's: layers a unit and units, iterations that it keeps, as fsdp_ext.profile does, and
+# those of a block that count after as many.
 LEDGER_LAYERS, LEDGER_UNITS = 1, 96
-BLOCK, WARMUP = 20, 6
+KEPT, BLOCK = 64, 20
 
 
 def make_model(layers: int, units: int) -> nn.Sequential:
@@ -161,45 +164,51 @@ def measure_ledger(
     Args:
         name: the system.
         repeats: pairs of blocks.
-        overhead_us: of a unit without it, in microseconds, for the ratio.
+        overhead_us: of a larger unit, in microseconds, for the ratio.
         device: what the model is on.
     """
     batch = torch.randn(BATCH, WIDTH, device=device)
-    model: Any = SYSTEMS[name](make_model(LEDGER_LAYERS, LEDGER_UNITS).to(device))
+    unsharded = make_model(LEDGER_LAYERS, LEDGER_UNITS).to(device)
+    sharded: Any = SYSTEMS[name](make_model(LEDGER_LAYERS, LEDGER_UNITS).to(device))
 
-    def block() -> float:
+    def block(model: nn.Module) -> float:
         seconds = []
-        for i in range(BLOCK + WARMUP):
+        for i in range(KEPT + BLOCK):
             start = time.perf_counter()
             model(batch).sum().backward()
             taken = time.perf_counter() - start
             model.zero_grad()
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            if i >= WARMUP:
+            if i >= KEPT:
                 seconds.append(taken)
         return Timing.of(seconds).low / LEDGER_UNITS
 
-    block()
-    core = model._unit.root.core
+    block(sharded)
+    core = sharded._unit.root.core
     order = random.Random(0)
-    added = []
+    added, own = [], []
     for _ in range(repeats):
         found = {}
-        for kept in order.sample([0, 4], 2):
+        for kept in order.sample([0, KEPT], 2):
             core.keep_times(kept)
-            found[kept] = block()
-        added.append(found[4] - found[0])
+            found[kept] = block(sharded)
+        added.append(found[KEPT] - found[0])
+        own.append(found[0] - block(unsharded))
     core.keep_times(0)
     timing = Timing.of(added)
+    own_us = statistics.median(own) * 1e6
     return {
         "system": f"{name}, ledger",
         "parameters_per_unit": 2 * LEDGER_LAYERS,
         "units": LEDGER_UNITS,
         "device": device.type,
         "added_us": as_microseconds(timing),
-        "of_overhead": timing.median * 1e6 / overhead_us,
-        "overhead_without_us": overhead_us,
+        "added_standard_error_us": statistics.stdev(added) / math.sqrt(len(added)) * 1e6,
+        "overhead_us_without": own_us,
+        "of_overhead": timing.median * 1e6 / own_us,
+        "overhead_us_of_16_parameters": overhead_us,
+        "of_overhead_of_16_parameters": timing.median * 1e6 / overhead_us,
     }
 
 
@@ -220,7 +229,7 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
             keep(row)
     for name in ("ours", "ours, two buckets"):
         if name in without:
-            keep(measure_ledger(name, 4 * repeats, without[name], device))
+            keep(measure_ledger(name, 2 * repeats, without[name], device))
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -254,8 +263,10 @@ def show(rows: list[dict[str, Any]]) -> None:
             added = row["added_us"]
             print(
                 f"{row['system']}: adds {added['median']:.2f} us a unit (quartiles of pairs "
-                f"{added['low']:.2f} to {added['high']:.2f}), {row['of_overhead']:.1%} of "
-                f"the {row['overhead_without_us']:.1f} without it"
+                f"{added['low']:.2f} to {added['high']:.2f}): "
+                f"{row['of_overhead_of_16_parameters']:.1%} of the "
+                f"{row['overhead_us_of_16_parameters']:.1f} of a unit of 16 parameters, "
+                f"{row['of_overhead']:.1%} of the {row['overhead_us_without']:.1f} of one of 2"
             )
 
 
@@ -279,6 +290,6 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
             axes.plot(parameters, medians, marker="o", label=name)
             axes.fill_between(parameters, low, high, alpha=0.2)
         # What is within the noise may be less than nothing, which a logarithm does not show.
-        axes.set_yscale("symlog", linthresh=100)
+        axes.set_yscale("symlog", linthresh=10)
         axes.set(xlabel="parameters in a unit", ylabel="us a unit")
         axes.legend()

@@ -169,7 +169,13 @@ def picture(path: str, title: str, columns: int = 1) -> Iterator[Any]:
     write_whole(path, content.getvalue())
 
 
-def bars(axes: Any, labels: Sequence[str], values: Sequence[float], unit: str) -> None:
+def bars(
+    axes: Any,
+    labels: Sequence[str],
+    values: Sequence[float],
+    unit: str,
+    groups: Sequence[str] | None = None,
+) -> None:
     """Draw horizontal bars, the first on top, with their values.
 
     Args:
@@ -177,9 +183,12 @@ def bars(axes: Any, labels: Sequence[str], values: Sequence[float], unit: str) -
         labels: one a bar.
         values: as many, in `unit`.
         unit: what the axis is called, too.
+        groups: one a bar; those of a group have one colour. By default each has its own.
     """
-    drawn = axes.barh(labels, values, color=[f"C{i}" for i in range(len(labels))])
-    axes.bar_label(drawn, fmt="%.4g", padding=3)
+    order = list(dict.fromkeys(labels if groups is None else groups))
+    colours = [f"C{order.index(group)}" for group in (labels if groups is None else groups)]
+    drawn = axes.barh(labels, values, color=colours)
+    axes.bar_label(drawn, fmt="%.3g", padding=3)
     axes.set_xlabel(unit)
     axes.set_xlim(right=max(values) * 1.15)
     axes.invert_yaxis()

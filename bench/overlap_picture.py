@@ -37,8 +37,8 @@ def draw(rows: Sequence[Row], path: str) -> None:
         for axes in panels:
             axes.set_ylabel(HIDDEN)
             axes.set_ylim(top=max([1.05, *(row["simulated_hidden"] + 0.02 for row in ran)]))
-            if axes.has_data():
-                axes.legend(fontsize="small")
+            if axes.has_data():  # below, since lines are everywhere in the panel
+                axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.3))
             else:
                 axes.text(0.5, 0.5, "not measured", ha="center", transform=axes.transAxes)
 

@@ -1,16 +1,16 @@
 """How well is a step predicted before it runs, over real transports, of models not fitted to?
 
-Two ranks (or --ranks N), each bound to a core, over each transport of the host. What a collective
-costs is measured by itself, alpha + S / beta (python -m fsdp_ext measure-link). A transformer, the
-fit model, then gives what else is needed, by the ledger of its steps: how many times as long
-collectives take in a step, where compute wants the same cores ("in steps"), and what packing costs
-a byte; and the contention of fsdp_ext.schedule.predict, which is set so that its own step is
-predicted right. Other models are predicted by fsdp_ext.plan: their compute is what their unsharded
-replicas take on all ranks at once, shared out among units by floating-point operations. A step is
-forward and backward; unsharded and sharded ones take turns, and the slowest rank counts.
+Two ranks (or --ranks N), each bound to a core, over each transport of the host. One model, a
+transformer, is fitted to: it trains with buckets of several sizes, and the ledger of its steps says
+what collectives take in a step, where compute wants the same cores, alpha + S / beta, and what
+packing costs a byte. The contention of fsdp_ext.schedule.predict, what compute loses beside them,
+is what predicts its own steps best. Other models are predicted by fsdp_ext.plan: their compute is
+what their unsharded replicas take on all ranks at once, shared out among units by floating-point
+operations. A step is forward and backward; unsharded and sharded ones take turns, and the slowest
+rank counts. Each model is made three times over, since where memory lies changes how long it takes.
 
-"off" is predicted / measured - 1, which is to be within 10%. The fit model's own is shown for what
-it is: by construction.
+"off" is predicted / measured - 1, which is to be within 10%. The fit model's own is what the fit
+leaves.
 """
 
 from __future__ import annotations
@@ -33,10 +33,8 @@ from bench.harness import Keep
 from bench.output import bars, picture, print_table
 from bench.training import GPT, Block, GPTConfig
 from fsdp_ext import fully_shard
-from fsdp_ext.communicator import lanes_of
 from fsdp_ext.ledger import WIRES, copy_rates
-from fsdp_ext.measure_link import OPERATIONS, fit, link_of
-from fsdp_ext.measure_link import measure as measure_link
+from fsdp_ext.measure_link import OPERATIONS, Sample, fit, link_of
 from fsdp_ext.simulated import Link
 
 RANKS = 2
@@ -45,6 +43,9 @@ TRANSPORTS = ("shared_memory", "process_group")
 WARMUP = 4
 FITTED = "GPT, the fit model"
 BOUND = 0.10  # that predictions are to be off by at most
+REPLICAS = 3
+# Buckets that the fit model trains with, for collectives of one block, of two and of four.
+FIT_BUCKET_BYTES = (None, 7 * 10**6, 13 * 10**6)
 
 
 class Stack(nn.Sequential):
@@ -113,20 +114,6 @@ class Step:
             self.forward.append(middle - start)
             self.backward.append(time.perf_counter() - middle)
 
-    def seconds(self) -> tuple[float, float]:
-        """Return the medians of forward and of backward, of the slowest rank in each step."""
-        taken = torch.tensor([self.forward, self.backward], dtype=torch.float64)
-        dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-        forward, backward = taken.median(dim=1).values.tolist()
-        return forward, backward
-
-    def step_seconds(self) -> float:
-        """Return the median step."""
-        taken = torch.tensor(self.forward, dtype=torch.float64)
-        taken += torch.tensor(self.backward, dtype=torch.float64)
-        dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-        return float(taken.median())
-
 
 @dataclass(frozen=True)
 class Measured:
@@ -135,98 +122,125 @@ class Measured:
     compute: tuple[float, float]  # unsharded, forward and backward
     step: float  # sharded
     copies: tuple[float, float]  # seconds a byte around gathers and reductions
-    in_steps: tuple[float, float]  # how many times as long collectives take as alone
+    collectives: list[Sample]  # in steps
 
 
-def run_model(case: Case, transport: str, link: Link, repeats: int) -> Measured:
+def slowest(steps: list[Step]) -> tuple[float, float, float]:
+    """Return the medians of forward, of backward and of both, of the slowest rank in each step."""
+    forward = [seconds for step in steps for seconds in step.forward]
+    backward = [seconds for step in steps for seconds in step.backward]
+    both = [sum(pair) for pair in zip(forward, backward, strict=True)]
+    taken = torch.tensor([forward, backward, both], dtype=torch.float64)
+    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+    medians = taken.median(dim=1).values.tolist()
+    return medians[0], medians[1], medians[2]
+
+
+def run_model(
+    case: Case, transport: str, repeats: int, replicas: int, bucket_bytes: int | None = None
+) -> Measured:
     """Train a model unsharded and sharded, in turns."""
     torch.manual_seed(0)
     batch = case.batch()
-    plain, sharded = Step(case.make(), batch), Step(case.make(), batch)
-    for module in list(sharded.model.modules())[::-1]:
-        if isinstance(module, case.units) and module is not sharded.model:
-            fully_shard(module, transport=transport)
-    fully_shard(sharded.model, transport=transport)
-    for _ in range(WARMUP):
-        plain.run(keep=False)
-        sharded.run(keep=False)
-    for _ in range(repeats):
-        plain.run()
-        sharded.run()
-    with fsdp_ext.profile(sharded.model) as prof:
-        for _ in range(repeats // 2):
-            sharded.run(keep=False)
-    stretch = in_steps_of(prof, link)
-    return Measured(plain.seconds(), sharded.step_seconds(), copy_rates(prof.iterations), stretch)
-
-
-def in_steps_of(prof: fsdp_ext.profile, link: Link) -> tuple[float, float]:
-    """Return how many times as long gathers and reductions took as the link says.
-
-    Of each collective the rank counts that came last, which waits for nobody.
-    """
-    found = []
-    for lane, operation in zip(WIRES, OPERATIONS, strict=True):
-        ratios = []
-        for iterations in zip(*prof.merge().ranks.values(), strict=True):
-            spans = list(zip(*(iteration.of(lane) for iteration in iterations), strict=True))
-            taken = sum(min(span.seconds for span in of_ranks) for of_ranks in spans)
-            alone = sum(link.seconds(operation, of_ranks[0].nbytes) for of_ranks in spans)
-            ratios.append(taken / alone)
-        found.append(statistics.median(ratios))
-    return found[0], found[1]
-
-
-def as_in_steps(link: Link, times: tuple[float, float]) -> Link:
-    """Return a link that takes so many times as long."""
-    (alpha, beta), (reduce_alpha, reduce_beta) = link.costs()
-    return Link(
-        f"{link.name}, in steps",
-        alpha=alpha * times[0],
-        beta=beta / times[0],
-        reduce_alpha=reduce_alpha * times[1],
-        reduce_beta=reduce_beta / times[1],
+    plain = [Step(case.make(), batch) for _ in range(replicas)]
+    sharded = [Step(case.make(), batch) for _ in range(replicas)]
+    for step in sharded:
+        for module in list(step.model.modules())[::-1]:
+            if isinstance(module, case.units) and module is not step.model:
+                fully_shard(module, transport=transport)
+        fully_shard(step.model, transport=transport, bucket_bytes=bucket_bytes)
+    for number in range(WARMUP + repeats):
+        for pair in zip(plain, sharded, strict=True):
+            for step in pair:
+                step.run(keep=number >= WARMUP)
+    profiles = []
+    for step in sharded:
+        with fsdp_ext.profile(step.model) as prof:
+            for _ in range(repeats):
+                step.run(keep=False)
+        profiles.append(prof.merge())
+    forward, backward, _ = slowest(plain)
+    return Measured(
+        (forward, backward),
+        slowest(sharded)[2],
+        copy_rates([iteration for prof in profiles for iteration in prof.iterations]),
+        collectives_of(profiles),
     )
 
 
-def measured_link(transport: str, repeats: int) -> Link:
-    """Measure what collectives of a transport take, alone."""
-    assert dist.group.WORLD is not None
-    device = torch.device("cpu")
-    samples = measure_link(lanes_of(dist.group.WORLD, device, transport), device, repeats)
+def collectives_of(profiles: list[fsdp_ext.profile]) -> list[Sample]:
+    """Return what collectives of each size took in steps.
+
+    Of each one the rank counts that came last, which waits for nobody.
+    """
+    taken: dict[tuple[str, int], list[float]] = {}
+    for prof in profiles:
+        for iterations in zip(*prof.ranks.values(), strict=True):
+            for lane, operation in zip(WIRES, OPERATIONS, strict=True):
+                for spans in zip(*(iteration.of(lane) for iteration in iterations), strict=True):
+                    key = (operation, spans[0].nbytes)
+                    taken.setdefault(key, []).append(min(span.seconds for span in spans))
+    return [Sample(*key, statistics.median(seconds)) for key, seconds in taken.items()]
+
+
+def link_in_steps(transport: str, measured: list[Measured]) -> Link:
+    """Fit alpha + S / beta to what collectives took in steps."""
+    samples = [sample for one in measured for sample in one.collectives]
     fits = (fit([s for s in samples if s.operation == name]) for name in OPERATIONS)
-    return link_of(f"{transport}, measured", *fits)
+    return link_of(f"{transport}, in steps", *fits)
 
 
-def predicted(
-    case: Case,
-    transport: str,
-    measured: Measured,
-    link: Link,
-    copies: tuple[float, float],
-    contention: float,
-) -> fsdp_ext.Plan:
-    """Return the plan of a model, with its prediction."""
-    with torch.device("meta"):
-        model = case.make()
-    common: dict[str, Any] = {"units": case.units, "transport": transport, "device_type": "cpu"}
-    size = dist.get_world_size()
-    counted = fsdp_ext.plan(model, size, batch=case.batch(), **common)
-    flops = {unit.name: unit.flops or (0, 0) for unit in counted.units}
+@dataclass(frozen=True)
+class Model:
+    """What is told of a model to predict it."""
+
+    case: Case
+    transport: str
+    bucket_bytes: int | None
+    compute: dict[str, tuple[float, float]]  # seconds of each unit's forward and backward
+
+    def plan(self, **times: Any) -> fsdp_ext.Plan:
+        """Return its plan, with a prediction."""
+        with torch.device("meta"):
+            model = self.case.make()
+        return fsdp_ext.plan(
+            model,
+            dist.get_world_size(),
+            units=self.case.units,
+            transport=self.transport,
+            device_type="cpu",
+            bucket_bytes=self.bucket_bytes,
+            **times,
+        )
+
+
+def model_of(
+    case: Case, transport: str, measured: Measured, bucket_bytes: int | None = None
+) -> Model:
+    """Share a model's compute out among its units, by their floating-point operations."""
+    unknown = Model(case, transport, bucket_bytes, {})
+    flops = {unit.name: unit.flops or (0, 0) for unit in unknown.plan(batch=case.batch()).units}
     totals = [max(sum(of[i] for of in flops.values()), 1) for i in (0, 1)]
     compute = {
         name: (measured.compute[0] * of[0] / totals[0], measured.compute[1] * of[1] / totals[1])
         for name, of in flops.items()
     }
-    return fsdp_ext.plan(
-        model,
-        size,
-        link=link,
-        compute=compute,
-        contention=contention,
-        copies=copies,
-        **common,
-    )
+    return Model(case, transport, bucket_bytes, compute)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What the fit model has told."""
+
+    link: Link
+    copies: tuple[float, float]
+    contention: float
+
+    def predict(self, model: Model) -> fsdp_ext.Plan:
+        """Return the plan of a model, with its prediction."""
+        return model.plan(
+            link=self.link, compute=model.compute, contention=self.contention, copies=self.copies
+        )
 
 
 def step_of(plan: fsdp_ext.Plan) -> float:
@@ -235,59 +249,81 @@ def step_of(plan: fsdp_ext.Plan) -> float:
     return plan.prediction.step
 
 
-def fit_contention(predict: Callable[[float], float], measured: float) -> float:
-    """Return the contention, 0 to 1, with which a step is predicted as it was measured."""
+def fit_contention(errors: Callable[[float], list[float]]) -> float:
+    """Return the contention, 0 to 1, whose relative errors are least, squared and summed."""
+
+    def badness(contention: float) -> float:
+        return sum(error**2 for error in errors(contention))
+
     low, high = 0.0, 1.0
-    for _ in range(20):
-        middle = (low + high) / 2
-        if predict(middle) < measured:
-            low = middle
+    for _ in range(12):  # a prediction grows with the contention, so there is one best one
+        third = (high - low) / 3
+        if badness(low + third) < badness(high - third):
+            high -= third
         else:
-            high = middle
+            low += third
     return (low + high) / 2
+
+
+def fit_to(case: Case, transport: str, repeats: int, replicas: int) -> tuple[Measured, Fitted]:
+    """Return what the fit model took with the default buckets, and all that it tells."""
+    found = [run_model(case, transport, repeats, replicas, size) for size in FIT_BUCKET_BYTES]
+    link = link_in_steps(transport, found)
+    copies = found[0].copies
+    models = [
+        model_of(case, transport, of_size, size)
+        for of_size, size in zip(found, FIT_BUCKET_BYTES, strict=True)
+    ]
+
+    def errors(contention: float) -> list[float]:
+        fitted = Fitted(link, copies, contention)
+        return [
+            step_of(fitted.predict(model)) / of_size.step - 1
+            for model, of_size in zip(models, found, strict=True)
+        ]
+
+    return found[0], Fitted(link, copies, fit_contention(errors))
 
 
 def measure(args: argparse.Namespace, keep: Keep) -> None:
     """Fit to one model and predict the others, over each transport."""
     ranks.join(args.device)
-    repeats = 6 if args.quick else 40
+    repeats, replicas = (4, 1) if args.quick else (16, REPLICAS)
     for transport in TRANSPORTS:
-        link = measured_link(transport, 3 if args.quick else 10)
-        contention, copies, used = 0.0, (0.0, 0.0), link
-        for case in CASES:
-            measured = run_model(case, transport, link, repeats)
-            if case.name == FITTED:
-                copies, used = measured.copies, as_in_steps(link, measured.in_steps)
-                contention = fit_contention(
-                    lambda c: step_of(predicted(case, transport, measured, used, copies, c)),  # noqa: B023
-                    measured.step,
-                )
-            plan = predicted(case, transport, measured, used, copies, contention)
-            assert plan.prediction is not None
-            keep(
-                {
-                    "model": case.name,
-                    "transport": transport,
-                    "ranks": dist.get_world_size(),
-                    "fitted": case.name == FITTED,
-                    "parameters": sum(unit.parameters for unit in plan.units),
-                    "buckets": len(plan.buckets),
-                    "compute_ms": sum(measured.compute) * 1e3,
-                    "step_ms": measured.step * 1e3,
-                    "predicted_ms": plan.prediction.step * 1e3,
-                    "predicted_exposed_ms": plan.prediction.exposed * 1e3,
-                    "off": plan.prediction.step / measured.step - 1,
-                    "contention": contention,
-                    "in_steps": measured.in_steps,
-                    "copies_ns_a_byte": [rate * 1e9 for rate in copies],
-                    "link": {
-                        "alpha_us": link.alpha * 1e6,
-                        "beta_gb_s": link.beta / 1e9,
-                        "reduce_alpha_us": link.costs()[1][0] * 1e6,
-                        "reduce_beta_gb_s": link.costs()[1][1] / 1e9,
-                    },
-                }
-            )
+        fit_model, *others = CASES
+        measured, fitted = fit_to(fit_model, transport, repeats, replicas)
+        keep(row_of(fit_model, transport, measured, fitted))
+        for case in others:
+            measured = run_model(case, transport, repeats, replicas)
+            keep(row_of(case, transport, measured, fitted))
+
+
+def row_of(case: Case, transport: str, measured: Measured, fitted: Fitted) -> dict[str, Any]:
+    """Return what is kept of one model."""
+    plan = fitted.predict(model_of(case, transport, measured))
+    assert plan.prediction is not None
+    (alpha, beta), (reduce_alpha, reduce_beta) = fitted.link.costs()
+    return {
+        "model": case.name,
+        "transport": transport,
+        "ranks": dist.get_world_size(),
+        "fitted": case.name == FITTED,
+        "parameters": sum(unit.parameters for unit in plan.units),
+        "buckets": len(plan.buckets),
+        "compute_ms": sum(measured.compute) * 1e3,
+        "step_ms": measured.step * 1e3,
+        "predicted_ms": plan.prediction.step * 1e3,
+        "predicted_exposed_ms": plan.prediction.exposed * 1e3,
+        "off": plan.prediction.step / measured.step - 1,
+        "contention": fitted.contention,
+        "copies_ns_a_byte": [rate * 1e9 for rate in fitted.copies],
+        "link": {
+            "alpha_us": alpha * 1e6,
+            "beta_gb_s": beta / 1e9,
+            "reduce_alpha_us": reduce_alpha * 1e6,
+            "reduce_beta_gb_s": reduce_beta / 1e9,
+        },
+    }
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -299,10 +335,9 @@ def show(rows: list[dict[str, Any]]) -> None:
             continue
         link = mine[0]["link"]
         print(
-            f"\n{transport}, {mine[0]['ranks']} ranks: gathers {link['alpha_us']:.0f} us + S / "
-            f"{link['beta_gb_s']:.2f} GB/s, reductions {link['reduce_alpha_us']:.0f} us + S / "
-            f"{link['reduce_beta_gb_s']:.2f} GB/s; in steps {mine[0]['in_steps'][0]:.2f} and "
-            f"{mine[0]['in_steps'][1]:.2f} times as long; contention {mine[0]['contention']:.2f}"
+            f"\n{transport}, {mine[0]['ranks']} ranks, in steps: gathers {link['alpha_us']:.0f} us "
+            f"+ S / {link['beta_gb_s']:.2f} GB/s, reductions {link['reduce_alpha_us']:.0f} us "
+            f"+ S / {link['reduce_beta_gb_s']:.2f} GB/s; contention {mine[0]['contention']:.2f}"
         )
         print_table(
             header,
@@ -314,7 +349,7 @@ def show(rows: list[dict[str, Any]]) -> None:
                     f"{row['compute_ms']:.1f}",
                     f"{row['step_ms']:.1f}",
                     f"{row['predicted_ms']:.1f}",
-                    "by construction" if row["fitted"] else f"{row['off']:+.1%}",
+                    f"{row['off']:+.1%}{', fitted' if row['fitted'] else ''}",
                 ]
                 for row in mine
             ],
@@ -344,4 +379,5 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
     others = [row for row in rows if not row["fitted"]]
     with picture(path, "predicted step beside the measured one") as axes:
         names = [f"{row['model']},\n{row['transport']}" for row in others]
-        bars(axes, names, [abs(row["off"]) * 100 for row in others], "% off")
+        off_by = [abs(row["off"]) * 100 for row in others]
+        bars(axes, names, off_by, "% off", groups=[row["transport"] for row in others])
