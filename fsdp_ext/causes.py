@@ -13,10 +13,11 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_ext.ledger import (
@@ -42,7 +43,10 @@ ALONE, BESIDE = 0.2, 0.6
 
 
 class Cause(enum.Enum):
-    """Why a wait took as long as it did; the value is how reports call it."""
+    """Why communication shows; the value is how reports call it.
+
+    All but SLOWED, which waits do not show, are why a wait took as long as it did.
+    """
 
     FIRST = "first gather"
     LAST = "last reduction"
@@ -63,7 +67,7 @@ MEANING = {
     Cause.BANDWIDTH: "the wire was busy without a pause",
     Cause.LATE_RANK: "a collective ends when the last rank has come",
     Cause.COPIES: "there is no wire, but another dtype",
-    Cause.SLOWED: "memory or cores are shared; by units of equal size, beside it and alone",
+    Cause.SLOWED: "memory or cores are shared; estimated by comparing units of equal size",
     Cause.UNKNOWN: "gathered by hand, or in an iteration that was not recorded",
 }
 
@@ -82,7 +86,10 @@ REMEDY = {
     ),
     Cause.LATE_RANK: "look at that rank's input, host and clocks",
     Cause.COPIES: "the optimizer's dtype for computation, too, where one rank is all there is",
-    Cause.SLOWED: "fewer multiprocessors or threads for collectives; less to send",
+    Cause.SLOWED: (
+        "leave collectives cores of their own (fewer OMP_NUM_THREADS), or fewer multiprocessors "
+        "(NCCL_MAX_CTAS); send less (param_dtype, reduce_dtype of MixedPrecisionPolicy)"
+    ),
     Cause.UNKNOWN: "record whole iterations",
 }
 
@@ -355,35 +362,36 @@ class Slowdown:
     compared: int
 
 
-def slowdown(iterations: Sequence[Iteration], sizes: Sequence[int]) -> Slowdown | None:
-    """Compare units of one size that computed beside communication with those that did alone.
+def slowdown(iterations: Sequence[Iteration], kinds: Sequence[Hashable]) -> Slowdown | None:
+    """Compare units of one kind that computed beside communication with those that did alone.
 
     Args:
         iterations: of one rank.
-        sizes: bytes of each unit's parameters, by its number; units of one size are taken for
-            alike.
+        kinds: of each unit, by its number: units of one kind are taken for alike.
 
     Returns:
-        None where no kind of unit was seen both ways: an estimate needs units of equal size, of
-        which some compute while the lanes have nothing to do.
+        None where no kind of unit was seen both ways: an estimate needs alike units, of which two
+        or more compute while the lanes have nothing to do.
     """
-    alone: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
-    beside: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+    alone: defaultdict[tuple[str, Hashable], dict[int, list[float]]] = defaultdict(dict)
+    beside: defaultdict[tuple[str, Hashable], list[float]] = defaultdict(list)
     for iteration in iterations:
         wires = merged_intervals(sorted(iteration.of(*WIRES), key=lambda span: span.begin), 0.0)
         for span, own in own_compute(iteration):
             if span.seconds <= 0 or own < 0.5 * span.seconds:
                 continue  # encloses others, which are looked at themselves
-            key = (span.work, sizes[span.first])
+            key = (span.work, kinds[span.first])
             part = overlap(span.begin, span.end, wires) / span.seconds
             if part < ALONE:
-                alone[key].append(own)
+                alone[key].setdefault(span.first, []).append(own)
             elif part > BESIDE:
                 beside[key].append(own)
-    both = [key for key in alone if key in beside]
+    # One alone may differ from the others by more than what is beside it.
+    both = [key for key in alone if key in beside and len(alone[key]) > 1]
     if not both:
         return None
     # Of medians, since something else that the machine did once is not communication's doing.
-    would = sum(statistics.median(alone[key]) * len(beside[key]) for key in both)
+    own_time = {key: statistics.median(itertools.chain(*alone[key].values())) for key in both}
+    would = sum(own_time[key] * len(beside[key]) for key in both)
     took = sum(statistics.median(beside[key]) * len(beside[key]) for key in both)
     return Slowdown(took / would, (took - would) / len(iterations), len(both))

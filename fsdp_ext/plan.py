@@ -54,6 +54,7 @@ from fsdp_ext.transports import (
 from fsdp_ext.unit import Unit
 from fsdp_ext.validation import (
     check_types,
+    is_at_least,
     resolve_bucket_bytes,
     resolve_max_message_bytes,
     resolve_prefetch,
@@ -175,7 +176,7 @@ def plan(
     if isinstance(model, nn.Module):
         model = sharded_module(model)
     check_types(None, mp_policy or MixedPrecisionPolicy(), None)
-    _check_numbers(optimizer_states, flops_per_second, batch, compute)
+    _check_numbers(optimizer_states, flops_per_second, batch, compute, memory_limit)
     unit = _check_model(model, units, mp_policy, reshard_after_forward)
     device_type = device_type or (unit.mesh.device_type if unit is not None else "cuda")
     transport = transport if transport is not None or unit is None else unit.transport
@@ -234,8 +235,14 @@ def _check_numbers(
     flops_per_second: float | None,
     batch: Any,
     compute: object,
+    memory_limit: object,
 ) -> None:
-    if not isinstance(optimizer_states, int) or optimizer_states < 0:
+    if memory_limit is not None and not is_at_least(memory_limit, 1):
+        raise ValueError(
+            "plan expects memory_limit to be a positive whole number of bytes, or None, but got "
+            f"{memory_limit!r}; 60 * 2**30, say"
+        )
+    if not is_at_least(optimizer_states, 0):
         raise ValueError(
             "optimizer_states expects a number of tensors for each parameter, 0 or more, but got "
             f"{optimizer_states!r}; AdamW has 2"

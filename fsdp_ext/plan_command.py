@@ -36,10 +36,8 @@ def run(arguments: Sequence[str]) -> int:
         result = plan(
             model,
             args.world_size,
-            units=_classes(model, args.units),
-            mp_policy=MixedPrecisionPolicy(
-                param_dtype=args.param_dtype, reduce_dtype=args.reduce_dtype
-            ),
+            units=_classes(model, args.units) or None,
+            mp_policy=_policy(args.param_dtype, args.reduce_dtype),
             bucket_bytes=args.bucket_bytes,
             max_message_bytes=args.max_message_bytes,
             prefetch=args.prefetch,
@@ -85,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--no-reshard-after-forward", action="store_true", help="keep units gathered for backward")
     add("--bucket-bytes", type=_bytes, metavar="SIZE", help="of units that travel together")
     add("--max-message-bytes", type=_bytes, metavar="SIZE", help="of a message, by default any")
-    add("--prefetch", type=int, default=1, metavar="N", help="buckets gathered ahead")
+    add("--prefetch", type=int, metavar="N", help="buckets gathered ahead")
     add("--optimizer-states", type=int, default=2, metavar="N", help="tensors of each parameter")
     add("--device-type", choices=["cuda", "cpu"], default="cuda")
     add("--transport", choices=[*OF_GPUS, *OF_THE_HOST], help="by default as usual")
@@ -169,6 +167,15 @@ def _call(factory: Callable[[], Any], text: str) -> Any:
             f"expects {text} to make a model on the meta device without arguments but it raised "
             f"{type(error).__name__} ({error}); wrap it in a function that does"
         ) from error
+
+
+def _policy(
+    param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
+) -> MixedPrecisionPolicy | None:
+    """Return None where nothing is asked for: a sharded model has its own."""
+    if param_dtype is None and reduce_dtype is None:
+        return None
+    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
 
 
 def _classes(model: nn.Module, text: str) -> list[type[nn.Module]]:

@@ -12,7 +12,7 @@ from typing import TextIO
 
 from torch import nn
 
-from fsdp_ext.agreement import has_peers
+from fsdp_ext.agreement import exchange, has_peers
 from fsdp_ext.causes import (
     Exposure,
     Lateness,
@@ -60,12 +60,20 @@ class profile:
         self.kept = iterations
         self._ranks: dict[int, list[Iteration]] = {}
         self._explained: list[list[Exposure]] | None = None
+        self._slowdown: tuple[Slowdown | None] | None = None  # once it is known
+        self._depth = 0  # of the prefetch, in the steps
         self.late: dict[tuple[int, int], Lateness] = {}  # where ranks were merged
         self._members: dict[tuple[int, int], list[int]] = {}  # of buckets, by first and last
         self.rank = unit.mesh.get_local_rank()
         self.lost = 0
         self.names = [unit.name for unit in self._root.units]
         self.sizes = self._core.unsharded_bytes()
+        trainable = [
+            sum(slot.sharded.numel() for slot in each.slots if slot.sharded.requires_grad)
+            for each in self._root.units
+        ]
+        # What makes units alike, as far as can be told.
+        self._kinds = list(zip(self.sizes, trainable, strict=True))
         self.transport = self._root.lanes.transport
         self.world_size = unit.mesh.size()
         self._on_gpu = unit.device.type == "cuda"
@@ -77,7 +85,7 @@ class profile:
                 "profile expects to be the only one of its model but its block is within another "
                 "one's; use that one"
             )
-        self._ranks, self._explained, self.late = {}, None, {}
+        self._ranks, self._explained, self._slowdown, self.late = {}, None, None, {}
         self._core.keep_times(self.kept)
         self._note_buckets()
         self._root.profiled_by = self
@@ -103,6 +111,7 @@ class profile:
         end = time.monotonic()
         self._core.keep_times(0)
         self._note_buckets()  # the first step may have changed them
+        self._depth = self._root.prefetch_depth
         iterations = read(raw, end)
         if not iterations:
             raise RuntimeError(
@@ -147,7 +156,8 @@ class profile:
 
         Args:
             timelines: whether to bring all ranks' spans to every rank, too, for traces and JSON:
-                some hundred bytes a span. With hundreds of ranks, leave them where they are.
+                some hundred bytes a span. With hundreds of ranks, leave them where they are. They
+                are brought if any rank asks for it.
 
         Returns:
             This profile, whose reports now name the slowest rank of each collective.
@@ -162,9 +172,10 @@ class profile:
                 "merge expects ranks that are there but those of a simulated transport, or of a "
                 "fake process group, are not; report this one alone"
             )
+        timelines = any(exchange(unit, timelines))
         clocks = compare_clocks(self.iterations, unit)
         mine = [one for one in self.iterations if one.number in clocks.common]
-        self._ranks, self._explained = {self.rank: mine}, None
+        self._ranks, self._explained, self._slowdown = {self.rank: mine}, None, None
         self.late = lateness(mine, clocks, unit)
         if timelines:
             self._ranks = collect(mine, clocks, unit)
@@ -178,7 +189,7 @@ class profile:
 
     def _explain(self) -> list[list[Exposure]]:
         setting = Setting(
-            depth=self._root.prefetch_depth,
+            depth=self._depth,
             on_gpu=self._on_gpu,
             typical=typical_seconds(self.iterations),
             late=self.late,
@@ -187,7 +198,9 @@ class profile:
 
     def slowdown(self) -> Slowdown | None:
         """Return how much slower units compute beside communication; None: cannot be told."""
-        return slowdown(self.iterations, self.sizes)
+        if self._slowdown is None:
+            self._slowdown = (slowdown(self.iterations, self._kinds),)
+        return self._slowdown[0]
 
     # - Figures
 
@@ -196,11 +209,11 @@ class profile:
         return summarise(self)
 
     def rows(self, by: str = "bucket") -> list[Row]:
-        """Return what communication cost, in order of the units, and compute beside it last.
+        """Return what communication cost, in order of the units.
 
         Args:
-            by: "bucket", which is what travels, or "unit": those of a bucket share its figures by
-                their parameters' bytes.
+            by: "bucket", which is what travels, or "unit": those of a bucket share its bytes and
+                times by their parameters' bytes.
 
         Raises:
             ValueError: if ``by`` is neither.
@@ -225,7 +238,7 @@ class profile:
 
         Args:
             file: instead of standard output.
-            by: a row a "bucket" or a "unit", as for ``rows``.
+            by: a row a "bucket", which is what travels, or a "unit", as for :meth:`rows`.
 
         Raises:
             ValueError: if ``by`` is neither.

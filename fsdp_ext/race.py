@@ -3,20 +3,35 @@
 # Note [races]
 # What a machine does besides changes from second to second, by more than settings differ, so they
 # take turns, in another order each round. Most of the time is for those that may be the fastest: a
-# few rounds of all, and then of those that were among the best so far. What comes first in a round
-# finds other caches than what comes second, so the order is random, and the same on all ranks.
+# few rounds of all, and then of those that were among the best so far. Who is left behind has been
+# measured in other seconds than the finalists, and cannot win. What comes first in a round finds
+# other caches than what comes second, so the order is random, and the same on all ranks.
 
 from __future__ import annotations
 
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 # How many rounds there are of how many settings, besides those that are always in the race.
 STAGES = ((2, 8), (2, 4), (4, 2))
+
+
+@dataclass(frozen=True)
+class Result(Generic[T]):
+    """What a race has shown.
+
+    Args:
+        medians: seconds of each setting that could be run, over all of its rounds.
+        finalists: those that were in it to the end, whose medians alone are of the same rounds.
+    """
+
+    medians: dict[T, float]
+    finalists: tuple[T, ...]
 
 
 def race(
@@ -25,8 +40,8 @@ def race(
     slowest: Callable[[dict[T, list[float]]], dict[T, list[float]]],
     always: T,
     say: Callable[[str], None] = lambda what: None,
-) -> dict[T, float]:
-    """Return the median seconds of each setting that could be run; all ranks call this alike.
+) -> Result[T]:
+    """Race the settings against each other; all ranks call this alike.
 
     Args:
         settings: the most promising first, with those that are to be in the race.
@@ -59,4 +74,4 @@ def race(
         over_ranks = slowest({setting: taken[setting] for setting in racing})
         medians |= {setting: statistics.median(of) for setting, of in over_ranks.items()}
         racing.sort(key=lambda setting: medians[setting])
-    return medians
+    return Result(medians, tuple(racing))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fsdp_ext.causes import MEANING, PAUSE, REMEDY, Cause, Slowdown
+from fsdp_ext.causes import MEANING, PAUSE, REMEDY, Cause
 from fsdp_ext.ledger import WIRES
 from fsdp_ext.tables import columns
 
@@ -19,7 +19,7 @@ _SLOWED = 1.05
 # Causes of so much of what is exposed are explained.
 _WORTH_A_LINE = 0.01
 _MS = 1e3
-_PHASES = ("forward", "backward", "other", "all")
+_PHASES = ("forward", "backward", "other")
 
 # A bucket by its first and last unit, an operation, a phase: what a row is of.
 _Key = tuple[tuple[int, int], str, str]
@@ -32,14 +32,13 @@ class Row:
 
     Args:
         units: names of the first and the last unit, or of the only one.
-        operation: "gather", "reduce", or "compute": what communication beside it slowed down.
-        phase: in which it was issued: "forward", "backward", "other", or "all" of them.
-        collectives: how many a step.
+        operation: "gather" or "reduce".
+        phase: in which it was issued: "forward", "backward" or "other".
+        collectives: how many a step that it has a part in.
         nbytes: on the wire, of all ranks together.
         wire: seconds on the wire.
         hidden: of these, beside compute.
-        exposed: seconds that the compute stream waited for it, also for what kept it waiting; of
-            "compute", that it took longer.
+        exposed: seconds that the compute stream waited for it, also for what kept it waiting.
         causes: seconds of ``exposed`` by cause.
         slowest: the rank that came last most often, where ranks were merged; else None.
     """
@@ -65,13 +64,14 @@ class Summary:
         step: from one forward's begin to the next one's.
         fastest: the shortest step.
         slowest: the longest one.
-        compute: forward and backward, without waits and what communication slowed them down.
-        exposed: waits for communication, and by how much it slowed compute down, where that can
-            be told (``profile.slowdown``).
+        compute: forward and backward without waits.
+        exposed: waits for communication.
         other: what is neither: the loss, the optimizer, input.
         wire: time of all collectives.
         hidden: part of it that is not exposed, 0 to 1.
         causes: seconds of ``exposed`` by cause.
+        slowed: seconds of ``compute`` that it took longer beside communication, as far as that can
+            be told: an estimate (``profile.slowdown``).
     """
 
     iterations: int
@@ -84,6 +84,7 @@ class Summary:
     wire: float
     hidden: float
     causes: dict[str, float]
+    slowed: float
 
 
 def summarise(prof: profile) -> Summary:
@@ -94,35 +95,27 @@ def summarise(prof: profile) -> Summary:
     def mean(values: Sequence[float]) -> float:
         return sum(values) / count
 
-    slow = _slowed(prof)
-    slowed = 0.0 if slow is None else slow.seconds
+    slow = prof.slowdown()
     causes: defaultdict[str, float] = defaultdict(float)
     for exposures in prof.explain():
         for exposure in exposures:
             causes[exposure.cause.value] += exposure.seconds / count
-    if slowed:
-        causes[Cause.SLOWED.value] = slowed
     steps = [iteration.step for iteration in iterations]
     wire = mean([iteration.wire for iteration in iterations])
-    exposed = mean([iteration.exposed for iteration in iterations]) + slowed
+    exposed = mean([iteration.exposed for iteration in iterations])
     return Summary(
         iterations=count,
         step=mean(steps),
         fastest=min(steps),
         slowest=max(steps),
-        compute=mean([iteration.compute for iteration in iterations]) - slowed,
+        compute=mean([iteration.compute for iteration in iterations]),
         exposed=exposed,
         other=mean([iteration.other for iteration in iterations]),
         wire=wire,
         hidden=max(0.0, 1 - exposed / wire) if wire > 0 else 1.0,
         causes=dict(sorted(causes.items(), key=lambda item: -item[1])),
+        slowed=slow.seconds if slow is not None and slow.factor > _SLOWED else 0.0,
     )
-
-
-def _slowed(prof: profile) -> Slowdown | None:
-    """Return how much communication slows compute down, if that is more than noise."""
-    slow = prof.slowdown()
-    return slow if slow is not None and slow.factor > _SLOWED else None
 
 
 # - Rows
@@ -153,13 +146,7 @@ def rows_of(prof: profile, by: str) -> list[Row]:
         for part, share in (_units(prof, key[0]) if by == "unit" else [(key[0], 1.0)])
     ]
     found.sort(key=lambda one: (one[0], one[1][1], _PHASES.index(one[1][2])))
-    rows = [_row(prof, part, key, costs[key], share, slowest) for part, key, share in found]
-    slow = _slowed(prof)
-    if slow is not None:
-        causes = {Cause.SLOWED.value: slow.seconds}
-        name = prof.name_of(_EVERY_UNIT)
-        rows.append(Row(name, "compute", "all", 0, 0, 0, 0, slow.seconds, causes))
-    return rows
+    return [_row(prof, part, key, costs[key], share, slowest) for part, key, share in found]
 
 
 def _costs(prof: profile) -> dict[_Key, _Cost]:
@@ -257,11 +244,20 @@ def text_of(prof: profile, by: str) -> str:
             continue
         lines.append(f"{_ms(seconds)} ms ({share:.0%}) {name}: {MEANING[cause]}")
         lines.append(f"    {REMEDY[cause]}")
+    if summary.slowed:
+        share = summary.slowed / summary.compute
+        text = f"{Cause.SLOWED.value}: {MEANING[Cause.SLOWED]}"
+        lines.append(f"{_ms(summary.slowed)} ms ({share:.0%} of compute) {text}")
+        lines.append(f"    {REMEDY[Cause.SLOWED]}")
     return "\n".join(lines)
 
 
 def document_of(prof: profile) -> dict[str, Any]:
-    """Return all figures and spans: ``profile.to_json``."""
+    """Return all figures and spans: ``profile.to_json``.
+
+    "slowest" says of this rank's collectives, by the step's number and the place among its spans,
+    which rank came last, where ranks were merged.
+    """
     slow = prof.slowdown()
     return {
         "transport": prof.transport,
@@ -285,6 +281,10 @@ def document_of(prof: profile) -> dict[str, Any]:
             ]
             for rank, iterations in prof.ranks.items()
         },
+        "slowest": [
+            {"number": number, "span": place, **asdict(late)}
+            for (number, place), late in sorted(prof.late.items())
+        ],
     }
 
 

@@ -49,8 +49,15 @@ def trace(prof: profile) -> dict[str, Any]:
                 }
             )
         for iteration in iterations:
-            for span in iteration.spans:
-                events.append(_event(prof, rank, iteration, span, start))
+            for place, span in enumerate(iteration.spans):
+                event = _event(prof, rank, iteration, span, start)
+                late = prof.late.get((iteration.number, place)) if rank == prof.rank else None
+                if late is not None:
+                    event["args"] |= {
+                        "slowest rank": late.rank,
+                        "first to last rank (us)": round(late.spread * 1e6, 1),
+                    }
+                events.append(event)
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
@@ -126,9 +133,10 @@ def draw(prof: profile, path: Path, chosen: int | None) -> None:
     elif not -len(iterations) <= chosen < len(iterations):
         raise ValueError(f"plot expects one of {len(iterations)} steps but got number {chosen}")
     number = iterations[chosen].number
+    others = [rank for rank in prof.ranks if rank != prof.rank]
     shown = {
-        rank: next(one for one in of_rank if one.number == number)
-        for rank, of_rank in list(prof.ranks.items())[:_MOST_RANKS]
+        rank: next(one for one in prof.ranks[rank] if one.number == number)
+        for rank in sorted([prof.rank, *others[: _MOST_RANKS - 1]])
     }
     height = 1.2 + 0.9 * len(_PICTURE_ROWS) * len(shown)
     figure = Figure(figsize=(14, height), layout="constrained")
@@ -145,7 +153,8 @@ def draw(prof: profile, path: Path, chosen: int | None) -> None:
     figure.suptitle(
         f"step {own.step * 1e3:.2f} ms = compute {own.compute * 1e3:.2f} + exposed "
         f"{own.exposed * 1e3:.2f} + other {own.other * 1e3:.2f}    "
-        f"{simulated}wire {own.wire * 1e3:.2f} ms",
+        f"{simulated}wire {own.wire * 1e3:.2f} ms    rank {prof.rank}"
+        + (f"; {len(shown)} of {len(prof.ranks)} ranks" if len(shown) < len(prof.ranks) else ""),
         fontsize=11,
     )
     axes[-1].set_xlabel("ms")

@@ -30,7 +30,7 @@ from fsdp_ext.tune_arguments import agreed_limit, check_arguments, check_state, 
 # which so many have buckets of a size of their own.
 _SHORTLIST = 7
 _SIZES = 4
-_DEPTHS = (1, 2, 3, 4)
+_DEPTHS = (0, 1, 2, 3, 4)
 # What is predicted to be so much slower than the best is not measured for its bucket size alone.
 _UNSURE = 0.25
 # A setting that takes more memory has to be so much faster.
@@ -71,6 +71,7 @@ class Tuning:
         considered: how many settings there were.
         too_large: how many of them take too much memory; of the others the model was asked.
         costs: what the model was told.
+        simulated: whether the transport is, and so each time.
     """
 
     chosen: Candidate
@@ -102,7 +103,8 @@ class Tuning:
                 f"{reduce_beta / 1e9:.2f} GB/s ({link.name}); compute loses "
                 f"{self.costs.contention:.0%} of the time that they take beside it",
                 f"{self.considered} settings were considered, {self.too_large} of which take too "
-                f"much memory; the best {len(self.measured)} of what was predicted were measured",
+                f"much memory; the most promising ones and the one before were measured, "
+                f"{len(self.measured)} in all",
                 self._why(),
             ]
         )
@@ -156,7 +158,8 @@ def tune(
 
     All ranks call this together, and choose the same: under the least of their memory limits. What
     fails between collectives on one rank is raised on all of them, and a setting that one of them
-    has no memory for is dropped.
+    has no memory for is dropped. Where one rank alone runs out in the middle of a step, the others
+    wait in its next collective until the timeout, as in training.
 
     Parameters, buffers, gradients of the batch and the state of random numbers are left as they
     were, for which a copy of the shards and buffers is held meanwhile. Parameters are put back even
@@ -332,9 +335,9 @@ class _Tuner:
         )[0]
         shortlist = self._shortlist([self._predicted(one, costs) for one in fitting])
         self._say(f"measuring the {len(shortlist)} settings that are predicted to be fastest")
-        measured = self._measure([*shortlist, self._predicted(before, costs)])
+        measured, finalists = self._measure([*shortlist, self._predicted(before, costs)])
         own = next(one for one in measured if one.choice == before.choice)
-        allowed = [one for one in measured if one.memory <= limit]
+        allowed = [one for one in finalists if one.memory <= limit]
         if not allowed:
             raise RuntimeError(
                 f"tune expects room for one of {len(shortlist)} settings, activations included, "
@@ -426,26 +429,28 @@ class _Tuner:
         alike: dict[tuple[int, int, int], Candidate] = {}
         for one in by_speed:
             alike.setdefault((one.buckets, one.choice.prefetch, len(one.choice.kept)), one)
-        sizes: dict[tuple[int, int], Candidate] = {}
+        sizes: dict[int, Candidate] = {}
         for one in alike.values():
             if one.predicted <= best * (1 + _UNSURE):
-                sizes.setdefault((one.buckets, len(one.choice.kept)), one)
+                sizes.setdefault(one.buckets, one)
         first = list(sizes.values())[:_SIZES]
         others = [one for one in alike.values() if one not in first]
         return [*first, *others][:_SHORTLIST]
 
-    def _measure(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Return them with what was measured.
+    def _measure(self, candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
+        """Return them with what was measured, and of these the ones that may be the fastest.
 
         Those that some rank has no memory for are left out; the setting before has to fit.
         """
         unique = {one.choice: one for one in candidates}
-        medians = race(
+        result = race(
             list(unique), self._run, self._on_slowest, self._settings.before, say=self._say
         )
-        return [
-            dataclasses.replace(unique[one], measured=seconds) for one, seconds in medians.items()
-        ]
+        measured = {
+            choice: dataclasses.replace(unique[choice], measured=seconds)
+            for choice, seconds in result.medians.items()
+        }
+        return list(measured.values()), [measured[choice] for choice in result.finalists]
 
     def _on_slowest(self, taken: dict[Choice, list[float]]) -> dict[Choice, list[float]]:
         ranks = exchange(self._root.units[0], taken)

@@ -61,7 +61,8 @@ def check_state(model: nn.Module, units: Sequence[Unit]) -> None:
     """Check that steps can be run on the model that leave nothing behind.
 
     Raises:
-        ValueError: if it is not the root, has gradients, or would accumulate them.
+        ValueError: if it is not the root, has gradients, would accumulate them or stay unsharded,
+            or is being profiled.
     """
     sharded = sharded_module(model)
     root: Root | None = units[0].root
@@ -79,6 +80,17 @@ def check_state(model: nn.Module, units: Sequence[Unit]) -> None:
         raise ValueError(
             "tune expects each backward to reduce gradients but some units accumulate them; call "
             "set_requires_gradient_sync(True) before"
+        )
+    if not all(unit.reshard_after_backward for unit in units):
+        raise ValueError(
+            "tune expects units to be resharded after backward, since else nothing is gathered "
+            "that could be measured, but some are not; call set_reshard_after_backward(True) "
+            "before, and change it back after"
+        )
+    if root is not None and root.profiled_by is not None:
+        raise ValueError(
+            "tune expects a model that is not being profiled, since it profiles itself, but its "
+            "call is in a with block of fsdp_ext.profile; call it before"
         )
     if not units[0].is_last_backward:
         raise ValueError(

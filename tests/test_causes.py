@@ -215,11 +215,13 @@ def test_units_of_one_size_tell_what_communication_costs_compute() -> None:
     step = Step().gather(2, 0, 10).gather(3, 20, 30)
     step.forward(1, 0, 10).forward(2, 10, 18).forward(3, 20, 30).forward(4, 30, 38)
     iteration = step.passes(forward=40).end()
-    found = slowdown([iteration], sizes=[0, 100, 100, 100, 100])
+    found = slowdown([iteration], [0, 100, 100, 100, 100])
     assert found is not None
     assert found.factor == pytest.approx(10 / 8)
     assert found.seconds == pytest.approx(4 * MS)
-    assert slowdown([iteration], sizes=[0, 1, 2, 3, 4]) is None  # none of a kind
+    assert slowdown([iteration], [0, 1, 2, 3, 4]) is None  # none of a kind
+    # One that is alone may just be another kind of unit.
+    assert slowdown([iteration], [0, 100, 100, 100, 1]) is None
 
 
 def test_exposures_come_in_order() -> None:

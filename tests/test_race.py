@@ -24,8 +24,9 @@ def test_most_of_the_time_is_for_those_that_may_be_fastest() -> None:
         runs[setting] += 1
         return [1.0 + setting / 10] * 3
 
-    medians = race(range(8), run, of_this_rank, always=7)
-    assert medians == {setting: pytest.approx(1.0 + setting / 10) for setting in range(8)}
+    result = race(range(8), run, of_this_rank, always=7)
+    assert set(result.finalists) == {0, 1, 7}
+    assert result.medians == {setting: pytest.approx(1.0 + setting / 10) for setting in range(8)}
     (first, _), (second, kept), (third, finalists) = STAGES
     for setting in range(7):
         rounds = first + second * (setting < kept) + third * (setting < finalists)
@@ -37,7 +38,7 @@ def test_a_setting_that_cannot_be_run_is_left_out() -> None:
     def run(setting: int) -> list[float] | None:
         return None if setting == 2 else [1.0]
 
-    assert set(race([0, 1, 2, 3], run, of_this_rank, always=0)) == {0, 1, 3}
+    assert set(race([0, 1, 2, 3], run, of_this_rank, always=0).medians) == {0, 1, 3}
 
 
 def test_what_counts_is_the_slowest_rank() -> None:
@@ -46,8 +47,8 @@ def test_what_counts_is_the_slowest_rank() -> None:
             setting: [s + (5 if setting == 0 else 0) for s in of] for setting, of in taken.items()
         }
 
-    medians = race([0, 1], lambda setting: [float(1 + setting)], slowest, always=1)
-    assert medians == {0: 6.0, 1: 2.0}
+    result = race([0, 1], lambda setting: [float(1 + setting)], slowest, always=1)
+    assert result.medians == {0: 6.0, 1: 2.0}
 
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=1, max_size=10), st.data())
@@ -56,9 +57,22 @@ def test_the_fastest_wins_where_nothing_is_noisy(seconds: list[float], data: st.
     most = STAGES[0][1]
     others = [setting for setting in range(len(seconds)) if setting != always]
     entered = [*others[:most], always]
-    medians = race(range(len(seconds)), lambda one: [seconds[one]], of_this_rank, always)
-    assert set(medians) == set(entered)
-    assert min(medians.values()) == min(seconds[one] for one in entered)
+    result = race(range(len(seconds)), lambda one: [seconds[one]], of_this_rank, always)
+    assert set(result.medians) == set(entered)
+    assert min(seconds[one] for one in result.finalists) == min(seconds[one] for one in entered)
+
+
+def test_who_is_left_behind_before_a_machine_slows_down_cannot_win() -> None:
+    runs: Counter[int] = Counter()
+
+    def run(setting: int) -> list[float]:
+        runs[setting] += 1
+        # From the third round on all take longer, also those that are still the fastest.
+        return [(1.0 if runs[setting] <= 2 else 1.5) + setting / 100] * 3
+
+    result = race(range(8), run, of_this_rank, always=0)
+    assert min(result.medians, key=lambda one: result.medians[one]) not in result.finalists
+    assert set(result.finalists) == {0, 1, 2}
 
 
 def test_it_is_told_how_far_the_race_is() -> None:

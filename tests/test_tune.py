@@ -243,7 +243,6 @@ def _nothing_trains(fails: bool) -> None:
     for layer in model:
         fully_shard(layer, transport=Simulated(8, LINK))
     fully_shard(model, transport=Simulated(8, LINK))
-    model.set_reshard_after_backward(False)  # so that what is unsharded is stale, too
     stepped = []
 
     def optimize(parameter: Any) -> None:
@@ -523,6 +522,17 @@ def _errors() -> None:
     with pytest.raises(ValueError, match=r"call set_requires_gradient_sync\(True\) before"):
         fsdp_ext.tune(model, batch())
     model[0].set_requires_gradient_sync(True)
+    model.set_reshard_after_backward(False)
+    with pytest.raises(ValueError, match=r"call set_reshard_after_backward\(True\) before"):
+        fsdp_ext.tune(model, batch())
+    model.set_reshard_after_backward(True)
+    model(batch()).sum().backward()
+    with fsdp_ext.profile(model) as prof:
+        model(batch()).sum().backward()
+        model.zero_grad()
+        with pytest.raises(ValueError, match=r"a with block of fsdp_ext\.profile; call it before"):
+            fsdp_ext.tune(model, batch())
+    assert len(prof.iterations) == 1
     model.set_is_last_backward(False)
     with pytest.raises(ValueError, match=r"call set_is_last_backward\(True\) before"):
         fsdp_ext.tune(model, batch())
