@@ -169,18 +169,23 @@ def run_model(
 
 
 def collectives_of(profiles: list[fsdp_ext.profile]) -> list[Sample]:
-    """Return what collectives of each size took in steps.
+    """Return what collectives of each size took: the mean in a step, which is what adds up in it.
 
-    Of each one the rank counts that came last, which waits for nobody.
+    The median over steps; and of each collective the rank counts that came last, which waits for
+    nobody.
     """
-    taken: dict[tuple[str, int], list[float]] = {}
-    for prof in profiles:
-        for iterations in zip(*prof.ranks.values(), strict=True):
-            for lane, operation in zip(WIRES, OPERATIONS, strict=True):
-                for spans in zip(*(iteration.of(lane) for iteration in iterations), strict=True):
-                    key = (operation, spans[0].nbytes)
-                    taken.setdefault(key, []).append(min(span.seconds for span in spans))
-    return [Sample(*key, statistics.median(seconds)) for key, seconds in taken.items()]
+    means: dict[tuple[str, int], list[float]] = {}
+    for iterations in (
+        each for prof in profiles for each in zip(*prof.ranks.values(), strict=True)
+    ):
+        taken: dict[tuple[str, int], list[float]] = {}
+        for lane, operation in zip(WIRES, OPERATIONS, strict=True):
+            for spans in zip(*(iteration.of(lane) for iteration in iterations), strict=True):
+                key = (operation, spans[0].nbytes)
+                taken.setdefault(key, []).append(min(span.seconds for span in spans))
+        for key, seconds in taken.items():
+            means.setdefault(key, []).append(statistics.mean(seconds))
+    return [Sample(*key, statistics.median(each)) for key, each in means.items()]
 
 
 def link_in_steps(transport: str, measured: list[Measured]) -> Link:

@@ -362,6 +362,10 @@ def test_what_does_not_fit_is_refused_with_the_table() -> None:
     model = on_meta()
     needed = plan(model, 8, units=Block).memory.peak
     assert plan(model, 8, units=Block, memory_limit=needed).memory.peak == needed
+    with pytest.raises(
+        ValueError, match="a positive whole number of bytes, or None, but got '80GB"
+    ):
+        plan(model, 8, units=Block, memory_limit="80GB")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="memory_limit is") as error:
         plan(model, 8, units=Block, memory_limit=needed - 1)
     assert f"Net expects {needed:,} bytes on each rank" in str(error.value)
@@ -456,6 +460,15 @@ def make():
 def needs(config):
     pass
 
+def sharded():
+    from fsdp_ext import Link, Simulated, fully_shard
+
+    model = make()
+    transport = Simulated(16, Link("a link", 1e-5, 1e10))
+    for block in model.blocks:
+        fully_shard(block, transport=transport)
+    return fully_shard(model, transport=transport, prefetch=2)
+
 number = 3
 """
 
@@ -490,6 +503,24 @@ def test_the_command_plans_a_model_that_it_makes_on_meta(factory: Path) -> None:
     assert document["world_size"] == 16
     assert document["bucket_bytes"] == 2**20
     assert len(document["units"]) == 4
+
+
+def test_the_command_plans_a_sharded_model_with_its_own_settings(
+    factory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def json_of(*more: str) -> Any:
+        target = factory / "plan.json"
+        arguments = ["plan_factory:sharded", "--world-size", "16", "--json", str(target)]
+        assert run([*arguments, *more]) == 0, capsys.readouterr().err
+        return json.loads(target.read_text())
+
+    own = json_of()
+    assert len(own["units"]) == 4
+    assert own["memory"] == json_of("--prefetch", "2")["memory"]
+    assert own["memory"]["ring"] > json_of("--prefetch", "1")["memory"]["ring"]
+    code = run(["plan_factory:sharded", "--world-size", "16", "--param-dtype", "bfloat16"])
+    assert code == 2
+    assert "expects no mp_policy for a model that fully_shard was" in capsys.readouterr().err
 
 
 def test_the_command_ends_with_1_where_memory_does_not_do(
