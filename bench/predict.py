@@ -4,10 +4,13 @@ Two ranks (or --ranks N), each bound to a core, over each transport of the host.
 transformer, is fitted to: it trains with buckets of several sizes, and the ledger of its steps says
 what collectives take in a step, where compute wants the same cores, alpha + S / beta, and what
 packing costs a byte. The contention of fsdp_ext.schedule.predict, what compute loses beside them,
-is what predicts its own steps best. Other models are predicted by fsdp_ext.plan: their compute is
-what their unsharded replicas take on all ranks at once, shared out among units by floating-point
-operations. A step is forward and backward; unsharded and sharded ones take turns, and the slowest
-rank counts. Each model is made three times over, since where memory lies changes how long it takes.
+is what predicts its own steps best; where all of it does not do, since ranks that share cores with
+compute wait for each other, collectives are "held" so many times as long.
+
+Other models are predicted by fsdp_ext.plan: their compute is what their unsharded replicas take on
+all ranks at once, shared out among units by floating-point operations. A step is forward and
+backward; unsharded and sharded ones take turns, and the slowest rank counts. Each model is made
+three times over, since where memory lies changes how long it takes.
 
 "off" is predicted / measured - 1, which is to be within 10%. The fit model's own is what the fit
 leaves.
@@ -42,6 +45,8 @@ DEVICES = ("cpu",)
 TRANSPORTS = ("shared_memory", "process_group")
 WARMUP = 4
 FITTED = "GPT, the fit model"
+# Contention from which on all of compute counts as lost, and how long collectives may be held.
+ALL_OF_IT, MOST_HELD = 0.99, 4.0
 BOUND = 0.10  # that predictions are to be off by at most
 REPLICAS = 3
 # Buckets that the fit model trains with, for collectives of one block, of two and of four.
@@ -240,11 +245,20 @@ class Fitted:
     link: Link
     copies: tuple[float, float]
     contention: float
+    held: float  # how many times as long collectives take for waits on ranks that come late
 
     def predict(self, model: Model) -> fsdp_ext.Plan:
         """Return the plan of a model, with its prediction."""
+        (alpha, beta), (reduce_alpha, reduce_beta) = self.link.costs()
+        link = Link(
+            self.link.name,
+            alpha=alpha * self.held,
+            beta=beta / self.held,
+            reduce_alpha=reduce_alpha * self.held,
+            reduce_beta=reduce_beta / self.held,
+        )
         return model.plan(
-            link=self.link, compute=model.compute, contention=self.contention, copies=self.copies
+            link=link, compute=model.compute, contention=self.contention, copies=self.copies
         )
 
 
@@ -254,14 +268,9 @@ def step_of(plan: fsdp_ext.Plan) -> float:
     return plan.prediction.step
 
 
-def fit_contention(errors: Callable[[float], list[float]]) -> float:
-    """Return the contention, 0 to 1, whose relative errors are least, squared and summed."""
-
-    def badness(contention: float) -> float:
-        return sum(error**2 for error in errors(contention))
-
-    low, high = 0.0, 1.0
-    for _ in range(12):  # a prediction grows with the contention, so there is one best one
+def least(badness: Callable[[float], float], low: float, high: float) -> float:
+    """Return where a function with one minimum between ``low`` and ``high`` has it."""
+    for _ in range(12):
         third = (high - low) / 3
         if badness(low + third) < badness(high - third):
             high -= third
@@ -280,14 +289,20 @@ def fit_to(case: Case, transport: str, repeats: int, replicas: int) -> tuple[Mea
         for of_size, size in zip(found, FIT_BUCKET_BYTES, strict=True)
     ]
 
-    def errors(contention: float) -> list[float]:
-        fitted = Fitted(link, copies, contention)
-        return [
-            step_of(fitted.predict(model)) / of_size.step - 1
+    def badness(contention: float, held: float = 1.0) -> float:
+        fitted = Fitted(link, copies, contention, held)
+        return sum(
+            (step_of(fitted.predict(model)) / of_size.step - 1) ** 2
             for model, of_size in zip(models, found, strict=True)
-        ]
+        )
 
-    return found[0], Fitted(link, copies, fit_contention(errors))
+    # A step grows with either, so there is one best one.
+    contention = least(badness, 0.0, 1.0)
+    held = 1.0
+    if contention > ALL_OF_IT:
+        contention = 1.0
+        held = least(lambda times: badness(1.0, times), 1.0, MOST_HELD)
+    return found[0], Fitted(link, copies, contention, held)
 
 
 def measure(args: argparse.Namespace, keep: Keep) -> None:
@@ -321,6 +336,7 @@ def row_of(case: Case, transport: str, measured: Measured, fitted: Fitted) -> di
         "predicted_exposed_ms": plan.prediction.exposed * 1e3,
         "off": plan.prediction.step / measured.step - 1,
         "contention": fitted.contention,
+        "held": fitted.held,
         "copies_ns_a_byte": [rate * 1e9 for rate in fitted.copies],
         "link": {
             "alpha_us": alpha * 1e6,
@@ -342,7 +358,8 @@ def show(rows: list[dict[str, Any]]) -> None:
         print(
             f"\n{transport}, {mine[0]['ranks']} ranks, in steps: gathers {link['alpha_us']:.0f} us "
             f"+ S / {link['beta_gb_s']:.2f} GB/s, reductions {link['reduce_alpha_us']:.0f} us "
-            f"+ S / {link['reduce_beta_gb_s']:.2f} GB/s; contention {mine[0]['contention']:.2f}"
+            f"+ S / {link['reduce_beta_gb_s']:.2f} GB/s; contention {mine[0]['contention']:.2f}, "
+            f"held {mine[0]['held']:.2f} times as long"
         )
         print_table(
             header,
