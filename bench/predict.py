@@ -1,19 +1,17 @@
 """How well is a step predicted before it runs, over real transports, of models not fitted to?
 
-Two ranks (or --ranks N), each bound to a core, over each transport of the host. One model, a
-transformer, is fitted to: it trains with buckets of several sizes, and the ledger of its steps says
-what collectives take in a step, where compute wants the same cores, alpha + S / beta, and what
-packing costs a byte. The contention of fsdp_ext.schedule.predict, what compute loses beside them,
-is what predicts its own steps best; where all of it does not do, since ranks that share cores with
-compute wait for each other, collectives are "held" so many times as long.
+Two ranks (or --ranks N), each bound to a core, over each transport of the host. What a collective
+costs is measured by itself, alpha + S / beta (python -m fsdp_ext measure-link). A transformer, the
+fit model, then gives what else is needed, by the ledger of its steps: how many times as long
+collectives take in a step, where compute wants the same cores ("in steps"), and what packing costs
+a byte; and the contention of fsdp_ext.schedule.predict, which is set so that its own step is
+predicted right. Other models are predicted by fsdp_ext.plan: their compute is what their unsharded
+replicas take on all ranks at once, shared out among units by floating-point operations. A step is
+forward and backward; unsharded and sharded ones take turns, and the slowest rank counts. Each model
+is made three times over, since where its memory lies changes how long it takes.
 
-Other models are predicted by fsdp_ext.plan: their compute is what their unsharded replicas take on
-all ranks at once, shared out among units by floating-point operations. A step is forward and
-backward; unsharded and sharded ones take turns, and the slowest rank counts. Each model is made
-three times over, since where memory lies changes how long it takes.
-
-"off" is predicted / measured - 1, which is to be within 10%. The fit model's own is what the fit
-leaves.
+"off" is predicted / measured - 1, which is to be within 10%. The fit model's own is shown for what
+it is: by construction, or what is left where no contention does.
 """
 
 from __future__ import annotations
@@ -36,8 +34,10 @@ from bench.harness import Keep
 from bench.output import bars, picture, print_table
 from bench.training import GPT, Block, GPTConfig
 from fsdp_ext import fully_shard
-from fsdp_ext.ledger import WIRES, copy_rates
-from fsdp_ext.measure_link import OPERATIONS, Sample, fit, link_of
+from fsdp_ext.communicator import lanes_of
+from fsdp_ext.ledger import WIRES, Iteration, copy_rates
+from fsdp_ext.measure_link import OPERATIONS, fit, link_of
+from fsdp_ext.measure_link import measure as measure_link
 from fsdp_ext.simulated import Link
 
 RANKS = 2
@@ -45,12 +45,9 @@ DEVICES = ("cpu",)
 TRANSPORTS = ("shared_memory", "process_group")
 WARMUP = 4
 FITTED = "GPT, the fit model"
-# Contention from which on all of compute counts as lost, and how long collectives may be held.
-ALL_OF_IT, MOST_HELD = 0.99, 4.0
 BOUND = 0.10  # that predictions are to be off by at most
+FITS = 0.005  # what a fit may leave
 REPLICAS = 3
-# Buckets that the fit model trains with, for collectives of one block, of two and of four.
-FIT_BUCKET_BYTES = (None, 7 * 10**6, 13 * 10**6)
 
 
 class Stack(nn.Sequential):
@@ -127,7 +124,37 @@ class Measured:
     compute: tuple[float, float]  # unsharded, forward and backward
     step: float  # sharded
     copies: tuple[float, float]  # seconds a byte around gathers and reductions
-    collectives: list[Sample]  # in steps
+    in_steps: tuple[float, float]  # how many times as long collectives take as alone
+
+
+def run_model(case: Case, transport: str, link: Link, repeats: int, replicas: int) -> Measured:
+    """Train a model unsharded and sharded, in turns."""
+    torch.manual_seed(0)
+    batch = case.batch()
+    plain = [Step(case.make(), batch) for _ in range(replicas)]
+    sharded = [Step(case.make(), batch) for _ in range(replicas)]
+    for step in sharded:
+        for module in list(step.model.modules())[::-1]:
+            if isinstance(module, case.units) and module is not step.model:
+                fully_shard(module, transport=transport)
+        fully_shard(step.model, transport=transport)
+    for number in range(WARMUP + repeats):
+        for pair in zip(plain, sharded, strict=True):
+            for step in pair:
+                step.run(keep=number >= WARMUP)
+    steps = []
+    for step in sharded:
+        with fsdp_ext.profile(step.model) as prof:
+            for _ in range(repeats):
+                step.run(keep=False)
+        steps += list(zip(*prof.merge().ranks.values(), strict=True))
+    forward, backward, _ = slowest(plain)
+    return Measured(
+        compute=(forward, backward),
+        step=slowest(sharded)[2],
+        copies=copy_rates([ranks[dist.get_rank()] for ranks in steps]),
+        in_steps=in_steps_of(steps, link),
+    )
 
 
 def slowest(steps: list[Step]) -> tuple[float, float, float]:
@@ -141,125 +168,77 @@ def slowest(steps: list[Step]) -> tuple[float, float, float]:
     return medians[0], medians[1], medians[2]
 
 
-def run_model(
-    case: Case, transport: str, repeats: int, replicas: int, bucket_bytes: int | None = None
-) -> Measured:
-    """Train a model unsharded and sharded, in turns."""
-    torch.manual_seed(0)
-    batch = case.batch()
-    plain = [Step(case.make(), batch) for _ in range(replicas)]
-    sharded = [Step(case.make(), batch) for _ in range(replicas)]
-    for step in sharded:
-        for module in list(step.model.modules())[::-1]:
-            if isinstance(module, case.units) and module is not step.model:
-                fully_shard(module, transport=transport)
-        fully_shard(step.model, transport=transport, bucket_bytes=bucket_bytes)
-    for number in range(WARMUP + repeats):
-        for pair in zip(plain, sharded, strict=True):
-            for step in pair:
-                step.run(keep=number >= WARMUP)
-    profiles = []
-    for step in sharded:
-        with fsdp_ext.profile(step.model) as prof:
-            for _ in range(repeats):
-                step.run(keep=False)
-        profiles.append(prof.merge())
-    forward, backward, _ = slowest(plain)
-    return Measured(
-        (forward, backward),
-        slowest(sharded)[2],
-        copy_rates([iteration for prof in profiles for iteration in prof.iterations]),
-        collectives_of(profiles),
+def in_steps_of(steps: list[tuple[Iteration, ...]], link: Link) -> tuple[float, float]:
+    """Return how many times as long gathers and reductions took as the link says.
+
+    Of each collective the rank counts that came last, which waits for nobody.
+
+    Args:
+        steps: all ranks' times of each.
+        link: what collectives take alone.
+    """
+    found = []
+    for lane, operation in zip(WIRES, OPERATIONS, strict=True):
+        ratios = []
+        for iterations in steps:
+            spans = list(zip(*(iteration.of(lane) for iteration in iterations), strict=True))
+            taken = sum(min(span.seconds for span in of_ranks) for of_ranks in spans)
+            alone = sum(link.seconds(operation, of_ranks[0].nbytes) for of_ranks in spans)
+            ratios.append(taken / alone)
+        found.append(statistics.median(ratios))
+    return found[0], found[1]
+
+
+def as_in_steps(link: Link, times: tuple[float, float]) -> Link:
+    """Return a link that takes so many times as long."""
+    (alpha, beta), (reduce_alpha, reduce_beta) = link.costs()
+    return Link(
+        f"{link.name}, in steps",
+        alpha=alpha * times[0],
+        beta=beta / times[0],
+        reduce_alpha=reduce_alpha * times[1],
+        reduce_beta=reduce_beta / times[1],
     )
 
 
-def collectives_of(profiles: list[fsdp_ext.profile]) -> list[Sample]:
-    """Return what collectives of each size took: the mean in a step, which is what adds up in it.
-
-    The median over steps; and of each collective the rank counts that came last, which waits for
-    nobody.
-    """
-    means: dict[tuple[str, int], list[float]] = {}
-    for iterations in (
-        each for prof in profiles for each in zip(*prof.ranks.values(), strict=True)
-    ):
-        taken: dict[tuple[str, int], list[float]] = {}
-        for lane, operation in zip(WIRES, OPERATIONS, strict=True):
-            for spans in zip(*(iteration.of(lane) for iteration in iterations), strict=True):
-                key = (operation, spans[0].nbytes)
-                taken.setdefault(key, []).append(min(span.seconds for span in spans))
-        for key, seconds in taken.items():
-            means.setdefault(key, []).append(statistics.mean(seconds))
-    return [Sample(*key, statistics.median(each)) for key, each in means.items()]
-
-
-def link_in_steps(transport: str, measured: list[Measured]) -> Link:
-    """Fit alpha + S / beta to what collectives took in steps."""
-    samples = [sample for one in measured for sample in one.collectives]
+def measured_link(transport: str, repeats: int) -> Link:
+    """Measure what collectives of a transport take, alone."""
+    assert dist.group.WORLD is not None
+    device = torch.device("cpu")
+    samples = measure_link(lanes_of(dist.group.WORLD, device, transport), device, repeats)
     fits = (fit([s for s in samples if s.operation == name]) for name in OPERATIONS)
-    return link_of(f"{transport}, in steps", *fits)
+    return link_of(f"{transport}, measured", *fits)
 
 
-@dataclass(frozen=True)
-class Model:
-    """What is told of a model to predict it."""
-
-    case: Case
-    transport: str
-    bucket_bytes: int | None
-    compute: dict[str, tuple[float, float]]  # seconds of each unit's forward and backward
-
-    def plan(self, **times: Any) -> fsdp_ext.Plan:
-        """Return its plan, with a prediction."""
-        with torch.device("meta"):
-            model = self.case.make()
-        return fsdp_ext.plan(
-            model,
-            dist.get_world_size(),
-            units=self.case.units,
-            transport=self.transport,
-            device_type="cpu",
-            bucket_bytes=self.bucket_bytes,
-            **times,
-        )
-
-
-def model_of(
-    case: Case, transport: str, measured: Measured, bucket_bytes: int | None = None
-) -> Model:
-    """Share a model's compute out among its units, by their floating-point operations."""
-    unknown = Model(case, transport, bucket_bytes, {})
-    flops = {unit.name: unit.flops or (0, 0) for unit in unknown.plan(batch=case.batch()).units}
+def predicted(
+    case: Case,
+    transport: str,
+    measured: Measured,
+    link: Link,
+    copies: tuple[float, float],
+    contention: float,
+) -> fsdp_ext.Plan:
+    """Return the plan of a model, with its prediction."""
+    with torch.device("meta"):
+        model = case.make()
+    common: dict[str, Any] = {"units": case.units, "transport": transport, "device_type": "cpu"}
+    size = dist.get_world_size()
+    counted = fsdp_ext.plan(model, size, batch=case.batch(), **common)
+    flops = {unit.name: unit.flops or (0, 0) for unit in counted.units}
     totals = [max(sum(of[i] for of in flops.values()), 1) for i in (0, 1)]
     compute = {
         name: (measured.compute[0] * of[0] / totals[0], measured.compute[1] * of[1] / totals[1])
         for name, of in flops.items()
     }
-    return Model(case, transport, bucket_bytes, compute)
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """What the fit model has told."""
-
-    link: Link
-    copies: tuple[float, float]
-    contention: float
-    held: float  # how many times as long collectives take for waits on ranks that come late
-
-    def predict(self, model: Model) -> fsdp_ext.Plan:
-        """Return the plan of a model, with its prediction."""
-        (alpha, beta), (reduce_alpha, reduce_beta) = self.link.costs()
-        link = Link(
-            self.link.name,
-            alpha=alpha * self.held,
-            beta=beta / self.held,
-            reduce_alpha=reduce_alpha * self.held,
-            reduce_beta=reduce_beta / self.held,
-        )
-        return model.plan(
-            link=link, compute=model.compute, contention=self.contention, copies=self.copies
-        )
+    return fsdp_ext.plan(
+        model,
+        size,
+        link=link,
+        compute=compute,
+        contention=contention,
+        copies=copies,
+        **common,
+    )
 
 
 def step_of(plan: fsdp_ext.Plan) -> float:
@@ -268,83 +247,59 @@ def step_of(plan: fsdp_ext.Plan) -> float:
     return plan.prediction.step
 
 
-def least(badness: Callable[[float], float], low: float, high: float) -> float:
-    """Return where a function with one minimum between ``low`` and ``high`` has it."""
-    for _ in range(12):
-        third = (high - low) / 3
-        if badness(low + third) < badness(high - third):
-            high -= third
+def fit_contention(predict: Callable[[float], float], measured: float) -> float:
+    """Return the contention, 0 to 1, with which a step is predicted as it was measured."""
+    low, high = 0.0, 1.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        if predict(middle) < measured:
+            low = middle
         else:
-            low += third
+            high = middle
     return (low + high) / 2
-
-
-def fit_to(case: Case, transport: str, repeats: int, replicas: int) -> tuple[Measured, Fitted]:
-    """Return what the fit model took with the default buckets, and all that it tells."""
-    found = [run_model(case, transport, repeats, replicas, size) for size in FIT_BUCKET_BYTES]
-    link = link_in_steps(transport, found)
-    copies = found[0].copies
-    models = [
-        model_of(case, transport, of_size, size)
-        for of_size, size in zip(found, FIT_BUCKET_BYTES, strict=True)
-    ]
-
-    def badness(contention: float, held: float = 1.0) -> float:
-        fitted = Fitted(link, copies, contention, held)
-        return sum(
-            (step_of(fitted.predict(model)) / of_size.step - 1) ** 2
-            for model, of_size in zip(models, found, strict=True)
-        )
-
-    # A step grows with either, so there is one best one.
-    contention = least(badness, 0.0, 1.0)
-    held = 1.0
-    if contention > ALL_OF_IT:
-        contention = 1.0
-        held = least(lambda times: badness(1.0, times), 1.0, MOST_HELD)
-    return found[0], Fitted(link, copies, contention, held)
 
 
 def measure(args: argparse.Namespace, keep: Keep) -> None:
     """Fit to one model and predict the others, over each transport."""
     ranks.join(args.device)
-    repeats, replicas = (4, 1) if args.quick else (16, REPLICAS)
+    repeats, replicas = (6, 1) if args.quick else (16, REPLICAS)
     for transport in TRANSPORTS:
-        fit_model, *others = CASES
-        measured, fitted = fit_to(fit_model, transport, repeats, replicas)
-        keep(row_of(fit_model, transport, measured, fitted))
-        for case in others:
-            measured = run_model(case, transport, repeats, replicas)
-            keep(row_of(case, transport, measured, fitted))
-
-
-def row_of(case: Case, transport: str, measured: Measured, fitted: Fitted) -> dict[str, Any]:
-    """Return what is kept of one model."""
-    plan = fitted.predict(model_of(case, transport, measured))
-    assert plan.prediction is not None
-    (alpha, beta), (reduce_alpha, reduce_beta) = fitted.link.costs()
-    return {
-        "model": case.name,
-        "transport": transport,
-        "ranks": dist.get_world_size(),
-        "fitted": case.name == FITTED,
-        "parameters": sum(unit.parameters for unit in plan.units),
-        "buckets": len(plan.buckets),
-        "compute_ms": sum(measured.compute) * 1e3,
-        "step_ms": measured.step * 1e3,
-        "predicted_ms": plan.prediction.step * 1e3,
-        "predicted_exposed_ms": plan.prediction.exposed * 1e3,
-        "off": plan.prediction.step / measured.step - 1,
-        "contention": fitted.contention,
-        "held": fitted.held,
-        "copies_ns_a_byte": [rate * 1e9 for rate in fitted.copies],
-        "link": {
-            "alpha_us": alpha * 1e6,
-            "beta_gb_s": beta / 1e9,
-            "reduce_alpha_us": reduce_alpha * 1e6,
-            "reduce_beta_gb_s": reduce_beta / 1e9,
-        },
-    }
+        link = measured_link(transport, 3 if args.quick else 10)
+        contention, copies, used = 0.0, (0.0, 0.0), link
+        for case in CASES:
+            measured = run_model(case, transport, link, repeats, replicas)
+            if case.name == FITTED:
+                copies, used = measured.copies, as_in_steps(link, measured.in_steps)
+                contention = fit_contention(
+                    lambda c: step_of(predicted(case, transport, measured, used, copies, c)),  # noqa: B023
+                    measured.step,
+                )
+            plan = predicted(case, transport, measured, used, copies, contention)
+            assert plan.prediction is not None
+            keep(
+                {
+                    "model": case.name,
+                    "transport": transport,
+                    "ranks": dist.get_world_size(),
+                    "fitted": case.name == FITTED,
+                    "parameters": sum(unit.parameters for unit in plan.units),
+                    "buckets": len(plan.buckets),
+                    "compute_ms": sum(measured.compute) * 1e3,
+                    "step_ms": measured.step * 1e3,
+                    "predicted_ms": plan.prediction.step * 1e3,
+                    "predicted_exposed_ms": plan.prediction.exposed * 1e3,
+                    "off": plan.prediction.step / measured.step - 1,
+                    "contention": contention,
+                    "in_steps": measured.in_steps,
+                    "copies_ns_a_byte": [rate * 1e9 for rate in copies],
+                    "link": {
+                        "alpha_us": link.alpha * 1e6,
+                        "beta_gb_s": link.beta / 1e9,
+                        "reduce_alpha_us": link.costs()[1][0] * 1e6,
+                        "reduce_beta_gb_s": link.costs()[1][1] / 1e9,
+                    },
+                }
+            )
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -356,10 +311,10 @@ def show(rows: list[dict[str, Any]]) -> None:
             continue
         link = mine[0]["link"]
         print(
-            f"\n{transport}, {mine[0]['ranks']} ranks, in steps: gathers {link['alpha_us']:.0f} us "
-            f"+ S / {link['beta_gb_s']:.2f} GB/s, reductions {link['reduce_alpha_us']:.0f} us "
-            f"+ S / {link['reduce_beta_gb_s']:.2f} GB/s; contention {mine[0]['contention']:.2f}, "
-            f"held {mine[0]['held']:.2f} times as long"
+            f"\n{transport}, {mine[0]['ranks']} ranks: gathers {link['alpha_us']:.0f} us + S / "
+            f"{link['beta_gb_s']:.2f} GB/s, reductions {link['reduce_alpha_us']:.0f} us + S / "
+            f"{link['reduce_beta_gb_s']:.2f} GB/s; in steps {mine[0]['in_steps'][0]:.2f} and "
+            f"{mine[0]['in_steps'][1]:.2f} times as long; contention {mine[0]['contention']:.2f}"
         )
         print_table(
             header,
@@ -371,13 +326,20 @@ def show(rows: list[dict[str, Any]]) -> None:
                     f"{row['compute_ms']:.1f}",
                     f"{row['step_ms']:.1f}",
                     f"{row['predicted_ms']:.1f}",
-                    f"{row['off']:+.1%}{', fitted' if row['fitted'] else ''}",
+                    off(row),
                 ]
                 for row in mine
             ],
         )
         if not all(row["fitted"] for row in mine):
             print(within(mine))
+
+
+def off(row: dict[str, Any]) -> str:
+    """Return how far off a prediction is, as the table says it."""
+    if row["fitted"] and abs(row["off"]) < FITS:
+        return "by construction"
+    return f"{row['off']:+.1%}{', fitted' if row['fitted'] else ''}"
 
 
 def within(rows: list[dict[str, Any]]) -> str:
