@@ -220,7 +220,7 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
     else:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
     repeats = 12 if args.quick else 60
-    several = max(8, repeats // 2)
+    several = 2 * repeats  # the larger a unit, the more its own compute varies
     without: dict[str, float] = {}
     for layers, units, count in [(8, UNITS, 4 * repeats), (50, 6, several), (200, 6, several)]:
         for row in measure_size(layers, units, count, device):

@@ -142,13 +142,14 @@ def write_json(
 
 
 @contextlib.contextmanager
-def picture(path: str, title: str, columns: int = 1) -> Iterator[Any]:
+def picture(path: str, title: str, columns: int = 1, height: float = 4.8) -> Iterator[Any]:
     """Draw into `path`: yields matplotlib's axes, an array of them if there are several.
 
     Args:
         path: its suffix says the format, one of `PICTURES`.
         title: of the whole.
         columns: how many axes stand side by side.
+        height: of the picture, in inches; a column is 6.4 wide.
 
     Raises:
         OSError: as `fsdp_ext.files.write_whole`.
@@ -158,7 +159,8 @@ def picture(path: str, title: str, columns: int = 1) -> Iterator[Any]:
     matplotlib.use("Agg")  # draws without a display
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, columns, figsize=(6.4 * columns, 4.8), layout="constrained")
+    size = (6.4 * columns, height)
+    figure, axes = pyplot.subplots(1, columns, figsize=size, layout="constrained")
     try:
         figure.suptitle(title)
         yield axes

@@ -29,7 +29,7 @@ def draw(rows: Sequence[Row], path: str) -> None:
     """
     ran = [row for row in rows if "error" not in row]
     title = f"How much of a simulated wire is hidden; {LINKS}"
-    with picture(path, title, columns=3) as panels:
+    with picture(path, title, columns=3, height=7.2) as panels:
         ratio, ranks, settings = panels
         draw_ratios(ratio, [row for row in ran if row["sweep"] in ("ratio", "system")])
         draw_ranks(ranks, of_sweep(ran, "world_size"))
@@ -37,8 +37,10 @@ def draw(rows: Sequence[Row], path: str) -> None:
         for axes in panels:
             axes.set_ylabel(HIDDEN)
             axes.set_ylim(top=max([1.05, *(row["simulated_hidden"] + 0.02 for row in ran)]))
-            if axes.has_data():  # below, since lines are everywhere in the panel
-                axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.3))
+            if axes is settings and axes.has_data():
+                axes.legend(fontsize="small", loc="lower right")
+            elif axes.has_data():  # below, since lines are everywhere in the panel
+                axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.13))
             else:
                 axes.text(0.5, 0.5, "not measured", ha="center", transform=axes.transAxes)
 
