@@ -165,7 +165,11 @@ def picture(path: str, title: str, columns: int = 1, height: float = 4.8) -> Ite
         figure.suptitle(title)
         yield axes
         content = io.BytesIO()
-        figure.savefig(content, format=Path(path).suffix[1:], dpi=150)
+        kind = Path(path).suffix[1:]
+        # Words of an SVG stay words, and the same rows the same file.
+        metadata = {"Date": None} if kind == "svg" else None
+        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fsdp_ext"}):
+            figure.savefig(content, format=kind, dpi=150, metadata=metadata)
     finally:
         pyplot.close(figure)
     write_whole(path, content.getvalue())
