@@ -15,6 +15,8 @@ from fsdp_ext import _C, _build_info, measure_link, plan_command
 from fsdp_ext.communicator import nccl_libraries, registers_buffers
 from fsdp_ext.transports import VARIABLE, resolve_transport, why_no_shared_memory
 
+USAGE = "usage: python -m fsdp_ext [measure-link [--help] | plan [--help]]"
+
 
 def describe() -> dict[str, str]:
     """Return what there is to say, by name."""
@@ -85,10 +87,12 @@ def main() -> int:
             return measure_link.run(arguments)
         case ["plan", *arguments]:
             return plan_command.run(arguments)
+        case ["-h" | "--help"]:
+            print(USAGE)
+            return 0
         case _:
             print(
-                "usage: python -m fsdp_ext [measure-link [--help] | plan [--help]]\n"
-                f"expects no arguments, measure-link or plan but got {sys.argv[1:]}",
+                f"{USAGE}\nexpects no arguments, measure-link or plan but got {sys.argv[1:]}",
                 file=sys.stderr,
             )
             return 2

@@ -68,21 +68,25 @@ def together(unit: Unit, caller: str, phase: str) -> Iterator[None]:
         yield
     except Exception as raised:
         error = raised
-    told = None
-    if error is not None:
-        told = (_is_out_of_memory(error), type(error).__name__, str(error))
-    said = exchange(unit, told)
-    failed = [(*one, rank) for rank, one in enumerate(said) if one is not None]
-    if not failed:
-        return
-    short = any(one[0] for one in failed)
-    if error is not None and not short and all(one == told for one in said):
-        raise error
-    _, name, message, rank = next(one for one in failed if one[0] == short)
-    raise (OutOfMemory if short else _TYPES.get(name, RuntimeError))(
-        f"{caller} expects all ranks to get through {phase} but rank {rank} raised {name}: "
-        f"{message}; correct that, and call it on all ranks again"
-    ) from error
+    try:
+        told = None
+        if error is not None:
+            told = (_is_out_of_memory(error), type(error).__name__, str(error))
+        said = exchange(unit, told)
+        failed = [(*one, rank) for rank, one in enumerate(said) if one is not None]
+        if not failed:
+            return
+        short = any(one[0] for one in failed)
+        if error is not None and not short and all(one == told for one in said):
+            raise error
+        _, name, message, rank = next(one for one in failed if one[0] == short)
+        raise (OutOfMemory if short else _TYPES.get(name, RuntimeError))(
+            f"{caller} expects all ranks to get through {phase} but rank {rank} raised {name}: "
+            f"{message}; correct that, and call it on all ranks again"
+        ) from error
+    finally:
+        # Its traceback has this frame: a cycle that would keep the group until the process ends.
+        error = None
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -62,7 +62,7 @@ class Cause(enum.Enum):
 MEANING = {
     Cause.FIRST: "unavoidable: there is nothing to compute before the first unit is gathered",
     Cause.LAST: "unavoidable: there is nothing left to compute behind the last gradients",
-    Cause.ISSUED_LATE: "the host, or the lane's thread, was behind",
+    Cause.ISSUED_LATE: "the host, the lane's thread, or who waited for it, was behind",
     Cause.NO_SLOT: "the ring was too small to gather (so far) ahead, or prefetch=0",
     Cause.BANDWIDTH: "the wire was busy without a pause",
     Cause.LATE_RANK: "a collective ends when the last rank has come",
@@ -226,6 +226,16 @@ def _explain_gather(step: _Step, wait: Span) -> list[Exposure]:
         return [_exposure(wait, awaited, wait.seconds, Cause.COPIES)]
     left = wait.seconds
     result = []
+    # Who waits may notice late that the lane is done.
+    done = max(
+        span.end
+        for span in step.lanes["gather"]
+        if span.units == awaited.units and step.place[id(span)] < place
+    )
+    noticed = wait.end - max(done, wait.begin)
+    if noticed > PAUSE and done <= wait.end:
+        left -= noticed
+        result.append(_exposure(wait, awaited, noticed, Cause.ISSUED_LATE))
     late = step.late(awaited)
     if late is not None:
         part = min(left, late.seconds)
@@ -299,7 +309,7 @@ def _explain_reduction(step: _Step, wait: Span) -> list[Exposure]:
         if not lane:
             return [_exposure(wait, wait, wait.seconds, Cause.UNKNOWN)]
         # The lane is done, and what is left is to notice it.
-        return [_of_reduction(step, wait, lane[-1], wait.seconds)]
+        return [_gap(step, wait, lane[-1], wait.seconds)]
     result = []
     reached = wait.begin
     for span in inside:
@@ -310,15 +320,15 @@ def _explain_reduction(step: _Step, wait: Span) -> list[Exposure]:
             result += _of_lane(step, wait, span, end - begin)
         reached = max(reached, end)
     if wait.end > reached:
-        result.append(_of_reduction(step, wait, inside[-1], wait.end - reached))
+        result.append(_gap(step, wait, inside[-1], wait.end - reached))
     return result
 
 
-def _gap(step: _Step, wait: Span, following: Span, seconds: float) -> Exposure:
-    """Return what a pause of the lane, before something that it was to do, counts as."""
+def _gap(step: _Step, wait: Span, beside: Span, seconds: float) -> Exposure:
+    """Return what a time counts as in which the lane did nothing, beside this span of its."""
     if seconds > PAUSE:
-        return _exposure(wait, following, seconds, Cause.ISSUED_LATE)
-    return _of_reduction(step, wait, following, seconds)
+        return _exposure(wait, beside, seconds, Cause.ISSUED_LATE)
+    return _of_reduction(step, wait, beside, seconds)
 
 
 def _of_lane(step: _Step, wait: Span, span: Span, seconds: float) -> list[Exposure]:

@@ -73,7 +73,7 @@ def _times(plan: Plan) -> list[str]:
     step = plan.prediction
     if step is None:
         return [
-            "no time is predicted: pass flops_per_second= and batch=, or compute= with the seconds "
+            "no time is predicted: that takes a batch and FLOPs a second, or the compute seconds "
             "of each unit"
         ]
     if step.wire == 0:

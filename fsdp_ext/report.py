@@ -40,7 +40,7 @@ class Row:
         hidden: of these, beside compute.
         exposed: seconds that the compute stream waited for it, also for what kept it waiting.
         causes: seconds of ``exposed`` by cause.
-        slowest: the rank that came last most often, where ranks were merged; else None.
+        slowest: the rank that was last by the most seconds, where ranks were merged; else None.
     """
 
     units: str
@@ -68,7 +68,7 @@ class Summary:
         exposed: waits for communication.
         other: what is neither: the loss, the optimizer, input.
         wire: time of all collectives.
-        hidden: part of it that is not exposed, 0 to 1.
+        hidden: part of it, 0 to 1, that is hidden: what rows say that is, together.
         causes: seconds of ``exposed`` by cause.
         slowed: seconds of ``compute`` that it took longer beside communication, as far as that can
             be told: an estimate (``profile.slowdown``).
@@ -101,6 +101,7 @@ def summarise(prof: profile) -> Summary:
         for exposure in exposures:
             causes[exposure.cause.value] += exposure.seconds / count
     steps = [iteration.step for iteration in iterations]
+    hidden = sum(_hidden(cost.wire, sum(cost.causes.values())) for cost in _costs(prof).values())
     wire = mean([iteration.wire for iteration in iterations])
     exposed = mean([iteration.exposed for iteration in iterations])
     return Summary(
@@ -112,7 +113,7 @@ def summarise(prof: profile) -> Summary:
         exposed=exposed,
         other=mean([iteration.other for iteration in iterations]),
         wire=wire,
-        hidden=max(0.0, 1 - exposed / wire) if wire > 0 else 1.0,
+        hidden=hidden / wire if wire > 0 else 1.0,
         causes=dict(sorted(causes.items(), key=lambda item: -item[1])),
         slowed=slow.seconds if slow is not None and slow.factor > _SLOWED else 0.0,
     )
@@ -194,22 +195,28 @@ def _row(
         collectives=cost.collectives,
         nbytes=cost.nbytes * share,
         wire=wire,
-        hidden=max(0.0, wire - exposed),
+        hidden=_hidden(wire, exposed),
         exposed=exposed,
         causes=causes,
         slowest=slowest.get(key),
     )
 
 
+def _hidden(wire: float, exposed: float) -> float:
+    """Return the seconds of a wire that no wait shows, which may be longer than the wire."""
+    return max(0.0, wire - exposed)
+
+
 def _slowest(prof: profile) -> dict[_Key, int]:
-    """Return which rank came last most often, of those that came noticeably late."""
-    votes: defaultdict[_Key, Counter[int]] = defaultdict(Counter)
+    """Return which rank was last by the most seconds, of those that came noticeably late."""
+    behind: defaultdict[_Key, Counter[int]] = defaultdict(Counter)
     for iteration in prof.iterations:
         for place, span in enumerate(iteration.spans):
             found = prof.late.get((iteration.number, place))
             if found is not None and found.spread > PAUSE:
-                votes[span.units, span.work, span.phase][found.rank] += 1
-    return {key: of.most_common(1)[0][0] for key, of in votes.items()}
+                microseconds = round(found.spread * 1e6)
+                behind[span.units, span.work, span.phase][found.rank] += microseconds
+    return {key: of.most_common(1)[0][0] for key, of in behind.items()}
 
 
 # - Output

@@ -197,6 +197,22 @@ def test_only_the_last_reduction_is_unavoidable() -> None:
     }
 
 
+def test_who_notices_late_that_the_lane_is_done_was_behind() -> None:
+    gathered = first_unit()
+    assert Cause.ISSUED_LATE not in verdict(gathered.passes(forward=40).end())
+    step = Step().reduce(1, 41, 50, issued=41)
+    step.wait_reduced(46, 60)
+    assert verdict(step.passes(forward=40, backward=61).end()) == {
+        Cause.LAST: pytest.approx(4),
+        Cause.ISSUED_LATE: pytest.approx(10),
+    }
+    step = Step().gather(1, 0, 4).wait(1, 0, 9).forward(1, 9, 20)
+    assert verdict(step.passes(forward=40).end()) == {
+        Cause.FIRST: pytest.approx(4),
+        Cause.ISSUED_LATE: pytest.approx(5),
+    }
+
+
 def test_a_wait_for_what_is_not_in_the_ledger_is_unknown() -> None:
     step = Step().wait(3, 1, 2).passes(forward=40)
     assert verdict(step.end()) == {Cause.UNKNOWN: pytest.approx(1)}

@@ -318,7 +318,7 @@ def _mixed_precision_alone() -> None:
     check_sums(prof)
     found = prof.summary().causes
     # On a busy machine a lane's thread may be late for its copies.
-    assert set(causes) <= {Cause.COPIES.value, Cause.ISSUED_LATE.value}, found
+    assert set(found) <= {Cause.COPIES.value, Cause.ISSUED_LATE.value}, found
     assert "nothing was on a wire" in str(prof)
 
 
