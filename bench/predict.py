@@ -152,7 +152,7 @@ def run_model(case: Case, transport: str, link: Link, repeats: int, replicas: in
     return Measured(
         compute=(forward, backward),
         step=slowest(sharded)[2],
-        copies=copy_rates([ranks[dist.get_rank()] for ranks in steps]),
+        copies=copy_rates([of_ranks[dist.get_rank()] for of_ranks in steps]),
         in_steps=in_steps_of(steps, link),
     )
 

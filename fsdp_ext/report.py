@@ -96,12 +96,13 @@ def summarise(prof: profile) -> Summary:
         return sum(values) / count
 
     slow = prof.slowdown()
+    costs = _costs(prof).values()
     causes: defaultdict[str, float] = defaultdict(float)
-    for exposures in prof.explain():
-        for exposure in exposures:
-            causes[exposure.cause.value] += exposure.seconds / count
+    for cost in costs:
+        for name, seconds in cost.causes.items():
+            causes[name] += seconds
     steps = [iteration.step for iteration in iterations]
-    hidden = sum(_hidden(cost.wire, sum(cost.causes.values())) for cost in _costs(prof).values())
+    hidden = sum(_hidden(cost.wire, sum(cost.causes.values())) for cost in costs)
     wire = mean([iteration.wire for iteration in iterations])
     exposed = mean([iteration.exposed for iteration in iterations])
     return Summary(

@@ -231,7 +231,7 @@ def resolve_bucket_bytes(value: int | Auto | None) -> int | Auto | None:
         ValueError: if it is none.
     """
     expected = "a number of bytes, 0 or more, 'auto'"
-    return _resolve("bucket_bytes", value, 0, expected, "0 sends each unit by itself")
+    return _resolve("bucket_bytes", value, expected, "0 sends each unit by itself")
 
 
 def resolve_prefetch(value: int | Auto | None) -> int | Auto | None:
@@ -240,7 +240,7 @@ def resolve_prefetch(value: int | Auto | None) -> int | Auto | None:
     Raises:
         ValueError: if it is none.
     """
-    return _resolve("prefetch", value, 0, "a number of buckets, 0 or more, 'auto'", "1 is usual")
+    return _resolve("prefetch", value, "a number of buckets, 0 or more, 'auto'", "1 is usual")
 
 
 def resolve_max_message_bytes(value: int | None) -> int | None:
@@ -257,10 +257,8 @@ def resolve_max_message_bytes(value: int | None) -> int | None:
     )
 
 
-def _resolve(
-    name: str, value: int | Auto | None, least: int, expected: str, advice: str
-) -> int | Auto | None:
-    if value is None or value == AUTO or is_at_least(value, least):
+def _resolve(name: str, value: int | Auto | None, expected: str, advice: str) -> int | Auto | None:
+    if value is None or value == AUTO or is_at_least(value, 0):
         return value
     raise ValueError(f"{name} expects {expected} or None but got {value!r}; {advice}")
 
