@@ -31,6 +31,12 @@ void poll_until(const Condition& condition, std::chrono::microseconds longest) {
 
 HostEvent& as_host(Event& event) { return static_cast<HostEvent&>(event); }
 
+// What there is to wait for; nullptr: nothing any more.
+std::shared_ptr<Completion> pending(Event& event) {
+  std::shared_ptr<Completion> completion = as_host(event).newest();
+  return completion != nullptr && completion->is_success() ? nullptr : completion;
+}
+
 void copy_pieces(const Move& move) {
   for (int piece = 0; piece < move.count; ++piece) {
     if (move.kept < 0 || move.kept == piece) {
@@ -210,8 +216,8 @@ void HostComputeStream::record(Event& event) { as_host(event).set_newest(nullptr
 void HostComputeStream::stamp(Stamp& at) { stamp_now(at); }
 
 bool HostComputeStream::wait(Event& event, const std::string& what) {
-  const std::shared_ptr<Completion> completion = as_host(event).newest();
-  if (completion == nullptr || completion->is_success()) {
+  const std::shared_ptr<Completion> completion = pending(event);
+  if (completion == nullptr) {
     return false;
   }
   completion->wait(timeout_, what);
@@ -220,8 +226,8 @@ bool HostComputeStream::wait(Event& event, const std::string& what) {
 
 bool HostComputeStream::wait_from(Moments& moments, std::size_t number, Event& event,
                                   const std::string& what) {
-  const std::shared_ptr<Completion> completion = as_host(event).newest();
-  if (completion == nullptr || completion->is_success()) {
+  const std::shared_ptr<Completion> completion = pending(event);
+  if (completion == nullptr) {
     return false;
   }
   moments.mark(number, *this);
@@ -270,8 +276,8 @@ void HostStream::record(Event& event) {
 }
 
 bool HostStream::wait(Event& event, const std::string& what) {
-  std::shared_ptr<Completion> completion = as_host(event).newest();
-  if (completion == nullptr || completion->is_success()) {
+  std::shared_ptr<Completion> completion = pending(event);
+  if (completion == nullptr) {
     return false;
   }
   Item item;
