@@ -3,7 +3,7 @@
 Over a simulated link (alpha 20 us, beta 100 GB/s, 64 ranks), on one process. First, models of as
 many layers of one size train with buckets of several sizes. Communication time is what the lanes'
 streams measure of all collectives of a step, the sum of each one's median; beside it is
-alpha * collectives + S / beta. Beside the step's time is what fsdp_ext.schedule.predict makes of
+alpha * collectives + S / beta. Beside the step's time is what planner.schedule.predict makes of
 the step over a link that takes no time: that, and what its gathers and reductions cannot hide. Then
 one unit of a single parameter, stored in fp32 and sent in bf16, travels whole and in messages of
 several sizes: its copies are what its gather (cast, wire, unpack) and its reduction (pack, wire,
@@ -29,8 +29,8 @@ from bench.harness import Keep
 from bench.output import picture, print_table
 from bench.simulated_group import NO_TIME
 from fsdp_ext import Link, MixedPrecisionPolicy, Simulated, fully_shard, profile
-from fsdp_ext.ledger import WIRES
-from fsdp_ext.schedule import Stage, predict
+from fsdp_ext.planner.schedule import Stage, predict
+from fsdp_ext.profiler.recording import WIRES
 
 TITLE = "buckets (simulated)"
 DEVICES = ("cpu",)
@@ -87,7 +87,7 @@ class Training:
 
 
 def schedule(buckets: Sequence[int], compute: float) -> float:
-    """Return the seconds of a step by the schedule's arithmetic (fsdp_ext.schedule.predict).
+    """Return the seconds of a step by the schedule's arithmetic (planner.schedule.predict).
 
     Args:
         buckets: bytes of each one's gather, which are as many as its reduction's.
@@ -139,7 +139,7 @@ def measure_buckets(shape: Shape, bucket_bytes: int | None, repeats: int) -> dic
 
 def default_bytes() -> int:
     """Return the bucket size that is taken where none is asked for."""
-    from fsdp_ext.buckets import default_bucket_bytes
+    from fsdp_ext.comm.costs import default_bucket_bytes
 
     return default_bucket_bytes(LINK)
 

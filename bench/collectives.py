@@ -32,7 +32,7 @@ from bench.harness import Keep
 from bench.output import picture, print_table
 from bench.timing import operands_in_rotation
 from fsdp_ext import _C
-from fsdp_ext.communicator import lanes_of
+from fsdp_ext.comm.lanes import lanes_of
 
 Collective = Callable[[Tensor, Tensor], None]
 OPERATIONS = ("all_gather", "reduce_scatter")

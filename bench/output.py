@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from fsdp_ext.files import write_whole
-from fsdp_ext.tables import columns
+from fsdp_ext._util.files import write_whole
+from fsdp_ext._util.tables import columns
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = (".png", ".pdf", ".svg")

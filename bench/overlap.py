@@ -10,7 +10,7 @@ turns, and each with one is compared with the two around it:
   exposed   = the difference; hidden = 1 - exposed / wire, medians with quartiles
   by ledger = the same from fsdp_ext.profile of the same steps, whose waits are what is exposed: it
               has a thread's wake-ups, too, which a step has without a wire as well
-  at most   = what could be hidden by the schedule's arithmetic (fsdp_ext.schedule.predict) if
+  at most   = what could be hidden by the schedule's arithmetic (planner.schedule.predict) if
               nothing but the wire took time: the first gather and the last reduction always show
   by hand   = the same from the ratio alone: a third of the compute and of the wire are forward's
   on one link at most = min(1, compute / wire): what a link that all collectives share could hide

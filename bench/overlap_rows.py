@@ -22,7 +22,7 @@ from bench.overlap_systems import (
 from bench.simulated_group import NO_TIME
 from bench.timing import Timing, as_microseconds
 from fsdp_ext import Link, profile
-from fsdp_ext.schedule import Prediction, Stage, predict
+from fsdp_ext.planner.schedule import Prediction, Stage, predict
 
 
 def seconds_of(step: Callable[[], None]) -> float:
@@ -135,7 +135,7 @@ def measured(case: Case, link: Link, system: Opened, repeats: int) -> Row:
 def exposed_at_least(case: Case, link: Link, system: Opened, compute: float, wire: float) -> float:
     """Return the seconds that show even if nothing but the wire takes time.
 
-    By the schedule's arithmetic (fsdp_ext.schedule.predict) with no contention, for as many wires
+    By the schedule's arithmetic (planner.schedule.predict) with no contention, for as many wires
     as it has; where all collectives share one, the step takes at least as long as they do.
     """
     prediction = ideal(case, link, system.buckets, compute)

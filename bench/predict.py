@@ -4,7 +4,7 @@ Two ranks (or --ranks N), each bound to a core, over each transport of the host.
 costs is measured by itself, alpha + S / beta (python -m fsdp_ext measure-link). A transformer, the
 fit model, then gives what else is needed, by the ledger of its steps: how many times as long
 collectives take in a step, where compute wants the same cores ("in steps"), and what packing costs
-a byte; and the contention of fsdp_ext.schedule.predict, which is set so that its own step is
+a byte; and the contention of planner.schedule.predict, which is set so that its own step is
 predicted right. Other models are predicted by fsdp_ext.plan: their compute is what their unsharded
 replicas take on all ranks at once, shared out among units by floating-point operations. A step is
 forward and backward; unsharded and sharded ones take turns, and the slowest rank counts. Each model
@@ -34,11 +34,11 @@ from bench.harness import Keep
 from bench.output import bars, picture, print_table
 from bench.training import GPT, Block, GPTConfig
 from fsdp_ext import fully_shard
-from fsdp_ext.communicator import lanes_of
-from fsdp_ext.ledger import WIRES, Iteration, copy_rates
-from fsdp_ext.measure_link import OPERATIONS, fit, link_of
-from fsdp_ext.measure_link import measure as measure_link
-from fsdp_ext.simulated import Link
+from fsdp_ext.comm.lanes import lanes_of
+from fsdp_ext.comm.link import Link
+from fsdp_ext.comm.measure_link import OPERATIONS, fit, link_of
+from fsdp_ext.comm.measure_link import measure as measure_link
+from fsdp_ext.profiler.recording import WIRES, Iteration, copy_rates
 
 RANKS = 2
 DEVICES = ("cpu",)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fsdp_ext.simulated import H100_NODE, INFINIBAND_400G_NODES
+from fsdp_ext.comm.link import H100_NODE, INFINIBAND_400G_NODES
 
 NODE = 8  # GPUs of a node, of all machines here
 

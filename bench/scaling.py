@@ -2,7 +2,7 @@
 
 Nothing is measured here: all figures but those marked published are simulated. A step's compute is
 its FLOPs over a rate; its communication is what rings over published networks take; how both
-overlap is fsdp_ext.schedule's to say, one unit a layer (bench/step_model.py has the formulas,
+overlap is planner.schedule's to say, one unit a layer (bench/step_model.py has the formulas,
 bench/published.py the sources). One figure of each GPU and its software is fitted, the part of the
 peak that it reaches while it computes, on one measurement of a single node; the second table
 compares with measurements that had no part in that, the third what more GPUs did there and here.

@@ -48,7 +48,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.futures import Future
 
-from fsdp_ext.simulated import Link
+from fsdp_ext.comm.link import Link
 
 NO_TIME = Link("no time", alpha=0.0, beta=1e30)
 BACKEND = "simulated"

@@ -8,7 +8,7 @@ forward and twice backward; scores, and values times scores, are 2 * length * di
 is by these. The GPU is taken to compute half of the attention, whose mask is causal, and what
 activation checkpointing computes again.
 
-How compute and communication overlap is fsdp_ext.schedule's to say. All times are simulated.
+How compute and communication overlap is planner.schedule's to say. All times are simulated.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from bench.published import (
     Stack,
 )
 from bench.step_memory import planned_memory
-from fsdp_ext.schedule import Prediction, Stage, predict
-from fsdp_ext.simulated import Link
+from fsdp_ext.comm.link import Link
+from fsdp_ext.planner.schedule import Prediction, Stage, predict
 
 GATHER_BYTES = 2  # of a parameter on the wire: bf16
 CAUSAL = 0.5  # of the attention is computed

@@ -32,7 +32,7 @@ from bench import ranks
 from bench.harness import Keep
 from bench.output import bars, picture, print_table
 from fsdp_ext import Link, Simulated, fully_shard
-from fsdp_ext.auto import Choice
+from fsdp_ext.sharding.settings import Choice
 
 RANKS = 1
 DEVICES = ("cpu",)

@@ -11,18 +11,19 @@ from torch.distributed.fsdp import (
 )
 
 from fsdp_ext._build_info import VERSION as __version__
-from fsdp_ext.buckets import describe_buckets
-from fsdp_ext.fsdp1 import FullyShardedDataParallel
-from fsdp_ext.fully_shard import (
+from fsdp_ext.comm.link import Link
+from fsdp_ext.comm.simulated import Simulated
+from fsdp_ext.fsdp1.wrapper import FullyShardedDataParallel
+from fsdp_ext.planner.api import Plan, plan
+from fsdp_ext.profiler.api import profile
+from fsdp_ext.sharding.api import (
     FSDPModule,
     UnshardHandle,
     fully_shard,
     register_fsdp_forward_method,
 )
-from fsdp_ext.plan import Plan, plan
-from fsdp_ext.profiling import profile
-from fsdp_ext.simulated import Link, Simulated
-from fsdp_ext.tune import Tuning, tune
+from fsdp_ext.sharding.describe import describe_buckets
+from fsdp_ext.tuner.api import Tuning, tune
 
 __all__ = [
     "BackwardPrefetch",

@@ -1,7 +1,7 @@
 """``python -m fsdp_ext``: what was built, against what, and whether it fits what is here.
 
-``python -m fsdp_ext measure-link`` measures the transport in use (measure_link.py);
-``python -m fsdp_ext plan`` shows what a training would take (plan_command.py).
+``python -m fsdp_ext measure-link`` measures the transport in use (comm/measure_link.py);
+``python -m fsdp_ext plan`` shows what a training would take (planner/cli.py).
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import sys
 
 import torch
 
-from fsdp_ext import _C, _build_info, measure_link, plan_command
-from fsdp_ext.communicator import nccl_libraries, registers_buffers
-from fsdp_ext.transports import VARIABLE, resolve_transport, why_no_shared_memory
+from fsdp_ext import _C, _build_info
+from fsdp_ext.comm import measure_link
+from fsdp_ext.comm.lanes import nccl_libraries, registers_buffers
+from fsdp_ext.comm.transports import VARIABLE, resolve_transport, why_no_shared_memory
+from fsdp_ext.planner import cli
 
 USAGE = "usage: python -m fsdp_ext [measure-link [--help] | plan [--help]]"
 
@@ -86,7 +88,7 @@ def main() -> int:
         case ["measure-link", *arguments]:
             return measure_link.run(arguments)
         case ["plan", *arguments]:
-            return plan_command.run(arguments)
+            return cli.run(arguments)
         case ["-h" | "--help"]:
             print(USAGE)
             return 0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-import models
-from models import Recomputed
-from parity import Case, Run, check, each
+from support import models
+from support.models import Recomputed
+from support.parity import Case, Run, check, each
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

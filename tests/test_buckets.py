@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import RanksFailed, run_ranks
+from support.launcher import RanksFailed, run_ranks
 from test_random_programs import Program
 from torch import Tensor, nn
 

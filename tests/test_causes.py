@@ -6,8 +6,16 @@ from typing import Any
 
 import pytest
 
-from fsdp_ext.causes import Cause, Exposure, Lateness, Setting, explain, slowdown, typical_seconds
-from fsdp_ext.ledger import Iteration, Span
+from fsdp_ext.profiler.causes import (
+    Cause,
+    Exposure,
+    Lateness,
+    Setting,
+    explain,
+    slowdown,
+    typical_seconds,
+)
+from fsdp_ext.profiler.recording import Iteration, Span
 
 MS = 1e-3
 START = 1000.0  # seconds; where the clock happens to be

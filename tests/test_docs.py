@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from launcher import run_ranks
+from support.launcher import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
@@ -133,7 +133,7 @@ def test_a_name_counts_only_where_it_is_defined(
 
 
 def test_notes_that_documents_cite_exist() -> None:
-    sources = [*(ROOT / "csrc").rglob("*.*"), *(ROOT / "fsdp_ext").glob("*.py")]
+    sources = [*(ROOT / "csrc").rglob("*.*"), *(ROOT / "fsdp_ext").rglob("*.py")]
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
     written = set(re.findall(r"(?://|#|^ +) ?(Note \[[^\]]+\])", text, re.MULTILINE))
     cited = {note for document in DOCUMENTS for note in NOTE.findall(prose_of(document))}

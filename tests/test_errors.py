@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import RanksFailed, run_ranks
+from support.launcher import RanksFailed, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_ext import FullyShardedDataParallel, _build_info, fully_shard
-from fsdp_ext.validation import check_device_type
+from fsdp_ext.sharding.arguments import check_device_type
 
 
 def raises(error: type[Exception], *words: str) -> Any:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from launcher import run_ranks
-from models import Stack
+from support.launcher import run_ranks
+from support.models import Stack
 from torch import nn
 
 from fsdp_ext import fully_shard

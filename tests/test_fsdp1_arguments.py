@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp1_parity import (
+from support.fsdp1_parity import (
     BY_BLOCK,
     CPU,
     assert_equal,
@@ -17,8 +17,8 @@ from fsdp1_parity import (
     run,
     whole,
 )
-from launcher import run_ranks
-from models import DIM, Mlp, Stack, Subject
+from support.launcher import run_ranks
+from support.models import DIM, Mlp, Stack, Subject
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (

@@ -6,11 +6,11 @@ import copy
 import math
 from typing import Any
 
-import models
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp1_parity import (
+from support import models
+from support.fsdp1_parity import (
     BF16,
     BY_BLOCK,
     Values,
@@ -22,8 +22,8 @@ from fsdp1_parity import (
     torch_fsdp,
     whole,
 )
-from launcher import run_ranks
-from models import DIM, Stack, Subject, Transformer
+from support.launcher import run_ranks
+from support.models import DIM, Stack, Subject, Transformer
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import (
     always_wrap_policy,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fsdp1_parity import (
+from support.fsdp1_parity import (
     BY_BLOCK,
     assert_equal,
     batch,
@@ -13,8 +13,8 @@ from fsdp1_parity import (
     state,
     whole,
 )
-from launcher import run_ranks
-from models import DIM, Mlp, Stack
+from support.launcher import run_ranks
+from support.models import DIM, Mlp, Stack
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,

@@ -6,10 +6,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import models
 import pytest
 import torch
-from fsdp1_parity import (
+from support import models
+from support.fsdp1_parity import (
     BF16,
     BY_BLOCK,
     CPU,
@@ -19,8 +19,8 @@ from fsdp1_parity import (
     torch_fsdp,
     train,
 )
-from launcher import run_ranks
-from models import DIM, Mlp, Stack, Subject, Transformer, TransformerBlock
+from support.launcher import run_ranks
+from support.models import DIM, Mlp, Stack, Subject, Transformer, TransformerBlock
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,

@@ -9,15 +9,15 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import models
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import run_ranks
-from models import ManyShapes, Stack, Transformer
-from parity import Case, adamw, compare_on_rank
+from support import models
+from support.launcher import run_ranks
+from support.models import ManyShapes, Stack, Transformer
+from support.parity import Case, adamw, compare_on_rank
 
-import fsdp_ext.unit
+import fsdp_ext.sharding.unit
 from fsdp_ext import _C, communicator, fully_shard
 
 CASES = [
@@ -31,7 +31,7 @@ CASES = [
 
 def _group(direct_bytes: int) -> None:
     os.environ["FSDP_EXT_TRANSPORT"] = "process_group"
-    fsdp_ext.unit.DIRECT_BYTES = direct_bytes
+    fsdp_ext.sharding.unit.DIRECT_BYTES = direct_bytes
     make = _C.Lanes.process_group
 
     def grouping(*args: Any, **kwargs: Any) -> _C.Lanes:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-import models
 import torch
-from models import Stack
-from parity import ROUNDING, Case, Run, check, each
+from support import models
+from support.models import Stack
+from support.parity import ROUNDING, Case, Run, check, each
 from torch import Tensor
 
 

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import RanksFailed, run_ranks
+from support.launcher import RanksFailed, run_ranks
 
 
 def _sum_of_ranks(offset: int) -> tuple[int, int, int]:

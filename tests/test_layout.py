@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import hypothesis.strategies as st
 import torch
 from hypothesis import given, settings
-from launcher import run_ranks
+from support.launcher import run_ranks
 from torch import nn
 
 from fsdp_ext import _C, fully_shard

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import models
 import torch
-from models import Stack
-from parity import Case, Run, check, each
+from support import models
+from support.models import Stack
+from support.parity import Case, Run, check, each
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 

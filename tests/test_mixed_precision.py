@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import models
 import torch
-from launcher import run_ranks
-from models import Containers, Pair, Stack
-from parity import (
+from support import models
+from support.launcher import run_ranks
+from support.models import Containers, Pair, Stack
+from support.parity import (
     DATACLASSES,
     ROUNDING,
     SYSTEM,

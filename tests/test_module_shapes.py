@@ -7,9 +7,9 @@ import dataclasses
 from functools import partial
 from typing import Any, NamedTuple
 
-import models
-from models import Containers, Pair
-from parity import DATACLASSES, Case, check, each, gentle_sgd
+from support import models
+from support.models import Containers, Pair
+from support.parity import DATACLASSES, Case, check, each, gentle_sgd
 from torch import Tensor
 
 

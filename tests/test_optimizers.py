@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
-from models import Stack
-from parity import ROUNDING, Case, Run, check, each, whole
+from support.models import Stack
+from support.parity import ROUNDING, Case, Run, check, each, whole
 from torch import Tensor, nn
 from torch.optim import Optimizer
 

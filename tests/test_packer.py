@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packing import FLOATS, RandomCast, RandomPack, same_bits
+from support.devices import DEVICES
+from support.packing import FLOATS, RandomCast, RandomPack, same_bits
 
 from fsdp_ext import _C
 

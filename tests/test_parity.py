@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import models
 import torch
-from models import Stack
-from parity import ROUNDING, Case, Run, adamw, check, each, train_step
+from support import models
+from support.models import Stack
+from support.parity import ROUNDING, Case, Run, adamw, check, each, train_step
 from torch import Tensor
 
 

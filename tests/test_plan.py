@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import run_ranks
+from support import models
+from support.launcher import run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -31,10 +31,10 @@ from fsdp_ext import (
     fully_shard,
     plan,
 )
-from fsdp_ext.communicator import lanes_of
-from fsdp_ext.plan_command import run
-from fsdp_ext.schedule import Stage, predict
-from fsdp_ext.simulated import H100_NODE
+from fsdp_ext.comm.lanes import lanes_of
+from fsdp_ext.comm.link import H100_NODE
+from fsdp_ext.planner.cli import run
+from fsdp_ext.planner.schedule import Stage, predict
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 PACKAGE = Path(fsdp_ext.__file__).parents[1]

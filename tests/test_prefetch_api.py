@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 
-import models
 import pytest
 import torch
-from launcher import run_ranks
-from models import Stack
-from parity import (
+from support import models
+from support.launcher import run_ranks
+from support.models import Stack
+from support.parity import (
     SYSTEM,
     Case,
     Run,

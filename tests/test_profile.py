@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import run_ranks
-from profiling import LAYERS, UNIT, WIDTH, Pause, check_sums, make, profiled, train
+from support.launcher import run_ranks
+from support.profiling import LAYERS, UNIT, WIDTH, Pause, check_sums, make, profiled, train
 from torch import Tensor, nn
 
 import fsdp_ext
 from fsdp_ext import Link, Simulated, fully_shard
-from fsdp_ext.causes import Cause
-from fsdp_ext.files import write_text
+from fsdp_ext._util.files import write_text
+from fsdp_ext.profiler.causes import Cause
 
 PLANTED = 0.02  # seconds
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_ext.race import STAGES, race
+from fsdp_ext.tuner.race import STAGES, race
 
 Taken = dict[int, list[float]]
 

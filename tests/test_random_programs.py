@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import run_ranks
-from parity import load_system
+from support.launcher import run_ranks
+from support.parity import load_system
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint

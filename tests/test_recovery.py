@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from functools import partial
 
-import models
 import torch
-from models import DeliberateFailure, Fragile, FragileUnit
-from parity import Case, Run, check, each, train_step
+from support import models
+from support.models import DeliberateFailure, Fragile, FragileUnit
+from support.parity import Case, Run, check, each, train_step
 from torch import Tensor
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from launcher import run_ranks
-from profiling import LAYERS, UNIT, check_sums, make, profiled
+from support.launcher import run_ranks
+from support.profiling import LAYERS, UNIT, check_sums, make, profiled
 
 import fsdp_ext
 from fsdp_ext import Link, Simulated

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_ext
 from fsdp_ext import Link
-from fsdp_ext.schedule import Prediction, Stage, predict
+from fsdp_ext.planner.schedule import Prediction, Stage, predict
 
 NO_TIME = Link("no time", alpha=0.0, beta=1e30)
 

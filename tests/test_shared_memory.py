@@ -26,14 +26,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import RanksFailed, run_ranks
+from support.launcher import RanksFailed, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_ext
 from fsdp_ext import _C, communicator, fully_shard, transports
-from fsdp_ext.communicator import lanes_of
+from fsdp_ext.comm.lanes import lanes_of
 
 HOST = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import run_ranks
+from support.launcher import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_ext
 from fsdp_ext import Link, Simulated, fully_shard
-from fsdp_ext.communicator import lanes_of
-from fsdp_ext.measure_link import SIZES, Fit, Sample, fit, report
-from fsdp_ext.simulated import H100_CLUSTER, H100_NODE, PRESETS
+from fsdp_ext.comm.lanes import lanes_of
+from fsdp_ext.comm.link import H100_CLUSTER, H100_NODE, PRESETS
+from fsdp_ext.comm.measure_link import SIZES, Fit, Sample, fit, report
 
 # Where the fsdp_ext is that these tests have: `python -m` takes what is in the directory first.
 PACKAGE = Path(fsdp_ext.__file__).parents[1]

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import run_ranks
+from support.launcher import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench import simulated_group as module
 from bench.simulated_group import SimulatedGroup, simulated_group
 from fsdp_ext import Link
-from fsdp_ext.simulated import H100_CLUSTER, H100_NODE
+from fsdp_ext.comm.link import H100_CLUSTER, H100_NODE
 
 FAST = Link("fast", alpha=0.0, beta=1e15)
 BLOCKS = 3

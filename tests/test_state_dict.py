@@ -6,13 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from launcher import run_ranks
-from models import Stack, Transformer
-from parity import (
+from support import models
+from support.launcher import run_ranks
+from support.models import Stack, Transformer
+from support.parity import (
     SYSTEM,
     Case,
     Record,

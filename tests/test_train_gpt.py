@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from launcher import run_ranks
+from support.launcher import run_ranks
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))

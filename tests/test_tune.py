@@ -8,22 +8,22 @@ import logging
 import warnings
 from typing import Any
 
-import models
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import run_ranks
+from support import models
+from support.launcher import run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_ext
 from fsdp_ext import Link, Simulated, fully_shard
-from fsdp_ext.auto import Choice, remember
-from fsdp_ext.ledger import Iteration, Span
-from fsdp_ext.measured_costs import _figures
-from fsdp_ext.race import STAGES
-from fsdp_ext.trial import Trial
-from fsdp_ext.tune import Tuning
+from fsdp_ext.profiler.recording import Iteration, Span
+from fsdp_ext.sharding.settings import Choice, remember
+from fsdp_ext.tuner.api import Tuning
+from fsdp_ext.tuner.costs import _figures
+from fsdp_ext.tuner.race import STAGES
+from fsdp_ext.tuner.trial import Trial
 
 WIDTH = 64
 LAYERS = 6

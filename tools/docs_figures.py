@@ -35,8 +35,8 @@ from torch.nn.functional import cross_entropy
 
 import fsdp_ext
 from fsdp_ext import Link, Simulated, fully_shard
-from fsdp_ext.files import write_bytes
-from fsdp_ext.ledger import COMPUTE, LANES, WAITS, WIRES, Iteration, Span
+from fsdp_ext._util.files import write_bytes
+from fsdp_ext.profiler.recording import COMPUTE, LANES, WAITS, WIRES, Iteration, Span
 
 WORLD_SIZE = 8  # of the simulated ranks
 VOCABULARY = 512

@@ -7,8 +7,8 @@
 #include <memory>
 #include <string>
 
-#include "core/check.h"
-#include "core/dtype.h"
+#include "base/check.h"
+#include "base/dtype.h"
 #include "core/layout.h"
 #include "device/stream.h"
 

@@ -5,7 +5,7 @@
 #include <thread>
 #include <utility>
 
-#include "core/check.h"
+#include "base/check.h"
 
 namespace fsdp {
 namespace {

@@ -24,7 +24,7 @@
 
 #include "comm/futex.h"
 #include "comm/shared_arena.h"
-#include "core/dtype.h"
+#include "base/dtype.h"
 
 namespace fsdp {
 

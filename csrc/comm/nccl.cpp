@@ -24,7 +24,7 @@
 #include <mutex>
 #include <thread>
 
-#include "core/check.h"
+#include "base/check.h"
 
 namespace fsdp {
 namespace {

@@ -7,7 +7,7 @@
 #include <cstdlib>
 #include <mutex>
 
-#include "core/check.h"
+#include "base/check.h"
 
 namespace fsdp::nccl {
 namespace {

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "core/check.h"
+#include "base/check.h"
 #include "pack/pack_body.h"
 #include "pack/pack_dtypes.h"
 

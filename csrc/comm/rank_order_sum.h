@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "core/dtype.h"
+#include "base/dtype.h"
 
 namespace fsdp {
 

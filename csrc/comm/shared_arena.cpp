@@ -14,8 +14,8 @@
 #include <random>
 #include <sstream>
 
-#include "core/align.h"
-#include "core/check.h"
+#include "base/align.h"
+#include "base/check.h"
 
 namespace fsdp {
 namespace {

@@ -15,7 +15,7 @@
 #include "comm/copy.h"
 #include "comm/meeting.h"
 #include "comm/rank_order_sum.h"
-#include "core/check.h"
+#include "base/check.h"
 #include "device/host_stream.h"
 
 namespace fsdp {

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "core/check.h"
+#include "base/check.h"
 
 namespace fsdp {
 namespace {

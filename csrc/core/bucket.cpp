@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "core/check.h"
+#include "base/check.h"
 
 namespace fsdp {
 namespace {

@@ -23,7 +23,7 @@
 #include <utility>
 
 #include "comm/communicator.h"
-#include "core/check.h"
+#include "base/check.h"
 #include "device/stream.h"
 #include "pack/pack.h"
 

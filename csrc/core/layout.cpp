@@ -4,8 +4,8 @@
 #include <numeric>
 #include <utility>
 
-#include "core/align.h"
-#include "core/check.h"
+#include "base/align.h"
+#include "base/check.h"
 
 namespace fsdp {
 namespace {

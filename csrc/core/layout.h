@@ -26,7 +26,7 @@
 #include <string>
 #include <vector>
 
-#include "core/dtype.h"
+#include "base/dtype.h"
 #include "pack/pack.h"
 
 namespace fsdp {

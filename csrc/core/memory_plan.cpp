@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "core/align.h"
+#include "base/align.h"
 
 namespace fsdp {
 namespace {

@@ -1,6 +1,6 @@
 // What a bucket sends and which buffers that takes, from its layout and the settings alone. Pure
 // arithmetic; no memory, no device. The bucket, the gatherer and the reducer send and allocate what
-// this says, and a plan before training (csrc/torch/plan_binding) shows it.
+// this says, and a plan before training (csrc/torch/bindings/plan) shows it.
 #pragma once
 
 #include <cstddef>

@@ -12,7 +12,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "core/dtype.h"
+#include "base/dtype.h"
 #include "core/layout.h"
 
 namespace fsdp {

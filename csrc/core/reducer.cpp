@@ -4,7 +4,7 @@
 #include <string>
 #include <utility>
 
-#include "core/check.h"
+#include "base/check.h"
 #include "device/host_clock.h"
 
 namespace fsdp {

@@ -3,7 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "core/check.h"
+#include "base/check.h"
 
 // Throws with what CUDA says, and clears CUDA's record of it where it has one.
 #define FSDP_CUDA_CHECK(call)                                                                     \

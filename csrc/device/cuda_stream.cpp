@@ -19,7 +19,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/check.h"
+#include "base/check.h"
 #include "device/cuda_check.h"
 #include "device/cuda_transfer.h"
 #include "device/host_clock.h"

@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "core/check.h"
+#include "base/check.h"
 #include "device/cuda_check.h"
 #include "device/cuda_transfer.h"
 

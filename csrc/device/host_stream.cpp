@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "core/check.h"
+#include "base/check.h"
 #include "device/host_clock.h"
 
 namespace fsdp {

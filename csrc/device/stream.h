@@ -185,7 +185,7 @@ struct CudaFramework {
   std::shared_ptr<void> (*allocate)(int device, std::size_t bytes) = nullptr;
 };
 
-// Throws where there is no such GPU; in a build without CUDA it says how to get one (no_cuda/).
+// Throws where there is no such GPU; in a build without CUDA it says how to get one (no_cuda_stream.cpp).
 std::unique_ptr<Device> make_cuda_device(int index, std::chrono::milliseconds timeout,
                                          CudaFramework framework);
 

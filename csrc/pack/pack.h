@@ -14,7 +14,7 @@
 #include <memory>
 #include <vector>
 
-#include "core/dtype.h"
+#include "base/dtype.h"
 #include "device/stream.h"
 
 namespace fsdp {
@@ -114,7 +114,7 @@ void check_pack(DType gradient_dtype, DType reduce_dtype);
 void check_cast(const CastEntry& entry, CastMode mode, double scale);
 
 std::unique_ptr<Packer> make_host_packer();
-// Descriptors go to memory of `device`. Throws in a build without CUDA (no_cuda/).
+// Descriptors go to memory of `device`. Throws in a build without CUDA (no_pack_cuda.cpp).
 std::unique_ptr<Packer> make_cuda_packer(Device& device);
 
 }  // namespace fsdp

@@ -1,5 +1,5 @@
 // What every packer refuses.
-#include "core/check.h"
+#include "base/check.h"
 #include "pack/pack.h"
 
 namespace fsdp {

@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/check.h"
+#include "base/check.h"
 #include "device/cuda_check.h"
 #include "pack/pack.h"
 #include "pack/pack_dtypes.h"

@@ -1,8 +1,8 @@
 // From a dtype known at run time to a type known at compile time.
 #pragma once
 
-#include "core/check.h"
-#include "core/dtype.h"
+#include "base/check.h"
+#include "base/dtype.h"
 #include "pack/pack_body.h"
 
 namespace fsdp {

@@ -4,7 +4,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/check.h"
+#include "base/check.h"
 #include "device/host_stream.h"
 #include "pack/pack.h"
 #include "pack/pack_body.h"

@@ -5,7 +5,7 @@
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/Exception.h>
 
-#include "core/check.h"
+#include "base/check.h"
 #include "torch/transports.h"
 
 namespace fsdp {

@@ -6,7 +6,7 @@
 #include <array>
 #include <utility>
 
-#include "core/dtype.h"
+#include "base/dtype.h"
 
 namespace fsdp {
 

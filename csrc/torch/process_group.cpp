@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/check.h"
+#include "base/check.h"
 #include "device/host_stream.h"
 #include "torch/dtype.h"
 

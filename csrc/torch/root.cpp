@@ -7,7 +7,7 @@
 #include <string>
 #include <utility>
 
-#include "core/check.h"
+#include "base/check.h"
 
 namespace py = pybind11;
 

@@ -6,7 +6,7 @@
 #include <string>
 #include <utility>
 
-#include "core/check.h"
+#include "base/check.h"
 #include "torch/dtype.h"
 #include "torch/process_group.h"
 

@@ -53,7 +53,7 @@ void run_all_reduce(Lanes& lanes, at::Tensor& data);
 void run_broadcast(Lanes& lanes, at::Tensor& data, int root);
 void run_barrier(Lanes& lanes);
 
-// torch's streams and allocator (cuda_framework.cpp, or no_cuda/).
+// torch's streams and allocator (cuda_framework.cpp, or no_cuda_framework.cpp).
 CudaFramework cuda_framework();
 
 }  // namespace fsdp

@@ -81,7 +81,7 @@ py::object map_tensors(py::handle object, const TensorMap& map) {
     return map_dict(object, map);
   }
   static PyObject* const map_other =
-      py::object(py::module_::import("fsdp_ext.tree").attr("map_tensors")).release().ptr();
+      py::object(py::module_::import("fsdp_ext._util.containers").attr("map_tensors")).release().ptr();
   return py::handle(map_other)(
       py::cpp_function([&map](py::handle item) { return map_tensors(item, map); }), object);
 }

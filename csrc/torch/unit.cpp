@@ -9,7 +9,7 @@
 #include <atomic>
 #include <utility>
 
-#include "core/check.h"
+#include "base/check.h"
 #include "torch/dtype.h"
 #include "torch/root.h"
 #include "torch/tree.h"

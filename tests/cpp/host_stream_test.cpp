@@ -14,7 +14,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/check.h"
+#include "base/check.h"
 
 namespace fsdp {
 namespace {

@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include "core/check.h"
+#include "base/check.h"
 
 namespace fsdp {
 namespace {

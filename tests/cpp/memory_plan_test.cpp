@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-#include "core/align.h"
+#include "base/align.h"
 
 namespace fsdp {
 namespace {

@@ -4,7 +4,7 @@
 #include <functional>
 #include <string>
 
-#include "core/check.h"
+#include "base/check.h"
 
 namespace fsdp::test {
 

@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/check.h"
+#include "base/check.h"
 #include "core/lanes.h"
 #include "device/host_stream.h"
 #include "fake_nccl.h"

@@ -22,7 +22,7 @@
 #include <xmmintrin.h>
 #endif
 
-#include "core/check.h"
+#include "base/check.h"
 #include "device/host_stream.h"
 #include "kernel_packer.h"
 #include "message_of.h"

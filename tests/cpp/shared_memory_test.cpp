@@ -16,7 +16,7 @@
 
 #include "comm/meeting.h"
 #include "comm/rank_order_sum.h"
-#include "core/check.h"
+#include "base/check.h"
 #include "device/host_stream.h"
 #include "message_of.h"
 #include "pack/pack_dtypes.h"

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <vector>
 
-#include "core/check.h"
+#include "base/check.h"
 #include "device/host_stream.h"
 #include "message_of.h"
 

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
-#include "core/check.h"
+#include "base/check.h"
 #include "device/host_stream.h"
 
 namespace fsdp::test {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from devices import HAS_GPU
+from support.devices import HAS_GPU
 
 HERE = Path(__file__).parent
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import run_ranks
+from support.launcher import run_ranks
 from torch import Tensor, nn
 
 import fsdp_ext

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from launcher import run_ranks
+from support.launcher import run_ranks
 
 
 def _step_of_cupy() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from launcher import run_ranks
-from models import Transformer
+from support.launcher import run_ranks
+from support.models import Transformer
 from torch import Tensor
 
 from fsdp_ext import MixedPrecisionPolicy, fully_shard

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from packing import RandomPack, same_bits
+from support.packing import RandomPack, same_bits
 from torch import Tensor
 
 from fsdp_ext import _C

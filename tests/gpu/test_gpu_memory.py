@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from launcher import run_ranks
+from support.launcher import run_ranks
 from torch import nn
 
 from fsdp_ext import MixedPrecisionPolicy, fully_shard

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import run_ranks
+from support.launcher import run_ranks
 from torch import nn
 
 from fsdp_ext import _C, fully_shard
-from fsdp_ext.communicator import lanes_of, nccl_libraries
+from fsdp_ext.comm.lanes import lanes_of, nccl_libraries
 
 
 def _forward() -> Any:

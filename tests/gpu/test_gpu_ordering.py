@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import run_ranks
-from models import Stack
+from support.launcher import run_ranks
+from support.models import Stack
 from torch import Tensor, nn
 
 from fsdp_ext import MixedPrecisionPolicy, fully_shard
-from fsdp_ext.communicator import lanes_of
+from fsdp_ext.comm.lanes import lanes_of
 
 STEPS = 4
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import run_ranks
+from support.launcher import run_ranks
 from torch import nn
 
 import fsdp_ext
 from fsdp_ext import Link, Simulated, fully_shard
-from fsdp_ext.causes import Cause
+from fsdp_ext.profiler.causes import Cause
 
 WIDTH = 2048
 LAYERS = 6

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import run_ranks
+from support.launcher import run_ranks
 from torch import nn
 
 from fsdp_ext import Link, Simulated, fully_shard
-from fsdp_ext.communicator import lanes_of
+from fsdp_ext.comm.lanes import lanes_of
 
 RANKS = 8
 DEVICE = torch.device("cuda", 0)

@@ -6,7 +6,7 @@
 #include <thread>
 #include <utility>
 
-#include "core/check.h"
+#include "base/check.h"
 #include "device/cuda_transfer.h"
 #include "device/host_clock.h"
 #include "device/host_stream.h"

@@ -1,0 +1,9 @@
+// Stands in for pack/pack_cuda.cu in a build without CUDA.
+#include "base/check.h"
+#include "pack/pack.h"
+
+namespace fsdp {
+
+std::unique_ptr<Packer> make_cuda_packer(Device& /*device*/) { throw Error(kNeedsCudaBuild); }
+
+}  // namespace fsdp

@@ -1,0 +1,160 @@
+"""What the collectives of all units over one set of ranks run on."""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import os
+import warnings
+import weakref
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fsdp_ext import _C
+from fsdp_ext.comm.rendezvous import Rendezvous
+from fsdp_ext.comm.simulated import Simulated
+from fsdp_ext.comm.transports import GRACE, Transport, choose_of_host, log_choice, timeout_of
+
+# By group, device and the transport asked for: a mesh of the host and one of GPUs may have the same
+# group.
+_Key = tuple[torch.device, Transport]
+_lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, _C.Lanes]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def lanes_of(
+    group: dist.ProcessGroup, device: torch.device, transport: Transport = None
+) -> _C.Lanes:
+    """Return the lanes for the ranks of ``group``, all of which have to call this the first time.
+
+    They (``csrc/core/lanes.h``) live as long as ``group`` and serve every root over it.
+
+    Args:
+        group: of the mesh.
+        device: of this rank.
+        transport: by name, or a simulated one; None for the default.
+
+    Raises:
+        RuntimeError: if the transport cannot be had, or not all ranks come within the group's
+            timeout; the message says why.
+    """
+    of_group = _lanes.setdefault(group, {})
+    key = (device, transport)
+    if key not in of_group:
+        if isinstance(transport, Simulated):
+            of_group[key] = _simulated_lanes(group, device, transport)
+        elif device.type == "cuda":
+            of_group[key] = _nccl_lanes(group, device)
+        else:
+            of_group[key] = _host_lanes(group, device, transport)
+        log_choice(of_group[key], group)
+    return of_group[key]
+
+
+def check_lanes() -> None:
+    """Raise RuntimeError if a collective has failed since the last look, of whichever model."""
+    for of_group in _lanes.values():
+        for lanes in of_group.values():
+            lanes.check()
+
+
+def _host_lanes(group: dist.ProcessGroup, device: torch.device, transport: str | None) -> _C.Lanes:
+    """Make the lanes of the host: over shared memory where that can be, as NCCL chooses, too."""
+    lanes = choose_of_host(group, transport, timeout_of(group, device))
+    return lanes if lanes is not None else _process_group_lanes(group, device)
+
+
+def _process_group_lanes(group: dist.ProcessGroup, device: torch.device) -> _C.Lanes:
+    """Make the lanes of the host over private process groups.
+
+    Note [private groups]: collectives are issued by worker threads, so their order relative to
+    collectives that the user issues is not the same on every rank, and neither is the order of
+    gathers relative to reductions. Backends match collectives by their order on a group. Hence
+    each lane has a group of its own over the same ranks.
+    """
+    timeout = timeout_of(group, device)
+    gather, reduce = (
+        dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=timeout,
+            backend=dist.get_backend(group),
+            use_local_synchronization=True,
+            group_desc=f"fsdp_ext_{lane}",
+        )
+        for lane in ("gather", "reduce")
+    )
+    return _C.Lanes.process_group(gather, reduce, (timeout + GRACE).total_seconds())
+
+
+def _simulated_lanes(
+    group: dist.ProcessGroup, device: torch.device, transport: Simulated
+) -> _C.Lanes:
+    """Make lanes without peers, and say what that means."""
+    link = transport.link.over(transport.world_size)
+    gather, reduce = link.costs()
+    warnings.warn(
+        f"fsdp_ext: {transport.world_size} simulated ranks over {link.name} (simulated): no data "
+        "comes from anywhere, so losses, gradients and parameters mean nothing, and all times are "
+        "simulated",
+        stacklevel=2,
+    )
+    on_gpu = device.type == "cuda"
+    return _C.Lanes.simulated(
+        device=device.index if on_gpu else -1,
+        rank=transport.rank,
+        size=transport.world_size,
+        gather=gather,
+        reduce=reduce,
+        jitter=link.jitter,
+        seed=2 * transport.seed,
+        multiprocessors=transport.multiprocessors,
+        by_size=on_gpu,
+        whole_traffic=on_gpu,
+        timeout=(timeout_of(group, device) + GRACE).total_seconds(),
+    )
+
+
+def _nccl_lanes(group: dist.ProcessGroup, device: torch.device) -> _C.Lanes:
+    """Make the lanes of a GPU, over NCCL communicators of their own.
+
+    The unique id, which rank 0 makes, goes through the group's store.
+    """
+    timeout = timeout_of(group, device)
+    libraries = nccl_libraries()
+    unique_id = _C.nccl_unique_id(libraries) if dist.get_rank(group) == 0 else b""
+    meeting = Rendezvous(group, unique_id, timeout)
+    meeting.exchange("has the id", b"")  # all mean the same one
+    return _C.Lanes.nccl(
+        libraries=libraries,
+        unique_id=meeting.offers[0],
+        rank=meeting.rank,
+        size=len(meeting.ranks),
+        device=device.index,
+        timeout=timeout.total_seconds(),
+        host_timeout=(timeout + GRACE).total_seconds(),
+        register_buffers=registers_buffers(),
+    )
+
+
+def registers_buffers() -> bool:
+    """Return whether long-lived buffers are registered with NCCL, where its version can."""
+    return os.environ.get("FSDP_EXT_NCCL_REGISTER", "1") not in ("0", "")
+
+
+def nccl_libraries() -> list[str]:
+    """Return where the nvidia-nccl package has its library, if it is installed."""
+    try:
+        spec = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:
+        return []
+    places = spec.submodule_search_locations if spec is not None else None
+    return [
+        str(library) for place in places or [] for library in Path(place).glob("lib/libnccl.so.2")
+    ]
+
+
+# While the devices and torch are there.
+atexit.register(_lanes.clear)

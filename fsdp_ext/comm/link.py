@@ -1,0 +1,223 @@
+"""What a collective over a link takes, and links with published figures."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from fsdp_ext._util.files import write_text
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects ranks: a collective of S bytes, of all ranks together, takes alpha + S / beta.
+
+    S is what nccl-tests calls size (doc/PERFORMANCE.md): what is gathered, or what each rank brings
+    to a reduction. So beta is its "algbw" for large S; its "busbw" is beta * (N - 1) / N on N
+    ranks. An all-reduce takes alpha + 2 S / beta. The figures are of as many ranks as they were
+    measured with; of fewer, each of which brings a larger part itself, collectives are faster than
+    this says, at most by (N - 1) / N.
+
+    Args:
+        name: of the link.
+        alpha: latency of a collective, seconds.
+        beta: bandwidth, bytes a second.
+        reduce_alpha: latency of reductions, if it is another.
+        reduce_beta: bandwidth of reductions, if it is another.
+        jitter: each collective takes (1 + jitter * x) times as long, x from the exponential
+            distribution of mean 1.
+        ranks: how many ranks the figures are of, at most; 0 for any number.
+        across: for more ranks than that: what connects groups of so many, each rank to its peers in
+            the other groups. A collective over all goes over both, one after the other.
+        source: where the figures are from.
+
+    Raises:
+        ValueError: if a figure is none of a link.
+    """
+
+    name: str
+    alpha: float
+    beta: float
+    reduce_alpha: float | None = None
+    reduce_beta: float | None = None
+    jitter: float = 0.0
+    ranks: int = 0
+    across: Link | None = None
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        """Check the figures."""
+        latencies = (self.alpha, self.alpha if self.reduce_alpha is None else self.reduce_alpha)
+        rates = (self.beta, self.beta if self.reduce_beta is None else self.reduce_beta)
+        if not all(_is_number(value) and value >= 0 for value in latencies):
+            raise ValueError(
+                f"a link expects latencies of 0 s or more but got alpha={self.alpha!r}, "
+                f"reduce_alpha={self.reduce_alpha!r}; give seconds, such as 30e-6"
+            )
+        if not all(_is_number(value) and value > 0 for value in rates):
+            raise ValueError(
+                f"a link expects positive bandwidths but got beta={self.beta!r}, "
+                f"reduce_beta={self.reduce_beta!r}; give bytes a second, such as 12e9"
+            )
+        if not _is_number(self.jitter) or self.jitter < 0:
+            raise ValueError(
+                f"a link expects a jitter of 0 or more but got {self.jitter!r}; 0.1 makes "
+                "collectives 10% later on average"
+            )
+        if self.across is not None and self.ranks < 1:
+            raise ValueError(
+                f"a link with another one across expects ranks, the number that it connects "
+                f"itself, but got {self.ranks!r}; pass ranks=8, say"
+            )
+
+    def over(self, world_size: int) -> Link:
+        """Return the link that ``world_size`` ranks see: this one, or this and the one across.
+
+        Across groups each rank carries its own part: of S bytes, S / ranks.
+
+        Raises:
+            ValueError: if there are more ranks than the figures are of.
+        """
+        if 0 < self.ranks < world_size and self.across is None:
+            raise ValueError(
+                f"link '{self.name}' expects at most {self.ranks} ranks, of which its figures are, "
+                f"but got {world_size}; give it another one across, or ranks=0 if they hold for "
+                "any number"
+            )
+        if self.across is None or world_size <= self.ranks:
+            return replace(self, across=None)
+        far = self.across.over(-(-world_size // self.ranks))
+
+        def joined(beta: float, far_beta: float) -> float:
+            return 1 / (1 / beta + 1 / (self.ranks * far_beta))
+
+        return Link(
+            name=f"{self.name}, {far.name} across",
+            alpha=self.alpha + far.alpha,
+            beta=joined(self.beta, far.beta),
+            reduce_alpha=self._reduce()[0] + far._reduce()[0],
+            reduce_beta=joined(self._reduce()[1], far._reduce()[1]),
+            jitter=max(self.jitter, far.jitter),
+            source=self.source,
+        )
+
+    def costs(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Return (alpha, beta) of all-gathers and of reductions: seconds and bytes a second."""
+        return (self.alpha, self.beta), self._reduce()
+
+    def seconds(self, operation: str, nbytes: int) -> float:
+        """Return how long a collective takes, without jitter.
+
+        Args:
+            operation: "all_gather" or "reduce_scatter".
+            nbytes: of all ranks together.
+        """
+        gather, reduce = self.costs()
+        alpha, beta = {"all_gather": gather, "reduce_scatter": reduce}[operation]
+        return alpha + nbytes / beta
+
+    def save(self, path: str | Path, measured: Mapping[str, Any] | None = None) -> None:
+        """Write it as JSON, whole or not at all, with what it was measured by, if anything."""
+        document = asdict(self) | ({} if measured is None else {"measured": dict(measured)})
+        write_text(path, json.dumps(document, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Link:
+        """Read what ``save``, or ``python -m fsdp_ext measure-link``, has written.
+
+        Raises:
+            ValueError: if it is something else.
+        """
+        try:
+            figures = json.loads(Path(path).read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} expects a link as JSON but is none ({error})") from error
+        return cls._from(figures, str(path))
+
+    @classmethod
+    def _from(cls, figures: Any, path: str) -> Link:
+        known = {field.name for field in fields(cls)}
+        if not isinstance(figures, dict) or not {"name", "alpha", "beta"} <= figures.keys():
+            raise ValueError(
+                f"{path} expects a link with name, alpha and beta but has something else; "
+                "`python -m fsdp_ext measure-link --out FILE` writes one"
+            )
+        values = {name: value for name, value in figures.items() if name in known}
+        if values.get("across") is not None:
+            values["across"] = cls._from(values["across"], path)
+        return cls(**values)
+
+    def _reduce(self) -> tuple[float, float]:
+        return (
+            self.alpha if self.reduce_alpha is None else self.reduce_alpha,
+            self.beta if self.reduce_beta is None else self.reduce_beta,
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+# Busbw 350 GB/s of all-gathers, 360 of reduce-scatters: https://github.com/NVIDIA/nccl/issues/1281.
+# Latency: 32.6 us for a small all-reduce of 8 H100 (vpbenchmarking, results/nccl/nccl_singlenode),
+# about 26 us for a small all-gather of 8 H800 (SGLang's symmetric memory benchmark).
+H100_NODE = Link(
+    "8xH100 NVLink",
+    alpha=30e-6,
+    beta=350e9 * 8 / 7,
+    reduce_beta=360e9 * 8 / 7,
+    ranks=8,
+    source="NVIDIA/nccl#1281",
+)
+
+# Busbw 361.4 and 362.9 GB/s: https://github.com/stas00/ml-engineering, network/README.md (NCCL
+# 2.27.7). Latency: 30.5 us for an 8 KiB all-reduce, from its 0.47 GB/s in
+# https://github.com/Azure/AI-benchmarking-guide, Azure_Results/ND_H200_v5_results.md.
+H200_NODE = Link(
+    "8xH200 NVLink",
+    alpha=30e-6,
+    beta=361.4e9 * 8 / 7,
+    reduce_beta=362.9e9 * 8 / 7,
+    ranks=8,
+    source="stas00/ml-engineering, network/README.md",
+)
+
+# 4 nodes of 8 H100, one 400 Gb/s InfiniBand NIC a GPU: all-gather 323.53 GB/s busbw at 8 GiB and
+# 49.68 us at 512 bytes (vpbenchmarking, results/nccl/nccl_multinode). No reduce-scatter figure was
+# found; the same is taken.
+INFINIBAND_400G_NODES = Link(
+    "nodes of 8, 400G InfiniBand a GPU",
+    alpha=50e-6,
+    beta=323.5e9 * 32 / 31,
+    source="vpbenchmarking, results/nccl/nccl_multinode",
+)
+
+# One 100 Gb/s NIC a rank, RDMA: 12 GB/s (https://github.com/NVIDIA/nccl-tests/issues/119, and
+# NET_BW in NCCL's src/graph/topo.h). Latency: 46 us, a small broadcast over TCP between two nodes
+# (https://github.com/NVIDIA/nccl-tests/issues/82); none of an all-gather was found.
+ETHERNET_100G = Link(
+    "100G Ethernet",
+    alpha=46e-6,
+    beta=12e9,
+    source="NVIDIA/nccl-tests#119 and #82",
+)
+
+# For hybrid sharding: NVLink within a node; across nodes each GPU has its own 400 Gb/s NIC, which
+# gives 46 to 48 GB/s (https://github.com/NVIDIA/nccl-tests/issues/290), at the latency above.
+H100_CLUSTER = replace(
+    H100_NODE,
+    name="8xH100 NVLink",
+    across=Link("400G InfiniBand", alpha=50e-6, beta=47e9, source="NVIDIA/nccl-tests#290"),
+)
+
+PRESETS = {
+    "h100_node": H100_NODE,
+    "h200_node": H200_NODE,
+    "infiniband_400g_nodes": INFINIBAND_400G_NODES,
+    "ethernet_100g": ETHERNET_100G,
+    "h100_cluster": H100_CLUSTER,
+}

@@ -1,0 +1,247 @@
+"""``python -m fsdp_ext measure-link``: what the transport in use costs, as a link to simulate.
+
+Times all-gathers and reduce-scatters over a sweep of sizes, fits alpha + S / beta to every other
+size, and compares what the fit predicts with what was measured at the sizes between.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from fsdp_ext import _C
+from fsdp_ext.comm.lanes import lanes_of
+from fsdp_ext.comm.link import Link
+from fsdp_ext.comm.transports import OF_GPUS, OF_THE_HOST, VARIABLE, resolve_transport
+
+OPERATIONS = ("all_gather", "reduce_scatter")
+# Bytes of all ranks together: from a small layer's to those of a large one.
+SIZES = [2**k for k in range(14, 27)]
+# By how many places of a buffer one call is from the one before.
+_STRIDE = 7
+
+
+@dataclass(frozen=True)
+class Sample:
+    """How long one operation takes."""
+
+    operation: str
+    nbytes: int  # of all ranks together
+    seconds: float  # median over repeats, of the slowest rank
+
+
+@dataclass(frozen=True)
+class Fit:
+    """alpha + S / beta for one operation."""
+
+    alpha: float  # seconds
+    beta: float  # bytes a second
+    residual: float  # root of the mean squared relative error, over the sizes of the fit
+
+    def predict(self, nbytes: int) -> float:
+        """Return the seconds that it predicts."""
+        return self.alpha + nbytes / self.beta
+
+
+def fit(samples: Sequence[Sample]) -> Fit:
+    """Fit alpha + S / beta by least squares in the relative error.
+
+    That is linear in alpha and 1 / beta: each sample asks for (alpha + S / beta) / t = 1. A
+    negative latency, which noise may ask for, is taken as none.
+
+    Raises:
+        ValueError: if there are samples of fewer than two sizes, or larger ones take no longer.
+    """
+    if len({sample.nbytes for sample in samples}) < 2:
+        raise ValueError("a fit expects samples of at least two sizes")
+    times = torch.tensor([sample.seconds for sample in samples], dtype=torch.float64)
+    sizes = torch.tensor([sample.nbytes for sample in samples], dtype=torch.float64)
+    ones = torch.ones_like(times)
+    scale = float(sizes.mean())  # so that both columns are of one magnitude
+    columns = torch.stack([ones / times, sizes / scale / times], dim=1)
+    alpha, slope = torch.linalg.lstsq(columns, ones[:, None]).solution[:, 0].tolist()
+    if alpha < 0:
+        alpha = 0.0
+        slope = float((columns[:, 1] @ ones) / (columns[:, 1] @ columns[:, 1]))
+    if slope <= 0:
+        raise ValueError(
+            "a fit expects larger collectives to take longer, but by these samples they do not; "
+            "measure again, on a machine that is less busy"
+        )
+    predicted = columns @ torch.tensor([alpha, slope], dtype=torch.float64)
+    return Fit(alpha, scale / slope, float((predicted - 1).square().mean().sqrt()))
+
+
+def link_of(name: str, gather: Fit, reduce: Fit, ranks: int = 0, source: str = "") -> Link:
+    """Return the link that two fits, of all-gathers and of reduce-scatters, are."""
+    return Link(
+        name,
+        alpha=gather.alpha,
+        beta=gather.beta,
+        reduce_alpha=reduce.alpha,
+        reduce_beta=reduce.beta,
+        ranks=ranks,
+        source=source,
+    )
+
+
+def measure(lanes: _C.Lanes, device: torch.device, repeats: int) -> list[Sample]:
+    """Time both operations at all sizes; all ranks of the default group call this together.
+
+    All sizes take turns, so that a moment in which the machine does something else is not one
+    size's alone, and each call takes another part of large buffers: in a step, too, no parameter
+    is in a cache any more when its turn comes.
+    """
+    ranks = dist.get_world_size()
+    granule = 4 * ranks
+    sizes = [-(-nbytes // granule) * granule for nbytes in SIZES]
+    whole = lanes.input_buffer(max(sizes)).view(torch.float32)
+    part = lanes.input_buffer(max(sizes) // ranks).view(torch.float32)
+    output = torch.zeros(whole.numel(), device=device)
+    seconds: dict[tuple[str, int], list[float]] = {}
+    turn = 0
+    for repeat in range(repeats + 2):
+        for nbytes in sizes:
+            numel = nbytes // 4
+            turn += 1
+
+            def some(buffer: torch.Tensor, count: int, turn: int = turn) -> torch.Tensor:
+                places = buffer.numel() // count
+                return buffer[turn * _STRIDE % places * count :][:count]
+
+            calls: dict[str, Callable[[], None]] = {
+                "all_gather": partial(
+                    lanes.all_gather, some(part, numel // ranks), some(output, numel)
+                ),
+                "reduce_scatter": partial(
+                    lanes.reduce_scatter, some(whole, numel), some(output, numel // ranks)
+                ),
+            }
+            for operation, call in calls.items():
+                taken = _time(call, lanes, device)
+                if repeat >= 2:
+                    seconds.setdefault((operation, nbytes), []).append(taken)
+    slowest = torch.tensor(list(seconds.values()), dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    medians = slowest.median(dim=1).values.tolist()
+    return [Sample(*key, median) for key, median in zip(seconds, medians, strict=True)]
+
+
+def _time(call: Callable[[], None], lanes: _C.Lanes, device: torch.device) -> float:
+    lanes.barrier()  # by which the lane is awake, as it is in a step
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def report(samples: Sequence[Sample], fits: dict[str, Fit]) -> list[str]:
+    """Return lines that say what was measured, and how well the fit predicts it."""
+    lines = [f"{'operation':<15} {'bytes':>12} {'measured us':>12} {'predicted us':>13} {'off':>7}"]
+    for operation in OPERATIONS:
+        for i, sample in enumerate(s for s in samples if s.operation == operation):
+            predicted = fits[operation].predict(sample.nbytes)
+            lines.append(
+                f"{operation:<15} {sample.nbytes:>12,} {sample.seconds * 1e6:>12,.1f} "
+                f"{predicted * 1e6:>13,.1f} {predicted / sample.seconds - 1:>+7.0%}"
+                f"{'' if i % 2 == 0 else '  left out of the fit'}"
+            )
+    for operation, fitted in fits.items():
+        errors = [
+            abs(fitted.predict(sample.nbytes) / sample.seconds - 1)
+            for sample in _of(samples, operation, held_out=True)
+        ]
+        lines.append(
+            f"{operation}: alpha {fitted.alpha * 1e6:.1f} us, beta {fitted.beta / 1e9:.2f} GB/s, "
+            f"residual {fitted.residual:.0%}; at sizes left out of the fit it is off by "
+            f"{statistics.median(errors):.0%} (median), {max(errors):.0%} at most"
+        )
+    return lines
+
+
+def _of(samples: Sequence[Sample], operation: str, held_out: bool) -> list[Sample]:
+    return [s for s in samples if s.operation == operation][1 if held_out else 0 :: 2]
+
+
+def write(path: str, link: Link, samples: Sequence[Sample], fits: dict[str, Fit]) -> None:
+    """Write the link as `Link.load` reads it, with what it was made from."""
+    link.save(
+        path,
+        measured={
+            "samples": [asdict(sample) for sample in samples],
+            "residual": {operation: fitted.residual for operation, fitted in fits.items()},
+            "torch": torch.__version__,
+            "machine": platform.machine(),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        },
+    )
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Measure on the ranks that there are, or start some; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fsdp_ext measure-link", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--transport", choices=[*OF_THE_HOST, *OF_GPUS], help="by default as usual")
+    parser.add_argument("--ranks", type=int, default=2, help="to start, unless torchrun has")
+    parser.add_argument("--repeats", type=int, default=20, help="of each size")
+    parser.add_argument("--out", metavar="FILE", help="write the link there, for Link.load")
+    args = parser.parse_args(arguments)
+    if args.repeats < 1:
+        parser.error(f"--repeats expects at least 1 but got {args.repeats}")
+    if "RANK" not in os.environ:
+        if args.ranks < 2:
+            parser.error(f"--ranks expects at least 2 but got {args.ranks}")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={args.ranks}", "-m", "fsdp_ext", "measure-link", *arguments]
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        return subprocess.run(command, check=False, env=environment).returncode
+    asked = args.transport or os.environ.get(VARIABLE)
+    on_gpu = asked in OF_GPUS or (not asked and torch.cuda.is_available())
+    device = torch.device("cpu")
+    if on_gpu:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    try:
+        _measure_and_say(args.transport, device, args.repeats, args.out)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+def _measure_and_say(
+    transport: str | None, device: torch.device, repeats: int, path: str | None
+) -> None:
+    assert dist.group.WORLD is not None
+    lanes = lanes_of(dist.group.WORLD, device, resolve_transport(transport, device.type))
+    if dist.get_world_size() < 2:
+        raise SystemExit("measure-link expects at least 2 ranks but got 1; start more")
+    samples = measure(lanes, device, repeats)
+    if dist.get_rank() != 0:
+        return
+    fits = {operation: fit(_of(samples, operation, held_out=False)) for operation in OPERATIONS}
+    gather, reduce = (fits[operation] for operation in OPERATIONS)
+    ranks = dist.get_world_size()
+    source = "measured by python -m fsdp_ext measure-link"
+    link = link_of(f"{lanes.transport}, {ranks} ranks", gather, reduce, ranks, source)
+    print(f"{link.name}, fp32 on {device.type}")
+    print("\n".join(report(samples, fits)))
+    if path is not None:
+        write(path, link, samples, fits)
+        print(f"wrote {path}: Simulated(world_size={ranks}, link=Link.load({path!r}))")

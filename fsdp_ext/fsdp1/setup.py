@@ -1,0 +1,238 @@
+"""What ``FullyShardedDataParallel`` does before its unit is made.
+
+The meaning of FSDP1's arguments, the modules that a policy chooses, and the tensors of a unit:
+materialised, moved, made equal on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from torch.distributed.fsdp.wrap import (
+    _construct_wrap_fn,
+    _Policy,
+    _post_order_apply,
+    _recursive_wrap,
+)
+from torch.distributed.tensor import DTensor
+
+from fsdp_ext.sharding.arguments import resolve_mesh
+
+WRAPPED = "_fsdp_wrapped_module"  # FSDP1's name of the child, which tools look for
+CHECKPOINTED = "_checkpoint_wrapped_module"
+# None frees the parameters after forward but for the root's, as FSDP1 has it.
+RESHARD_AFTER_FORWARD = {ShardingStrategy.FULL_SHARD: None, ShardingStrategy.SHARD_GRAD_OP: False}
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Return whether ``module`` is a ``FullyShardedDataParallel``, ours or PyTorch's."""
+    return WRAPPED in module._modules
+
+
+def refuse_unsupported(
+    strategy: ShardingStrategy,
+    cpu_offload: CPUOffload | None,
+    backward_prefetch: BackwardPrefetch | None,
+    precision: MixedPrecision,
+    process_group: Any,
+) -> None:
+    if not isinstance(precision, MixedPrecision):
+        raise TypeError(
+            f"mixed_precision expects a MixedPrecision or None but got {precision!r}; pass "
+            "MixedPrecision(param_dtype=...)"
+        )
+    refused = ""
+    if strategy not in RESHARD_AFTER_FORWARD:
+        refused = f"sharding_strategy={strategy}"
+    elif isinstance(process_group, (list, tuple)):
+        refused = "process_group=<a pair, for HYBRID_SHARD>"
+    elif cpu_offload is not None and cpu_offload.offload_params:
+        refused = "cpu_offload=CPUOffload(offload_params=True)"
+    elif backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
+        refused = f"backward_prefetch={backward_prefetch}"
+    elif precision.keep_low_precision_grads:
+        refused = "mixed_precision=MixedPrecision(keep_low_precision_grads=True)"
+    if refused:
+        raise NotImplementedError(f"{refused} is not supported yet; leave it out")
+
+
+def resolve_ignored(
+    modules: Iterable[Any] | None, states: Iterable[Any] | None
+) -> tuple[set[nn.Module], set[nn.Parameter]]:
+    """Return the ignored modules, with all below them, and the ignored parameters."""
+    if modules is not None and states is not None:
+        raise ValueError("expects ignored_modules or ignored_states but got both; pass one of them")
+    ignored: set[nn.Module] = set()
+    params: set[nn.Parameter] = set()
+    for state in modules or states or ():
+        if isinstance(state, nn.Module) and not is_wrapper(state):
+            ignored.update(state.modules())
+            params.update(state.parameters())
+        elif isinstance(state, nn.Parameter) and modules is None:
+            params.add(state)
+        else:
+            raise TypeError(
+                "expects modules that are not wrapped as ignored_modules, or those and parameters "
+                f"as ignored_states, but got {type(state).__name__}; leave it out"
+            )
+    return ignored, params
+
+
+def resolve_group(
+    module: nn.Module,
+    group: dist.ProcessGroup | None,
+    mesh: DeviceMesh | None,
+    device: torch.device | None,
+) -> DeviceMesh:
+    if group is not None and mesh is not None:
+        raise ValueError("expects process_group or device_mesh but got both; pass one of them")
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"device_mesh expects a DeviceMesh or None but got {mesh!r}; make one with "
+            "torch.distributed.device_mesh.init_device_mesh"
+        )
+    if group is not None:
+        kinds = {param.device.type for param in module.parameters()} - {"cpu", "meta"}
+        default = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+        kind = device.type if device is not None else next(iter(kinds), default)
+        mesh = DeviceMesh.from_group(group, kind)
+    return resolve_mesh(mesh)
+
+
+def wrap_children(
+    root: nn.Module,
+    policy: Callable[..., bool] | _Policy,
+    ignored: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    kwargs: dict[str, Any],
+    wrapper_class: type[Any],
+) -> None:
+    """Replace the modules below ``root`` that ``policy`` chooses by wrappers of them.
+
+    Args:
+        kwargs: what the wrappers are made with.
+        wrapper_class: ``FullyShardedDataParallel``, which this file cannot import.
+    """
+    for name, module in root.named_modules():
+        if is_wrapper(module):
+            raise ValueError(
+                "auto_wrap_policy expects a model with no FullyShardedDataParallel in it but "
+                f"'{name}' is one; wrap by policy or by hand"
+            )
+    targets: dict[nn.Module, dict[str, Any]] = {}
+    if isinstance(policy, _Policy):
+        targets = policy._run_policy(root, ignored, kwargs)
+    elif callable(policy):
+
+        def choose(module: nn.Module) -> nn.Module:
+            targets[module] = dict(kwargs)
+            return module
+
+        _recursive_wrap(root, policy, choose, ignored, ignored_params, only_wrap_children=True)
+    else:
+        raise TypeError(
+            "auto_wrap_policy expects a callable or a policy of torch.distributed.fsdp.wrap but "
+            f"got {type(policy).__name__}; pass one of these"
+        )
+    in_float32: set[nn.Module] = set()
+    if kwargs["mixed_precision"] is not None:
+        classes = tuple(kwargs["mixed_precision"]._module_classes_to_ignore)
+        in_float32 = {m for m in root.modules() if isinstance(m, classes)} - ignored
+    for module in in_float32:
+        targets.setdefault(module, dict(kwargs))["mixed_precision"] = None
+
+    def wrap(module: nn.Module, **its_kwargs: Any) -> nn.Module:
+        if type(module).forward is nn.Module.forward:
+            return module
+        wrapper: nn.Module = wrapper_class(module, **its_kwargs)
+        wrapper.__dict__["_runs_in_float32"] = module in in_float32
+        return wrapper
+
+    _post_order_apply(root, _construct_wrap_fn(root, targets, wrap))
+
+
+def own_modules(root: nn.Module, ignored: set[nn.Module]) -> dict[str, nn.Module]:
+    """Return the modules of ``root``'s unit by name: neither ignored nor under another wrapper."""
+    own: dict[str, nn.Module] = {}
+    seen = set(ignored)
+
+    def collect(name: str, module: nn.Module) -> None:
+        if module not in seen and not is_wrapper(module):
+            seen.add(module)
+            own[name] = module
+            for child_name, child in module.named_children():
+                collect(f"{name}.{child_name}" if name else child_name, child)
+
+    collect("", root)
+    return own
+
+
+def own_tensors(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """Return the tensors that these modules own themselves, each once."""
+    found: dict[torch.Tensor, None] = {}
+    for module in modules:
+        found.update(dict.fromkeys(module.parameters(recurse=False)))
+        found.update(dict.fromkeys(module.buffers(recurse=False)))
+    return [tensor for tensor in found if not isinstance(tensor, DTensor)]
+
+
+def materialise(
+    own: dict[str, nn.Module],
+    param_init_fn: Callable[[nn.Module], None] | None,
+    device: torch.device,
+) -> None:
+    if not any(tensor.is_meta for tensor in own_tensors(own.values())):
+        return
+    for name, module in own.items():
+        if param_init_fn is not None:
+            param_init_fn(module)
+        elif any(tensor.is_meta for tensor in own_tensors([module])):
+            if not callable(getattr(module, "reset_parameters", None)):
+                raise TypeError(
+                    f"'{name}' is on meta and expects a reset_parameters method but "
+                    f"{type(module).__name__} has none; pass param_init_fn"
+                )
+            with torch.no_grad():
+                module.to_empty(device=device, recurse=False)
+                cast(Any, module).reset_parameters()
+    on_meta = [name for name in own if any(t.is_meta for t in own_tensors([own[name]]))]
+    if on_meta:
+        raise ValueError(
+            f"expects nothing on meta after param_init_fn but {on_meta} still are; call "
+            "module.to_empty(device=..., recurse=False) in it"
+        )
+
+
+def broadcast(tensors: list[torch.Tensor], mesh: DeviceMesh) -> None:
+    """Overwrite ``tensors`` with rank 0's, as bytes: no dtype is beyond a backend then."""
+    given = [tensor.detach() for tensor in tensors if tensor.numel() > 0]
+    if not given:
+        return
+    rows = [tensor.contiguous().view(-1).view(torch.uint8).to(mesh.device_type) for tensor in given]
+    flat = torch.cat(rows)
+    dist.broadcast(flat, group=mesh.get_group(), group_src=0)
+    received = torch.split(flat, [row.numel() for row in rows])
+    for tensor, row in zip(given, received, strict=True):
+        tensor.copy_(row.clone().view(tensor.dtype).view(tensor.shape))  # the clone is aligned
+
+
+def cast_buffers(own: dict[str, nn.Module], dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """Cast floating-point buffers to ``dtype``; return the dtypes they had, by name."""
+    before: dict[str, torch.dtype] = {}
+    for module_name, module in own.items():
+        for buffer_name, buffer in module.named_buffers(module_name, recurse=False):
+            if dtype is not None and buffer.is_floating_point() and buffer.dtype != dtype:
+                before[buffer_name.replace(f"{CHECKPOINTED}.", "")] = buffer.dtype
+                buffer.data = buffer.data.to(dtype)
+    return before

@@ -1,0 +1,438 @@
+"""``FullyShardedDataParallel``: FSDP1's wrapper as a thin class over ``fully_shard``.
+
+A wrapper has the module as its only child and makes one unit of it; an ``auto_wrap_policy`` wraps
+children first. What moves data is the unit. Here are FSDP1's arguments, names and methods.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+)
+from torch.distributed.fsdp.wrap import _Policy
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fsdp_ext._util.containers import map_tensors
+from fsdp_ext.fsdp1.setup import (
+    CHECKPOINTED,
+    RESHARD_AFTER_FORWARD,
+    WRAPPED,
+    broadcast,
+    cast_buffers,
+    materialise,
+    own_modules,
+    own_tensors,
+    refuse_unsupported,
+    resolve_group,
+    resolve_ignored,
+    wrap_children,
+)
+from fsdp_ext.sharding.api import fully_shard
+from fsdp_ext.sharding.arguments import check_modules
+
+
+def _later(name: str, instead: str) -> Callable[..., Any]:
+    def method(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"FullyShardedDataParallel.{name} is not supported yet; use {instead}"
+        )
+
+    return method
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Shard a module's parameters, gradients and optimizer state over data-parallel ranks.
+
+    Differs from FSDP1 in that parameters always are the module's own, as DTensors with
+    ``Shard(0)``, and that ``state_dict`` holds these (FSDP1's ``SHARDED_STATE_DICT``);
+    ``load_state_dict`` takes DTensors and full tensors. All names are those of the unwrapped model.
+
+    Args:
+        module: the module to wrap; make the optimizer afterwards.
+        process_group: ranks to shard over, all by default. Excludes ``device_mesh``.
+        sharding_strategy: ``FULL_SHARD`` (the default) or ``SHARD_GRAD_OP``.
+        cpu_offload: None or ``CPUOffload(offload_params=False)``.
+        auto_wrap_policy: which submodules to wrap, too: a policy of
+            ``torch.distributed.fsdp.wrap`` or a callable of ``module``, ``recurse`` and
+            ``nonwrapped_numel``. Containers without a forward are left as they are, as nothing
+            would gather their parameters.
+        backward_prefetch: ``BACKWARD_PRE``.
+        mixed_precision: dtypes of computation, reduction and buffers. Buffers are cast at once;
+            ``state_dict`` has them in their own dtype.
+        ignored_modules: modules whose parameters and buffers are left as they are.
+        param_init_fn: gives the tensors that the module it is called with owns memory and values;
+            for units with tensors on meta. ``to_empty`` and ``reset_parameters`` by default.
+        device_id: where to move a unit's tensors before they are sharded.
+        sync_module_states: start from the parameters and buffers of the group's rank 0.
+        forward_prefetch: no effect: the schedule always prefetches.
+        limit_all_gathers: no effect: the ring of gather buffers always limits them.
+        use_orig_params: no effect: parameters always are the original ones. FSDP1's default is
+            False, so that raising for it would make everybody pass it.
+        ignored_states: ``ignored_modules`` that may also be parameters; only one of the two.
+        device_mesh: 1-D device mesh to shard over.
+
+    Raises:
+        NotImplementedError: for what is not supported yet, by name.
+        RuntimeError: if there is no process group.
+        TypeError: for a policy or an ignored state of the wrong type, or a module on meta that
+            nothing can initialise.
+        ValueError: for arguments that exclude each other, a policy for a model that has wrappers
+            in it, and what ``fully_shard`` raises it for.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | None = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Callable[..., bool] | _Policy | None = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Module] | Iterable[nn.Parameter] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        # Before anything else is a local variable: what the wrappers of children are made with.
+        kwargs = {k: v for k, v in locals().items() if k not in ("self", "module", "__class__")}
+        super().__init__()
+        check_modules([module])
+        strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
+        precision = mixed_precision or MixedPrecision()
+        refuse_unsupported(strategy, cpu_offload, backward_prefetch, precision, process_group)
+        ignored, ignored_params = resolve_ignored(ignored_modules, ignored_states)
+        device = None if device_id is None else torch.device(device_id)
+        mesh = resolve_group(module, process_group, device_mesh, device)
+        if auto_wrap_policy is not None:
+            kwargs.update(auto_wrap_policy=None, ignored_modules=None)
+            kwargs["ignored_states"] = [*ignored, *ignored_params]
+            wrap_children(
+                module,
+                auto_wrap_policy,
+                ignored,
+                ignored_params,
+                kwargs,
+                FullyShardedDataParallel,
+            )
+        for wrapper in self.fsdp_modules(module):
+            wrapper._is_root = False
+
+        self.process_group = mesh.get_group()
+        self.sharding_strategy = strategy
+        self.mixed_precision = precision
+        self._is_root = True
+        self._syncs_gradients = True
+        self._runs_in_float32 = False
+        self._ignored_modules = ignored
+        own = own_modules(module, ignored)
+        materialise(own, param_init_fn, device or torch.device(mesh.device_type))
+        tensors = [tensor for tensor in own_tensors(own.values()) if tensor not in ignored_params]
+        if device is not None:
+            for tensor in tensors:
+                tensor.data = tensor.data.to(device)
+        if sync_module_states:
+            broadcast(tensors, mesh)
+        self._buffer_dtypes = cast_buffers(own, precision.buffer_dtype)
+        self.add_module(WRAPPED, module)
+        # Not a second child, and still the unit when a checkpoint wrapper is put around it later.
+        self.__dict__["_sharded"] = fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=RESHARD_AFTER_FORWARD[strategy],
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=precision.param_dtype,
+                reduce_dtype=precision.reduce_dtype or precision.param_dtype,
+                cast_forward_inputs=precision.cast_forward_inputs,
+            ),
+            ignored_params=ignored_params,
+        )
+        hooked: Any = self  # torch leaves these three untyped
+        hooked.register_state_dict_post_hook(_remove_wrapper_names)
+        hooked.register_load_state_dict_pre_hook(_add_wrapper_names)
+        hooked.register_load_state_dict_post_hook(_clean_incompatible_keys)
+
+    # - The module
+
+    _is_root: bool
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module, without the wrapper of activation checkpointing."""
+        module = cast(nn.Module, self._modules[WRAPPED])
+        return module._modules.get(CHECKPOINTED) or module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module, which gathers and frees its own parameters."""
+        module = cast(nn.Module, self._modules[WRAPPED])
+        if self._runs_in_float32:
+            return _run_in_float32(module, args, kwargs)
+        # The unit cannot do this: when it was made, it was not known whether it is the root's.
+        if self._is_root and self.mixed_precision.cast_root_forward_inputs:
+            dtype = self.mixed_precision.param_dtype
+            if dtype is not None:
+                args, kwargs = _map_floating(lambda x: x.to(dtype), (args, kwargs))
+        return module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == WRAPPED:  # not constructed yet
+                raise
+            return getattr(super().__getattr__(WRAPPED), name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]  # type: ignore[index]
+
+    def named_modules(
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield modules with their names; the wrapped module has the wrapper's own.
+
+        Names of parameters and buffers come from these, also for modules around the wrapper.
+        """
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        for name, child in self._modules.items():
+            if child is not None:
+                inside = prefix if name == WRAPPED else f"{prefix}.{name}" if prefix else name
+                yield from child.named_modules(memo, inside, remove_duplicate)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        # torch.distributed.checkpoint leaves the names that are values here out of its own.
+        return {"": WRAPPED}
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """Apply ``fn`` to all submodules, children first, and then to this one; on all ranks.
+
+        Their parameters are whole meanwhile, and each rank keeps its own shard of what ``fn``
+        writes.
+        """
+        self._sharded.reshard()
+        whole: dict[nn.Parameter, nn.Parameter] = {}
+        attributes: list[tuple[dict[str, nn.Parameter | None], str, DTensor]] = []
+        for module in own_modules(self._sharded, self._ignored_modules).values():
+            for name, param in module._parameters.items():
+                if isinstance(param, DTensor):
+                    if param not in whole:
+                        value = param.detach().full_tensor()
+                        whole[param] = nn.Parameter(value, requires_grad=param.requires_grad)
+                    module._parameters[name] = whole[param]
+                    attributes.append((module._parameters, name, param))
+        try:
+            super().apply(fn)
+        finally:
+            for parameters, name, sharded in attributes:
+                written, parameters[name] = parameters[name], cast(nn.Parameter, sharded)
+                if written is not None:
+                    with torch.no_grad():
+                        sharded.copy_(_shard_like(written.detach(), sharded))
+        return self
+
+    # - FSDP1's methods
+
+    def check_is_root(self) -> bool:
+        """Return whether no other wrapper has been made around this one."""
+        return self._is_root
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """Return the wrappers in ``module``, which may be one; the outermost if ``root_only``."""
+        found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
+        return [m for m in found if m._is_root or not root_only]
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients on each rank; the first backward after the context reduces them.
+
+        Raises:
+            RuntimeError: if this is not the root.
+        """
+        self._expect_root("no_sync")
+        before = self._syncs_gradients
+        self._set_syncs_gradients(False)
+        try:
+            yield
+        finally:
+            self._set_syncs_gradients(before)
+
+    def _set_syncs_gradients(self, value: bool) -> None:
+        self._syncs_gradients = value
+        self._sharded.set_requires_gradient_sync(value)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients down in place to a total norm of at most ``max_norm``; on all ranks.
+
+        Gradients of ignored parameters count as each rank has them.
+
+        Args:
+            max_norm: the largest norm to leave.
+            norm_type: ``p`` of the p-norm over all elements, above 0; ``inf`` for the maximum.
+
+        Returns:
+            The norm before: a plain scalar, equal on all ranks, computed in at least float32 and
+            of the dtype that the parameters' promote to.
+
+        Raises:
+            RuntimeError: if this is not the root.
+            ValueError: if ``norm_type`` is not positive.
+        """
+        self._expect_root("clip_grad_norm_")
+        for wrapper in self.fsdp_modules(self):
+            wrapper._sharded.reshard()  # the sharded parameters have the gradients
+        norm_type = float(norm_type)
+        if not norm_type > 0:
+            raise ValueError(f"clip_grad_norm_ expects a positive norm_type but got {norm_type}")
+        is_max = norm_type == math.inf
+        # Of the parameters: a rank may lack gradients, but all reduce one dtype.
+        dtype = torch.float32
+        returned = None
+        sharded: list[torch.Tensor] = []
+        plain: list[torch.Tensor] = []
+        for param in self.parameters():
+            returned = torch.promote_types(returned or param.dtype, param.dtype)
+            dtype = torch.promote_types(dtype, param.dtype)
+            if isinstance(param.grad, DTensor):
+                sharded.append(param.grad.to_local())
+            elif param.grad is not None:
+                plain.append(param.grad)
+
+        device = self._sharded._unit.device
+        total = _norm_to_combine(sharded, norm_type, dtype, device)
+        op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+        dist.all_reduce(total, op, group=self.process_group)
+        own = _norm_to_combine(plain, norm_type, dtype, device)
+        total = torch.maximum(total, own) if is_max else total + own
+        total = total if is_max else total ** (1 / norm_type)
+        scale = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
+        for grads in (sharded, plain):
+            if grads:
+                torch._foreach_mul_(grads, scale)
+        return total.to(returned or dtype)
+
+    def _expect_root(self, method: str) -> None:
+        if not self._is_root:
+            raise RuntimeError(
+                f"{method} expects the outermost FullyShardedDataParallel but got one inside "
+                "another; call it on the model's"
+            )
+
+    _checkpoint = "torch.distributed.checkpoint.state_dict."
+    state_dict_type = _later("state_dict_type", _checkpoint + "get_model_state_dict")
+    set_state_dict_type = _later("set_state_dict_type", _checkpoint + "get_model_state_dict")
+    get_state_dict_type = _later("get_state_dict_type", _checkpoint + "get_model_state_dict")
+    summon_full_params = _later("summon_full_params", "the parameters' full_tensor(), or apply()")
+    register_comm_hook = _later("register_comm_hook", "mixed_precision's reduce_dtype")
+    _getter = _checkpoint + "get_optimizer_state_dict"
+    optim_state_dict = _later("optim_state_dict", _getter)
+    full_optim_state_dict = _later("full_optim_state_dict", _getter)
+    sharded_optim_state_dict = _later("sharded_optim_state_dict", _getter)
+    _setter = _checkpoint + "set_optimizer_state_dict"
+    optim_state_dict_to_load = _later("optim_state_dict_to_load", _setter)
+    shard_full_optim_state_dict = _later("shard_full_optim_state_dict", _setter)
+    scatter_full_optim_state_dict = _later("scatter_full_optim_state_dict", _setter)
+    flatten_sharded_optim_state_dict = _later("flatten_sharded_optim_state_dict", _setter)
+    rekey_optim_state_dict = _later("rekey_optim_state_dict", _setter)
+    del _checkpoint, _getter, _setter
+
+
+def _norm_to_combine(
+    grads: list[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return a norm that combines with others by maximum or by sum: its p-th power, if p < inf."""
+    # Shards may be empty, and nothing has no maximum.
+    norms = [torch.linalg.vector_norm(g, norm_type, dtype=dtype) for g in grads if g.numel()]
+    if not norms:
+        return torch.zeros((), dtype=dtype, device=device)
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return norm if norm_type == math.inf else norm.pow(norm_type)
+
+
+# - Inputs and outputs
+
+
+def _map_floating(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return fn(value) if value.is_floating_point() else value
+    return map_tensors(lambda item: _map_floating(fn, item), value)
+
+
+def _run_in_float32(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a module that mixed precision ignores; its neighbours keep the dtype that comes in."""
+    dtypes: list[torch.dtype] = []
+
+    def to_float32(tensor: torch.Tensor) -> torch.Tensor:
+        dtypes.append(tensor.dtype)
+        return tensor.float()
+
+    args, kwargs = _map_floating(to_float32, (args, kwargs))
+    output = module(*args, **kwargs)
+    return _map_floating(lambda x: x.to(dtypes[0]), output) if dtypes else output
+
+
+# - State dicts
+
+
+def _shard_like(whole: torch.Tensor, param: DTensor) -> DTensor:
+    """Shard what all ranks have as ``param`` is, without communication."""
+    local = whole.to(device=param.device, dtype=param.dtype)
+    return distribute_tensor(local, param.device_mesh, param.placements, src_data_rank=None)
+
+
+def _remove_wrapper_names(
+    module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]
+) -> None:
+    """After saving: the unwrapped module's names, and buffers in their own dtype."""
+    inside = f"{prefix}{WRAPPED}."
+    for entries in (state_dict, getattr(state_dict, "_metadata", {})):
+        for key in [key for key in entries if f"{key}.".startswith(inside)]:
+            name = f"{key}."[len(inside) :]
+            entries[(prefix + name)[:-1]] = entries.pop(key)
+    for name, dtype in cast(Any, module)._buffer_dtypes.items():
+        if prefix + name in state_dict:
+            state_dict[prefix + name] = state_dict[prefix + name].to(dtype)
+
+
+def _add_wrapper_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before loading: names with the wrapper's, and whole parameters sharded."""
+    cast(Any, module)._sharded.reshard()
+    for name, param in module.named_parameters(prefix[:-1]):
+        value: Any = state_dict.get(name)
+        whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        if isinstance(param, DTensor) and whole and value.shape == param.shape:
+            state_dict[name] = _shard_like(value.detach(), param)
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        state_dict[f"{prefix}{WRAPPED}.{key[len(prefix) :]}"] = state_dict.pop(key)
+
+
+def _clean_incompatible_keys(module: nn.Module, keys: Any) -> None:
+    """After loading: report names without the wrapper's."""
+    for names in (keys.missing_keys, keys.unexpected_keys):
+        names[:] = [name.replace(f"{WRAPPED}.", "") for name in names]

@@ -1,0 +1,167 @@
+"""What a plan says of sizes: of each unit and bucket, and of each rank's memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fsdp_ext import _C
+from fsdp_ext.planner.units import PlannedRoot
+
+
+@dataclass(frozen=True)
+class PlannedUnitSizes:
+    """One unit.
+
+    ``parameters`` and ``trainable`` are elements of the whole parameters; ``shard`` is bytes of
+    each rank, ``padding`` bytes of all ranks' shards that hold no parameter. ``gather_plan`` is
+    that of its bucket, which is number ``bucket``. ``flops`` are of forward and backward on each
+    rank, None where they were not counted.
+    """
+
+    name: str
+    parameters: int
+    trainable: int
+    shard: int
+    padding: int
+    bucket: int
+    gather_plan: str
+    flops: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class PlannedBucketSizes:
+    """What travels together: bytes of all ranks on the wire, and unsharded bytes of each rank."""
+
+    units: tuple[str, ...]
+    gather: int
+    reduce: int
+    gather_messages: int
+    reduce_messages: int
+    unsharded: int
+    gather_plan: str
+    reshards_after_forward: bool
+
+
+@dataclass(frozen=True)
+class PlannedMemory:
+    """Bytes of the first rank, which has the most rows; docs/design.md says what each is for.
+
+    ``gradients_in_flight`` is the most that unsharded gradients take until they are packed. Each
+    backward is taken to reduce, and gradients to be set to None between steps: adding to gradients
+    that are there takes the reduce output, too, and units that accumulate without reducing a reduce
+    input of their own.
+    """
+
+    shards: int
+    gradients: int
+    optimizer_states: int
+    gather_inputs: int
+    ring_slots: int
+    ring_slot: int
+    staging: int
+    reduce_input: int
+    reduce_output: int
+    kept_unsharded: int
+    gradients_in_flight: int
+
+    @property
+    def ring(self) -> int:
+        """All slots."""
+        return self.ring_slots * self.ring_slot
+
+    @property
+    def peak(self) -> int:
+        """All of it. Activations, inputs, module buffers and the allocator's rest come on top."""
+        of_units = self.shards + self.gradients + self.optimizer_states + self.gather_inputs
+        buffers = self.ring + self.staging + self.reduce_input + self.reduce_output
+        return of_units + buffers + self.kept_unsharded + self.gradients_in_flight
+
+
+def for_core(
+    root: PlannedRoot, number: int, layout: _C.UnitLayout
+) -> tuple[_C.UnitLayout, torch.dtype, bool, bool, float, float, int, int, int]:
+    """Return what decides on the unit's buckets and buffers, as ``_C.plan_memory`` takes it."""
+    unit = root.units[number]
+    gradients = [unit.param_dtype_of(slot) for slot in unit.slots if slot.sharded.requires_grad]
+    return (
+        layout,
+        gradients[-1] if gradients else torch.float32,
+        root.reshards(unit),
+        unit.reshard_after_backward,
+        *unit.gradient_scales(),
+        root.parents[number],
+        root.bucket_bytes(unit),
+        root.max_message_bytes(unit),
+    )
+
+
+def unit_sizes(
+    root: PlannedRoot,
+    layouts: list[_C.UnitLayout],
+    found: _C.MemoryPlan,
+    flops: list[tuple[int, int]] | None,
+) -> tuple[PlannedUnitSizes, ...]:
+    """Return the sizes of each unit, in order of registration."""
+    bucket_of = {n: i for i, bucket in enumerate(found["buckets"]) for n in bucket["units"]}
+    sizes = []
+    for number, (unit, layout) in enumerate(zip(root.units, layouts, strict=True)):
+        shapes = [(slot.shape.numel(), slot.sharded) for slot in unit.slots]
+        held = sum(numel * parameter.dtype.itemsize for numel, parameter in shapes)
+        sizes.append(
+            PlannedUnitSizes(
+                name=unit.name,
+                parameters=sum(numel for numel, _ in shapes),
+                trainable=sum(numel for numel, parameter in shapes if parameter.requires_grad),
+                shard=layout.shard_bytes,
+                padding=layout.shard_bytes * layout.world_size - held,
+                bucket=bucket_of[number],
+                gather_plan=found["buckets"][bucket_of[number]]["gather_plan"],
+                flops=None if flops is None else flops[number],
+            )
+        )
+    return tuple(sizes)
+
+
+def bucket_sizes(root: PlannedRoot, found: _C.MemoryPlan) -> tuple[PlannedBucketSizes, ...]:
+    """Return the sizes of each bucket."""
+    return tuple(
+        PlannedBucketSizes(
+            units=tuple(root.units[number].name for number in bucket["units"]),
+            gather=bucket["gather_bytes"],
+            reduce=bucket["reduce_bytes"],
+            gather_messages=bucket["gather_messages"],
+            reduce_messages=bucket["reduce_messages"],
+            unsharded=bucket["unsharded_bytes"],
+            gather_plan=bucket["gather_plan"],
+            reshards_after_forward=bucket["reshards_after_forward"],
+        )
+        for bucket in found["buckets"]
+    )
+
+
+def memory_of(
+    root: PlannedRoot, layouts: list[_C.UnitLayout], found: _C.MemoryPlan, optimizer_states: int
+) -> PlannedMemory:
+    """Return what the first rank holds."""
+    gradients, trained = 0, 0
+    for unit, layout in zip(root.units, layouts, strict=True):
+        gradients += layout.grad_numel * unit.grad_dtypes()[0].itemsize
+        for i, slot in enumerate(unit.slots):
+            if slot.sharded.requires_grad:
+                rows = layout.row_count(i, 0)
+                trained += rows * slot.shape[1:].numel() * slot.sharded.dtype.itemsize
+    return PlannedMemory(
+        shards=sum(layout.shard_bytes for layout in layouts),
+        gradients=gradients,
+        optimizer_states=optimizer_states * trained,
+        gather_inputs=found["gather_input_bytes"],
+        ring_slots=found["ring_slots"],
+        ring_slot=found["ring_slot_bytes"],
+        staging=found["staging_bytes"],
+        reduce_input=found["reduce_input_bytes"],
+        reduce_output=found["reduce_output_bytes"],
+        kept_unsharded=found["kept_bytes"],
+        gradients_in_flight=found["gradients_in_flight_bytes"],
+    )

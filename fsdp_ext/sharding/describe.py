@@ -1,0 +1,60 @@
+"""``describe_buckets``: what travels together, as a table (csrc/core/bucket.h)."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fsdp_ext._util.tables import columns, row_of_names, size
+from fsdp_ext.sharding.root import Root, running_root
+
+
+def describe_buckets(model: nn.Module) -> str:
+    """Return a table of what travels together, and what that costs in memory.
+
+    Sizes are of all ranks together, but for memory, which is this rank's.
+
+    Args:
+        model: its root module, which has run forward. Buckets follow the order of the first
+            iteration from the second one on.
+
+    Raises:
+        TypeError: if ``fully_shard`` was not applied to it.
+        RuntimeError: before the first forward.
+    """
+    return "\n".join(_describe(running_root(model, "describe_buckets")))
+
+
+def _describe(root: Root) -> list[str]:
+    buckets = root.core.buckets()
+    header = ("units", "gather", "messages", "reduce", "messages", "unsharded", "plan")
+    rows = [
+        (
+            _names(root, bucket["units"]),
+            size(bucket["gather_bytes"]),
+            str(bucket["gather_messages"]),
+            size(bucket["reduce_bytes"]),
+            str(bucket["reduce_messages"]),
+            size(bucket["unsharded_bytes"]),
+            bucket["gather_plan"],
+        )
+        for bucket in buckets
+    ]
+    lines = columns(header, rows)
+    memory = root.core.memory()
+    slots = memory["ring_slots"]
+    alone = zip(root.units, root.core.unsharded_bytes(), strict=True)
+    largest = max([0, *(nbytes for unit, nbytes in alone if root.reshards(unit))])
+    lines.append(
+        f"{len(root.units)} units in {len(buckets)} buckets (bucket_bytes="
+        f"{root.bucket_bytes(root.units[0]):,}): each is one gather, one reduction and one slot"
+    )
+    lines.append(
+        f"{slots} slots of {size(memory['ring_slot_bytes'])} are {size(memory['ring_bytes'])}; "
+        f"of units by themselves {size(slots * largest)}"
+    )
+    return lines
+
+
+def _names(root: Root, numbers: list[int]) -> str:
+    first, last = (root.units[number].name for number in (numbers[0], numbers[-1]))
+    return row_of_names(first, last, len(numbers))

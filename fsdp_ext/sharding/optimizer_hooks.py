@@ -1,0 +1,46 @@
+"""What every optimizer's step does for the sharding engine: checks before, a note after."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from fsdp_ext import _C
+from fsdp_ext.comm.lanes import check_lanes
+from fsdp_ext.sharding.arguments import SHARDED_AS
+
+_checked_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    check_lanes()
+    if optimizer in _checked_optimizers:
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            owner = getattr(param, SHARDED_AS, None)
+            if owner is not None:
+                raise RuntimeError(
+                    f"the optimizer expects sharded parameters but has '{owner[0]}' of {owner[1]} "
+                    "as it was before fully_shard, which no longer takes part in training; make "
+                    "the optimizer after fully_shard"
+                )
+    _checked_optimizers.add(optimizer)
+
+
+def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    _C.note_optimizer_step()
+
+
+@functools.cache
+def install() -> None:
+    """Register the hooks for all optimizers of the process; the first call does it."""
+    register_optimizer_step_pre_hook(_check_optimizer)
+    register_optimizer_step_post_hook(_note_step)

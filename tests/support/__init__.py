@@ -1,0 +1,1 @@
+"""What several test files share: ranks, models, comparisons with PyTorch."""

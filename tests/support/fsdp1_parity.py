@@ -1,0 +1,102 @@
+"""What the tests of `FullyShardedDataParallel` share: training under it and under FSDP1, compared.
+
+Two ranks, on which both compute the same bits: a sum of two commutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp.wrap import (
+    ModuleWrapPolicy,
+)
+from torch.distributed.tensor import DTensor
+
+from support.models import Mlp, Subject, TransformerBlock
+
+BF16 = torch.bfloat16
+STEPS = 4
+CPU = torch.device("cpu")
+BY_BLOCK = ModuleWrapPolicy({Mlp, TransformerBlock})
+Values = dict[str, "Tensor | None"]
+
+
+def make(subject: Callable[[], Subject], seed: int = 0) -> Subject:
+    torch.manual_seed(seed)
+    return subject()
+
+
+def torch_fsdp(module: nn.Module, **kwargs: Any) -> TorchFSDP:
+    return TorchFSDP(module, use_orig_params=True, device_id=CPU, **kwargs)
+
+
+def batch(model: Subject, step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return model.batch(torch.Generator().manual_seed(100 * step + dist.get_rank()))
+
+
+def run(wrapped: nn.Module, model: Subject, step: int) -> Tensor:
+    """Loss of one step on this rank's own batch."""
+    args, kwargs = batch(model, step)
+    return model.loss(wrapped(*args, **kwargs))
+
+
+def whole(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None:
+        return None
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def state(wrapped: nn.Module) -> Values:
+    """Whole parameters by name, and their gradients as 'name.grad'."""
+    found: Values = {}
+    summoned = isinstance(wrapped, TorchFSDP)
+    with TorchFSDP.summon_full_params(wrapped, with_grads=True) if summoned else nullcontext():
+        for name, param in wrapped.named_parameters():
+            clean = name.replace("_fsdp_wrapped_module.", "")
+            found[clean] = whole(param)
+            # FSDP1 gives a frozen parameter zeros if it is beside trainable ones.
+            grad = None if summoned and not param.requires_grad else param.grad
+            found[f"{clean}.grad"] = whole(grad)
+    return found
+
+
+def assert_equal(got: Mapping[str, Tensor | None], want: Mapping[str, Tensor | None]) -> None:
+    assert got.keys() == want.keys()
+    for name, expected in want.items():
+        value = got[name]
+        if expected is None or value is None:
+            assert value is expected, name
+        else:
+            assert value.dtype == expected.dtype, name
+            assert torch.equal(value, expected), f"{name}: {value} != {expected}"
+
+
+def train(
+    wrapped: nn.Module, model: Subject, steps: int = STEPS, *, average: bool = False
+) -> Values:
+    """Train; return the losses and the state at the end, with the last step's gradients."""
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
+    losses: Values = {}
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = run(wrapped, model, step)
+        loss.backward()
+        if average:
+            average_gradients(wrapped)
+        optimizer.step()
+        losses[f"loss {step}"] = loss.detach()
+    return losses | state(wrapped)
+
+
+def average_gradients(module: nn.Module) -> None:
+    for param in module.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()

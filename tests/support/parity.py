@@ -1,0 +1,490 @@
+"""One way to compare `fully_shard` with torch's own FSDP2 and with the unsharded model.
+
+A `Case` is a fact with a model and a way to train it. `check` trains it on every rank three times
+from the same start: unsharded (a replica a rank whose gradients are averaged), with FSDP2, and with
+fsdp_ext. Losses and each rank's shards of gradients and parameters are compared after every step,
+and the whole ones (`full_tensor()`) after the last, bit for bit where the arithmetic is the same,
+see `tolerance`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from support.launcher import run_ranks
+from support.models import Batch, Subject, Unit
+
+# "fsdp2" tests the tests: FSDP2 stands in for fsdp_ext, and is compared with the unsharded model.
+SYSTEM = os.environ.get("FSDP_EXT_TEST_SYSTEM", "fsdp_ext")
+STEPS = 10
+
+
+Record = dict[str, "Tensor | None"]
+
+
+class Tolerance(NamedTuple):
+    """Largest allowed difference: absolute + relative * |expected|; both 0 is bit for bit."""
+
+    relative: float
+    absolute: float
+
+
+EXACT = Tolerance(0.0, 0.0)
+# For Case.fsdp2_fails, where outputs are dataclasses.
+DATACLASSES = (
+    "torch 2.11's does not look for tensors in dataclasses" if torch.__version__ < "2.12" else None
+)
+# What ten steps make of differences in the last place, by the lowest precision on the way.
+ROUNDING = {
+    torch.float64: Tolerance(1e-13, 1e-14),
+    torch.float32: Tolerance(5e-6, 1e-6),
+    torch.float16: Tolerance(1e-2, 1e-3),
+    torch.bfloat16: Tolerance(5e-2, 1e-2),
+}
+
+
+def tolerance(world_size: int, dtype: torch.dtype = torch.float32) -> Tolerance:
+    """How far two systems may be apart that compute the same in another order.
+
+    On 1 and 2 ranks not at all: a sum of two commutes, and their scale is a power of two, so it
+    does not matter whether it is applied before the sum (fsdp_ext) or after it (gloo's AVG). On 3
+    ranks it does. On 3 and 4 gloo's ring also cuts the buffer into equal segments and begins the
+    sum of each with another rank, so the padding of a layout moves a few elements to other orders
+    of summation. Both are errors of a few last places, which ten steps carry on.
+
+    Args:
+        world_size: number of ranks.
+        dtype: the lowest precision that gradients are computed or summed in.
+    """
+    if world_size <= 2:
+        return EXACT
+    return ROUNDING[dtype]
+
+
+@dataclasses.dataclass(frozen=True)
+class System:
+    """What a sharding system exports."""
+
+    name: str
+    fully_shard: Callable[..., Any]
+    fsdp_module: type
+    mixed_precision_policy: type
+
+
+def device() -> torch.device:
+    """What this rank trains on."""
+    return torch.device(os.environ.get("FSDP_EXT_TEST_DEVICE", "cpu"))
+
+
+def load_system(name: str) -> System:
+    """The system called `name`: "fsdp_ext" or "fsdp2"."""
+    module = {"fsdp_ext": "fsdp_ext", "fsdp2": "torch.distributed.fsdp"}[name]
+    api = importlib.import_module(module)
+    return System(name, api.fully_shard, api.FSDPModule, api.MixedPrecisionPolicy)
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def gentle_sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """For a subject that `sgd` makes unstable: there a rounding error triples with each step."""
+    return torch.optim.SGD(parameters, lr=0.005)
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+class Run:
+    """One system training one case's model on this rank; subclasses are the systems."""
+
+    sharded: bool
+    under_test = False  # whether this is not a run to compare with
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        torch.manual_seed(0)  # the same start for every system and rank
+        self.model = case.subject()
+        if device().type != "cpu":  # there some are on meta
+            self.model.to(device())
+        if case.before_sharding:
+            case.before_sharding(self)
+        self.ignored = {
+            parameter
+            for name, parameter in self.model.named_parameters()
+            if name in case.ignored_params
+        }
+        self.shard()
+        if case.after_sharding:
+            case.after_sharding(self)
+        self.renew_optimizer()
+
+    def renew_optimizer(self) -> None:
+        """Makes the optimizer of the model's parameters, which are sharded now."""
+        # Kept because the model has its unsharded parameters instead after a forward of which no
+        # backward came, as FSDP2 documents it.
+        self.parameters = dict(self.model.named_parameters())
+        trainable = (p for p in self.parameters.values() if p.requires_grad)
+        self.optimizer = self.case.optimizer(trainable)
+
+    @property
+    def units(self) -> list[Unit]:
+        return self.model.units()
+
+    def shard(self) -> None:
+        raise NotImplementedError
+
+    def batch(self, step: int, micro_batch: int = 0) -> Batch:
+        """This rank's own batch, another one for each step and micro-batch."""
+        seed = (step * 100 + micro_batch) * 100 + dist.get_rank()
+        batch = self.model.batch(torch.Generator().manual_seed(seed))
+        return tree_map_only(Tensor, lambda t: t.to(device()), batch)
+
+    def forward(self, batch: Batch) -> Any:
+        args, kwargs = batch
+        return self.model(*args, **kwargs)
+
+    def loss(self, step: int, micro_batch: int = 0) -> Tensor:
+        return self.model.loss(self.forward(self.batch(step, micro_batch)))
+
+    def backward(self, loss: Tensor, *, sync: bool = True) -> None:
+        raise NotImplementedError
+
+    def reshard(self) -> None:
+        """Leaves no parameter unsharded."""
+
+    def recover(self) -> None:
+        """What the system asks of its user after an exception, beside `zero_grad`."""
+
+    def recorded(
+        self, values: Iterable[Tensor] = (), copy: Callable[[Tensor], Tensor] | None = None
+    ) -> Record:
+        """The values, and all gradients and parameters by name.
+
+        Args:
+            values: what else is compared.
+            copy: what is recorded of a gradient or parameter; None: this rank's shard.
+        """
+        record: Record = {f"value {i}": whole(value) for i, value in enumerate(values)}
+        for name, parameter in self.parameters.items():
+            take = copy or (whole if parameter in self.ignored else shard)
+            gradient = parameter.grad
+            record[f"gradient of {name}"] = None if gradient is None else take(gradient)
+            record[name] = take(parameter)
+        return record
+
+
+StepFunction = Callable[[Run, int], "tuple[Tensor, ...]"]
+
+
+def train_step(run: Run, step: int) -> tuple[Tensor, ...]:
+    """The usual step: zero, forward, backward, optimizer."""
+    run.optimizer.zero_grad()
+    loss = run.loss(step)
+    run.backward(loss)
+    run.optimizer.step()
+    return (loss,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A fact: this model, sharded and trained like this, comes out as it does unsharded.
+
+    Attributes:
+        fact: what holds, the name of the test.
+        subject: makes the model; like all functions here, one that pickle finds by name.
+        worlds: numbers of ranks.
+        step: one training step; returns what is compared beside gradients and parameters.
+        optimizer: makes the optimizer of the parameters that require gradients.
+        options: more arguments of each `fully_shard` call.
+        root_options: arguments of the root's call alone.
+        precision: fields of the `MixedPrecisionPolicy` of every unit.
+        ignored_params: names of parameters that are not sharded.
+        before_sharding, after_sharding: what is done to the model before and after, the latter
+            before the optimizer is made.
+        fsdp2: how close FSDP2 is on 1 and 2 ranks.
+        unsharded: how close the unsharded model is there; None: nothing to compare with.
+        fsdp2_fails: why FSDP2 cannot do this, then only the unsharded model is compared with.
+    """
+
+    fact: str
+    subject: Callable[[], Subject]
+    worlds: tuple[int, ...] = (1, 2, 3, 4)
+    step: StepFunction = train_step
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = sgd
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    root_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    precision: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    ignored_params: tuple[str, ...] = ()
+    before_sharding: Callable[[Run], None] | None = None
+    after_sharding: Callable[[Run], None] | None = None
+    fsdp2: Tolerance = EXACT
+    unsharded: Tolerance | None = EXACT
+    fsdp2_fails: str | None = None
+
+
+class Sharded(Run):
+    """A model under `fully_shard`."""
+
+    sharded = True
+
+    def __init__(self, system: System, case: Case) -> None:
+        self.system = system
+        self._sync = True
+        super().__init__(case)
+
+    def shard(self) -> None:
+        options = dict(self.case.options)
+        if self.case.precision:
+            options["mp_policy"] = self.system.mixed_precision_policy(**self.case.precision)
+        if self.ignored:
+            options["ignored_params"] = self.ignored
+        for unit in self.units:
+            self.system.fully_shard(unit, **options)
+        self.system.fully_shard(self.model, **{**options, **self.case.root_options})
+
+    def backward(self, loss: Tensor, *, sync: bool = True) -> None:
+        if sync != self._sync:
+            self.model.set_requires_gradient_sync(sync)
+            self._sync = sync
+        loss.backward()
+
+    def reshard(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, self.system.fsdp_module):
+                module.reshard()
+
+    def recover(self) -> None:
+        if self.system.name != "fsdp2":
+            return
+        self.model.reset_iter_state()  # keeps gradients that were not reduced yet
+        for module in self.model.modules():
+            if isinstance(module, self.system.fsdp_module):
+                for group in module._get_fsdp_state()._fsdp_param_groups:
+                    for parameter in group.fsdp_params:
+                        if hasattr(parameter, "_unsharded_param"):  # it has run already
+                            parameter.unsharded_param.grad = None
+
+
+class Unsharded(Run):
+    """A replica on each rank, whose gradients are averaged over the ranks by the same collective,
+    and whose mixed precision is a cast of the parameters that autograd sees."""
+
+    sharded = False
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        # What backwards without sync have left to average.
+        self._unreduced: dict[nn.Parameter, Tensor] = {}
+
+    def shard(self) -> None:
+        pass
+
+    def forward(self, batch: Batch) -> Any:
+        dtype = self.case.precision.get("param_dtype")
+        if dtype is None:
+            output = super().forward(batch)
+        else:
+            if self.case.precision.get("cast_forward_inputs", True):
+                batch = _cast(batch, dtype)
+            parameters = {name: p.to(dtype) for name, p in self.model.named_parameters()}
+            output = torch.func.functional_call(self.model, parameters, *batch)
+        return _cast(output, self.case.precision.get("output_dtype"))
+
+    def backward(self, loss: Tensor, *, sync: bool = True) -> None:
+        parameters = [p for p in self.model.parameters() if p not in self.ignored]
+        reduced = {p: p.grad for p in parameters}
+        for p in parameters:
+            p.grad = self._unreduced.pop(p, None)
+        loss.backward()
+        local = {p: p.grad for p in parameters if p.grad is not None}
+        for p in parameters:
+            p.grad = reduced[p]
+        if not sync:
+            self._unreduced = local
+            return
+        for p, averaged in zip(local, self._average(list(local.values())), strict=True):
+            p.grad = averaged if p.grad is None else p.grad + averaged
+
+    def _average(self, gradients: list[Tensor]) -> list[Tensor]:
+        """The averages over ranks, by one reduction of all: what costs time in gloo is calls."""
+        if dist.get_world_size() == 1 or not gradients:
+            return [g.to(self._reduce_dtype(g)).to(g.dtype) for g in gradients]
+        ranks = dist.get_world_size()
+        padded = []
+        for gradient in gradients:
+            rows = math.ceil(gradient.shape[0] / ranks)
+            chunks = gradient.new_zeros(
+                (ranks * rows, *gradient.shape[1:]), dtype=self._reduce_dtype(gradient)
+            )
+            chunks[: gradient.shape[0]] = gradient
+            padded.append(chunks.view(ranks, -1) if chunks.numel() else chunks.view(ranks, 0))
+        whole = torch.cat(padded, dim=1)  # row r is for rank r
+        mine = whole.new_empty(whole.shape[1])
+        scale_first = whole.dtype == torch.float16  # as FSDP2 does, or the sum could overflow
+        operation = dist.ReduceOp.SUM if scale_first else dist.ReduceOp.AVG
+        if scale_first:
+            whole /= ranks
+        dist.reduce_scatter_tensor(mine, whole.view(-1), op=operation)
+        dist.all_gather_into_tensor(whole.view(-1), mine)
+        parts = whole.split([chunks.shape[1] for chunks in padded], dim=1)
+        return [
+            part.reshape(-1, *g.shape[1:])[: g.shape[0]].to(g.dtype) if g.numel() else g
+            for part, g in zip(parts, gradients, strict=True)
+        ]
+
+    def _reduce_dtype(self, gradient: Tensor) -> torch.dtype:
+        reduce_dtype: torch.dtype | None = self.case.precision.get("reduce_dtype")
+        if torch.__version__ < "2.15":  # since then unset stands for the dtype of the parameters
+            reduce_dtype = reduce_dtype or self.case.precision.get("param_dtype")
+        return reduce_dtype or gradient.dtype
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy of the whole tensor, gathered from all ranks when it is sharded."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def shard(tensor: Tensor) -> Tensor:
+    """A copy of this rank's chunk of rows, of a DTensor or of a whole tensor."""
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        assert tensor.placements == (Shard(0),), f"{tensor.placements}"
+        return tensor.to_local().clone()
+    chunks = tensor.chunk(dist.get_world_size())
+    rank = dist.get_rank()
+    return (chunks[rank] if rank < len(chunks) else tensor[:0]).clone()
+
+
+def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
+    if dtype is None:
+        return tree
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+
+
+def difference(expected: Record, got: Record, allowed: Tolerance) -> list[str]:
+    """One line for each tensor of `got` that is not as `expected`."""
+    lines = [f"{name}: only one of them has it" for name in expected.keys() ^ got.keys()]
+    for name in expected.keys() & got.keys():
+        want, have = expected[name], got[name]
+        if want is None or have is None:
+            if want is not have:
+                lines.append(f"{name}: expected {_presence(want)}, got {_presence(have)}")
+        elif want.shape != have.shape or want.dtype != have.dtype:
+            lines.append(
+                f"{name}: expected {tuple(want.shape)} {want.dtype}, "
+                f"got {tuple(have.shape)} {have.dtype}"
+            )
+        elif not _close(want, have, allowed):
+            apart = (want.double() - have.double()).abs()
+            lines.append(
+                f"{name}: {int((apart != 0).sum())} of {apart.numel()} elements differ, "
+                f"by up to {apart.max().item():.3g} where |expected| is up to "
+                f"{want.double().abs().max().item():.3g}"
+            )
+    return sorted(lines)
+
+
+def _presence(tensor: Tensor | None) -> str:
+    return "none" if tensor is None else "one"
+
+
+def _close(want: Tensor, have: Tensor, allowed: Tolerance) -> bool:
+    if allowed == EXACT:
+        return torch.equal(want, have)
+    return torch.allclose(have, want, rtol=allowed.relative, atol=allowed.absolute)
+
+
+def assert_same(who: str, expected: Record, got: Record, allowed: Tolerance = EXACT) -> None:
+    """Raises with what differs between two records."""
+    lines = difference(expected, got, allowed)
+    if lines:
+        raise AssertionError("\n".join([f"{who} (tolerance {allowed.relative:g}):", *lines]))
+
+
+def trained(run: Run, steps: int = STEPS) -> list[Record]:
+    """Trains for some steps; what is to be compared after each, and in full after the last."""
+    history = [run.recorded(run.case.step(run, step)) for step in range(steps)]
+    run.reshard()
+    assert dict(run.model.named_parameters()) == run.parameters
+    return [*history, run.recorded(copy=whole)]
+
+
+def assert_same_history(
+    who: str, expected: list[Record], got: list[Record], allowed: Tolerance
+) -> None:
+    for step, (want, have) in enumerate(zip(expected, got, strict=True)):
+        assert_same(f"{who}, step {step}", want, have, allowed)
+
+
+def compare_on_rank(case: Case, system_name: str) -> None:
+    """Trains a case in all three ways on this rank and compares them."""
+    # torch deprecates names that its own FSDP2, and torch 2.11 alone, still go by.
+    warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)
+    system = load_system(system_name)
+    run = Sharded(system, case)
+    run.under_test = True
+    got = trained(run)
+    # All of them before any is compared: a rank that finds a difference leaves its peers alone.
+    references: list[tuple[str, list[Record], Tolerance]] = []
+    if case.fsdp2_fails is None:
+        expected = trained(Sharded(load_system("fsdp2"), case))
+        references.append(("FSDP2", expected, case.fsdp2))
+    if case.unsharded is not None:
+        references.append(("unsharded", trained(Unsharded(case)), case.unsharded))
+    assert_learning(got)
+    allowed = tolerance(dist.get_world_size(), lowest_precision(run))
+    for name, expected, at_least in references:
+        assert_same_history(f"{system.name} against {name}", expected, got, max(allowed, at_least))
+
+
+def lowest_precision(run: Run) -> torch.dtype:
+    """Of what gradients are computed and summed in."""
+    policy = run.case.precision
+    dtypes = {policy[name] for name in ("param_dtype", "reduce_dtype") if name in policy}
+    if "param_dtype" not in policy:
+        dtypes |= {parameter.dtype for parameter in run.parameters.values()}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def assert_learning(history: list[Record]) -> None:
+    """Guards against comparisons of nothing: gradients arrive, and all numbers are finite."""
+    tensors = [(name, t) for record in history for name, t in record.items() if t is not None]
+    assert all(bool(t.isfinite().all()) for _, t in tensors)
+    assert any(bool(t.any()) for name, t in tensors if name.startswith("gradient of "))
+
+
+def check(case: Case, world_size: int) -> None:
+    """Runs a case on `world_size` ranks of the host."""
+    __tracebackhide__ = True
+    if SYSTEM == "fsdp2" and case.fsdp2_fails:
+        pytest.skip(f"FSDP2 fails: {case.fsdp2_fails}")
+    run_ranks(compare_on_rank, world_size, case, SYSTEM)
+
+
+def each(cases: Iterable[Case]) -> pytest.MarkDecorator:
+    """Parametrizes a test over cases and their numbers of ranks, named by the facts."""
+    return pytest.mark.parametrize(
+        ("case", "world_size"),
+        [
+            pytest.param(case, world, id=f"{case.fact}-{world} rank{'s' if world > 1 else ''}")
+            for case in cases
+            for world in case.worlds
+        ],
+    )
