@@ -18,7 +18,7 @@ from support.models import ManyShapes, Stack, Transformer
 from support.parity import Case, adamw, compare_on_rank
 
 import fsdp_ext.comm.lanes
-import fsdp_ext.sharding.unit
+import fsdp_ext.sharding.param_group
 from fsdp_ext import _C, fully_shard
 
 CASES = [
@@ -32,7 +32,7 @@ CASES = [
 
 def _group(direct_bytes: int) -> None:
     os.environ["FSDP_EXT_TRANSPORT"] = "process_group"
-    fsdp_ext.sharding.unit.DIRECT_BYTES = direct_bytes
+    fsdp_ext.sharding.param_group.DIRECT_BYTES = direct_bytes
     make = _C.Lanes.process_group
 
     def grouping(*args: Any, **kwargs: Any) -> _C.Lanes:
