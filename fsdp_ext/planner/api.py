@@ -39,7 +39,6 @@ from fsdp_ext.planner.sizes import (
     PlannedMemory,
     PlannedUnitSizes,
     bucket_sizes,
-    for_core,
     memory_of,
     unit_sizes,
 )
@@ -438,8 +437,11 @@ def find_buckets(
         depth: of the prefetch.
     """
     return _C.plan_memory(
-        [for_core(root, number, layout) for number, layout in enumerate(layouts)],
-        gather_by,
-        root.nesting,
-        depth,
+        [
+            root.config_of(unit, layout, parent)
+            for unit, layout, parent in zip(root.units, layouts, root.parents, strict=True)
+        ],
+        gather_by=gather_by,
+        nesting=root.nesting,
+        prefetch_depth=depth,
     )

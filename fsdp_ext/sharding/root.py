@@ -158,7 +158,7 @@ class Root:
             raise RuntimeError("the root module is gone")
         return module
 
-    def build(self) -> _C.Root:
+    def build(self) -> _C.TorchRoot:
         """(Re)make the C++ side for the parameters as they are now and hook it in."""
         module = self.module
         first = self.units[0]
@@ -171,7 +171,7 @@ class Root:
         self.link = typical_link(lanes.transport, first.transport, first.mesh.size())
         if first.bucket_bytes is None and first.mesh.get_local_rank() == 0 and self.check_order:
             log_default(self.bucket_bytes(first), self.link)
-        core = _C.Root(
+        core = _C.TorchRoot(
             lanes=lanes,
             prefetch_depth=self.prefetch_depth,
             nesting=self._nesting(),
@@ -188,14 +188,7 @@ class Root:
         for unit in self.units:
             cores.append(unit.build(unit_names[id(unit)] or "the root", names))
         for unit, unit_core, parent in zip(self.units, cores, self._parents(), strict=True):
-            core.add_unit(
-                unit_core,
-                self.reshards(unit),
-                *unit.gradient_scales(),
-                parent,
-                self.bucket_bytes(unit),
-                self.max_message_bytes(unit),
-            )
+            core.add_unit(unit_core, self.config_of(unit, unit_core.layout, parent))
         self.core = core
         for unit in self.units:
             self.apply_settings(unit)
@@ -203,6 +196,21 @@ class Root:
                 hook_forward(unit)
         core.set_is_last_backward(self.units[0].is_last_backward)
         return core
+
+    def config_of(self, unit: Unit, layout: _C.UnitLayout, parent: int) -> _C.UnitConfig:
+        """Return what the schedule has to know of ``unit``, which unit ``parent`` encloses."""
+        pack_scale, reduce_scale = unit.gradient_scales()
+        return _C.UnitConfig(
+            name=unit.name,
+            layout=layout,
+            parent=parent,
+            reshard_after_forward=self.reshards(unit),
+            reshard_after_backward=unit.reshard_after_backward,
+            pack_scale=pack_scale,
+            reduce_scale=reduce_scale,
+            bucket_bytes=self.bucket_bytes(unit),
+            max_message_bytes=self.max_message_bytes(unit),
+        )
 
     def rebuild(self) -> None:
         """Start over after parameters were replaced, converted, frozen or unfrozen."""
@@ -348,7 +356,7 @@ class ForwardHooks:
         assert unit.core is not None
         return unit.core.pre_forward_hook(self.index)(module, args, kwargs)
 
-    def connect(self, unit: Unit, core: _C.Unit) -> None:
+    def connect(self, unit: Unit, core: _C.TorchUnit) -> None:
         """Let the module call C++ without a detour."""
         module = unit.modules[self.index]
         module._forward_pre_hooks[self.pre.id] = core.pre_forward_hook(self.index)

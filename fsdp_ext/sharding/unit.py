@@ -1,7 +1,7 @@
 """One unit in Python: its parameters as sharded DTensors over one flat shard.
 
 Everything here happens before training or between steps. What happens in a step is in
-``csrc/torch/unit.cpp``.
+``csrc/torch/torch_unit.cpp``.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Unit:
         self.backward_prefetch: list[Unit] = []
         self.name = type(modules[0]).__name__
         self.root: Any = None  # fsdp_ext.sharding.root.Root, from the first forward on
-        self.core: _C.Unit | None = None
+        self.core: _C.TorchUnit | None = None
         self.flat_shard = torch.empty(0, dtype=torch.uint8, device=device)
         self.flat_gradient = torch.empty(0, device=device)
         for param, name in params.items():
@@ -341,7 +341,7 @@ class Unit:
 
     @torch.inference_mode(False)  # the first forward may be an evaluation, and training follows
     @torch.no_grad()
-    def build(self, name: str, names: dict[nn.Parameter, str]) -> _C.Unit:
+    def build(self, name: str, names: dict[nn.Parameter, str]) -> _C.TorchUnit:
         """Make the C++ unit for the parameters as they are now.
 
         Args:
@@ -363,21 +363,18 @@ class Unit:
                 "module.to_empty(device=...) and initialise them before the first forward"
             )
         layout = self.layout_for(training=True)
-        grad_dtype, reduce_dtype = self.grad_dtypes()
+        grad_dtype, _ = self.grad_dtypes()
         policy = self.mp_policy
         self.flat_gradient = torch.empty(layout.grad_numel, dtype=grad_dtype, device=self.device)
-        core = _C.Unit(
-            name=name,
+        core = _C.TorchUnit(
             layout=layout,
             flat_shard=self.flat_shard,
             flat_gradient=self.flat_gradient,
             shapes=[list(slot.shape) for slot in self.slots],
             param_dtypes=[self.param_dtype_of(slot) for slot in self.slots],
-            grad_dtype=grad_dtype,
-            reduce_dtype=reduce_dtype,
             cast_inputs=policy.param_dtype if policy.cast_forward_inputs else None,
             cast_outputs=policy.output_dtype,
-            modules=len(self.modules),
+            module_count=len(self.modules),
         )
         unsharded = [
             nn.Parameter(view, requires_grad=slot.sharded.requires_grad)
