@@ -87,7 +87,7 @@ def unit_sizes(
     bucket_of = {n: i for i, bucket in enumerate(found["buckets"]) for n in bucket["units"]}
     sizes = []
     for number, (unit, layout) in enumerate(zip(root.units, layouts, strict=True)):
-        shapes = [(slot.shape.numel(), slot.sharded) for slot in unit.slots]
+        shapes = [(param.shape.numel(), param.parameter) for param in unit.params]
         held = sum(numel * parameter.dtype.itemsize for numel, parameter in shapes)
         sizes.append(
             PlannedUnitSizes(
@@ -128,10 +128,10 @@ def memory_of(
     gradients, trained = 0, 0
     for unit, layout in zip(root.units, layouts, strict=True):
         gradients += layout.grad_numel * unit.grad_dtypes()[0].itemsize
-        for i, slot in enumerate(unit.slots):
-            if slot.sharded.requires_grad:
+        for i, param in enumerate(unit.params):
+            if param.requires_grad:
                 rows = layout.row_count(i, 0)
-                trained += rows * slot.shape[1:].numel() * slot.sharded.dtype.itemsize
+                trained += rows * param.shape[1:].numel() * param.dtype.itemsize
     return PlannedMemory(
         shards=sum(layout.shard_bytes for layout in layouts),
         gradients=gradients,
