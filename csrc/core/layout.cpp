@@ -88,6 +88,15 @@ std::size_t UnitLayout::region_bytes(std::size_t param) const {
          itemsize(params_[param].param_dtype);
 }
 
+DType UnitLayout::unsharded_grad_dtype() const {
+  for (const ParamSpec& param : params_) {
+    if (param.trainable) {
+      return param.param_dtype;
+    }
+  }
+  return DType::Float32;
+}
+
 std::int64_t UnitLayout::first_row(std::size_t param, int rank) const {
   return std::min(params_.at(param).rows, placements_.at(param).chunk_rows * rank);
 }
