@@ -34,7 +34,7 @@ struct Slot {
   int holders = 0;         // units of the owner that are gathering or unsharded here
   std::uint64_t released_at = 0;
   std::unique_ptr<Event> released;
-  MomentOf released_after;  // of the compute stream
+  IterationIndex released_after;  // of the compute stream
   bool overflow = false;
 
   void* data() const { return memory.get(); }

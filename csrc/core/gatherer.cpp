@@ -93,7 +93,8 @@ bool Gatherer::issue(Unit& unit, bool on_demand) {
 bool Gatherer::bring(Unit& unit, bool on_demand) {
   Bucket& bucket = *unit.bucket;
   if (!has_slot(bucket)) {
-    ledger_.unsharded(1, unit.layout.unsharded_bytes());
+    ledger_.add_unsharded_unit();
+    ledger_.add_unsharded_bytes(unit.layout.unsharded_bytes());
     unit.state = UnitState::Gathering;
     unit.speculative = true;
     return true;
@@ -103,7 +104,7 @@ bool Gatherer::bring(Unit& unit, bool on_demand) {
   if (!is_held || unit.gathered_version != unit.port.shard_version()) {
     Slot* slot = current_slot(bucket);
     if (slot != nullptr) {
-      ledger_.counters().reused_unshards += 1;
+      ledger_.count_reused_unshard();
     } else {
       slot = free_slot(bucket, on_demand);
       note_issue(bucket, slot, on_demand);
@@ -113,7 +114,7 @@ bool Gatherer::bring(Unit& unit, bool on_demand) {
       gather_into(bucket, *slot);
     }
     bucket.slot = slot;
-    ledger_.unsharded(0, bucket.layout.unsharded_bytes());
+    ledger_.add_unsharded_bytes(bucket.layout.unsharded_bytes());
   }
   hold(bucket);
   return true;
@@ -142,7 +143,7 @@ void Gatherer::hold(Bucket& bucket) {
       unit->speculative = true;
       unit->slot = bucket.slot;
       bucket.slot->holders += 1;
-      ledger_.unsharded(1, 0);
+      ledger_.add_unsharded_unit();
     }
   }
 }
@@ -181,7 +182,7 @@ Slot* Gatherer::free_slot(Bucket& bucket, bool on_demand) {
   if (!on_demand) {
     return nullptr;
   }
-  ledger_.counters().overflow_slots += 1;
+  ledger_.count_overflow_slot();
   Slot* slot = ring_->take_overflow(bucket.number, bytes);
   follow_compute();
   return slot;
@@ -223,11 +224,11 @@ Slot* Gatherer::take_speculative_slot(int bucket) {
         unit->slot = nullptr;
         unit->state = UnitState::Sharded;
         unit->speculative = false;
-        ledger_.resharded(1, 0);
+        ledger_.remove_unsharded_unit();
       }
     }
     other->slot = nullptr;
-    ledger_.resharded(0, other->layout.unsharded_bytes());
+    ledger_.remove_unsharded_bytes(other->layout.unsharded_bytes());
     device_.compute_stream().record(*slot->released);
     if (other->gathers.size() > 1) {
       stream_.wait(*other->gathers.back().gathered, other->gather_label);
@@ -264,7 +265,7 @@ void Gatherer::gather_into(Bucket& bucket, Slot& slot) {
     const GatherPiece& all = bucket.gathers.front();
     const Timed timed(ledger_, stream_, Work::Cast, bucket.numbers());
     packer_.cast(stream_, all.cast_plan, nullptr, bucket.flat_shard(), slot.data(), 1.0);
-    ledger_.copied(layout.shard_bytes() + layout.gather_bytes());
+    ledger_.count_copied_bytes(layout.shard_bytes() + layout.gather_bytes());
     stream_.record(*all.gathered);
   } else {
     gather_from_ranks(bucket, slot);
@@ -311,7 +312,7 @@ void Gatherer::gather_from_ranks(Bucket& bucket, Slot& slot) {
     after.record(*piece.gathered);
   }
   if (casts) {
-    ledger_.copied(layout.shard_bytes() + layout.gather_bytes());
+    ledger_.count_copied_bytes(layout.shard_bytes() + layout.gather_bytes());
     bucket.cast_from = bucket.gathered_from;
   }
 }
@@ -347,7 +348,8 @@ void Gatherer::send(const Bucket& bucket, const GatherPiece& piece, const char* 
   if (plan.packed_bytes > 0) {
     const Timed timed(ledger_, after, Work::Unpack, bucket.numbers());
     packer_.unpack(after, plan.unpack, staging, slot.data());
-    ledger_.copied(2 * plan.packed_bytes * static_cast<std::size_t>(bucket.layout.world_size()));
+    ledger_.count_copied_bytes(2 * plan.packed_bytes *
+                               static_cast<std::size_t>(bucket.layout.world_size()));
   }
 }
 
@@ -430,12 +432,12 @@ void Gatherer::release(Unit& unit) {
   }
   unit.state = UnitState::Sharded;
   unit.speculative = false;
+  ledger_.remove_unsharded_unit();
   Slot* slot = std::exchange(unit.slot, nullptr);
   if (slot == nullptr) {
-    ledger_.resharded(1, unit.layout.unsharded_bytes());
+    ledger_.remove_unsharded_bytes(unit.layout.unsharded_bytes());
     return;
   }
-  ledger_.resharded(1, 0);
   slot->holders -= 1;
   if (slot->holders == 0) {
     let_go(*slot, *unit.bucket);
@@ -444,8 +446,8 @@ void Gatherer::release(Unit& unit) {
 
 void Gatherer::let_go(Slot& slot, Bucket& bucket) {
   Stream& compute = device_.compute_stream();
-  ledger_.resharded(0, bucket.layout.unsharded_bytes());
-  slot.released_after = ledger_.last_of_compute();
+  ledger_.remove_unsharded_bytes(bucket.layout.unsharded_bytes());
+  slot.released_after = ledger_.last_compute_moment();
   bool keeps_contents = bucket.slot == &slot;  // else they were gathered anew elsewhere
   if (keeps_contents) {
     bucket.slot = nullptr;

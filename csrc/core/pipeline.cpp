@@ -61,7 +61,7 @@ void Pipeline::begin_forward(int outermost) {
   if (!awaiting_backward_ || ledger_.is_full()) {
     begin_times();
   }
-  ledger_.enter(Phase::Forward);
+  ledger_.enter_phase(Phase::Forward);
   pass_ = ledger_.open(device_.compute_stream(), Work::Forward, kAllUnits);
   first_call_ = static_cast<int>(forward_calls_.size());
   // Units that stayed unsharded since an earlier forward follow shards that have changed.
@@ -85,7 +85,7 @@ void Pipeline::end_forward(bool with_gradient) {
   in_forward_ = false;
   awaiting_backward_ = with_gradient;
   ledger_.close(pass_, device_.compute_stream());
-  ledger_.enter(Phase::Other);
+  ledger_.enter_phase(Phase::Other);
   first_forward_done_ = true;
   forward_order_.swap(current_order_);
   for (const auto& unit : units_) {
@@ -187,7 +187,7 @@ void Pipeline::release_behind(Unit& unit) {
 
 void Pipeline::begin_backward() {
   in_backward_ = true;
-  ledger_.enter(Phase::Backward);
+  ledger_.enter_phase(Phase::Backward);
   pass_ = ledger_.open(device_.compute_stream(), Work::Backward, kAllUnits);
 }
 
@@ -266,7 +266,7 @@ void Pipeline::end_backward() {
     reducer_.wait(buckets_);
   }
   ledger_.close(pass_, device_.compute_stream());
-  ledger_.enter(Phase::Other);
+  ledger_.enter_phase(Phase::Other);
   gatherer_.join_capture();
   in_backward_ = false;
   awaiting_backward_ = false;
@@ -286,7 +286,7 @@ void Pipeline::begin_computing(Unit& unit, Work work, bool has_waited) {
   Stream& compute = device_.compute_stream();
   ledger_.close(unit.computing, compute);
   const std::int32_t begin =
-      has_waited ? ledger_.number_of(ledger_.last_of_compute()) : ledger_.mark_compute();
+      has_waited ? ledger_.number_of(ledger_.last_compute_moment()) : ledger_.mark_compute();
   unit.computing = ledger_.open_at(begin, work, {unit.number, unit.number});
 }
 
@@ -347,7 +347,7 @@ void Pipeline::reset_iteration() {
   backward_ended_ = false;
   awaiting_backward_ = false;
   ledger_.leave_iteration();
-  ledger_.enter(Phase::Other);
+  ledger_.enter_phase(Phase::Other);
   forward_calls_.clear();
   current_order_.clear();
   if (!order_is_known_) {
@@ -556,7 +556,7 @@ void Pipeline::announce(Collective op, const Bucket& bucket, std::size_t bytes) 
     order_check_.compare(op == Collective::AllGather ? "all-gather" : "reduce-scatter", bucket,
                          bytes);
   }
-  ledger_.collective(op, bucket.numbers(), bytes);
+  ledger_.count_collective(op, bucket.numbers(), bytes);
 }
 
 // The first forward and the first backward.

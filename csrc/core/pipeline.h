@@ -148,7 +148,7 @@ class Pipeline {
   bool is_last_backward_ = true;
   bool backward_ended_ = false;  // since the last begin_forward
   bool awaiting_backward_ = false;
-  OpenSpan pass_;  // forward, or backward
+  IterationIndex pass_;  // forward, or backward
   bool first_forward_done_ = false;
   bool first_backward_done_ = false;
   std::vector<int> forward_order_;  // units in order of pre_forward, of the last whole forward

@@ -283,7 +283,7 @@ void Reducer::pack(Bucket& bucket, const Units& units, std::size_t number, void*
   const Timed timed(ledger_, stream, Work::Pack, bucket.numbers());
   packer_.pack(stream, piece.pack_plan, gradients, bucket.gradient_dtype, destination,
                layout.reduce_dtype(), units.front()->pack_scale, accumulate);
-  ledger_.copied(static_cast<std::size_t>(piece.pack_plan.segment_numel) *
+  ledger_.count_copied_bytes(static_cast<std::size_t>(piece.pack_plan.segment_numel) *
                  static_cast<std::size_t>(layout.world_size()) *
                  (itemsize(bucket.gradient_dtype) + itemsize(layout.reduce_dtype())));
 }
@@ -320,13 +320,13 @@ void Reducer::finish(Bucket& bucket, const Units& units, std::size_t number, con
   const ReducePiece& piece = bucket.reductions[number];
   const CastMode* modes = bucket.finish_modes.data() + piece.first_trainable;
   Stream& stream = bucket.reductions.size() > 1 ? lane_.after() : stream_;
-  const Timed timed(ledger_, stream, Work::HandOver, bucket.numbers());
+  const Timed timed(ledger_, stream, Work::FinishReduction, bucket.numbers());
   packer_.cast(stream, piece.finish_plan, modes, output, bucket.flat_gradient(),
                units.front()->reduce_scale);
   for (std::size_t i = 0; i < piece.finish_plan.entries.size(); ++i) {
     if (modes[i] != CastMode::Skip) {
       const CastEntry& entry = piece.finish_plan.entries[i];
-      ledger_.copied(static_cast<std::size_t>(entry.numel) *
+      ledger_.count_copied_bytes(static_cast<std::size_t>(entry.numel) *
                      (itemsize(entry.source_dtype) + itemsize(entry.destination_dtype)));
     }
   }

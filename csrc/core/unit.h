@@ -117,7 +117,7 @@ struct Unit {
   std::uint64_t gathered_version = 0;  // of its shards, when the bucket was last gathered
   std::uint64_t followed_version = 0;  // of its shards as the gather stream may read them
   int last_forward_call = -1;
-  OpenSpan computing;  // forward, or backward
+  IterationIndex computing;  // forward, or backward
 
   // Note [reentrant checkpointing]
   // A forward call without gradients inside a forward with gradients is one that reentrant

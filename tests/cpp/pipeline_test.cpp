@@ -327,9 +327,9 @@ TEST(Pipeline, GathersOnceMoreThanUnitsInForwardAndTwiceLessInBackward) {
       std::vector<int> reduced;
       for (const CollectiveRecord& record : rank.pipeline->ledger().log()) {
         if (record.op == Collective::ReduceScatter) {
-          reduced.push_back(record.unit);
+          reduced.push_back(record.units.first);
         } else {
-          (record.phase == Phase::Forward ? forward : backward).push_back(record.unit);
+          (record.phase == Phase::Forward ? forward : backward).push_back(record.units.first);
         }
       }
       rank.pipeline->ledger().clear_log();
@@ -530,7 +530,7 @@ Sent sent_by(Rank& rank, const std::function<void()>& body) {
     (record.op == Collective::ReduceScatter ? sent.reduced
      : record.phase == Phase::Forward       ? sent.forward
                                             : sent.backward)
-        .push_back(record.unit);
+        .push_back(record.units.first);
   }
   rank.pipeline->ledger().clear_log();
   return sent;
