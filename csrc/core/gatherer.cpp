@@ -82,11 +82,11 @@ bool Gatherer::is_current(Unit& unit) {
          (unit.bucket->gathered_from.valid && unit.gathered_version == unit.port.shard_version());
 }
 
-bool Gatherer::issue(Unit& unit, bool on_demand) {
+bool Gatherer::unshard(Unit& unit, bool on_demand) {
   if (unit.state == UnitState::Sharded && !bring(unit, on_demand)) {
     return false;
   }
-  unit.speculative = unit.speculative && !on_demand;
+  unit.is_speculative = unit.is_speculative && !on_demand;
   return true;
 }
 
@@ -96,7 +96,7 @@ bool Gatherer::bring(Unit& unit, bool on_demand) {
     ledger_.add_unsharded_unit();
     ledger_.add_unsharded_bytes(unit.layout.unsharded_bytes());
     unit.state = UnitState::Gathering;
-    unit.speculative = true;
+    unit.is_speculative = true;
     return true;
   }
   const bool is_held = bucket.slot != nullptr && bucket.gathered_from.valid &&
@@ -140,7 +140,7 @@ void Gatherer::hold(Bucket& bucket) {
   for (Unit* unit : bucket.units) {
     if (unit->state == UnitState::Sharded) {
       unit->state = UnitState::Gathering;
-      unit->speculative = true;
+      unit->is_speculative = true;
       unit->slot = bucket.slot;
       bucket.slot->holders += 1;
       ledger_.add_unsharded_unit();
@@ -214,7 +214,7 @@ Slot* Gatherer::take_speculative_slot(int bucket) {
     }
     int speculative = 0;
     for (const Unit* unit : other->units) {
-      speculative += unit->speculative && unit->slot == slot ? 1 : 0;
+      speculative += unit->is_speculative && unit->slot == slot ? 1 : 0;
     }
     if (speculative < slot->holders) {
       continue;
@@ -223,7 +223,7 @@ Slot* Gatherer::take_speculative_slot(int bucket) {
       if (unit->slot == slot) {
         unit->slot = nullptr;
         unit->state = UnitState::Sharded;
-        unit->speculative = false;
+        unit->is_speculative = false;
         ledger_.remove_unsharded_unit();
       }
     }
@@ -396,7 +396,7 @@ bool Gatherer::attach(Unit& unit) {
   bool has_waited = false;
   FSDP_CHECK(unit.state == UnitState::Gathering, "attaching the parameters of unit '", unit.name,
              "' expects a gather to have been issued");
-  unit.speculative = false;
+  unit.is_speculative = false;
   if (unit.layout.is_identity()) {
     unit.port.attach(unit.port.flat_shard());
   } else if (unit.slot == nullptr) {
@@ -417,7 +417,7 @@ void Gatherer::wait_for_gather(const Unit& unit) {
                bucket.numbers());
 }
 
-void Gatherer::release(Unit& unit) {
+void Gatherer::reshard(Unit& unit) {
   if (unit.state == UnitState::Sharded) {
     return;
   }
@@ -431,7 +431,7 @@ void Gatherer::release(Unit& unit) {
     device_.compute_stream().wait(*gathers.back().gathered, unit.bucket->gather_label);
   }
   unit.state = UnitState::Sharded;
-  unit.speculative = false;
+  unit.is_speculative = false;
   ledger_.remove_unsharded_unit();
   Slot* slot = std::exchange(unit.slot, nullptr);
   if (slot == nullptr) {
@@ -465,10 +465,10 @@ void Gatherer::let_go(Slot& slot, Bucket& bucket) {
   }
 }
 
-void Gatherer::release_leftovers(Bucket& bucket) {
+void Gatherer::reshard_speculative(Bucket& bucket) {
   for (Unit* unit : bucket.units) {
-    if (unit->speculative) {
-      release(*unit);
+    if (unit->is_speculative) {
+      reshard(*unit);
     }
   }
 }

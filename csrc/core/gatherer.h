@@ -46,14 +46,14 @@ class Gatherer {
   // Issues what it takes to unshard; does nothing unless sharded. What it brings of the bucket's
   // other units is gathered ahead. Without `on_demand` it gives up (returns false) where no slot is
   // free; with it, it takes the slot of a speculative gather, or one outside the ring.
-  bool issue(Unit& unit, bool on_demand);
+  bool unshard(Unit& unit, bool on_demand);
   // Makes the compute stream wait and attaches the parameters. Returns whether there was a gather
   // to wait for.
   bool attach(Unit& unit);
   // Back to sharded, from any state.
-  void release(Unit& unit);
+  void reshard(Unit& unit);
   // Those of the bucket's units that nobody has asked for: they would keep its slot.
-  void release_leftovers(Bucket& bucket);
+  void reshard_speculative(Bucket& bucket);
   // Whether the unsharded parameters are those of the shards as they are now, as far as known.
   bool is_current(Unit& unit);
 

@@ -70,7 +70,7 @@ void Reducer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets) {
 }
 
 // See Note [units that differ].
-void Reducer::take(Bucket& bucket) {
+void Reducer::pack_and_reduce(Bucket& bucket) {
   const Unit& first = *bucket.units.front();
   const auto is_alike = [&first](const Unit* unit) { return are_alike(first, *unit); };
   if (std::all_of(bucket.units.begin(), bucket.units.end(), is_alike)) {
@@ -284,8 +284,8 @@ void Reducer::pack(Bucket& bucket, const Units& units, std::size_t number, void*
   packer_.pack(stream, piece.pack_plan, gradients, bucket.gradient_dtype, destination,
                layout.reduce_dtype(), units.front()->pack_scale, accumulate);
   ledger_.count_copied_bytes(static_cast<std::size_t>(piece.pack_plan.segment_numel) *
-                 static_cast<std::size_t>(layout.world_size()) *
-                 (itemsize(bucket.gradient_dtype) + itemsize(layout.reduce_dtype())));
+                             static_cast<std::size_t>(layout.world_size()) *
+                             (itemsize(bucket.gradient_dtype) + itemsize(layout.reduce_dtype())));
 }
 
 // `to` comes behind what `from` was given so far.
@@ -326,8 +326,9 @@ void Reducer::finish(Bucket& bucket, const Units& units, std::size_t number, con
   for (std::size_t i = 0; i < piece.finish_plan.entries.size(); ++i) {
     if (modes[i] != CastMode::Skip) {
       const CastEntry& entry = piece.finish_plan.entries[i];
-      ledger_.count_copied_bytes(static_cast<std::size_t>(entry.numel) *
-                     (itemsize(entry.source_dtype) + itemsize(entry.destination_dtype)));
+      ledger_.count_copied_bytes(
+          static_cast<std::size_t>(entry.numel) *
+          (itemsize(entry.source_dtype) + itemsize(entry.destination_dtype)));
     }
   }
 }

@@ -50,7 +50,7 @@ class Reducer {
 
   // Packs what has arrived of the units that synchronise, adds what was accumulated, reduces over
   // the ranks and hands over. Of the others it only accumulates what has arrived.
-  void take(Bucket& bucket);
+  void pack_and_reduce(Bucket& bucket);
   // Makes the compute stream wait for every reduction launched so far.
   void wait(const std::vector<std::unique_ptr<Bucket>>& buckets);
   // Forgets everything that is not reduced yet, after a backward that failed.

@@ -112,7 +112,7 @@ struct Unit {
 
   // - Parameters.
   UnitState state = UnitState::Sharded;
-  bool speculative = false;            // gathering ahead, and nobody has asked for it yet
+  bool is_speculative = false;         // gathering ahead, and nobody has asked for it yet
   Slot* slot = nullptr;                // of its bucket, that it holds
   std::uint64_t gathered_version = 0;  // of its shards, when the bucket was last gathered
   std::uint64_t followed_version = 0;  // of its shards as the gather stream may read them
