@@ -271,9 +271,9 @@ bool Pipeline::awaits_recomputation(const Unit& unit) const {
 // Reduces the bucket once all of its units that ran are complete. Units without trainable
 // parameters do not count. A unit that takes no part in the loss delays its bucket to end_backward.
 void Pipeline::complete(Unit& unit) {
-  unit.complete = true;
+  unit.is_complete = true;
   for (const Unit* other : unit.bucket->units) {
-    if ((other->ran || other->calls_to_recompute > 0) && !other->complete &&
+    if ((other->ran || other->calls_to_recompute > 0) && !other->is_complete &&
         !other->arrived.empty()) {
       return;
     }

@@ -292,7 +292,7 @@ std::uint64_t TorchUnit::shard_version() {
   return version;
 }
 
-std::shared_ptr<void> TorchUnit::take_gradients(const void** addresses) {
+std::shared_ptr<void> TorchUnit::extract_gradients(const void** addresses) {
   auto taken = std::make_shared<std::vector<at::Tensor>>();
   taken->reserve(trainable_.size());
   for (std::size_t i = 0; i < trainable_.size(); ++i) {
@@ -326,23 +326,23 @@ void TorchUnit::drop_gradients() {
 }
 
 bool TorchUnit::has_sharded_gradient(std::size_t i) {
-  const at::Tensor& gradient = sharded(trainable_[i]).grad();
-  if (!gradient.defined()) {
-    return false;
-  }
-  if (!gradient.is_same(gradients_[i])) {
-    // Someone else's gradient: it moves into the flat gradient, to be added to.
-    const py::gil_scoped_acquire gil;
-    const at::NoGradGuard no_grad;
-    const py::object theirs = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient));
-    const py::object ours = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradients_[i]));
-    ours.attr("_local_tensor").attr("copy_")(theirs.attr("_local_tensor"));
-    sharded(trainable_[i]).mutable_grad() = gradients_[i];
-  }
-  return true;
+  return sharded(trainable_[i]).grad().defined();
 }
 
-void TorchUnit::hand_over_gradient(std::size_t i) {
+void TorchUnit::import_sharded_gradient(std::size_t i) {
+  const at::Tensor& gradient = sharded(trainable_[i]).grad();
+  if (gradient.is_same(gradients_[i])) {
+    return;
+  }
+  const py::gil_scoped_acquire gil;
+  const at::NoGradGuard no_grad;
+  const py::object theirs = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient));
+  const py::object ours = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradients_[i]));
+  ours.attr("_local_tensor").attr("copy_")(theirs.attr("_local_tensor"));
+  sharded(trainable_[i]).mutable_grad() = gradients_[i];
+}
+
+void TorchUnit::set_sharded_gradient(std::size_t i) {
   sharded(trainable_[i]).mutable_grad() = gradients_[i];
   handed_over_[i] = 1;
 }

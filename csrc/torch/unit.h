@@ -82,11 +82,12 @@ class TorchUnit final : public UnitPort,
     move(flat_gradient_, std::move(memory));
   }
   std::uint64_t shard_version() override;
-  std::shared_ptr<void> take_gradients(const void** addresses) override;
+  std::shared_ptr<void> extract_gradients(const void** addresses) override;
   DType gradient_dtype() override { return gradient_dtype_; }
   void drop_gradients() override;
   bool has_sharded_gradient(std::size_t i) override;
-  void hand_over_gradient(std::size_t i) override;
+  void import_sharded_gradient(std::size_t i) override;
+  void set_sharded_gradient(std::size_t i) override;
 
   // - BackwardTarget.
   void on_pre_backward(int forward_call) override;

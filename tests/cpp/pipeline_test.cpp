@@ -78,7 +78,7 @@ class FakeUnit final : public UnitPort {
   }
   std::uint64_t shard_version() override { return static_cast<std::uint64_t>(version_); }
 
-  std::shared_ptr<void> take_gradients(const void** addresses) override {
+  std::shared_ptr<void> extract_gradients(const void** addresses) override {
     auto taken = std::make_shared<std::vector<std::vector<float>>>(std::move(gradients_));
     gradients_.assign(2, {});
     for (std::size_t i = 0; i < 2; ++i) {
@@ -89,7 +89,8 @@ class FakeUnit final : public UnitPort {
   DType gradient_dtype() override { return DType::Float32; }
   void drop_gradients() override { gradients_.assign(2, {}); }
   bool has_sharded_gradient(std::size_t i) override { return has_gradient_[i]; }
-  void hand_over_gradient(std::size_t i) override { has_gradient_[i] = true; }
+  void import_sharded_gradient(std::size_t) override {}
+  void set_sharded_gradient(std::size_t i) override { has_gradient_[i] = true; }
 
   void zero_grad() { has_gradient_.assign(2, false); }
   void change_shard() {
