@@ -689,8 +689,8 @@ TEST(Pieces, ThatHaveNoRoomForARowAreRefused) {
     FAIL() << "expected an error";
   } catch (const Error& error) {
     expect_contains(error.what(),
-                    "max_message_bytes expects room for a row of parameter 'w0' from each of 2 "
-                    "ranks, 24 bytes, but got 23");
+                    "max_message_bytes is 23. A message needs room for one row of parameter 'w0' "
+                    "from each of 2 ranks: at least 24 bytes.");
   }
 }
 
