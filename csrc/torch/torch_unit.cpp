@@ -286,7 +286,7 @@ std::uint64_t TorchUnit::shard_version() {
   return version;
 }
 
-std::shared_ptr<void> TorchUnit::take_gradients(const void** addresses) {
+std::shared_ptr<void> TorchUnit::extract_gradients(const void** addresses) {
   const DType gradient_dtype = layout_.unsharded_grad_dtype();
   auto taken = std::make_shared<std::vector<at::Tensor>>();
   taken->reserve(trainable_.size());
@@ -321,23 +321,23 @@ void TorchUnit::drop_gradients() {
 }
 
 bool TorchUnit::has_sharded_gradient(std::size_t i) {
-  const at::Tensor& gradient = sharded(trainable_[i]).grad();
-  if (!gradient.defined()) {
-    return false;
-  }
-  if (!gradient.is_same(gradients_[i])) {
-    // Someone else's gradient: it moves into the flat gradient, to be added to.
-    const py::gil_scoped_acquire gil;
-    const at::NoGradGuard no_grad;
-    const py::object theirs = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient));
-    const py::object ours = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradients_[i]));
-    ours.attr("_local_tensor").attr("copy_")(theirs.attr("_local_tensor"));
-    sharded(trainable_[i]).mutable_grad() = gradients_[i];
-  }
-  return true;
+  return sharded(trainable_[i]).grad().defined();
 }
 
-void TorchUnit::hand_over_gradient(std::size_t i) {
+void TorchUnit::import_sharded_gradient(std::size_t i) {
+  const at::Tensor& gradient = sharded(trainable_[i]).grad();
+  if (gradient.is_same(gradients_[i])) {
+    return;
+  }
+  const py::gil_scoped_acquire gil;
+  const at::NoGradGuard no_grad;
+  const py::object theirs = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient));
+  const py::object ours = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradients_[i]));
+  ours.attr("_local_tensor").attr("copy_")(theirs.attr("_local_tensor"));
+  sharded(trainable_[i]).mutable_grad() = gradients_[i];
+}
+
+void TorchUnit::set_sharded_gradient(std::size_t i) {
   sharded(trainable_[i]).mutable_grad() = gradients_[i];
   handed_over_[i] = 1;
 }

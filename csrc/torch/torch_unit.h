@@ -87,11 +87,12 @@ class TorchUnit final : public UnitPort,
     move(tensors_.flat_gradient, std::move(memory));
   }
   std::uint64_t shard_version() override;
-  std::shared_ptr<void> take_gradients(const void** addresses) override;
+  std::shared_ptr<void> extract_gradients(const void** addresses) override;
   DType gradient_dtype() override { return layout_.unsharded_grad_dtype(); }
   void drop_gradients() override;
   bool has_sharded_gradient(std::size_t i) override;
-  void hand_over_gradient(std::size_t i) override;
+  void import_sharded_gradient(std::size_t i) override;
+  void set_sharded_gradient(std::size_t i) override;
 
   // - BackwardTarget.
   void on_pre_backward(int forward_call) override;

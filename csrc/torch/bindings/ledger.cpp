@@ -51,8 +51,7 @@ py::list take_log(TorchRoot& root) {
   py::list result;
   for (const CollectiveRecord& record : ledger.log()) {
     result.append(py::make_tuple(ops[static_cast<int>(record.op)], name_of(record.phase),
-                                 name_of_units(root, {record.unit, record.last_unit}),
-                                 record.bytes));
+                                 name_of_units(root, record.units), record.bytes));
   }
   ledger.clear_log();
   return result;
