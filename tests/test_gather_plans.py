@@ -21,7 +21,7 @@ from support.models import ManyShapes, Stack, Transformer
 from support.parity import Case, adamw, compare_on_rank
 
 import fsdp_ext.comm.lanes
-import fsdp_ext.sharding.unit
+import fsdp_ext.sharding.param_group
 from fsdp_ext import _C, fully_shard
 
 CASES = [
@@ -47,7 +47,7 @@ def _grouped(direct_bytes: int) -> Iterator[None]:
     os.environ["FSDP_EXT_TRANSPORT"] = "process_group"
     stub = type("Stub", (), {"Lanes": Lanes})
     with (
-        mock.patch.object(fsdp_ext.sharding.unit, "DIRECT_BYTES", direct_bytes),
+        mock.patch.object(fsdp_ext.sharding.param_group, "DIRECT_BYTES", direct_bytes),
         mock.patch.object(fsdp_ext.comm.lanes, "_C", stub),
     ):
         yield

@@ -25,7 +25,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from fsdp_ext.comm import lanes
 from fsdp_ext.comm.lanes import lanes_of
 from fsdp_ext.comm.rendezvous import Rendezvous
-from fsdp_ext.sharding import settings
+from fsdp_ext.sharding import auto
+from fsdp_ext.sharding.settings import Choice
 
 
 def _sum_of_ranks(offset: int) -> tuple[int, int, int]:
@@ -185,7 +186,7 @@ def _state() -> dict[str, Any]:
         "device": torch.ones(1).device,
         "gradients": torch.is_grad_enabled(),
         "random numbers": (random.random(), torch.rand(1).item(), numpy.random.rand()),
-        "chosen by tune": dict(settings._chosen),
+        "chosen by tune": dict(auto._chosen),
         "meshes": init_device_mesh("cpu", (1,)).get_group().group_name,
     }
 
@@ -205,7 +206,7 @@ def _change_all() -> None:
     torch.manual_seed(1)
     random.seed(1)
     numpy.random.seed(1)
-    settings._chosen[("a model",)] = settings.Choice(1, 1)
+    auto._chosen[("a model",)] = Choice(1, 1)
 
 
 def test_what_a_call_changes_is_put_back_before_the_next() -> None:

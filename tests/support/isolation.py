@@ -6,6 +6,7 @@ a call that does fails, by a message that names it.
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import os
@@ -24,7 +25,6 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import fsdp_ext
 from fsdp_ext.comm import costs, lanes
-from fsdp_ext.sharding import settings
 
 _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
@@ -46,6 +46,7 @@ class ProcessState:
         self._torch_random = torch.get_rng_state()
         numpy = sys.modules.get("numpy")
         self._numpy_random = numpy.random.get_state() if numpy else None
+        self._contents = [(value, copy.copy(value)) for value in _containers()]
         self._checked = dict(_checked())
         # What is there now stays for ever, so no later collection has to look at it.
         gc.collect()
@@ -59,6 +60,8 @@ class ProcessState:
         """
         self._restore_python()
         self._restore_torch()
+        for container, content in self._contents:
+            _refill(container, content)
         _forget_sharding()
         now = dict(_checked())
         left = [name for name, value in self._checked.items() if now.get(name) != value]
@@ -102,13 +105,27 @@ def _logger_state(name: str) -> tuple[int, list[logging.Handler]]:
     return logger.level, list(logger.handlers)
 
 
+def _containers() -> Iterator[dict[Any, Any] | set[Any] | list[Any]]:
+    """Yield the module variables of fsdp_ext that hold what was seen before, such as by tune."""
+    for module in _modules():
+        for name, value in vars(module).items():
+            if isinstance(value, (dict, set, list)) and not name.startswith("__"):
+                yield value
+
+
+def _refill(container: Any, content: Any) -> None:
+    if container == content:
+        return
+    container.clear()
+    container.extend(content) if isinstance(container, list) else container.update(content)
+
+
 def _forget_sharding() -> None:
-    """Forget what fsdp_ext keeps for the life of a process.
+    """Forget what fsdp_ext has logged, and expect no process group to be left.
 
     Raises:
         RuntimeError: something still holds a process group of the call.
     """
-    settings._chosen.clear()
     costs.log_default.cache_clear()
     gc.collect()
     if held := [repr(group) for group in lanes._lanes]:
