@@ -8,7 +8,7 @@ A benchmark is a module of this package with
 and, where there is something to say,
 
     add_arguments(parser)   options of its own
-    plot(rows, path)        draws a picture (`bench.output.picture`)
+    plot(rows, path)        draws a picture (`bench.harness.output.picture`)
     fault(rows)             a sentence that says why the run has failed, or None
     RANKS                   how many ranks it runs on by default; --ranks asks for others
     RANKS_OF_ALL            on how many ranks `all` runs it, one after another

@@ -47,10 +47,10 @@ def load(name: str) -> ModuleType:
 
 def run_all(found: dict[str, str], arguments: Sequence[str]) -> int:
     """Run each in a process of its own, whatever becomes of the others; return the worst code."""
-    from bench import harness, output, ranks
+    from bench.harness import options, output, ranks
 
-    parser = harness.Parser(prog="python -m bench all", description="Run all benchmarks.")
-    harness.add_common_arguments(parser, "DIR")
+    parser = options.Parser(prog="python -m bench all", description="Run all benchmarks.")
+    options.add_common_arguments(parser, "DIR")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="only those that can run there")
     args = parser.parse_args(arguments)
     for option in ("json", "plot"):
@@ -111,9 +111,9 @@ def main(arguments: Sequence[str]) -> int:
         names = ", ".join(found)
         print(f"python -m bench: there is no benchmark {name!r}, only {names}", file=sys.stderr)
         return 2
-    from bench import harness
+    from bench.harness import runner
 
-    return harness.run(name, load(name), arguments[1:])
+    return runner.run(name, load(name), arguments[1:])
 
 
 if __name__ == "__main__":

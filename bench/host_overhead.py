@@ -30,9 +30,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from bench.harness import Keep
-from bench.output import picture, print_table
-from bench.timing import Timing, as_microseconds
+from bench.harness.output import picture, print_table
+from bench.harness.runner import Keep
+from bench.harness.timing import Timing, as_microseconds
 
 WORLD_SIZE = 8
 UNITS = 24

@@ -29,11 +29,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench import ranks
-from bench.harness import Keep
-from bench.output import bars, picture, print_table
-from bench.timing import Timing, as_microseconds
-from bench.training import LARGE, MEDIUM, MORE, SMALL, SYSTEMS, WARMUP, Build, GPTConfig, Training
+from bench.harness import ranks
+from bench.harness.output import bars, picture, print_table
+from bench.harness.runner import Keep
+from bench.harness.timing import Timing, as_microseconds
+from bench.models.training import (
+    LARGE,
+    MEDIUM,
+    MORE,
+    SMALL,
+    SYSTEMS,
+    WARMUP,
+    Build,
+    GPTConfig,
+    Training,
+)
 
 RANKS = 1
 RANKS_OF_ALL = (1, 2)
@@ -194,7 +204,7 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
     device = ranks.join(args.device)
     builds = SYSTEMS if dist.get_world_size() == 1 else SYSTEMS | MORE
     if args.peers:
-        from bench.peers import PEERS
+        from bench.models.peers import PEERS
 
         builds = builds | PEERS
     run: Callable[[Case, int, Keep], None]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from bench import overlap_picture, predict, step, tune
+from bench import overlap, predict, step, tune
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = {
@@ -180,7 +180,7 @@ def test_every_figure_of_the_simulated_overlap_says_so(tmp_path: Path) -> None:
 
 def test_the_legend_says_who_waits_on_the_host_and_who_has_how_many_links() -> None:
     systems = {"ours": 2, "FSDP2": 1, "FSDP1": 1, "FSDP2, prefetch": 2}
-    assert [overlap_picture.legend_of(*each) for each in systems.items()] == [
+    assert [overlap.legend_of(*each) for each in systems.items()] == [
         "ours: 2 links",
         "FSDP2: 1 link, waits on the host",
         "FSDP1: 1 link, waits on the host",
@@ -411,7 +411,7 @@ def test_a_file_that_cannot_be_written_whole_stays_what_it_was(tmp_path: Path) -
 import resource, signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))  # as a disk with so many bytes left
-from bench.output import write_whole
+from bench.harness.output import write_whole
 write_whole({str(link)!r}, bytes({size}))
 """
         return subprocess.run(

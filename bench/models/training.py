@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from gpt_model import GPT, Block, GPTConfig
 
 LARGE = GPTConfig(vocabulary=50304, context=2048, dim=1792, layers=22, heads=14)

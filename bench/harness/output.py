@@ -20,7 +20,7 @@ import torch
 from fsdp_ext._util.files import write_whole
 from fsdp_ext._util.tables import columns
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PICTURES = (".png", ".pdf", ".svg")
 
 
