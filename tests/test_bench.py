@@ -77,10 +77,14 @@ def test_a_step_of_each_system(tmp_path: Path) -> None:
 def test_a_step_of_each_system_on_two_ranks(tmp_path: Path) -> None:
     _, rows = _run("step", tmp_path / "step.json", "--ranks", "2")
     kept = {"ours, kept gathered", "FSDP2, kept gathered"}
-    names = {"unsharded", "ours", "FSDP2", "FSDP2, defaults", "FSDP1", "DDP"}
+    names = {"unsharded", "ours", "ours over gloo", "FSDP2", "FSDP2, defaults", "FSDP1", "DDP"}
     assert {row["system"] for row in rows} == names | kept
     assert not [row["error"] for row in rows if "error" in row]
     assert all(row["ranks"] == 2 and row["of_unsharded"] > 0 for row in rows)
+    transports = {row["system"]: row["transport"] for row in rows}
+    assert transports["ours"] == "shared_memory"
+    assert transports["ours over gloo"] == "process_group (gloo)"
+    assert transports["FSDP2"] == "gloo"
     settings = {row["system"]: row["settings"] for row in rows}
     assert all(settings.values())
     assert "asynchronous unshards" in settings["FSDP2"]
