@@ -74,17 +74,19 @@ def chart(curve: Curve, width: int = 64, height: int = 12) -> str:
     for begin, end in pairwise(bounds):
         means.append(sum(loss for _, loss in curve[begin:end]) / (end - begin))
     low, high = min(means), max(means)
-    scale = (height - 1) / (high - low) if high > low else 0.0
-    levels = [round((mean - low) * scale) for mean in means]
+    height = height if high > low else 1
+    step = (high - low) / max(1, height - 1)
+    levels = [round((mean - low) / step) if step else 0 for mean in means]
     lines = []
     for level in range(height - 1, -1, -1):
-        value = low + level / scale if scale else low
-        label = f"{value:7.2f}" if level in (height - 1, height // 2, 0) else " " * 7
+        labelled = level in (height - 1, height // 2, 0)
+        label = f"{low + level * step:7.2f}" if labelled else " " * 7
         points = "".join("*" if at == level else " " for at in levels)
         lines.append(f"{label} |{points}".rstrip())
     first, last = str(curve[0][0]), str(curve[-1][0])
     lines.append(" " * 8 + "+" + "-" * width)
-    lines.append(" " * 9 + first + last.rjust(max(width - len(first), len(last) + 1)))
+    steps = first if len(curve) == 1 else first + last.rjust(max(width - len(first), len(last) + 1))
+    lines.append(" " * 9 + steps)
     return "\n".join(lines)
 
 

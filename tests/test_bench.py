@@ -350,17 +350,17 @@ def test_without_a_name_it_lists_what_there_is() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["nothing"], "there is no benchmark 'nothing', only buckets, collectives, "),
-        (["bench/pack.py"], "there is no benchmark 'bench/pack.py', only "),
+        (["nothing"], "there is no benchmark 'nothing'; choose one of buckets, collectives, "),
+        (["bench/pack.py"], "there is no benchmark 'bench/pack.py'; choose one of "),
         (["pack", "--slow"], "unrecognized arguments: --slow"),
-        (["overlap", "--world-size", "0"], "--world-size: expects at least 1 but got 0"),
+        (["overlap", "--world-size", "0"], "--world-size: needs at least 1 and got 0"),
         (["step", "--ranks", "none"], "--ranks: invalid integer value: 'none'"),
         (["buckets", "--device", "cuda"], "invalid choice: 'cuda'"),
-        (["pack", "--json", "/nowhere/at/all.json"], "but there is no /nowhere/at; make it first"),
-        (["pack", "--json", "/tmp"], "expects a file but /tmp is a directory"),
-        (["pack", "--plot", "/nowhere/picture.png"], "but there is no /nowhere; make it first"),
-        (["pack", "--plot", "picture"], "expects a name that ends in one of .png, .pdf, .svg"),
-        (["all", "--json", "/nowhere"], "--json expects a directory but /nowhere is none"),
+        (["pack", "--json", "/nowhere/at/all.json"], "and there is no /nowhere/at; make it first"),
+        (["pack", "--json", "/tmp"], "needs a file and got the directory /tmp"),
+        (["pack", "--plot", "/nowhere/picture.png"], "and there is no /nowhere; make it first"),
+        (["pack", "--plot", "picture"], "needs a name that ends in one of .png, .pdf, .svg"),
+        (["all", "--json", "/nowhere"], "--json needs a directory and got /nowhere"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_sentence_before_anything_is_measured(
@@ -376,7 +376,7 @@ def test_what_is_wrong_is_said_in_a_sentence_before_anything_is_measured(
 def test_a_gpu_that_is_not_there_is_said() -> None:
     result = _bench("pack", "--device", "cuda", environment={"CUDA_VISIBLE_DEVICES": ""})
     assert result.returncode == 2
-    assert "--device cuda expects a GPU but torch finds none" in result.stderr
+    assert "--device cuda needs a GPU and torch finds none" in result.stderr
 
 
 def test_a_picture_without_matplotlib_is_refused_before_measuring(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""One run of one benchmark: its options, the rows it keeps, and how it ends, in time or before.
+"""Runs one benchmark: reads its options, keeps its rows, and prints and writes them at the end.
 
-Rows are kept as soon as they are known, and whatever ends the run (its end, Ctrl-C, an error, a
-full disk) they are printed and written. Of several ranks the first alone prints and writes.
+A row is kept as soon as it is known. However the run ends (normally, by Ctrl-C, by an error, with a
+full disk), the rows so far are printed and written. Of several ranks only rank 0 prints and writes.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ Row = dict[str, Any]
 
 
 class Keep(Protocol):
-    """Takes a row as soon as it is known."""
+    """Keeps rows of a benchmark."""
 
     def __call__(self, row: Row) -> None:
         """Keep one more row."""
 
     def replace(self, rows: Sequence[Row]) -> None:
-        """Keep these rows instead of all before, as more repeats make them better."""
+        """Keep these rows instead of all before, since more repeats have improved them."""
 
 
 def run(name: str, module: ModuleType, arguments: Sequence[str]) -> int:
-    """Run a benchmark, on ranks of its own if it needs some; return the exit code."""
+    """Run a benchmark, and start ranks for it if it needs several; return the exit code."""
     parser = parser_of(name, module)
     args = parser.parse_args(arguments)
     check_arguments(parser, args, module)
@@ -49,7 +49,7 @@ def run(name: str, module: ModuleType, arguments: Sequence[str]) -> int:
 
 
 class Run:
-    """The run in this process."""
+    """One run of a benchmark in this process."""
 
     def __init__(self, name: str, module: ModuleType, args: argparse.Namespace) -> None:
         self.name = name
@@ -57,7 +57,7 @@ class Run:
         self.args = args
         self.rows: list[Row] = []
         self.start = time.monotonic()
-        # Of the rows and of how the run ends, which another thread decides (Note [interruption]).
+        # Guards the rows and the exit code: another thread may end the run (Note [interruption]).
         self.lock = threading.Lock()
         self.code: int | None = None
 
@@ -74,7 +74,7 @@ class Run:
             self.say_progress({})
 
     def say_progress(self, row: Row) -> None:
-        """Say on stderr how far the run has come."""
+        """Print the progress of the run on stderr."""
         if ranks.rank() == 0:
             of_what = ", ".join(str(value) for value in row.values() if isinstance(value, str))
             seconds = time.monotonic() - self.start
@@ -83,7 +83,7 @@ class Run:
             print(text[:100], file=sys.stderr, flush=True)
 
     def run(self) -> int:
-        """Measure, and report; return the exit code if this process is alone, else leave."""
+        """Measure and report; return the exit code, or end the process if it is one of several."""
         ranks.register(self.interrupt)
         torch.set_num_threads(1)  # one thread a rank
         if ranks.rank() == 0:
@@ -91,7 +91,7 @@ class Run:
                 print(f"{self.name}: {output.describe(self.args.device)}", flush=True)
             except OSError as error:
                 output.drop_stdout()
-                print(f"cannot print: {error.strerror}; nothing was measured", file=sys.stderr)
+                print(f"cannot print: {error.strerror}; measured nothing", file=sys.stderr)
                 return 1
         failure, code = self.measure()
         with self.lock:
@@ -101,12 +101,12 @@ class Run:
                 dist.destroy_process_group()
             return self.code
         if code == 0:
-            dist.barrier()  # none takes away what another still needs
+            dist.barrier()  # no rank leaves while another still needs its connections
             dist.destroy_process_group()
         ranks.leave(self.code, failed=code == 1)
 
     def measure(self) -> tuple[str | None, int]:
-        """Run the benchmark's own part; return why it failed, or None, and the exit code."""
+        """Run the benchmark's `measure`; return why it failed, or None, and the exit code."""
         try:
             self.module.measure(self.args, self)
             return None, 0
@@ -119,26 +119,27 @@ class Run:
             return f"{self.name} failed: {type(error).__name__}: {error}".splitlines()[0], 1
 
     def wait_if_interrupted(self) -> None:
-        """Let the other thread end the process, if what failed did so because ranks end."""
+        """Let the other thread end the process, if the failure is a consequence of a signal."""
         if ranks.under_torchrun():
-            time.sleep(0.5)  # the signal may come after what it has done to another rank
-        self.lock.acquire()  # for good, if the other thread has it
+            time.sleep(0.5)  # another rank may have got the signal first, and failed this one
+        self.lock.acquire()  # does not return if the other thread has it
         self.lock.release()
 
     def interrupt(self) -> NoReturn:
-        """End the process with what is known; by the thread of Note [interruption]."""
+        """Report the rows so far and end the process; runs on the thread of Note [interruption]."""
         ranks.stop_children()
         if ranks.rank() != 0:
-            # The first may be in a collective with this one, and is to hear of the signal first.
+            # Rank 0 may be in a collective with this rank. It has to get the signal before the
+            # collective fails.
             time.sleep(0.3)
             ranks.leave(ranks.INTERRUPTED)
-        self.lock.acquire()  # for good: the main thread is to keep nothing more
+        self.lock.acquire()  # never released, so that the main thread keeps no more rows
         if self.code is None:
             self.code = self.report("interrupted", interrupted=True)
         ranks.leave(self.code)
 
     def report(self, failure: str | None, interrupted: bool = False) -> int:
-        """Write and print what is known, the table last; return 0, 1 or 130."""
+        """Write the files and print the tables, which come last; return 0, 1 or 130."""
         if ranks.rank() != 0:
             return 0
         wrote, unwritten = self.write(interrupted)
@@ -152,7 +153,7 @@ class Run:
             output.drop_stdout()
             unwritten.append(f"cannot print the table: {error.strerror}")
             lost = True
-        except Exception:  # a table of the first few rows may need what comes later
+        except Exception:  # the table of an interrupted run may need rows that are missing
             if failure is None:
                 raise
             traceback.print_exc()
@@ -170,11 +171,11 @@ class Run:
         return 1 if failure is not None or unwritten else 0
 
     def count(self) -> str:
-        """Return how many rows there are, in words."""
+        """Return the number of rows, in words."""
         return f"{len(self.rows)} row{'s' if len(self.rows) != 1 else ''}"
 
     def write(self, interrupted: bool) -> tuple[list[str], list[str]]:
-        """Write what is asked for; return what was written and why other things were not."""
+        """Write the files; return sentences on those written and on those that could not be."""
         wrote: list[str] = []
         unwritten: list[str] = []
         if self.args.json:
