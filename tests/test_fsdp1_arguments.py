@@ -177,7 +177,7 @@ def group_arguments() -> None:
     model.blocks[0] = FSDP(model.blocks[0])
     with pytest.raises(ValueError, match=r"but 'blocks\.0' is one; wrap by policy or by hand"):
         FSDP(model, auto_wrap_policy=BY_BLOCK)
-    with pytest.raises(ValueError, match="not sharded yet but got a FullyShardedDataParallel"):
+    with pytest.raises(ValueError, match="got a FullyShardedDataParallel that is sharded already"):
         FSDP(FSDP(nn.Linear(2, 2)))
 
 

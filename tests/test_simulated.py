@@ -60,7 +60,7 @@ def _train(world_size: int) -> dict[str, Any]:
     weight = model[0].weight.detach()
     rows = 8192 // world_size
     own = weight[3 * rows : 4 * rows].clone()
-    local = unsharded.slots[0].local
+    local = unsharded.params[0].local
     answer = {
         "finite": math.isfinite(float(loss)),
         "local shape": tuple(local.shape),

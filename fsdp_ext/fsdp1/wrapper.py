@@ -42,6 +42,7 @@ from fsdp_ext.fsdp1.setup import (
 )
 from fsdp_ext.sharding.api import fully_shard
 from fsdp_ext.sharding.arguments import check_modules
+from fsdp_ext.sharding.module_state import ModuleState, set_state, sharded_module
 
 
 def _later(name: str, instead: str) -> Callable[..., Any]:
@@ -154,7 +155,7 @@ class FullyShardedDataParallel(nn.Module):
         self._buffer_dtypes = cast_buffers(own, precision.buffer_dtype)
         self.add_module(WRAPPED, module)
         # Not a second child, and still the unit when a checkpoint wrapper is put around it later.
-        self.__dict__["_sharded"] = fully_shard(
+        sharded = fully_shard(
             module,
             mesh=mesh,
             reshard_after_forward=RESHARD_AFTER_FORWARD[strategy],
@@ -165,6 +166,7 @@ class FullyShardedDataParallel(nn.Module):
             ),
             ignored_params=ignored_params,
         )
+        set_state(self, ModuleState(cast(nn.Module, sharded)))
         hooked: Any = self  # torch leaves these three untyped
         hooked.register_state_dict_post_hook(_remove_wrapper_names)
         hooked.register_load_state_dict_pre_hook(_add_wrapper_names)
@@ -173,6 +175,11 @@ class FullyShardedDataParallel(nn.Module):
     # - The module
 
     _is_root: bool
+
+    @property
+    def _sharded(self) -> Any:
+        """The wrapped module, whose class is a subclass of FSDPModule."""
+        return sharded_module(self)
 
     @property
     def module(self) -> nn.Module:

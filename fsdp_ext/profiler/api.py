@@ -108,7 +108,7 @@ class profile:
             self._recording,
             ranks={self.rank: iterations},
             lost=lost,
-            prefetch_depth=self._root.prefetch_depth,
+            prefetch_depth=self._root.settings.prefetch,
             members=dict(self._members),
         )
 
@@ -307,7 +307,7 @@ def _nothing_yet(root: Root, kept: int) -> Recording:
     first = root.units[0]
     sizes = root.core.unsharded_bytes()
     trainable = [
-        sum(slot.sharded.numel() for slot in unit.slots if slot.sharded.requires_grad)
+        sum(param.sharded.numel() for param in unit.params if param.requires_grad)
         for unit in root.units
     ]
     return Recording(
