@@ -5,8 +5,7 @@
 #include <type_traits>
 
 #include "base/check.h"
-#include "pack/pack_body.h"
-#include "pack/pack_dtypes.h"
+#include "base/with_dtype.h"
 
 namespace fsdp {
 namespace {
@@ -19,21 +18,21 @@ template <typename T, typename Sum>
 void sum_two(const T* __restrict first, const T* __restrict second, Sum* __restrict sums,
              std::size_t numel) {
   for (std::size_t i = 0; i < numel; ++i) {
-    sums[i] = body::widen(first[i]) + body::widen(second[i]);
+    sums[i] = element::widen(first[i]) + element::widen(second[i]);
   }
 }
 
 template <typename T, typename Sum>
 void add_to(const T* __restrict source, Sum* __restrict sums, std::size_t numel) {
   for (std::size_t i = 0; i < numel; ++i) {
-    sums[i] += body::widen(source[i]);
+    sums[i] += element::widen(source[i]);
   }
 }
 
 template <typename T, typename Sum>
 void round_sums(const Sum* __restrict sums, T* __restrict output, std::size_t numel) {
   for (std::size_t i = 0; i < numel; ++i) {
-    output[i] = body::narrow<T>(sums[i]);
+    output[i] = element::narrow<T>(sums[i]);
   }
 }
 

@@ -5,10 +5,10 @@
 #include <vector>
 
 #include "base/check.h"
+#include "base/with_dtype.h"
 #include "device/host_stream.h"
 #include "pack/pack.h"
 #include "pack/pack_body.h"
-#include "pack/pack_dtypes.h"
 
 namespace fsdp {
 namespace {

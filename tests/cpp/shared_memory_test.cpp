@@ -14,12 +14,12 @@
 #include <random>
 #include <thread>
 
+#include "base/check.h"
+#include "base/with_dtype.h"
 #include "comm/meeting.h"
 #include "comm/rank_order_sum.h"
-#include "base/check.h"
 #include "device/host_stream.h"
 #include "message_of.h"
-#include "pack/pack_dtypes.h"
 
 namespace fsdp::test {
 namespace {
@@ -199,11 +199,12 @@ TEST(ArenaView, SaysWhyItCannotBe) {
 // - Sums
 
 TEST(RankOrderSum, RoundsOnceAndInTheOrderOfRanks) {
-  const std::uint16_t big = body::narrow<body::BFloat16>(256.0f).bits;
-  const std::uint16_t one = body::narrow<body::BFloat16>(1.0f).bits;
+  const std::uint16_t big = element::narrow<element::BFloat16>(256.0f).bits;
+  const std::uint16_t one = element::narrow<element::BFloat16>(1.0f).bits;
   std::uint16_t result = 0;
   sum_in_rank_order({&big, &one, &one}, &result, 1, DType::BFloat16);
-  EXPECT_EQ(body::widen(body::BFloat16{result}), 258.0f) << "one by one in bf16 it would be 256";
+  EXPECT_EQ(element::widen(element::BFloat16{result}), 258.0f)
+      << "one by one in bf16 it would be 256";
   const float values[] = {1e8f, 1.0f, -1e8f};
   float sum = -1.0f;
   sum_in_rank_order({&values[0], &values[1], &values[2]}, &sum, 1, DType::Float32);
@@ -276,14 +277,14 @@ double value_of(int seed, int rank, std::size_t index) {
 void write(void* data, DType dtype, std::size_t index, double value) {
   with_float(dtype, [&](auto element) {
     using T = decltype(element);
-    static_cast<T*>(data)[index] = body::narrow<T>(value);
+    static_cast<T*>(data)[index] = element::narrow<T>(value);
   });
 }
 
 double read(const void* data, DType dtype, std::size_t index) {
   double value = 0;
   with_float(dtype, [&](auto element) {
-    value = body::widen(static_cast<const decltype(element)*>(data)[index]);
+    value = element::widen(static_cast<const decltype(element)*>(data)[index]);
   });
   return value;
 }
