@@ -40,7 +40,6 @@ from fsdp_ext.planner.sizes import (
     PlannedMemory,
     PlannedUnitSizes,
     bucket_sizes,
-    for_core,
     memory_of,
     unit_sizes,
 )
@@ -437,8 +436,8 @@ def find_buckets(
         depth: of the prefetch.
     """
     return _C.plan_memory(
-        [for_core(root, number, layout) for number, layout in enumerate(layouts)],
-        gather_by,
-        root.nesting(),
-        depth,
+        root.configs(layouts),
+        gather_by=gather_by,
+        nesting=root.nesting(),
+        prefetch_depth=depth,
     )

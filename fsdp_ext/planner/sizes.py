@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from fsdp_ext import _C
 from fsdp_ext.planner.units import PlannedRoot
 
@@ -77,24 +75,6 @@ class PlannedMemory:
         of_units = self.shards + self.gradients + self.optimizer_states + self.gather_inputs
         buffers = self.ring + self.staging + self.reduce_input + self.reduce_output
         return of_units + buffers + self.kept_unsharded + self.gradients_in_flight
-
-
-def for_core(
-    root: PlannedRoot, number: int, layout: _C.UnitLayout
-) -> tuple[_C.UnitLayout, torch.dtype, bool, bool, float, float, int, int, int]:
-    """Return what decides on the unit's buckets and buffers, as ``_C.plan_memory`` takes it."""
-    unit = root.units[number]
-    gradients = [unit.compute_dtype(param.dtype) for param in unit.params if param.requires_grad]
-    return (
-        layout,
-        gradients[-1] if gradients else torch.float32,
-        root.settings.reshard_after_forward[number],
-        unit.settings.reshard_after_backward,
-        *unit.gradient_scales(),
-        root.parents()[number],
-        root.settings.bucket_bytes[number],
-        root.settings.max_message_bytes[number],
-    )
 
 
 def unit_sizes(
