@@ -17,8 +17,9 @@ from support.launcher import run_ranks
 from support.models import ManyShapes, Stack, Transformer
 from support.parity import Case, adamw, compare_on_rank
 
-import fsdp_ext.sharding.unit
-from fsdp_ext import _C, communicator, fully_shard
+import fsdp_ext.comm.lanes
+import fsdp_ext.sharding.param_group
+from fsdp_ext import _C, fully_shard
 
 CASES = [
     Case("layers", Stack),
@@ -31,7 +32,7 @@ CASES = [
 
 def _group(direct_bytes: int) -> None:
     os.environ["FSDP_EXT_TRANSPORT"] = "process_group"
-    fsdp_ext.sharding.unit.DIRECT_BYTES = direct_bytes
+    fsdp_ext.sharding.param_group.DIRECT_BYTES = direct_bytes
     make = _C.Lanes.process_group
 
     def grouping(*args: Any, **kwargs: Any) -> _C.Lanes:
@@ -40,7 +41,7 @@ def _group(direct_bytes: int) -> None:
     class Lanes:
         process_group = staticmethod(grouping)
 
-    communicator._C = type("Stub", (), {"Lanes": Lanes})  # type: ignore[attr-defined]
+    fsdp_ext.comm.lanes._C = type("Stub", (), {"Lanes": Lanes})  # type: ignore[attr-defined]
 
 
 def _compare(case: Case, direct_bytes: int) -> None:

@@ -113,6 +113,15 @@ void UnitLayout::place_chunk(std::size_t param) {
       align_up(unsharded_bytes_ + region_bytes_of(params_[param], world_size_), kRegionAlignment);
 }
 
+DType UnitLayout::unsharded_grad_dtype() const {
+  for (const ParamSpec& param : params_) {
+    if (param.trainable) {
+      return param.param_dtype;
+    }
+  }
+  return DType::Float32;
+}
+
 std::int64_t UnitLayout::first_row(std::size_t param, int rank) const {
   return std::min(params_.at(param).rows, placements_.at(param).chunk_rows * rank);
 }

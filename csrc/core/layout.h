@@ -132,6 +132,8 @@ class UnitLayout {
   std::int64_t grad_numel() const { return grad_numel_; }           // of one reduce segment
 
   std::size_t trainable_count() const { return trainable_count_; }
+  // The dtype of the unsharded gradients, which is the trainable parameters'.
+  DType unsharded_grad_dtype() const;
 
   // The rows of `param` that rank `rank` has: [first, first + count).
   std::int64_t first_row(std::size_t param, int rank) const;

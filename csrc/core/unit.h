@@ -1,6 +1,6 @@
 // One unit as the schedule sees it: its layout, its settings, and which gradients have arrived.
 // Collectives carry its whole bucket (core/bucket.h). The owner of the tensors implements UnitPort
-// (csrc/torch/unit, and the tests).
+// (csrc/torch/torch_unit, and the tests).
 #pragma once
 
 #include <cstddef>
@@ -55,10 +55,11 @@ class UnitPort {
 struct UnitConfig {
   std::string name;
   UnitLayout layout;
+  int parent = -1;  // the unit that encloses it, added before it; -1 for the root
   bool reshard_after_forward = true;
+  bool reshard_after_backward = true;
   double pack_scale = 1.0;            // of gradients, before the reduction
   double reduce_scale = 1.0;          // after it
-  int parent = -1;                    // the unit that encloses it, added before it; -1 for the root
   std::size_t bucket_bytes = 0;       // limit of a shared bucket (core/merging.h); 0: not shared
   std::size_t max_message_bytes = 0;  // limit of a message of its bucket; 0: none
 };
@@ -82,6 +83,7 @@ struct Unit {
         bucket_bytes(config.bucket_bytes),
         max_message_bytes(config.max_message_bytes),
         reshard_after_forward(config.reshard_after_forward),
+        reshard_after_backward(config.reshard_after_backward),
         pack_scale(config.pack_scale),
         reduce_scale(config.reduce_scale),
         arrived(layout.trainable_count(), 0) {}
@@ -96,7 +98,7 @@ struct Unit {
   std::size_t bucket_bytes;
   const std::size_t max_message_bytes;
   bool reshard_after_forward;
-  bool reshard_after_backward = true;
+  bool reshard_after_backward;
   bool requires_gradient_sync = true;
   double pack_scale;                   // of gradients, before the reduction
   double reduce_scale;                 // after it

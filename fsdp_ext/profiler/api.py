@@ -69,7 +69,7 @@ class profile:
         self.names = [unit.name for unit in self._root.units]
         self.sizes = self._core.unsharded_bytes()
         trainable = [
-            sum(slot.sharded.numel() for slot in each.slots if slot.sharded.requires_grad)
+            sum(param.sharded.numel() for param in each.params if param.requires_grad)
             for each in self._root.units
         ]
         # What makes units alike, as far as can be told.
@@ -111,7 +111,7 @@ class profile:
         end = time.monotonic()
         self._core.keep_times(0)
         self._note_buckets()  # the first step may have changed them
-        self._depth = self._root.prefetch_depth
+        self._depth = self._root.settings.prefetch
         iterations = read(raw, end)
         if not iterations:
             raise RuntimeError(

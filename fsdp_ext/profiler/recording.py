@@ -148,7 +148,7 @@ RawSpan = tuple[str, str, int, int, int, float, float, float, float, float, floa
 
 
 def read(raw: Sequence[tuple[int, Sequence[RawSpan]]], end: float) -> list[Iteration]:
-    """Return the iterations of ``_C.Root.take_times``.
+    """Return the iterations of ``_C.TorchRoot.take_times``.
 
     One that an exception ended is left out.
 
