@@ -141,6 +141,7 @@ Bucket::Bucket(int bucket_number, std::vector<Unit*> members, Lanes& lanes)
                          units.front()->max_message_bytes)),  // in which they are alike
       gathers(gathers_of(layout, units.front()->max_message_bytes, lanes)),
       reductions(reductions_of(layout, units.front()->max_message_bytes, *lanes.packer)),
+      gradient_dtype(layout.unsharded_grad_dtype()),
       accumulated_params(layout.trainable_count(), 0),
       gradients(layout.trainable_count(), nullptr),
       finish_modes(layout.trainable_count(), CastMode::Write),
@@ -161,9 +162,6 @@ Bucket::Bucket(int bucket_number, std::vector<Unit*> members, Lanes& lanes)
     unsharded += unit.layout.unsharded_bytes();
     gradient += static_cast<std::size_t>(unit.layout.grad_numel());
     trainable += unit.layout.trainable_count();
-    if (unit.layout.trainable_count() > 0) {
-      gradient_dtype = unit.port.gradient_dtype();
-    }
   }
   note_last_pieces();
   make_neighbours(units, layout, lanes);

@@ -99,7 +99,7 @@ struct Bucket {
   // - Descriptors, made once. At least one piece of each.
   std::vector<GatherPiece> gathers;
   std::vector<ReducePiece> reductions;
-  DType gradient_dtype = DType::Float32;  // of the unsharded parameters'
+  const DType gradient_dtype;  // of the unsharded parameters'
 
   // - Parameters.
   Slot* slot = nullptr;        // that was gathered into last: the ring's, or the home

@@ -165,15 +165,21 @@ std::vector<Visit> visits(const std::vector<ForwardEvent>& events, std::size_t& 
 
 }  // namespace
 
-MergeTraits merge_traits(const UnitLayout& layout, std::size_t bucket_bytes, DType gradient_dtype) {
+MergeTraits merge_traits(const UnitConfig& unit) {
+  const UnitLayout& layout = unit.layout;
   MergeTraits traits;
   traits.bytes = layout.gather_bytes() * static_cast<std::size_t>(layout.world_size());
-  traits.limit = layout.world_size() == 1 ? 0 : bucket_bytes;
+  traits.limit = layout.world_size() == 1 ? 0 : unit.bucket_bytes;
+  traits.max_message_bytes = unit.max_message_bytes;
   traits.trainable = layout.trainable_count() > 0;
   traits.grad_dtype = layout.grad_dtype();
   traits.reduce_dtype = layout.reduce_dtype();
-  traits.gradient_dtype = gradient_dtype;
+  traits.gradient_dtype = layout.unsharded_grad_dtype();
   traits.needs_cast = layout.needs_cast();
+  traits.reshard_after_forward = unit.reshard_after_forward;
+  traits.reshard_after_backward = unit.reshard_after_backward;
+  traits.pack_scale = unit.pack_scale;
+  traits.reduce_scale = unit.reduce_scale;
   return traits;
 }
 

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "base/dtype.h"
-#include "core/layout.h"
+#include "core/unit_config.h"
 
 namespace fsdp {
 
@@ -33,8 +33,8 @@ struct MergeTraits {
   double reduce_scale = 1.0;
 };
 
-// What follows from the layout. One rank sends nothing, so its units share with none.
-MergeTraits merge_traits(const UnitLayout& layout, std::size_t bucket_bytes, DType gradient_dtype);
+// A single rank sends nothing, so its units do not share buckets.
+MergeTraits merge_traits(const UnitConfig& unit);
 
 struct ForwardEvent {
   int unit;

@@ -86,7 +86,6 @@ class FakeUnit final : public UnitPort {
     }
     return taken;
   }
-  DType gradient_dtype() override { return DType::Float32; }
   void drop_gradients() override { gradients_.assign(2, {}); }
   bool has_sharded_gradient(std::size_t i) override { return has_gradient_[i]; }
   void import_sharded_gradient(std::size_t) override {}

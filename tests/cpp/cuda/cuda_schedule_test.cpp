@@ -103,7 +103,6 @@ class StreamUnit final : public UnitPort {
     }
     return taken;
   }
-  DType gradient_dtype() override { return DType::Float32; }
   void drop_gradients() override { gradients_.assign(kParams, nullptr); }
   bool has_sharded_gradient(std::size_t i) override { return has_gradient_[i]; }
   void import_sharded_gradient(std::size_t) override {}
