@@ -69,7 +69,7 @@ class PlannedUnit(ParamGroup):
         self, name: str, params: Sequence[PlannedParam], world_size: int, settings: UnitSettings
     ) -> None:
         super().__init__(name, world_size, settings)
-        self.params: list[PlannedParam] = [params[place] for place in self._large_first(params)]
+        self.params: list[PlannedParam] = [params[place] for place in self._layout_order(params)]
 
     @classmethod
     def like(cls, unit: Unit, world_size: int, copies: dict[nn.Module, nn.Module]) -> PlannedUnit:
