@@ -26,36 +26,36 @@ UnitLayout layout_of(const std::vector<Unit*>& units) {
   return UnitLayout::joined(layouts);
 }
 
-// What all units have one of, each behind the one before: their flat shards or gradients.
-struct Rows {
+// One of the two kinds of memory that the units of a bucket have side by side.
+struct FlatMemory {
   std::size_t (*bytes)(const UnitLayout&);
   void* (UnitPort::*address)();
   void (UnitPort::*move)(std::shared_ptr<void>);
 };
 
-const Rows kShards{[](const UnitLayout& layout) { return layout.shard_bytes(); },
-                   &UnitPort::flat_shard, &UnitPort::move_shard};
-const Rows kGradients{[](const UnitLayout& layout) {
-                        return static_cast<std::size_t>(layout.grad_numel()) *
-                               itemsize(layout.grad_dtype());
-                      },
-                      &UnitPort::flat_gradient, &UnitPort::move_gradient};
+const FlatMemory kShards{[](const UnitLayout& layout) { return layout.shard_bytes(); },
+                         &UnitPort::flat_shard, &UnitPort::move_shard};
+const FlatMemory kGradients{[](const UnitLayout& layout) {
+                              return static_cast<std::size_t>(layout.grad_numel()) *
+                                     itemsize(layout.grad_dtype());
+                            },
+                            &UnitPort::flat_gradient, &UnitPort::move_gradient};
 
-// Where the first begins. An empty one is nowhere.
-char* first_of(const std::vector<Unit*>& units, const Rows& rows) {
+// The address of the first unit's memory that is not empty.
+char* first_of(const std::vector<Unit*>& units, const FlatMemory& flat) {
   for (const Unit* unit : units) {
-    if (rows.bytes(unit->layout) > 0) {
-      return static_cast<char*>((unit->port.*rows.address)());
+    if (flat.bytes(unit->layout) > 0) {
+      return static_cast<char*>((unit->port.*flat.address)());
     }
   }
   return nullptr;
 }
 
-bool are_neighbours(const std::vector<Unit*>& units, const Rows& rows) {
-  const char* place = first_of(units, rows);
+bool are_adjacent(const std::vector<Unit*>& units, const FlatMemory& flat) {
+  const char* place = first_of(units, flat);
   for (const Unit* unit : units) {
-    const std::size_t bytes = rows.bytes(unit->layout);
-    if (bytes > 0 && (unit->port.*rows.address)() != place) {
+    const std::size_t bytes = flat.bytes(unit->layout);
+    if (bytes > 0 && (unit->port.*flat.address)() != place) {
       return false;
     }
     place += bytes;
@@ -63,26 +63,25 @@ bool are_neighbours(const std::vector<Unit*>& units, const Rows& rows) {
   return true;
 }
 
-void move_behind_each_other(const std::vector<Unit*>& units, const Rows& rows,
-                            const std::shared_ptr<void>& memory) {
+void move_into(const std::vector<Unit*>& units, const FlatMemory& flat,
+               const std::shared_ptr<void>& memory) {
   auto* place = static_cast<char*>(memory.get());
   for (Unit* unit : units) {
-    const std::size_t bytes = rows.bytes(unit->layout);
+    const std::size_t bytes = flat.bytes(unit->layout);
     if (bytes > 0) {
-      (unit->port.*rows.move)(std::shared_ptr<void>(memory, place));
+      (unit->port.*flat.move)(std::shared_ptr<void>(memory, place));
     }
     place += bytes;
   }
 }
 
 // See Note [moving shards].
-void make_neighbours(const std::vector<Unit*>& units, const UnitLayout& layout, Lanes& lanes) {
-  if (!are_neighbours(units, kShards)) {
-    move_behind_each_other(units, kShards,
-                           lanes.gather.allocate(layout.shard_bytes(), BufferUse::Shard));
+void make_adjacent(const std::vector<Unit*>& units, const UnitLayout& layout, Lanes& lanes) {
+  if (!are_adjacent(units, kShards)) {
+    move_into(units, kShards, lanes.gather.allocate(layout.shard_bytes(), BufferUse::Shard));
   }
-  if (!are_neighbours(units, kGradients)) {
-    move_behind_each_other(units, kGradients, lanes.device->allocate(kGradients.bytes(layout)));
+  if (!are_adjacent(units, kGradients)) {
+    move_into(units, kGradients, lanes.device->allocate(kGradients.bytes(layout)));
   }
 }
 
@@ -138,7 +137,7 @@ Bucket::Bucket(int bucket_number, std::vector<Unit*> members, Lanes& lanes)
       name(name_of(units)),
       layout(layout_of(units)),
       buffers(buffers_of(layout, lanes.gather.communicator().gather_by(),
-                         units.front()->max_message_bytes)),  // in which they are alike
+                         units.front()->max_message_bytes)),  // the same for all units
       gathers(gathers_of(layout, units.front()->max_message_bytes, lanes)),
       reductions(reductions_of(layout, units.front()->max_message_bytes, *lanes.packer)),
       gradient_dtype(layout.unsharded_grad_dtype()),
@@ -164,7 +163,7 @@ Bucket::Bucket(int bucket_number, std::vector<Unit*> members, Lanes& lanes)
     trainable += unit.layout.trainable_count();
   }
   note_last_pieces();
-  make_neighbours(units, layout, lanes);
+  make_adjacent(units, layout, lanes);
 }
 
 const void* Bucket::flat_shard() const { return first_of(units, kShards); }
