@@ -129,6 +129,21 @@ std::vector<ReducePiece> reductions_of(const UnitLayout& layout, std::size_t max
   return pieces;
 }
 
+// The last piece of the gather that has a parameter of each unit.
+void set_last_pieces(const std::vector<Unit*>& units, const std::vector<GatherPiece>& gathers) {
+  std::size_t first_param = 0;
+  for (Unit* unit : units) {
+    const std::size_t end_param = first_param + unit->layout.params().size();
+    unit->last_piece = 0;
+    for (std::size_t i = 0; i < gathers.size(); ++i) {
+      if (gathers[i].part.first < end_param && gathers[i].part.end > first_param) {
+        unit->last_piece = i;
+      }
+    }
+    first_param = end_param;
+  }
+}
+
 }  // namespace
 
 Bucket::Bucket(int bucket_number, std::vector<Unit*> members, Lanes& lanes)
@@ -147,7 +162,9 @@ Bucket::Bucket(int bucket_number, std::vector<Unit*> members, Lanes& lanes)
       packed(lanes.device->new_event()),
       reduced(lanes.device->new_event()),
       gather_label(label_of("the all-gather", units)),
-      reduce_label(label_of("the reduce-scatter", units)) {
+      reduce_label(label_of("the reduce-scatter", units)) {}
+
+void Bucket::place_units(Lanes& lanes) {
   std::size_t unsharded = 0;
   std::size_t trainable = 0;
   std::size_t gradient = 0;
@@ -162,7 +179,7 @@ Bucket::Bucket(int bucket_number, std::vector<Unit*> members, Lanes& lanes)
     gradient += static_cast<std::size_t>(unit.layout.grad_numel());
     trainable += unit.layout.trainable_count();
   }
-  note_last_pieces();
+  set_last_pieces(units, gathers);
   make_adjacent(units, layout, lanes);
 }
 
@@ -172,20 +189,6 @@ void* Bucket::flat_gradient() const { return first_of(units, kGradients); }
 
 std::size_t Bucket::segment_bytes() const {
   return static_cast<std::size_t>(layout.grad_numel()) * itemsize(layout.reduce_dtype());
-}
-
-void Bucket::note_last_pieces() {
-  std::size_t first_param = 0;
-  for (Unit* unit : units) {
-    const std::size_t end_param = first_param + unit->layout.params().size();
-    unit->last_piece = 0;
-    for (std::size_t i = 0; i < gathers.size(); ++i) {
-      if (gathers[i].part.first < end_param && gathers[i].part.end > first_param) {
-        unit->last_piece = i;
-      }
-    }
-    first_param = end_param;
-  }
 }
 
 std::size_t Bucket::reduce_input_bytes(const ReducePiece& piece) const {

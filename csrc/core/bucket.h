@@ -67,11 +67,13 @@ struct ReducePiece {
 };
 
 struct Bucket {
-  // Makes the units' shards and gradients adjacent and sets the units' places in the bucket.
   Bucket(int number, std::vector<Unit*> units, Lanes& lanes);
 
   Bucket(const Bucket&) = delete;
   Bucket& operator=(const Bucket&) = delete;
+
+  // Makes the units' shards and gradients adjacent and sets the units' places in the bucket.
+  void place_units(Lanes& lanes);
 
   UnitRange numbers() const { return {units.front()->number, units.back()->number}; }
   const void* flat_shard() const;
@@ -87,7 +89,6 @@ struct Bucket {
 
   // With the current settings.
   BucketUse use() const { return {buffers, units.front()->reshard_after_forward}; }
-  void note_last_pieces();
 
   const int number;
   const std::vector<Unit*> units;  // in the order that forward runs them

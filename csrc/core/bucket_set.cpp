@@ -87,6 +87,7 @@ void BucketSet::form(const Partition& partition, Reducer& reducer) {
     }
     buckets_.push_back(
         std::make_unique<Bucket>(static_cast<int>(buckets_.size()), std::move(units), lanes_));
+    buckets_.back()->place_units(lanes_);
   }
   partition_ = partition;
 }
