@@ -241,7 +241,7 @@ def _other_size() -> None:
 
 def test_ranks_that_run_units_in_another_order_say_which_rank_and_unit() -> None:
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(_other_order, 2)
+        run_ranks(_other_order, 2, fresh=True)
     # Whichever rank is heard first says what both do.
     message = str(caught.value)
     assert "rank 0 issues the all-gather of unit 'first'" in message
@@ -251,7 +251,7 @@ def test_ranks_that_run_units_in_another_order_say_which_rank_and_unit() -> None
 
 def test_ranks_with_units_of_other_sizes_say_which_rank_and_unit() -> None:
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(_other_size, 2)
+        run_ranks(_other_size, 2, fresh=True)
     message = str(caught.value)
     assert "rank 0 issues the all-gather of unit 'first' (80 bytes)" in message
     assert "rank 1 issues the all-gather of unit 'first' (120 bytes)" in message
@@ -271,7 +271,7 @@ def _absent_peer() -> None:
 
 
 def test_a_peer_that_never_comes_ends_in_an_error_not_a_hang() -> None:
-    run_ranks(_absent_peer, 2, timeout=90.0)
+    run_ranks(_absent_peer, 2, timeout=90.0, fresh=True)
 
 
 def _sparse_gradient() -> None:

@@ -142,7 +142,7 @@ def on_meta() -> None:
 
     with pytest.raises(ValueError, match=r"\['stem.* still on meta after param_init_fn"):
         FSDP(meta[2], param_init_fn=leave_meta)
-    with pytest.raises(TypeError, match="NoReset has no reset_parameters .* Pass param_init_fn"):
+    with pytest.raises(TypeError, match=r"NoReset has no reset_parameters .* Pass param_init_fn"):
         FSDP(nn.Sequential(unable))
 
     # Only rank 0 has values: a recipe for large checkpoints.
@@ -189,7 +189,7 @@ def test_arguments_of_where_to_shard() -> None:
 
 def wrong_types() -> None:
     wrong: Any = torch.bfloat16
-    with pytest.raises(TypeError, match="mixed_precision is .* must be a MixedPrecision or None"):
+    with pytest.raises(TypeError, match=r"mixed_precision is .* must be a MixedPrecision or None"):
         FSDP(nn.Linear(2, 2), mixed_precision=wrong)
     wrong = "cpu"
     with pytest.raises(TypeError, match="device_mesh is 'cpu' but must be a DeviceMesh or None"):

@@ -33,7 +33,6 @@ class Root(UnitTree):
     """
 
     units: list[Unit]
-    profiled_by: object = None  # the profile whose block this is in
 
     def __init__(self, module: nn.Module, *, provisional: bool = False) -> None:
         super().__init__(module)

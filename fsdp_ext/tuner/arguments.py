@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from fsdp_ext._util.numbers import is_at_least
+from fsdp_ext.profiler.api import is_profiled
 from fsdp_ext.sharding.agreement import exchange
 from fsdp_ext.sharding.module_state import sharded_module, unit_of
 from fsdp_ext.sharding.root import Root
@@ -88,7 +89,7 @@ def check_state(model: nn.Module, units: Sequence[Unit]) -> None:
             "that could be measured, but some are not; call set_reshard_after_backward(True) "
             "before, and change it back after"
         )
-    if root is not None and root.profiled_by is not None:
+    if root is not None and is_profiled(root):
         raise ValueError(
             "tune expects a model that is not being profiled, since it profiles itself, but its "
             "call is in a with block of fsdp_ext.profile; call it before"
