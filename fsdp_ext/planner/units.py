@@ -120,7 +120,7 @@ class PlannedRoot(UnitTree):
         self.settings = self.resolve(self._link, decision)
 
     def most_ahead(self) -> int:
-        """Return how many gathers are ahead at most, as ``Pipeline::plan_memory`` counts them."""
+        """Return how many gathers are ahead at most, as ``BucketSet::plan_memory`` counts them."""
         lists = [
             targets for u in self.units for targets in (u.forward_prefetch, u.backward_prefetch)
         ]
