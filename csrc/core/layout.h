@@ -27,6 +27,7 @@
 #include <vector>
 
 #include "base/dtype.h"
+#include "comm/gather_by.h"
 #include "pack/pack.h"
 
 namespace fsdp {
@@ -34,9 +35,6 @@ namespace fsdp {
 constexpr std::size_t kAlignment = 16;  // bytes; one vector load or store of a GPU
 // Bytes, of a parameter's region: cuBLAS has other kernels for pointers that are aligned less.
 constexpr std::size_t kRegionAlignment = 256;
-
-// How a transport likes to gather; see the note.
-enum class GatherBy : std::uint8_t { Packing, Size, Parameter };
 
 // Note [gather plans]
 // The *direct* plan gathers a parameter straight into its region: nothing is copied. The *packed*
