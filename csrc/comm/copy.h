@@ -12,12 +12,13 @@
 
 namespace fsdp {
 
-// From this size on of what a collective writes, it is in no near cache any more when it is used.
+// An output of at least this many bytes has left the near caches by the time it is used.
 constexpr std::size_t kLargeOutput = std::size_t{4} << 20;
 
-// memcpy past the caches: what is written is not read into them first, which is a third of the
-// memory's traffic, and does not push out what is there. (memcpy itself does so only for single
-// copies that are larger still.) Elsewhere than on x86 it is memcpy.
+// memcpy with stores that bypass the caches. Ordinary stores first read the destination into the
+// cache, which is a third of the memory traffic, and evict what is there. (memcpy itself bypasses
+// the caches only for single copies that are larger still.) On other processors than x86 this is
+// memcpy.
 inline void copy_past_caches(void* destination, const void* source, std::size_t bytes) {
   auto* output = static_cast<char*>(destination);
   const auto* input = static_cast<const char*>(source);
@@ -39,7 +40,7 @@ inline void copy_past_caches(void* destination, const void* source, std::size_t 
       _mm_stream_si128(to + i, line[i]);
     }
   }
-  _mm_sfence();  // such stores are ordered by nothing else
+  _mm_sfence();  // nothing else orders these stores
 #endif
   std::memcpy(output, input, bytes);
 }
