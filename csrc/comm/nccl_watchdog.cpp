@@ -80,7 +80,7 @@ void NcclWatchdog::abort(const std::string& reason) {
   std::fprintf(stderr, "fsdp_ext: %s\n", reason.c_str());
   // Revoking ends running kernels but, unlike aborting, frees nothing that another thread may be
   // about to use. A revoked communicator stays until the process ends, which should be soon.
-  if (api_.CommRevoke != nullptr && api_.CommRevoke(comm_, 0) == nccl::kSuccess) {
+  if (api_.CommRevoke != nullptr && api_.CommRevoke(comm_, /*flags=*/0) == nccl::kSuccess) {
     return;
   }
   if (captured_) {  // aborting would block until no graph holds the communicator

@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "base/check.h"
-#include "core/lanes.h"
 #include "device/host_stream.h"
 #include "fake_nccl.h"
 #include "message_of.h"
