@@ -140,10 +140,10 @@ def test_a_process_group_of_other_ranks_is_refused() -> None:
 def test_arguments_that_do_not_fit() -> None:
     with pytest.raises(TypeError, match=r"got link='100G'.*PRESETS"):
         Simulated(8, "100G")  # type: ignore[arg-type]
-    for world_size, rank, words in ((0, 0, "at least 1 but got 0"), (4, 4, "from 0 to 3 but got")):
+    for world_size, rank, words in ((0, 0, "world_size=0"), (4, 4, "rank=4")):
         with pytest.raises(ValueError, match=words):
             Simulated(world_size, FAST, rank=rank)
-    with pytest.raises(ValueError, match="multiprocessors=-1. Pass 0 or more"):
+    with pytest.raises(ValueError, match=r"multiprocessors=-1\. Pass 0 or more"):
         Simulated(4, FAST, multiprocessors=-1)
     for wrong in ({"alpha": -1.0}, {"alpha": math.nan}, {"reduce_alpha": -1.0}):
         with pytest.raises(ValueError, match="Pass latencies in seconds, 0 or more"):
