@@ -60,7 +60,7 @@ from fsdp_ext.sharding.module_state import sharded_module, unit_of
 from fsdp_ext.sharding.settings import UnitSettings
 from fsdp_ext.sharding.unit import Unit
 
-# Note [gather plans] in csrc/core/layout.h, and the table of transports in docs/design.md.
+# Note [gather plans] in csrc/core/layout.h, and docs/design/transports.md.
 _GATHER_BY = {"nccl": "size", "shared_memory": "parameter", "process_group": "packing"}
 
 

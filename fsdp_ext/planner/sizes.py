@@ -44,7 +44,7 @@ class PlannedBucketSizes:
 
 @dataclass(frozen=True)
 class PlannedMemory:
-    """Bytes of the first rank, which has the most rows; docs/design.md says what each is for.
+    """Bytes of the first rank, which has the most rows. docs/design/memory.md explains each.
 
     ``gradients_in_flight`` is the most that unsharded gradients take until they are packed. Each
     backward is taken to reduce, and gradients to be set to None between steps: adding to gradients
