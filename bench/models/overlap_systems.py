@@ -144,7 +144,7 @@ def open_ours(case: Case, link: Link, device: torch.device) -> Iterator[Opened]:
     wired = shard(case, link, device, case.bucket_bytes)
     root = wired.model._unit.root
     # The default depends on the link, so the other model gets this model's size.
-    bucket_bytes = root.bucket_bytes(root.units[0])
+    bucket_bytes = root.settings.bucket_bytes[0]
     free = shard(case, NO_TIME, device, bucket_bytes)
     sizes = [bucket["gather_bytes"] for bucket in root.core.buckets()]
     try:
