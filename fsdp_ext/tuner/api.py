@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from fsdp_ext import _C
 from fsdp_ext._util.tables import columns, size
 from fsdp_ext.comm.costs import default_bucket_bytes
-from fsdp_ext.planner.api import find_buckets, gather_by_of, predict_plan
-from fsdp_ext.planner.sizes import memory_of
+from fsdp_ext.planner.sizes import find_buckets, gather_by_of, memory_of
+from fsdp_ext.planner.times import StepCosts, predict_plan
 from fsdp_ext.planner.units import PlannedRoot, units_of_sharded
 from fsdp_ext.sharding.agreement import OutOfMemory, exchange, together
 from fsdp_ext.sharding.auto import remember
@@ -394,17 +394,18 @@ class _Tuner:
         """Return what ``choice`` takes."""
         planned, layouts = self._planned, self._layouts
         planned.decide(Decision(choice, scope))
-        found = find_buckets(planned, layouts, self._gather_by, planned.most_ahead())
+        found = find_buckets(planned, layouts, self._gather_by)
         memory = memory_of(planned, layouts, found, self._optimizer_states).peak
         return _Sized(choice, found, memory)
 
     def _predicted(self, sized: _Sized, costs: Costs) -> Candidate:
         self._planned.decide(Decision(sized.choice, Scope.OPEN))
-        depth = self._planned.most_ahead()
-        seconds = list(costs.compute)
-        seconds[0] = (seconds[0][0] + costs.between, seconds[0][1])
+        compute = list(costs.compute)
+        compute[0] = (compute[0][0] + costs.between, compute[0][1])
         prediction = predict_plan(
-            self._planned, sized.found, seconds, costs.link, depth, costs.contention, costs.copies
+            self._planned,
+            sized.found,
+            StepCosts(compute, costs.link, costs.contention, costs.copies),
         )
         return Candidate(sized.choice, len(sized.found["buckets"]), sized.memory, prediction.step)
 
