@@ -20,7 +20,8 @@ from fsdp_ext.profiler.api import profile
 from fsdp_ext.sharding.api import fully_shard, register_fsdp_forward_method
 from fsdp_ext.sharding.describe import describe_buckets
 from fsdp_ext.sharding.fsdp_module import FSDPModule, UnshardHandle
-from fsdp_ext.tuner.api import Tuning, tune
+from fsdp_ext.tuner.api import tune
+from fsdp_ext.tuner.result import Tuning
 
 __all__ = [
     "BackwardPrefetch",
