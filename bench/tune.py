@@ -28,9 +28,9 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_ext
-from bench import ranks
-from bench.harness import Keep
-from bench.output import bars, picture, print_table
+from bench.harness import ranks
+from bench.harness.output import bars, picture, print_table
+from bench.harness.runner import Keep
 from fsdp_ext import Link, Simulated, fully_shard
 from fsdp_ext.sharding.settings import Choice, Scope
 

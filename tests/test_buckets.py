@@ -293,7 +293,7 @@ def _ranks_that_differ() -> None:
 
 def test_ranks_that_ask_for_other_buckets_are_told() -> None:
     with pytest.raises(RanksFailed, match=r"into the same buckets, but rank \d has"):
-        run_ranks(_ranks_that_differ, 2)
+        run_ranks(_ranks_that_differ, 2, fresh=True)
 
 
 def _orders_that_differ(skip: bool) -> None:
@@ -308,7 +308,7 @@ def _orders_that_differ(skip: bool) -> None:
 @pytest.mark.parametrize("skip", [False, True])
 def test_ranks_that_differ_within_a_bucket_are_told(skip: bool) -> None:
     with pytest.raises(RanksFailed, match=r"into the same buckets, but rank \d has"):
-        run_ranks(_orders_that_differ, 2, skip)
+        run_ranks(_orders_that_differ, 2, skip, fresh=True)
 
 
 def _stays_unsharded_in_part() -> None:

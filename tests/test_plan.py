@@ -433,7 +433,7 @@ def _tied() -> nn.Module:
             on_meta,
             {"mp_policy": "bf16"},
             TypeError,
-            "mp_policy is 'bf16' but must be a MixedPrecisionPolicy",
+            "must be a MixedPrecisionPolicy",
         ),
         (on_meta, {"flops_per_second": 1e12}, ValueError, "flops_per_second without a batch"),
         (on_meta, {"flops_per_second": 0.0, "batch": TOKENS}, ValueError, "Pass a positive rate"),

@@ -129,7 +129,7 @@ def _groups_that_do_not_fit() -> None:
     mixed = nn.Sequential(nn.Linear(4, 4))
     fully_shard(mixed[0], transport=Simulated(2, FAST, rank=rank))
     fully_shard(mixed)
-    with pytest.raises(ValueError, match="one transport but got None and Simulated"):
+    with pytest.raises(ValueError, match="2 transports, None and Simulated"):
         mixed(torch.ones(1, 4))
 
 

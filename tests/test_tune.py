@@ -19,7 +19,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fsdp_ext
 from fsdp_ext import Link, Simulated, fully_shard
 from fsdp_ext.profiler.recording import Iteration, Span
-from fsdp_ext.sharding.settings import Choice, Scope, remember
+from fsdp_ext.sharding.auto import remember
+from fsdp_ext.sharding.settings import Choice, Scope
 from fsdp_ext.tuner.costs import _figures
 from fsdp_ext.tuner.race import STAGES
 from fsdp_ext.tuner.result import Tuning
@@ -202,14 +203,14 @@ def _remembered() -> None:
     root = model._unit.root
     default = in_use(model)
     chosen = Choice(12345, 3, (1, 2))
-    remember(root, chosen, memory_known=True)
+    remember(root.units, root.lanes.transport, chosen, memory_known=True)
     assert begins(**auto) == chosen
     # What fits with the size and depth that were chosen may not fit with others.
     assert begins(bucket_bytes="auto") == Choice(12345, default.prefetch)
     assert begins(bucket_bytes=77, prefetch="auto") == Choice(77, 3)
     assert begins(**auto, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)) == default
     assert begins(**auto, reshard_after_forward=True) == default
-    remember(root, chosen, memory_known=False)
+    remember(root.units, root.lanes.transport, chosen, memory_known=False)
     assert begins(**auto) == Choice(12345, 3)
 
 

@@ -9,7 +9,7 @@
 
 #include "base/check.h"
 #include "base/dtype.h"
-#include "core/layout.h"
+#include "comm/gather_by.h"
 #include "device/stream.h"
 
 namespace fsdp {

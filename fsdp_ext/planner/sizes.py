@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from fsdp_ext import _C
 from fsdp_ext.planner.units import PlannedRoot
 
@@ -93,24 +91,6 @@ class PlannedMemory:
         return of_units + buffers + self.kept_unsharded + self.gradients_in_flight
 
 
-def for_core(
-    root: PlannedRoot, number: int, layout: _C.UnitLayout
-) -> tuple[_C.UnitLayout, torch.dtype, bool, bool, float, float, int, int, int]:
-    """Return the unit's settings in the form that ``_C.plan_memory`` takes."""
-    unit = root.units[number]
-    gradients = [unit.compute_dtype(param.dtype) for param in unit.params if param.requires_grad]
-    return (
-        layout,
-        gradients[-1] if gradients else torch.float32,
-        root.settings.reshard_after_forward[number],
-        unit.settings.reshard_after_backward,
-        *unit.gradient_scales(),
-        root.parents()[number],
-        root.settings.bucket_bytes[number],
-        root.settings.max_message_bytes[number],
-    )
-
-
 def gather_by_of(transport: str, device_type: str) -> str:
     """Return how a transport gathers: Note [gather plans] in csrc/core/layout.h."""
     if transport == "simulated":
@@ -129,10 +109,10 @@ def find_buckets(
         gather_by: see :func:`gather_by_of`.
     """
     return _C.plan_memory(
-        [for_core(root, number, layout) for number, layout in enumerate(layouts)],
-        gather_by,
-        root.nesting(),
-        root.most_ahead(),
+        root.configs(layouts),
+        gather_by=gather_by,
+        nesting=root.nesting(),
+        prefetch_depth=root.most_ahead(),
     )
 
 

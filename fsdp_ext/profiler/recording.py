@@ -149,7 +149,7 @@ RawSpan = tuple[str, str, int, int, int, float, float, float, float, float, floa
 
 
 def read_iterations(raw: Sequence[tuple[int, Sequence[RawSpan]]], end: float) -> list[Iteration]:
-    """Return the iterations in the result of ``_C.Root.take_times``.
+    """Return the iterations in the result of ``_C.TorchRoot.take_times``.
 
     Iterations that an exception ended are left out.
 

@@ -34,7 +34,7 @@ class ForwardHooks:
         )
         self._post: RemovableHandle = module.register_forward_hook(_no_post_forward)
 
-    def connect(self, core: _C.Unit) -> None:
+    def connect(self, core: _C.TorchUnit) -> None:
         """Let the module call C++ directly."""
         self._set(core.pre_forward_hook(self._index), core.post_forward_hook(self._index))
 

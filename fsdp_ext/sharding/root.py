@@ -99,9 +99,9 @@ class Root(UnitTree):
 
     # - The C++ side
 
-    def _build(self) -> _C.Root:
+    def _build(self) -> _C.TorchRoot:
         """Make the C++ side for the parameters as they are now, and connect the hooks to it."""
-        core = _C.Root(
+        core = _C.TorchRoot(
             lanes=self.lanes,
             prefetch_depth=self.settings.prefetch,
             nesting=self.nesting(),
@@ -113,16 +113,9 @@ class Root(UnitTree):
             unit.build(modules[0] or "the root", names)
             for unit, modules in zip(self.units, self.module_names(), strict=True)
         ]
-        parents = self.parents()
-        for number, (unit, unit_core) in enumerate(zip(self.units, cores, strict=True)):
-            core.add_unit(
-                unit_core,
-                self.settings.reshard_after_forward[number],
-                *unit.gradient_scales(),
-                parents[number],
-                self.settings.bucket_bytes[number],
-                self.settings.max_message_bytes[number],
-            )
+        configs = self.configs([unit_core.layout for unit_core in cores])
+        for unit_core, config in zip(cores, configs, strict=True):
+            core.add_unit(unit_core, config)
         self.core = core
         for unit, unit_core in zip(self.units, cores, strict=True):
             self._configure(unit)

@@ -86,7 +86,7 @@ class Unit(ParamGroup):
         # The root.Root that runs this unit, from the first forward on. root.py imports this file,
         # so that the type cannot be named here.
         self.root: Any = None
-        self.core: _C.Unit | None = None
+        self.core: _C.TorchUnit | None = None
         self.flat_shard = torch.empty(0, dtype=torch.uint8, device=device)
         self.flat_gradient = torch.empty(0, device=device)
         for param, name in params.items():
@@ -254,7 +254,7 @@ class Unit(ParamGroup):
 
     @torch.inference_mode(False)  # the first forward may be an evaluation, and training follows
     @torch.no_grad()
-    def build(self, name: str, names: dict[nn.Parameter, str]) -> _C.Unit:
+    def build(self, name: str, names: dict[nn.Parameter, str]) -> _C.TorchUnit:
         """Make the C++ unit for the parameters as they are now.
 
         Args:
@@ -276,21 +276,18 @@ class Unit(ParamGroup):
                 "module.to_empty(device=...) and initialise them before the first forward"
             )
         layout = self.layout_for(training=True)
-        grad_dtype, reduce_dtype = self.grad_dtypes()
+        grad_dtype, _ = self.grad_dtypes()
         policy = self.settings.mp_policy
         self.flat_gradient = torch.empty(layout.grad_numel, dtype=grad_dtype, device=self.device)
-        core = _C.Unit(
-            name=name,
+        core = _C.TorchUnit(
             layout=layout,
             flat_shard=self.flat_shard,
             flat_gradient=self.flat_gradient,
             shapes=[list(param.shape) for param in self.params],
             param_dtypes=[self.compute_dtype(param.dtype) for param in self.params],
-            grad_dtype=grad_dtype,
-            reduce_dtype=reduce_dtype,
             cast_inputs=policy.param_dtype if policy.cast_forward_inputs else None,
             cast_outputs=policy.output_dtype,
-            modules=len(self.modules),
+            module_count=len(self.modules),
         )
         unsharded = [
             nn.Parameter(view, requires_grad=param.requires_grad)

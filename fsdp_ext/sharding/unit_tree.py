@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from fsdp_ext import _C
 from fsdp_ext.comm.costs import default_bucket_bytes
 from fsdp_ext.comm.link import Link
 from fsdp_ext.sharding.module_state import group_of
@@ -24,6 +25,7 @@ class UnitTree:
     """
 
     units: Sequence[ParamGroup]
+    settings: RootSettings
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
@@ -86,6 +88,32 @@ class UnitTree:
             return max([len(enclosing)] + [depth(child, enclosing) for child in module.children()])
 
         return max(1, depth(self.module, frozenset()))
+
+    def configs(self, layouts: Sequence[_C.UnitLayout]) -> list[_C.UnitConfig]:
+        """Return what the schedule needs to know of each unit.
+
+        Args:
+            layouts: of the units, for training.
+        """
+        configs = []
+        for number, (unit, layout, parent) in enumerate(
+            zip(self.units, layouts, self.parents(), strict=True)
+        ):
+            pack_scale, reduce_scale = unit.gradient_scales()
+            configs.append(
+                _C.UnitConfig(
+                    name=unit.name,
+                    layout=layout,
+                    parent=parent,
+                    reshard_after_forward=self.settings.reshard_after_forward[number],
+                    reshard_after_backward=unit.settings.reshard_after_backward,
+                    pack_scale=pack_scale,
+                    reduce_scale=reduce_scale,
+                    bucket_bytes=self.settings.bucket_bytes[number],
+                    max_message_bytes=self.settings.max_message_bytes[number],
+                )
+            )
+        return configs
 
     def resolve(self, link: Link, decision: Decision | None) -> RootSettings:
         """Return the settings that the schedule runs with.

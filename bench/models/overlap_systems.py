@@ -2,7 +2,7 @@
 
 Each system runs the same step twice over: over a simulated link, and over one that takes no time.
 Ours has a model for each, since a transport keeps its link. PyTorch's has one model, whose groups'
-link changes between steps (bench/simulated_group.py, which says what a CPU can show of it).
+link changes between steps (bench/models/simulated_group.py, which says what a CPU can show of it).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.simulated_group import NO_TIME, SimulatedGroup, simulated_group
+from bench.models.simulated_group import NO_TIME, SimulatedGroup, simulated_group
 from fsdp_ext import Link, Simulated, fully_shard
 
 OURS, FSDP2, FSDP1 = "ours", "FSDP2", "FSDP1"
