@@ -75,8 +75,8 @@ def test_who_is_left_behind_before_a_machine_slows_down_cannot_win() -> None:
     assert set(result.finalists) == {0, 1, 2}
 
 
-def test_it_is_told_how_far_the_race_is() -> None:
-    said: list[str] = []
-    race([0, 1], lambda one: [1.0], of_this_rank, always=0, say=said.append)
-    assert said[0] == "measured round 1 of 8, of 2 settings"
-    assert len(said) == sum(rounds for rounds, _ in STAGES)
+def test_a_race_reports_its_progress() -> None:
+    logged: list[str] = []
+    race([0, 1], lambda one: [1.0], of_this_rank, always=0, log=logged.append)
+    assert logged[0] == "measured round 1 of 8 with 2 settings"
+    assert len(logged) == sum(rounds for rounds, _ in STAGES)

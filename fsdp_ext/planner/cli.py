@@ -74,15 +74,29 @@ def _parser() -> argparse.ArgumentParser:
         "before it starts. This needs no process group, no GPU and no memory. Times are simulated.",
         epilog="Exit code: 0, or 1 if the plan exceeds --memory-limit, or 2 for other errors.",
     )
-    add = parser.add_argument
+    _add_model(parser.add_argument)
+    _add_settings(parser.add_argument)
+    _add_ranks_and_times(parser.add_argument)
+    parser.add_argument(
+        "--memory-limit", type=_bytes, metavar="SIZE", help="memory of each rank, such as 80GB"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the plan to this file, too"
+    )
+    return parser
+
+
+def _add_model(add: Callable[..., object]) -> None:
     add("model", metavar="MODULE:FACTORY", help="function without arguments that makes the model")
-    add("--world-size", type=int, required=True, metavar="N", help="number of ranks")
     add(
         "--units",
         default="",
         metavar="CLASS[,CLASS]",
         help="classes of the modules that become units",
     )
+
+
+def _add_settings(add: Callable[..., object]) -> None:
     add("--param-dtype", type=_dtype, metavar="DTYPE", help="dtype of compute, such as bfloat16")
     add("--reduce-dtype", type=_dtype, metavar="DTYPE", help="dtype of gradient reductions")
     add("--no-reshard-after-forward", action="store_true", help="keep units unsharded for backward")
@@ -101,6 +115,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tensors that the optimizer keeps per parameter, by default 2",
     )
+
+
+def _add_ranks_and_times(add: Callable[..., object]) -> None:
+    add("--world-size", type=int, required=True, metavar="N", help="number of ranks")
     add("--device-type", choices=["cuda", "cpu"], default="cuda")
     add(
         "--transport",
@@ -130,9 +148,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="C",
         help="share of a collective's time that compute beside it loses, 0 to 1",
     )
-    add("--memory-limit", type=_bytes, metavar="SIZE", help="memory of each rank, such as 80GB")
-    add("--json", type=Path, metavar="FILE", help="write the plan to this file, too")
-    return parser
 
 
 # - The values of arguments

@@ -151,18 +151,7 @@ def predict(
         ValueError: if a number is out of range.
     """
     slots = depth + 1 if slots is None else slots
-    if depth < 0 or slots < 1:
-        raise ValueError(
-            f"predict got depth={depth} and slots={slots}. Pass a depth of 0 or more and at least "
-            "one slot; the defaults are 1 and depth + 1."
-        )
-    if not (math.isfinite(contention) and contention >= 0):
-        raise ValueError(
-            f"predict got contention={contention!r}. Pass 0 or more; 1 means that compute stands "
-            "still while a collective runs."
-        )
-    if not (math.isfinite(launch) and launch >= 0):
-        raise ValueError(f"predict got launch={launch!r}. Pass seconds, 0 or more, such as 20e-6.")
+    _check_numbers(depth, slots, contention, launch)
     chain = [*stages] if root is None else [root, *stages]
     gather_cost, reduce_cost = link.costs()
     gathers, reductions = _Lane("gather", *gather_cost), _Lane("reduce", *reduce_cost)
@@ -185,6 +174,21 @@ def predict(
         wire=sum(lane.busy for lane in lanes),
         spans=tuple(sorted(clock.spans, key=lambda span: (span.begin, span.end))),
     )
+
+
+def _check_numbers(depth: int, slots: int, contention: float, launch: float) -> None:
+    if depth < 0 or slots < 1:
+        raise ValueError(
+            f"predict got depth={depth} and slots={slots}. Pass a depth of 0 or more and at least "
+            "one slot; the defaults are 1 and depth + 1."
+        )
+    if not (math.isfinite(contention) and contention >= 0):
+        raise ValueError(
+            f"predict got contention={contention!r}. Pass 0 or more; 1 means that compute stands "
+            "still while a collective runs."
+        )
+    if not (math.isfinite(launch) and launch >= 0):
+        raise ValueError(f"predict got launch={launch!r}. Pass seconds, 0 or more, such as 20e-6.")
 
 
 # - Time

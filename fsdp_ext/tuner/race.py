@@ -39,7 +39,7 @@ def race(
     run: Callable[[T], list[float] | None],
     slowest: Callable[[dict[T, list[float]]], dict[T, list[float]]],
     always: T,
-    say: Callable[[str], None] = lambda what: None,
+    log: Callable[[str], None] = lambda what: None,
 ) -> Result[T]:
     """Race settings against each other. All ranks call this with the same settings.
 
@@ -49,7 +49,7 @@ def race(
             ranks alike, if the setting cannot be run; the setting is then left out.
         slowest: turns the seconds of each step on this rank into those of the slowest rank.
         always: the one of ``settings`` that stays to the end.
-        say: reports progress.
+        log: reports progress.
     """
     taken: dict[T, list[float]] = {setting: [] for setting in settings}
     order = random.Random(0)
@@ -70,7 +70,7 @@ def race(
                 else:
                     taken[setting] += seconds
             number += 1
-            say(f"measured round {number} of {total} with {len(racing)} settings")
+            log(f"measured round {number} of {total} with {len(racing)} settings")
         over_ranks = slowest({setting: taken[setting] for setting in racing})
         medians |= {setting: statistics.median(of) for setting, of in over_ranks.items()}
         racing.sort(key=lambda setting: medians[setting])

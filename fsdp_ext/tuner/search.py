@@ -88,7 +88,7 @@ class Search:
         before = self._sized(self._settings.before)
         limit = round(_GROWTH * before.memory) if memory_limit is None else memory_limit
         fitting, too_large = self._fitting(limit, memory_limit is not None)
-        self._say(
+        self._log(
             f"{len(fitting)} settings fit {size(limit)}, {too_large} do not; measuring the times "
             "of units and collectives"
         )
@@ -98,7 +98,7 @@ class Search:
             measure_costs(self._root, self._step, self._settings.probe, self._probes(limit)),
         )[0]
         shortlist = self._shortlist([self._predicted(one, costs) for one in fitting])
-        self._say(f"measuring the {len(shortlist)} settings with the fastest predictions")
+        self._log(f"measuring the {len(shortlist)} settings with the fastest predictions")
         measured, finalists = self._measure([*shortlist, self._predicted(before, costs)])
         own = next(one for one in measured if one.choice == before.choice)
         allowed = [one for one in finalists if one.memory <= limit]
@@ -119,7 +119,7 @@ class Search:
             simulated=self._root.lanes.transport == "simulated",
         )
 
-    def _say(self, what: str) -> None:
+    def _log(self, what: str) -> None:
         if self._root.units[0].mesh.get_local_rank() == 0:
             _logger.info("tune: %s", what)
 
@@ -201,7 +201,7 @@ class Search:
         """
         unique = {one.choice: one for one in candidates}
         result = race(
-            list(unique), self._run, self._on_slowest, self._settings.before, say=self._say
+            list(unique), self._run, self._on_slowest, self._settings.before, log=self._log
         )
         measured = {
             choice: replace(unique[choice], measured=seconds)
@@ -230,7 +230,7 @@ class Search:
         except OutOfMemory:
             if choice == self._settings.before:
                 raise
-            self._say(f"memory ran out with {choice}, which is dropped")
+            self._log(f"memory ran out with {choice}, which is dropped")
             if self._root.units[0].device.type == "cuda":
                 torch.cuda.empty_cache()  # the cache holds buffers of other sizes
             return None
