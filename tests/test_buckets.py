@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.launcher import RanksFailed, run_ranks
+from support.matrix import exhaustive
 from test_random_programs import Program
 from torch import Tensor, nn
 
@@ -102,7 +103,7 @@ def _same_in_buckets(seed: int) -> int:
     return len(alone) - len(buckets_of(together.model))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, *exhaustive(3, 4)])
 @pytest.mark.parametrize("seed", range(PROGRAMS))
 def test_a_random_program_trains_the_same_in_buckets(seed: int, ranks: int) -> None:
     merged = run_ranks(_same_in_buckets, ranks, seed)
@@ -537,7 +538,7 @@ def _one_huge_parameter(half: bool) -> None:
 
 
 @pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, *exhaustive(3)])
 def test_one_huge_parameter_travels_by_rows(ranks: int, half: bool) -> None:
     run_ranks(_one_huge_parameter, ranks, half)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.launcher import run_ranks
+from support.matrix import exhaustive
 from torch import Tensor, nn
 
 import fsdp_ext
@@ -158,7 +159,7 @@ def _log_of_a_step() -> None:
         assert counters["unsharded_bytes"] == 0
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, *exhaustive(3)])
 def test_collectives_of_a_step_by_number_order_and_bytes(world_size: int) -> None:
     run_ranks(_log_of_a_step, world_size)
 

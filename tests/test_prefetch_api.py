@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import models
 from support.launcher import run_ranks
+from support.matrix import exhaustive
 from support.models import Stack
 from support.parity import (
     SYSTEM,
@@ -178,7 +179,7 @@ def _attributes_while_unsharded_by_hand(async_op: bool) -> None:
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, *exhaustive(3)])
 def test_unshard_gives_the_unit_its_full_parameters_and_reshard_takes_them(
     world_size: int, async_op: bool
 ) -> None:
@@ -256,6 +257,6 @@ def _class_and_parameters(with_mesh: bool) -> None:
 
 
 @pytest.mark.parametrize("with_mesh", [False, True])
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 2, *exhaustive(3)])
 def test_sharding_changes_classes_and_parameters_in_place(world_size: int, with_mesh: bool) -> None:
     run_ranks(_class_and_parameters, world_size, with_mesh)

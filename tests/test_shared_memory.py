@@ -28,6 +28,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.launcher import RanksFailed, run_ranks
+from support.matrix import exhaustive
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -104,7 +105,7 @@ def _random_collectives(count: int) -> int:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [2, 5])
+@pytest.mark.parametrize("world_size", [2, *exhaustive(5)])
 def test_random_collectives_give_no_wrong_element(world_size: int) -> None:
     assert run_ranks(_random_collectives, world_size, 1000) == [0] * world_size
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support import models
 from support.launcher import run_ranks
+from support.matrix import exhaustive
 from support.models import Stack, Transformer
 from support.parity import (
     SYSTEM,
@@ -87,7 +88,7 @@ def _state_is_that_of_the_unsharded_model(subject: str) -> None:
 
 
 @pytest.mark.parametrize("subject", list(SUBJECTS))
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, *exhaustive(3)])
 def test_names_and_values_are_those_of_the_unsharded_model(world_size: int, subject: str) -> None:
     run_ranks(_state_is_that_of_the_unsharded_model, world_size, subject)
 
@@ -226,7 +227,7 @@ def _full_state_dict() -> None:
     train_step(run, 0)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, *exhaustive(3)])
 def test_full_state_dicts_are_gathered_and_scattered_by_torch(world_size: int) -> None:
     run_ranks(_full_state_dict, world_size)
 
@@ -260,7 +261,7 @@ def _moments(run: Run) -> list[Tensor]:
     return [whole(run.optimizer.state[p]["exp_avg"]) for p in run.parameters.values()]
 
 
-@pytest.mark.parametrize("ranks", [(2, 2), (2, 3), (3, 1)])
+@pytest.mark.parametrize("ranks", [(2, 2), (2, 1), *exhaustive((2, 3), (3, 1))])
 def test_a_distributed_checkpoint_is_loaded_on_as_many_ranks_or_others(
     ranks: tuple[int, int], tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.launcher import run_ranks
+from support.matrix import exhaustive
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -91,7 +92,7 @@ def _steps(arguments: list[str], save_after: int | None) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, *exhaustive(3)])
 def test_a_resumed_run_goes_on_as_the_uninterrupted_one_did(
     ranks: int, text: Path, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ import io
 import logging
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -462,14 +463,14 @@ def _runs_out() -> tuple[list[Choice], Choice]:
             raise torch.OutOfMemoryError("out of memory")
         return taken
 
-    Trial.step = step  # type: ignore[method-assign]
     said: list[str] = []
     logger = logging.getLogger("fsdp_ext")
     logger.setLevel(logging.INFO)
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
-    result = fsdp_ext.tune(model, batch(), steps=2, memory_limit=10**9, verbose=False)
+    with mock.patch.object(Trial, "step", step):
+        result = fsdp_ext.tune(model, batch(), steps=2, memory_limit=10**9, verbose=False)
     if dist.get_rank() == 0:
         assert sum("measured round" in line for line in said) == sum(rounds for rounds, _ in STAGES)
         assert any("prefetch=" in line and "is dropped" in line for line in said)

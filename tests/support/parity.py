@@ -479,11 +479,19 @@ def check(case: Case, world_size: int) -> None:
 
 
 def each(cases: Iterable[Case]) -> pytest.MarkDecorator:
-    """Parametrizes a test over cases and their numbers of ranks, named by the facts."""
+    """Parametrize a test over cases and their numbers of ranks, named by the facts.
+
+    Cases on more than two ranks are exhaustive.
+    """
     return pytest.mark.parametrize(
         ("case", "world_size"),
         [
-            pytest.param(case, world, id=f"{case.fact}-{world} rank{'s' if world > 1 else ''}")
+            pytest.param(
+                case,
+                world,
+                id=f"{case.fact}-{world} rank{'s' if world > 1 else ''}",
+                marks=[pytest.mark.exhaustive] if world > 2 else [],
+            )
             for case in cases
             for world in case.worlds
         ],
