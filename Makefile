@@ -146,7 +146,8 @@ test-cpp: $(VENV)/.tools  ## run only the C++ tests, and check that the packer i
 check-vectorised: $(VENV)/.tools  ## show which of the packer's loops the compiler vectorised
 	$(CMAKE) -B build/cpp
 	"$(BIN)/cmake" --build build/cpp --parallel $(JOBS) --target fsdp_core
-	"$(BIN)/python" tools/check_vectorised.py csrc/pack/pack_host.cpp build/cpp
+	"$(BIN)/python" tools/check_vectorised.py build/cpp csrc/pack/pack_host.cpp \
+		csrc/comm/rank_order_sum.cpp
 
 .PHONY: sanitize sanitize-thread sanitize-address
 sanitize: sanitize-thread sanitize-address  ## run the C++ tests under the sanitizers

@@ -405,7 +405,12 @@ def _tied() -> nn.Module:
         (on_meta, {"units": nn.ModuleList}, ValueError, "has no forward"),
         (on_meta, {"link": "avian"}, ValueError, "a Link or one of h100_node, .* got 'avian'"),
         (on_meta, {"device_type": "tpu"}, ValueError, "'cuda' or 'cpu' but got 'tpu'"),
-        (on_meta, {"transport": "shared_memory"}, ValueError, "transport expects 'nccl' for ranks"),
+        (
+            on_meta,
+            {"transport": "shared_memory"},
+            ValueError,
+            "transport is 'shared_memory', but ranks on",
+        ),
         (on_meta, {"transport": Simulated(4, FAST)}, ValueError, "transport has, 4, but got"),
         (on_meta, {"prefetch": -1}, ValueError, "prefetch is -1"),
         (on_meta, {"optimizer_states": -1}, ValueError, "optimizer_states expects .* got -1"),

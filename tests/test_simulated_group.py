@@ -265,7 +265,7 @@ def test_the_link_is_the_one_that_so_many_ranks_see() -> None:
 def test_errors_say_what_to_do() -> None:
     with pytest.raises(ValueError, match="expects a rank from 0 to 3 but got 4"):
         simulated_group(4, FAST, rank=4).__enter__()
-    with pytest.raises(ValueError, match="expects at most 8 ranks"):
+    with pytest.raises(ValueError, match="figures for at most 8 ranks"):
         simulated_group(64, H100_NODE).__enter__()
     with (
         simulated_group(4, FAST),

@@ -12,10 +12,10 @@
 #include <mutex>
 #include <new>
 
-#include "comm/copy.h"
+#include "base/check.h"
+#include "base/copy.h"
 #include "comm/meeting.h"
 #include "comm/rank_order_sum.h"
-#include "base/check.h"
 #include "device/host_stream.h"
 
 namespace fsdp {

@@ -379,7 +379,7 @@ class _Program:
             yield gather
 
     def _bring(self, number: int, on_demand: bool) -> bool:
-        """Return False where no slot is free: ``Gatherer::issue``."""
+        """Return False where no slot is free: ``Gatherer::unshard``."""
         stage = self._chain[number]
         if number in self._unsharded:
             return True

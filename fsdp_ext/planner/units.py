@@ -69,7 +69,7 @@ class PlannedUnit(ParamGroup):
         self, name: str, params: Sequence[PlannedParam], world_size: int, settings: UnitSettings
     ) -> None:
         super().__init__(name, world_size, settings)
-        self.params: list[PlannedParam] = [params[place] for place in self._large_first(params)]
+        self.params: list[PlannedParam] = [params[place] for place in self._layout_order(params)]
 
     @classmethod
     def like(cls, unit: Unit, world_size: int, copies: dict[nn.Module, nn.Module]) -> PlannedUnit:
@@ -120,7 +120,7 @@ class PlannedRoot(UnitTree):
         self.settings = self.resolve(self._link, decision)
 
     def most_ahead(self) -> int:
-        """Return how many gathers are ahead at most, as ``Pipeline::plan_memory`` counts them."""
+        """Return how many gathers are ahead at most, as ``BucketSet::plan_memory`` counts them."""
         lists = [
             targets for u in self.units for targets in (u.forward_prefetch, u.backward_prefetch)
         ]
