@@ -1,4 +1,4 @@
-"""What the documents say of files, functions, notes and code: that it is so."""
+"""What the documents say about files, functions, notes and code is true."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DOCUMENTS = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
 TOLD = ROOT / "docs" / "how-fsdp-works.md"
 FIGURES = ROOT / "docs" / "figures"
 
-# A text may have one pair of brackets in it: [Note [lanes]](../csrc/core/lanes.h).
+# A link's text may contain one pair of brackets: [Note [lanes]](../csrc/core/lanes.h).
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\[\]]*\])+)\]\(([^()\s]+)\)")
 PICTURE = re.compile(r"!\[[^\]]*\]\(([^()\s]+)\)")
 NOTE = re.compile(r"Note \[[^\]]+\]")
@@ -67,7 +67,7 @@ def defines(source: str, name: str, is_python: bool) -> bool:
     """
     owner, _, last = name.replace("::", ".").rpartition(".")
     if is_python:
-        # What comes before a dot may be an instance, as in prof.report().
+        # The part before a dot may be an instance, as in prof.report().
         is_class = re.search(rf"^class {owner}\b", source, re.MULTILINE) if owner else None
         if owner and owner[0].isupper() and not is_class:
             return False
@@ -168,8 +168,8 @@ def blocks_of(document: Path) -> list[tuple[str, str]]:
 
 
 def _run_blocks() -> list[str]:
-    """Run the blocks one after the other, as a reader would; return what each printed."""
-    dist.destroy_process_group()  # a reader has none; the simulated transport makes its own
+    """Run the blocks one after the other, as a reader would. Return what each printed."""
+    dist.destroy_process_group()  # a reader has none, and the simulated transport makes its own
     warnings.simplefilter("ignore")
     namespace: dict[str, Any] = {}
     printed = []
@@ -178,7 +178,7 @@ def _run_blocks() -> list[str]:
         with contextlib.redirect_stdout(output):
             exec(compile(code, f"{TOLD.name}, block {number}", "exec"), namespace)
         printed.append(output.getvalue())
-    dist.barrier()  # the launcher's end destroys the group that is there
+    dist.barrier()  # the launcher will destroy the group that is there
     return printed
 
 

@@ -1,7 +1,7 @@
 """All ways to gather give the same numbers: see Note [gather plans] in csrc/core/layout.h.
 
-Of the host's transports shared memory gathers each parameter by itself and a process group packs
-them. None launches a group as one; here the process group says that it does.
+Shared memory gathers each parameter by itself, and a process group packs them. No transport of the
+host launches several gathers as one group, so here the process group pretends to.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""State dicts have the unsharded model's names and hold sharded DTensors; they come and go."""
+"""State dicts have the unsharded model's names and sharded DTensors, and can be loaded again."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _state_while_unsharded() -> None:
     state = run.model.state_dict()
     assert all(isinstance(tensor, DTensor) for tensor in state.values())
     assert_same("state dict of an unsharded model", expected, gathered(state))
-    run.backward(run.loss(0))  # and the model still runs
+    run.backward(run.loss(0))  # the model still runs
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -125,7 +125,7 @@ def test_a_state_dict_has_what_the_optimizer_made_of_the_parameters() -> None:
 
 
 def go_back(assign: bool, run: Run, step: int) -> tuple[Tensor, ...]:
-    """Every fourth step is taken twice: a state is saved before it and loaded after it."""
+    """Take every fourth step twice: save a state before it, load it afterwards."""
     if step % 4 == 1:
         state = copied(run.model.state_dict())
         optimizer = torch.optim.SGD(run.parameters.values(), lr=0.1)

@@ -1,4 +1,4 @@
-"""The main job: it learns, resumes at any number of ranks, and says what is wrong with options."""
+"""The example learns, resumes on any number of ranks, and explains wrong options."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ STEPS = 6
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """A corpus with an order to learn: the byte frequencies alone know nothing of it."""
+    """Return a corpus with an order to learn, which byte frequencies alone cannot predict."""
     path = tmp_path / "text"
     path.write_text("".join(f"line {i % 10} of some text that repeats\n" for i in range(400)))
     return path
 
 
 def run_script(arguments: list[str], ranks: int, expect: int = 0) -> str:
-    """Run the example as a user does; return what it printed, errors included."""
+    """Run the example as a user does. Return what it printed, errors included."""
     command = [sys.executable]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -80,7 +80,7 @@ def test_it_learns_saves_plots_and_goes_on_with_one_rank_less(text: Path, tmp_pa
 
 
 def _steps(arguments: list[str], save_after: int | None) -> list[float]:
-    """The loss of each step up to the last; saves a checkpoint on the way."""
+    """Return the loss of each step up to the last. Save a checkpoint on the way."""
     options = parse_arguments("", arguments)
     run = train_gpt.prepare(options, torch.device("cpu"))
     losses = []
@@ -103,7 +103,7 @@ def test_a_resumed_run_goes_on_as_the_uninterrupted_one_did(
     assert len(rest) == STEPS - STEPS // 2 + 1
     if ranks == 2:
         assert rest == whole[STEPS // 2 :]
-    # The mean over ranks is a sum in another order.
+    # The mean over another number of ranks sums in another order.
     torch.testing.assert_close(
         torch.tensor(rest), torch.tensor(whole[STEPS // 2 :]), rtol=1e-4, atol=1e-5
     )

@@ -1,4 +1,4 @@
-"""``fsdp_ext.tune``: what it measures, chooses, applies and leaves alone; never how fast it is."""
+"""``fsdp_ext.tune`` measures, chooses and applies settings, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -89,11 +89,11 @@ def _applies() -> None:
     assert in_use(model) == result.chosen.choice
     assert result.chosen in result.measured
     assert result.before in result.measured
-    assert result.chosen.choice.kept == ()  # nobody said how much memory there is
+    assert result.chosen.choice.kept == ()  # no memory limit was given
     assert result.considered > 20
     assert result.costs.link == LINK
     assert all(forward > 0 and backward > 0 for forward, backward in result.costs.compute[1:])
-    # What runs is what was planned.
+    # The next step runs as planned.
     model(batch()).sum().backward()
     model(batch()).sum().backward()
     core = model._unit.root.core
@@ -110,7 +110,7 @@ def test_what_is_chosen_is_applied_and_nothing_else_changes() -> None:
 
 
 def _measured_fastest() -> None:
-    """A link that is so slow that what it takes is all there is."""
+    """Tune on a link so slow that only latency matters."""
     dist.destroy_process_group()
     model = make(Simulated(8, Link("slow", alpha=5e-3, beta=1e12)), bucket_bytes="auto")
     result = tuned(model)
@@ -126,14 +126,14 @@ def test_where_latency_is_all_few_buckets_are_chosen() -> None:
 
 def _within_memory() -> None:
     dist.destroy_process_group()
-    # Reductions as slow as gathers would hide them.
+    # Reductions as slow as gathers would overlap them.
     slow = Link("slow", alpha=5e-3, beta=1e12, reduce_alpha=1e-6)
     model = make(Simulated(8, slow), bucket_bytes=0, prefetch=1)
     memory = tuned(model).chosen.memory
     model = make(Simulated(8, slow), bucket_bytes=0, prefetch=1)
     plenty = tuned(model, memory_limit=10 * memory)
     assert in_use(model) == plenty.chosen.choice
-    assert len(plenty.chosen.choice.kept) > 0  # gathers in backward would show
+    assert len(plenty.chosen.choice.kept) > 0  # otherwise gathers in backward would be exposed
     model = make(Simulated(8, slow), bucket_bytes=0, prefetch=1)
     tight = tuned(model, memory_limit=memory)
     assert tight.chosen.memory <= memory
@@ -179,9 +179,9 @@ def _auto() -> None:
     second = make(transport, **auto)
     second(batch())
     assert in_use(second) == chosen
-    assert in_use(make_and_run(transport.link)) == default  # that did not ask for it
+    assert in_use(make_and_run(transport.link)) == default  # it did not ask for "auto"
     next(first.parameters()).requires_grad_(False)
-    first(batch())  # made anew, it stays as chosen
+    first(batch())  # the root is built again and keeps the choice
     assert in_use(first) == chosen
 
 
@@ -206,7 +206,7 @@ def _remembered() -> None:
     chosen = Choice(12345, 3, (1, 2))
     remember(root.units, root.lanes.transport, chosen, memory_known=True)
     assert begins(**auto) == chosen
-    # What fits with the size and depth that were chosen may not fit with others.
+    # Units that stay unsharded may not fit in memory with other sizes and depths.
     assert begins(bucket_bytes="auto") == Choice(12345, default.prefetch)
     assert begins(bucket_bytes=77, prefetch="auto") == Choice(77, 3)
     assert begins(**auto, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)) == default
@@ -291,7 +291,7 @@ def test_what_hooks_train_and_forward_assigns_is_put_back(fails: bool) -> None:
 
 
 class Steps:
-    """What each step of a trial ran with, by standing in for it."""
+    """Records the memory and buckets of each step of a trial."""
 
     def __init__(self, model: Any) -> None:
         self.memory: list[int] = []
@@ -321,7 +321,7 @@ def _within_the_limit() -> None:
     memory = fsdp_ext.plan(model).memory
     with Steps(model) as steps:
         result = tuned(model, memory_limit=memory.peak)
-    # Larger buckets reduce as much at least as units by themselves, so this is what slots may take.
+    # Larger buckets need at least as much to reduce, so this is the limit for slots.
     assert max(steps.memory) <= memory.ring + memory.staging + memory.kept_unsharded
     assert all(one.memory <= memory.peak for one in result.measured)
     result = tuned(make(Simulated(8, Link("fast", alpha=1e-9, beta=1e12))))
@@ -339,7 +339,7 @@ def _probes_are_of_their_own() -> None:
     model = make(Simulated(8, LINK), bucket_bytes=10**9)
     with Steps(model) as steps:
         result = tuned(model)
-    assert steps.buckets[0] == LAYERS + 1  # each unit by itself, first
+    assert steps.buckets[0] == LAYERS + 1  # each unit is first measured by itself
     assert 1 < len(set(steps.buckets)) <= 3
     assert steps.buckets[-1] == result.chosen.buckets < LAYERS
     assert all(forward > 0 < backward for forward, backward in result.costs.compute[1:])
@@ -409,14 +409,14 @@ def _trained(model: Any) -> list[Tensor]:
 def test_ranks_choose_the_same_and_train_as_without() -> None:
     (choice, parameters, printed), (other, _, silent) = run_ranks(_on_ranks, 2)
     assert choice == other
-    assert printed.count("settings were considered") == 2  # once by itself
+    assert printed.count("settings were considered") == 2  # printed once by tune itself
     assert silent.count("settings were considered") == 1
     for got, want in zip(parameters, run_ranks(_without, 2)[0], strict=True):
         assert torch.equal(got, want)
 
 
 def _differ() -> tuple[Choice, bool, list[str]]:
-    """What one rank alone does wrong, and what it has less of."""
+    """Differ in memory and in arguments from the other rank."""
     rank = dist.get_rank()
     model = make(bucket_bytes=0)
     limit = fsdp_ext.plan(model).memory.peak
