@@ -268,7 +268,7 @@ def test_without_shared_memory_the_process_group_takes_over() -> None:
     for answer in run_ranks(_without_memory, 2, None, fresh=True):
         assert answer.startswith("process_group")
         assert "fsdp_ext uses the process group's own collectives" in answer
-        assert "rank 1: shared memory expects to reserve" in answer
+        assert "rank 1: Shared memory could not reserve" in answer
 
 
 def test_shared_memory_asked_for_by_name_is_had_or_an_error() -> None:
