@@ -205,7 +205,8 @@ TEST(CudaGraphs, ACaptureOfLessThanAStepIsRefused) {
       rank.backward(calls, 1.0F);
       ADD_FAILURE() << "nothing was thrown";
     } catch (const Error& error) {
-      EXPECT_NE(std::string(error.what()).find("capture expects a whole step"), std::string::npos)
+      EXPECT_NE(std::string(error.what()).find("capture must contain whole steps"),
+                std::string::npos)
           << error.what();
     }
     try {
