@@ -1,29 +1,29 @@
-"""Benchmarks: one file for one question, all on one harness. `python -m bench` lists them.
+"""Benchmarks, one file for each question. `python -m bench` lists them.
 
-A benchmark is a module of this package with
+A benchmark is a module directly in this package. It has
 
     measure(args, keep)     measures, and calls keep(row) as soon as a row (a dict) is known
-    show(rows)              prints the tables; rows may be the first few alone
+    show(rows)              prints the tables; an interrupted run has only the first rows
 
-and, where there is something to say,
+and it may have
 
     add_arguments(parser)   options of its own
-    plot(rows, path)        draws a picture (`bench.output.picture`)
-    fault(rows)             a sentence that says why the run has failed, or None
-    RANKS                   how many ranks it runs on by default; --ranks asks for others
-    RANKS_OF_ALL            on how many ranks `all` runs it, one after another
-    DEVICES                 what --device may be, by default ("cpu", "cuda")
-    TITLE                   what its JSON is called, by default the module's name
+    plot(rows, path)        draws a picture (`bench.harness.output.picture`)
+    fault(rows)             returns a sentence that says why the run has failed, or None
+    RANKS                   the default number of ranks; --ranks asks for another one
+    RANKS_OF_ALL            the numbers of ranks on which `all` runs it, one after another
+    DEVICES                 the choices of --device, by default ("cpu", "cuda")
+    TITLE                   the benchmark's name in its JSON, by default the module's name
 
-Its docstring's first line is the question; the rest is the method and what the columns mean.
-Everything else is shared: `harness` (options, what is kept, how a run ends), `ranks` (starting and
-ending them), `timing` (turns, warm-up, caches, spread), `output` (tables, JSON, pictures).
+The first line of its docstring is the question. The rest explains the method and the columns.
+`bench.harness` has what all benchmarks share, `bench.models` the models and systems that they
+measure. A benchmark may import both, and fsdp_ext, but no other benchmark. Start with `pack`.
 """
 
 import sys
 from pathlib import Path
 
-# `python -m` puts the checkout first, whose fsdp_ext may be unbuilt, or built for another torch.
-# It goes behind what is installed, as it is for scripts in other directories.
+# `python -m` puts the checkout first on the path, and its fsdp_ext may be unbuilt, or built for
+# another torch. So the checkout goes to the end, behind the installed packages.
 if sys.path[0] in ("", str(Path(__file__).resolve().parents[1])):
     sys.path.append(sys.path.pop(0))

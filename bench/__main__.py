@@ -1,4 +1,4 @@
-"""`python -m bench NAME [options]` runs a benchmark, `all` all of them; without a name: a list."""
+"""`python -m bench NAME` runs a benchmark, `all` runs all of them, and no name lists them."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from pathlib import Path
 from types import ModuleType
 
 PACKAGE = Path(__file__).resolve().parent
-WHAT_ONE_HAS = {"measure", "show"}
+REQUIRED = {"measure", "show"}  # functions of a benchmark
 
 
 def benchmarks() -> dict[str, str]:
-    """Return the first line of each benchmark's docstring by name.
+    """Return the first line of each benchmark's docstring, by name.
 
-    Nothing is imported for it, so that a list takes no time.
+    It reads the files and imports nothing, so that the list appears at once.
     """
     found = {}
     for file in sorted(PACKAGE.glob("*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8"))
         functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-        if functions >= WHAT_ONE_HAS:
+        if functions >= REQUIRED:
             found[file.stem] = (ast.get_docstring(tree) or "").partition("\n")[0]
     return found
 
 
 def show_list(found: dict[str, str]) -> None:
-    """Print what there is to run."""
+    """Print the list of benchmarks."""
     width = max(len(name) for name in found)
     print("python -m bench NAME [--quick] [--json FILE] [--plot FILE] [--device cpu]\n")
     for name, line in found.items():
         print(f"{name:<{width}}  {line}")
-    print(f"{'all':<{width}}  One after another; --json and --plot name directories.")
-    print("\npython -m bench NAME --help says how it measures, and what its columns mean.")
+    print(f"{'all':<{width}}  Run all, one after another; --json and --plot name directories.")
+    print("\npython -m bench NAME --help explains the method and the columns.")
 
 
 def load(name: str) -> ModuleType:
@@ -46,17 +46,19 @@ def load(name: str) -> ModuleType:
 
 
 def run_all(found: dict[str, str], arguments: Sequence[str]) -> int:
-    """Run each in a process of its own, whatever becomes of the others; return the worst code."""
-    from bench import harness, output, ranks
+    """Run each benchmark in its own process, even after failures; return the worst exit code."""
+    from bench.harness import options, output, ranks
 
-    parser = harness.Parser(prog="python -m bench all", description="Run all benchmarks.")
-    harness.add_common_arguments(parser, "DIR")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="only those that can run there")
+    parser = options.Parser(prog="python -m bench all", description="Run all benchmarks.")
+    options.add_common_arguments(parser, "DIR")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], help="run only benchmarks of this device"
+    )
     args = parser.parse_args(arguments)
     for option in ("json", "plot"):
         directory = getattr(args, option)
         if directory and not Path(directory).is_dir():
-            parser.error(f"--{option} expects a directory but {directory} is none; make it first")
+            parser.error(f"--{option} needs a directory and got {directory}; make it first")
     if args.plot and (fault := output.fault_of_picture(os.path.join(args.plot, "all.png"))):
         parser.error(f"--plot {fault}")
     ranks.register(ranks.stop_children)
@@ -64,7 +66,7 @@ def run_all(found: dict[str, str], arguments: Sequence[str]) -> int:
     for name in found:
         module = load(name)
         if args.device and args.device not in getattr(module, "DEVICES", ("cpu", "cuda")):
-            print(f"{name}: not run: not a benchmark of {args.device}\n", flush=True)
+            print(f"{name}: not run, since it cannot use {args.device}\n", flush=True)
             continue
         for count in getattr(module, "RANKS_OF_ALL", (None,)):
             code = ranks.Child(command_of(name, module, args, count)).wait()
@@ -78,7 +80,7 @@ def run_all(found: dict[str, str], arguments: Sequence[str]) -> int:
 def command_of(
     name: str, module: ModuleType, args: argparse.Namespace, count: int | None
 ) -> list[str]:
-    """Return how `all` runs a benchmark, on `count` ranks if that is said."""
+    """Return the command by which `all` runs a benchmark, on `count` ranks if given."""
     command = [sys.executable, "-m", "bench", name]
     stem = name
     if count is not None:
@@ -96,24 +98,28 @@ def command_of(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run what is asked for; return the exit code."""
+    """Run one benchmark, or all; return the exit code."""
     found = benchmarks()
     if not arguments or arguments[0] in ("-h", "--help"):
         show_list(found)
         return 0
     name = arguments[0]
-    # While torch is imported; from then on `ranks.register` has it. An exception may be swallowed.
+    # These handlers are for the import of torch; `ranks.register` replaces them later. They end the
+    # process themselves, since the import might swallow an exception.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: os._exit(130))
     if name == "all":
         return run_all(found, arguments[1:])
     if name not in found:
         names = ", ".join(found)
-        print(f"python -m bench: there is no benchmark {name!r}, only {names}", file=sys.stderr)
+        print(
+            f"python -m bench: there is no benchmark {name!r}; choose one of {names}",
+            file=sys.stderr,
+        )
         return 2
-    from bench import harness
+    from bench.harness import runner
 
-    return harness.run(name, load(name), arguments[1:])
+    return runner.run(name, load(name), arguments[1:])
 
 
 if __name__ == "__main__":

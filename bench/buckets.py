@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.harness import Keep
-from bench.output import picture, print_table
-from bench.simulated_group import NO_TIME
+from bench.harness.output import picture, print_table
+from bench.harness.runner import Keep
+from bench.models.simulated_group import NO_TIME
 from fsdp_ext import Link, MixedPrecisionPolicy, Simulated, fully_shard, profile
 from fsdp_ext.planner.schedule import Stage, predict
 from fsdp_ext.profiler.recording import WIRES

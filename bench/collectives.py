@@ -27,10 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench import ranks
-from bench.harness import Keep
-from bench.output import picture, print_table
-from bench.timing import operands_in_rotation
+from bench.harness import ranks
+from bench.harness.output import picture, print_table
+from bench.harness.runner import Keep
+from bench.harness.timing import operands_in_rotation
 from fsdp_ext import _C
 from fsdp_ext.comm.lanes import lanes_of
 

@@ -1,15 +1,18 @@
 """How much host time does sharding add to a step, for each unit?
 
-On the CPU the process group is "fake": collectives take no time and bring nothing, so what is left
-is what the host does. On a GPU it is NCCL with one rank, and what is timed is the host alone,
-issuing an iteration to a GPU that is idle when it begins. Layers are tiny for the same reason. Host
-overhead is the iteration time (forward and backward) sharded, less the unsharded one right before
-it, by the number of units: the median over repeats and their interquartile range. One thread; all
-systems in turns in this process.
+Host overhead is the time of a sharded iteration (forward and backward), minus the time of an
+unsharded iteration right before it, divided by the number of units. The table has the median over
+repeats and the quartiles. All systems take turns in this process, with one thread. Layers are tiny,
+so that their compute does not hide the overhead.
 
-Rows "ledger" say what fsdp_ext.profile adds to a unit, which does not depend on its parameters: it
-is measured on units of two, whose steps take so little that it shows, and given as part of what
-such a unit takes and of what one of 16 does, the table's smallest.
+On the CPU the process group is "fake": collectives take no time and move no data, so only the
+host's work is left. On a GPU it is NCCL with one rank. There the benchmark times the host alone,
+which issues an iteration to an idle GPU.
+
+The lines "ledger" say what fsdp_ext.profile adds to each unit while it records. This does not
+depend on the unit's parameters. It is measured on units of two parameters, whose steps are short
+enough to show it, and compared with the overhead of such a unit and of a unit of 16 parameters.
+A figure whose quartiles include zero is shown as "not distinguishable from zero".
 """
 
 from __future__ import annotations
@@ -30,18 +33,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from bench.harness import Keep
-from bench.output import picture, print_table
-from bench.timing import Timing, as_microseconds
+from bench.harness.output import picture, print_table
+from bench.harness.runner import Keep
+from bench.harness.timing import INDISTINCT, Timing, as_microseconds, includes_zero
 
 WORLD_SIZE = 8
 UNITS = 24
 WIDTH = 8
 BATCH = 2
-# The ledger's: layers a unit and units, iterations that it keeps, as fsdp_ext.profile does, and
-# those of a block that count after as many.
-LEDGER_LAYERS, LEDGER_UNITS = 1, 96
-KEPT, BLOCK = 64, 20
+LEDGER_LAYERS, LEDGER_UNITS = 1, 96  # of the model that measures the ledger: layers a unit, units
+KEPT = 64  # iterations that the ledger keeps, as fsdp_ext.profile does by default
+BLOCK = 20  # iterations of a block that count, after KEPT that do not
 
 
 def make_model(layers: int, units: int) -> nn.Sequential:
@@ -52,7 +54,7 @@ def make_model(layers: int, units: int) -> nn.Sequential:
 
 
 def shard_ours(model: nn.Sequential, buckets: int | None = None) -> nn.Module:
-    """Shard each sequence and the whole with fsdp_ext, in so many buckets or each by itself."""
+    """Shard each sequence and the whole with fsdp_ext; None: each unit is a bucket by itself."""
     from fsdp_ext import fully_shard
 
     sharded: list[Any] = [fully_shard(unit) for unit in model]
@@ -90,51 +92,54 @@ SYSTEMS: dict[str, Callable[[nn.Sequential], nn.Module]] = {
 }
 
 
+def timed(model: nn.Module, batch: torch.Tensor) -> float:
+    """Run one iteration; return the seconds of forward and backward on the host."""
+    start = time.perf_counter()
+    model(batch).sum().backward()
+    taken = time.perf_counter() - start
+    model.zero_grad()  # otherwise the next iteration would accumulate gradients
+    if batch.device.type == "cuda":
+        torch.cuda.synchronize()
+    return taken
+
+
+def build_systems(
+    layers: int, units: int, batch: torch.Tensor
+) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """Return the sharded models by system, and the errors of systems that cannot run here."""
+    models: dict[str, nn.Module] = {}
+    errors = {}
+    for name, shard in SYSTEMS.items():
+        try:
+            model = shard(make_model(layers, units).to(batch.device))
+            timed(model, batch)
+            models[name] = model
+        except Exception as error:  # a system that cannot run here is listed with its error
+            traceback.print_exc()
+            errors[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    gc.collect()
+    return models, errors
+
+
 def measure_size(
     layers: int, units: int, repeats: int, device: torch.device
 ) -> list[dict[str, Any]]:
     """Return a row for each system: its overhead a unit, and the ratio to FSDP2's."""
     batch = torch.randn(BATCH, WIDTH, device=device)
-
-    def new_model() -> nn.Sequential:
-        return make_model(layers, units).to(device)
-
-    def iteration(model: nn.Module) -> None:
-        model(batch).sum().backward()
-
-    def timed(model: nn.Module) -> float:
-        start = time.perf_counter()
-        iteration(model)
-        taken = time.perf_counter() - start
-        # As an optimizer's zero_grad does; the next step would add to the gradients otherwise.
-        model.zero_grad()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return taken
-
-    models: dict[str, nn.Module] = {"unsharded": new_model()}
-    errors = {}
-    for name, shard in SYSTEMS.items():
-        try:
-            model = shard(new_model())
-            iteration(model)
-            models[name] = model
-        except Exception as error:  # a peer that cannot run here is listed with its own error
-            traceback.print_exc()
-            errors[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-    gc.collect()
-    unsharded = models.pop("unsharded")
-    for model in models.values():  # each after an unsharded one, so that all find the same caches
+    unsharded = make_model(layers, units).to(device)
+    models, errors = build_systems(layers, units, batch)
+    for model in models.values():
         for _ in range(5):
-            iteration(unsharded)
-            iteration(model)
+            timed(unsharded, batch)
+            timed(model, batch)
     order = random.Random(0)
     seconds: dict[str, list[float]] = {name: [] for name in models}
     added: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(repeats):
         for name in order.sample(list(models), len(models)):
-            before = timed(unsharded)
-            seconds[name].append(timed(models[name]))
+            # An unsharded iteration before each one leaves the same caches to all systems.
+            before = timed(unsharded, batch)
+            seconds[name].append(timed(models[name], batch))
             added[name].append((seconds[name][-1] - before) / units)
     overhead = {name: Timing.of(times) for name, times in added.items()}
     rows = []
@@ -157,32 +162,23 @@ def measure_ledger(
 ) -> dict[str, Any]:
     """Return what fsdp_ext.profile adds to a unit's host overhead while it records.
 
-    Blocks of iterations with and without it take turns on one model; a pair of blocks gives one
-    difference, of their first quartiles, which what else the machine does changes least. The first
-    iterations of each block, in which buffers are made, or caches filled, do not count.
+    Blocks of iterations with and without the ledger take turns on one model. A pair of blocks gives
+    one difference, that of their first quartiles, since other load on the machine changes these
+    least. The first iterations of each block allocate buffers and fill caches, and do not count.
 
     Args:
         name: the system.
         repeats: pairs of blocks.
-        overhead_us: of a larger unit, in microseconds, for the ratio.
-        device: what the model is on.
+        overhead_us: the overhead of a unit of 16 parameters, in microseconds, for the ratio.
+        device: where the model is.
     """
     batch = torch.randn(BATCH, WIDTH, device=device)
     unsharded = make_model(LEDGER_LAYERS, LEDGER_UNITS).to(device)
     sharded: Any = SYSTEMS[name](make_model(LEDGER_LAYERS, LEDGER_UNITS).to(device))
 
     def block(model: nn.Module) -> float:
-        seconds = []
-        for i in range(KEPT + BLOCK):
-            start = time.perf_counter()
-            model(batch).sum().backward()
-            taken = time.perf_counter() - start
-            model.zero_grad()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            if i >= KEPT:
-                seconds.append(taken)
-        return Timing.of(seconds).low / LEDGER_UNITS
+        seconds = [timed(model, batch) for _ in range(KEPT + BLOCK)]
+        return Timing.of(seconds[KEPT:]).low / LEDGER_UNITS
 
     block(sharded)
     core = sharded._unit.root.core
@@ -213,14 +209,14 @@ def measure_ledger(
 
 
 def measure(args: argparse.Namespace, keep: Keep) -> None:
-    """Measure many small units, then fewer with more parameters each, and what the ledger adds."""
+    """Measure many small units, fewer units with more parameters each, and the ledger."""
     device = torch.device(args.device)
     if device.type == "cuda":
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
     repeats = 12 if args.quick else 60
-    several = 2 * repeats  # the larger a unit, the more its own compute varies
+    several = 2 * repeats  # the compute of larger units varies more, so they need more repeats
     without: dict[str, float] = {}
     for layers, units, count in [(8, UNITS, 4 * repeats), (50, 6, several), (200, 6, several)]:
         for row in measure_size(layers, units, count, device):
@@ -241,43 +237,50 @@ def show(rows: list[dict[str, Any]]) -> None:
         if "error" in row:
             table.append([row["system"], str(row["parameters_per_unit"]), row["error"], "", ""])
             continue
-        ratio = row.get("ratio_to_fsdp2")
-        times = "" if ratio is None else f"{ratio:.2f}"
-        if ratio is not None and 0 < ratio < 0.5:
-            times = f"1/{1 / ratio:.0f}"
-        table.append(
-            [
-                row["system"],
-                str(row["parameters_per_unit"]),
-                f"{row['overhead_us']['median']:,.0f}",
-                f"{row['overhead_us']['low']:,.0f} to {row['overhead_us']['high']:,.0f}",
-                times,
-            ]
-        )
+        table.append([row["system"], str(row["parameters_per_unit"]), *cells_of(row)])
     on_gpu = rows[0]["device"] == "cuda"
     group = "NCCL with one rank" if on_gpu else f"fake process group of {WORLD_SIZE}"
     print(f"host overhead, {group}, host time alone, one thread")
     print_table(["system", "parameters/unit", "us/unit", "quartiles", "of FSDP2"], table)
     for row in rows:
         if "added_us" in row:
-            added = row["added_us"]
-            print(
-                f"{row['system']}: adds {added['median']:.2f} us a unit (quartiles of pairs "
-                f"{added['low']:.2f} to {added['high']:.2f}): "
-                f"{row['of_overhead_of_16_parameters']:.1%} of the "
-                f"{row['overhead_us_of_16_parameters']:.1f} of a unit of 16 parameters, "
-                f"{row['of_overhead']:.1%} of the {row['overhead_us_without']:.1f} of one of 2"
-            )
+            print(ledger_line(row))
+
+
+def cells_of(row: dict[str, Any]) -> list[str]:
+    """Return a system's overhead, its quartiles, and its ratio to FSDP2's."""
+    overhead, ratio = row["overhead_us"], row.get("ratio_to_fsdp2")
+    quartiles = f"{overhead['low']:,.0f} to {overhead['high']:,.0f}"
+    if includes_zero(overhead):
+        return [INDISTINCT, quartiles, ""]
+    times = "" if ratio is None else f"{ratio:.2f}"
+    if ratio is not None and 0 < ratio < 0.5:
+        times = f"1/{1 / ratio:.0f}"
+    return [f"{overhead['median']:,.0f}", quartiles, times]
+
+
+def ledger_line(row: dict[str, Any]) -> str:
+    """Return what the ledger adds to a unit, in a sentence."""
+    added = row["added_us"]
+    quartiles = f"quartiles of pairs {added['low']:.2f} to {added['high']:.2f} us"
+    if includes_zero(added):
+        return f"{row['system']}: what it adds to a unit is {INDISTINCT} ({quartiles})"
+    return (
+        f"{row['system']}: adds {added['median']:.2f} us to a unit ({quartiles}): "
+        f"{row['of_overhead_of_16_parameters']:.1%} of the "
+        f"{row['overhead_us_of_16_parameters']:.1f} us of a unit of 16 parameters, "
+        f"{row['of_overhead']:.1%} of the {row['overhead_us_without']:.1f} us of a unit of 2"
+    )
 
 
 def fault(rows: list[dict[str, Any]]) -> str | None:
-    """Return what is said if ours could not run."""
+    """Return why the run failed: ours could not run."""
     failed = [row["error"] for row in rows if row["system"] == "ours" and "error" in row]
     return f"ours failed: {failed[0]}" if failed else None
 
 
 def plot(rows: list[dict[str, Any]], path: str) -> None:
-    """Draw what a unit costs over how many parameters it has."""
+    """Draw the overhead of a unit over the number of its parameters."""
     points: dict[str, list[tuple[int, float, float, float]]] = {}
     for row in rows:
         if "overhead_us" in row:
@@ -289,7 +292,7 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
             parameters, medians, low, high = zip(*line, strict=True)
             axes.plot(parameters, medians, marker="o", label=name)
             axes.fill_between(parameters, low, high, alpha=0.2)
-        # What is within the noise may be less than nothing, which a logarithm does not show.
+        # A figure within the noise may be negative, which a plain logarithm cannot show.
         axes.set_yscale("symlog", linthresh=10)
         axes.set(xlabel="parameters in a unit", ylabel="us a unit")
         axes.legend()

@@ -33,20 +33,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench import ranks
-from bench.harness import Keep, positive
-from bench.output import picture, print_table
-from bench.training import LARGE, MEDIUM, MORE, SMALL, SYSTEMS, GPTConfig, Training
+from bench.harness import ranks
+from bench.harness.options import positive
+from bench.harness.output import picture, print_table
+from bench.harness.runner import Keep
+from bench.models.training import LARGE, MEDIUM, SMALL, SYSTEMS, GPTConfig, Training
 
 STEPS = 10
 SETTLED = 3  # steps after which every allocation was made before
 MB = 10**6
-TRAINED = {
-    "ours": SYSTEMS["ours"],
-    "FSDP2": SYSTEMS["FSDP2"],
-    "FSDP2, defaults": MORE["FSDP2, defaults"],
-    "FSDP1": SYSTEMS["FSDP1"],
-}
+TRAINED = {name: SYSTEMS[name] for name in ("ours", "FSDP2", "FSDP2, defaults", "FSDP1")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

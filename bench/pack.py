@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from bench.harness import Keep
-from bench.output import picture, print_table
-from bench.timing import (
+from bench.harness.output import picture, print_table
+from bench.harness.runner import Keep
+from bench.harness.timing import (
     Rotation,
     Timing,
     as_microseconds,

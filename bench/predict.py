@@ -29,10 +29,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_ext
-from bench import ranks
-from bench.harness import Keep
-from bench.output import bars, picture, print_table
-from bench.training import GPT, Block, GPTConfig
+from bench.harness import ranks
+from bench.harness.output import bars, picture, print_table
+from bench.harness.runner import Keep
+from bench.models.training import GPT, Block, GPTConfig
 from fsdp_ext import fully_shard
 from fsdp_ext.comm.lanes import lanes_of
 from fsdp_ext.comm.link import Link

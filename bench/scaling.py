@@ -2,9 +2,9 @@
 
 Nothing is measured here: all figures but those marked published are simulated. A step's compute is
 its FLOPs over a rate; its communication is what rings over published networks take; how both
-overlap is planner.schedule's to say, one unit a layer (bench/step_model.py has the formulas,
-bench/published.py the sources). One figure of each GPU and its software is fitted, the part of the
-peak that it reaches while it computes, on one measurement of a single node; the second table
+overlap is planner.schedule's to say, one unit a layer (bench/models/step_model.py has the formulas,
+bench/models/published.py the sources). One figure of each GPU and its software is fitted, the part
+of the peak that it reaches while it computes, on one measurement of a single node; the second table
 compares with measurements that had no part in that, the third what more GPUs did there and here.
 What is assumed is printed above the tables.
 """
@@ -15,9 +15,10 @@ import argparse
 import statistics
 from typing import Any
 
-from bench.harness import Keep, positive
-from bench.output import picture, print_table
-from bench.published import (
+from bench.harness.options import positive
+from bench.harness.output import picture, print_table
+from bench.harness.runner import Keep
+from bench.models.published import (
     FULL,
     H100,
     H100_400G,
@@ -29,7 +30,7 @@ from bench.published import (
     Measurement,
     Stack,
 )
-from bench.step_model import (
+from bench.models.step_model import (
     ASSUMPTIONS,
     Step,
     fitted,

@@ -1,19 +1,20 @@
-"""What does a training step of a transformer take with each system: time, memory, host time?
+"""How long does a training step of a transformer take with each system, and how much memory?
 
-On one GPU 1.0 B parameters, bf16 computation, fp32 parameters and AdamW, world size 1 over NCCL:
-each system is built, warmed up, timed and freed, in two rounds, and what is shown is the median
-over both. "host" is how long the host takes to issue a step to an idle GPU.
+One GPU (one rank over NCCL) trains 1.0 B parameters with bf16 computation, fp32 parameters and
+AdamW. Each system is built, warmed up, timed and freed, in two rounds. The table shows the median
+over both. "host ms" is the time that the host takes to issue a step to an idle GPU.
 
-On the host one rank has a small model, several (--ranks 2) have one of 21 M parameters and 64
-tokens each, fp32, AdamW, one thread a rank. All systems are there at once and take turns, step by
-step and in random order; the slowest rank counts. "unsharded" trains each rank's replica by itself:
-what a step takes without any communication, on a machine that is as busy. "kept gathered" does not
-reshard after forward.
+On the CPU, one rank trains a small model. Several ranks (--ranks 2) train 21 M parameters with 64
+tokens a rank, in fp32, with AdamW and one thread a rank. All systems are built at the same time and
+take turns, step by step, in random order. The slowest rank counts. "unsharded" trains a replica on
+each rank without any communication, on a machine that is as busy.
 
-"of best peer" is the ratio of times to the fastest system that is not ours, "loss off" the
-difference to the loss of unsharded after as many steps. Settings are the best that a system's
-documentation names; "FSDP2, defaults" has none. A system that cannot run here is listed with the
-first line of its own error.
+"transport" is what the ranks communicate over. "ours" uses shared memory between ranks of one host,
+and "ours over gloo" uses the process group that the peers use. "kept gathered" does not reshard
+after forward. "of best peer" is the time divided by that of the fastest system that is not ours.
+"loss (off)" is the loss, and its difference to the loss of unsharded after as many steps. Each peer
+has the best settings that its documentation names, and "FSDP2, defaults" has none. A system that
+cannot run here is listed with the first line of its error.
 """
 
 from __future__ import annotations
@@ -29,20 +30,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench import ranks
-from bench.harness import Keep
-from bench.output import bars, picture, print_table
-from bench.timing import Timing, as_microseconds
-from bench.training import LARGE, MEDIUM, MORE, SMALL, SYSTEMS, WARMUP, Build, GPTConfig, Training
+import fsdp_ext
+from bench.harness import ranks
+from bench.harness.output import bars, picture, print_table
+from bench.harness.runner import Keep
+from bench.harness.timing import Timing, as_microseconds
+from bench.models.training import (
+    LARGE,
+    MEDIUM,
+    SMALL,
+    SYSTEMS,
+    WARMUP,
+    Build,
+    GPTConfig,
+    Training,
+    systems_for,
+)
 
 RANKS = 1
 RANKS_OF_ALL = (1, 2)
-STEPS_IN_ROUND = 8  # of each system, after which rows are kept
-Results = dict[str, list[dict[str, Any]]]  # by system, of each round
+STEPS_IN_ROUND = 8  # steps of each system; rows are kept after each round
+Results = dict[str, list[dict[str, Any]]]  # of each system, one result a round
 
 
 class Case:
-    """What is trained, and the systems that train it or say why not."""
+    """A model, and the systems that train it."""
 
     def __init__(
         self, builds: dict[str, Build], config: GPTConfig, batch: int, device: torch.device
@@ -54,7 +66,7 @@ class Case:
         self.errors: dict[str, str] = {}
 
     def start(self, name: str) -> Training | None:
-        """Build and warm up a system; None, and an error in the books, if a rank cannot."""
+        """Build and warm up a system; if a rank cannot, note the error and return None."""
         error = ""
         training = None
         try:
@@ -62,7 +74,7 @@ class Case:
             for _ in range(WARMUP):
                 training.timed_step()
         except Exception as raised:  # a peer that cannot run here is listed with its own error
-            if name in SYSTEMS or name in MORE:
+            if name in SYSTEMS:
                 traceback.print_exc()
             error = f"{type(raised).__name__}: {raised}".splitlines()[0]
         errors: list[Any] = [error]
@@ -76,7 +88,7 @@ class Case:
         return None
 
     def rows(self, results: Results) -> list[dict[str, Any]]:
-        """Return a row for each system that is in `results` or has failed, in order."""
+        """Return a row for each system that has results or an error, in the order of the table."""
         seconds = {
             name: [s for result in found for s in result["seconds"]]
             for name, found in results.items()
@@ -101,6 +113,7 @@ class Case:
                 {
                     "system": name,
                     "settings": found[-1]["settings"],
+                    "transport": found[-1]["transport"],
                     "ranks": dist.get_world_size(),
                     "step_us": as_microseconds(Timing.of(seconds[name])),
                     "host_us": as_microseconds(Timing.of(host)),
@@ -127,12 +140,13 @@ def run_in_turns(
 
     Args:
         trainings: the systems, the same on all ranks.
-        steps: of each.
-        order: of the turns; ranks that do not share its seed would wait for each other.
+        steps: how many steps each system takes.
+        order: draws the order of the turns. It needs the same seed on all ranks, because a step is
+            a collective.
     """
     taken: dict[str, list[tuple[float, float, torch.Tensor]]] = {name: [] for name in trainings}
     for _ in range(steps):
-        # What came before leaves caches and threads warm, or cold, so no order is kept.
+        # The order is random: a system finds caches and threads as the one before left them.
         for name in order.sample(list(trainings), len(trainings)):
             taken[name].append(trainings[name].timed_step())
     results = {}
@@ -146,13 +160,23 @@ def run_in_turns(
             "loss": taken[name][-1][2].item(),
             "parameters": training.parameters,
             "settings": training.sharded.settings,
+            "transport": transport_of(training),
             "peak_bytes": None,
         }
     return results
 
 
+def transport_of(training: Training) -> str:
+    """Return what the ranks communicate over, as the table calls it."""
+    backend = "nccl" if training.device.type == "cuda" else "gloo"
+    if isinstance(training.model, fsdp_ext.FSDPModule):
+        used = fsdp_ext.profile(training.model).transport
+        return f"{used} ({backend})" if used == "process_group" else used
+    return backend if training.sharded.communicates else "none"
+
+
 def run_on_host(case: Case, steps: int, keep: Keep) -> None:
-    """Time all systems in turns; keep rows after every few steps."""
+    """Time all systems in turns; keep the rows after each round."""
     trainings = {name: case.start(name) for name in case.builds}
     running = {name: training for name, training in trainings.items() if training is not None}
     results: Results = {name: [] for name in running}
@@ -164,7 +188,7 @@ def run_on_host(case: Case, steps: int, keep: Keep) -> None:
 
 
 def run_on_gpu(case: Case, steps: int, keep: Keep) -> None:
-    """As `run_on_host`, but one system at a time, since memory has no room for all."""
+    """Do as `run_on_host`, but with one system at a time: memory has no room for all."""
     results: Results = {}
     for _ in range(2):
         for name in case.builds:
@@ -178,23 +202,23 @@ def run_on_gpu(case: Case, steps: int, keep: Keep) -> None:
                 result["peak_bytes"] = torch.cuda.max_memory_allocated() - before
                 results.setdefault(name, []).append(result)
             del training
-            gc.collect()  # the system's tensors, before the next one's
+            gc.collect()  # frees the system's tensors before the next system is built
             torch.cuda.empty_cache()
             keep.replace(case.rows(results))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add who else there is."""
-    text = "also DeepSpeed, Megatron-FSDP and FairScale, which make bench-peers installs"
+    """Add --peers."""
+    text = "also measure DeepSpeed, Megatron-FSDP and FairScale (make bench-peers installs them)"
     parser.add_argument("--peers", action="store_true", help=text)
 
 
 def measure(args: argparse.Namespace, keep: Keep) -> None:
     """Measure all systems that can run here."""
     device = ranks.join(args.device)
-    builds = SYSTEMS if dist.get_world_size() == 1 else SYSTEMS | MORE
+    builds = systems_for(device, dist.get_world_size())
     if args.peers:
-        from bench.peers import PEERS
+        from bench.models.peers import PEERS
 
         builds = builds | PEERS
     run: Callable[[Case, int, Keep], None]
@@ -211,7 +235,7 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Print the table, and what each system was told."""
+    """Print the table."""
     ran = [row for row in rows if "error" not in row]
     if ran:
         first = ran[0]
@@ -221,12 +245,13 @@ def show(rows: list[dict[str, Any]]) -> None:
     table = []
     for row in rows:
         if "error" in row:
-            table.append([row["system"], *[""] * 8, row["error"][:100]])
+            table.append([row["system"], *[""] * 9, row["error"][:100]])
             continue
         ratios = [row[name] for name in ("of_unsharded", "of_fsdp2", "of_best_peer")]
         table.append(
             [
                 row["system"],
+                row["transport"],
                 f"{row['step_us']['median'] / 1e3:,.1f}",
                 f"{row['step_us']['low'] / 1e3:,.1f} to {row['step_us']['high'] / 1e3:,.1f}",
                 f"{row['host_us']['median'] / 1e3:,.1f}",
@@ -236,14 +261,13 @@ def show(rows: list[dict[str, Any]]) -> None:
                 row["settings"],
             ]
         )
-    header = ["system", "step ms", "quartiles", "host ms", "peak GiB", "of unsharded", "of FSDP2"]
-    print_table(
-        [*header, "of best peer", "loss (off)", "settings, or error"], table, words_last=True
-    )
+    header = ["system", "transport", "step ms", "quartiles", "host ms", "peak GiB", "of unsharded"]
+    header += ["of FSDP2", "of best peer", "loss (off)", "settings, or error"]
+    print_table(header, table, words_last=True)
 
 
 def fault(rows: list[dict[str, Any]]) -> str | None:
-    """Return what is said if ours could not run."""
+    """Return why the run failed: ours could not run."""
     failed = [row["error"] for row in rows if row["system"] == "ours" and "error" in row]
     return f"ours failed: {failed[0]}" if failed else None
 

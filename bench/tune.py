@@ -28,11 +28,11 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_ext
-from bench import ranks
-from bench.harness import Keep
-from bench.output import bars, picture, print_table
+from bench.harness import ranks
+from bench.harness.output import bars, picture, print_table
+from bench.harness.runner import Keep
 from fsdp_ext import Link, Simulated, fully_shard
-from fsdp_ext.sharding.settings import Choice
+from fsdp_ext.sharding.settings import Choice, Scope
 
 RANKS = 1
 DEVICES = ("cpu",)
@@ -111,7 +111,7 @@ def sweep(
     taken: dict[Choice, list[float]] = {choice: [] for choice in choices}
     for _ in range(rounds):
         for choice in order.sample(list(taken), len(taken)):
-            root.apply_choice(choice)
+            root.decide(choice, Scope.OPEN)
             for _ in range(WARMUP):
                 training.step()
             taken[choice] += [training.step() for _ in range(steps)]
@@ -136,8 +136,8 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
         for _ in range(WARMUP):
             training.step()
         training.model.zero_grad()
-        root = training.model._unit.root
-        default = Choice(root.bucket_bytes(root.units[0]), root.prefetch_depth)
+        before = training.model._unit.root.settings
+        default = Choice(before.bucket_bytes[0], before.prefetch)
         found = fsdp_ext.tune(
             training.model, training.batch, steps=3 if args.quick else 8, verbose=False
         )
@@ -155,7 +155,7 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
         keep(
             {
                 "model": case.name if simulated else case.name.partition(",")[0],
-                "transport": root.lanes.transport,
+                "transport": training.model._unit.root.lanes.transport,
                 "ranks": SIMULATED_RANKS if simulated else dist.get_world_size(),
                 "chosen": str(chosen),
                 "best": str(best),

@@ -1,8 +1,8 @@
 """Checkpoints that any number of ranks can resume, and that an interruption cannot break.
 
-A checkpoint directory holds one directory for each saved step and a file `latest` with the name
-of the one to resume. A step is written to a temporary name, renamed when it is complete, and
-only then named in `latest`, so `latest` always names a whole checkpoint.
+A checkpoint directory has one directory for each saved step, and a file `latest` with the name of
+the one to resume. A step is written under a temporary name, renamed when it is complete, and only
+then named in `latest`. So `latest` always names a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def save(directory: Path, model: nn.Module, optimizer: Optimizer, progress: dict
     """Write one checkpoint; every rank takes part.
 
     Args:
-        directory: seen by all ranks.
+        directory: where to; all ranks have to see it.
         model, optimizer: saved under their unsharded names, so that another number of ranks, and
             another system, can load them.
-        progress: what else is needed to go on, as JSON; `step` is the number of steps done.
+        progress: everything else that a resumed run needs, as JSON; `step` counts the steps done.
     """
     name = f"step-{progress['step']:08d}"
     incomplete = directory / (name + _TEMPORARY)
@@ -42,11 +42,11 @@ def save(directory: Path, model: nn.Module, optimizer: Optimizer, progress: dict
     dist.barrier()
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=incomplete)
-    # dcp.save returns on each rank once that rank's own file is written.
+    # dcp.save returns as soon as this rank's own file is written.
     dist.barrier()
     if dist.get_rank() == 0:
         _write_synced(incomplete / _PROGRESS, json.dumps(progress))
-        # A complete step that `latest` never named: the run was interrupted between the two.
+        # An interrupted run may have left this step complete, but not named in `latest`.
         shutil.rmtree(directory / name, ignore_errors=True)
         os.replace(incomplete, directory / name)
         _write_synced(directory / (_LATEST + _TEMPORARY), name)
@@ -58,7 +58,7 @@ def save(directory: Path, model: nn.Module, optimizer: Optimizer, progress: dict
 
 
 def read_progress(directory: Path) -> dict[str, Any] | None:
-    """The `progress` of the latest checkpoint, or None if there is none; no rank waits."""
+    """The `progress` of the latest checkpoint, or None without one. Ranks do not communicate."""
     latest = directory / _LATEST
     if not latest.is_file():
         return None
@@ -67,8 +67,8 @@ def read_progress(directory: Path) -> dict[str, Any] | None:
         return dict(json.loads(progress.read_text()))
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"--checkpoint {directory} names {progress.parent.name} as its latest checkpoint "
-            f"but that cannot be read ({error}); restore it, or give another directory"
+            f"--checkpoint {directory} names {progress.parent.name} as its latest checkpoint, "
+            f"but it cannot be read ({error}); restore it, or give another directory"
         ) from error
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 VOCABULARY = 256
-"""Byte-level: every byte is a token, so no tokenizer and no vocabulary file are needed."""
+"""Every byte is a token, so no tokenizer and no vocabulary file are needed."""
 
 _SKIPPED_DIRECTORIES = {
     "__pycache__",
@@ -24,7 +24,7 @@ _SKIPPED_DIRECTORIES = {
 
 
 class UsageError(Exception):
-    """What the user asked for cannot be done; the message is one sentence that says what to do."""
+    """The user asked for something impossible. The message is one sentence that says what to do."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ def load_corpus(
 
     Args:
         data: a file, a directory (every file in it), or None for the standard library's sources.
-        context: bytes the model sees at once; each part has to hold more than that.
-        validation_fraction: part of the bytes, from the end, that is held out.
+        context: bytes that the model sees at once; each part needs more bytes than that.
+        validation_fraction: the fraction of the bytes, at the end, that is held out.
         max_bytes: the corpus is cut off after this many bytes.
 
     Raises:
@@ -91,7 +91,7 @@ def load_corpus(
 
 
 def _files(root: Path, suffix: str) -> Iterator[Path]:
-    """Files below `root` in an order that depends on their names alone."""
+    """Files below `root`, in an order that depends on their names alone."""
 
     def wanted(path: Path) -> bool:
         parts = path.relative_to(root).parts
@@ -117,9 +117,9 @@ def _read(paths: Iterator[Path], max_bytes: int) -> tuple[bytearray, int]:
 def byte_frequency_loss(corpus: Corpus) -> float:
     """Cross entropy, in nats a byte, of the validation part under the training part's frequencies.
 
-    It is the loss of a model that knows how often each byte occurs and nothing of their order.
-    One is added to each count (Laplace), so that a byte that training never saw costs a finite
-    amount.
+    It is the loss of a model that knows how often each byte occurs, and nothing of their order.
+    One is added to each count (Laplace), so that a byte that is not in the training part has a
+    finite loss.
     """
     counts = torch.bincount(corpus.train, minlength=VOCABULARY).double() + 1.0
     log_frequency = (counts / counts.sum()).log()
@@ -128,10 +128,10 @@ def byte_frequency_loss(corpus: Corpus) -> float:
 
 
 def training_batch(corpus: Corpus, seed: int, step: int, batch: int, context: int) -> torch.Tensor:
-    """The whole global batch of one step, which depends on `seed` and `step` alone.
+    """The global batch of one step. It depends on `seed` and `step` alone.
 
-    A rank takes its own rows of it, so every system and every number of ranks trains on the same
-    bytes in the same order, and a resumed run goes on with the batch that it would have had.
+    Each rank takes its own rows of it. So every system and every number of ranks trains on the
+    same bytes in the same order, and a resumed run continues with the batch that comes next.
 
     Returns:
         int64 tensor of shape (batch, context + 1): inputs and, shifted by one, targets.
@@ -144,7 +144,7 @@ def training_batch(corpus: Corpus, seed: int, step: int, batch: int, context: in
 def validation_batches(
     corpus: Corpus, batches: int, batch: int, context: int
 ) -> Iterator[torch.Tensor]:
-    """Global batches of windows spread evenly over the validation part, the same ones each time.
+    """Global batches of windows that are spread evenly over the validation part, always the same.
 
     Yields:
         int64 tensors of shape (batch, context + 1).

@@ -1,9 +1,10 @@
-"""An optimizer step as one CuPy kernel over each unit's flat shard, which it sees without a copy.
+"""An optimizer step as one CuPy kernel for each unit, which updates the flat shard in place.
 
     torchrun --nproc-per-node 1 examples/cupy_optimizer.py
 
-The flat shard and the flat gradient of a unit are two tensors, however many parameters it has, and
-``__dlpack__`` hands them to CuPy. Needs a GPU and CuPy (`pip install fsdp-ext[gpu]`).
+The flat shard and the flat gradient of a unit are two tensors, however many parameters it has.
+CuPy reads them through ``__dlpack__``, without a copy. The example needs a GPU and CuPy
+(`pip install fsdp-ext[gpu]`).
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ extern "C" __global__ void sign_sgd(float* shard, const float* gradient, float r
 
 
 def step(modules: list[Any], rate: float) -> None:
-    """Update all parameters of sharded modules in place, one launch for each module.
+    """Update all parameters of sharded modules in place, with one launch for each module.
 
     Args:
-        modules: what ``fully_shard`` was applied to.
-        rate: how far each element moves.
+        modules: to which ``fully_shard`` was applied.
+        rate: the distance by which each element moves.
     """
     import cupy
 

@@ -15,7 +15,7 @@ class GPTConfig:
 
     Attributes:
         vocabulary: number of different tokens.
-        context: most tokens the model sees at once.
+        context: the most tokens that the model sees at once.
         dim: width of the residual stream; a multiple of `heads`.
         layers: number of blocks.
         heads: attention heads in each block.
@@ -26,6 +26,9 @@ class GPTConfig:
     dim: int
     layers: int
     heads: int
+
+
+DEFAULT = GPTConfig(vocabulary=256, context=128, dim=256, layers=4, heads=4)
 
 
 class Attention(nn.Module):
@@ -46,7 +49,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers with a GELU between, four times as wide inside."""
+    """Two linear layers with a GELU between them; the hidden layer is four times as wide."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -58,7 +61,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer layer: the unit that is sharded."""
+    """One pre-norm transformer layer. Each block is a unit of its own when it is sharded."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -88,8 +91,8 @@ class GPT(nn.Module):
     def initialise(self) -> None:
         """Fill the parameters from torch's default generator.
 
-        Normal with deviation 0.02, and 0.02 / sqrt(2 layers) for the layers that write into the
-        residual stream, so that its variance does not grow with depth (GPT-2, section 2.3).
+        The distribution is normal with deviation 0.02. Layers that write into the residual stream
+        have 0.02 / sqrt(2 layers), so that its variance does not grow with depth (GPT-2, 2.3).
         """
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -100,7 +103,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits of the next token at each place.
+        """Return the logits of the next token at each position.
 
         Args:
             tokens: int64, shape (batch, up to `context`).
@@ -113,3 +116,8 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+def make() -> GPT:
+    """Return the model that train_gpt.py trains by default, e.g. for `python -m fsdp_ext plan`."""
+    return GPT(DEFAULT)

@@ -1,4 +1,4 @@
-"""The command line of train_gpt.py: its options, and one sentence for each that makes no sense."""
+"""The command line of train_gpt.py. A mistake in it is reported in one sentence."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any, NoReturn
 import systems
 import torch
 from corpus import UsageError
+from gpt_model import DEFAULT
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Raise, so that one rank of many prints it."""
+        """Raise instead of printing, so that only one of many ranks prints the mistake."""
         raise UsageError(message)
 
 
@@ -25,7 +26,7 @@ def parse_arguments(description: str, arguments: Sequence[str]) -> argparse.Name
     """Read the command line.
 
     Raises:
-        UsageError: if an option, or what two of them say together, makes no sense.
+        UsageError: if an option is wrong, or two of them contradict each other.
     """
     parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
@@ -34,26 +35,32 @@ def parse_arguments(description: str, arguments: Sequence[str]) -> argparse.Name
         shown = "" if default is None or default is False else f" (default: {default})"
         parser.add_argument(name, default=default, help=meaning + shown, **kind, **more)
 
-    add("--system", "ours", "what shards the model", choices=systems.SYSTEMS)
-    add("--device", "auto", "where to compute", choices=("auto", "cpu", "cuda"))
+    add("--system", "ours", "the system that shards the model", choices=systems.SYSTEMS)
+    add("--device", "auto", "device of the computation", choices=("auto", "cpu", "cuda"))
     add("--data", None, "file or directory (default: the standard library's sources)", type=Path)
-    add("--steps", 150, "optimizer steps, from the very first one")
-    add("--batch", 16, "sequences a step, over all ranks together")
-    add("--context", 128, "bytes the model sees at once")
-    add("--dim", 320, "width of the model")
-    add("--layers", 8, "transformer blocks")
-    add("--heads", 5, "attention heads in each block")
-    add("--lr", 6e-4, "highest learning rate")
-    add("--seed", 0, "seed of initialisation, data order and sampling")
+    add("--steps", 300, "optimizer steps in all, those before --resume included")
+    add("--batch", 8, "sequences in a step, over all ranks together")
+    add("--context", DEFAULT.context, "bytes that the model sees at once")
+    add("--dim", DEFAULT.dim, "width of the model")
+    add("--layers", DEFAULT.layers, "transformer blocks")
+    add("--heads", DEFAULT.heads, "attention heads in each block")
+    add("--lr", 2e-3, "highest learning rate")
+    add("--seed", 0, "seed of the initial parameters, the order of the data and the sample")
     add("--dtype", "fp32", "dtype of the computation", choices=tuple(DTYPES))
-    add("--eval-every", 50, "steps between validations; 0 validates at the end only")
-    add("--eval-batches", 8, "global batches in one validation")
-    add("--sample", 200, "bytes of continuation to sample at the end")
-    add("--prompt", "def __init__(self, ", "text that is continued at the end")
-    add("--threads", 0, "threads a rank; 0 shares the CPU's cores among the ranks of this host")
-    add("--checkpoint", None, "directory to save to", type=Path)
+    add("--eval-every", 100, "steps between validations; 0 validates at the end only")
+    add("--eval-batches", 8, "batches in one validation")
+    add("--sample", 200, "bytes of text to sample at the end")
+    add("--prompt", "def __init__(self, ", "text that the sample continues")
+    add("--threads", 0, "threads of a rank; 0 divides the cores of the host among its ranks")
+    add("--checkpoint", None, "directory to save checkpoints in", type=Path)
     add("--checkpoint-every", 0, "steps between checkpoints; 0 saves at the end only")
-    add("--resume", False, "go on from the latest checkpoint", action="store_true")
+    add("--resume", False, "continue from the latest checkpoint", action="store_true")
+    add(
+        "--profile",
+        False,
+        "print where the time of a step goes (--system ours)",
+        action="store_true",
+    )
     add("--plot", None, "write the loss curve to this PNG file", type=Path)
     add("--json", None, "write the final figures to this file", type=Path)
     options = parser.parse_args(arguments)
@@ -79,7 +86,11 @@ def _check_arguments(options: argparse.Namespace) -> None:
         raise UsageError("--prompt expects at least one character but got none; give some text")
     if options.resume and options.checkpoint is None:
         raise UsageError("--resume expects --checkpoint DIR but got none; say where to resume from")
-    # Found now and not after minutes of training.
+    if options.profile and options.system != "ours":
+        raise UsageError(
+            f"--profile expects --system ours but got --system {options.system}; leave one out"
+        )
+    # These mistakes are reported now, and not after a minute of training.
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise UsageError(
             "--plot expects matplotlib but it is not installed; "

@@ -1,6 +1,6 @@
-"""What differs between the four systems that can train the same model; the rest is shared.
+"""The four systems that can shard the model. Everything else in the example is common to them.
 
-Each system is imported only when it is asked for, so that one can be used without the others.
+A system is imported only when it is used, so none needs the others to be installed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ SYSTEMS = ("ours", "fsdp2", "fsdp1", "ddp")
 
 
 def shard(system: str, model: GPT, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Spread `model` over all ranks, each block a unit of its own and the rest the root unit.
+    """Shard `model` over all ranks. Each block is a unit, and the rest is the root unit.
 
     Args:
         system: one of `SYSTEMS`.
         model: the same fp32 values on every rank, on `device`.
         dtype: dtype of the computation. The sharded parameters, the gradients on the wire and the
             optimizer stay in fp32.
-        device: where the rank computes.
+        device: the device of this rank.
 
     Returns:
         the module to call: `model` itself, or the wrapper around it.
@@ -42,7 +42,7 @@ def shard(system: str, model: GPT, dtype: torch.dtype, device: torch.device) -> 
             model,
             auto_wrap_policy=ModuleWrapPolicy({Block}),
             mixed_precision=MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32),
-            # Said for a CPU too: without it FSDP1 looks for an accelerator and fails.
+            # FSDP1 needs it on a CPU, too: otherwise it looks for an accelerator and fails.
             device_id=device,
             use_orig_params=True,
         )
@@ -80,7 +80,7 @@ def _fully_shard(system: str, model: GPT, dtype: torch.dtype) -> nn.Module:
 def compute_dtype(
     system: str, dtype: torch.dtype, device: torch.device
 ) -> AbstractContextManager[object]:
-    """Context for the forward pass: DDP has no mixed precision of its own and uses autocast."""
+    """Context of the forward pass. DDP has no mixed precision of its own, so it uses autocast."""
     if system == "ddp" and dtype != torch.float32:
         return torch.autocast(device.type, dtype)
     return contextlib.nullcontext()
@@ -89,7 +89,7 @@ def compute_dtype(
 def clip_gradients(system: str, model: nn.Module, max_norm: float) -> None:
     """Scale the gradients so that their norm over all ranks is at most `max_norm`.
 
-    FSDP1 has to use its own method: its local gradients do not know that they are shards.
+    FSDP1 needs its own method, because its local gradients are plain tensors and not DTensors.
     """
     if system == "fsdp1":
         model.clip_grad_norm_(max_norm)
@@ -98,9 +98,9 @@ def clip_gradients(system: str, model: nn.Module, max_norm: float) -> None:
 
 
 def keep_unsharded(system: str, model: nn.Module) -> None:
-    """Gather each parameter once for all the forward passes that follow, where that is offered.
+    """Keep parameters gathered from one forward pass to the next, where the system offers that.
 
-    For sampling, which runs one short forward pass for each byte and trains no more.
+    Sampling runs one short forward pass for each byte, and no training follows it.
     """
     if system in ("ours", "fsdp2"):
         model.set_reshard_after_forward(False)

@@ -1,11 +1,12 @@
-"""Train a small GPT on real text, sharded over any number of ranks, and show what came of it.
+"""Train a small GPT on real text, sharded over any number of ranks.
 
     torchrun --nproc-per-node 2 examples/train_gpt.py
     torchrun --nproc-per-node 2 examples/train_gpt.py --system fsdp2     # the same data, FSDP2
     python examples/train_gpt.py --steps 20                              # one rank
 
-It reads the Python standard library's own sources as bytes, or --data, and prints the validation
-loss beside the loss of a model that knows only how often each byte occurs.
+The text is the Python standard library's own sources, or --data, read as bytes. The program ends
+with sample text, memory, the loss curve, and the validation loss beside the loss of a model that
+knows only how often each byte occurs.
 """
 
 from __future__ import annotations
@@ -14,11 +15,9 @@ import argparse
 import json
 import math
 import os
-import resource
 import statistics
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,8 +38,8 @@ from corpus import (
 )
 from gpt_model import GPT, GPTConfig
 from options import DTYPES, parse_arguments
+from results import Memory, chart, memory_of_ranks, plot
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 from tqdm import tqdm
 
@@ -76,7 +75,7 @@ def start_ranks(options: argparse.Namespace) -> torch.device:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(options.threads or max(1, (cores or 1) // local_world_size))
 
-    # Without torchrun there is nobody to meet, so the store needs no address and no port.
+    # A single rank has no peers, so its store needs no address and no port.
     alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(
         "nccl" if kind == "cuda" else "gloo",
@@ -179,8 +178,8 @@ def prepare(options: argparse.Namespace, device: torch.device) -> Run:
     return run
 
 
-# What has to stay as it was for a resumed run to go on with the same model and the same data.
-# The number of ranks, the system, the dtype and the length of the run may change.
+# A resumed run has to keep these options, so that it has the same model and the same data.
+# The number of ranks, the system, the dtype and the number of steps may change.
 _FIXED = ("batch", "context", "dim", "layers", "heads", "seed")
 
 
@@ -224,8 +223,8 @@ def _progress_to_resume(options: argparse.Namespace, corpus: Corpus) -> dict[str
 def _optimizer(model: nn.Module, options: argparse.Namespace) -> Optimizer:
     """AdamW with weight decay on the matrices alone.
 
-    They are told by their names: under some systems a sharded parameter has another number of
-    dimensions than the whole one.
+    A parameter's name says whether it is a matrix. Its number of dimensions does not, because
+    some systems shard a matrix into a flat tensor.
     """
 
     def decays(name: str) -> bool:
@@ -249,9 +248,9 @@ def learning_rate(options: argparse.Namespace, step: int) -> float:
 
 
 def train(run: Run) -> None:
-    """Train to the last step, with validations and checkpoints on the way and at the end."""
+    """Train to the last step; validate and save checkpoints on the way and at the end."""
     options = run.options
-    # Reading the loss makes the CPU wait for the device, so on a GPU that is not done every step.
+    # Reading the loss makes the CPU wait for the device. A GPU run reads it every tenth step only.
     read_every = 1 if run.device.type == "cpu" else 10
     bar = tqdm(
         initial=run.step,
@@ -276,7 +275,7 @@ def train(run: Run) -> None:
                 continue
             run.curve.append((run.step, mean_over_ranks(losses / (run.step - since))))
             seconds = (time.perf_counter() - began) / (run.step - since)
-            # The first step allocates and warms up, which is no measure of the others.
+            # The first step allocates and warms up, so it says nothing of the others.
             if since > first:
                 run.step_seconds += [seconds] * (run.step - since)
             bar.set_postfix_str(
@@ -293,7 +292,7 @@ def train(run: Run) -> None:
 
 
 def train_step(run: Run) -> torch.Tensor:
-    """One optimizer step; returns this rank's loss, still on the device."""
+    """Run one optimizer step; return this rank's loss as a tensor on the device."""
     options = run.options
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(options, run.step)
@@ -339,9 +338,26 @@ def save(run: Run) -> None:
     checkpoint.save(run.options.checkpoint, run.model, run.optimizer, progress)
 
 
+def profile_steps(run: Run, steps: int = 8) -> str:
+    """Where the time of forward and backward goes, as `fsdp_ext.profile` reports it.
+
+    Every rank takes part. The parameters do not change.
+    """
+    import fsdp_ext
+
+    options = run.options
+    windows = training_batch(run.corpus, options.seed, run.step, options.batch, options.context)
+    with fsdp_ext.profile(run.model) as recorded:
+        for _ in range(steps):
+            run.optimizer.zero_grad()
+            run.loss(windows).backward()
+    run.optimizer.zero_grad()
+    return str(recorded.merge() if dist.get_world_size() > 1 else recorded)
+
+
 @torch.no_grad()
 def sample(run: Run, temperature: float = 0.8) -> str:
-    """The prompt and a continuation of it, drawn byte by byte; every rank takes part."""
+    """The prompt and a continuation, sampled byte by byte; every rank takes part."""
     options = run.options
     run.model.eval()
     systems.keep_unsharded(options.system, run.model)
@@ -352,53 +368,14 @@ def sample(run: Run, temperature: float = 0.8) -> str:
             logits = run.model(tokens[:, -options.context :])[0, -1]
         odds = F.softmax(logits.float() / temperature, dim=0).cpu()
         drawn = torch.multinomial(odds, 1, generator=generator).to(run.device)
-        # Ranks may round differently; they have to go on from the same byte.
+        # Ranks may round differently, but all have to continue from the same byte.
         dist.broadcast(drawn, src=0)
         tokens = torch.cat([tokens, drawn[None]], dim=1)
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
-@dataclass(frozen=True)
-class Memory:
-    """What one rank holds, in bytes; `peak` is of the process on a CPU, of PyTorch on a GPU."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    peak: int
-
-
-def memory_of_ranks(run: Run) -> list[Memory]:
-    """The memory of every rank, between steps.
-
-    Asks the optimizer for the parameters: it has the shards, while the model may still hold the
-    root unit unsharded after the last forward pass.
-    """
-    parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
-
-    def size(tensors: Iterable[object]) -> int:
-        local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-        return sum(t.numel() * t.element_size() for t in local if isinstance(t, torch.Tensor))
-
-    if run.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(run.device)
-    else:
-        # Kibibytes on Linux, bytes on macOS.
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    mine = Memory(
-        parameters=size(parameters),
-        gradients=size(parameter.grad for parameter in parameters),
-        optimizer=size(t for state in run.optimizer.state.values() for t in state.values()),
-        peak=peak,
-    )
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
-    return ranks
-
-
 def report(run: Run, memory: list[Memory]) -> dict[str, Any]:
-    """Print the final figures, and return them for --json."""
+    """Print the final figures and the loss curve; return the figures for --json."""
     options, loss = run.options, run.validation[-1][1]
     baseline = byte_frequency_loss(run.corpus)
 
@@ -410,6 +387,7 @@ def report(run: Run, memory: list[Memory]) -> dict[str, Any]:
         f"memory of the fullest rank: parameters {mib('parameters')}, gradients "
         f"{mib('gradients')}, optimizer {mib('optimizer')}, {peak} {mib('peak')}\n"
         f"speed: {run.tokens_per_second:,.0f} tokens/s\n"
+        f"training loss in nats/byte, by steps:\n{chart(run.curve)}\n"
         f"validation loss: {loss:.3f} nats/byte; byte frequencies alone: {baseline:.3f}"
     )
     return {
@@ -431,23 +409,25 @@ def report(run: Run, memory: list[Memory]) -> dict[str, Any]:
     }
 
 
-def plot(run: Run, path: Path) -> None:
-    """Write the loss curve as PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    axes.plot(*zip(*run.curve, strict=True), color="C0", linewidth=1, label="training")
-    axes.plot(*zip(*run.validation, strict=True), color="C3", marker="o", label="validation")
-    axes.axhline(
-        byte_frequency_loss(run.corpus), color="0.4", linestyle="--", label="byte frequencies"
-    )
-    axes.set(xlabel="step", ylabel="loss (nats/byte)", title=f"{run.options.system}, GPT on bytes")
-    axes.legend()
-    figure.savefig(path, dpi=150, format="png")
-    plt.close(figure)
+def next_commands(world_size: int) -> str:
+    """What to try next, as commands for the interpreter that runs this."""
+    python = os.path.relpath(sys.executable)
+    python = sys.executable if python.startswith("..") else python
+    torchrun = f"{python} -m torch.distributed.run --standalone --nproc-per-node {world_size}"
+    train = f"{torchrun} examples/train_gpt.py"
+    plan = f"PYTHONPATH=examples {python} -m fsdp_ext plan gpt_model:make --device-type cpu"
+    return f"""What to try next:
+- see where the time of each step goes:
+    {train} --steps 20 --profile
+- train the same model with PyTorch's FSDP2:
+    {train} --system fsdp2
+- compute the memory that each of 8 ranks would need:
+    {plan} --units Block --world-size 8
+- measure how much communication is hidden behind compute, over a simulated link:
+    {python} -m bench overlap --quick
+- run the tests:
+    make test
+examples/options.py lists all options of this program."""
 
 
 def main() -> int:
@@ -456,22 +436,26 @@ def main() -> int:
         device = start_ranks(options)
         run = prepare(options, device)
     except UsageError as error:
-        # Every rank finds the same mistake, so one of them says it.
+        # Every rank finds the same mistake, so only rank 0 prints it.
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
         if dist.is_initialized():
             dist.destroy_process_group()
         return 2
     train(run)
-    memory = memory_of_ranks(run)
+    memory = memory_of_ranks(run.optimizer, run.device)
+    if options.profile:
+        show(profile_steps(run))
     if options.sample:
         show(f"--- sample ---\n{sample(run)}\n---")
     figures = report(run, memory)
     if dist.get_rank() == 0:
         if options.plot is not None:
-            plot(run, options.plot)
+            title = f"{options.system}, GPT on bytes"
+            plot(options.plot, title, run.curve, run.validation, figures["byte_frequency_loss"])
         if options.json is not None:
             options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    show(next_commands(dist.get_world_size()))
     # No rank leaves while another still needs its store or its connections.
     dist.barrier()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-# What csrc/torch/bindings.cpp registers.
+# What csrc/torch/bindings registers.
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
@@ -54,20 +54,51 @@ class UnitLayout:
     def first_row(self, param: int, rank: int) -> int: ...
     def row_count(self, param: int, rank: int) -> int: ...
 
-class Unit:
+class UnitConfig:
     def __init__(
         self,
+        *,
         name: str,
+        layout: UnitLayout,
+        parent: int = ...,
+        reshard_after_forward: bool = ...,
+        reshard_after_backward: bool = ...,
+        pack_scale: float = ...,
+        reduce_scale: float = ...,
+        bucket_bytes: int = ...,
+        max_message_bytes: int = ...,
+    ) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def layout(self) -> UnitLayout: ...
+    @property
+    def parent(self) -> int: ...
+    @property
+    def reshard_after_forward(self) -> bool: ...
+    @property
+    def reshard_after_backward(self) -> bool: ...
+    @property
+    def pack_scale(self) -> float: ...
+    @property
+    def reduce_scale(self) -> float: ...
+    @property
+    def bucket_bytes(self) -> int: ...
+    @property
+    def max_message_bytes(self) -> int: ...
+
+class TorchUnit:
+    def __init__(
+        self,
+        *,
         layout: UnitLayout,
         flat_shard: torch.Tensor,
         flat_gradient: torch.Tensor,
         shapes: list[list[int]],
         param_dtypes: list[torch.dtype],
-        grad_dtype: torch.dtype,
-        reduce_dtype: torch.dtype,
         cast_inputs: torch.dtype | None,
         cast_outputs: torch.dtype | None,
-        modules: int,
+        module_count: int,
     ) -> None: ...
     def unsharded_views(self) -> list[torch.Tensor]: ...
     def bind(
@@ -79,6 +110,8 @@ class Unit:
     ) -> None: ...
     def pre_forward_hook(self, index: int) -> Callable[..., Any]: ...
     def post_forward_hook(self, index: int) -> Callable[..., Any]: ...
+    @property
+    def layout(self) -> UnitLayout: ...
     @property
     def number(self) -> int: ...
 
@@ -170,34 +203,25 @@ class MemoryPlan(TypedDict):
     gather_input_bytes: int
     gradients_in_flight_bytes: int
 
-# Of each unit: (layout, dtype of the unsharded gradients, reshard after forward, reshard after
-# backward, pack scale, reduce scale, parent, bucket bytes, message bytes).
 def plan_memory(
-    units: Sequence[tuple[UnitLayout, torch.dtype, bool, bool, float, float, int, int, int]],
+    units: Sequence[UnitConfig],
+    *,
     gather_by: str,
     nesting: int,
     prefetch_depth: int,
 ) -> MemoryPlan: ...
 
-class Root:
+class TorchRoot:
     def __init__(
         self,
+        *,
         lanes: Lanes,
         prefetch_depth: int,
         nesting: int,
         check_order: bool,
         when_stale: Callable[[], Callable[..., Any] | None],
     ) -> None: ...
-    def add_unit(
-        self,
-        unit: Unit,
-        reshard_after_forward: bool,
-        pack_scale: float,
-        reduce_scale: float,
-        parent: int,
-        bucket_bytes: int,
-        max_message_bytes: int,
-    ) -> None: ...
+    def add_unit(self, unit: TorchUnit, config: UnitConfig) -> None: ...
     def reset_iteration(self) -> None: ...
     def unshard(self, unit: int) -> None: ...
     def wait_for_unshard(self, unit: int) -> None: ...

@@ -16,13 +16,9 @@ from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.fsdp1.wrapper import FullyShardedDataParallel
 from fsdp_ext.planner.api import Plan, plan
 from fsdp_ext.profiler.api import profile
-from fsdp_ext.sharding.api import (
-    FSDPModule,
-    UnshardHandle,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from fsdp_ext.sharding.api import fully_shard, register_fsdp_forward_method
 from fsdp_ext.sharding.describe import describe_buckets
+from fsdp_ext.sharding.fsdp_module import FSDPModule, UnshardHandle
 from fsdp_ext.tuner.api import Tuning, tune
 
 __all__ = [

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-# Helpers whose asserts should show values as those of test files do.
-pytest.register_assert_rewrite("parity", "fsdp1_parity")
+# Failed asserts of these helpers show values as those of test files do.
+pytest.register_assert_rewrite("support.parity", "support.fsdp1_parity", "support.profiling")
 
-# For `import bench`. Last: the checkout's own fsdp_ext may be unbuilt, or built for another torch.
+# For `import bench`. It comes last, because the checkout's own fsdp_ext may be unbuilt, or built
+# for another torch.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ranks_end_well() -> Iterator[None]:
+    """End the processes that tests have shared, and fail if one of them does not end well."""
+    from support.launcher import end_pools
+
+    yield
+    end_pools()

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from bench import overlap_picture, predict, step, tune
+from bench import overlap, predict, step, tune
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = {
@@ -77,10 +77,14 @@ def test_a_step_of_each_system(tmp_path: Path) -> None:
 def test_a_step_of_each_system_on_two_ranks(tmp_path: Path) -> None:
     _, rows = _run("step", tmp_path / "step.json", "--ranks", "2")
     kept = {"ours, kept gathered", "FSDP2, kept gathered"}
-    names = {"unsharded", "ours", "FSDP2", "FSDP2, defaults", "FSDP1", "DDP"}
+    names = {"unsharded", "ours", "ours over gloo", "FSDP2", "FSDP2, defaults", "FSDP1", "DDP"}
     assert {row["system"] for row in rows} == names | kept
     assert not [row["error"] for row in rows if "error" in row]
     assert all(row["ranks"] == 2 and row["of_unsharded"] > 0 for row in rows)
+    transports = {row["system"]: row["transport"] for row in rows}
+    assert transports["ours"] == "shared_memory"
+    assert transports["ours over gloo"] == "process_group (gloo)"
+    assert transports["FSDP2"] == "gloo"
     settings = {row["system"]: row["settings"] for row in rows}
     assert all(settings.values())
     assert "asynchronous unshards" in settings["FSDP2"]
@@ -180,7 +184,7 @@ def test_every_figure_of_the_simulated_overlap_says_so(tmp_path: Path) -> None:
 
 def test_the_legend_says_who_waits_on_the_host_and_who_has_how_many_links() -> None:
     systems = {"ours": 2, "FSDP2": 1, "FSDP1": 1, "FSDP2, prefetch": 2}
-    assert [overlap_picture.legend_of(*each) for each in systems.items()] == [
+    assert [overlap.legend_of(*each) for each in systems.items()] == [
         "ours: 2 links",
         "FSDP2: 1 link, waits on the host",
         "FSDP1: 1 link, waits on the host",
@@ -346,17 +350,17 @@ def test_without_a_name_it_lists_what_there_is() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["nothing"], "there is no benchmark 'nothing', only buckets, collectives, "),
-        (["bench/pack.py"], "there is no benchmark 'bench/pack.py', only "),
+        (["nothing"], "there is no benchmark 'nothing'; choose one of buckets, collectives, "),
+        (["bench/pack.py"], "there is no benchmark 'bench/pack.py'; choose one of "),
         (["pack", "--slow"], "unrecognized arguments: --slow"),
-        (["overlap", "--world-size", "0"], "--world-size: expects at least 1 but got 0"),
+        (["overlap", "--world-size", "0"], "--world-size: needs at least 1 and got 0"),
         (["step", "--ranks", "none"], "--ranks: invalid integer value: 'none'"),
         (["buckets", "--device", "cuda"], "invalid choice: 'cuda'"),
-        (["pack", "--json", "/nowhere/at/all.json"], "but there is no /nowhere/at; make it first"),
-        (["pack", "--json", "/tmp"], "expects a file but /tmp is a directory"),
-        (["pack", "--plot", "/nowhere/picture.png"], "but there is no /nowhere; make it first"),
-        (["pack", "--plot", "picture"], "expects a name that ends in one of .png, .pdf, .svg"),
-        (["all", "--json", "/nowhere"], "--json expects a directory but /nowhere is none"),
+        (["pack", "--json", "/nowhere/at/all.json"], "and there is no /nowhere/at; make it first"),
+        (["pack", "--json", "/tmp"], "needs a file and got the directory /tmp"),
+        (["pack", "--plot", "/nowhere/picture.png"], "and there is no /nowhere; make it first"),
+        (["pack", "--plot", "picture"], "needs a name that ends in one of .png, .pdf, .svg"),
+        (["all", "--json", "/nowhere"], "--json needs a directory and got /nowhere"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_sentence_before_anything_is_measured(
@@ -372,7 +376,7 @@ def test_what_is_wrong_is_said_in_a_sentence_before_anything_is_measured(
 def test_a_gpu_that_is_not_there_is_said() -> None:
     result = _bench("pack", "--device", "cuda", environment={"CUDA_VISIBLE_DEVICES": ""})
     assert result.returncode == 2
-    assert "--device cuda expects a GPU but torch finds none" in result.stderr
+    assert "--device cuda needs a GPU and torch finds none" in result.stderr
 
 
 def test_a_picture_without_matplotlib_is_refused_before_measuring(tmp_path: Path) -> None:
@@ -411,7 +415,7 @@ def test_a_file_that_cannot_be_written_whole_stays_what_it_was(tmp_path: Path) -
 import resource, signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))  # as a disk with so many bytes left
-from bench.output import write_whole
+from bench.harness.output import write_whole
 write_whole({str(link)!r}, bytes({size}))
 """
         return subprocess.run(

@@ -111,13 +111,13 @@ def test_a_random_program_trains_the_same_in_buckets(seed: int, ranks: int) -> N
 
 def expect_memory_as_asked(program: Bucketed) -> None:
     """What is alive is never more than the slots of the largest bucket, and what stays gathered."""
-    root = program.model._fsdp_ext_unit.root
-    units, memory, counters = root.units, root.core.memory(), root.core.counters()
+    root = program.model._unit.root
+    memory, counters = root.core.memory(), root.core.counters()
     slot_bytes, kept = 0, 0
     for bucket in root.core.buckets():
-        limits = [root.bucket_bytes(units[number]) for number in bucket["units"]]
+        limits = [root.settings.bucket_bytes[number] for number in bucket["units"]]
         assert len(limits) == 1 or bucket["gather_bytes"] <= min(limits)
-        if root.reshards(units[bucket["units"][0]]):
+        if root.settings.reshard_after_forward[bucket["units"][0]]:
             slot_bytes = max(slot_bytes, bucket["unsharded_bytes"])
         else:
             kept += bucket["unsharded_bytes"]
@@ -128,7 +128,7 @@ def expect_memory_as_asked(program: Bucketed) -> None:
 
 
 def buckets_of(model: Any) -> list[list[int]]:
-    return [bucket["units"] for bucket in model._fsdp_ext_unit.root.core.buckets()]
+    return [bucket["units"] for bucket in model._unit.root.core.buckets()]
 
 
 class Layers(nn.Module):
@@ -293,7 +293,7 @@ def _ranks_that_differ() -> None:
 
 def test_ranks_that_ask_for_other_buckets_are_told() -> None:
     with pytest.raises(RanksFailed, match=r"into the same buckets, but rank \d has"):
-        run_ranks(_ranks_that_differ, 2)
+        run_ranks(_ranks_that_differ, 2, fresh=True)
 
 
 def _orders_that_differ(skip: bool) -> None:
@@ -308,7 +308,7 @@ def _orders_that_differ(skip: bool) -> None:
 @pytest.mark.parametrize("skip", [False, True])
 def test_ranks_that_differ_within_a_bucket_are_told(skip: bool) -> None:
     with pytest.raises(RanksFailed, match=r"into the same buckets, but rank \d has"):
-        run_ranks(_orders_that_differ, 2, skip)
+        run_ranks(_orders_that_differ, 2, skip, fresh=True)
 
 
 def _stays_unsharded_in_part() -> None:

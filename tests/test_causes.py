@@ -1,4 +1,4 @@
-"""Why communication shows: verdicts on steps that are written down by hand, in milliseconds."""
+"""Why communication is exposed: the causes found in steps written by hand, in milliseconds."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from fsdp_ext.profiler.causes import (
     Lateness,
     Setting,
     explain,
-    slowdown,
     typical_seconds,
 )
 from fsdp_ext.profiler.recording import Iteration, Span
+from fsdp_ext.profiler.slowdown import slowdown
 
 MS = 1e-3
-START = 1000.0  # seconds; where the clock happens to be
+START = 1000.0  # seconds; an arbitrary origin of the clock
 
 
 class Step:
-    """A step of which each thing that happens is added, by when it did."""
+    """A step that is built span by span."""
 
     def __init__(self, number: int = 1) -> None:
         self.number = number
@@ -61,11 +61,11 @@ class Step:
         return self.add("wait (reduction)", "backward", -1, begin, end)
 
     def forward(self, unit: int, begin: float, end: float, lead: float = 0.0) -> Step:
-        """``lead``: how long after the host a GPU comes to it."""
+        """``lead``: by how many milliseconds the host was ahead of the GPU."""
         return self.add("unit forward", "forward", unit, begin, end, lead=lead * MS)
 
     def passes(self, *, forward: float, backward: float | None = None) -> Step:
-        """Forward begins at 0 and ends there; backward follows at once."""
+        """Forward begins at 0 and ends at ``forward``; backward follows at once."""
         self.spans.insert(0, Span("forward", "forward", -1, -1, 0, START, START + forward * MS))
         if backward is not None:
             begin, end = START + forward * MS, START + backward * MS
@@ -83,7 +83,7 @@ def verdict(
     late: dict[tuple[int, int], Lateness] | None = None,
     typical: dict[tuple[str, int], float] | None = None,
 ) -> dict[Cause, float]:
-    """Milliseconds by cause, after a look at whether they add up."""
+    """Return milliseconds by cause, which add up to the exposed time."""
     exposures = explain(iteration, Setting(depth, on_gpu, typical or {}, late or {}))
     assert sum(e.seconds for e in exposures) == pytest.approx(iteration.exposed)
     result: dict[Cause, float] = {}
@@ -93,7 +93,7 @@ def verdict(
 
 
 def first_unit() -> Step:
-    """The root and the first unit below it are gathered, and the latter computes until 10."""
+    """The root and the first unit below it are gathered, and that unit computes until 10."""
     step = Step().gather(0, 0, 1).gather(1, 1, 2, issued=0)
     return step.wait(0, 0, 1).forward(0, 1, 40).wait(1, 1, 2).forward(1, 2, 10)
 
@@ -123,13 +123,13 @@ def test_without_prefetch_the_ring_is_too_small() -> None:
 
 
 def test_a_slot_that_is_still_read_holds_up_a_gather_that_was_issued() -> None:
-    """On a GPU the host is ahead: the gather was issued long before its slot was free."""
+    """On a GPU the host is ahead and issues the gather long before its slot is free."""
     step = first_unit().gather(2, 9, 14, issued=2.5, possible=9).wait(2, 10, 14)
     found = verdict(step.forward(2, 14, 20, lead=11).passes(forward=40).end(), on_gpu=True)
     assert found[Cause.NO_SLOT] == pytest.approx(4)
 
 
-def test_a_unit_that_nothing_foretold_is_issued_late() -> None:
+def test_a_unit_that_was_not_prefetched_is_issued_late() -> None:
     step = first_unit().gather(2, 10, 14, issued=10, on_demand=True)
     step.wait(2, 10, 14).forward(2, 14, 20)
     assert verdict(step.passes(forward=40).end())[Cause.ISSUED_LATE] == pytest.approx(4)
@@ -145,12 +145,12 @@ def test_a_gpu_that_computes_what_was_just_issued_had_waited_for_the_host() -> N
     step.gather(2, 20, 24, issued=20).forward(3, 20.01, 21).wait(2, 21, 24).forward(2, 24, 30)
     found = verdict(step.passes(forward=40).end(), on_gpu=True)
     assert found[Cause.ISSUED_LATE] == pytest.approx(3)
-    # On the host the two are one, and it was the depth of the prefetch.
+    # On the CPU the host computes, too, so the prefetch was not deep enough.
     assert verdict(step.passes(forward=40).end())[Cause.NO_SLOT] == pytest.approx(3)
 
 
-def test_what_was_idle_is_not_counted_twice() -> None:
-    """Two gathers in a row after 2 ms of nothing: 2 ms of both waits together could be hidden."""
+def test_idle_time_is_not_counted_twice() -> None:
+    """Two gathers in a row follow 2 idle ms, so 2 ms of both waits together could be hidden."""
     step = first_unit().gather(2, 4, 13, issued=4).gather(3, 13, 22, issued=10)
     step.wait(2, 10, 13).forward(2, 13, 15).wait(3, 15, 22).forward(3, 22, 30)
     found = verdict(step.passes(forward=40).end())
@@ -205,7 +205,7 @@ def test_only_the_last_reduction_is_unavoidable() -> None:
     }
 
 
-def test_who_notices_late_that_the_lane_is_done_was_behind() -> None:
+def test_a_waiter_that_wakes_up_late_was_behind() -> None:
     gathered = first_unit()
     assert Cause.ISSUED_LATE not in verdict(gathered.passes(forward=40).end())
     step = Step().reduce(1, 41, 50, issued=41)
@@ -221,7 +221,7 @@ def test_who_notices_late_that_the_lane_is_done_was_behind() -> None:
     }
 
 
-def test_a_wait_for_what_is_not_in_the_ledger_is_unknown() -> None:
+def test_a_wait_for_what_was_not_recorded_is_unknown() -> None:
     step = Step().wait(3, 1, 2).passes(forward=40)
     assert verdict(step.end()) == {Cause.UNKNOWN: pytest.approx(1)}
 
@@ -244,7 +244,7 @@ def test_units_of_one_size_tell_what_communication_costs_compute() -> None:
     assert found.factor == pytest.approx(10 / 8)
     assert found.seconds == pytest.approx(4 * MS)
     assert slowdown([iteration], [0, 1, 2, 3, 4]) is None  # none of a kind
-    # One that is alone may just be another kind of unit.
+    # A single unit may just be of another kind.
     assert slowdown([iteration], [0, 100, 100, 100, 1]) is None
 
 

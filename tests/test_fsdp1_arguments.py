@@ -60,12 +60,12 @@ def ignored() -> None:
             run(local, local, 0).backward()
             assert_equal(mine, {n: p.grad for n, p in local.head.named_parameters()})
     model = make(Stack)
-    with pytest.raises(ValueError, match="ignored_modules or ignored_states but got both"):
+    with pytest.raises(ValueError, match="both ignored_modules and ignored_states"):
         FSDP(model, ignored_modules=[model.head], ignored_states=[model.stem])
-    with pytest.raises(TypeError, match="but got Parameter"):
+    with pytest.raises(TypeError, match="a Parameter cannot be ignored"):
         FSDP(model, ignored_modules=[model.head.weight])
     model.head = FSDP(model.head)
-    with pytest.raises(TypeError, match="but got FullyShardedDataParallel"):
+    with pytest.raises(TypeError, match="a FullyShardedDataParallel cannot be ignored"):
         FSDP(model, ignored_modules=[model.head])
 
 
@@ -140,9 +140,9 @@ def on_meta() -> None:
     assert bool((whole(wrapped.blocks[0].norm.weight) == 1).all())
     assert 0 < float(whole(wrapped.stem.weight).abs().max()) <= 1 / math.sqrt(DIM)
 
-    with pytest.raises(ValueError, match=r"nothing on meta after param_init_fn but \['stem'"):
+    with pytest.raises(ValueError, match=r"\['stem.* still on meta after param_init_fn"):
         FSDP(meta[2], param_init_fn=leave_meta)
-    with pytest.raises(TypeError, match="NoReset has none; pass param_init_fn"):
+    with pytest.raises(TypeError, match=r"NoReset has no reset_parameters .* Pass param_init_fn"):
         FSDP(nn.Sequential(unable))
 
     # Only rank 0 has values: a recipe for large checkpoints.
@@ -160,9 +160,9 @@ def test_modules_on_meta_are_initialised() -> None:
 def group_arguments() -> None:
     mesh = init_device_mesh("cpu", (2,))
     model = make(Stack)
-    with pytest.raises(ValueError, match="process_group or device_mesh but got both"):
+    with pytest.raises(ValueError, match="both process_group and device_mesh"):
         FSDP(model, process_group=dist.group.WORLD, device_mesh=mesh)
-    with pytest.raises(TypeError, match=r"callable or a policy .* but got set"):
+    with pytest.raises(TypeError, match=r"auto_wrap_policy is a set"):
         FSDP(model, auto_wrap_policy={Mlp})
     for kwargs in (
         {"process_group": dist.group.WORLD},
@@ -175,9 +175,11 @@ def group_arguments() -> None:
         assert all(p.placements == (Shard(0),) for p in wrapped.parameters())
         run(wrapped, wrapped, 0).backward()
     model.blocks[0] = FSDP(model.blocks[0])
-    with pytest.raises(ValueError, match=r"but 'blocks\.0' is one; wrap by policy or by hand"):
+    with pytest.raises(
+        ValueError, match=r"'blocks\.0' is wrapped already. Wrap by policy or by hand"
+    ):
         FSDP(model, auto_wrap_policy=BY_BLOCK)
-    with pytest.raises(ValueError, match="not sharded yet but got a FullyShardedDataParallel"):
+    with pytest.raises(ValueError, match="got a FullyShardedDataParallel that is sharded already"):
         FSDP(FSDP(nn.Linear(2, 2)))
 
 
@@ -187,10 +189,10 @@ def test_arguments_of_where_to_shard() -> None:
 
 def wrong_types() -> None:
     wrong: Any = torch.bfloat16
-    with pytest.raises(TypeError, match="mixed_precision expects a MixedPrecision or None"):
+    with pytest.raises(TypeError, match=r"mixed_precision is .* must be a MixedPrecision or None"):
         FSDP(nn.Linear(2, 2), mixed_precision=wrong)
     wrong = "cpu"
-    with pytest.raises(TypeError, match="device_mesh expects a DeviceMesh or None but got 'cpu'"):
+    with pytest.raises(TypeError, match="device_mesh is 'cpu' but must be a DeviceMesh or None"):
         FSDP(nn.Linear(2, 2), device_mesh=wrong)
 
 

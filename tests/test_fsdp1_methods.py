@@ -69,7 +69,7 @@ def accumulated() -> None:
     fails_after_backward(wrapped)
     run(wrapped, wrapped, 1).backward()
     assert all(p.grad is not None for p in wrapped.parameters())
-    with pytest.raises(RuntimeError, match="no_sync expects the outermost"):
+    with pytest.raises(RuntimeError, match=r"no_sync was called .* inside another one"):
         wrapped.blocks[0].no_sync().__enter__()
 
 
@@ -128,9 +128,9 @@ def clip_corners() -> None:
     want = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
     torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
     torch.testing.assert_close(model.head.weight.grad, plain.head.weight.grad)
-    with pytest.raises(RuntimeError, match="clip_grad_norm_ expects the outermost"):
+    with pytest.raises(RuntimeError, match=r"clip_grad_norm_ was called .* inside another one"):
         wrapped.blocks[0].clip_grad_norm_(1.0)
-    with pytest.raises(ValueError, match="positive norm_type but got 0"):
+    with pytest.raises(ValueError, match="got norm_type=0"):
         wrapped.clip_grad_norm_(1.0, 0)
 
     double = FSDP(make(Stack).double())

@@ -6,8 +6,11 @@ them. None launches a group as one; here the process group says that it does.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +20,9 @@ from support.launcher import run_ranks
 from support.models import ManyShapes, Stack, Transformer
 from support.parity import Case, adamw, compare_on_rank
 
-import fsdp_ext.sharding.unit
-from fsdp_ext import _C, communicator, fully_shard
+import fsdp_ext.comm.lanes
+import fsdp_ext.sharding.param_group
+from fsdp_ext import _C, fully_shard
 
 CASES = [
     Case("layers", Stack),
@@ -29,9 +33,9 @@ CASES = [
 ]
 
 
-def _group(direct_bytes: int) -> None:
-    os.environ["FSDP_EXT_TRANSPORT"] = "process_group"
-    fsdp_ext.sharding.unit.DIRECT_BYTES = direct_bytes
+@contextlib.contextmanager
+def _grouped(direct_bytes: int) -> Iterator[None]:
+    """Have the process group launch the gathers of a unit as one group."""
     make = _C.Lanes.process_group
 
     def grouping(*args: Any, **kwargs: Any) -> _C.Lanes:
@@ -40,12 +44,18 @@ def _group(direct_bytes: int) -> None:
     class Lanes:
         process_group = staticmethod(grouping)
 
-    communicator._C = type("Stub", (), {"Lanes": Lanes})  # type: ignore[attr-defined]
+    os.environ["FSDP_EXT_TRANSPORT"] = "process_group"
+    stub = type("Stub", (), {"Lanes": Lanes})
+    with (
+        mock.patch.object(fsdp_ext.sharding.param_group, "DIRECT_BYTES", direct_bytes),
+        mock.patch.object(fsdp_ext.comm.lanes, "_C", stub),
+    ):
+        yield
 
 
 def _compare(case: Case, direct_bytes: int) -> None:
-    _group(direct_bytes)
-    compare_on_rank(case, "fsdp_ext")
+    with _grouped(direct_bytes):
+        compare_on_rank(case, "fsdp_ext")
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -69,18 +79,17 @@ def test_packed_gathers_train_as_others(case: Case, world_size: int) -> None:
 
 
 def _plans(how: str) -> list[str]:
-    if how == "direct and packed":
-        _group(500)
-    elif how == "packed":
-        os.environ["FSDP_EXT_TRANSPORT"] = "process_group"
-    model = Stack()
-    for unit in model.units():
-        fully_shard(unit)
-    fully_shard(model)
-    args, kwargs = model.batch(torch.Generator().manual_seed(dist.get_rank()))
-    model(*args, **kwargs)
-    core = model._unit.root.core  # type: ignore[attr-defined]
-    return [core.gather_plan(number) for number in range(len(model.units()) + 1)]
+    with _grouped(500) if how == "direct and packed" else contextlib.nullcontext():
+        if how == "packed":
+            os.environ["FSDP_EXT_TRANSPORT"] = "process_group"
+        model = Stack()
+        for unit in model.units():
+            fully_shard(unit)
+        fully_shard(model)
+        args, kwargs = model.batch(torch.Generator().manual_seed(dist.get_rank()))
+        model(*args, **kwargs)
+        core = model._unit.root.core  # type: ignore[attr-defined]
+        return [core.gather_plan(number) for number in range(len(model.units()) + 1)]
 
 
 @pytest.mark.parametrize("how", ["direct", "packed", "direct and packed"])

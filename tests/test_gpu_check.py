@@ -102,13 +102,13 @@ def test_a_benchmark_that_is_late_keeps_its_rows(
 ) -> None:
     program = """
 import sys, time, types
-from bench import harness
+from bench.harness import runner
 endless = types.ModuleType("endless", "Never ends.")
 def measure(args, keep):
     keep({"known": 1})
     time.sleep(600)
 endless.measure, endless.show = measure, print
-sys.exit(harness.run("endless", endless, sys.argv[1:]))
+sys.exit(runner.run("endless", endless, sys.argv[1:]))
 """
     late = gpu_check.Step("late", [sys.executable, "-c", program], 12, {}, json=True)
     _, results = _check(gpu_check, monkeypatch, tmp_path, [late])

@@ -1,15 +1,32 @@
-"""The rank launcher: results by rank, and failures that name the rank and say why."""
+"""The launcher returns results by rank, names ranks that fail, and keeps calls apart."""
 
 from __future__ import annotations
 
+import io
+import logging
 import os
+import random
+import re
+import resource
 import signal
+import sys
 import threading
+import warnings
+from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
 from support.launcher import RanksFailed, run_ranks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from fsdp_ext.comm import lanes
+from fsdp_ext.comm.lanes import lanes_of
+from fsdp_ext.comm.rendezvous import Rendezvous
+from fsdp_ext.sharding import auto
+from fsdp_ext.sharding.settings import Choice
 
 
 def _sum_of_ranks(offset: int) -> tuple[int, int, int]:
@@ -68,10 +85,16 @@ def test_tensors_come_back_as_values() -> None:
     assert torch.equal(second, torch.ones(3))
 
 
-def test_each_rank_of_each_run_is_a_process_of_its_own_with_one_thread() -> None:
-    states = run_ranks(_process_id_and_threads, 2) + run_ranks(_process_id_and_threads, 2)
-    assert len({process_id for process_id, _ in states} | {os.getpid()}) == 5
-    assert {threads for _, threads in states} == {1}
+def test_calls_with_as_many_ranks_share_one_process_a_rank() -> None:
+    first, second = (run_ranks(_process_id_and_threads, 2) for _ in range(2))
+    assert first == second
+    assert len({process_id for process_id, _ in first} | {os.getpid()}) == 3
+    assert {threads for _, threads in first} == {1}
+
+
+def test_a_fresh_call_has_processes_that_no_other_call_has() -> None:
+    calls = [run_ranks(_process_id_and_threads, 2, fresh=fresh) for fresh in (False, True, True)]
+    assert len({process_id for states in calls for process_id, _ in states}) == 6
 
 
 def test_a_rank_that_raises_is_named_with_its_traceback_and_its_peers_are_not() -> None:
@@ -122,12 +145,142 @@ def test_a_rank_that_fails_while_leaving_is_named() -> None:
         run_ranks(_without_process_group, 1)
 
 
-def test_the_next_run_is_unharmed_by_a_failed_one() -> None:
+@pytest.mark.parametrize("misfortune", ["raises", "exits", "is killed", "hangs"])
+def test_the_call_after_a_failed_one_has_new_processes_on_all_ranks(misfortune: str) -> None:
+    before = run_ranks(_process_id_and_threads, 2)
     with pytest.raises(RanksFailed):
-        run_ranks(_collective_while_rank, 2, 0, "raises")
+        run_ranks(_collective_while_rank, 2, 0, misfortune, timeout=5)
+    after = run_ranks(_process_id_and_threads, 2)
+    assert not {process_id for process_id, _ in before} & {process_id for process_id, _ in after}
     assert run_ranks(_sum_of_ranks, 2, 0) == [(0, 2, 1), (1, 2, 1)]
 
 
+def test_a_failed_call_leaves_processes_of_other_numbers_of_ranks_alone() -> None:
+    before = run_ranks(_process_id_and_threads, 1)
+    with pytest.raises(RanksFailed):
+        run_ranks(_collective_while_rank, 2, 0, "raises")
+    assert run_ranks(_process_id_and_threads, 1) == before
+
+
+def test_a_failure_shows_the_output_of_its_own_call_alone() -> None:
+    run_ranks(_collective_while_rank, 1, -1, "nothing")
+    with pytest.raises(RanksFailed) as failure:
+        run_ranks(_collective_while_rank, 1, 0, "raises")
+    assert "printed by rank 0" not in str(failure.value)
+
+
+# - What a call changes
+
+
+def _state() -> dict[str, Any]:
+    """Return what a call finds that an earlier one may have changed."""
+    return {
+        "environment": dict(os.environ),
+        "directory": os.getcwd(),
+        "path": list(sys.path),
+        "streams": (id(sys.stdout), id(sys.stderr)),
+        "filters": repr(warnings.filters),
+        "logging": (logging.getLogger("fsdp_ext").level, logging.getLogger("fsdp_ext").handlers),
+        "threads": torch.get_num_threads(),
+        "dtype": torch.ones(1).dtype,
+        "device": torch.ones(1).device,
+        "gradients": torch.is_grad_enabled(),
+        "random numbers": (random.random(), torch.rand(1).item(), numpy.random.rand()),
+        "chosen by tune": dict(auto._chosen),
+        "meshes": init_device_mesh("cpu", (1,)).get_group().group_name,
+    }
+
+
+def _change_all() -> None:
+    os.environ["FSDP_EXT_TRANSPORT"] = "process_group"
+    os.chdir("/")
+    sys.path.insert(0, "/")
+    sys.stdout = io.StringIO()
+    warnings.simplefilter("error")
+    logging.getLogger("fsdp_ext").setLevel(logging.INFO)
+    logging.getLogger("fsdp_ext").addHandler(logging.NullHandler())
+    torch.set_num_threads(2)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.set_grad_enabled(False)
+    torch.manual_seed(1)
+    random.seed(1)
+    numpy.random.seed(1)
+    auto._chosen[("a model",)] = Choice(1, 1)
+
+
+def test_what_a_call_changes_is_put_back_before_the_next() -> None:
+    before = run_ranks(_state, 1)
+    run_ranks(_change_all, 1)
+    assert run_ranks(_state, 1) == before
+
+
+def _warn() -> int:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        _warn_once()
+    return len(caught)
+
+
+def _warn_once() -> None:
+    warnings.warn("shown once", stacklevel=1)
+
+
+def test_a_warning_that_a_call_has_shown_is_shown_in_the_next() -> None:
+    assert run_ranks(_warn, 1) == run_ranks(_warn, 1) == [1]
+
+
+def _sharded_over(ranks: list[int]) -> list[float]:
+    """Train a step over a subgroup, whose mesh compares equal to that of another call."""
+    group = dist.new_group(ranks)
+    weight = distribute_tensor(torch.ones(4), DeviceMesh.from_group(group, "cpu"), [Shard(0)])
+    return (weight + weight).full_tensor().tolist()
+
+
+def test_tensors_of_a_call_have_the_groups_of_that_call() -> None:
+    for _ in range(2):
+        assert run_ranks(_sharded_over, 2, [0, 1]) == [[2.0] * 4] * 2
+
+
+_held: list[Any] = []
+
+
+def _leave(what: str) -> None:
+    if what == "threads":
+        threading.Thread(target=_wait_for_ever, daemon=True).start()
+    elif what == "signal handlers":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    elif what == "resource limits":
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+    elif what == "sys.getprofile()":
+        sys.setprofile(lambda *_: None)
+    elif what == "fsdp_ext.comm.lanes.Rendezvous":
+        lanes.Rendezvous = object  # type: ignore[assignment, misc]
+    elif what == "fsdp_ext.comm.rendezvous.Rendezvous.exchange":
+        Rendezvous.exchange = _state  # type: ignore[assignment, method-assign]
+    else:
+        group = dist.group.WORLD
+        assert group is not None
+        _held.append((group, lanes_of(group, torch.device("cpu"))))
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "threads",
+        "signal handlers",
+        "resource limits",
+        "sys.getprofile()",
+        "fsdp_ext.comm.lanes.Rendezvous",
+        "fsdp_ext.comm.rendezvous.Rendezvous.exchange",
+        "process groups",
+    ],
+)
+def test_a_call_that_leaves_what_is_not_put_back_fails_by_its_name(what: str) -> None:
+    with pytest.raises(RanksFailed, match=f"the call.*{re.escape(what)}"):
+        run_ranks(_leave, 1, what)
+
+
 def test_a_world_without_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match="expects at least one rank but got 0"):
+    with pytest.raises(ValueError, match=r"got 0 ranks\. Pass at least 1\."):
         run_ranks(_own_tensor, 0)

@@ -111,7 +111,7 @@ def train(model: Any) -> torch.optim.Optimizer:
 
 
 def expect_as_planned(model: Any, optimizer: torch.optim.Optimizer, planned: Plan) -> None:
-    root = model._fsdp_ext_unit.root
+    root = model._unit.root
     memory, of_plan = root.core.memory(), planned.memory
     assert memory["ring_slots"] == of_plan.ring_slots
     assert memory["ring_slot_bytes"] == of_plan.ring_slot
@@ -250,7 +250,7 @@ def test_a_model_too_large_for_this_machine_is_planned_on_meta() -> None:
     assert sum(unit.parameters for unit in planned.units) == 64 * 8 * 32768**2 + 2 * 1000 * 32768
     assert planned.memory.shards * 1024 > 2 * 10**12
     assert all(p.is_meta and p.grad is None for p in model.parameters())
-    assert not any("_fsdp_ext_unit" in module.__dict__ for module in model.modules())
+    assert not any("_fsdp_ext" in module.__dict__ for module in model.modules())
     assert not dist.is_initialized()
 
 
@@ -402,16 +402,21 @@ def _tied() -> nn.Module:
         (on_meta, {"units": [int]}, TypeError, "units expects module classes"),
         (on_meta, {"units": nn.Conv1d}, ValueError, "has no Conv1d; it has Block"),
         (on_meta, {"units": [nn.Linear(2, 2)]}, ValueError, "a Linear that is not in it"),
-        (on_meta, {"units": nn.ModuleList}, ValueError, "modules whose forward is called"),
+        (on_meta, {"units": nn.ModuleList}, ValueError, "has no forward"),
         (on_meta, {"link": "avian"}, ValueError, "a Link or one of h100_node, .* got 'avian'"),
         (on_meta, {"device_type": "tpu"}, ValueError, "'cuda' or 'cpu' but got 'tpu'"),
         (on_meta, {"transport": "shared_memory"}, ValueError, "transport expects 'nccl' for ranks"),
         (on_meta, {"transport": Simulated(4, FAST)}, ValueError, "transport has, 4, but got"),
-        (on_meta, {"prefetch": -1}, ValueError, "prefetch expects .* got -1"),
+        (on_meta, {"prefetch": -1}, ValueError, "prefetch is -1"),
         (on_meta, {"optimizer_states": -1}, ValueError, "optimizer_states expects .* got -1"),
-        (on_meta, {"bucket_bytes": -1}, ValueError, "bucket_bytes expects .* got -1"),
-        (on_meta, {"max_message_bytes": 8}, ValueError, "room for a row of parameter"),
-        (on_meta, {"mp_policy": "bf16"}, TypeError, "mp_policy expects a MixedPrecisionPolicy"),
+        (on_meta, {"bucket_bytes": -1}, ValueError, "bucket_bytes is -1"),
+        (on_meta, {"max_message_bytes": 8}, ValueError, "less than one row of parameter"),
+        (
+            on_meta,
+            {"mp_policy": "bf16"},
+            TypeError,
+            "must be a MixedPrecisionPolicy",
+        ),
         (on_meta, {"flops_per_second": 1e12}, ValueError, "expects a batch"),
         (on_meta, {"flops_per_second": 0.0, "batch": TOKENS}, ValueError, "a positive rate"),
         (on_meta, {"flops_per_second": 1.0, "compute": {}}, ValueError, "but got both"),
@@ -419,7 +424,7 @@ def _tied() -> nn.Module:
         (on_meta, {"compute": {"head": (1, 1)}}, ValueError, "but head is none; the units are the"),
         (on_meta, {"batch": (torch.zeros(2, 16),) * 2}, ValueError, "counting flops expects"),
         (_scalar, {}, ValueError, "'scale' is a scalar"),
-        (_tied, {"units": Block}, ValueError, "'up.weight' is shared with 'up.weight' of Block"),
+        (_tied, {"units": Block}, ValueError, "'up.weight' is also 'up.weight' of Block"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(

@@ -1,4 +1,4 @@
-"""``fsdp_ext.profile``: what is recorded, how it adds up, and verdicts on planted faults."""
+"""``fsdp_ext.profile``: what it records, how that adds up, and the causes of planted faults."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def causes(prof: Any) -> dict[str, float]:
 
 
 def _simulated(kind: str) -> dict[str, float]:
-    dist.destroy_process_group()  # Simulated brings its own
+    dist.destroy_process_group()  # Simulated makes its own
     warnings.simplefilter("ignore")
     fast = Link("fast", alpha=1e-3, beta=1e12)
     if kind == "slow link":
@@ -48,7 +48,7 @@ def _simulated(kind: str) -> dict[str, float]:
         def stall(step: int) -> None:
             core[:] = [model._unit.root.core]
 
-        # In the middle of forward, the thread of the gathers' lane stands still.
+        # The thread of the gather lane stands still in the middle of forward.
         model[2].register_forward_pre_hook(
             lambda *_: core[0].delay_stream("gather", PLANTED) if core else None
         )
@@ -64,7 +64,7 @@ def _simulated(kind: str) -> dict[str, float]:
         ("slow host", Cause.ISSUED_LATE),
     ],
 )
-def test_a_planted_fault_is_what_most_is_put_down_to(kind: str, cause: Cause) -> None:
+def test_a_planted_fault_is_the_largest_cause(kind: str, cause: Cause) -> None:
     (found,) = run_ranks(_simulated, 1, kind)
     avoidable = {
         name: seconds
@@ -75,18 +75,18 @@ def test_a_planted_fault_is_what_most_is_put_down_to(kind: str, cause: Cause) ->
 
 
 def _slowed() -> tuple[float, str]:
-    """Units that compute beside a gather take twice as long as their like do alone."""
+    """Units that compute beside a gather take twice as long as the other units alone."""
     dist.destroy_process_group()
     warnings.simplefilter("ignore")
     model = make(Simulated(8, Link("fair", 4e-3, 1e12)), compute=2.5e-3, bucket_bytes=2 * UNIT)
-    for beside in (0, 2):  # the first of each bucket, and another one is gathered meanwhile
+    for beside in (0, 2):  # the first of a bucket computes while the next bucket is gathered
         model[beside].seconds = 5e-3
     prof = profiled(model)
     check_sums(prof)
     return prof.summary().slowed, str(prof)
 
 
-def test_compute_that_is_slower_beside_communication_is_told() -> None:
+def test_compute_that_is_slower_beside_communication_is_reported() -> None:
     ((slowed, text),) = run_ranks(_slowed, 1)
     assert slowed > 2.5e-3
     assert f"of compute) {Cause.SLOWED.value}" in text
@@ -283,7 +283,7 @@ def test_the_wrapper_of_fsdp1_can_be_profiled() -> None:
 
 
 def _any_order() -> None:
-    """Forward takes the reverse of the order of registration, in buckets."""
+    """Forward runs the units in reverse order of registration, in buckets."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     layers = [Pause(0.0) for _ in range(LAYERS)]
@@ -339,7 +339,7 @@ def _merged_after_another() -> list[int]:
     with fsdp_ext.profile(model) as prof:
         train(model, 3)
     merged = prof.merge().ranks
-    # The same collectives: none can end before the last rank has begun it.
+    # No collective can end before the last rank has begun it.
     for a, b in zip(*merged.values(), strict=True):
         for one, other in zip(a.of("gather"), b.of("gather"), strict=True):
             assert one.nbytes == other.nbytes
@@ -359,11 +359,11 @@ def _nothing_in_common() -> None:
     with fsdp_ext.profile(model, iterations=1) as prof:
         train(model, first)
     train(model, last)
-    with pytest.raises(RuntimeError, match="they have none in common; profile the same steps"):
+    with pytest.raises(RuntimeError, match=r"no step that all ranks recorded\. Profile"):
         prof.merge()
 
 
-def test_ranks_without_a_step_in_common_are_told() -> None:
+def test_ranks_without_a_step_in_common_raise() -> None:
     run_ranks(_nothing_in_common, 2)
 
 
@@ -372,7 +372,7 @@ def _write_many(path: Path, text: str) -> None:
         write_text(path, text)
 
 
-def test_a_file_that_many_write_is_one_of_theirs(tmp_path: Path) -> None:
+def test_a_file_that_many_threads_write_is_one_of_theirs(tmp_path: Path) -> None:
     texts = [str(i) * 10000 for i in range(4)]
     threads = [
         threading.Thread(target=_write_many, args=(tmp_path / "file", text)) for text in texts
@@ -396,26 +396,26 @@ def _errors() -> None:
     with pytest.raises(RuntimeError, match="expects a model that has run forward"):
         fsdp_ext.profile(model)
     train(model, 1)
-    with pytest.raises(ValueError, match="at least 1 iteration but got 0"):
+    with pytest.raises(ValueError, match=r"got iterations=0\. Keep at least 1 step"):
         fsdp_ext.profile(model, iterations=0)
-    with pytest.raises(RuntimeError, match="at least one whole step"), fsdp_ext.profile(model):
+    with pytest.raises(RuntimeError, match="no whole step"), fsdp_ext.profile(model):
         pass
     prof = fsdp_ext.profile(model)
-    with pytest.raises(RuntimeError, match="its with block to have ended"):
+    with pytest.raises(RuntimeError, match="when its with block ends"):
         prof.report()
     with fsdp_ext.profile(model) as outer:
         train(model, 1)
-        with pytest.raises(RuntimeError, match="within another one's"), prof:
+        with pytest.raises(RuntimeError, match="inside another profile's"), prof:
             pass
     check_sums(outer)
     freeze = [lambda: None, lambda: next(model.parameters()).requires_grad_(False)]
-    with pytest.raises(RuntimeError, match="parameters stay"), fsdp_ext.profile(model):
+    with pytest.raises(RuntimeError, match="replaced, frozen or unfrozen"), fsdp_ext.profile(model):
         train(model, 2, lambda step: freeze[step]())
     train(model, 1)
-    with fsdp_ext.profile(model) as again:  # after that it can be used as before
+    with fsdp_ext.profile(model) as again:  # a later profile works as before
         train(model, 1)
     check_sums(again)
 
 
-def test_wrong_use_is_told_in_one_sentence() -> None:
+def test_wrong_use_raises_and_says_what_to_do() -> None:
     run_ranks(_errors, 1)

@@ -33,7 +33,7 @@ def _rows_of_units() -> None:
     assert all(row.nbytes == pytest.approx(UNIT) for row in reduced)
     of_first = [row.wire for row in reduced[:3]]
     assert of_first == pytest.approx([of_first[0]] * 3)
-    with pytest.raises(ValueError, match="rows by 'bucket' or 'unit' but got 'layer'"):
+    with pytest.raises(ValueError, match="got rows by 'layer'"):
         prof.report(by="layer")
     prof.report(by="unit")
     document = json.loads(prof.to_json())
@@ -53,13 +53,13 @@ def _outputs(directory: Path) -> None:
     prof.plot(directory / "step.png")
     prof.plot(directory / "step.svg", iteration=-1)
     prof.to_json(directory / "prof.json")
-    with pytest.raises(ValueError, match="one of 4 steps but got number 9"):
+    with pytest.raises(ValueError, match="got iteration=9, but 4 steps were"):
         prof.plot(directory / "step.png", iteration=9)
     with pytest.raises(OSError, match=r"expects .*nowhere/a.json to be writable but it is not"):
         prof.save_trace(directory / "nowhere" / "a.json")
     with pytest.raises(OSError, match="No space left"):
         prof.to_json("/dev/full")
-    with pytest.raises(RuntimeError, match="merge expects ranks that are there"):
+    with pytest.raises(RuntimeError, match="merge needs the other ranks"):
         prof.merge()
     document = json.loads((directory / "prof.json").read_text())
     assert document == json.loads(prof.to_json())
@@ -116,5 +116,5 @@ except ImportError as error:
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE, timeout=120
     )
-    assert "plot expects matplotlib but cannot import it" in result.stdout, result.stderr
+    assert "plot needs matplotlib, which cannot be imported" in result.stdout, result.stderr
     assert "pip install matplotlib" in result.stdout

@@ -16,10 +16,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.flop_counter import FlopCounterMode
 
 import fsdp_ext
-from bench import published, scaling
-from bench.published import MEASUREMENTS, Measurement, Model
-from bench.step_memory import Transformer
-from bench.step_model import (
+from bench import scaling
+from bench.models import published
+from bench.models.published import MEASUREMENTS, Measurement, Model
+from bench.models.step_memory import Transformer
+from bench.models.step_model import (
     Step,
     all_reduce_seconds,
     fit,

@@ -60,7 +60,7 @@ def _train(world_size: int) -> dict[str, Any]:
     weight = model[0].weight.detach()
     rows = 8192 // world_size
     own = weight[3 * rows : 4 * rows].clone()
-    local = unsharded.slots[0].local
+    local = unsharded.params[0].local
     answer = {
         "finite": math.isfinite(float(loss)),
         "local shape": tuple(local.shape),
@@ -129,7 +129,7 @@ def _groups_that_do_not_fit() -> None:
     mixed = nn.Sequential(nn.Linear(4, 4))
     fully_shard(mixed[0], transport=Simulated(2, FAST, rank=rank))
     fully_shard(mixed)
-    with pytest.raises(ValueError, match="one transport but got None and Simulated"):
+    with pytest.raises(ValueError, match="2 transports, None and Simulated"):
         mixed(torch.ones(1, 4))
 
 

@@ -14,8 +14,8 @@ from support.launcher import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from bench import simulated_group as module
-from bench.simulated_group import SimulatedGroup, simulated_group
+from bench.models import simulated_group as module
+from bench.models.simulated_group import SimulatedGroup, simulated_group
 from fsdp_ext import Link
 from fsdp_ext.comm.link import H100_CLUSTER, H100_NODE
 

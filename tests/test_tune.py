@@ -19,7 +19,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fsdp_ext
 from fsdp_ext import Link, Simulated, fully_shard
 from fsdp_ext.profiler.recording import Iteration, Span
-from fsdp_ext.sharding.settings import Choice, remember
+from fsdp_ext.sharding.auto import remember
+from fsdp_ext.sharding.settings import Choice, Scope
 from fsdp_ext.tuner.api import Tuning
 from fsdp_ext.tuner.costs import _figures
 from fsdp_ext.tuner.race import STAGES
@@ -66,10 +67,8 @@ def tuned(model: Any, **options: Any) -> Tuning:
 
 
 def in_use(model: Any) -> Choice:
-    root = model._unit.root
-    kept = tuple(n for n, unit in enumerate(root.units) if n and not root.reshards(unit))
-    assert root.prefetch_depth == root.depth()
-    return Choice(root.bucket_bytes(root.units[0]), root.prefetch_depth, kept)
+    settings = model._unit.root.settings
+    return Choice(settings.bucket_bytes[0], settings.prefetch, settings.kept)
 
 
 # - On simulated ranks
@@ -204,14 +203,14 @@ def _remembered() -> None:
     root = model._unit.root
     default = in_use(model)
     chosen = Choice(12345, 3, (1, 2))
-    remember(root, chosen, memory_known=True)
+    remember(root.units, root.lanes.transport, chosen, memory_known=True)
     assert begins(**auto) == chosen
     # What fits with the size and depth that were chosen may not fit with others.
     assert begins(bucket_bytes="auto") == Choice(12345, default.prefetch)
     assert begins(bucket_bytes=77, prefetch="auto") == Choice(77, 3)
     assert begins(**auto, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)) == default
     assert begins(**auto, reshard_after_forward=True) == default
-    remember(root, chosen, memory_known=False)
+    remember(root.units, root.lanes.transport, chosen, memory_known=False)
     assert begins(**auto) == Choice(12345, 3)
 
 
@@ -278,7 +277,7 @@ def _nothing_trains(fails: bool) -> None:
     assert all(torch.equal(buffer, torch.ones(WIDTH)) for buffer in buffers)
     assert x.grad is gradient
     assert torch.equal(gradient, torch.ones_like(x))
-    assert model._unit.root.forced_bucket_bytes is None
+    assert model._unit.root.decision is None or model._unit.root.decision.scope is Scope.OPEN
     assert torch.equal(model(x), before)
 
 
@@ -456,7 +455,9 @@ def _runs_out() -> tuple[list[Choice], Choice]:
     def step(trial: Trial) -> float:
         taken = plain(trial)
         root = model._unit.root
-        tried = root.forced_bucket_bytes is None and root.choice != before
+        decision = root.decision
+        is_tried = decision is not None and decision.scope is Scope.OPEN
+        tried = is_tried and decision.choice != before
         if dist.get_rank() == 1 and tried:
             raise torch.OutOfMemoryError("out of memory")
         return taken

@@ -1,5 +1,5 @@
-// One way to fail: FSDP_CHECK(condition, parts...) throws fsdp::Error with the message, the
-// condition that did not hold and where. Messages say what was expected, what came, what to do.
+// FSDP_CHECK(condition, parts...) throws fsdp::Error with the concatenated parts as its message.
+// Users read these messages: they say what was given, what is needed and what to do.
 #pragma once
 
 #include <sstream>
@@ -13,15 +13,14 @@ class Error : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Waiting took longer than the timeout; the message names what was waited for.
+// A wait took longer than the timeout. The message names what was waited for.
 class TimeoutError : public Error {
  public:
   using Error::Error;
 };
 
-// What everything that needs CUDA says in a build without it.
 inline constexpr const char* kNeedsCudaBuild =
-    "expects a CUDA build of fsdp_ext but this is a CPU build; use a mesh of device type 'cpu'";
+    "This is a CPU build of fsdp_ext. Install a CUDA build, or use a mesh of device type 'cpu'.";
 
 namespace detail {
 
@@ -32,17 +31,14 @@ std::string concat(const Parts&... parts) {
   return out.str();
 }
 
-[[noreturn]] inline void fail(const char* condition, const char* file, int line,
-                              const std::string& message) {
-  throw Error(concat(message, " [", condition, " is false at ", file, ":", line, "]"));
-}
+[[noreturn]] inline void fail(const std::string& message) { throw Error(message); }
 
 }  // namespace detail
 }  // namespace fsdp
 
-#define FSDP_CHECK(condition, ...)                                                               \
-  do {                                                                                           \
-    if (!(condition)) {                                                                          \
-      ::fsdp::detail::fail(#condition, __FILE__, __LINE__, ::fsdp::detail::concat(__VA_ARGS__)); \
-    }                                                                                            \
+#define FSDP_CHECK(condition, ...)                               \
+  do {                                                           \
+    if (!(condition)) {                                          \
+      ::fsdp::detail::fail(::fsdp::detail::concat(__VA_ARGS__)); \
+    }                                                            \
   } while (false)

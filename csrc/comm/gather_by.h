@@ -1,10 +1,15 @@
-// How a transport gathers a unit's parameters: Note [gather plans] in core/layout.h.
+// How a transport gathers several parameters best. The layout of a unit follows it:
+// Note [gather plans] in core/layout.h.
 #pragma once
 
 #include <cstdint>
 
 namespace fsdp {
 
-enum class GatherBy : std::uint8_t { Packing, Size, Parameter };
+enum class GatherBy : std::uint8_t {
+  Packing,    // all parameters in one message, through a staging buffer
+  Size,       // large parameters directly, the small ones packed, in one launch
+  Parameter,  // every parameter directly
+};
 
 }  // namespace fsdp

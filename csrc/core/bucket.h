@@ -81,7 +81,8 @@ struct Bucket {
   std::size_t segment_bytes() const;       // of one rank's part of the reduce input
   std::size_t reduce_input_bytes() const;  // of all ranks'
   std::size_t reduce_input_bytes(const ReducePiece& piece) const;
-  bool is_cut() const { return gathers.size() > 1 || reductions.size() > 1; }
+  bool gathers_in_pieces() const { return gathers.size() > 1; }
+  bool reduces_in_pieces() const { return reductions.size() > 1; }
   // Of the buffers that belong to this bucket alone and exist now.
   std::size_t buffer_bytes() const;
 

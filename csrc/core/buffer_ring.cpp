@@ -9,7 +9,7 @@ namespace fsdp {
 
 BufferRing::BufferRing(Device& device, Allocate allocate, int slots, std::size_t slot_bytes)
     : device_(device), allocate_(std::move(allocate)), slot_bytes_(slot_bytes) {
-  FSDP_CHECK(slots >= 0, "a ring expects a non-negative number of slots but got ", slots);
+  FSDP_CHECK(slots >= 0, "A ring cannot have ", slots, " slots. It needs 0 or more.");
   for (int i = 0; i < slots; ++i) {
     auto slot = std::make_unique<Slot>();
     slot->memory = allocate_(slot_bytes_);
@@ -28,14 +28,14 @@ Slot* BufferRing::find_contents(int bucket) {
   return nullptr;
 }
 
-void BufferRing::take_back(Slot& slot, int bucket) {
-  FSDP_CHECK(slot.owner == Slot::kNobody && slot.contents == bucket, "bucket ", bucket,
-             " expects a released slot with its own parameters but got one of owner ", slot.owner,
-             " with contents of ", slot.contents);
+void BufferRing::reacquire(Slot& slot, int bucket) {
+  FSDP_CHECK(slot.owner == Slot::kNobody && slot.contents == bucket, "Bucket ", bucket,
+             " cannot reacquire a slot of owner ", slot.owner, " with the parameters of bucket ",
+             slot.contents, ". It needs a released slot with its own parameters.");
   slot.owner = bucket;
 }
 
-Slot* BufferRing::try_take(int bucket) {
+Slot* BufferRing::try_acquire(int bucket) {
   Slot* oldest = nullptr;
   for (auto& slot : slots_) {
     if (slot->owner == Slot::kNobody &&
@@ -50,29 +50,27 @@ Slot* BufferRing::try_take(int bucket) {
   return oldest;
 }
 
-Slot* BufferRing::take_overflow(int bucket, std::size_t bytes) {
+Slot* BufferRing::acquire_overflow(int bucket, std::size_t bytes) {
   auto slot = std::make_unique<Slot>();
   slot->memory = device_.allocate(bytes);
   slot->bytes = bytes;
   slot->owner = bucket;
   slot->contents = bucket;
-  slot->overflow = true;
+  slot->is_overflow = true;
   slot->released = device_.new_event();
   overflow_.push_back(std::move(slot));
   return overflow_.back().get();
 }
 
 void BufferRing::release(Slot& slot, Stream& readers, bool keeps_contents) {
-  FSDP_CHECK(slot.owner != Slot::kNobody,
-             "release expects a slot that has an owner but got a "
-             "released one, which last held bucket ",
-             slot.contents);
+  FSDP_CHECK(slot.owner != Slot::kNobody, "The slot of bucket ", slot.contents,
+             " was released twice. Release a slot once, by its owner.");
   slot.owner = Slot::kNobody;
   if (!keeps_contents) {
     slot.contents = Slot::kNobody;
   }
-  if (slot.overflow) {
-    // The memory goes back to the device's allocator, which knows the readers' stream.
+  if (slot.is_overflow) {
+    // The memory returns to the device's allocator, which orders its reuse after `readers`.
     const auto position = std::find_if(overflow_.begin(), overflow_.end(),
                                        [&](const auto& held) { return held.get() == &slot; });
     overflow_.erase(position);

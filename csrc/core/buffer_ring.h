@@ -1,16 +1,16 @@
-// A fixed set of equal slots that hold unsharded parameters, each with an owner (a bucket, by its
-// number) and an event that says when its last owner's readers are done.
+// A ring of equal slots that hold unsharded parameters. Each slot has an owner (a bucket's number)
+// and an event that completes when the readers of its last owner are done.
 //
 // Note [slot lifetime]
-// A slot is taken for a bucket, written on the gather stream, read on the compute stream and
-// released by an event recorded on the compute stream behind the last reader. Whoever writes it
-// next makes its stream wait for that event. Taking a slot that has an owner is an error in the
-// schedule, never a wait. Releasing does not wipe: a slot remembers whose parameters it holds, so
-// that the bucket can take it back as it is as long as nobody else has (lazy reshard). Free slots
-// are given out longest-released first, which keeps the newest contents the longest.
+// A bucket acquires a slot, the gather stream writes it, the compute stream reads it, and an event
+// that the compute stream records behind the last reader releases it. The stream of the next writer
+// waits for that event. Acquiring a slot that has an owner is an error in the schedule, never a
+// wait. A released slot keeps its contents, so the bucket can acquire it again as it is until
+// another bucket does (lazy reshard). The slot that was released first is given out first, which
+// keeps the newest contents the longest.
 //
-// A schedule that needs more slots than the ring has (units unsharded by hand, units nested
-// deeper than planned) gets overflow slots, which are freed at release.
+// A schedule that needs more slots than the ring has (units unsharded by hand, units nested deeper
+// than planned) gets overflow slots, which are freed at release.
 #pragma once
 
 #include <cstddef>
@@ -29,13 +29,13 @@ struct Slot {
 
   std::shared_ptr<void> memory;
   std::size_t bytes = 0;
-  int owner = kNobody;     // the bucket that holds it now
-  int contents = kNobody;  // the bucket whose parameters it holds
-  int holders = 0;         // units of the owner that are gathering or unsharded here
+  int owner = kNobody;     // the bucket that uses it now
+  int contents = kNobody;  // the bucket whose parameters it contains
+  int users = 0;           // units of the owner that are gathering or unsharded here
   std::uint64_t released_at = 0;
   std::unique_ptr<Event> released;
-  MomentOf released_after;  // of the compute stream
-  bool overflow = false;
+  IterationIndex released_after;  // a moment of the compute stream
+  bool is_overflow = false;
 
   void* data() const { return memory.get(); }
 };
@@ -44,25 +44,25 @@ class BufferRing {
  public:
   using Allocate = std::function<std::shared_ptr<void>(std::size_t bytes)>;
 
-  // Allocates `slots` slots of `slot_bytes` each, once.
+  // Allocates `slots` slots of `slot_bytes` each.
   BufferRing(Device& device, Allocate allocate, int slots, std::size_t slot_bytes);
 
-  // The slot that still holds `bucket`'s parameters and has no owner, or null.
+  // Returns the slot that contains `bucket`'s parameters and has no owner, or null.
   Slot* find_contents(int bucket);
-  // Takes a slot as it is, contents included.
-  void take_back(Slot& slot, int bucket);
+  // Makes `bucket` the owner of such a slot and keeps the contents.
+  void reacquire(Slot& slot, int bucket);
 
-  // Takes a free slot of the ring, or null if there is none. The caller orders its writer behind
+  // Returns a free slot of the ring, or null if there is none. The caller orders its writer behind
   // slot->released.
-  Slot* try_take(int bucket);
+  Slot* try_acquire(int bucket);
   // Allocates a slot outside the ring.
-  Slot* take_overflow(int bucket, std::size_t bytes);
+  Slot* acquire_overflow(int bucket, std::size_t bytes);
 
-  // Gives `slot` back. Work already on `readers` may still read it; `keeps_contents` says whether
-  // its owner may take it back as it is.
+  // Work that was issued to `readers` so far may still read the slot. `keeps_contents`: its owner
+  // may acquire it again as it is.
   void release(Slot& slot, Stream& readers, bool keeps_contents);
 
-  // Forgets what all released slots hold: the parameters have changed.
+  // The parameters have changed: released slots no longer contain any.
   void forget_contents();
 
   int slots() const { return static_cast<int>(slots_.size()); }

@@ -22,8 +22,8 @@
 #include <string>
 #include <utility>
 
-#include "comm/communicator.h"
 #include "base/check.h"
+#include "comm/communicator.h"
 #include "device/stream.h"
 #include "pack/pack.h"
 

@@ -10,13 +10,50 @@
 namespace fsdp {
 namespace {
 
-// Elements whose multiples are aligned to 16 bytes in both dtypes: gradients have the same
-// element offsets on the wire and in the flat gradient.
+// In elements, aligned to 16 bytes in both dtypes: a gradient has the same element offset on the
+// wire and in the flat gradient.
 std::int64_t common_alignment(DType a, DType b) {
   return static_cast<std::int64_t>(kAlignment / std::min(itemsize(a), itemsize(b)));
 }
 
+std::int64_t chunk_rows_of(const ParamSpec& param, int world_size) {
+  return (param.rows + world_size - 1) / world_size;
+}
+
+// Of the unsharded parameter with the padding of its chunks.
+std::size_t region_bytes_of(const ParamSpec& param, int world_size) {
+  return static_cast<std::size_t>(world_size) *
+         static_cast<std::size_t>(chunk_rows_of(param, world_size) * param.row_numel) *
+         itemsize(param.param_dtype);
+}
+
+// See Note [gather plans].
+bool is_large(const ParamSpec& param, int world_size, std::size_t direct_bytes) {
+  return region_bytes_of(param, world_size) >= direct_bytes;
+}
+
+void check_param(const ParamSpec& param, DType grad_dtype) {
+  FSDP_CHECK(param.rows >= 0 && param.row_numel >= 0, "Parameter '", param.name, "' has ",
+             param.rows, " rows of ", param.row_numel, " elements. Sizes must be 0 or more.");
+  FSDP_CHECK((param.shard_dtype == DType::Bytes) == (param.param_dtype == DType::Bytes),
+             "Parameter '", param.name, "' cannot be cast from ", name(param.shard_dtype), " to ",
+             name(param.param_dtype), ". Only floating-point parameters can be cast.");
+  FSDP_CHECK(!param.trainable || param.shard_dtype == grad_dtype, "Trainable parameter '",
+             param.name, "' has dtype ", name(param.shard_dtype), ". It needs ", name(grad_dtype),
+             ", the dtype of its unit's gradients.");
+}
+
 }  // namespace
+
+std::vector<std::size_t> layout_order(const std::vector<ParamSpec>& params, int world_size,
+                                      std::size_t direct_bytes) {
+  std::vector<std::size_t> order(params.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::stable_partition(order.begin(), order.end(), [&](std::size_t i) {
+    return is_large(params[i], world_size, direct_bytes);
+  });
+  return order;
+}
 
 UnitLayout::UnitLayout(std::vector<ParamSpec> params, int world_size, DType grad_dtype,
                        DType reduce_dtype, std::size_t direct_bytes)
@@ -25,22 +62,16 @@ UnitLayout::UnitLayout(std::vector<ParamSpec> params, int world_size, DType grad
       grad_dtype_(grad_dtype),
       reduce_dtype_(reduce_dtype),
       direct_bytes_(direct_bytes) {
-  FSDP_CHECK(world_size_ >= 1, "a layout expects a world size of at least 1 but got ", world_size_);
+  FSDP_CHECK(world_size_ >= 1, "A layout cannot have world size ", world_size_,
+             ". It needs at least 1.");
   const std::int64_t grad_alignment = common_alignment(grad_dtype_, reduce_dtype_) *
                                       (world_size_ == 1 ? kRegionAlignment / kAlignment : 1);
   placements_.reserve(params_.size());
   for (const ParamSpec& param : params_) {
-    FSDP_CHECK(param.rows >= 0 && param.row_numel >= 0, "parameter '", param.name,
-               "' expects non-negative sizes but got ", param.rows, " rows of ", param.row_numel);
-    FSDP_CHECK((param.shard_dtype == DType::Bytes) == (param.param_dtype == DType::Bytes),
-               "parameter '", param.name, "' cannot be cast from ", fsdp::name(param.shard_dtype),
-               " to ", fsdp::name(param.param_dtype));
-    FSDP_CHECK(!param.trainable || param.shard_dtype == grad_dtype_, "trainable parameter '",
-               param.name, "' expects dtype ", fsdp::name(grad_dtype_),
-               ", as its unit has, but got ", fsdp::name(param.shard_dtype));
+    check_param(param, grad_dtype_);
     ParamPlacement place;
     place.numel = param.rows * param.row_numel;
-    place.chunk_rows = (param.rows + world_size_ - 1) / world_size_;
+    place.chunk_rows = chunk_rows_of(param, world_size_);
     place.chunk_numel = place.chunk_rows * param.row_numel;
     if (param.trainable) {
       trainable_count_ += 1;
@@ -51,9 +82,8 @@ UnitLayout::UnitLayout(std::vector<ParamSpec> params, int world_size, DType grad
     needs_cast_ = needs_cast_ || param.shard_dtype != param.param_dtype;
     placements_.push_back(place);
     place_chunk(placements_.size() - 1);
-    if (large_count_ + 1 == placements_.size() && region_bytes(large_count_) >= direct_bytes_) {
+    if (large_count_ + 1 == placements_.size() && is_large(param, world_size_, direct_bytes_)) {
       large_count_ += 1;
-      large_bytes_ = gather_bytes_;
     }
   }
 }
@@ -70,7 +100,7 @@ UnitLayout UnitLayout::joined(const std::vector<const UnitLayout*>& layouts) {
 }
 
 void UnitLayout::place_chunk(std::size_t param) {
-  // On one rank all three are one buffer, if nothing is cast.
+  // On one rank all three are one buffer unless something is cast.
   const std::size_t alignment = world_size_ == 1 ? kRegionAlignment : kAlignment;
   ParamPlacement& place = placements_[param];
   const auto chunk = static_cast<std::size_t>(place.chunk_numel);
@@ -79,13 +109,17 @@ void UnitLayout::place_chunk(std::size_t param) {
   place.gather_offset = gather_bytes_;
   gather_bytes_ = align_up(gather_bytes_ + chunk * itemsize(params_[param].param_dtype), alignment);
   place.unsharded_offset = unsharded_bytes_;
-  unsharded_bytes_ = align_up(unsharded_bytes_ + region_bytes(param), kRegionAlignment);
+  unsharded_bytes_ =
+      align_up(unsharded_bytes_ + region_bytes_of(params_[param], world_size_), kRegionAlignment);
 }
 
-std::size_t UnitLayout::region_bytes(std::size_t param) const {
-  return static_cast<std::size_t>(world_size_) *
-         static_cast<std::size_t>(placements_[param].chunk_numel) *
-         itemsize(params_[param].param_dtype);
+DType UnitLayout::unsharded_grad_dtype() const {
+  for (const ParamSpec& param : params_) {
+    if (param.trainable) {
+      return param.param_dtype;
+    }
+  }
+  return DType::Float32;
 }
 
 std::int64_t UnitLayout::first_row(std::size_t param, int rank) const {
@@ -108,14 +142,15 @@ std::size_t UnitLayout::message_bytes(Wire wire, std::size_t param) const {
                                     : 0;
 }
 
-// Parts begin where vector loads can, if their rows allow it.
+// Parts begin at aligned addresses if the size of a row allows it.
 std::int64_t UnitLayout::rows_of_a_message(Wire wire, std::size_t param,
                                            std::size_t most_bytes) const {
   const std::size_t row =
       message_bytes(wire, param) / static_cast<std::size_t>(placements_[param].chunk_rows);
-  FSDP_CHECK(row <= most_bytes, "max_message_bytes expects room for a row of parameter '",
-             params_[param].name, "' from each of ", world_size_, " ranks, ", row,
-             " bytes, but got ", most_bytes, "; give more, or leave it out");
+  FSDP_CHECK(row <= most_bytes, "max_message_bytes is ", most_bytes,
+             ". A message needs room for one row of parameter '", params_[param].name,
+             "' from each of ", world_size_, " ranks: at least ", row,
+             " bytes. Increase it, or leave it out.");
   const auto rows = most_bytes / row;
   const std::size_t aligned = kAlignment / std::gcd(kAlignment, row / world_size_);
   return static_cast<std::int64_t>(rows >= aligned ? rows / aligned * aligned : rows);
@@ -126,7 +161,7 @@ std::vector<LayoutPart> UnitLayout::parts(Wire wire, std::size_t most_bytes) con
     return {whole()};
   }
   std::vector<LayoutPart> parts;
-  LayoutPart open;  // whole parameters, so many bytes
+  LayoutPart open;  // whole parameters of `bytes` bytes
   std::size_t bytes = 0;
   const auto close = [&](std::size_t end) {
     open.end = end;
@@ -233,7 +268,7 @@ GatherPlan UnitLayout::gather_plan(GatherBy by, const LayoutPart& part) const {
           {chunk, place.gather_offset - plan.packed_offset, place.unsharded_offset, 1});
     }
   }
-  // One that is alone would be copied from staging as it is.
+  // A single parameter would be copied from staging as it is.
   if (plan.unpack.entries.size() == 1) {
     const UnpackEntry& alone = plan.unpack.entries.front();
     plan.direct.push_back(
@@ -246,7 +281,7 @@ GatherPlan UnitLayout::gather_plan(GatherBy by, const LayoutPart& part) const {
   return plan;
 }
 
-// No collective leaves gaps between the ranks' rows, so these take the way through staging.
+// A collective cannot leave gaps between the ranks' rows, so rows are packed.
 GatherPlan UnitLayout::gather_plan_of_rows(const LayoutPart& part) const {
   const ParamSpec& param = params_[part.first];
   const ParamPlacement& place = placements_[part.first];
@@ -291,7 +326,7 @@ CastPlan UnitLayout::shard_to_gather_plan(const LayoutPart& part) const {
     if (entry.numel == 0) {
       continue;
     }
-    // Neighbours without a gap between them become one run.
+    // Entries without a gap between them are cast as one.
     if (!plan.entries.empty()) {
       CastEntry& last = plan.entries.back();
       const auto run = static_cast<std::size_t>(last.numel);

@@ -1,9 +1,9 @@
-// Where every element of one unit's parameters lies: in the flat shard, in the gather input, in
-// the unsharded buffer and in the reduce input. Pure arithmetic; no memory, no device.
+// Where every element of a unit's parameters lies: in the flat shard, in the gather input, in the
+// unsharded buffer and in the reduce input. Pure arithmetic: no memory, no device.
 //
 // For world size N and a parameter of R rows with q elements a row, every rank's chunk has
-// c = ceil(R / N) rows, as torch.chunk and DTensor's Shard(0) have it. Rank r holds rows
-// [r * c, min((r + 1) * c, R)); the rest of its chunk, if any, is zero padding.
+// c = ceil(R / N) rows, as in torch.chunk and DTensor's Shard(0). Rank r has rows
+// [r * c, min((r + 1) * c, R)). The rest of its chunk, if any, is zero padding.
 //
 //   flat shard        chunk | chunk | ...               one rank's chunks, in the storage dtype
 //   gather input      chunk | chunk | ...               the same in the dtype of the wire
@@ -12,13 +12,13 @@
 //   reduce input      rank 0's segment | rank 1's segment | ...       (rank-major)
 //   flat gradient     chunk | chunk | ...               one segment; trainable parameters only
 //
-// Parameters come in the order they are given in, everywhere. Whoever gives them puts large ones
-// before small ones, which then can travel together (Note [gather plans]). If all are trainable
-// and of one dtype, the flat shard and the flat gradient have each element in the same place.
+// Every buffer has the parameters in the order of the constructor's argument, which layout_order
+// determines. If all are trainable and of one dtype, each element has the same place in the flat
+// shard and in the flat gradient.
 //
-// The first R * q elements of a parameter's region in the unsharded buffer are the parameter, a
-// contiguous view whatever R mod N is. Every start is aligned to 16 bytes in every buffer, and to
-// 256 where matrix products read it.
+// The first R * q elements of a parameter's region in the unsharded buffer are the parameter. It is
+// a contiguous view, also if N does not divide R. Every start is aligned to 16 bytes in every
+// buffer, and to 256 where matrix products read it.
 #pragma once
 
 #include <cstddef>
@@ -33,19 +33,23 @@
 namespace fsdp {
 
 constexpr std::size_t kAlignment = 16;  // bytes; one vector load or store of a GPU
-// Bytes, of a parameter's region: cuBLAS has other kernels for pointers that are aligned less.
+// Bytes, of a parameter's region. cuBLAS uses slower kernels for pointers that are aligned less.
 constexpr std::size_t kRegionAlignment = 256;
 
 // Note [gather plans]
-// The *direct* plan gathers a parameter straight into its region: nothing is copied. The *packed*
-// plan gathers chunks of all parameters in one piece, rank-major, into staging, and unpacks from
-// there. A collective of its own costs a few microseconds of the launch even in a group, a copy so
-// much for each few megabytes. So, where the transport launches a group as one (GatherBy::Size),
-// parameters of at least kDirectBytes, as far as they come first, are gathered directly and the
-// rest packed, in one launch; where it cannot (Packing), all are packed, but for a parameter that
-// is alone; and where one more message is one more copy, and nothing else, as in shared memory
-// (Parameter), all are gathered directly. kDirectBytes is an estimate from a GPU's copy bandwidth
-// (2 * 4 MiB at 4 TB/s are 2 us); it was not measured yet.
+// The *direct* plan gathers each parameter straight into its region: nothing is copied. The
+// *packed* plan gathers the chunks of all parameters in one message, rank-major, into staging, and
+// unpacks from there. A message of its own costs a few microseconds even in a group. A copy costs
+// as much for every few megabytes. So the plan follows the transport (comm/gather_by.h):
+//
+//   Size       The transport launches a group as one. Parameters of at least kDirectBytes, which
+//              the layout has first, are gathered directly. The rest is packed, in the same launch.
+//   Packing    Groups are not launched as one. All parameters are packed, except one that is alone.
+//   Parameter  One more message only costs one more copy (shared memory). All are gathered
+//   directly.
+//
+// kDirectBytes is an estimate from a GPU's copy bandwidth (2 * 4 MiB at 4 TB/s are 2 us). It was
+// not measured yet.
 constexpr std::size_t kDirectBytes = std::size_t{4} << 20;  // of the whole parameter, on the wire
 
 struct GatherMessage {
@@ -56,17 +60,17 @@ struct GatherMessage {
 
 struct GatherPlan {
   std::vector<GatherMessage> direct;
-  std::size_t packed_offset = 0;  // bytes, in the gather input; to its end
+  std::size_t packed_offset = 0;  // bytes, in the gather input
   std::size_t packed_bytes = 0;   // of one rank; 0 if nothing is packed
-  UnpackPlan unpack;              // of what is packed
+  UnpackPlan unpack;              // of the packed message
 
   const char* name() const {
     return packed_bytes == 0 ? "direct" : direct.empty() ? "packed" : "direct and packed";
   }
 };
 
-// A part of a unit's parameters that one message carries: some that lie behind each other, or some
-// rows of each rank's chunk of one of them.
+// The part of a unit's parameters that one message carries: consecutive parameters, or some rows of
+// each rank's chunk of one parameter.
 struct LayoutPart {
   std::size_t first = 0;  // parameters [first, end)
   std::size_t end = 0;
@@ -98,16 +102,22 @@ struct ParamPlacement {
   std::int64_t grad_offset = -1;     // elements, in a reduce segment; -1 if not trainable
 };
 
+// The order of the parameters in the layout, as indices into `params`: parameters that the
+// transport gathers directly by size come before the others, which can then travel in one message.
+// Otherwise the order is kept.
+std::vector<std::size_t> layout_order(const std::vector<ParamSpec>& params, int world_size,
+                                      std::size_t direct_bytes = kDirectBytes);
+
 class UnitLayout {
  public:
-  // `grad_dtype` is the dtype of the sharded gradients, `reduce_dtype` the one on the wire;
-  // `direct_bytes` is for tests.
+  // `grad_dtype` is the dtype of the sharded gradients, `reduce_dtype` the one on the wire. Tests
+  // lower `direct_bytes`.
   UnitLayout(std::vector<ParamSpec> params, int world_size, DType grad_dtype, DType reduce_dtype,
              std::size_t direct_bytes = kDirectBytes);
 
-  // The parameters of several units as those of one, in their order: each one's flat shard, gather
-  // input, unsharded buffer and segment lie in it as they are, one unit's behind the other's. Units
-  // that train have one dtype of gradients, and one of the reduction.
+  // The layout of a bucket: the parameters of several units in their order. Each unit's flat shard,
+  // gather input, unsharded buffer and segment lie in the joined ones unchanged, one after another.
+  // Units with trainable parameters must have the same gradient and reduce dtypes.
   static UnitLayout joined(const std::vector<const UnitLayout*>& layouts);
 
   int world_size() const { return world_size_; }
@@ -122,23 +132,25 @@ class UnitLayout {
   std::int64_t grad_numel() const { return grad_numel_; }           // of one reduce segment
 
   std::size_t trainable_count() const { return trainable_count_; }
+  // The dtype of the unsharded gradients, which is the trainable parameters'.
+  DType unsharded_grad_dtype() const;
 
-  // Rows of `param` that rank `rank` holds: [first, first + count).
+  // The rows of `param` that rank `rank` has: [first, first + count).
   std::int64_t first_row(std::size_t param, int rank) const;
   std::int64_t row_count(std::size_t param, int rank) const;
 
-  // Whether the wire carries another dtype than the flat shard has.
+  // Whether the wire has another dtype than the flat shard.
   bool needs_cast() const { return needs_cast_; }
   // One rank and no cast: the flat shard has the unsharded layout already.
   bool is_identity() const { return world_size_ == 1 && !needs_cast_; }
 
-  // Parts whose messages carry at most `most_bytes`, of all ranks together: as many whole
-  // parameters as fit, and of larger ones as many rows. 0: one part of everything.
+  // Parts whose messages carry at most `most_bytes` of all ranks together: as many whole parameters
+  // as fit, or as many rows of a larger one. 0: one part of everything.
   std::vector<LayoutPart> parts(Wire wire, std::size_t most_bytes) const;
   LayoutPart whole() const { return {0, params_.size()}; }
 
-  // Descriptors for the packer; offsets are of the whole unit, but for those in pack_plan, whose
-  // segments are the part's. Its entries, and those of finish_plan, are the part's trainable
+  // Descriptors for the packer. Offsets are those of the whole unit, except in pack_plan, whose
+  // segments are the part's. The entries of pack_plan and finish_plan are the part's trainable
   // parameters in order.
   PackPlan pack_plan(const LayoutPart& part) const;
   GatherPlan gather_plan(GatherBy by, const LayoutPart& part) const;
@@ -149,13 +161,12 @@ class UnitLayout {
   CastPlan shard_to_gather_plan() const { return shard_to_gather_plan(whole()); }
   CastPlan finish_plan() const { return finish_plan(whole()); }
 
-  // Where the part's segment is in the unit's, in elements.
+  // The offset of the part's segment in the unit's, in elements.
   std::int64_t first_gradient(const LayoutPart& part) const;
-  // Of the part's trainable parameters, which number the first has in the unit.
+  // The index of the part's first trainable parameter among the unit's.
   std::size_t first_trainable(const LayoutPart& part) const;
 
  private:
-  std::size_t region_bytes(std::size_t param) const;
   std::size_t message_bytes(Wire wire, std::size_t param) const;
   std::int64_t rows_of_a_message(Wire wire, std::size_t param, std::size_t most_bytes) const;
   std::size_t end_of_gather(std::size_t end) const;
@@ -171,8 +182,7 @@ class UnitLayout {
   std::size_t direct_bytes_;
   std::size_t shard_bytes_ = 0;
   std::size_t gather_bytes_ = 0;
-  std::size_t large_count_ = 0;  // of parameters at the beginning that are gathered directly
-  std::size_t large_bytes_ = 0;  // of gather_bytes_, theirs
+  std::size_t large_count_ = 0;  // of the first parameters that are gathered directly by size
   std::size_t unsharded_bytes_ = 0;
   std::int64_t grad_numel_ = 0;
   std::size_t trainable_count_ = 0;

@@ -15,27 +15,29 @@ void Ledger::reset() {
   counters_ = fresh;
 }
 
-void Ledger::collective(Collective op, UnitRange units, std::size_t bytes) {
+void Ledger::count_collective(Collective op, UnitRange units, std::size_t bytes) {
   (op == Collective::AllGather ? counters_.all_gathers : counters_.reduce_scatters) += 1;
   counters_.wire_bytes += bytes;
   if (logging_) {
-    log_.push_back({op, phase_, units.first, units.last, bytes});
+    log_.push_back({op, phase_, units, bytes});
   }
 }
 
-void Ledger::unsharded(int units, std::size_t bytes) {
-  counters_.unsharded_bytes += bytes;
-  counters_.unsharded_units += units;
-  counters_.peak_unsharded_bytes =
-      std::max(counters_.peak_unsharded_bytes, counters_.unsharded_bytes);
+void Ledger::add_unsharded_unit() {
+  counters_.unsharded_units += 1;
   counters_.peak_unsharded_units =
       std::max(counters_.peak_unsharded_units, counters_.unsharded_units);
 }
 
-void Ledger::resharded(int units, std::size_t bytes) {
-  counters_.unsharded_bytes -= bytes;
-  counters_.unsharded_units -= units;
+void Ledger::remove_unsharded_unit() { counters_.unsharded_units -= 1; }
+
+void Ledger::add_unsharded_bytes(std::size_t bytes) {
+  counters_.unsharded_bytes += bytes;
+  counters_.peak_unsharded_bytes =
+      std::max(counters_.peak_unsharded_bytes, counters_.unsharded_bytes);
 }
+
+void Ledger::remove_unsharded_bytes(std::size_t bytes) { counters_.unsharded_bytes -= bytes; }
 
 // - Times
 
@@ -54,7 +56,7 @@ void Ledger::keep_times(std::size_t iterations, std::size_t moments, bool draine
   lost_ = 0;
 }
 
-// What a CUDA graph captures runs when it is replayed, and then writes nothing down.
+// A captured CUDA graph runs later, at its replay, which records no times.
 void Ledger::begin_iteration() {
   now_ = nullptr;
   if (iterations_.empty() || device_.is_capturing()) {
@@ -72,17 +74,17 @@ void Ledger::begin_iteration() {
 std::int32_t Ledger::mark(Stream& stream) {
   now_->moments->mark(static_cast<std::size_t>(now_->marked), stream);
   if (&stream == &compute_) {
-    last_of_compute_ = {now_->marked, now_->number};
+    last_compute_moment_ = {now_->marked, now_->number};
   }
   return now_->marked++;
 }
 
-OpenSpan Ledger::open(Stream& stream, Work work, UnitRange units,
-                      const IssuedCollective& collective, bool follows) {
+IterationIndex Ledger::open(Stream& stream, Work work, UnitRange units,
+                            const IssuedCollective& collective, bool follows) {
   if (!has_times()) {
     return {};
   }
-  const OpenSpan opened = open_at(follows ? now_->marked - 1 : mark(stream), work, units);
+  const IterationIndex opened = open_at(follows ? now_->marked - 1 : mark(stream), work, units);
   now_->spans.back().collective = static_cast<std::int32_t>(now_->collectives.size());
   now_->collectives.push_back(collective);
   return opened;
@@ -96,22 +98,22 @@ void Ledger::wait(Event& event, const std::string& what, Work work, UnitRange un
   const std::int32_t begin = now_->marked;
   if (compute_.mark_and_wait(*now_->moments, static_cast<std::size_t>(begin), event, what)) {
     now_->marked += 1;
-    OpenSpan span = open_at(begin, work, units);
+    IterationIndex span = open_at(begin, work, units);
     close(span, compute_);
   }
 }
 
 std::int32_t Ledger::mark_compute() { return has_times() ? mark(compute_) : WorkSpan::kNever; }
 
-// An iteration that ended in an exception leaves spans open that are never ended.
-void Ledger::end_span(OpenSpan& open, Stream& stream) {
+// Spans that an exception left open belong to an earlier iteration and are never ended.
+void Ledger::end_span(IterationIndex& open, Stream& stream) {
   if (has_times() && now_->number == open.iteration) {
     now_->spans[static_cast<std::size_t>(open.number)].end = mark(stream);
   }
   open.number = WorkSpan::kNever;
 }
 
-// See Note [two clocks] in device/cuda_stream.cpp: from the newest iteration to the oldest.
+// Goes from the newest iteration to the oldest: Note [two clocks] in device/cuda_stream.cpp.
 std::vector<IterationTimes> Ledger::take_times() {
   now_ = nullptr;
   std::vector<const Iteration*> kept;
@@ -138,7 +140,7 @@ std::vector<IterationTimes> Ledger::take_times() {
   return result;
 }
 
-// `begin`: when its first moment was.
+// `begin` is the time of the iteration's first moment.
 IterationTimes Ledger::times_of(const Iteration& iteration, double begin) const {
   const Moments& moments = *iteration.moments;
   const auto seconds = [&](std::int32_t moment) {

@@ -1,6 +1,6 @@
-// Compares across ranks what the schedule is about to do, before it does it: ranks that run units
-// in different orders or of different sizes get a sentence instead of a hang or wrong numbers.
-// Costs a round trip a collective, so the pipeline does it in the first iteration only.
+// Compares across ranks what the schedule is about to do. Ranks that run units in different orders
+// or of different sizes get an error message instead of a hang or wrong numbers. Each comparison
+// costs a round trip, so the pipeline compares the first forward and the first backward only.
 #pragma once
 
 #include <cstdint>
@@ -18,9 +18,16 @@ class OrderCheck {
   OrderCheck(Device& device, Lane& lane);
   ~OrderCheck();
 
-  // Blocks until all ranks have said what their next collective is; throws where they differ.
+  // Whether collectives of this pass are still compared.
+  bool is_due(bool in_backward) const {
+    return in_backward ? !backward_is_compared_ : !forward_is_compared_;
+  }
+  void end_forward() { forward_is_compared_ = true; }
+  void end_backward() { backward_is_compared_ = true; }
+
+  // Blocks until all ranks have said what their next collective is. Throws if they differ.
   void compare(const char* op, const Bucket& bucket, std::size_t bytes);
-  // The same of the buckets that are about to be formed.
+  // Does the same for the buckets that are about to be formed.
   void compare(const Partition& partition, const std::vector<std::unique_ptr<Unit>>& units);
 
  private:
@@ -30,8 +37,10 @@ class OrderCheck {
   Device& device_;
   Lane& lane_;
   std::unique_ptr<Event> compared_;
+  bool forward_is_compared_ = false;
+  bool backward_is_compared_ = false;
   std::uint64_t sequence_ = 0;
-  // This rank's and all ranks'. Members, since a wait that timed out leaves them in use.
+  // This rank's and all ranks'. They are members because a wait that timed out leaves them in use.
   std::unique_ptr<Announcement> mine_;
   std::vector<Announcement> all_;
   std::unique_ptr<Order> my_order_;

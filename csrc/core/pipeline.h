@@ -1,63 +1,77 @@
-// The schedule: which unit is gathered, released and reduced when. One piece of code for every
-// device and transport, free of torch.
+// The schedule: when each unit is gathered, released and reduced. The same code runs on every
+// device and transport, without torch.
 //
 // One iteration, for units 0 (the root) to L with prefetch depth 1:
 //
-//   pre_forward(i)    unit i gathered and attached; the gather of i + 1 is on its way
+//   pre_forward(i)    unit i gathered and attached; the gather of i + 1 is in flight
 //   post_forward(i)   unit i detached, its slot released (the root stays)
 //   pre_backward(i)   as pre_forward, in reverse order of post_forward
 //   gradient_arrived  counts; the last one of a unit packs and reduces its gradients
 //   post_backward(i)  backward has passed the unit's inputs: detached, slot released
-//   end_backward      reduces what is left over; the compute stream waits for all reductions
+//   end_backward      reduces the remaining gradients; the compute stream waits for all reductions
 //
-// What is gathered and reduced is a unit's whole bucket (core/bucket.h), so calls for its other
-// units find that done, or wait for them.
+// Gathers and reductions carry a unit's whole bucket (core/bucket.h). The calls for the bucket's
+// other units find that done, or wait for it.
 //
-// Not thread-safe: forward runs on the caller's thread and backward on the autograd engine's,
-// never at once.
+// Not thread-safe. Forward runs on the caller's thread and backward on the autograd engine's, but
+// never at the same time.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "core/bucket.h"
+#include "core/bucket_set.h"
+#include "core/forward_order.h"
 #include "core/gatherer.h"
 #include "core/lanes.h"
 #include "core/ledger.h"
-#include "core/merging.h"
 #include "core/order_check.h"
+#include "core/pipeline_options.h"
 #include "core/reducer.h"
 #include "core/unit.h"
 
 namespace fsdp {
 
-struct PipelineOptions {
-  int prefetch_depth = 1;   // gathers of buckets in flight ahead of the unit in use
-  int nesting = 1;          // units below the root that enclose each other, at most
-  bool check_order = true;  // compare the first iteration's collectives across ranks
+// The legal changes:
+//
+//   begin_forward   Idle, AwaitingBackward -> Forward
+//   end_forward     Forward -> AwaitingBackward, or Idle if autograd recorded nothing
+//   begin_backward  Idle, AwaitingBackward -> Backward; Forward -> BackwardInForward
+//   end_backward    Backward -> Idle; BackwardInForward -> Forward
+//
+// begin_backward follows Idle if backward runs over a graph for the second time. A forward that
+// catches a failed backward of its own ends in Backward. begin_forward resets an iteration that an
+// exception left in any other phase.
+enum class PipelinePhase : std::uint8_t {
+  Idle,
+  Forward,
+  AwaitingBackward,
+  Backward,
+  BackwardInForward,  // forward itself runs a backward, for a gradient penalty say
 };
 
 class Pipeline {
  public:
-  // The lanes outlive the pipeline. What is in flight is waited for when it goes.
+  // The lanes outlive the pipeline. The destructor waits for work in flight.
   Pipeline(Lanes& lanes, PipelineOptions options);
 
   Pipeline(const Pipeline&) = delete;
   Pipeline& operator=(const Pipeline&) = delete;
 
-  // Units in order of registration; the port outlives the pipeline. Returns the unit's number.
+  // Add units in order of registration. The port outlives the pipeline. Returns the unit's number.
   int add_unit(UnitConfig config, UnitPort& port);
 
-  // - Forward. begin_forward and end_forward enclose the outermost unit's forward, unless that is
-  //   a recomputation inside backward.
+  // - Forward. begin_forward and end_forward enclose the outermost unit's forward, except when it
+  //   is recomputed in backward.
   void begin_forward(int outermost = 0);
+  // `with_gradient`: autograd recorded this forward.
   void end_forward(bool with_gradient = true);
   void pre_forward(int unit);
-  // Returns the number of this forward call, for pre_backward. `with_gradient`: whether autograd
-  // recorded it (Note [reentrant checkpointing]); end_forward has it of the outermost unit.
+  // Returns the number of this forward call, for pre_backward. `with_gradient`: autograd recorded
+  // this call (Note [reentrant checkpointing]).
   int post_forward(int unit, bool with_gradient = true);
 
   // - Backward.
@@ -67,16 +81,20 @@ class Pipeline {
   void gradient_arrived(int unit, std::size_t trainable);
   void post_backward(int unit);
 
-  bool in_forward() const { return in_forward_; }
-  bool in_backward() const { return in_backward_; }
+  bool in_forward() const {
+    return phase_ == PipelinePhase::Forward || phase_ == PipelinePhase::BackwardInForward;
+  }
+  bool in_backward() const {
+    return phase_ == PipelinePhase::Backward || phase_ == PipelinePhase::BackwardInForward;
+  }
 
   // - By hand.
-  void unshard(int unit);           // issues
+  void unshard(int unit);           // issues the gather
   void wait_for_unshard(int unit);  // makes the compute stream wait, attaches
   void reshard(int unit);
-  // After an exception in forward or backward: waits for what is in flight, reshards every unit,
-  // forgets gradients that are not reduced. begin_forward does it where the last iteration did
-  // not end.
+  // Call it after an exception in forward or backward. It waits for work in flight, reshards every
+  // unit and drops gradients that are not reduced. begin_forward calls it if the last iteration
+  // did not end.
   void reset_iteration();
 
   // - Settings, effective from the next use on.
@@ -92,10 +110,10 @@ class Pipeline {
 
   int unit_count() const { return static_cast<int>(units_.size()); }
   const Unit& unit(int number) const { return *units_.at(static_cast<std::size_t>(number)); }
-  // Forms the buckets, if it is not yet known which the unit is in.
+  // Forms the buckets before the first iteration.
   const Bucket& bucket_of(int unit);
   // Empty before the first iteration.
-  const std::vector<std::unique_ptr<Bucket>>& buckets() const { return buckets_; }
+  const std::vector<std::unique_ptr<Bucket>>& buckets() const { return bucket_set_.buckets(); }
   Ledger& ledger() { return ledger_; }
   // See Ledger::keep_times.
   void keep_times(std::size_t iterations, bool drained);
@@ -103,64 +121,37 @@ class Pipeline {
   Reducer& reducer() { return reducer_; }
 
  private:
-  // In order of post_forward. `first` is the first call of the same forward of the root.
-  struct ForwardCall {
-    int unit;
-    int first;
-  };
-
   Unit& unit_at(int number) { return *units_.at(static_cast<std::size_t>(number)); }
-  void plan();
-  void compare_ranks(const Partition& partition);
-  bool has_run(int number) const;
-  void know_order();
-  Partition partition() const;
-  void form_buckets(const Partition& partition);
-  void plan_memory();
-  void note_forward(const Unit& unit);
+  bool is_between_passes() const { return !in_forward() && !in_backward(); }
+  void finish_recording();
+  void drop_outdated_parameters();
   void prefetch_forward(const Unit& unit);
   void prefetch_backward(const Unit& unit, int forward_call);
-  void release_behind(Unit& unit);
+  template <typename UnitAhead>
+  void prefetch(const Unit& unit, const std::vector<int>& targets, const UnitAhead& unit_ahead);
+  void reshard_behind(Unit& unit);
   void begin_times();
   void begin_computing(Unit& unit, Work work, bool has_waited);
   bool awaits_recomputation(const Unit& unit) const;
   void complete(Unit& unit);
   void announce(Collective op, const Bucket& bucket, std::size_t bytes);
-  bool comparing_ranks() const;
 
   Lanes& lanes_;
   Device& device_;
   PipelineOptions options_;
-  int world_size_;
   Ledger ledger_;
-  // What work in flight uses comes before the two that wait for it when they go.
+  // The destructors of the gatherer and the reducer wait for work in flight, which uses the units,
+  // the order check and the buckets. So these come first.
   std::vector<std::unique_ptr<Unit>> units_;
-  std::vector<std::unique_ptr<Bucket>> buckets_;
   OrderCheck order_check_;
+  BucketSet bucket_set_;
   Gatherer gatherer_;
   Reducer reducer_;
-  Partition partition_;           // that buckets_ has
-  bool partition_is_old_ = true;  // what it follows from has changed
-  bool memory_planned_ = false;
 
-  bool in_forward_ = false;
-  bool in_backward_ = false;
+  PipelinePhase phase_ = PipelinePhase::Idle;
+  ForwardOrder order_;
+  IterationIndex pass_;  // the span of forward or backward
   bool is_last_backward_ = true;
-  bool backward_ended_ = false;  // since the last begin_forward
-  bool awaiting_backward_ = false;
-  OpenSpan pass_;  // forward, or backward
-  bool first_forward_done_ = false;
-  bool first_backward_done_ = false;
-  std::vector<int> forward_order_;  // units in order of pre_forward, of the last whole forward
-  std::vector<int> current_order_;  // of the forward that runs
-  // Of the first iteration: until its backward ends, or forward begins where it has begun before.
-  std::vector<ForwardEvent> first_events_;
-  bool order_is_known_ = false;
-  bool compared_ = false;                   // across ranks, the first buckets
-  bool second_compared_ = false;            // and those of the order that is known
-  std::size_t next_in_order_ = 0;           // in forward_order_, behind the unit that runs
-  std::vector<ForwardCall> forward_calls_;  // since the last backward
-  int first_call_ = 0;                      // of the forward that runs, in forward_calls_
 };
 
 }  // namespace fsdp

@@ -1,7 +1,6 @@
 #include "core/reducer.h"
 
 #include <algorithm>
-#include <string>
 #include <utility>
 
 #include "base/check.h"
@@ -10,33 +9,44 @@
 namespace fsdp {
 namespace {
 
-const std::string kComputeStream = "the compute stream";
-
-constexpr int kBothHalves = 2;
-
 bool are_alike(const Unit& a, const Unit& b) {
   return a.requires_gradient_sync == b.requires_gradient_sync && a.pack_scale == b.pack_scale &&
          a.reduce_scale == b.reduce_scale;
 }
 
 bool has_accumulated(const Bucket& bucket, const Unit& unit) {
-  for (std::size_t i = 0; i < unit.arrived.size(); ++i) {
-    if (bucket.accumulated_params[unit.first_trainable + i] != 0) {
-      return true;
+  const auto first =
+      bucket.accumulated_params.begin() + static_cast<std::ptrdiff_t>(unit.first_trainable);
+  return std::any_of(first, first + static_cast<std::ptrdiff_t>(unit.arrived.size()),
+                     [](char accumulated) { return accumulated != 0; });
+}
+
+// Whether trainable parameter i of the unit has a gradient to reduce.
+bool has_gradient(const Bucket& bucket, const Unit& unit, std::size_t i) {
+  return unit.arrived[i] != 0 || bucket.accumulated_params[unit.first_trainable + i] != 0;
+}
+
+void set_sharded_gradients(const Bucket& bucket, const std::vector<Unit*>& units) {
+  for (const Unit* unit : units) {
+    for (std::size_t i = 0; i < unit->arrived.size(); ++i) {
+      if (has_gradient(bucket, *unit, i)) {
+        unit->port.set_sharded_gradient(i);
+      }
     }
   }
-  return false;
 }
 
 void forget_arrived(Unit& unit) {
   std::fill(unit.arrived.begin(), unit.arrived.end(), 0);
   unit.arrived_count = 0;
-  unit.complete = false;
+  unit.is_complete = false;
 }
 
-// Whether trainable parameter i of the unit has something to hand over.
-bool has_arrived(const Bucket& bucket, const Unit& unit, std::size_t i) {
-  return unit.arrived[i] != 0 || bucket.accumulated_params[unit.first_trainable + i] != 0;
+char* accumulated_of(const Bucket& bucket, std::size_t piece) {
+  const auto before = static_cast<std::size_t>(bucket.reductions[piece].segment_offset) *
+                      itemsize(bucket.layout.reduce_dtype()) *
+                      static_cast<std::size_t>(bucket.layout.world_size());
+  return static_cast<char*>(bucket.accumulated.get()) + before;
 }
 
 }  // namespace
@@ -45,36 +55,31 @@ Reducer::Reducer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Ann
     : device_(device),
       packer_(packer),
       lane_(lane),
-      stream_(lane.stream()),
+      streams_(device, lane),
       ledger_(ledger),
       announce_(std::move(announce)),
-      compute_reached_(device.new_event()),
-      handed_over_(device.new_event()),
-      sent_{device.new_event(), device.new_event()},
+      input_(device),
       output_read_(device.new_event()) {}
 
-// What is in flight uses the buffers that go now.
+// Work in flight uses the buffers that are freed now.
 Reducer::~Reducer() { lane_.drain(); }
 
 void Reducer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   lane_.synchronize();
   const ReduceMemory memory = plan_reductions(uses_of(buckets));
-  input_bytes_ = memory.input_bytes;
+  streams_.set_any_in_pieces(memory.any_cut);
+  const std::size_t input = memory.input_bytes;
+  input_.reset(input > 0 ? lane_.allocate(input, BufferUse::Input) : nullptr, input);
   output_bytes_ = memory.output_bytes;
-  any_cut_ = memory.any_cut;
-  if (any_cut_) {
-    lane_.make_copy_streams();
-  }
-  input_ = input_bytes_ > 0 ? lane_.allocate(input_bytes_, BufferUse::Input) : nullptr;
   output_.reset();
 }
 
 // See Note [units that differ].
-void Reducer::take(Bucket& bucket) {
+void Reducer::pack_and_reduce(Bucket& bucket) {
   const Unit& first = *bucket.units.front();
   const auto is_alike = [&first](const Unit* unit) { return are_alike(first, *unit); };
   if (std::all_of(bucket.units.begin(), bucket.units.end(), is_alike)) {
-    take_units(bucket, bucket.units);
+    pack_and_reduce_alike(bucket, bucket.units);
     return;
   }
   Units left = bucket.units;
@@ -84,17 +89,18 @@ void Reducer::take(Bucket& bucket) {
         left.begin(), left.end(), [&like](const Unit* unit) { return are_alike(like, *unit); });
     const Units units(left.begin(), others);
     left.erase(left.begin(), others);
-    const auto has_something = [&bucket](const Unit* unit) {
+    const auto has_gradients = [&bucket](const Unit* unit) {
       return unit->arrived_count > 0 ||
              (unit->requires_gradient_sync && has_accumulated(bucket, *unit));
     };
-    if (std::any_of(units.begin(), units.end(), has_something)) {
-      take_units(bucket, units);
+    if (std::any_of(units.begin(), units.end(), has_gradients)) {
+      pack_and_reduce_alike(bucket, units);
     }
   }
 }
 
-void Reducer::take_units(Bucket& bucket, const Units& units) {
+void Reducer::pack_and_reduce_alike(Bucket& bucket, const Units& units) {
+  collect_gradients(bucket, units);
   if (units.front()->requires_gradient_sync) {
     reduce(bucket, units);
   } else {
@@ -105,73 +111,11 @@ void Reducer::take_units(Bucket& bucket, const Units& units) {
   }
 }
 
-void Reducer::reduce(Bucket& bucket, const Units& units) {
-  take_gradients(bucket, units);
-  const UnitLayout& layout = bucket.layout;
-  const bool alone = layout.world_size() == 1;
-  const bool direct = choose_finish(bucket, units);
-  const Range range(device_, bucket.reduce_label);
-  auto* gradient = static_cast<char*>(bucket.flat_gradient());
-  char* reduced = direct || alone ? gradient : static_cast<char*>(output_buffer());
-  Issue issue;
-  if (ledger_.has_times()) {
-    issue.at = host_clock::now();
-    issue.possible = ledger_.mark_compute();
-  }
-  // After whatever was allocated: Note [memory and the compute stream].
-  device_.compute_stream().record(*compute_reached_);
-  stream_.wait(*compute_reached_, kComputeStream);
-  const bool in_pieces = bucket.reductions.size() > 1;
-  if (any_cut_) {
-    stream_.wait(*(reduced == gradient ? bucket.reduced : output_read_), bucket.reduce_label);
-  }
-  Stream& before = begin_packing(bucket, bucket.has_accumulated);
-  Stream& after = in_pieces && !direct ? lane_.after() : stream_;
-  for (std::size_t i = 0; i < bucket.reductions.size(); ++i) {
-    const ReducePiece& piece = bucket.reductions[i];
-    void* input = alone && direct && !bucket.has_accumulated ? gradient : input_of(bucket, i);
-    if (in_pieces && !bucket.has_accumulated) {
-      before.wait(*sent_[i % 2], bucket.reduce_label);
-    }
-    pack(bucket, units, i, input, bucket.has_accumulated);
-    const void* output = input;
-    if (!alone) {
-      hand_over(before, stream_, bucket.reduce_label);
-      output = reduced;
-      lane_.communicator().announce(bucket.reduce_label);
-      announce_(bucket, bucket.reduce_input_bytes(piece));
-      const Timed timed(ledger_, stream_, Work::Reduce, bucket.numbers(),
-                        {bucket.reduce_input_bytes(piece), issue}, /*follows=*/!in_pieces);
-      lane_.communicator().reduce_scatter(stream_, input,
-                                          reduced + static_cast<std::size_t>(piece.segment_offset) *
-                                                        itemsize(layout.reduce_dtype()),
-                                          static_cast<std::size_t>(piece.pack_plan.segment_numel),
-                                          layout.reduce_dtype());
-    }
-    note_sent(in_pieces ? static_cast<int>(i % 2) : kBothHalves);
-    if (output != gradient) {
-      hand_over(stream_, after, bucket.reduce_label);
-      finish(bucket, units, i, output);
-    }
-  }
-  before.record(*bucket.packed);
-  hand_over_gradients(bucket, units);
-  clear_accumulated(bucket, units);
-  hand_over(stream_, after, bucket.reduce_label);
-  after.record(*bucket.reduced);
-  if (any_cut_ && reduced != gradient) {
-    after.record(*output_read_);
-  }
-  bucket.reduction_pending = true;
-}
-
 void Reducer::accumulate(Bucket& bucket, const Units& units) {
-  take_gradients(bucket, units);
   if (bucket.accumulated == nullptr) {
     bucket.accumulated = lane_.allocate(bucket.reduce_input_bytes(), BufferUse::Input);
   }
-  device_.compute_stream().record(*compute_reached_);
-  stream_.wait(*compute_reached_, kComputeStream);
+  streams_.follow_compute();
   Stream& before = begin_packing(bucket, /*into_accumulated=*/true);
   for (std::size_t i = 0; i < bucket.reductions.size(); ++i) {
     pack(bucket, units, i, accumulated_of(bucket, i), bucket.has_accumulated);
@@ -185,6 +129,83 @@ void Reducer::accumulate(Bucket& bucket, const Units& units) {
   bucket.has_accumulated = true;
 }
 
+// - Reduction
+
+void Reducer::reduce(Bucket& bucket, const Units& units) {
+  const bool in_place = prepare_finish(bucket, units);
+  const Range range(device_, bucket.reduce_label);
+  const Reduction reduction = begin_reduction(bucket, units, in_place);
+  for (std::size_t i = 0; i < bucket.reductions.size(); ++i) {
+    reduce_piece(reduction, i);
+  }
+  reduction.before.record(*bucket.packed);
+  set_sharded_gradients(bucket, units);
+  clear_accumulated(bucket, units);
+  end_reduction(reduction);
+}
+
+Reducer::Reduction Reducer::begin_reduction(Bucket& bucket, const Units& units, bool in_place) {
+  auto* gradient = static_cast<char*>(bucket.flat_gradient());
+  char* output = in_place || bucket.layout.world_size() == 1 ? gradient : output_buffer();
+  Issue issue;
+  if (ledger_.has_times()) {
+    issue.at = host_clock::now();
+    issue.possible = ledger_.mark_compute();
+  }
+  streams_.follow_compute();  // after all allocations: Note [memory and the compute stream]
+  if (streams_.any_in_pieces()) {
+    streams_.messages().wait(*(output == gradient ? bucket.reduced : output_read_),
+                             bucket.reduce_label);
+  }
+  Stream& before = begin_packing(bucket, bucket.has_accumulated);
+  Stream& after = streams_.after(bucket.reduces_in_pieces() && !in_place);
+  return {bucket, units, in_place, output, issue, before, after};
+}
+
+void Reducer::reduce_piece(const Reduction& reduction, std::size_t number) {
+  Bucket& bucket = reduction.bucket;
+  void* input = input_of(reduction, number);
+  const void* output = input;
+  if (bucket.reduces_in_pieces() && !bucket.has_accumulated) {
+    input_.wait_for_half(reduction.before, number, bucket.reduce_label);
+  }
+  pack(bucket, reduction.units, number, input, bucket.has_accumulated);
+  if (bucket.layout.world_size() > 1) {
+    streams_.order_after(streams_.messages(), reduction.before, bucket.reduce_label);
+    send(reduction, bucket.reductions[number], input);
+    output = reduction.output;
+  }
+  release_input(bucket, number);
+  if (output != bucket.flat_gradient()) {
+    streams_.order_after(reduction.after, streams_.messages(), bucket.reduce_label);
+    finish(bucket, reduction.units, number, output);
+  }
+}
+
+void Reducer::send(const Reduction& reduction, const ReducePiece& piece, const void* input) {
+  const Bucket& bucket = reduction.bucket;
+  const DType dtype = bucket.layout.reduce_dtype();
+  const std::size_t bytes = bucket.reduce_input_bytes(piece);
+  const std::size_t offset = static_cast<std::size_t>(piece.segment_offset) * itemsize(dtype);
+  lane_.communicator().announce(bucket.reduce_label);
+  announce_(bucket, bytes);
+  const Timed timed(ledger_, streams_.messages(), Work::Reduce, bucket.numbers(),
+                    {bytes, reduction.issue}, /*follows=*/!bucket.reduces_in_pieces());
+  lane_.communicator().reduce_scatter(streams_.messages(), input, reduction.output + offset,
+                                      static_cast<std::size_t>(piece.pack_plan.segment_numel),
+                                      dtype);
+}
+
+void Reducer::end_reduction(const Reduction& reduction) {
+  Bucket& bucket = reduction.bucket;
+  streams_.order_after(reduction.after, streams_.messages(), bucket.reduce_label);
+  reduction.after.record(*bucket.reduced);
+  if (streams_.any_in_pieces() && reduction.output != bucket.flat_gradient()) {
+    reduction.after.record(*output_read_);
+  }
+  bucket.reduction_pending = true;
+}
+
 void Reducer::wait(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   Stream& compute = device_.compute_stream();
   {
@@ -196,7 +217,7 @@ void Reducer::wait(const std::vector<std::unique_ptr<Bucket>>& buckets) {
       }
     }
   }
-  release_packed_gradients(0);
+  free_packed_gradients(0);
 }
 
 void Reducer::discard(Bucket& bucket) {
@@ -210,61 +231,42 @@ void Reducer::discard(Bucket& bucket) {
     forget_arrived(*unit);
     unit->port.drop_gradients();
   }
-  release_packed_gradients(0);
+  free_packed_gradients(0);
 }
 
-// See Note [gradient lifetime].
-void Reducer::take_gradients(Bucket& bucket, const Units& units) {
-  release_packed_gradients(kGradientsInFlight - 1);
-  std::fill(bucket.gradients.begin(), bucket.gradients.end(), nullptr);
-  packed_gradients_.push_back({&bucket, {}});
-  std::vector<std::shared_ptr<void>>& keep_alive = packed_gradients_.back().keep_alive;
-  keep_alive.reserve(units.size());
-  for (const Unit* unit : units) {
-    keep_alive.push_back(
-        unit->port.take_gradients(bucket.gradients.data() + unit->first_trainable));
-  }
-}
+// - Pack and finish
 
-// The stream that packs the bucket, behind what the compute stream has reached. Where pieces are
-// packed into what is accumulated, all that reads it comes before.
+// Returns the stream that packs the bucket, ordered after the compute stream. Packing into the
+// accumulated gradients also waits for all messages that read them.
 Stream& Reducer::begin_packing(const Bucket& bucket, bool into_accumulated) {
-  if (bucket.reductions.size() == 1) {
-    return stream_;
-  }
-  Stream& before = lane_.before();
-  before.wait(*compute_reached_, kComputeStream);
-  if (into_accumulated) {
-    before.wait(*sent_[0], bucket.reduce_label);
-    before.wait(*sent_[1], bucket.reduce_label);
+  Stream& before = streams_.before(bucket.reduces_in_pieces());
+  if (bucket.reduces_in_pieces()) {
+    streams_.order_after_compute(before);
+    if (into_accumulated) {
+      input_.wait_for_both(before, bucket.reduce_label);
+    }
   }
   return before;
 }
 
-// The input of those halves has been read by what stream_ was given so far.
-void Reducer::note_sent(int half) {
-  if (any_cut_) {
-    for (int i = 0; i < kBothHalves; ++i) {
-      if (half == i || half == kBothHalves) {
-        stream_.record(*sent_[i]);
-      }
-    }
-  }
-}
-
-void* Reducer::accumulated_of(const Bucket& bucket, std::size_t piece) {
-  const auto before = static_cast<std::size_t>(bucket.reductions[piece].segment_offset) *
-                      itemsize(bucket.layout.reduce_dtype()) *
-                      static_cast<std::size_t>(bucket.layout.world_size());
-  return static_cast<char*>(bucket.accumulated.get()) + before;
-}
-
-void* Reducer::input_of(const Bucket& bucket, std::size_t piece) {
+void* Reducer::input_of(const Reduction& reduction, std::size_t piece) {
+  const Bucket& bucket = reduction.bucket;
   if (bucket.has_accumulated) {
     return accumulated_of(bucket, piece);
   }
-  const bool second = bucket.reductions.size() > 1 && piece % 2 == 1;
-  return static_cast<char*>(input_.get()) + (second ? input_bytes_ / 2 : 0);
+  if (reduction.in_place && bucket.layout.world_size() == 1) {
+    return reduction.output;  // nothing to send: pack writes the flat gradient
+  }
+  return bucket.reduces_in_pieces() ? input_.half_of(piece) : input_.data();
+}
+
+// The messages issued so far are the last to read the piece's input.
+void Reducer::release_input(const Bucket& bucket, std::size_t piece) {
+  if (bucket.reduces_in_pieces()) {
+    input_.release_half(streams_.messages(), piece);
+  } else if (streams_.any_in_pieces()) {
+    input_.release_both(streams_.messages());
+  }
 }
 
 void Reducer::pack(Bucket& bucket, const Units& units, std::size_t number, void* destination,
@@ -272,77 +274,70 @@ void Reducer::pack(Bucket& bucket, const Units& units, std::size_t number, void*
   const UnitLayout& layout = bucket.layout;
   const ReducePiece& piece = bucket.reductions[number];
   const void* const* gradients = bucket.gradients.data() + piece.first_trainable;
-  const void* from_its_rows = nullptr;
+  const void* first_row = nullptr;
   if (piece.part.is_of_rows() && *gradients != nullptr) {
-    from_its_rows =
-        static_cast<const char*>(*gradients) +
-        static_cast<std::size_t>(piece.gradient_offset) * itemsize(bucket.gradient_dtype);
-    gradients = &from_its_rows;
+    first_row = static_cast<const char*>(*gradients) +
+                static_cast<std::size_t>(piece.gradient_offset) * itemsize(bucket.gradient_dtype);
+    gradients = &first_row;
   }
-  Stream& stream = bucket.reductions.size() > 1 ? lane_.before() : stream_;
+  Stream& stream = streams_.before(bucket.reduces_in_pieces());
   const Timed timed(ledger_, stream, Work::Pack, bucket.numbers());
   packer_.pack(stream, piece.pack_plan, gradients, bucket.gradient_dtype, destination,
                layout.reduce_dtype(), units.front()->pack_scale, accumulate);
-  ledger_.copied(static_cast<std::size_t>(piece.pack_plan.segment_numel) *
-                 static_cast<std::size_t>(layout.world_size()) *
-                 (itemsize(bucket.gradient_dtype) + itemsize(layout.reduce_dtype())));
+  ledger_.count_copied_bytes(static_cast<std::size_t>(piece.pack_plan.segment_numel) *
+                             static_cast<std::size_t>(layout.world_size()) *
+                             (itemsize(bucket.gradient_dtype) + itemsize(layout.reduce_dtype())));
 }
 
-// `to` comes behind what `from` was given so far.
-void Reducer::hand_over(Stream& from, Stream& to, const std::string& what) {
-  if (&from != &to) {
-    from.record(*handed_over_);
-    to.wait(*handed_over_, what);
-  }
-}
-
-// Without sharded gradients to add to, without a cast or a scale, the reduction writes the flat
-// gradient itself. Else each parameter's chunk is cast or added from the reduce output.
-bool Reducer::choose_finish(Bucket& bucket, const Units& units) {
-  const UnitLayout& layout = bucket.layout;
-  bool direct =
-      reduces_in_place(layout, units.front()->reduce_scale) && units.size() == bucket.units.size();
+// The reduction writes the flat gradient itself if nothing is cast or scaled and no sharded
+// gradient exists to add to. Otherwise each parameter's chunk is cast or added from the reduce
+// output.
+bool Reducer::prepare_finish(Bucket& bucket, const Units& units) {
+  bool in_place = reduces_in_place(bucket.layout, units.front()->reduce_scale) &&
+                  units.size() == bucket.units.size();
   std::fill(bucket.finish_modes.begin(), bucket.finish_modes.end(), CastMode::Skip);
   for (const Unit* unit : units) {
     for (std::size_t i = 0; i < unit->arrived.size(); ++i) {
-      const bool has_gradient = unit->port.has_sharded_gradient(i);
-      direct = direct && !has_gradient;
-      if (has_arrived(bucket, *unit, i)) {
-        bucket.finish_modes[unit->first_trainable + i] =
-            has_gradient ? CastMode::Add : CastMode::Write;
+      const bool adds = unit->port.has_sharded_gradient(i);
+      if (adds) {
+        unit->port.import_sharded_gradient(i);
+        in_place = false;
+      }
+      if (has_gradient(bucket, *unit, i)) {
+        bucket.finish_modes[unit->first_trainable + i] = adds ? CastMode::Add : CastMode::Write;
       }
     }
   }
-  return direct;
+  return in_place;
 }
 
 void Reducer::finish(Bucket& bucket, const Units& units, std::size_t number, const void* output) {
   const ReducePiece& piece = bucket.reductions[number];
   const CastMode* modes = bucket.finish_modes.data() + piece.first_trainable;
-  Stream& stream = bucket.reductions.size() > 1 ? lane_.after() : stream_;
-  const Timed timed(ledger_, stream, Work::HandOver, bucket.numbers());
+  Stream& stream = streams_.after(bucket.reduces_in_pieces());
+  const Timed timed(ledger_, stream, Work::FinishReduction, bucket.numbers());
   packer_.cast(stream, piece.finish_plan, modes, output, bucket.flat_gradient(),
                units.front()->reduce_scale);
   for (std::size_t i = 0; i < piece.finish_plan.entries.size(); ++i) {
     if (modes[i] != CastMode::Skip) {
       const CastEntry& entry = piece.finish_plan.entries[i];
-      ledger_.copied(static_cast<std::size_t>(entry.numel) *
-                     (itemsize(entry.source_dtype) + itemsize(entry.destination_dtype)));
+      ledger_.count_copied_bytes(
+          static_cast<std::size_t>(entry.numel) *
+          (itemsize(entry.source_dtype) + itemsize(entry.destination_dtype)));
     }
   }
 }
 
-void Reducer::hand_over_gradients(Bucket& bucket, const Units& units) {
-  for (const Unit* unit : units) {
-    for (std::size_t i = 0; i < unit->arrived.size(); ++i) {
-      if (has_arrived(bucket, *unit, i)) {
-        unit->port.hand_over_gradient(i);
-      }
-    }
+char* Reducer::output_buffer() {
+  if (output_ == nullptr) {
+    output_ = lane_.allocate(output_bytes_, BufferUse::Output);
   }
+  return static_cast<char*>(output_.get());
 }
 
-// What other units have accumulated stays.
+// - Gradients
+
+// Other units keep what they have accumulated.
 void Reducer::clear_accumulated(Bucket& bucket, const Units& units) {
   if (!bucket.has_accumulated) {
     return;
@@ -359,13 +354,14 @@ void Reducer::clear_accumulated(Bucket& bucket, const Units& units) {
     return;
   }
   for (const Unit* unit : units) {
-    clear_rows(bucket, *unit);
+    clear_accumulated_of(bucket, *unit);
   }
-  note_sent(kBothHalves);
+  if (streams_.any_in_pieces()) {
+    input_.release_both(streams_.messages());
+  }
 }
 
-// Of what is accumulated, the unit's.
-void Reducer::clear_rows(Bucket& bucket, const Unit& unit) {
+void Reducer::clear_accumulated_of(Bucket& bucket, const Unit& unit) {
   const std::size_t element = itemsize(bucket.layout.reduce_dtype());
   const auto unit_begin = static_cast<std::int64_t>(unit.gradient_offset);
   const std::int64_t unit_end = unit_begin + unit.layout.grad_numel();
@@ -376,32 +372,37 @@ void Reducer::clear_rows(Bucket& bucket, const Unit& unit) {
     const std::int64_t end = std::min(unit_end, piece.segment_offset + numel);
     for (int rank = 0; begin < end && rank < bucket.layout.world_size(); ++rank) {
       const std::int64_t first = rank * numel + begin - piece.segment_offset;
-      device_.fill(
-          stream_,
-          static_cast<char*>(accumulated_of(bucket, i)) + static_cast<std::size_t>(first) * element,
-          0, static_cast<std::size_t>(end - begin) * element);
+      device_.fill(streams_.messages(),
+                   accumulated_of(bucket, i) + static_cast<std::size_t>(first) * element, 0,
+                   static_cast<std::size_t>(end - begin) * element);
     }
   }
 }
 
-// All but the newest `keep`.
-void Reducer::release_packed_gradients(std::size_t keep) {
+// See Note [gradient lifetime].
+void Reducer::collect_gradients(Bucket& bucket, const Units& units) {
+  free_packed_gradients(kGradientsInFlight - 1);
+  std::fill(bucket.gradients.begin(), bucket.gradients.end(), nullptr);
+  packed_gradients_.push_back({&bucket, {}});
+  std::vector<std::shared_ptr<void>>& keep_alive = packed_gradients_.back().keep_alive;
+  keep_alive.reserve(units.size());
+  for (const Unit* unit : units) {
+    keep_alive.push_back(
+        unit->port.extract_gradients(bucket.gradients.data() + unit->first_trainable));
+  }
+}
+
+// Keeps the newest `keep`.
+void Reducer::free_packed_gradients(std::size_t keep) {
   while (packed_gradients_.size() > keep) {
     const Bucket& bucket = *packed_gradients_.front().bucket;
     if (keep > 0) {
       ledger_.wait(*bucket.packed, bucket.reduce_label, Work::WaitForReduction, bucket.numbers());
-    } else {  // nothing any more: see wait
+    } else {  // not a wait of its own: the compute stream has waited for the reductions
       device_.compute_stream().wait(*bucket.packed, bucket.reduce_label);
     }
     packed_gradients_.pop_front();
   }
-}
-
-void* Reducer::output_buffer() {
-  if (output_ == nullptr) {
-    output_ = lane_.allocate(output_bytes_, BufferUse::Output);
-  }
-  return output_.get();
 }
 
 }  // namespace fsdp

@@ -1,24 +1,24 @@
-// Turns one bucket's gradients into its sharded gradient: pack, reduce-scatter, hand over. When
-// that happens is the pipeline's business.
+// Reduces a bucket's gradients to its sharded gradient: pack, reduce-scatter, finish (cast or add
+// into the flat gradient). The pipeline decides when.
 //
 // Note [one reduce buffer]
-// pack, reduce-scatter and hand-over of one bucket run on the reduce stream in order, and those of
-// the next one after them. So one reduce input and one reduce output serve all buckets, and no
-// event is needed between them. Pieces (Note [pieces] in core/lanes.h) have two halves of the
-// input, and events.
+// pack, reduce-scatter and finish of one bucket run on the reduce stream in order, and those of the
+// next bucket after them. So one reduce input and one reduce output serve all buckets without
+// events between them. Pieces (Note [pieces] in core/lanes.h) use the two halves of the input in
+// turns, and events.
 //
 // Note [gradient lifetime]
-// Gradients are taken out of the unsharded parameters when they are packed, and packing runs on
-// the reduce stream. They go when the compute stream, to whose allocator they return, has waited
-// for that; no allocator need know of the reduce stream, and no host waits. The wait comes with
-// the gradients of the bucket after the next one: so much may be in flight, and no more than that
-// is ever kept.
+// Gradients leave the unsharded parameters when they are packed, which happens on the reduce
+// stream. They are freed after the compute stream, to whose allocator they return, has waited for
+// the packing. So no allocator has to know the reduce stream, and the host does not wait. The wait
+// is issued with the gradients of the bucket after the next one, which bounds how many gradients
+// are in flight.
 //
 // Note [units that differ]
-// Settings of gradients may change at any time, also between forward and backward, so that they
-// differ within a bucket: some of its units synchronise and some only accumulate, or divide by
-// another factor. Each set of units that are alike is then reduced or accumulated by itself. The
-// others take part in its reduction with zeros, or with what they have accumulated, and keep that.
+// Gradient settings may change at any time, also between forward and backward, so the units of a
+// bucket may differ: some synchronise and some accumulate, or they divide by different factors.
+// Each set of units that are alike is then reduced or accumulated separately. The other units take
+// part in that reduction with zeros, or with what they have accumulated, which they keep.
 #pragma once
 
 #include <cstddef>
@@ -30,6 +30,7 @@
 #include "core/bucket.h"
 #include "core/lanes.h"
 #include "core/ledger.h"
+#include "core/pieces.h"
 
 namespace fsdp {
 
@@ -45,65 +46,73 @@ class Reducer {
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  // Sizes the reduce input and output for `buckets`.
+  // Allocates the reduce input for `buckets`, and sizes the reduce output.
   void plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets);
 
-  // Packs what has arrived of the units that synchronise, adds what was accumulated, reduces over
-  // the ranks and hands over. Of the others it only accumulates what has arrived.
-  void take(Bucket& bucket);
-  // Makes the compute stream wait for every reduction launched so far.
+  // Packs the gradients that have arrived. For units that synchronise, it adds the accumulated
+  // gradients, reduces over the ranks and sets the sharded gradients. For the others, it
+  // accumulates.
+  void pack_and_reduce(Bucket& bucket);
+  // Makes the compute stream wait for every reduction that was issued so far.
   void wait(const std::vector<std::unique_ptr<Bucket>>& buckets);
-  // Forgets everything that is not reduced yet, after a backward that failed.
+  // Drops all gradients that are not reduced yet, after a backward that failed.
   void discard(Bucket& bucket);
 
-  Stream& stream() { return stream_; }
-  std::size_t buffer_bytes() const { return input_bytes_ + (output_ ? output_bytes_ : 0); }
+  Stream& stream() { return streams_.messages(); }
+  std::size_t buffer_bytes() const { return input_.bytes() + (output_ ? output_bytes_ : 0); }
 
  private:
-  // `units` are alike, and some or all of the bucket's: Note [units that differ].
+  // Some or all units of a bucket, which are alike: Note [units that differ].
   using Units = std::vector<Unit*>;
-  void take_units(Bucket& bucket, const Units& units);
-  void reduce(Bucket& bucket, const Units& units);
+
+  struct Reduction {
+    Bucket& bucket;
+    const Units& units;
+    bool in_place;  // the reduce-scatter can write the flat gradient
+    char* output;   // of the reduce-scatter
+    Issue issue;
+    Stream& before;
+    Stream& after;
+  };
+
+  void pack_and_reduce_alike(Bucket& bucket, const Units& units);
   void accumulate(Bucket& bucket, const Units& units);
-  void take_gradients(Bucket& bucket, const Units& units);
+  void reduce(Bucket& bucket, const Units& units);
+  Reduction begin_reduction(Bucket& bucket, const Units& units, bool in_place);
+  void reduce_piece(const Reduction& reduction, std::size_t number);
+  void send(const Reduction& reduction, const ReducePiece& piece, const void* input);
+  void end_reduction(const Reduction& reduction);
+
   Stream& begin_packing(const Bucket& bucket, bool into_accumulated);
-  void note_sent(int half);
-  void* accumulated_of(const Bucket& bucket, std::size_t piece);
-  void* input_of(const Bucket& bucket, std::size_t piece);
+  void* input_of(const Reduction& reduction, std::size_t piece);
+  void release_input(const Bucket& bucket, std::size_t piece);
   void pack(Bucket& bucket, const Units& units, std::size_t piece, void* destination,
             bool accumulate);
-  void hand_over(Stream& from, Stream& to, const std::string& what);
-  // Returns whether the reduction may write the flat gradient itself.
-  bool choose_finish(Bucket& bucket, const Units& units);
+  // Returns whether the reduction can write the flat gradient.
+  bool prepare_finish(Bucket& bucket, const Units& units);
   void finish(Bucket& bucket, const Units& units, std::size_t piece, const void* output);
-  void hand_over_gradients(Bucket& bucket, const Units& units);
+  char* output_buffer();
+
   void clear_accumulated(Bucket& bucket, const Units& units);
-  void clear_rows(Bucket& bucket, const Unit& unit);
-  void release_packed_gradients(std::size_t keep);
-  void* output_buffer();
+  void clear_accumulated_of(Bucket& bucket, const Unit& unit);
+  void collect_gradients(Bucket& bucket, const Units& units);
+  void free_packed_gradients(std::size_t keep);
 
   struct PackedGradients {
-    Bucket* bucket;  // whose `packed` event is behind it
+    Bucket* bucket;  // its `packed` event completes when they are packed
     std::vector<std::shared_ptr<void>> keep_alive;
   };
 
   Device& device_;
   Packer& packer_;
   Lane& lane_;
-  Stream& stream_;  // the lane's
+  LaneStreams streams_;
   Ledger& ledger_;
   Announce announce_;
-  std::unique_ptr<Event> compute_reached_;
-  std::unique_ptr<Event>
-      handed_over_;  // between streams of the lane, issued and waited for at once
-  // Pieces use the two halves in turns, everything else, in order on stream_, the whole.
-  std::shared_ptr<void> input_;
-  std::unique_ptr<Event> sent_[2];      // of each half
-  std::shared_ptr<void> output_;        // made when first needed
-  std::unique_ptr<Event> output_read_;  // what was reduced into it last
-  bool any_cut_ = false;                // of the buckets
-  std::size_t input_bytes_ = 0;
+  HalvedBuffer input_;
+  std::shared_ptr<void> output_;  // allocated when first needed
   std::size_t output_bytes_ = 0;
+  std::unique_ptr<Event> output_read_;  // by the last finish
   std::deque<PackedGradients> packed_gradients_;
 };
 

@@ -1,6 +1,6 @@
-// One unit as the schedule sees it: its layout, its settings, what has arrived of its gradients.
-// What travels is its bucket (core/bucket.h). Whoever owns the tensors implements UnitPort
-// (csrc/torch/unit, and the tests).
+// One unit as the schedule sees it: its layout, its settings, and which gradients have arrived.
+// Collectives carry its whole bucket (core/bucket.h). The owner of the tensors implements UnitPort
+// (csrc/torch/torch_unit, and the tests).
 #pragma once
 
 #include <cstddef>
@@ -21,52 +21,54 @@ class UnitPort {
  public:
   virtual ~UnitPort() = default;
 
-  // The unsharded parameters are at `unsharded` from now on, until detach.
+  // The unsharded parameters are at `unsharded` until detach.
   virtual void attach(void* unsharded) = 0;
   virtual void detach() = 0;
 
   virtual void* flat_shard() = 0;     // layout.shard_bytes()
   virtual void* flat_gradient() = 0;  // layout.grad_numel() elements of layout.grad_dtype()
 
-  // Both live in `memory` from now on, with what they hold: Note [moving shards].
+  // Copies the content into `memory`, where it stays from now on: Note [moving shards].
   virtual void move_shard(std::shared_ptr<void> memory) = 0;
   virtual void move_gradient(std::shared_ptr<void> memory) = 0;
 
   // Changes whenever the sharded parameters are known to have changed.
   virtual std::uint64_t shard_version() = 0;
 
-  // Takes the gradients that have arrived out of the unsharded parameters: their addresses, one
-  // for each trainable parameter (nullptr where there is none). What is returned keeps them alive.
-  virtual std::shared_ptr<void> take_gradients(const void** addresses) = 0;
-  // Of the taken gradients, which is the unsharded parameters'.
+  // Moves the gradients out of the unsharded parameters. Writes their addresses, one for each
+  // trainable parameter (nullptr if it has none). The result keeps them alive.
+  virtual std::shared_ptr<void> extract_gradients(const void** addresses) = 0;
+  // The dtype of the unsharded parameters' gradients.
   virtual DType gradient_dtype() = 0;
-  // Forgets the unsharded parameters' gradients, after a backward that failed.
+  // Drops the unsharded parameters' gradients, after a backward that failed.
   virtual void drop_gradients() = 0;
 
-  // Whether trainable parameter i has a sharded gradient already, to which a new one is added.
-  // If so, that gradient is in the flat gradient when this returns.
+  // Whether trainable parameter i has a sharded gradient, to which a new one is added.
   virtual bool has_sharded_gradient(std::size_t i) = 0;
-  // Trainable parameter i's sharded gradient is the flat gradient's part, now or, in the order
-  // of the reduce stream, soon.
-  virtual void hand_over_gradient(std::size_t i) = 0;
+  // Copies that gradient into the flat gradient, unless it is there already.
+  virtual void import_sharded_gradient(std::size_t i) = 0;
+  // Makes the flat gradient's part the sharded gradient of trainable parameter i. Its values are
+  // there when the reduce stream has come so far.
+  virtual void set_sharded_gradient(std::size_t i) = 0;
 };
 
 struct UnitConfig {
   std::string name;
   UnitLayout layout;
+  int parent = -1;  // the unit that encloses it, added before it; -1 for the root
   bool reshard_after_forward = true;
+  bool reshard_after_backward = true;
   double pack_scale = 1.0;            // of gradients, before the reduction
   double reduce_scale = 1.0;          // after it
-  int parent = -1;                    // the unit that encloses it, lower in number; -1 for the root
-  std::size_t bucket_bytes = 0;       // of a bucket that it may share (core/merging.h); 0: none
-  std::size_t max_message_bytes = 0;  // of a message of its bucket; 0: any
+  std::size_t bucket_bytes = 0;       // limit of a shared bucket (core/merging.h); 0: not shared
+  std::size_t max_message_bytes = 0;  // limit of a message of its bucket; 0: none
 };
 
 // Note [states]
-// Sharded -> Gathering (a gather was issued, or a slot with the right contents was taken back)
-// -> Unsharded (the compute stream waited; the parameters are attached) -> Sharded. A gather is of
-// a whole bucket; each of its units leaves it when it is released, the slot with the last. Reducing
-// gradients does not touch the parameters, so it is no state: it has its own event.
+// Sharded -> Gathering (a gather was issued, or a slot with current contents was reacquired) ->
+// Unsharded (the compute stream waited and the parameters are attached) -> Sharded. A gather covers
+// a whole bucket. Each of its units is resharded by itself, and the last one releases the slot.
+// Reducing gradients does not touch the parameters, so it is not a state. It has its own event.
 enum class UnitState : std::uint8_t { Sharded, Gathering, Unsharded };
 
 struct Bucket;
@@ -81,6 +83,7 @@ struct Unit {
         bucket_bytes(config.bucket_bytes),
         max_message_bytes(config.max_message_bytes),
         reshard_after_forward(config.reshard_after_forward),
+        reshard_after_backward(config.reshard_after_backward),
         pack_scale(config.pack_scale),
         reduce_scale(config.reduce_scale),
         arrived(layout.trainable_count(), 0) {}
@@ -95,42 +98,42 @@ struct Unit {
   std::size_t bucket_bytes;
   const std::size_t max_message_bytes;
   bool reshard_after_forward;
-  bool reshard_after_backward = true;
+  bool reshard_after_backward;
   bool requires_gradient_sync = true;
   double pack_scale;                   // of gradients, before the reduction
   double reduce_scale;                 // after it
   std::vector<int> forward_prefetch;   // empty: the recorded order
   std::vector<int> backward_prefetch;  // empty: the reverse of forward
 
-  // - Place.
+  // - Place in the bucket.
   Bucket* bucket = nullptr;
   std::size_t position = 0;          // among the bucket's units
   std::size_t unsharded_offset = 0;  // bytes, in the bucket's unsharded buffer
-  std::size_t first_trainable = 0;   // of the bucket's trainable parameters
+  std::size_t first_trainable = 0;   // index among the bucket's trainable parameters
   std::size_t gradient_offset = 0;   // elements, in the bucket's segments
-  std::size_t last_piece = 0;        // of the bucket's gather, that brings some of it
+  std::size_t last_piece = 0;        // of the bucket's gather, that has parameters of this unit
 
   // - Parameters.
   UnitState state = UnitState::Sharded;
-  bool speculative = false;            // gathering ahead, and nobody has asked for it yet
-  Slot* slot = nullptr;                // of its bucket, that it holds
-  std::uint64_t gathered_version = 0;  // of its shards, when the bucket was last gathered
-  std::uint64_t followed_version = 0;  // of its shards as the gather stream may read them
+  bool is_speculative = false;         // prefetched and not used yet
+  Slot* slot = nullptr;                // of the bucket, while this unit uses it
+  std::uint64_t gathered_version = 0;  // of its shards, when the bucket was gathered last
+  std::uint64_t followed_version = 0;  // of its shards, as the gather stream may read them
   int last_forward_call = -1;
-  OpenSpan computing;  // forward, or backward
+  IterationIndex computing;  // the span of its forward or backward
 
   // Note [reentrant checkpointing]
-  // A forward call without gradients inside a forward with gradients is one that reentrant
-  // checkpointing will run again in backward, where each such run brings gradients of its own.
-  // The reduction waits for the last of them.
+  // A forward call without gradients inside a forward with gradients is recomputed in backward
+  // by reentrant checkpointing. Each such recomputation has gradients of its own. The reduction
+  // waits for the last of them.
   int calls_to_recompute = 0;      // of forwards that have ended, since the last backward
   int calls_without_gradient = 0;  // of the forward that runs
   int recomputations = 0;          // in this backward
 
   // - Gradients.
-  bool ran = false;           // forward, since the last backward
-  bool complete = false;      // what is to come of its gradients in this backward has arrived
-  std::vector<char> arrived;  // in this backward, and not yet packed; by trainable parameter
+  bool ran = false;           // in a forward with gradients, since the last backward
+  bool is_complete = false;   // all gradients that this backward waits for have arrived
+  std::vector<char> arrived;  // in this backward and not packed yet, by trainable parameter
   std::size_t arrived_count = 0;
 };
 

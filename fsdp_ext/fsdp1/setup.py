@@ -1,7 +1,7 @@
 """What ``FullyShardedDataParallel`` does before its unit is made.
 
-The meaning of FSDP1's arguments, the modules that a policy chooses, and the tensors of a unit:
-materialised, moved, made equal on all ranks.
+It translates FSDP1's arguments, wraps the modules that a policy chooses, and materialises, moves
+and broadcasts the tensors of the unit.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_ext.sharding.arguments import resolve_mesh
 
-WRAPPED = "_fsdp_wrapped_module"  # FSDP1's name of the child, which tools look for
+WRAPPED = "_fsdp_wrapped_module"  # FSDP1's name of the child, which other libraries look for
 CHECKPOINTED = "_checkpoint_wrapped_module"
-# None frees the parameters after forward but for the root's, as FSDP1 has it.
+# None frees the parameters after forward, except the root's, as FSDP1 does.
 RESHARD_AFTER_FORWARD = {ShardingStrategy.FULL_SHARD: None, ShardingStrategy.SHARD_GRAD_OP: False}
 
 
@@ -47,10 +47,11 @@ def refuse_unsupported(
     precision: MixedPrecision,
     process_group: Any,
 ) -> None:
+    """Raise for arguments of FSDP1 that are of a wrong type or not supported yet."""
     if not isinstance(precision, MixedPrecision):
         raise TypeError(
-            f"mixed_precision expects a MixedPrecision or None but got {precision!r}; pass "
-            "MixedPrecision(param_dtype=...)"
+            f"mixed_precision is {precision!r} but must be a MixedPrecision or None. Pass "
+            "MixedPrecision(param_dtype=...)."
         )
     refused = ""
     if strategy not in RESHARD_AFTER_FORWARD:
@@ -64,15 +65,15 @@ def refuse_unsupported(
     elif precision.keep_low_precision_grads:
         refused = "mixed_precision=MixedPrecision(keep_low_precision_grads=True)"
     if refused:
-        raise NotImplementedError(f"{refused} is not supported yet; leave it out")
+        raise NotImplementedError(f"{refused} is not supported yet. Leave it out.")
 
 
 def resolve_ignored(
     modules: Iterable[Any] | None, states: Iterable[Any] | None
 ) -> tuple[set[nn.Module], set[nn.Parameter]]:
-    """Return the ignored modules, with all below them, and the ignored parameters."""
+    """Return the ignored modules, with all modules below them, and the ignored parameters."""
     if modules is not None and states is not None:
-        raise ValueError("expects ignored_modules or ignored_states but got both; pass one of them")
+        raise ValueError("both ignored_modules and ignored_states were passed. Pass one of them.")
     ignored: set[nn.Module] = set()
     params: set[nn.Parameter] = set()
     for state in modules or states or ():
@@ -83,8 +84,8 @@ def resolve_ignored(
             params.add(state)
         else:
             raise TypeError(
-                "expects modules that are not wrapped as ignored_modules, or those and parameters "
-                f"as ignored_states, but got {type(state).__name__}; leave it out"
+                f"a {type(state).__name__} cannot be ignored. Pass modules that are not wrapped as "
+                "ignored_modules, or modules and parameters as ignored_states."
             )
     return ignored, params
 
@@ -95,12 +96,13 @@ def resolve_group(
     mesh: DeviceMesh | None,
     device: torch.device | None,
 ) -> DeviceMesh:
+    """Return the mesh that the group or the mesh argument stands for."""
     if group is not None and mesh is not None:
-        raise ValueError("expects process_group or device_mesh but got both; pass one of them")
+        raise ValueError("both process_group and device_mesh were passed. Pass one of them.")
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(
-            f"device_mesh expects a DeviceMesh or None but got {mesh!r}; make one with "
-            "torch.distributed.device_mesh.init_device_mesh"
+            f"device_mesh is {mesh!r} but must be a DeviceMesh or None. Make one with "
+            "torch.distributed.device_mesh.init_device_mesh."
         )
     if group is not None:
         kinds = {param.device.type for param in module.parameters()} - {"cpu", "meta"}
@@ -118,17 +120,21 @@ def wrap_children(
     kwargs: dict[str, Any],
     wrapper_class: type[Any],
 ) -> None:
-    """Replace the modules below ``root`` that ``policy`` chooses by wrappers of them.
+    """Wrap the modules below ``root`` that ``policy`` chooses.
 
     Args:
-        kwargs: what the wrappers are made with.
-        wrapper_class: ``FullyShardedDataParallel``, which this file cannot import.
+        root: is not wrapped itself.
+        policy: of ``torch.distributed.fsdp.wrap``, or a callable.
+        ignored: modules that are never wrapped.
+        ignored_params: parameters that do not count.
+        kwargs: arguments of the wrappers.
+        wrapper_class: ``FullyShardedDataParallel``, whose file imports this one.
     """
     for name, module in root.named_modules():
         if is_wrapper(module):
             raise ValueError(
-                "auto_wrap_policy expects a model with no FullyShardedDataParallel in it but "
-                f"'{name}' is one; wrap by policy or by hand"
+                f"auto_wrap_policy got a model in which '{name}' is wrapped already. Wrap by "
+                "policy or by hand, not both."
             )
     targets: dict[nn.Module, dict[str, Any]] = {}
     if isinstance(policy, _Policy):
@@ -142,8 +148,8 @@ def wrap_children(
         _recursive_wrap(root, policy, choose, ignored, ignored_params, only_wrap_children=True)
     else:
         raise TypeError(
-            "auto_wrap_policy expects a callable or a policy of torch.distributed.fsdp.wrap but "
-            f"got {type(policy).__name__}; pass one of these"
+            f"auto_wrap_policy is a {type(policy).__name__}. Pass a callable, or a policy of "
+            "torch.distributed.fsdp.wrap."
         )
     in_float32: set[nn.Module] = set()
     if kwargs["mixed_precision"] is not None:
@@ -192,6 +198,7 @@ def materialise(
     param_init_fn: Callable[[nn.Module], None] | None,
     device: torch.device,
 ) -> None:
+    """Give memory and values to the tensors of ``own`` that are on meta."""
     if not any(tensor.is_meta for tensor in own_tensors(own.values())):
         return
     for name, module in own.items():
@@ -200,8 +207,8 @@ def materialise(
         elif any(tensor.is_meta for tensor in own_tensors([module])):
             if not callable(getattr(module, "reset_parameters", None)):
                 raise TypeError(
-                    f"'{name}' is on meta and expects a reset_parameters method but "
-                    f"{type(module).__name__} has none; pass param_init_fn"
+                    f"'{name}' is on meta, and {type(module).__name__} has no reset_parameters "
+                    "method that would initialise it. Pass param_init_fn."
                 )
             with torch.no_grad():
                 module.to_empty(device=device, recurse=False)
@@ -209,13 +216,13 @@ def materialise(
     on_meta = [name for name in own if any(t.is_meta for t in own_tensors([own[name]]))]
     if on_meta:
         raise ValueError(
-            f"expects nothing on meta after param_init_fn but {on_meta} still are; call "
-            "module.to_empty(device=..., recurse=False) in it"
+            f"{on_meta} are still on meta after param_init_fn. Call "
+            "module.to_empty(device=..., recurse=False) in it."
         )
 
 
 def broadcast(tensors: list[torch.Tensor], mesh: DeviceMesh) -> None:
-    """Overwrite ``tensors`` with rank 0's, as bytes: no dtype is beyond a backend then."""
+    """Overwrite ``tensors`` with rank 0's, as bytes, which every backend can send."""
     given = [tensor.detach() for tensor in tensors if tensor.numel() > 0]
     if not given:
         return
@@ -228,7 +235,7 @@ def broadcast(tensors: list[torch.Tensor], mesh: DeviceMesh) -> None:
 
 
 def cast_buffers(own: dict[str, nn.Module], dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Cast floating-point buffers to ``dtype``; return the dtypes they had, by name."""
+    """Cast floating-point buffers to ``dtype``; return their former dtypes by name."""
     before: dict[str, torch.dtype] = {}
     for module_name, module in own.items():
         for buffer_name, buffer in module.named_buffers(module_name, recurse=False):

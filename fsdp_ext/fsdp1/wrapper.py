@@ -1,7 +1,7 @@
 """``FullyShardedDataParallel``: FSDP1's wrapper as a thin class over ``fully_shard``.
 
 A wrapper has the module as its only child and makes one unit of it; an ``auto_wrap_policy`` wraps
-children first. What moves data is the unit. Here are FSDP1's arguments, names and methods.
+children first. The unit moves the data. This file has FSDP1's arguments, names and methods.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ from fsdp_ext.fsdp1.setup import (
 )
 from fsdp_ext.sharding.api import fully_shard
 from fsdp_ext.sharding.arguments import check_modules
+from fsdp_ext.sharding.module_state import ModuleState, set_state, sharded_module
 
 
-def _later(name: str, instead: str) -> Callable[..., Any]:
+def _unsupported(name: str, instead: str) -> Callable[..., Any]:
     def method(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
-            f"FullyShardedDataParallel.{name} is not supported yet; use {instead}"
+            f"FullyShardedDataParallel.{name} is not supported yet. Use {instead}."
         )
 
     return method
@@ -56,8 +57,8 @@ def _later(name: str, instead: str) -> Callable[..., Any]:
 class FullyShardedDataParallel(nn.Module):
     """Shard a module's parameters, gradients and optimizer state over data-parallel ranks.
 
-    Differs from FSDP1 in that parameters always are the module's own, as DTensors with
-    ``Shard(0)``, and that ``state_dict`` holds these (FSDP1's ``SHARDED_STATE_DICT``);
+    It differs from FSDP1 in two ways. Parameters always are the module's own, as DTensors with
+    ``Shard(0)``. ``state_dict`` holds these (FSDP1's ``SHARDED_STATE_DICT``), and
     ``load_state_dict`` takes DTensors and full tensors. All names are those of the unwrapped model.
 
     Args:
@@ -67,21 +68,22 @@ class FullyShardedDataParallel(nn.Module):
         cpu_offload: None or ``CPUOffload(offload_params=False)``.
         auto_wrap_policy: which submodules to wrap, too: a policy of
             ``torch.distributed.fsdp.wrap`` or a callable of ``module``, ``recurse`` and
-            ``nonwrapped_numel``. Containers without a forward are left as they are, as nothing
-            would gather their parameters.
+            ``nonwrapped_numel``. Containers without a forward are left as they are, because
+            nothing would gather their parameters.
         backward_prefetch: ``BACKWARD_PRE``.
         mixed_precision: dtypes of computation, reduction and buffers. Buffers are cast at once;
-            ``state_dict`` has them in their own dtype.
+            ``state_dict`` holds them in their own dtype.
         ignored_modules: modules whose parameters and buffers are left as they are.
-        param_init_fn: gives the tensors that the module it is called with owns memory and values;
-            for units with tensors on meta. ``to_empty`` and ``reset_parameters`` by default.
+        param_init_fn: called with each module of a unit that has tensors on meta; gives memory
+            and values to the tensors that the module itself owns. By default ``to_empty`` and
+            ``reset_parameters``.
         device_id: where to move a unit's tensors before they are sharded.
         sync_module_states: start from the parameters and buffers of the group's rank 0.
         forward_prefetch: no effect: the schedule always prefetches.
         limit_all_gathers: no effect: the ring of gather buffers always limits them.
-        use_orig_params: no effect: parameters always are the original ones. FSDP1's default is
-            False, so that raising for it would make everybody pass it.
-        ignored_states: ``ignored_modules`` that may also be parameters; only one of the two.
+        use_orig_params: no effect: parameters always are the original ones. False, FSDP1's
+            default, is accepted, too, so that nobody has to pass it.
+        ignored_states: ``ignored_modules`` that may also be parameters; pass one of the two.
         device_mesh: 1-D device mesh to shard over.
 
     Raises:
@@ -112,7 +114,7 @@ class FullyShardedDataParallel(nn.Module):
         ignored_states: Iterable[nn.Module] | Iterable[nn.Parameter] | None = None,
         device_mesh: DeviceMesh | None = None,
     ) -> None:
-        # Before anything else is a local variable: what the wrappers of children are made with.
+        # The arguments for the wrappers of children, read before there are other local variables.
         kwargs = {k: v for k, v in locals().items() if k not in ("self", "module", "__class__")}
         super().__init__()
         check_modules([module])
@@ -153,8 +155,7 @@ class FullyShardedDataParallel(nn.Module):
             broadcast(tensors, mesh)
         self._buffer_dtypes = cast_buffers(own, precision.buffer_dtype)
         self.add_module(WRAPPED, module)
-        # Not a second child, and still the unit when a checkpoint wrapper is put around it later.
-        self.__dict__["_sharded"] = fully_shard(
+        sharded = fully_shard(
             module,
             mesh=mesh,
             reshard_after_forward=RESHARD_AFTER_FORWARD[strategy],
@@ -165,6 +166,7 @@ class FullyShardedDataParallel(nn.Module):
             ),
             ignored_params=ignored_params,
         )
+        set_state(self, ModuleState(cast(nn.Module, sharded)))
         hooked: Any = self  # torch leaves these three untyped
         hooked.register_state_dict_post_hook(_remove_wrapper_names)
         hooked.register_load_state_dict_pre_hook(_add_wrapper_names)
@@ -173,6 +175,11 @@ class FullyShardedDataParallel(nn.Module):
     # - The module
 
     _is_root: bool
+
+    @property
+    def _sharded(self) -> Any:
+        """The wrapped module, whose class is a subclass of FSDPModule."""
+        return sharded_module(self)
 
     @property
     def module(self) -> nn.Module:
@@ -185,7 +192,7 @@ class FullyShardedDataParallel(nn.Module):
         module = cast(nn.Module, self._modules[WRAPPED])
         if self._runs_in_float32:
             return _run_in_float32(module, args, kwargs)
-        # The unit cannot do this: when it was made, it was not known whether it is the root's.
+        # The unit cannot do this: it is made before it is known whether it is the root's.
         if self._is_root and self.mixed_precision.cast_root_forward_inputs:
             dtype = self.mixed_precision.param_dtype
             if dtype is not None:
@@ -209,9 +216,9 @@ class FullyShardedDataParallel(nn.Module):
         prefix: str = "",
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield modules with their names; the wrapped module has the wrapper's own.
+        """Yield modules with their names; the wrapped module has the wrapper's own name.
 
-        Names of parameters and buffers come from these, also for modules around the wrapper.
+        The names of parameters and buffers come from these, also in modules around the wrapper.
         """
         memo = set() if memo is None else memo
         if self in memo:
@@ -225,14 +232,13 @@ class FullyShardedDataParallel(nn.Module):
                 yield from child.named_modules(memo, inside, remove_duplicate)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        # torch.distributed.checkpoint leaves the names that are values here out of its own.
+        # torch.distributed.checkpoint drops the values of this dict from its names.
         return {"": WRAPPED}
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Apply ``fn`` to all submodules, children first, and then to this one; on all ranks.
 
-        Their parameters are whole meanwhile, and each rank keeps its own shard of what ``fn``
-        writes.
+        ``fn`` sees whole parameters. Afterwards each rank keeps its own shard of them.
         """
         self._sharded.reshard()
         whole: dict[nn.Parameter, nn.Parameter] = {}
@@ -297,8 +303,8 @@ class FullyShardedDataParallel(nn.Module):
             norm_type: ``p`` of the p-norm over all elements, above 0; ``inf`` for the maximum.
 
         Returns:
-            The norm before: a plain scalar, equal on all ranks, computed in at least float32 and
-            of the dtype that the parameters' promote to.
+            The norm before scaling: a plain scalar, equal on all ranks, computed in at least
+            float32 and returned in the dtype that the parameters' dtypes promote to.
 
         Raises:
             RuntimeError: if this is not the root.
@@ -309,9 +315,9 @@ class FullyShardedDataParallel(nn.Module):
             wrapper._sharded.reshard()  # the sharded parameters have the gradients
         norm_type = float(norm_type)
         if not norm_type > 0:
-            raise ValueError(f"clip_grad_norm_ expects a positive norm_type but got {norm_type}")
+            raise ValueError(f"clip_grad_norm_ got norm_type={norm_type}. Pass a positive number.")
         is_max = norm_type == math.inf
-        # Of the parameters: a rank may lack gradients, but all reduce one dtype.
+        # The dtype follows the parameters: a rank may have no gradients, but all reduce one dtype.
         dtype = torch.float32
         returned = None
         sharded: list[torch.Tensor] = []
@@ -340,34 +346,36 @@ class FullyShardedDataParallel(nn.Module):
     def _expect_root(self, method: str) -> None:
         if not self._is_root:
             raise RuntimeError(
-                f"{method} expects the outermost FullyShardedDataParallel but got one inside "
-                "another; call it on the model's"
+                f"{method} was called on a FullyShardedDataParallel inside another one. Call it on "
+                "the outermost one."
             )
 
     _checkpoint = "torch.distributed.checkpoint.state_dict."
-    state_dict_type = _later("state_dict_type", _checkpoint + "get_model_state_dict")
-    set_state_dict_type = _later("set_state_dict_type", _checkpoint + "get_model_state_dict")
-    get_state_dict_type = _later("get_state_dict_type", _checkpoint + "get_model_state_dict")
-    summon_full_params = _later("summon_full_params", "the parameters' full_tensor(), or apply()")
-    register_comm_hook = _later("register_comm_hook", "mixed_precision's reduce_dtype")
+    state_dict_type = _unsupported("state_dict_type", _checkpoint + "get_model_state_dict")
+    set_state_dict_type = _unsupported("set_state_dict_type", _checkpoint + "get_model_state_dict")
+    get_state_dict_type = _unsupported("get_state_dict_type", _checkpoint + "get_model_state_dict")
+    summon_full_params = _unsupported(
+        "summon_full_params", "the parameters' full_tensor(), or apply()"
+    )
+    register_comm_hook = _unsupported("register_comm_hook", "mixed_precision's reduce_dtype")
     _getter = _checkpoint + "get_optimizer_state_dict"
-    optim_state_dict = _later("optim_state_dict", _getter)
-    full_optim_state_dict = _later("full_optim_state_dict", _getter)
-    sharded_optim_state_dict = _later("sharded_optim_state_dict", _getter)
+    optim_state_dict = _unsupported("optim_state_dict", _getter)
+    full_optim_state_dict = _unsupported("full_optim_state_dict", _getter)
+    sharded_optim_state_dict = _unsupported("sharded_optim_state_dict", _getter)
     _setter = _checkpoint + "set_optimizer_state_dict"
-    optim_state_dict_to_load = _later("optim_state_dict_to_load", _setter)
-    shard_full_optim_state_dict = _later("shard_full_optim_state_dict", _setter)
-    scatter_full_optim_state_dict = _later("scatter_full_optim_state_dict", _setter)
-    flatten_sharded_optim_state_dict = _later("flatten_sharded_optim_state_dict", _setter)
-    rekey_optim_state_dict = _later("rekey_optim_state_dict", _setter)
+    optim_state_dict_to_load = _unsupported("optim_state_dict_to_load", _setter)
+    shard_full_optim_state_dict = _unsupported("shard_full_optim_state_dict", _setter)
+    scatter_full_optim_state_dict = _unsupported("scatter_full_optim_state_dict", _setter)
+    flatten_sharded_optim_state_dict = _unsupported("flatten_sharded_optim_state_dict", _setter)
+    rekey_optim_state_dict = _unsupported("rekey_optim_state_dict", _setter)
     del _checkpoint, _getter, _setter
 
 
 def _norm_to_combine(
     grads: list[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return a norm that combines with others by maximum or by sum: its p-th power, if p < inf."""
-    # Shards may be empty, and nothing has no maximum.
+    """Return the p-th power of the norm, which ranks add up; for p = inf the maximum."""
+    # Shards may be empty, and the maximum of nothing is an error.
     norms = [torch.linalg.vector_norm(g, norm_type, dtype=dtype) for g in grads if g.numel()]
     if not norms:
         return torch.zeros((), dtype=dtype, device=device)
@@ -385,7 +393,7 @@ def _map_floating(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any
 
 
 def _run_in_float32(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a module that mixed precision ignores; its neighbours keep the dtype that comes in."""
+    """Run a module that mixed precision ignores, and return the dtype that came in."""
     dtypes: list[torch.dtype] = []
 
     def to_float32(tensor: torch.Tensor) -> torch.Tensor:
@@ -401,7 +409,7 @@ def _run_in_float32(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _shard_like(whole: torch.Tensor, param: DTensor) -> DTensor:
-    """Shard what all ranks have as ``param`` is, without communication."""
+    """Shard a tensor that all ranks have in the way of ``param``, without communication."""
     local = whole.to(device=param.device, dtype=param.dtype)
     return distribute_tensor(local, param.device_mesh, param.placements, src_data_rank=None)
 
@@ -409,7 +417,7 @@ def _shard_like(whole: torch.Tensor, param: DTensor) -> DTensor:
 def _remove_wrapper_names(
     module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]
 ) -> None:
-    """After saving: the unwrapped module's names, and buffers in their own dtype."""
+    """After saving, use the unwrapped module's names, and the buffers' own dtypes."""
     inside = f"{prefix}{WRAPPED}."
     for entries in (state_dict, getattr(state_dict, "_metadata", {})):
         for key in [key for key in entries if f"{key}.".startswith(inside)]:
@@ -421,7 +429,7 @@ def _remove_wrapper_names(
 
 
 def _add_wrapper_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before loading: names with the wrapper's, and whole parameters sharded."""
+    """Before loading, add the wrapper's name to all names, and shard whole parameters."""
     cast(Any, module)._sharded.reshard()
     for name, param in module.named_parameters(prefix[:-1]):
         value: Any = state_dict.get(name)
@@ -433,6 +441,6 @@ def _add_wrapper_names(module: nn.Module, state_dict: dict[str, Any], prefix: st
 
 
 def _clean_incompatible_keys(module: nn.Module, keys: Any) -> None:
-    """After loading: report names without the wrapper's."""
+    """After loading, report names without the wrapper's."""
     for names in (keys.missing_keys, keys.unexpected_keys):
         names[:] = [name.replace(f"{WRAPPED}.", "") for name in names]

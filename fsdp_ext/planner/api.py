@@ -23,6 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_ext import _C
 from fsdp_ext._util.files import write_text
+from fsdp_ext._util.numbers import is_at_least
 from fsdp_ext.comm.costs import typical_link
 from fsdp_ext.comm.link import PRESETS, Link
 from fsdp_ext.comm.simulated import Simulated
@@ -39,26 +40,24 @@ from fsdp_ext.planner.sizes import (
     PlannedMemory,
     PlannedUnitSizes,
     bucket_sizes,
-    for_core,
     memory_of,
     unit_sizes,
 )
 from fsdp_ext.planner.table import lines_of
 from fsdp_ext.planner.units import (
     PlannedRoot,
-    Settings,
     Units,
     units_of_plain,
     units_of_sharded,
 )
 from fsdp_ext.sharding.arguments import (
     check_types,
-    is_at_least,
     resolve_bucket_bytes,
     resolve_max_message_bytes,
     resolve_prefetch,
 )
-from fsdp_ext.sharding.root import sharded_module, unit_of
+from fsdp_ext.sharding.module_state import sharded_module, unit_of
+from fsdp_ext.sharding.settings import UnitSettings
 from fsdp_ext.sharding.unit import Unit
 
 # Note [gather plans] in csrc/core/layout.h, and the table of transports in docs/design.md.
@@ -180,25 +179,24 @@ def plan(
     _check_numbers(optimizer_states, flops_per_second, batch, compute, memory_limit)
     unit = _check_model(model, units, mp_policy, reshard_after_forward)
     device_type = device_type or (unit.mesh.device_type if unit is not None else "cuda")
-    transport = transport if transport is not None or unit is None else unit.transport
+    transport = transport if transport is not None or unit is None else unit.settings.transport
     ranks = _world_size(world_size, unit, transport)
     name, transport = _transport(transport, device_type, unit)
-    settings = Settings(mp_policy or MixedPrecisionPolicy(), reshard_after_forward)
+    settings = UnitSettings(mp_policy or MixedPrecisionPolicy(), reshard_after_forward)
     copied = (
         units_of_plain(model, units, ranks, settings)
         if unit is None
         else units_of_sharded(model, ranks)
     )
     typical = typical_link(name, transport, ranks)
-    root = PlannedRoot(copied, typical)
-    if unit is not None and unit.root is not None:
-        root.choice, root.tuned = unit.root.choice, unit.root.tuned
-    if bucket_bytes is not None:
-        root.units[0].bucket_bytes = resolve_bucket_bytes(bucket_bytes)
-    if prefetch is not None:
-        root.units[0].prefetch = resolve_prefetch(prefetch)
-    if max_message_bytes is not None:
-        root.units[0].max_message_bytes = resolve_max_message_bytes(max_message_bytes)
+    overrides = {
+        "bucket_bytes": resolve_bucket_bytes(bucket_bytes),
+        "prefetch": resolve_prefetch(prefetch),
+        "max_message_bytes": resolve_max_message_bytes(max_message_bytes),
+    }
+    given = {name: value for name, value in overrides.items() if value is not None}
+    decision = unit.root.decision if unit is not None and unit.root is not None else None
+    root = PlannedRoot(copied, typical, decision, **given)
     depth = root.most_ahead()
     layouts = [each.layout_for(training=True) for each in root.units]
     found = find_buckets(root, layouts, gather_by_of(name, device_type), depth)
@@ -211,7 +209,7 @@ def plan(
         device_type=device_type,
         transport=name,
         link=the_link,
-        bucket_bytes=root.bucket_bytes(root.units[0]),
+        bucket_bytes=root.settings.bucket_bytes[0],
         units=unit_sizes(root, layouts, found, flops),
         buckets=bucket_sizes(root, found),
         memory=memory_of(root, layouts, found, optimizer_states),
@@ -386,7 +384,7 @@ def predict_plan(
         contention: see :func:`planner.schedule.predict`.
         copies: seconds a byte around gathers and around reductions.
     """
-    sends = root.units[0].mesh.size() > 1
+    sends = root.units[0].world_size > 1
     # A single rank has its whole parameters; only a cast makes others of them.
     copied = [sends or _casts(root, bucket["units"]) for bucket in found["buckets"]]
     stages = [
@@ -413,16 +411,16 @@ def predict_plan(
         depth=depth,
         slots=max(1, found["ring_slots"]),
         contention=contention,
-        root_begins=any(slot.sharded is first for slot in root.units[0].slots),
+        root_begins=any(param.parameter is first for param in root.units[0].params),
     )
 
 
 def _casts(root: PlannedRoot, units: Sequence[int]) -> bool:
     """Return whether a parameter of these units is computed with in another dtype."""
     return any(
-        unit.param_dtype_of(slot) != slot.local.dtype
+        unit.compute_dtype(param.dtype) != param.dtype
         for unit in (root.units[number] for number in units)
-        for slot in unit.slots
+        for param in unit.params
     )
 
 
@@ -438,8 +436,8 @@ def find_buckets(
         depth: of the prefetch.
     """
     return _C.plan_memory(
-        [for_core(root, number, layout) for number, layout in enumerate(layouts)],
-        gather_by,
-        root.nesting,
-        depth,
+        root.configs(layouts),
+        gather_by=gather_by,
+        nesting=root.nesting(),
+        prefetch_depth=depth,
     )

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fsdp_ext.sharding.fsdp_module import original_class
+from fsdp_ext.sharding.module_state import is_state
+
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -27,7 +30,7 @@ def meta_copy(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
     memo: dict[int, Any] = {}
     shells: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
-        cls = _original_class(type(module))
+        cls: Any = original_class(type(module))
         shells[module] = memo[id(module)] = cls.__new__(cls)
         attributes = {**module.__dict__, **module._parameters, **module._buffers}
         for value in attributes.values():
@@ -37,18 +40,9 @@ def meta_copy(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
         shell.__dict__.update(
             (name, type(value)() if name in _HOOKS else _copied(value, memo))
             for name, value in module.__dict__.items()
-            if not name.startswith("_fsdp_ext_")
+            if not is_state(name)
         )
     return shells[model], shells
-
-
-def _original_class(cls: type[nn.Module]) -> type[nn.Module]:
-    from fsdp_ext.sharding.api import FSDPModule
-
-    if not issubclass(cls, FSDPModule):
-        return cls
-    original: type[nn.Module] = cls.__mro__[2]  # after FSDP<Class> and FSDPModule
-    return original
 
 
 def _without_memory(tensor: Tensor) -> Tensor:

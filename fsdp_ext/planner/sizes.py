@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from fsdp_ext import _C
 from fsdp_ext.planner.units import PlannedRoot
 
@@ -79,24 +77,6 @@ class PlannedMemory:
         return of_units + buffers + self.kept_unsharded + self.gradients_in_flight
 
 
-def for_core(
-    root: PlannedRoot, number: int, layout: _C.UnitLayout
-) -> tuple[_C.UnitLayout, torch.dtype, bool, bool, float, float, int, int, int]:
-    """Return what decides on the unit's buckets and buffers, as ``_C.plan_memory`` takes it."""
-    unit = root.units[number]
-    gradients = [unit.param_dtype_of(slot) for slot in unit.slots if slot.sharded.requires_grad]
-    return (
-        layout,
-        gradients[-1] if gradients else torch.float32,
-        root.reshards(unit),
-        unit.reshard_after_backward,
-        *unit.gradient_scales(),
-        root.parents[number],
-        root.bucket_bytes(unit),
-        root.max_message_bytes(unit),
-    )
-
-
 def unit_sizes(
     root: PlannedRoot,
     layouts: list[_C.UnitLayout],
@@ -107,7 +87,7 @@ def unit_sizes(
     bucket_of = {n: i for i, bucket in enumerate(found["buckets"]) for n in bucket["units"]}
     sizes = []
     for number, (unit, layout) in enumerate(zip(root.units, layouts, strict=True)):
-        shapes = [(slot.shape.numel(), slot.sharded) for slot in unit.slots]
+        shapes = [(param.shape.numel(), param.parameter) for param in unit.params]
         held = sum(numel * parameter.dtype.itemsize for numel, parameter in shapes)
         sizes.append(
             PlannedUnitSizes(
@@ -148,10 +128,10 @@ def memory_of(
     gradients, trained = 0, 0
     for unit, layout in zip(root.units, layouts, strict=True):
         gradients += layout.grad_numel * unit.grad_dtypes()[0].itemsize
-        for i, slot in enumerate(unit.slots):
-            if slot.sharded.requires_grad:
+        for i, param in enumerate(unit.params):
+            if param.requires_grad:
                 rows = layout.row_count(i, 0)
-                trained += rows * slot.shape[1:].numel() * slot.sharded.dtype.itemsize
+                trained += rows * param.shape[1:].numel() * param.dtype.itemsize
     return PlannedMemory(
         shards=sum(layout.shard_bytes for layout in layouts),
         gradients=gradients,

@@ -1,162 +1,130 @@
 """The units of a model that is only planned: where ``fully_shard`` would put which parameter.
 
-All of it is on a copy of the model without memory. The rules are those of ``unit.py`` and
-``root.py``, which are used as they are.
+All of it is on a copy of the model without memory. The rules are those of training:
+``sharding/param_group.py`` and ``sharding/unit_tree.py``.
 """
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_ext.comm.link import Link
 from fsdp_ext.planner.flops import meta_copy
-from fsdp_ext.sharding.arguments import check_modules, check_parameter, mark_sharded
-from fsdp_ext.sharding.root import Root, managed_params, unit_of
-from fsdp_ext.sharding.unit import ParamSlot, Unit
+from fsdp_ext.sharding.arguments import check_modules
+from fsdp_ext.sharding.module_state import ModuleState, managed_params, set_state, unit_of
+from fsdp_ext.sharding.ownership import check_parameter, mark_sharded
+from fsdp_ext.sharding.param_group import ParamGroup
+from fsdp_ext.sharding.settings import Decision, UnitSettings
+from fsdp_ext.sharding.unit import Unit
+from fsdp_ext.sharding.unit_tree import UnitTree
 
 # What becomes a unit: classes, modules, or a function that says so of a module.
 Units = type[nn.Module] | Sequence[type[nn.Module] | nn.Module] | Callable[[nn.Module], bool]
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What is asked of every unit: see :func:`fsdp_ext.fully_shard`."""
-
-    mp_policy: MixedPrecisionPolicy
-    reshard_after_forward: bool | None = None
-
-
-class PlannedSlot(ParamSlot):
-    """A parameter without memory."""
-
-    @property
-    def local(self) -> torch.Tensor:
-        """The whole parameter, since only its dtype is asked for."""
-        return self.sharded
-
-
-@dataclass(frozen=True)
-class _Ranks:
-    """As much of a mesh as the layout needs."""
-
-    count: int
-
-    def size(self) -> int:
-        return self.count
-
-
-class PlannedUnit(Unit):
-    """A unit whose parameters are as they were, with the layout that they would have.
+@dataclass
+class PlannedParam:
+    """A parameter without memory.
 
     Args:
-        modules: of the copy.
-        slots: of its parameters, in any order.
+        name: from the root of the copy.
+        parameter: of the copy.
+    """
+
+    name: str
+    parameter: nn.Parameter
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the whole parameter."""
+        return self.parameter.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the sharded parameter would have."""
+        return self.parameter.dtype
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether it is trained."""
+        return self.parameter.requires_grad
+
+
+class PlannedUnit(ParamGroup):
+    """A unit whose parameters are whole, with the layout that they would have.
+
+    Args:
+        name: for messages.
+        params: in any order.
         world_size: how many ranks there would be.
         settings: what is asked of it.
     """
 
     def __init__(
-        self,
-        modules: list[nn.Module],
-        slots: list[PlannedSlot],
-        world_size: int,
-        settings: Settings,
+        self, name: str, params: Sequence[PlannedParam], world_size: int, settings: UnitSettings
     ) -> None:
-        self.modules = modules
-        self.name = type(modules[0]).__name__
-        self.mesh = cast(DeviceMesh, _Ranks(world_size))
-        self.mp_policy = settings.mp_policy
-        self.reshard_after_forward = settings.reshard_after_forward
-        self.reshard_after_backward = True
-        self.bucket_bytes = None
-        self.max_message_bytes = None
-        self.prefetch = None
-        self.gradient_divide_factor = None
-        self.forward_prefetch = []
-        self.backward_prefetch = []
-        by_parameter = {slot.sharded: slot for slot in slots}
-        order = self._large_first({slot.sharded: slot.name for slot in slots})
-        self.slots = [by_parameter[parameter] for parameter in order]
+        super().__init__(name, world_size, settings)
+        self.params: list[PlannedParam] = [params[place] for place in self._large_first(params)]
 
     @classmethod
     def like(cls, unit: Unit, world_size: int, copies: dict[nn.Module, nn.Module]) -> PlannedUnit:
         """Return what ``unit``, which is a real one, would be on so many ranks."""
-        slots: list[PlannedSlot] = []
-        for slot in unit.slots:
-            attributes = [(copies[module], name) for module, name in slot.attributes]
-            module, name = attributes[0]
-            parameter = cast(nn.Parameter, module._parameters[name])
-            parameter.requires_grad_(slot.sharded.requires_grad)
-            slots.append(PlannedSlot(slot.name, slot.shape, parameter, attributes))
-        settings = Settings(unit.mp_policy, unit.reshard_after_forward)
-        self = cls([copies[module] for module in unit.modules], slots, world_size, settings)
-        self.reshard_after_backward = unit.reshard_after_backward
-        self.bucket_bytes = unit.bucket_bytes
-        self.max_message_bytes = unit.max_message_bytes
-        self.prefetch = unit.prefetch
-        self.gradient_divide_factor = unit.gradient_divide_factor
+        params: list[PlannedParam] = []
+        for param in unit.params:
+            module, name = param.attributes[0]
+            parameter = cast(nn.Parameter, copies[module]._parameters[name])
+            parameter.requires_grad_(param.requires_grad)
+            params.append(PlannedParam(param.name, parameter))
+        self = cls(unit.name, params, world_size, unit.settings)
         self.forward_prefetch = unit.forward_prefetch
         self.backward_prefetch = unit.backward_prefetch
         return self
 
 
-class PlannedRoot(Root):
-    """The units of a copy, in order of registration, and what they have in common.
+class PlannedRoot(UnitTree):
+    """The units of a copy.
 
     Args:
         module: the copy; its modules know their units.
-        link: that the default size of buckets comes from.
+        link: the default bucket size comes from it.
+        decision: decides settings that were left open.
+        overrides: settings of the root's unit that replace its own.
     """
 
-    def __init__(self, module: nn.Module, link: Link) -> None:
-        self._module = weakref.ref(module)
-        self.link = link
-        units = (unit_of(submodule) for submodule in module.modules())
-        self.units = list(dict.fromkeys(unit for unit in units if unit is not None))
+    units: list[PlannedUnit]
+
+    def __init__(
+        self,
+        module: nn.Module,
+        link: Link,
+        decision: Decision | None = None,
+        **overrides: Any,
+    ) -> None:
+        super().__init__(module)
+        self._link = link
+        self.units[0].settings = replace(self.units[0].settings, **overrides)
         names = {parameter: name for name, parameter in module.named_parameters()}
         for unit, modules in zip(self.units, self.module_names(), strict=True):
             unit.name = modules[0] or "the root"
-            for slot in unit.slots:
-                slot.name = names.get(slot.sharded, slot.name)
+            for param in unit.params:
+                param.name = names.get(param.parameter, param.name)
+        self.settings = self.resolve(link, decision)
 
-    def module_names(self) -> list[list[str]]:
-        """Return the names of each unit's modules, from the root, whose own is empty."""
-        names: dict[int, list[str]] = {}
-        for name, module in self.module.named_modules():
-            unit = unit_of(module)
-            if unit is not None:
-                names.setdefault(id(unit), []).append(name)
-        return [names[id(unit)] for unit in self.units]
+    def decide(self, decision: Decision | None) -> None:
+        """Resolve the settings anew."""
+        self.settings = self.resolve(self._link, decision)
 
-    @functools.cached_property
-    def parents(self) -> list[int]:
-        """Which unit encloses each one, by number; -1 for the root."""
-        return self._parents()
-
-    @functools.cached_property
-    def nesting(self) -> int:
-        """How many units below the root enclose each other, at most."""
-        return self._nesting()
-
-    def most_ahead(self, asked: int | None = None) -> int:
-        """Return how many gathers are ahead at most, as ``Pipeline::plan_memory`` counts them.
-
-        Args:
-            asked: instead of what the root's unit says.
-        """
+    def most_ahead(self) -> int:
+        """Return how many gathers are ahead at most, as ``Pipeline::plan_memory`` counts them."""
         lists = [
             targets for u in self.units for targets in (u.forward_prefetch, u.backward_prefetch)
         ]
-        return max([self.depth() if asked is None else asked, *map(len, lists)])
+        return max([self.settings.prefetch, *map(len, lists)])
 
 
 def units_of_sharded(model: nn.Module, world_size: int) -> nn.Module:
@@ -177,12 +145,13 @@ def units_of_sharded(model: nn.Module, world_size: int) -> nn.Module:
         if unit is not None:
             if id(unit) not in planned:
                 planned[id(unit)] = PlannedUnit.like(unit, world_size, copies)
-            copies[module].__dict__["_fsdp_ext_unit"] = planned[id(unit)]
+            copy = copies[module]
+            set_state(copy, ModuleState(copy, planned[id(unit)]))
     return copied
 
 
 def units_of_plain(
-    model: nn.Module, units: Units | None, world_size: int, settings: Settings
+    model: nn.Module, units: Units | None, world_size: int, settings: UnitSettings
 ) -> nn.Module:
     """Return a copy of a model, with the units that fully_shard would make of it.
 
@@ -238,13 +207,13 @@ def _check_choice(model: nn.Module, below: list[nn.Module], entry: Any) -> None:
         )
 
 
-def _shard(module: nn.Module, world_size: int, settings: Settings) -> None:
+def _shard(module: nn.Module, world_size: int, settings: UnitSettings) -> None:
     check_modules([module])
     params = managed_params([module], set())
     name = type(module).__name__
     for param, param_name in params.items():
         check_parameter(param_name, param, torch.device("meta"))
-    slots = [PlannedSlot(param_name, param.shape, param) for param, param_name in params.items()]
-    for slot in slots:
-        mark_sharded(slot.sharded, slot.sharded, slot.name, name)
-    module.__dict__["_fsdp_ext_unit"] = PlannedUnit([module], slots, world_size, settings)
+    planned = [PlannedParam(param_name, param) for param, param_name in params.items()]
+    for each in planned:
+        mark_sharded(each.parameter, each.parameter, each.name, name)
+    set_state(module, ModuleState(module, PlannedUnit(name, planned, world_size, settings)))

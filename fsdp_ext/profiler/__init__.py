@@ -1,5 +1,6 @@
-"""What a step's communication cost, and why: ``profile`` and its reports.
+"""``profile``: records what a step's communication cost, and explains why it was exposed.
 
-It imports ``sharding`` and what is below it, and no step depends on it. Start with ``api.py``, then
-``recording.py`` (what the C++ ledger wrote down) and ``causes.py`` (why communication was exposed).
+It may import ``sharding``, ``comm`` and ``_util``; no training step depends on it. Start reading
+with ``api.py``, then ``recording.py`` (spans and iterations) and ``causes.py`` (causes and
+remedies).
 """

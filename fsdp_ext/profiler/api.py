@@ -1,4 +1,4 @@
-"""``fsdp_ext.profile``: records what a step's communication cost."""
+"""``fsdp_ext.profile``: records the steps in its block and reports what communication cost."""
 
 from __future__ import annotations
 
@@ -6,89 +6,77 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
+from weakref import WeakSet
 
 from torch import nn
 
 from fsdp_ext._util.files import write_text
-from fsdp_ext.profiler.causes import (
-    Exposure,
-    Lateness,
-    Setting,
-    Slowdown,
-    explain,
-    slowdown,
-    typical_seconds,
-)
+from fsdp_ext.profiler.causes import Exposure
 from fsdp_ext.profiler.merge import collect, compare_clocks, lateness
-from fsdp_ext.profiler.recording import Iteration, read
-from fsdp_ext.profiler.report import Row, Summary, document_of, rows_of, summarise, text_of
+from fsdp_ext.profiler.picture import draw
+from fsdp_ext.profiler.recording import Iteration, read_iterations
+from fsdp_ext.profiler.report import document_of, text_of
+from fsdp_ext.profiler.result import Recording
+from fsdp_ext.profiler.rows import Row, Summary, rows_of, summarise
+from fsdp_ext.profiler.slowdown import Slowdown
+from fsdp_ext.profiler.trace import trace_of
 from fsdp_ext.sharding.agreement import exchange, has_peers
+from fsdp_ext.sharding.root import Root, running_root
+
+# Roots that run in the block of a profile.
+_profiled: WeakSet[Root] = WeakSet()
+
+
+def is_profiled(root: Root) -> bool:
+    """Return whether the root's model is in the block of a :class:`profile`."""
+    return root in _profiled
 
 
 class profile:
-    """Record when each collective of each unit was issued, began and ended, and what waited for it.
+    """Record when each collective was issued, began and ended, and what waited for it.
 
         with fsdp_ext.profile(model) as prof:
             for batch in batches:
                 train_step(batch)
         prof.report()
 
-    Steps are not synchronised: times are written down by the lanes' own threads, or are events of
-    the GPU, and read when the block ends. What a CUDA graph replays is not recorded.
+    Recording does not synchronise steps. The lanes' own threads write down the times, or GPU events
+    do, and they are read when the block ends. Replays of a CUDA graph are not recorded.
 
     Args:
-        model: its root module, which has run forward.
-        iterations: how many of the last steps are kept.
+        model: the root module, which has run forward before.
+        iterations: how many steps are kept, the last ones.
 
     Raises:
-        TypeError: if ``fully_shard`` was not applied to it.
+        TypeError: if ``fully_shard`` was not applied to ``model``.
         RuntimeError: before the first forward.
         ValueError: if ``iterations`` is less than 1.
     """
 
     def __init__(self, model: nn.Module, iterations: int = 64) -> None:
-        from fsdp_ext.sharding.root import running_root
-
         self._root = running_root(model, "profile")
-        unit = self._root.units[0]
         if not isinstance(iterations, int) or iterations < 1:
-            raise ValueError(f"profile expects at least 1 iteration but got {iterations!r}")
+            raise ValueError(f"profile got iterations={iterations!r}. Keep at least 1 step.")
         self._core = self._root.core
-        self.kept = iterations
-        self._ranks: dict[int, list[Iteration]] = {}
-        self._explained: list[list[Exposure]] | None = None
-        self._slowdown: tuple[Slowdown | None] | None = None  # once it is known
-        self._depth = 0  # of the prefetch, in the steps
-        self.late: dict[tuple[int, int], Lateness] = {}  # where ranks were merged
-        self._members: dict[tuple[int, int], list[int]] = {}  # of buckets, by first and last
-        self.rank = unit.mesh.get_local_rank()
-        self.lost = 0
-        self.names = [unit.name for unit in self._root.units]
-        self.sizes = self._core.unsharded_bytes()
-        trainable = [
-            sum(slot.sharded.numel() for slot in each.slots if slot.sharded.requires_grad)
-            for each in self._root.units
-        ]
-        # What makes units alike, as far as can be told.
-        self._kinds = list(zip(self.sizes, trainable, strict=True))
-        self.transport = self._root.lanes.transport
-        self.world_size = unit.mesh.size()
-        self._on_gpu = unit.device.type == "cuda"
+        self._members: dict[tuple[int, int], Sequence[int]] = {}
+        self._recording = _nothing_yet(self._root, iterations)
 
     def __enter__(self) -> profile:
-        """Begin; the next forward is the first that is recorded."""
-        if self._root.profiled_by is not None:
+        """Begin to record; the next forward is the first in the recording."""
+        if is_profiled(self._root):
             raise RuntimeError(
-                "profile expects to be the only one of its model but its block is within another "
-                "one's; use that one"
+                "This model is already being profiled, since the block is inside another profile's "
+                "block. Use the outer profile."
             )
-        self._ranks, self._explained, self._slowdown, self.late = {}, None, None, {}
+        self._recording = replace(self._recording, ranks={}, late={}, lost=0)
         self._core.keep_times(self.kept)
         self._note_buckets()
-        self._root.profiled_by = self
+        _profiled.add(self._root)
         return self
 
     def __exit__(
@@ -97,33 +85,45 @@ class profile:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Wait for what was issued, and read the times."""
-        self._root.profiled_by = None
+        """Wait for all work that was issued, and read the times."""
+        _profiled.discard(self._root)
         if kind is not None:
             self._core.keep_times(0)  # the block's own error says more
             return
         if self._root.core is not self._core:
             raise RuntimeError(
-                "profile expects a model whose parameters stay but they were replaced, frozen or "
-                "unfrozen meanwhile; profile the steps after that"
+                "profile lost track of the model, whose parameters were replaced, frozen or "
+                "unfrozen in the block. Profile the steps after that."
             )
-        raw, self.lost = self._core.take_times()
+        raw, lost = self._core.take_times()
         end = time.monotonic()
         self._core.keep_times(0)
         self._note_buckets()  # the first step may have changed them
-        self._depth = self._root.prefetch_depth
-        iterations = read(raw, end)
+        iterations = read_iterations(raw, end)
         if not iterations:
             raise RuntimeError(
-                "profile expects at least one whole step in its block but there was none; run "
-                "forward and backward in it"
+                "profile recorded no whole step. Run forward and backward in its block."
             )
-        self._ranks = {self.rank: iterations}
+        self._recording = replace(
+            self._recording,
+            ranks={self.rank: iterations},
+            lost=lost,
+            prefetch_depth=self._root.settings.prefetch,
+            members=dict(self._members),
+        )
 
     def _note_buckets(self) -> None:
         for bucket in self._core.buckets():
             members = bucket["units"]
             self._members[members[0], members[-1]] = members
+
+    def _recorded(self) -> Recording:
+        if not self._recording.ranks:
+            raise RuntimeError(
+                "profile has no times yet: it reads them when its with block ends. Leave the block "
+                "first."
+            )
+        return self._recording
 
     # - What was recorded
 
@@ -134,156 +134,190 @@ class profile:
         Raises:
             RuntimeError: before the block has ended.
         """
-        if not self._ranks:
-            raise RuntimeError(
-                "profile expects its with block to have ended, which reads the times"
-            )
-        return self._ranks[self.rank]
+        return self._recorded().iterations
 
     @property
     def ranks(self) -> dict[int, list[Iteration]]:
-        """Steps of each rank of the mesh that is known: this one's alone, or all after merge()."""
-        if not self._ranks:
-            raise RuntimeError(
-                "profile expects its with block to have ended, which reads the times"
-            )
-        return self._ranks
+        """The steps of each known rank: of this rank alone, or of all ranks after merge().
+
+        Raises:
+            RuntimeError: before the block has ended.
+        """
+        return self._recorded().ranks
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the units, by number."""
+        return self._recording.names
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each unit's unsharded parameters."""
+        return self._recording.sizes
+
+    @property
+    def transport(self) -> str:
+        """Name of the transport."""
+        return self._recording.transport
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._recording.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._recording.world_size
+
+    @property
+    def kept(self) -> int:
+        """How many steps are kept at most."""
+        return self._recording.kept
+
+    @property
+    def lost(self) -> int:
+        """How many older steps were dropped."""
+        return self._recording.lost
 
     def merge(self, timelines: bool = True) -> profile:
         """Find the slowest rank of each collective. All ranks of the mesh call this.
 
-        Clocks of other hosts are compared over the process group, to some ten microseconds.
+        Clocks of different hosts are compared over the process group, to some ten microseconds.
 
         Args:
-            timelines: whether to bring all ranks' spans to every rank, too, for traces and JSON:
-                some hundred bytes a span. With hundreds of ranks, leave them where they are. They
-                are brought if any rank asks for it.
+            timelines: also gather all ranks' spans on every rank, for traces, pictures and JSON. A
+                span takes some hundred bytes, so pass False with hundreds of ranks. The spans are
+                gathered if any rank asks for it.
 
         Returns:
-            This profile, whose reports now name the slowest rank of each collective.
+            This profile. Its reports now name the slowest rank of each collective.
 
         Raises:
-            RuntimeError: if there are no other ranks, as with a simulated transport, or if they
-                have recorded no step in common.
+            RuntimeError: if there are no other ranks, as with a simulated transport, or if no step
+                was recorded on all ranks.
         """
         unit = self._root.units[0]
         if self.world_size > 1 and not has_peers(unit):
             raise RuntimeError(
-                "merge expects ranks that are there but those of a simulated transport, or of a "
-                "fake process group, are not; report this one alone"
+                "merge needs the other ranks, but a simulated transport and a fake process group "
+                "have none. Report this rank alone."
             )
         timelines = any(exchange(unit, timelines))
         clocks = compare_clocks(self.iterations, unit)
         mine = [one for one in self.iterations if one.number in clocks.common]
-        self._ranks, self._explained, self._slowdown = {self.rank: mine}, None, None
-        self.late = lateness(mine, clocks, unit)
-        if timelines:
-            self._ranks = collect(mine, clocks, unit)
+        late = lateness(mine, clocks, unit)
+        ranks = collect(mine, clocks, unit) if timelines else {self.rank: mine}
+        self._recording = replace(self._recording, ranks=ranks, late=late)
         return self
 
     def explain(self) -> list[list[Exposure]]:
-        """Return what the compute stream waited for, and why, for each step."""
-        if self._explained is None:
-            self._explained = self._explain()
-        return self._explained
-
-    def _explain(self) -> list[list[Exposure]]:
-        setting = Setting(
-            depth=self._depth,
-            on_gpu=self._on_gpu,
-            typical=typical_seconds(self.iterations),
-            late=self.late,
-        )
-        return [explain(iteration, setting) for iteration in self.iterations]
+        """Return what the compute stream waited for and why, for each step."""
+        return self._recorded().exposures
 
     def slowdown(self) -> Slowdown | None:
-        """Return how much slower units compute beside communication; None: cannot be told."""
-        if self._slowdown is None:
-            self._slowdown = (slowdown(self.iterations, self._kinds),)
-        return self._slowdown[0]
+        """Return how much slower units compute beside communication; None if it cannot be told."""
+        return self._recorded().slowdown
 
     # - Figures
 
     def summary(self) -> Summary:
-        """Return the average step; its parts add up to it."""
-        return summarise(self)
+        """Return the average step. Its parts add up to the whole."""
+        return summarise(self._recorded())
 
     def rows(self, by: str = "bucket") -> list[Row]:
-        """Return what communication cost, in order of the units.
+        """Return what communication cost, in the order of the units.
 
         Args:
-            by: "bucket", which is what travels, or "unit": those of a bucket share its bytes and
-                times by their parameters' bytes.
+            by: "bucket" for a row per bucket, which is what travels together, or "unit" for a row
+                per unit. Units share their bucket's bytes and times in proportion to the bytes of
+                their parameters.
 
         Raises:
             ValueError: if ``by`` is neither.
         """
-        return rows_of(self, by)
+        return rows_of(self._recorded(), by)
 
     def members(self, units: tuple[int, int]) -> list[int]:
-        """Return the numbers of a bucket's units, by its first and last one."""
-        return self._members.get(units, [units[0]])
+        """Return the numbers of a bucket's units, given the numbers of its first and last unit."""
+        return list(self._recording.units_of(units))
 
     def name_of(self, units: tuple[int, int]) -> str:
-        """Return how reports call a unit, or a bucket by its first and last unit."""
-        first, last = units
-        if first < 0:
-            return "all units"
-        return self.names[first] if first == last else f"{self.names[first]} to {self.names[last]}"
+        """Return the name of a unit, or of a bucket given its first and last unit."""
+        return self._recording.name_of(units)
 
     # - Output
 
     def report(self, file: TextIO | None = None, by: str = "bucket") -> None:
-        """Print, for each bucket, what its communication cost and why, and what mends it.
+        """Print what communication cost, why it was exposed, and what to do about it.
 
         Args:
-            file: instead of standard output.
-            by: a row a "bucket", which is what travels, or a "unit", as for :meth:`rows`.
+            file: where to print; standard output by default.
+            by: a row per "bucket" or per "unit", as for :meth:`rows`.
 
         Raises:
             ValueError: if ``by`` is neither.
         """
-        print(text_of(self, by), file=file or sys.stdout)
+        print(text_of(self._recorded(), by), file=file or sys.stdout)
 
     def __str__(self) -> str:
         """Return the report."""
-        return text_of(self, "bucket")
+        return text_of(self._recorded(), "bucket")
 
     def to_json(self, path: str | Path | None = None) -> str | None:
         """Return all figures and spans as JSON, or write them to ``path``, whole or not at all.
 
-        Times are seconds; those of spans are of ``time.monotonic()`` on this rank's host.
+        Times are seconds. Those of spans are ``time.monotonic()`` of this rank's host.
 
         Raises:
             OSError: if ``path`` cannot be written.
         """
-        text = json.dumps(document_of(self), indent=1)
+        text = json.dumps(document_of(self._recorded()), indent=1)
         if path is None:
             return text
         write_text(path, text + "\n")
         return None
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write a trace for chrome://tracing or ui.perfetto.dev: a process a rank, a row a lane.
+        """Write a trace for ui.perfetto.dev or chrome://tracing. Each rank is a process.
 
         Raises:
             OSError: if ``path`` cannot be written.
         """
-        from fsdp_ext.profiler.timeline import trace
-
-        write_text(Path(path), json.dumps(trace(self)) + "\n")
+        write_text(Path(path), json.dumps(trace_of(self._recorded())) + "\n")
 
     def plot(self, path: str | os.PathLike[str], iteration: int | None = None) -> None:
-        """Draw one step: what computed, what was on the wire, what waited.
+        """Draw one step: compute, collectives and waits.
 
         Args:
-            path: of the picture; its ending says what kind, ".png" or ".svg", say.
-            iteration: which step, by its place; by default the one of median length.
+            path: the picture's file; its suffix, such as ".png" or ".svg", is its format.
+            iteration: place of the step among the recorded ones; by default the step of median
+                length.
 
         Raises:
-            ImportError: if there is no matplotlib.
+            ImportError: if matplotlib is missing.
+            ValueError: if there is no such step.
             OSError: if ``path`` cannot be written.
         """
-        from fsdp_ext.profiler.timeline import draw
+        draw(self._recorded(), Path(path), iteration)
 
-        draw(self, Path(path), iteration)
+
+def _nothing_yet(root: Root, kept: int) -> Recording:
+    """Return a recording without steps."""
+    first = root.units[0]
+    sizes = root.core.unsharded_bytes()
+    trainable = [
+        sum(param.sharded.numel() for param in unit.params if param.requires_grad)
+        for unit in root.units
+    ]
+    return Recording(
+        names=[unit.name for unit in root.units],
+        sizes=sizes,
+        # Units with as many bytes, of which as many are trained, are taken to compute alike.
+        kinds=list(zip(sizes, trainable, strict=True)),
+        transport=root.lanes.transport,
+        rank=first.mesh.get_local_rank(),
+        world_size=first.mesh.size(),
+        on_gpu=first.device.type == "cuda",
+        kept=kept,
+    )

@@ -1,24 +1,23 @@
-"""Why communication shows: what each wait of the compute stream was for, and what would mend it."""
+"""Why communication is exposed: the cause of each wait of the compute stream, and its remedy."""
 
 # Note [causes]
-# A wait is cut up by what the lane that it waited for did. Going back from the collective that a
-# unit waited for, the lane was at work without a pause since some moment. If it stood idle right
-# before, then an earlier start, by as long as that at most, would have hidden as much; why there
-# was none is told by when the collective was issued, when it was first refused a slot, and when its
-# slot was free. What remains shows because the wire is slower than the compute beside it: an
-# earlier start was not to be had, for the lane was busy. Before the first unit of a forward, or of
-# a backward, there is no compute to hide behind, and behind the last one's gradients there is none
-# left.
+# A wait is cut into parts by what the lane that it waited for was doing. The lane worked without a
+# pause from some moment until the awaited collective was done. If the lane was idle right before
+# that moment, an earlier start could have hidden at most as many seconds as the lane was idle. Why
+# it did not start earlier follows from when the collective was issued, when it was first refused a
+# slot, and when its slot was free. The rest of the wait is exposed because the wire is slower than
+# the compute beside it: the lane was busy and could not have started earlier. Two exposed parts
+# cannot be avoided: before the first unit of a forward or a backward there is no compute yet that
+# could hide its gather, and after the last unit's gradients there is none left.
 
 from __future__ import annotations
 
 import enum
-import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from fsdp_ext.profiler.recording import (
     COMPUTE,
@@ -28,24 +27,20 @@ from fsdp_ext.profiler.recording import (
     Iteration,
     Span,
     merged_intervals,
-    overlap,
-    own_compute,
 )
 
-# Pauses of a lane up to so long are its own: a worker that wakes, a kernel that is launched.
+# A lane's pauses of up to this many seconds are its own: a worker wakes up, a kernel is launched.
 PAUSE = 50e-6
-# A GPU that comes to a unit so soon after the host did had been waiting for the host.
+# A GPU that reaches a unit at most this many seconds after the host had to wait for the host.
 BEHIND = 30e-6
-# A collective that takes so many times as long as its like usually do was held up by a rank.
+# A rank held a collective up if it took more than this many times as long as usual.
 HELD_UP = 2.0
-# Compute beside so little of the wire counts as alone, beside so much as beside it.
-ALONE, BESIDE = 0.2, 0.6
 
 
 class Cause(enum.Enum):
-    """Why communication shows; the value is how reports call it.
+    """Why communication is exposed. Reports print the value.
 
-    All but SLOWED, which waits do not show, are why a wait took as long as it did.
+    Each cause but SLOWED explains waits. SLOWED is about compute, and no wait shows it.
     """
 
     FIRST = "first gather"
@@ -56,56 +51,56 @@ class Cause(enum.Enum):
     LATE_RANK = "a rank came late"
     COPIES = "casts and copies"
     SLOWED = "compute slowed by communication"
-    UNKNOWN = "not in the ledger"
+    UNKNOWN = "not recorded"
 
 
 MEANING = {
-    Cause.FIRST: "unavoidable: there is nothing to compute before the first unit is gathered",
-    Cause.LAST: "unavoidable: there is nothing left to compute behind the last gradients",
-    Cause.ISSUED_LATE: "the host, the lane's thread, or who waited for it, was behind",
-    Cause.NO_SLOT: "the ring was too small to gather (so far) ahead, or prefetch=0",
-    Cause.BANDWIDTH: "the wire was busy without a pause",
-    Cause.LATE_RANK: "a collective ends when the last rank has come",
-    Cause.COPIES: "there is no wire, but another dtype",
-    Cause.SLOWED: "memory or cores are shared; estimated by comparing units of equal size",
-    Cause.UNKNOWN: "gathered by hand, or in an iteration that was not recorded",
+    Cause.FIRST: "unavoidable: no compute can run before the first unit is gathered",
+    Cause.LAST: "unavoidable: no compute is left once the last gradients are reduced",
+    Cause.ISSUED_LATE: "the host or a lane's thread was behind, or the waiter woke up late",
+    Cause.NO_SLOT: "the ring had no free slot to prefetch into, or prefetch is 0",
+    Cause.BANDWIDTH: "the wire was busy all the time",
+    Cause.LATE_RANK: "a collective ends only after the last rank has joined it",
+    Cause.COPIES: "nothing is on the wire, but parameters or gradients change their dtype",
+    Cause.SLOWED: "they share memory or cores; estimated by comparing units of equal size",
+    Cause.UNKNOWN: "the unit was gathered by hand, or in a step that was not recorded",
 }
 
 REMEDY = {
-    Cause.FIRST: "a smaller first bucket (bucket_bytes) makes it shorter",
-    Cause.LAST: "a smaller last bucket (bucket_bytes) makes it shorter",
+    Cause.FIRST: "make the first bucket smaller (bucket_bytes)",
+    Cause.LAST: "make the last bucket smaller (bucket_bytes)",
     Cause.ISSUED_LATE: (
-        "larger units or buckets (bucket_bytes) need the host less often; leave the lanes' threads "
-        "a core; run units in the same order in each step"
+        "use larger units or buckets (bucket_bytes), so that the host launches less; leave a core "
+        "to the lanes' threads; run units in the same order in each step"
     ),
-    Cause.NO_SLOT: "gather further ahead: a larger prefetch= (each step of it costs a slot)",
+    Cause.NO_SLOT: "prefetch further ahead with a larger prefetch=; each step more takes a slot",
     Cause.BANDWIDTH: (
-        "send less (param_dtype, reduce_dtype of MixedPrecisionPolicy), gather once "
-        "(reshard_after_forward=False, as far as memory allows), compute more between (a larger "
-        "batch), fewer ranks a group; where messages are small, larger buckets (bucket_bytes)"
+        "send less (param_dtype and reduce_dtype of MixedPrecisionPolicy); gather only once "
+        "(reshard_after_forward=False, if memory allows); compute more per step (a larger batch); "
+        "use fewer ranks per group; use larger buckets where messages are small (bucket_bytes)"
     ),
-    Cause.LATE_RANK: "look at that rank's input, host and clocks",
-    Cause.COPIES: "the optimizer's dtype for computation, too, where one rank is all there is",
+    Cause.LATE_RANK: "check that rank's input pipeline, host and clocks",
+    Cause.COPIES: "with one rank, compute in the dtype that the optimizer uses",
     Cause.SLOWED: (
-        "leave collectives cores of their own (fewer OMP_NUM_THREADS), or fewer multiprocessors "
-        "(NCCL_MAX_CTAS); send less (param_dtype, reduce_dtype of MixedPrecisionPolicy)"
+        "leave cores to collectives (a smaller OMP_NUM_THREADS) or give them fewer multiprocessors "
+        "(NCCL_MAX_CTAS); send less (param_dtype and reduce_dtype of MixedPrecisionPolicy)"
     ),
-    Cause.UNKNOWN: "record whole iterations",
+    Cause.UNKNOWN: "record whole steps",
 }
 
 
 @dataclass(frozen=True)
 class Exposure:
-    """Part of a wait of the compute stream, by its cause.
+    """A part of a wait of the compute stream, and its cause.
 
     Args:
         operation: "gather" or "reduce".
-        phase: in which what was waited for was issued: "forward", "backward" or "other".
-        units: the first and the last unit of its bucket.
-        begin: of the wait, seconds of ``time.monotonic()``.
-        seconds: of the part.
-        cause: why.
-        rank: which came late, where ranks were merged; -1 where that is not known.
+        phase: the phase that issued the awaited collective: "forward", "backward" or "other".
+        units: numbers of the first and the last unit of the awaited bucket.
+        begin: when the wait began, in seconds of ``time.monotonic()``.
+        seconds: length of this part.
+        cause: its cause.
+        rank: the rank that came late; -1 if that is unknown or not the cause.
     """
 
     operation: str
@@ -119,9 +114,13 @@ class Exposure:
 
 @dataclass(frozen=True)
 class Lateness:
-    """By how much a collective began later on the slowest rank, and which that was.
+    """The slowest rank of a collective.
 
-    ``spread`` is between the first rank and the last one, the same on all of them.
+    Args:
+        seconds: how much later than this rank the slowest rank began.
+        rank: the slowest rank.
+        spread: seconds from the begin on the first rank to the begin on the last one. It is the
+            same on all ranks.
     """
 
     seconds: float
@@ -131,13 +130,14 @@ class Lateness:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the verdicts depend on besides the spans.
+    """What the causes depend on besides the spans.
 
     Args:
-        depth: of the prefetch.
-        on_gpu: whether the compute stream is behind the host.
-        typical: seconds of a collective, by its operation and bytes.
-        late: by iteration and place among its spans, where ranks were merged.
+        depth: depth of the prefetch.
+        on_gpu: whether the compute stream runs behind the host.
+        typical: usual seconds of a collective, by its operation and bytes.
+        late: the slowest rank, by iteration number and place among its spans; empty unless ranks
+            were merged.
     """
 
     depth: int
@@ -147,7 +147,7 @@ class Setting:
 
 
 def typical_seconds(iterations: Sequence[Iteration]) -> dict[tuple[str, int], float]:
-    """Return the median of how long collectives took, by operation and bytes."""
+    """Return the median seconds of collectives, by operation and bytes."""
     taken: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for iteration in iterations:
         for span in iteration.of(*WIRES):
@@ -156,7 +156,7 @@ def typical_seconds(iterations: Sequence[Iteration]) -> dict[tuple[str, int], fl
 
 
 class _Step:
-    """One iteration, with what all its waits ask for."""
+    """One iteration, indexed for the questions that its waits ask."""
 
     def __init__(self, iteration: Iteration, setting: Setting) -> None:
         self.iteration = iteration
@@ -165,7 +165,7 @@ class _Step:
         self.lanes = {name: iteration.lane(name) for name in WIRES}
         self.busy = merged_intervals(self.lanes["gather"], PAUSE)
         self.passes = iteration.of(*PASSES)
-        # Of each bucket, in order of issue; its casts where it has no wire.
+        # Gathers of each bucket in order of issue; casts instead if nothing is on the wire.
         self.gathers: defaultdict[tuple[int, int], list[Span]] = defaultdict(list)
         for span in iteration.of("gather") or iteration.of("cast"):
             self.gathers[span.units].append(span)
@@ -177,16 +177,21 @@ class _Step:
             for span in self.passes
         }
         self.last_reduced = [span.units for span in iteration.of("reduce")[-1:]]
-        # Waits for collectives that follow each other without a pause share what was idle before.
+        # Idle seconds that are already explained, by when the lane began to work. Waits for
+        # collectives that follow each other without a pause share the idle time before them.
         self.used: defaultdict[float, float] = defaultdict(float)
 
+    def is_before(self, span: Span, wait: Span) -> bool:
+        """Return whether the span was issued before the wait."""
+        return self.place[id(span)] < self.place[id(wait)]
+
     def pass_of(self, wait: Span) -> Span | None:
-        """Return the forward or backward that the wait is in."""
+        """Return the forward or backward that contains the wait."""
         inside = [span for span in self.passes if span.begin <= wait.begin <= span.end]
         return inside[-1] if inside else None
 
     def late(self, span: Span) -> Lateness | None:
-        """Return by how much a rank held the collective up, if one did."""
+        """Return how long a late rank held the collective up, if one did."""
         setting = self.setting
         if setting.late:
             found = setting.late.get((self.iteration.number, self.place[id(span)]))
@@ -197,8 +202,37 @@ class _Step:
         return None
 
 
+@dataclass
+class _Parts:
+    """A wait that is cut into parts: those found so far, and the seconds that are left."""
+
+    wait: Span
+    awaited: Span
+    left: float
+    found: list[Exposure] = field(default_factory=list)
+
+    def cut(self, seconds: float, cause: Cause, rank: int = -1) -> None:
+        """Put up to ``seconds`` of what is left down to ``cause``."""
+        part = min(self.left, seconds)
+        if part > 0:
+            self.left -= part
+            self.found.append(_exposure(self.wait, self.awaited, part, cause, rank))
+
+    def cut_shares(self, seconds: float, shares: Mapping[Cause, float]) -> None:
+        """Put ``seconds`` of what is left down to several causes, in proportion to ``shares``."""
+        self.left -= seconds
+        total = sum(shares.values())
+        for cause, share in shares.items():
+            if seconds * share > 0:
+                part = seconds * share / total
+                self.found.append(_exposure(self.wait, self.awaited, part, cause))
+
+
 def explain(iteration: Iteration, setting: Setting) -> list[Exposure]:
-    """Return what the compute stream waited for and why, in order; it adds up to all waits."""
+    """Return the causes of all waits of the compute stream, in order of their begin.
+
+    The seconds of the exposures add up to the seconds of the waits.
+    """
     step = _Step(iteration, setting)
     result: list[Exposure] = []
     for wait in iteration.of(*WAITS):
@@ -215,60 +249,60 @@ def explain(iteration: Iteration, setting: Setting) -> list[Exposure]:
 
 
 def _explain_gather(step: _Step, wait: Span) -> list[Exposure]:
-    place = step.place[id(wait)]
-    pieces = [span for span in step.gathers[wait.units] if step.place[id(span)] < place]
-    if not pieces:
+    messages = [span for span in step.gathers[wait.units] if step.is_before(span, wait)]
+    if not messages:
         return [_exposure(wait, wait, wait.seconds, Cause.UNKNOWN)]
-    # Of several pieces a unit waits for one, which is done when the wait is.
-    arrived = [span for span in pieces if span.end <= wait.end + PAUSE]
-    awaited = (arrived or pieces)[-1]
+    # A unit waits for only one of its bucket's messages, the one that ends with the wait.
+    arrived = [span for span in messages if span.end <= wait.end + PAUSE]
+    awaited = (arrived or messages)[-1]
     if awaited.work == "cast":
         return [_exposure(wait, awaited, wait.seconds, Cause.COPIES)]
-    left = wait.seconds
-    result = []
-    # Who waits may notice late that the lane is done.
+    parts = _Parts(wait, awaited, wait.seconds)
+    parts.cut(_late_wakeup(step, wait, awaited), Cause.ISSUED_LATE)
+    late = step.late(awaited)
+    if late is not None:
+        parts.cut(late.seconds, Cause.LATE_RANK, late.rank)
+    _cut_idle(step, parts)
+    parts.cut(parts.left, Cause.FIRST if _is_first(step, wait) else Cause.BANDWIDTH)
+    return parts.found
+
+
+def _late_wakeup(step: _Step, wait: Span, awaited: Span) -> float:
+    """Return the seconds from the end of the lane's work to the end of the wait.
+
+    The waiter may wake up after the lane has finished.
+    """
     done = max(
         span.end
         for span in step.lanes["gather"]
-        if span.units == awaited.units and step.place[id(span)] < place
+        if span.units == awaited.units and step.is_before(span, wait)
     )
-    noticed = wait.end - max(done, wait.begin)
-    if noticed > PAUSE and done <= wait.end:
-        left -= noticed
-        result.append(_exposure(wait, awaited, noticed, Cause.ISSUED_LATE))
-    late = step.late(awaited)
-    if late is not None:
-        part = min(left, late.seconds)
-        left -= part
-        result.append(_exposure(wait, awaited, part, Cause.LATE_RANK, late.rank))
-    start, idle = _idle_before(step, awaited, wait)
-    rest = Cause.BANDWIDTH
-    if _is_first(step, wait):
-        rest = Cause.FIRST
+    seconds = wait.end - max(done, wait.begin)
+    return seconds if seconds > PAUSE and done <= wait.end else 0.0
+
+
+def _cut_idle(step: _Step, parts: _Parts) -> None:
+    """Cut off what an earlier start of the lane would have hidden."""
+    start, idle = _idle_before(step, parts.awaited, parts.wait)
+    if _is_first(step, parts.wait):
         idle = {Cause.ISSUED_LATE: idle.get(Cause.ISSUED_LATE, 0.0)}
-    total = sum(idle.values())
-    early = min(left, max(total - step.used[start], 0.0))
+    early = min(parts.left, max(sum(idle.values()) - step.used[start], 0.0))
     step.used[start] += early
-    for cause, seconds in idle.items():
-        if early * seconds > 0:
-            result.append(_exposure(wait, awaited, early * seconds / total, cause))
-    if left > early:
-        result.append(_exposure(wait, awaited, left - early, rest))
-    return result
+    parts.cut_shares(early, idle)
 
 
 def _is_first(step: _Step, wait: Span) -> bool:
-    """Whether no unit but those that enclose this one has computed in this pass."""
-    of = step.pass_of(wait)
-    return of is None or step.first_end[of.begin, of.work] > wait.begin
+    """Return whether no unit has finished its compute yet in this forward or backward."""
+    around = step.pass_of(wait)
+    return around is None or step.first_end[around.begin, around.work] > wait.begin
 
 
 def _idle_before(step: _Step, awaited: Span, wait: Span) -> tuple[float, dict[Cause, float]]:
-    """Return when the lane set to work, and how long it had stood idle before, by why it did."""
+    """Return when the lane began to work, and its idle seconds before that, by cause."""
     start = max((low for low, _ in step.busy if low <= awaited.begin), default=awaited.begin)
     before = max((high for _, high in step.busy if high < start), default=0.0)
-    of = step.pass_of(wait)
-    lower = max(before, wait.begin if of is None else of.begin)
+    around = step.pass_of(wait)
+    lower = max(before, wait.begin if around is None else around.begin)
     if start <= lower:
         return start, {}
     lane = step.lanes["gather"]
@@ -284,13 +318,13 @@ def _idle_before(step: _Step, awaited: Span, wait: Span) -> tuple[float, dict[Ca
 
 
 def _why_not_issued(step: _Step, gather: Span) -> Cause:
-    """Return why a gather was not issued, nor refused a slot, before it was."""
+    """Return why a gather was neither issued nor refused a slot any earlier."""
     if step.setting.depth == 0:
         return Cause.NO_SLOT
     if gather.on_demand and gather.refused == 0:
-        return Cause.ISSUED_LATE  # nothing told that its unit would be next
+        return Cause.ISSUED_LATE  # its unit was not prefetched
     if step.setting.on_gpu:
-        # Did the GPU compute what was issued with it as soon as the host came there?
+        # The host was behind if the GPU computed the next unit as soon as the host issued it.
         after = [span for span in step.iteration.of(*COMPUTE) if span.begin >= gather.issued]
         if after and min(after, key=lambda span: span.begin).lead < BEHIND:
             return Cause.ISSUED_LATE
@@ -301,14 +335,13 @@ def _why_not_issued(step: _Step, gather: Span) -> Cause:
 
 
 def _explain_reduction(step: _Step, wait: Span) -> list[Exposure]:
-    """Cut the wait up by what the lane of reductions did meanwhile."""
-    place = step.place[id(wait)]
-    lane = [span for span in step.lanes["reduce"] if step.place[id(span)] < place]
+    """Cut the wait into parts by what the reduce lane did meanwhile."""
+    lane = [span for span in step.lanes["reduce"] if step.is_before(span, wait)]
     inside = [span for span in lane if span.end > wait.begin and span.begin < wait.end]
     if not inside:
         if not lane:
             return [_exposure(wait, wait, wait.seconds, Cause.UNKNOWN)]
-        # The lane is done, and what is left is to notice it.
+        # The lane has finished, and the waiter has not woken up yet.
         return [_gap(step, wait, lane[-1], wait.seconds)]
     result = []
     reached = wait.begin
@@ -317,7 +350,7 @@ def _explain_reduction(step: _Step, wait: Span) -> list[Exposure]:
         if begin > reached:
             result.append(_gap(step, wait, span, begin - reached))
         if end > begin:
-            result += _of_lane(step, wait, span, end - begin)
+            result += _while_reducing(step, wait, span, end - begin)
         reached = max(reached, end)
     if wait.end > reached:
         result.append(_gap(step, wait, inside[-1], wait.end - reached))
@@ -325,13 +358,13 @@ def _explain_reduction(step: _Step, wait: Span) -> list[Exposure]:
 
 
 def _gap(step: _Step, wait: Span, beside: Span, seconds: float) -> Exposure:
-    """Return what a time counts as in which the lane did nothing, beside this span of its."""
+    """Return the cause of idle seconds of the reduce lane next to span ``beside``."""
     if seconds > PAUSE:
         return _exposure(wait, beside, seconds, Cause.ISSUED_LATE)
     return _of_reduction(step, wait, beside, seconds)
 
 
-def _of_lane(step: _Step, wait: Span, span: Span, seconds: float) -> list[Exposure]:
+def _while_reducing(step: _Step, wait: Span, span: Span, seconds: float) -> list[Exposure]:
     late = step.late(span)
     if late is None:
         return [_of_reduction(step, wait, span, seconds)]
@@ -343,7 +376,7 @@ def _of_lane(step: _Step, wait: Span, span: Span, seconds: float) -> list[Exposu
 
 
 def _of_reduction(step: _Step, wait: Span, span: Span, seconds: float) -> Exposure:
-    if not step.last_reduced:  # nothing is on a wire
+    if not step.last_reduced:  # nothing is on the wire
         return _exposure(wait, span, seconds, Cause.COPIES)
     cause = Cause.LAST if span.units in step.last_reduced else Cause.BANDWIDTH
     return _exposure(wait, span, seconds, cause)
@@ -352,56 +385,3 @@ def _of_reduction(step: _Step, wait: Span, span: Span, seconds: float) -> Exposu
 def _exposure(wait: Span, awaited: Span, seconds: float, cause: Cause, rank: int = -1) -> Exposure:
     operation = "gather" if wait.work == "wait (gather)" else "reduce"
     return Exposure(operation, awaited.phase, awaited.units, wait.begin, seconds, cause, rank)
-
-
-# - Compute
-
-
-@dataclass(frozen=True)
-class Slowdown:
-    """How much longer units compute beside communication than alone.
-
-    Args:
-        factor: of the time, over the units that could be compared.
-        seconds: that it costs a step, about.
-        compared: how many kinds of units were seen both ways.
-    """
-
-    factor: float
-    seconds: float
-    compared: int
-
-
-def slowdown(iterations: Sequence[Iteration], kinds: Sequence[Hashable]) -> Slowdown | None:
-    """Compare units of one kind that computed beside communication with those that did alone.
-
-    Args:
-        iterations: of one rank.
-        kinds: of each unit, by its number: units of one kind are taken for alike.
-
-    Returns:
-        None where no kind of unit was seen both ways: an estimate needs alike units, of which two
-        or more compute while the lanes have nothing to do.
-    """
-    alone: defaultdict[tuple[str, Hashable], dict[int, list[float]]] = defaultdict(dict)
-    beside: defaultdict[tuple[str, Hashable], list[float]] = defaultdict(list)
-    for iteration in iterations:
-        wires = merged_intervals(sorted(iteration.of(*WIRES), key=lambda span: span.begin), 0.0)
-        for span, own in own_compute(iteration):
-            if span.seconds <= 0 or own < 0.5 * span.seconds:
-                continue  # encloses others, which are looked at themselves
-            key = (span.work, kinds[span.first])
-            part = overlap(span.begin, span.end, wires) / span.seconds
-            if part < ALONE:
-                alone[key].setdefault(span.first, []).append(own)
-            elif part > BESIDE:
-                beside[key].append(own)
-    # One alone may differ from the others by more than what is beside it.
-    both = [key for key in alone if key in beside and len(alone[key]) > 1]
-    if not both:
-        return None
-    # Of medians, since something else that the machine did once is not communication's doing.
-    own_time = {key: statistics.median(itertools.chain(*alone[key].values())) for key in both}
-    would = sum(own_time[key] * len(beside[key]) for key in both)
-    took = sum(statistics.median(beside[key]) * len(beside[key]) for key in both)
-    return Slowdown(took / would, (took - would) / len(iterations), len(both))

@@ -1,4 +1,4 @@
-"""Several ranks' ledgers on one clock, and who came last."""
+"""Iterations of several ranks on one clock, and the slowest rank of each collective."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ from fsdp_ext.profiler.recording import WIRES, Iteration
 from fsdp_ext.sharding.agreement import exchange, has_peers
 from fsdp_ext.sharding.unit import Unit
 
+# How often ranks read their clocks at a barrier; the median difference counts.
 _ROUNDS = 9
 
-# How many collectives of each kind a rank recorded, by the iteration's number.
+# The number of collectives of each kind that a rank recorded, by iteration number.
 _Counts = dict[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Clocks:
-    """What makes ranks' iterations comparable.
+    """How iterations of different ranks compare.
 
     Args:
-        common: numbers of the iterations that all ranks have.
-        alike: of these, the ones of which all ranks recorded as many collectives of each kind.
-        offsets: seconds to add to each rank's times for the first rank's.
-        rank: this one.
+        common: numbers of the iterations that all ranks recorded.
+        alike: those of them in which all ranks recorded equally many collectives of each kind.
+        offsets: seconds that turn each rank's times into times of the first rank's clock, by adding
+            them.
+        rank: this rank.
     """
 
     common: frozenset[int]
@@ -41,39 +43,40 @@ class Clocks:
 
 
 def compare_clocks(iterations: Sequence[Iteration], unit: Unit) -> Clocks:
-    """Compare clocks, and what was recorded; all ranks of ``unit``'s mesh call this.
+    """Compare the ranks' clocks and iterations. All ranks of ``unit``'s mesh call this.
 
     Raises:
-        RuntimeError: if they have no iteration in common.
+        RuntimeError: if no iteration was recorded on all ranks.
     """
-    # Of one boot of one machine, all processes have the same clock.
+    # All processes of one boot of one machine share a clock.
     boot = Path("/proc/sys/kernel/random/boot_id")
     host = boot.read_text() if boot.exists() else ""
     counts: _Counts = {one.number: tuple(len(one.of(work)) for work in WIRES) for one in iterations}
-    said: list[tuple[str, list[float], _Counts]]
-    said = exchange(unit, (host, _readings(unit), counts))
-    common = frozenset.intersection(*(frozenset(of_rank) for *_, of_rank in said))
+    answers: list[tuple[str, list[float], _Counts]]
+    answers = exchange(unit, (host, _readings(unit), counts))
+    common = frozenset.intersection(*(frozenset(of_rank) for *_, of_rank in answers))
     if not common:
         raise RuntimeError(
-            "merge expects ranks that have recorded the same steps but they have none in common; "
-            "profile the same steps on all of them"
+            "merge found no step that all ranks recorded. Profile the same steps on all ranks."
         )
-    first_host, first_clock, first_counts = said[0]
+    first_host, first_clock, first_counts = answers[0]
     return Clocks(
         common=common,
-        alike=frozenset(n for n in common if all(of[n] == first_counts[n] for *_, of in said)),
+        alike=frozenset(
+            n for n in common if all(counts[n] == first_counts[n] for *_, counts in answers)
+        ),
         offsets=tuple(
             0.0
             if host and host == first_host
             else statistics.median(a - b for a, b in zip(first_clock, clock, strict=True))
-            for host, clock, _ in said
+            for host, clock, _ in answers
         ),
         rank=unit.mesh.get_local_rank(),
     )
 
 
 def _readings(unit: Unit) -> list[float]:
-    """Return this rank's clock at moments that are about the same on all ranks."""
+    """Return this rank's clock after each of several barriers, which end everywhere at once."""
     readings = []
     for _ in range(_ROUNDS):
         if has_peers(unit):
@@ -85,12 +88,12 @@ def _readings(unit: Unit) -> list[float]:
 def collect(
     iterations: Sequence[Iteration], clocks: Clocks, unit: Unit
 ) -> dict[int, list[Iteration]]:
-    """Return all ranks' iterations, in this rank's time; all ranks of ``unit``'s mesh call this."""
-    brought: list[list[Iteration]] = exchange(unit, list(iterations))
+    """Return all ranks' iterations on this rank's clock. All ranks of ``unit``'s mesh call this."""
+    gathered: list[list[Iteration]] = exchange(unit, list(iterations))
     mine = clocks.offsets[clocks.rank]
     return {
         rank: [_moved(iteration, clocks.offsets[rank] - mine) for iteration in of_rank]
-        for rank, of_rank in enumerate(brought)
+        for rank, of_rank in enumerate(gathered)
     }
 
 
@@ -114,13 +117,15 @@ def _moved(iteration: Iteration, offset: float) -> Iteration:
 def lateness(
     iterations: Sequence[Iteration], clocks: Clocks, unit: Unit
 ) -> dict[tuple[int, int], Lateness]:
-    """Return by how much the slowest rank came after this one to each collective, and which it was.
+    """Return the slowest rank of each collective, and how much later than this rank it began.
 
-    Ranks issue collectives in one order on each lane, so the k-th of one rank is the k-th of all.
-    Three reductions of a number a collective tell; all ranks of ``unit``'s mesh call this.
+    All ranks of ``unit``'s mesh call this. Ranks issue the collectives of each lane in one order,
+    so the k-th collective of one rank is the k-th of all. Three all-reduces of one number per
+    collective suffice.
 
     Returns:
-        By iteration's number and the place among its spans; those that all ranks recorded alike.
+        The lateness by iteration number and place among its spans, for the iterations in which all
+        ranks recorded the same collectives.
     """
     offset = clocks.offsets[clocks.rank]
     found = [
@@ -132,10 +137,8 @@ def lateness(
         if span.work == work
     ]
     begins = torch.tensor([span.begin + offset for *_, span in found], dtype=torch.float64)
-    first, last = (
-        _over_ranks(begins, dist.ReduceOp.MIN, unit),
-        _over_ranks(begins, dist.ReduceOp.MAX, unit),
-    )
+    first = _over_ranks(begins, dist.ReduceOp.MIN, unit)
+    last = _over_ranks(begins, dist.ReduceOp.MAX, unit)
     ranks = torch.where(begins == last, clocks.rank, len(clocks.offsets))
     slowest = _over_ranks(ranks, dist.ReduceOp.MIN, unit)
     spreads = (last - first).tolist()

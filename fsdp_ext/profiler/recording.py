@@ -1,11 +1,11 @@
-"""What a schedule wrote down of its steps (csrc/core/ledger.h), as Python reads it."""
+"""Spans and iterations: what the C++ ledger (csrc/core/ledger.h) recorded of each step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-# On which lane's streams work runs; everything else is on the compute stream.
+# The lane whose streams run each kind of work. All other work is on the compute stream.
 LANES = {
     "cast": "gather",
     "gather": "gather",
@@ -14,7 +14,7 @@ LANES = {
     "reduce": "reduce",
     "hand over": "reduce",
 }
-# What is on the wire.
+# Work that is on the wire: the collectives.
 WIRES = ("gather", "reduce")
 WAITS = ("wait (gather)", "wait (reduction)")
 COMPUTE = ("unit forward", "unit backward")
@@ -23,21 +23,22 @@ PASSES = ("forward", "backward")
 
 @dataclass(frozen=True)
 class Span:
-    """Something that was issued, and when it ran: seconds of ``time.monotonic()``.
+    """One piece of work and when it ran. Times are seconds of ``time.monotonic()``.
 
     Args:
-        work: what; of LANES, WAITS, COMPUTE or PASSES.
-        phase: in which it was issued: "forward", "backward" or "other".
-        first: number of the unit, or of the bucket's first one in the order of forward; -1 for all.
-        last: of the bucket's last one.
-        nbytes: of a collective, of all ranks together.
+        work: the kind of work: one of LANES, WAITS, COMPUTE or PASSES.
+        phase: the phase that issued it: "forward", "backward" or "other".
+        first: number of the unit, or of the bucket's first unit in forward order; -1 for all units.
+        last: number of the bucket's last unit.
+        nbytes: size of a collective, summed over all ranks; else 0.
         begin: when it began.
         end: when it ended.
-        issued: when the host issued a collective.
-        refused: when it was first to be gathered ahead and had no slot; 0: it never was.
-        possible: when its slot was free, or its gradients were there; 0: before the iteration.
-        lead: seconds from when the host had come to its begin until that was; 0 on the host.
-        on_demand: whether a gather was issued when it was needed, and not ahead.
+        issued: when the host issued the collective.
+        refused: when a prefetch of it first found no free slot; 0 if that never happened.
+        possible: the earliest time it could have begun: when its slot was free, or when its
+            gradients were complete; 0 if that was before the iteration.
+        lead: seconds by which the host was ahead of the device at ``begin``; 0 on the CPU.
+        on_demand: whether a gather was issued only when its unit needed it, without prefetch.
     """
 
     work: str
@@ -55,12 +56,12 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Its duration."""
         return self.end - self.begin
 
     @property
     def units(self) -> tuple[int, int]:
-        """Its first and last unit."""
+        """Numbers of its first and its last unit."""
         return self.first, self.last
 
 
@@ -69,9 +70,9 @@ class Iteration:
     """One forward and its backward, or a forward alone, on one rank.
 
     Args:
-        number: the same on all ranks.
-        spans: in order of issue, all of which have ended.
-        end: where the next one begins, or the profile ends.
+        number: the iteration's number, the same on all ranks.
+        spans: all spans, each of which has ended, in order of issue.
+        end: when the next iteration began, or when the profile ended.
     """
 
     number: int
@@ -80,27 +81,27 @@ class Iteration:
     _by_work: dict[str, list[Span]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Sort the spans by what they are."""
+        """Group the spans by their kind of work."""
         for span in self.spans:
             self._by_work.setdefault(span.work, []).append(span)
 
     def of(self, *works: str) -> list[Span]:
-        """Return the spans of such work, each kind in order of issue."""
+        """Return the spans of these kinds of work, each kind in order of issue."""
         return [span for work in works for span in self._by_work.get(work, [])]
 
     def lane(self, name: str) -> list[Span]:
-        """Return what ran on a lane's streams, "gather" or "reduce", by when it began."""
+        """Return the spans on the streams of lane "gather" or "reduce", sorted by their begin."""
         works = [work for work, lane in LANES.items() if lane == name]
         return sorted(self.of(*works), key=lambda span: span.begin)
 
     @property
     def begin(self) -> float:
-        """When its forward began."""
+        """When forward began."""
         return self.of("forward")[0].begin
 
     @property
     def step(self) -> float:
-        """Seconds from its forward's begin to the next one's."""
+        """Seconds from the begin of forward to the begin of the next forward."""
         return self.end - self.begin
 
     @property
@@ -110,7 +111,7 @@ class Iteration:
 
     @property
     def compute(self) -> float:
-        """Seconds of forward and backward without those waits."""
+        """Seconds of forward and backward, without the waits for communication."""
         inside = [
             wait.seconds
             for wait in self.of(*WAITS)
@@ -120,19 +121,19 @@ class Iteration:
 
     @property
     def other(self) -> float:
-        """Seconds of what is neither: the loss, the optimizer, input."""
+        """Seconds of everything else: the loss, the optimizer, the input pipeline."""
         return self.step - self.compute - self.exposed
 
     @property
     def wire(self) -> float:
-        """Seconds of all collectives."""
+        """Seconds that collectives took, summed."""
         return sum(span.seconds for span in self.of(*WIRES))
 
 
 def copy_rates(iterations: Sequence[Iteration]) -> tuple[float, float]:
-    """Return the seconds a byte of what lanes do around the wire, of gathers and of reductions.
+    """Return the seconds per byte of the casts and copies around gathers and around reductions.
 
-    Bytes are those of the collectives, of all ranks together; without any, the rates are 0.
+    Bytes are those of the collectives, summed over all ranks. A rate without bytes is 0.
     """
 
     def rate(wire: str) -> float:
@@ -147,14 +148,14 @@ def copy_rates(iterations: Sequence[Iteration]) -> tuple[float, float]:
 RawSpan = tuple[str, str, int, int, int, float, float, float, float, float, float, bool]
 
 
-def read(raw: Sequence[tuple[int, Sequence[RawSpan]]], end: float) -> list[Iteration]:
-    """Return the iterations of ``_C.Root.take_times``.
+def read_iterations(raw: Sequence[tuple[int, Sequence[RawSpan]]], end: float) -> list[Iteration]:
+    """Return the iterations in the result of ``_C.TorchRoot.take_times``.
 
-    One that an exception ended is left out.
+    Iterations that an exception ended are left out.
 
     Args:
-        raw: what it returned.
-        end: when the last one ended, seconds of ``time.monotonic()``.
+        raw: the iterations as ``take_times`` returned them.
+        end: when the last iteration ended, in seconds of ``time.monotonic()``.
     """
     whole: list[tuple[int, tuple[Span, ...]]] = []
     for number, raw_spans in raw:
@@ -168,17 +169,17 @@ def read(raw: Sequence[tuple[int, Sequence[RawSpan]]], end: float) -> list[Itera
     result = []
     for number, spans in whole:
         own_end = max(span.end for span in spans)
-        # The next one may be missing, if an exception ended it.
+        # The next iteration may be missing: an exception may have ended it.
         until = end if number == last else begins.get(number + 1, own_end)
         result.append(Iteration(number, spans, max(until, own_end)))
     return result
 
 
 def _nested(spans: list[Span]) -> list[Span]:
-    """Let units' backwards begin no later than those of the units that they enclose.
+    """Let the backward of each unit begin no later than that of the units inside it.
 
-    Backward comes to a unit's outputs and to those of what it ends with in any order, since both
-    are the same tensors.
+    A unit and the last unit inside it have the same output tensors, so autograd may reach the
+    hooks of either one first.
     """
     open_spans: list[int] = []
     result = list(spans)
@@ -196,7 +197,7 @@ def _nested(spans: list[Span]) -> list[Span]:
 
 
 def merged_intervals(spans: Sequence[Span], gap: float) -> list[tuple[float, float]]:
-    """Return when at least one of ``spans``, sorted by begin, ran; pauses up to ``gap`` count."""
+    """Join ``spans``, sorted by begin, to intervals; across pauses of up to ``gap`` seconds."""
     result: list[tuple[float, float]] = []
     for span in spans:
         if result and span.begin - result[-1][1] <= gap:
@@ -207,12 +208,12 @@ def merged_intervals(spans: Sequence[Span], gap: float) -> list[tuple[float, flo
 
 
 def overlap(begin: float, end: float, intervals: Sequence[tuple[float, float]]) -> float:
-    """Return how many seconds of [begin, end] are in ``intervals``, which do not overlap."""
+    """Return how many seconds of [begin, end] lie in the disjoint ``intervals``."""
     return sum(max(0.0, min(end, high) - max(begin, low)) for low, high in intervals)
 
 
 def own_compute(iteration: Iteration) -> Iterator[tuple[Span, float]]:
-    """Yield what each unit computed, with its seconds without those that it encloses and waits."""
+    """Yield each unit's compute span and its own seconds: without waits and units inside it."""
     spans = sorted(iteration.of(*COMPUTE, *WAITS), key=lambda span: (span.begin, -span.end))
     open_spans: list[tuple[Span, float]] = []
     done: list[tuple[Span, float]] = []

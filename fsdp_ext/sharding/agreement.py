@@ -26,9 +26,11 @@ class OutOfMemory(RuntimeError):
 
 
 def has_peers(unit: Unit) -> bool:
-    """Return whether there are other ranks than this one, which none are that are simulated."""
+    """Return whether the unit's mesh has other ranks; simulated ones do not count."""
     group = unit.mesh.get_group()
-    is_real = not isinstance(unit.transport, Simulated) and dist.get_backend(group) != "fake"
+    is_real = (
+        not isinstance(unit.settings.transport, Simulated) and dist.get_backend(group) != "fake"
+    )
     return is_real and group.size() > 1
 
 

@@ -1,53 +1,55 @@
-"""What users hand over, checked before anything is changed."""
+"""Checks of what users pass to ``fully_shard``, before anything is changed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp_ext import _build_info
-from fsdp_ext.sharding.settings import AUTO
-
-# Set on a parameter that a unit has taken over: the names of its replacement and of the unit.
-SHARDED_AS = "_fsdp_ext_sharded_as"
-# Set on the replacement: the name of the unit.
-SHARDED_IN = "_fsdp_ext_sharded_in"
+from fsdp_ext._util.numbers import is_at_least
+from fsdp_ext.sharding.module_state import state_of
+from fsdp_ext.sharding.settings import AUTO, Auto
 
 
 def resolve_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     """Return ``mesh``, or the mesh of all ranks, after checking that it can be sharded over.
 
     Raises:
+        NotImplementedError: if the mesh has two dimensions.
         RuntimeError: if there is no process group.
-        ValueError: if the mesh is not one-dimensional or not of a device this build supports.
+        ValueError: if the mesh has more dimensions, or devices that this build does not support.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
-            "fully_shard expects an initialised process group but there is none; call "
-            "torch.distributed.init_process_group first (torchrun sets what it needs)"
+            "fully_shard needs an initialised process group, and there is none. Call "
+            "torch.distributed.init_process_group first; torchrun sets what it needs."
         )
     if mesh is None:
         on_gpu = _build_info.BUILD_KIND == "CUDA" and torch.cuda.is_available()
         mesh = init_device_mesh("cuda" if on_gpu else "cpu", (dist.get_world_size(),))
     if mesh.ndim == 2:
         raise NotImplementedError(
-            f"fully_shard expects a 1-D mesh but got a 2-D one, {tuple(mesh.shape)}; hybrid "
-            "sharding is not supported yet, pass one dimension of it: mesh['name']"
+            f"fully_shard got a 2-D mesh {tuple(mesh.shape)}; hybrid sharding is not supported "
+            f"yet. Pass one of its dimensions, e.g. {_example_of(mesh)}."
         )
     if mesh.ndim != 1:
         raise ValueError(
-            f"fully_shard expects a 1-D mesh but got {mesh.ndim} dimensions, {tuple(mesh.shape)}; "
-            "pass one dimension of it: mesh['name']"
+            f"fully_shard got a {mesh.ndim}-D mesh {tuple(mesh.shape)}. Pass one of its "
+            f"dimensions, e.g. {_example_of(mesh)}."
         )
     check_device_type(mesh.device_type)
     return mesh
+
+
+def _example_of(mesh: DeviceMesh) -> str:
+    """Return how to select one dimension of a mesh, whose dimensions may have no names."""
+    return f'mesh["{(mesh.mesh_dim_names or ("dp",))[0]}"]'
 
 
 def check_device_type(device_type: str) -> None:
@@ -56,19 +58,19 @@ def check_device_type(device_type: str) -> None:
         return
     if device_type != "cuda":
         raise ValueError(
-            f"fully_shard expects a mesh of device type 'cuda' or 'cpu' but got '{device_type}'; "
-            "make it with init_device_mesh('cpu', ...)"
+            f"fully_shard got a mesh of device type '{device_type}' but supports 'cuda' and 'cpu'. "
+            "Make the mesh with init_device_mesh('cpu', ...)."
         )
     if _build_info.BUILD_KIND != "CUDA":
         raise ValueError(
-            "fully_shard expects a mesh of device type 'cpu', which is what this CPU build of "
-            "fsdp_ext supports, but got 'cuda'; install it again where nvcc and a CUDA build of "
-            "torch are (FORCE_CUDA=1 says what is missing)"
+            "fully_shard got a mesh of device type 'cuda', but this is a CPU build of fsdp_ext. "
+            "Use a mesh of 'cpu', or reinstall fsdp_ext where nvcc and a CUDA build of torch are; "
+            "FORCE_CUDA=1 says what is missing."
         )
     if not torch.cuda.is_available():
         raise ValueError(
-            "fully_shard expects a GPU for a mesh of device type 'cuda' but torch finds none; "
-            "install or update the NVIDIA driver (nvidia-smi shows it), or use a mesh of 'cpu'"
+            "fully_shard got a mesh of device type 'cuda', but torch finds no GPU. Install or "
+            "update the NVIDIA driver (nvidia-smi shows it), or use a mesh of 'cpu'."
         )
 
 
@@ -79,157 +81,139 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type)
 
 
-def check_types(mesh: object, mp_policy: object, ignored_params: Iterable[object] | None) -> None:
-    """Raise TypeError for arguments of ``fully_shard`` that are of another type altogether."""
+def check_types(mesh: object, mp_policy: object, ignored_params: object) -> None:
+    """Raise TypeError for arguments of ``fully_shard`` of a wrong type."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(
-            f"mesh expects a DeviceMesh or None but got {mesh!r}; make one with "
-            "torch.distributed.device_mesh.init_device_mesh"
+            f"mesh is {mesh!r} but must be a DeviceMesh or None. Make one with "
+            "torch.distributed.device_mesh.init_device_mesh."
         )
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise TypeError(
-            f"mp_policy expects a MixedPrecisionPolicy but got {mp_policy!r}; pass "
-            "MixedPrecisionPolicy(param_dtype=...)"
+            f"mp_policy is {mp_policy!r} but must be a MixedPrecisionPolicy. Pass "
+            "MixedPrecisionPolicy(param_dtype=...)."
         )
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
         dtype = getattr(mp_policy, name)
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(
-                f"mp_policy expects {name} to be a torch.dtype or None but got {dtype!r}; pass "
-                "torch.bfloat16, say"
+                f"mp_policy has {name}={dtype!r}, which must be a torch.dtype or None. Pass, for "
+                "example, torch.bfloat16."
             )
-    if ignored_params is not None and not isinstance(ignored_params, Iterable):
+    if ignored_params is None:
+        return
+    if not isinstance(ignored_params, Iterable):
         raise TypeError(
-            f"ignored_params expects a set of parameters but got {ignored_params!r}; take them "
-            "from module.parameters()"
+            f"ignored_params is {ignored_params!r} but must be a set of parameters. Take them from "
+            "module.parameters()."
         )
-    for param in ignored_params or ():
+    for param in ignored_params:
         if not isinstance(param, nn.Parameter):
             raise TypeError(
-                f"ignored_params expects a set of parameters but it has a {type(param).__name__}; "
-                "take them from module.parameters()"
+                f"ignored_params contains a {type(param).__name__} but must be a set of "
+                "parameters. Take them from module.parameters()."
             )
 
 
-def check_modules(modules: Iterable[nn.Module]) -> None:
+def refuse_unsupported(
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    offload_policy: OffloadPolicy | None,
+    mp_policy: MixedPrecisionPolicy,
+) -> None:
+    """Raise NotImplementedError for arguments of ``fully_shard`` that are not supported yet."""
+    if shard_placement_fn is not None:
+        raise NotImplementedError(
+            "shard_placement_fn is not supported yet; parameters are sharded by rows. Leave it out."
+        )
+    if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
+        raise NotImplementedError(
+            f"offload_policy={type(offload_policy).__name__} is not supported yet. Leave it out."
+        )
+    if getattr(mp_policy, "param_dtype_override_fn", None) is not None:  # since torch 2.15
+        raise NotImplementedError(
+            "MixedPrecisionPolicy's param_dtype_override_fn is not supported yet. Leave it out, "
+            "and shard modules that keep their dtype as units of their own."
+        )
+
+
+def check_modules(modules: Iterable[object]) -> None:
     """Raise ValueError for what cannot be a unit's module."""
     for module in modules:
         name = type(module).__name__
         if not isinstance(module, nn.Module):
-            raise ValueError(f"fully_shard expects a module or a list of modules but got {name}")
+            raise ValueError(f"fully_shard got a {name}. Pass a module or a list of modules.")
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and (
             type(module).forward is nn.Module.forward
             or type(module).forward is getattr(nn.ModuleList, "forward", None)
         ):
             raise ValueError(
-                f"fully_shard expects modules whose forward is called but got a {name}, which has "
-                "none; shard its elements instead"
+                f"fully_shard got a {name}, which has no forward that would gather its parameters. "
+                "Shard its elements instead."
             )
-        if hasattr(module, "_fsdp_ext_unit"):
+        if state_of(module) is not None:
             raise ValueError(
-                f"fully_shard expects a module that is not sharded yet but got a {name} that is; "
-                "shard each module once"
+                f"fully_shard got a {name} that is sharded already. Shard each module once."
             )
         if any(
             cls.__name__ in ("FSDPModule", "FullyShardedDataParallel")
             for cls in type(module).__mro__
         ):
             raise ValueError(
-                f"fully_shard expects a module that PyTorch's own FSDP has not sharded but got "
-                f"{name}; use one of the two"
+                f"fully_shard got a {name} that PyTorch's own FSDP has sharded. Use one of the two."
             )
 
 
-def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> None:
-    """Raise for a parameter that cannot be sharded, naming it."""
-    owner = getattr(param, SHARDED_AS, None)
-    if owner is not None:
-        raise ValueError(
-            f"expects every parameter in one unit but '{name}' is shared with '{owner[0]}' of "
-            f"{owner[1]}, a unit already; put both modules into one unit: fully_shard([a, b])"
-        )
-    unit = getattr(param, SHARDED_IN, None)
-    if unit is not None:
-        raise ValueError(
-            f"expects parameters that no unit has yet but '{name}' is in that of {unit} already; "
-            "call fully_shard on the layers first and on the whole model last"
-        )
-    if isinstance(param, DTensor):
-        raise NotImplementedError(
-            f"parameter '{name}' is a DTensor already (tensor parallelism); that is not supported "
-            "yet"
-        )
-    if param.ndim == 0:
-        raise ValueError(
-            f"expects parameters of at least one dimension but '{name}' is a scalar; change it to "
-            "a 1-D tensor with one element"
-        )
-    if param.is_complex():
-        raise ValueError(
-            f"expects real parameters but '{name}' is {param.dtype}; store it as a real tensor "
-            "with a last dimension of 2 and use torch.view_as_complex in forward"
-        )
-    # From the host, shards move to the device, as in FSDP2.
-    if param.device.type not in ("meta", "cpu", device.type):
-        raise ValueError(
-            f"expects parameters on {device} (or meta) but '{name}' is on {param.device}; move the "
-            "module first"
-        )
-    if not param.is_contiguous():
-        raise ValueError(
-            f"expects contiguous parameters but '{name}' has strides {param.stride()} for shape "
-            f"{tuple(param.shape)}; make it contiguous first"
-        )
-
-
-def mark_sharded(param: nn.Parameter, sharded: nn.Parameter, name: str, unit: str) -> None:
-    """Remember that ``sharded``, which is ``name`` of ``unit``, has replaced ``param``."""
-    setattr(param, SHARDED_AS, (name, unit))
-    setattr(sharded, SHARDED_IN, unit)
-
-
-Auto = Literal["auto"]
-
-
-def resolve_bucket_bytes(value: int | Auto | None) -> int | Auto | None:
-    """Return ``bucket_bytes`` as it is.
+def resolve_reshard(value: bool | int | None, mesh: DeviceMesh) -> bool | None:
+    """Return ``reshard_after_forward`` as a bool, or None for the default.
 
     Raises:
-        ValueError: if it is none.
+        NotImplementedError: for a number of ranks between 1 and all.
+        ValueError: for anything else that is not a bool, a factor of the world size or None.
     """
-    expected = "a number of bytes, 0 or more, 'auto'"
-    return _resolve("bucket_bytes", value, expected, "0 sends each unit by itself")
-
-
-def resolve_prefetch(value: int | Auto | None) -> int | Auto | None:
-    """Return ``prefetch`` as it is.
-
-    Raises:
-        ValueError: if it is none.
-    """
-    return _resolve("prefetch", value, "a number of buckets, 0 or more, 'auto'", "1 is usual")
-
-
-def resolve_max_message_bytes(value: int | None) -> int | None:
-    """Return ``max_message_bytes`` as it is.
-
-    Raises:
-        ValueError: if it is none.
-    """
-    if value is None or is_at_least(value, 1):
+    if value is None or isinstance(value, bool):
         return value
-    raise ValueError(
-        f"max_message_bytes expects a number of bytes, 1 or more, or None but got {value!r}; leave "
-        "it out for any size"
+    if not isinstance(value, int):
+        raise ValueError(f"reshard_after_forward is {value!r}. Pass True, False or None.")
+    if value < 1 or mesh.size() % value != 0:
+        raise ValueError(
+            f"reshard_after_forward={value} is not a factor of the world size {mesh.size()}. Pass "
+            "True or False."
+        )
+    if value == mesh.size():
+        return True
+    if value == 1:
+        return False
+    raise NotImplementedError(
+        f"reshard_after_forward={value}, resharding to a smaller group, is not supported yet. Pass "
+        "True or False."
     )
 
 
-def _resolve(name: str, value: int | Auto | None, expected: str, advice: str) -> int | Auto | None:
+def resolve_bucket_bytes(value: int | Auto | None) -> int | Auto | None:
+    """Return ``bucket_bytes`` unchanged, or raise ValueError."""
     if value is None or value == AUTO or is_at_least(value, 0):
         return value
-    raise ValueError(f"{name} expects {expected} or None but got {value!r}; {advice}")
+    raise ValueError(
+        f"bucket_bytes is {value!r}. Pass a number of bytes (0 sends each unit by itself), 'auto' "
+        "or None."
+    )
 
 
-def is_at_least(value: object, least: int) -> bool:
-    """Return whether ``value`` is an integer, and no bool, of at least so much."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def resolve_prefetch(value: int | Auto | None) -> int | Auto | None:
+    """Return ``prefetch`` unchanged, or raise ValueError."""
+    if value is None or value == AUTO or is_at_least(value, 0):
+        return value
+    raise ValueError(
+        f"prefetch is {value!r}. Pass a number of buckets (1 is usual, 0 turns it off), 'auto' or "
+        "None."
+    )
+
+
+def resolve_max_message_bytes(value: int | None) -> int | None:
+    """Return ``max_message_bytes`` unchanged, or raise ValueError."""
+    if value is None or is_at_least(value, 1):
+        return value
+    raise ValueError(
+        f"max_message_bytes is {value!r}. Pass a positive number of bytes, or None for messages of "
+        "any size."
+    )

@@ -42,11 +42,12 @@ def _describe(root: Root) -> list[str]:
     lines = columns(header, rows)
     memory = root.core.memory()
     slots = memory["ring_slots"]
-    alone = zip(root.units, root.core.unsharded_bytes(), strict=True)
-    largest = max([0, *(nbytes for unit, nbytes in alone if root.reshards(unit))])
+    reshards = root.settings.reshard_after_forward
+    alone = zip(reshards, root.core.unsharded_bytes(), strict=True)
+    largest = max([0, *(nbytes for is_resharded, nbytes in alone if is_resharded)])
     lines.append(
         f"{len(root.units)} units in {len(buckets)} buckets (bucket_bytes="
-        f"{root.bucket_bytes(root.units[0]):,}): each is one gather, one reduction and one slot"
+        f"{root.settings.bucket_bytes[0]:,}): each is one gather, one reduction and one slot"
     )
     lines.append(
         f"{slots} slots of {size(memory['ring_slot_bytes'])} are {size(memory['ring_bytes'])}; "

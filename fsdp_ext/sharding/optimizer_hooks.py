@@ -1,4 +1,4 @@
-"""What every optimizer's step does for the sharding engine: checks before, a note after."""
+"""Hooks on every optimizer's step: checks before it, a note for the next forward after it."""
 
 from __future__ import annotations
 
@@ -14,33 +14,32 @@ from torch.optim.optimizer import (
 
 from fsdp_ext import _C
 from fsdp_ext.comm.lanes import check_lanes
-from fsdp_ext.sharding.arguments import SHARDED_AS
+from fsdp_ext.sharding.ownership import replaced_as
 
-_checked_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    check_lanes()
-    if optimizer in _checked_optimizers:
-        return
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            owner = getattr(param, SHARDED_AS, None)
-            if owner is not None:
-                raise RuntimeError(
-                    f"the optimizer expects sharded parameters but has '{owner[0]}' of {owner[1]} "
-                    "as it was before fully_shard, which no longer takes part in training; make "
-                    "the optimizer after fully_shard"
-                )
-    _checked_optimizers.add(optimizer)
-
-
-def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    _C.note_optimizer_step()
+_checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 @functools.cache
 def install() -> None:
-    """Register the hooks for all optimizers of the process; the first call does it."""
+    """Register the hooks for all optimizers of the process. Only the first call does it."""
     register_optimizer_step_pre_hook(_check_optimizer)
     register_optimizer_step_post_hook(_note_step)
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    check_lanes()
+    if optimizer in _checked:
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            owner = replaced_as(param)
+            if owner is not None:
+                raise RuntimeError(
+                    f"the optimizer has '{owner[0]}' of {owner[1]} as it was before fully_shard, "
+                    "which no longer takes part in training. Make the optimizer after fully_shard."
+                )
+    _checked.add(optimizer)
+
+
+def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    _C.note_optimizer_step()

@@ -1,28 +1,74 @@
-"""What ``bucket_bytes="auto"`` and ``prefetch="auto"`` stand for: what ``tune`` has chosen."""
+"""What users ask of units, and what that comes to for a whole model."""
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+import enum
+from dataclasses import dataclass
+from typing import Literal
 
-if TYPE_CHECKING:
-    from fsdp_ext.sharding.root import Root
-    from fsdp_ext.sharding.unit import ParamSlot, Unit
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-AUTO: Literal["auto"] = "auto"
-_logger = logging.getLogger("fsdp_ext")
+from fsdp_ext.comm.transports import Transport
+
+Auto = Literal["auto"]
+AUTO: Auto = "auto"
+
+# FSDP2 has one all-gather in flight ahead of the unit that runs, too.
+DEFAULT_PREFETCH = 1
+
+
+@dataclass(frozen=True)
+class UnitSettings:
+    """What a user has asked of one unit. None leaves a setting open.
+
+    The arguments of :func:`fsdp_ext.fully_shard` come first. The rest is what methods of
+    :class:`fsdp_ext.FSDPModule` change later.
+    """
+
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009 - frozen
+    reshard_after_forward: bool | None = None
+    transport: Transport = None
+    bucket_bytes: int | Auto | None = None
+    max_message_bytes: int | None = None
+    prefetch: int | Auto | None = None  # only the root's is used
+
+    reshard_after_backward: bool = True
+    requires_gradient_sync: bool = True
+    gradient_divide_factor: float | None = None
+    is_last_backward: bool = True  # only the root's is used
+
+
+@dataclass(frozen=True)
+class RootSettings:
+    """What the schedule of a model runs with: every setting resolved to a number.
+
+    Args:
+        prefetch: buckets whose all-gathers are in flight ahead of the unit that runs.
+        bucket_bytes: by unit, the size up to which its bucket may grow.
+        max_message_bytes: by unit, the size of its largest message; 0 for any size.
+        reshard_after_forward: by unit.
+    """
+
+    prefetch: int
+    bucket_bytes: tuple[int, ...]
+    max_message_bytes: tuple[int, ...]
+    reshard_after_forward: tuple[bool, ...]
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The numbers of the units below the root that stay unsharded after forward."""
+        below = enumerate(self.reshard_after_forward[1:], start=1)
+        return tuple(number for number, reshards in below if not reshards)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to run a model.
+    """Values for settings that users may leave open.
 
     Args:
-        bucket_bytes: of the root: see :func:`fsdp_ext.fully_shard`.
-        prefetch: of the root: see there.
-        kept: units that stay unsharded after forward, by number; the root's own setting is not in
-            it.
+        bucket_bytes: the root's: see :func:`fsdp_ext.fully_shard`.
+        prefetch: the root's: see there.
+        kept: numbers of the units that stay unsharded after forward, without the root.
     """
 
     bucket_bytes: int
@@ -35,49 +81,23 @@ class Choice:
         return f"bucket_bytes={self.bucket_bytes:,}, prefetch={self.prefetch}{kept}"
 
 
-# By what a model looks like.
-_Key = tuple[object, ...]
-_chosen: dict[_Key, Choice] = {}
+class Scope(enum.Enum):
+    """Which settings a :class:`Choice` decides."""
+
+    AUTO = "those that are 'auto'"
+    OPEN = "those that are 'auto' or None"
+    ALL = "those that are open, and every unit's bucket size and the prefetch whatever was asked"
 
 
-def _key(root: Root) -> _Key:
-    def shape_of(slot: ParamSlot) -> tuple[object, ...]:
-        return slot.name.rsplit(".", 1)[-1], tuple(slot.shape), slot.local.dtype
+@dataclass(frozen=True)
+class Decision:
+    """A choice and the settings that it decides."""
 
-    def settings_of(unit: Unit) -> tuple[object, ...]:
-        policy = unit.mp_policy
-        return policy.param_dtype, *unit.grad_dtypes(), unit.reshard_after_forward
+    choice: Choice
+    scope: Scope
 
-    units = tuple((settings_of(unit), *map(shape_of, unit.slots)) for unit in root.units)
-    first = root.units[0]
-    return (root.lanes.transport, first.transport, first.mesh.size(), first.device.type, units)
-
-
-def remember(root: Root, choice: Choice, *, memory_known: bool) -> None:
-    """Keep what was chosen for models that look like this one, as long as the process lives.
-
-    Args:
-        root: of the model that was tuned.
-        choice: for it.
-        memory_known: whether it keeps units unsharded because there is memory for that; otherwise
-            that part of it is of that model alone.
-    """
-    _chosen[_key(root)] = choice if memory_known else replace(choice, kept=())
-
-
-def chosen_for(root: Root) -> Choice | None:
-    """Return what was chosen for models that look like this one, and say so if nothing was.
-
-    Units stay unsharded only where bucket size and prefetch are "auto", both: with others, what was
-    chosen may not fit the memory that it was chosen for.
-    """
-    found = _chosen.get(_key(root))
-    first = root.units[0]
-    if found is not None and not (first.bucket_bytes == AUTO and first.prefetch == AUTO):
-        found = replace(found, kept=())
-    if found is None and first.mesh.get_local_rank() == 0:
-        _logger.info(
-            "settings are 'auto' but fsdp_ext.tune was not called for such a model yet; it has the "
-            "defaults until then"
-        )
-    return found
+    def covers(self, asked: int | Auto | None) -> bool:
+        """Return whether the choice decides a setting for which the user asked ``asked``."""
+        if self.scope is Scope.ALL:
+            return True
+        return asked == AUTO or (asked is None and self.scope is Scope.OPEN)

@@ -19,8 +19,9 @@ from fsdp_ext.planner.api import find_buckets, gather_by_of, predict_plan
 from fsdp_ext.planner.sizes import memory_of
 from fsdp_ext.planner.units import PlannedRoot, units_of_sharded
 from fsdp_ext.sharding.agreement import OutOfMemory, exchange, together
+from fsdp_ext.sharding.auto import remember
 from fsdp_ext.sharding.root import Root, running_root
-from fsdp_ext.sharding.settings import AUTO, Choice, remember
+from fsdp_ext.sharding.settings import AUTO, Choice, Decision, Scope
 from fsdp_ext.tuner.arguments import agreed_limit, check_arguments, check_state, units_of
 from fsdp_ext.tuner.costs import WARMUP, Costs, Probes, measure_costs
 from fsdp_ext.tuner.race import race
@@ -211,7 +212,12 @@ def tune(
         except BaseException:
             settings.restore()
             raise
-    remember(root, result.chosen.choice, memory_known=memory_limit is not None)
+    remember(
+        root.units,
+        root.lanes.transport,
+        result.chosen.choice,
+        memory_known=memory_limit is not None,
+    )
     if verbose and units[0].mesh.get_local_rank() == 0:
         print(result, file=sys.stdout)
     return result
@@ -225,35 +231,30 @@ class _Settings:
 
     def __init__(self, root: Root) -> None:
         self._root = root
-        self._was = root.choice, root.tuned
-        first = root.units[0]
-        self.fixed_bucket = first.bucket_bytes not in (None, AUTO)
-        self.fixed_prefetch = first.prefetch not in (None, AUTO)
-        kept = tuple(
-            number
-            for number, unit in enumerate(root.units)
-            if number > 0 and not root.reshards(unit)
-        )
-        self.before = Choice(root.bucket_bytes(first), root.prefetch_depth, kept)
-        # Whose reshard_after_forward the user has not set.
+        self._was = root.decision
+        asked = root.units[0].settings
+        self.fixed_bucket = asked.bucket_bytes not in (None, AUTO)
+        self.fixed_prefetch = asked.prefetch not in (None, AUTO)
+        now = root.settings
+        self.before = Choice(now.bucket_bytes[0], now.prefetch, now.kept)
+        # The units below the root whose reshard_after_forward the user has not set.
         self.free = [
             number
             for number, unit in enumerate(root.units)
-            if number > 0 and unit.reshard_after_forward is None
+            if number > 0 and unit.settings.reshard_after_forward is None
         ]
 
     def apply(self, choice: Choice) -> None:
-        """Run that way from the next step on."""
-        self._root.apply_choice(choice)
+        """Run with ``choice`` from the next step on."""
+        self._root.decide(choice, Scope.OPEN)
 
     def probe(self, bucket_bytes: int, prefetch: int) -> None:
-        """Run that way, whatever the user has set."""
-        self._root.apply_choice(Choice(bucket_bytes, prefetch, self.before.kept), force=True)
+        """Run with these settings, whatever the user has set."""
+        self._root.decide(Choice(bucket_bytes, prefetch, self.before.kept), Scope.ALL)
 
     def restore(self) -> None:
-        """Run as before, also where the root is made anew."""
-        self._root.apply_choice(self.before)
-        self._root.choice, self._root.tuned = self._was
+        """Run as before."""
+        self._root.restore_decision(self._was)
 
     def candidates(self, total: int, keeps_more: bool) -> Iterator[Choice]:
         """Yield all that may be chosen.
@@ -379,36 +380,27 @@ class _Tuner:
         gathers = [layout.gather_bytes * layout.world_size for layout in self._layouts[1:]]
         largest = max(gathers, default=0)
         pair = min(map(sum, itertools.pairwise(gathers)), default=0)
-        alone = len(self._sized(Choice(0, 0, kept), force=True).found["buckets"])
+        alone = len(self._sized(Choice(0, 0, kept), Scope.ALL).found["buckets"])
         merged = None
         for nbytes in (3 * largest, 2 * largest, pair):
-            sized = self._sized(Choice(nbytes, 0, kept), force=True)
+            sized = self._sized(Choice(nbytes, 0, kept), Scope.ALL)
             if sized.memory <= limit and len(sized.found["buckets"]) < alone:
                 merged = nbytes
                 break
-        ahead = self._sized(Choice(0, 1, kept), force=True).memory <= limit
+        ahead = self._sized(Choice(0, 1, kept), Scope.ALL).memory <= limit
         return Probes(self._steps, merged, ahead)
 
-    def _set(self, choice: Choice) -> int:
-        """Plan for ``choice``; return the depth of its prefetch."""
-        planned = self._planned
-        planned.units[0].bucket_bytes = choice.bucket_bytes
-        for number, unit in enumerate(planned.units):
-            if number > 0:
-                unit.reshard_after_forward = number not in choice.kept
-        return planned.most_ahead(choice.prefetch)
-
-    def _sized(self, choice: Choice, *, force: bool = False) -> _Sized:
-        """Return what ``choice`` takes; see :meth:`Root.apply_choice` for ``force``."""
+    def _sized(self, choice: Choice, scope: Scope = Scope.OPEN) -> _Sized:
+        """Return what ``choice`` takes."""
         planned, layouts = self._planned, self._layouts
-        depth = self._set(choice)
-        planned.forced_bucket_bytes = choice.bucket_bytes if force else None
-        found = find_buckets(planned, layouts, self._gather_by, depth)
+        planned.decide(Decision(choice, scope))
+        found = find_buckets(planned, layouts, self._gather_by, planned.most_ahead())
         memory = memory_of(planned, layouts, found, self._optimizer_states).peak
         return _Sized(choice, found, memory)
 
     def _predicted(self, sized: _Sized, costs: Costs) -> Candidate:
-        depth = self._set(sized.choice)
+        self._planned.decide(Decision(sized.choice, Scope.OPEN))
+        depth = self._planned.most_ahead()
         seconds = list(costs.compute)
         seconds[0] = (seconds[0][0] + costs.between, seconds[0][1])
         prediction = predict_plan(

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from fsdp_ext._util.numbers import is_at_least
+from fsdp_ext.profiler.api import is_profiled
 from fsdp_ext.sharding.agreement import exchange
-from fsdp_ext.sharding.arguments import is_at_least
-from fsdp_ext.sharding.root import Root, sharded_module, unit_of
+from fsdp_ext.sharding.module_state import sharded_module, unit_of
+from fsdp_ext.sharding.root import Root
 from fsdp_ext.sharding.unit import Unit
 
 
@@ -76,23 +78,23 @@ def check_state(model: nn.Module, units: Sequence[Unit]) -> None:
             "tune expects a model without gradients, since it runs backward, but some parameters "
             "have them; call optimizer.zero_grad() before"
         )
-    if not all(unit.requires_gradient_sync for unit in units):
+    if not all(unit.settings.requires_gradient_sync for unit in units):
         raise ValueError(
             "tune expects each backward to reduce gradients but some units accumulate them; call "
             "set_requires_gradient_sync(True) before"
         )
-    if not all(unit.reshard_after_backward for unit in units):
+    if not all(unit.settings.reshard_after_backward for unit in units):
         raise ValueError(
             "tune expects units to be resharded after backward, since else nothing is gathered "
             "that could be measured, but some are not; call set_reshard_after_backward(True) "
             "before, and change it back after"
         )
-    if root is not None and root.profiled_by is not None:
+    if root is not None and is_profiled(root):
         raise ValueError(
             "tune expects a model that is not being profiled, since it profiles itself, but its "
             "call is in a with block of fsdp_ext.profile; call it before"
         )
-    if not units[0].is_last_backward:
+    if not units[0].settings.is_last_backward:
         raise ValueError(
             "tune expects each backward to be the last one but the model was told otherwise; call "
             "set_is_last_backward(True) before"

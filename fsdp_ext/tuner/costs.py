@@ -173,9 +173,9 @@ def _contention(alone: _Figures, ahead: _Figures | None, beside: float) -> float
 
 
 def _link(root: Root, wire: dict[tuple[str, int], float]) -> Link:
-    unit = root.units[0]
-    if isinstance(unit.transport, Simulated):
-        return unit.transport.link.over(unit.transport.world_size)
+    transport = root.units[0].settings.transport
+    if isinstance(transport, Simulated):
+        return transport.link.over(transport.world_size)
     fits = []
     for work, operation in _OPERATIONS.items():
         samples = [Sample(operation, n, s) for (of, n), s in wire.items() if of == work and n]

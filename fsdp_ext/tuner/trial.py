@@ -160,9 +160,9 @@ def _shards(unit: Unit) -> list[Tensor]:
     next forward; but not where the module has the unsharded one for the moment.
     """
     result = []
-    for slot in unit.slots:
-        parameter = slot.registered()
-        local = parameter._local_tensor if isinstance(parameter, DTensor) else slot.local
+    for param in unit.params:
+        parameter = param.registered()
+        local = parameter._local_tensor if isinstance(parameter, DTensor) else param.local
         result.append(local.detach())
     return result
 

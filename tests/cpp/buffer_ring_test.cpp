@@ -18,53 +18,53 @@ class BufferRingTest : public ::testing::Test {
   }
 };
 
-TEST_F(BufferRingTest, GivesNoSlotThatHasAnOwner) {
-  Slot* first = ring_.try_take(0);
-  Slot* second = ring_.try_take(1);
+TEST_F(BufferRingTest, GivesOutNoSlotThatHasAnOwner) {
+  Slot* first = ring_.try_acquire(0);
+  Slot* second = ring_.try_acquire(1);
   EXPECT_NE(first, second);
-  EXPECT_EQ(ring_.try_take(2), nullptr);
+  EXPECT_EQ(ring_.try_acquire(2), nullptr);
   release(first);
-  EXPECT_EQ(ring_.try_take(2), first);
+  EXPECT_EQ(ring_.try_acquire(2), first);
 }
 
-TEST_F(BufferRingTest, GivesTheLongestReleasedSlotFirst) {
-  Slot* first = ring_.try_take(0);
-  Slot* second = ring_.try_take(1);
+TEST_F(BufferRingTest, GivesOutTheSlotThatWasReleasedFirst) {
+  Slot* first = ring_.try_acquire(0);
+  Slot* second = ring_.try_acquire(1);
   release(second);
   release(first);
-  EXPECT_EQ(ring_.try_take(2), second);
+  EXPECT_EQ(ring_.try_acquire(2), second);
 }
 
-TEST_F(BufferRingTest, RemembersContentsUntilSomebodyElseTakesTheSlot) {
-  release(ring_.try_take(0));
-  release(ring_.try_take(1));
+TEST_F(BufferRingTest, RemembersContentsUntilAnotherBucketAcquiresTheSlot) {
+  release(ring_.try_acquire(0));
+  release(ring_.try_acquire(1));
   Slot* kept = ring_.find_contents(1);
   ASSERT_NE(kept, nullptr);
-  ring_.take_back(*kept, 1);
+  ring_.reacquire(*kept, 1);
   EXPECT_EQ(ring_.find_contents(1), nullptr);  // it has an owner now
-  ring_.try_take(2);
+  ring_.try_acquire(2);
   EXPECT_EQ(ring_.find_contents(0), nullptr);  // overwritten
 }
 
 TEST_F(BufferRingTest, ForgetsContentsOfReleasedSlots) {
-  release(ring_.try_take(0));
-  release(ring_.try_take(1), /*keeps_contents=*/false);
+  release(ring_.try_acquire(0));
+  release(ring_.try_acquire(1), /*keeps_contents=*/false);
   EXPECT_EQ(ring_.find_contents(1), nullptr);
   ring_.forget_contents();
   EXPECT_EQ(ring_.find_contents(0), nullptr);
 }
 
-TEST_F(BufferRingTest, ReleasingOrTakingBackWrongIsAnErrorInTheSchedule) {
-  Slot* slot = ring_.try_take(0);
-  EXPECT_THROW(ring_.take_back(*slot, 0), Error);
+TEST_F(BufferRingTest, ReleasingOrReacquiringAWrongSlotThrows) {
+  Slot* slot = ring_.try_acquire(0);
+  EXPECT_THROW(ring_.reacquire(*slot, 0), Error);
   release(slot);
   EXPECT_THROW(release(slot), Error);
-  EXPECT_THROW(ring_.take_back(*slot, 1), Error);
+  EXPECT_THROW(ring_.reacquire(*slot, 1), Error);
 }
 
 TEST_F(BufferRingTest, OverflowSlotsAreFreedAtRelease) {
   EXPECT_EQ(ring_.allocated_bytes(), 512U);
-  Slot* extra = ring_.take_overflow(7, 1024);
+  Slot* extra = ring_.acquire_overflow(7, 1024);
   EXPECT_EQ(ring_.allocated_bytes(), 1536U);
   release(extra);
   EXPECT_EQ(ring_.allocated_bytes(), 512U);

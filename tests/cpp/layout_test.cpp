@@ -98,7 +98,17 @@ TEST(UnitLayout, LargeParametersAreGatheredToTheirPlacesWhereATransportCanGroup)
   EXPECT_EQ(direct.packed_bytes, 0U);
 }
 
-TEST(UnitLayout, RefusesWhatCannotBe) {
+TEST(LayoutOrder, PutsLargeParametersFirstAndKeepsTheOrderOtherwise) {
+  const std::vector<ParamSpec> params = {spec("a", 4, 3), spec("large", 8, 16), spec("b", 4, 3),
+                                         spec("padded", 15, 8)};
+  using Order = std::vector<std::size_t>;
+  EXPECT_EQ(layout_order(params, 2, /*direct_bytes=*/512), (Order{1, 3, 0, 2}));
+  EXPECT_EQ(layout_order(params, 1, /*direct_bytes=*/512), (Order{1, 0, 2, 3}));
+  EXPECT_EQ(layout_order(params, 2, /*direct_bytes=*/0), (Order{0, 1, 2, 3}));
+  EXPECT_EQ(layout_order({}, 2), Order{});
+}
+
+TEST(UnitLayout, RefusesSizesAndDtypesThatCannotBe) {
   EXPECT_THROW(UnitLayout({spec("w", 5, 3)}, 0, DType::Float32, DType::Float32), Error);
   EXPECT_THROW(UnitLayout({spec("w", 5, 3)}, 2, DType::Float64, DType::Float32), Error);
   EXPECT_THROW(UnitLayout({spec("w", -1, 3)}, 2, DType::Float32, DType::Float32), Error);

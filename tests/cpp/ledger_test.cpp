@@ -42,7 +42,7 @@ TEST_F(LedgerTimes, WithoutBeingAskedNothingIsWrittenDown) {
 TEST_F(LedgerTimes, ASpanIsAsLongAsWhatItsStreamDid) {
   ledger_.keep_times(2, 8, /*drained=*/true);
   ledger_.begin_iteration();
-  ledger_.enter(Phase::Backward);
+  ledger_.enter_phase(Phase::Backward);
   const Issue issue{host_clock::now(), 0, WorkSpan::kNever, true};
   {
     const Timed timed(ledger_, *lane_, Work::Reduce, {2, 4}, {100, issue}, false);
@@ -69,8 +69,8 @@ TEST_F(LedgerTimes, ASpanIsAsLongAsWhatItsStreamDid) {
 TEST_F(LedgerTimes, MomentsOfAStreamComeInItsOrder) {
   ledger_.keep_times(1, 8, /*drained=*/true);
   ledger_.begin_iteration();
-  const OpenSpan held = ledger_.open(*lane_, Work::Forward, kAllUnits);
-  OpenSpan open = held;
+  const IterationIndex held = ledger_.open(*lane_, Work::Forward, kAllUnits);
+  IterationIndex open = held;
   for (int i = 0; i < 100; ++i) {
     const Timed timed(ledger_, *lane_, Work::Gather, {i, i});
     if (i % 3 == 0) {
@@ -113,8 +113,8 @@ TEST_F(LedgerTimes, TheLastIterationsAreKeptInOrder) {
 TEST_F(LedgerTimes, ASpanThatIsClosedInAnotherIterationNeverEnds) {
   ledger_.keep_times(2, 8, /*drained=*/true);
   ledger_.begin_iteration();
-  OpenSpan open = ledger_.open(compute(), Work::UnitBackward, {1, 1});
-  const MomentOf before = ledger_.last_of_compute();
+  IterationIndex open = ledger_.open(compute(), Work::UnitBackward, {1, 1});
+  const IterationIndex before = ledger_.last_compute_moment();
   EXPECT_EQ(ledger_.number_of(before), 0);
   ledger_.begin_iteration();
   EXPECT_EQ(ledger_.number_of(before), WorkSpan::kNever);
@@ -139,7 +139,7 @@ TEST_F(LedgerTimes, WhatAStreamStillWritesToStays) {
   EXPECT_TRUE(ledger_.take_times().empty());
 }
 
-TEST_F(LedgerTimes, WhatIsPossibleIsAMomentOfTheComputeStream) {
+TEST_F(LedgerTimes, WhatIsPossibleIsAIterationIndexTheComputeStream) {
   ledger_.keep_times(1, 8, /*drained=*/true);
   ledger_.begin_iteration();
   Issue issue;

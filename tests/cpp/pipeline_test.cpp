@@ -78,7 +78,7 @@ class FakeUnit final : public UnitPort {
   }
   std::uint64_t shard_version() override { return static_cast<std::uint64_t>(version_); }
 
-  std::shared_ptr<void> take_gradients(const void** addresses) override {
+  std::shared_ptr<void> extract_gradients(const void** addresses) override {
     auto taken = std::make_shared<std::vector<std::vector<float>>>(std::move(gradients_));
     gradients_.assign(2, {});
     for (std::size_t i = 0; i < 2; ++i) {
@@ -89,7 +89,8 @@ class FakeUnit final : public UnitPort {
   DType gradient_dtype() override { return DType::Float32; }
   void drop_gradients() override { gradients_.assign(2, {}); }
   bool has_sharded_gradient(std::size_t i) override { return has_gradient_[i]; }
-  void hand_over_gradient(std::size_t i) override { has_gradient_[i] = true; }
+  void import_sharded_gradient(std::size_t) override {}
+  void set_sharded_gradient(std::size_t i) override { has_gradient_[i] = true; }
 
   void zero_grad() { has_gradient_.assign(2, false); }
   void change_shard() {
@@ -327,9 +328,9 @@ TEST(Pipeline, GathersOnceMoreThanUnitsInForwardAndTwiceLessInBackward) {
       std::vector<int> reduced;
       for (const CollectiveRecord& record : rank.pipeline->ledger().log()) {
         if (record.op == Collective::ReduceScatter) {
-          reduced.push_back(record.unit);
+          reduced.push_back(record.units.first);
         } else {
-          (record.phase == Phase::Forward ? forward : backward).push_back(record.unit);
+          (record.phase == Phase::Forward ? forward : backward).push_back(record.units.first);
         }
       }
       rank.pipeline->ledger().clear_log();
@@ -530,7 +531,7 @@ Sent sent_by(Rank& rank, const std::function<void()>& body) {
     (record.op == Collective::ReduceScatter ? sent.reduced
      : record.phase == Phase::Forward       ? sent.forward
                                             : sent.backward)
-        .push_back(record.unit);
+        .push_back(record.units.first);
   }
   rank.pipeline->ledger().clear_log();
   return sent;
@@ -688,8 +689,8 @@ TEST(Pieces, ThatHaveNoRoomForARowAreRefused) {
     FAIL() << "expected an error";
   } catch (const Error& error) {
     expect_contains(error.what(),
-                    "max_message_bytes expects room for a row of parameter 'w0' from each of 2 "
-                    "ranks, 24 bytes, but got 23");
+                    "max_message_bytes is 23. A message needs room for one row of parameter 'w0' "
+                    "from each of 2 ranks: at least 24 bytes.");
   }
 }
 

@@ -20,7 +20,7 @@ from support.launcher import run_ranks
 from support.models import Stack, Transformer
 from support.parity import Case, Run, adamw, compare_on_rank
 
-import fsdp_ext.sharding.unit
+import fsdp_ext.sharding.param_group
 
 
 def _to_bfloat16(run: Run) -> None:
@@ -59,7 +59,7 @@ def _compare(names: list[str], direct_bytes: int) -> tuple[dict[str, str], str]:
     """Return the failures by case, and NCCL's log; all cases in one process, which takes seconds
     to start."""
     torch.backends.cudnn.deterministic = True
-    fsdp_ext.sharding.unit.DIRECT_BYTES = direct_bytes
+    fsdp_ext.sharding.param_group.DIRECT_BYTES = direct_bytes
     failures = {}
     for case in CASES:
         if case.fact in names:

@@ -1,4 +1,4 @@
-"""A model whose units take as long as asked, and its profile."""
+"""A model whose units compute for a given time, and its profile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNIT = WIDTH * WIDTH * 4  # bytes
 
 
 class Pause(nn.Module):
-    """Computes for a while, in forward and in backward; a core that sleeps leaves others alone."""
+    """Sleeps in forward and in backward, which leaves the cores to others."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def profiled(model: Any, before: Callable[[int], Any] = lambda step: None) -> An
 
 
 def check_sums(prof: Any) -> None:
-    """What is reported adds up, in total and for each step."""
+    """Check that the reported parts add up, in total and for each step."""
     summary = prof.summary()
     assert summary.compute + summary.exposed + summary.other == pytest.approx(summary.step)
     assert sum(summary.causes.values()) == pytest.approx(summary.exposed, abs=1e-9)

@@ -22,14 +22,14 @@ const char* name_of(Work work) {
   return names[static_cast<int>(work)];
 }
 
-std::string name_of_units(Root& root, UnitRange units) {
+std::string name_of_units(TorchRoot& root, UnitRange units) {
   const std::string& name = root.pipeline().unit(units.first).name;
   return units.first == units.last ? name : name + " to " + root.pipeline().unit(units.last).name;
 }
 
 }  // namespace
 
-py::dict counters_of(Root& root) {
+py::dict counters_of(TorchRoot& root) {
   const Counters& c = root.pipeline().ledger().counters();
   py::dict result;
   result["all_gathers"] = c.all_gathers;
@@ -45,20 +45,19 @@ py::dict counters_of(Root& root) {
   return result;
 }
 
-py::list take_log(Root& root) {
+py::list take_log(TorchRoot& root) {
   static const char* const ops[] = {"all_gather", "reduce_scatter"};
   Ledger& ledger = root.pipeline().ledger();
   py::list result;
   for (const CollectiveRecord& record : ledger.log()) {
     result.append(py::make_tuple(ops[static_cast<int>(record.op)], name_of(record.phase),
-                                 name_of_units(root, {record.unit, record.last_unit}),
-                                 record.bytes));
+                                 name_of_units(root, record.units), record.bytes));
   }
   ledger.clear_log();
   return result;
 }
 
-py::tuple take_times(Root& root) {
+py::tuple take_times(TorchRoot& root) {
   Ledger& ledger = root.pipeline().ledger();
   std::vector<IterationTimes> iterations;
   const std::uint64_t lost = ledger.lost_iterations();

@@ -15,13 +15,13 @@
 #include "core/layout.h"
 #include "core/ledger.h"
 #include "core/pipeline.h"
-#include "torch/dtype.h"
 #include "torch/bindings/ledger.h"
 #include "torch/bindings/packer.h"
 #include "torch/bindings/plan.h"
-#include "torch/root.h"
+#include "torch/dtype.h"
+#include "torch/torch_root.h"
+#include "torch/torch_unit.h"
 #include "torch/transports.h"
-#include "torch/unit.h"
 
 namespace py = pybind11;
 
@@ -84,21 +84,21 @@ void register_layout(py::module_& m) {
 }
 
 void register_unit(py::module_& m) {
-  py::class_<TorchUnit, std::shared_ptr<TorchUnit>>(m, "Unit")
-      .def(py::init([](std::string name, const UnitLayout& layout, at::Tensor flat_shard,
-                       at::Tensor flat_gradient, std::vector<std::vector<std::int64_t>> shapes,
-                       std::vector<at::ScalarType> param_dtypes, at::ScalarType grad_dtype,
-                       at::ScalarType reduce_dtype, std::optional<at::ScalarType> cast_inputs,
-                       std::optional<at::ScalarType> cast_outputs, std::size_t modules) {
+  py::class_<TorchUnit, std::shared_ptr<TorchUnit>>(m, "TorchUnit")
+      .def(py::init([](const UnitLayout& layout, at::Tensor flat_shard, at::Tensor flat_gradient,
+                       std::vector<std::vector<std::int64_t>> shapes,
+                       std::vector<at::ScalarType> param_dtypes,
+                       std::optional<at::ScalarType> cast_inputs,
+                       std::optional<at::ScalarType> cast_outputs, std::size_t module_count) {
              return std::make_shared<TorchUnit>(
-                 std::move(name), layout, std::move(flat_shard), std::move(flat_gradient),
-                 std::move(shapes), std::move(param_dtypes),
-                 UnitDtypes{grad_dtype, reduce_dtype, cast_inputs, cast_outputs}, modules);
+                 layout,
+                 UnitTensors{std::move(flat_shard), std::move(flat_gradient), std::move(shapes),
+                             std::move(param_dtypes)},
+                 ForwardCasts{cast_inputs, cast_outputs}, module_count);
            }),
-           py::arg("name"), py::arg("layout"), py::arg("flat_shard"), py::arg("flat_gradient"),
-           py::arg("shapes"), py::arg("param_dtypes"), py::arg("grad_dtype"),
-           py::arg("reduce_dtype"), py::arg("cast_inputs"), py::arg("cast_outputs"),
-           py::arg("modules"))
+           py::kw_only(), py::arg("layout"), py::arg("flat_shard"), py::arg("flat_gradient"),
+           py::arg("shapes"), py::arg("param_dtypes"), py::arg("cast_inputs"),
+           py::arg("cast_outputs"), py::arg("module_count"))
       .def("unsharded_views", &TorchUnit::unsharded_views)
       .def(
           "bind",
@@ -128,7 +128,34 @@ void register_unit(py::module_& m) {
                  },
                  py::name("fsdp_post_forward"));
            })
+      .def_property_readonly("layout", &TorchUnit::layout)
       .def_property_readonly("number", &TorchUnit::number);
+}
+
+void register_unit_config(py::module_& m) {
+  py::class_<UnitConfig>(m, "UnitConfig")
+      .def(py::init([](std::string name, const UnitLayout& layout, int parent,
+                       bool reshard_after_forward, bool reshard_after_backward, double pack_scale,
+                       double reduce_scale, std::size_t bucket_bytes,
+                       std::size_t max_message_bytes) {
+             return UnitConfig{
+                 std::move(name),        layout,     parent,       reshard_after_forward,
+                 reshard_after_backward, pack_scale, reduce_scale, bucket_bytes,
+                 max_message_bytes};
+           }),
+           py::kw_only(), py::arg("name"), py::arg("layout"), py::arg("parent") = -1,
+           py::arg("reshard_after_forward") = true, py::arg("reshard_after_backward") = true,
+           py::arg("pack_scale") = 1.0, py::arg("reduce_scale") = 1.0, py::arg("bucket_bytes") = 0,
+           py::arg("max_message_bytes") = 0)
+      .def_readonly("name", &UnitConfig::name)
+      .def_readonly("layout", &UnitConfig::layout)
+      .def_readonly("parent", &UnitConfig::parent)
+      .def_readonly("reshard_after_forward", &UnitConfig::reshard_after_forward)
+      .def_readonly("reshard_after_backward", &UnitConfig::reshard_after_backward)
+      .def_readonly("pack_scale", &UnitConfig::pack_scale)
+      .def_readonly("reduce_scale", &UnitConfig::reduce_scale)
+      .def_readonly("bucket_bytes", &UnitConfig::bucket_bytes)
+      .def_readonly("max_message_bytes", &UnitConfig::max_message_bytes);
 }
 
 std::chrono::milliseconds milliseconds(double seconds) {
@@ -295,36 +322,34 @@ py::dict describe(const Bucket& bucket) {
 }
 
 void register_root(py::module_& m) {
-  py::class_<Root, std::shared_ptr<Root>>(m, "Root")
+  py::class_<TorchRoot, std::shared_ptr<TorchRoot>>(m, "TorchRoot")
       .def(py::init([](std::shared_ptr<Lanes> lanes, int prefetch_depth, int nesting,
                        bool check_order, py::object when_stale) {
-             return std::make_shared<Root>(std::move(lanes),
-                                           PipelineOptions{prefetch_depth, nesting, check_order},
-                                           std::move(when_stale));
+             return std::make_shared<TorchRoot>(
+                 std::move(lanes), PipelineOptions{prefetch_depth, nesting, check_order},
+                 std::move(when_stale));
            }),
-           py::arg("lanes"), py::arg("prefetch_depth"), py::arg("nesting"), py::arg("check_order"),
-           py::arg("when_stale"))
-      .def("add_unit", &Root::add_unit, py::arg("unit"), py::arg("reshard_after_forward"),
-           py::arg("pack_scale"), py::arg("reduce_scale"), py::arg("parent"),
-           py::arg("bucket_bytes"), py::arg("max_message_bytes"))
-      .def("reset_iteration", &Root::reset_iteration)
+           py::kw_only(), py::arg("lanes"), py::arg("prefetch_depth"), py::arg("nesting"),
+           py::arg("check_order"), py::arg("when_stale"))
+      .def("add_unit", &TorchRoot::add_unit, py::arg("unit"), py::arg("config"))
+      .def("reset_iteration", &TorchRoot::reset_iteration)
       .def("unshard",
-           [](Root& root, int unit) {
+           [](TorchRoot& root, int unit) {
              const py::gil_scoped_release no_gil;
              root.pipeline().unshard(unit);
            })
       .def("wait_for_unshard",
-           [](Root& root, int unit) {
+           [](TorchRoot& root, int unit) {
              const py::gil_scoped_release no_gil;
              root.pipeline().wait_for_unshard(unit);
            })
       .def("reshard",
-           [](Root& root, int unit) {
+           [](TorchRoot& root, int unit) {
              const py::gil_scoped_release no_gil;
              root.pipeline().reshard(unit);
            })
       .def("state",
-           [](Root& root, int unit) {
+           [](TorchRoot& root, int unit) {
              switch (root.pipeline().unit(unit).state) {
                case UnitState::Sharded:
                  return "sharded";
@@ -336,11 +361,11 @@ void register_root(py::module_& m) {
              return "unknown";
            })
       .def("gather_plan",
-           [](Root& root, int unit) {
+           [](TorchRoot& root, int unit) {
              return root.pipeline().bucket_of(unit).gathers.front().plan.name();
            })
       .def("buckets",
-           [](Root& root) {
+           [](TorchRoot& root) {
              py::list result;
              root.pipeline().bucket_of(0);
              for (const auto& bucket : root.pipeline().buckets()) {
@@ -349,65 +374,66 @@ void register_root(py::module_& m) {
              return result;
            })
       .def("unsharded_bytes",
-           [](Root& root) {
+           [](TorchRoot& root) {
              py::list result;
              for (const auto& unit : root.units()) {
                result.append(unit->layout().unsharded_bytes());
              }
              return result;
            })
-      .def("in_backward", [](Root& root) { return root.pipeline().in_backward(); })
+      .def("in_backward", [](TorchRoot& root) { return root.pipeline().in_backward(); })
       .def("set_reshard_after_forward",
-           [](Root& root, int unit, bool value) {
+           [](TorchRoot& root, int unit, bool value) {
              root.pipeline().set_reshard_after_forward(unit, value);
            })
       .def("set_reshard_after_backward",
-           [](Root& root, int unit, bool value) {
+           [](TorchRoot& root, int unit, bool value) {
              root.pipeline().set_reshard_after_backward(unit, value);
            })
       .def("set_requires_gradient_sync",
-           [](Root& root, int unit, bool value) {
+           [](TorchRoot& root, int unit, bool value) {
              root.pipeline().set_requires_gradient_sync(unit, value);
            })
       .def("set_gradient_scales",
-           [](Root& root, int unit, double pack_scale, double reduce_scale) {
+           [](TorchRoot& root, int unit, double pack_scale, double reduce_scale) {
              root.pipeline().set_gradient_scales(unit, pack_scale, reduce_scale);
            })
       .def("set_bucket_bytes",
-           [](Root& root, int unit, std::size_t bytes) {
+           [](TorchRoot& root, int unit, std::size_t bytes) {
              root.pipeline().set_bucket_bytes(unit, bytes);
            })
       .def("set_prefetch_depth",
-           [](Root& root, int depth) { root.pipeline().set_prefetch_depth(depth); })
+           [](TorchRoot& root, int depth) { root.pipeline().set_prefetch_depth(depth); })
       .def("set_is_last_backward",
-           [](Root& root, bool value) { root.pipeline().set_is_last_backward(value); })
+           [](TorchRoot& root, bool value) { root.pipeline().set_is_last_backward(value); })
       .def("set_forward_prefetch",
-           [](Root& root, int unit, std::vector<int> targets) {
+           [](TorchRoot& root, int unit, std::vector<int> targets) {
              root.pipeline().set_forward_prefetch(unit, std::move(targets));
            })
       .def("set_backward_prefetch",
-           [](Root& root, int unit, std::vector<int> targets) {
+           [](TorchRoot& root, int unit, std::vector<int> targets) {
              root.pipeline().set_backward_prefetch(unit, std::move(targets));
            })
       .def("set_poison_released_slots",
-           [](Root& root, bool value) {
+           [](TorchRoot& root, bool value) {
              root.pipeline().gatherer().set_poison_released_slots(value);
            })
-      .def("delay_stream", [](Root& root, const std::string& stream,
+      .def("delay_stream", [](TorchRoot& root, const std::string& stream,
                               double seconds) { root.delay_stream(stream, seconds); })
       .def("counters", &counters_of)
-      .def("reset_counters", [](Root& root) { root.pipeline().ledger().reset(); })
-      .def("enable_log", [](Root& root, bool value) { root.pipeline().ledger().enable_log(value); })
+      .def("reset_counters", [](TorchRoot& root) { root.pipeline().ledger().reset(); })
+      .def("enable_log",
+           [](TorchRoot& root, bool value) { root.pipeline().ledger().enable_log(value); })
       .def("take_log", &take_log)
       .def(
           "keep_times",
-          [](Root& root, std::size_t iterations) {
+          [](TorchRoot& root, std::size_t iterations) {
             const py::gil_scoped_release no_gil;
             root.keep_times(iterations);
           },
           py::arg("iterations"))
       .def("take_times", &take_times)
-      .def("memory", [](Root& root) {
+      .def("memory", [](TorchRoot& root) {
         const BufferRing* ring = root.pipeline().gatherer().ring();
         py::dict result;
         result["ring_slots"] = ring != nullptr ? ring->slots() : 0;
@@ -430,6 +456,7 @@ void register_root(py::module_& m) {
 
 PYBIND11_MODULE(_C, m) {
   fsdp::register_layout(m);
+  fsdp::register_unit_config(m);
   fsdp::register_unit(m);
   fsdp::register_lanes(m);
   fsdp::register_shared_memory(m);

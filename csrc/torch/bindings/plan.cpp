@@ -1,24 +1,18 @@
 #include "torch/bindings/plan.h"
 
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include "base/check.h"
 #include "core/layout.h"
 #include "core/memory_plan.h"
 #include "core/merging.h"
-#include "torch/dtype.h"
+#include "core/unit.h"
 
 namespace py = pybind11;
 
 namespace fsdp {
 namespace {
-
-// One unit: (layout, dtype of the unsharded gradients, reshard after forward, reshard after
-// backward, pack scale, reduce scale, parent, bucket bytes, message bytes).
-using PyUnit = std::tuple<UnitLayout, at::ScalarType, bool, bool, double, double, int, std::size_t,
-                          std::size_t>;
 
 GatherBy gather_by_named(const std::string& name) {
   FSDP_CHECK(name == "packing" || name == "size" || name == "parameter",
@@ -28,16 +22,14 @@ GatherBy gather_by_named(const std::string& name) {
                            : GatherBy::Parameter;
 }
 
-MergeTraits traits_of(const PyUnit& unit) {
-  const auto& [layout, gradient_dtype, after_forward, after_backward, pack_scale, reduce_scale,
-               parent, bucket_bytes, max_message_bytes] = unit;
-  (void)parent;
-  MergeTraits traits = merge_traits(layout, bucket_bytes, to_dtype(gradient_dtype));
-  traits.max_message_bytes = max_message_bytes;
-  traits.reshard_after_forward = after_forward;
-  traits.reshard_after_backward = after_backward;
-  traits.pack_scale = pack_scale;
-  traits.reduce_scale = reduce_scale;
+MergeTraits traits_of(const UnitConfig& unit) {
+  MergeTraits traits =
+      merge_traits(unit.layout, unit.bucket_bytes, unit.layout.unsharded_grad_dtype());
+  traits.max_message_bytes = unit.max_message_bytes;
+  traits.reshard_after_forward = unit.reshard_after_forward;
+  traits.reshard_after_backward = unit.reshard_after_backward;
+  traits.pack_scale = unit.pack_scale;
+  traits.reduce_scale = unit.reduce_scale;
   return traits;
 }
 
@@ -60,11 +52,11 @@ struct PlannedBucket {
   const char* gather_plan = "";
 };
 
-PlannedBucket plan_bucket(const std::vector<PyUnit>& units, const std::vector<int>& numbers,
+PlannedBucket plan_bucket(const std::vector<UnitConfig>& units, const std::vector<int>& numbers,
                           const std::vector<MergeTraits>& traits, GatherBy by) {
   std::vector<const UnitLayout*> layouts;
   for (const int number : numbers) {
-    layouts.push_back(&std::get<UnitLayout>(units[static_cast<std::size_t>(number)]));
+    layouts.push_back(&units[static_cast<std::size_t>(number)].layout);
   }
   const MergeTraits& first = traits[static_cast<std::size_t>(numbers.front())];
   UnitLayout layout = UnitLayout::joined(layouts);
@@ -93,14 +85,14 @@ py::dict describe(const PlannedBucket& bucket) {
 }
 
 // Buckets in order of registration, and what they take on each rank.
-py::dict plan_memory(const std::vector<PyUnit>& units, const std::string& gather_by, int nesting,
-                     std::size_t prefetch_depth) {
+py::dict plan_memory(const std::vector<UnitConfig>& units, const std::string& gather_by,
+                     int nesting, std::size_t prefetch_depth) {
   const GatherBy by = gather_by_named(gather_by);
   std::vector<MergeTraits> traits;
   std::vector<int> parents;
-  for (const PyUnit& unit : units) {
+  for (const UnitConfig& unit : units) {
     traits.push_back(traits_of(unit));
-    parents.push_back(std::get<int>(unit));
+    parents.push_back(unit.parent);
   }
   std::vector<PlannedBucket> buckets;
   std::vector<int> bucket_of(units.size(), -1);
@@ -147,8 +139,8 @@ py::dict plan_memory(const std::vector<PyUnit>& units, const std::string& gather
 }  // namespace
 
 void register_plan(py::module_& m) {
-  m.def("plan_memory", &plan_memory, py::arg("units"), py::arg("gather_by"), py::arg("nesting"),
-        py::arg("prefetch_depth"));
+  m.def("plan_memory", &plan_memory, py::arg("units"), py::kw_only(), py::arg("gather_by"),
+        py::arg("nesting"), py::arg("prefetch_depth"));
 }
 
 }  // namespace fsdp

@@ -95,7 +95,7 @@ class StreamUnit final : public UnitPort {
     move(gradient_, std::move(memory), gradient_bytes());
   }
   std::uint64_t shard_version() override { return static_cast<std::uint64_t>(version_); }
-  std::shared_ptr<void> take_gradients(const void** addresses) override {
+  std::shared_ptr<void> extract_gradients(const void** addresses) override {
     auto taken = std::make_shared<std::vector<std::shared_ptr<void>>>(std::move(gradients_));
     gradients_.assign(kParams, nullptr);
     for (std::size_t i = 0; i < kParams; ++i) {
@@ -106,7 +106,8 @@ class StreamUnit final : public UnitPort {
   DType gradient_dtype() override { return DType::Float32; }
   void drop_gradients() override { gradients_.assign(kParams, nullptr); }
   bool has_sharded_gradient(std::size_t i) override { return has_gradient_[i]; }
-  void hand_over_gradient(std::size_t i) override { has_gradient_[i] = true; }
+  void import_sharded_gradient(std::size_t) override {}
+  void set_sharded_gradient(std::size_t i) override { has_gradient_[i] = true; }
 
   void zero_grad() { has_gradient_.assign(kParams, false); }
 

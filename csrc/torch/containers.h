@@ -12,8 +12,8 @@ namespace fsdp {
 using TensorMap = std::function<at::Tensor(const at::Tensor&)>;
 
 // Applies `map` to every tensor in `object`: tensors, and tuples, lists and dicts of them, are
-// walked here; any other container (dataclasses, named tuples, subclasses) in fsdp_ext._util.containers.
-// Returns `object` itself where nothing changed. Needs the GIL.
+// walked here; any other container (dataclasses, named tuples, subclasses) in
+// fsdp_ext._util.containers. Returns `object` itself where nothing changed. Needs the GIL.
 pybind11::object map_tensors(pybind11::handle object, const TensorMap& map);
 
 }  // namespace fsdp

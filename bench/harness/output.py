@@ -1,6 +1,6 @@
-"""What a run leaves: tables, JSON with what the figures depend on, and pictures.
+"""The output of a run: tables, JSON with the environment of the run, and pictures.
 
-A file is written whole or not at all, and whether it can be is asked before anything is measured.
+A file is written whole or not at all. Targets are checked before anything is measured.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch
 from fsdp_ext._util.files import write_whole
 from fsdp_ext._util.tables import columns
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PICTURES = (".png", ".pdf", ".svg")
 
 
 def environment(device: str) -> dict[str, str]:
-    """Return what a figure depends on besides the code.
+    """Return the machine and the versions, on which all figures depend.
 
     Args:
         device: "cpu" or "cuda": where the run computes.
@@ -43,7 +43,7 @@ def environment(device: str) -> dict[str, str]:
 
 
 def describe(device: str) -> str:
-    """Return the environment as the line that comes before the tables."""
+    """Return the environment as one line, which is printed before the tables."""
     known = environment(device)
     threads = "1 thread" if known["threads"] == "1" else f"{known['threads']} threads"
     return (
@@ -54,7 +54,7 @@ def describe(device: str) -> str:
 
 
 def cpu_model() -> str:
-    """Return what the CPU calls itself."""
+    """Return the name of the CPU."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -63,7 +63,7 @@ def cpu_model() -> str:
 
 
 def commit() -> str:
-    """Return the commit, marked if files differ from it; "unknown" without git."""
+    """Return the commit, marked as dirty if files differ from it; "unknown" without git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         found = subprocess.run(
@@ -76,45 +76,45 @@ def commit() -> str:
 def print_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], words_last: bool = False
 ) -> None:
-    """Print rows under a header, columns aligned: to the right but for the first.
+    """Print rows under a header. The first column is aligned to the left, others to the right.
 
     Args:
         header: the columns' names.
-        rows: as many cells each.
-        words_last: the last column is words and not figures, and aligned to the left, too.
+        rows: each has a cell for each column.
+        words_last: whether the last column has words, which are aligned to the left, too.
     """
     left = (0, len(header) - 1) if words_last else (0,)
     print(*columns(header, rows, left), sep="\n")
 
 
 def drop_stdout() -> None:
-    """Let what could not be printed go: Python would try again at its end, and say so."""
+    """Discard text that could not be printed. Python would try again at exit, and complain."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def fault_of_target(path: str) -> str | None:
-    """Return why `path` cannot be written, or None if it looks as if it could."""
+    """Return why `path` cannot be written, or None if nothing speaks against it."""
     target = Path(path)
     if target.is_dir():
-        return f"expects a file but {path} is a directory; name a file in it"
+        return f"needs a file and got the directory {path}; name a file in it"
     directory = target.absolute().parent
     if not directory.is_dir():
-        return f"expects a directory that exists but there is no {directory}; make it first"
-    # A file is replaced, which is a matter of its directory; a device or a pipe is written to.
+        return f"needs an existing directory and there is no {directory}; make it first"
+    # A file is replaced, which needs write access to its directory. Devices and pipes are not.
     needed = target if _is_special(target) else directory
     if not os.access(needed, os.W_OK):
-        return f"expects to write to {needed} but may not; name another place"
+        return f"has no permission to write to {needed}; name another place"
     return None
 
 
 def fault_of_picture(path: str) -> str | None:
-    """Return why no picture can be drawn into `path`, or None; matplotlib is asked for."""
+    """Return why no picture can be drawn into `path`, or None; imports matplotlib."""
     if Path(path).suffix not in PICTURES:
-        return f"expects a name that ends in one of {', '.join(PICTURES)} but got {path!r}"
+        return f"needs a name that ends in one of {', '.join(PICTURES)} and got {path!r}"
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        return f"expects matplotlib but it cannot be imported ({error}); pip install matplotlib"
+        return f"needs matplotlib, which cannot be imported ({error}); pip install matplotlib"
     return fault_of_target(path)
 
 
@@ -128,14 +128,14 @@ def write_json(
     """Write a benchmark's rows with its environment, whole or not at all.
 
     Args:
-        path: where to.
-        name: what the benchmark is called there.
+        path: the file.
+        name: the benchmark's name in the document.
         rows: dicts that JSON can express.
         device: "cpu" or "cuda": where it computed.
         more: further fields of the document.
 
     Raises:
-        OSError: as `fsdp_ext.files.write_whole`.
+        OSError: if the file cannot be written.
     """
     document = {"benchmark": name, "environment": environment(device), **more, "rows": list(rows)}
     write_whole(path, (json.dumps(document, indent=2) + "\n").encode())
@@ -143,16 +143,16 @@ def write_json(
 
 @contextlib.contextmanager
 def picture(path: str, title: str, columns: int = 1, height: float = 4.8) -> Iterator[Any]:
-    """Draw into `path`: yields matplotlib's axes, an array of them if there are several.
+    """Yield matplotlib's axes (an array of them if there are several), then write the picture.
 
     Args:
-        path: its suffix says the format, one of `PICTURES`.
-        title: of the whole.
-        columns: how many axes stand side by side.
+        path: the file; its suffix, one of `PICTURES`, is the format.
+        title: of the whole picture.
+        columns: the number of axes, side by side.
         height: of the picture, in inches; a column is 6.4 wide.
 
     Raises:
-        OSError: as `fsdp_ext.files.write_whole`.
+        OSError: if the file cannot be written.
     """
     import matplotlib
 
@@ -166,7 +166,7 @@ def picture(path: str, title: str, columns: int = 1, height: float = 4.8) -> Ite
         yield axes
         content = io.BytesIO()
         kind = Path(path).suffix[1:]
-        # Words of an SVG stay words, and the same rows the same file.
+        # In an SVG, text stays text, and the same rows give the same file.
         metadata = {"Date": None} if kind == "svg" else None
         with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fsdp_ext"}):
             figure.savefig(content, format=kind, dpi=150, metadata=metadata)
@@ -182,14 +182,14 @@ def bars(
     unit: str,
     groups: Sequence[str] | None = None,
 ) -> None:
-    """Draw horizontal bars, the first on top, with their values.
+    """Draw horizontal bars with their values, the first one on top.
 
     Args:
         axes: matplotlib's.
-        labels: one a bar.
-        values: as many, in `unit`.
-        unit: what the axis is called, too.
-        groups: one a bar; those of a group have one colour. By default each has its own.
+        labels: one for each bar.
+        values: one for each bar, in `unit`.
+        unit: the label of the axis.
+        groups: one for each bar. Bars of a group have the same colour; by default all differ.
     """
     order = list(dict.fromkeys(labels if groups is None else groups))
     colours = [f"C{order.index(group)}" for group in (labels if groups is None else groups)]

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpt_model import GPT, Block
 from torch import Tensor
 
-from bench.training import Build, Sharded, adamw
+from bench.models.training import GPT, Block, Build, Sharded, adamw
 
 # DeepSpeed's own defaults, 5e7 and 5e8 elements, are more than a model of the host has: a prefetch
 # of all that comes, and a single reduction. Two blocks, as FSDP2 prefetches.

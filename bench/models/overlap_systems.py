@@ -2,7 +2,7 @@
 
 Each system runs the same step twice over: over a simulated link, and over one that takes no time.
 Ours has a model for each, since a transport keeps its link. PyTorch's has one model, whose groups'
-link changes between steps (bench/simulated_group.py, which says what a CPU can show of it).
+link changes between steps (bench/models/simulated_group.py, which says what a CPU can show of it).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.simulated_group import NO_TIME, SimulatedGroup, simulated_group
+from bench.models.simulated_group import NO_TIME, SimulatedGroup, simulated_group
 from fsdp_ext import Link, Simulated, fully_shard
 
 OURS, FSDP2, FSDP1 = "ours", "FSDP2", "FSDP1"
@@ -144,7 +144,7 @@ def open_ours(case: Case, link: Link, device: torch.device) -> Iterator[Opened]:
     wired = shard(case, link, device, case.bucket_bytes)
     root = wired.model._unit.root
     # A link that takes no time has another default.
-    bucket_bytes = root.bucket_bytes(root.units[0])
+    bucket_bytes = root.settings.bucket_bytes[0]
     free = shard(case, NO_TIME, device, bucket_bytes)
     sizes = [bucket["gather_bytes"] for bucket in root.core.buckets()]
     try:

@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from bench.harness import Row, UsageError
-from bench.overlap_systems import (
+from bench.harness.options import UsageError
+from bench.harness.runner import Row
+from bench.harness.timing import Timing, as_microseconds
+from bench.models.overlap_systems import (
     ALPHA,
     NO_BUCKETS,
     OURS,
@@ -19,8 +21,7 @@ from bench.overlap_systems import (
     Opened,
     open_system,
 )
-from bench.simulated_group import NO_TIME
-from bench.timing import Timing, as_microseconds
+from bench.models.simulated_group import NO_TIME
 from fsdp_ext import Link, profile
 from fsdp_ext.planner.schedule import Prediction, Stage, predict
 

@@ -1,4 +1,4 @@
-#include "torch/tree.h"
+#include "torch/containers.h"
 
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -81,7 +81,9 @@ py::object map_tensors(py::handle object, const TensorMap& map) {
     return map_dict(object, map);
   }
   static PyObject* const map_other =
-      py::object(py::module_::import("fsdp_ext._util.containers").attr("map_tensors")).release().ptr();
+      py::object(py::module_::import("fsdp_ext._util.containers").attr("map_tensors"))
+          .release()
+          .ptr();
   return py::handle(map_other)(
       py::cpp_function([&map](py::handle item) { return map_tensors(item, map); }), object);
 }

@@ -9,21 +9,19 @@
 
 #include "core/lanes.h"
 #include "core/pipeline.h"
-#include "torch/unit.h"
+#include "torch/torch_unit.h"
 
 namespace fsdp {
 
-class Root : public std::enable_shared_from_this<Root> {
+class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
  public:
   // `when_stale` is a callable of no arguments that
   // gives a callable (module, args, kwargs), to be called in place of a unit's pre_forward when
   // parameters were frozen or unfrozen, or None if it is gone.
-  Root(std::shared_ptr<Lanes> lanes, PipelineOptions options, pybind11::object when_stale);
-  ~Root();
+  TorchRoot(std::shared_ptr<Lanes> lanes, PipelineOptions options, pybind11::object when_stale);
+  ~TorchRoot();
 
-  void add_unit(const std::shared_ptr<TorchUnit>& unit, bool reshard_after_forward,
-                double pack_scale, double reduce_scale, int parent, std::size_t bucket_bytes,
-                std::size_t max_message_bytes);
+  void add_unit(const std::shared_ptr<TorchUnit>& unit, UnitConfig config);
 
   Pipeline& pipeline() { return *pipeline_; }
   const std::vector<std::shared_ptr<TorchUnit>>& units() const { return units_; }

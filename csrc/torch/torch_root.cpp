@@ -1,4 +1,4 @@
-#include "torch/root.h"
+#include "torch/torch_root.h"
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/engine.h>
@@ -15,8 +15,8 @@ namespace fsdp {
 
 // Lives as long as the backward whose last callback holds it. If it goes before the callback has
 // run, the backward ended in an exception.
-struct Root::BackwardGuard {
-  explicit BackwardGuard(std::weak_ptr<Root> guarded) : root(std::move(guarded)) {}
+struct TorchRoot::BackwardGuard {
+  explicit BackwardGuard(std::weak_ptr<TorchRoot> guarded) : root(std::move(guarded)) {}
   ~BackwardGuard() {
     if (!ended) {
       if (const auto owner = root.lock()) {
@@ -24,16 +24,16 @@ struct Root::BackwardGuard {
       }
     }
   }
-  std::weak_ptr<Root> root;
+  std::weak_ptr<TorchRoot> root;
   bool ended = false;
 };
 
-Root::Root(std::shared_ptr<Lanes> lanes, PipelineOptions options, py::object when_stale)
+TorchRoot::TorchRoot(std::shared_ptr<Lanes> lanes, PipelineOptions options, py::object when_stale)
     : lanes_(std::move(lanes)),
       pipeline_(std::make_unique<Pipeline>(*lanes_, options)),
       when_stale_(std::move(when_stale)) {}
 
-Root::~Root() {
+TorchRoot::~TorchRoot() {
   if (Py_IsInitialized() == 0) {
     when_stale_.release();
     return;
@@ -47,23 +47,19 @@ Root::~Root() {
   units_.clear();
 }
 
-void Root::add_unit(const std::shared_ptr<TorchUnit>& unit, bool reshard_after_forward,
-                    double pack_scale, double reduce_scale, int parent, std::size_t bucket_bytes,
-                    std::size_t max_message_bytes) {
-  const int number =
-      pipeline_->add_unit({unit->name(), unit->layout(), reshard_after_forward, pack_scale,
-                           reduce_scale, parent, bucket_bytes, max_message_bytes},
-                          *unit);
-  unit->join(shared_from_this(), number);
+void TorchRoot::add_unit(const std::shared_ptr<TorchUnit>& unit, UnitConfig config) {
+  const std::string name = config.name;
+  const int number = pipeline_->add_unit(std::move(config), *unit);
+  unit->join(shared_from_this(), name, number);
   units_.push_back(unit);
 }
 
-bool Root::recomputing() const {
+bool TorchRoot::recomputing() const {
   return pipeline_->in_backward() && !backward_failed_ &&
          torch::autograd::get_current_graph_task_id() >= 0;
 }
 
-bool Root::enter_forward(TorchUnit& unit) {
+bool TorchRoot::enter_forward(TorchUnit& unit) {
   const bool nested = pipeline_->in_forward() && !pipeline_->in_backward() && &unit != outermost_ &&
                       unit.number() != 0;
   if (nested) {
@@ -84,7 +80,7 @@ bool Root::enter_forward(TorchUnit& unit) {
   return true;
 }
 
-void Root::leave_forward(py::handle output) {
+void TorchRoot::leave_forward(py::handle output) {
   // Groups of which forward ran only some modules end here; what remains of them runs later.
   for (const auto& unit : units_) {
     if (unit->is_incomplete() && unit.get() != outermost_) {
@@ -98,7 +94,7 @@ void Root::leave_forward(py::handle output) {
   pipeline_->end_forward(at::GradMode::is_enabled());
 }
 
-void Root::ensure_backward() {
+void TorchRoot::ensure_backward() {
   if (pipeline_->in_backward() && backward_failed_) {
     pipeline_->reset_iteration();
   }
@@ -116,7 +112,7 @@ void Root::ensure_backward() {
   });
 }
 
-void Root::end_backward() {
+void TorchRoot::end_backward() {
   pipeline_->end_backward();
   for (const auto& unit : units_) {
     unit->run_post_accumulate_hooks();
@@ -124,7 +120,7 @@ void Root::end_backward() {
   }
 }
 
-void Root::reset_iteration() {
+void TorchRoot::reset_iteration() {
   for (const auto& unit : units_) {
     unit->forget_pending();
   }
@@ -136,7 +132,7 @@ void Root::reset_iteration() {
 
 // What was marked before is written to by streams until they have come so far. They may fail, which
 // whoever waits for their work is told.
-void Root::keep_times(std::size_t iterations) {
+void TorchRoot::keep_times(std::size_t iterations) {
   bool drained = true;
   try {
     synchronize();
@@ -146,19 +142,20 @@ void Root::keep_times(std::size_t iterations) {
   pipeline_->keep_times(iterations, drained);
 }
 
-void Root::synchronize() {
+void TorchRoot::synchronize() {
   lanes_->gather.synchronize();
   lanes_->reduce.synchronize();
   lanes_->device->compute_stream().synchronize();
 }
 
-void Root::delay_stream(const std::string& stream, double seconds) {
+void TorchRoot::delay_stream(const std::string& stream, double seconds) {
   lanes_->device->delay(lane_named(*lanes_, stream).stream(),
                         std::chrono::duration_cast<std::chrono::microseconds>(
                             std::chrono::duration<double>(seconds)));
 }
 
-py::object Root::pre_forward_when_stale(py::handle module, py::handle args, py::handle kwargs) {
+py::object TorchRoot::pre_forward_when_stale(py::handle module, py::handle args,
+                                             py::handle kwargs) {
   const py::object rebuild = when_stale_();
   FSDP_CHECK(!rebuild.is_none(), "the root module is gone");
   return rebuild(module, args, kwargs);

@@ -1,7 +1,7 @@
-"""How calls are timed: in turns, after a warm-up, on memory that no cache has.
+"""How calls are timed: in turns, after a warm-up, on memory that is in no cache.
 
-Machines are noisy, so systems take turns within one process and what is reported is the median
-with the interquartile range; compare ratios of one run, never times of two.
+Machines are noisy. So systems take turns within one process, and a row has the median with the
+quartiles. Compare ratios within one run, never times of two runs.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
-BYTES_IN_ROTATION = 2**27  # of operands that take turns
+BYTES_IN_ROTATION = 2**27  # all operands that take turns, together
 MOST_IN_ROTATION = 20
+INDISTINCT = "not distinguishable from zero"
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call: median and interquartile range over repeats."""
+    """Seconds of one call: median and quartiles over repeats."""
 
     median: float
     low: float
@@ -40,36 +41,45 @@ def as_microseconds(timing: Timing) -> dict[str, float]:
     return {name: value * 1e6 for name, value in asdict(timing).items()}
 
 
+def includes_zero(figures: Mapping[str, float]) -> bool:
+    """Return whether zero is between the quartiles, so that a table should show no figure.
+
+    Args:
+        figures: as `as_microseconds` returns them.
+    """
+    return figures["low"] <= 0 <= figures["high"]
+
+
 def operands_in_rotation(nbytes: int, least: int = 1) -> int:
-    """Return how many operands have to take turns so that no cache has the next one.
+    """Return how many operands have to take turns so that the next one is in no cache.
 
     Args:
         nbytes: bytes of one operand.
-        least: how many there are even where one alone is larger than the caches.
+        least: the smallest number to return, for operands that are larger than the caches.
     """
     return max(least, min(MOST_IN_ROTATION, BYTES_IN_ROTATION // max(nbytes, 1)))
 
 
 class Rotation:
-    """The same call on several operands, each time on the next one."""
+    """The same call on several operands, which take turns."""
 
     def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
         self._next = itertools.cycle(calls)
 
     def __call__(self) -> Any:
-        """Call the next."""
+        """Call with the next operand."""
         return next(self._next)()
 
 
 def time_in_turns(
     systems: Mapping[str, Callable[[], Any]], repeats: int, warmup: int = 5
 ) -> dict[str, list[float]]:
-    """Time each system's call, all of them in turns; return the seconds of each repeat.
+    """Time the calls in turns; return the seconds of each system's repeats.
 
     Args:
-        systems: calls by name. What a call returns is dropped outside the measured time.
+        systems: calls by name. The result of a call is freed outside the measured time.
         repeats: how often each is timed; at least 4.
-        warmup: how often each is called before.
+        warmup: how often each is called before that.
     """
     for call in systems.values():
         for _ in range(warmup):
@@ -77,7 +87,7 @@ def time_in_turns(
     seconds: dict[str, list[float]] = {name: [] for name in systems}
     order = random.Random(0)
     for _ in range(repeats):
-        # What came before leaves caches and threads warm, or cold, so no order is kept.
+        # The order is random: a call finds caches and threads as the one before left them.
         for name in order.sample(list(systems), len(systems)):
             start = time.perf_counter()
             result = systems[name]()
@@ -89,12 +99,12 @@ def time_in_turns(
 def time_on_gpu(
     systems: Mapping[str, Callable[[], Any]], repeats: int, warmup: int = 5
 ) -> dict[str, list[float]]:
-    """As `time_in_turns`, but the seconds are those of the current GPU's stream, by its events.
+    """Do as `time_in_turns`, but measure the time on the current GPU's stream, by events.
 
     Args:
         systems: calls by name, which issue work to the current stream.
         repeats: how often each is timed; at least 4.
-        warmup: how often each is called before.
+        warmup: how often each is called before that.
     """
     for call in systems.values():
         for _ in range(warmup):

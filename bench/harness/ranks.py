@@ -1,12 +1,12 @@
-"""Ranks of one host: started through torch.distributed.run, and ended without its help.
+"""Starts the ranks of a benchmark on one host through torch.distributed.run, and ends them itself.
 
-torch.distributed.run answers a signal, and a rank that ends with anything but 0, with a traceback
-of its own. So ranks that were started here are signalled here (each leaves its process id in a
-directory that it is told), end with 0 on purpose, and leave there what exit code they mean.
+torch.distributed.run prints a traceback of its own when it gets a signal, and when a rank exits
+with anything but 0. So this module signals the ranks itself: each rank writes its process id into a
+directory. A rank always exits with 0, and rank 0 writes the real exit code into that directory.
 
-Note [interruption]: what answers SIGINT and SIGTERM is a thread, which Python's wake-up descriptor
-tells of them. Python itself runs handlers in the main thread between two bytecodes, and that one
-may be in a collective that waits for a rank which has ended already.
+Note [interruption]: a thread answers SIGINT and SIGTERM; Python's wake-up descriptor tells it of
+them. A Python signal handler would not do. It runs in the main thread between two bytecodes, and
+the main thread may be in a collective that waits for a rank that has already ended.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-DIRECTORY = "FSDP_BENCH_RANKS"  # where a rank leaves its process id and its exit code
-# Ranks that are asked to end and do not are killed; they have a table to print and a file to write.
+DIRECTORY = "FSDP_BENCH_RANKS"  # variable: where ranks write their process ids and exit code
+# Seconds that a rank has to print its table and write its file before it is killed.
 GRACE_S = 10.0
-TIMEOUT = timedelta(minutes=5)  # of a collective, so that a rank that has failed is found out
-INTERRUPTED = 130  # what a shell calls a process that SIGINT has ended
+TIMEOUT = timedelta(minutes=5)  # of a collective, so that the failure of a rank is noticed
+INTERRUPTED = 130  # the exit code of a process that SIGINT has ended, in a shell
 
 _running: set[Child] = set()
 _stopping = threading.Event()
 
 
 class Child:
-    """A process of ours, with the ranks under it if it is torch.distributed.run."""
+    """A process started here, with its ranks if it is torch.distributed.run."""
 
     def __init__(self, command: Sequence[str], ranks_in: Path | None = None) -> None:
-        """Start `command`, in a session of its own: a terminal's Ctrl-C comes to us alone.
+        """Start `command` in a session of its own, so that Ctrl-C signals only this process.
 
         Args:
             command: the program and its arguments.
-            ranks_in: where ranks leave their process ids; None if the process has no ranks.
+            ranks_in: where ranks write their process ids; None if the process has no ranks.
         """
-        if _stopping.is_set():  # this thread is behind the one that ends the process
+        if _stopping.is_set():  # another thread is ending this process: start nothing more
             threading.Event().wait()
         self._ranks_in = ranks_in
         self._ended = threading.Event()
-        # Ranks of one host need no more than its loopback.
+        # Ranks of one host communicate over its loopback interface.
         environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
         if ranks_in is not None:
             environment[DIRECTORY] = str(ranks_in)
@@ -59,14 +59,14 @@ class Child:
         _running.add(self)
 
     def wait(self) -> int:
-        """Wait for its end; return the exit code."""
+        """Wait until the process ends; return the exit code."""
         code = self._process.wait()
         self._ended.set()
         _running.discard(self)
         return code
 
     def stop(self) -> None:
-        """Ask the process or its ranks to end, and kill what has not ended in time."""
+        """Ask the process, or its ranks, to end, and kill it after `GRACE_S`."""
         asked: set[int] = set()
         deadline = time.monotonic() + GRACE_S
         while not self._ended.wait(0.05):
@@ -87,7 +87,7 @@ class Child:
 
 
 def stop_children() -> None:
-    """End what was started here, and start nothing more; by the thread of Note [interruption]."""
+    """End all children and start no more; runs on the thread of Note [interruption]."""
     _stopping.set()
     for child in list(_running):
         child.stop()
@@ -103,8 +103,8 @@ def start_ranks(module: str, arguments: Sequence[str], ranks: int) -> int:
 
     Args:
         module: calls `register` first, and `leave` at its end.
-        arguments: its own.
-        ranks: how many, all on this host.
+        arguments: of the module.
+        ranks: their number, all on this host.
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launcher += ["--local-addr", "127.0.0.1", f"--nproc-per-node={ranks}", "-m", module]
@@ -117,7 +117,7 @@ def start_ranks(module: str, arguments: Sequence[str], ranks: int) -> int:
 def register(act: Callable[[], object]) -> None:
     """Call `act` on a thread when the process is interrupted (Note [interruption]).
 
-    Where `start_ranks` has started this process, it can interrupt it from here on.
+    If `start_ranks` started this process, it can interrupt the process from now on.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -139,14 +139,15 @@ def register(act: Callable[[], object]) -> None:
 def leave(code: int, failed: bool = False) -> NoReturn:
     """End this process at once, with `code` as the exit code of the run.
 
-    Args:
-        code: what the rank 0 leaves is that of the run.
-        failed: other ranks may wait for this one, so torch.distributed.run is to end them.
+    It does not go through Python's finalisation: with torch 2.13, while a model still has a process
+    group, a thread of gloo may ask for the GIL during finalisation and abort the process.
 
-    Not through Python's end: where a model still holds a process group, a thread of gloo's that
-    asks for the GIL meanwhile aborts the process (seen with torch 2.13).
+    Args:
+        code: rank 0's is the exit code of the run.
+        failed: whether torch.distributed.run has to end the other ranks, which may wait for this
+            one.
     """
-    with contextlib.suppress(OSError):  # nobody reads any more, or nothing can be written
+    with contextlib.suppress(OSError):  # the reader has gone, or the disk is full
         sys.stdout.flush()
         sys.stderr.flush()
     if DIRECTORY in os.environ and not failed:
@@ -157,28 +158,30 @@ def leave(code: int, failed: bool = False) -> NoReturn:
 
 
 def under_torchrun() -> bool:
-    """Return whether this process is a rank of torch.distributed.run's."""
+    """Return whether torch.distributed.run has started this process."""
     return "RANK" in os.environ
 
 
 def rank() -> int:
-    """Return this process's rank; 0 if it is by itself."""
+    """Return this process's rank; 0 without torch.distributed.run."""
     return int(os.environ.get("RANK", "0"))
 
 
 def world_size() -> int:
-    """Return how many ranks there are; 1 if this process is by itself."""
+    """Return the number of ranks; 1 without torch.distributed.run."""
     return int(os.environ.get("WORLD_SIZE", "1")) if under_torchrun() else 1
 
 
 def join(device: str) -> torch.device:
-    """Make the default process group: of all ranks, or of this process alone.
+    """Create the default process group of all ranks, or of this process alone.
+
+    On the CPU it binds each rank to a core of its own.
 
     Args:
         device: "cpu" or "cuda".
 
     Returns:
-        where this rank computes. On the host each rank is bound to a core of its own.
+        the device of this rank.
     """
     on_gpu = device == "cuda"
     if not under_torchrun():
@@ -197,10 +200,10 @@ def join(device: str) -> torch.device:
 
 
 def bind_to_core() -> None:
-    """Keep this rank of torchrun's, all its threads, on a core of its own, as mpirun does.
+    """Bind all threads of this rank to one core, as mpirun does.
 
-    Else figures depend on which ranks' threads the kernel happens to put on one core. Where there
-    are fewer cores than ranks, nothing is bound.
+    Without this, figures depend on whose threads the kernel puts on the same core. With fewer cores
+    than ranks it does nothing.
     """
     cores = sorted(os.sched_getaffinity(0))
     if int(os.environ["LOCAL_WORLD_SIZE"]) <= len(cores):

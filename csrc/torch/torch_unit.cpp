@@ -1,4 +1,4 @@
-#include "torch/unit.h"
+#include "torch/torch_unit.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/from_blob.h>
@@ -10,9 +10,9 @@
 #include <utility>
 
 #include "base/check.h"
+#include "torch/containers.h"
 #include "torch/dtype.h"
-#include "torch/root.h"
-#include "torch/tree.h"
+#include "torch/torch_root.h"
 
 namespace py = pybind11;
 
@@ -39,26 +39,18 @@ at::Tensor view_of_storage(const c10::intrusive_ptr<c10::StorageImpl>& storage, 
 
 void note_optimizer_step() { optimizer_steps.fetch_add(1, std::memory_order_relaxed); }
 
-TorchUnit::TorchUnit(std::string name, UnitLayout layout, at::Tensor flat_shard,
-                     at::Tensor flat_gradient, std::vector<std::vector<std::int64_t>> shapes,
-                     std::vector<at::ScalarType> param_dtypes, UnitDtypes dtypes,
+TorchUnit::TorchUnit(UnitLayout layout, UnitTensors tensors, ForwardCasts casts,
                      std::size_t module_count)
-    : name_(std::move(name)),
-      layout_(std::move(layout)),
-      flat_shard_(std::move(flat_shard)),
-      flat_gradient_(std::move(flat_gradient)),
-      shapes_(std::move(shapes)),
-      param_dtypes_(std::move(param_dtypes)),
-      dtypes_(dtypes),
+    : layout_(std::move(layout)),
+      tensors_(std::move(tensors)),
+      casts_(casts),
       storage_(c10::make_intrusive<c10::StorageImpl>(
           c10::StorageImpl::use_byte_size_t(), layout_.unsharded_bytes(),
-          at::DataPtr(nullptr, flat_shard_.device()), /*allocator=*/nullptr,
-          /*resizable=*/false)),
+          at::DataPtr(nullptr, device()), /*allocator=*/nullptr, /*resizable=*/false)),
       pending_(module_count, 0) {
   for (std::size_t i = 0; i < layout_.params().size(); ++i) {
     if (layout_.params()[i].trainable) {
       trainable_.push_back(i);
-      gradient_dtype_ = to_dtype(param_dtypes_[i]);
     }
   }
   handed_over_.assign(trainable_.size(), 0);
@@ -83,22 +75,23 @@ TorchUnit::~TorchUnit() {
 
 std::vector<at::Tensor> TorchUnit::unsharded_views() const {
   std::vector<at::Tensor> views;
-  views.reserve(shapes_.size());
-  for (std::size_t i = 0; i < shapes_.size(); ++i) {
-    views.push_back(view_of_storage(storage_, layout_.placements()[i].unsharded_offset, shapes_[i],
-                                    param_dtypes_[i], flat_shard_.device()));
+  views.reserve(tensors_.shapes.size());
+  for (std::size_t i = 0; i < tensors_.shapes.size(); ++i) {
+    views.push_back(view_of_storage(storage_, layout_.placements()[i].unsharded_offset,
+                                    tensors_.shapes[i], tensors_.param_dtypes[i], device()));
   }
   return views;
 }
 
 void TorchUnit::bind(py::list sharded, py::list unsharded, py::list gradients,
                      std::vector<ModuleAttribute> attributes) {
-  FSDP_CHECK(sharded.size() == shapes_.size() && unsharded.size() == shapes_.size() &&
-                 gradients.size() == trainable_.size(),
-             "unit '", name_, "' expects ", shapes_.size(), " parameters and ", trainable_.size(),
-             " gradients but got ", sharded.size(), ", ", unsharded.size(), " and ",
-             gradients.size());
-  for (std::size_t i = 0; i < shapes_.size(); ++i) {
+  const std::size_t count = layout_.params().size();
+  FSDP_CHECK(
+      sharded.size() == count && unsharded.size() == count && gradients.size() == trainable_.size(),
+      "bind got ", sharded.size(), " sharded parameters, ", unsharded.size(),
+      " unsharded ones and ", gradients.size(), " gradients. The layout has ", count,
+      " parameters, ", trainable_.size(), " of them trainable.");
+  for (std::size_t i = 0; i < count; ++i) {
     sharded_.emplace_back(py::reinterpret_borrow<py::object>(sharded[i]));
     unsharded_objects_.emplace_back(py::reinterpret_borrow<py::object>(unsharded[i]));
     unsharded_.push_back(THPVariable_Unpack(unsharded_objects_.back().ptr()));
@@ -112,8 +105,9 @@ void TorchUnit::bind(py::list sharded, py::list unsharded, py::list gradients,
   attributes_ = std::move(attributes);
 }
 
-void TorchUnit::join(std::shared_ptr<Root> root, int number) {
+void TorchUnit::join(const std::shared_ptr<TorchRoot>& root, std::string name, int number) {
   root_ = root;
+  name_ = std::move(name);
   number_ = number;
 }
 
@@ -127,7 +121,7 @@ const at::Tensor& TorchUnit::sharded(std::size_t parameter) const {
 py::object TorchUnit::pre_forward(std::size_t index, py::handle module, py::handle args,
                                   py::handle kwargs) {
   (void)index;
-  const std::shared_ptr<Root> root = root_.lock();
+  const std::shared_ptr<TorchRoot> root = root_.lock();
   FSDP_CHECK(root != nullptr, "unit '", name_, "' expects its root module to be alive");
   const bool recomputing = root->recomputing();
   if (!recomputing && !root->enter_forward(*this)) {
@@ -140,7 +134,7 @@ py::object TorchUnit::pre_forward(std::size_t index, py::handle module, py::hand
   }
   py::object inputs = py::make_tuple(args, kwargs);
   const py::object original = inputs;
-  inputs = cast(inputs, dtypes_.cast_inputs);
+  inputs = cast(inputs, casts_.inputs);
   if (entering && at::GradMode::is_enabled()) {
     inputs = watch_inputs(inputs);
   }
@@ -148,7 +142,7 @@ py::object TorchUnit::pre_forward(std::size_t index, py::handle module, py::hand
 }
 
 py::object TorchUnit::post_forward(std::size_t index, py::handle output) {
-  const std::shared_ptr<Root> root = root_.lock();
+  const std::shared_ptr<TorchRoot> root = root_.lock();
   FSDP_CHECK(root != nullptr, "unit '", name_, "' expects its root module to be alive");
   const bool recomputing = root->recomputing();
   const bool outermost = !recomputing && root->is_outermost(*this);
@@ -163,7 +157,7 @@ py::object TorchUnit::post_forward(std::size_t index, py::handle output) {
   if (outermost) {
     root->leave_forward(output);
   }
-  const py::object result = cast(output, dtypes_.cast_outputs);
+  const py::object result = cast(output, casts_.outputs);
   return result.is(output) ? py::object(py::none()) : result;
 }
 
@@ -232,7 +226,7 @@ void TorchUnit::watch_outputs(py::handle output, int forward_call) {
 // - UnitPort
 
 void TorchUnit::attach(void* unsharded) {
-  storage_->set_data_ptr_noswap(at::DataPtr(unsharded, flat_shard_.device()));
+  storage_->set_data_ptr_noswap(at::DataPtr(unsharded, device()));
   for (const std::size_t parameter : trainable_) {
     const bool requires_grad = sharded(parameter).requires_grad();
     if (unsharded_[parameter].requires_grad() != requires_grad) {
@@ -243,7 +237,7 @@ void TorchUnit::attach(void* unsharded) {
 }
 
 void TorchUnit::detach() {
-  storage_->set_data_ptr_noswap(at::DataPtr(nullptr, flat_shard_.device()));
+  storage_->set_data_ptr_noswap(at::DataPtr(nullptr, device()));
   register_parameters(/*unsharded=*/false);
 }
 
@@ -292,7 +286,8 @@ std::uint64_t TorchUnit::shard_version() {
   return version;
 }
 
-std::shared_ptr<void> TorchUnit::take_gradients(const void** addresses) {
+std::shared_ptr<void> TorchUnit::extract_gradients(const void** addresses) {
+  const DType gradient_dtype = layout_.unsharded_grad_dtype();
   auto taken = std::make_shared<std::vector<at::Tensor>>();
   taken->reserve(trainable_.size());
   for (std::size_t i = 0; i < trainable_.size(); ++i) {
@@ -304,8 +299,8 @@ std::shared_ptr<void> TorchUnit::take_gradients(const void** addresses) {
     const std::string& parameter = layout_.params()[trainable_[i]].name;
     FSDP_CHECK(slot.layout() == at::kStrided, "parameter '", parameter,
                "' expects a dense gradient but got a sparse one; use sparse=False");
-    FSDP_CHECK(to_dtype(slot.scalar_type()) == gradient_dtype_, "parameter '", parameter,
-               "' expects a gradient of ", fsdp::name(gradient_dtype_), " but got one of ",
+    FSDP_CHECK(to_dtype(slot.scalar_type()) == gradient_dtype, "parameter '", parameter,
+               "' expects a gradient of ", fsdp::name(gradient_dtype), " but got one of ",
                slot.scalar_type());
     at::Tensor gradient = std::move(slot);
     slot = at::Tensor();
@@ -326,23 +321,23 @@ void TorchUnit::drop_gradients() {
 }
 
 bool TorchUnit::has_sharded_gradient(std::size_t i) {
-  const at::Tensor& gradient = sharded(trainable_[i]).grad();
-  if (!gradient.defined()) {
-    return false;
-  }
-  if (!gradient.is_same(gradients_[i])) {
-    // Someone else's gradient: it moves into the flat gradient, to be added to.
-    const py::gil_scoped_acquire gil;
-    const at::NoGradGuard no_grad;
-    const py::object theirs = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient));
-    const py::object ours = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradients_[i]));
-    ours.attr("_local_tensor").attr("copy_")(theirs.attr("_local_tensor"));
-    sharded(trainable_[i]).mutable_grad() = gradients_[i];
-  }
-  return true;
+  return sharded(trainable_[i]).grad().defined();
 }
 
-void TorchUnit::hand_over_gradient(std::size_t i) {
+void TorchUnit::import_sharded_gradient(std::size_t i) {
+  const at::Tensor& gradient = sharded(trainable_[i]).grad();
+  if (gradient.is_same(gradients_[i])) {
+    return;
+  }
+  const py::gil_scoped_acquire gil;
+  const at::NoGradGuard no_grad;
+  const py::object theirs = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient));
+  const py::object ours = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradients_[i]));
+  ours.attr("_local_tensor").attr("copy_")(theirs.attr("_local_tensor"));
+  sharded(trainable_[i]).mutable_grad() = gradients_[i];
+}
+
+void TorchUnit::set_sharded_gradient(std::size_t i) {
   sharded(trainable_[i]).mutable_grad() = gradients_[i];
   handed_over_[i] = 1;
 }

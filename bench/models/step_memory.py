@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fsdp_ext
-from bench.published import Model
+from bench.models.published import Model
 from fsdp_ext import MixedPrecisionPolicy
 
 REDUCED = {2: torch.bfloat16, 4: torch.float32}  # dtypes of gradients on the wire by their bytes

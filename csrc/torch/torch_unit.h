@@ -30,7 +30,7 @@
 
 namespace fsdp {
 
-class Root;
+class TorchRoot;
 
 struct ModuleAttribute {
   pybind11::dict parameters;  // module._parameters
@@ -38,22 +38,25 @@ struct ModuleAttribute {
   std::size_t parameter;  // index in the unit
 };
 
-struct UnitDtypes {
-  at::ScalarType grad = at::kFloat;            // of the sharded gradients
-  at::ScalarType reduce = at::kFloat;          // on the wire
-  std::optional<at::ScalarType> cast_inputs;   // floating-point inputs of forward, to
-  std::optional<at::ScalarType> cast_outputs;  // floating-point outputs of forward, to
+// Memory, and what the unsharded parameters look like.
+struct UnitTensors {
+  at::Tensor flat_shard;     // layout.shard_bytes() bytes, uint8
+  at::Tensor flat_gradient;  // layout.grad_numel() elements of layout.grad_dtype()
+  std::vector<std::vector<std::int64_t>> shapes;
+  std::vector<at::ScalarType> param_dtypes;
+};
+
+// What a unit's forward casts floating-point tensors to, if anything.
+struct ForwardCasts {
+  std::optional<at::ScalarType> inputs;
+  std::optional<at::ScalarType> outputs;
 };
 
 class TorchUnit final : public UnitPort,
                         public BackwardTarget,
                         public std::enable_shared_from_this<TorchUnit> {
  public:
-  // `flat_shard` is a byte tensor of layout.shard_bytes(); `flat_gradient` one of the reduced
-  // elements. `shapes` and `dtypes` are those of the unsharded parameters.
-  TorchUnit(std::string name, UnitLayout layout, at::Tensor flat_shard, at::Tensor flat_gradient,
-            std::vector<std::vector<std::int64_t>> shapes, std::vector<at::ScalarType> param_dtypes,
-            UnitDtypes dtypes, std::size_t module_count);
+  TorchUnit(UnitLayout layout, UnitTensors tensors, ForwardCasts casts, std::size_t module_count);
   ~TorchUnit() override;
 
   // Views of the storage that attach points somewhere, one for each parameter.
@@ -63,7 +66,7 @@ class TorchUnit final : public UnitPort,
   // gradients of the trainable ones, DTensors over the flat gradient.
   void bind(pybind11::list sharded, pybind11::list unsharded, pybind11::list gradients,
             std::vector<ModuleAttribute> attributes);
-  void join(std::shared_ptr<Root> root, int number);
+  void join(const std::shared_ptr<TorchRoot>& root, std::string name, int number);
 
   // - Module hooks.
   // `index` is the module's in the unit. They return None where nothing is to change, else
@@ -75,18 +78,21 @@ class TorchUnit final : public UnitPort,
   // - UnitPort.
   void attach(void* unsharded) override;
   void detach() override;
-  void* flat_shard() override { return flat_shard_.data_ptr(); }
-  void* flat_gradient() override { return flat_gradient_.data_ptr(); }
-  void move_shard(std::shared_ptr<void> memory) override { move(flat_shard_, std::move(memory)); }
+  void* flat_shard() override { return tensors_.flat_shard.data_ptr(); }
+  void* flat_gradient() override { return tensors_.flat_gradient.data_ptr(); }
+  void move_shard(std::shared_ptr<void> memory) override {
+    move(tensors_.flat_shard, std::move(memory));
+  }
   void move_gradient(std::shared_ptr<void> memory) override {
-    move(flat_gradient_, std::move(memory));
+    move(tensors_.flat_gradient, std::move(memory));
   }
   std::uint64_t shard_version() override;
-  std::shared_ptr<void> take_gradients(const void** addresses) override;
-  DType gradient_dtype() override { return gradient_dtype_; }
+  std::shared_ptr<void> extract_gradients(const void** addresses) override;
+  DType gradient_dtype() override { return layout_.unsharded_grad_dtype(); }
   void drop_gradients() override;
   bool has_sharded_gradient(std::size_t i) override;
-  void hand_over_gradient(std::size_t i) override;
+  void import_sharded_gradient(std::size_t i) override;
+  void set_sharded_gradient(std::size_t i) override;
 
   // - BackwardTarget.
   void on_pre_backward(int forward_call) override;
@@ -102,11 +108,11 @@ class TorchUnit final : public UnitPort,
   void forget_pending();
   void watch_outputs(pybind11::handle output, int forward_call);
 
-  const std::string& name() const { return name_; }
   const UnitLayout& layout() const { return layout_; }
   int number() const { return number_; }
 
  private:
+  at::Device device() const { return tensors_.flat_shard.device(); }
   const at::Tensor& sharded(std::size_t parameter) const;
   static void move(const at::Tensor& flat, std::shared_ptr<void> memory);
   void register_parameters(bool unsharded);
@@ -115,14 +121,9 @@ class TorchUnit final : public UnitPort,
   pybind11::object cast(pybind11::handle object, std::optional<at::ScalarType> dtype) const;
   pybind11::object watch_inputs(pybind11::handle inputs);
 
-  std::string name_;
   UnitLayout layout_;
-  at::Tensor flat_shard_;
-  at::Tensor flat_gradient_;
-  std::vector<std::vector<std::int64_t>> shapes_;
-  std::vector<at::ScalarType> param_dtypes_;
-  UnitDtypes dtypes_;
-  DType gradient_dtype_ = DType::Float32;
+  UnitTensors tensors_;
+  ForwardCasts casts_;
   c10::intrusive_ptr<c10::StorageImpl> storage_;
 
   std::vector<pybind11::object> sharded_;
@@ -137,7 +138,8 @@ class TorchUnit final : public UnitPort,
   std::vector<char> pending_;  // modules of a group that forward has not run yet
   std::size_t pending_count_ = 0;
 
-  std::weak_ptr<Root> root_;
+  std::weak_ptr<TorchRoot> root_;
+  std::string name_;
   int number_ = -1;
 };
 

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from bench.published import (
+from bench.models.published import (
     MEASUREMENTS,
     NODE,
     RING_START,
@@ -31,7 +31,7 @@ from bench.published import (
     Recompute,
     Stack,
 )
-from bench.step_memory import planned_memory
+from bench.models.step_memory import planned_memory
 from fsdp_ext.comm.link import Link
 from fsdp_ext.planner.schedule import Prediction, Stage, predict
 
@@ -192,7 +192,7 @@ def tokens_per_second(step: Step, rate: float) -> float:
 
 
 def memory_bytes(step: Step) -> int:
-    """Return what a rank has at most, without activations: bench/step_memory.py."""
+    """Return what a rank has at most, without activations: bench/models/step_memory.py."""
     return planned_memory(step.model, step.shards, step.reduce_bytes, DEPTH)
 
 

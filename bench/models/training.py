@@ -1,7 +1,7 @@
-"""The transformer that step and memory train, and how each system shards it.
+"""The transformer that `step` and `memory` train, and how each system shards it.
 
-Each system has the best settings that its documentation names; what they are is part of a row.
-A block is a unit, and what is left the root unit. fp32 parameters and AdamW everywhere.
+Each system has the best settings that its documentation names, and a row lists them.
+Each block is a unit, and the rest is the root unit. All systems have fp32 parameters and AdamW.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from gpt_model import GPT, Block, GPTConfig
 
 LARGE = GPTConfig(vocabulary=50304, context=2048, dim=1792, layers=22, heads=14)
@@ -28,8 +28,9 @@ MEDIUM = GPTConfig(vocabulary=2048, context=64, dim=512, layers=6, heads=8)
 SMALL = GPTConfig(vocabulary=256, context=64, dim=128, layers=4, heads=4)
 WARMUP = 3
 KEPT = ", kept gathered"
-PREFETCHED = 2  # units ahead, of FSDP2
-REDUCE_BUFFERS = 2  # inputs of FSDP2's reductions that may be in flight; its docstring says 2
+GLOO = "ours over gloo"
+PREFETCHED = 2  # units that FSDP2 gathers ahead
+REDUCE_BUFFERS = 2  # FSDP2's reductions that may be in flight; its docstring recommends 2
 
 
 @dataclass
@@ -37,21 +38,24 @@ class Sharded:
     """A model as one system trains it."""
 
     model: Any  # called with tokens
-    settings: str  # that differ from the system's defaults
-    optimizer: Any = None  # has zero_grad and step; AdamW of torch's if none is given
+    settings: str  # those that differ from the system's defaults
+    optimizer: Any = None  # has zero_grad and step; None stands for torch's AdamW
     backward: Callable[[Tensor], object] = Tensor.backward
-    autocast: bool = False  # the system has no mixed precision of its own
+    autocast: bool = False  # whether forward needs autocast: the system has no mixed precision
+    communicates: bool = True
 
 
 Build = Callable[[GPT, torch.dtype, torch.device], Sharded]
 
 
 def adamw(parameters: Any, device: torch.device) -> torch.optim.Optimizer:
-    """Return the optimizer that all systems have."""
+    """Return the optimizer of all systems."""
     return torch.optim.AdamW(parameters, lr=1e-4, fused=device.type == "cuda")
 
 
-def _fully_shard(fully_shard: Any, model: GPT, dtype: torch.dtype, device: torch.device) -> None:
+def _fully_shard(
+    fully_shard: Any, model: GPT, dtype: torch.dtype, device: torch.device, **settings: Any
+) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -60,20 +64,37 @@ def _fully_shard(fully_shard: Any, model: GPT, dtype: torch.dtype, device: torch
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
     )
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy, **settings)
+    fully_shard(model, mesh=mesh, mp_policy=policy, **settings)
 
 
 def shard_ours(
-    model: GPT, dtype: torch.dtype, device: torch.device, *, kept: bool = False
+    model: GPT,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    kept: bool = False,
+    transport: str | None = None,
 ) -> Sharded:
-    """Shard with fsdp_ext; `kept`: no reshard after forward."""
+    """Shard with fsdp_ext.
+
+    Args:
+        model: to shard.
+        dtype: of the computation.
+        device: of this rank.
+        kept: keep parameters gathered after forward.
+        transport: of all units; None for the default.
+    """
     from fsdp_ext import fully_shard
 
-    _fully_shard(fully_shard, model, dtype, device)
+    _fully_shard(fully_shard, model, dtype, device, transport=transport)
+    settings = []
     if kept:
         model.set_reshard_after_forward(False)  # type: ignore[operator]
-    return Sharded(model, "no reshard after forward" if kept else "defaults")
+        settings.append("no reshard after forward")
+    if transport is not None:
+        settings.append(f"transport={transport!r}")
+    return Sharded(model, ", ".join(settings) or "defaults")
 
 
 def shard_fsdp2(
@@ -84,7 +105,15 @@ def shard_fsdp2(
     kept: bool = False,
     defaults: bool = False,
 ) -> Sharded:
-    """Shard with PyTorch's FSDP2; `kept`: no reshard after forward; `defaults`: as it comes."""
+    """Shard with PyTorch's FSDP2.
+
+    Args:
+        model: to shard.
+        dtype: of the computation.
+        device: of this rank.
+        kept: keep parameters gathered after forward.
+        defaults: change no setting.
+    """
     from torch.distributed.fsdp import fully_shard
 
     _fully_shard(fully_shard, model, dtype, device)
@@ -98,17 +127,17 @@ def shard_fsdp2(
     units: list[Any] = [root, *model.blocks]
     for i, unit in enumerate(units):
         unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + PREFETCHED])
-        # Backward begins in the root, by its head, and comes to the first block last.
+        # Backward begins with the head, which is the root's, and ends with the first block.
         before = units[1:i] if i else units[1:]
         unit.set_modules_to_backward_prefetch(before[::-1][:PREFETCHED])
     settings.append(f"explicit prefetch of {PREFETCHED}")
-    if device.type == "cpu":  # without streams a gather blocks the host, unless it is asynchronous
+    if device.type == "cpu":  # a CPU has no streams: a gather blocks the host if not asynchronous
         root._set_unshard_async_op(True)
         settings.append("asynchronous unshards")
     if hasattr(root, "set_reduce_scatter_max_input_buffers"):  # torch 2.11 has none
         root.set_reduce_scatter_max_input_buffers(REDUCE_BUFFERS)
         settings.append(f"{REDUCE_BUFFERS} reduce-scatter inputs")
-    # A group of one rank has no wire that reductions and gathers could share.
+    # One rank has no wire, so gathers and reductions cannot get in each other's way.
     if hasattr(root, "set_separate_reduce_scatter_group") and dist.get_world_size() > 1:
         root.set_separate_reduce_scatter_group()
         settings.append("separate reduce-scatter group")
@@ -124,7 +153,7 @@ def shard_fsdp1(model: GPT, dtype: torch.dtype, device: torch.device) -> Sharded
         model,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         mixed_precision=MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32),
-        # Said for a CPU too: without it FSDP1 looks for an accelerator and fails.
+        # FSDP1 needs it on a CPU, too: otherwise it looks for an accelerator and fails.
         device_id=device,
         use_orig_params=True,
         forward_prefetch=True,
@@ -134,7 +163,7 @@ def shard_fsdp1(model: GPT, dtype: torch.dtype, device: torch.device) -> Sharded
 
 
 def replicate_ddp(model: GPT, dtype: torch.dtype, device: torch.device) -> Sharded:
-    """Wrap with PyTorch's DDP, which replicates."""
+    """Wrap with PyTorch's DDP, which keeps a replica on each rank."""
     from torch.nn.parallel import DistributedDataParallel
 
     wrapped = DistributedDataParallel(
@@ -147,27 +176,34 @@ def replicate_ddp(model: GPT, dtype: torch.dtype, device: torch.device) -> Shard
 
 
 def leave_unsharded(model: GPT, dtype: torch.dtype, device: torch.device) -> Sharded:
-    """Let each rank train a replica by itself."""
-    return Sharded(model, "no communication", autocast=True)
+    """Let each rank train its own replica, without communication."""
+    return Sharded(model, "no communication", autocast=True, communicates=False)
 
 
 SYSTEMS: dict[str, Build] = {
     "unsharded": leave_unsharded,
     "ours": shard_ours,
-    "FSDP2": shard_fsdp2,
-    "FSDP1": shard_fsdp1,
-}
-# Of several ranks, besides: other settings, and who does not shard.
-MORE: dict[str, Build] = {
+    GLOO: partial(shard_ours, transport="process_group"),
     f"ours{KEPT}": partial(shard_ours, kept=True),
+    "FSDP2": shard_fsdp2,
     f"FSDP2{KEPT}": partial(shard_fsdp2, kept=True),
     "FSDP2, defaults": partial(shard_fsdp2, defaults=True),
+    "FSDP1": shard_fsdp1,
     "DDP": replicate_ddp,
 }
+OF_ONE_RANK = ("unsharded", "ours", "FSDP2", "FSDP1")
+
+
+def systems_for(device: torch.device, ranks: int) -> dict[str, Build]:
+    """Return the systems to measure there, in the order of the tables."""
+    names = list(OF_ONE_RANK if ranks == 1 else SYSTEMS)
+    if device.type != "cpu" and GLOO in names:
+        names.remove(GLOO)  # a GPU's process group is NCCL
+    return {name: SYSTEMS[name] for name in names}
 
 
 class Training:
-    """One system's model and optimizer, and its step."""
+    """A model as one system trains it, with its optimizer and its step."""
 
     def __init__(self, build: Build, config: GPTConfig, batch: int, device: torch.device) -> None:
         self.config = config
@@ -180,12 +216,12 @@ class Training:
         self.sharded = build(model, self.dtype, device)
         self.model: nn.Module = self.sharded.model
         self.optimizer = self.sharded.optimizer or adamw(self.model.parameters(), device)
-        # The same tokens on all ranks, so that losses are those of a replica.
+        # All ranks have the same tokens, so that each loss is that of one replica.
         self.tokens = torch.randint(config.vocabulary, (batch, config.context), device=device)
 
     @staticmethod
     def unsharded_block(config: GPTConfig) -> list[nn.Parameter]:
-        """Return the parameters of a block, without memory."""
+        """Return the parameters of one unsharded block, on the meta device."""
         with torch.device("meta"):
             return list(Block(config).parameters())
 
@@ -196,7 +232,7 @@ class Training:
         return contextlib.nullcontext()
 
     def step(self) -> Tensor:
-        """Run one; return the loss."""
+        """Run one training step; return the loss."""
         self.optimizer.zero_grad()
         with self.forward_context():
             logits = self.model(self.tokens)
@@ -208,7 +244,7 @@ class Training:
         return loss.detach()
 
     def timed_step(self) -> tuple[float, float, Tensor]:
-        """Return the seconds of a step, those until it is issued, and the loss."""
+        """Run a step; return its seconds, the seconds until it was issued, and the loss."""
         if dist.get_world_size() > 1:
             dist.barrier()
         start = time.perf_counter()

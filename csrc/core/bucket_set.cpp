@@ -1,0 +1,115 @@
+#include "core/bucket_set.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/check.h"
+#include "core/memory_plan.h"
+
+namespace fsdp {
+
+BucketSet::BucketSet(Lanes& lanes, const PipelineOptions& options,
+                     const std::vector<std::unique_ptr<Unit>>& units, OrderCheck& order_check)
+    : lanes_(lanes), options_(options), units_(units), order_check_(order_check) {}
+
+void BucketSet::update(const ForwardOrder& order, Gatherer& gatherer, Reducer& reducer) {
+  if ((!partition_is_stale_ && memory_is_planned_) || is_ring_in_use()) {
+    return;
+  }
+  if (partition_is_stale_) {
+    const Partition next = partition(order);
+    compare_ranks(next, order);
+    if (next != partition_) {
+      if (has_accumulated()) {
+        return;
+      }
+      for (const auto& unit : units_) {
+        gatherer.reshard(*unit);  // it stayed unsharded since an earlier forward
+      }
+      form(next, reducer);
+    }
+    partition_is_stale_ = false;
+  }
+  if (!memory_is_planned_) {
+    plan_memory(gatherer, reducer);
+  }
+}
+
+bool BucketSet::is_ring_in_use() const {
+  return std::any_of(units_.begin(), units_.end(), [](const auto& unit) {
+    return unit->slot != nullptr && unit->slot != unit->bucket->home.get();
+  });
+}
+
+bool BucketSet::has_accumulated() const {
+  return std::any_of(buckets_.begin(), buckets_.end(),
+                     [](const auto& bucket) { return bucket->has_accumulated; });
+}
+
+// See core/merging.h.
+Partition BucketSet::partition(const ForwardOrder& order) const {
+  std::vector<MergeTraits> traits;
+  std::vector<int> parents;
+  for (const auto& unit : units_) {
+    MergeTraits of_unit =
+        merge_traits(unit->layout, unit->bucket_bytes, unit->port.gradient_dtype());
+    of_unit.max_message_bytes = unit->max_message_bytes;
+    of_unit.reshard_after_forward = unit->reshard_after_forward;
+    of_unit.reshard_after_backward = unit->reshard_after_backward;
+    of_unit.pack_scale = unit->pack_scale;
+    of_unit.reduce_scale = unit->reduce_scale;
+    traits.push_back(of_unit);
+    parents.push_back(unit->parent);
+  }
+  return merge_units(traits,
+                     order.is_recorded() ? order.first_events() : events_of_registration(parents));
+}
+
+void BucketSet::compare_ranks(const Partition& partition, const ForwardOrder& order) {
+  const Compared target = order.is_recorded() ? Compared::Recorded : Compared::Registration;
+  if (options_.check_order && lanes_.gather.communicator().size() > 1 && compared_ < target) {
+    order_check_.compare(partition, units_);
+    compared_ = target;
+  }
+}
+
+void BucketSet::form(const Partition& partition, Reducer& reducer) {
+  FSDP_CHECK(!lanes_.device->is_capturing(),
+             "A CUDA graph capture cannot form buckets. Run a few whole steps before capturing "
+             "one.");
+  reducer.wait(buckets_);
+  lanes_.gather.synchronize();
+  lanes_.reduce.synchronize();
+  for (const auto& unit : units_) {
+    unit->bucket = nullptr;  // it would dangle if making a bucket throws
+  }
+  buckets_.clear();
+  partition_.clear();
+  memory_is_planned_ = false;
+  for (const std::vector<int>& numbers : partition) {
+    std::vector<Unit*> units;
+    units.reserve(numbers.size());
+    for (const int number : numbers) {
+      units.push_back(units_.at(static_cast<std::size_t>(number)).get());
+    }
+    buckets_.push_back(
+        std::make_unique<Bucket>(static_cast<int>(buckets_.size()), std::move(units), lanes_));
+  }
+  partition_ = partition;
+}
+
+void BucketSet::plan_memory(Gatherer& gatherer, Reducer& reducer) {
+  FSDP_CHECK(!lanes_.device->is_capturing(),
+             "A CUDA graph capture cannot allocate buffers. Run a few whole steps before capturing "
+             "one.");
+  std::size_t depth = static_cast<std::size_t>(options_.prefetch_depth);
+  for (const auto& unit : units_) {
+    depth = std::max({depth, unit->forward_prefetch.size(), unit->backward_prefetch.size()});
+  }
+  const bool root_reshards = units_.front()->reshard_after_forward;
+  gatherer.plan_memory(buckets_, ring_slots(options_.nesting, depth, root_reshards));
+  reducer.plan_memory(buckets_);
+  memory_is_planned_ = true;
+}
+
+}  // namespace fsdp

@@ -1,0 +1,224 @@
+"""The figures of a profile: the average step, and the cost of each bucket or unit."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from fsdp_ext.profiler.causes import PAUSE
+from fsdp_ext.profiler.recording import WIRES, Span
+from fsdp_ext.profiler.result import Recording
+
+# Compute that is slower beside communication by less than this factor is noise.
+_SLOWED = 1.05
+_PHASES = ("forward", "backward", "other")
+_EVERY_UNIT = (-1, -1)
+
+
+@dataclass(frozen=True)
+class _Key:
+    """What a row is about: the collectives of one bucket in one phase.
+
+    ``units`` are the numbers of the bucket's first and last unit.
+    """
+
+    units: tuple[int, int]
+    operation: str
+    phase: str
+
+    @classmethod
+    def of(cls, span: Span) -> _Key:
+        return cls(span.units, span.work, span.phase)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The cost of one bucket's or unit's collectives, per step and averaged over the steps.
+
+    Args:
+        units: names of the first and the last unit, or of the only one.
+        operation: "gather" or "reduce".
+        phase: the phase that issued it: "forward", "backward" or "other".
+        collectives: how many collectives it takes part in.
+        nbytes: bytes on the wire, summed over all ranks.
+        wire: seconds on the wire.
+        hidden: seconds on the wire that overlap compute.
+        exposed: seconds that the compute stream waited for it, whatever delayed it.
+        causes: seconds of ``exposed`` by cause.
+        slowest: the rank that was last by the most seconds; None unless ranks were merged.
+    """
+
+    units: str
+    operation: str
+    phase: str
+    collectives: float
+    nbytes: float
+    wire: float
+    hidden: float
+    exposed: float
+    causes: dict[str, float]
+    slowest: int | None = None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The average step in seconds: step = compute + exposed + other.
+
+    Args:
+        iterations: how many steps were measured.
+        step: from the begin of one forward to the begin of the next.
+        fastest: the shortest step.
+        slowest: the longest step.
+        compute: forward and backward without waits.
+        exposed: waits for communication.
+        other: everything else: the loss, the optimizer, the input pipeline.
+        wire: time of all collectives, summed.
+        hidden: the hidden share of ``wire``, 0 to 1, summed over the rows.
+        causes: seconds of ``exposed`` by cause.
+        slowed: estimated seconds that communication added to ``compute``; 0 if that cannot be told
+            (``profile.slowdown``).
+    """
+
+    iterations: int
+    step: float
+    fastest: float
+    slowest: float
+    compute: float
+    exposed: float
+    other: float
+    wire: float
+    hidden: float
+    causes: dict[str, float]
+    slowed: float
+
+
+def summarise(recording: Recording) -> Summary:
+    """Return the average step. Its parts add up to the whole."""
+    iterations = recording.iterations
+    count = len(iterations)
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(values) / count
+
+    slow = recording.slowdown
+    costs = _costs(recording).values()
+    causes: defaultdict[str, float] = defaultdict(float)
+    for cost in costs:
+        for name, seconds in cost.causes.items():
+            causes[name] += seconds
+    steps = [iteration.step for iteration in iterations]
+    hidden = sum(_hidden(cost.wire, sum(cost.causes.values())) for cost in costs)
+    wire = mean([iteration.wire for iteration in iterations])
+    exposed = mean([iteration.exposed for iteration in iterations])
+    return Summary(
+        iterations=count,
+        step=mean(steps),
+        fastest=min(steps),
+        slowest=max(steps),
+        compute=mean([iteration.compute for iteration in iterations]),
+        exposed=exposed,
+        other=mean([iteration.other for iteration in iterations]),
+        wire=wire,
+        hidden=hidden / wire if wire > 0 else 1.0,
+        causes=dict(sorted(causes.items(), key=lambda item: -item[1])),
+        slowed=slow.seconds if slow is not None and slow.factor > _SLOWED else 0.0,
+    )
+
+
+# - Rows
+
+
+@dataclass
+class _Cost:
+    """The cost of one row, per step."""
+
+    collectives: float = 0.0
+    nbytes: float = 0.0
+    wire: float = 0.0
+    causes: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+
+def rows_of(recording: Recording, by: str) -> list[Row]:
+    """Return what communication cost, in the order of the units: see ``profile.rows``."""
+    if by not in ("bucket", "unit"):
+        raise ValueError(
+            f'profile got rows by {by!r}. Pass by="bucket", a row for what travels together, or '
+            'by="unit".'
+        )
+    costs = _costs(recording)
+    slowest = _slowest(recording)
+    found = [
+        (part, key, share)
+        for key in costs
+        for part, share in (_shares(recording, key.units) if by == "unit" else [(key.units, 1.0)])
+    ]
+    found.sort(key=lambda one: (one[0], one[1].operation, _PHASES.index(one[1].phase)))
+    return [
+        _row(recording.name_of(part), key, costs[key], share, slowest.get(key))
+        for part, key, share in found
+    ]
+
+
+def _costs(recording: Recording) -> dict[_Key, _Cost]:
+    count = len(recording.iterations)
+    costs: defaultdict[_Key, _Cost] = defaultdict(_Cost)
+    for iteration in recording.iterations:
+        for span in iteration.of(*WIRES):
+            cost = costs[_Key.of(span)]
+            cost.collectives += 1 / count
+            cost.nbytes += span.nbytes / count
+            cost.wire += span.seconds / count
+    for exposures in recording.exposures:
+        for exposure in exposures:
+            key = _Key(exposure.units, exposure.operation, exposure.phase)
+            costs[key].causes[exposure.cause.value] += exposure.seconds / count
+    return costs
+
+
+def _shares(
+    recording: Recording, units: tuple[int, int]
+) -> Iterator[tuple[tuple[int, int], float]]:
+    """Yield each unit of a bucket with its share of the bucket's bytes."""
+    if units == _EVERY_UNIT:
+        yield units, 1.0
+        return
+    members = recording.units_of(units)
+    total = sum(recording.sizes[number] for number in members)
+    for number in members:
+        yield (number, number), recording.sizes[number] / total if total else 1 / len(members)
+
+
+def _row(name: str, key: _Key, cost: _Cost, share: float, slowest: int | None) -> Row:
+    causes = {name: seconds * share for name, seconds in cost.causes.items()}
+    exposed = sum(causes.values())
+    wire = cost.wire * share
+    return Row(
+        units=name,
+        operation=key.operation,
+        phase=key.phase,
+        collectives=cost.collectives,
+        nbytes=cost.nbytes * share,
+        wire=wire,
+        hidden=_hidden(wire, exposed),
+        exposed=exposed,
+        causes=causes,
+        slowest=slowest,
+    )
+
+
+def _hidden(wire: float, exposed: float) -> float:
+    """Return the hidden seconds on the wire; a wait may be longer than the wire was busy."""
+    return max(0.0, wire - exposed)
+
+
+def _slowest(recording: Recording) -> dict[_Key, int]:
+    """Return the rank that was last by the most seconds, counting noticeable delays only."""
+    behind: defaultdict[_Key, Counter[int]] = defaultdict(Counter)
+    for iteration in recording.iterations:
+        for place, span in enumerate(iteration.spans):
+            found = recording.late.get((iteration.number, place))
+            if found is not None and found.spread > PAUSE:
+                microseconds = round(found.spread * 1e6)
+                behind[_Key.of(span)][found.rank] += microseconds
+    return {key: ranks.most_common(1)[0][0] for key, ranks in behind.items()}

@@ -1,0 +1,83 @@
+"""A profile as a trace for Perfetto and chrome://tracing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdp_ext.profiler.recording import COMPUTE, LANES, WAITS, WIRES, Iteration, Span
+from fsdp_ext.profiler.result import Recording
+
+# Rows of a trace from top to bottom. Viewers need spans of one row to follow or enclose each other.
+# Copies of one kind run in order, but copies of different kinds may overlap.
+_COPIES = tuple(work for work in LANES if work not in WIRES)
+_ROWS = ("passes", "compute", *WIRES, *_COPIES)
+
+
+def _row_of(span: Span) -> str:
+    if span.work in LANES:
+        return span.work
+    return "compute" if span.work in (*COMPUTE, *WAITS) else "passes"
+
+
+def trace_of(recording: Recording) -> dict[str, Any]:
+    """Return a profile in Chrome's trace event format, which Perfetto reads.
+
+    Each rank is a process. Its rows are the passes, compute (units and waits), gathers, reductions,
+    and each kind of copy around them. The format is the "Trace Event Format" of the Chromium
+    project; times are microseconds since the first iteration began.
+    """
+    events: list[dict[str, Any]] = []
+    start = min(iteration.begin for of_rank in recording.ranks.values() for iteration in of_rank)
+    for rank, iterations in recording.ranks.items():
+        events += _headings(rank, recording.transport)
+        for iteration in iterations:
+            for place, span in enumerate(iteration.spans):
+                event = _event(recording, rank, iteration.number, span, start)
+                if rank == recording.rank:
+                    event["args"] |= _lateness(recording, iteration, place)
+                events.append(event)
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _headings(rank: int, transport: str) -> list[dict[str, Any]]:
+    """Return the events that name a rank's process and its rows, and that order the rows."""
+    events = [_metadata("process_name", rank, 0, {"name": f"rank {rank}, {transport}"})]
+    for row, name in enumerate(_ROWS):
+        events.append(_metadata("thread_name", rank, row, {"name": name}))
+        events.append(_metadata("thread_sort_index", rank, row, {"sort_index": row}))
+    return events
+
+
+def _metadata(kind: str, rank: int, row: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": rank, "tid": row, "args": arguments}
+
+
+def _lateness(recording: Recording, iteration: Iteration, place: int) -> dict[str, Any]:
+    late = recording.late.get((iteration.number, place))
+    if late is None:
+        return {}
+    return {
+        "slowest rank": late.rank,
+        "first to last rank (us)": round(late.spread * 1e6, 1),
+    }
+
+
+def _event(recording: Recording, rank: int, step: int, span: Span, start: float) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"step": step, "phase": span.phase}
+    if span.nbytes:
+        arguments |= {
+            "bytes of all ranks": span.nbytes,
+            "issued (us before it began)": round((span.begin - span.issued) * 1e6, 1),
+            "on demand": span.on_demand,
+        }
+    what = span.work.replace("unit ", "")
+    return {
+        "ph": "X",
+        "name": what if span.first < 0 else f"{what} {recording.name_of(span.units)}",
+        "cat": span.work,
+        "pid": rank,
+        "tid": _ROWS.index(_row_of(span)),
+        "ts": round((span.begin - start) * 1e6, 3),
+        "dur": round(span.seconds * 1e6, 3),
+        "args": arguments,
+    }

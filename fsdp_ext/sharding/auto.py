@@ -1,0 +1,64 @@
+"""What ``bucket_bytes="auto"`` and ``prefetch="auto"`` mean: the choice for models of one shape.
+
+The choices live as long as the process.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fsdp_ext.sharding.settings import AUTO, Choice
+from fsdp_ext.sharding.unit import ShardedParam, Unit
+
+# A model by its shape.
+_Key = tuple[object, ...]
+_chosen: dict[_Key, Choice] = {}
+
+_logger = logging.getLogger("fsdp_ext")
+
+
+def _key(units: Sequence[Unit], transport: str) -> _Key:
+    def shape_of(param: ShardedParam) -> tuple[object, ...]:
+        return param.name.rsplit(".", 1)[-1], tuple(param.shape), param.dtype
+
+    def settings_of(unit: Unit) -> tuple[object, ...]:
+        settings = unit.settings
+        return settings.mp_policy.param_dtype, *unit.grad_dtypes(), settings.reshard_after_forward
+
+    shapes = tuple((settings_of(unit), *map(shape_of, unit.params)) for unit in units)
+    first = units[0]
+    return (transport, first.settings.transport, first.world_size, first.device.type, shapes)
+
+
+def remember(units: Sequence[Unit], transport: str, choice: Choice, *, memory_known: bool) -> None:
+    """Use ``choice`` for models that look like this one from now on.
+
+    Args:
+        units: of the model.
+        transport: the name of the one in use.
+        choice: for the model.
+        memory_known: whether the choice keeps units unsharded because there is memory for that. If
+            not, that part of it is only for this very model.
+    """
+    _chosen[_key(units, transport)] = choice if memory_known else replace(choice, kept=())
+
+
+def chosen_for(units: Sequence[Unit], transport: str) -> Choice | None:
+    """Return the choice for models that look like this one; log it if there is none.
+
+    Units stay unsharded only if both bucket size and prefetch are "auto". With other values the
+    choice may not fit the memory for which it was made.
+    """
+    found = _chosen.get(_key(units, transport))
+    first = units[0]
+    both = first.settings.bucket_bytes == AUTO and first.settings.prefetch == AUTO
+    if found is not None and not both:
+        found = replace(found, kept=())
+    if found is None and first.mesh.get_local_rank() == 0:
+        _logger.info(
+            "settings are 'auto', but fsdp_ext.tune has not run for such a model yet; the defaults "
+            "are used until then"
+        )
+    return found

@@ -1,0 +1,229 @@
+"""``FSDPModule``: the methods that a module has once ``fully_shard`` was applied to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+
+from fsdp_ext.sharding.module_state import unit_of
+from fsdp_ext.sharding.root import Root
+from fsdp_ext.sharding.state_dict_hooks import adopt_changes, reshard
+from fsdp_ext.sharding.unit import Unit
+
+
+class UnshardHandle:
+    """An all-gather in flight.
+
+    Args:
+        unit: the unit that is gathered; with None there is nothing to wait for.
+    """
+
+    def __init__(self, unit: Unit | None) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Make the current stream wait, and register the unsharded parameters."""
+        unit, self._unit = self._unit, None
+        if unit is not None and unit.root is not None:
+            unit.root.wait_for_unshard(unit)
+
+
+class FSDPModule:
+    """The base class of a module's class once ``fully_shard`` was applied to the module."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make an instance of the original class, as slicing an ``nn.Sequential`` does."""
+        original: Any = original_class(cls)
+        self: Any = original.__new__(original)
+        self.__init__(*args, **kwargs)
+        return self
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise NotImplementedError(
+            "a sharded module cannot be deep-copied. Copy it before fully_shard, or copy its "
+            "state_dict."
+        )
+
+    def reshard(self) -> None:
+        """Free this unit's unsharded parameters and register the sharded ones. Not recursive."""
+        reshard(self._unit)
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's parameters, following its mixed-precision policy. Not recursive.
+
+        Args:
+            async_op: return at once, with a handle to wait on; forward waits by itself.
+        """
+        unit = self._unit
+        Root.of(unit).unshard(unit)
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reset_iter_state(self) -> None:
+        """Forget an iteration that ended in an exception: reshard, drop unreduced gradients.
+
+        The next forward does this by itself. The method is here for code that calls FSDP2's.
+        """
+        if self._unit.root is not None:
+            self._unit.root.core.reset_iteration()
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Set whether the next backward waits for the gradient reductions at its end.
+
+        The setting is the root's, so it holds for the whole model.
+        """
+        units = [self._unit]
+        if self._unit.root is not None:
+            units.append(self._unit.root.units[0])
+        _change(units, is_last_backward=is_last_backward)
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether backward reduces gradients, or only accumulates them on each rank.
+
+        Args:
+            requires_gradient_sync: False is FSDP1's ``no_sync``.
+            recurse: set it for all units below, too.
+        """
+        _change(self._units(recurse), requires_gradient_sync=requires_gradient_sync)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Set whether forward frees the unsharded parameters at its end.
+
+        Args:
+            reshard_after_forward: also for the root, whose default is False.
+            recurse: set it for all units below, too.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"set_reshard_after_forward got {reshard_after_forward!r}. Pass True or False."
+            )
+        _change(self._units(recurse), reshard_after_forward=reshard_after_forward)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether backward frees the unsharded parameters.
+
+        Args:
+            reshard_after_backward: False saves the next forward's all-gather when gradients are
+                accumulated, and costs the memory of the unsharded parameters.
+            recurse: set it for all units below, too.
+        """
+        _change(self._units(recurse), reshard_after_backward=reshard_after_backward)
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Set what to prefetch when this unit runs forward, instead of the recorded order.
+
+        Args:
+            modules: sharded modules; each needs a slot of the ring while it is ahead.
+        """
+        self._unit.forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
+        _change([self._unit])
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Set what to prefetch when this unit runs backward, instead of the reverse order.
+
+        Args:
+            modules: sharded modules; each needs a slot of the ring while it is ahead.
+        """
+        self._unit.backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
+        _change([self._unit])
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Set the divisor of this unit's summed gradients, instead of the world size."""
+        if not isinstance(factor, (int, float)) or not factor > 0:
+            raise ValueError(f"set_gradient_divide_factor got {factor!r}. Pass a positive number.")
+        _change([self._unit], gradient_divide_factor=float(factor))
+
+    def flat_shard(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this unit's flat shard and flat gradient, for optimizers that work on them whole.
+
+        The sharded parameters and, after backward, their gradients are views of the two. Both are
+        1-D, of one length, and have each element in the same place; padding lies between
+        parameters. Where a parameter's ``.grad`` is None, its part of the flat gradient is old. Raw
+        addresses, such as those of NumPy or CuPy arrays over the two, are valid until the next
+        forward, which may form new buckets and move the memory under the tensors.
+
+        Raises:
+            ValueError: if parameters differ in dtype, or some are frozen.
+            RuntimeError: before the first forward.
+        """
+        return self._unit.flat()
+
+    @property
+    def _unit(self) -> Unit:
+        unit = unit_of(cast(nn.Module, self))
+        assert unit is not None
+        return unit
+
+    def _units(self, recurse: bool) -> list[Unit]:
+        modules = cast(nn.Module, self).modules() if recurse else [cast(nn.Module, self)]
+        units = (unit_of(module) for module in modules)
+        return list(dict.fromkeys(unit for unit in units if unit is not None))
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        # module.to(), to_empty() and the like work on the sharded parameters and may replace them.
+        self.reshard()
+        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        adopt_changes(self._unit)
+        return result
+
+
+def _unsupported(name: str) -> Callable[..., NoReturn]:
+    def method(self: FSDPModule, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"FSDPModule.{name} is not supported yet. Leave the call out.")
+
+    return method
+
+
+# The methods of the installed PyTorch's FSDPModule that are missing here raise by name.
+for _name in vars(TorchFSDPModule):
+    if not _name.startswith("_") and not hasattr(FSDPModule, _name):
+        setattr(FSDPModule, _name, _unsupported(_name))
+
+
+def _change(units: list[Unit], **settings: Any) -> None:
+    """Change settings of units, and tell the roots that run them."""
+    for unit in units:
+        unit.change(**settings)
+    for root in {unit.root for unit in units if unit.root is not None}:
+        root.apply(unit for unit in units if unit.root is root)
+
+
+def _units_of(modules: list[FSDPModule], caller: str) -> list[Unit]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(
+                f"{caller} got a {type(module).__name__} that is not sharded. Pass modules that "
+                "fully_shard was applied to."
+            )
+    return [module._unit for module in modules]
+
+
+# - The class of a sharded module
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def fsdp_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of ``FSDPModule`` and ``cls`` that sharded modules of ``cls`` have."""
+    if cls not in _classes:
+        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
+    return _classes[cls]
+
+
+def original_class(cls: type[Any]) -> type[Any]:
+    """Return the class that a module had before ``fully_shard``; ``cls`` if it is not sharded."""
+    if not issubclass(cls, FSDPModule):
+        return cls
+    original: type[Any] = cls.__mro__[2]  # after FSDP<Class> and FSDPModule
+    return original

@@ -1,0 +1,88 @@
+"""What fsdp_ext keeps on a user's module: one object in its ``__dict__``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from fsdp_ext.sharding.forward_hooks import ForwardHooks
+from fsdp_ext.sharding.param_group import ParamGroup
+from fsdp_ext.sharding.unit import Unit
+
+_KEY = "_fsdp_ext"
+
+
+@dataclass(frozen=True)
+class ModuleState:
+    """The state of one module.
+
+    Args:
+        sharded: the module that ``fully_shard`` was applied to: the module itself, or the one that
+            FSDP1's wrapper wraps.
+        group: its unit, a planned one in a planned model; None for FSDP1's wrapper.
+        hooks: its forward hooks; None in a planned model and for FSDP1's wrapper.
+    """
+
+    sharded: nn.Module
+    group: ParamGroup | None = None
+    hooks: ForwardHooks | None = None
+
+
+def set_state(module: nn.Module, state: ModuleState) -> None:
+    """Attach ``state`` to ``module``, which must not register it as a child or parameter."""
+    module.__dict__[_KEY] = state
+
+
+def state_of(module: nn.Module) -> ModuleState | None:
+    """Return the state of ``module``; None if fsdp_ext has done nothing to it."""
+    state: ModuleState | None = module.__dict__.get(_KEY)
+    return state
+
+
+def is_state(attribute: str) -> bool:
+    """Return whether a module's attribute of this name is fsdp_ext's."""
+    return attribute == _KEY
+
+
+def group_of(module: nn.Module) -> ParamGroup | None:
+    """Return the unit, real or planned, that ``module`` is of."""
+    state = state_of(module)
+    return None if state is None else state.group
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """Return the unit that ``fully_shard`` made of ``module``, if it did."""
+    group = group_of(module)
+    return group if isinstance(group, Unit) else None
+
+
+def hooks_of(unit: Unit) -> list[ForwardHooks]:
+    """Return the forward hooks of a unit, one object for each of its modules."""
+    states = [state_of(module) for module in unit.modules]
+    return [state.hooks for state in states if state is not None and state.hooks is not None]
+
+
+def sharded_module(model: nn.Module) -> nn.Module:
+    """Return the module that ``fully_shard`` was applied to: ``model``, or what it wraps."""
+    state = state_of(model)
+    return model if state is None else state.sharded
+
+
+def managed_params(modules: list[nn.Module], ignored: set[nn.Parameter]) -> dict[nn.Parameter, str]:
+    """Return the parameters under ``modules`` outside of nested units, with their names."""
+    params: dict[nn.Parameter, str] = {}
+    seen: set[nn.Module] = set()
+
+    def collect(module: nn.Module, prefix: str) -> None:
+        seen.add(module)
+        for name, param in module._parameters.items():
+            if param is not None and param not in ignored:
+                params.setdefault(param, prefix + name)
+        for name, child in module._modules.items():
+            if child is not None and child not in seen and group_of(child) is None:
+                collect(child, f"{prefix}{name}.")
+
+    for module in modules:
+        collect(module, f"{type(module).__name__}." if len(modules) > 1 else "")
+    return params

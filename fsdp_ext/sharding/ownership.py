@@ -1,0 +1,67 @@
+"""Which parameters can be sharded, and which unit has sharded a parameter."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+# Set on a parameter that a unit has replaced: its name, and the name of the unit.
+_SHARDED_AS = "_fsdp_ext_sharded_as"
+# Set on the replacement: the name of the unit.
+_SHARDED_IN = "_fsdp_ext_sharded_in"
+
+
+def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> None:
+    """Raise for a parameter that cannot be sharded, naming it."""
+    owner = replaced_as(param)
+    if owner is not None:
+        raise ValueError(
+            f"parameter '{name}' is also '{owner[0]}' of {owner[1]}, which is a unit already. Put "
+            "modules that share a parameter into one unit: fully_shard([a, b])."
+        )
+    unit = getattr(param, _SHARDED_IN, None)
+    if unit is not None:
+        raise ValueError(
+            f"parameter '{name}' is in the unit of {unit} already. Call fully_shard on the layers "
+            "first and on the whole model last."
+        )
+    if isinstance(param, DTensor):
+        raise NotImplementedError(
+            f"parameter '{name}' is a DTensor already (tensor parallelism), which is not supported "
+            "yet."
+        )
+    if param.ndim == 0:
+        raise ValueError(
+            f"parameter '{name}' is a scalar, which has no rows to shard. Make it a 1-D tensor "
+            "with one element."
+        )
+    if param.is_complex():
+        raise ValueError(
+            f"parameter '{name}' is {param.dtype}, and only real parameters can be sharded. Store "
+            "it as a real tensor with a last dimension of 2, and use torch.view_as_complex in "
+            "forward."
+        )
+    # Shards of parameters on the host move to the device, as in FSDP2.
+    if param.device.type not in ("meta", "cpu", device.type):
+        raise ValueError(
+            f"parameter '{name}' is on {param.device}, but the mesh is of {device}. Move the "
+            f"module to {device} (or meta) first."
+        )
+    if not param.is_contiguous():
+        raise ValueError(
+            f"parameter '{name}' of shape {tuple(param.shape)} is not contiguous: its strides are "
+            f"{param.stride()}. Make it contiguous first."
+        )
+
+
+def mark_sharded(param: nn.Parameter, sharded: nn.Parameter, name: str, unit: str) -> None:
+    """Remember that ``sharded``, which is ``name`` of ``unit``, has replaced ``param``."""
+    setattr(param, _SHARDED_AS, (name, unit))
+    setattr(sharded, _SHARDED_IN, unit)
+
+
+def replaced_as(param: nn.Parameter) -> tuple[str, str] | None:
+    """Return the parameter's name and its unit's if a unit has replaced it, else None."""
+    owner: tuple[str, str] | None = getattr(param, _SHARDED_AS, None)
+    return owner

@@ -1,0 +1,138 @@
+"""The parameters of a unit as the layout sees them: shapes, dtypes, order.
+
+The rules are the same for a unit that trains and for one that is only planned.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from fsdp_ext import _C
+from fsdp_ext.sharding.settings import UnitSettings
+
+# Before torch 2.15 reduce_dtype=None means param_dtype, and since then the parameters' own dtype
+# (MixedPrecisionPolicy's docstring there, "versionchanged"). The policy is PyTorch's own class, so
+# it means what the installed PyTorch says.
+_REDUCES_AS_COMPUTED = torch.__version__ < "2.15"
+
+# Parameters at least this large are gathered directly: Note [gather plans] in csrc/core/layout.h.
+# Tests change it.
+DIRECT_BYTES = _C.DIRECT_BYTES
+
+
+class Param(Protocol):
+    """What a layout needs to know of a parameter. ``dtype`` is the sharded parameter's."""
+
+    name: str
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def requires_grad(self) -> bool: ...
+
+
+class ParamGroup:
+    """The parameters of one unit, gathered and reduced together.
+
+    Args:
+        name: of the unit, for messages.
+        world_size: how many ranks share the parameters.
+        settings: what was asked of the unit.
+    """
+
+    params: Sequence[Param]
+
+    def __init__(self, name: str, world_size: int, settings: UnitSettings) -> None:
+        self.name = name
+        self.world_size = world_size
+        self.settings = settings
+        # The units that set_modules_to_forward_prefetch and its sibling name.
+        self.forward_prefetch: Sequence[ParamGroup] = ()
+        self.backward_prefetch: Sequence[ParamGroup] = ()
+
+    def layout_for(self, training: bool) -> _C.UnitLayout:
+        """Return where parameters, and in training gradients, lie in shards and buffers.
+
+        Raises:
+            ValueError: if trainable parameters have several dtypes.
+        """
+        grad_dtype, reduce_dtype = self.grad_dtypes() if training else (torch.float32,) * 2
+        specs = [
+            (
+                param.name,
+                list(param.shape),
+                param.dtype,
+                self.compute_dtype(param.dtype),
+                training and param.requires_grad,
+            )
+            for param in self.params
+        ]
+        return _C.UnitLayout(specs, self.world_size, grad_dtype, reduce_dtype, DIRECT_BYTES)
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which parameters of ``dtype`` are gathered and computed with."""
+        param_dtype = self.settings.mp_policy.param_dtype
+        return param_dtype if param_dtype is not None and dtype.is_floating_point else dtype
+
+    def grad_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtypes of the sharded gradients and of their reduction.
+
+        Raises:
+            ValueError: if trainable parameters have several dtypes.
+        """
+        trainable = {param.name: param.dtype for param in self.params if param.requires_grad}
+        if len(set(trainable.values())) > 1:
+            listed = ", ".join(f"'{name}' is {dtype}" for name, dtype in trainable.items())
+            raise ValueError(
+                f"unit '{self.name}' has trainable parameters of several dtypes ({listed}), but "
+                "one unit reduces gradients of one dtype; shard them as separate units or convert "
+                "them"
+            )
+        grad_dtype = next(iter(trainable.values()), torch.float32)
+        policy = self.settings.mp_policy
+        computed = policy.param_dtype if _REDUCES_AS_COMPUTED else None
+        return grad_dtype, policy.reduce_dtype or computed or grad_dtype
+
+    def row_bytes(self, param: Param) -> int:
+        """Return the bytes on the wire of one row of ``param`` from each rank.
+
+        It is the larger one of the row in the all-gather and its gradient in the reduction.
+        """
+        dtypes = [self.compute_dtype(param.dtype)]
+        if param.requires_grad:
+            dtypes.append(self.grad_dtypes()[1])
+        numel = math.prod(param.shape[1:]) * self.world_size
+        return numel * max(dtype.itemsize for dtype in dtypes)
+
+    def gradient_scales(self) -> tuple[float, float]:
+        """Return the factors on gradients before and after the reduction.
+
+        They are FSDP2's (``_get_gradient_divide_factors``): together they average over the ranks.
+        fp16 has a small range, so about the square root of the divisor is on each side.
+        """
+        factor = self.settings.gradient_divide_factor or float(self.world_size)
+        _, reduce_dtype = self.grad_dtypes()
+        if reduce_dtype in (torch.float32, torch.bfloat16):
+            return 1.0 / factor, 1.0
+        before = 1
+        while factor % before == 0 and factor / before > before:
+            before *= 2
+        return 1.0 / before, before / factor
+
+    def _large_first(self, params: Sequence[Param]) -> list[int]:
+        """Return the places of ``params`` in the order of the layout (csrc/core/layout.h)."""
+
+        def is_small(param: Param) -> bool:
+            rows = -(-param.shape[0] // self.world_size) * self.world_size
+            size = self.compute_dtype(param.dtype).itemsize
+            return rows * size * math.prod(param.shape[1:]) < DIRECT_BYTES
+
+        return sorted(range(len(params)), key=lambda place: is_small(params[place]))

@@ -1,0 +1,35 @@
+"""State dicts save the sharded parameters, and loading one may replace them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdp_ext.sharding.unit import Unit
+
+
+def install(unit: Unit) -> None:
+    """Register the hooks on every module that has a parameter of ``unit``."""
+
+    def to_sharded(*_: Any) -> None:
+        reshard(unit)
+
+    def loaded(*_: Any) -> None:
+        adopt_changes(unit)
+
+    for module in {module for param in unit.params for module, _ in param.attributes}:
+        hooked: Any = module  # torch leaves these three untyped
+        hooked.register_state_dict_pre_hook(to_sharded)
+        hooked._register_load_state_dict_pre_hook(to_sharded)
+        hooked.register_load_state_dict_post_hook(loaded)
+
+
+def reshard(unit: Unit) -> None:
+    """Register the unit's sharded parameters, which is so before its first forward anyway."""
+    if unit.root is not None:
+        unit.root.reshard(unit)
+
+
+def adopt_changes(unit: Unit) -> None:
+    """Follow sharded parameters that were replaced, converted or moved."""
+    if unit.flatten(loading=True) and unit.root is not None:
+        unit.root.invalidate()

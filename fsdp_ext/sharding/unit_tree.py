@@ -1,0 +1,167 @@
+"""The units under one module: their order, which encloses which, and their resolved settings."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+from torch import nn
+
+from fsdp_ext import _C
+from fsdp_ext.comm.costs import default_bucket_bytes
+from fsdp_ext.comm.link import Link
+from fsdp_ext.sharding.module_state import group_of
+from fsdp_ext.sharding.param_group import ParamGroup
+from fsdp_ext.sharding.settings import DEFAULT_PREFETCH, Decision, RootSettings
+
+
+class UnitTree:
+    """The units of one root module, in order of registration; the first one is the root's.
+
+    The tree refers to the module weakly: the module's units refer to the tree.
+
+    Args:
+        module: the root module, whose modules know their units.
+    """
+
+    units: Sequence[ParamGroup]
+    settings: RootSettings
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        groups = (group_of(submodule) for submodule in module.modules())
+        self.units = list(dict.fromkeys(group for group in groups if group is not None))
+        self._numbers = {unit: number for number, unit in enumerate(self.units)}
+
+    def number(self, unit: ParamGroup) -> int:
+        """Return the unit's place in order of registration.
+
+        Raises:
+            ValueError: if it is not under the root module.
+        """
+        if unit not in self._numbers:
+            raise ValueError(
+                f"unit '{unit.name}' is not in {type(self.module).__name__}, the root module. Pass "
+                "modules of one model."
+            )
+        return self._numbers[unit]
+
+    @property
+    def module(self) -> nn.Module:
+        """The root module."""
+        module = self._module()
+        if module is None:
+            raise RuntimeError("the root module was deleted; keep a reference to the model")
+        return module
+
+    def module_names(self) -> list[list[str]]:
+        """Return the names of each unit's modules, from the root, whose own name is empty."""
+        names: dict[ParamGroup, list[str]] = {unit: [] for unit in self.units}
+        for name, module in self.module.named_modules():
+            unit = group_of(module)
+            if unit is not None:
+                names[unit].append(name)
+        return [names[unit] for unit in self.units]
+
+    def parents(self) -> list[int]:
+        """Return the number of the unit that encloses each one; -1 for the root."""
+        parents: dict[int, int] = {}
+
+        def visit(module: nn.Module, parent: int) -> None:
+            unit = group_of(module)
+            if unit is not None:
+                parents.setdefault(self.number(unit), parent)
+                parent = self.number(unit)
+            for child in module.children():
+                visit(child, parent)
+
+        visit(self.module, -1)
+        return [parents[number] for number in range(len(self.units))]
+
+    def nesting(self) -> int:
+        """Return how many units below the root enclose each other, at most; at least 1."""
+
+        def depth(module: nn.Module, enclosing: frozenset[ParamGroup]) -> int:
+            unit = group_of(module)
+            if unit is not None and unit is not self.units[0]:
+                enclosing = enclosing | {unit}
+            return max([len(enclosing)] + [depth(child, enclosing) for child in module.children()])
+
+        return max(1, depth(self.module, frozenset()))
+
+    def configs(self, layouts: Sequence[_C.UnitLayout]) -> list[_C.UnitConfig]:
+        """Return what the schedule needs to know of each unit.
+
+        Args:
+            layouts: of the units, for training.
+        """
+        configs = []
+        for number, (unit, layout, parent) in enumerate(
+            zip(self.units, layouts, self.parents(), strict=True)
+        ):
+            pack_scale, reduce_scale = unit.gradient_scales()
+            configs.append(
+                _C.UnitConfig(
+                    name=unit.name,
+                    layout=layout,
+                    parent=parent,
+                    reshard_after_forward=self.settings.reshard_after_forward[number],
+                    reshard_after_backward=unit.settings.reshard_after_backward,
+                    pack_scale=pack_scale,
+                    reduce_scale=reduce_scale,
+                    bucket_bytes=self.settings.bucket_bytes[number],
+                    max_message_bytes=self.settings.max_message_bytes[number],
+                )
+            )
+        return configs
+
+    def resolve(self, link: Link, decision: Decision | None) -> RootSettings:
+        """Return the settings that the schedule runs with.
+
+        Args:
+            link: the default bucket size comes from it.
+            decision: decides settings that users left open; None for the defaults.
+
+        Raises:
+            ValueError: if a unit's ``max_message_bytes`` is less than one row of a parameter from
+                each rank.
+        """
+        root = self.units[0].settings
+        kept = decision.choice.kept if decision is not None else ()
+        prefetch = root.prefetch if isinstance(root.prefetch, int) else DEFAULT_PREFETCH
+        if decision is not None and decision.covers(root.prefetch):
+            prefetch = decision.choice.prefetch
+        return RootSettings(
+            prefetch=prefetch,
+            bucket_bytes=tuple(self._bucket_bytes(unit, link, decision) for unit in self.units),
+            max_message_bytes=tuple(self._max_message_bytes(unit) for unit in self.units),
+            reshard_after_forward=tuple(
+                number > 0 and number not in kept
+                if unit.settings.reshard_after_forward is None
+                else unit.settings.reshard_after_forward
+                for number, unit in enumerate(self.units)
+            ),
+        )
+
+    def _bucket_bytes(self, unit: ParamGroup, link: Link, decision: Decision | None) -> int:
+        """Return the unit's own setting, or else the root's."""
+        own, roots = unit.settings.bucket_bytes, self.units[0].settings.bucket_bytes
+        asked = own if isinstance(own, int) else roots
+        if decision is not None and decision.covers(asked):
+            return decision.choice.bucket_bytes
+        return asked if isinstance(asked, int) else default_bucket_bytes(link)
+
+    def _max_message_bytes(self, unit: ParamGroup) -> int:
+        """Return the unit's own setting, or else the root's; 0 for messages of any size."""
+        asked = unit.settings.max_message_bytes or self.units[0].settings.max_message_bytes
+        if asked is None or unit.world_size == 1:
+            return 0
+        for param in unit.params:
+            row = unit.row_bytes(param)
+            if row > asked:
+                raise ValueError(
+                    f"max_message_bytes={asked} is less than one row of parameter '{param.name}' "
+                    f"from each of {unit.world_size} ranks, {row} bytes; give at least that, or "
+                    "leave it out"
+                )
+        return asked

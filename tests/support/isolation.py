@@ -1,0 +1,163 @@
+"""What one call in a rank's process may change, and how the next call is kept from seeing it.
+
+State that tests change on purpose is put back. State that no test should leave behind is checked:
+a call that does fails, by a message that names it.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+import fsdp_ext
+from fsdp_ext.comm import costs, lanes
+
+_LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
+
+
+class ProcessState:
+    """The state of this process when it was made."""
+
+    def __init__(self) -> None:
+        self._environment = dict(os.environ)
+        self._directory = os.getcwd()
+        self._path = list(sys.path)
+        self._streams = sys.stdout, sys.stderr
+        self._filters = list(warnings.filters)
+        self._show = warnings.showwarning
+        self._loggers = {name: _logger_state(name) for name in ("", "fsdp_ext")}
+        self._threads = torch.get_num_threads()
+        self._dtype = torch.get_default_dtype()
+        self._random = random.getstate()
+        self._torch_random = torch.get_rng_state()
+        numpy = sys.modules.get("numpy")
+        self._numpy_random = numpy.random.get_state() if numpy else None
+        self._contents = [(value, copy.copy(value)) for value in _containers()]
+        self._checked = dict(_checked())
+        # What is there now stays for ever, so no later collection has to look at it.
+        gc.collect()
+        gc.freeze()
+
+    def restore(self) -> None:
+        """Put back what is restored, and check the rest.
+
+        Raises:
+            RuntimeError: the call has left something behind that is not restored.
+        """
+        self._restore_python()
+        self._restore_torch()
+        for container, content in self._contents:
+            _refill(container, content)
+        _forget_sharding()
+        now = dict(_checked())
+        left = [name for name, value in self._checked.items() if now.get(name) != value]
+        if left:
+            raise RuntimeError(
+                f"the call has left these changed: {', '.join(left)}. Put them back in the test, "
+                "or pass fresh=True to run_ranks."
+            )
+
+    def _restore_python(self) -> None:
+        if dict(os.environ) != self._environment:
+            os.environ.clear()
+            os.environ |= self._environment
+        os.chdir(self._directory)
+        sys.path[:] = self._path
+        sys.stdout, sys.stderr = self._streams
+        # Not only where filters differ: warnings that are shown once are to be shown again.
+        warnings.resetwarnings()
+        warnings.filters[:] = self._filters  # type: ignore[index]
+        warnings.showwarning = self._show
+        for name, (level, handlers) in self._loggers.items():
+            logging.getLogger(name).setLevel(level)
+            logging.getLogger(name).handlers[:] = handlers
+        random.setstate(self._random)
+        if self._numpy_random is not None:
+            sys.modules["numpy"].random.set_state(self._numpy_random)
+
+    def _restore_torch(self) -> None:
+        torch.set_num_threads(self._threads)
+        torch.set_default_dtype(self._dtype)
+        torch.set_default_device(None)
+        torch.set_grad_enabled(True)
+        torch.use_deterministic_algorithms(False)
+        torch.set_rng_state(self._torch_random)
+        # Its entries have meshes, which compare equal to those of the next call's groups.
+        _clear_sharding_prop_cache()
+
+
+def _logger_state(name: str) -> tuple[int, list[logging.Handler]]:
+    logger = logging.getLogger(name)
+    return logger.level, list(logger.handlers)
+
+
+def _containers() -> Iterator[dict[Any, Any] | set[Any] | list[Any]]:
+    """Yield the module variables of fsdp_ext that hold what was seen before, such as by tune."""
+    for module in _modules():
+        for name, value in vars(module).items():
+            if isinstance(value, (dict, set, list)) and not name.startswith("__"):
+                yield value
+
+
+def _refill(container: Any, content: Any) -> None:
+    if container == content:
+        return
+    container.clear()
+    container.extend(content) if isinstance(container, list) else container.update(content)
+
+
+def _forget_sharding() -> None:
+    """Forget what fsdp_ext has logged, and expect no process group to be left.
+
+    Raises:
+        RuntimeError: something still holds a process group of the call.
+    """
+    costs.log_default.cache_clear()
+    gc.collect()
+    if held := [repr(group) for group in lanes._lanes]:
+        raise RuntimeError(f"the call's process groups are gone, but these are still held: {held}")
+
+
+def _checked() -> Iterator[tuple[str, Any]]:
+    """Yield what calls must not leave changed, by name."""
+    yield "threads", {thread.name for thread in threading.enumerate()}
+    yield "sys.getprofile()", sys.getprofile()
+    yield "sys.gettrace()", sys.gettrace()
+    yield "signal handlers", [signal.getsignal(number) for number in signal.valid_signals()]
+    yield "resource limits", [resource.getrlimit(limit) for limit in _LIMITS]
+    for module in _modules():
+        for name, value in vars(module).items():
+            yield f"{module.__name__}.{name}", _Same(value)
+            if isinstance(value, type) and value.__module__ == module.__name__:
+                for attribute, of_class in vars(value).items():
+                    if isinstance(of_class, (FunctionType, property)):
+                        yield f"{module.__name__}.{name}.{attribute}", _Same(of_class)
+
+
+def _modules() -> list[ModuleType]:
+    name = fsdp_ext.__name__
+    return [m for key, m in sys.modules.items() if key == name or key.startswith(f"{name}.")]
+
+
+class _Same:
+    """Compares equal if it holds the same object."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value

@@ -1,0 +1,142 @@
+"""What a rank's process does: it joins a process group for each call, runs it and answers.
+
+Both ends of the pipe follow one protocol. For each call the rank receives a `Call`, sends its
+answer, receives "leave" when all ranks have answered, and sends "left". It ends when the pipe is
+closed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import os
+import pickle
+import signal
+import socket
+import sys
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from support.isolation import ProcessState
+
+# For the stacks of a rank whose time is up, and for a dead rank's exit code. Then it is killed.
+GRACE_S = 15.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a process stands among the ranks of its pool."""
+
+    rank: int
+    world_size: int
+    store_port: int
+    device: str
+    directory: str
+
+    @property
+    def output(self) -> Path:
+        """The file with what the rank has printed in the current call."""
+        return Path(self.directory) / f"rank{self.rank}.txt"
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What all ranks run next."""
+
+    run_id: str
+    timeout_s: float
+    function: bytes  # pickled (worker, args)
+
+
+def main(place: Place, pipe: Connection) -> None:
+    """Run calls until the other end closes the pipe."""
+    _write_output_to(place.output)
+    _set_up(place)
+    store = dist.TCPStore("127.0.0.1", place.store_port, is_master=False)
+    state = ProcessState()
+    while True:
+        try:
+            call: Call = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        os.ftruncate(1, 0)
+        # For a rank whose parent is gone.
+        faulthandler.dump_traceback_later(call.timeout_s + 2 * GRACE_S, exit=True, file=2)
+        pipe.send_bytes(pickle.dumps(_answer(place, call, store)))
+        # A rank that failed stays, so that its peers do not fail for want of it before it is heard.
+        # The parent kills it here.
+        pipe.recv_bytes()
+        dist.destroy_process_group()
+        state.restore()
+        faulthandler.cancel_dump_traceback_later()
+        pipe.send_bytes(pickle.dumps(("left", b"")))
+
+
+def _answer(place: Place, call: Call, store: dist.Store) -> tuple[str, bytes]:
+    """Return ("result", the pickled result) or ("error", the traceback)."""
+    try:
+        dist.init_process_group(
+            "gloo" if place.device == "cpu" else "cpu:gloo,cuda:nccl",
+            store=dist.PrefixStore(f"run{call.run_id}", store),
+            rank=place.rank,
+            world_size=place.world_size,
+            # Longer than ours, which says more.
+            timeout=timedelta(seconds=2 * call.timeout_s + 60),
+        )
+        worker, args = pickle.loads(call.function)
+        return "result", pickle.dumps(worker(*args))
+    except BaseException:
+        return "error", traceback.format_exc().encode()
+
+
+def _write_output_to(path: Path) -> None:
+    output = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    faulthandler.enable(2)
+    # Writes the stacks of all threads, then does what the signal does by default: it ends the
+    # process. It runs without the GIL, so it also works for a rank that is stuck in C++.
+    faulthandler.register(signal.SIGUSR1, file=2, chain=True)
+
+
+def _set_up(place: Place) -> None:
+    torch.set_num_threads(1)
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback
+    os.environ["FSDP_EXT_TEST_DEVICE"] = place.device
+    if place.device == "cuda":
+        _share_gpu(place, loopback)
+
+
+def _share_gpu(place: Place, loopback: str) -> None:
+    """Let several ranks use one GPU. This has to come before any use of NCCL.
+
+    NCCL refuses two ranks on a GPU of one host, so each rank names a host of its own, and they talk
+    over sockets. From 2.30.3 on it can be told to allow it. That is for functional tests alone: it
+    says nothing about speed.
+    """
+    if place.world_size > 1 and torch.cuda.nccl.version() >= (2, 30, 3):
+        os.environ |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2"}
+    elif place.world_size > 1:
+        os.environ |= {
+            "NCCL_HOSTID": f"rank{place.rank}",
+            "NCCL_NET": "Socket",
+            "NCCL_IB_DISABLE": "1",
+            "NCCL_SOCKET_IFNAME": loopback,
+            "NCCL_MNNVL_ENABLE": "0",
+            "NCCL_NVLS_ENABLE": "0",
+            "NCCL_MAX_CTAS": "2",
+            # Tests assert the transport from this log.
+            "NCCL_DEBUG": "INFO",
+            "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,NET",
+            "NCCL_DEBUG_FILE": f"{place.output}.nccl",
+        }
+    torch.cuda.set_device(0)
