@@ -13,7 +13,7 @@
 #include <new>
 
 #include "base/check.h"
-#include "comm/copy.h"
+#include "base/copy.h"
 #include "comm/rank_barrier.h"
 #include "comm/rank_order_sum.h"
 #include "device/host_stream.h"

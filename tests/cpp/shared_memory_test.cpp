@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <functional>
@@ -14,10 +15,11 @@
 #include <thread>
 #include <vector>
 
+#include "base/check.h"
+#include "base/with_dtype.h"
 #include "comm/rank_order_sum.h"
 #include "device/host_stream.h"
 #include "message_of.h"
-#include "pack/pack_dtypes.h"
 
 namespace fsdp::test {
 namespace {
@@ -30,11 +32,12 @@ constexpr DType kFloats[] = {DType::Float32, DType::BFloat16, DType::Float16, DT
 // - Sums
 
 TEST(RankOrderSum, RoundsOnceAndInTheOrderOfRanks) {
-  const std::uint16_t big = body::narrow<body::BFloat16>(256.0f).bits;
-  const std::uint16_t one = body::narrow<body::BFloat16>(1.0f).bits;
+  const std::uint16_t big = element::narrow<element::BFloat16>(256.0f).bits;
+  const std::uint16_t one = element::narrow<element::BFloat16>(1.0f).bits;
   std::uint16_t result = 0;
   sum_in_rank_order({&big, &one, &one}, &result, 1, DType::BFloat16);
-  EXPECT_EQ(body::widen(body::BFloat16{result}), 258.0f) << "one by one in bf16 it would be 256";
+  EXPECT_EQ(element::widen(element::BFloat16{result}), 258.0f)
+      << "one by one in bf16 it would be 256";
   const float values[] = {1e8f, 1.0f, -1e8f};
   float sum = -1.0f;
   sum_in_rank_order({&values[0], &values[1], &values[2]}, &sum, 1, DType::Float32);
@@ -45,6 +48,49 @@ TEST(RankOrderSum, RoundsOnceAndInTheOrderOfRanks) {
               sum_in_rank_order({&sum, &sum}, &sum, 1, DType::Bytes);
             }).find("floating dtype"),
             std::string::npos);
+}
+
+// Bit for bit, except that the sum of two NaNs is either of them, which the compiler chooses.
+template <typename T>
+bool is_same(T a, T b) {
+  const auto wide_a = element::widen(a);
+  const auto wide_b = element::widen(b);
+  return std::memcmp(&a, &b, sizeof(T)) == 0 || (wide_a != wide_a && wide_b != wide_b);
+}
+
+TEST(RankOrderSum, HasTheSameBitsWithEveryInstructionSet) {
+  constexpr std::size_t kMost = 5000;  // elements; more than two blocks of the loops
+  std::mt19937_64 random(5);
+  std::vector<std::vector<std::uint64_t>> memory(5, std::vector<std::uint64_t>(kMost + 8));
+  for (auto& source : memory) {
+    std::generate(source.begin(), source.end(), std::ref(random));
+  }
+  for (const DType dtype : kFloats) {
+    with_float(dtype, [&](auto zero) {
+      using T = decltype(zero);
+      for (const std::size_t numel : {0, 1, 7, 31, 65, 2047, 2049, 5000}) {
+        for (const std::size_t count : {2, 3, 5}) {
+          std::vector<const void*> sources;
+          for (std::size_t i = 0; i < count; ++i) {
+            sources.push_back(reinterpret_cast<const T*>(memory[i].data()) + i);
+          }
+          std::vector<T> expected(numel + 1);
+          sum_in_rank_order(sources, expected.data(), numel, dtype, InstructionSet::Baseline);
+          for (const auto set : {InstructionSet::Avx2, InstructionSet::Avx512}) {
+            if (!is_supported(set)) {
+              continue;
+            }
+            std::vector<T> actual(numel + 1);
+            sum_in_rank_order(sources, actual.data(), numel, dtype, set);
+            for (std::size_t i = 0; i < numel; ++i) {
+              ASSERT_TRUE(is_same(actual[i], expected[i]))
+                  << name(dtype) << ", " << name(set) << ", element " << i << " of " << numel;
+            }
+          }
+        }
+      }
+    });
+  }
 }
 
 // - Ranks as threads
@@ -107,14 +153,14 @@ double value_of(int seed, int rank, std::size_t index) {
 void write(void* data, DType dtype, std::size_t index, double value) {
   with_float(dtype, [&](auto element) {
     using T = decltype(element);
-    static_cast<T*>(data)[index] = body::narrow<T>(value);
+    static_cast<T*>(data)[index] = element::narrow<T>(value);
   });
 }
 
 double read(const void* data, DType dtype, std::size_t index) {
   double value = 0;
   with_float(dtype, [&](auto element) {
-    value = body::widen(static_cast<const decltype(element)*>(data)[index]);
+    value = element::widen(static_cast<const decltype(element)*>(data)[index]);
   });
   return value;
 }
