@@ -232,6 +232,7 @@ def _run(document: Path, codes: list[str]) -> list[str]:
         with contextlib.redirect_stdout(output):
             exec(compile(code, f"{document.name}, block {number}", "exec"), namespace)
         printed.append(output.getvalue())
+    namespace.clear()  # classes and functions outlive this, and keep the models through it
     return printed
 
 
