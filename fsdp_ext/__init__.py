@@ -14,12 +14,14 @@ from fsdp_ext._build_info import VERSION as __version__
 from fsdp_ext.comm.link import Link
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.fsdp1.wrapper import FullyShardedDataParallel
-from fsdp_ext.planner.api import Plan, plan
+from fsdp_ext.planner.api import plan
+from fsdp_ext.planner.result import Plan
 from fsdp_ext.profiler.api import profile
 from fsdp_ext.sharding.api import fully_shard, register_fsdp_forward_method
 from fsdp_ext.sharding.describe import describe_buckets
 from fsdp_ext.sharding.fsdp_module import FSDPModule, UnshardHandle
-from fsdp_ext.tuner.api import Tuning, tune
+from fsdp_ext.tuner.api import tune
+from fsdp_ext.tuner.result import Tuning
 
 __all__ = [
     "BackwardPrefetch",

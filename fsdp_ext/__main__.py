@@ -1,7 +1,7 @@
-"""``python -m fsdp_ext``: what was built, against what, and whether it fits what is here.
+"""``python -m fsdp_ext``: describes the build, and whether it fits the installed torch.
 
-``python -m fsdp_ext measure-link`` measures the transport in use (comm/measure_link.py);
-``python -m fsdp_ext plan`` shows what a training would take (planner/cli.py).
+``python -m fsdp_ext measure-link`` measures the transport in use (comm/measure_link.py).
+``python -m fsdp_ext plan`` shows the memory and the time of a training (planner/cli.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ USAGE = "usage: python -m fsdp_ext [measure-link [--help] | plan [--help]]"
 
 
 def describe() -> dict[str, str]:
-    """Return what there is to say, by name."""
+    """Return the facts about the build and the machine, by name."""
     lines = {
         "fsdp_ext": _build_info.VERSION,
         "build": f"{_build_info.BUILD_KIND} ({_build_info.COMPILER})",
@@ -38,14 +38,14 @@ def describe() -> dict[str, str]:
     )
     if built != running:
         lines["warning"] = (
-            f"expects torch {'.'.join(built)} but got {'.'.join(running)}; reinstall fsdp_ext with "
-            "pip install --no-build-isolation"
+            f"built against torch {'.'.join(built)}, but torch {'.'.join(running)} is installed. "
+            "Reinstall fsdp_ext with pip install --no-build-isolation."
         )
     return lines
 
 
 def _describe_transport() -> str:
-    """Return what would be chosen for ranks on the host, and why."""
+    """Return the transport that ranks on the host would use, and why."""
     try:
         asked = resolve_transport(None, "cpu")
     except ValueError as error:
@@ -63,9 +63,7 @@ def _describe_transport() -> str:
 def _describe_cuda() -> dict[str, str]:
     lines = {
         "CUDA": f"{_build_info.CUDA_VERSION}, for {', '.join(_build_info.CUDA_ARCHITECTURES)}",
-        "GPU": torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else "none that torch sees",
+        "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "torch sees none",
     }
     try:
         version, path, registration = _C.describe_nccl(nccl_libraries())
@@ -74,14 +72,14 @@ def _describe_cuda() -> dict[str, str]:
     how = {
         "window": "ncclCommWindowRegister",
         "register": "ncclCommRegister",
-        "none": "this version cannot",
+        "none": "not in this version",
     }
     buffers = how[registration] if registers_buffers() else "off (FSDP_EXT_NCCL_REGISTER=0)"
     return {**lines, "NCCL": f"{version}, {path}", "registered buffers": buffers}
 
 
 def main() -> int:
-    """Print it, or run the command that was given; return the exit code."""
+    """Print the description or run a command; return the exit code."""
     match sys.argv[1:]:
         case []:
             pass
@@ -94,7 +92,7 @@ def main() -> int:
             return 0
         case _:
             print(
-                f"{USAGE}\nexpects no arguments, measure-link or plan but got {sys.argv[1:]}",
+                f"{USAGE}\nunknown command: {' '.join(sys.argv[1:])}",
                 file=sys.stderr,
             )
             return 2

@@ -1,4 +1,4 @@
-"""A plan says what a model that really trains then has, and allocates nothing for it."""
+"""``fsdp_ext.plan`` finds the sizes that training then has, and allocates nothing."""
 
 from __future__ import annotations
 
@@ -354,7 +354,7 @@ def test_tables_and_json_have_the_same_figures(tmp_path: Path) -> None:
     assert planned.to_json(tmp_path / "plan.json") is None
     assert json.loads((tmp_path / "plan.json").read_text()) == document
     without = plan(on_meta(), 8, units=Block)
-    assert "no time is predicted: that takes a batch and FLOPs" in str(without)
+    assert "No time is predicted. Pass batch and flops_per_second" in str(without)
     assert "simulated" not in (without.to_json() or "")
 
 
@@ -362,13 +362,11 @@ def test_what_does_not_fit_is_refused_with_the_table() -> None:
     model = on_meta()
     needed = plan(model, 8, units=Block).memory.peak
     assert plan(model, 8, units=Block, memory_limit=needed).memory.peak == needed
-    with pytest.raises(
-        ValueError, match="a positive whole number of bytes, or None, but got '80GB"
-    ):
+    with pytest.raises(ValueError, match=r"got memory_limit='80GB'\. Pass a positive"):
         plan(model, 8, units=Block, memory_limit="80GB")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="memory_limit is") as error:
         plan(model, 8, units=Block, memory_limit=needed - 1)
-    assert f"Net expects {needed:,} bytes on each rank" in str(error.value)
+    assert f"Net needs {needed:,} bytes on each rank" in str(error.value)
     assert "blocks.0 to blocks.3 (4)" in str(error.value)
 
 
@@ -395,20 +393,40 @@ def _tied() -> nn.Module:
             on_meta,
             {"world_size": None},
             ValueError,
-            "expects world_size for a model without a mesh",
+            "plan needs world_size, since this model has no mesh",
         ),
-        (on_meta, {"world_size": 0}, ValueError, "world_size expects 1 or more ranks but got 0"),
-        (on_meta, {"units": "Block"}, TypeError, "units expects module classes"),
-        (on_meta, {"units": [int]}, TypeError, "units expects module classes"),
-        (on_meta, {"units": nn.Conv1d}, ValueError, "has no Conv1d; it has Block"),
-        (on_meta, {"units": [nn.Linear(2, 2)]}, ValueError, "a Linear that is not in it"),
+        (on_meta, {"world_size": 0}, ValueError, "got world_size=0. Pass 1 or more ranks"),
+        (on_meta, {"units": "Block"}, TypeError, "got units='Block'. Pass module classes"),
+        (on_meta, {"units": [int]}, TypeError, "in units. Pass module classes"),
+        (
+            on_meta,
+            {"units": nn.Conv1d},
+            ValueError,
+            "no such module. It has Block",
+        ),
+        (
+            on_meta,
+            {"units": [nn.Linear(2, 2)]},
+            ValueError,
+            "is not a module of Net",
+        ),
         (on_meta, {"units": nn.ModuleList}, ValueError, "has no forward"),
-        (on_meta, {"link": "avian"}, ValueError, "a Link or one of h100_node, .* got 'avian'"),
-        (on_meta, {"device_type": "tpu"}, ValueError, "'cuda' or 'cpu' but got 'tpu'"),
-        (on_meta, {"transport": "shared_memory"}, ValueError, "transport expects 'nccl' for ranks"),
-        (on_meta, {"transport": Simulated(4, FAST)}, ValueError, "transport has, 4, but got"),
+        (
+            on_meta,
+            {"link": "avian"},
+            ValueError,
+            "link='avian'. Pass a Link or one of h100_n",
+        ),
+        (on_meta, {"device_type": "tpu"}, ValueError, "got device_type='tpu'. Pass"),
+        (on_meta, {"transport": "shared_memory"}, ValueError, "transport is 'shared_memory', but"),
+        (
+            on_meta,
+            {"transport": Simulated(4, FAST)},
+            ValueError,
+            "transport with 4 ranks",
+        ),
         (on_meta, {"prefetch": -1}, ValueError, "prefetch is -1"),
-        (on_meta, {"optimizer_states": -1}, ValueError, "optimizer_states expects .* got -1"),
+        (on_meta, {"optimizer_states": -1}, ValueError, "got optimizer_states=-1"),
         (on_meta, {"bucket_bytes": -1}, ValueError, "bucket_bytes is -1"),
         (on_meta, {"max_message_bytes": 8}, ValueError, "less than one row of parameter"),
         (
@@ -417,17 +435,32 @@ def _tied() -> nn.Module:
             TypeError,
             "must be a MixedPrecisionPolicy",
         ),
-        (on_meta, {"flops_per_second": 1e12}, ValueError, "expects a batch"),
-        (on_meta, {"flops_per_second": 0.0, "batch": TOKENS}, ValueError, "a positive rate"),
-        (on_meta, {"flops_per_second": 1.0, "compute": {}}, ValueError, "but got both"),
-        (on_meta, {"compute": {}, "units": Block}, ValueError, "blocks.0, .* has none; the units"),
-        (on_meta, {"compute": {"head": (1, 1)}}, ValueError, "but head is none; the units are the"),
-        (on_meta, {"batch": (torch.zeros(2, 16),) * 2}, ValueError, "counting flops expects"),
+        (on_meta, {"flops_per_second": 1e12}, ValueError, "flops_per_second without a batch"),
+        (on_meta, {"flops_per_second": 0.0, "batch": TOKENS}, ValueError, "Pass a positive rate"),
+        (
+            on_meta,
+            {"flops_per_second": 1.0, "compute": {}},
+            ValueError,
+            "got both flops_per",
+        ),
+        (
+            on_meta,
+            {"compute": {}, "units": Block},
+            ValueError,
+            "no seconds of blocks.0",
+        ),
+        (
+            on_meta,
+            {"compute": {"head": (1, 1)}},
+            ValueError,
+            "seconds of head, but the units",
+        ),
+        (on_meta, {"batch": (torch.zeros(2, 16),) * 2}, ValueError, "plan could not count flops"),
         (_scalar, {}, ValueError, "'scale' is a scalar"),
         (_tied, {"units": Block}, ValueError, "'up.weight' is also 'up.weight' of Block"),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(
+def test_mistakes_raise_and_say_what_to_do(
     make: Callable[[], nn.Module], options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -435,7 +468,7 @@ def test_mistakes_are_told_in_a_sentence(
 
 
 def test_a_plan_expects_a_module() -> None:
-    with pytest.raises(TypeError, match="plan expects a module but got 3"):
+    with pytest.raises(TypeError, match=r"plan got 3\. Pass the model"):
         plan(3, 8)  # type: ignore[arg-type]
 
 
@@ -446,7 +479,7 @@ def _mistakes_of_sharded_models() -> None:
     with pytest.raises(ValueError, match="only modules inside are sharded"):
         plan(model)
     fully_shard(model, transport=Simulated(2, FAST))
-    with pytest.raises(ValueError, match="no units or mp_policy for a model that fully_shard was"):
+    with pytest.raises(ValueError, match="got units and mp_policy for a model that"):
         plan(model, units=nn.Linear, mp_policy=HALF)
 
 
@@ -528,7 +561,7 @@ def test_the_command_plans_a_sharded_model_with_its_own_settings(
         assert code == 2
     finally:
         dist.destroy_process_group()  # which Simulated has made
-    assert "expects no mp_policy for a model that fully_shard was" in capsys.readouterr().err
+    assert "got mp_policy for a model that fully_shard was" in capsys.readouterr().err
 
 
 def test_the_command_ends_with_1_where_memory_does_not_do(
@@ -540,22 +573,30 @@ def test_the_command_ends_with_1_where_memory_does_not_do(
     assert run([*arguments, "--memory-limit", "1MB"]) == 1
     refused = capsys.readouterr()
     assert refused.out == enough.out
-    assert "expects at most 1.0 MB on each rank but it takes" in refused.err
+    assert "without activations, but --memory-limit is 1.0 MB" in refused.err
 
 
 @pytest.mark.parametrize(
     ("model", "more", "message"),
     [
-        ("plan_factory", [], "expects MODULE:FACTORY, such as my_model:make, but got 'plan_f"),
+        ("plan_factory", [], "'plan_factory' is not of the form MODULE:FACTORY"),
         ("nowhere:make", [], "cannot import nowhere"),
-        ("plan_factory:made", [], "expects a callable 'made' in plan_factory"),
-        ("plan_factory:number", [], "expects a callable 'number' in plan_factory"),
-        ("plan_factory:needs", [], "make a model on the meta device .* raised TypeError"),
-        ("plan_factory:make", ["--units", "Blok"], "--units expects classes .* but got 'Blok'"),
-        ("plan_factory:make", ["--link", "avian"], "--link expects one of h100_node"),
-        ("plan_factory:make", ["--memory-limit", "much"], "expects a size such as 80GB or 40MiB"),
-        ("plan_factory:make", ["--batch", "8,2"], "expects a shape and a dtype"),
-        ("plan_factory:make", ["--param-dtype", "fp15"], "expects a dtype such as bfloat16"),
+        ("plan_factory:made", [], "plan_factory has no function 'made'"),
+        ("plan_factory:number", [], "plan_factory has no function 'number'"),
+        ("plan_factory:needs", [], "plan_factory:needs raised TypeError .* on the meta device"),
+        ("plan_factory:make", ["--units", "Blok"], "--units names 'Blok', but the classes"),
+        (
+            "plan_factory:make",
+            ["--link", "avian"],
+            "--link 'avian' is neither a file nor one of",
+        ),
+        (
+            "plan_factory:make",
+            ["--memory-limit", "much"],
+            "'much' is not a size such as 80GB",
+        ),
+        ("plan_factory:make", ["--batch", "8,2"], "is not a shape and a dtype"),
+        ("plan_factory:make", ["--param-dtype", "fp15"], "is not a dtype such as bfloat16"),
     ],
 )
 def test_mistakes_of_the_command_are_a_sentence_and_exit_code_2(

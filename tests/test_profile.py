@@ -393,7 +393,7 @@ def _errors() -> None:
     with pytest.raises(TypeError, match="fully_shard was applied to but got Linear"):
         fsdp_ext.profile(nn.Linear(2, 2))
     model = make(compute=0.0)
-    with pytest.raises(RuntimeError, match="expects a model that has run forward"):
+    with pytest.raises(RuntimeError, match="needs a model that has run forward"):
         fsdp_ext.profile(model)
     train(model, 1)
     with pytest.raises(ValueError, match=r"got iterations=0\. Keep at least 1 step"):

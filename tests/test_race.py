@@ -1,4 +1,4 @@
-"""``fsdp_ext.race``: who is measured how often, and who is left behind."""
+"""Races: how often each setting is measured, and which settings drop out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def of_this_rank(taken: Taken) -> Taken:
     return taken
 
 
-def test_most_of_the_time_is_for_those_that_may_be_fastest() -> None:
+def test_most_rounds_go_to_the_settings_that_may_be_fastest() -> None:
     runs: Counter[int] = Counter()
 
     def run(setting: int) -> list[float]:
@@ -41,7 +41,7 @@ def test_a_setting_that_cannot_be_run_is_left_out() -> None:
     assert set(race([0, 1, 2, 3], run, of_this_rank, always=0).medians) == {0, 1, 3}
 
 
-def test_what_counts_is_the_slowest_rank() -> None:
+def test_the_slowest_rank_counts() -> None:
     def slowest(taken: Taken) -> Taken:
         return {
             setting: [s + (5 if setting == 0 else 0) for s in of] for setting, of in taken.items()
@@ -75,8 +75,8 @@ def test_who_is_left_behind_before_a_machine_slows_down_cannot_win() -> None:
     assert set(result.finalists) == {0, 1, 2}
 
 
-def test_it_is_told_how_far_the_race_is() -> None:
-    said: list[str] = []
-    race([0, 1], lambda one: [1.0], of_this_rank, always=0, say=said.append)
-    assert said[0] == "measured round 1 of 8, of 2 settings"
-    assert len(said) == sum(rounds for rounds, _ in STAGES)
+def test_a_race_reports_its_progress() -> None:
+    logged: list[str] = []
+    race([0, 1], lambda one: [1.0], of_this_rank, always=0, log=logged.append)
+    assert logged[0] == "measured round 1 of 8 with 2 settings"
+    assert len(logged) == sum(rounds for rounds, _ in STAGES)

@@ -1,4 +1,4 @@
-"""A step by arithmetic: cases worked out by hand, and what holds of every chain of stages."""
+"""The model of the schedule: cases worked out by hand, and properties of every chain of stages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_TIME = Link("no time", alpha=0.0, beta=1e30)
 
 
 def fixed(seconds: float) -> Link:
-    """Return a link on which each collective takes as long, whatever it carries."""
+    """Return a link on which each collective takes equally long, whatever its size."""
     return Link("fixed", alpha=seconds, beta=1e30)
 
 
@@ -169,10 +169,10 @@ def test_copies_and_messages_take_the_lanes_time_and_launches_that_of_compute() 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"depth": -1}, "a depth of 0 or more .* depth=-1"),
-        ({"slots": 0}, "at least one slot .* slots=0"),
-        ({"contention": -0.1}, "a contention of 0 or more but got -0.1"),
-        ({"launch": float("nan")}, "a launch of 0 s or more but got nan"),
+        ({"depth": -1}, "depth=-1 and slots=.* a depth of 0 or more"),
+        ({"slots": 0}, "slots=0. Pass .* at least one slot"),
+        ({"contention": -0.1}, "contention=-0.1. Pass 0 or more"),
+        ({"launch": float("nan")}, "launch=nan. Pass seconds, 0 or more"),
     ],
 )
 def test_numbers_out_of_range_are_refused(arguments: dict[str, Any], message: str) -> None:
@@ -181,7 +181,7 @@ def test_numbers_out_of_range_are_refused(arguments: dict[str, Any], message: st
 
 
 def test_a_stage_expects_numbers_of_0_or_more() -> None:
-    with pytest.raises(ValueError, match="stage 'a' expects backward of 0 or more but got -1"):
+    with pytest.raises(ValueError, match=r"stage 'a' got backward=-1\."):
         stage("a", 1, -1)
 
 

@@ -1,4 +1,4 @@
-"""``fsdp_ext.tune``: what it measures, chooses, applies and leaves alone; never how fast it is."""
+"""``fsdp_ext.tune``: what it measures, chooses, applies and leaves alone, but no timings."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from fsdp_ext import Link, Simulated, fully_shard
 from fsdp_ext.profiler.recording import Iteration, Span
 from fsdp_ext.sharding.auto import remember
 from fsdp_ext.sharding.settings import Choice, Scope
-from fsdp_ext.tuner.api import Tuning
 from fsdp_ext.tuner.costs import _figures
 from fsdp_ext.tuner.race import STAGES
+from fsdp_ext.tuner.result import Tuning
 from fsdp_ext.tuner.trial import Trial
 
 WIDTH = 64
@@ -88,7 +88,7 @@ def _applies() -> None:
     assert in_use(model) == result.chosen.choice
     assert result.chosen in result.measured
     assert result.before in result.measured
-    assert result.chosen.choice.kept == ()  # nobody said how much memory there is
+    assert result.chosen.choice.kept == ()  # without a memory limit
     assert result.considered > 20
     assert result.costs.link == LINK
     assert all(forward > 0 and backward > 0 for forward, backward in result.costs.compute[1:])
@@ -109,7 +109,7 @@ def test_what_is_chosen_is_applied_and_nothing_else_changes() -> None:
 
 
 def _measured_fastest() -> None:
-    """A link that is so slow that what it takes is all there is."""
+    """The link is so slow that compute does not matter."""
     dist.destroy_process_group()
     model = make(Simulated(8, Link("slow", alpha=5e-3, beta=1e12)), bucket_bytes="auto")
     result = tuned(model)
@@ -119,7 +119,7 @@ def _measured_fastest() -> None:
     assert (result.chosen.measured or 0.0) <= 1.01 * fastest
 
 
-def test_where_latency_is_all_few_buckets_are_chosen() -> None:
+def test_few_buckets_are_chosen_if_latency_dominates() -> None:
     run_ranks(_measured_fastest, 1)
 
 
@@ -282,7 +282,7 @@ def _nothing_trains(fails: bool) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_hooks_train_and_forward_assigns_is_put_back(fails: bool) -> None:
+def test_parameters_and_buffers_that_change_are_restored(fails: bool) -> None:
     run_ranks(_nothing_trains, 1, fails)
 
 
@@ -290,7 +290,7 @@ def test_what_hooks_train_and_forward_assigns_is_put_back(fails: bool) -> None:
 
 
 class Steps:
-    """What each step of a trial ran with, by standing in for it."""
+    """Records what each step of a trial ran with."""
 
     def __init__(self, model: Any) -> None:
         self.memory: list[int] = []
@@ -320,7 +320,7 @@ def _within_the_limit() -> None:
     memory = fsdp_ext.plan(model).memory
     with Steps(model) as steps:
         result = tuned(model, memory_limit=memory.peak)
-    # Larger buckets reduce as much at least as units by themselves, so this is what slots may take.
+    # Larger buckets reduce at least as much as single units, so slots may take this much.
     assert max(steps.memory) <= memory.ring + memory.staging + memory.kept_unsharded
     assert all(one.memory <= memory.peak for one in result.measured)
     result = tuned(make(Simulated(8, Link("fast", alpha=1e-9, beta=1e12))))
@@ -415,7 +415,7 @@ def test_ranks_choose_the_same_and_train_as_without() -> None:
 
 
 def _differ() -> tuple[Choice, bool, list[str]]:
-    """What one rank alone does wrong, and what it has less of."""
+    """One rank alone has less memory, or makes a mistake."""
     rank = dist.get_rank()
     model = make(bucket_bytes=0)
     limit = fsdp_ext.plan(model).memory.peak
@@ -441,10 +441,10 @@ def test_ranks_that_differ_choose_the_same_or_all_raise() -> None:
     (choice, fits, messages), other = run_ranks(_differ, 2)
     assert (choice, fits, messages) == other
     assert fits
-    start = "tune expects all ranks to get through"
-    assert f"RuntimeError: {start} the loss but rank 1 raised KeyError: 'no label'" in messages[0]
-    assert f"ValueError: {start} its arguments but rank 1 raised ValueError" in messages[1]
-    assert "optimizer_states to be the same on all ranks but got 0, 1" in messages[2]
+    start = "tune failed on rank 1"
+    assert f"RuntimeError: {start}, in the loss: KeyError: 'no label'" in messages[0]
+    assert f"ValueError: {start}, in its arguments: ValueError" in messages[1]
+    assert "got different optimizer_states on the ranks: 0, 1" in messages[2]
 
 
 def _runs_out() -> tuple[list[Choice], Choice]:
@@ -476,7 +476,7 @@ def _runs_out() -> tuple[list[Choice], Choice]:
     return [one.choice for one in result.measured], result.chosen.choice
 
 
-def test_what_one_rank_has_no_memory_for_is_dropped_on_all() -> None:
+def test_a_setting_that_one_rank_has_no_memory_for_is_dropped_on_all() -> None:
     assert run_ranks(_runs_out, 2) == [([Choice(0, 1)], Choice(0, 1))] * 2
 
 
@@ -493,54 +493,54 @@ class NoFloats(nn.Module):
 
 
 def _errors() -> None:
-    with pytest.raises(TypeError, match="tune expects a module that fully_shard was applied to"):
+    with pytest.raises(TypeError, match="Linear that fully_shard was not applied to"):
         fsdp_ext.tune(nn.Linear(WIDTH, WIDTH), batch())
     model = make()
-    with pytest.raises(ValueError, match="at least 2 steps for each measurement but got 1"):
+    with pytest.raises(ValueError, match=r"got steps=1\. Pass at least 2"):
         fsdp_ext.tune(model, batch(), steps=1)
     model(batch()).sum().backward()
-    with pytest.raises(ValueError, match=r"without gradients.*call optimizer.zero_grad\(\)"):
+    with pytest.raises(ValueError, match=r"have gradients.*Call optimizer\.zero_grad\(\)"):
         fsdp_ext.tune(model, batch())
     model.zero_grad()
-    with pytest.raises(TypeError, match=r"that fully_shard was applied to but got NoFloats"):
+    with pytest.raises(TypeError, match="NoFloats that fully_shard was not applied to"):
         fsdp_ext.tune(NoFloats(model), batch())
-    with pytest.raises(ValueError, match=r"got a FSDPLayer inside a FSDPSequential that is"):
+    with pytest.raises(ValueError, match=r"got a FSDPLayer inside a FSDPSequential, which is"):
         fsdp_ext.tune(model[0], batch())
-    with pytest.raises(ValueError, match="none; pass loss="):
+    with pytest.raises(ValueError, match=r"no floating-point tensor .* Pass loss="):
         fsdp_ext.tune(fully_shard(NoFloats(make_units())), batch())
     for limit in (0, 1.5, True):
-        with pytest.raises(ValueError, match=f"memory_limit to be a positive .* got {limit}"):
+        with pytest.raises(ValueError, match=f"got memory_limit={limit}"):
             fsdp_ext.tune(model, batch(), memory_limit=limit)
-    with pytest.raises(ValueError, match=r"optimizer_states to be a number .* but got -1"):
+    with pytest.raises(ValueError, match="got optimizer_states=-1"):
         fsdp_ext.tune(model, batch(), optimizer_states=-1)
-    with pytest.raises(TypeError, match=r"loss to be a function .* but got 'mean'"):
+    with pytest.raises(TypeError, match="got loss='mean'"):
         fsdp_ext.tune(model, batch(), loss="mean")
-    with pytest.raises(TypeError, match="loss to return a tensor but got float"):
+    with pytest.raises(TypeError, match="got a float from loss"):
         fsdp_ext.tune(model, batch(), loss=lambda y: 1.0)
-    with pytest.raises(ValueError, match=r"a scalar .* got one of shape \(8, 64\) with req"):
+    with pytest.raises(ValueError, match=r"got a tensor of shape \(8, 64\) with req"):
         fsdp_ext.tune(model, batch(), loss=lambda y: y)
     model[0].set_requires_gradient_sync(False)
-    with pytest.raises(ValueError, match=r"call set_requires_gradient_sync\(True\) before"):
+    with pytest.raises(ValueError, match=r"Call set_requires_gradient_sync\(True\) before"):
         fsdp_ext.tune(model, batch())
     model[0].set_requires_gradient_sync(True)
     model.set_reshard_after_backward(False)
-    with pytest.raises(ValueError, match=r"call set_reshard_after_backward\(True\) before"):
+    with pytest.raises(ValueError, match=r"Call set_reshard_after_backward\(True\) before"):
         fsdp_ext.tune(model, batch())
     model.set_reshard_after_backward(True)
     model(batch()).sum().backward()
     with fsdp_ext.profile(model) as prof:
         model(batch()).sum().backward()
         model.zero_grad()
-        with pytest.raises(ValueError, match=r"a with block of fsdp_ext\.profile; call it before"):
+        with pytest.raises(ValueError, match=r"with block of fsdp_ext\.profile\. Call it outside"):
             fsdp_ext.tune(model, batch())
     assert len(prof.iterations) == 1
     model.set_is_last_backward(False)
-    with pytest.raises(ValueError, match=r"call set_is_last_backward\(True\) before"):
+    with pytest.raises(ValueError, match=r"Call set_is_last_backward\(True\) before"):
         fsdp_ext.tune(model, batch())
     for name in ("bucket_bytes", "prefetch"):
         with pytest.raises(ValueError, match=f"{name} expects .*'auto' or None but got 'large'"):
             make(**{name: "large"})
 
 
-def test_wrong_use_is_told_in_one_sentence() -> None:
+def test_wrong_use_raises_and_says_what_to_do() -> None:
     run_ranks(_errors, 1)

@@ -1,7 +1,7 @@
-"""``python -m fsdp_ext measure-link``: what the transport in use costs, as a link to simulate.
+"""``python -m fsdp_ext measure-link``: measures the transport in use as a link to simulate.
 
-Times all-gathers and reduce-scatters over a sweep of sizes, fits alpha + S / beta to every other
-size, and compares what the fit predicts with what was measured at the sizes between.
+The command times all-gathers and reduce-scatters over a sweep of sizes and fits alpha + S / beta to
+every other size. It then compares the fit's predictions with the measurements at the other sizes.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from fsdp_ext.comm.link import Link
 from fsdp_ext.comm.transports import OF_GPUS, OF_THE_HOST, VARIABLE, resolve_transport
 
 OPERATIONS = ("all_gather", "reduce_scatter")
-# Bytes of all ranks together: from a small layer's to those of a large one.
+# Bytes summed over all ranks: from a small layer to a large one.
 SIZES = [2**k for k in range(14, 27)]
-# By how many places of a buffer one call is from the one before.
+# Each call moves on by this many places of a buffer, so that it does not find its data in a cache.
 _STRIDE = 7
 
 
 @dataclass(frozen=True)
 class Sample:
-    """How long one operation takes."""
+    """The time of one operation at one size."""
 
     operation: str
-    nbytes: int  # of all ranks together
-    seconds: float  # median over repeats, of the slowest rank
+    nbytes: int  # summed over all ranks
+    seconds: float  # on the slowest rank, the median over repeats
 
 
 @dataclass(frozen=True)
@@ -46,29 +46,29 @@ class Fit:
     """alpha + S / beta for one operation."""
 
     alpha: float  # seconds
-    beta: float  # bytes a second
-    residual: float  # root of the mean squared relative error, over the sizes of the fit
+    beta: float  # bytes per second
+    residual: float  # root mean square of the relative errors at the fitted sizes
 
     def predict(self, nbytes: int) -> float:
-        """Return the seconds that it predicts."""
+        """Return the predicted seconds of a collective of ``nbytes``."""
         return self.alpha + nbytes / self.beta
 
 
 def fit(samples: Sequence[Sample]) -> Fit:
     """Fit alpha + S / beta by least squares in the relative error.
 
-    That is linear in alpha and 1 / beta: each sample asks for (alpha + S / beta) / t = 1. A
-    negative latency, which noise may ask for, is taken as none.
+    The problem is linear in alpha and 1 / beta: each sample asks for (alpha + S / beta) / t = 1.
+    Noise may lead to a negative latency, which is replaced by 0.
 
     Raises:
-        ValueError: if there are samples of fewer than two sizes, or larger ones take no longer.
+        ValueError: if all samples have one size, or larger collectives take no longer.
     """
     if len({sample.nbytes for sample in samples}) < 2:
-        raise ValueError("a fit expects samples of at least two sizes")
+        raise ValueError("A fit of alpha and beta needs samples of at least two sizes.")
     times = torch.tensor([sample.seconds for sample in samples], dtype=torch.float64)
     sizes = torch.tensor([sample.nbytes for sample in samples], dtype=torch.float64)
     ones = torch.ones_like(times)
-    scale = float(sizes.mean())  # so that both columns are of one magnitude
+    scale = float(sizes.mean())  # gives both columns the same magnitude
     columns = torch.stack([ones / times, sizes / scale / times], dim=1)
     alpha, slope = torch.linalg.lstsq(columns, ones[:, None]).solution[:, 0].tolist()
     if alpha < 0:
@@ -76,15 +76,15 @@ def fit(samples: Sequence[Sample]) -> Fit:
         slope = float((columns[:, 1] @ ones) / (columns[:, 1] @ columns[:, 1]))
     if slope <= 0:
         raise ValueError(
-            "a fit expects larger collectives to take longer, but by these samples they do not; "
-            "measure again, on a machine that is less busy"
+            "In these samples, larger collectives do not take longer. Measure again on a machine "
+            "that is less busy."
         )
     predicted = columns @ torch.tensor([alpha, slope], dtype=torch.float64)
     return Fit(alpha, scale / slope, float((predicted - 1).square().mean().sqrt()))
 
 
 def link_of(name: str, gather: Fit, reduce: Fit, ranks: int = 0, source: str = "") -> Link:
-    """Return the link that two fits, of all-gathers and of reduce-scatters, are."""
+    """Return a link from the fits of all-gathers and of reduce-scatters."""
     return Link(
         name,
         alpha=gather.alpha,
@@ -97,11 +97,11 @@ def link_of(name: str, gather: Fit, reduce: Fit, ranks: int = 0, source: str = "
 
 
 def measure(lanes: _C.Lanes, device: torch.device, repeats: int) -> list[Sample]:
-    """Time both operations at all sizes; all ranks of the default group call this together.
+    """Time both operations at all sizes. All ranks of the default group call this together.
 
-    All sizes take turns, so that a moment in which the machine does something else is not one
-    size's alone, and each call takes another part of large buffers: in a step, too, no parameter
-    is in a cache any more when its turn comes.
+    Sizes take turns, so that a moment in which the machine is busy does not affect one size alone.
+    Each call uses another part of large buffers, since in a training step no parameter is still in
+    a cache when its collective runs.
     """
     ranks = dist.get_world_size()
     granule = 4 * ranks
@@ -116,16 +116,16 @@ def measure(lanes: _C.Lanes, device: torch.device, repeats: int) -> list[Sample]
             numel = nbytes // 4
             turn += 1
 
-            def some(buffer: torch.Tensor, count: int, turn: int = turn) -> torch.Tensor:
+            def part_of(buffer: torch.Tensor, count: int, turn: int = turn) -> torch.Tensor:
                 places = buffer.numel() // count
                 return buffer[turn * _STRIDE % places * count :][:count]
 
             calls: dict[str, Callable[[], None]] = {
                 "all_gather": partial(
-                    lanes.all_gather, some(part, numel // ranks), some(output, numel)
+                    lanes.all_gather, part_of(part, numel // ranks), part_of(output, numel)
                 ),
                 "reduce_scatter": partial(
-                    lanes.reduce_scatter, some(whole, numel), some(output, numel // ranks)
+                    lanes.reduce_scatter, part_of(whole, numel), part_of(output, numel // ranks)
                 ),
             }
             for operation, call in calls.items():
@@ -139,7 +139,7 @@ def measure(lanes: _C.Lanes, device: torch.device, repeats: int) -> list[Sample]
 
 
 def _time(call: Callable[[], None], lanes: _C.Lanes, device: torch.device) -> float:
-    lanes.barrier()  # by which the lane is awake, as it is in a step
+    lanes.barrier()  # wakes the lane, which is awake in a step, too
     if device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -150,7 +150,7 @@ def _time(call: Callable[[], None], lanes: _C.Lanes, device: torch.device) -> fl
 
 
 def report(samples: Sequence[Sample], fits: dict[str, Fit]) -> list[str]:
-    """Return lines that say what was measured, and how well the fit predicts it."""
+    """Return the lines of a table of measured and predicted times, and the quality of the fits."""
     lines = [f"{'operation':<15} {'bytes':>12} {'measured us':>12} {'predicted us':>13} {'off':>7}"]
     for operation in OPERATIONS:
         for i, sample in enumerate(s for s in samples if s.operation == operation):
@@ -178,7 +178,7 @@ def _of(samples: Sequence[Sample], operation: str, held_out: bool) -> list[Sampl
 
 
 def write(path: str, link: Link, samples: Sequence[Sample], fits: dict[str, Fit]) -> None:
-    """Write the link as `Link.load` reads it, with what it was made from."""
+    """Write the link for `Link.load`, with the measurements it was made from."""
     link.save(
         path,
         measured={
@@ -192,20 +192,22 @@ def write(path: str, link: Link, samples: Sequence[Sample], fits: dict[str, Fit]
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Measure on the ranks that there are, or start some; return the exit code."""
+    """Measure on the ranks of torchrun, or start ranks; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m fsdp_ext measure-link", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--transport", choices=[*OF_THE_HOST, *OF_GPUS], help="by default as usual")
-    parser.add_argument("--ranks", type=int, default=2, help="to start, unless torchrun has")
-    parser.add_argument("--repeats", type=int, default=20, help="of each size")
-    parser.add_argument("--out", metavar="FILE", help="write the link there, for Link.load")
+    parser.add_argument(
+        "--transport", choices=[*OF_THE_HOST, *OF_GPUS], help="by default the usual one"
+    )
+    parser.add_argument("--ranks", type=int, default=2, help="ranks to start, unless torchrun did")
+    parser.add_argument("--repeats", type=int, default=20, help="repeats of each size")
+    parser.add_argument("--out", metavar="FILE", help="write the link here, for Link.load")
     args = parser.parse_args(arguments)
     if args.repeats < 1:
-        parser.error(f"--repeats expects at least 1 but got {args.repeats}")
+        parser.error(f"--repeats is {args.repeats}; pass at least 1")
     if "RANK" not in os.environ:
         if args.ranks < 2:
-            parser.error(f"--ranks expects at least 2 but got {args.ranks}")
+            parser.error(f"--ranks is {args.ranks}; pass at least 2")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={args.ranks}", "-m", "fsdp_ext", "measure-link", *arguments]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
@@ -218,20 +220,20 @@ def run(arguments: Sequence[str]) -> int:
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     try:
-        _measure_and_say(args.transport, device, args.repeats, args.out)
+        _measure_and_print(args.transport, device, args.repeats, args.out)
         dist.barrier()
     finally:
         dist.destroy_process_group()
     return 0
 
 
-def _measure_and_say(
+def _measure_and_print(
     transport: str | None, device: torch.device, repeats: int, path: str | None
 ) -> None:
     assert dist.group.WORLD is not None
     lanes = lanes_of(dist.group.WORLD, device, resolve_transport(transport, device.type))
     if dist.get_world_size() < 2:
-        raise SystemExit("measure-link expects at least 2 ranks but got 1; start more")
+        raise SystemExit("measure-link needs at least 2 ranks, but there is 1. Start more.")
     samples = measure(lanes, device, repeats)
     if dist.get_rank() != 0:
         return

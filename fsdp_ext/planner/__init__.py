@@ -1,5 +1,5 @@
-"""What training would take before it starts: ``plan``, its sizes, and the model of the schedule.
+"""``plan``: the memory and the time of a training before it starts.
 
-It imports ``sharding`` and what is below it. Start with ``api.py``, then ``sizes.py`` (memory) and
-``schedule.py`` (time).
+It may import ``sharding``, ``comm`` and ``_util``, but not ``profiler``. Start reading with
+``api.py``, then ``sizes.py`` (memory) and ``schedule.py`` (the model of a step's time).
 """

@@ -1,4 +1,4 @@
-"""``python -m fsdp_ext plan``: what each rank of a training would hold, and how long a step takes.
+"""``python -m fsdp_ext plan``: the memory of each rank and the time of a step, as a command.
 
     python -m fsdp_ext plan my_model:make --world-size 64 --units Block --batch 8x2048:int64 \\
         --flops-per-second 400e12 --link h100_cluster --memory-limit 80GB
@@ -28,7 +28,7 @@ _UNITS |= {f"{prefix}i": 2 ** (10 * i) for i, prefix in enumerate("KMGT", start=
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print the plan; return 0, 1 if it does not fit the memory limit, 2 for other errors."""
+    """Print the plan; return 0, or 1 if it exceeds the memory limit, or 2 for other errors."""
     parser = _parser()
     args = parser.parse_args(arguments)
     try:
@@ -59,8 +59,8 @@ def run(arguments: Sequence[str]) -> int:
     peak = result.memory.peak
     if args.memory_limit is not None and peak > args.memory_limit:
         print(
-            f"{parser.prog}: expects at most {size(args.memory_limit)} on each rank but it takes "
-            f"{size(peak)} without activations; use more ranks, smaller units or other dtypes",
+            f"{parser.prog}: each rank needs {size(peak)} without activations, but --memory-limit "
+            f"is {size(args.memory_limit)}. Use more ranks, smaller units or smaller dtypes.",
             file=sys.stderr,
         )
         return 1
@@ -70,50 +70,93 @@ def run(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fsdp_ext plan",
-        description="Show what each rank of a training would hold and how long a step would take, "
-        "before it starts: no process group, no GPU, no memory. Times are simulated.",
-        epilog="Exit code: 0; 1 if it does not fit --memory-limit; 2 for errors.",
+        description="Show how much memory each rank of a training needs and how long a step takes, "
+        "before it starts. This needs no process group, no GPU and no memory. Times are simulated.",
+        epilog="Exit code: 0, or 1 if the plan exceeds --memory-limit, or 2 for other errors.",
     )
-    add = parser.add_argument
-    add("model", metavar="MODULE:FACTORY", help="callable without arguments that returns the model")
-    add("--world-size", type=int, required=True, metavar="N", help="ranks")
-    add("--units", default="", metavar="CLASS[,CLASS]", help="modules that become units")
-    add("--param-dtype", type=_dtype, metavar="DTYPE", help="of computation, such as bfloat16")
-    add("--reduce-dtype", type=_dtype, metavar="DTYPE", help="of the reduction of gradients")
-    add("--no-reshard-after-forward", action="store_true", help="keep units gathered for backward")
-    add("--bucket-bytes", type=_bytes, metavar="SIZE", help="of units that travel together")
-    add("--max-message-bytes", type=_bytes, metavar="SIZE", help="of a message, by default any")
-    add("--prefetch", type=int, metavar="N", help="buckets gathered ahead")
-    add("--optimizer-states", type=int, default=2, metavar="N", help="tensors of each parameter")
+    _add_model(parser.add_argument)
+    _add_settings(parser.add_argument)
+    _add_ranks_and_times(parser.add_argument)
+    parser.add_argument(
+        "--memory-limit", type=_bytes, metavar="SIZE", help="memory of each rank, such as 80GB"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the plan to this file, too"
+    )
+    return parser
+
+
+def _add_model(add: Callable[..., object]) -> None:
+    add("model", metavar="MODULE:FACTORY", help="function without arguments that makes the model")
+    add(
+        "--units",
+        default="",
+        metavar="CLASS[,CLASS]",
+        help="classes of the modules that become units",
+    )
+
+
+def _add_settings(add: Callable[..., object]) -> None:
+    add("--param-dtype", type=_dtype, metavar="DTYPE", help="dtype of compute, such as bfloat16")
+    add("--reduce-dtype", type=_dtype, metavar="DTYPE", help="dtype of gradient reductions")
+    add("--no-reshard-after-forward", action="store_true", help="keep units unsharded for backward")
+    add("--bucket-bytes", type=_bytes, metavar="SIZE", help="size up to which units share a bucket")
+    add(
+        "--max-message-bytes",
+        type=_bytes,
+        metavar="SIZE",
+        help="size of the largest message; by default any",
+    )
+    add("--prefetch", type=int, metavar="N", help="how many buckets to gather ahead")
+    add(
+        "--optimizer-states",
+        type=int,
+        default=2,
+        metavar="N",
+        help="tensors that the optimizer keeps per parameter, by default 2",
+    )
+
+
+def _add_ranks_and_times(add: Callable[..., object]) -> None:
+    add("--world-size", type=int, required=True, metavar="N", help="number of ranks")
     add("--device-type", choices=["cuda", "cpu"], default="cuda")
-    add("--transport", choices=[*OF_GPUS, *OF_THE_HOST], help="by default as usual")
+    add(
+        "--transport",
+        choices=[*OF_GPUS, *OF_THE_HOST],
+        help="by default the one that the run would choose",
+    )
     add(
         "--link",
         metavar="PRESET|FILE",
-        help=f"that times are of: {', '.join(PRESETS)}, or a file that measure-link has written; "
-        "by default what is typical of the transport",
+        help=f"link to simulate: {', '.join(PRESETS)}, or a file that measure-link wrote; by "
+        "default a typical link of the transport",
     )
     add(
         "--batch",
         type=_tensor,
         nargs="+",
         metavar="SHAPE[:DTYPE]",
-        help="what one rank calls the model with, such as 8x2048:int64, to count flops",
+        help="what one rank calls the model with, such as 8x2048:int64; it is used to count flops",
     )
-    add("--flops-per-second", type=float, metavar="X", help="that a rank computes at, for times")
-    add("--contention", type=float, default=0.0, metavar="C", help="what compute loses, 0 to 1")
-    add("--memory-limit", type=_bytes, metavar="SIZE", help="of each rank, such as 80GB")
-    add("--json", type=Path, metavar="FILE", help="write the plan there")
-    return parser
+    add(
+        "--flops-per-second", type=float, metavar="X", help="how fast a rank computes; with --batch"
+    )
+    add(
+        "--contention",
+        type=float,
+        default=0.0,
+        metavar="C",
+        help="share of a collective's time that compute beside it loses, 0 to 1",
+    )
 
 
-# - What arguments stand for
+# - The values of arguments
 
 
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", text.strip(), re.IGNORECASE)
     if match is None:
-        raise argparse.ArgumentTypeError(f"expects a size such as 80GB or 40MiB but got {text!r}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 80GB or 40MiB")
     unit = match[2] or ""
     return int(float(match[1]) * _UNITS[unit[:1].upper() + unit[1:].lower()])
 
@@ -121,7 +164,7 @@ def _bytes(text: str) -> int:
 def _dtype(text: str) -> torch.dtype:
     dtype = getattr(torch, text, None)
     if not isinstance(dtype, torch.dtype):
-        raise argparse.ArgumentTypeError(f"expects a dtype such as bfloat16 but got {text!r}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a dtype such as bfloat16")
     return dtype
 
 
@@ -129,7 +172,7 @@ def _tensor(text: str) -> Tensor:
     shape, _, dtype = text.partition(":")
     if re.fullmatch(r"\d+(x\d+)*", shape) is None:
         raise argparse.ArgumentTypeError(
-            f"expects a shape and a dtype such as 8x2048:int64 but got {text!r}"
+            f"{text!r} is not a shape and a dtype such as 8x2048:int64"
         )
     sizes = [int(part) for part in shape.split("x")]
     return torch.empty(sizes, dtype=_dtype(dtype) if dtype else torch.float32, device="meta")
@@ -139,22 +182,25 @@ def _model(text: str) -> nn.Module:
     name, _, attribute = text.partition(":")
     if not name or not attribute:
         raise ValueError(
-            f"expects MODULE:FACTORY, such as my_model:make, but got {text!r}; FACTORY is called "
-            "without arguments and returns the model"
+            f"{text!r} is not of the form MODULE:FACTORY, such as my_model:make. FACTORY is a "
+            "function without arguments that returns the model."
         )
     try:
         factory: Any = importlib.import_module(name)
     except ImportError as error:
         raise ValueError(
-            f"cannot import {name} ({error}); run where it is, or put that into PYTHONPATH"
+            f"cannot import {name} ({error}). Run the command in its folder, or add that folder to "
+            "PYTHONPATH."
         ) from error
     for part in attribute.split("."):
         factory = getattr(factory, part, None)
     if not callable(factory):
-        raise ValueError(f"expects a callable '{attribute}' in {name} but it has none; correct it")
+        raise ValueError(
+            f"{name} has no function '{attribute}'. Name the one that makes the model."
+        )
     model = _call(factory, text)
     if not isinstance(model, nn.Module):
-        raise ValueError(f"expects {text} to return a module but got {type(model).__name__}")
+        raise ValueError(f"{text} returned a {type(model).__name__}. Let it return a module.")
     return model
 
 
@@ -164,15 +210,15 @@ def _call(factory: Callable[[], Any], text: str) -> Any:
             return factory()
     except Exception as error:
         raise ValueError(
-            f"expects {text} to make a model on the meta device without arguments but it raised "
-            f"{type(error).__name__} ({error}); wrap it in a function that does"
+            f"{text} raised {type(error).__name__} ({error}) when it was called without arguments "
+            "on the meta device. Name a function that makes the model so."
         ) from error
 
 
 def _policy(
     param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
 ) -> MixedPrecisionPolicy | None:
-    """Return None where nothing is asked for: a sharded model has its own."""
+    """Return None if nothing was asked for; a sharded model has its own policy."""
     if param_dtype is None and reduce_dtype is None:
         return None
     return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
@@ -184,8 +230,8 @@ def _classes(model: nn.Module, text: str) -> list[type[nn.Module]]:
     for name in asked:
         if name not in known:
             raise ValueError(
-                f"--units expects classes of the model's modules, {', '.join(sorted(known))}, but "
-                f"got {name!r}; correct it"
+                f"--units names {name!r}, but the classes of the model's modules are "
+                f"{', '.join(sorted(known))}."
             )
     return [known[name] for name in asked]
 
@@ -196,7 +242,5 @@ def _link(text: str | None) -> Link | None:
     if text in PRESETS:
         return PRESETS[text]
     if not Path(text).is_file():
-        raise ValueError(
-            f"--link expects one of {', '.join(PRESETS)}, or a file, but got {text!r}; correct it"
-        )
+        raise ValueError(f"--link {text!r} is neither a file nor one of {', '.join(PRESETS)}.")
     return Link.load(text)

@@ -1,4 +1,4 @@
-"""What a step takes, and what of its communication shows: the schedule as arithmetic.
+"""A model of the schedule: how long a step takes, and how much communication is exposed.
 
     from fsdp_ext.planner.schedule import Stage, predict
     from fsdp_ext.comm.link import H100_NODE
@@ -7,9 +7,9 @@
               for i in range(32)]
     print(predict(None, layers, H100_NODE).exposed)
 
-Nothing runs: ``predict`` goes through the calls that csrc/core/pipeline.h makes of a chain of
-units, with one lane for gathers and one for reductions, and advances time from event to event.
-Every time that comes out of it is a simulated one.
+Nothing runs. ``predict`` follows the calls that csrc/core/pipeline.h makes for a chain of units,
+with one lane for gathers and one for reductions, and advances a clock from event to event. All
+times are simulated.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from fsdp_ext.comm.link import Link
 
 @dataclass(frozen=True)
 class Stage:
-    """What is gathered, computed and reduced together: a bucket (csrc/core/bucket.h).
+    """The units that are gathered, computed and reduced together: a bucket (csrc/core/bucket.h).
 
     Args:
-        name: of the bucket, or of its unit.
-        forward: seconds that its forward computes.
-        backward: seconds that its backward computes.
-        gather_bytes: that its all-gather carries, of all ranks together; 0: there is none, and
-            the lane does its copies alone.
-        reduce_bytes: that its reduce-scatter carries, of all ranks together; 0: likewise.
+        name: name of the bucket or of its unit.
+        forward: seconds of compute in forward.
+        backward: seconds of compute in backward.
+        gather_bytes: size of its all-gather, summed over all ranks. With 0 there is none, and the
+            lane only copies.
+        reduce_bytes: size of its reduce-scatter, likewise.
         reshards: whether its parameters are freed after forward.
-        copy_seconds_gather: of casts and unpacking, which the gathers' lane does around the wire.
-        copy_seconds_reduce: of packing and handing over, which the reductions' lane does.
-        gather_messages: that its gather travels as, one latency each.
-        reduce_messages: that its reduction travels as.
+        copy_seconds_gather: seconds of casts and unpacking on the gather lane.
+        copy_seconds_reduce: seconds of packing and of writing gradients on the reduce lane.
+        gather_messages: number of messages of its gather; each costs one latency.
+        reduce_messages: number of messages of its reduction.
 
     Raises:
         ValueError: if a number is negative.
@@ -60,17 +60,17 @@ class Stage:
             value = getattr(self, field.name)
             if field.name != "name" and not (math.isfinite(value) and value >= 0):
                 raise ValueError(
-                    f"stage '{self.name}' expects {field.name} of 0 or more but got {value!r}; "
-                    "give seconds and bytes"
+                    f"stage '{self.name}' got {field.name}={value!r}. Pass seconds and bytes of 0 "
+                    "or more."
                 )
 
 
 @dataclass(frozen=True)
-class Span:
-    """What one lane did for one stage, in seconds after the step began.
+class PredictedSpan:
+    """The work of one lane for one stage, in seconds after the step began.
 
-    ``lane`` is "compute", "gather" or "reduce"; a stage has two spans of the first one, forward's
-    and backward's.
+    ``lane`` is "compute", "gather" or "reduce". Each stage has two spans on "compute", one in
+    forward and one in backward.
     """
 
     lane: str
@@ -81,22 +81,25 @@ class Span:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step, in seconds.
+    """A predicted step, in seconds.
 
-    ``step`` is the whole of it; ``compute`` what it would take if communication took no time;
-    ``exposed`` the difference of the two; ``wire`` how long the two lanes are at work, together,
-    with the copies around the wire.
+    Args:
+        step: the whole step.
+        compute: what the step would take if communication took no time.
+        exposed: the difference of the two.
+        wire: how long the two lanes work, summed, with the copies around the wire.
+        spans: what each lane does when.
     """
 
     step: float
     compute: float
     exposed: float
     wire: float
-    spans: tuple[Span, ...]
+    spans: tuple[PredictedSpan, ...]
 
     @property
     def hidden(self) -> float:
-        """The part of communication that does not show, 0 to 1; 1 where there is none."""
+        """The share of communication that is hidden, 0 to 1; 1 if there is none."""
         return 1.0 if self.wire == 0 else max(0.0, 1.0 - self.exposed / self.wire)
 
 
@@ -111,77 +114,81 @@ def predict(
     launch: float = 0.0,
     root_begins: bool = True,
 ) -> Prediction:
-    """Return how long a step takes that trains a chain of stages.
+    """Return how long a training step takes for a chain of stages.
 
     The rules are those of csrc/core/pipeline.h once the order is known. Forward gathers the root
-    first, which encloses the stages. Where forward enters a stage, the gathers of the next
-    ``depth`` ones are issued, as far as the ring has slots (csrc/core/buffer_ring.h); a slot is
-    free when its stage's forward has ended. Backward goes in reverse; stages that nobody has taken
-    the slot of since forward are there still, the others are gathered again. A stage's reduction
-    is issued when its backward has ended, the root's at the end of all. Each lane works in order.
-    The step ends when compute and all reductions have ended.
+    first, which encloses the stages. When forward enters a stage, it issues the gathers of the next
+    ``depth`` stages, as long as the ring has free slots (csrc/core/buffer_ring.h). A slot is free
+    when its stage's forward has ended. Backward runs the stages in reverse. Stages whose slot has
+    not been taken since forward are still there, and the others are gathered again. A stage's
+    reduction is issued when its backward has ended, and the root's at the very end. Each lane works
+    in order. The step ends when compute and all reductions have ended.
 
-    While k of the two lanes are at work, they take k * contention of what computes: compute goes on
-    at the rate max(0, 1 - k * contention), and where that is not enough for the lanes themselves,
-    each goes on at the rate 1 / (k * contention).
+    While k of the two lanes work, they take the share k * contention from compute. Compute then
+    runs at the rate max(0, 1 - k * contention). If k * contention exceeds 1, each lane runs at the
+    rate 1 / (k * contention).
 
-    The host is taken to run along with compute, as it does where compute is on the host. Ahead of a
-    GPU it issues gathers sooner, but they wait for their slots, and with ``depth + 1`` slots that
-    comes to the same.
+    The host is assumed to keep step with compute, as it does on the CPU. Ahead of a GPU it issues
+    gathers sooner, but they wait for their slots; with ``depth + 1`` slots the result is the same.
 
     Args:
-        root: what encloses the stages, or None. Its own compute is behind that of the stages in
-            forward and before it in backward, as a language model's head is.
-        stages: in the order that forward runs them.
-        link: what collectives take: ``messages * alpha + bytes / beta``. Of a link that depends on
-            the number of ranks, pass ``link.over(world_size)``.
-        depth: gathers that are issued ahead of the stage in use.
-        slots: of the ring; ``depth + 1`` by default.
-        contention: what compute loses of the time in which a lane is at work, 0 to 1. 0 where
-            communication takes nothing from compute, such as copy engines; about 1 where the core
-            that computes has to do it, such as shared memory or gloo between ranks of a core each.
-        launch: seconds that the host takes for each stage, in forward and again in backward, on top
-            of what it computes.
-        root_begins: whether some of the root's parameters, an embedding's, say, are used before the
-            stages, so that their gradients come last; else its reduction is issued before theirs.
+        root: the stage that encloses the others, or None. It computes after them in forward and
+            before them in backward, like a language model's head.
+        stages: the stages in the order of forward.
+        link: the link of the collectives, which take ``messages * alpha + bytes / beta``. If it
+            depends on the number of ranks, pass ``link.over(world_size)``.
+        depth: how many gathers are issued ahead of the stage in use.
+        slots: slots of the ring; ``depth + 1`` by default.
+        contention: share of its time that compute loses while a lane works, 0 to 1. It is 0 if
+            communication takes nothing from compute, as with copy engines, and about 1 if the core
+            that computes also communicates, as with shared memory or gloo and one core per rank.
+        launch: seconds of host time per stage, in forward and again in backward, on top of its
+            compute.
+        root_begins: whether some parameters of the root, such as an embedding, are used before the
+            stages. Then their gradients are complete last; else the root is reduced first.
 
     Raises:
         ValueError: if a number is out of range.
     """
     slots = depth + 1 if slots is None else slots
-    if depth < 0 or slots < 1:
-        raise ValueError(
-            f"predict expects a depth of 0 or more and at least one slot but got depth={depth}, "
-            f"slots={slots}; the defaults are 1 and depth + 1"
-        )
-    if not (math.isfinite(contention) and contention >= 0):
-        raise ValueError(
-            f"predict expects a contention of 0 or more but got {contention!r}; 1 means that "
-            "compute stands still while a collective runs"
-        )
-    if not (math.isfinite(launch) and launch >= 0):
-        raise ValueError(
-            f"predict expects a launch of 0 s or more but got {launch!r}; 20e-6 is 20 us"
-        )
+    _check_numbers(depth, slots, contention, launch)
     chain = [*stages] if root is None else [root, *stages]
-    lanes = {"gather": _Lane("gather"), "reduce": _Lane("reduce")}
-    program = _Program(chain, root is not None, root_begins, link, lanes, depth, slots)
-    clock = _Clock(list(lanes.values()), contention)
+    gather_cost, reduce_cost = link.costs()
+    gathers, reductions = _Lane("gather", *gather_cost), _Lane("reduce", *reduce_cost)
+    lanes = [gathers, reductions]
+    order = _Chain(chain, root is not None, root_begins)
+    program = _Program(order, gathers, reductions, _Ring(slots), depth)
+    clock = _Clock(lanes, contention)
     for task in program.run(launch):
         if isinstance(task, _Compute):
             clock.compute(task)
         else:
             clock.wait_for(task)
-    for lane in lanes.values():
+    for lane in lanes:
         clock.drain(lane)
     compute = sum(stage.forward + stage.backward + 2 * launch for stage in chain)
     return Prediction(
         step=clock.now,
         compute=compute,
         exposed=max(0.0, clock.now - compute),
-        wire=sum(lane.busy for lane in lanes.values()),
+        wire=sum(lane.busy for lane in lanes),
         spans=tuple(sorted(clock.spans, key=lambda span: (span.begin, span.end))),
     )
+
+
+def _check_numbers(depth: int, slots: int, contention: float, launch: float) -> None:
+    if depth < 0 or slots < 1:
+        raise ValueError(
+            f"predict got depth={depth} and slots={slots}. Pass a depth of 0 or more and at least "
+            "one slot; the defaults are 1 and depth + 1."
+        )
+    if not (math.isfinite(contention) and contention >= 0):
+        raise ValueError(
+            f"predict got contention={contention!r}. Pass 0 or more; 1 means that compute stands "
+            "still while a collective runs."
+        )
+    if not (math.isfinite(launch) and launch >= 0):
+        raise ValueError(f"predict got launch={launch!r}. Pass seconds, 0 or more, such as 20e-6.")
 
 
 # - Time
@@ -198,34 +205,39 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Compute:
-    """Work of the compute lane; launches have no name."""
+    """Work of the compute lane. A launch has no name."""
 
     name: str
     seconds: float
 
 
 class _Lane:
-    """Jobs in order, one at a time."""
+    """Runs jobs in order, one at a time. A message costs alpha seconds, its bytes 1 / beta each."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, alpha: float, beta: float) -> None:
         self.name = name
+        self.alpha = alpha
+        self.beta = beta
         self.jobs: deque[_Job] = deque()
         self.busy = 0.0
         self.begin = 0.0
-        self.left: float | None = None  # of the first job, once it has begun
+        self.left: float | None = None  # seconds of the first job, once it has begun
 
-    def issue(self, job: _Job) -> _Job:
+    def issue(self, name: str, messages: int, nbytes: int, copies: float) -> _Job:
+        """Append a collective with ``copies`` seconds of copies around it."""
+        wire = messages * self.alpha + nbytes / self.beta if nbytes > 0 else 0.0
+        job = _Job(name, wire + copies)
         self.jobs.append(job)
         self.busy += job.seconds
         return job
 
 
 class _Clock:
-    """Advances time to the next event: a job or the compute at hand has ended."""
+    """Advances time from event to event; an event is the end of a job or of the current compute."""
 
     def __init__(self, lanes: list[_Lane], contention: float) -> None:
         self.now = 0.0
-        self.spans: list[Span] = []
+        self.spans: list[PredictedSpan] = []
         self._lanes = lanes
         self._contention = contention
 
@@ -234,7 +246,7 @@ class _Clock:
         while left > 0:
             left = self._advance(left)
         if task.name:
-            self.spans.append(Span("compute", task.name, begin, self.now))
+            self.spans.append(PredictedSpan("compute", task.name, begin, self.now))
 
     def wait_for(self, job: _Job) -> None:
         while not job.done:
@@ -245,12 +257,12 @@ class _Clock:
             self._advance(math.inf)
 
     def _advance(self, compute: float) -> float:
-        """Go to the next event; return what is left of so many seconds of compute."""
+        """Advance to the next event; return what is left of ``compute`` seconds of compute."""
         at_work = self._begin_jobs()
         taken = len(at_work) * self._contention
         rate = max(0.0, 1.0 - taken)
         lane_rate = 1.0 if taken <= 1 else 1.0 / taken
-        # Each is left as long as it takes, so that the first one ends without a remainder.
+        # The first lane to end has exactly this much left, so it ends without a remainder.
         ends = [lane.left / lane_rate for lane in at_work if lane.left is not None]
         computed = compute / rate if rate > 0 else math.inf
         passed = min([computed, *ends])
@@ -271,7 +283,7 @@ class _Clock:
     def _end_job(self, lane: _Lane) -> None:
         job = lane.jobs.popleft()
         job.done = True
-        self.spans.append(Span(lane.name, job.name, lane.begin, self.now))
+        self.spans.append(PredictedSpan(lane.name, job.name, lane.begin, self.now))
         lane.left = None
 
 
@@ -279,10 +291,10 @@ class _Clock:
 
 
 class _Ring:
-    """Which stages have slots, by number, and which of them are still in released ones."""
+    """Which stages have slots, and which stages are still in released slots."""
 
     def __init__(self, slots: int) -> None:
-        self._free: list[int | None] = [None] * slots  # contents, longest released first
+        self._free: list[int | None] = [None] * slots  # their contents, the oldest first
         self._overflow: set[int] = set()
 
     def take_back(self, stage: int) -> bool:
@@ -307,80 +319,81 @@ class _Ring:
             self._free.append(stage)
 
 
-class _Program:
-    """One forward and backward: issues jobs and says what compute does and waits for in between.
+@dataclass(frozen=True)
+class _Chain:
+    """The stages in the order in which forward enters them.
 
     Args:
-        chain: in the order that forward enters them.
-        has_root: whether the first one encloses the others.
-        root_begins: whether its gradients are complete only at the end of backward.
+        stages: the stages, the root first if there is one.
+        has_root: whether the first stage encloses the others.
+        root_begins: whether the root's gradients are complete only at the end of backward.
     """
 
+    stages: Sequence[Stage]
+    has_root: bool
+    root_begins: bool
+
+
+class _Program:
+    """One forward and one backward: issues jobs, and yields compute and the jobs to wait for."""
+
     def __init__(
-        self,
-        chain: Sequence[Stage],
-        has_root: bool,
-        root_begins: bool,
-        link: Link,
-        lanes: dict[str, _Lane],
-        depth: int,
-        slots: int,
+        self, chain: _Chain, gathers: _Lane, reductions: _Lane, ring: _Ring, depth: int
     ) -> None:
         self._chain = chain
-        self._has_root = has_root
-        self._root_begins = root_begins
-        self._costs = link.costs()
-        self._lanes = lanes
+        self._stages = chain.stages
+        self._gathers = gathers
+        self._reductions = reductions
+        self._ring = ring
         self._depth = depth
-        self._ring = _Ring(slots)
-        self._unsharded: dict[int, _Job | None] = {}  # with their gathers
-        self._done: dict[int, _Job] = {}  # the last gather of each
+        self._unsharded: dict[int, _Job | None] = {}  # the gather of each unsharded stage
+        self._done: dict[int, _Job] = {}  # the last gather of each stage
 
     def run(self, launch: float) -> Iterator[_Compute | _Job]:
-        numbers = range(len(self._chain))
-        root, below = numbers[: self._has_root], numbers[self._has_root :]
-
-        def forward(number: int) -> _Compute:
-            return _Compute(self._chain[number].name, self._chain[number].forward)
-
-        def backward(number: int) -> _Compute:
-            return _Compute(self._chain[number].name, self._chain[number].backward)
-
+        numbers = range(len(self._stages))
+        has_root = self._chain.has_root
+        root, below = numbers[:has_root], numbers[has_root:]
         for position, number in enumerate(numbers):
             yield from self._enter(number, numbers[position + 1 :], launch)
             if number in below:
-                yield forward(number)
+                yield self._forward(number)
                 self._leave(number)
         for number in root:
-            yield forward(number)
+            yield self._forward(number)
             self._leave(number)
         order = [*root, *reversed(below)]
         for position, number in enumerate(order):
             yield from self._enter(number, order[position + 1 :], launch)
-            yield backward(number)
-            if number in below or not self._root_begins:
+            yield self._backward(number)
+            if number in below or not self._chain.root_begins:
                 self._reduce(number)
             if number in below:
                 self._leave(number)
         for number in root:
-            if self._root_begins:
+            if self._chain.root_begins:
                 self._reduce(number)
             self._leave(number)
 
+    def _forward(self, number: int) -> _Compute:
+        return _Compute(self._stages[number].name, self._stages[number].forward)
+
+    def _backward(self, number: int) -> _Compute:
+        return _Compute(self._stages[number].name, self._stages[number].backward)
+
     def _enter(self, number: int, ahead: Sequence[int], launch: float) -> Iterator[_Compute | _Job]:
-        """Gather what is needed now and next: ``pre_forward``, ``pre_backward``."""
+        """Gather this stage and the next ones: ``pre_forward`` and ``pre_backward``."""
         yield _Compute("", launch)
-        self._bring(number, on_demand=True)
+        self._gather(number, on_demand=True)
         for target in ahead[: self._depth]:
-            if not self._bring(target, on_demand=False):
+            if not self._gather(target, on_demand=False):
                 break
         gather = self._unsharded[number]
         if gather is not None:
             yield gather
 
-    def _bring(self, number: int, on_demand: bool) -> bool:
-        """Return False where no slot is free: ``Gatherer::issue``."""
-        stage = self._chain[number]
+    def _gather(self, number: int, on_demand: bool) -> bool:
+        """Gather a sharded stage; return False if no slot is free (``Gatherer::unshard``)."""
+        stage = self._stages[number]
         if number in self._unsharded:
             return True
         if stage.gather_bytes == 0 and stage.copy_seconds_gather == 0:
@@ -391,21 +404,19 @@ class _Program:
             return True
         if stage.reshards and not self._ring.take(number, on_demand):
             return False
-        seconds = self._wire(0, stage.gather_messages, stage.gather_bytes)
-        job = _Job(stage.name, seconds + stage.copy_seconds_gather)
-        self._unsharded[number] = self._done[number] = self._lanes["gather"].issue(job)
+        job = self._gathers.issue(
+            stage.name, stage.gather_messages, stage.gather_bytes, stage.copy_seconds_gather
+        )
+        self._unsharded[number] = self._done[number] = job
         return True
 
     def _reduce(self, number: int) -> None:
-        stage = self._chain[number]
+        stage = self._stages[number]
         if stage.reduce_bytes > 0 or stage.copy_seconds_reduce > 0:
-            seconds = self._wire(1, stage.reduce_messages, stage.reduce_bytes)
-            self._lanes["reduce"].issue(_Job(stage.name, seconds + stage.copy_seconds_reduce))
-
-    def _wire(self, lane: int, messages: int, nbytes: int) -> float:
-        alpha, beta = self._costs[lane]
-        return messages * alpha + nbytes / beta if nbytes > 0 else 0.0
+            self._reductions.issue(
+                stage.name, stage.reduce_messages, stage.reduce_bytes, stage.copy_seconds_reduce
+            )
 
     def _leave(self, number: int) -> None:
-        if self._chain[number].reshards and self._unsharded.pop(number) is not None:
+        if self._stages[number].reshards and self._unsharded.pop(number) is not None:
             self._ring.release(number)

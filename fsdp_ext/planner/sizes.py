@@ -1,21 +1,31 @@
-"""What a plan says of sizes: of each unit and bucket, and of each rank's memory."""
+"""The sizes in a plan: those of each unit and bucket, and the memory of each rank."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_ext import _C
 from fsdp_ext.planner.units import PlannedRoot
 
+# How each transport gathers: Note [gather plans] in csrc/core/layout.h.
+_GATHER_BY = {"nccl": "size", "shared_memory": "parameter", "process_group": "packing"}
+
 
 @dataclass(frozen=True)
 class PlannedUnitSizes:
-    """One unit.
+    """The sizes of one unit.
 
-    ``parameters`` and ``trainable`` are elements of the whole parameters; ``shard`` is bytes of
-    each rank, ``padding`` bytes of all ranks' shards that hold no parameter. ``gather_plan`` is
-    that of its bucket, which is number ``bucket``. ``flops`` are of forward and backward on each
-    rank, None where they were not counted.
+    Args:
+        name: the unit's name.
+        parameters: elements of its whole parameters.
+        trainable: elements of those that are trained.
+        shard: bytes of each rank's shard.
+        padding: bytes of all shards together that hold no parameter.
+        bucket: number of its bucket.
+        gather_plan: how that bucket is gathered.
+        flops: floating-point operations of forward and of backward on each rank; None if they were
+            not counted.
     """
 
     name: str
@@ -30,7 +40,11 @@ class PlannedUnitSizes:
 
 @dataclass(frozen=True)
 class PlannedBucketSizes:
-    """What travels together: bytes of all ranks on the wire, and unsharded bytes of each rank."""
+    """The sizes of one bucket: units that are gathered and reduced together.
+
+    ``gather`` and ``reduce`` are bytes on the wire, summed over all ranks. ``unsharded`` is bytes
+    of each rank.
+    """
 
     units: tuple[str, ...]
     gather: int
@@ -46,10 +60,10 @@ class PlannedBucketSizes:
 class PlannedMemory:
     """Bytes of the first rank, which has the most rows. docs/design/memory.md explains each.
 
-    ``gradients_in_flight`` is the most that unsharded gradients take until they are packed. Each
-    backward is taken to reduce, and gradients to be set to None between steps: adding to gradients
-    that are there takes the reduce output, too, and units that accumulate without reducing a reduce
-    input of their own.
+    ``gradients_in_flight`` is the most that unsharded gradients take before they are packed. The
+    figures assume that each backward reduces and that gradients are set to None between steps.
+    Adding to existing gradients needs the reduce output, too, and units that accumulate without
+    reducing need a reduce input of their own.
     """
 
     shards: int
@@ -66,15 +80,40 @@ class PlannedMemory:
 
     @property
     def ring(self) -> int:
-        """All slots."""
+        """All slots of the ring."""
         return self.ring_slots * self.ring_slot
 
     @property
     def peak(self) -> int:
-        """All of it. Activations, inputs, module buffers and the allocator's rest come on top."""
+        """The sum, without activations, inputs, module buffers and unused allocator memory."""
         of_units = self.shards + self.gradients + self.optimizer_states + self.gather_inputs
         buffers = self.ring + self.staging + self.reduce_input + self.reduce_output
         return of_units + buffers + self.kept_unsharded + self.gradients_in_flight
+
+
+def gather_by_of(transport: str, device_type: str) -> str:
+    """Return how a transport gathers: Note [gather plans] in csrc/core/layout.h."""
+    if transport == "simulated":
+        transport = "nccl" if device_type == "cuda" else "shared_memory"
+    return _GATHER_BY[transport]
+
+
+def find_buckets(
+    root: PlannedRoot, layouts: Sequence[_C.UnitLayout], gather_by: str
+) -> _C.MemoryPlan:
+    """Return the buckets of planned units and the buffers that they need.
+
+    Args:
+        root: the planned units.
+        layouts: the layout of each unit, for training.
+        gather_by: see :func:`gather_by_of`.
+    """
+    return _C.plan_memory(
+        root.configs(layouts),
+        gather_by=gather_by,
+        nesting=root.nesting(),
+        prefetch_depth=root.most_ahead(),
+    )
 
 
 def unit_sizes(
@@ -124,7 +163,7 @@ def bucket_sizes(root: PlannedRoot, found: _C.MemoryPlan) -> tuple[PlannedBucket
 def memory_of(
     root: PlannedRoot, layouts: list[_C.UnitLayout], found: _C.MemoryPlan, optimizer_states: int
 ) -> PlannedMemory:
-    """Return what the first rank holds."""
+    """Return the memory of the first rank."""
     gradients, trained = 0, 0
     for unit, layout in zip(root.units, layouts, strict=True):
         gradients += layout.grad_numel * unit.grad_dtypes()[0].itemsize

@@ -1,7 +1,6 @@
-"""The units of a model that is only planned: where ``fully_shard`` would put which parameter.
+"""The units of a planned model: those that ``fully_shard`` would make, on a copy without memory.
 
-All of it is on a copy of the model without memory. The rules are those of training:
-``sharding/param_group.py`` and ``sharding/unit_tree.py``.
+The rules are those of training: ``sharding/param_group.py`` and ``sharding/unit_tree.py``.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from fsdp_ext.comm.link import Link
-from fsdp_ext.planner.flops import meta_copy
+from fsdp_ext.planner.meta_copies import meta_copy
 from fsdp_ext.sharding.arguments import check_modules
 from fsdp_ext.sharding.module_state import ModuleState, managed_params, set_state, unit_of
 from fsdp_ext.sharding.ownership import check_parameter, mark_sharded
@@ -23,7 +22,7 @@ from fsdp_ext.sharding.settings import Decision, UnitSettings
 from fsdp_ext.sharding.unit import Unit
 from fsdp_ext.sharding.unit_tree import UnitTree
 
-# What becomes a unit: classes, modules, or a function that says so of a module.
+# The modules that become units: classes, modules, or a function that decides for each module.
 Units = type[nn.Module] | Sequence[type[nn.Module] | nn.Module] | Callable[[nn.Module], bool]
 
 
@@ -32,8 +31,8 @@ class PlannedParam:
     """A parameter without memory.
 
     Args:
-        name: from the root of the copy.
-        parameter: of the copy.
+        name: its name, from the root of the copy.
+        parameter: the whole parameter of the copy.
     """
 
     name: str
@@ -59,21 +58,21 @@ class PlannedUnit(ParamGroup):
     """A unit whose parameters are whole, with the layout that they would have.
 
     Args:
-        name: for messages.
-        params: in any order.
-        world_size: how many ranks there would be.
-        settings: what is asked of it.
+        name: its name in messages.
+        params: its parameters, in any order.
+        world_size: number of ranks.
+        settings: the settings of its ``fully_shard`` call.
     """
 
     def __init__(
         self, name: str, params: Sequence[PlannedParam], world_size: int, settings: UnitSettings
     ) -> None:
         super().__init__(name, world_size, settings)
-        self.params: list[PlannedParam] = [params[place] for place in self._large_first(params)]
+        self.params: list[PlannedParam] = [params[place] for place in self._layout_order(params)]
 
     @classmethod
     def like(cls, unit: Unit, world_size: int, copies: dict[nn.Module, nn.Module]) -> PlannedUnit:
-        """Return what ``unit``, which is a real one, would be on so many ranks."""
+        """Return the planned counterpart of a real ``unit`` on ``world_size`` ranks."""
         params: list[PlannedParam] = []
         for param in unit.params:
             module, name = param.attributes[0]
@@ -87,7 +86,7 @@ class PlannedUnit(ParamGroup):
 
 
 class PlannedRoot(UnitTree):
-    """The units of a copy.
+    """The units of a copied model.
 
     Args:
         module: the copy; its modules know their units.
@@ -120,7 +119,7 @@ class PlannedRoot(UnitTree):
         self.settings = self.resolve(self._link, decision)
 
     def most_ahead(self) -> int:
-        """Return how many gathers are ahead at most, as ``Pipeline::plan_memory`` counts them."""
+        """Return the largest number of prefetched gathers, as ``BucketSet::plan_memory`` does."""
         lists = [
             targets for u in self.units for targets in (u.forward_prefetch, u.backward_prefetch)
         ]
@@ -128,16 +127,16 @@ class PlannedRoot(UnitTree):
 
 
 def units_of_sharded(model: nn.Module, world_size: int) -> nn.Module:
-    """Return a copy of a model that fully_shard was applied to, with its units for so many ranks.
+    """Return a copy of a sharded model, with its units on ``world_size`` ranks.
 
     Raises:
-        ValueError: if it was applied to a part of the model only.
+        ValueError: if ``fully_shard`` was applied to a part of the model only.
     """
     copied, copies = meta_copy(model)
     if unit_of(model) is None:
         raise ValueError(
-            f"plan expects a root module that fully_shard was applied to but of "
-            f"{type(model).__name__} only modules inside are sharded; shard the whole model last"
+            f"plan got a {type(model).__name__} in which only modules inside are sharded. Call "
+            "fully_shard on the whole model, too, as the last one."
         )
     planned: dict[int, PlannedUnit] = {}
     for module in model.modules():
@@ -153,15 +152,15 @@ def units_of_sharded(model: nn.Module, world_size: int) -> nn.Module:
 def units_of_plain(
     model: nn.Module, units: Units | None, world_size: int, settings: UnitSettings
 ) -> nn.Module:
-    """Return a copy of a model, with the units that fully_shard would make of it.
+    """Return a copy of a plain model, with the units that ``fully_shard`` would make.
 
     Raises:
-        TypeError: if ``units`` is nothing that says what becomes a unit.
+        TypeError: if ``units`` is of another type.
         ValueError: if a module or a parameter cannot be sharded.
     """
     chosen = set(_chosen(model, units))
     copied, copies = meta_copy(model)
-    # Bottom-up, as users do it.
+    # Users shard inner modules first, too.
     for module in reversed(list(model.modules())):
         if module is model or module in chosen:
             _shard(copies[module], world_size, settings)
@@ -182,8 +181,8 @@ def _chosen(model: nn.Module, units: Units | None) -> list[nn.Module]:
         return [*modules, *(module for module in below if isinstance(module, classes))]
     if not callable(units):
         raise TypeError(
-            f"units expects module classes, modules of the model or a function of a module but got "
-            f"{units!r}; pass units=Block, say"
+            f"plan got units={units!r}. Pass module classes, modules of the model, or a function "
+            "of a module, such as units=Block."
         )
     return [module for module in below if units(module)]
 
@@ -192,18 +191,18 @@ def _check_choice(model: nn.Module, below: list[nn.Module], entry: Any) -> None:
     is_class = isinstance(entry, type) and issubclass(entry, nn.Module)
     if not is_class and not isinstance(entry, nn.Module):
         raise TypeError(
-            f"units expects module classes or modules of the model but got {entry!r}; pass "
-            "units=[Block], say"
+            f"plan got {entry!r} in units. Pass module classes or modules of the model, such as "
+            "units=[Block]."
         )
     if is_class and not any(isinstance(module, entry) for module in [model, *below]):
         raise ValueError(
-            f"units expects classes of modules of {type(model).__name__} but it has no "
-            f"{entry.__name__}; it has {', '.join(sorted({type(m).__name__ for m in below}))}"
+            f"plan got the class {entry.__name__} in units, but {type(model).__name__} has no such "
+            f"module. It has {', '.join(sorted({type(m).__name__ for m in below}))}."
         )
     if not is_class and not any(module is entry for module in [model, *below]):
         raise ValueError(
-            f"units expects modules of {type(model).__name__} but got a {type(entry).__name__} "
-            "that is not in it; take them from model.modules()"
+            f"plan got a {type(entry).__name__} in units that is not a module of "
+            f"{type(model).__name__}. Take it from model.modules()."
         )
 
 

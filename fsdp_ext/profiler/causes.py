@@ -73,7 +73,7 @@ REMEDY = {
         "use larger units or buckets (bucket_bytes), so that the host launches less; leave a core "
         "to the lanes' threads; run units in the same order in each step"
     ),
-    Cause.NO_SLOT: "prefetch further ahead with a larger prefetch=; each step more takes a slot",
+    Cause.NO_SLOT: "prefetch further ahead (prefetch); each bucket more takes a slot",
     Cause.BANDWIDTH: (
         "send less (param_dtype and reduce_dtype of MixedPrecisionPolicy); gather only once "
         "(reshard_after_forward=False, if memory allows); compute more per step (a larger batch); "

@@ -1,5 +1,5 @@
-"""Which settings are fastest: ``tune`` measures, asks the planner, and lets settings race.
+"""``tune``: finds the fastest settings by measurement and by a model of the schedule.
 
-It imports everything below it: ``planner``, ``profiler`` and ``sharding``. Start with ``api.py``,
-then ``costs.py`` (what is measured) and ``race.py`` (which setting is tried how often).
+It may import every other package of fsdp_ext, and none of them imports it. Start reading with
+``api.py``, then ``search.py`` (the search), ``costs.py`` (what is measured) and ``race.py``.
 """

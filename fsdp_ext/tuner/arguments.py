@@ -1,4 +1,4 @@
-"""What ``tune`` is called with: checked before any step, and the same on all ranks."""
+"""Checks of what ``tune`` is called with, before any step and across ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from fsdp_ext._util.numbers import is_at_least
+from fsdp_ext.planner.arguments import check_memory_arguments
 from fsdp_ext.profiler.api import is_profiled
 from fsdp_ext.sharding.agreement import exchange
 from fsdp_ext.sharding.module_state import sharded_module, unit_of
@@ -15,15 +16,15 @@ from fsdp_ext.sharding.unit import Unit
 
 
 def units_of(model: nn.Module) -> list[Unit]:
-    """Return the units of a model, from the root's on.
+    """Return the units of a model, the root's first.
 
     Raises:
-        TypeError: if ``fully_shard`` was not applied to it, but to modules inside at most.
+        TypeError: if ``fully_shard`` was not applied to the model itself.
     """
     if not isinstance(model, nn.Module) or unit_of(sharded_module(model)) is None:
         raise TypeError(
-            "tune expects a module that fully_shard was applied to but got "
-            f"{type(model).__name__}; shard the model first, its root last"
+            f"tune got a {type(model).__name__} that fully_shard was not applied to. Shard the "
+            "model first, the whole of it last."
         )
     units = (unit_of(module) for module in sharded_module(model).modules())
     return list(dict.fromkeys(unit for unit in units if unit is not None))
@@ -32,7 +33,7 @@ def units_of(model: nn.Module) -> list[Unit]:
 def check_arguments(
     loss: object, memory_limit: object, optimizer_states: object, steps: object
 ) -> None:
-    """Check what can be checked of them by themselves.
+    """Check the types and ranges of arguments.
 
     Raises:
         TypeError: if ``loss`` cannot be called.
@@ -40,81 +41,72 @@ def check_arguments(
     """
     if not is_at_least(steps, 2):
         raise ValueError(
-            f"tune expects at least 2 steps for each measurement but got {steps!r}; 8 is usual"
+            f"tune got steps={steps!r}. Pass at least 2 steps per measurement; 8 is usual."
         )
-    if not is_at_least(optimizer_states, 0):
-        raise ValueError(
-            "tune expects optimizer_states to be a number of tensors for each parameter, 0 or "
-            f"more, but got {optimizer_states!r}; AdamW has 2"
-        )
-    if memory_limit is not None and not is_at_least(memory_limit, 1):
-        raise ValueError(
-            "tune expects memory_limit to be a positive whole number of bytes, or None, but got "
-            f"{memory_limit!r}; 60 * 2**30, say"
-        )
+    check_memory_arguments("tune", memory_limit, optimizer_states)
     if loss is not None and not callable(loss):
         raise TypeError(
-            f"tune expects loss to be a function of the model's output but got {loss!r}; leave it "
-            "out for the mean"
+            f"tune got loss={loss!r}. Pass a function of the model's output, or leave it out to "
+            "use the mean."
         )
 
 
 def check_state(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Check that steps can be run on the model that leave nothing behind.
+    """Check that ``tune`` can run steps on the model and leave nothing behind.
 
     Raises:
-        ValueError: if it is not the root, has gradients, would accumulate them or stay unsharded,
-            or is being profiled.
+        ValueError: if it is not the root, has gradients, would accumulate them or stay unsharded
+            after backward, or is being profiled.
     """
     sharded = sharded_module(model)
     root: Root | None = units[0].root
     if root is not None and not root.provisional and root.module is not sharded:
         raise ValueError(
-            f"tune expects the root module but got a {type(sharded).__name__} inside a "
-            f"{type(root.module).__name__} that is the root; pass that"
+            f"tune got a {type(sharded).__name__} inside a {type(root.module).__name__}, which is "
+            "the root. Pass the root module."
         )
     if any(parameter.grad is not None for parameter in model.parameters()):
         raise ValueError(
-            "tune expects a model without gradients, since it runs backward, but some parameters "
-            "have them; call optimizer.zero_grad() before"
+            "tune got a model whose parameters have gradients, but it runs backward itself. Call "
+            "optimizer.zero_grad() before."
         )
     if not all(unit.settings.requires_gradient_sync for unit in units):
         raise ValueError(
-            "tune expects each backward to reduce gradients but some units accumulate them; call "
-            "set_requires_gradient_sync(True) before"
+            "tune needs each backward to reduce gradients, but some units accumulate them. Call "
+            "set_requires_gradient_sync(True) before."
         )
     if not all(unit.settings.reshard_after_backward for unit in units):
         raise ValueError(
-            "tune expects units to be resharded after backward, since else nothing is gathered "
-            "that could be measured, but some are not; call set_reshard_after_backward(True) "
-            "before, and change it back after"
+            "tune needs units that are resharded after backward, so that each step gathers them, "
+            "but some stay unsharded. Call set_reshard_after_backward(True) before, and change it "
+            "back after."
         )
     if root is not None and is_profiled(root):
         raise ValueError(
-            "tune expects a model that is not being profiled, since it profiles itself, but its "
-            "call is in a with block of fsdp_ext.profile; call it before"
+            "tune profiles the model itself, but it was called in a with block of "
+            "fsdp_ext.profile. Call it outside of the block."
         )
     if not units[0].settings.is_last_backward:
         raise ValueError(
-            "tune expects each backward to be the last one but the model was told otherwise; call "
-            "set_is_last_backward(True) before"
+            "tune needs each backward to be the last one of its step, but the model was told "
+            "otherwise. Call set_is_last_backward(True) before."
         )
 
 
 def agreed_limit(
     unit: Unit, memory_limit: int | None, optimizer_states: int, steps: int
 ) -> int | None:
-    """Return the least memory limit of all ranks, if any has one.
+    """Return the smallest memory limit of all ranks; None if no rank has one.
 
     Raises:
-        ValueError: if the other numbers are not the same on all ranks.
+        ValueError: if the other numbers differ between ranks.
     """
-    said = exchange(unit, (memory_limit, optimizer_states, steps))
-    limits, states, counts = zip(*said, strict=True)
+    answers = exchange(unit, (memory_limit, optimizer_states, steps))
+    limits, states, counts = zip(*answers, strict=True)
     for name, values in {"optimizer_states": states, "steps": counts}.items():
         if len(set(values)) > 1:
             raise ValueError(
-                f"tune expects {name} to be the same on all ranks but got "
-                f"{', '.join(map(str, values))}; pass one number"
+                f"tune got different {name} on the ranks: {', '.join(map(str, values))}. Pass the "
+                "same number on all ranks."
             )
     return min((limit for limit in limits if limit is not None), default=None)

@@ -1,13 +1,13 @@
-"""What a model's units compute and what its collectives take, measured in steps of its own."""
+"""The times of a model's units and collectives, measured in its own steps."""
 
 # Note [measuring costs]
-# Compute is measured where nothing is on the wire beside it: without prefetch a gather is waited
-# for before its unit computes, so that forward computes alone. With prefetch, the same unit
-# computes beside the next one's gather; what it then takes longer, by what that gather takes alone,
-# is the contention that schedule.predict asks for. Backward always has reductions beside it; by the
-# contention their part is taken off. Two sizes of buckets give collectives of several sizes, for
-# alpha and beta; where memory has no room for the larger ones, units of several sizes may do, and
-# else what is typical of the transport is taken.
+# Compute is measured while the wire is idle. Without prefetch, a unit waits for its gather before
+# it computes, so forward computes alone. With prefetch, the same unit computes beside the next
+# unit's gather. Its extra time, divided by the time that gather takes alone, is the contention that
+# schedule.predict needs. Backward always runs beside reductions, so their share, by the contention,
+# is subtracted. Buckets of two sizes give collectives of several sizes, from which alpha and beta
+# are fitted. If memory has no room for the larger buckets, units of several sizes may do; otherwise
+# a typical link of the transport is used.
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _OPERATIONS = {"gather": "all_gather", "reduce": "reduce_scatter"}
 
 @dataclass(frozen=True)
 class Costs:
-    """What a step of a model is made of, on the slowest rank.
+    """The times of the parts of a step, on the slowest rank.
 
     Args:
-        compute: seconds of each unit's forward and backward, by its number, alone.
-        between: seconds from forward's end to backward's begin: the loss.
-        link: what collectives take.
-        copies: seconds a byte of casts and unpacking around gathers, of packing and handing over
-            around reductions; bytes as of the collectives.
-        contention: what compute loses of a collective's time beside it, 0 to 1.
+        compute: seconds of each unit's forward and backward alone, by the unit's number.
+        between: seconds from the end of forward to the begin of backward: the loss.
+        link: the fitted link of the collectives.
+        copies: seconds per byte of a collective for the casts and copies around gathers and around
+            reductions.
+        contention: share of a collective's time that compute beside it loses, 0 to 1.
     """
 
     compute: tuple[tuple[float, float], ...]
@@ -51,23 +51,23 @@ class Costs:
 
 @dataclass(frozen=True)
 class _Figures:
-    """Medians of one way to run, of one rank."""
+    """Medians of one run on one rank."""
 
     compute: dict[tuple[str, int], float]
     between: float
     wire: dict[tuple[str, int], float]  # seconds, by operation and bytes
-    copies: tuple[float, float]  # seconds a byte: copy_rates
+    copies: tuple[float, float]  # seconds per byte: copy_rates
 
 
 @dataclass(frozen=True)
 class Probes:
-    """How costs are measured; all of it in the memory that there is.
+    """The runs that measure costs. All of them fit the memory limit.
 
     Args:
-        steps: of each way to run, after a few to warm up.
-        merged: bytes of buckets that hold several units, for a second size of collectives; None to
-            leave that out.
-        ahead: whether to run with a gather ahead, for the contention, which else is 0.
+        steps: steps of each run, after a few steps of warm-up.
+        merged: bucket size that merges several units, for collectives of a second size; None to
+            leave that run out.
+        ahead: whether to run with a prefetch, too, for the contention; otherwise it is 0.
     """
 
     steps: int
@@ -78,13 +78,13 @@ class Probes:
 def measure_costs(
     root: Root, step: Callable[[], object], apply: Callable[[int, int], None], probes: Probes
 ) -> Costs:
-    """Run steps in up to three ways and return what they are made of; all ranks call this.
+    """Run steps in up to three ways and return the times of their parts. All ranks call this.
 
     Args:
-        root: of the model.
+        root: the root of the model.
         step: runs forward and backward.
-        apply: sets bucket_bytes, of all units, and prefetch for the next steps.
-        probes: which ways those are.
+        apply: sets the bucket_bytes of all units and the prefetch for the next steps.
+        probes: the runs to make.
     """
 
     def run(bucket_bytes: int, prefetch: int) -> _Figures:
@@ -102,24 +102,17 @@ def measure_costs(
         for figures in of_rank[:2]:
             for key, seconds in ({} if figures is None else figures.wire).items():
                 wire[key].append(seconds)
-    # Whoever comes last waits for nobody.
+    # The rank that joins a collective last does not wait, so the shortest time is the wire's.
     shortest = {key: min(seconds) for key, seconds in wire.items()}
     sizes = [_wire_bytes(unit) for unit in root.units]
     gathers = [shortest.get(("gather", nbytes), 0.0) for nbytes, _ in sizes]
     reductions = [shortest.get(("reduce", nbytes), 0.0) for _, nbytes in sizes]
-    # The root's and the first unit's come before any compute.
+    # The gathers of the root and of the first unit come before any compute.
     contention = statistics.median(
         _contention(first, last, sum(gathers[2:])) for first, _, last in ranks
     )
-    compute = []
-    for number in range(len(root.units)):
-        forward = max(of.compute.get(("unit forward", number), 0.0) for of, *_ in ranks)
-        backward = max(of.compute.get(("unit backward", number), 0.0) for of, *_ in ranks)
-        # Beside it is the reduction of the unit that backward came from.
-        beside = reductions[number + 1] if number + 1 < len(root.units) else 0.0
-        compute.append((forward, max(backward - contention * beside, 0.5 * backward)))
     return Costs(
-        compute=tuple(compute),
+        compute=_compute_alone([first for first, *_ in ranks], reductions, contention),
         between=max(of.between for of, *_ in ranks),
         link=_link(root, shortest),
         copies=(
@@ -128,6 +121,26 @@ def measure_costs(
         ),
         contention=contention,
     )
+
+
+def _compute_alone(
+    ranks: Sequence[_Figures], reductions: Sequence[float], contention: float
+) -> tuple[tuple[float, float], ...]:
+    """Return the seconds of each unit's forward and backward on the slowest rank.
+
+    Args:
+        ranks: the figures of each rank without prefetch.
+        reductions: seconds of each unit's reduction.
+        contention: share of a reduction's time that backward beside it loses.
+    """
+    compute = []
+    for number in range(len(reductions)):
+        forward = max(of.compute.get(("unit forward", number), 0.0) for of in ranks)
+        backward = max(of.compute.get(("unit backward", number), 0.0) for of in ranks)
+        # Backward has just run the next unit, whose reduction runs beside this one.
+        beside = reductions[number + 1] if number + 1 < len(reductions) else 0.0
+        compute.append((forward, max(backward - contention * beside, 0.5 * backward)))
+    return tuple(compute)
 
 
 def _run(root: Root, step: Callable[[], object], steps: int) -> _Figures:
@@ -146,7 +159,7 @@ def _figures(iterations: Sequence[Iteration]) -> _Figures:
     for iteration in iterations:
         of_units: defaultdict[tuple[str, int], float] = defaultdict(float)
         for span, own in own_compute(iteration):
-            # A forward that is recomputed for backward is part of that.
+            # A forward that backward recomputes is part of backward.
             recomputed = span.work == "unit forward" and span.phase == "backward"
             of_units["unit backward" if recomputed else span.work, span.first] += own
         for key, own in of_units.items():
@@ -164,7 +177,10 @@ def _figures(iterations: Sequence[Iteration]) -> _Figures:
 
 
 def _contention(alone: _Figures, ahead: _Figures | None, beside: float) -> float:
-    """See Note [measuring costs]; ``beside``: what gathers take that compute was beside."""
+    """Return the contention: Note [measuring costs].
+
+    ``beside`` is the seconds of the gathers that ran beside compute.
+    """
     if ahead is None:
         return 0.0
     keys = [key for key in alone.compute if key[0] == "unit forward" and key in ahead.compute]
@@ -181,13 +197,13 @@ def _link(root: Root, wire: dict[tuple[str, int], float]) -> Link:
         samples = [Sample(operation, n, s) for (of, n), s in wire.items() if of == work and n]
         try:
             fits.append(fit(samples))
-        except ValueError:  # of one size, say
+        except ValueError:  # all samples may have one size
             fits.append(Fit(*root.link.costs()[WIRES.index(work)], residual=0.0))
     return link_of(f"{root.lanes.transport}, measured in steps", fits[0], fits[1])
 
 
 def _wire_bytes(unit: Unit) -> tuple[int, int]:
-    """Return what the unit's gather and its reduction carry, by itself, of all ranks."""
+    """Return the bytes of the unit's own gather and of its reduction, summed over all ranks."""
     layout = unit.layout_for(training=True)
     reduced = layout.grad_numel * unit.grad_dtypes()[1].itemsize
     return layout.gather_bytes * layout.world_size, reduced * layout.world_size

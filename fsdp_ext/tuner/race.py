@@ -1,11 +1,11 @@
-"""Which of a few ways to run is fastest: measured in rounds, the slower half left behind."""
+"""Races of settings: measured in rounds, of which the slower ones drop out."""
 
 # Note [races]
-# What a machine does besides changes from second to second, by more than settings differ, so they
-# take turns, in another order each round. Most of the time is for those that may be the fastest: a
-# few rounds of all, and then of those that were among the best so far. Who is left behind has been
-# measured in other seconds than the finalists, and cannot win. What comes first in a round finds
-# other caches than what comes second, so the order is random, and the same on all ranks.
+# The speed of a machine changes from second to second by more than settings differ, so settings
+# take turns. Most of the time goes to those that may be the fastest: a few rounds of all settings,
+# then more rounds of the best so far. A setting that drops out was not measured in the same seconds
+# as the finalists, so it cannot win. The first setting of a round finds other caches than the
+# second, so the order is random in each round, and the same on all ranks.
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-# How many rounds there are of how many settings, besides those that are always in the race.
+# Rounds, and the number of settings in them besides the one that always stays.
 STAGES = ((2, 8), (2, 4), (4, 2))
 
 
 @dataclass(frozen=True)
 class Result(Generic[T]):
-    """What a race has shown.
+    """The result of a race.
 
     Args:
-        medians: seconds of each setting that could be run, over all of its rounds.
-        finalists: those that were in it to the end, whose medians alone are of the same rounds.
+        medians: median seconds of each setting that could be run, over all of its rounds.
+        finalists: the settings that stayed to the end. Only their medians are of the same rounds.
     """
 
     medians: dict[T, float]
@@ -39,17 +39,17 @@ def race(
     run: Callable[[T], list[float] | None],
     slowest: Callable[[dict[T, list[float]]], dict[T, list[float]]],
     always: T,
-    say: Callable[[str], None] = lambda what: None,
+    log: Callable[[str], None] = lambda what: None,
 ) -> Result[T]:
-    """Race the settings against each other; all ranks call this alike.
+    """Race settings against each other. All ranks call this with the same settings.
 
     Args:
-        settings: the most promising first, with those that are to be in the race.
-        run: runs a few steps with one and returns their seconds; None: it cannot be run, on no
-            rank, and is left out.
-        slowest: given the seconds of each step on this rank, returns those of the slowest one.
-        always: stays to the end, and has to be one of ``settings``.
-        say: told how far the race is.
+        settings: the settings, the most promising first.
+        run: runs a few steps with a setting and returns their seconds. It returns None, on all
+            ranks alike, if the setting cannot be run; the setting is then left out.
+        slowest: turns the seconds of each step on this rank into those of the slowest rank.
+        always: the one of ``settings`` that stays to the end.
+        log: reports progress.
     """
     taken: dict[T, list[float]] = {setting: [] for setting in settings}
     order = random.Random(0)
@@ -70,7 +70,7 @@ def race(
                 else:
                     taken[setting] += seconds
             number += 1
-            say(f"measured round {number} of {total}, of {len(racing)} settings")
+            log(f"measured round {number} of {total} with {len(racing)} settings")
         over_ranks = slowest({setting: taken[setting] for setting in racing})
         medians |= {setting: statistics.median(of) for setting, of in over_ranks.items()}
         racing.sort(key=lambda setting: medians[setting])

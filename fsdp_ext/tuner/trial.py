@@ -1,4 +1,4 @@
-"""Steps that are run to be timed, after which the model is as it was."""
+"""Timed steps on a model that is left as it was."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Trial:
     """Forward and backward of a model on one batch.
 
     Args:
-        model: what is called.
+        model: the model.
         batch: a tensor, a tuple of arguments, or a mapping of keywords.
         loss: makes a scalar of the output.
-        unit: any of the model's, of the device that is waited for.
+        unit: any unit of the model; its device is waited for.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class Trial:
                 parameter.grad = None
 
     def first_step(self) -> None:
-        """Run a step whose forward, loss and backward all ranks get through, or none.
+        """Run a step. If it fails on one rank between collectives, all ranks raise.
 
         Raises:
-            TypeError: if the loss is no tensor.
-            ValueError: if it is no scalar with a gradient.
-            Exception: whatever the model or the loss raises; see
-                :func:`fsdp_ext.agreement.together`.
+            TypeError: if the loss is not a tensor.
+            ValueError: if it is not a scalar that requires a gradient.
+            Exception: what the model or the loss raises; see
+                :func:`fsdp_ext.sharding.agreement.together`.
         """
         with together(self._unit, "tune", "forward"):
             output = self._forward()
@@ -78,22 +78,22 @@ class Trial:
 def _check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor):
         raise TypeError(
-            f"tune expects loss to return a tensor but got {type(loss).__name__}; return the "
-            "scalar that backward begins with"
+            f"tune got a {type(loss).__name__} from loss. Return the scalar tensor that backward "
+            "starts from."
         )
     if loss.numel() != 1 or not loss.requires_grad:
         raise ValueError(
-            "tune expects loss to return a scalar that requires a gradient but got one of shape "
-            f"{tuple(loss.shape)} with requires_grad={loss.requires_grad}; reduce it, and make it "
-            "of the model's output"
+            f"tune got a tensor of shape {tuple(loss.shape)} with requires_grad="
+            f"{loss.requires_grad} from loss. Return a scalar that is computed from the model's "
+            "output."
         )
 
 
 def mean_of_output(output: Any) -> Tensor:
-    """Return the mean of the output's floating-point tensors, as a loss where there is none.
+    """Return the means of the output's floating-point tensors, summed: the default loss.
 
     Raises:
-        ValueError: if it has none that require gradients.
+        ValueError: if none of them requires a gradient.
     """
     tensors = [
         leaf
@@ -102,26 +102,26 @@ def mean_of_output(output: Any) -> Tensor:
     ]
     if not tensors:
         raise ValueError(
-            "tune expects a model whose output has floating-point tensors that require gradients "
-            "but got none; pass loss=, which makes a scalar of the output"
+            "tune found no floating-point tensor that requires a gradient in the model's output. "
+            "Pass loss=, a function that makes a scalar of the output."
         )
     return torch.stack([tensor.float().mean() for tensor in tensors]).sum()
 
 
-# - What stays
+# - Restoring the model
 
 
 @contextlib.contextmanager
 def left_as_it_was(model: nn.Module, batch: Any, units: list[Unit]) -> Iterator[None]:
-    """Restore shards, buffers, the batch's gradients and the state of random numbers at the end.
+    """Restore shards, buffers, the batch's gradients and the random state at the end.
 
-    Parameters change where the model's hooks run an optimizer in backward. The copy of them is a
-    shard of each unit's. Parameters have no gradients afterwards.
+    Parameters may change, since hooks of the model may run an optimizer in backward. Only this
+    rank's shards are copied. Parameters have no gradients afterwards.
 
     Args:
-        model: whose buffers those are.
-        batch: whose tensors may have gradients of their own.
-        units: of the model, whose parameters are kept.
+        model: the model; its buffers are restored.
+        batch: its tensors may have gradients of their own, which are restored.
+        units: the units of the model; their shards are restored.
     """
     device = units[0].device
     devices = [] if device.type == "cpu" else [device]
@@ -146,7 +146,7 @@ def _shards_kept(units: list[Unit]) -> Iterator[None]:
     finally:
         for unit in units:
             if unit.root is not None and unit.core is not None:
-                unit.root.reshard(unit)  # what is unsharded still is of the values to be replaced
+                unit.root.reshard(unit)  # an unsharded copy has the values that are replaced
         with torch.no_grad():
             for unit, shards in zip(units, before, strict=True):
                 for shard, kept in zip(_shards(unit), shards, strict=True):
@@ -156,8 +156,9 @@ def _shards_kept(units: list[Unit]) -> Iterator[None]:
 def _shards(unit: Unit) -> list[Tensor]:
     """Return this rank's rows of each parameter.
 
-    The module's own, which after ``module.to()`` and the like is not in the flat shard before the
-    next forward; but not where the module has the unsharded one for the moment.
+    They are those of the parameter that the module has: after ``module.to()`` and the like it is
+    not in the flat shard until the next forward. If the module has the unsharded parameter at the
+    moment, they are those of the flat shard.
     """
     result = []
     for param in unit.params:
@@ -169,7 +170,7 @@ def _shards(unit: Unit) -> list[Tensor]:
 
 @contextlib.contextmanager
 def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Keep the tensors and what is in them, since a forward may write them or assign others."""
+    """Restore buffers and their values, since forward may write to them or assign others."""
     before = [
         (module, name, buffer, None if buffer is None else buffer.clone())
         for module in model.modules()
@@ -187,7 +188,7 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _gradients_kept(batch: Any) -> Iterator[None]:
-    # Backward adds to a gradient that is there in place, so it must not find one.
+    # Backward adds in place to an existing gradient, so the tensors must not have one.
     leaves = [
         (leaf, leaf.grad)
         for leaf in torch.utils._pytree.tree_leaves(batch)

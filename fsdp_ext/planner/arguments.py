@@ -1,0 +1,201 @@
+"""Checks of the arguments of ``plan``, and the defaults that follow from the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_ext._util.numbers import is_at_least
+from fsdp_ext.comm.link import PRESETS, Link
+from fsdp_ext.comm.simulated import Simulated
+from fsdp_ext.comm.transports import (
+    Transport,
+    may_share_memory,
+    resolve_transport,
+    why_no_shared_memory,
+)
+from fsdp_ext.planner.units import Units
+from fsdp_ext.sharding.module_state import unit_of
+from fsdp_ext.sharding.unit import Unit
+
+
+@dataclass(frozen=True)
+class Target:
+    """The ranks that a training would run on.
+
+    Args:
+        world_size: number of ranks.
+        device_type: "cuda" or "cpu".
+        transport: name of the transport that the run would use.
+        asked: the transport that was asked for; None for the default.
+    """
+
+    world_size: int
+    device_type: str
+    transport: str
+    asked: Transport
+
+
+def check_memory_arguments(caller: str, memory_limit: object, optimizer_states: object) -> None:
+    """Check the arguments that ``plan`` and ``tune`` share.
+
+    Raises:
+        ValueError: if a number is out of range; the message names ``caller``.
+    """
+    if memory_limit is not None and not is_at_least(memory_limit, 1):
+        raise ValueError(
+            f"{caller} got memory_limit={memory_limit!r}. Pass a positive whole number of bytes, "
+            "such as 60 * 2**30, or None."
+        )
+    if not is_at_least(optimizer_states, 0):
+        raise ValueError(
+            f"{caller} got optimizer_states={optimizer_states!r}. Pass the number of tensors that "
+            "the optimizer keeps per parameter, such as 2 for AdamW."
+        )
+
+
+def check_time_arguments(flops_per_second: float | None, batch: Any, compute: object) -> None:
+    """Check the arguments that predict times.
+
+    Raises:
+        ValueError: if they contradict each other or do not suffice.
+    """
+    if flops_per_second is None:
+        return
+    if compute is not None:
+        raise ValueError(
+            "plan got both flops_per_second and compute. Pass only compute if you have measured "
+            "the seconds of each unit."
+        )
+    if batch is None:
+        raise ValueError(
+            "plan got flops_per_second without a batch. Pass batch=, the arguments that one rank "
+            "calls the model with, to count floating-point operations."
+        )
+    if not flops_per_second > 0:
+        raise ValueError(
+            f"plan got flops_per_second={flops_per_second!r}. Pass a positive rate; about half of "
+            "a GPU's peak is usual."
+        )
+
+
+def first_unit(
+    model: object,
+    units: Units | None,
+    mp_policy: MixedPrecisionPolicy | None,
+    reshard_after_forward: bool | None,
+) -> Unit | None:
+    """Return the first unit of a sharded model; None for a plain model.
+
+    Raises:
+        TypeError: if ``model`` is not a module.
+        ValueError: if a sharded model is given settings that its units have already.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"plan got {model!r}. Pass the model, a torch.nn.Module.")
+    unit = next((unit for m in model.modules() if (unit := unit_of(m)) is not None), None)
+    if unit is None:
+        return None
+    own = {
+        "units": units,
+        "mp_policy": mp_policy,
+        "reshard_after_forward": reshard_after_forward,
+    }
+    given = [name for name, value in own.items() if value is not None]
+    if given:
+        raise ValueError(
+            f"plan got {' and '.join(given)} for a model that fully_shard was applied to. Leave "
+            "them out; the model's units have their own."
+        )
+    return unit
+
+
+def resolve_target(
+    world_size: int | None, transport: Transport, device_type: str | None, unit: Unit | None
+) -> Target:
+    """Return the ranks, devices and transport that were asked for or that the model has.
+
+    Raises:
+        TypeError: if ``transport`` is of another type.
+        ValueError: if an argument is unknown or out of range, or the number of ranks is not known.
+    """
+    device_type = device_type or (unit.mesh.device_type if unit is not None else "cuda")
+    if transport is None and unit is not None:
+        transport = unit.settings.transport
+    ranks = _resolve_world_size(world_size, unit, transport)
+    if device_type not in ("cuda", "cpu"):
+        raise ValueError(f'plan got device_type={device_type!r}. Pass "cuda" or "cpu".')
+    asked = resolve_transport(transport, device_type)
+    return Target(ranks, device_type, _name_of_transport(asked, device_type, unit), asked)
+
+
+def _resolve_world_size(asked: int | None, unit: Unit | None, transport: Transport) -> int:
+    simulated = transport.world_size if isinstance(transport, Simulated) else None
+    if asked is None:
+        asked = simulated if unit is None else unit.mesh.size()
+    if asked is None:
+        raise ValueError(
+            "plan needs world_size, since this model has no mesh. Pass the number of ranks."
+        )
+    if not isinstance(asked, int) or asked < 1:
+        raise ValueError(f"plan got world_size={asked!r}. Pass 1 or more ranks.")
+    if simulated is not None and unit is None and asked != simulated:
+        raise ValueError(
+            f"plan got world_size={asked} and a simulated transport with {simulated} ranks. Leave "
+            "one of them out."
+        )
+    return asked
+
+
+def _name_of_transport(asked: Transport, device_type: str, unit: Unit | None) -> str:
+    """Return the name of the transport that the run would choose."""
+    if isinstance(asked, Simulated):
+        return "simulated"
+    if asked is not None:
+        return asked
+    if device_type == "cuda":
+        return "nccl"
+    shares = unit is None or may_share_memory(unit.mesh.get_group(), None)
+    return "shared_memory" if shares and not why_no_shared_memory() else "process_group"
+
+
+def resolve_link(asked: Link | str | None, typical: Link) -> Link:
+    """Return the link that times are simulated for.
+
+    Raises:
+        ValueError: if ``asked`` is neither a link nor the name of a preset.
+    """
+    if isinstance(asked, str) and asked in PRESETS:
+        return PRESETS[asked]
+    if asked is not None and not isinstance(asked, Link):
+        raise ValueError(
+            f"plan got link={asked!r}. Pass a Link or one of {', '.join(PRESETS)}; Link.load reads "
+            "a measured one."
+        )
+    return asked or typical
+
+
+def seconds_of_units(
+    compute: Mapping[str, tuple[float, float]], names: Sequence[str]
+) -> list[tuple[float, float]]:
+    """Return the seconds of each unit's forward and backward; the root's default is 0.
+
+    Raises:
+        ValueError: if a name is unknown, or a unit below the root is missing.
+    """
+    unknown = sorted(set(compute) - set(names))
+    missing = [name for name in names[1:] if name not in compute]
+    if unknown:
+        raise ValueError(
+            f"compute has seconds of {', '.join(unknown)}, but the units are {', '.join(names)}."
+        )
+    if missing:
+        raise ValueError(
+            f"compute has no seconds of {', '.join(missing)}. Pass those of each unit below the "
+            f"root; the units are {', '.join(names)}."
+        )
+    return [compute.get(name, (0.0, 0.0)) for name in names]

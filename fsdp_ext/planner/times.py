@@ -1,0 +1,79 @@
+"""The time of a planned step: buckets become the stages that ``schedule.py`` simulates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsdp_ext import _C
+from fsdp_ext.comm.link import Link
+from fsdp_ext.planner.schedule import Prediction, Stage, predict
+from fsdp_ext.planner.units import PlannedRoot
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """What the parts of a step take.
+
+    Args:
+        compute: seconds of each unit's forward and backward, by the unit's number.
+        link: the link that collectives use.
+        contention: see :func:`fsdp_ext.planner.schedule.predict`.
+        copies: seconds per byte of the casts and copies around gathers and around reductions.
+    """
+
+    compute: Sequence[tuple[float, float]]
+    link: Link
+    contention: float = 0.0
+    copies: tuple[float, float] = (0.0, 0.0)
+
+
+def predict_plan(root: PlannedRoot, found: _C.MemoryPlan, costs: StepCosts) -> Prediction:
+    """Return how long a step takes.
+
+    Args:
+        root: the planned units.
+        found: their buckets and slots.
+        costs: what the parts of the step take.
+    """
+    stages = [_stage(root, bucket, costs) for bucket in found["buckets"]]
+    trained = (parameter for parameter in root.module.parameters() if parameter.requires_grad)
+    first = next(trained, None)  # by order of registration its gradient comes last
+    return predict(
+        stages[0],
+        stages[1:],
+        costs.link,
+        depth=root.most_ahead(),
+        slots=max(1, found["ring_slots"]),
+        contention=costs.contention,
+        root_begins=any(param.parameter is first for param in root.units[0].params),
+    )
+
+
+def _stage(root: PlannedRoot, bucket: _C.PlannedBucket, costs: StepCosts) -> Stage:
+    units = bucket["units"]
+    has_wire = root.units[0].world_size > 1
+    # A single rank has its parameters whole already, so it copies only what it casts.
+    has_copies = has_wire or _needs_casts(root, units)
+    gather_rate, reduce_rate = costs.copies if has_copies else (0.0, 0.0)
+    return Stage(
+        name=root.units[units[0]].name,
+        forward=sum(costs.compute[number][0] for number in units),
+        backward=sum(costs.compute[number][1] for number in units),
+        gather_bytes=bucket["gather_bytes"] if has_wire else 0,
+        reduce_bytes=bucket["reduce_bytes"] if has_wire else 0,
+        reshards=bucket["reshards_after_forward"],
+        copy_seconds_gather=gather_rate * bucket["gather_bytes"],
+        copy_seconds_reduce=reduce_rate * bucket["reduce_bytes"],
+        gather_messages=bucket["gather_messages"],
+        reduce_messages=bucket["reduce_messages"],
+    )
+
+
+def _needs_casts(root: PlannedRoot, units: Sequence[int]) -> bool:
+    """Return whether these units compute with a parameter in another dtype than it is stored in."""
+    return any(
+        unit.compute_dtype(param.dtype) != param.dtype
+        for unit in (root.units[number] for number in units)
+        for param in unit.params
+    )

@@ -1,0 +1,114 @@
+"""``Tuning``: what ``tune`` has found, as a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdp_ext._util.tables import columns, size
+from fsdp_ext.sharding.settings import Choice
+from fsdp_ext.tuner.costs import Costs
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One setting, its predicted time and its measured time.
+
+    Args:
+        choice: the setting.
+        buckets: its number of buckets.
+        memory: bytes of each rank without activations, as :func:`fsdp_ext.plan` counts them.
+        predicted: seconds of forward and backward, predicted by the model of the schedule.
+        measured: median seconds on the slowest rank; None if it was not measured.
+    """
+
+    choice: Choice
+    buckets: int
+    memory: int
+    predicted: float
+    measured: float | None = None
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The result of :func:`fsdp_ext.tune`; ``str`` of it is a table with an explanation.
+
+    Args:
+        chosen: the setting in use now.
+        before: the setting that was in use before.
+        measured: all settings that were measured, the fastest first.
+        considered: number of settings that were considered.
+        too_large: number of those that need too much memory. The others were predicted.
+        costs: the measured costs that predictions are made from.
+        simulated: whether the transport, and with it each time, is simulated.
+    """
+
+    chosen: Candidate
+    before: Candidate
+    measured: tuple[Candidate, ...]
+    considered: int
+    too_large: int
+    costs: Costs
+    simulated: bool
+
+    def __str__(self) -> str:
+        """Return the table, the measured costs, and the reason for the choice."""
+        return "\n".join(
+            [
+                *self._table(),
+                _costs_line(self.costs),
+                f"{self.considered} settings were considered; {self.too_large} of them need too "
+                f"much memory. {len(self.measured)} were measured: the most promising ones and "
+                "the one before.",
+                self._reason(),
+            ]
+        )
+
+    def _table(self) -> list[str]:
+        word = "simulated " if self.simulated else ""
+        header = ["bucket_bytes", "prefetch", "kept unsharded", "buckets", "memory"]
+        header += [f"predicted {word}ms", f"measured {word}ms", ""]
+        rows = []
+        for candidate in dict.fromkeys([*self.measured, self.before]):
+            notes = ["chosen"] if candidate == self.chosen else []
+            notes += ["before"] if candidate.choice == self.before.choice else []
+            rows.append(_cells(candidate, ", ".join(notes)))
+        return columns(header, rows, left=(0, len(header) - 1))
+
+    def _reason(self) -> str:
+        chosen, before = self.chosen, self.before
+        assert chosen.measured is not None
+        assert before.measured is not None
+        off = chosen.predicted / chosen.measured - 1
+        gain = before.measured / chosen.measured
+        what = (
+            "nothing was faster than before"
+            if chosen.choice == before.choice
+            else f"{gain:.2f} times as fast as before"
+        )
+        return f"chosen: {chosen.choice}: {what}; the prediction is off by {off:+.0%}"
+
+
+def _cells(candidate: Candidate, note: str) -> tuple[str, ...]:
+    kept = len(candidate.choice.kept)
+    measured = candidate.measured
+    return (
+        f"{candidate.choice.bucket_bytes:,}",
+        str(candidate.choice.prefetch),
+        f"{kept} unit{'' if kept == 1 else 's'}",
+        str(candidate.buckets),
+        size(candidate.memory),
+        f"{candidate.predicted * 1e3:.2f}",
+        "" if measured is None else f"{measured * 1e3:.2f}",
+        note,
+    )
+
+
+def _costs_line(costs: Costs) -> str:
+    (alpha, beta), (reduce_alpha, reduce_beta) = costs.link.costs()
+    compute = sum(map(sum, costs.compute)) + costs.between
+    return (
+        f"compute {compute * 1e3:.1f} ms a step; gathers {alpha * 1e6:.0f} us + S / "
+        f"{beta / 1e9:.2f} GB/s, reductions {reduce_alpha * 1e6:.0f} us + S / "
+        f"{reduce_beta / 1e9:.2f} GB/s ({costs.link.name}); beside a collective, compute loses "
+        f"{costs.contention:.0%} of the collective's time"
+    )
