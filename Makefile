@@ -5,7 +5,7 @@
 #   VENV=path               another environment instead of .venv; set up like .venv
 #   CUDA_TORCH=torch==2.11.0   the torch to install into .venv-cuda, of the nvcc's major version
 #   MAX_JOBS=n              compile at most n files at a time
-#   REQUIRE_CPP_TESTS=1     fail where GoogleTest is missing, instead of saying so
+#   REQUIRE_CPP_TESTS=1     fail where GoogleTest is missing, instead of testing without it
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -40,32 +40,49 @@ help:  ## list the targets
 
 # ---- Set-up --------------------------------------------------------------------------------------
 
+# Each stamp in the environment adds to the one before: what builds, trains, tests and lints.
 $(VENV)/.tools: pyproject.toml
+	@echo "=== set-up: build tools into $(VENV)"
 	test -x "$(BIN)/python" || "$(PYTHON)" -m venv "$(VENV)"
 	"$(BIN)/pip" install --quiet "setuptools>=77" wheel cmake ninja
 	touch "$@"
 
-# torch comes first, so that pip does not choose one of its own. The project comes last: what it
-# needs is there by then.
-$(VENV)/.ready: $(VENV)/.tools
+# torch comes first, so that pip does not choose one of its own. The build comes before the install,
+# which would hide its progress.
+$(VENV)/.train: $(VENV)/.tools
+	@echo "=== set-up: $(TORCH) and what the examples need into $(VENV)"
 	"$(BIN)/pip" install --quiet "$(TORCH)"
-	"$(BIN)/pip" install --quiet --no-build-isolation --editable ".[test,dev,examples]"
+	"$(BIN)/python" setup.py --quiet build_ext --inplace
+	"$(BIN)/pip" install --quiet --no-build-isolation --editable ".[examples]"
 	touch "$@"
 
-# Ninja knows what has changed, so this always asks it; with nothing to do it takes seconds.
-.PHONY: develop
-develop: $(VENV)/.ready  ## set up .venv and (re)build the extension in place
+$(VENV)/.test: $(VENV)/.train
+	@echo "=== set-up: test tools into $(VENV)"
+	"$(BIN)/pip" install --quiet --no-build-isolation --editable ".[test]"
+	touch "$@"
+
+$(VENV)/.dev: $(VENV)/.test
+	@echo "=== set-up: linters into $(VENV)"
+	"$(BIN)/pip" install --quiet --no-build-isolation --editable ".[dev]"
+	touch "$@"
+
+# Ninja knows what has changed, so this always asks it. With nothing to do it takes seconds.
+.PHONY: extension
+extension: $(VENV)/.train  ## (re)build the extension in place
 	"$(BIN)/python" setup.py --quiet build_ext --inplace
+
+.PHONY: develop
+develop: $(VENV)/.dev extension  ## set up .venv with all tools and (re)build the extension
 
 # ---- Run -----------------------------------------------------------------------------------------
 
 .PHONY: train
-train: develop  ## train a GPT sharded over NPROC ranks (TRAIN_ARGS="--steps 20")
+train: extension  ## train a GPT sharded over NPROC ranks (TRAIN_ARGS="--steps 20")
 	OMP_NUM_THREADS=1 "$(BIN)/torchrun" --standalone --nproc-per-node $(NPROC) \
 	  examples/train_gpt.py $(TRAIN_ARGS)
 
 .PHONY: bench
-bench: develop  ## measure beside PyTorch's: all benchmarks, or BENCH=pack (BENCH_ARGS="--quick")
+bench: extension  ## measure beside PyTorch's: all benchmarks, or BENCH=pack (BENCH_ARGS="--quick")
 	"$(BIN)/python" -m bench $(BENCH) $(BENCH_ARGS)
 
 # Two of the peers build themselves against the torch that is there, and with pkg_resources, which
@@ -83,22 +100,44 @@ bench-peers: $(PEERS_VENV)/.ready  ## measure a step beside DeepSpeed, Megatron-
 	"$(PEERS_BIN)/python" -m bench step --ranks $(NPROC) --peers $(BENCH_ARGS)
 
 .PHONY: docs-figures
-docs-figures: develop  ## draw docs/figures anew, from steps that run (simulated links, two ranks)
+docs-figures: extension  ## draw docs/figures anew, from steps that run (simulated links, two ranks)
 	"$(BIN)/python" tools/docs_figures.py --out docs/figures
 
 # ---- Test ----------------------------------------------------------------------------------------
 
-NO_GTEST = GoogleTest is missing (Debian and Ubuntu: apt-get install libgtest-dev)
+# What `make test` leaves to `make test-all`.
+MORE = 3 and 4 ranks, long random programs, every benchmark, the sanitizers, the CUDA build
 
 .PHONY: test
-test: develop  ## run the C++ tests and pytest
-	@if tools/ensure_gtest.sh; then $(MAKE) --no-print-directory test-cpp; \
-	elif [ -n "$(REQUIRE_CPP_TESTS)" ]; then echo "FAILED: $(NO_GTEST)"; exit 1; fi
+test:  ## run the C++ tests and pytest on 1 and 2 ranks, in less than ten minutes
+	@if tools/ensure_gtest.sh; then ran="the C++ tests, " not=""; \
+	elif [ -n "$(REQUIRE_CPP_TESTS)" ]; then echo "FAILED: the C++ tests need GoogleTest"; exit 1; \
+	else ran="" not="the C++ tests (GoogleTest is missing), "; fi; \
+	$(MAKE) --no-print-directory $(VENV)/.test extension; \
+	if [ -n "$$ran" ]; then $(MAKE) --no-print-directory test-cpp; fi; \
+	$(MAKE) --no-print-directory test-python; \
+	echo "make test ran $${ran}the Python tests. It did not run $$not$(MORE): make test-all does."
+
+.PHONY: test-all
+test-all: test test-exhaustive sanitize  ## run what make test runs, and the exhaustive matrix
+	@if command -v nvcc >/dev/null; then \
+	  $(MAKE) --no-print-directory cuda-build; \
+	  echo "make test-all ran everything."; \
+	else echo "make test-all ran everything but the CUDA build: there is no nvcc on the PATH."; fi
+
+.PHONY: test-python
+test-python: $(VENV)/.test
+	@echo "=== test: the Python tests"
 	"$(BIN)/python" -m pytest $(PYTEST_ARGS)
-	@tools/ensure_gtest.sh >/dev/null 2>&1 || echo "The C++ tests did NOT run: $(NO_GTEST)"
+
+.PHONY: test-exhaustive
+test-exhaustive: $(VENV)/.test extension
+	@echo "=== test: the exhaustive Python tests"
+	"$(BIN)/python" -m pytest -m exhaustive $(PYTEST_ARGS)
 
 .PHONY: test-cpp
 test-cpp: $(VENV)/.tools  ## run only the C++ tests, and check that the packer is vectorised
+	@echo "=== test: the C++ tests"
 	$(CMAKE) -B build/cpp
 	"$(BIN)/cmake" --build build/cpp --parallel $(JOBS)
 	$(CTEST) --test-dir build/cpp
@@ -107,13 +146,15 @@ test-cpp: $(VENV)/.tools  ## run only the C++ tests, and check that the packer i
 check-vectorised: $(VENV)/.tools  ## show which of the packer's loops the compiler vectorised
 	$(CMAKE) -B build/cpp
 	"$(BIN)/cmake" --build build/cpp --parallel $(JOBS) --target fsdp_core
-	"$(BIN)/python" tools/check_vectorised.py csrc/pack/pack_host.cpp build/cpp
+	"$(BIN)/python" tools/check_vectorised.py build/cpp csrc/pack/pack_host.cpp \
+		csrc/comm/rank_order_sum.cpp
 
 .PHONY: sanitize sanitize-thread sanitize-address
 sanitize: sanitize-thread sanitize-address  ## run the C++ tests under the sanitizers
 
 sanitize-thread sanitize-address: sanitize-%: $(VENV)/.tools
-	@tools/ensure_gtest.sh || { echo "FAILED: $(NO_GTEST)"; exit 1; }
+	@tools/ensure_gtest.sh || { echo "FAILED: the sanitizers run the C++ tests"; exit 1; }
+	@echo "=== test: the C++ tests under the $* sanitizer"
 	$(CMAKE) -B build/sanitize-$* -DFSDP_SANITIZE=$(if $(filter thread,$*),thread,address,undefined)
 	"$(BIN)/cmake" --build build/sanitize-$* --parallel $(JOBS)
 	@# Some kernels randomise addresses more than ThreadSanitizer can take.
@@ -139,13 +180,16 @@ cuda-install: $(CUDA_VENV)/.ready
 	"$(CUDA_BIN)/pip" uninstall --quiet --yes fsdp_ext 2>/dev/null || true
 	FORCE_CUDA=1 "$(CUDA_BIN)/pip" install --quiet --no-build-isolation ".[test,examples]"
 
+# Tests of Python code that is the same in every build.
+PYTHON_ALONE = bench causes docs gpu_check imports launcher scaling schedule simulated_group
+
 .PHONY: cuda-build
 cuda-build: cuda-install  ## make the CUDA build in .venv-cuda, look into it, run the tests on the CPU
 	cd "$(CUDA_VENV)" && "$(CUDA_BIN)/python" -m fsdp_ext
 	cd "$(CUDA_VENV)" && "$(CUDA_BIN)/python" ../tools/check_cuda_binary.py
-	"$(CUDA_BIN)/pytest" $(PYTEST_ARGS)
+	"$(CUDA_BIN)/pytest" $(PYTHON_ALONE:%=--ignore=tests/test_%.py) $(PYTEST_ARGS)
 
-# With what is there: no environment of its own, no network.
+# It uses what is installed: no environment of its own, no network.
 .PHONY: gpu-check
 gpu-check:  ## on a machine with one GPU: build, test, sanitize and measure, under eight minutes
 	"$(PYTHON)" tools/gpu_check.py $(GPU_CHECK_ARGS)
@@ -153,7 +197,7 @@ gpu-check:  ## on a machine with one GPU: build, test, sanitize and measure, und
 # ---- Style ---------------------------------------------------------------------------------------
 
 .PHONY: lint
-lint: develop  ## ruff, mypy --strict, clang-format
+lint: $(VENV)/.dev  ## ruff, mypy --strict, clang-format
 	@status=0; set -x; \
 	"$(BIN)/ruff" check . || status=1; \
 	"$(BIN)/ruff" format --check . || status=1; \
@@ -162,7 +206,7 @@ lint: develop  ## ruff, mypy --strict, clang-format
 	exit $$status
 
 .PHONY: format
-format: $(VENV)/.ready  ## rewrite the sources as lint wants them
+format: $(VENV)/.dev  ## rewrite the sources as lint wants them
 	"$(BIN)/ruff" check --fix --exit-zero .
 	"$(BIN)/ruff" format .
 	"$(BIN)/clang-format" -i $(CPP_FILES)

@@ -1,14 +1,17 @@
-"""How much should travel together: what do bucket size and message size cost and save?
+"""How large should buckets and messages be?
 
-Over a simulated link (alpha 20 us, beta 100 GB/s, 64 ranks), on one process. First, models of as
-many layers of one size train with buckets of several sizes. Communication time is what the lanes'
-streams measure of all collectives of a step, the sum of each one's median; beside it is
-alpha * collectives + S / beta. Beside the step's time is what planner.schedule.predict makes of
-the step over a link that takes no time: that, and what its gathers and reductions cannot hide. Then
-one unit of a single parameter, stored in fp32 and sent in bf16, travels whole and in messages of
-several sizes: its copies are what its gather (cast, wire, unpack) and its reduction (pack, wire,
-hand-over) take besides the wire, and hidden is how much of that the pieces save. Each time that has
-a wire in it is simulated; copies are real.
+Everything runs in one process over a simulated link (alpha 20 us, beta 100 GB/s, 64 ranks).
+
+The first tables train stacks of equal layers with buckets of several sizes. "simulated wire ms" is
+the time of all collectives of a step: the sum of each collective's median, as the lanes' streams
+measure it. Next to it is the prediction alpha * collectives + S / beta. Next to the step's time is
+the prediction of planner.schedule.predict, from the step over a link that takes no time.
+
+The last table has one unit with a single parameter, stored in fp32 and sent in bf16. It is sent
+whole, and in messages of several sizes. "its copies" is the time of the gather (cast, wire, unpack)
+or of the reduction (pack, wire, cast) minus the time of its wire. "of copies hidden" is the part of
+that time that smaller messages hide behind the wire. All times with a wire in them are simulated;
+copies are real.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from fsdp_ext.profiler.recording import WIRES
 TITLE = "buckets (simulated)"
 DEVICES = ("cpu",)
 SIMULATED_RANKS = 64
-FEW_RANKS = 8  # of the large unit, so that a rank's shard is large, too
+FEW_RANKS = 8  # for the large unit, so that a rank's shard is large, too
 LINK = Link("20 us, 100 GB/s", alpha=20e-6, beta=100e9)
 MB = 10**6
 WARMUP = 3
@@ -49,7 +52,7 @@ class Shape:
     dim: int
 
     def __str__(self) -> str:
-        """Return how it is called in tables."""
+        """Return the name in tables."""
         return f"{self.layers} x {self.dim**2 * 4 / MB:.2f} MB"
 
 
@@ -58,7 +61,7 @@ BUCKETS = [0, 1 * MB, 2 * MB, 4 * MB, 8 * MB, 16 * MB, 32 * MB, 64 * MB]
 
 
 class Training:
-    """A model over one simulated link, and its step."""
+    """A model that trains over one simulated link."""
 
     def __init__(self, shape: Shape, link: Link, bucket_bytes: int | None) -> None:
         torch.manual_seed(0)
@@ -82,17 +85,17 @@ class Training:
         return time.perf_counter() - start
 
     def bytes_of_buckets(self) -> list[int]:
-        """Return what the gather of each carries, of all ranks together."""
+        """Return the bytes of each bucket's gather, of all ranks together."""
         return [bucket["gather_bytes"] for bucket in self.core.buckets() if bucket["gather_bytes"]]
 
 
 def schedule(buckets: Sequence[int], compute: float) -> float:
-    """Return the seconds of a step by the schedule's arithmetic (planner.schedule.predict).
+    """Return the seconds of a step that planner.schedule.predict computes.
 
     Args:
-        buckets: bytes of each one's gather, which are as many as its reduction's.
-        compute: seconds of the whole step without a wire, of which a third is forward's. A bucket
-            has as much of it as of the bytes.
+        buckets: bytes of each bucket's gather; its reduction has as many.
+        compute: seconds of the whole step without a wire. A third of it is forward, and buckets
+            share it in proportion to their bytes.
     """
     shares = [compute * nbytes / sum(buckets) for nbytes in buckets]
     stages = [
@@ -103,7 +106,7 @@ def schedule(buckets: Sequence[int], compute: float) -> float:
 
 
 def measure_buckets(shape: Shape, bucket_bytes: int | None, repeats: int) -> dict[str, Any]:
-    """Return one row of the first part."""
+    """Measure one size of buckets; return the row."""
     free = Training(shape, NO_TIME, bucket_bytes if bucket_bytes is not None else default_bytes())
     wired = Training(shape, LINK, bucket_bytes)
     without, steps = [], []
@@ -116,7 +119,7 @@ def measure_buckets(shape: Shape, bucket_bytes: int | None, repeats: int) -> dic
         for _ in range(repeats):
             wired.step()
     busy = [[span.seconds for span in iteration.of(*WIRES)] for iteration in prof.iterations]
-    # Each one's median over the steps, since a thread that wakes late is not the wire's fault.
+    # The median of each collective over the steps leaves out threads that woke up late.
     taken = [statistics.median(durations) for durations in zip(*busy, strict=True)]
     predicted = sum(LINK.seconds(operation, nbytes) for operation, _, _, nbytes in sent)
     return {
@@ -138,7 +141,7 @@ def measure_buckets(shape: Shape, bucket_bytes: int | None, repeats: int) -> dic
 
 
 def default_bytes() -> int:
-    """Return the bucket size that is taken where none is asked for."""
+    """Return fully_shard's default bucket size for the link."""
     from fsdp_ext.comm.costs import default_bucket_bytes
 
     return default_bucket_bytes(LINK)
@@ -170,7 +173,7 @@ def show_buckets(shape: str, rows: Sequence[dict[str, Any]]) -> None:
     wire, predicted = "simulated_communication_ms", "predicted_communication_ms"
     alone = [row for row in rows if row["bucket_bytes"] == 0]
     chosen = [row for row in rows if row["is_default"]]
-    if not (alone and chosen):  # the run ended before
+    if not (alone and chosen):  # the run was interrupted
         return
     (first,), (default,) = alone, chosen
     print(
@@ -184,7 +187,7 @@ def show_buckets(shape: str, rows: Sequence[dict[str, Any]]) -> None:
 
 
 class OneParameter(nn.Module):
-    """As an embedding has it: few rows are used, all have gradients."""
+    """An embedding: a batch uses few of its rows, but all rows have gradients."""
 
     def __init__(self, rows: int, columns: int) -> None:
         super().__init__()
@@ -196,7 +199,7 @@ class OneParameter(nn.Module):
 
 
 def phases(model: Any, tokens: torch.Tensor, repeats: int) -> dict[str, list[float]]:
-    """Return, of each step, how long the gather, the reduction and their wires take."""
+    """Return the seconds of gathers, of reductions, and of their wires and copies, by step."""
     with profile(model, iterations=repeats) as prof:
         for _ in range(repeats):
             model.weight.grad = None
@@ -216,12 +219,12 @@ def phases(model: Any, tokens: torch.Tensor, repeats: int) -> dict[str, list[flo
 def measure_cut(
     nbytes: int, messages: Sequence[int | None], repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the second part, the whole unit's first.
+    """Yield the rows of the second part; the first row sends the whole unit in one message.
 
-    The link is as fast as the slower of the unit's copies is, so that neither can hide by the wire
-    being slow.
+    The link is as fast as the slower one of the unit's copies. Over a slower link even large
+    messages would hide the copies.
     """
-    dist.destroy_process_group()  # of the first part's ranks
+    dist.destroy_process_group()  # the first part has another number of ranks
     columns = 1024
     rows_of_parameter = nbytes // 2 // columns
     tokens = torch.arange(8)
@@ -244,7 +247,7 @@ def measure_cut(
     copies = train(NO_TIME, None)
     slowest = max(copies["gather copies"], copies["reduce copies"])
     link = Link("as slow as the copies", alpha=LINK.alpha, beta=nbytes / slowest)
-    before = None  # seconds of the copies where the unit is whole
+    before = None  # seconds of the copies when the unit is sent whole
     for most in messages:
         row = train(link, most)
         exposed = row["gather copies"] + row["reduce copies"]
@@ -288,7 +291,7 @@ def show_cut(rows: Sequence[dict[str, Any]]) -> None:
 
 def measure(args: argparse.Namespace, keep: Keep) -> None:
     """Measure both parts; --quick: two shapes, few sizes and repeats, a small unit."""
-    warnings.filterwarnings("ignore", message="fsdp_ext: .*simulated")  # said in the tables
+    warnings.filterwarnings("ignore", message="fsdp_ext: .*simulated")  # the tables say it
     repeats = 6 if args.quick else 30
     sizes = [0, 8 * MB, None] if args.quick else [*BUCKETS, None]
     for shape in SHAPES[:2] if args.quick else SHAPES:
@@ -320,13 +323,13 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def plot(rows: list[dict[str, Any]], path: str) -> None:
-    """Draw wire and step over the bucket size, beside what the models predict."""
+    """Draw wire time and step time over the bucket size, with the predictions."""
     title = f"link {LINK.name}, {SIMULATED_RANKS} ranks (simulated)"
     columns = {"communication": "wire", "step": "step"}
     with picture(path, title, columns=2) as all_axes:
         for axes, (column, what) in zip(all_axes, columns.items(), strict=True):
             for i, (shape, of_shape) in enumerate(by_shape(rows).items()):
-                # The default is one of the sizes that were asked for, once more.
+                # The default repeats one of the other sizes.
                 asked = [row for row in of_shape if not row["is_default"]]
                 ordered = sorted(asked, key=lambda row: row["bucket_bytes"])
                 sizes = [row["bucket_bytes"] / MB for row in ordered]
@@ -334,7 +337,7 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
                 predicted = [row[f"predicted_{column}_ms"] for row in ordered]
                 axes.plot(sizes, measured, f"C{i}o-", label=shape)
                 axes.plot(sizes, predicted, f"C{i}--", label=f"{shape}, predicted")
-            # A size of 0, each unit by itself, has its place beside the logarithms.
+            # The size 0, each unit by itself, is on a linear part of the axis.
             axes.set_xscale("symlog", linthresh=1)
             axes.set(xlabel="bucket, MB", ylabel=f"simulated {what} of a step, ms", yscale="log")
             axes.legend(fontsize="small")

@@ -1,16 +1,16 @@
 """How fast are all-gather and reduce-scatter of each transport, in the columns of nccl-tests?
 
-S, the size of a row, is that of the whole: what is gathered, or what each rank brings to a
-reduction. algbw = S / time, busbw = algbw * (N - 1) / N for N ranks (nccl-tests,
-doc/PERFORMANCE.md). "#wrong" counts elements that are not what they should be. As there, several
-calls in a row are timed as one, but each on memory of its own, since no cache has what a step
-gathers. Systems take turns, and the slowest rank counts.
+The size S of a row counts the unsharded bytes: the output of an all-gather, or the input of a
+reduce-scatter on one rank. For N ranks, algbw = S / time and busbw = algbw * (N - 1) / N
+(nccl-tests, doc/PERFORMANCE.md). "#wrong" counts wrong elements of the results. As in nccl-tests,
+several calls in a row are timed as one. Unlike there, each call has memory of its own, because the
+data of a training step is in no cache, either. Systems take turns, and the slowest rank counts.
 
-On the host the peer is torch.distributed's gloo. Our inputs are where the transport has a model's
-("ours"), or ordinary tensors ("ours, other inputs"). "memcpy" copies, on all ranks at once, half as
-many bytes as the operation has to read and write: S + S to gather, S + S / N to reduce. On a GPU
-the peers are torch's NCCL and NCCL itself, called through CuPy; ranks that share a GPU are a
-functional test and marked so.
+On the CPU the peer is torch.distributed's gloo. The inputs of "ours" lie where the transport keeps
+those of a model; "ours, other inputs" has ordinary tensors. "memcpy" copies half as many bytes as
+the operation has to read and write (S + S for a gather, S + S / N for a reduction), on all ranks at
+the same time. On a GPU the peers are torch's NCCL, and NCCL itself through CuPy. Ranks that share a
+GPU are only a functional test, and the table says so.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from fsdp_ext.comm.lanes import lanes_of
 Collective = Callable[[Tensor, Tensor], None]
 OPERATIONS = ("all_gather", "reduce_scatter")
 RANKS = 2
-LEAST_IN_ROW = 2  # calls that are timed as one, each on memory of its own
+LEAST_IN_ROW = 2  # the fewest calls that are timed as one
 
 
 @dataclass(frozen=True)
 class System:
-    """Collectives as one library has them: each takes its input and its output."""
+    """The collectives of one library; each takes its input and its output."""
 
     all_gather: Collective
     reduce_scatter: Collective
-    # Makes a copy of a tensor where this system's inputs are.
+    # Copies a tensor to where this system's inputs lie.
     place: Callable[[Tensor], Tensor] = torch.clone
 
 
@@ -67,10 +67,10 @@ def torchs() -> System:
 
 
 def raw_nccl() -> System:
-    """Return NCCL's own collectives through CuPy, on the current stream.
+    """Return NCCL's collectives through CuPy, on the current stream.
 
     Raises:
-        ImportError: if there is no CuPy.
+        ImportError: if CuPy is missing, or has no NCCL.
     """
     from cupy.cuda import nccl
 
@@ -102,7 +102,7 @@ def raw_nccl() -> System:
 
 
 def operands(operation: str, size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return inputs, outputs of NaN, and what these are to be: a row for each of several calls."""
+    """Return inputs, outputs filled with NaN, and expected outputs, with a row for each call."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
     index = torch.arange(size // 4 // world_size, device=device, dtype=torch.float32) % 1024
     if operation == "all_gather":
@@ -119,7 +119,7 @@ def operands(operation: str, size: int, device: torch.device) -> tuple[Tensor, T
 def time_in_row(
     call: Callable[[Tensor, Tensor], object], inputs: Tensor, outputs: Tensor, device: torch.device
 ) -> float:
-    """Return the seconds of one of several calls in a row, which all ranks begin together."""
+    """Return the mean seconds of calls in a row, which all ranks begin together."""
     pairs = list(zip(inputs, outputs, strict=True))
     dist.barrier()
     if device.type == "cuda":
@@ -135,7 +135,7 @@ def time_in_row(
 def measure_size(
     found: dict[str, System], operation: str, size: int, device: torch.device, repeats: int
 ) -> list[dict[str, Any]]:
-    """Return a row for each system, after a look at the numbers."""
+    """Measure one operation at one size, and check the results; return a row for each system."""
     world_size = dist.get_world_size()
     calls: dict[str, tuple[Callable[[Tensor, Tensor], object], Tensor, Tensor]] = {}
     outputs: dict[str, tuple[Tensor, Tensor]] = {}
@@ -183,7 +183,7 @@ def measure_size(
 
 
 def systems(device: torch.device) -> tuple[dict[str, System], dict[str, str]]:
-    """Return the systems by name, and why others cannot run here."""
+    """Return the systems that can run here, and the reasons why others cannot, by name."""
     group = dist.group.WORLD
     assert group is not None
     lanes = lanes_of(group, device)
@@ -202,7 +202,7 @@ def systems(device: torch.device) -> tuple[dict[str, System], dict[str, str]]:
 
 
 def share_gpu() -> None:
-    """Let ranks use one GPU, before NCCL's first call: see docs/gpu-status.md."""
+    """Let ranks share a GPU (docs/gpu-status.md); call it before NCCL is first used."""
     os.environ |= {
         "NCCL_HOSTID": f"rank{os.environ['RANK']}",
         "NCCL_NET": "Socket",
@@ -214,7 +214,7 @@ def share_gpu() -> None:
 
 
 def join(device: str) -> tuple[torch.device, bool]:
-    """Make the process group; return where this rank computes, and whether others do, too."""
+    """Create the process group; return this rank's device, and whether ranks share a GPU."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     shared = device == "cuda" and torch.cuda.device_count() < local
     if shared:
@@ -239,7 +239,7 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
 def show(rows: list[dict[str, Any]]) -> None:
     """Print the table."""
     measured = [row for row in rows if "error" not in row]
-    note = ", which share a GPU: FUNCTIONAL ONLY, times mean nothing"
+    note = ", which share a GPU: A FUNCTIONAL TEST ONLY, its times mean nothing"
     first = measured[0]
     shared = note if first["shared_gpu"] else ""
     print(f"fp32 on {first['device']}, {first['ranks']} ranks{shared}")
@@ -266,7 +266,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def fault(rows: list[dict[str, Any]]) -> str | None:
-    """Return what is said of wrong elements."""
+    """Return why the run failed: elements are wrong."""
     wrong = sum(row.get("wrong") or 0 for row in rows)
     return f"{wrong} elements are wrong, see the last column" if wrong else None
 

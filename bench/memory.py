@@ -1,20 +1,23 @@
-"""What is the peak memory of a rank with each system, and how does it grow over steps?
+"""What is the peak memory of a rank with each system, and does it grow over the steps?
 
-The transformer of examples/gpt_model.py trains ten steps. Each system has processes of its own, so
-that no peak is another's, and what a row says is of the rank that has most.
+The transformer of examples/gpt_model.py trains ten steps. Each system runs in processes of its own,
+so that peaks do not mix. A row shows the rank that needs the most memory.
 
-On the host (two ranks, or --ranks N) it is the resident set, /proc/self/status: "peak" is VmHWM
-since the model was built and sharded, others are VmRSS after a step, all less what the process had
-before, when it had trained a tiny model without any system, so that torch's own code was loaded.
-Pages of shared memory count in each process that has touched them. On a GPU (as many ranks as GPUs)
-it is what torch's allocator has reserved; "allocated", "split" (inactive parts of blocks in use),
-retries and cudaMallocs after the third step are those of torch.cuda.memory_stats, and "device" is
-what the driver says has gone, which NCCL's own buffers are in. Growth is from the third step to the
-last: by then each allocation was made before, so it is fragmentation, or a leak.
+On the CPU (two ranks, or --ranks N) the figures are the resident set (/proc/self/status). "peak" is
+VmHWM since the model was built and sharded; the others are VmRSS after a step. What the process had
+before is subtracted: it had then trained a tiny model without any system, so that torch's code was
+loaded. A page of shared memory counts in each process that has touched it.
 
-"in theory" is what a rank cannot do without: its part of parameters, gradients and AdamW's two
-moments (16 bytes a parameter / ranks), and unsharded the root unit, a block, and the block that is
-gathered meanwhile. Activations are not in it. "books" are ours' own, of the same rank.
+On a GPU (as many ranks as GPUs) the figures are the bytes that torch's allocator has reserved.
+"allocated", "split" (inactive parts of blocks in use), retries, and cudaMallocs after the third
+step come from torch.cuda.memory_stats. "device" is the memory in use by the driver's count, which
+has NCCL's buffers, too.
+
+"growth" is from the third step to the last. All allocations have happened once by the third step,
+so growth means fragmentation or a leak. "in theory" is the least that a rank needs: its shard of
+parameters, gradients and AdamW's two moments (16 bytes a parameter / ranks), plus the unsharded
+root unit, one block, and the block that is being gathered. Activations are not included. "books"
+are fsdp_ext's own figures for the same rank.
 """
 
 from __future__ import annotations
@@ -40,13 +43,13 @@ from bench.harness.runner import Keep
 from bench.models.training import LARGE, MEDIUM, SMALL, SYSTEMS, GPTConfig, Training
 
 STEPS = 10
-SETTLED = 3  # steps after which every allocation was made before
+SETTLED = 3  # after so many steps, every allocation has happened once
 MB = 10**6
 TRAINED = {name: SYSTEMS[name] for name in ("ours", "FSDP2", "FSDP2, defaults", "FSDP1")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add how many ranks there are, each system's in turn."""
+    """Add --ranks."""
     text = "default: 2 on the host, one for each GPU"
     parser.add_argument("--ranks", type=positive, metavar="N", help=text)
 
@@ -55,46 +58,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def on_host(field: str) -> int:
-    """Return a figure of /proc/self/status, such as VmRSS, in bytes."""
+    """Return a field of /proc/self/status, such as VmRSS, in bytes."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         name, _, value = line.partition(":")
         if name == field:
-            return int(value.split()[0]) * 1024  # "kB", which is KiB there (proc(5))
+            return int(value.split()[0]) * 1024  # "kB" means KiB there (proc(5))
     return 0
 
 
 def forget_peak(device: torch.device) -> bool:
-    """Begin a new peak; return whether that is possible here."""
+    """Reset the peak; return whether that is possible here."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         return True
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM to VmRSS: proc(5)
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM = VmRSS, proc(5)
         return True
     return False
 
 
 class Gauge:
-    """What this process has, beyond what it had when this was made."""
+    """Measures the memory of this process, beyond what it had when the gauge was made."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         gc.collect()
         self.before = 0 if device.type == "cuda" else on_host("VmRSS")
-        self.device_before = self.gone_from_device()
+        self.device_before = self.device_bytes_in_use()
         self.after_steps: list[int] = []
         self.cuda_mallocs: list[int] = []
 
-    def gone_from_device(self) -> int:
-        """Return what the driver says is in use, of all processes."""
+    def device_bytes_in_use(self) -> int:
+        """Return the bytes in use by all processes, as the driver counts them."""
         if self.device.type != "cuda":
             return 0
         free, total = torch.cuda.mem_get_info()
         return total - free
 
     def read(self) -> None:
-        """Note what there is after a step."""
+        """Record the memory after a step."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
             self.after_steps.append(torch.cuda.memory_reserved())
@@ -123,12 +126,12 @@ class Gauge:
             "inactive_split_peak_bytes": stats["inactive_split_bytes.all.peak"],
             "alloc_retries": stats["num_alloc_retries"],
             "cuda_mallocs": [b - a for a, b in zip([0, *mallocs], mallocs, strict=False)],
-            "device_bytes": self.gone_from_device() - self.device_before,
+            "device_bytes": self.device_bytes_in_use() - self.device_before,
         }
 
 
 def books_of(training: Training) -> dict[str, int]:
-    """Return what fsdp_ext itself says that it has, in bytes."""
+    """Return fsdp_ext's own figures, in bytes."""
     from fsdp_ext import _C
 
     model: Any = training.model
@@ -147,7 +150,7 @@ def _one_a_storage(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def in_theory(training: Training) -> dict[str, int]:
-    """Return the bytes that a rank cannot do without, by what they are for."""
+    """Return the least bytes that a rank needs, by their purpose."""
     numel = training.parameters
     block = sum(p.numel() for p in Training.unsharded_block(training.config))
     root = numel - training.config.layers * block
@@ -157,13 +160,13 @@ def in_theory(training: Training) -> dict[str, int]:
 
 
 def load_code(device: torch.device) -> None:
-    """Train a tiny model once: what torch imports and starts on first use is no system's."""
+    """Train a tiny model once, so that torch's lazy imports and threads count for no system."""
     tiny = GPTConfig(vocabulary=8, context=8, dim=8, layers=1, heads=1)
     Training(SYSTEMS["unsharded"], tiny, 1, device).step()
 
 
 def train(name: str, config: GPTConfig, batch: int, device: torch.device) -> dict[str, Any]:
-    """Return what a system's training takes on this rank."""
+    """Train with one system; return the memory of this rank."""
     load_code(device)
     gauge = Gauge(device)
     training = Training(TRAINED[name], config, batch, device)
@@ -183,7 +186,7 @@ def train(name: str, config: GPTConfig, batch: int, device: torch.device) -> dic
 
 
 def run_rank(arguments: Sequence[str]) -> None:
-    """Train one system on this rank of several; the first writes what the largest one took."""
+    """Train with one system on this rank; rank 0 writes the figures of the largest rank."""
     parser = argparse.ArgumentParser(prog="python -m bench.memory")
     parser.add_argument("system", choices=TRAINED)
     parser.add_argument("out", type=Path)
@@ -197,7 +200,7 @@ def run_rank(arguments: Sequence[str]) -> None:
     config, batch = (SMALL, 4) if args.quick else (large, 4)
     try:
         mine = train(args.system, config, batch, device)
-    except Exception as error:  # other ranks may wait for this one, so it ends them
+    except Exception as error:  # other ranks may wait for this one, so they have to end, too
         traceback.print_exc()
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         args.out.write_text(json.dumps({"error": text}), encoding="utf-8")
@@ -225,7 +228,7 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
             out = Path(directory) / "row.json"
             options = ["--device", args.device, *(["--quick"] if args.quick else [])]
             code = ranks.start_ranks("bench.memory", [name, str(out), *options], count)
-            found = {"error": f"exit code {code}, with what is said above"}
+            found = {"error": f"exit code {code}; see the messages above"}
             if out.exists():
                 found = json.loads(out.read_text(encoding="utf-8"))
         rows.append({"system": name, "ranks": count, "device": args.device, "steps": STEPS} | found)
@@ -234,7 +237,7 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
 
 
 def add_ratios(rows: list[dict[str, Any]]) -> None:
-    """Put each peak's ratio to the smallest of the peers into the rows."""
+    """Add the ratio of each peak to the smallest peak of the peers, and to the theory."""
     ran = [row for row in rows if "error" not in row]
     peers = [row["peak_bytes"] for row in ran if row["system"] != "ours"]
     for row in ran:
@@ -243,15 +246,15 @@ def add_ratios(rows: list[dict[str, Any]]) -> None:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Print the table, and ours' books."""
+    """Print the table, and the books of ours."""
     ran = [row for row in rows if "error" not in row]
     on_gpu = rows[0]["device"] == "cuda"
     if ran:
         count = f"{ran[0]['ranks']} rank{'s' if ran[0]['ranks'] > 1 else ''}"
-        where = "reserved on the GPU" if on_gpu else "resident, beyond what there was before"
+        where = "reserved on the GPU" if on_gpu else "resident, less what there was before"
         print(f"MB of a rank, {where}; {count}, {ran[0]['parameters'] / 1e6:,.1f} M parameters")
         if not all(row["peak_since_built"] for row in ran):
-            print("/proc/self/clear_refs cannot be written: peaks include building the model")
+            print("/proc/self/clear_refs is not writable, so peaks include building the model")
     header = ["system", "peak", f"after step {SETTLED}", f"step {STEPS}", "growth"]
     more = ["allocated", "split", "retries", "cudaMallocs", "device"] if on_gpu else ["shared"]
     header += [*more, "in theory", "of theory", "of best peer", "settings, or error"]
@@ -281,13 +284,13 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def fault(rows: list[dict[str, Any]]) -> str | None:
-    """Return what is said if ours could not run."""
+    """Return why the run failed: ours could not run."""
     failed = [row["error"] for row in rows if row["system"] == "ours" and "error" in row]
     return f"ours failed: {failed[0]}" if failed else None
 
 
 def plot(rows: list[dict[str, Any]], path: str) -> None:
-    """Draw what a rank has after each step."""
+    """Draw the memory of a rank after each step."""
     ran = [row for row in rows if "error" not in row]
     with picture(path, f"memory of a rank, {ran[0]['ranks']} ranks, {ran[0]['device']}") as axes:
         for i, row in enumerate(ran):

@@ -1,38 +1,40 @@
-"""How much of the wire's time is hidden behind compute, over a simulated link?
+"""How much communication is hidden behind compute, over a simulated link?
 
-On one process, a stack of linear layers, each a unit, trains a step (forward and backward) on real
-matrix products. Compute alone is the step over a link that takes no time. Communication alone is
-what all collectives of a step together take by the link's figures (the wire). Both is the step over
-a link whose bandwidth is such that ours computes `ratio` times as long as the wire takes; every
-system and setting that stands beside it has the same link. Steps without and with the wire take
-turns, and each with one is compared with the two around it:
+In one process, a stack of linear layers, each a unit, trains steps (forward and backward) of real
+matrix products. "compute" is the step over a link that takes no time. "wire" is the time that all
+collectives of a step take by the link's figures. The simulated step runs over a link whose
+bandwidth makes our compute `ratio` times as long as the wire. All systems and settings of one ratio
+have the same link. Steps with and without the wire take turns, and each step with the wire is
+compared with the two steps around it:
 
-  exposed   = the difference; hidden = 1 - exposed / wire, medians with quartiles
-  by ledger = the same from fsdp_ext.profile of the same steps, whose waits are what is exposed: it
-              has a thread's wake-ups, too, which a step has without a wire as well
-  at most   = what could be hidden by the schedule's arithmetic (planner.schedule.predict) if
-              nothing but the wire took time: the first gather and the last reduction always show
-  by hand   = the same from the ratio alone: a third of the compute and of the wire are forward's
-  on one link at most = min(1, compute / wire): what a link that all collectives share could hide
+  exposed   = the difference; hidden = 1 - exposed / wire (median, and quartiles)
+  by ledger = the same by fsdp_ext.profile of the same steps, which counts waits as exposed. It
+              includes wake-ups of threads, which a step without a wire has, too.
+  at most   = the most that the schedule could hide (planner.schedule.predict) if only the wire
+              took time; the first gather and the last reduction are always exposed
+  by hand   = the same from the ratio alone; a third of compute and wire is in forward
+  on one link at most = min(1, compute / wire), if all collectives shared one link
   of ideal  = hidden / at most
-  slowdown  = compute, without waits, beside the wire / without one
-  because   = the ledger's largest causes of what shows
+  slowdown  = compute beside the wire / compute without it, both without waits
+  because   = the largest causes of the exposed time, by the ledger
 
-"wires" is how many links a system has, each of the whole bandwidth. Ours has two, for gathers and
-for reductions (as fsdp_ext's Simulated has), which are at work side by side in backward: that is
-what hides more than min(1, ratio). Where both go through the same NICs nothing can, and `python -m
-bench scaling` takes them to. FSDP2 and FSDP1 have one by default, FSDP2 with a separate group for
-reductions two. FSDP2's best settings are that, explicit prefetch with asynchronous unshards and two
-inputs of reductions in flight, where torch has them. A CPU has no streams, so FSDP2's defaults and
-FSDP1 wait on the host for each collective and hide about nothing, and FSDP2's best settings still
-wait for each reduction; "modelled waits" says what streams would do instead
-(bench/models/simulated_group.py). PyTorch's steps compute longer beside the same wire, so their
-compute / wire is larger. A ratio at which latencies alone take longer than the wire is "not
-possible here".
+"wires" counts the links of a system, each of the full bandwidth. Ours has two, for gathers and for
+reductions, as fsdp_ext's Simulated has. Both are busy at the same time in backward, so ours can
+hide more than min(1, ratio). This is not possible if both go through the same NIC, as `python -m
+bench scaling` assumes. FSDP2 and FSDP1 have one link by default, and FSDP2 has two with a separate
+group for reductions.
 
-Every time that has a wire in it is simulated; the compute is real. On a machine that others load,
-threads wake late, which the ledger calls "issued late" or "a rank came late"; a star marks rows
-whose collectives took longer for it than the link says.
+FSDP2's best settings are that group, explicit prefetch with asynchronous unshards, and two
+reductions in flight, as far as this torch has them. A CPU has no streams. So FSDP1, and FSDP2 with
+its defaults, wait on the host for each collective and hide almost nothing, and FSDP2 with its best
+settings still waits for each reduction. "modelled waits" replaces those waits by what streams would
+do (bench/models/simulated_group.py). PyTorch's steps compute longer, so their compute / wire is
+larger over the same link. A ratio is "not possible here" if latencies alone take longer than the
+wire should.
+
+Compute is real, and all times with a wire in them are simulated. On a machine with other load,
+threads wake up late. The ledger calls this "issued late" or "a rank came late", and a star marks
+rows whose collectives took longer than the link says.
 """
 
 from __future__ import annotations
@@ -69,16 +71,16 @@ RATIOS_OF_WORLD_SIZES = [2.0, 1.0]
 WORLD_SIZES = [8, 64, 512, 1024]
 DEPTHS = [0, 1, 2, 3]
 QUICK_RATIO = 2.0
-# A wire that takes longer than the link says by more than this was held up by threads: a part of
-# its time, and microseconds for each collective, which a thread needs on a quiet machine, too.
+# A wire is marked as disturbed if it takes longer than the link says by more than a part of its
+# time, plus microseconds for each collective, which a thread needs on a quiet machine, too.
 LATE, WAKE_UP = 0.05, 10.0
-UNITS_OF_BUCKETS = [0.5, 2, 4, 16]  # besides the default, and each unit by itself
+UNITS_OF_BUCKETS = [0.5, 2, 4, 16]  # sizes of buckets in units, besides the default and 0
 
 HIDDEN = "simulated wire hidden"
 RATIO = "compute_over_simulated_wire"
 ONE_LINK = "simulated_hidden_at_most_on_one_link"
 LINKS = f"{OURS} has a link for gathers and one for reductions, each of the full bandwidth"
-# A CPU has no streams, so what these wait for they cannot hide, whatever the link.
+# A CPU has no streams, so these systems wait on the host and cannot hide what they wait for.
 WAITS = {
     FSDP2: "waits on the host",
     FSDP2_PREFETCH: "waits on the host for reductions",
@@ -87,27 +89,27 @@ WAITS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what is simulated."""
+    """Add the options of the simulation."""
     parser.add_argument(
-        "--ratio", type=float, help="compute time / wire time; default: a sweep (buckets: 1)"
+        "--ratio", type=float, help="compute time / wire time; default: a sweep, and 1 for buckets"
     )
     parser.add_argument(
         "--world-size", type=positive, metavar="N", help="simulated ranks; default: 64, and a sweep"
     )
     parser.add_argument(
-        "--sweep", choices=SWEEPS, action="append", help="only this one; may be given repeatedly"
+        "--sweep", choices=SWEEPS, action="append", help="run only this sweep; may be repeated"
     )
 
 
 def shapes(on_gpu: bool) -> tuple[Shape, Shape]:
-    """Return the model, and one of units so small that they are better sent together."""
+    """Return the shape of the model, and a shape whose small units are better sent in buckets."""
     if on_gpu:
         return Shape(32, 8192, 4096), Shape(128, 1024, 4096)
     return Shape(32, 1024, 64), Shape(128, 128, 64)
 
 
 def sweeps(args: argparse.Namespace) -> dict[str, list[Case]]:
-    """Return the cases of each sweep that is asked for; those of one link follow each other."""
+    """Return the cases of each sweep to run; cases with the same link follow each other."""
     large, small = shapes(args.device == "cuda")
     unit = small.dim**2 * (2 if args.device == "cuda" else 4)
     start = Case(OURS, large, args.world_size or 64, args.ratio or 1.0)
@@ -142,9 +144,9 @@ def sweeps(args: argparse.Namespace) -> dict[str, list[Case]]:
 def measure(args: argparse.Namespace, keep: Keep) -> None:
     """Measure each case of each sweep."""
     if args.ratio is not None and args.ratio <= 0:
-        raise UsageError(f"--ratio expects a positive number but got {args.ratio:g}")
+        raise UsageError(f"--ratio needs a positive number and got {args.ratio:g}")
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
-    warnings.filterwarnings("ignore", message="fsdp_ext: .*simulated")  # said in the table
+    warnings.filterwarnings("ignore", message="fsdp_ext: .*simulated")  # the tables say it
     for name, cases in sweeps(args).items():
         repeats = 6 if args.quick else 16
         repeats *= 4 if name == "bucket" else 1  # its steps are short
@@ -154,7 +156,7 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
             try:
                 if key not in links:
                     links[key] = link_for(case, repeats, device)
-            except UsageError as error:  # a larger model, or a smaller ratio, may have a link
+            except UsageError as error:  # no link has this ratio; others may still be possible
                 text = f"not possible here: {error}"
                 keep({"sweep": name, **settings_of(case), "error": text})
                 continue
@@ -171,11 +173,11 @@ def show(rows: list[Row]) -> None:
         if of_sweep:
             show_sweep(name, of_sweep)
             print()
-    print("the compute is real; whatever has a wire in it is simulated")
+    print("the compute is real; all times with a wire in them are simulated")
     if any(disturbed(row) for row in rows):
         print(
             f"*  collectives took over {LATE:.0%} and {WAKE_UP:.0f} us longer than the simulated "
-            "link says: threads woke late, as on a machine that others load"
+            "link says: threads woke up late, probably because of other load on the machine"
         )
 
 
@@ -193,7 +195,7 @@ def show_sweep(name: str, rows: list[Row]) -> None:
 
 
 def disturbed(row: Row) -> bool:
-    """Return whether the lanes' threads came so late that the figures say little of the wire."""
+    """Return whether the lanes' threads were so late that the figures say little of the wire."""
     if "ledger_simulated_wire_us" not in row:
         return False
     wire: float = row["simulated_wire_us"]
@@ -202,7 +204,7 @@ def disturbed(row: Row) -> bool:
 
 
 def label(name: str, row: Row) -> str:
-    """Return what tells a row from the others of its sweep."""
+    """Return the label of a row within its sweep."""
     if name == "bucket" and "error" in row:
         return "any bucket"
     if name == "bucket":
@@ -218,7 +220,7 @@ def label(name: str, row: Row) -> str:
 
 
 def cells(name: str, row: Row) -> list[str]:
-    """Return a line of a table."""
+    """Return the cells of a row."""
     if "error" in row:
         return [label(name, row), *[""] * 12, row["error"][:120]]
     ledger = "ledger_simulated_hidden" in row
@@ -247,13 +249,13 @@ def cells(name: str, row: Row) -> list[str]:
 
 
 def because(causes: dict[str, float]) -> str:
-    """Return the largest causes of what shows, with their milliseconds."""
+    """Return the largest causes of exposed time, with their milliseconds."""
     largest = sorted(causes.items(), key=lambda item: -item[1])[:3]
     return ", ".join(f"{name} {milliseconds(value)}" for name, value in largest)
 
 
 def milliseconds(microseconds: float) -> str:
-    """Return microseconds as the tables have them."""
+    """Return microseconds as milliseconds for the tables."""
     return f"{microseconds / 1e3:.1f}"
 
 
@@ -264,7 +266,7 @@ def plot(rows: list[Row], path: str) -> None:
     """Draw three panels: over the ratio, over the number of ranks, over prefetch and buckets.
 
     Raises:
-        OSError: as `fsdp_ext.files.write_whole`.
+        OSError: if the file cannot be written.
     """
     ran = [row for row in rows if "error" not in row]
     title = f"How much of a simulated wire is hidden; {LINKS}"
@@ -278,7 +280,7 @@ def plot(rows: list[Row], path: str) -> None:
             axes.set_ylim(top=max([1.05, *(row["simulated_hidden"] + 0.02 for row in ran)]))
             if axes is settings and axes.has_data():
                 axes.legend(fontsize="small", loc="lower right")
-            elif axes.has_data():  # below, since lines are everywhere in the panel
+            elif axes.has_data():  # below the panel, since lines fill it
                 axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.13))
             else:
                 axes.text(0.5, 0.5, "not measured", ha="center", transform=axes.transAxes)
@@ -287,10 +289,10 @@ def plot(rows: list[Row], path: str) -> None:
 def draw_line(
     axes: Any, rows: Sequence[Row], x: Callable[[Row], float], label: str, **style: Any
 ) -> None:
-    """Draw what is hidden with its quartiles."""
+    """Draw the hidden part with its quartiles."""
     ordered = sorted(rows, key=x)
     hidden = [row["simulated_hidden"] for row in ordered]
-    # The median is within the quartiles, but for the last digit.
+    # Rounding may put the median outside the quartiles by the last digit.
     below = [max(0.0, row["simulated_hidden"] - row["simulated_hidden_low"]) for row in ordered]
     above = [max(0.0, row["simulated_hidden_high"] - row["simulated_hidden"]) for row in ordered]
     places = [x(row) for row in ordered]
@@ -309,14 +311,14 @@ def draw_ideal(
 def draw_one_link(
     axes: Any, rows: Sequence[Row], x: Callable[[Row], float], label: str, **style: Any
 ) -> None:
-    """Draw what a link that gathers and reductions share could hide."""
+    """Draw the most that a link shared by gathers and reductions could hide."""
     ordered = sorted(rows, key=x)
     most = [row[ONE_LINK] for row in ordered]
     axes.plot([x(row) for row in ordered], most, linestyle=":", label=label, **style)
 
 
 def draw_ratios(axes: Any, rows: Sequence[Row]) -> None:
-    """Draw each system over compute / wire, beside the ideals of two wires and of one."""
+    """Draw each system over compute / wire, with the most that two wires and one could hide."""
     axes.set(title="systems", xlabel="compute / simulated wire")
     axes.set_xscale("log", base=2)
     if not rows:
@@ -341,13 +343,13 @@ def draw_ratios(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def legend_of(system: str, wires: int) -> str:
-    """Return what the legend says of a system: its links, and whether a CPU keeps it waiting."""
+    """Return a system's entry in the legend: its links, and whether it waits on the host."""
     said = [f"{wires} link{'s' if wires > 1 else ''}", WAITS.get(system, "")]
     return f"{system}: {', '.join(filter(None, said))}"
 
 
 def draw_ranks(axes: Any, rows: Sequence[Row]) -> None:
-    """Draw ours over the number of ranks, a line a ratio."""
+    """Draw ours over the number of ranks, with a line for each ratio."""
     axes.set(title=f"{OURS}: simulated ranks", xlabel="simulated ranks")
     axes.set_xscale("log", base=2)
 
@@ -364,7 +366,7 @@ def draw_ranks(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def draw_settings(axes: Any, rows: Sequence[Row]) -> None:
-    """Draw ours for each depth of the prefetch and each size of the buckets, as bars."""
+    """Draw ours for each prefetch depth and each bucket size, as bars."""
     axes.set_title(f"{OURS}: prefetch, and bytes of buckets")
     of_sweeps = [
         ("prefetch", [(f"prefetch {row['prefetch']}", row) for row in of_sweep(rows, "prefetch")]),
@@ -388,7 +390,7 @@ def draw_settings(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def name_of(row: Row) -> str:
-    """Return how a size of buckets is called."""
+    """Return the name of a bucket size."""
     name = f"{row['bucket_bytes'] / 1e6:.2f} MB" if row["bucket_bytes"] else "each unit alone"
     return f"{name} (default)" if row["default_buckets"] else name
 

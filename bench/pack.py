@@ -1,10 +1,11 @@
-"""Do pack, unpack and cast of Llama blocks reach a plain copy's bandwidth, and PyTorch's operators?
+"""Are pack, unpack and cast of Llama blocks as fast as a plain copy and as PyTorch's operators?
 
-A row's bandwidth counts bytes read and written. "of copy" is its part of what one copy of as many
-bytes reaches in the same run, "of torch" the ratio of times to what FSDP2 uses for the same:
-_chunk_cat (with a cast, where there is one), split_with_sizes_copy, _foreach_copy_. "#wrong" counts
-elements that differ from PyTorch's. All calls in turns, and each on the next of several operands if
-one would stay in a cache; medians with quartiles. --quick divides a block's sizes by 16.
+The bandwidth of a row counts bytes read and written. "of copy" compares it with one plain copy of
+as many bytes in the same run; 1.00 is as fast. "of torch" is PyTorch's time divided by ours, with
+the operators that FSDP2 uses: _chunk_cat, split_with_sizes_copy and _foreach_copy_. "#wrong" counts
+elements that differ from PyTorch's result. All calls take turns, on several operands if a single
+one would stay in a cache. The table has medians and quartiles. --quick divides the sizes of a block
+by 16.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from bench.harness.timing import (
 )
 from fsdp_ext import _C
 
-# (rows, columns) of a block's weights, and its norms: Llama 2, 7B and 70B.
+# The shapes of a block's weights and norms: Llama 2, 7B and 70B.
 SHAPES: dict[str, list[tuple[int, ...]]] = {
     "7B": [(4096, 4096)] * 4 + [(11008, 4096)] * 2 + [(4096, 11008)] + [(4096,)] * 2,
     "70B": [(8192, 8192)] * 2
@@ -43,7 +44,7 @@ WORLD_SIZES = (8, 64)
 
 @dataclass
 class Operation:
-    """One thing to time: ours, PyTorch's, and how many elements of ours are wrong."""
+    """An operation to time: our call, PyTorch's call, and the check of our result."""
 
     name: str
     ours: Callable[[], Any]
@@ -67,7 +68,7 @@ def pack_operation(
     to: torch.dtype,
     device: torch.device,
 ) -> Operation:
-    """Gradients to the rank-major reduce input, times 1 / world size."""
+    """Pack gradients into the rank-major reduce input, scaled by 1 / world size."""
     gradients = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
     entries, offset = [], 0
     for shape, gradient in zip(shapes, gradients, strict=True):
@@ -102,7 +103,7 @@ def unpack_operation(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Operation:
-    """Rank-major staging to parameters."""
+    """Unpack the rank-major staging buffer into parameters."""
     chunks = [chunk_of(shape, world_size) for shape in shapes]
     staging = torch.randn(world_size, sum(chunks), device=device).to(dtype)
     size = dtype.itemsize
@@ -141,7 +142,7 @@ def cast_operation(
     to: torch.dtype,
     device: torch.device,
 ) -> Operation:
-    """Flat shard to gather input."""
+    """Cast the flat shard into the gather input."""
     chunks = [chunk_of(shape, world_size) for shape in shapes]
     source = torch.randn(sum(chunks), device=device).to(dtype)
     got = torch.empty(sum(chunks), dtype=to, device=device)
@@ -172,14 +173,14 @@ def short(dtype: torch.dtype) -> str:
 def operations(
     shapes: list[tuple[int, ...]], world_size: int, device: torch.device
 ) -> list[Callable[[], Operation]]:
-    """Return what makes each operation on memory of its own."""
+    """Return a function for each operation, which makes it on memory of its own."""
     packer = _C.Packer(gpu=0 if device.type == "cuda" else None)
     bf16, fp32 = torch.bfloat16, torch.float32
     return [
         partial(pack_operation, packer, shapes, world_size, bf16, bf16, device),
         partial(pack_operation, packer, shapes, world_size, bf16, fp32, device),
         partial(unpack_operation, packer, shapes, world_size, bf16, device),
-        # A rank's part of a block is small; so that the copy is no matter of caches, of one rank.
+        # A shard of many ranks would fit into a cache, so this casts the shard of a single rank.
         partial(cast_operation, packer, shapes, 1, fp32, bf16, device),
     ]
 
@@ -187,7 +188,7 @@ def operations(
 def measure_one(
     make: Callable[[], Operation], device: torch.device, repeats: int
 ) -> dict[str, Any]:
-    """Return what is measured of one operation."""
+    """Measure one operation; return its row."""
     found = [make()]
     found += [make() for _ in range(operands_in_rotation(found[0].moved_bytes) - 1)]
     moved = found[0].moved_bytes
@@ -204,7 +205,7 @@ def measure_one(
             "copy": Rotation([copy() for _ in found]),
         },
         repeats,
-        warmup=max(5, len(found)),  # each operand once, at least, since all are compared
+        warmup=max(5, len(found)),  # runs each operand once at least, so that all can be checked
     )
     timings = {name: Timing.of(values) for name, values in seconds.items()}
     return {
@@ -236,7 +237,7 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
 def show(rows: list[dict[str, Any]]) -> None:
     """Print the table."""
     if rows[0]["divisor"] > 1:
-        print(f"a block's sizes divided by {rows[0]['divisor']}")
+        print(f"the sizes of a block are divided by {rows[0]['divisor']}")
     header = ["operation", "block", "ranks", "us", "quartiles", "GB/s", "of copy", "of torch"]
     table = [
         [
@@ -257,18 +258,18 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def fault(rows: list[dict[str, Any]]) -> str | None:
-    """Return what is said of wrong elements."""
+    """Return why the run failed: elements are wrong."""
     wrong = sum(row["wrong"] for row in rows)
     return f"{wrong} elements are wrong, see the last column" if wrong else None
 
 
 def plot(rows: list[dict[str, Any]], path: str) -> None:
-    """Draw each operation's bandwidth as part of a copy's, ours beside torch's."""
+    """Draw the bandwidth of each operation relative to a copy, ours beside torch's."""
     labels = [f"{row['operation']}\n{row['model']}, {row['world_size']} ranks" for row in rows]
     ours = [row["of_copy"] for row in rows]
     torchs = [row["us"]["copy"]["median"] / row["us"]["torch"]["median"] for row in rows]
     places = range(len(rows))
-    with picture(path, "bandwidth, as part of a plain copy's") as axes:
+    with picture(path, "bandwidth relative to a plain copy") as axes:
         axes.figure.set_size_inches(7, 0.5 * len(rows) + 1.5)
         axes.barh([place - 0.2 for place in places], ours, height=0.4, label="ours")
         axes.barh([place + 0.2 for place in places], torchs, height=0.4, label="torch's operators")

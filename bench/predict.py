@@ -1,17 +1,20 @@
-"""How well is a step predicted before it runs, over real transports, of models not fitted to?
+"""How well does fsdp_ext.plan predict the step time of a model that it was not fitted to?
 
-Two ranks (or --ranks N), each bound to a core, over each transport of the host. What a collective
-costs is measured by itself, alpha + S / beta (python -m fsdp_ext measure-link). A transformer, the
-fit model, then gives what else is needed, by the ledger of its steps: how many times as long
-collectives take in a step, where compute wants the same cores ("in steps"), and what packing costs
-a byte; and the contention of planner.schedule.predict, which is set so that its own step is
-predicted right. Other models are predicted by fsdp_ext.plan: their compute is what their unsharded
-replicas take on all ranks at once, shared out among units by floating-point operations. A step is
-forward and backward; unsharded and sharded ones take turns, and the slowest rank counts. Each model
-is made three times over, since where its memory lies changes how long it takes.
+Two ranks (or --ranks N), each bound to a core, train over each transport of the host. First, the
+cost of a collective by itself is measured, alpha + S / beta (python -m fsdp_ext measure-link).
 
-"off" is predicted / measured - 1, which is to be within 10%. The fit model's own is shown for what
-it is: by construction, or what is left where no contention does.
+Then a transformer, the fit model, trains. The ledger of its steps gives two more costs: how many
+times as long collectives take within a step, where compute needs the same cores ("in steps"), and
+what packing costs for each byte. The contention of planner.schedule.predict is set so that the fit
+model's own step is predicted correctly.
+
+Finally, fsdp_ext.plan predicts the other models. Their compute time is that of unsharded replicas
+on all ranks at once, divided among units by floating-point operations. A step is forward and
+backward. Unsharded and sharded steps take turns, and the slowest rank counts. Each model is built
+three times, because the place of its memory changes its speed.
+
+"off" is predicted / measured - 1; the goal is 10%. For the fit model it is zero by construction, or
+the error that remains if no contention fits.
 """
 
 from __future__ import annotations
@@ -45,20 +48,20 @@ DEVICES = ("cpu",)
 TRANSPORTS = ("shared_memory", "process_group")
 WARMUP = 4
 FITTED = "GPT, the fit model"
-BOUND = 0.10  # that predictions are to be off by at most
-FITS = 0.005  # what a fit may leave
+BOUND = 0.10  # the largest error that predictions should have
+FITS = 0.005  # the largest error of a successful fit
 REPLICAS = 3
 
 
 class Stack(nn.Sequential):
-    """Layers of one size."""
+    """Layers of equal size."""
 
     def __init__(self, layers: int, dim: int) -> None:
         super().__init__(*(nn.Sequential(nn.Linear(dim, dim), nn.GELU()) for _ in range(layers)))
 
 
 class Pyramid(nn.Sequential):
-    """Layers whose size changes, with wide ones in the middle."""
+    """Layers of different sizes, the widest in the middle."""
 
     def __init__(self, dims: list[int]) -> None:
         pairs = itertools.pairwise(dims)
@@ -67,7 +70,7 @@ class Pyramid(nn.Sequential):
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and what it is called with."""
+    """A model, its input, and the class of its units."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -76,7 +79,7 @@ class Case:
 
 
 def gpt(dim: int, layers: int, tokens: int) -> tuple[Callable[[], nn.Module], Callable[[], Tensor]]:
-    """Return a transformer and its tokens."""
+    """Return functions that make a transformer and its tokens."""
     config = GPTConfig(vocabulary=512, context=tokens, dim=dim, layers=layers, heads=4)
     return (lambda: GPT(config)), (lambda: torch.randint(512, (1, tokens)))
 
@@ -95,7 +98,7 @@ CASES = [
 
 
 class Step:
-    """Forward and backward of one model, timed."""
+    """Runs forward and backward of one model, and times them."""
 
     def __init__(self, model: nn.Module, batch: Tensor) -> None:
         self.model: Any = model
@@ -104,7 +107,7 @@ class Step:
         self.backward: list[float] = []
 
     def run(self, keep: bool = True) -> None:
-        """Run one, all ranks at once; all gradients are new."""
+        """Run one step on all ranks at once, without gradients of the step before."""
         for parameter in self.model.parameters():
             parameter.grad = None
         dist.barrier()
@@ -119,16 +122,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one model took."""
+    """The times of one model."""
 
     compute: tuple[float, float]  # unsharded, forward and backward
     step: float  # sharded
-    copies: tuple[float, float]  # seconds a byte around gathers and reductions
-    in_steps: tuple[float, float]  # how many times as long collectives take as alone
+    copies: tuple[float, float]  # seconds a byte of the copies of gathers and of reductions
+    in_steps: tuple[float, float]  # time of gathers and of reductions, relative to the link's
 
 
 def run_model(case: Case, transport: str, link: Link, repeats: int, replicas: int) -> Measured:
-    """Train a model unsharded and sharded, in turns."""
+    """Train a model unsharded and sharded, in turns; return its times."""
     torch.manual_seed(0)
     batch = case.batch()
     plain = [Step(case.make(), batch) for _ in range(replicas)]
@@ -158,7 +161,7 @@ def run_model(case: Case, transport: str, link: Link, repeats: int, replicas: in
 
 
 def slowest(steps: list[Step]) -> tuple[float, float, float]:
-    """Return the medians of forward, of backward and of both, of the slowest rank in each step."""
+    """Return the median seconds of forward, backward and both, on the slowest rank of each step."""
     forward = [seconds for step in steps for seconds in step.forward]
     backward = [seconds for step in steps for seconds in step.backward]
     both = [sum(pair) for pair in zip(forward, backward, strict=True)]
@@ -169,13 +172,13 @@ def slowest(steps: list[Step]) -> tuple[float, float, float]:
 
 
 def in_steps_of(steps: list[tuple[Iteration, ...]], link: Link) -> tuple[float, float]:
-    """Return how many times as long gathers and reductions took as the link says.
+    """Return the time of gathers and of reductions in a step, relative to the link's.
 
-    Of each collective the rank counts that came last, which waits for nobody.
+    For each collective, the rank that came last counts, because it does not wait for others.
 
     Args:
-        steps: all ranks' times of each.
-        link: what collectives take alone.
+        steps: the times of all ranks, for each step.
+        link: the cost of a collective by itself.
     """
     found = []
     for lane, operation in zip(WIRES, OPERATIONS, strict=True):
@@ -190,7 +193,7 @@ def in_steps_of(steps: list[tuple[Iteration, ...]], link: Link) -> tuple[float, 
 
 
 def as_in_steps(link: Link, times: tuple[float, float]) -> Link:
-    """Return a link that takes so many times as long."""
+    """Return a link whose gathers and reductions take `times` as long."""
     (alpha, beta), (reduce_alpha, reduce_beta) = link.costs()
     return Link(
         f"{link.name}, in steps",
@@ -202,7 +205,7 @@ def as_in_steps(link: Link, times: tuple[float, float]) -> Link:
 
 
 def measured_link(transport: str, repeats: int) -> Link:
-    """Measure what collectives of a transport take, alone."""
+    """Measure the cost of a transport's collectives by themselves."""
     assert dist.group.WORLD is not None
     device = torch.device("cpu")
     samples = measure_link(lanes_of(dist.group.WORLD, device, transport), device, repeats)
@@ -218,7 +221,7 @@ def predicted(
     copies: tuple[float, float],
     contention: float,
 ) -> fsdp_ext.Plan:
-    """Return the plan of a model, with its prediction."""
+    """Return the plan of a model, which has the prediction."""
     with torch.device("meta"):
         model = case.make()
     common: dict[str, Any] = {"units": case.units, "transport": transport, "device_type": "cpu"}
@@ -248,7 +251,7 @@ def step_of(plan: fsdp_ext.Plan) -> float:
 
 
 def fit_contention(predict: Callable[[float], float], measured: float) -> float:
-    """Return the contention, 0 to 1, with which a step is predicted as it was measured."""
+    """Return the contention, 0 to 1, for which the prediction equals the measured time."""
     low, high = 0.0, 1.0
     for _ in range(20):
         middle = (low + high) / 2
@@ -275,31 +278,36 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
                     measured.step,
                 )
             plan = predicted(case, transport, measured, used, copies, contention)
-            assert plan.prediction is not None
-            keep(
-                {
-                    "model": case.name,
-                    "transport": transport,
-                    "ranks": dist.get_world_size(),
-                    "fitted": case.name == FITTED,
-                    "parameters": sum(unit.parameters for unit in plan.units),
-                    "buckets": len(plan.buckets),
-                    "compute_ms": sum(measured.compute) * 1e3,
-                    "step_ms": measured.step * 1e3,
-                    "predicted_ms": plan.prediction.step * 1e3,
-                    "predicted_exposed_ms": plan.prediction.exposed * 1e3,
-                    "off": plan.prediction.step / measured.step - 1,
-                    "contention": contention,
-                    "in_steps": measured.in_steps,
-                    "copies_ns_a_byte": [rate * 1e9 for rate in copies],
-                    "link": {
-                        "alpha_us": link.alpha * 1e6,
-                        "beta_gb_s": link.beta / 1e9,
-                        "reduce_alpha_us": link.costs()[1][0] * 1e6,
-                        "reduce_beta_gb_s": link.costs()[1][1] / 1e9,
-                    },
-                }
-            )
+            costs = {"contention": contention, "copies_ns_a_byte": [rate * 1e9 for rate in copies]}
+            common = {"model": case.name, "transport": transport, "fitted": case.name == FITTED}
+            keep(common | row_of(measured, plan) | costs | {"link": figures_of(link)})
+
+
+def row_of(measured: Measured, plan: fsdp_ext.Plan) -> dict[str, Any]:
+    """Return the measured and the predicted figures of one model."""
+    assert plan.prediction is not None
+    return {
+        "ranks": dist.get_world_size(),
+        "parameters": sum(unit.parameters for unit in plan.units),
+        "buckets": len(plan.buckets),
+        "compute_ms": sum(measured.compute) * 1e3,
+        "step_ms": measured.step * 1e3,
+        "predicted_ms": plan.prediction.step * 1e3,
+        "predicted_exposed_ms": plan.prediction.exposed * 1e3,
+        "off": plan.prediction.step / measured.step - 1,
+        "in_steps": measured.in_steps,
+    }
+
+
+def figures_of(link: Link) -> dict[str, float]:
+    """Return a link's costs as the JSON has them."""
+    (alpha, beta), (reduce_alpha, reduce_beta) = link.costs()
+    return {
+        "alpha_us": alpha * 1e6,
+        "beta_gb_s": beta / 1e9,
+        "reduce_alpha_us": reduce_alpha * 1e6,
+        "reduce_beta_gb_s": reduce_beta / 1e9,
+    }
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -336,16 +344,16 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def off(row: dict[str, Any]) -> str:
-    """Return how far off a prediction is, as the table says it."""
+    """Return the error of a prediction, as the table shows it."""
     if row["fitted"] and abs(row["off"]) < FITS:
         return "by construction"
     return f"{row['off']:+.1%}{', fitted' if row['fitted'] else ''}"
 
 
 def within(rows: list[dict[str, Any]]) -> str:
-    """Return how many predictions keep to the bound, and by how much the worst one does or not.
+    """Return how many predictions are within the bound, and by how much the worst one is or not.
 
-    The fit model, whose own prediction is none, does not count.
+    The fit model does not count.
     """
     others = [row for row in rows if not row["fitted"]]
     kept = [row for row in others if abs(row["off"]) <= BOUND]
@@ -359,9 +367,9 @@ def within(rows: list[dict[str, Any]]) -> str:
 
 
 def plot(rows: list[dict[str, Any]], path: str) -> None:
-    """Draw how far off each prediction is."""
+    """Draw the error of each prediction."""
     others = [row for row in rows if not row["fitted"]]
-    with picture(path, "predicted step beside the measured one") as axes:
+    with picture(path, "error of the predicted step time") as axes:
         names = [f"{row['model']},\n{row['transport']}" for row in others]
         off_by = [abs(row["off"]) * 100 for row in others]
         bars(axes, names, off_by, "% off", groups=[row["transport"] for row in others])

@@ -1,12 +1,14 @@
-"""How fast would Llama train on 8 to 1,024 GPUs, and how near is the model to published figures?
+"""How fast would Llama train on 8 to 1,024 GPUs, and how well does the model fit published figures?
 
-Nothing is measured here: all figures but those marked published are simulated. A step's compute is
-its FLOPs over a rate; its communication is what rings over published networks take; how both
-overlap is planner.schedule's to say, one unit a layer (bench/models/step_model.py has the formulas,
-bench/models/published.py the sources). One figure of each GPU and its software is fitted, the part
-of the peak that it reaches while it computes, on one measurement of a single node; the second table
-compares with measurements that had no part in that, the third what more GPUs did there and here.
-What is assumed is printed above the tables.
+This benchmark measures nothing: all figures except those marked "published" are simulated. The
+compute time of a step is its FLOPs divided by a rate. Its communication time is that of rings over
+published networks. planner.schedule computes how both overlap, with one unit a layer. The formulas
+are in bench/models/step_model.py, and the sources in bench/models/published.py.
+
+One figure is fitted for each GPU and its software, on one measurement of a single node: the part of
+the peak that the GPU reaches while it computes. The second table compares the model with other
+measurements. The third table compares the effect of more GPUs, published and simulated. The
+assumptions are printed above the tables.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ MEMORY_GB = 80  # of an H100
 
 
 def prediction_row(step: Step, stack: Stack, part: float) -> dict[str, Any]:
-    """Return the row of a step that nobody measured."""
+    """Return the row of a prediction."""
     seconds, found = step_seconds(step, part * stack.peak)
     tokens = step.tokens / seconds
     return {
@@ -73,7 +75,7 @@ def prediction_row(step: Step, stack: Stack, part: float) -> dict[str, Any]:
 
 
 def check_row(measured: Measurement, part: float) -> dict[str, Any]:
-    """Return the row of what somebody measured."""
+    """Return the row that compares a published measurement with the model."""
     step, stack = step_of(measured), measured.stack
     seconds, found = step_seconds(step, part * stack.peak)
     tokens = step.tokens / seconds
@@ -107,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, keep: Keep) -> None:
-    """Predict, then check; --quick: three sizes, and the checks all the same."""
+    """Predict, then check; --quick predicts for three sizes only."""
     parts = fitted()
     sizes = (8, 64, 1024) if args.quick else (8, 16, 32, 64, 128, 256, 512, 1024)
     for model, recompute in ((LLAMA3_8B, SELECTIVE_OP), (LLAMA3_70B, FULL)):
@@ -125,11 +127,11 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Print what is assumed, and both tables."""
+    """Print the assumptions and the tables."""
     predictions = [row for row in rows if row["table"] != "check"]
     checks = [row for row in rows if row["table"] == "check"]
     for row in rows[:1]:
-        print("assumed:", *row["assumptions"], sep="\n- ")
+        print("assumptions:", *row["assumptions"], sep="\n- ")
     if predictions:
         show_predictions(predictions)
     if checks:
@@ -163,12 +165,12 @@ def show_predictions(rows: list[dict[str, Any]]) -> None:
         ],
     )
     if any(row["memory_gb"] > MEMORY_GB for row in rows):
-        print(f"!: more than the {MEMORY_GB} GB that the GPU has; shown for its time alone")
+        print(f"!: more than the GPU's {MEMORY_GB} GB; the row is shown for its time only")
 
 
 def show_checks(rows: list[dict[str, Any]]) -> None:
-    """Print the second table, and how large the errors are."""
-    print("\nchecks against what was published; *: fits the GPU's part of the peak, is no check")
+    """Print the second table, and a summary of the errors."""
+    print("\nchecks against published figures; *: the GPU's part of the peak is fitted to this row")
     header = ["model", "GPU", "part of peak", "strategy", "GPUs", "batch x length", "recompute"]
     header += ["published tokens/s a GPU", "simulated", "error", "source"]
     print_table(
@@ -192,7 +194,7 @@ def show_checks(rows: list[dict[str, Any]]) -> None:
     )
     fits = {row["gpu"]: row for row in rows if row["fitted_on_this"]}
     checks = [row for row in rows if not row["fitted_on_this"]]
-    # A GPU reaches more of its peak where layers are recomputed, and with larger batches.
+    # A GPU reaches more of its peak with recomputation, and with larger batches.
     for same in (True, False):
         errors = [
             abs(row["error"])
@@ -201,18 +203,18 @@ def show_checks(rows: list[dict[str, Any]]) -> None:
         ]
         if errors:
             print(
-                f"{len(errors)} checks that recompute {'what' if same else 'other than what'} the "
-                f"fit does: error {statistics.median(errors):.1%} in the middle, "
-                f"{max(errors):.1%} at most"
+                f"{len(errors)} checks that recompute {'as' if same else 'differently from'} the "
+                f"fitted run: median error {statistics.median(errors):.1%}, largest error "
+                f"{max(errors):.1%}"
             )
     show_changes(rows)
 
 
 def changes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what more GPUs did to the tokens of each, where nothing else differs.
+    """Return the change of the tokens of a GPU between runs that differ only in their GPUs.
 
-    This is what communication costs, and whatever else grows with the ranks; the fitted part of the
-    peak has next to no part in it.
+    The change shows the cost of communication and of all else that grows with the ranks. It hardly
+    depends on the fitted part of the peak.
     """
     alike = ("model", "gpu", "network", "strategy", "batch", "length", "recompute", "reduce_bytes")
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
@@ -243,7 +245,7 @@ def show_changes(rows: list[dict[str, Any]]) -> None:
     found = changes(rows)
     if not found:
         return
-    print("\nwhat more GPUs did to the tokens/s of each, nothing else being different")
+    print("\nchange of tokens/s a GPU with more GPUs, all else being equal")
     header = ["model", "GPU", "batch x length", "GPUs", "published", "simulated"]
     header += ["simulated exposed ms"]
     print_table(
@@ -262,14 +264,13 @@ def show_changes(rows: list[dict[str, Any]]) -> None:
         ],
     )
     print(
-        "in all of them communication is all but hidden: they say little of how well exposed "
-        "communication is predicted, and what is lost besides (stragglers, NCCL's part of the GPU) "
-        "is not modelled"
+        "communication is almost hidden in all of them, so they say little about predictions of "
+        "exposed communication; other losses (stragglers, NCCL's use of the GPU) are not modelled"
     )
 
 
 def plot(rows: list[dict[str, Any]], path: str) -> None:
-    """Draw tokens a second and GPU over ranks, FSDP and HSDP, a model each."""
+    """Draw tokens/s a GPU over the ranks, for FSDP and HSDP; each model has its own axes."""
     predictions = [row for row in rows if row["table"] != "check"]
     models = list(dict.fromkeys(row["model"] for row in predictions))
     with picture(path, f"{H100_400G.name} (simulated)", columns=len(models)) as all_axes:

@@ -1,16 +1,16 @@
-"""Is what fsdp_ext.tune chooses as fast as the best of a full sweep?
+"""Are the settings that fsdp_ext.tune chooses as fast as the best of a full sweep?
 
-Models of several shapes, over a simulated link in one process (each simulated time says so), or,
-with --ranks 2, over shared memory. fsdp_ext.tune chooses bucket size and prefetch depth for a
-model; then all settings of a sweep run in turns, a few steps each, in random order and several
-rounds, and what counts is the median of forward and backward on the slowest rank.
+Models of several shapes train over a simulated link in one process, or over shared memory with
+--ranks 2. Simulated times are marked as such. fsdp_ext.tune chooses the bucket size and the
+prefetch depth of a model. Then all settings of a sweep run in turns, in random order and in several
+rounds of a few steps. The median time of forward and backward on the slowest rank counts.
 
-The fastest of many noisy medians is fast in part by chance. So the fastest few of the sweep, its
-slowest, the chosen and the default setting then run in turns once more, for longer, and all that
-the table shows is of that second measurement. "of best" is chosen / the best of the fastest few:
-1.03 is 3% slower, which is the bound that it is to keep to. It can be less than 1 where the chosen
-setting is none of the sweep's, or is the same by another name: bucket sizes between which no unit
-fits. "default" is the setting without tune.
+The fastest of many noisy medians is fast partly by chance. So the fastest few settings of the
+sweep, its slowest one, the chosen one and the default run again, for longer. The table shows only
+this second measurement. "of best" is chosen / the best of the fastest few. The goal is at most
+1.03, that is, 3% slower. It can be less than 1 if the sweep does not have the chosen setting, or
+has it under another name: two bucket sizes may give the same buckets. "default" is the setting
+without tune.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ DEVICES = ("cpu",)
 SIMULATED_RANKS = 64
 WARMUP = 2
 DEPTHS = (0, 1, 2, 3)
-BOUND = 1.03  # of the best
-FINALISTS = 3  # of the sweep
+BOUND = 1.03  # the goal of "of best"
+FINALISTS = 3  # settings of the sweep that are measured again
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """How tables call it."""
+        """The name in tables."""
         return f"{self.layers} x {self.dim**2 * 4 / 1e6:.2f} MB, {self.link.name}"
 
 
@@ -92,7 +92,7 @@ class Training:
 
 
 def settings(training: Training) -> list[Choice]:
-    """Return the sweep: bucket sizes by powers of two, and none; depths."""
+    """Return the settings of the sweep: bucket sizes (halvings of the model, and 0) and depths."""
     root = training.model._unit.root
     total = sum(bucket["gather_bytes"] for bucket in root.core.buckets())
     sizes = [0]
@@ -105,7 +105,7 @@ def settings(training: Training) -> list[Choice]:
 def sweep(
     training: Training, choices: Sequence[Choice], rounds: int, steps: int
 ) -> dict[Choice, float]:
-    """Return the median seconds of each setting, all in turns."""
+    """Measure all settings in turns; return the median seconds of each."""
     root = training.model._unit.root
     order = random.Random(0)  # the same on all ranks
     taken: dict[Choice, list[float]] = {choice: [] for choice in choices}
@@ -123,63 +123,60 @@ def sweep(
 
 
 def measure(args: argparse.Namespace, keep: Keep) -> None:
-    """Tune each model, then sweep."""
-    warnings.filterwarnings("ignore", message="fsdp_ext: .*simulated")  # said in the tables
+    """Tune each model, then run the sweep."""
+    warnings.filterwarnings("ignore", message="fsdp_ext: .*simulated")  # the tables say it
     simulated = not ranks.under_torchrun()
     if simulated:
         torch.set_num_threads(1)
     else:
         ranks.join(args.device)
-    rounds, final_rounds, steps = (2, 4, 3) if args.quick else (6, 24, 6)
     for case in CASES[:1] if args.quick else CASES:
-        training = Training(case, simulated)
-        for _ in range(WARMUP):
-            training.step()
-        training.model.zero_grad()
-        before = training.model._unit.root.settings
-        default = Choice(before.bucket_bytes[0], before.prefetch)
-        found = fsdp_ext.tune(
-            training.model, training.batch, steps=3 if args.quick else 8, verbose=False
-        )
-        chosen = found.chosen.choice
-        choices = settings(training)
-        if args.quick:
-            choices = choices[1::4]
-        first = sweep(training, choices, rounds, steps)
-        finalists = sorted(choices, key=lambda choice: first[choice])[:FINALISTS]
-        worst = max(choices, key=lambda choice: first[choice])
-        last = dict.fromkeys([*finalists, worst, default, chosen])
-        seconds = sweep(training, list(last), final_rounds, steps)
-        best = min(finalists, key=lambda choice: seconds[choice])
-        word = "simulated_" if simulated else ""
-        keep(
-            {
-                "model": case.name if simulated else case.name.partition(",")[0],
-                "transport": training.model._unit.root.lanes.transport,
-                "ranks": SIMULATED_RANKS if simulated else dist.get_world_size(),
-                "chosen": str(chosen),
-                "best": str(best),
-                "settings": len(choices),
-                f"{word}chosen_ms": seconds[chosen] * 1e3,
-                f"{word}predicted_ms": found.chosen.predicted * 1e3,
-                f"{word}best_ms": seconds[best] * 1e3,
-                f"{word}default_ms": seconds[default] * 1e3,
-                f"{word}worst_ms": seconds[worst] * 1e3,
-                f"{word}of_best": seconds[chosen] / seconds[best],
-                "sweep": [
-                    {"setting": str(choice), f"{word}ms": taken * 1e3}
-                    for choice, taken in first.items()
-                ],
-                "finalists": [
-                    {"setting": str(choice), f"{word}ms": taken * 1e3}
-                    for choice, taken in seconds.items()
-                ],
-            }
-        )
+        keep(row_of(case, simulated, args.quick))
+
+
+def row_of(case: Case, simulated: bool, quick: bool) -> dict[str, Any]:
+    """Tune one model and sweep its settings; return the row."""
+    rounds, final_rounds, steps = (2, 4, 3) if quick else (6, 24, 6)
+    training = Training(case, simulated)
+    for _ in range(WARMUP):
+        training.step()
+    training.model.zero_grad()
+    before = training.model._unit.root.settings
+    default = Choice(before.bucket_bytes[0], before.prefetch)
+    tuned = fsdp_ext.tune(training.model, training.batch, steps=3 if quick else 8, verbose=False)
+    chosen = tuned.chosen.choice
+    choices = settings(training)[1::4] if quick else settings(training)
+    first = sweep(training, choices, rounds, steps)
+    finalists = sorted(choices, key=lambda choice: first[choice])[:FINALISTS]
+    worst = max(choices, key=lambda choice: first[choice])
+    last = list(dict.fromkeys([*finalists, worst, default, chosen]))
+    seconds = sweep(training, last, final_rounds, steps)
+    best = min(finalists, key=lambda choice: seconds[choice])
+    word = "simulated_" if simulated else ""
+
+    def as_rows(found: dict[Choice, float]) -> list[dict[str, Any]]:
+        return [{"setting": str(choice), f"{word}ms": s * 1e3} for choice, s in found.items()]
+
+    return {
+        "model": case.name if simulated else case.name.partition(",")[0],
+        "transport": training.model._unit.root.lanes.transport,
+        "ranks": SIMULATED_RANKS if simulated else dist.get_world_size(),
+        "chosen": str(chosen),
+        "best": str(best),
+        "settings": len(choices),
+        f"{word}chosen_ms": seconds[chosen] * 1e3,
+        f"{word}predicted_ms": tuned.chosen.predicted * 1e3,
+        f"{word}best_ms": seconds[best] * 1e3,
+        f"{word}default_ms": seconds[default] * 1e3,
+        f"{word}worst_ms": seconds[worst] * 1e3,
+        f"{word}of_best": seconds[chosen] / seconds[best],
+        "sweep": as_rows(first),
+        "finalists": as_rows(seconds),
+    }
 
 
 def figure(row: dict[str, Any], name: str) -> float:
-    """Return one of a row's times or ratios, simulated or not."""
+    """Return a time or a ratio of a row, simulated or not."""
     value: float = row.get(name, row.get(f"simulated_{name}"))
     return value
 
@@ -210,7 +207,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def within(rows: list[dict[str, Any]]) -> str:
-    """Return how many models keep to the bound, and by how much the worst one does or does not."""
+    """Return how many models are within the bound, and by how much the worst one is or is not."""
     kept = [row for row in rows if figure(row, "of_best") <= BOUND]
     worst = max(rows, key=lambda row: figure(row, "of_best"))
     off = figure(worst, "of_best") - 1
@@ -223,8 +220,8 @@ def within(rows: list[dict[str, Any]]) -> str:
 
 
 def plot(rows: list[dict[str, Any]], path: str) -> None:
-    """Draw chosen, default and worst beside the best."""
-    with picture(path, "step by setting, of the best of a sweep", columns=len(rows)) as axes:
+    """Draw the chosen, the default and the worst setting relative to the best."""
+    with picture(path, "step time relative to the best of a sweep", columns=len(rows)) as axes:
         for axis, row in zip(axes if len(rows) > 1 else [axes], rows, strict=True):
             names = ["chosen", "default", "worst"]
             best = figure(row, "best_ms")

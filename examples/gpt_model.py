@@ -28,7 +28,7 @@ class GPTConfig:
     heads: int
 
 
-DEFAULT = GPTConfig(vocabulary=256, context=128, dim=256, layers=4, heads=4)
+DEFAULT = GPTConfig(vocabulary=256, context=64, dim=128, layers=4, heads=4)
 
 
 class Attention(nn.Module):

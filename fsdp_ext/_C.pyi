@@ -28,6 +28,10 @@ class ParamPlacement:
     @property
     def grad_offset(self) -> int: ...
 
+def layout_order(
+    params: Sequence[_ParamSpec], world_size: int, direct_bytes: int = ...
+) -> list[int]: ...
+
 class UnitLayout:
     def __init__(
         self,

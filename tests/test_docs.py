@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
+import socket
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,8 +18,10 @@ import torch.distributed as dist
 from support.launcher import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
+README = ROOT / "README.md"
+DOCUMENTS = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "CHANGELOG.md", README]
 TOLD = ROOT / "docs" / "how-fsdp-works.md"
+DESIGN = ROOT / "docs" / "design.md"
 FIGURES = ROOT / "docs" / "figures"
 
 # A text may have one pair of brackets in it: [Note [lanes]](../csrc/core/lanes.h).
@@ -26,7 +30,13 @@ PICTURE = re.compile(r"!\[[^\]]*\]\(([^()\s]+)\)")
 NOTE = re.compile(r"Note \[[^\]]+\]")
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 IDENTIFIER = re.compile(r"`([A-Za-z_]\w*(?:(?:::|\.)\w+)*)(?:\(\))?`")
+# `core/layout.h` is in csrc, `sharding/unit.py` in fsdp_ext; `core/layout` is its two files.
+PATH = re.compile(r"`(\w+(?:/[\w.-]+)+/?)`")
+FOREIGN_PATHS = {"src/group.cc"}  # NCCL's
+TERM = re.compile(r"^- \*\*([\w ]+)\*\*: ", re.MULTILINE)
+# Blocks that run one after the other, and blocks that each run in a process of their own.
 RUNNABLE = "python run"
+ALONE = "python run alone"
 
 
 @dataclass(frozen=True)
@@ -135,9 +145,21 @@ def test_a_name_counts_only_where_it_is_defined(
 def test_notes_that_documents_cite_exist() -> None:
     sources = [*(ROOT / "csrc").rglob("*.*"), *(ROOT / "fsdp_ext").rglob("*.py")]
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
-    written = set(re.findall(r"(?://|#|^ +) ?(Note \[[^\]]+\])", text, re.MULTILINE))
+    written = set(re.findall(r"(?://|#|^ *) ?(Note \[[^\]]+\])", text, re.MULTILINE))
     cited = {note for document in DOCUMENTS for note in NOTE.findall(prose_of(document))}
     assert cited - written - {"Note [name]"} == set()  # README's, for any of them
+
+
+def test_files_that_documents_name_exist() -> None:
+    folders = (ROOT, ROOT / "csrc", ROOT / "fsdp_ext")
+
+    def exists(path: Path) -> bool:
+        return path.exists() or any(path.parent.glob(f"{path.name}.*"))
+
+    named = {path for document in DOCUMENTS for path in PATH.findall(prose_of(document))}
+    assert len(named) > 50
+    missing = {path for path in named if not any(exists(folder / path) for folder in folders)}
+    assert missing == FOREIGN_PATHS
 
 
 def test_each_figure_is_shown_and_says_what_its_wire_was() -> None:
@@ -156,34 +178,113 @@ def test_each_figure_is_shown_and_says_what_its_wire_was() -> None:
             assert "simulated wire" in text or "over shared memory" in text
 
 
-def blocks_of(document: Path) -> list[tuple[str, str]]:
-    """Return the runnable blocks, each with the output that follows it."""
+# - How documents look
+
+
+def test_lines_are_at_most_100_characters() -> None:
+    too_long = []
+    for document in set(DOCUMENTS) - {ROOT / "docs" / "gpu-status.md"}:
+        prose = FENCE.sub("", document.read_text(encoding="utf-8"))
+        for line in prose.splitlines():
+            words = line.lstrip("-* ").split()
+            # A table's row cannot be broken, and neither can a link.
+            if len(line) > 100 and not line.lstrip().startswith("|") and len(words) > 1:
+                too_long.append((document.name, line))
+    assert not too_long
+
+
+def test_the_readme_is_under_200_lines() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) < 200
+
+
+def test_the_glossary_defines_fifteen_terms() -> None:
+    glossary = DESIGN.read_text(encoding="utf-8").partition("## Glossary")[2]
+    terms = TERM.findall(glossary)
+    assert len(terms) == len(set(terms)) == 15
+
+
+def test_each_page_of_the_design_is_in_its_table() -> None:
+    linked = {link.file for link in relative_links() if link.document == DESIGN}
+    assert set((ROOT / "docs" / "design").glob("*.md")) <= linked
+
+
+# - Code in documents
+
+
+def blocks_of(document: Path, kind: str = RUNNABLE) -> list[tuple[str, str]]:
+    """Return the blocks of a kind, each with the output that follows it."""
     fences = FENCE.findall(document.read_text(encoding="utf-8"))
     followed = zip(fences, [*fences[1:], ("", "")], strict=True)
     return [
-        (code, output if kind == "text" else "")
-        for (info, code), (kind, output) in followed
-        if info == RUNNABLE
+        (code, output if after == "text" else "")
+        for (info, code), (after, output) in followed
+        if info == kind
     ]
 
 
-def _run_blocks() -> list[str]:
-    """Run the blocks one after the other, as a reader would; return what each printed."""
-    dist.destroy_process_group()  # a reader has none; the simulated transport makes its own
+def _run(document: Path, codes: list[str]) -> list[str]:
+    """Run blocks one after the other, as a reader would; return what each printed."""
     warnings.simplefilter("ignore")
     namespace: dict[str, Any] = {}
     printed = []
-    for number, (code, _) in enumerate(blocks_of(TOLD), 1):
+    for number, code in enumerate(codes, 1):
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
-            exec(compile(code, f"{TOLD.name}, block {number}", "exec"), namespace)
+            exec(compile(code, f"{document.name}, block {number}", "exec"), namespace)
         printed.append(output.getvalue())
+    return printed
+
+
+def _run_without_group(document: Path, codes: list[str]) -> list[str]:
+    dist.destroy_process_group()  # a reader has none; the simulated transport makes its own
+    printed = _run(document, codes)
     dist.barrier()  # the launcher's end destroys the group that is there
     return printed
 
 
+def _run_as_torchrun(document: Path, codes: list[str], directory: str) -> list[str]:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    ports: list[Any] = [None]
+    if rank == 0:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            ports = [free.getsockname()[1]]
+    dist.broadcast_object_list(ports)
+    dist.destroy_process_group()  # the reader's script makes its own
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0])}
+    os.chdir(directory)
+    return _run(document, codes)
+
+
 def test_code_blocks_print_what_the_document_says() -> None:
-    [printed] = run_ranks(_run_blocks, 1)
-    expected = [output for _, output in blocks_of(TOLD)]
-    assert len(expected) >= 7
-    assert printed == expected
+    blocks = blocks_of(TOLD)
+    assert len(blocks) >= 7
+    [printed] = run_ranks(_run_without_group, 1, TOLD, [code for code, _ in blocks])
+    assert printed == [output for _, output in blocks]
+
+
+def test_the_readmes_script_and_the_blocks_that_continue_it_run(tmp_path: Path) -> None:
+    script, *others = [code for code, _ in blocks_of(README)]
+    script, last_line, _ = re.split(r"(dist\.destroy_process_group\(\).*\n)$", script)
+    assert last_line  # the launcher does that, after the other blocks
+    codes = [script, *others]
+    first, _ = run_ranks(_run_as_torchrun, 2, README, codes, str(tmp_path), fresh=True)
+    printed = "".join(first)
+    losses = re.findall(r"loss ([\d.]+) to ([\d.]+)", printed)
+    assert [float(before) > float(after) for before, after in losses] == [True]
+    for said in ("units in", "exposed", "simulated step over", "chosen"):
+        assert said in printed  # by describe_buckets, profile, plan and tune
+    assert {path.name for path in tmp_path.iterdir()} == {"rank0.json", "rank1.json", "checkpoint"}
+
+
+def test_the_readmes_blocks_that_stand_alone_run() -> None:
+    blocks = blocks_of(README, ALONE)
+    assert blocks
+    for code, _ in blocks:
+        run_ranks(_run_without_group, 1, README, [code])
+
+
+def test_every_python_block_of_the_readme_runs() -> None:
+    kinds = [kind for kind, _ in FENCE.findall(README.read_text(encoding="utf-8"))]
+    assert {kind for kind in kinds if kind.startswith("py")} == {RUNNABLE, ALONE}

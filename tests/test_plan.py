@@ -418,7 +418,7 @@ def _tied() -> nn.Module:
             "link='avian'. Pass a Link or one of h100_n",
         ),
         (on_meta, {"device_type": "tpu"}, ValueError, "got device_type='tpu'. Pass"),
-        (on_meta, {"transport": "shared_memory"}, ValueError, "transport expects 'nccl' for ranks"),
+        (on_meta, {"transport": "shared_memory"}, ValueError, "transport is 'shared_memory', but"),
         (
             on_meta,
             {"transport": Simulated(4, FAST)},

@@ -55,7 +55,7 @@ def _outputs(directory: Path) -> None:
     prof.to_json(directory / "prof.json")
     with pytest.raises(ValueError, match="got iteration=9, but 4 steps were"):
         prof.plot(directory / "step.png", iteration=9)
-    with pytest.raises(OSError, match=r"expects .*nowhere/a.json to be writable but it is not"):
+    with pytest.raises(OSError, match=r"nowhere/a.json cannot be written"):
         prof.save_trace(directory / "nowhere" / "a.json")
     with pytest.raises(OSError, match="No space left"):
         prof.to_json("/dev/full")

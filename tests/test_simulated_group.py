@@ -263,19 +263,19 @@ def test_the_link_is_the_one_that_so_many_ranks_see() -> None:
 
 
 def test_errors_say_what_to_do() -> None:
-    with pytest.raises(ValueError, match="expects a rank from 0 to 3 but got 4"):
+    with pytest.raises(ValueError, match="got rank 4, and world_size 4 has ranks 0 to 3"):
         simulated_group(4, FAST, rank=4).__enter__()
-    with pytest.raises(ValueError, match="expects at most 8 ranks"):
+    with pytest.raises(ValueError, match="figures for at most 8 ranks"):
         simulated_group(64, H100_NODE).__enter__()
     with (
         simulated_group(4, FAST),
-        pytest.raises(ValueError, match="expects a part of 2 elements but got 3"),
+        pytest.raises(ValueError, match="got a part of 3 elements and needs 2"),
     ):
         dist.all_gather_into_tensor(torch.zeros(8), torch.zeros(3))
     with (
         simulated_group(4, FAST),
-        pytest.raises(RuntimeError, match="there is one; destroy it before"),
+        pytest.raises(RuntimeError, match="call destroy_process_group"),
     ):
         simulated_group(4, FAST).__enter__()
-    with pytest.raises(RuntimeError, match="expects a link but got none"):
+    with pytest.raises(RuntimeError, match="needs a link and has none"):
         dist.init_process_group("simulated", rank=0, world_size=4, store=dist.HashStore())

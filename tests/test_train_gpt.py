@@ -20,6 +20,7 @@ sys.path.insert(0, str(EXAMPLES))
 import train_gpt  # noqa: E402  (its folder is on the path from here on)
 from corpus import UsageError  # noqa: E402
 from options import parse_arguments  # noqa: E402
+from results import chart  # noqa: E402
 
 TINY = ["--dim", "32", "--layers", "2", "--heads", "2", "--context", "16", "--batch", "12"]
 STEPS = 6
@@ -54,7 +55,7 @@ def test_it_learns_saves_plots_and_goes_on_with_one_rank_less(text: Path, tmp_pa
     checkpoint, figures, picture = tmp_path / "run", tmp_path / "out.json", tmp_path / "loss.png"
     shared = [*TINY, "--data", str(text), "--checkpoint", str(checkpoint), "--eval-batches", "2"]
     outputs = [*shared, "--json", str(figures), "--lr", "0.01", "--sample", "8"]
-    printed = run_script([*outputs, "--steps", "40", "--plot", str(picture)], ranks=2)
+    printed = run_script([*outputs, "--steps", "40", "--plot", str(picture), "--profile"], ranks=2)
     result = json.loads(figures.read_text())
 
     assert result["world_size"] == 2
@@ -68,6 +69,9 @@ def test_it_learns_saves_plots_and_goes_on_with_one_rank_less(text: Path, tmp_pa
     assert picture.read_bytes().startswith(b"\x89PNG")
     for part in ("validation loss", "byte frequencies alone", "tokens/s", "--- sample ---"):
         assert part in printed
+    assert "8 steps on rank 0 of 2 over shared_memory" in printed  # what --profile prints
+    assert "training loss in nats/byte" in printed
+    assert printed.index("training loss in nats/byte") < printed.index("What to try next:")
 
     printed = run_script([*outputs, "--steps", "44", "--resume"], ranks=1)
     resumed = json.loads(figures.read_text())
@@ -76,6 +80,17 @@ def test_it_learns_saves_plots_and_goes_on_with_one_rank_less(text: Path, tmp_pa
     assert resumed["curve"][:40] == result["curve"]
     assert resumed["curve"][-1][0] == 44
     assert resumed["validation_loss"] < result["validation_loss"] + 0.2
+
+
+def test_a_loss_curve_has_a_line_for_each_level_and_names_its_ends() -> None:
+    curve = [(step, 6.0 - step) for step in range(1, 5)]
+    *levels, axis, steps = chart(curve, height=4).splitlines()
+    assert levels == [
+        *("   5.00 |*", "   4.00 | *", "        |  *", "   2.00 |   *"),
+    ]
+    assert axis == "        +----"
+    assert steps.split() == ["1", "4"]
+    assert chart([(7, 2.5)]).splitlines() == ["   2.50 |*", "        +-", "         7"]
 
 
 def _steps(arguments: list[str], save_after: int | None) -> list[float]:
@@ -130,6 +145,7 @@ def test_the_four_systems_train_alike(text: Path) -> None:
         (["--dim", "10", "--heads", "3"], r"--dim expects a multiple of --heads 3 but got 10"),
         (["--prompt", ""], r"--prompt expects at least one character"),
         (["--resume"], r"--resume expects --checkpoint DIR"),
+        (["--profile", "--system", "ddp"], r"--profile expects --system ours but got --system ddp"),
         (["--json", "/no/such/directory/x"], r"--json expects a file in a directory that exists"),
         (["--system", "zero"], r"argument --system: invalid choice: 'zero'"),
         (["--steps", "many"], r"argument --steps: invalid int value: 'many'"),

@@ -441,9 +441,9 @@ def test_ranks_that_differ_choose_the_same_or_all_raise() -> None:
     (choice, fits, messages), other = run_ranks(_differ, 2)
     assert (choice, fits, messages) == other
     assert fits
-    start = "tune expects all ranks to get through"
-    assert f"RuntimeError: {start} the loss but rank 1 raised KeyError: 'no label'" in messages[0]
-    assert f"ValueError: {start} its arguments but rank 1 raised ValueError" in messages[1]
+    start = "tune failed on rank 1"
+    assert f"RuntimeError: {start}, in the loss: KeyError: 'no label'" in messages[0]
+    assert f"ValueError: {start}, in its arguments: ValueError" in messages[1]
     assert "got different optimizer_states on the ranks: 0, 1" in messages[2]
 
 

@@ -1,8 +1,8 @@
-"""Fails unless the CUDA build has its kernels for every GPU it was made for, as they should be.
+"""Checks the kernels in the installed CUDA build of fsdp_ext, for each architecture. Needs no GPU.
 
-By what cuobjdump says of the fsdp_ext that is installed, for each architecture: every kernel is
-there, those that move memory load and store 16 bytes at a time, and no kernel spills registers.
-Prints how many registers they take. Needs no GPU.
+It reads the binary with cuobjdump and fails unless every kernel is there, kernels that move memory
+load and store 16 bytes at a time, and no kernel spills registers. It prints the numbers of
+registers.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-# How many of each there are: one for each pair of the four floating dtypes, of pack with room for
-# few and for many addresses; and one for bytes.
+# The number of instances. pack and cast have one for each pair of the four floating dtypes. pack
+# has each of them for few and for many addresses, and cast has one more for bytes.
 KERNELS = {
     "pack_kernel": 32,
     "cast_kernel": 17,
     "unpack_kernel": 1,
-    # Of simulated collectives.
+    # Kernels of simulated collectives.
     "transfer_kernel": 1,
     "stamp_kernel": 1,
     "wait_kernel": 1,
@@ -33,7 +33,7 @@ def find_tools() -> tuple[str, dict[str, str]]:
     """Return cuobjdump and an environment in which it finds nvdisasm.
 
     Raises:
-        SystemExit: if there is none.
+        SystemExit: if cuobjdump is missing.
     """
     places = [
         str(place / "nvidia" / "cu13" / "bin") for place in map(Path, sys.path) if place.is_dir()
@@ -42,14 +42,14 @@ def find_tools() -> tuple[str, dict[str, str]]:
     tool = shutil.which("cuobjdump", path=path)
     if tool is None:
         raise SystemExit(
-            "expects cuobjdump but found none; pip install nvidia-cuda-cuobjdump "
-            "nvidia-cuda-nvdisasm, or put CUDA's bin directory on the PATH"
+            "cuobjdump is missing; pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm, or put "
+            "CUDA's bin directory on the PATH"
         )
     return tool, {**os.environ, "PATH": path}
 
 
 def dump(binary: str, *options: str) -> str:
-    """Return what cuobjdump prints."""
+    """Run cuobjdump; return its output."""
     tool, environment = find_tools()
     result = subprocess.run(
         [tool, *options, binary], capture_output=True, text=True, check=False, env=environment
@@ -60,7 +60,7 @@ def dump(binary: str, *options: str) -> str:
 
 
 def kernel_of(symbol: str) -> str | None:
-    """Return which of the kernels a mangled name is an instance of."""
+    """Return the kernel of which a mangled name is an instance, or None."""
     matches = [name for name in KERNELS if re.search(rf"\d{name}(I|E)", symbol)]
     return matches[0] if matches else None
 
@@ -83,7 +83,7 @@ def resources(binary: str) -> dict[str, dict[str, dict[str, int]]]:
 
 
 def wide_accesses(binary: str, arch: str) -> dict[str, tuple[int, int]]:
-    """Return how many 16-byte loads and stores each kernel instance has in its machine code."""
+    """Return the numbers of 16-byte loads and stores in each instance's machine code."""
     counts = {}
     text = dump(binary, "--dump-sass", "--gpu-architecture", f"sm_{arch}")
     for function in text.split("Function :")[1:]:
@@ -95,7 +95,7 @@ def wide_accesses(binary: str, arch: str) -> dict[str, tuple[int, int]]:
 
 
 def check(binary: str, architectures: list[str]) -> list[str]:
-    """Return what is wrong, and print what there is."""
+    """Print what was found; return what is wrong with it."""
     wrong = []
     usage = resources(binary)
     for arch in (name.removesuffix("-real") for name in architectures if name.endswith("-real")):
@@ -106,7 +106,7 @@ def check(binary: str, architectures: list[str]) -> list[str]:
         for symbol, used in instances.items():
             kernel = kernel_of(symbol)
             if kernel is None:
-                wrong.append(f"sm_{arch}: a kernel that this check does not know: {symbol}")
+                wrong.append(f"sm_{arch}: {symbol} is not a kernel that this check knows")
                 continue
             counted[kernel] += 1
             registers[kernel].append(used["REG"])
@@ -116,7 +116,7 @@ def check(binary: str, architectures: list[str]) -> list[str]:
                 wrong.append(f"sm_{arch}: {symbol} has no 16-byte loads or stores")
         for name, expected in KERNELS.items():
             if counted[name] != expected:
-                wrong.append(f"sm_{arch}: expects {expected} of {name} but has {counted[name]}")
+                wrong.append(f"sm_{arch}: has {counted[name]} instances of {name}, not {expected}")
         listed = ", ".join(
             f"{name} {counted[name]} x {min(used)} to {max(used)} registers"
             for name, used in sorted(registers.items())
@@ -131,7 +131,7 @@ def check(binary: str, architectures: list[str]) -> list[str]:
     ptx = dump(binary, "--list-ptx")
     for arch in (a.removesuffix("-virtual") for a in architectures if a.endswith("-virtual")):
         if f"sm_{arch}.ptx" not in ptx:
-            wrong.append(f"expects PTX for newer GPUs, of compute_{arch}, but has none")
+            wrong.append(f"has no PTX of compute_{arch}, which newer GPUs need")
         else:
             print(f"compute_{arch}: PTX")
     return wrong
@@ -142,7 +142,7 @@ def main() -> int:
     from fsdp_ext import _C, _build_info
 
     if _build_info.BUILD_KIND != "CUDA":
-        raise SystemExit(f"expects a CUDA build but got a {_build_info.BUILD_KIND} build")
+        raise SystemExit(f"this is a {_build_info.BUILD_KIND} build; install a CUDA build")
     wrong = check(_C.__file__, list(_build_info.CUDA_ARCHITECTURES))
     for line in wrong:
         print(f"WRONG: {line}")

@@ -2,59 +2,61 @@
 
     python tools/docs_figures.py --out docs/figures
 
-Small models train with `fsdp_ext.profile` over simulated links, each as fast as the figure asks for
-relative to the compute that was measured first; one figure is of two real ranks over shared memory.
-Of each profile the step is shown that other programs disturbed least: the one whose length and wire
-time add up to least. A rerun changes times, and nothing else.
+Small models train with `fsdp_ext.profile` over simulated links. The compute is measured first, and
+each link gets the speed relative to it that the figure needs. One figure shows two real ranks over
+shared memory. A figure shows the step of its profile that other programs disturbed least: the step
+whose length and wire time have the smallest sum. Running it again changes only the times.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import subprocess
 import sys
 import time
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
 import torch.distributed as dist
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from step_timeline import (
+    COLOURS,
+    FONT,
+    bars_of,
+    draw_bars,
+    figures_of,
+    finish,
+    new_figure,
+    write_svg,
+)
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import fsdp_ext
 from fsdp_ext import Link, Simulated, fully_shard
-from fsdp_ext._util.files import write_bytes
-from fsdp_ext.profiler.recording import COMPUTE, LANES, WAITS, WIRES, Iteration, Span
+from fsdp_ext.profiler.recording import COMPUTE, WIRES, Iteration
 
 WORLD_SIZE = 8  # of the simulated ranks
 VOCABULARY = 512
 DIM = 256
-TOKENS = 256  # a rank and step
+TOKENS = 256  # of a rank in a step
 WARMUP = 3
 STEPS = 40
-ALPHA = 20e-6  # seconds; of the simulated links, where a figure does not ask for another
+ALPHA = 20e-6  # default latency of the simulated links, seconds
 NO_TIME = Simulated(WORLD_SIZE, Link("no time", alpha=0.0, beta=1e30))
-LATE = "DOCS_FIGURES_LATE_RANK"  # set where this runs as one of two real ranks
+LATE = "DOCS_FIGURES_LATE_RANK"  # variable that is set in the two real ranks
 LATE_SECONDS = 15e-3
 
 
-# - What trains
+# - Training
 
 
 class Layer(nn.Module):
-    """A feed-forward block: all of a layer's parameters that a timeline needs."""
+    """A feed-forward block, which is enough of a layer for a timeline."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -66,7 +68,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers between an embedding and a head, which are the root's."""
+    """Layers between an embedding and a head; the latter two belong to the root unit."""
 
     def __init__(self, layers: int, dim: int) -> None:
         super().__init__()
@@ -83,14 +85,14 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Run:
-    """A profile, and what its model's schedule allocated (`core.memory()`, bytes)."""
+    """A profile, and the bytes that its model's schedule allocated (`core.memory()`)."""
 
     prof: fsdp_ext.profile
     memory: dict[str, int]
 
     @property
     def step(self) -> Iteration:
-        """The step that is shown; the last one ends with the profile and not with the optimizer."""
+        """The step to show, never the last one, which ends with the profile, not the optimizer."""
         return min(self.prof.iterations[:-1], key=lambda one: one.step + one.wire)
 
 
@@ -101,14 +103,14 @@ def train(
     before_step: Callable[[], None] = lambda: None,
     **settings: Any,
 ) -> Run:
-    """Train a model whose layers, and rest, are units, and profile it.
+    """Train a model, of which each layer and the rest are units, and profile it.
 
     Args:
-        transport: what its ranks communicate by.
-        layers: how many.
-        dim: their width.
+        transport: of all units.
+        layers: number of layers.
+        dim: width of the model.
         before_step: called before each forward.
-        settings: of the root's `fully_shard`.
+        settings: further arguments of the root's `fully_shard`.
     """
     torch.manual_seed(0)
     model: Any = Model(layers, dim)
@@ -133,10 +135,10 @@ def train(
 
 
 def transport_of(ratio: float, free: Run) -> Simulated:
-    """Return a link over which all collectives of a step take 1 / `ratio` of its compute.
+    """Return a transport whose collectives take 1 / `ratio` of the compute of a step.
 
     Args:
-        ratio: compute over simulated wire.
+        ratio: compute / simulated wire.
         free: the same training over a link that takes no time.
     """
     collectives = free.step.of(*WIRES)
@@ -146,150 +148,8 @@ def transport_of(ratio: float, free: Run) -> Simulated:
     return Simulated(WORLD_SIZE, link)
 
 
-# - How a step is drawn
-
-ROWS = ("compute", "gather", "reduce")
-COLOURS = {
-    "unit forward": "#7ba7d7",
-    "unit backward": "#b3d2ec",
-    "root": "#dbe3ec",
-    "other": "#d9d9d9",
-    "gather": "#54a24b",
-    "reduce": "#f58518",
-    "copies": "#ffd8a8",
-    "wait": "#e45756",
-}
-LABELS = {
-    "unit forward": "forward of a layer",
-    "unit backward": "backward of a layer",
-    "root": "the root's own (embedding, head)",
-    "other": "loss, optimizer",
-    "gather": "all-gather",
-    "reduce": "reduce-scatter",
-    "copies": "pack",
-    "wait": "waiting (exposed)",
-}
-FONT = 7.5
-POINTS_A_LETTER = 0.56 * FONT
-WIDTH = 13.0  # inches
-
-
-@dataclass(frozen=True)
-class Bar:
-    """Something on a row, from `begin` to `end`; of its texts the first that fits is written."""
-
-    row: str
-    begin: float
-    end: float
-    kind: str
-    texts: tuple[str, ...] = ()
-
-
-def short_name(prof: fsdp_ext.profile, units: tuple[int, int]) -> str:
-    """Return "root", "3" for layers.3, or "4-7" for a bucket of layers."""
-    names = [prof.names[unit].removeprefix("layers.") for unit in units]
-    names = ["root" if name == "the root" else name for name in names]
-    return names[0] if units[0] == units[1] else f"{names[0]}-{names[1]}"
-
-
-def bars_of(prof: fsdp_ext.profile, step: Iteration, behind: str = "optimizer") -> list[Bar]:
-    """Return what a step's timeline shows, what is in front last.
-
-    Args:
-        behind: what comes after backward.
-    """
-    forward, backward = step.of("forward")[0], step.of("backward")[0]
-    bars = [
-        Bar("compute", forward.end, backward.begin, "other", ("loss",)),
-        Bar("compute", backward.end, step.end, "other", (behind,)),
-        *root_bars(step),
-    ]
-    for span in step.spans:
-        name = short_name(prof, span.units) if span.first >= 0 else ""
-        if span.work in WIRES:
-            bars.append(bar_of(span, span.work, span.work, name))
-        elif span.work in LANES:
-            bars.append(bar_of(span, LANES[span.work], "copies"))
-        elif span.work in WAITS:
-            bars.append(bar_of(span, "compute", "wait"))
-        elif span.work in COMPUTE and name != "root":
-            bars.append(bar_of(span, "compute", span.work, name))
-    return sorted(bars, key=lambda bar: bar.kind == "wait")
-
-
-def bar_of(span: Span, row: str, kind: str, name: str = "") -> Bar:
-    """Return a span's bar; with `name`, one that says "gather 3", on two lines if need be."""
-    what = span.work.removeprefix("unit ")
-    texts = (f"{what} {name}", f"{what}\n{name}", name) if name else ()
-    return Bar(row, span.begin, span.end, kind, texts)
-
-
-def root_bars(step: Iteration) -> list[Bar]:
-    """Return what the root computes itself: its spans without those of what is inside."""
-    inside = [span for span in step.of(*COMPUTE, *WAITS) if span.first != 0 or span.work in WAITS]
-    bars = []
-    for span in (span for span in step.of(*COMPUTE) if span.first == 0):
-        begin = span.begin
-        for other in sorted(inside, key=lambda one: one.begin):
-            if span.begin <= other.begin < span.end:
-                bars.append(Bar("compute", begin, max(begin, other.begin), "root", ("root",)))
-                begin = max(begin, other.end)
-        bars.append(Bar("compute", begin, max(begin, span.end), "root", ("root",)))
-    return bars
-
-
-def draw_bars(axis: Axes, bars: Iterable[Bar], start: float, width: float) -> None:
-    """Draw bars on rows of `axis`, whose x is ms after `start`.
-
-    Args:
-        width: ms that the axis shows.
-    """
-    points_a_ms = 0.92 * WIDTH * 72 / width
-    groups: defaultdict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-    for bar in bars:
-        left, length = (bar.begin - start) * 1e3, (bar.end - bar.begin) * 1e3
-        groups[bar.row, bar.kind].append((left, length))
-        room = length * points_a_ms
-        text = next((one for one in bar.texts if points_of(one) < room), "")
-        if text:
-            axis.text(
-                left + length / 2, level(bar.row), text, ha="center", va="center", fontsize=FONT
-            )
-    for (row, kind), extents in groups.items():
-        axis.broken_barh(
-            extents,
-            (level(row) - 0.4, 0.8),
-            facecolors=COLOURS[kind],
-            edgecolors="white",
-            linewidth=0.4,
-            hatch="///" if kind == "wait" else None,
-        )
-    axis.set_yticks(range(len(ROWS)), reversed(ROWS))
-    axis.set_ylim(-0.5, len(ROWS) - 0.5)
-    axis.set_xlim(0, width)
-    axis.spines[["top", "right"]].set_visible(False)
-
-
-def points_of(text: str) -> float:
-    """Return about how wide a text is, 1/72 inch."""
-    return max(len(line) for line in text.splitlines()) * POINTS_A_LETTER
-
-
-def level(row: str) -> int:
-    """Return how high a row is, the first one on top."""
-    return len(ROWS) - 1 - ROWS.index(row)
-
-
-def figures_of(step: Iteration, wire: str) -> str:
-    """Return a step's figures, for a title."""
-    return (
-        f"step {step.step * 1e3:.1f} ms = compute {step.compute * 1e3:.1f} + exposed "
-        f"{step.exposed * 1e3:.1f} + other {step.other * 1e3:.1f}; {wire} {step.wire * 1e3:.1f} ms"
-    )
-
-
 def draw_steps(runs: Sequence[tuple[str, Run]], path: Path) -> None:
-    """Draw a step of each run over a simulated link, all on one scale."""
+    """Draw a step of each run over a simulated link, all with the same scale."""
     width = max(run.step.step for _, run in runs) * 1e3 * 1.01
     figure = new_figure(0.6 + 1.75 * len(runs))
     axes = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
@@ -303,44 +163,11 @@ def draw_steps(runs: Sequence[tuple[str, Run]], path: Path) -> None:
     finish(figure, list(axes), kinds, path, "ms, over a simulated wire")
 
 
-def new_figure(height: float) -> Figure:
-    """Return a figure of the common width, `height` inches high, to be written as SVG."""
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    FigureCanvasSVG(figure)
-    return figure
-
-
-def finish(
-    figure: Figure, axes: Sequence[Axes], kinds: Iterable[str], path: Path, unit: str
-) -> None:
-    """Write a figure of timelines with its legend."""
-    kinds = set(kinds)
-    handles = [
-        Patch(facecolor=COLOURS[kind], label=label, hatch="///" if kind == "wait" else None)
-        for kind, label in LABELS.items()
-        if kind in kinds
-    ]
-    figure.legend(
-        handles=handles, ncols=len(handles), fontsize=FONT, loc="outside upper left", frameon=False
-    )
-    axes[-1].set_xlabel(unit, fontsize=FONT + 1)
-    write_svg(figure, path)
-
-
-def write_svg(figure: Figure, path: Path) -> None:
-    """Write it without a date and with ids that stay, so that a rerun changes times alone."""
-    data = io.BytesIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
-        figure.savefig(data, format="svg", metadata={"Date": None})
-    write_bytes(path, data.getvalue())
-    print(path)
-
-
 # - The figures
 
 
 def draw_step(out: Path) -> None:
-    """Draw steps over a wire that compute covers, also without prefetch, and over a slow one."""
+    """Draw steps over a fast wire, with and without prefetch, and over a slow one."""
     free = train(NO_TIME, bucket_bytes=0)
     fast, slow = transport_of(2.0, free), transport_of(0.5, free)
     covered = train(fast, bucket_bytes=0)
@@ -352,13 +179,14 @@ def draw_step(out: Path) -> None:
 
 
 def draw_buckets(out: Path) -> None:
-    """Draw a step of small units over a link of high latency, each by itself and in buckets."""
+    """Draw steps of small units over a link of high latency, unbucketed and in buckets."""
     shape: dict[str, Any] = {"layers": 16, "dim": 64}
     free = train(NO_TIME, bucket_bytes=0, **shape)
     layers = [span for span in free.step.of("unit forward") if span.first > 0]
     forward = sum(span.seconds for span in layers) / len(layers)
     nbytes = next(span.nbytes for span in free.step.of("gather") if span.first > 0)
-    # A layer's gather takes 2.5 times as long as its forward, one of four layers as long as theirs.
+    # The gather of a layer takes 2.5 times as long as its forward. A gather of four layers takes as
+    # long as their forward.
     link = Link("latency", alpha=2 * forward, beta=nbytes / (0.5 * forward))
     transport = Simulated(WORLD_SIZE, link)
     alone = train(transport, bucket_bytes=0, **shape)
@@ -367,10 +195,10 @@ def draw_buckets(out: Path) -> None:
 
 
 def held(run: Run) -> list[tuple[float, float, int]]:
-    """Return when each unit's unsharded parameters were in a slot: (begin, end, bytes).
+    """Return when each unit's unsharded parameters were in memory: (begin, end, bytes).
 
-    From where their gather began, or their pass where they were still there, to where they were
-    released: behind their forward and backward; the root's, behind the whole backward.
+    They are in memory from the begin of their gather, or of their pass if no gather was needed, to
+    the end of their forward or backward. The root's stay to the end of the whole backward.
     """
     step, sizes = run.step, run.prof.sizes
     gathers = {(span.first, span.phase): span.begin for span in step.of("gather")}
@@ -384,7 +212,7 @@ def held(run: Run) -> list[tuple[float, float, int]]:
 
 
 def draw_memory(out: Path) -> None:
-    """Draw the unsharded bytes in slots over a step, for several prefetch depths."""
+    """Draw the bytes of unsharded parameters over a step, for several prefetch depths."""
     layers = 12
     free = train(NO_TIME, layers=layers, bucket_bytes=0)
     transport = transport_of(2.0, free)
@@ -429,7 +257,7 @@ def draw_memory(out: Path) -> None:
 
 
 def draw_late_rank(out: Path) -> None:
-    """Have two ranks train over shared memory, one of which comes late to each step."""
+    """Let two ranks train over shared memory, one of which is late in each step."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *(__file__, "--out", str(out)),
@@ -439,7 +267,7 @@ def draw_late_rank(out: Path) -> None:
 
 
 def run_rank(out: Path) -> None:
-    """Be one of them."""
+    """Run one of the two ranks."""
     dist.init_process_group("gloo")
     late_rank = int(os.environ[LATE])
 
@@ -456,7 +284,7 @@ def run_rank(out: Path) -> None:
 
 
 def draw_ranks(run: Run, late_rank: int, path: Path) -> None:
-    """Draw one step on all ranks, by one clock."""
+    """Draw the same step on all ranks, by one clock."""
     steps = {
         rank: next(one for one in of_rank if one.number == run.step.number)
         for rank, of_rank in run.prof.ranks.items()
@@ -484,7 +312,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Draw the figures of docs/how-fsdp-works.md.")
     parser.add_argument("--out", type=Path, default=Path("docs/figures"), help="directory")
     out = parser.parse_args().out
-    torch.set_num_threads(1)  # the lanes' threads have a core of their own
+    torch.set_num_threads(1)  # leaves a core for the lanes' threads
     if LATE in os.environ:
         run_rank(out)
         return 0

@@ -1,11 +1,11 @@
-"""Build, test and measure on a machine with one GPU: one command, under eight minutes.
+"""Build, test and measure on a machine with one GPU, in under eight minutes.
 
     python tools/gpu_check.py [--out DIR] [--only STEP ...] [--minutes 8]
 
-Uses the Python, torch, CuPy and nvcc that are there; needs no network. Each step has a limit, and
-none begins that cannot end in time. What is known so far is in <out>/<device>-<date>.json, and all
-output beside it in .log, after every step, whatever becomes of the later ones; the table comes
-last. Exits with 1 if a step failed.
+It uses the installed Python, torch, CuPy and nvcc, and no network. Each step has a time limit, and
+no step begins that cannot end in time. After every step the results so far are written to
+<out>/<device>-<date>.json, and all output to a .log file beside it. A table comes last. The exit
+code is 1 if a step failed.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# The extensions of pytest that pyproject.toml counts on may be missing here.
+# pyproject.toml configures extensions of pytest that may be missing on this machine.
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-ra"]
 PYTEST += ["--disable-warnings", "--tb=short"]
-# A step that is late is asked to end, so that it says what it knows, and then killed.
+# Seconds between asking a late step to end, so that it reports its results, and killing it.
 GRACE_S = 20
 
 
@@ -43,18 +43,18 @@ class Step:
     command: list[str]
     limit: int
     environment: dict[str, str]
-    json: bool = False  # writes a benchmark's rows where --json says
+    json: bool = False  # whether it is a benchmark, which writes its rows with --json
 
 
 def steps(capability: str) -> list[Step]:
-    """Return what there is to do, in order."""
+    """Return the steps, in order."""
     sanitizer = shutil.which("compute-sanitizer") or "compute-sanitizer"
     kernels = ["tests/gpu/test_gpu_kernels.py", "tests/test_packer.py"]
     parity = "tests/gpu/test_gpu_parity.py"
     ignored = ["--ignore", kernels[0], "--ignore", parity]
-    # Sanitizers make kernels slow, so the cases are few and small.
+    # Sanitizers make kernels slow, so they run few and small cases.
     few = ["-k", "(independent and False) or current_stream or entries"]
-    # Each tensor an allocation of CUDA's own, so that memcheck sees where it ends.
+    # With an allocation of its own for each tensor, memcheck sees where a tensor ends.
     uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     build = {"FORCE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": capability}
 
@@ -86,13 +86,13 @@ def steps(capability: str) -> list[Step]:
         bench("overlap", 60, "--quick"),
         bench("memory", 90),
         bench("scaling", 30),
-        # Of shared memory, which the kernels do not use: it is to find nothing.
+        # It looks for races in shared memory. The kernels use none, so it should find nothing.
         Step("racecheck", sanitize("racecheck"), 90, {}),
     ]
 
 
 def run_step(step: Step, limit: float, log: Path, rows: Path, all_output: Path) -> dict[str, Any]:
-    """Run one step in a process group of its own; return what became of it."""
+    """Run one step in a process group of its own; return its result."""
     command = [*step.command, "--json", str(rows)] if step.json else step.command
     environment = {
         **os.environ,
@@ -137,7 +137,7 @@ def run_step(step: Step, limit: float, log: Path, rows: Path, all_output: Path) 
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ask a process to end, so that pytest reports and torchrun ends its workers; then kill."""
+    """Ask a process to end, so that pytest reports and torchrun ends its workers; then kill it."""
     process.send_signal(signal.SIGINT)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=GRACE_S)
@@ -147,14 +147,14 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def summary_of(text: str) -> str:
-    """Return the line that says most: pytest's or the sanitizer's count, else the last one."""
+    """Return the line with the count of pytest or of the sanitizer, or else the last line."""
     found = re.findall(r"^.*(?:\d+ (?:passed|failed|error)|ERROR SUMMARY|RACECHECK).*$", text, re.M)
     lines = [line.strip(" =") for line in found or text.strip().splitlines()]
     return lines[-1] if lines else ""
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return what the results depend on.
+    """Return the machine and the versions, on which the results depend.
 
     Raises:
         SystemExit: if there is no GPU.
@@ -163,12 +163,12 @@ def describe_machine() -> dict[str, Any]:
 
     if not torch.cuda.is_available():
         raise SystemExit(
-            "gpu-check expects a GPU but torch finds none; nvidia-smi shows whether there is a "
-            "driver, and torch.version.cuda whether this torch is built for CUDA"
+            "gpu-check needs a GPU and torch finds none; check the driver with nvidia-smi, and "
+            "that torch.version.cuda is not None"
         )
     major, minor = torch.cuda.get_device_capability()
     commit = ""
-    with contextlib.suppress(OSError):  # no git
+    with contextlib.suppress(OSError):  # git may be missing
         commit = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
         ).stdout.strip()
@@ -195,14 +195,14 @@ def main() -> int:
     """Run the steps and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", metavar="DIR")
-    parser.add_argument("--only", nargs="+", metavar="STEP", help="these steps alone")
-    parser.add_argument("--minutes", type=float, default=8.0, help="for all steps together")
+    parser.add_argument("--only", nargs="+", metavar="STEP", help="run only these steps")
+    parser.add_argument("--minutes", type=float, default=8.0, help="limit for all steps together")
     args = parser.parse_args()
     machine = describe_machine()
     planned = steps(machine["capability"])
     unknown = set(args.only or ()) - {step.name for step in planned}
     if unknown:
-        parser.error(f"--only expects {[s.name for s in planned]} but got {sorted(unknown)}")
+        parser.error(f"--only got {sorted(unknown)}; choose of {[s.name for s in planned]}")
     name = re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{name}-{machine['date']}.json"

@@ -1,4 +1,4 @@
-"""How `python -m bench overlap` makes a row of a case: steps in turns, their ledgers, an ideal."""
+"""Measures one case of `python -m bench overlap`, and computes the most that it could hide."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fsdp_ext.planner.schedule import Prediction, Stage, predict
 
 
 def seconds_of(step: Callable[[], None]) -> float:
-    """Return how long one step takes."""
+    """Run a step; return its seconds."""
     start = time.perf_counter()
     step()
     return time.perf_counter() - start
@@ -36,8 +36,8 @@ def seconds_of(step: Callable[[], None]) -> float:
 def link_for(case: Case, repeats: int, device: torch.device) -> Link:
     """Return a link over which ours computes `case.ratio` times as long as it communicates.
 
-    Compute is a step's without a wire; communication that of each unit by itself, with a prefetch
-    of 1. All cases that are compared get this one link, whatever they make of it.
+    Compute is a step without a wire. Communication sends each unit by itself, with a prefetch of 1.
+    All cases that are compared get the same link.
 
     Raises:
         UsageError: if latencies alone take longer than that, or nothing is sent.
@@ -45,12 +45,11 @@ def link_for(case: Case, repeats: int, device: torch.device) -> Link:
     alone = Case(OURS, case.shape, case.world_size, case.ratio, bucket_bytes=NO_BUCKETS)
     with open_system(alone, NO_TIME, device) as system:
         sent = system.sent
-        # Others that load the machine make steps longer, never shorter.
+        # The first quartile: other load on the machine makes steps longer, never shorter.
         compute = Timing.of([seconds_of(system.free) for _ in range(repeats)]).low
     if not sent:
         raise UsageError(
-            f"expects ranks that send something but {case.world_size} do not; give a larger "
-            "--world-size"
+            f"{case.world_size} ranks send nothing to each other; give a larger --world-size"
         )
     budget = compute / case.ratio - len(sent) * ALPHA
     if budget <= 0:
@@ -63,7 +62,7 @@ def link_for(case: Case, repeats: int, device: torch.device) -> Link:
 
 
 def settings_of(case: Case) -> Row:
-    """Return what a row says before anything is measured."""
+    """Return the settings of a case, which begin its row."""
     return {
         "system": case.system,
         "transport": "simulated",
@@ -77,7 +76,7 @@ def settings_of(case: Case) -> Row:
 
 
 def row_of(case: Case, link: Link, repeats: int, device: torch.device) -> Row:
-    """Measure one case; a peer that cannot run gives a row with its error."""
+    """Measure one case; return its row, or for a peer that cannot run, a row with its error."""
     row = settings_of(case)
     row["link"] = f"simulated: {link.name}, {ALPHA * 1e6:.0f} us"
     try:
@@ -97,7 +96,7 @@ def measured(case: Case, link: Link, system: Opened, repeats: int) -> Row:
         for _ in range(repeats):
             with_wire.append(seconds_of(system.wired))
             without.append(seconds_of(system.free))
-    # Each is compared with the two around it, since noise is slower than a step.
+    # Each step is compared with the two around it, because the noise changes slowly.
     exposed = [
         both - (before + after) / 2
         for both, (before, after) in zip(with_wire, itertools.pairwise(without), strict=True)
@@ -134,20 +133,20 @@ def measured(case: Case, link: Link, system: Opened, repeats: int) -> Row:
 
 
 def exposed_at_least(case: Case, link: Link, system: Opened, compute: float, wire: float) -> float:
-    """Return the seconds that show even if nothing but the wire takes time.
+    """Return the seconds that are exposed even if only the wire takes time.
 
-    By the schedule's arithmetic (planner.schedule.predict) with no contention, for as many wires
-    as it has; where all collectives share one, the step takes at least as long as they do.
+    planner.schedule.predict computes them for two wires, without contention. If all collectives
+    share one wire, the step takes at least as long as the wire.
     """
     prediction = ideal(case, link, system.buckets, compute)
     return max(prediction.exposed, wire - compute if system.wires == 1 else 0.0)
 
 
 def ideal(case: Case, link: Link, buckets: Sequence[int], compute: float) -> Prediction:
-    """Return the schedule's step of a stack whose compute is shared out by bytes.
+    """Return the predicted step of a stack, whose compute is divided among buckets by bytes.
 
-    A layer's forward is one matrix product and its backward two, but for the first one, whose input
-    needs no gradient.
+    The forward of a layer is one matrix product and its backward two. The backward of the first
+    layer is only one, because the input needs no gradient.
     """
     unit = sum(buckets) / case.shape.layers
     product = compute / (3 * case.shape.layers - 1)
@@ -165,16 +164,16 @@ def ideal(case: Case, link: Link, buckets: Sequence[int], compute: float) -> Pre
 
 
 def hidden_by_hand(case: Case, system: Opened, ratio: float) -> float:
-    """Return about what `ideal` does, from the ratio of compute to wire alone.
+    """Return nearly the same as `ideal`, from the ratio of compute to wire alone.
 
-    A third of the compute is forward's. Of n collectives a third each are gathers of forward,
-    gathers of backward and reductions; one wire carries all, or two side by side those of backward.
-    So with compute `ratio` and a wire of 1, what is too long for the compute beside it is
-    (1 - ratio) / 3 in forward and, of each of two wires, (1 - 2 ratio) / 3 in backward, or
-    1 - ratio in all on one. The first gather and the last reduction, 1 / n each, always show.
+    A third of the compute is in forward. A third of the n collectives each are gathers of forward,
+    gathers of backward, and reductions. Let the wire take 1 and compute `ratio`. With two wires,
+    forward exposes (1 - ratio) / 3, and backward (1 - 2 ratio) / 3, since both wires are busy at
+    the same time. With one wire the step exposes 1 - ratio. The first gather and the last
+    reduction, 1 / n each, are always exposed.
     """
     end = 1 / len(system.sent)
-    if case.prefetch == 0:  # each gather is waited for, and the last reduction
+    if case.prefetch == 0:  # each gather is exposed, and the last reduction
         return 1 / 3 - end
     if system.wires == 1:
         return min(1.0, ratio) - 2 * end
@@ -185,13 +184,13 @@ def hidden_by_hand(case: Case, system: Opened, ratio: float) -> float:
 
 
 def ledger_of(alone: profile, both: profile, wire: float) -> Row:
-    """Return what the profiles of the same steps say: medians, and causes on average.
+    """Return the figures of the steps' profiles: medians, and the mean of each cause.
 
     Args:
-        alone: of the steps without a wire.
-        both: of those with one.
-        wire: seconds of a step's collectives over the link. They last longer in the ledger, by how
-            late a lane's thread wakes, so what is hidden is told by this.
+        alone: the profile of the steps without a wire.
+        both: the profile of the steps with one.
+        wire: seconds of a step's collectives over the link; the hidden part is relative to it. In
+            the ledger they last longer, because the lanes' threads wake up late.
     """
 
     def median(of: profile, figure: str) -> float:
@@ -201,7 +200,7 @@ def ledger_of(alone: profile, both: profile, wire: float) -> Row:
     causes = both.summary().causes
     return {
         "ledger_compute_us": median(alone, "compute") * 1e6,
-        # For a lane's thread to wake and say that it is done: part of what compute takes alone.
+        # Waits until a lane's thread wakes up; the step without a wire has them, too.
         "ledger_waits_without_wire_us": median(alone, "exposed") * 1e6,
         "ledger_simulated_compute_us": median(both, "compute") * 1e6,
         "ledger_simulated_wire_us": median(both, "wire") * 1e6,
@@ -213,7 +212,7 @@ def ledger_of(alone: profile, both: profile, wire: float) -> Row:
 
 
 def slowdown(alone: profile, both: profile) -> float:
-    """Return how many times as long forward and backward compute beside the wire, without waits."""
+    """Return the compute time beside the wire, relative to that without one; waits do not count."""
     return statistics.median(
         beside.compute / by_itself.compute
         for by_itself, beside in zip(alone.iterations, both.iterations, strict=True)

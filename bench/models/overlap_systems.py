@@ -1,8 +1,8 @@
-"""What `python -m bench overlap` trains: ours and PyTorch's FSDP, over a wire and without one.
+"""The systems of `python -m bench overlap`: ours and PyTorch's FSDP, with and without a wire.
 
-Each system runs the same step twice over: over a simulated link, and over one that takes no time.
-Ours has a model for each, since a transport keeps its link. PyTorch's has one model, whose groups'
-link changes between steps (bench/models/simulated_group.py, which says what a CPU can show of it).
+Each system runs the same step over a simulated link, and over a link that takes no time. Ours has
+two models for that, since a transport keeps its link. PyTorch's FSDP has one model, and its process
+groups change their link between steps (bench/models/simulated_group.py).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ FSDP2_PREFETCH = "FSDP2, prefetch"
 FSDP2_MODELLED = "FSDP2, prefetch, modelled waits"
 PEERS = (FSDP2, FSDP2_PREFETCH, FSDP2_MODELLED, FSDP1)
 WARMUP = 3
-ALPHA = 20e-6  # seconds; of the simulated links
-NO_BUCKETS = 0  # as bucket_bytes: each unit by itself
-MULTIPROCESSORS = 16  # of a GPU, which a collective takes
+ALPHA = 20e-6  # latency of the simulated links, seconds
+NO_BUCKETS = 0  # as bucket_bytes: each unit is a bucket by itself
+MULTIPROCESSORS = 16  # of a GPU, which a simulated collective occupies
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A stack of square layers without biases, each a unit, and the rows of its input."""
+    """A stack of square layers without biases, each a unit, and the batch size of its input."""
 
     layers: int
     dim: int
@@ -48,8 +48,8 @@ class Case:
         system: `OURS`, or one of `PEERS`.
         shape: of the model.
         world_size: simulated ranks.
-        ratio: of compute to simulated wire that the link is made for.
-        prefetch: of ours; `fully_shard`'s argument.
+        ratio: compute / simulated wire, from which the link is made.
+        prefetch: `fully_shard`'s argument, for ours.
         bucket_bytes: the same; None for the default.
     """
 
@@ -66,13 +66,13 @@ class Opened:
     """A system that has warmed up.
 
     Args:
-        free: one step over a link that takes no time, to its end.
-        wired: the same over the simulated link.
-        sent: operations and bytes, of all ranks together, of one wired step.
-        wires: links of the full bandwidth each, on which collectives can be side by side.
-        buckets: bytes of each one's gather in order of forward, of all ranks together.
-        bucket_bytes: that buckets have at most, of ours.
-        models: that have ledgers: of free and of wired, or none.
+        free: runs one step over a link that takes no time, and waits for its end.
+        wired: does the same over the simulated link.
+        sent: operation and bytes (of all ranks together) of each collective of a wired step.
+        wires: number of links, each of the full bandwidth, that can be busy at the same time.
+        buckets: bytes of each bucket's gather (of all ranks together), in order of forward.
+        bucket_bytes: the limit of a bucket, for ours.
+        models: those of free and of wired, if profile can record them.
     """
 
     free: Callable[[], None]
@@ -85,7 +85,7 @@ class Opened:
 
 
 class Stack:
-    """The model and its step, before anything is sharded."""
+    """The model, and its step."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         torch.manual_seed(0)
@@ -111,12 +111,12 @@ class Stack:
 def open_system(
     case: Case, link: Link, device: torch.device
 ) -> contextlib.AbstractContextManager[Opened]:
-    """Build a system and warm it up; no process group is left when it is closed."""
+    """Build a system and warm it up; closing it destroys its process group."""
     return (open_ours if case.system == OURS else open_peer)(case, link, device)
 
 
 def warm_up(*steps: Callable[[], None]) -> None:
-    """Run each step a few times: the first ones make buckets and buffers."""
+    """Run each step a few times, since the first ones create buckets and buffers."""
     for step in steps:
         for _ in range(WARMUP):
             step()
@@ -143,7 +143,7 @@ def open_ours(case: Case, link: Link, device: torch.device) -> Iterator[Opened]:
     end_process_group()
     wired = shard(case, link, device, case.bucket_bytes)
     root = wired.model._unit.root
-    # A link that takes no time has another default.
+    # The default depends on the link, so the other model gets this model's size.
     bucket_bytes = root.settings.bucket_bytes[0]
     free = shard(case, NO_TIME, device, bucket_bytes)
     sizes = [bucket["gather_bytes"] for bucket in root.core.buckets()]
@@ -162,7 +162,7 @@ def open_ours(case: Case, link: Link, device: torch.device) -> Iterator[Opened]:
 
 
 def sent_by(stack: Stack) -> list[tuple[str, int]]:
-    """Return what a step of ours sends, by the schedule's own log."""
+    """Return the collectives of a step of ours, from the schedule's log."""
     core = stack.model._unit.root.core
     core.enable_log(True)
     stack.step()
@@ -172,7 +172,7 @@ def sent_by(stack: Stack) -> list[tuple[str, int]]:
 
 
 def end_process_group() -> None:
-    """Make room for another: ranks of one world size leave those of the next nothing."""
+    """Destroy the process group, so that the next one can have another world size."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -185,13 +185,15 @@ def open_peer(case: Case, link: Link, device: torch.device) -> Iterator[Opened]:
     """Build FSDP2 or FSDP1.
 
     Raises:
-        RuntimeError: on a GPU, for which the simulated group has no wire.
+        RuntimeError: on a GPU, where the simulated group has no wire.
     """
     if device.type != "cpu":
-        raise RuntimeError(f"expects --device cpu, where its links are, but got {device.type}")
+        raise RuntimeError(
+            f"PyTorch's FSDP has simulated links on --device cpu only, not {device.type}"
+        )
     end_process_group()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of deprecations between torch's versions
+        warnings.simplefilter("ignore")  # versions of torch deprecate some of these calls
         in_flight = reduce_inputs() if case.system == FSDP2_MODELLED else 0
         with simulated_group(case.world_size, link, reductions_in_flight=in_flight) as group:
             stack = Stack(case.shape, device)
@@ -205,7 +207,7 @@ def open_peer(case: Case, link: Link, device: torch.device) -> Iterator[Opened]:
                 for each in group.groups:
                     each.link = over
                 stack.step()
-                group.synchronize()  # modelled waits leave some reductions under way
+                group.synchronize()  # with modelled waits, reductions may still be in flight
 
             def free() -> None:
                 step_over(NO_TIME)
@@ -221,7 +223,7 @@ def open_peer(case: Case, link: Link, device: torch.device) -> Iterator[Opened]:
 
 
 def shard_fsdp2(model: Any, case: Case) -> int:
-    """Apply FSDP2 to the layers and the whole; return how many wires it has then."""
+    """Apply FSDP2 to the layers and the whole; return the number of its wires."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard as fully_shard_torch
 
@@ -236,14 +238,14 @@ def shard_fsdp2(model: Any, case: Case) -> int:
         unit.set_modules_to_forward_prefetch([following])
     if reduce_inputs() > 1:
         model.set_reduce_scatter_max_input_buffers(reduce_inputs())
-    if not hasattr(model, "set_separate_reduce_scatter_group"):  # torch 2.11 has none
+    if not hasattr(model, "set_separate_reduce_scatter_group"):  # torch 2.11 lacks it
         return 1
     model.set_separate_reduce_scatter_group()
     return 2
 
 
 def reduce_inputs() -> int:
-    """Return how many inputs of reductions FSDP2 may have in flight: 2 where torch has that."""
+    """Return how many reductions FSDP2 may have in flight: 2 if this torch can, else 1."""
     from torch.distributed.fsdp import FSDPModule
 
     return 2 if hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers") else 1
@@ -263,7 +265,7 @@ def shard_fsdp1(model: nn.Module) -> nn.Module:
 
 
 def sent_through(group: SimulatedGroup, step: Callable[[], None]) -> list[tuple[str, int]]:
-    """Return what a step sends through all groups."""
+    """Return the collectives that a step sends through all groups."""
     for each in group.groups:
         each.log.clear()
     step()

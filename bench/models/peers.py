@@ -1,7 +1,7 @@
 """Libraries besides torch that shard: DeepSpeed, Megatron-FSDP and FairScale, for `step --peers`.
 
-Each is imported only when it is built, so that one that is missing or cannot run here is listed
-with its own error. `make bench-peers` installs them.
+Each is imported only when it is built, so that a library that is missing or cannot run here is
+listed with its own error. `make bench-peers` installs them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from bench.models.training import GPT, Block, Build, Sharded, adamw
 
-# DeepSpeed's own defaults, 5e7 and 5e8 elements, are more than a model of the host has: a prefetch
-# of all that comes, and a single reduction. Two blocks, as FSDP2 prefetches.
+# DeepSpeed's defaults, 5e7 and 5e8 elements, are larger than a model for the CPU: it would prefetch
+# the whole model, and reduce all gradients at once. Two blocks are what FSDP2 prefetches.
 DEEPSPEED_BLOCKS = 2
 
 
 class DeepSpeedOptimizer:
-    """The engine's step, in the shape of an optimizer."""
+    """The engine's step with the interface of an optimizer."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -39,7 +39,7 @@ class DeepSpeedOptimizer:
 def shard_deepspeed(model: GPT, dtype: torch.dtype, device: torch.device) -> Sharded:
     """Shard with DeepSpeed's ZeRO-3 (docs/_pages/config-json.md names its settings)."""
     if device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it asks the hardware otherwise
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise it looks for a GPU
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -48,7 +48,7 @@ def shard_deepspeed(model: GPT, dtype: torch.dtype, device: torch.device) -> Sha
         "train_micro_batch_size_per_gpu": 1,
         "train_batch_size": dist.get_world_size(),
         "zero_allow_untested_optimizer": True,
-        "gradient_clipping": 0.0,  # 1.0 unless said, and no other system clips
+        "gradient_clipping": 0.0,  # the default is 1.0, and no other system clips
         "bf16": {"enabled": dtype == torch.bfloat16},
         "zero_optimization": {
             "stage": 3,
@@ -58,7 +58,7 @@ def shard_deepspeed(model: GPT, dtype: torch.dtype, device: torch.device) -> Sha
             "reduce_bucket_size": bucket,
         },
     }
-    # It calls collectives by names that torch 2.13 warns of at each call.
+    # It calls collectives by names that torch 2.13 deprecates, with a warning at each call.
     warnings.filterwarnings("ignore", message=".*torch.distributed", category=FutureWarning)
     optimizer = adamw(model.parameters(), device)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
@@ -92,7 +92,7 @@ def shard_megatron(model: GPT, dtype: torch.dtype, device: torch.device) -> Shar
 
 
 def shard_fairscale(model: GPT, dtype: torch.dtype, device: torch.device) -> Sharded:
-    """Wrap with FairScale's FSDP, the one that torch's FSDP1 comes from."""
+    """Wrap with FairScale's FSDP, from which torch's FSDP1 was made."""
     from fairscale.nn import FullyShardedDataParallel
 
     mixed = dtype != torch.float32

@@ -1,6 +1,6 @@
-"""What others have published: models, networks, and how fast FSDP trained on them.
+"""Published facts and their sources: models, networks, and how fast FSDP trained there.
 
-Facts and their sources only; step_model predicts from them, and scaling compares.
+`step_model` predicts from them, and `scaling` compares.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fsdp_ext.comm.link import H100_NODE, INFINIBAND_400G_NODES
 
-NODE = 8  # GPUs of a node, of all machines here
+NODE = 8  # GPUs of a node, on all machines here
 
 
 # - Models
@@ -17,16 +17,16 @@ NODE = 8  # GPUs of a node, of all machines here
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder-only transformer, by what its sizes follow from.
+    """The sizes of a decoder-only transformer.
 
     Args:
-        name: of it.
-        layers, dim, heads, kv_heads, vocabulary: of it.
-        hidden: of the feed-forward part.
-        gated: whether that has three matrices (SwiGLU), else two.
-        biases: whether linear layers and norms have some.
-        tied: whether the embedding is the head, too.
-        positions: learned ones.
+        name: in tables.
+        layers, dim, heads, kv_heads, vocabulary: of the transformer.
+        hidden: width of the feed-forward part.
+        gated: whether the feed-forward part has three matrices (SwiGLU) or two.
+        biases: whether linear layers and norms have biases.
+        tied: whether the embedding is also the head.
+        positions: number of learned positions.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Model:
 
     @property
     def layer_matrices(self) -> int:
-        """Elements that a token is multiplied with in a layer."""
+        """Elements of the matrices of a layer."""
         attention = 2 * self.dim * self.dim * (self.heads + self.kv_heads) // self.heads
         return attention + (3 if self.gated else 2) * self.dim * self.hidden
 
@@ -61,7 +61,7 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """All of them."""
+        """All parameters."""
         return self.layers * self.layer_parameters + self.root_parameters
 
 
@@ -96,14 +96,14 @@ MPT_70B = _mpt("MPT 70B", 80, 8192, 64)
 
 @dataclass(frozen=True)
 class Network:
-    """What connects GPUs, by what nccl-tests calls busbw, bytes a second.
+    """The bandwidth between GPUs: busbw as nccl-tests defines it, bytes a second.
 
     Args:
-        name: of it.
-        node_gather: of all-gathers within a node.
-        node_reduce: of reduce-scatters there.
-        across: of collectives over nodes, where a ring goes through all NICs of each; a GPU's share
-            of them is across / NODE.
+        name: in tables.
+        node_gather: busbw of all-gathers within a node.
+        node_reduce: busbw of reduce-scatters within a node.
+        across: busbw of collectives over nodes, whose ring uses all NICs of a node; the share of a
+            GPU is across / NODE.
         source: of the figures.
     """
 
@@ -121,9 +121,9 @@ H100_400G = Network(
     across=INFINIBAND_400G_NODES.beta * 31 / 32,
     source=f"{H100_NODE.source}; {INFINIBAND_400G_NODES.source}",
 )
-# Two nodes of 8 A100 with four 200 Gb/s NICs: 232.54 GB/s within a node and 86 GB/s across, of
-# all-reduces (NVIDIA/nccl-tests#175). Gathers and reductions are taken to be as fast, and other
-# NICs to give as much of their rate, 86%.
+# Two nodes of 8 A100 with four 200 Gb/s NICs: all-reduces have 232.54 GB/s within a node and
+# 86 GB/s across (NVIDIA/nccl-tests#175). Gathers and reductions are assumed to be as fast, and
+# other NICs to reach the same part of their rate, 86%.
 A100_BUSBW = 232.5e9
 OF_NICS = 0.86
 A100_200G = Network(
@@ -140,10 +140,10 @@ H100_100G = Network(
     f"{H100_NODE.source}; NVIDIA/nccl-tests#175",
 )
 
-# What NCCL itself chooses algorithms by: https://github.com/NVIDIA/nccl, src/graph/tuning.cc
-# (commit 5067397c), of the Simple protocol. Seconds that a ring takes to start, and for a step
-# within a node and across (baseLatencies, hwLatencies); those of a tree across, and its part of a
-# ring's busbw.
+# The figures by which NCCL chooses algorithms: https://github.com/NVIDIA/nccl,
+# src/graph/tuning.cc (commit 5067397c), for the Simple protocol. They are the seconds of a ring's
+# start and of its steps within a node and across nodes (baseLatencies, hwLatencies), the seconds of
+# a tree's step across nodes, and a tree's busbw relative to a ring's.
 RING_START, RING_STEP_NODE, RING_STEP_ACROSS = 8.4e-6, 3.4e-6, 14e-6
 TREE_STEP_ACROSS, TREE_PART = 14e-6, 0.92
 
@@ -153,7 +153,7 @@ TREE_STEP_ACROSS, TREE_PART = 14e-6, 0.92
 
 @dataclass(frozen=True)
 class Recompute:
-    """What activation checkpointing computes again in backward, as parts of the layers' forward."""
+    """The parts of the layers' forward that activation checkpointing recomputes in backward."""
 
     name: str
     matrices: float
@@ -162,20 +162,20 @@ class Recompute:
 
 NONE = Recompute("none", 0.0, 0.0)
 FULL = Recompute("full", 1.0, 1.0)
-# pytorch/torchtitan, torchtitan/distributed/activation_checkpoint.py: keeps attention and every
-# other matrix product; or checkpoints every other layer.
+# pytorch/torchtitan, torchtitan/distributed/activation_checkpoint.py: it saves attention and every
+# other matrix product, or it checkpoints every other layer.
 SELECTIVE_OP = Recompute("selective, by operator", 0.5, 0.0)
 SELECTIVE_LAYER = Recompute("selective, by layer", 0.5, 0.5)
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A GPU and the software on it, of which one figure is fitted: how much of the peak it reaches.
+    """A GPU and its software. One figure of it is fitted: the part of the peak that it reaches.
 
     Args:
-        name: of it.
-        peak: dense bf16 FLOP/s by NVIDIA's data sheet. H100 SXM: 1,979e12 with sparsity, half of
-            that without; A100: 312e12.
+        name: in tables.
+        peak: dense bf16 FLOP/s by NVIDIA's data sheet. For the H100 SXM it says 1,979e12 with
+            sparsity, of which half is dense. For the A100 it says 312e12.
     """
 
     name: str
@@ -191,21 +191,21 @@ A100_40 = Stack("A100 40 GB", 312e12)
 
 @dataclass(frozen=True)
 class Measurement:
-    """How fast a model was trained.
+    """A published speed of training.
 
     Args:
-        stack: it ran on.
-        network: that was there.
-        model: that was trained, in bf16 with fp32 master weights.
-        gpus: how many.
-        batch: sequences a GPU, between a forward and its backward.
-        length: of a sequence, tokens.
-        recompute: what backward computed again.
-        reduce_bytes: of an element of the gradients on the wire.
-        tokens: a second and GPU.
-        source: of it.
-        hybrid: HSDP: sharded within a node, replicated across.
-        fits: whether the stack's one figure is chosen by it, so that it is no check.
+        stack: GPU and software.
+        network: between the GPUs.
+        model: trained in bf16 with fp32 master weights.
+        gpus: their number.
+        batch: sequences a GPU in one forward and backward.
+        length: tokens of a sequence.
+        recompute: what activation checkpointing recomputed.
+        reduce_bytes: bytes of an element of a gradient on the wire.
+        tokens: tokens/s of a GPU.
+        source: of the figure.
+        hybrid: whether it was HSDP: sharded within a node, replicated across nodes.
+        fits: whether the stack's figure is fitted to it, so that it is no check.
     """
 
     stack: Stack
@@ -222,23 +222,23 @@ class Measurement:
     fits: bool = False
 
 
-# mosaicml/llm-foundry, scripts/train/benchmarking/README.md (commit 061f2c7c). FSDP FULL_SHARD.
-# "bf16, PURE" reduces in bf16; "amp_bf16, DEFAULT" in fp32 by mosaicml/composer,
-# composer/trainer/mosaic_fsdp_utils.py, though older versions did not, and which one ran is not
-# said. With gradient accumulation a row is taken for that many steps of a microbatch, each with its
-# own communication. The A100 have 1,600 Gb/s a node (RoCE); what the H100 have is not said, 8 x 400
-# Gb/s is assumed.
+# mosaicml/llm-foundry, scripts/train/benchmarking/README.md (commit 061f2c7c), FSDP FULL_SHARD.
+# "bf16, PURE" reduces in bf16. "amp_bf16, DEFAULT" reduces in fp32 (mosaicml/composer,
+# composer/trainer/mosaic_fsdp_utils.py), but older versions did not, and the version is not given.
+# A row with gradient accumulation counts as that many steps of a microbatch, each with its own
+# communication. The A100 nodes have 1,600 Gb/s (RoCE). The network of the H100 nodes is not given;
+# 8 x 400 Gb/s is assumed.
 LLM_FOUNDRY = "llm-foundry"
 # pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (commit 31a17bfd): FSDP2, bf16,
 # reductions in fp32, 8,192 tokens, batch 2, H100 with HBM2e limited to 500 W, 400 Gb/s a GPU.
 TORCHTITAN = "torchtitan 2024-12"
-# pytorch/torchtitan, docs/performance.md (commit 04133643): FSDP2 on 64 A100 80 GB. Its network is
-# not said; 8 x 200 Gb/s is assumed.
+# pytorch/torchtitan, docs/performance.md (commit 04133643): FSDP2 on 64 A100 80 GB. The network is
+# not given; 8 x 200 Gb/s is assumed.
 TORCHTITAN_A100 = "torchtitan performance.md"
 # foundation-model-stack/fms-fsdp, README.md (commit 5e522b4c): FSDP1 without torch.compile, 4,096
 # tokens, batch 2, bf16 reductions (fms_fsdp/policies/mixed_precision.py), 400 Gb/s a node of 8 A100
-# and 800 Gb/s a node of 8 H100. 13B is left out: how much it recomputes is not said. Neither these
-# nor torchtitan's A100 have a measurement of a single node, so llm-foundry's fit has to do.
+# and 800 Gb/s a node of 8 H100. 13B is left out, because its recomputation is not given. Neither
+# these nor torchtitan's A100 have a measurement of a single node, so they use llm-foundry's fit.
 FMS_FSDP = "fms-fsdp"
 
 MEASUREMENTS = (

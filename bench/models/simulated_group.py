@@ -3,30 +3,29 @@
     with simulated_group(world_size=64, link=H100_CLUSTER) as group:
         fully_shard(model, mesh=init_device_mesh("cpu", (64,)))
 
-What `Simulated` is to fsdp_ext, over the same `Link`: each collective takes alpha + S / beta
-(simulated), the part that this rank brings itself arrives, and nothing comes from anyone else, so
-losses, gradients and parameters mean nothing.
+It is for PyTorch's FSDP what `Simulated` is for fsdp_ext, over the same `Link`. Each collective
+takes alpha + S / beta (simulated). Only this rank's own part of the data arrives, so losses,
+gradients and parameters have no meaning.
 
-A group is one wire, as a NCCL communicator is: its collectives run one after another, on a thread
-of the group's own. Ours has two, for gathers and for reductions (csrc/core/lanes.h), which is what
-`FSDPModule.set_separate_reduce_scatter_group` gives to FSDP2. A collective ends at a time that is
-known when it is issued, the later of now and the end of the one before it, plus what it takes: how
-late the thread comes back delays whoever waits, never the next collective. Ours starts the next one
-when its thread comes to it, so what this errs by is in favour of the peer.
+A group is one wire, like an NCCL communicator: its collectives run one after another, on a thread
+of the group. Ours has two wires, for gathers and for reductions (csrc/core/lanes.h), and so has
+FSDP2 with `FSDPModule.set_separate_reduce_scatter_group`. The end of a collective is known when it
+is issued: it starts now or at the end of the collective before it, whichever is later. So a thread
+that wakes up late delays the caller, but not the next collective. Ours starts the next collective
+when its thread gets to it. The difference favours the peer.
 
-What a CPU can show of the peers, and what not. FSDP1 and FSDP2 hide communication by CUDA streams,
-where `work.wait()` holds up a stream and not the host. On the host there are none:
-- FSDP1 waits for each collective where it issues it, and so hides nothing.
-- FSDP2 does the same by default, but hides gathers if asked: `_set_unshard_async_op(True)`, and
-  `set_modules_to_forward_prefetch`, which gathers in the same order as its default does on a GPU
-  (its docstring); backward prefetches by itself. It still waits for each reduction where it issues
-  it.
-- DDP hides its all-reduces, as it does anywhere.
-- `reductions_in_flight` says what streams would do instead: a reduction returns when the one that
-  many before it has ended, which is FSDP2's rule on a GPU (`set_reduce_scatter_max_input_buffers`,
-  1 by default), and `group.synchronize()` has to end each step. The host's part of FSDP2 is then
-  its real one; only the waits are modelled. It reads gradients before they would have come, which
-  nothing here depends on.
+FSDP1 and FSDP2 hide communication with CUDA streams, where `work.wait()` blocks a stream and not
+the host. A CPU has no streams, so it can show only a part of that:
+- FSDP1 waits for each collective right after it issues it, and hides nothing.
+- FSDP2 does the same by default. It hides gathers with `_set_unshard_async_op(True)` and with
+  `set_modules_to_forward_prefetch`, which gathers in the same order as its default on a GPU.
+  Backward prefetches by itself. It still waits for each reduction right after it issues it.
+- DDP hides its all-reduces, as everywhere.
+- `reductions_in_flight` models what streams would do: a reduction returns when the reduction that
+  many before it has ended. This is FSDP2's rule on a GPU (`set_reduce_scatter_max_input_buffers`,
+  1 by default). Each step then has to end with `group.synchronize()`. FSDP2's host code is the real
+  one; only the waits are modelled. It reads gradients before they would have arrived, but nothing
+  here depends on their values.
 """
 
 from __future__ import annotations
@@ -58,17 +57,17 @@ SET_TIMER_SLACK = 29  # PR_SET_TIMERSLACK of <linux/prctl.h>
 
 @dataclass(frozen=True)
 class Settings:
-    """What groups are made with."""
+    """The settings of the groups within one `simulated_group`."""
 
     link: Link
-    # How many reductions may be under way when one returns to the caller; 0: they block.
+    # How many reductions may be in flight when one returns to the caller; 0: they block.
     reductions_in_flight: int = 0
-    groups: list[SimulatedGroup] = field(default_factory=list)  # that were made
+    groups: list[SimulatedGroup] = field(default_factory=list)  # all groups so far
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One that was issued: what it was, and when (simulated), by time.monotonic()."""
+    """A collective that was issued, with its times (simulated), by time.monotonic()."""
 
     operation: str
     nbytes: int  # of all ranks together
@@ -78,13 +77,13 @@ class Collective:
 
     @property
     def seconds(self) -> float:
-        """What it takes on the wire (simulated)."""
+        """Seconds on the wire (simulated)."""
         return self.end - self.start
 
 
 @dataclass(frozen=True)
 class Message:
-    """What the wire has to do for a collective."""
+    """A collective as the wire's thread sees it."""
 
     end: float
     moves: list[tuple[Tensor, Tensor]]  # from, to
@@ -93,7 +92,7 @@ class Message:
 
 
 class Wire:
-    """A thread on which collectives run in order, each until its time has come."""
+    """A thread that runs collectives in order, each until its end time."""
 
     def __init__(self, name: str) -> None:
         self._free_at = 0.0
@@ -109,7 +108,7 @@ class Wire:
         moves: list[tuple[Tensor, Tensor]],
         results: list[Tensor],
     ) -> tuple[Collective, Future[list[Tensor]]]:
-        """Queue a collective that takes so long; return it, and what has the results at its end."""
+        """Queue a collective that takes so long; return it, and a future with its results."""
         now = time.monotonic()
         start = max(now, self._free_at)
         self._free_at = start + seconds
@@ -118,12 +117,12 @@ class Wire:
         return Collective(operation, nbytes, now, start, self._free_at), done
 
     def close(self) -> None:
-        """End the thread, after all that was issued."""
+        """End the thread after all collectives that were issued."""
         self._queue.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        if sys.platform == "linux":  # else this thread sleeps up to 50 us longer than it asks for
+        if sys.platform == "linux":  # otherwise sleeps last up to 50 us too long
             ctypes.CDLL(None).prctl(SET_TIMER_SLACK, 1)
         late = 0.0
         while (message := self._queue.get()) is not None:
@@ -132,11 +131,11 @@ class Wire:
                     destination.copy_(source)
             late = _sleep_until(message.end, late)
             message.done.set_result(message.results)
-            del message  # its tensors, before the next one comes
+            del message  # frees its tensors while the thread waits for the next one
 
 
 def _sleep_until(moment: float, late: float) -> float:
-    """Sleep; ``late`` is by how much sleeps were longer than asked for. Return what it is now."""
+    """Sleep until a moment; ``late`` is how much too long sleeps last. Return the new estimate."""
     asked = moment - late
     left = asked - time.monotonic()
     if left > 0:
@@ -144,15 +143,15 @@ def _sleep_until(moment: float, late: float) -> float:
         now_late = min(100e-6, time.monotonic() - asked)
         late = now_late if now_late < late else late + (now_late - late) / 8
     while time.monotonic() < moment:
-        time.sleep(0)  # lets others have the GIL
+        time.sleep(0)  # releases the GIL
     return late
 
 
 class SimulatedGroup(dist.ProcessGroup):
-    """One of many ranks, none of the others of which is there.
+    """A process group in which only this rank exists.
 
     Attributes:
-        link: as this number of ranks sees it; of the collectives to come, another may be set.
+        link: for this number of ranks. A new value applies to later collectives.
         log: the collectives that were issued, in order.
     """
 
@@ -170,14 +169,14 @@ class SimulatedGroup(dist.ProcessGroup):
         self._last: Future[list[Tensor]] | None = None
         self._wire = Wire(f"{BACKEND} wire")
 
-    # - What a process group is asked for
+    # - The interface of a process group
 
     def rank(self) -> int:
         """Return this rank."""
         return self._rank
 
     def size(self) -> int:
-        """Return how many ranks there would be."""
+        """Return the number of simulated ranks."""
         return self._size
 
     def getBackendName(self) -> str:
@@ -186,21 +185,21 @@ class SimulatedGroup(dist.ProcessGroup):
 
     @property
     def pg_name(self) -> str:
-        """The name under which torch.distributed knows it."""
+        """The name of the group in torch.distributed."""
         return dist.distributed_c10d._world.pg_names[self]
 
     @property
     def group_name(self) -> str:
-        """The same."""
+        """The same as `pg_name`."""
         return self.pg_name
 
     @property
     def groups(self) -> tuple[SimulatedGroup, ...]:
-        """All that were made within the same ``simulated_group``, this one among them."""
+        """All groups of the same ``simulated_group``, this one included."""
         return tuple(self._groups)
 
     def synchronize(self) -> None:
-        """Wait until all that was issued has ended, on this group and on all others."""
+        """Wait until all collectives of all groups have ended."""
         for group in self._groups:
             if group._last is not None:
                 group._last.wait()
@@ -213,7 +212,7 @@ class SimulatedGroup(dist.ProcessGroup):
     # - Collectives
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        """Gather into one tensor, in which this rank's part arrives."""
+        """Gather into one tensor; only this rank's part arrives."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(
@@ -226,16 +225,16 @@ class SimulatedGroup(dist.ProcessGroup):
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        """Gather into lists of tensors, a rank's each: what ranks tell each other when set up.
+        """Gather into lists with a tensor for each rank, as ranks do to exchange objects.
 
-        All say what this one says, else nobody could read it.
+        Every rank appears to send what this rank sends, so that the result can be decoded.
         """
         moves = [(i, o) for i, row in zip(inputs, outputs, strict=True) for o in row]
         whole = [o for _, o in moves]
         return _work(self._issue(GATHER, whole, moves, whole))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        """Reduce into this rank's segment, which is its own part of the sum."""
+        """Reduce into this rank's segment; the result is its own contribution."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(
@@ -248,28 +247,28 @@ class SimulatedGroup(dist.ProcessGroup):
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
     ) -> dist.Work:
-        """Reduce lists of tensors, a rank's each."""
+        """Reduce lists with a tensor for each rank."""
         moves = [(row[self._rank], o) for row, o in zip(inputs, outputs, strict=True)]
         whole = [tensor for row in inputs for tensor in row]
         return self._reduction(self._issue(REDUCE, whole, moves, outputs))
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """Sum in place: a reduction and a gather, alpha + 2 S / beta, as `Link` has it."""
+        """Sum in place; it takes as long as one reduction of twice the bytes."""
         return self._reduction(self._issue(ALL_REDUCE, tensors, [], tensors))
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """The same of several tensors, as one message."""
+        """Sum several tensors in place, as one message."""
         return self.allreduce(tensors, opts)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """Send to all; what this rank has stays as it is."""
+        """Broadcast; this rank's tensors stay as they are."""
         return _work(self._issue("broadcast", tensors, [], tensors))
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """Wait for all, which are there at once."""
+        """Wait for all ranks, which takes a gather of no bytes."""
         return _work(self._issue("barrier", [], [], []))
 
-    # What earlier versions of torch, such as 2.11, call them.
+    # The names in earlier versions of torch, such as 2.11.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -291,10 +290,10 @@ class SimulatedGroup(dist.ProcessGroup):
         for source, destination in moves:
             if source.numel() != destination.numel():
                 raise ValueError(
-                    f"{operation} of {self._size} ranks expects a part of {destination.numel()} "
-                    f"elements but got {source.numel()}; the whole has that of each rank"
+                    f"{operation} of {self._size} ranks got a part of {source.numel()} elements "
+                    f"and needs {destination.numel()}; the whole has one part for each rank"
                 )
-        # FSDP2's gathers are in place.
+        # FSDP2's gathers are in place and need no copy.
         moves = [(i, o) for i, o in moves if i.data_ptr() != o.data_ptr()]
         collective, done = self._wire.issue(operation, nbytes, seconds, moves, results)
         self.log.append(collective)
@@ -312,7 +311,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return _work(nothing)
 
     def _part(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of what all have."""
+        """Return this rank's part of the whole tensor."""
         flat = whole.view(-1)
         numel = flat.numel() // self._size
         return flat.narrow(0, self._rank * numel, numel)
@@ -322,14 +321,13 @@ def _work(done: Future[list[Tensor]]) -> dist.Work:
     return _create_work_from_future(done)
 
 
-_settings: list[Settings] = []  # of the simulated_group that is open
+_settings: list[Settings] = []  # those of the current simulated_group, if any
 
 
 def _create(options: Any, _backend_options: Any) -> SimulatedGroup:
     if not _settings:
         raise RuntimeError(
-            f"backend '{BACKEND}' expects a link but got none; "
-            "use simulated_group(world_size, link)"
+            f"backend '{BACKEND}' needs a link and has none; use simulated_group(world_size, link)"
         )
     return SimulatedGroup(options.group_rank, options.group_size, _settings[-1])
 
@@ -340,30 +338,31 @@ def simulated_group(
 ) -> Iterator[SimulatedGroup]:
     """Make this process one of ``world_size`` ranks; yield the default group.
 
-    Groups that are made within it have the same link, each by its size. So a mesh of one dimension
-    is as it should be; one of two would have the link of a node across nodes.
+    All groups within it have the same link, adapted to their size. This is right for a mesh of one
+    dimension. A mesh of two dimensions would use the link of a node also across nodes.
 
     Args:
-        world_size: how many ranks there would be.
-        link: what would connect them.
-        rank: that this process is.
-        reductions_in_flight: how many reductions may be under way when one returns (this module's
-            docstring); 0: they block.
+        world_size: the number of simulated ranks.
+        link: between the ranks.
+        rank: of this process.
+        reductions_in_flight: how many reductions may be in flight when one returns (see the
+            docstring of this module); 0: they block.
 
     Raises:
         RuntimeError: if there is a process group already.
-        ValueError: if the link's figures are not of so many ranks, or the rank is none of them.
+        ValueError: if the link has no figures for so many ranks, or the rank is not below
+            ``world_size``.
     """
     if dist.is_initialized():
         raise RuntimeError(
-            "simulated_group expects no process group but there is one; destroy it before"
+            "simulated_group found a process group; call destroy_process_group() first"
         )
     if not 0 <= rank < world_size:
         raise ValueError(
-            f"simulated_group expects a rank from 0 to {world_size - 1} but got {rank}; give one "
-            "of those, or a larger world_size"
+            f"simulated_group got rank {rank}, and world_size {world_size} has ranks 0 to "
+            f"{world_size - 1}; give one of those, or a larger world_size"
         )
-    link.over(world_size)  # raises if it has no figures of so many
+    link.over(world_size)  # raises if it has no figures for so many ranks
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
     _settings.append(Settings(link, reductions_in_flight))

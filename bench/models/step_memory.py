@@ -1,6 +1,6 @@
-"""What a rank has of a training that nobody runs: fsdp_ext.plan of the model, without memory.
+"""The memory of a rank in a training that is only predicted, by fsdp_ext.plan on the meta device.
 
-The model is its parameters and nothing else, as many and of the shapes that a checkpoint has.
+The model is only its parameters, in the number and with the shapes that its checkpoint has.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import fsdp_ext
 from bench.models.published import Model
 from fsdp_ext import MixedPrecisionPolicy
 
-REDUCED = {2: torch.bfloat16, 4: torch.float32}  # dtypes of gradients on the wire by their bytes
+REDUCED = {2: torch.bfloat16, 4: torch.float32}  # bytes of a gradient on the wire: its dtype
 
 
 class Parameters(nn.Module):
-    """Parameters of these shapes, on the meta device."""
+    """A module with parameters of these shapes, on the meta device."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Parameters(nn.Module):
 
 
 class Layer(Parameters):
-    """A layer, which is a unit."""
+    """A layer of the transformer, which is a unit."""
 
     def __init__(self, model: Model) -> None:
         dim, hidden = model.dim, model.hidden
@@ -37,7 +37,7 @@ class Layer(Parameters):
         shapes |= {"norm2": (dim,), "up": (hidden, dim), "down": (dim, hidden)}
         if model.gated:
             shapes["gate"] = (hidden, dim)
-        if model.biases:  # MPT's: of two norms, q, k and v as one matrix, out, up and down
+        if model.biases:  # as MPT: two norms, q, k and v as one matrix, out, up and down
             of_dim = ("norm1", "norm2", "out", "down")
             shapes |= {f"{name}_bias": (dim,) for name in of_dim}
             shapes |= {"qkv_bias": (3 * dim,), "up_bias": (hidden,)}
@@ -45,7 +45,7 @@ class Layer(Parameters):
 
 
 class Transformer(Parameters):
-    """The whole: layers, and around them the root's embeddings, last norm and head."""
+    """The layers, and the embeddings, the last norm and the head, which are the root's."""
 
     def __init__(self, model: Model) -> None:
         table = (model.vocabulary, model.dim)
@@ -63,15 +63,15 @@ class Transformer(Parameters):
 
 @cache
 def planned_memory(model: Model, shards: int, reduce_bytes: int, depth: int) -> int:
-    """Return the bytes of a rank at most, without activations: fsdp_ext.plan's peak.
+    """Return the peak bytes of a rank by fsdp_ext.plan, without activations.
 
-    Parameters, gradients and AdamW's two moments in fp32; gathers in bf16; each layer a unit and a
-    bucket by itself; over NCCL.
+    Parameters, gradients and AdamW's two moments are in fp32, and gathers in bf16. Each layer is a
+    unit and a bucket by itself. The transport is NCCL.
 
     Args:
-        model: that is trained.
-        shards: how many ranks share a parameter.
-        reduce_bytes: of an element of a gradient on the wire, 2 or 4.
+        model: the model to train.
+        shards: the number of ranks that share a parameter.
+        reduce_bytes: bytes of an element of a gradient on the wire, 2 or 4.
         depth: units gathered ahead.
     """
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=REDUCED[reduce_bytes])

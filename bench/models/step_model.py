@@ -1,14 +1,15 @@
-"""What a training step of a transformer takes on many GPUs, by its FLOPs and by published networks.
+"""Predicts a transformer's training step on many GPUs, from its FLOPs and published networks.
 
     model FLOPs of a token = 6 * matrix elements + 12 * layers * length * dim
 
-(PaLM, arXiv 2204.02311, appendix B; llm-foundry's MFU counts the same, that of torchtitan's
-performance.md the look-up of the embedding, too): each element of a matrix multiplies and adds once
-forward and twice backward; scores, and values times scores, are 2 * length * dim products each. MFU
-is by these. The GPU is taken to compute half of the attention, whose mask is causal, and what
-activation checkpointing computes again.
+The formula is from PaLM (arXiv 2204.02311, appendix B). llm-foundry's MFU counts the same;
+torchtitan's performance.md also counts the look-up of the embedding. Each matrix element has one
+multiplication and one addition in forward, and two of each in backward. Scores, and values times
+scores, are 2 * length * dim products each. MFU uses this formula. The model of the GPU computes
+only half of the attention, because the mask is causal, and it also computes what activation
+checkpointing recomputes.
 
-How compute and communication overlap is planner.schedule's to say. All times are simulated.
+planner.schedule computes how compute and communication overlap. All times are simulated.
 """
 
 from __future__ import annotations
@@ -36,23 +37,22 @@ from fsdp_ext.comm.link import Link
 from fsdp_ext.planner.schedule import Prediction, Stage, predict
 
 GATHER_BYTES = 2  # of a parameter on the wire: bf16
-CAUSAL = 0.5  # of the attention is computed
+CAUSAL = 0.5  # the part of the attention that a causal mask leaves to compute
 DEPTH = 1  # units gathered ahead
 
 ASSUMPTIONS = (
-    "bf16 parameters on the wire; each layer a unit, embedding, last norm and head the root; "
-    f"{DEPTH} unit gathered ahead",
-    "a collective is a ring of NCCL's: its steps' latencies by nccl/src/graph/tuning.cc, its "
-    "bandwidth by nccl-tests",
-    "gathers and reductions have a lane each, but a step takes at least what all of both take one "
-    "after another, since they share NICs",
-    f"HSDP: shards within a node of {NODE}; a GPU all-reduces its shards of gradients through its "
-    "own NIC (a ring or a tree), after their reduction and before the next",
-    "communication takes nothing from compute, beyond what the fitted part of the peak has of it",
-    "no time for the optimizer, the data, or stragglers",
-    "a rank's memory is the peak of fsdp_ext.plan over ranks that share a parameter: fp32 state of "
-    "AdamW, what is gathered, gradients until they are packed, and buffers of reductions, the "
-    "root's, too; without activations",
+    "parameters are in bf16 on the wire; each layer is a unit, and embedding, last norm and head "
+    f"are the root; {DEPTH} unit is gathered ahead",
+    "a collective is an NCCL ring, with the latencies of nccl/src/graph/tuning.cc and the "
+    "bandwidth of nccl-tests",
+    "gathers and reductions overlap each other, but a step takes at least the sum of their times, "
+    "since they share NICs",
+    f"HSDP shards within a node of {NODE}; each GPU all-reduces its gradient shards through its "
+    "own NIC (a ring or a tree), after their reduction and before the next one",
+    "communication does not slow down compute, beyond what the fitted part of the peak includes",
+    "the optimizer, the data and stragglers take no time",
+    "a rank's memory is the peak of fsdp_ext.plan: fp32 state of AdamW, gathered units, gradients "
+    "that are not yet packed, and buffers of reductions; activations are not included",
 )
 
 
@@ -60,11 +60,11 @@ ASSUMPTIONS = (
 
 
 def model_flops(model: Model, length: int) -> float:
-    """Return the FLOPs of a token's forward and backward, by the formula above.
+    """Return the FLOPs of forward and backward for each token, by the formula above.
 
     Args:
-        model: whose embedding is a look-up; its head is a matrix.
-        length: of the sequence, tokens.
+        model: its embedding is a look-up, and its head is a matrix.
+        length: tokens of a sequence.
     """
     matrices = model.layers * model.layer_matrices + model.vocabulary * model.dim
     return 6 * matrices + 12 * model.layers * length * model.dim
@@ -72,15 +72,16 @@ def model_flops(model: Model, length: int) -> float:
 
 @dataclass(frozen=True)
 class Step:
-    """A training step, by what a rank does in it.
+    """A training step to predict.
 
     Args:
-        model, network: of it.
-        ranks: how many.
-        batch, length: sequences of a rank, and their tokens.
-        recompute: what backward computes again.
-        reduce_bytes: of an element of a gradient on the wire.
-        hybrid: HSDP, over nodes.
+        model: that trains.
+        network: between the ranks.
+        ranks: their number.
+        batch, length: sequences of a rank, and tokens of a sequence.
+        recompute: what activation checkpointing recomputes.
+        reduce_bytes: bytes of an element of a gradient on the wire.
+        hybrid: whether it is HSDP: sharded within a node, replicated across nodes.
     """
 
     model: Model
@@ -99,12 +100,12 @@ class Step:
 
     @property
     def shards(self) -> int:
-        """How many ranks share a parameter."""
+        """The number of ranks that share a parameter."""
         return min(self.ranks, NODE) if self.hybrid else self.ranks
 
 
 def layer_seconds(step: Step, rate: float) -> tuple[float, float]:
-    """Return how long a layer's forward and backward compute at `rate` FLOP/s."""
+    """Return the compute seconds of a layer's forward and backward, at `rate` FLOP/s."""
     matrices = 2 * step.model.layer_matrices
     attention = CAUSAL * 4 * step.length * step.model.dim
     again = step.recompute.matrices * matrices + step.recompute.attention * attention
@@ -116,7 +117,7 @@ def layer_seconds(step: Step, rate: float) -> tuple[float, float]:
 
 
 def ring(network: Network, ranks: int) -> Link:
-    """Return the link that a ring over so many ranks is."""
+    """Return the link that corresponds to a ring of so many ranks."""
     nodes = math.ceil(ranks / NODE)
     steps = ranks - nodes, nodes - 1
     alpha = RING_START + steps[0] * RING_STEP_NODE + steps[1] * RING_STEP_ACROSS
@@ -132,9 +133,9 @@ def ring(network: Network, ranks: int) -> Link:
 
 
 def all_reduce_seconds(step: Step, parameters: int) -> float:
-    """Return what HSDP's all-reduce of a unit's gradient shards takes, 0 within a node.
+    """Return the seconds of HSDP's all-reduce of a unit's gradient shards; 0 within a node.
 
-    By a ring over nodes or a tree, whichever is the faster, through one NIC of each node.
+    It is the faster one of a ring over the nodes and a tree, through one NIC of each node.
     """
     nodes = step.ranks // step.shards
     if nodes == 1:
@@ -150,7 +151,7 @@ def all_reduce_seconds(step: Step, parameters: int) -> float:
 
 
 def stages(step: Step, rate: float) -> tuple[Stage, list[Stage]]:
-    """Return the root's stage and those of the layers, at `rate` FLOP/s."""
+    """Return the stage of the root and the stages of the layers, at `rate` FLOP/s."""
     model = step.model
     forward, backward = layer_seconds(step, rate)
     head = 2 * step.tokens * model.vocabulary * model.dim / rate
@@ -175,24 +176,25 @@ def stages(step: Step, rate: float) -> tuple[Stage, list[Stage]]:
 
 
 def step_seconds(step: Step, rate: float) -> tuple[float, Prediction]:
-    """Return how long a step takes (simulated), and the schedule's prediction.
+    """Return the seconds of a step (simulated), and the schedule's prediction.
 
-    The former is the longer of the latter and of all that goes over the shared network.
+    A step takes as long as the prediction, or as all collectives on the shared network if that is
+    longer.
     """
     root, layers = stages(step, rate)
     found = predict(root, layers, ring(step.network, step.shards), depth=DEPTH)
-    # All-reduces of HSDP go over NICs, what is within a node does not.
+    # HSDP's all-reduces use the NICs; its other collectives stay within a node.
     of_nics = sum(stage.copy_seconds_reduce for stage in [root, *layers])
     return max(found.step, found.wire - of_nics), found
 
 
 def tokens_per_second(step: Step, rate: float) -> float:
-    """Return tokens a second and GPU (simulated)."""
+    """Return the tokens/s of a GPU (simulated)."""
     return step.tokens / step_seconds(step, rate)[0]
 
 
 def memory_bytes(step: Step) -> int:
-    """Return what a rank has at most, without activations: bench/models/step_memory.py."""
+    """Return the peak memory of a rank, without activations (bench/models/step_memory.py)."""
     return planned_memory(step.model, step.shards, step.reduce_bytes, DEPTH)
 
 
@@ -211,17 +213,17 @@ def step_of(measured: Measurement) -> Step:
 
 
 def fit(measured: Measurement) -> float:
-    """Return the part of the peak with which the prediction is what was measured.
+    """Return the part of the peak for which the prediction equals the measurement.
 
     Raises:
-        ValueError: if no part of it does.
+        ValueError: if even the whole peak predicts a slower step.
     """
     step, peak = step_of(measured), measured.stack.peak
     if tokens_per_second(step, peak) < measured.tokens:
         raise ValueError(
-            f"{measured.model.name} on {measured.gpus} {measured.stack.name} expects at most "
-            f"{tokens_per_second(step, peak):.0f} tokens/s a GPU but {measured.tokens:.0f} were "
-            "measured; look at its batch, its length and what is recomputed"
+            f"{measured.model.name} on {measured.gpus} {measured.stack.name} can reach at most "
+            f"{tokens_per_second(step, peak):.0f} tokens/s a GPU, and the measurement says "
+            f"{measured.tokens:.0f}; check its batch, its length and what it recomputes"
         )
     low, high = 0.0, 1.0
     while high - low > 1e-6:
@@ -234,5 +236,5 @@ def fit(measured: Measurement) -> float:
 
 
 def fitted(measurements: Iterable[Measurement] = MEASUREMENTS) -> dict[Stack, float]:
-    """Return the part of its peak that each GPU reaches, by the one measurement that fits it."""
+    """Return the part of the peak that each GPU reaches, fitted on one measurement each."""
     return {measured.stack: fit(measured) for measured in measurements if measured.fits}

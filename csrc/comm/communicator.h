@@ -1,5 +1,6 @@
-// Seam 3 of 3: collectives over the ranks of one group. All are enqueued on a stream and return
-// at once; ranks must issue the same collectives in the same order on one communicator.
+// Seam 3 of 3: collectives over the ranks of one group. A collective is enqueued on a stream and
+// the call returns at once. All ranks issue the same collectives in the same order on one
+// communicator.
 #pragma once
 
 #include <cstddef>
@@ -14,8 +15,8 @@
 
 namespace fsdp {
 
-// What a rank does with memory in collectives: gives what others read, or takes what they gave. A
-// shard is input that may outlive the communicator, since it is the parameters.
+// How collectives use a buffer of this rank. Peers read an Input; collectives write an Output. A
+// Shard is an input that holds parameters, so it may outlive the communicator.
 enum class BufferUse : std::uint8_t { Input, Output, Shard };
 
 class Communicator {
@@ -26,22 +27,22 @@ class Communicator {
   virtual int rank() const = 0;
   virtual int size() const = 0;
 
-  // Says what the collectives from now on are, for error messages. `what` outlives them.
+  // Error messages call the following collectives `what`, which must outlive them.
   virtual void announce(const std::string& /*what*/) {}
 
-  // Memory that this transport reads and writes best. As Device::allocate's, but that all ranks
-  // call it together, and that it goes before the communicator does.
+  // Memory that this transport reads and writes best, under the rules of Device::allocate. All
+  // ranks make the call together, and the memory is freed before the communicator is destroyed.
   virtual std::shared_ptr<void> allocate(Device& device, std::size_t bytes, BufferUse /*use*/) {
     return device.allocate(bytes);
   }
 
-  // How many buffers that `allocate` gave are registered with the transport now.
+  // The number of buffers from `allocate` that are registered with the transport now.
   virtual int registered_buffers() const { return 0; }
 
-  // How all-gathers that belong together travel best: Note [gather plans].
+  // See Note [gather plans].
   virtual GatherBy gather_by() const { return GatherBy::Packing; }
-  // Calls between the two travel as one launch, unless gather_by is Packing. Their inputs lie as
-  // far from each other on all ranks.
+  // The all-gathers between these two calls are one launch, unless gather_by is Packing. The
+  // distances between their inputs are the same on all ranks.
   virtual void group_start() {}
   virtual void group_end() {}
 
@@ -55,18 +56,18 @@ class Communicator {
   // data[0, numel) = sum over ranks, in place.
   virtual void all_reduce(Stream& stream, void* data, std::size_t numel, DType dtype) = 0;
 
-  // data[0, bytes) = rank root's.
+  // data[0, bytes) = rank root's data[0, bytes).
   virtual void broadcast(Stream& stream, void* data, std::size_t bytes, int root) = 0;
 
-  // The stream gets past this point when all ranks' streams have come to it.
+  // Work behind the barrier starts after the streams of all ranks have reached it.
   virtual void barrier(Stream& stream) = 0;
 
-  // all_gather of a few bytes of host memory, off the hot path: how ranks compare what they are
-  // about to do. `output` is complete when the stream gets past this point.
+  // An all-gather of a few bytes of host memory, off the hot path. Ranks compare with it what they
+  // are about to do. `output` is complete for work behind this call on the stream.
   virtual void host_all_gather(Stream& stream, const void* input, void* output,
                                std::size_t bytes) = 0;
 
-  // Throws if a collective failed, here or, as far as is known, on another rank.
+  // Throws if a collective has failed on this rank or, as far as is known, on another.
   void check() {
     const std::string error = async_error();
     if (!error.empty()) {
@@ -77,7 +78,7 @@ class Communicator {
   // Makes pending and future collectives fail instead of waiting for peers.
   virtual void abort(const std::string& reason) = 0;
 
-  // Empty while all is well; else the library's own text.
+  // Why communication has failed; empty if it has not.
   virtual std::string async_error() = 0;
 };
 

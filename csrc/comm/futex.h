@@ -1,4 +1,4 @@
-// Sleeping until a word of memory changes, also across processes that share it (futex(2)).
+// Sleeping until a word of memory changes, also between processes that share it (futex(2)).
 #pragma once
 
 #include <linux/futex.h>
@@ -16,14 +16,14 @@ namespace fsdp::futex {
 using Word = std::atomic<std::uint32_t>;
 static_assert(sizeof(Word) == 4 && Word::is_always_lock_free, "a futex is four bytes");
 
-// Returns when woken, when `word` is not `value` (any more), after `longest`, or for no reason.
+// Sleeps while `word` is `value`: until a wake, for `longest` at most. May return early.
 inline void wait(const Word& word, std::uint32_t value, std::chrono::milliseconds longest) {
   const timespec limit{static_cast<time_t>(longest.count() / 1000),
                        static_cast<long>(longest.count() % 1000) * 1000000L};
   ::syscall(SYS_futex, &word, FUTEX_WAIT, value, &limit, nullptr, 0);
 }
 
-// Wakes all who wait.
+// Wakes all waiters of `word`.
 inline void wake(const Word& word) {
   ::syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }

@@ -1,47 +1,27 @@
-// Note [blocking communicators]
-// Communicators come up without blocking the host, so that a rank that never comes is a timeout.
-// But a communicator without blocking launches each collective from a new thread (NCCL 2.28,
-// src/group.cc, ncclGroupEndInternal), which takes longer than all the rest of a launch. So that
-// one only brings the ranks together; the two that the lanes use are split off it, with blocking,
-// and it goes. What may block on those (the first collective makes connections) is watched by a
-// thread that aborts them.
-//
-// Note [watchdog]
-// No host waits for a collective in a step, so nobody would notice one that hangs but for the
-// watchdog. It looks at NCCL's asynchronous error and at events behind the newest collectives. When
-// something is wrong it revokes the communicator (aborts it where NCCL cannot), which ends the
-// kernels that wait for peers, says so on stderr, and every later call throws. What was computed
-// since is not to be used: the optimizer's step checks, too.
-
 #include "comm/nccl.h"
 
 #include <algorithm>
-#include <array>
 #include <atomic>
-#include <condition_variable>
+#include <chrono>
 #include <cstdio>
 #include <future>
-#include <mutex>
+#include <memory>
+#include <string>
 #include <thread>
+#include <utility>
 
 #include "base/check.h"
+#include "comm/nccl_join.h"
+#include "comm/nccl_watchdog.h"
 
 namespace fsdp {
 namespace {
 
-using Clock = std::chrono::steady_clock;
 using nccl::Api;
 using nccl::Comm;
 
-constexpr auto kLongestPause = std::chrono::milliseconds(1000);  // of the watchdog
-// A program that ends because a peer has failed is not to wait for that peer much longer.
+// When a program ends because a peer has failed, closing should not wait much longer for that peer.
 constexpr auto kLongestClose = std::chrono::milliseconds(30000);
-
-std::string text_of(const Api& api, Comm comm, nccl::Result result) {
-  const char* last = api.GetLastError(comm);
-  return detail::concat(api.GetErrorString(result), last != nullptr && last[0] != '\0' ? ": " : "",
-                        last != nullptr ? last : "");
-}
 
 nccl::DataType data_type(DType dtype) {
   switch (dtype) {
@@ -56,40 +36,7 @@ nccl::DataType data_type(DType dtype) {
     case DType::Bytes:
       break;
   }
-  throw Error("a reduction expects a floating dtype but got bytes");
-}
-
-// Waits for calls on a communicator that does not block. See Note [blocking communicators].
-void wait_until_ready(const Api& api, Comm comm, nccl::Result result, const NcclOptions& options,
-                      const char* what) {
-  const auto start = Clock::now();
-  while (result == nccl::kInProgress || result == nccl::kSuccess) {
-    nccl::Result state = nccl::kSuccess;
-    result = api.CommGetAsyncError(comm, &state);
-    if (result != nccl::kSuccess) {
-      break;
-    }
-    if (state == nccl::kSuccess) {
-      return;
-    }
-    result = state;
-    if (state == nccl::kInProgress && Clock::now() - start > options.timeout) {
-      throw TimeoutError(
-          detail::concat("rank ", options.rank, " waited ", options.timeout.count(),
-                         " ms for NCCL to ", what, " ", options.size,
-                         " ranks; some rank has failed or has not come that far (NCCL_DEBUG=INFO "
-                         "says more)"));
-    }
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  const std::string text = text_of(api, comm, result);
-  const bool shares_gpu = text.find("Duplicate GPU") != std::string::npos ||
-                          text.find("using the same GPU") != std::string::npos;
-  FSDP_CHECK(!shares_gpu, "NCCL could not ", what, " ", options.size, " ranks: ", text,
-             "; give each rank a GPU of its own with torch.cuda.set_device(local_rank). To let "
-             "ranks share one for tests, see docs/gpu-status.md");
-  throw Error(detail::concat("rank ", options.rank, ": NCCL could not ", what, " ", options.size,
-                             " ranks: ", text, " (NCCL_DEBUG=WARN says more)"));
+  throw Error("A reduction got bytes. Pass a floating-point dtype.");
 }
 
 class NcclCommunicator final : public Communicator {
@@ -101,17 +48,12 @@ class NcclCommunicator final : public Communicator {
         comm_(comm),
         options_(options),
         name_(std::move(name)),
-        watchdog_([this] { watch(); }) {}
+        watchdog_(api, device, comm, options, name_) {}
 
-  // Whoever owns this has waited for its stream.
+  // The owner has synchronised the stream.
   ~NcclCommunicator() override {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      stopping_ = true;
-    }
-    stop_.notify_one();
-    watchdog_.join();
-    if (!failed_) {
+    watchdog_.stop();
+    if (!watchdog_.has_failed()) {
       close();
     }
   }
@@ -129,19 +71,19 @@ class NcclCommunicator final : public Communicator {
 
   void group_start() override {
     check();
-    call(api_.GroupStart(), "start a group");
+    throw_on_error(api_.GroupStart(), "start a group");
     in_group_ = true;
   }
 
   void group_end() override {
     in_group_ = false;
-    if (failed_) {
-      api_.GroupEnd();  // NCCL counts groups by thread, for everybody's communicators
+    if (watchdog_.has_failed()) {
+      api_.GroupEnd();  // NCCL counts groups by thread, over all communicators
       check();
     }
-    const Busy busy(*this, what_);
-    call(api_.GroupEnd(), "launch a group");
-    watch_stream(*grouped_on_);
+    const NcclWatchdog::BlockingCall blocking(watchdog_, what_);
+    throw_on_error(api_.GroupEnd(), "launch a group");
+    watchdog_.watch_collective(*grouped_on_, what_);
   }
 
   void all_gather(Stream& stream, const void* input, void* output, std::size_t bytes) override {
@@ -168,90 +110,36 @@ class NcclCommunicator final : public Communicator {
     });
   }
 
-  // NCCL has none; to have everybody's byte is as much.
+  // NCCL has no barrier. A one-byte all-gather serves as one.
   void barrier(Stream& stream) override {
-    exchange(stream, 1);
+    grow_exchange_buffer(stream, 1);
     auto* mine = static_cast<char*>(exchange_.get());
     all_gather(stream, mine, mine + 1, 1);
   }
 
-  // Through a buffer of the device that lives as long as this does.
+  // Goes through a device buffer that this communicator owns.
   void host_all_gather(Stream& stream, const void* input, void* output,
                        std::size_t bytes) override {
     const auto ranks = static_cast<std::size_t>(options_.size);
-    exchange(stream, bytes);
+    grow_exchange_buffer(stream, bytes);
     auto* mine = static_cast<char*>(exchange_.get());
     char* all = mine + bytes;
     device_.copy_from_host(stream, input, mine, bytes);
     all_gather(stream, mine, all, bytes);
-    const Busy busy(*this, what_);  // a copy to memory that is not pinned waits for the stream
+    // A copy to memory that is not pinned blocks until the stream has reached it.
+    const NcclWatchdog::BlockingCall blocking(watchdog_, what_);
     device_.copy_to_host(stream, all, output, bytes * ranks);
   }
 
   std::shared_ptr<void> allocate(Device& device, std::size_t bytes, BufferUse use) override;
 
-  void abort(const std::string& reason) override {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      if (failed_) {
-        return;
-      }
-      error_ = reason;
-      failed_ = true;
-    }
-    std::fprintf(stderr, "fsdp_ext: %s\n", reason.c_str());
-    // Revoking ends what runs and, unlike aborting, frees nothing that another thread may be about
-    // to use. What is left of the communicator stays until the process ends, which is to be soon.
-    if (api_.CommRevoke != nullptr && api_.CommRevoke(comm_, 0) == nccl::kSuccess) {
-      return;
-    }
-    if (captured_) {  // aborting waits until no graph holds the communicator
-      std::thread([&api = api_, comm = comm_] { api.CommAbort(comm); }).detach();
-    } else {
-      api_.CommAbort(comm_);
-    }
-  }
-
-  std::string async_error() override {
-    if (!failed_) {
-      return "";
-    }
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return error_;
-  }
+  void abort(const std::string& reason) override { watchdog_.abort(reason); }
+  std::string async_error() override { return watchdog_.error(); }
 
  private:
-  // What the watchdog knows of a collective that was issued.
-  struct Outstanding {
-    std::unique_ptr<Event> event;
-    std::string what;
-    Clock::time_point since;
-    bool pending = false;
-  };
-
-  // For as long as it lives, the calling thread may block in NCCL.
-  class Busy {
-   public:
-    Busy(NcclCommunicator& owner, const std::string& what) : owner_(owner) {
-      const std::lock_guard<std::mutex> lock(owner_.mutex_);
-      owner_.busy_with_ = what;
-      owner_.busy_since_ = Clock::now();
-      owner_.busy_ = true;
-    }
-    ~Busy() {
-      const std::lock_guard<std::mutex> lock(owner_.mutex_);
-      owner_.busy_ = false;
-    }
-    Busy(const Busy&) = delete;
-    Busy& operator=(const Busy&) = delete;
-
-   private:
-    NcclCommunicator& owner_;
-  };
-
-  void call(nccl::Result result, const char* what) {
-    // Where NCCL_COMM_BLOCKING=0 in the environment has the better of us.
-    while (result == nccl::kInProgress && !failed_) {
+  void throw_on_error(nccl::Result result, const char* what) {
+    // NCCL_COMM_BLOCKING=0 in the environment makes every communicator non-blocking.
+    while (result == nccl::kInProgress && !watchdog_.has_failed()) {
       nccl::Result state = nccl::kSuccess;
       result = api_.CommGetAsyncError(comm_, &state);
       result = result == nccl::kSuccess ? state : result;
@@ -261,17 +149,17 @@ class NcclCommunicator final : public Communicator {
       return;
     }
     if (std::exchange(in_group_, false)) {
-      api_.GroupEnd();  // or the thread stays in the group, with everybody's communicators
+      api_.GroupEnd();  // or this thread stays in the group, with all its communicators
     }
-    check();  // aborted meanwhile, for a reason that says more
-    const std::string text = text_of(api_, comm_, result);
+    check();  // if the watchdog has aborted meanwhile, its reason says more
     abort(detail::concat("rank ", options_.rank, ": NCCL could not ", what, " (", what_,
-                         "): ", text));
+                         "): ", api_.describe(comm_, result)));
     check();
   }
 
-  // Waits for peers, since the network may still carry what they have not got; but if they do not
-  // come, or a CUDA graph still holds the communicator, the process goes on without.
+  // Closing waits for peers, because the network may still carry data that they have not received.
+  // If peers do not close within the limit, or a CUDA graph holds the communicator, the process
+  // goes on and the detached thread finishes the closing.
   void close() {
     auto closed = std::make_shared<std::promise<nccl::Result>>();
     std::future<nccl::Result> done = closed->get_future();
@@ -280,21 +168,22 @@ class NcclCommunicator final : public Communicator {
       const nccl::Result destroyed = api.CommDestroy(comm);
       closed->set_value(finalized != nccl::kSuccess ? finalized : destroyed);
     }).detach();
+    const bool captured = watchdog_.has_captured();
     const auto limit =
-        captured_ ? std::chrono::milliseconds(0) : std::min(options_.timeout, kLongestClose);
+        captured ? std::chrono::milliseconds(0) : std::min(options_.timeout, kLongestClose);
     if (done.wait_for(limit) == std::future_status::ready) {
-      report(done.get(), "close");
-    } else if (!captured_) {
+      print_error(done.get(), "close");
+    } else if (!captured) {
       std::fprintf(stderr,
-                   "fsdp_ext: rank %d waited %d ms for all ranks to close the %s communicator"
-                   " and went on without; some rank has failed\n",
+                   "fsdp_ext: rank %d waited %d ms for all ranks to close the %s communicator and"
+                   " went on without them. Some rank has failed.\n",
                    options_.rank, static_cast<int>(limit.count()), name_.c_str());
     }
   }
 
-  // Of a call that nobody waits for any more.
-  void report(nccl::Result result, const char* what) {
-    if (result != nccl::kSuccess && !failed_) {
+  // For calls whose caller cannot handle an error.
+  void print_error(nccl::Result result, const char* what) {
+    if (result != nccl::kSuccess && !watchdog_.has_failed()) {
       std::fprintf(stderr, "fsdp_ext: rank %d: NCCL could not %s the %s communicator: %s\n",
                    options_.rank, what, name_.c_str(), api_.GetErrorString(result));
     }
@@ -304,122 +193,40 @@ class NcclCommunicator final : public Communicator {
   void issue(Stream& stream, const Call& collective) {
     if (in_group_) {
       grouped_on_ = &stream;
-      call(collective(stream.native_handle()), "add a collective to a group");
+      throw_on_error(collective(stream.native_handle()), "add a collective to a group");
       return;
     }
     check();
-    const Busy busy(*this, what_);
-    call(collective(stream.native_handle()), "launch a collective");
-    watch_stream(stream);
+    const NcclWatchdog::BlockingCall blocking(watchdog_, what_);
+    throw_on_error(collective(stream.native_handle()), "launch a collective");
+    watchdog_.watch_collective(stream, what_);
   }
 
-  // What is captured runs when the graph does, of which only the user knows.
-  void watch_stream(Stream& stream) {
-    if (device_.is_capturing()) {
-      captured_ = true;
-      return;
-    }
-    const std::lock_guard<std::mutex> lock(mutex_);
-    Outstanding& newest = outstanding_[next_];
-    next_ = (next_ + 1) % outstanding_.size();
-    if (newest.event == nullptr) {
-      newest.event = device_.new_event();
-    }
-    stream.record(*newest.event);
-    newest.what = what_;
-    newest.since = Clock::now();
-    newest.pending = true;
-  }
-
-  // Sees to a buffer with room for `bytes` bytes and those of all ranks.
-  void exchange(Stream& stream, std::size_t bytes) {
+  // Makes room for `bytes` bytes of this rank, followed by as many bytes of every rank.
+  void grow_exchange_buffer(Stream& stream, std::size_t bytes) {
     if (exchange_bytes_ < bytes) {
       exchange_ = device_.allocate(bytes * (static_cast<std::size_t>(options_.size) + 1));
       exchange_bytes_ = bytes;
-      stream_follows_compute(stream);
+      order_after_compute(stream);
     }
   }
 
-  void stream_follows_compute(Stream& stream) {
+  // See Note [memory and the compute stream].
+  void order_after_compute(Stream& stream) {
     const std::unique_ptr<Event> reached = device_.new_event();
     device_.compute_stream().record(*reached);
     stream.wait(*reached, what_);
   }
 
-  void watch() {
-    try {
-      device_.this_thread_only_watches();
-      const auto pause = std::min<Clock::duration>(kLongestPause, options_.timeout / 10);
-      std::unique_lock<std::mutex> lock(mutex_);
-      while (!stop_.wait_for(lock, pause, [this] { return stopping_; })) {
-        const std::string reason = failed_ ? "" : what_is_wrong();
-        if (!reason.empty()) {
-          lock.unlock();
-          abort(reason);
-          lock.lock();
-        }
-      }
-    } catch (const std::exception& error) {
-      // The device is gone: the process ends, or an error of its own has stopped it.
-      const std::lock_guard<std::mutex> lock(mutex_);
-      error_ = detail::concat("rank ", options_.rank, ": nothing can be said of the ", name_,
-                              " communicator any more: ", error.what());
-      failed_ = true;
-    }
-  }
+  struct Registration {
+    nccl::Window window = nullptr;
+    void* handle = nullptr;
 
-  // Under the lock. Empty if nothing is.
-  std::string what_is_wrong() {
-    nccl::Result state = nccl::kSuccess;
-    if (api_.CommGetAsyncError(comm_, &state) == nccl::kSuccess && state != nccl::kSuccess &&
-        state != nccl::kInProgress) {
-      return detail::concat("rank ", options_.rank, ": NCCL reports an error of the ", name_,
-                            " communicator: ", text_of(api_, comm_, state));
-    }
-    const auto now = Clock::now();
-    if (busy_ && now - busy_since_ > options_.timeout) {
-      return late(busy_with_);
-    }
-    const Outstanding* oldest = nullptr;
-    for (Outstanding& candidate : outstanding_) {
-      if (candidate.pending && candidate.event->query()) {
-        candidate.pending = false;
-      }
-      if (candidate.pending && (oldest == nullptr || candidate.since < oldest->since)) {
-        oldest = &candidate;
-      }
-    }
-    if (oldest != nullptr && now - oldest->since > options_.timeout) {
-      return late(oldest->what);
-    }
-    return "";
-  }
+    bool is_registered() const { return window != nullptr || handle != nullptr; }
+  };
 
-  std::string late(const std::string& what) const {
-    return detail::concat("rank ", options_.rank, " of ", options_.size, " waited ",
-                          options_.timeout.count(), " ms for ", what,
-                          "; a rank that failed, or runs something else, never takes part, and "
-                          "communication was aborted");
-  }
-
-  // NCCL unmaps what it frees, whoever may still read it.
-  void free_registered(nccl::Window window, void* handle, void* memory) {
-    try {
-      device_.synchronize();
-    } catch (const std::exception&) {
-      // Of work that failed; whoever waits for that is told.
-    }
-    registered_buffers_ -= window != nullptr || handle != nullptr ? 1 : 0;
-    if (!failed_) {
-      const Busy busy(*this, "to deregister a buffer");
-      if (window != nullptr) {
-        report(api_.CommWindowDeregister(comm_, window), "deregister a buffer of");
-      } else if (handle != nullptr) {
-        report(api_.CommDeregister(comm_, handle), "deregister a buffer of");
-      }
-    }
-    report(api_.MemFree(memory), "free a buffer of");
-  }
+  Registration register_buffer(void* memory, std::size_t bytes);
+  void free_buffer(const Registration& registration, void* memory);
 
   const Api& api_;
   Device& device_;
@@ -428,117 +235,80 @@ class NcclCommunicator final : public Communicator {
   std::string name_;
   std::string what_ = "a collective";
   bool in_group_ = false;
-  bool captured_ = false;  // into a CUDA graph, which then holds the communicator
   Stream* grouped_on_ = nullptr;
   std::atomic<int> registered_buffers_{0};
   std::shared_ptr<void> exchange_;
   std::size_t exchange_bytes_ = 0;
-
-  std::mutex mutex_;  // of what follows
-  std::condition_variable stop_;
-  bool stopping_ = false;
-  std::atomic<bool> failed_{false};
-  std::string error_;
-  bool busy_ = false;
-  std::string busy_with_;
-  Clock::time_point busy_since_;
-  // Of the newest collectives. A hang is of the oldest that is not done; if the ring has gone
-  // around, of the oldest that it still knows.
-  std::array<Outstanding, 64> outstanding_;
-  std::size_t next_ = 0;
-  std::thread watchdog_;  // last: starts when everything above exists
+  NcclWatchdog watchdog_;
 };
 
-// Where NCCL cannot register, its own memory, or plain memory, does as well.
 std::shared_ptr<void> NcclCommunicator::allocate(Device& device, std::size_t bytes, BufferUse use) {
-  const std::string kind = api_.registration();
-  if (!options_.register_buffers || kind == "none" || options_.size == 1 ||
-      use == BufferUse::Shard) {  // which may outlive the communicator
+  const bool can_register =
+      options_.register_buffers && options_.size > 1 && api_.registration() != std::string("none");
+  if (!can_register || use == BufferUse::Shard) {  // a shard may outlive the communicator
     return device.allocate(bytes);
   }
-  FSDP_CHECK(!device.is_capturing(),
-             "a CUDA graph capture expects all buffers to exist; run a few "
-             "whole steps before capturing one");
+  FSDP_CHECK(
+      !device.is_capturing(), "A CUDA graph capture would allocate ", bytes,
+      " bytes, but all buffers must exist before it. Run a few whole steps before capturing one.");
   const std::shared_ptr<void> guard = device.make_current();
-  const Busy busy(*this, "to register a buffer");
+  const NcclWatchdog::BlockingCall blocking(watchdog_, "to register a buffer");
   void* memory = nullptr;
   const nccl::Result allocated = api_.MemAlloc(&memory, bytes);
-  // Other memory would do, but all ranks register, or none does.
-  FSDP_CHECK(allocated == nccl::kSuccess && memory != nullptr, "expects ", bytes,
-             " more bytes of GPU memory for buffers of the largest unit but NCCL says: ",
-             text_of(api_, comm_, allocated),
-             "; call fully_shard on smaller modules, use more ranks or a smaller batch, or set "
-             "FSDP_EXT_NCCL_REGISTER=0, which leaves them to PyTorch's allocator");
-  nccl::Window window = nullptr;
-  void* handle = nullptr;
-  const nccl::Result result =
-      kind == "window"
-          ? api_.CommWindowRegister(comm_, memory, bytes, &window, nccl::kWindowCollSymmetric)
-          : api_.CommRegister(comm_, memory, bytes, &handle);
-  if (result != nccl::kSuccess) {
-    window = nullptr;
-    handle = nullptr;
-  }
-  registered_buffers_ += window != nullptr || handle != nullptr ? 1 : 0;
-  return {memory, [this, window, handle](void* freed) { free_registered(window, handle, freed); }};
+  // No fallback to other memory: either all ranks register the buffer, or none does.
+  FSDP_CHECK(allocated == nccl::kSuccess && memory != nullptr, "NCCL could not allocate ", bytes,
+             " more bytes of GPU memory for buffers of the largest unit: ",
+             api_.describe(comm_, allocated),
+             ". Call fully_shard on smaller modules, use more ranks or a smaller batch, or set "
+             "FSDP_EXT_NCCL_REGISTER=0 to allocate them with PyTorch's allocator.");
+  const Registration registration = register_buffer(memory, bytes);
+  registered_buffers_ += registration.is_registered() ? 1 : 0;
+  return {memory, [this, registration](void* freed) { free_buffer(registration, freed); }};
 }
 
-// Aborts at the end of the block, unless it was released.
-class CommGuard {
- public:
-  CommGuard(const Api& api, Comm comm) : api_(api), comm_(comm) {}
-  ~CommGuard() {
-    if (comm_ != nullptr) {
-      api_.CommAbort(comm_);
+// Where registration fails, the buffer is used without it.
+NcclCommunicator::Registration NcclCommunicator::register_buffer(void* memory, std::size_t bytes) {
+  Registration registration;
+  const nccl::Result result =
+      api_.registration() == std::string("window")
+          ? api_.CommWindowRegister(comm_, memory, bytes, &registration.window,
+                                    nccl::kWindowCollSymmetric)
+          : api_.CommRegister(comm_, memory, bytes, &registration.handle);
+  return result == nccl::kSuccess ? registration : Registration{};
+}
+
+// NCCL unmaps the memory even if the device still reads it, so this synchronises first.
+void NcclCommunicator::free_buffer(const Registration& registration, void* memory) {
+  try {
+    device_.synchronize();
+  } catch (const std::exception&) {
+    // Work has failed. Its waiters get the error.
+  }
+  registered_buffers_ -= registration.is_registered() ? 1 : 0;
+  if (!watchdog_.has_failed()) {
+    const NcclWatchdog::BlockingCall blocking(watchdog_, "to deregister a buffer");
+    if (registration.window != nullptr) {
+      print_error(api_.CommWindowDeregister(comm_, registration.window), "deregister a buffer of");
+    } else if (registration.handle != nullptr) {
+      print_error(api_.CommDeregister(comm_, registration.handle), "deregister a buffer of");
     }
   }
-  CommGuard(const CommGuard&) = delete;
-  CommGuard& operator=(const CommGuard&) = delete;
-
-  Comm get() const { return comm_; }
-  Comm release() { return std::exchange(comm_, nullptr); }
-
- private:
-  const Api& api_;
-  Comm comm_;
-};
-
-// `child` outlives the parent: NCCL may write to it until that is gone.
-void split_off(const Api& api, Comm parent, const NcclOptions& options, Comm& child) {
-  nccl::Config config;
-  config.blocking = 1;
-  const nccl::Result result = api.CommSplit(parent, /*color=*/0, options.rank, &child, &config);
-  wait_until_ready(api, parent, result, options, "make communicators for");
-  FSDP_CHECK(child != nullptr, "NCCL expects to make a communicator for rank ", options.rank,
-             " but made none");
+  print_error(api_.MemFree(memory), "free a buffer of");
 }
 
 }  // namespace
 
 std::pair<std::unique_ptr<Communicator>, std::unique_ptr<Communicator>> make_nccl_communicators(
     const Api& api, Device& device, const nccl::UniqueId& id, const NcclOptions& options) {
-  nccl::Config config;
-  config.blocking = 0;
-  Comm joined = nullptr;
-  Comm children[2] = {nullptr, nullptr};
   const std::shared_ptr<void> guard = device.make_current();
-  const nccl::Result result =
-      api.CommInitRankConfig(&joined, options.size, id, options.rank, &config);
-  CommGuard parent(api, joined);
-  wait_until_ready(api, parent.get(), result, options, "join");
-  split_off(api, parent.get(), options, children[0]);
-  CommGuard gather(api, children[0]);
-  split_off(api, parent.get(), options, children[1]);
-  CommGuard reduce(api, children[1]);
-  wait_until_ready(api, parent.get(), api.CommFinalize(parent.get()), options, "part the first of");
-  api.CommDestroy(parent.release());
-  auto make = [&](CommGuard& comm, const char* name) {
+  NcclJoined joined = join_nccl_ranks(api, id, options);
+  auto make = [&](NcclCommGuard& comm, const char* name) {
     auto made = std::make_unique<NcclCommunicator>(api, device, comm.get(), options, name);
     comm.release();
     return made;
   };
-  std::unique_ptr<Communicator> first = make(gather, "gather");
-  return {std::move(first), make(reduce, "reduce")};
+  std::unique_ptr<Communicator> gather = make(joined.gather, "gather");
+  return {std::move(gather), make(joined.reduce, "reduce")};
 }
 
 }  // namespace fsdp

@@ -1,6 +1,6 @@
-// What is used of NCCL, found at run time. These are the declarations of NCCL's public interface
-// (nccl.h, 2.18 and newer) that matter here, so that neither its header nor its library is needed
-// to build; functions that came later are null where the library that was found lacks them.
+// The part of NCCL that fsdp_ext uses, found at run time. The declarations are those of NCCL's
+// public interface (nccl.h, 2.18 and newer), so a build needs neither its header nor its library.
+// Functions of newer versions are null if the library lacks them.
 #pragma once
 
 #include <climits>
@@ -10,7 +10,8 @@
 
 namespace fsdp::nccl {
 
-constexpr int kOldest = 21800;  // 2.18.0, as ncclGetVersion has it: the first that splits
+// 2.18.0 as ncclGetVersion encodes it, the first version with ncclCommSplit.
+constexpr int kOldestVersion = 21800;
 
 using Comm = struct NcclComm*;      // ncclComm_t
 using Window = struct NcclWindow*;  // ncclWindow_t
@@ -35,13 +36,13 @@ enum DataType : int {  // ncclDataType_t
 constexpr int kSum = 0;                   // ncclRedOp_t
 constexpr int kUndefined = INT_MIN;       // NCCL_CONFIG_UNDEF_INT
 constexpr int kWindowCollSymmetric = 1;   // NCCL_WIN_COLL_SYMMETRIC
-constexpr unsigned kMagic = 0xcafebeefU;  // of a ncclConfig_t
+constexpr unsigned kMagic = 0xcafebeefU;  // marks an ncclConfig_t
 
-// ncclConfig_t as of 2.18. NCCL reads as much as `size` says, and takes defaults for the rest.
+// ncclConfig_t as of 2.18. NCCL reads `size` bytes and uses defaults for the rest.
 struct Config {
   std::size_t size = sizeof(Config);
   unsigned magic = kMagic;
-  unsigned version = kOldest;
+  unsigned version = kOldestVersion;
   int blocking = kUndefined;
   int cga_cluster_size = kUndefined;
   int min_ctas = kUndefined;
@@ -51,7 +52,7 @@ struct Config {
 };
 
 struct Api {
-  std::string path;  // of the library, as the dynamic linker has it
+  std::string path;  // of the library, from the dynamic linker
   int version = 0;
 
   Result (*GetVersion)(int*) = nullptr;
@@ -86,18 +87,21 @@ struct Api {
   Result (*CommWindowDeregister)(Comm, Window) = nullptr;
 
   std::string version_text() const;  // "2.28.9"
-  // "register" (2.19), "window" (2.27) or "none": what this library offers for long-lived buffers.
+  // How this library registers long-lived buffers: "register" (2.19), "window" (2.27) or "none".
   const char* registration() const;
+  // NCCL's text for an error, with the details of the last one.
+  std::string describe(Comm comm, Result error) const;
 };
 
-// The library: $FSDP_EXT_NCCL_SO, else the one that the process has loaded (torch's), else the
-// first of `candidates` that there is, else whatever the dynamic linker finds. Loaded once.
+// Loads the library: $FSDP_EXT_NCCL_SO, else the one that the process has loaded (torch's), else
+// the first of `candidates` that exists, else the one that the dynamic linker finds.
 //
 // Throws Error if there is none, if it is too old or lacks a function, or if the process has two.
+Api find_library(const std::vector<std::string>& candidates);
+// The same, but only the first call loads it.
 const Api& load(const std::vector<std::string>& candidates);
-Api find_library(const std::vector<std::string>& candidates);  // each time anew
 
-// Every library of that name that the process has loaded, by path.
+// The paths of all NCCL libraries that the process has loaded.
 std::vector<std::string> loaded_libraries();
 
 }  // namespace fsdp::nccl

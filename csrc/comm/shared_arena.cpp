@@ -25,20 +25,18 @@ namespace {
 #endif
 
 constexpr std::size_t kPage = 4096;
-// Where a huge page can begin. Large buffers begin there.
+// Large buffers are aligned to this, so that huge pages can hold them.
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
-// A hundred and more of these fit the address space of one process.
+// More than a hundred arenas of this size fit into the address space of one process.
 constexpr std::size_t kLargestArena = std::size_t{256} << 30;
 
-std::string reason(int error) { return std::strerror(error); }
-
-// Empty where it cannot be read.
+// Empty if the file cannot be read.
 std::string read_file(const std::string& path) {
   const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (fd < 0) {
     return {};
   }
-  std::string text(kPage, '\0');  // longer than any file that is read here
+  std::string text(kPage, '\0');  // longer than every file that is read here
   const ssize_t length = ::read(fd, text.data(), text.size());
   ::close(fd);
   text.resize(static_cast<std::size_t>(std::max<ssize_t>(length, 0)));
@@ -46,12 +44,13 @@ std::string read_file(const std::string& path) {
 }
 
 struct ProcessStat {
-  char state = '\0';     // '\0': there is no such process
-  bool unknown = false;  // it cannot be looked at now, for want of a file descriptor, say
+  char state = '\0';     // '\0' if there is no such process
+  bool unknown = false;  // could not be read, e.g. because no file descriptor was free
   std::uint64_t started = 0;
 };
 
-// Fields 3 and 22 of /proc/<pid>/stat (proc_pid_stat(5)). The second may have any character.
+// Reads fields 3 and 22 of /proc/<pid>/stat (proc_pid_stat(5)). Field 2, the name in parentheses,
+// may contain any character.
 ProcessStat stat_of(pid_t pid) {
   const std::string path = "/proc/" + std::to_string(pid) + "/stat";
   const std::string text = read_file(path);
@@ -99,7 +98,7 @@ ProcessState state_of(const ArenaAddress& address) {
 
 std::shared_ptr<Arena> Arena::of_this_process() {
   static std::mutex mutex;
-  static auto& arena = *new std::shared_ptr<Arena>;  // as long as the process: Note [arena]
+  static auto& arena = *new std::shared_ptr<Arena>;  // lives until the process ends
   const std::lock_guard<std::mutex> lock(mutex);
   if (arena == nullptr || arena->address_.pid != ::getpid()) {
     arena.reset();
@@ -112,18 +111,27 @@ Arena::Arena() {
   const std::string boot = read_file("/proc/sys/kernel/random/boot_id");
   const ProcessStat self = stat_of(::getpid());
   FSDP_CHECK(!boot.empty() && self.state != '\0' && !self.unknown,
-             "shared memory expects /proc to be mounted but it is not");
+             "Shared memory needs /proc, which is not mounted here. Mount it.");
   std::copy_n(boot.begin(), std::min(boot.size(), sizeof(address_.host) - 1), address_.host);
   address_.pid = ::getpid();
   address_.started = self.started;
   address_.pid_namespace = pid_namespace();
   address_.token = random_token();
+  reserve_addresses();
+  address_.base = reinterpret_cast<std::uintptr_t>(base_);
+  address_.bytes = reserved_;
+  free_[0] = reserved_;
+  std::memcpy(base_ + allocate_range(sizeof(address_.token)), &address_.token,
+              sizeof(address_.token));
+}
+
+void Arena::reserve_addresses() {
   const auto pages = static_cast<std::size_t>(std::max(1L, ::sysconf(_SC_PHYS_PAGES)));
   const auto page = static_cast<std::size_t>(std::max(1L, ::sysconf(_SC_PAGESIZE)));
   reserved_ = std::min(align_up(pages * page, kHugePage), kLargestArena);
   address_.fd = ::memfd_create("fsdp_ext", MFD_CLOEXEC);
   FSDP_CHECK(address_.fd >= 0,
-             "shared memory expects memfd_create to work but it says: ", reason(errno));
+             "Shared memory needs memfd_create, which failed: ", std::strerror(errno), ".");
   void* mapped = MAP_FAILED;
   if (::ftruncate(address_.fd, static_cast<off_t>(reserved_)) == 0) {
     mapped = ::mmap(nullptr, reserved_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE,
@@ -132,17 +140,13 @@ Arena::Arena() {
   if (mapped == MAP_FAILED) {
     const int error = errno;
     ::close(address_.fd);
-    throw Error(detail::concat("shared memory expects to reserve ", reserved_ >> 20,
-                               " MiB of addresses but the system says: ", reason(error),
-                               "; see ulimit -v and ulimit -f"));
+    throw Error(detail::concat("Shared memory could not reserve ", reserved_ >> 20,
+                               " MiB of addresses: ", std::strerror(error),
+                               ". Raise the limits that ulimit -v and ulimit -f show."));
   }
   base_ = static_cast<char*>(mapped);
-  ::madvise(base_, reserved_, MADV_HUGEPAGE);  // a hint
+  ::madvise(base_, reserved_, MADV_HUGEPAGE);  // a hint, which may fail
   ::madvise(base_, reserved_, MADV_DONTDUMP);
-  address_.base = reinterpret_cast<std::uintptr_t>(base_);
-  address_.bytes = reserved_;
-  free_[0] = reserved_;
-  std::memcpy(base_ + take(sizeof(address_.token)), &address_.token, sizeof(address_.token));
 }
 
 Arena::~Arena() {
@@ -152,16 +156,16 @@ Arena::~Arena() {
 
 std::shared_ptr<void> Arena::allocate(const std::shared_ptr<Arena>& arena, std::size_t bytes) {
   const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), kPage);
-  const std::size_t offset = arena->take(size);
+  const std::size_t offset = arena->allocate_range(size);
   return {arena->base_ + offset, [arena, offset, size](void*) {
-            if (::getpid() == arena->address_.pid) {  // Note [arena]
-              arena->give_back(offset, size);
+            if (::getpid() == arena->address_.pid) {  // not in a forked child: Note [arena]
+              arena->free_range(offset, size);
             }
           }};
 }
 
-// The first place that is large enough, with its pages.
-std::size_t Arena::take(std::size_t bytes) {
+// First fit.
+std::size_t Arena::allocate_range(std::size_t bytes) {
   const std::size_t size = align_up(bytes, kPage);
   const std::size_t alignment = size >= kHugePage / 2 ? kHugePage : kPage;
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -171,16 +175,7 @@ std::size_t Arena::take(std::size_t bytes) {
     if (offset + size > begin + length) {
       continue;
     }
-    // Else the memory's lack would show as a SIGBUS, at whoever touches it. Kernels before 5.14 do
-    // not know it, and it is that again.
-    if (::madvise(base_ + offset, size, MADV_POPULATE_WRITE) != 0 && errno != EINVAL) {
-      const int error = errno;
-      free_pages(offset, size);  // of which there may be some
-      throw Error(
-          detail::concat("expects ", bytes, " more bytes of shared memory but the system says: ",
-                         reason(error == EFAULT ? ENOMEM : error),  // what a SIGBUS would be
-                         "; use more ranks, or smaller units"));
-    }
+    populate_pages(offset, size);
     free_.erase(range);
     if (offset > begin) {
       free_[begin] = offset - begin;
@@ -190,20 +185,31 @@ std::size_t Arena::take(std::size_t bytes) {
     }
     return offset;
   }
-  throw Error(detail::concat("expects ", bytes, " more bytes of shared memory but the ",
+  throw Error(detail::concat("A rank needs ", bytes, " more bytes of shared memory, but the ",
                              reserved_ >> 30,
-                             " GiB that a rank can have are in use; use more "
-                             "ranks, or smaller units"));
+                             " GiB that it can have are in use. Use more ranks or smaller units."));
 }
 
-// A hole, and not an end: a peer that comes late, after this rank has given up, reads zeros and
-// then sees that it failed.
+// Without this, a lack of memory would be a SIGBUS in whichever process first touches a page.
+// Kernels before 5.14 do not know the advice and return EINVAL; there it remains a SIGBUS.
+void Arena::populate_pages(std::size_t offset, std::size_t bytes) const {
+  if (::madvise(base_ + offset, bytes, MADV_POPULATE_WRITE) == 0 || errno == EINVAL) {
+    return;
+  }
+  const int error = errno == EFAULT ? ENOMEM : errno;  // EFAULT stands for the SIGBUS
+  free_pages(offset, bytes);                           // some may have been populated
+  throw Error(detail::concat("A rank needs ", bytes, " more bytes of shared memory: ",
+                             std::strerror(error), ". Use more ranks or smaller units."));
+}
+
+// Frees the pages and keeps the file's size. A late peer may still map the file after this rank has
+// given up: it reads zeros and then sees that the rank has failed.
 void Arena::free_pages(std::size_t offset, std::size_t bytes) const noexcept {
   ::fallocate(address_.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
               static_cast<off_t>(bytes));
 }
 
-void Arena::give_back(std::size_t offset, std::size_t bytes) noexcept {
+void Arena::free_range(std::size_t offset, std::size_t bytes) noexcept {
   free_pages(offset, bytes);
   const std::lock_guard<std::mutex> lock(mutex_);
   auto range = free_.emplace(offset, bytes).first;
@@ -259,17 +265,21 @@ ArenaView::ArenaView(const ArenaAddress& address) {
     return;
   }
   FSDP_CHECK(std::strncmp(here.host, address.host, sizeof(here.host)) == 0,
-             "shared memory expects all ranks on one host but process ", address.pid,
-             " is on another");
+             "Shared memory needs all ranks on one host, but process ", address.pid,
+             " is on another.");
   FSDP_CHECK(here.pid_namespace == address.pid_namespace,
-             "shared memory expects all ranks in one PID namespace but process ", address.pid,
-             " is in another; start the ranks of a host in one container");
+             "Shared memory needs all ranks in one PID namespace, but process ", address.pid,
+             " is in another. Start the ranks of a host in one container.");
+  map_file(address);
+}
+
+void ArenaView::map_file(const ArenaAddress& address) {
   const std::string path =
       "/proc/" + std::to_string(address.pid) + "/fd/" + std::to_string(address.fd);
-  // Without O_NONBLOCK what is no file might make this wait.
+  // By now the path may be another kind of file. O_NONBLOCK keeps open() from blocking on it.
   const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  FSDP_CHECK(fd >= 0, "shared memory expects to open ", path,
-             " but the system says: ", reason(errno), "; run all ranks as one user");
+  FSDP_CHECK(fd >= 0, "Shared memory could not open ", path, ": ", std::strerror(errno),
+             ". Run all ranks as one user.");
   struct stat status{};
   const bool is_arena = ::fstat(fd, &status) == 0 && S_ISREG(status.st_mode) &&
                         static_cast<std::uint64_t>(status.st_size) == address.bytes;
@@ -278,9 +288,9 @@ ArenaView::ArenaView(const ArenaAddress& address) {
                      : nullptr;
   const int error = errno;
   ::close(fd);
-  FSDP_CHECK(mapped != MAP_FAILED, "shared memory expects to map ", address.bytes >> 20,
-             " MiB of process ", address.pid, " but the system says: ", reason(error),
-             "; see ulimit -v");
+  FSDP_CHECK(mapped != MAP_FAILED, "Shared memory could not map ", address.bytes >> 20,
+             " MiB of process ", address.pid, ": ", std::strerror(error),
+             ". Raise the limit that ulimit -v shows.");
   std::uint64_t token = 0;
   if (mapped != nullptr) {
     ::madvise(mapped, address.bytes, MADV_HUGEPAGE);
@@ -291,9 +301,8 @@ ArenaView::ArenaView(const ArenaAddress& address) {
   }
   if (token != address.token) {
     unmap();
-    throw Error(detail::concat("shared memory expects ", path,
-                               " to be a rank's memory but it is something else; that process "
-                               "has ended"));
+    throw Error(detail::concat("Shared memory found something else in ", path,
+                               " than a rank's memory. That process has ended."));
   }
 }
 

@@ -1,16 +1,16 @@
-// Memory of this process that other processes of the host can read: where ranks that share a host
-// find each other's data.
+// Memory of this process that other processes of the host can read. Ranks that share a host find
+// each other's data there.
 //
 // Note [arena]
-// One arena a process: a file without a name (memfd_create), reserved as large as the host's memory
-// and mapped once, so that addresses stay; pages exist where something was allocated. A peer opens
-// it through /proc/<pid>/fd and maps it for reading alone: nobody writes another rank's memory.
-// Nothing has a name anywhere, so nothing can be left behind however a process ends, and what a
-// container gives /dev/shm does not matter. The kernel frees the pages when the last process that
-// maps them has ended. Who may open the file is decided by the kernel as for ptrace: the same user.
+// Each process has one arena: a file without a name (memfd_create), as large as the host's memory
+// and mapped once, so that addresses never change. Pages exist only where something is allocated.
+// A peer opens the file through /proc/<pid>/fd and maps it read-only, so no rank writes another
+// rank's memory. The file has no name, so nothing is left behind however a process ends, and the
+// size of a container's /dev/shm does not matter. The kernel frees the pages when the last process
+// that maps them has ended. The kernel allows the same user to open the file, as for ptrace.
 //
-// After a fork the child's mapping is still the parent's memory. What the child allocates is in an
-// arena of its own, and what it frees of the parent's is left alone.
+// After fork(), parent and child share the arena's memory. The child's own allocations come from a
+// new arena, and the child does not free the parent's memory.
 #pragma once
 
 #include <sys/types.h>
@@ -24,13 +24,13 @@
 
 namespace fsdp {
 
-// Where to find an arena; travels between processes as bytes.
+// Where to find an arena. Processes exchange it as bytes.
 struct ArenaAddress {
-  char host[48] = {};               // the boot's id: differs between hosts
-  std::uint64_t pid_namespace = 0;  // pids mean the same within one
-  std::uint64_t token = 0;          // at the arena's very start, too
-  std::uint64_t started = 0;        // the process, in the kernel's ticks since boot
-  std::uint64_t base = 0;           // in its own process
+  char host[48] = {};               // the boot id, which differs between hosts
+  std::uint64_t pid_namespace = 0;  // a pid is valid within one namespace
+  std::uint64_t token = 0;          // also stored in the first bytes of the arena
+  std::uint64_t started = 0;        // when the process started, in the kernel's ticks since boot
+  std::uint64_t base = 0;           // address in its own process
   std::uint64_t bytes = 0;
   std::int32_t pid = 0;
   std::int32_t fd = -1;
@@ -38,15 +38,15 @@ struct ArenaAddress {
 
 class Arena {
  public:
-  // Throws, saying why, where there can be none.
+  // Throws an error with the reason if this system cannot share memory.
   static std::shared_ptr<Arena> of_this_process();
 
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  // Zeros, aligned to a page, that go when the last owner lets go. Throws where there is not as
-  // much memory. The arena lives at least as long.
+  // Zeroed memory, aligned to a page, freed with its last owner. Throws if there is too little
+  // memory. The memory keeps the arena alive.
   static std::shared_ptr<void> allocate(const std::shared_ptr<Arena>& arena, std::size_t bytes);
 
   bool contains(const void* memory, std::size_t bytes) const;
@@ -58,21 +58,24 @@ class Arena {
 
  private:
   Arena();
-  std::size_t take(std::size_t bytes);
-  void give_back(std::size_t offset, std::size_t bytes) noexcept;
+  void reserve_addresses();
+  std::size_t allocate_range(std::size_t bytes);
+  void free_range(std::size_t offset, std::size_t bytes) noexcept;
+  void populate_pages(std::size_t offset, std::size_t bytes) const;
   void free_pages(std::size_t offset, std::size_t bytes) const noexcept;
 
   ArenaAddress address_;
   char* base_ = nullptr;
   std::size_t reserved_ = 0;
   mutable std::mutex mutex_;
-  std::map<std::size_t, std::size_t> free_;  // bytes by offset; no two touch
+  std::map<std::size_t, std::size_t> free_;  // bytes by offset; no two ranges touch
 };
 
-// Another process's arena as this one sees it, or this one's own.
+// The arena of another process, mapped into this one, or this process's own.
 class ArenaView {
  public:
-  // One view of an arena serves all who ask. Throws, saying why, if it cannot be read from here.
+  // All callers share one view of an arena. Throws an error with the reason if this process cannot
+  // read it.
   static std::shared_ptr<const ArenaView> of(const ArenaAddress& address);
 
   ~ArenaView();
@@ -83,6 +86,7 @@ class ArenaView {
 
  private:
   explicit ArenaView(const ArenaAddress& address);
+  void map_file(const ArenaAddress& address);
   void unmap() noexcept;
 
   std::shared_ptr<Arena> own_;
@@ -90,7 +94,7 @@ class ArenaView {
   std::size_t mapped_ = 0;
 };
 
-// Of the process that an address names, seen from here.
+// The state of the process that owns an arena, as this process sees it.
 enum class ProcessState : std::uint8_t { Runs, Stopped, Ended };
 ProcessState state_of(const ArenaAddress& address);
 

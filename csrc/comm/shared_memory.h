@@ -1,4 +1,4 @@
-// Collectives between ranks of one host through memory that they share (comm/shared_arena.h).
+// Collectives between ranks of one host, through memory that they share (comm/shared_arena.h).
 #pragma once
 
 #include <chrono>
@@ -14,28 +14,29 @@ namespace fsdp {
 
 struct Mailbox;
 
-// Where the peers find this rank: made first, its address told to all. The mailboxes stay until the
-// process ends, since a peer may look into them at any time.
+// Where peers find this rank. Each rank makes its endpoint, the ranks exchange the addresses, and
+// then each rank connects. Mailboxes live until the process ends, since peers may read them at any
+// time.
 class SharedMemoryEndpoint {
  public:
-  // `name`: what peers call this rank in messages, its number among all ranks of the job. Throws,
-  // saying why, where memory cannot be shared.
-  explicit SharedMemoryEndpoint(int name);
+  // `global_rank` is this rank's number in the whole job, for messages. Throws an error with the
+  // reason if this system cannot share memory.
+  explicit SharedMemoryEndpoint(int global_rank);
 
   std::string address() const;  // bytes
 
-  // For the gather and the reduce lane. `addresses` are those of all ranks' endpoints, in order of
-  // rank, the own one included. Any wait for peers takes `timeout` at most. Once. Throws, saying
-  // why, if a peer's memory cannot be read from here.
+  // Returns the communicators of the gather lane and of the reduce lane. `addresses` are those of
+  // all ranks' endpoints in order of rank, this one included. Each wait for a peer is limited by
+  // `timeout`. Call it once. Throws an error with the reason if a peer's memory cannot be read.
   std::pair<std::unique_ptr<Communicator>, std::unique_ptr<Communicator>> connect(
       const std::vector<std::string>& addresses, int rank, std::chrono::milliseconds timeout) const;
 
  private:
   struct Address;
 
-  int name_;
+  int global_rank_;
   std::shared_ptr<Arena> arena_;
-  Mailbox* mailboxes_[2];  // of the gather and the reduce lane
+  Mailbox* mailboxes_[2];  // of the gather lane and the reduce lane
 };
 
 }  // namespace fsdp

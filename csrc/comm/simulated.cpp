@@ -19,13 +19,12 @@ class SimulatedCommunicator final : public Communicator {
   SimulatedCommunicator(Device& device, const SimulatedOptions& options)
       : device_(device), options_(options), random_(options.seed) {
     FSDP_CHECK(options.size >= 1 && options.rank >= 0 && options.rank < options.size,
-               "a simulated rank expects to be one of ", options.size, " ranks but got ",
-               options.rank);
+               "The simulated transport got rank ", options.rank, " of ", options.size,
+               " ranks. Ranks count from 0 to the number of ranks minus 1.");
     for (const LinkCost& cost : {options.gather, options.reduce}) {
-      FSDP_CHECK(
-          cost.alpha >= 0 && cost.beta > 0,
-          "a simulated link expects a latency of 0 or more and a positive bandwidth but got ",
-          cost.alpha, " s and ", cost.beta, " bytes/s");
+      FSDP_CHECK(cost.alpha >= 0 && cost.beta > 0, "A simulated link got a latency of ", cost.alpha,
+                 " s and a bandwidth of ", cost.beta,
+                 " bytes/s. Pass a latency of 0 or more and a positive bandwidth.");
     }
   }
 
@@ -34,7 +33,7 @@ class SimulatedCommunicator final : public Communicator {
   int size() const override { return options_.size; }
   GatherBy gather_by() const override { return options_.gather_by; }
 
-  // Zeros, so that what is never written is a number.
+  // Zeroed, because collectives leave parts of their outputs unwritten.
   std::shared_ptr<void> allocate(Device& device, std::size_t bytes, BufferUse /*use*/) override {
     std::shared_ptr<void> memory = device.allocate(bytes);
     device.fill(device.compute_stream(), memory.get(), 0, bytes);
@@ -46,7 +45,7 @@ class SimulatedCommunicator final : public Communicator {
   void group_end() override {
     in_group_ = false;
     if (!group_.empty()) {
-      run(*grouped_on_, options_.gather, group_bytes_, group_);
+      enqueue_transfer(*grouped_on_, options_.gather, group_bytes_, group_);
       group_.clear();
       group_bytes_ = 0;
     }
@@ -61,7 +60,7 @@ class SimulatedCommunicator final : public Communicator {
       move.count = options_.size;
       move.destination_step = bytes;
     } else {
-      move.destination = static_cast<char*>(output) + ranks_before() * bytes;
+      move.destination = static_cast<char*>(output) + ranks_before_this() * bytes;
     }
     const std::size_t all = bytes * ranks();
     if (in_group_) {
@@ -70,7 +69,7 @@ class SimulatedCommunicator final : public Communicator {
       grouped_on_ = &stream;
       return;
     }
-    run(stream, options_.gather, all, {move});
+    enqueue_transfer(stream, options_.gather, all, {move});
   }
 
   void reduce_scatter(Stream& stream, const void* input, void* output, std::size_t numel,
@@ -83,24 +82,24 @@ class SimulatedCommunicator final : public Communicator {
     if (options_.whole_traffic) {
       move.count = options_.size;
       move.source_step = segment;
-      move.kept = options_.rank;
+      move.written_piece = options_.rank;
     } else {
-      move.source = static_cast<const char*>(input) + ranks_before() * segment;
+      move.source = static_cast<const char*>(input) + ranks_before_this() * segment;
     }
-    run(stream, options_.reduce, segment * ranks(), {move});
+    enqueue_transfer(stream, options_.reduce, segment * ranks(), {move});
   }
 
   void all_reduce(Stream& stream, void* /*data*/, std::size_t numel, DType dtype) override {
-    run(stream, options_.reduce, 2 * numel * itemsize(dtype), {});
+    enqueue_transfer(stream, options_.reduce, 2 * numel * itemsize(dtype), {});
   }
 
   void broadcast(Stream& stream, void* /*data*/, std::size_t bytes, int /*root*/) override {
-    run(stream, options_.gather, bytes, {});
+    enqueue_transfer(stream, options_.gather, bytes, {});
   }
 
-  void barrier(Stream& stream) override { run(stream, options_.gather, 0, {}); }
+  void barrier(Stream& stream) override { enqueue_transfer(stream, options_.gather, 0, {}); }
 
-  // All ranks say what this one says. No stream works on such memory.
+  // Returns this rank's bytes for every rank. It copies at once, since no stream uses this memory.
   void host_all_gather(Stream& /*stream*/, const void* input, void* output,
                        std::size_t bytes) override {
     for (std::size_t r = 0; r < ranks(); ++r) {
@@ -119,19 +118,20 @@ class SimulatedCommunicator final : public Communicator {
 
  private:
   std::size_t ranks() const { return static_cast<std::size_t>(options_.size); }
-  std::size_t ranks_before() const { return static_cast<std::size_t>(options_.rank); }
+  std::size_t ranks_before_this() const { return static_cast<std::size_t>(options_.rank); }
 
-  void run(Stream& stream, const LinkCost& cost, std::size_t bytes, std::vector<Move> moves) {
+  void enqueue_transfer(Stream& stream, const LinkCost& cost, std::size_t bytes,
+                        std::vector<Move> moves) {
     check();
     double seconds = cost.alpha + static_cast<double>(bytes) / cost.beta;
     if (options_.jitter > 0) {
-      seconds *= 1 + options_.jitter * late_(random_);
+      seconds *= 1 + options_.jitter * straggle_(random_);
     }
-    const auto nothing = [](const Move& move) {
+    const auto is_empty = [](const Move& move) {
       return move.bytes == 0 ||
              (move.count == 1 && move.source == static_cast<const void*>(move.destination));
     };
-    moves.erase(std::remove_if(moves.begin(), moves.end(), nothing), moves.end());
+    moves.erase(std::remove_if(moves.begin(), moves.end(), is_empty), moves.end());
     device_.transfer(stream, std::chrono::nanoseconds(std::llround(seconds * 1e9)), moves,
                      options_.multiprocessors);
   }
@@ -139,11 +139,11 @@ class SimulatedCommunicator final : public Communicator {
   Device& device_;
   SimulatedOptions options_;
   std::mt19937_64 random_;
-  std::exponential_distribution<double> late_{1.0};
-  std::mutex mutex_;  // of error_
+  std::exponential_distribution<double> straggle_{1.0};
+  std::mutex mutex_;  // guards error_
   std::string error_;
 
-  // - Between group_start and group_end.
+  // - Used between group_start and group_end
   bool in_group_ = false;
   std::vector<Move> group_;
   std::size_t group_bytes_ = 0;

@@ -1,6 +1,6 @@
-// Collectives without peers: each takes as long as it would over a link of given latency and
-// bandwidth, on its stream, and moves this rank's own data. What comes out is no result of
-// anything; what it is for is time and memory.
+// Collectives without peers. Each keeps its stream busy for as long as it would take over a link of
+// a given latency and bandwidth, and moves this rank's own data. The outputs are not results of a
+// collective; only the time and the memory traffic are meant to be real.
 #pragma once
 
 #include <cstdint>
@@ -19,21 +19,21 @@ struct LinkCost {
 struct SimulatedOptions {
   int rank = 0;
   int size = 1;
-  LinkCost gather;  // of all-gathers and broadcasts
+  LinkCost gather;  // of all-gathers, broadcasts and barriers
   LinkCost reduce;  // of reduce-scatters; an all-reduce takes alpha + 2 S / beta
-  // Each takes (1 + jitter * x) times as long, with x drawn from the exponential distribution of
-  // mean 1: now and then one is much later than others.
+  // Each collective takes (1 + jitter * x) times as long, where x has the exponential distribution
+  // of mean 1. So a few collectives are stragglers.
   double jitter = 0.0;
   std::uint64_t seed = 0;
-  int multiprocessors = 0;  // that a collective takes from a GPU; 0: it leaves them alone
+  int multiprocessors = 0;  // that a collective occupies on a GPU; 0: none
   GatherBy gather_by = GatherBy::Parameter;
-  // Whether a collective reads and writes as much of this device's memory as a real one would,
-  // every rank's part being a copy of this one's. Else this rank's own part alone, so that no core
-  // of the host is busy with it; the rest of an output stays what it was.
+  // If true, a collective reads and writes as much of this device's memory as a real one would, and
+  // every rank's part is a copy of this rank's. If false, it moves only this rank's own part, which
+  // keeps the host's cores free, and the rest of an output is unchanged.
   bool whole_traffic = false;
 };
 
-// The device outlives it.
+// The device must outlive the communicator.
 std::unique_ptr<Communicator> make_simulated_communicator(Device& device,
                                                           const SimulatedOptions& options);
 

@@ -26,36 +26,36 @@ UnitLayout layout_of(const std::vector<Unit*>& units) {
   return UnitLayout::joined(layouts);
 }
 
-// What all units have one of, each behind the one before: their flat shards or gradients.
-struct Rows {
+// One of the two kinds of memory that the units of a bucket have side by side.
+struct FlatMemory {
   std::size_t (*bytes)(const UnitLayout&);
   void* (UnitPort::*address)();
   void (UnitPort::*move)(std::shared_ptr<void>);
 };
 
-const Rows kShards{[](const UnitLayout& layout) { return layout.shard_bytes(); },
-                   &UnitPort::flat_shard, &UnitPort::move_shard};
-const Rows kGradients{[](const UnitLayout& layout) {
-                        return static_cast<std::size_t>(layout.grad_numel()) *
-                               itemsize(layout.grad_dtype());
-                      },
-                      &UnitPort::flat_gradient, &UnitPort::move_gradient};
+const FlatMemory kShards{[](const UnitLayout& layout) { return layout.shard_bytes(); },
+                         &UnitPort::flat_shard, &UnitPort::move_shard};
+const FlatMemory kGradients{[](const UnitLayout& layout) {
+                              return static_cast<std::size_t>(layout.grad_numel()) *
+                                     itemsize(layout.grad_dtype());
+                            },
+                            &UnitPort::flat_gradient, &UnitPort::move_gradient};
 
-// Where the first begins. An empty one is nowhere.
-char* first_of(const std::vector<Unit*>& units, const Rows& rows) {
+// The address of the first unit's memory that is not empty.
+char* first_of(const std::vector<Unit*>& units, const FlatMemory& flat) {
   for (const Unit* unit : units) {
-    if (rows.bytes(unit->layout) > 0) {
-      return static_cast<char*>((unit->port.*rows.address)());
+    if (flat.bytes(unit->layout) > 0) {
+      return static_cast<char*>((unit->port.*flat.address)());
     }
   }
   return nullptr;
 }
 
-bool are_neighbours(const std::vector<Unit*>& units, const Rows& rows) {
-  const char* place = first_of(units, rows);
+bool are_adjacent(const std::vector<Unit*>& units, const FlatMemory& flat) {
+  const char* place = first_of(units, flat);
   for (const Unit* unit : units) {
-    const std::size_t bytes = rows.bytes(unit->layout);
-    if (bytes > 0 && (unit->port.*rows.address)() != place) {
+    const std::size_t bytes = flat.bytes(unit->layout);
+    if (bytes > 0 && (unit->port.*flat.address)() != place) {
       return false;
     }
     place += bytes;
@@ -63,26 +63,25 @@ bool are_neighbours(const std::vector<Unit*>& units, const Rows& rows) {
   return true;
 }
 
-void move_behind_each_other(const std::vector<Unit*>& units, const Rows& rows,
-                            const std::shared_ptr<void>& memory) {
+void move_into(const std::vector<Unit*>& units, const FlatMemory& flat,
+               const std::shared_ptr<void>& memory) {
   auto* place = static_cast<char*>(memory.get());
   for (Unit* unit : units) {
-    const std::size_t bytes = rows.bytes(unit->layout);
+    const std::size_t bytes = flat.bytes(unit->layout);
     if (bytes > 0) {
-      (unit->port.*rows.move)(std::shared_ptr<void>(memory, place));
+      (unit->port.*flat.move)(std::shared_ptr<void>(memory, place));
     }
     place += bytes;
   }
 }
 
 // See Note [moving shards].
-void make_neighbours(const std::vector<Unit*>& units, const UnitLayout& layout, Lanes& lanes) {
-  if (!are_neighbours(units, kShards)) {
-    move_behind_each_other(units, kShards,
-                           lanes.gather.allocate(layout.shard_bytes(), BufferUse::Shard));
+void make_adjacent(const std::vector<Unit*>& units, const UnitLayout& layout, Lanes& lanes) {
+  if (!are_adjacent(units, kShards)) {
+    move_into(units, kShards, lanes.gather.allocate(layout.shard_bytes(), BufferUse::Shard));
   }
-  if (!are_neighbours(units, kGradients)) {
-    move_behind_each_other(units, kGradients, lanes.device->allocate(kGradients.bytes(layout)));
+  if (!are_adjacent(units, kGradients)) {
+    move_into(units, kGradients, lanes.device->allocate(kGradients.bytes(layout)));
   }
 }
 
@@ -130,6 +129,21 @@ std::vector<ReducePiece> reductions_of(const UnitLayout& layout, std::size_t max
   return pieces;
 }
 
+// The last piece of the gather that has a parameter of each unit.
+void set_last_pieces(const std::vector<Unit*>& units, const std::vector<GatherPiece>& gathers) {
+  std::size_t first_param = 0;
+  for (Unit* unit : units) {
+    const std::size_t end_param = first_param + unit->layout.params().size();
+    unit->last_piece = 0;
+    for (std::size_t i = 0; i < gathers.size(); ++i) {
+      if (gathers[i].part.first < end_param && gathers[i].part.end > first_param) {
+        unit->last_piece = i;
+      }
+    }
+    first_param = end_param;
+  }
+}
+
 }  // namespace
 
 Bucket::Bucket(int bucket_number, std::vector<Unit*> members, Lanes& lanes)
@@ -138,16 +152,19 @@ Bucket::Bucket(int bucket_number, std::vector<Unit*> members, Lanes& lanes)
       name(name_of(units)),
       layout(layout_of(units)),
       buffers(buffers_of(layout, lanes.gather.communicator().gather_by(),
-                         units.front()->max_message_bytes)),  // in which they are alike
+                         units.front()->max_message_bytes)),  // the same for all units
       gathers(gathers_of(layout, units.front()->max_message_bytes, lanes)),
       reductions(reductions_of(layout, units.front()->max_message_bytes, *lanes.packer)),
+      gradient_dtype(layout.unsharded_grad_dtype()),
       accumulated_params(layout.trainable_count(), 0),
       gradients(layout.trainable_count(), nullptr),
       finish_modes(layout.trainable_count(), CastMode::Write),
       packed(lanes.device->new_event()),
       reduced(lanes.device->new_event()),
       gather_label(label_of("the all-gather", units)),
-      reduce_label(label_of("the reduce-scatter", units)) {
+      reduce_label(label_of("the reduce-scatter", units)) {}
+
+void Bucket::place_units(Lanes& lanes) {
   std::size_t unsharded = 0;
   std::size_t trainable = 0;
   std::size_t gradient = 0;
@@ -161,12 +178,9 @@ Bucket::Bucket(int bucket_number, std::vector<Unit*> members, Lanes& lanes)
     unsharded += unit.layout.unsharded_bytes();
     gradient += static_cast<std::size_t>(unit.layout.grad_numel());
     trainable += unit.layout.trainable_count();
-    if (unit.layout.trainable_count() > 0) {
-      gradient_dtype = unit.port.gradient_dtype();
-    }
   }
-  note_last_pieces();
-  make_neighbours(units, layout, lanes);
+  set_last_pieces(units, gathers);
+  make_adjacent(units, layout, lanes);
 }
 
 const void* Bucket::flat_shard() const { return first_of(units, kShards); }
@@ -175,20 +189,6 @@ void* Bucket::flat_gradient() const { return first_of(units, kGradients); }
 
 std::size_t Bucket::segment_bytes() const {
   return static_cast<std::size_t>(layout.grad_numel()) * itemsize(layout.reduce_dtype());
-}
-
-void Bucket::note_last_pieces() {
-  std::size_t first_param = 0;
-  for (Unit* unit : units) {
-    const std::size_t end_param = first_param + unit->layout.params().size();
-    unit->last_piece = 0;
-    for (std::size_t i = 0; i < gathers.size(); ++i) {
-      if (gathers[i].part.first < end_param && gathers[i].part.end > first_param) {
-        unit->last_piece = i;
-      }
-    }
-    first_param = end_param;
-  }
 }
 
 std::size_t Bucket::reduce_input_bytes(const ReducePiece& piece) const {

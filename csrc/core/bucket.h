@@ -1,22 +1,21 @@
-// Units that travel together: one gather brings the parameters of all, one reduction takes the
-// gradients of all. A unit that is large enough by itself is a bucket of its own.
+// Units that share their collectives: one gather for the parameters of all of them, one reduction
+// for their gradients. A unit that is large enough by itself is a bucket of its own.
 //
 // Note [buckets]
-// A collective costs its latency, whatever it carries. So units that are small and run one after
-// the other (core/merging.h) lie one behind the other in memory: their flat shards are one input of
-// a gather, their flat gradients one output of a reduction. To the wire a bucket is a unit with the
-// parameters of all of them (UnitLayout::joined). It is gathered when the first of its units is
-// needed; the others are Gathering until their turn comes. Its slot goes back when the last of them
-// has let go. It is reduced when the last of those that ran has all its gradients, which are kept
-// until then.
+// Every collective has a latency, whatever its size. So small units that run one after another
+// (core/merging.h) are adjacent in memory: their flat shards are one input of a gather, their flat
+// gradients one output of a reduction. For the collectives, a bucket is one unit with all their
+// parameters (UnitLayout::joined). It is gathered when its first unit is needed; the others are
+// Gathering until their turn. Its slot is released when the last unit is resharded. It is reduced
+// when the last of the units that ran has all its gradients. Gradients are kept until then.
 //
 // Note [moving shards]
-// A unit's flat shard begins as an allocation of its own, since it is made before it is known who
-// its neighbours are. When buckets are formed it moves into one that they share: its content is
-// copied and its storage is pointed there, so that every tensor over it (parameters, what an
-// optimizer works on) follows. That is between iterations, when no stream works with it and no
-// other rank reads it; it happens once for the order of registration and once for the recorded one,
-// and not at all where the units lie as they should already. Flat gradients move the same way.
+// A unit's flat shard starts as an allocation of its own, because it is made before the neighbours
+// are known. Forming buckets moves it into an allocation that they share: the content is copied and
+// the storage points there, so that every tensor over it (parameters, the optimizer's) follows.
+// This happens between iterations, when no stream works with the shard and no other rank reads it.
+// It happens once for the order of registration and once for the recorded order, and not at all for
+// units that are adjacent already. Flat gradients move in the same way.
 #pragma once
 
 #include <cstddef>
@@ -37,10 +36,10 @@
 
 namespace fsdp {
 
-// Which state of the shards something was made from.
+// The state of the shards that a gather or a cast was made from.
 struct ShardStamp {
   std::uint64_t iteration = 0;
-  std::uint64_t version = 0;  // of all units' shards
+  std::uint64_t version = 0;  // the sum over the units' shards
   bool valid = false;
 
   bool matches(const ShardStamp& other) const {
@@ -48,79 +47,80 @@ struct ShardStamp {
   }
 };
 
-// What one message of a gather carries, and the copies around it: Note [pieces].
+// One message of a gather and the copies around it: Note [pieces].
 struct GatherPiece {
   LayoutPart part;
   CastPlan cast_plan;
   GatherPlan plan;
   std::size_t bytes = 0;            // on the wire, of all ranks together
-  std::unique_ptr<Event> gathered;  // in its place
+  std::unique_ptr<Event> gathered;  // and unpacked
 };
 
-// What one message of a reduction carries.
+// One message of a reduction and the copies around it.
 struct ReducePiece {
   LayoutPart part;
   PackPlan pack_plan;
   CastPlan finish_plan;              // reduce output -> flat gradient, by trainable parameter
-  std::size_t first_trainable = 0;   // of the bucket's
-  std::int64_t gradient_offset = 0;  // elements of a gradient that lie before its rows
+  std::size_t first_trainable = 0;   // index among the bucket's trainable parameters
+  std::int64_t gradient_offset = 0;  // elements of the gradient before the piece's rows
   std::int64_t segment_offset = 0;   // elements, in the bucket's segment
 };
 
 struct Bucket {
-  // Takes the units in: makes them neighbours and sets their places.
   Bucket(int number, std::vector<Unit*> units, Lanes& lanes);
 
   Bucket(const Bucket&) = delete;
   Bucket& operator=(const Bucket&) = delete;
 
+  // Makes the units' shards and gradients adjacent and sets the units' places in the bucket.
+  void place_units(Lanes& lanes);
+
   UnitRange numbers() const { return {units.front()->number, units.back()->number}; }
   const void* flat_shard() const;
   void* flat_gradient() const;
 
-  std::size_t segment_bytes() const;       // of one rank's part of the reduce input
+  std::size_t segment_bytes() const;       // of one rank's segment of the reduce input
   std::size_t reduce_input_bytes() const;  // of all ranks'
   std::size_t reduce_input_bytes(const ReducePiece& piece) const;
   bool gathers_in_pieces() const { return gathers.size() > 1; }
   bool reduces_in_pieces() const { return reductions.size() > 1; }
-  // Of the buffers that belong to this bucket alone and exist now.
+  // The size of the buffers that this bucket does not share and that exist now.
   std::size_t buffer_bytes() const;
 
-  // As the settings are now.
+  // With the current settings.
   BucketUse use() const { return {buffers, units.front()->reshard_after_forward}; }
-  void note_last_pieces();
 
   const int number;
   const std::vector<Unit*> units;  // in the order that forward runs them
   const std::string name;
   const UnitLayout layout;
-  const BucketBuffers buffers;  // how large each is to be
+  const BucketBuffers buffers;  // their planned sizes
 
-  // - Descriptors, made once. At least one piece of each.
+  // - Descriptors, with at least one piece each.
   std::vector<GatherPiece> gathers;
   std::vector<ReducePiece> reductions;
-  DType gradient_dtype = DType::Float32;  // of the unsharded parameters'
+  const DType gradient_dtype;  // of the unsharded parameters'
 
   // - Parameters.
-  Slot* slot = nullptr;        // that was gathered into last: the ring's, or the home
-  std::unique_ptr<Slot> home;  // of a bucket that stays unsharded after forward
+  Slot* slot = nullptr;        // of the last gather: in the ring, or the home
+  std::unique_ptr<Slot> home;  // if the bucket stays unsharded after forward
   Issue gather_issue;
   ShardStamp gathered_from;
-  std::shared_ptr<void> gather_input;  // only where the wire has another dtype than the shard
+  std::shared_ptr<void> gather_input;  // only if the wire has another dtype than the shard
   ShardStamp cast_from;
 
   // - Gradients. The vectors have one element for each trainable parameter.
-  // Reduce input that outlives a backward without sync: one piece's behind the other's.
+  // The reduce input of backwards without gradient sync, one piece after another.
   std::shared_ptr<void> accumulated;
   std::vector<char> accumulated_params;
   bool has_accumulated = false;
-  std::vector<const void*> gradients;  // addresses of those taken for the packer
+  std::vector<const void*> gradients;  // addresses, for the packer
   std::vector<CastMode> finish_modes;
   std::unique_ptr<Event> packed;
   std::unique_ptr<Event> reduced;
   bool reduction_pending = false;  // the compute stream has not waited for `reduced` yet
 
-  // - What waits are for, in error messages.
+  // - The names of its collectives in error messages.
   const std::string gather_label;
   const std::string reduce_label;
 };

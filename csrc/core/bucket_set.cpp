@@ -51,14 +51,7 @@ Partition BucketSet::partition(const ForwardOrder& order) const {
   std::vector<MergeTraits> traits;
   std::vector<int> parents;
   for (const auto& unit : units_) {
-    MergeTraits of_unit =
-        merge_traits(unit->layout, unit->bucket_bytes, unit->port.gradient_dtype());
-    of_unit.max_message_bytes = unit->max_message_bytes;
-    of_unit.reshard_after_forward = unit->reshard_after_forward;
-    of_unit.reshard_after_backward = unit->reshard_after_backward;
-    of_unit.pack_scale = unit->pack_scale;
-    of_unit.reduce_scale = unit->reduce_scale;
-    traits.push_back(of_unit);
+    traits.push_back(merge_traits(*unit));
     parents.push_back(unit->parent);
   }
   return merge_units(traits,
@@ -94,6 +87,7 @@ void BucketSet::form(const Partition& partition, Reducer& reducer) {
     }
     buckets_.push_back(
         std::make_unique<Bucket>(static_cast<int>(buckets_.size()), std::move(units), lanes_));
+    buckets_.back()->place_units(lanes_);
   }
   partition_ = partition;
 }

@@ -46,7 +46,7 @@ void Gatherer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, 
   const GatherMemory memory = plan_gathers(uses_of(buckets), slots);
   // Work in flight may still use the buffers of the plan before.
   lane_.synchronize();
-  streams_.set_any_in_pieces(memory.any_cut);
+  streams_.set_any_in_pieces(memory.any_in_pieces);
   buckets_ = &buckets;
   ring_ = std::make_unique<BufferRing>(
       device_, [this](std::size_t bytes) { return lane_.allocate(bytes, BufferUse::Output); },

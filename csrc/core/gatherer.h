@@ -9,7 +9,6 @@
 #pragma once
 
 #include <cstddef>
-#include <functional>
 #include <memory>
 #include <vector>
 
@@ -23,9 +22,6 @@ namespace fsdp {
 
 class Gatherer {
  public:
-  // Called right before a collective is issued.
-  using Announce = std::function<void(const Bucket&, std::size_t bytes)>;
-
   // The lane outlives this, and may be shared with others.
   Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Announce announce);
   ~Gatherer();

@@ -2,18 +2,18 @@
 // for reductions.
 //
 // Note [lanes]
-// Ranks match collectives by their order on a communicator. A lane is one order: whoever issues
-// through its stream is in step with every other schedule that does. Gathers and reductions have a
-// lane each, since backward issues both and neither should wait for the other. A lane is costly (a
-// thread or a CUDA stream, connections to all peers), and models may come and go, so they are made
-// once for a set of ranks and not once for a model.
+// Ranks match collectives by their order on a communicator. A lane is one such order: all schedules
+// that issue through its stream stay in step. Gathers and reductions have a lane each, because
+// backward issues both and neither should wait for the other. A lane is expensive (a thread or a
+// CUDA stream, connections to all peers), so lanes are made once for a set of ranks, not once for a
+// model.
 //
 // Note [pieces]
-// What is too large for one message (`max_message_bytes`) travels as several, its pieces. Then
-// copies have streams of their own: what comes before a piece's message (cast, pack) runs on
-// `before`, what comes after it (unpack, the hand-over of gradients) on `after`, each beside the
-// messages of other pieces. Pieces take turns in two halves of staging and of the reduce input.
-// What is one piece needs no other stream than the lane's.
+// A bucket that is too large for one message (`max_message_bytes`) is sent in pieces. The copies
+// around them then have streams of their own. The copies before a message (cast, pack) run on
+// `before`, those after it (unpack, finish) on `after`, so they overlap the messages of other
+// pieces. Pieces use the two halves of the staging buffer and of the reduce input in turns. A
+// bucket that is one piece needs no other stream than the lane's.
 #pragma once
 
 #include <chrono>
@@ -41,7 +41,7 @@ class Lane {
   Communicator& communicator() { return *communicator_; }
   Stream& stream() { return *stream_; }
 
-  // See Note [pieces]. They exist from make_copy_streams on.
+  // Makes `before` and `after`: Note [pieces].
   void make_copy_streams() {
     if (before_ == nullptr) {
       before_ = device_.new_stream(stream_->name() + " in");
@@ -51,7 +51,7 @@ class Lane {
   Stream& before() { return *before_; }
   Stream& after() { return *after_; }
 
-  // Blocks the calling thread until all that was issued is done; throws if any of it failed.
+  // Blocks the calling thread until all issued work is done. Throws if any of it failed.
   void synchronize() {
     for (Stream* stream : {before_.get(), stream_.get(), after_.get()}) {
       if (stream != nullptr) {
@@ -60,15 +60,15 @@ class Lane {
     }
   }
 
-  // Memory for collectives of this lane. All ranks ask for as much at the same time; the lane
-  // outlives it.
+  // Allocates memory for collectives of this lane. All ranks call it together with the same size.
+  // The lane outlives the memory.
   std::shared_ptr<void> allocate(std::size_t bytes, BufferUse use) {
     return communicator_->allocate(device_, bytes, use);
   }
 
-  // Waits until nothing of what was issued runs any more, since what it uses is about to be freed.
-  // That takes as long as it takes: giving up is the backend's business, which has a timeout of
-  // its own. Errors have been told to whoever waited for the work.
+  // Waits until no issued work runs any more, because the memory it uses is about to be freed. The
+  // wait has no timeout of its own: the backend gives up after its timeout. Errors were thrown to
+  // the code that waited for the work.
   void drain() noexcept {
     for (Stream* stream : {before_.get(), stream_.get(), after_.get()}) {
       if (stream != nullptr) {
@@ -85,11 +85,11 @@ class Lane {
         try {
           drained_->synchronize(timeout_, stream.name());
         } catch (const TimeoutError&) {
-          // Of this wait; the work goes on.
+          // The work still runs.
         }
       }
     } catch (const std::exception&) {
-      // Of the work, which has ended, or of a device on which nothing runs any more.
+      // The work has failed and ended, or nothing runs on the device any more.
     }
   }
 
@@ -97,7 +97,7 @@ class Lane {
   std::unique_ptr<Communicator> communicator_;
   std::unique_ptr<Event> drained_;
   std::chrono::milliseconds timeout_;
-  std::unique_ptr<Stream> stream_;  // last: its work, which uses the others, ends first
+  std::unique_ptr<Stream> stream_;  // destroyed before the members above, which its work uses
   std::unique_ptr<Stream> before_;
   std::unique_ptr<Stream> after_;
 };
@@ -118,8 +118,8 @@ struct Lanes {
 };
 
 inline Lane& lane_named(Lanes& lanes, const std::string& name) {
-  FSDP_CHECK(name == "gather" || name == "reduce", "expects a lane 'gather' or 'reduce' but got '",
-             name, "'");
+  FSDP_CHECK(name == "gather" || name == "reduce", "There is no lane '", name,
+             "'. The lanes are 'gather' and 'reduce'.");
   return name == "gather" ? lanes.gather : lanes.reduce;
 }
 

@@ -7,7 +7,7 @@
 namespace fsdp {
 namespace {
 
-// One rank sends nothing, and has nothing to cut.
+// A single rank sends no messages.
 std::size_t most_bytes_of(const UnitLayout& layout, std::size_t max_message_bytes) {
   return layout.world_size() > 1 ? max_message_bytes : 0;
 }
@@ -74,7 +74,7 @@ GatherMemory plan_gathers(const std::vector<BucketUse>& buckets, int slots) {
     if (bucket.buffers.slot == 0) {
       continue;
     }
-    memory.any_cut = memory.any_cut || bucket.buffers.gather_messages > 1;
+    memory.any_in_pieces = memory.any_in_pieces || bucket.buffers.gather_messages > 1;
     memory.staging_bytes = std::max(memory.staging_bytes, bucket.buffers.staging);
     if (bucket.reshards_after_forward) {
       memory.slot_bytes = std::max(memory.slot_bytes, bucket.buffers.slot);
@@ -88,11 +88,11 @@ GatherMemory plan_gathers(const std::vector<BucketUse>& buckets, int slots) {
 ReduceMemory plan_reductions(const std::vector<BucketUse>& buckets) {
   ReduceMemory memory;
   for (const BucketUse& bucket : buckets) {
-    memory.any_cut = memory.any_cut || bucket.buffers.reduce_messages > 1;
+    memory.any_in_pieces = memory.any_in_pieces || bucket.buffers.reduce_messages > 1;
     memory.input_bytes = std::max(memory.input_bytes, bucket.buffers.reduce_input);
     memory.output_bytes = std::max(memory.output_bytes, bucket.buffers.reduce_output);
   }
-  if (memory.any_cut) {  // both halves begin aligned
+  if (memory.any_in_pieces) {  // both halves must be aligned
     memory.input_bytes = align_up(memory.input_bytes, 2 * kRegionAlignment);
   }
   return memory;
@@ -104,7 +104,7 @@ std::size_t gradients_in_flight(const std::vector<std::size_t>& bytes,
   for (std::size_t i = 0; i < bytes.size(); ++i) {
     std::size_t alive = 0;
     const std::size_t end = std::min(bytes.size(), i + 1 + kGradientsInFlight);
-    for (std::size_t j = i; j < end; ++j) {  // backward has taken those behind i before
+    for (std::size_t j = i; j < end; ++j) {  // the last to run before bucket i
       alive += bytes[j];
     }
     for (int parent = parents[i]; parent >= 0; parent = parents[static_cast<std::size_t>(parent)]) {

@@ -6,20 +6,20 @@
 namespace fsdp {
 namespace {
 
-// One time that forward was in a unit, and what it ran there.
+// One time that forward entered a unit, with the visits inside it.
 struct Visit {
   int unit = -1;
   std::vector<Visit> inner;
 };
 
-// Units that would travel together.
+// Units that would share a bucket.
 struct Run {
   std::vector<int> units;
   std::size_t bytes = 0;
   std::size_t limit = 0;
-  const MergeTraits* like = nullptr;       // any of them
-  const MergeTraits* sent = nullptr;       // any that has bytes to send
-  const MergeTraits* trainable = nullptr;  // any that trains
+  const MergeTraits* like = nullptr;       // any unit
+  const MergeTraits* sent = nullptr;       // any unit that has bytes to send
+  const MergeTraits* trainable = nullptr;  // any unit with trainable parameters
 };
 
 bool are_alike(const MergeTraits& a, const MergeTraits& b) {
@@ -88,7 +88,7 @@ class Merger {
     }
   }
 
-  // The unit and all that is nested in it, if they may travel together; else none.
+  // The unit and all units nested in it, if they may share a bucket. Otherwise empty.
   Run whole(const Visit& visit) const {
     const auto unit = static_cast<std::size_t>(visit.unit);
     const MergeTraits& traits = units_[unit];
@@ -144,8 +144,8 @@ class Merger {
   Partition partition_;
 };
 
-// Of events [position, end of the enclosing visit). A unit of several modules is entered with each
-// of them and left once.
+// The visits from `position` to the end of the enclosing visit. A unit of several modules is
+// entered with each of them and left once.
 std::vector<Visit> visits(const std::vector<ForwardEvent>& events, std::size_t& position,
                           std::vector<int>& open) {
   std::vector<Visit> siblings;
@@ -158,22 +158,28 @@ std::vector<Visit> visits(const std::vector<ForwardEvent>& events, std::size_t& 
     open.push_back(unit);
     siblings.push_back({unit, visits(events, position, open)});
     open.pop_back();
-    position += 1;  // its end
+    position += 1;  // the leave event
   }
   return siblings;
 }
 
 }  // namespace
 
-MergeTraits merge_traits(const UnitLayout& layout, std::size_t bucket_bytes, DType gradient_dtype) {
+MergeTraits merge_traits(const UnitConfig& unit) {
+  const UnitLayout& layout = unit.layout;
   MergeTraits traits;
   traits.bytes = layout.gather_bytes() * static_cast<std::size_t>(layout.world_size());
-  traits.limit = layout.world_size() == 1 ? 0 : bucket_bytes;
+  traits.limit = layout.world_size() == 1 ? 0 : unit.bucket_bytes;
+  traits.max_message_bytes = unit.max_message_bytes;
   traits.trainable = layout.trainable_count() > 0;
   traits.grad_dtype = layout.grad_dtype();
   traits.reduce_dtype = layout.reduce_dtype();
-  traits.gradient_dtype = gradient_dtype;
+  traits.gradient_dtype = layout.unsharded_grad_dtype();
   traits.needs_cast = layout.needs_cast();
+  traits.reshard_after_forward = unit.reshard_after_forward;
+  traits.reshard_after_backward = unit.reshard_after_backward;
+  traits.pack_scale = unit.pack_scale;
+  traits.reduce_scale = unit.reduce_scale;
   return traits;
 }
 

@@ -20,7 +20,7 @@ struct OrderCheck::Announcement {
   char unit[96];
 };
 
-// Units by number, bucket by bucket: the first of them, and a hash of all.
+// A partition as ranks compare it: its first unit numbers, bucket by bucket, and a hash of all.
 struct OrderCheck::Order {
   static constexpr std::size_t kMost = 120;
   static constexpr std::int32_t kNextBucket = -1;
@@ -61,8 +61,8 @@ OrderCheck::~OrderCheck() = default;
 
 void OrderCheck::compare(const char* op, const Bucket& bucket, std::size_t bytes) {
   FSDP_CHECK(!device_.is_capturing(),
-             "the first iteration compares the ranks, which a CUDA graph cannot capture; run a few "
-             "whole steps before capturing one");
+             "A CUDA graph cannot capture the first iteration, which compares the ranks. Run a few "
+             "whole steps before capturing one.");
   Announcement& mine = *mine_;
   mine = {};
   mine.sequence = ++sequence_;
@@ -79,18 +79,17 @@ void OrderCheck::compare(const char* op, const Bucket& bucket, std::size_t bytes
   lane_.communicator().check();
   for (std::size_t rank = 0; rank < all_.size(); ++rank) {
     const Announcement& theirs = all_[rank];
-    FSDP_CHECK(std::memcmp(&theirs, &mine, sizeof(mine)) == 0,
-               "all ranks are expected to run the same units in the same order and sizes, but as "
-               "collective ",
-               mine.sequence, " of the first iteration rank ", lane_.communicator().rank(),
-               " issues ", mine.describe(), " where rank ", rank, " issues ", theirs.describe(),
-               "; make the model and its control flow the same on every rank");
+    FSDP_CHECK(std::memcmp(&theirs, &mine, sizeof(mine)) == 0, "As collective ", mine.sequence,
+               " of the first iteration, rank ", lane_.communicator().rank(), " issues ",
+               mine.describe(), " but rank ", rank, " issues ", theirs.describe(),
+               ". All ranks must run the same units, in the same order and of the same sizes. Make "
+               "the model and its control flow the same on every rank.");
   }
 }
 
 void OrderCheck::compare(const Partition& partition,
                          const std::vector<std::unique_ptr<Unit>>& units) {
-  static const std::string kWhat = "ranks to say how they form buckets";
+  static const std::string kWhat = "all ranks to announce their buckets";
   *my_order_ = Order(partition);
   lane_.communicator().announce(kWhat);
   lane_.communicator().host_all_gather(lane_.stream(), my_order_.get(), all_orders_.data(),
@@ -115,11 +114,12 @@ void OrderCheck::compare(const Partition& partition,
     const bool is_seen = mine != my_order_->units + Order::kMost;
     const int this_rank = lane_.communicator().rank();
     throw Error(detail::concat(
-        "all ranks are expected to run the same units in the same order and to put them into the "
-        "same buckets, but rank ",
+        "All ranks must run the same units in the same order and put them into the same buckets, "
+        "but "
+        "rank ",
         this_rank, " has ", is_seen ? name(*mine) : "other units", " where rank ", rank, " has ",
         is_seen ? name(*other) : "others",
-        "; make the model, its control flow and its settings the same on every rank"));
+        ". Make the model, its control flow and its settings the same on every rank."));
   }
 }
 

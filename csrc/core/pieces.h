@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -13,6 +14,11 @@
 #include "device/stream.h"
 
 namespace fsdp {
+
+struct Bucket;
+
+// Called right before a collective is issued.
+using Announce = std::function<void(const Bucket&, std::size_t bytes)>;
 
 class LaneStreams {
  public:

@@ -67,7 +67,7 @@ Reducer::~Reducer() { lane_.drain(); }
 void Reducer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   lane_.synchronize();
   const ReduceMemory memory = plan_reductions(uses_of(buckets));
-  streams_.set_any_in_pieces(memory.any_cut);
+  streams_.set_any_in_pieces(memory.any_in_pieces);
   const std::size_t input = memory.input_bytes;
   input_.reset(input > 0 ? lane_.allocate(input, BufferUse::Input) : nullptr, input);
   output_bytes_ = memory.output_bytes;

@@ -23,7 +23,6 @@
 
 #include <cstddef>
 #include <deque>
-#include <functional>
 #include <memory>
 #include <vector>
 
@@ -36,9 +35,6 @@ namespace fsdp {
 
 class Reducer {
  public:
-  // Called right before a collective is issued.
-  using Announce = std::function<void(const Bucket&, std::size_t bytes)>;
-
   // The lane outlives this, and may be shared with others.
   Reducer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Announce announce);
   ~Reducer();

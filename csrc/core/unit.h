@@ -6,13 +6,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <utility>
 #include <vector>
 
 #include "core/buffer_ring.h"
-#include "core/layout.h"
 #include "core/ledger.h"
+#include "core/unit_config.h"
 #include "device/stream.h"
 
 namespace fsdp {
@@ -38,8 +37,6 @@ class UnitPort {
   // Moves the gradients out of the unsharded parameters. Writes their addresses, one for each
   // trainable parameter (nullptr if it has none). The result keeps them alive.
   virtual std::shared_ptr<void> extract_gradients(const void** addresses) = 0;
-  // The dtype of the unsharded parameters' gradients.
-  virtual DType gradient_dtype() = 0;
   // Drops the unsharded parameters' gradients, after a backward that failed.
   virtual void drop_gradients() = 0;
 
@@ -52,18 +49,6 @@ class UnitPort {
   virtual void set_sharded_gradient(std::size_t i) = 0;
 };
 
-struct UnitConfig {
-  std::string name;
-  UnitLayout layout;
-  int parent = -1;  // the unit that encloses it, added before it; -1 for the root
-  bool reshard_after_forward = true;
-  bool reshard_after_backward = true;
-  double pack_scale = 1.0;            // of gradients, before the reduction
-  double reduce_scale = 1.0;          // after it
-  std::size_t bucket_bytes = 0;       // limit of a shared bucket (core/merging.h); 0: not shared
-  std::size_t max_message_bytes = 0;  // limit of a message of its bucket; 0: none
-};
-
 // Note [states]
 // Sharded -> Gathering (a gather was issued, or a slot with current contents was reacquired) ->
 // Unsharded (the compute stream waited and the parameters are attached) -> Sharded. A gather covers
@@ -73,35 +58,19 @@ enum class UnitState : std::uint8_t { Sharded, Gathering, Unsharded };
 
 struct Bucket;
 
-struct Unit {
+// A unit with its settings, which may change, and its state.
+struct Unit : UnitConfig {
   Unit(int unit_number, UnitConfig config, UnitPort& unit_port)
-      : number(unit_number),
-        name(std::move(config.name)),
-        layout(std::move(config.layout)),
+      : UnitConfig(std::move(config)),
+        number(unit_number),
         port(unit_port),
-        parent(config.parent),
-        bucket_bytes(config.bucket_bytes),
-        max_message_bytes(config.max_message_bytes),
-        reshard_after_forward(config.reshard_after_forward),
-        reshard_after_backward(config.reshard_after_backward),
-        pack_scale(config.pack_scale),
-        reduce_scale(config.reduce_scale),
         arrived(layout.trainable_count(), 0) {}
 
   const int number;
-  const std::string name;
-  const UnitLayout layout;
   UnitPort& port;
-  const int parent;
 
-  // - Settings.
-  std::size_t bucket_bytes;
-  const std::size_t max_message_bytes;
-  bool reshard_after_forward;
-  bool reshard_after_backward;
+  // - Settings that are not in the config.
   bool requires_gradient_sync = true;
-  double pack_scale;                   // of gradients, before the reduction
-  double reduce_scale;                 // after it
   std::vector<int> forward_prefetch;   // empty: the recorded order
   std::vector<int> backward_prefetch;  // empty: the reverse of forward
 

@@ -1,25 +1,31 @@
-// CUDA's own results as errors, and the current device. Only CUDA implementations include this.
+// CUDA's results as errors, and the current device. Only CUDA implementations include this.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
-#include "base/check.h"
+#include <string_view>
 
-// Throws with what CUDA says, and clears CUDA's record of it where it has one.
-#define FSDP_CUDA_CHECK(call)                                                                     \
-  do {                                                                                            \
-    const cudaError_t fsdp_result = (call);                                                       \
-    if (fsdp_result != cudaSuccess) {                                                             \
-      cudaGetLastError();                                                                         \
-      throw ::fsdp::Error(::fsdp::detail::concat("CUDA: ", cudaGetErrorString(fsdp_result), " (", \
-                                                 cudaGetErrorName(fsdp_result), ") from ", #call, \
-                                                 " at ", __FILE__, ":", __LINE__));               \
-    }                                                                                             \
-  } while (false)
+#include "base/check.h"
 
 namespace fsdp {
 
-// Makes `device` current and, at the end, what was current before.
+// Throws an error with CUDA's text unless the call has succeeded, and clears CUDA's record of the
+// last error. `call` is the source text of the call, of which the message has the function's name.
+inline void check_cuda(cudaError_t result, std::string_view call) {
+  if (result != cudaSuccess) {
+    cudaGetLastError();
+    throw Error(detail::concat(call.substr(0, call.find('(')), " failed: ",
+                               cudaGetErrorString(result), " (", cudaGetErrorName(result), ")"));
+  }
+}
+
+}  // namespace fsdp
+
+#define FSDP_CUDA_CHECK(call) ::fsdp::check_cuda((call), #call)
+
+namespace fsdp {
+
+// Makes `device` current, and restores the previous device at the end of the scope.
 class CudaDeviceGuard {
  public:
   explicit CudaDeviceGuard(int device) {

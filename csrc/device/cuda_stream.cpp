@@ -1,11 +1,11 @@
 // Streams, events and memory of one GPU.
 //
 // Note [graph capture]
-// A whole step may be captured into a CUDA graph: the compute stream is captured by the user, and
-// the lanes join when they wait for an event of it. Events do not cross the border: CUDA refuses to
-// wait inside a capture for work outside of it, and the other way round. Nothing is lost by leaving
-// such waits out: who captures synchronises the device first, and the first thing that an
-// iteration does on a lane is to wait for the compute stream, on which the graph runs.
+// A whole step may be captured into a CUDA graph. The user captures the compute stream, and the
+// lanes join the capture when they wait for an event of it. CUDA refuses to wait inside a capture
+// for work outside of it, and the other way round. So such waits are left out. They are not needed:
+// the user synchronises the device before a capture, and an iteration begins on a lane with a wait
+// for the compute stream, on which the graph runs.
 #include <cuda_runtime_api.h>
 #include <nvtx3/nvToolsExt.h>
 #include <nvtx3/nvToolsExtCudaRt.h>
@@ -28,13 +28,14 @@
 namespace fsdp {
 namespace {
 
-// 0 where `stream` is not being captured.
+// The id of the capture that `stream` takes part in; 0 if none.
 unsigned long long capture_of(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long id = 0;
   FSDP_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &id));
   FSDP_CHECK(status != cudaStreamCaptureStatusInvalidated,
-             "a CUDA graph capture was invalidated by an earlier call that cannot be captured");
+             "The CUDA graph capture is invalid, because an earlier call cannot be captured. Run a "
+             "few whole steps before capturing one, and capture nothing but steps.");
   return status == cudaStreamCaptureStatusActive ? id : 0;
 }
 
@@ -46,7 +47,7 @@ class CudaEvent final : public Event {
   CudaEvent(const CudaEvent&) = delete;
   CudaEvent& operator=(const CudaEvent&) = delete;
 
-  // What was captured has not run, and is behind the graph's own order when it does.
+  // A captured event is never pending for the host: the graph orders its work when it runs.
   bool query() const override {
     if (capture_ != 0) {
       return true;
@@ -56,7 +57,7 @@ class CudaEvent final : public Event {
       cudaGetLastError();
       return false;
     }
-    FSDP_CUDA_CHECK(result);
+    check_cuda(result, "cudaEventQuery");
     return true;
   }
 
@@ -65,9 +66,7 @@ class CudaEvent final : public Event {
     auto pause = std::chrono::microseconds(1);
     while (!query()) {
       if (std::chrono::steady_clock::now() - start > timeout) {
-        throw TimeoutError(detail::concat("waited ", timeout.count(), " ms for ", what,
-                                          ", which has not finished; a rank that failed, or runs "
-                                          "something else, never takes part"));
+        throw_timeout(timeout, what);
       }
       std::this_thread::sleep_for(pause);
       pause = std::min(2 * pause, std::chrono::microseconds(1000));
@@ -79,7 +78,8 @@ class CudaEvent final : public Event {
     capture_ = capture;
   }
 
-  // `capture`: the one under way, on whichever stream.
+  // `capture` is the capture in progress on any stream; 0 if none. Returns false if there is
+  // nothing to wait for.
   bool make_wait(cudaStream_t stream, unsigned long long capture) const {
     if (capture_ != capture) {  // see Note [graph capture]
       return false;
@@ -90,14 +90,14 @@ class CudaEvent final : public Event {
 
  private:
   cudaEvent_t event_ = nullptr;
-  unsigned long long capture_ = 0;  // in which it was last recorded
+  unsigned long long capture_ = 0;  // of the last record
 };
 
 // Note [two clocks]
-// Events tell milliseconds between each other, as a float, of which few digits are left when they
-// are far apart. So times are told from one iteration's first moment to the next one's, and from
-// the last one's to an anchor: a moment that the host waited for, by its own clock. What that is
-// off by (some microseconds) is the same for all streams.
+// CUDA gives the time between two events as a float in milliseconds, which loses digits if they are
+// far apart. So times are chained: from one iteration's first moment to the next one's, and from
+// the last one's to an anchor. The anchor is a moment that the host waits for and reads its own
+// clock at. Its error of a few microseconds is the same for all streams.
 class CudaMoments final : public Moments {
  public:
   CudaMoments(int index, std::chrono::milliseconds timeout, Stream& compute)
@@ -141,7 +141,7 @@ class CudaMoments final : public Moments {
     return reached - host_clock::seconds(marked_[number]);
   }
 
-  // The try that took least is the most exact.
+  // The shortest of several tries is the most exact.
   double anchor() override {
     constexpr int kTries = 5;
     const CudaDeviceGuard guard(index_);
@@ -169,28 +169,26 @@ class CudaMoments final : public Moments {
     while (result == cudaErrorNotReady) {
       cudaGetLastError();
       if (std::chrono::steady_clock::now() - start > timeout_) {
-        throw TimeoutError(detail::concat("waited ", timeout_.count(),
-                                          " ms for a moment of a profiled step, which its stream "
-                                          "has not reached"));
+        throw_timeout(timeout_, "a moment of a profiled step");
       }
       std::this_thread::yield();
       result = cudaEventQuery(events_[number]);
     }
-    FSDP_CUDA_CHECK(result);
+    check_cuda(result, "cudaEventQuery");
   }
 
   int index_;
   std::chrono::milliseconds timeout_;
   Stream& compute_;
   std::vector<cudaEvent_t> events_;
-  std::vector<std::int64_t> marked_;  // when, by the host: ticks of device/host_clock.h
+  std::vector<std::int64_t> marked_;  // when the host marked each: ticks of device/host_clock.h
 };
 
 class CudaDevice;
 
 class CudaStream final : public Stream {
  public:
-  // With `own` null this is the compute stream: whatever the framework's current one is.
+  // If `own` is null, this is the compute stream: the framework's current stream at each call.
   CudaStream(CudaDevice& device, std::string name, cudaStream_t own)
       : device_(device), name_(std::move(name)), own_(own) {}
   ~CudaStream() override {
@@ -230,7 +228,7 @@ class CudaDevice final : public Device {
   }
   unsigned long long capture() const { return capture_of(current_stream()); }
 
-  // Of the highest priority: what waits for a collective is the rest of the step.
+  // Streams of lanes have the highest priority, because the rest of the step waits for collectives.
   std::unique_ptr<Stream> new_stream(const std::string& name) override {
     const CudaDeviceGuard guard(index_);
     int lowest = 0;
@@ -252,8 +250,9 @@ class CudaDevice final : public Device {
   }
 
   std::shared_ptr<void> allocate(std::size_t bytes) override {
-    FSDP_CHECK(capture() == 0, "a CUDA graph capture expects all buffers to exist but ", bytes,
-               " bytes are to be allocated in it; run a few whole steps before capturing one");
+    FSDP_CHECK(capture() == 0, "A CUDA graph capture would allocate ", bytes,
+               " bytes, but all buffers must exist before it. Run a few whole steps before "
+               "capturing one.");
     return framework_.allocate(index_, bytes);
   }
 
@@ -298,8 +297,8 @@ class CudaDevice final : public Device {
   void push_range(const std::string& name) override { nvtxRangePushA(name.c_str()); }
   void pop_range() override { nvtxRangePop(); }
 
-  // Another thread that looks at events would end a capture that is strict about such calls.
-  void this_thread_only_watches() override {
+  // By default, a query on this thread would invalidate a capture of another thread.
+  void allow_event_queries_during_capture() override {
     FSDP_CUDA_CHECK(cudaSetDevice(index_));
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     FSDP_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode));
@@ -308,7 +307,7 @@ class CudaDevice final : public Device {
   std::chrono::milliseconds timeout() const override { return timeout_; }
 
  private:
-  // For transfers of `stream` to remember when they began.
+  // Device memory in which transfers on `stream` store their start time.
   std::uint64_t* start_word(Stream& stream) {
     std::shared_ptr<void>& word = start_words_[&stream];
     if (word == nullptr) {
@@ -333,12 +332,12 @@ void* CudaStream::native_handle() const {
 }
 
 void CudaStream::record(Event& event) {
-  const CudaDeviceGuard guard(device_.index());  // the default stream is the current device's
+  const CudaDeviceGuard guard(device_.index());  // a default stream is that of the current device
   auto* stream = static_cast<cudaStream_t>(native_handle());
   const unsigned long long capture = capture_of(stream);
   FSDP_CHECK(own_ == nullptr || capture == device_.capture(),
-             "a CUDA graph capture expects a whole step, from before forward to after backward; "
-             "begin it before the forward, or run without");
+             "A CUDA graph capture must contain whole steps. Begin it before forward and end it "
+             "after backward, or run without a capture.");
   static_cast<CudaEvent&>(event).record(stream, capture);
 }
 
@@ -360,12 +359,13 @@ std::unique_ptr<Device> make_cuda_device(int index, std::chrono::milliseconds ti
                                          CudaFramework framework) {
   int count = 0;
   const cudaError_t result = cudaGetDeviceCount(&count);
-  FSDP_CHECK(result == cudaSuccess, "expects a GPU but CUDA says: ", cudaGetErrorString(result),
-             " (", cudaGetErrorName(result),
-             "); install or update the NVIDIA driver, or use a mesh of device type 'cpu'");
-  FSDP_CHECK(index >= 0 && index < count, "expects a GPU of index ", index, " but there are ",
-             count, "; set CUDA_VISIBLE_DEVICES or torch.cuda.set_device");
-  static std::once_flag nvtx;  // it would set itself up with whoever comes first, unguarded
+  FSDP_CHECK(result == cudaSuccess, "CUDA found no GPU: ", cudaGetErrorString(result), " (",
+             cudaGetErrorName(result),
+             "). Install or update the NVIDIA driver, or use a mesh of device type 'cpu'.");
+  FSDP_CHECK(index >= 0 && index < count, "There is no GPU with index ", index, " among ", count,
+             " GPUs. Set CUDA_VISIBLE_DEVICES or call torch.cuda.set_device.");
+  static std::once_flag
+      nvtx;  // NVTX initialises itself at its first call, which is not thread-safe
   std::call_once(nvtx, [] { nvtxInitialize(nullptr); });
   return std::make_unique<CudaDevice>(index, timeout, framework);
 }

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <cstring>
 
 #include "base/check.h"
 #include "device/cuda_check.h"
@@ -10,12 +9,11 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr std::size_t kSliceBytes = std::size_t{64} << 10;
-constexpr int kMovesALaunch = 48;  // as many as a kernel's arguments have room for on any driver
+constexpr int kMovesALaunch = 48;  // fit into a kernel's arguments on every driver
 
-// Slices of one move: of its pieces one after another, each from `first` on.
 struct TableEntry {
   Move move;
-  std::uint64_t first;
+  std::uint64_t first;  // its first slice in the table; its pieces follow one after another
   std::uint64_t slices_a_piece;
 };
 
@@ -24,7 +22,7 @@ struct Table {
   int count;
   std::uint64_t slices;
 };
-static_assert(sizeof(Table) + 8 <= 4096, "arguments of a kernel");
+static_assert(sizeof(Table) + 8 <= 4096, "the table must fit into a kernel's arguments");
 
 __device__ std::uint64_t nanoseconds() {
   std::uint64_t now;
@@ -47,8 +45,8 @@ __device__ void move_words(const char* source, char* destination, std::size_t by
     if (write) {
       to[i] = word;
     } else if constexpr (sizeof(Word) == 16) {
-      asm volatile("" ::"r"(word.x), "r"(word.y), "r"(word.z),
-                   "r"(word.w));  // is read, for all that
+      // Keeps the compiler from removing the read.
+      asm volatile("" ::"r"(word.x), "r"(word.y), "r"(word.z), "r"(word.w));
     } else {
       asm volatile("" ::"r"(static_cast<int>(word)));
     }
@@ -63,7 +61,7 @@ __device__ void move_slice(const TableEntry& entry, std::uint64_t slice) {
   const std::size_t bytes = left < kSliceBytes ? left : kSliceBytes;
   const char* source = static_cast<const char*>(move.source) + piece * move.source_step + begin;
   char* destination = static_cast<char*>(move.destination) + piece * move.destination_step + begin;
-  const bool write = move.kept < 0 || static_cast<std::size_t>(move.kept) == piece;
+  const bool write = move.writes(static_cast<int>(piece));
   const auto addresses =
       reinterpret_cast<std::uintptr_t>(source) | reinterpret_cast<std::uintptr_t>(destination);
   if ((addresses | bytes) % 16 == 0) {
@@ -95,8 +93,9 @@ __global__ void wait_kernel(const std::uint64_t* start, std::uint64_t duration) 
   wait_until(start != nullptr ? *start : nanoseconds(), duration);
 }
 
-// All of a multiprocessor's shared memory, so that nothing else fits beside a block.
-int shared_bytes() {
+// Returns all of a multiprocessor's shared memory, and lets the kernel use it, so that no other
+// block fits beside it.
+int reserve_shared_memory() {
   int device = 0;
   int bytes = 0;
   FSDP_CUDA_CHECK(cudaGetDevice(&device));
@@ -122,19 +121,18 @@ std::uint64_t bytes_of(const Move& move) {
 
 void launch_transfer(cudaStream_t stream, std::chrono::nanoseconds duration,
                      const std::vector<Move>& moves, int multiprocessors) {
-  const auto nanoseconds_in_all = static_cast<double>(duration.count());
-  std::uint64_t all = 0;
+  const auto total_nanoseconds = static_cast<double>(duration.count());
+  std::uint64_t total_bytes = 0;
   for (const Move& move : moves) {
-    all += bytes_of(move);
+    total_bytes += bytes_of(move);
   }
-  const int there_are = multiprocessors_of_device();
-  FSDP_CHECK(multiprocessors <= there_are, "a simulated collective expects at most ", there_are,
-             " multiprocessors, as many as this GPU has, but got ", multiprocessors);
-  const int shared = shared_bytes();
+  const int available = multiprocessors_of_device();
+  FSDP_CHECK(multiprocessors <= available, "A simulated collective got ", multiprocessors,
+             " multiprocessors, but this GPU has ", available, ". Pass at most that many.");
+  const int shared = reserve_shared_memory();
   for (std::size_t begin = 0; begin < std::max<std::size_t>(1, moves.size());
        begin += kMovesALaunch) {
-    Table table;
-    std::memset(&table, 0, sizeof(table));
+    Table table{};
     std::uint64_t bytes = 0;
     for (std::size_t i = begin; i < std::min(moves.size(), begin + kMovesALaunch); ++i) {
       TableEntry& entry = table.entries[table.count++];
@@ -144,9 +142,10 @@ void launch_transfer(cudaStream_t stream, std::chrono::nanoseconds duration,
       table.slices += entry.slices_a_piece * static_cast<std::uint64_t>(moves[i].count);
       bytes += bytes_of(moves[i]);
     }
-    const double part = all == 0 ? 1.0 : static_cast<double>(bytes) / static_cast<double>(all);
+    const double share =
+        total_bytes == 0 ? 1.0 : static_cast<double>(bytes) / static_cast<double>(total_bytes);
     transfer_kernel<<<multiprocessors, kThreads, shared, stream>>>(
-        table, static_cast<std::uint64_t>(nanoseconds_in_all * part));
+        table, static_cast<std::uint64_t>(total_nanoseconds * share));
     FSDP_CUDA_CHECK(cudaGetLastError());
   }
 }
@@ -163,13 +162,13 @@ void launch_transfer_by_engines(cudaStream_t stream, std::chrono::nanoseconds du
   for (const Move& move : moves) {
     const auto* source = static_cast<const char*>(move.source);
     auto* destination = static_cast<char*>(move.destination);
-    if (move.kept >= 0) {
-      const auto kept = static_cast<std::size_t>(move.kept);
-      copy(source + kept * move.source_step, destination + kept * move.destination_step,
+    if (move.written_piece != Move::kAllPieces) {
+      const auto piece = static_cast<std::size_t>(move.written_piece);
+      copy(source + piece * move.source_step, destination + piece * move.destination_step,
            move.bytes);
       continue;
     }
-    // Of a piece that is to be everywhere each copy takes as much as there is by then.
+    // If all pieces are copies of one, each copy doubles what is already there.
     const bool doubles = move.source_step == 0 && move.destination_step == move.bytes;
     copy(source, destination, move.bytes);
     const auto count = static_cast<std::size_t>(move.count);

@@ -1,6 +1,6 @@
-// What a network does to a GPU, without one: a stream is busy for a while, memory is read and
-// written meanwhile, and some multiprocessors, or none, are taken from the rest. With nothing to
-// move it is a delay for tests.
+// Does to a GPU what a network does: a stream is busy for a given time, memory is read and written
+// meanwhile, and some multiprocessors, or none, are not available to other work. Without moves it
+// is a delay for tests.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,15 +13,16 @@
 
 namespace fsdp {
 
-// Both on the current device. `multiprocessors` (at least one) are taken whole: a block on each
-// asks for all of its shared memory, and its time begins when it has one. Its pace is even: each
-// part is moved when its time has come.
+// Runs on the current device. It occupies `multiprocessors` (at least one) completely: one block on
+// each asks for all of its shared memory. A block's time begins when it starts to run. Each slice
+// is moved at its share of the duration, so the traffic is even.
 void launch_transfer(cudaStream_t stream, std::chrono::nanoseconds duration,
                      const std::vector<Move>& moves, int multiprocessors);
 
-// Copies as the driver likes best, which are copy engines where it has them, and one thread that
-// waits for the rest of `duration`. Reads that write nothing (Move::kept) are left out. `start`:
-// eight bytes of the device's memory for this stream alone.
+// Runs on the current device. It uses the driver's copies, which use copy engines where there are
+// any, and one thread that waits for the rest of `duration`. Pieces that are only read
+// (Move::written_piece) are left out. `start` is eight bytes of device memory that only this stream
+// uses; null if there are no moves.
 void launch_transfer_by_engines(cudaStream_t stream, std::chrono::nanoseconds duration,
                                 const std::vector<Move>& moves, std::uint64_t* start);
 

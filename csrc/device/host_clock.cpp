@@ -19,13 +19,14 @@ bool kernel_counts_cycles() {
 #endif
 }
 
-// The same moment by both clocks.
+// One point in time, by both clocks.
 struct Pair {
   std::int64_t ticks;
   std::int64_t nanoseconds;
 };
 
-// What comes between the two readings makes them differ, so the closest ones of a few are taken.
+// An interruption between the two readings makes them differ, so the closest pair of several
+// counts.
 Pair read_both() {
   constexpr int kTries = 8;
   Pair best{};
@@ -62,8 +63,9 @@ double seconds(std::int64_t ticks) {
   if (ticks == 0 || !counts_cycles) {
     return static_cast<double>(ticks) * 1e-9;
   }
-  // From a later point that is known by both clocks, the same for all until then, so that what
-  // comes first stays first; their ratio from the two ends.
+  // Interpolates between the pair at the start of the process and the newest pair. A new pair is
+  // read only for ticks after the newest one. All ticks in between use the same pair, so their
+  // order is preserved.
   static std::mutex mutex;
   static Pair newest = at_start;
   const std::lock_guard<std::mutex> lock(mutex);

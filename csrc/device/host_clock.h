@@ -1,8 +1,9 @@
-// The host's clock for measurements: ticks that cost little to read, and the seconds that they are.
+// The host's clock for measurements: ticks that are cheap to read, and their conversion to seconds.
 //
-// Where the kernel itself keeps time by the processor's counter (clocksource "tsc"), which it does
-// only if that runs evenly and alike on all cores, ticks are that counter's, read at less than half
-// of what std::chrono::steady_clock costs. Elsewhere they are its nanoseconds.
+// If the kernel keeps time by the processor's cycle counter (clocksource "tsc"), ticks are cycles.
+// Reading them costs less than half of reading std::chrono::steady_clock. The kernel uses that
+// counter only if it runs at a constant rate and equally on all cores. Otherwise, ticks are
+// nanoseconds of std::chrono::steady_clock.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +26,7 @@ inline std::int64_t now() {
   return steady_nanoseconds();
 }
 
-// Of std::chrono::steady_clock; 0 for 0 ticks, which is never.
+// Converts ticks to seconds of std::chrono::steady_clock. 0 ticks stand for "never" and become 0.
 double seconds(std::int64_t ticks);
 
 }  // namespace fsdp::host_clock

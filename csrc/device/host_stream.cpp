@@ -15,12 +15,12 @@
 namespace fsdp {
 namespace {
 
-// See Note [doorbell]. About the time between two collectives of the smallest units there are.
-constexpr std::chrono::microseconds kPolling{100};
-// A waiter that sleeps comes back some ten microseconds late.
-constexpr std::chrono::microseconds kPollingOfWaiters{20};
+// See Note [doorbell]. About the time between two collectives of the smallest units.
+constexpr std::chrono::microseconds kWorkerPolling{100};
+// Waking a waiter that sleeps takes about ten microseconds.
+constexpr std::chrono::microseconds kWaiterPolling{20};
 
-// Gives the core to whoever wants it meanwhile.
+// Yields the core to other threads meanwhile.
 template <typename Condition>
 void poll_until(const Condition& condition, std::chrono::microseconds longest) {
   const auto start = std::chrono::steady_clock::now();
@@ -31,7 +31,7 @@ void poll_until(const Condition& condition, std::chrono::microseconds longest) {
 
 HostEvent& as_host(Event& event) { return static_cast<HostEvent&>(event); }
 
-// What there is to wait for; nullptr: nothing any more.
+// What a wait for the event has to wait for; nullptr if nothing.
 std::shared_ptr<Completion> pending(Event& event) {
   std::shared_ptr<Completion> completion = as_host(event).newest();
   return completion != nullptr && completion->is_success() ? nullptr : completion;
@@ -39,7 +39,7 @@ std::shared_ptr<Completion> pending(Event& event) {
 
 void copy_pieces(const Move& move) {
   for (int piece = 0; piece < move.count; ++piece) {
-    if (move.kept < 0 || move.kept == piece) {
+    if (move.writes(piece)) {
       const auto at = static_cast<std::size_t>(piece);
       std::memcpy(static_cast<char*>(move.destination) + at * move.destination_step,
                   static_cast<const char*>(move.source) + at * move.source_step, move.bytes);
@@ -47,21 +47,21 @@ void copy_pieces(const Move& move) {
   }
 }
 
-// A thread wakes some 30 us after the time that it asked for, so it asks for as much less as that
-// has been at least, of late, and yields its core for what is left.
+// A thread wakes about 30 us after the time that it asked for. So this asks for an earlier time, by
+// the least recent delay, and spends the rest yielding the core.
 void sleep_until(std::chrono::steady_clock::time_point time) {
   using Clock = std::chrono::steady_clock;
-  constexpr Clock::duration kMostLate = std::chrono::microseconds(100);
-  thread_local Clock::duration late{0};
-  const auto asked = time - late;
+  constexpr Clock::duration kLongestDelay = std::chrono::microseconds(100);
+  thread_local Clock::duration least_delay{0};  // follows longer delays slowly
+  const auto asked = time - least_delay;
   if (asked > Clock::now()) {
-    // By default the kernel lets a thread sleep 50 us longer, to wake several at once.
+    // By default the kernel lets a thread sleep 50 us longer, to wake several threads at once.
     const int slack = ::prctl(PR_GET_TIMERSLACK);
     ::prctl(PR_SET_TIMERSLACK, 1UL);
     std::this_thread::sleep_until(asked);
     ::prctl(PR_SET_TIMERSLACK, static_cast<unsigned long>(std::max(slack, 1)));
-    const auto now_late = std::min(kMostLate, Clock::now() - asked);
-    late = now_late < late ? now_late : late + (now_late - late) / 8;
+    const auto delay = std::min(kLongestDelay, Clock::now() - asked);
+    least_delay = delay < least_delay ? delay : least_delay + (delay - least_delay) / 8;
   }
   while (Clock::now() < time) {
     std::this_thread::yield();
@@ -100,7 +100,7 @@ class HostMoments final : public Moments {
     return host_clock::seconds(stamp_of(number).load(std::memory_order_relaxed));
   }
 
-  std::vector<std::unique_ptr<Stamp[]>> chunks_;  // which stay where they are as it grows
+  std::vector<std::unique_ptr<Stamp[]>> chunks_;  // a stamp never moves
 };
 
 class HostDevice final : public Device {
@@ -122,7 +122,8 @@ class HostDevice final : public Device {
     constexpr std::size_t kCacheLine = 64;
     const std::size_t rounded = (bytes / kCacheLine + 1) * kCacheLine;
     void* memory = rounded > bytes ? std::aligned_alloc(kCacheLine, rounded) : nullptr;
-    FSDP_CHECK(memory != nullptr, "expects ", bytes, " bytes of host memory but there are fewer");
+    FSDP_CHECK(memory != nullptr, "The host has too little memory to allocate ", bytes,
+               " bytes. Use more ranks or smaller units.");
     return {memory, &std::free};
   }
 
@@ -170,15 +171,12 @@ void Completion::complete(std::exception_ptr error) {
 }
 
 void Completion::wait(std::chrono::milliseconds timeout, const std::string& what) {
-  poll_until([this] { return is_complete(); }, kPollingOfWaiters);
+  poll_until([this] { return is_complete(); }, kWaiterPolling);
   if (!is_complete()) {
-    // The clock overflows where someone asks for the longest duration there is.
-    constexpr std::chrono::milliseconds kLongest = std::chrono::hours(24 * 365);
+    constexpr std::chrono::milliseconds kLongest = std::chrono::hours(24 * 365);  // no overflow
     std::unique_lock<std::mutex> lock(mutex_);
     if (!completed_.wait_for(lock, std::min(timeout, kLongest), [&] { return is_complete(); })) {
-      throw TimeoutError(detail::concat("waited ", timeout.count(), " ms for ", what,
-                                        ", which has not finished; a rank that failed, or runs "
-                                        "something else, never takes part"));
+      throw_timeout(timeout, what);
     }
   }
   if (error_) {
@@ -224,8 +222,8 @@ bool HostComputeStream::wait(Event& event, const std::string& what) {
   return true;
 }
 
-bool HostComputeStream::wait_from(Moments& moments, std::size_t number, Event& event,
-                                  const std::string& what) {
+bool HostComputeStream::mark_and_wait(Moments& moments, std::size_t number, Event& event,
+                                      const std::string& what) {
   const std::shared_ptr<Completion> completion = pending(event);
   if (completion == nullptr) {
     return false;
@@ -254,7 +252,7 @@ HostStream::~HostStream() {
 void HostStream::enqueue(std::function<void()> work) {
   Item item;
   item.work = std::move(work);
-  push(std::move(item), /*ring=*/false);
+  push(std::move(item), Ring::No);
 }
 
 void HostStream::stamp(Stamp& at) {
@@ -264,7 +262,7 @@ void HostStream::stamp(Stamp& at) {
       return;
     }
   }
-  push({}, /*ring=*/false);
+  push({}, Ring::No);
   next_stamps_[0].store(&at, std::memory_order_relaxed);
 }
 
@@ -272,7 +270,7 @@ void HostStream::record(Event& event) {
   Item item;
   item.record = std::make_shared<Completion>();
   as_host(event).set_newest(item.record);
-  push(std::move(item), /*ring=*/true);
+  push(std::move(item), Ring::Yes);
 }
 
 bool HostStream::wait(Event& event, const std::string& what) {
@@ -283,7 +281,7 @@ bool HostStream::wait(Event& event, const std::string& what) {
   Item item;
   item.wait = std::move(completion);
   item.what = &what;
-  push(std::move(item), /*ring=*/false);
+  push(std::move(item), Ring::No);
   return true;
 }
 
@@ -293,7 +291,7 @@ void HostStream::synchronize() {
   done.synchronize(timeout_, "stream '" + name_ + "'");
 }
 
-void HostStream::push(Item item, bool ring) {
+void HostStream::push(Item item, Ring ring) {
   for (int i = 0; i < kStamps; ++i) {
     item.stamps[i] = next_stamps_[i].load(std::memory_order_relaxed);
     if (item.stamps[i] == nullptr) {
@@ -305,7 +303,7 @@ void HostStream::push(Item item, bool ring) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     items_.push_back(std::move(item));
-    if (ring) {
+    if (ring == Ring::Yes) {
       wake = asleep_ && !rung_;
       rung_ = true;
     }
@@ -317,7 +315,7 @@ void HostStream::push(Item item, bool ring) {
 
 void HostStream::run() {
   std::deque<Item> batch;
-  while (take_batch(batch)) {
+  while (wait_for_batch(batch)) {
     for (Item& item : batch) {
       execute(std::move(item));
     }
@@ -325,9 +323,9 @@ void HostStream::run() {
   }
 }
 
-// Takes all that is queued. False: the stream is at its end.
-bool HostStream::take_batch(std::deque<Item>& batch) {
-  poll_until([this] { return rung_.load(std::memory_order_acquire); }, kPolling);
+// Waits for a ring and moves all queued items to `batch`. Returns false at the end of the stream.
+bool HostStream::wait_for_batch(std::deque<Item>& batch) {
+  poll_until([this] { return rung_.load(std::memory_order_acquire); }, kWorkerPolling);
   std::unique_lock<std::mutex> lock(mutex_);
   asleep_ = true;
   work_available_.wait(lock, [this] { return rung_ || stopping_; });
@@ -337,8 +335,8 @@ bool HostStream::take_batch(std::deque<Item>& batch) {
   return !batch.empty();
 }
 
-// The item is taken by value: what the work captured goes before the next record completes, and not
-// under the queue's lock, which its destructors might ask for.
+// Takes the item by value. So what the work has captured is destroyed before the next record
+// completes, and outside the queue's lock, which a destructor may need.
 void HostStream::execute(Item item) {
   for (Stamp* stamp : item.stamps) {
     if (stamp != nullptr) {

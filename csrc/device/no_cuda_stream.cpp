@@ -1,4 +1,4 @@
-// Stands in for device/cuda_stream.cpp in a build without CUDA.
+// Replaces device/cuda_stream.cpp in a build without CUDA.
 #include "base/check.h"
 #include "device/stream.h"
 

@@ -14,7 +14,9 @@
 #include <memory>
 #include <vector>
 
+#include "base/copy.h"
 #include "base/dtype.h"
+#include "base/instruction_set.h"
 #include "device/stream.h"
 
 namespace fsdp {
@@ -113,7 +115,15 @@ class Packer {
 void check_pack(DType gradient_dtype, DType reduce_dtype);
 void check_cast(const CastEntry& entry, CastMode mode, double scale);
 
-std::unique_ptr<Packer> make_host_packer();
+struct HostPackerSettings {
+  InstructionSet instruction_set = best_instruction_set();
+  // Runs of at least `large_run` bytes, of outputs of at least `large_output` bytes, bypass the
+  // caches. Shorter runs are mostly lines that they share with their neighbours.
+  std::size_t large_output = kLargeOutput;
+  std::size_t large_run = 4096;
+};
+
+std::unique_ptr<Packer> make_host_packer(const HostPackerSettings& settings = {});
 // Descriptors go to memory of `device`. Throws in a build without CUDA (no_pack_cuda.cpp).
 std::unique_ptr<Packer> make_cuda_packer(Device& device);
 

@@ -15,9 +15,9 @@
 #include <vector>
 
 #include "base/check.h"
+#include "base/with_dtype.h"
 #include "device/cuda_check.h"
 #include "pack/pack.h"
-#include "pack/pack_dtypes.h"
 #include "pack/pack_kernels.h"
 #include "pack/pack_table.h"
 
@@ -87,37 +87,37 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 class DeviceTable {
  public:
   DeviceTable(Device& device, TileTable table) : host_(std::move(table)) {
-    const std::size_t span_bytes = host_.spans.size() * sizeof(Span);
-    const std::size_t tile_bytes = host_.span_of_tile.size() * sizeof(std::uint32_t);
-    if (span_bytes == 0) {
+    const std::size_t range_bytes = host_.ranges.size() * sizeof(CopyRange);
+    const std::size_t tile_bytes = host_.range_of_tile.size() * sizeof(std::uint32_t);
+    if (range_bytes == 0) {
       return;
     }
-    memory_ = device.allocate(span_bytes + tile_bytes);
+    memory_ = device.allocate(range_bytes + tile_bytes);
     auto* bytes = static_cast<char*>(memory_.get());
     // Behind what the compute stream may still do with this memory, and done when it returns.
     Stream& stream = device.compute_stream();
-    device.copy_from_host(stream, host_.spans.data(), bytes, span_bytes);
-    device.copy_from_host(stream, host_.span_of_tile.data(), bytes + span_bytes, tile_bytes);
+    device.copy_from_host(stream, host_.ranges.data(), bytes, range_bytes);
+    device.copy_from_host(stream, host_.range_of_tile.data(), bytes + range_bytes, tile_bytes);
     stream.synchronize();
-    spans_ = reinterpret_cast<const Span*>(bytes);
-    span_of_tile_ = reinterpret_cast<const std::uint32_t*>(bytes + span_bytes);
+    ranges_ = reinterpret_cast<const CopyRange*>(bytes);
+    range_of_tile_ = reinterpret_cast<const std::uint32_t*>(bytes + range_bytes);
   }
 
   // The tiles of entries [first, last), with whatever padding comes before entry 0.
   TableView view(std::int32_t first, std::int32_t last) const {
     const std::uint32_t begin = first == 0 ? 0 : host_.first_tile_of_entry(first);
-    return {spans_, span_of_tile_, begin, host_.first_tile_of_entry(last) - begin};
+    return {ranges_, range_of_tile_, begin, host_.first_tile_of_entry(last) - begin};
   }
 
   TableView all() const {
-    return {spans_, span_of_tile_, 0, static_cast<std::uint32_t>(host_.span_of_tile.size())};
+    return {ranges_, range_of_tile_, 0, static_cast<std::uint32_t>(host_.range_of_tile.size())};
   }
 
  private:
   TileTable host_;
   std::shared_ptr<void> memory_;
-  const Span* spans_ = nullptr;
-  const std::uint32_t* span_of_tile_ = nullptr;
+  const CopyRange* ranges_ = nullptr;
+  const std::uint32_t* range_of_tile_ = nullptr;
 };
 
 struct DeviceCastTable {

@@ -1,83 +1,130 @@
+#include <algorithm>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "base/check.h"
+#include "base/copy.h"
+#include "base/instruction_set.h"
+#include "base/with_dtype.h"
 #include "device/host_stream.h"
 #include "pack/pack.h"
 #include "pack/pack_body.h"
-#include "pack/pack_dtypes.h"
 
 namespace fsdp {
 namespace {
 
-template <typename Source, typename Destination>
-void convert_run(const Source* __restrict source, Destination* __restrict destination,
-                 std::int64_t numel, double scale) {
-  const auto factor = static_cast<body::Wide<Source, Destination>>(scale);
-  // vectorised: convert
-  for (std::int64_t i = 0; i < numel; ++i) {
-    destination[i] = body::convert<Destination>(source[i], factor);
-  }
-}
+// - Loops over a contiguous run, see Note [instruction sets]. tools/check_vectorised.py reads the
+//   marks.
 
 template <typename Source, typename Destination>
-void accumulate_run(const Source* __restrict source, Destination* __restrict destination,
-                    std::int64_t numel, double scale) {
-  const auto factor = static_cast<body::Wide<Source, Destination>>(scale);
-  // vectorised: accumulate
-  for (std::int64_t i = 0; i < numel; ++i) {
-    destination[i] = body::convert_and_add(destination[i], source[i], factor);
-  }
-}
-
-// One contiguous run: `numel` elements from `source` to `destination`.
-void move_run(const void* source, DType source_dtype, void* destination, DType destination_dtype,
-              std::int64_t numel, double scale, bool accumulate) {
-  if (numel == 0) {
-    return;
-  }
-  if (source_dtype == destination_dtype && scale == 1.0 && !accumulate) {
-    std::memcpy(destination, source, static_cast<std::size_t>(numel) * itemsize(source_dtype));
-    return;
-  }
-  with_floats(source_dtype, destination_dtype, [&](auto from, auto to) {
-    const auto* in = static_cast<const decltype(from)*>(source);
-    auto* out = static_cast<decltype(to)*>(destination);
-    if (accumulate) {
-      accumulate_run(in, out, numel, scale);
-    } else {
-      convert_run(in, out, numel, scale);
-    }
-  });
-}
-
-// Moves runs of one pair of dtypes, chosen once for many small ones.
-template <typename Source, typename Destination>
-class RunMover {
- public:
-  RunMover(double scale, bool accumulate)
-      : scale_(scale),
-        accumulate_(accumulate),
-        copies_(std::is_same_v<Source, Destination> && scale == 1.0 && !accumulate) {}
-
-  void operator()(const Source* source, Destination* destination, std::int64_t numel) const {
-    if (copies_) {
-      std::memcpy(destination, source, static_cast<std::size_t>(numel) * sizeof(Source));
-    } else if (accumulate_) {
-      accumulate_run(source, destination, numel, scale_);
-    } else {
-      convert_run(source, destination, numel, scale_);
+struct ConvertLoop {
+  static FSDP_ALWAYS_INLINE void run(const Source* __restrict source,
+                                     Destination* __restrict destination, std::int64_t numel,
+                                     body::Wide<Source, Destination> scale) {
+    // vectorised (baseline, AVX2, AVX-512): convert 16, 9, 9
+    for (std::int64_t i = 0; i < numel; ++i) {
+      destination[i] = body::convert<Destination>(source[i], scale);
     }
   }
-
- private:
-  double scale_;
-  bool accumulate_;
-  bool copies_;
 };
+
+template <typename Source, typename Destination>
+struct AccumulateLoop {
+  static FSDP_ALWAYS_INLINE void run(const Source* __restrict source,
+                                     Destination* __restrict destination, std::int64_t numel,
+                                     body::Wide<Source, Destination> scale) {
+    // vectorised (baseline, AVX2, AVX-512): accumulate 16, 9, 9
+    for (std::int64_t i = 0; i < numel; ++i) {
+      destination[i] = body::convert_and_add(destination[i], source[i], scale);
+    }
+  }
+};
+
+// ConvertLoop with non-temporal stores, for whole blocks of a destination that begins a cache line.
+// A block is a few cache lines: with more, the processor no longer overlaps the arithmetic of one
+// block with the stores of another.
+constexpr std::int64_t kBlock = 128;
+
+template <typename Source, typename Destination>
+struct ConvertPastCachesLoop {
+  static FSDP_ALWAYS_INLINE void run(const Source* __restrict source,
+                                     Destination* __restrict destination, std::int64_t numel,
+                                     body::Wide<Source, Destination> scale) {
+    alignas(kCacheLine) Destination block[kBlock];
+    for (std::int64_t done = 0; done < numel; done += kBlock) {
+      // vectorised (baseline, AVX2, AVX-512): convert past caches 16, 9, 9
+      for (std::int64_t i = 0; i < kBlock; ++i) {
+        block[i] = body::convert<Destination>(source[done + i], scale);
+      }
+      stream_cache_lines(destination + done, block, sizeof(block));
+    }
+    finish_streaming();
+  }
+};
+
+// - Runs
+
+// How the runs of one output are moved.
+struct RunSettings {
+  double scale;
+  bool accumulate;
+  InstructionSet instruction_set;
+  std::size_t smallest_past_caches;  // bytes of a run
+};
+
+void copy_run(const void* source, void* destination, std::size_t bytes,
+              const RunSettings& settings) {
+  if (bytes >= settings.smallest_past_caches) {
+    copy_past_caches(destination, source, bytes);
+  } else {
+    std::memcpy(destination, source, bytes);
+  }
+}
+
+// fp64 has the baseline alone: nobody trains in it, and each instance takes time to compile.
+template <typename Loop, typename Source, typename Destination, typename Scale>
+void run_best_loop(InstructionSet set, const Source* source, Destination* destination,
+                   std::int64_t numel, Scale scale) {
+  if constexpr (std::is_same_v<Scale, double>) {
+    run_baseline<Loop>(source, destination, numel, scale);
+  } else {
+    run_loop<Loop>(set, source, destination, numel, scale);
+  }
+}
+
+template <typename Source, typename Destination, typename Scale>
+void convert_past_caches(InstructionSet set, const Source* source, Destination* destination,
+                         std::int64_t numel, Scale scale) {
+  using Loop = ConvertLoop<Source, Destination>;
+  const std::size_t to_line = bytes_to_cache_line(destination) / sizeof(Destination);
+  const std::int64_t head = std::min(static_cast<std::int64_t>(to_line), numel);
+  const std::int64_t tail = head + (numel - head) / kBlock * kBlock;
+  run_best_loop<Loop>(set, source, destination, head, scale);
+  run_best_loop<ConvertPastCachesLoop<Source, Destination>>(set, source + head, destination + head,
+                                                            tail - head, scale);
+  run_best_loop<Loop>(set, source + tail, destination + tail, numel - tail, scale);
+}
+
+template <typename Source, typename Destination>
+void move_run(const Source* source, Destination* destination, std::int64_t numel,
+              const RunSettings& settings) {
+  const auto scale = static_cast<body::Wide<Source, Destination>>(settings.scale);
+  const std::size_t bytes = static_cast<std::size_t>(numel) * sizeof(Destination);
+  const InstructionSet set = settings.instruction_set;
+  if (settings.accumulate) {
+    run_best_loop<AccumulateLoop<Source, Destination>>(set, source, destination, numel, scale);
+  } else if (std::is_same_v<Source, Destination> && settings.scale == 1.0) {
+    copy_run(source, destination, bytes, settings);
+  } else if (bytes >= settings.smallest_past_caches) {
+    convert_past_caches(set, source, destination, numel, scale);
+  } else {
+    run_best_loop<ConvertLoop<Source, Destination>>(set, source, destination, numel, scale);
+  }
+}
 
 // See Note [parts of chunks].
 std::int64_t stride_of(const PackEntry& entry) {
@@ -87,27 +134,27 @@ std::int64_t stride_of(const PackEntry& entry) {
 // A gradient's `numel` elements of one rank.
 template <typename Source, typename Destination>
 void pack_chunk(const PackEntry& entry, int world_size, int rank, const Source* gradient,
-                Destination* destination, std::int64_t numel,
-                const RunMover<Source, Destination>& move) {
+                Destination* destination, const RunSettings& settings) {
   if (entry.runs == 1) {
-    move(gradient + rank * stride_of(entry), destination, numel);
+    const std::int64_t stride = stride_of(entry);
+    move_run(gradient + rank * stride, destination,
+             body::elements_of_rank(entry.numel, entry.chunk_numel, stride, rank), settings);
     return;
   }
   const std::int64_t run = entry.chunk_numel / entry.runs;  // Note [runs]
   for (std::int64_t k = 0; k < entry.runs; ++k) {
-    move(gradient + (k * world_size + rank) * run, destination + k * run, run);
+    move_run(gradient + (k * world_size + rank) * run, destination + k * run, run, settings);
   }
 }
 
 template <typename Source, typename Destination>
 void pack_as(const PackPlan& plan, const void* const* gradients, Destination* reduce_input,
-             double scale, bool accumulate) {
-  const RunMover<Source, Destination> move(scale, accumulate);
+             const RunSettings& settings) {
   for (int rank = 0; rank < plan.world_size; ++rank) {
     Destination* segment = reduce_input + plan.segment_numel * rank;
-    std::int64_t written = 0;  // of the segment; what is left out on the way is padding
+    std::int64_t written = 0;  // elements of the segment; those that are skipped are padding
     const auto zero_until = [&](std::int64_t end) {
-      if (!accumulate && end > written) {
+      if (!settings.accumulate && end > written) {
         std::memset(static_cast<void*>(segment + written), 0,
                     static_cast<std::size_t>(end - written) * sizeof(Destination));
       }
@@ -121,22 +168,15 @@ void pack_as(const PackPlan& plan, const void* const* gradients, Destination* re
       }
       zero_until(entry.offset);
       pack_chunk(entry, plan.world_size, rank, static_cast<const Source*>(gradients[i]),
-                 segment + entry.offset, numel, move);
+                 segment + entry.offset, settings);
       written = entry.offset + numel;
     }
     zero_until(plan.segment_numel);
   }
 }
 
-void pack_now(const PackPlan& plan, const void* const* gradients, DType gradient_dtype,
-              void* reduce_input, DType reduce_dtype, double scale, bool accumulate) {
-  with_floats(gradient_dtype, reduce_dtype, [&](auto from, auto to) {
-    pack_as<decltype(from)>(plan, gradients, static_cast<decltype(to)*>(reduce_input), scale,
-                            accumulate);
-  });
-}
-
-void unpack_now(const UnpackPlan& plan, const void* staging, void* unsharded) {
+void unpack_now(const UnpackPlan& plan, const void* staging, void* unsharded,
+                const RunSettings& settings) {
   const auto world_size = static_cast<std::size_t>(plan.world_size);
   for (const UnpackEntry& entry : plan.entries) {
     const auto runs = static_cast<std::size_t>(entry.runs);
@@ -144,33 +184,42 @@ void unpack_now(const UnpackPlan& plan, const void* staging, void* unsharded) {
     const std::size_t stride = entry.stride != 0 ? entry.stride : run_bytes;
     for (std::size_t r = 0; run_bytes > 0 && r < world_size; ++r) {
       for (std::size_t k = 0; k < runs; ++k) {
-        std::memcpy(static_cast<char*>(unsharded) + entry.destination_offset +
-                        k * world_size * run_bytes + r * stride,
-                    static_cast<const char*>(staging) + r * plan.segment_bytes +
-                        entry.source_offset + k * run_bytes,
-                    run_bytes);
+        copy_run(static_cast<const char*>(staging) + r * plan.segment_bytes + entry.source_offset +
+                     k * run_bytes,
+                 static_cast<char*>(unsharded) + entry.destination_offset +
+                     k * world_size * run_bytes + r * stride,
+                 run_bytes, settings);
       }
     }
   }
 }
 
-void cast_now(const CastPlan& plan, const CastMode* modes, const void* source, void* destination,
-              double scale) {
-  for (std::size_t i = 0; i < plan.entries.size(); ++i) {
-    const CastEntry& entry = plan.entries[i];
-    const CastMode mode = modes != nullptr ? modes[i] : CastMode::Write;
-    if (mode == CastMode::Skip) {
-      continue;
-    }
-    move_run(static_cast<const char*>(source) + entry.source_offset, entry.source_dtype,
-             static_cast<char*>(destination) + entry.destination_offset, entry.destination_dtype,
-             entry.numel, scale, mode == CastMode::Add);
+void cast_entry(const CastEntry& entry, const void* source, void* destination,
+                const RunSettings& settings) {
+  const void* from = static_cast<const char*>(source) + entry.source_offset;
+  void* to = static_cast<char*>(destination) + entry.destination_offset;
+  if (entry.numel == 0) {
+    return;
   }
+  if (entry.source_dtype == DType::Bytes) {  // which are only copied, see check_cast
+    copy_run(from, to, static_cast<std::size_t>(entry.numel), settings);
+    return;
+  }
+  with_floats(entry.source_dtype, entry.destination_dtype, [&](auto in, auto out) {
+    move_run(static_cast<const decltype(in)*>(from), static_cast<decltype(out)*>(to), entry.numel,
+             settings);
+  });
 }
 
 // Plans are used as they are.
 class HostPacker final : public Packer {
  public:
+  explicit HostPacker(const HostPackerSettings& settings) : settings_(settings) {
+    FSDP_CHECK(is_supported(settings.instruction_set), "the host packer got ",
+               name(settings.instruction_set),
+               ", which this processor or build does not have. Pass best_instruction_set().");
+  }
+
   void prepare(PackPlan& /*plan*/) override {}
   void prepare(UnpackPlan& /*plan*/) override {}
   void prepare(CastPlan& /*plan*/) override {}
@@ -180,31 +229,61 @@ class HostPacker final : public Packer {
             bool accumulate) override {
     check_pack(gradient_dtype, reduce_dtype);
     const std::vector<const void*> addresses(gradients, gradients + plan.entries.size());
+    const std::size_t bytes = static_cast<std::size_t>(plan.segment_numel) *
+                              static_cast<std::size_t>(plan.world_size) * itemsize(reduce_dtype);
+    const RunSettings settings = run_settings(scale, accumulate, bytes);
     static_cast<HostQueue&>(stream).enqueue([=, &plan] {
-      pack_now(plan, addresses.data(), gradient_dtype, reduce_input, reduce_dtype, scale,
-               accumulate);
+      with_floats(gradient_dtype, reduce_dtype, [&](auto from, auto to) {
+        pack_as<decltype(from)>(plan, addresses.data(), static_cast<decltype(to)*>(reduce_input),
+                                settings);
+      });
     });
   }
 
   void unpack(Stream& stream, const UnpackPlan& plan, const void* staging,
               void* unsharded) override {
-    static_cast<HostQueue&>(stream).enqueue([=, &plan] { unpack_now(plan, staging, unsharded); });
+    const std::size_t bytes = plan.segment_bytes * static_cast<std::size_t>(plan.world_size);
+    const RunSettings settings = run_settings(1.0, false, bytes);
+    static_cast<HostQueue&>(stream).enqueue(
+        [=, &plan] { unpack_now(plan, staging, unsharded, settings); });
   }
 
   void cast(Stream& stream, const CastPlan& plan, const CastMode* modes, const void* source,
             void* destination, double scale) override {
+    std::size_t bytes = 0;
     for (std::size_t i = 0; i < plan.entries.size(); ++i) {
-      check_cast(plan.entries[i], modes != nullptr ? modes[i] : CastMode::Write, scale);
+      const CastEntry& entry = plan.entries[i];
+      check_cast(entry, modes != nullptr ? modes[i] : CastMode::Write, scale);
+      bytes += static_cast<std::size_t>(entry.numel) * itemsize(entry.destination_dtype);
     }
     std::vector<CastMode> kept(modes, modes != nullptr ? modes + plan.entries.size() : nullptr);
-    static_cast<HostQueue&>(stream).enqueue([=, &plan, kept = std::move(kept)] {
-      cast_now(plan, kept.empty() ? nullptr : kept.data(), source, destination, scale);
+    RunSettings settings = run_settings(scale, false, bytes);
+    static_cast<HostQueue&>(stream).enqueue([=, &plan, kept = std::move(kept)]() mutable {
+      for (std::size_t i = 0; i < plan.entries.size(); ++i) {
+        const CastMode mode = kept.empty() ? CastMode::Write : kept[i];
+        settings.accumulate = mode == CastMode::Add;
+        if (mode != CastMode::Skip) {
+          cast_entry(plan.entries[i], source, destination, settings);
+        }
+      }
     });
   }
+
+ private:
+  // Of an output of `bytes`. In a small one the caches keep what the next operation reads.
+  RunSettings run_settings(double scale, bool accumulate, std::size_t bytes) const {
+    return {scale, accumulate, settings_.instruction_set,
+            bytes >= settings_.large_output ? settings_.large_run
+                                            : std::numeric_limits<std::size_t>::max()};
+  }
+
+  HostPackerSettings settings_;
 };
 
 }  // namespace
 
-std::unique_ptr<Packer> make_host_packer() { return std::make_unique<HostPacker>(); }
+std::unique_ptr<Packer> make_host_packer(const HostPackerSettings& settings) {
+  return std::make_unique<HostPacker>(settings);
+}
 
 }  // namespace fsdp

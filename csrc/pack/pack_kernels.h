@@ -40,8 +40,8 @@ struct Place {
 
 // A table where the kernel can read it.
 struct TableView {
-  const Span* spans;
-  const std::uint32_t* span_of_tile;
+  const CopyRange* ranges;
+  const std::uint32_t* range_of_tile;
   std::uint32_t first_tile;  // of those to do
   std::uint32_t tiles;       // to do, in one segment
 };
@@ -159,7 +159,7 @@ struct Byte {
 
 // The kernels' arithmetic on elements; bytes have none.
 template <typename D, typename S, typename W>
-FSDP_HOST_DEVICE inline D element(S source, W scale) {
+FSDP_HOST_DEVICE inline D convert_or_copy(S source, W scale) {
   if constexpr (std::is_same_v<D, Byte>) {
     return source;
   } else {
@@ -168,7 +168,7 @@ FSDP_HOST_DEVICE inline D element(S source, W scale) {
 }
 
 template <typename D, typename S, typename W>
-FSDP_HOST_DEVICE inline D element_added(D before, S source, W scale) {
+FSDP_HOST_DEVICE inline D accumulate_or_copy(D before, S source, W scale) {
   if constexpr (std::is_same_v<D, Byte>) {
     return source;
   } else {
@@ -321,8 +321,8 @@ class TileMover {
       std::memcpy(to, words, sizeof(to));
       FSDP_UNROLL
       for (int i = 0; i < G::kSize; ++i) {
-        to[i] = target_.action == Action::Add ? element_added<D>(to[i], from[i], target_.scale)
-                                              : element<D>(from[i], target_.scale);
+        to[i] = target_.action == Action::Add ? accumulate_or_copy<D>(to[i], from[i], target_.scale)
+                                              : convert_or_copy<D>(from[i], target_.scale);
       }
       std::memcpy(words, to, sizeof(words));
     }
@@ -356,9 +356,9 @@ class TileMover {
       if (position < target_.valid) {
         const S from = *source_of(at(position));
         if (target_.action == Action::Add) {
-          *target = element_added<D>(*target, from, target_.scale);
+          *target = accumulate_or_copy<D>(*target, from, target_.scale);
         } else if (target_.action == Action::Write) {
-          *target = element<D>(from, target_.scale);
+          *target = convert_or_copy<D>(from, target_.scale);
         } else if constexpr (std::is_same_v<S, D>) {
           *target = from;
         }
@@ -399,26 +399,26 @@ FSDP_HOST_DEVICE inline void pack(const PackWork& work, const Gradients& gradien
     const auto rank = static_cast<std::int64_t>(tile / work.table.tiles);
     const std::uint32_t in_segment =
         work.table.first_tile + static_cast<std::uint32_t>(tile % work.table.tiles);
-    const Span span = work.table.spans[work.table.span_of_tile[in_segment]];
+    const CopyRange range = work.table.ranges[work.table.range_of_tile[in_segment]];
     const S* gradient =
-        span.entry == kNoEntry ? nullptr : static_cast<const S*>(gradients(span.entry));
+        range.entry == kNoEntry ? nullptr : static_cast<const S*>(gradients(range.entry));
     if (gradient == nullptr && work.accumulate) {
       continue;
     }
     const Source<S, StridedRuns> source{gradient,
                                         gradient,
-                                        gradient + span.numel,
-                                        span.run,
-                                        {rank * span.stride, work.world_size * span.run}};
+                                        gradient + range.numel,
+                                        range.run,
+                                        {rank * range.stride, work.world_size * range.run}};
     const Target<D, S> target{
-        static_cast<D*>(work.reduce_input) + rank * work.segment_numel + span.destination,
-        span.extent,
-        gradient == nullptr
-            ? 0
-            : body::elements_of_rank(span.numel, span.chunk, span.stride, static_cast<int>(rank)),
+        static_cast<D*>(work.reduce_input) + rank * work.segment_numel + range.destination,
+        range.extent,
+        gradient == nullptr ? 0
+                            : body::elements_of_rank(range.numel, range.chunk, range.stride,
+                                                     static_cast<int>(rank)),
         action_of<S, D>(work.accumulate, work.scale), static_cast<body::Wide<S, D>>(work.scale)};
     TileMover<S, D, StridedRuns>(source, target)
-        .move(static_cast<std::int64_t>(in_segment - span.first_tile) * kTileElements,
+        .move(static_cast<std::int64_t>(in_segment - range.first_tile) * kTileElements,
               kTileElements, place.lane);
   }
 }
@@ -434,17 +434,17 @@ struct UnpackWork {
 FSDP_HOST_DEVICE inline void unpack(const UnpackWork& work, Place place) {
   const auto* staging = static_cast<const Byte*>(work.staging);
   for (std::uint32_t tile = place.warp; tile < work.table.tiles; tile += place.warps) {
-    const Span span = work.table.spans[work.table.span_of_tile[tile]];
+    const CopyRange range = work.table.ranges[work.table.range_of_tile[tile]];
     const Source<Byte, RankMajorRuns> source{
         staging,
         staging,
         staging + work.segment_bytes * work.world_size,
-        span.run,
-        {span.source, work.segment_bytes, span.run, work.world_size}};
-    const Target<Byte, Byte> target{static_cast<Byte*>(work.unsharded) + span.destination,
-                                    span.extent, span.extent, Action::Copy, 1.0f};
+        range.run,
+        {range.source, work.segment_bytes, range.run, work.world_size}};
+    const Target<Byte, Byte> target{static_cast<Byte*>(work.unsharded) + range.destination,
+                                    range.extent, range.extent, Action::Copy, 1.0f};
     TileMover<Byte, Byte, RankMajorRuns>(source, target)
-        .move(static_cast<std::int64_t>(tile - span.first_tile) * kUnpackTileBytes,
+        .move(static_cast<std::int64_t>(tile - range.first_tile) * kUnpackTileBytes,
               kUnpackTileBytes, place.lane);
   }
 }
@@ -461,20 +461,20 @@ template <typename S, typename D, typename Modes>
 FSDP_HOST_DEVICE inline void cast(const CastWork& work, const Modes& modes, Place place) {
   for (std::uint32_t i = place.warp; i < work.table.tiles; i += place.warps) {
     const std::uint32_t tile = work.table.first_tile + i;
-    const Span span = work.table.spans[work.table.span_of_tile[tile]];
-    const CastMode mode = modes(span.entry);
+    const CopyRange range = work.table.ranges[work.table.range_of_tile[tile]];
+    const CastMode mode = modes(range.entry);
     if (mode == CastMode::Skip) {
       continue;
     }
     const auto* from =
-        reinterpret_cast<const S*>(static_cast<const char*>(work.source) + span.source);
-    const Source<S, StridedRuns> source{from, from, from + span.numel, span.run, {0, 0}};
+        reinterpret_cast<const S*>(static_cast<const char*>(work.source) + range.source);
+    const Source<S, StridedRuns> source{from, from, from + range.numel, range.run, {0, 0}};
     const Target<D, S> target{
-        reinterpret_cast<D*>(static_cast<char*>(work.destination) + span.destination), span.extent,
-        span.numel, action_of<S, D>(mode == CastMode::Add, work.scale),
+        reinterpret_cast<D*>(static_cast<char*>(work.destination) + range.destination),
+        range.extent, range.numel, action_of<S, D>(mode == CastMode::Add, work.scale),
         static_cast<body::Wide<S, D>>(work.scale)};
     TileMover<S, D, StridedRuns>(source, target)
-        .move(static_cast<std::int64_t>(tile - span.first_tile) * kTileElements, kTileElements,
+        .move(static_cast<std::int64_t>(tile - range.first_tile) * kTileElements, kTileElements,
               place.lane);
   }
 }

@@ -8,19 +8,19 @@
 namespace fsdp {
 namespace {
 
-void add_span(TileTable& table, Span span, std::int64_t tile_elements) {
-  if (span.extent == 0) {
+void add_range(TileTable& table, CopyRange range, std::int64_t tile_elements) {
+  if (range.extent == 0) {
     return;
   }
   constexpr auto kMost = static_cast<std::int64_t>(std::numeric_limits<std::uint32_t>::max());
-  const std::int64_t tiles = (span.extent + kTileSlack + tile_elements - 1) / tile_elements;
-  const auto before = static_cast<std::int64_t>(table.span_of_tile.size());
+  const std::int64_t tiles = (range.extent + kTileSlack + tile_elements - 1) / tile_elements;
+  const auto before = static_cast<std::int64_t>(table.range_of_tile.size());
   FSDP_CHECK(before + tiles <= kMost, "a table expects at most ", kMost, " tiles but has ",
              before + tiles, "; make smaller units");
-  span.first_tile = static_cast<std::uint32_t>(before);
-  table.span_of_tile.insert(table.span_of_tile.end(), static_cast<std::size_t>(tiles),
-                            static_cast<std::uint32_t>(table.spans.size()));
-  table.spans.push_back(span);
+  range.first_tile = static_cast<std::uint32_t>(before);
+  table.range_of_tile.insert(table.range_of_tile.end(), static_cast<std::size_t>(tiles),
+                             static_cast<std::uint32_t>(table.ranges.size()));
+  table.ranges.push_back(range);
 }
 
 void check_runs(std::int64_t chunk, std::int64_t runs, std::int64_t stride) {
@@ -34,34 +34,36 @@ void check_runs(std::int64_t chunk, std::int64_t runs, std::int64_t stride) {
 }  // namespace
 
 std::uint32_t TileTable::first_tile_of_entry(std::int32_t entry) const {
-  const auto span = std::find_if(spans.begin(), spans.end(), [entry](const Span& candidate) {
-    return candidate.entry >= entry && candidate.entry != kNoEntry;
-  });
-  return span == spans.end() ? static_cast<std::uint32_t>(span_of_tile.size()) : span->first_tile;
+  const auto range =
+      std::find_if(ranges.begin(), ranges.end(), [entry](const CopyRange& candidate) {
+        return candidate.entry >= entry && candidate.entry != kNoEntry;
+      });
+  return range == ranges.end() ? static_cast<std::uint32_t>(range_of_tile.size())
+                               : range->first_tile;
 }
 
-// Spans cover the whole segment: an entry's span reaches to where the next entry begins.
+// Ranges cover the whole segment: an entry's range reaches to where the next entry begins.
 TileTable make_table(const PackPlan& plan) {
   TileTable table;
-  Span head;
+  CopyRange head;
   head.entry = kNoEntry;
   head.extent = plan.entries.empty() ? plan.segment_numel : plan.entries.front().offset;
   head.run = 1;
-  add_span(table, head, kTileElements);
+  add_range(table, head, kTileElements);
   for (std::size_t i = 0; i < plan.entries.size(); ++i) {
     const PackEntry& entry = plan.entries[i];
     const std::int64_t end =
         i + 1 < plan.entries.size() ? plan.entries[i + 1].offset : plan.segment_numel;
     check_runs(entry.chunk_numel, entry.runs, entry.stride);
-    Span span;
-    span.destination = entry.offset;
-    span.extent = end - entry.offset;
-    span.numel = entry.numel;
-    span.chunk = entry.chunk_numel;
-    span.run = std::max<std::int64_t>(entry.chunk_numel / entry.runs, 1);
-    span.stride = entry.stride != 0 ? entry.stride : span.run;
-    span.entry = static_cast<std::int32_t>(i);
-    add_span(table, span, kTileElements);
+    CopyRange range;
+    range.destination = entry.offset;
+    range.extent = end - entry.offset;
+    range.numel = entry.numel;
+    range.chunk = entry.chunk_numel;
+    range.run = std::max<std::int64_t>(entry.chunk_numel / entry.runs, 1);
+    range.stride = entry.stride != 0 ? entry.stride : range.run;
+    range.entry = static_cast<std::int32_t>(i);
+    add_range(table, range, kTileElements);
   }
   return table;
 }
@@ -73,19 +75,19 @@ TileTable make_table(const UnpackPlan& plan) {
     const auto chunk = static_cast<std::int64_t>(entry.chunk_bytes);
     const auto stride = static_cast<std::int64_t>(entry.stride);
     check_runs(chunk, entry.runs, stride);
-    Span span;
-    span.source = static_cast<std::int64_t>(entry.source_offset);
-    span.destination = static_cast<std::int64_t>(entry.destination_offset);
-    span.chunk = chunk;
-    span.run = std::max<std::int64_t>(chunk / entry.runs, 1);
-    span.entry = static_cast<std::int32_t>(i);
-    // Parts of chunks are no neighbours in the destination: a span for each rank's.
-    const int spans = stride != 0 ? plan.world_size : 1;
-    span.extent = span.numel = stride != 0 ? chunk : chunk * plan.world_size;
-    for (int rank = 0; rank < spans; ++rank) {
-      add_span(table, span, kUnpackTileBytes);
-      span.source += static_cast<std::int64_t>(plan.segment_bytes);
-      span.destination += stride;
+    CopyRange range;
+    range.source = static_cast<std::int64_t>(entry.source_offset);
+    range.destination = static_cast<std::int64_t>(entry.destination_offset);
+    range.chunk = chunk;
+    range.run = std::max<std::int64_t>(chunk / entry.runs, 1);
+    range.entry = static_cast<std::int32_t>(i);
+    // Parts of chunks are no neighbours in the destination: a range for each rank's.
+    const int ranges = stride != 0 ? plan.world_size : 1;
+    range.extent = range.numel = stride != 0 ? chunk : chunk * plan.world_size;
+    for (int rank = 0; rank < ranges; ++rank) {
+      add_range(table, range, kUnpackTileBytes);
+      range.source += static_cast<std::int64_t>(plan.segment_bytes);
+      range.destination += stride;
     }
   }
   return table;
@@ -102,13 +104,13 @@ std::vector<CastTable> make_tables(const CastPlan& plan) {
     if (table == tables.end()) {
       table = tables.insert(table, {entry.source_dtype, entry.destination_dtype, {}});
     }
-    Span span;
-    span.source = static_cast<std::int64_t>(entry.source_offset);
-    span.destination = static_cast<std::int64_t>(entry.destination_offset);
-    span.extent = span.numel = span.chunk = entry.numel;
-    span.run = std::numeric_limits<std::int64_t>::max();
-    span.entry = static_cast<std::int32_t>(i);
-    add_span(table->tiles, span, kTileElements);
+    CopyRange range;
+    range.source = static_cast<std::int64_t>(entry.source_offset);
+    range.destination = static_cast<std::int64_t>(entry.destination_offset);
+    range.extent = range.numel = range.chunk = entry.numel;
+    range.run = std::numeric_limits<std::int64_t>::max();
+    range.entry = static_cast<std::int32_t>(i);
+    add_range(table->tiles, range, kTileElements);
   }
   return tables;
 }

@@ -1,9 +1,9 @@
-// What the kernels read: a plan as spans of the destination, and the spans cut into tiles of equal
-// work. Made once from a plan, the same for every device; no CUDA here.
+// What the kernels read: a plan as ranges of the destination, and the ranges cut into tiles of
+// equal work. Made once from a plan, the same for every device; no CUDA here.
 //
 // Note [tiles]
 // A warp takes one tile at a time, whatever entry it belongs to, so that a unit of many small
-// parameters and one of a single huge one keep the processors equally busy. A tile finds its span
+// parameters and one of a single huge one keep the processors equally busy. A tile finds its range
 // by one look-up and everything else by arithmetic. pack's table covers one rank's segment, of
 // which there are world_size alike, so that it does not grow with the number of ranks.
 #pragma once
@@ -20,11 +20,11 @@ constexpr std::int64_t kTileElements = 4096;
 constexpr std::int64_t kUnpackTileBytes = 16384;
 
 // Groups start at a multiple of 16 bytes of the destination, so up to so many elements before a
-// span does. A span has room for them in its tiles.
+// range does. A range has room for them in its tiles.
 constexpr std::int64_t kTileSlack = 15;
 
 // A range of the destination that one entry writes.
-struct Span {
+struct CopyRange {
   std::int64_t source = 0;       // bytes; of pack nothing, its addresses come with each launch
   std::int64_t destination = 0;  // bytes; of pack elements, within a segment
   std::int64_t extent = 0;       // elements to write, padding included
@@ -39,10 +39,10 @@ struct Span {
 constexpr std::int32_t kNoEntry = -1;
 
 struct TileTable {
-  std::vector<Span> spans;
-  std::vector<std::uint32_t> span_of_tile;
+  std::vector<CopyRange> ranges;
+  std::vector<std::uint32_t> range_of_tile;
 
-  // The tiles of entries [first, last) are those of spans in between, which are neighbours.
+  // The tiles of entries [first, last) are those of ranges in between, which are neighbours.
   std::uint32_t first_tile_of_entry(std::int32_t entry) const;
 };
 

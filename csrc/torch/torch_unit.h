@@ -88,7 +88,6 @@ class TorchUnit final : public UnitPort,
   }
   std::uint64_t shard_version() override;
   std::shared_ptr<void> extract_gradients(const void** addresses) override;
-  DType gradient_dtype() override { return layout_.unsharded_grad_dtype(); }
   void drop_gradients() override;
   bool has_sharded_gradient(std::size_t i) override;
   void import_sharded_gradient(std::size_t i) override;

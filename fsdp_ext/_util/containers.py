@@ -1,4 +1,4 @@
-"""Tensors inside containers that the C++ walk leaves to Python."""
+"""Tensors inside containers that csrc/torch/containers.cpp does not handle itself."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def map_tensors(fn: Callable[[Any], Any], container: Any) -> Any:
-    """Apply ``fn`` to what ``container`` holds; return it unchanged where nothing changed.
+    """Apply ``fn`` to the items of ``container``; return the container itself if none changed.
 
     Args:
-        fn: maps a tensor, or a tuple, list or dict of them, and returns anything else as it is.
+        fn: maps a tensor, or a tuple, list or dict of tensors, and returns anything else unchanged.
         container: a dataclass, a named tuple, a mapping, a set, a ``PackedSequence``, a subclass of
-            tuple or list; any other object is returned as it is.
+            tuple or list. Any other object is returned unchanged.
     """
     if isinstance(container, PackedSequence):
         data = fn(container.data)

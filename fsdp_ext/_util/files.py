@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Write files whole or not at all."""
 
 from __future__ import annotations
 
@@ -10,42 +10,41 @@ _calls = itertools.count()
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write ``text`` to ``path``, or leave what is there as it is.
+    """Write ``text`` to ``path``. If that fails, an existing file stays as it is.
 
     Raises:
-        OSError: if it cannot be written; the message has the path and the system's reason.
+        OSError: with the path and the system's reason.
     """
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: str | Path, data: bytes) -> None:
-    """As :func:`write_text`, for bytes."""
+    """Write ``data`` as :func:`write_text` writes text."""
     try:
         write_whole(path, data)
     except OSError as error:
         raise OSError(
             error.errno,
-            f"expects {path} to be writable but it is not ({error.strerror}); choose another "
-            "place, or make room",
+            f"{path} cannot be written ({error.strerror}). Choose another place, or make room.",
         ) from error
 
 
 def write_whole(path: str | Path, data: bytes) -> None:
-    """Write a file beside its place, bring it to the disk, and rename it.
+    """Write a file under another name beside ``path``, flush it to the disk, and rename it.
 
-    A full disk or an interrupt leaves what was there. A device or a pipe cannot be replaced (as
-    root, /dev/full could be) and is written to as it is.
+    A full disk or an interrupt leaves an existing file as it is. A device or a pipe is written
+    directly: root could replace even /dev/full.
 
     Raises:
-        OSError: the system's own.
+        OSError: the system's own error.
     """
     target = Path(path)
     if target.exists() and not target.is_file():
         with target.open("wb", buffering=0) as file:
             file.write(data)
         return
-    target = target.resolve()  # through a link, whose target is what is meant
-    # Of this process and this call: others may write the same file, and one of them comes last.
+    target = target.resolve()  # a link stays, and its target is written
+    # Several processes or threads may write the same file at once; each has its own partial one.
     partial = target.with_name(f"{target.name}.{os.getpid()}.{next(_calls)}.partial")
     try:
         with partial.open("wb") as file:

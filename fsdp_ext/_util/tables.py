@@ -1,4 +1,4 @@
-"""What tables of buckets and plans are printed with."""
+"""Text tables, and sizes and names in them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 def columns(
     header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)
 ) -> list[str]:
-    """Return the lines of a table: columns ``left`` on the left, the others on the right."""
+    """Return the lines of a table. Columns ``left`` are left-aligned, the others right-aligned."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     return [
         "  ".join(

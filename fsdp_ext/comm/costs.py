@@ -10,15 +10,15 @@ from fsdp_ext.comm.link import H100_NODE, INFINIBAND_400G_NODES, Link
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.comm.transports import Transport
 
-# A bucket takes so many times as long as a launch: launches are at most a fifth of the wire's time
-# where there are enough units, and what nothing hides (the first gather, the last reduction) is
-# short.
+# A bucket takes this many times as long as a launch. So launches are at most a fifth of the wire
+# time where there are enough units, and the first gather and the last reduction, which are always
+# exposed, are short.
 LAUNCHES = 4
 
-# By `python -m fsdp_ext measure-link`, two ranks on two cores; of shared memory the latency is a
-# step's, without the call from Python. Defaults have to be the same in every run, since where an
-# element lies in a message may change the order that backends add it up in; so they come from
-# figures and not from a measurement at the start.
+# Measured with `python -m fsdp_ext measure-link`, two ranks on two cores; the latency of shared
+# memory is that in a step, without the call from Python. The place of an element in a message may
+# decide in which order a backend adds up the ranks. So defaults must be the same in every run, and
+# come from these constants instead of a measurement at the start.
 SHARED_MEMORY = Link("shared memory", alpha=15e-6, beta=17.1e9)
 PROCESS_GROUP = Link("gloo", alpha=300e-6, beta=2.3e9)
 
@@ -26,12 +26,12 @@ _logger = logging.getLogger("fsdp_ext")
 
 
 def typical_link(name: str, transport: Transport, ranks: int) -> Link:
-    """Return what a collective costs, about.
+    """Return the typical costs of collectives.
 
     Args:
-        name: of the transport that was chosen.
-        transport: that was asked for, whose link is taken if it is a simulated one.
-        ranks: of the group.
+        name: of the transport in use.
+        transport: as the user asked for it; a simulated one has a link of its own.
+        ranks: how many there are in the group.
     """
     if isinstance(transport, Simulated):
         return transport.link.over(transport.world_size)
@@ -41,15 +41,15 @@ def typical_link(name: str, transport: Transport, ranks: int) -> Link:
 
 
 def default_bucket_bytes(link: Link) -> int:
-    """Return how many bytes, of all ranks together, a gather takes `LAUNCHES` launches to carry."""
+    """Return the bytes, of all ranks together, that a gather carries in `LAUNCHES` launches."""
     return round(LAUNCHES * link.alpha * link.beta)
 
 
 @functools.cache
 def log_default(nbytes: int, link: Link) -> None:
-    """Say once what was chosen."""
+    """Log the default bucket size, once for each size and link."""
     _logger.info(
-        "bucket_bytes is %s, %d times what travels over %s in the time of a launch",
+        "bucket_bytes is %s by default, %d times the bytes that %s carries during a launch",
         size(nbytes),
         LAUNCHES,
         link.name,

@@ -1,8 +1,9 @@
-"""What the collectives of all units over one set of ranks run on."""
+"""Lanes: the streams and communicators that all units over one group of ranks share."""
 
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib.util
 import os
 import warnings
@@ -17,8 +18,7 @@ from fsdp_ext.comm.rendezvous import Rendezvous
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.comm.transports import GRACE, Transport, choose_of_host, log_choice, timeout_of
 
-# By group, device and the transport asked for: a mesh of the host and one of GPUs may have the same
-# group.
+# A mesh of the host and a mesh of GPUs may have the same group.
 _Key = tuple[torch.device, Transport]
 _lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, _C.Lanes]] = (
     weakref.WeakKeyDictionary()
@@ -28,19 +28,20 @@ _lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, _C.Lanes]] = (
 def lanes_of(
     group: dist.ProcessGroup, device: torch.device, transport: Transport = None
 ) -> _C.Lanes:
-    """Return the lanes for the ranks of ``group``, all of which have to call this the first time.
+    """Return the lanes of ``group``. The first call is collective: all ranks connect in it.
 
-    They (``csrc/core/lanes.h``) live as long as ``group`` and serve every root over it.
+    The lanes (``csrc/core/lanes.h``) live as long as ``group`` and serve every root over it.
 
     Args:
         group: of the mesh.
         device: of this rank.
-        transport: by name, or a simulated one; None for the default.
+        transport: a name, a simulated one, or None for the default.
 
     Raises:
-        RuntimeError: if the transport cannot be had, or not all ranks come within the group's
+        RuntimeError: if the transport is not possible, or a rank does not come within the group's
             timeout; the message says why.
     """
+    _clear_at_exit()
     of_group = _lanes.setdefault(group, {})
     key = (device, transport)
     if key not in of_group:
@@ -54,15 +55,21 @@ def lanes_of(
     return of_group[key]
 
 
+@functools.cache
+def _clear_at_exit() -> None:
+    """Free the lanes at exit, while torch and the devices still exist."""
+    atexit.register(_lanes.clear)
+
+
 def check_lanes() -> None:
-    """Raise RuntimeError if a collective has failed since the last look, of whichever model."""
+    """Raise RuntimeError if a collective of any model has failed since the last check."""
     for of_group in _lanes.values():
         for lanes in of_group.values():
             lanes.check()
 
 
 def _host_lanes(group: dist.ProcessGroup, device: torch.device, transport: str | None) -> _C.Lanes:
-    """Make the lanes of the host: over shared memory where that can be, as NCCL chooses, too."""
+    """Make the lanes of the host, over shared memory where that is possible."""
     lanes = choose_of_host(group, transport, timeout_of(group, device))
     return lanes if lanes is not None else _process_group_lanes(group, device)
 
@@ -70,10 +77,10 @@ def _host_lanes(group: dist.ProcessGroup, device: torch.device, transport: str |
 def _process_group_lanes(group: dist.ProcessGroup, device: torch.device) -> _C.Lanes:
     """Make the lanes of the host over private process groups.
 
-    Note [private groups]: collectives are issued by worker threads, so their order relative to
-    collectives that the user issues is not the same on every rank, and neither is the order of
-    gathers relative to reductions. Backends match collectives by their order on a group. Hence
-    each lane has a group of its own over the same ranks.
+    Note [private groups]: worker threads issue the collectives. So their order relative to the
+    user's own collectives differs from rank to rank, and so does the order of gathers relative to
+    reductions. Backends match collectives by their order on a group. Hence each lane has a group of
+    its own over the same ranks.
     """
     timeout = timeout_of(group, device)
     gather, reduce = (
@@ -92,13 +99,12 @@ def _process_group_lanes(group: dist.ProcessGroup, device: torch.device) -> _C.L
 def _simulated_lanes(
     group: dist.ProcessGroup, device: torch.device, transport: Simulated
 ) -> _C.Lanes:
-    """Make lanes without peers, and say what that means."""
+    """Make lanes without peers, and warn what that means."""
     link = transport.link.over(transport.world_size)
     gather, reduce = link.costs()
     warnings.warn(
         f"fsdp_ext: {transport.world_size} simulated ranks over {link.name} (simulated): no data "
-        "comes from anywhere, so losses, gradients and parameters mean nothing, and all times are "
-        "simulated",
+        "arrives, so losses, gradients and parameters mean nothing, and all times are simulated",
         stacklevel=2,
     )
     on_gpu = device.type == "cuda"
@@ -120,18 +126,18 @@ def _simulated_lanes(
 def _nccl_lanes(group: dist.ProcessGroup, device: torch.device) -> _C.Lanes:
     """Make the lanes of a GPU, over NCCL communicators of their own.
 
-    The unique id, which rank 0 makes, goes through the group's store.
+    Rank 0 makes the unique id and sends it through the group's store.
     """
     timeout = timeout_of(group, device)
     libraries = nccl_libraries()
     unique_id = _C.nccl_unique_id(libraries) if dist.get_rank(group) == 0 else b""
-    meeting = Rendezvous(group, unique_id, timeout)
-    meeting.exchange("has the id", b"")  # all mean the same one
+    rendezvous = Rendezvous(group, unique_id, timeout)
+    rendezvous.exchange("has the id", b"")  # all ranks have the same one
     return _C.Lanes.nccl(
         libraries=libraries,
-        unique_id=meeting.offers[0],
-        rank=meeting.rank,
-        size=len(meeting.ranks),
+        unique_id=rendezvous.offers[0],
+        rank=rendezvous.rank,
+        size=len(rendezvous.ranks),
         device=device.index,
         timeout=timeout.total_seconds(),
         host_timeout=(timeout + GRACE).total_seconds(),
@@ -145,7 +151,7 @@ def registers_buffers() -> bool:
 
 
 def nccl_libraries() -> list[str]:
-    """Return where the nvidia-nccl package has its library, if it is installed."""
+    """Return the path of the nvidia-nccl package's library, if it is installed."""
     try:
         spec = importlib.util.find_spec("nvidia.nccl")
     except ModuleNotFoundError:
@@ -154,7 +160,3 @@ def nccl_libraries() -> list[str]:
     return [
         str(library) for place in places or [] for library in Path(place).glob("lib/libnccl.so.2")
     ]
-
-
-# While the devices and torch are there.
-atexit.register(_lanes.clear)

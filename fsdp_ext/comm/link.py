@@ -1,4 +1,4 @@
-"""What a collective over a link takes, and links with published figures."""
+"""``Link``: how long collectives take, and links with published figures."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from fsdp_ext._util.files import write_text
 
 @dataclass(frozen=True)
 class Link:
-    """What connects ranks: a collective of S bytes, of all ranks together, takes alpha + S / beta.
+    """The connection between ranks. A collective of S bytes takes alpha + S / beta seconds.
 
-    S is what nccl-tests calls size (doc/PERFORMANCE.md): what is gathered, or what each rank brings
-    to a reduction. So beta is its "algbw" for large S; its "busbw" is beta * (N - 1) / N on N
-    ranks. An all-reduce takes alpha + 2 S / beta. The figures are of as many ranks as they were
-    measured with; of fewer, each of which brings a larger part itself, collectives are faster than
-    this says, at most by (N - 1) / N.
+    S is the "size" of nccl-tests (doc/PERFORMANCE.md): the bytes of the whole result of an
+    all-gather, or of one rank's input to a reduction. So beta is the "algbw" for large S, and the
+    "busbw" is beta * (N - 1) / N on N ranks. An all-reduce takes alpha + 2 S / beta. The figures
+    hold for the number of ranks that they were measured with. With fewer ranks each one has a
+    larger part already, so collectives are faster than this formula, by (N - 1) / N at most.
 
     Args:
         name: of the link.
         alpha: latency of a collective, seconds.
         beta: bandwidth, bytes a second.
-        reduce_alpha: latency of reductions, if it is another.
-        reduce_beta: bandwidth of reductions, if it is another.
-        jitter: each collective takes (1 + jitter * x) times as long, x from the exponential
-            distribution of mean 1.
-        ranks: how many ranks the figures are of, at most; 0 for any number.
-        across: for more ranks than that: what connects groups of so many, each rank to its peers in
-            the other groups. A collective over all goes over both, one after the other.
+        reduce_alpha: latency of reductions, if it differs.
+        reduce_beta: bandwidth of reductions, if it differs.
+        jitter: each collective takes (1 + jitter * x) times as long, where x is drawn from the
+            exponential distribution of mean 1.
+        ranks: the largest number of ranks for which the figures hold; 0 for any number.
+        across: the link between groups of ``ranks`` ranks, from each rank to its peers in the
+            other groups. A collective over more than ``ranks`` ranks uses both links in turn.
         source: where the figures are from.
 
     Raises:
-        ValueError: if a figure is none of a link.
+        ValueError: if a figure is out of range.
     """
 
     name: str
@@ -55,38 +55,38 @@ class Link:
         rates = (self.beta, self.beta if self.reduce_beta is None else self.reduce_beta)
         if not all(_is_number(value) and value >= 0 for value in latencies):
             raise ValueError(
-                f"a link expects latencies of 0 s or more but got alpha={self.alpha!r}, "
-                f"reduce_alpha={self.reduce_alpha!r}; give seconds, such as 30e-6"
+                f"link '{self.name}' has alpha={self.alpha!r}, reduce_alpha={self.reduce_alpha!r}. "
+                "Pass latencies in seconds, 0 or more, such as 30e-6."
             )
         if not all(_is_number(value) and value > 0 for value in rates):
             raise ValueError(
-                f"a link expects positive bandwidths but got beta={self.beta!r}, "
-                f"reduce_beta={self.reduce_beta!r}; give bytes a second, such as 12e9"
+                f"link '{self.name}' has beta={self.beta!r}, reduce_beta={self.reduce_beta!r}. "
+                "Pass positive bandwidths in bytes a second, such as 12e9."
             )
         if not _is_number(self.jitter) or self.jitter < 0:
             raise ValueError(
-                f"a link expects a jitter of 0 or more but got {self.jitter!r}; 0.1 makes "
-                "collectives 10% later on average"
+                f"link '{self.name}' has jitter={self.jitter!r}. Pass 0 or more; 0.1 makes "
+                "collectives 10% slower on average."
             )
         if self.across is not None and self.ranks < 1:
             raise ValueError(
-                f"a link with another one across expects ranks, the number that it connects "
-                f"itself, but got {self.ranks!r}; pass ranks=8, say"
+                f"link '{self.name}' has another link across but ranks={self.ranks!r}. Pass how "
+                "many ranks it connects itself, for example ranks=8."
             )
 
     def over(self, world_size: int) -> Link:
-        """Return the link that ``world_size`` ranks see: this one, or this and the one across.
+        """Return the link that ``world_size`` ranks see: this one, or this one and ``across``.
 
-        Across groups each rank carries its own part: of S bytes, S / ranks.
+        Between groups each rank carries its own part: of S bytes, S / ranks.
 
         Raises:
-            ValueError: if there are more ranks than the figures are of.
+            ValueError: if the figures do not hold for so many ranks.
         """
         if 0 < self.ranks < world_size and self.across is None:
             raise ValueError(
-                f"link '{self.name}' expects at most {self.ranks} ranks, of which its figures are, "
-                f"but got {world_size}; give it another one across, or ranks=0 if they hold for "
-                "any number"
+                f"link '{self.name}' has figures for at most {self.ranks} ranks, not for "
+                f"{world_size}. Pass across=, the link between groups, or ranks=0 if the figures "
+                "hold for any number."
             )
         if self.across is None or world_size <= self.ranks:
             return replace(self, across=None)
@@ -110,32 +110,32 @@ class Link:
         return (self.alpha, self.beta), self._reduce()
 
     def seconds(self, operation: str, nbytes: int) -> float:
-        """Return how long a collective takes, without jitter.
+        """Return how many seconds a collective takes, without jitter.
 
         Args:
             operation: "all_gather" or "reduce_scatter".
-            nbytes: of all ranks together.
+            nbytes: S.
         """
         gather, reduce = self.costs()
         alpha, beta = {"all_gather": gather, "reduce_scatter": reduce}[operation]
         return alpha + nbytes / beta
 
     def save(self, path: str | Path, measured: Mapping[str, Any] | None = None) -> None:
-        """Write it as JSON, whole or not at all, with what it was measured by, if anything."""
+        """Write the link as JSON, whole or not at all, with ``measured``: how it was measured."""
         document = asdict(self) | ({} if measured is None else {"measured": dict(measured)})
         write_text(path, json.dumps(document, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Link:
-        """Read what ``save``, or ``python -m fsdp_ext measure-link``, has written.
+        """Read a file that ``save`` or ``python -m fsdp_ext measure-link`` has written.
 
         Raises:
-            ValueError: if it is something else.
+            ValueError: if the file is something else.
         """
         try:
             figures = json.loads(Path(path).read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path} expects a link as JSON but is none ({error})") from error
+            raise ValueError(f"{path} is not valid JSON ({error}).") from error
         return cls._from(figures, str(path))
 
     @classmethod
@@ -143,8 +143,8 @@ class Link:
         known = {field.name for field in fields(cls)}
         if not isinstance(figures, dict) or not {"name", "alpha", "beta"} <= figures.keys():
             raise ValueError(
-                f"{path} expects a link with name, alpha and beta but has something else; "
-                "`python -m fsdp_ext measure-link --out FILE` writes one"
+                f"{path} is not a link, which has name, alpha and beta. `python -m fsdp_ext "
+                "measure-link --out FILE` writes one."
             )
         values = {name: value for name, value in figures.items() if name in known}
         if values.get("across") is not None:
@@ -187,8 +187,8 @@ H200_NODE = Link(
 )
 
 # 4 nodes of 8 H100, one 400 Gb/s InfiniBand NIC a GPU: all-gather 323.53 GB/s busbw at 8 GiB and
-# 49.68 us at 512 bytes (vpbenchmarking, results/nccl/nccl_multinode). No reduce-scatter figure was
-# found; the same is taken.
+# 49.68 us at 512 bytes (vpbenchmarking, results/nccl/nccl_multinode). No figure of a reduce-scatter
+# was found, so it has the same.
 INFINIBAND_400G_NODES = Link(
     "nodes of 8, 400G InfiniBand a GPU",
     alpha=50e-6,

@@ -11,35 +11,34 @@ import torch.distributed as dist
 
 
 def host_backend(group: dist.ProcessGroup) -> str:
-    """Return the name of the backend that the group has for tensors of the host; "" for none.
+    """Return the name of the group's backend for tensors on the host; "" if there is none.
 
-    Where ranks have several, as by default, `dist.get_backend` has no name for them.
+    A group may have several backends, as it has by default. `dist.get_backend` names none of them.
     """
     try:
         backend = group._get_backend(torch.device("cpu"))
     except RuntimeError:
         return ""
-    # A backend written in Python need not say.
+    # A backend that is written in Python may have no name.
     name: str = getattr(backend, "name", lambda: "")()
     return name
 
 
 class Rendezvous:
-    """Where the ranks of a group tell each other what they need to know to connect. Used once.
+    """One exchange of the ranks of a group, over the group's store, before they connect.
 
-    What a rank brings has a random number in it, and everything after that goes by a name made of
-    what all have brought. So what is left in the store of an earlier attempt, or of a group that
-    had the same ranks, is never taken for this one's: ranks that do not mean the same attempt do
-    not find each other, and say so.
+    Every offer contains a random number, and all later keys contain a hash of all offers. So
+    entries that an earlier attempt, or another group of the same ranks, has left in the store are
+    never mistaken for this attempt's. Ranks in different attempts time out with an error.
 
     Args:
-        group: whose store it goes through; all its ranks take part.
-        offer: what this rank brings.
+        group: all its ranks take part.
+        offer: what this rank has to tell the others first.
         timeout: of each exchange.
 
     Raises:
         RuntimeError: if the group has no store, or a rank does not come within the timeout; the
-            message names it.
+            message names the rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, offer: bytes, timeout: timedelta) -> None:
@@ -47,8 +46,8 @@ class Rendezvous:
         backend = host_backend(group) or dist.get_backend(group)
         if self._store is None or backend == "fake":
             raise RuntimeError(
-                f"expects ranks that can find each other through their process group's store but "
-                f"those of backend '{backend}' have none; use gloo, or leave the transport out"
+                f"ranks connect through their process group's store, but backend '{backend}' has "
+                "none. Use gloo, or leave the transport out."
             )
         self._timeout = timeout
         self.rank = dist.get_rank(group)
@@ -60,7 +59,11 @@ class Rendezvous:
         self._attempt = hashlib.sha256(b"".join(brought)).hexdigest()
 
     def exchange(self, what: str, value: bytes) -> list[bytes]:
-        """Return what each rank gives, in order of rank.
+        """Return the values of all ranks, in order of rank.
+
+        Args:
+            what: a name for this exchange, the same on all ranks.
+            value: this rank's.
 
         Raises:
             RuntimeError: if a rank does not come within the timeout; the message names it.
@@ -68,7 +71,7 @@ class Rendezvous:
         prefix = f"fsdp_ext/{self._attempt}/{what}"
         self._store.set(f"{prefix}/{self.rank}", value.hex())
         values = [self._get(f"{prefix}/{i}", rank) for i, rank in enumerate(self.ranks)]
-        self._store.delete_key(self._brought)  # all have read it
+        self._store.delete_key(self._brought)  # all ranks have read it
         return values
 
     def _get(self, key: str, rank: int) -> bytes:
@@ -77,7 +80,7 @@ class Rendezvous:
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self.ranks[self.rank]} waited {self._timeout.total_seconds():.0f} s for "
-                f"rank {rank} to begin the first forward, where all ranks connect, but it did not "
-                f"come ({error})"
+                f"rank {rank} to begin the first forward, in which all ranks connect ({error}). "
+                "Run the same model on all ranks."
             ) from error
         return bytes.fromhex(self._store.get(key).decode())

@@ -1,13 +1,13 @@
-"""Training without peers: a transport whose collectives take as long as over a link of your choice.
+"""``Simulated``: train without peers, over a link of your choice.
 
     from fsdp_ext import Simulated, fully_shard
     from fsdp_ext.comm.link import H100_NODE
 
     fully_shard(model, transport=Simulated(world_size=8, link=H100_NODE))
 
-For time and memory alone: a step has the sizes, buffers, copies and waits of the real one, but no
-data comes from anywhere. Losses, gradients and parameters mean nothing, and every time is a
-simulated one.
+Only time and memory mean something. A step has the sizes, buffers, copies and waits of a real one,
+and each collective takes as long as the link says. But no data arrives: losses, gradients and
+parameters mean nothing.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ from fsdp_ext.comm.link import Link
 class Simulated:
     """A transport with no peers, for ``fully_shard(..., transport=...)``.
 
-    It needs no process group of so many ranks: where none was initialised, it initialises
-    PyTorch's "fake" one.
+    If no process group is initialised, it initialises PyTorch's "fake" one.
 
     Args:
-        world_size: of the ranks that there would be.
-        link: what would connect them.
-        rank: that this process is.
-        multiprocessors: that a collective takes from a GPU while it runs, as NCCL's channels do; 0
-            leaves them to the computation, as copy engines would.
+        world_size: how many ranks to simulate.
+        link: what connects them.
+        rank: which of them this process is.
+        multiprocessors: of a GPU that a collective occupies while it runs, as NCCL's channels do;
+            with 0 compute keeps all of them, as with copy engines.
         seed: of the link's jitter.
 
     Raises:
         ValueError: if a number is out of range.
-        TypeError: if ``link`` is none.
+        TypeError: if ``link`` is not a Link.
     """
 
     world_size: int
@@ -49,26 +48,26 @@ class Simulated:
         """Check the arguments."""
         if not isinstance(self.link, Link):
             raise TypeError(
-                f"Simulated expects a Link but got {self.link!r}; take one of "
-                "fsdp_ext.comm.link.PRESETS, or Link.load a file"
+                f"Simulated got link={self.link!r}. Pass a Link: one of "
+                "fsdp_ext.comm.link.PRESETS, or Link.load(path)."
             )
         if not isinstance(self.world_size, int) or self.world_size < 1:
             raise ValueError(
-                f"Simulated expects a world_size of at least 1 but got {self.world_size!r}"
+                f"Simulated got world_size={self.world_size!r}. Pass a positive whole number."
             )
         if not isinstance(self.rank, int) or not 0 <= self.rank < self.world_size:
             raise ValueError(
-                f"Simulated expects a rank from 0 to {self.world_size - 1} but got {self.rank!r}"
+                f"Simulated got rank={self.rank!r}. Pass a rank from 0 to {self.world_size - 1}."
             )
         if not isinstance(self.multiprocessors, int) or self.multiprocessors < 0:
             raise ValueError(
-                "Simulated expects 0 or more multiprocessors but got "
-                f"{self.multiprocessors!r}; NCCL takes up to about 32"
+                f"Simulated got multiprocessors={self.multiprocessors!r}. Pass 0 or more; NCCL "
+                "takes up to about 32."
             )
         self.link.over(self.world_size)
 
     def init_process_group(self) -> None:
-        """Initialise a process group of so many ranks, none of which is there, if there is none."""
+        """Initialise a "fake" process group of the simulated ranks, unless there is a group."""
         if dist.is_initialized():
             return
         from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -78,10 +77,10 @@ class Simulated:
         )
 
     def check_group(self, size: int, rank: int) -> None:
-        """Raise ValueError unless the ranks of the mesh are those that are simulated."""
+        """Raise ValueError unless the mesh has the simulated ranks."""
         if (size, rank) != (self.world_size, self.rank):
             raise ValueError(
-                f"transport=Simulated(world_size={self.world_size}, rank={self.rank}) expects a "
-                f"mesh of as many ranks but got rank {rank} of {size}; initialise no process group "
-                'before, or one of backend "fake"'
+                f"transport=Simulated(world_size={self.world_size}, rank={self.rank}) got a mesh "
+                f"in which this is rank {rank} of {size}. Initialise no process group before, or a "
+                '"fake" one with the simulated ranks.'
             )

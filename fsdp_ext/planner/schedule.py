@@ -392,7 +392,7 @@ class _Program:
             yield gather
 
     def _gather(self, number: int, on_demand: bool) -> bool:
-        """Gather a stage if it is sharded; return False if no slot is free: ``Gatherer::issue``."""
+        """Gather a sharded stage; return False if no slot is free (``Gatherer::unshard``)."""
         stage = self._stages[number]
         if number in self._unsharded:
             return True

@@ -58,7 +58,7 @@ class PlannedBucketSizes:
 
 @dataclass(frozen=True)
 class PlannedMemory:
-    """Bytes that the first rank holds, which has the most rows; docs/design.md explains each.
+    """Bytes of the first rank, which has the most rows. docs/design/memory.md explains each.
 
     ``gradients_in_flight`` is the most that unsharded gradients take before they are packed. The
     figures assume that each backward reduces and that gradients are set to None between steps.

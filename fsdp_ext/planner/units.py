@@ -68,7 +68,7 @@ class PlannedUnit(ParamGroup):
         self, name: str, params: Sequence[PlannedParam], world_size: int, settings: UnitSettings
     ) -> None:
         super().__init__(name, world_size, settings)
-        self.params: list[PlannedParam] = [params[place] for place in self._large_first(params)]
+        self.params: list[PlannedParam] = [params[place] for place in self._layout_order(params)]
 
     @classmethod
     def like(cls, unit: Unit, world_size: int, copies: dict[nn.Module, nn.Module]) -> PlannedUnit:
@@ -119,7 +119,7 @@ class PlannedRoot(UnitTree):
         self.settings = self.resolve(self._link, decision)
 
     def most_ahead(self) -> int:
-        """Return the largest number of prefetched gathers, as ``Pipeline::plan_memory`` counts."""
+        """Return the largest number of prefetched gathers, as ``BucketSet::plan_memory`` does."""
         lists = [
             targets for u in self.units for targets in (u.forward_prefetch, u.backward_prefetch)
         ]

@@ -1,9 +1,9 @@
-"""What ranks tell each other outside of a step, so that all of them go on or all of them stop.
+"""Messages between ranks outside of a step, so that all ranks continue or all raise.
 
-Note [one fails, all raise]. A rank that raises by itself leaves the others in their next collective
-until a timeout. So what may fail on one rank alone is a phase of its own (:func:`together`): at its
-end all ranks say how it went. That is no help where the failure is inside a collective, or between
-two of them while others have begun the second.
+Note [one fails, all raise]. If one rank raises, the others wait in their next collective until a
+timeout. So code that may fail on one rank alone runs in a phase of its own (:func:`together`), at
+whose end all ranks report how it went. That does not help if the failure is inside a collective, or
+between two collectives of which other ranks have begun the second.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def has_peers(unit: Unit) -> bool:
 
 
 def exchange(unit: Unit, value: Any) -> list[Any]:
-    """Return what all ranks of the unit's mesh say, in order; where there are no others, ours.
+    """Return the values of all ranks of the unit's mesh, in order of rank.
 
     Args:
         unit: any of the model's.
-        value: what this rank says; it has to pickle.
+        value: this rank's; it must pickle.
     """
     if not has_peers(unit):
         return [value]
@@ -53,11 +53,11 @@ def exchange(unit: Unit, value: Any) -> list[Any]:
 def together(unit: Unit, caller: str, phase: str) -> Iterator[None]:
     """Raise on all ranks if the block raised on any: Note [one fails, all raise].
 
-    Where it raised the same on all of them, that is what each one raises.
+    If it raised the same error on all ranks, each rank raises that error.
 
     Args:
         unit: any of the model's.
-        caller: whom the message names.
+        caller: the function that the message names.
         phase: what the block does, for the message.
 
     Raises:
@@ -83,11 +83,11 @@ def together(unit: Unit, caller: str, phase: str) -> Iterator[None]:
             raise error
         _, name, message, rank = next(one for one in failed if one[0] == short)
         raise (OutOfMemory if short else _TYPES.get(name, RuntimeError))(
-            f"{caller} expects all ranks to get through {phase} but rank {rank} raised {name}: "
-            f"{message}; correct that, and call it on all ranks again"
+            f"{caller} failed on rank {rank}, in {phase}: {name}: {message} Correct that, and call "
+            f"{caller} on all ranks again."
         ) from error
     finally:
-        # Its traceback has this frame: a cycle that would keep the group until the process ends.
+        # The traceback refers to this frame, a cycle that would keep the group until the end.
         error = None
 
 

@@ -1,4 +1,4 @@
-"""``describe_buckets``: what travels together, as a table (csrc/core/bucket.h)."""
+"""``describe_buckets``: the buckets of a model as a table (csrc/core/bucket.h)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from fsdp_ext.sharding.root import Root, running_root
 
 
 def describe_buckets(model: nn.Module) -> str:
-    """Return a table of what travels together, and what that costs in memory.
+    """Return a table of the buckets, their messages and their memory.
 
-    Sizes are of all ranks together, but for memory, which is this rank's.
+    Sizes are of all ranks together, except for memory, which is this rank's.
 
     Args:
-        model: its root module, which has run forward. Buckets follow the order of the first
-            iteration from the second one on.
+        model: the root module, which has run forward. From the second iteration on buckets follow
+            the order of the first one.
 
     Raises:
         TypeError: if ``fully_shard`` was not applied to it.
@@ -47,11 +47,11 @@ def _describe(root: Root) -> list[str]:
     largest = max([0, *(nbytes for is_resharded, nbytes in alone if is_resharded)])
     lines.append(
         f"{len(root.units)} units in {len(buckets)} buckets (bucket_bytes="
-        f"{root.settings.bucket_bytes[0]:,}): each is one gather, one reduction and one slot"
+        f"{root.settings.bucket_bytes[0]:,}); each bucket is one gather, one reduction and one slot"
     )
     lines.append(
         f"{slots} slots of {size(memory['ring_slot_bytes'])} are {size(memory['ring_bytes'])}; "
-        f"of units by themselves {size(slots * largest)}"
+        f"without buckets they would be {size(slots * largest)}"
     )
     return lines
 

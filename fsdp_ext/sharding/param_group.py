@@ -65,16 +65,7 @@ class ParamGroup:
             ValueError: if trainable parameters have several dtypes.
         """
         grad_dtype, reduce_dtype = self.grad_dtypes() if training else (torch.float32,) * 2
-        specs = [
-            (
-                param.name,
-                list(param.shape),
-                param.dtype,
-                self.compute_dtype(param.dtype),
-                training and param.requires_grad,
-            )
-            for param in self.params
-        ]
+        specs = self._specs(self.params, training)
         return _C.UnitLayout(specs, self.world_size, grad_dtype, reduce_dtype, DIRECT_BYTES)
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -127,12 +118,20 @@ class ParamGroup:
             before *= 2
         return 1.0 / before, before / factor
 
-    def _large_first(self, params: Sequence[Param]) -> list[int]:
+    def _layout_order(self, params: Sequence[Param]) -> list[int]:
         """Return the places of ``params`` in the order of the layout (csrc/core/layout.h)."""
+        return _C.layout_order(self._specs(params, False), self.world_size, DIRECT_BYTES)
 
-        def is_small(param: Param) -> bool:
-            rows = -(-param.shape[0] // self.world_size) * self.world_size
-            size = self.compute_dtype(param.dtype).itemsize
-            return rows * size * math.prod(param.shape[1:]) < DIRECT_BYTES
-
-        return sorted(range(len(params)), key=lambda place: is_small(params[place]))
+    def _specs(
+        self, params: Sequence[Param], training: bool
+    ) -> list[tuple[str, list[int], torch.dtype, torch.dtype, bool]]:
+        return [
+            (
+                param.name,
+                list(param.shape),
+                param.dtype,
+                self.compute_dtype(param.dtype),
+                training and param.requires_grad,
+            )
+            for param in params
+        ]

@@ -136,7 +136,7 @@ class Unit(ParamGroup):
                 submodule._parameters[attribute] = found.sharded
             mark_sharded(param, found.sharded, found.name, self.name)
         sharded = list(by_param.values())
-        return [sharded[place] for place in self._large_first(sharded)]
+        return [sharded[place] for place in self._layout_order(sharded)]
 
     def _rows_of(self, param: nn.Parameter) -> torch.Tensor:
         """Return this rank's rows on its device, or on meta if the parameter is there."""

@@ -26,13 +26,13 @@ constexpr auto kAborted = static_cast<Result>(3);  // ncclInternalError
 
 fsdp::test::FakeNccl state;
 
-// Where the ranks of one communicator meet: all bring an address, and leave when all have read.
-class Meeting {
+// A barrier between the ranks of one communicator, with the address of each rank's input.
+class Barrier {
  public:
-  explicit Meeting(int size) : addresses(static_cast<std::size_t>(size)) {}
+  explicit Barrier(int size) : addresses(static_cast<std::size_t>(size)) {}
 
-  // False if it was given up.
-  bool arrive(const std::atomic<bool>& given_up) {
+  // Returns false if the communicator was aborted.
+  bool wait(const std::atomic<bool>& aborted) {
     std::unique_lock<std::mutex> lock(mutex_);
     const int round = round_;
     if (++arrived_ == static_cast<int>(addresses.size())) {
@@ -42,7 +42,7 @@ class Meeting {
       return true;
     }
     while (round_ == round) {
-      if (given_up) {
+      if (aborted) {
         return false;
       }
       changed_.wait_for(lock, std::chrono::milliseconds(1));
@@ -59,16 +59,16 @@ class Meeting {
   int round_ = 0;
 };
 
-std::mutex meetings_mutex;
-std::map<std::string, std::shared_ptr<Meeting>> meetings;
+std::mutex mutex;  // guards the maps and lists of this file
+std::map<std::string, std::shared_ptr<Barrier>> barriers;
 
-std::shared_ptr<Meeting> meeting_of(const std::string& name, int size) {
-  const std::lock_guard<std::mutex> lock(meetings_mutex);
-  std::shared_ptr<Meeting>& meeting = meetings[name];
-  if (meeting == nullptr) {
-    meeting = std::make_shared<Meeting>(size);
+std::shared_ptr<Barrier> barrier_of(const std::string& name, int size) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::shared_ptr<Barrier>& barrier = barriers[name];
+  if (barrier == nullptr) {
+    barrier = std::make_shared<Barrier>(size);
   }
-  return meeting;
+  return barrier;
 }
 
 }  // namespace
@@ -80,7 +80,7 @@ struct NcclComm {
   int rank;
   int size;
   bool blocking;
-  std::shared_ptr<Meeting> meeting;
+  std::shared_ptr<Barrier> barrier;
   std::atomic<bool> aborted{false};
   std::atomic<int> polls{0};
   int splits = 0;
@@ -93,8 +93,8 @@ using fsdp::nccl::NcclComm;
 
 namespace {
 
-// NCCL counts groups by thread. Not thread_local: ThreadSanitizer does not see how a library that
-// was opened at run time gets and frees such memory.
+// NCCL counts groups by thread. This does not use thread_local, because ThreadSanitizer does not
+// see how a library that was opened at run time allocates and frees such memory.
 struct Group {
   int depth = 0;
   std::vector<std::function<Result()>> calls;
@@ -102,13 +102,13 @@ struct Group {
 
 Group& my_group() {
   static auto* const groups = new std::map<std::thread::id, Group>;
-  const std::lock_guard<std::mutex> lock(meetings_mutex);
+  const std::lock_guard<std::mutex> lock(mutex);
   return (*groups)[std::this_thread::get_id()];
 }
 
 Comm make(const std::string& name, int rank, int size, const Config* config) {
   ++state.live_communicators;
-  return new NcclComm{name, rank, size, config->blocking != 0, meeting_of(name, size), {}, {}, 0};
+  return new NcclComm{name, rank, size, config->blocking != 0, barrier_of(name, size), {}, {}, 0};
 }
 
 Result run(void* stream, std::function<Result()> collective) {
@@ -127,16 +127,16 @@ Result run(void* stream, std::function<Result()> collective) {
 }
 
 template <typename Read>
-Result meet(Comm comm, const void* input, const Read& read) {
+Result exchange_inputs(Comm comm, const void* input, const Read& read) {
   while (state.collectives_hang && !comm->aborted) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  comm->meeting->addresses[static_cast<std::size_t>(comm->rank)] = input;
-  if (comm->aborted || !comm->meeting->arrive(comm->aborted)) {
+  comm->barrier->addresses[static_cast<std::size_t>(comm->rank)] = input;
+  if (comm->aborted || !comm->barrier->wait(comm->aborted)) {
     return kAborted;
   }
-  read(comm->meeting->addresses);
-  return comm->meeting->arrive(comm->aborted) ? fsdp::nccl::kSuccess : kAborted;
+  read(comm->barrier->addresses);
+  return comm->barrier->wait(comm->aborted) ? fsdp::nccl::kSuccess : kAborted;
 }
 
 std::size_t size_of(DataType type) { return type == fsdp::nccl::kInt8 ? 1 : 4; }
@@ -161,7 +161,7 @@ FAKE_NCCL_API Result ncclGetUniqueId(UniqueId* id) {
 FAKE_NCCL_API Result ncclCommInitRankConfig(Comm* comm, int size, UniqueId id, int rank,
                                             Config* config) {
   *comm = make(id.internal, rank, size, config);
-  state.log(config->blocking == 0 ? "init without blocking" : "init");
+  state.log(config->blocking == 0 ? "non-blocking init" : "init");
   return config->blocking == 0 ? fsdp::nccl::kInProgress : fsdp::nccl::kSuccess;
 }
 
@@ -169,7 +169,7 @@ FAKE_NCCL_API Result ncclCommSplit(Comm parent, int /*color*/, int key, Comm* ch
                                    Config* config) {
   const std::string name = parent->name + "/" + std::to_string(++parent->splits);
   *child = make(name, key, parent->size, config);
-  state.log(config->blocking == 0 ? "split without blocking" : "split");
+  state.log(config->blocking == 0 ? "non-blocking split" : "split");
   parent->polls = 0;
   return parent->blocking ? fsdp::nccl::kSuccess : fsdp::nccl::kInProgress;
 }
@@ -190,18 +190,18 @@ FAKE_NCCL_API Result ncclCommDestroy(Comm comm) {
   return fsdp::nccl::kSuccess;
 }
 
-// As NCCL's, these may come while another thread is in a call. Communicators that failed are kept
-// where a look for leaks finds them: revoked ones stay until the process ends, and to free aborted
-// ones would be to race with that thread.
-static void keep(Comm comm) {
-  static auto* const kept = new std::vector<Comm>;  // outlives the exit
-  const std::lock_guard<std::mutex> lock(meetings_mutex);
-  kept->push_back(comm);
+// As in NCCL, aborting and revoking may come while another thread is in a call. Revoked
+// communicators live until the process ends, and freeing aborted ones would race with that thread.
+// So both are retained here, where a leak checker finds them.
+static void retain(Comm comm) {
+  static auto* const retained = new std::vector<Comm>;  // never destroyed
+  const std::lock_guard<std::mutex> lock(mutex);
+  retained->push_back(comm);
 }
 
 FAKE_NCCL_API Result ncclCommAbort(Comm comm) {
   state.log("abort");
-  keep(comm);
+  retain(comm);
   --state.live_communicators;
   comm->aborted = true;
   return fsdp::nccl::kSuccess;
@@ -212,12 +212,12 @@ FAKE_NCCL_API Result ncclCommRevoke(Comm comm, int /*flags*/) {
   if (!state.can_revoke) {
     return kAborted;
   }
-  keep(comm);
+  retain(comm);
   comm->aborted = true;
   return fsdp::nccl::kSuccess;
 }
 
-// A communicator without blocking is ready once all ranks are there, and some polls later.
+// A non-blocking communicator is ready after some polls.
 FAKE_NCCL_API Result ncclCommGetAsyncError(Comm comm, Result* result) {
   if (comm->blocking) {
     *result = static_cast<Result>(state.async_error.load());
@@ -241,7 +241,7 @@ FAKE_NCCL_API Result ncclAllGather(const void* input, void* output, std::size_t 
                                    DataType type, Comm comm, void* stream) {
   const std::size_t bytes = count * size_of(type);
   return run(stream, [=] {
-    return meet(comm, input, [&](const std::vector<const void*>& inputs) {
+    return exchange_inputs(comm, input, [&](const std::vector<const void*>& inputs) {
       for (std::size_t r = 0; r < inputs.size(); ++r) {
         std::memcpy(static_cast<char*>(output) + r * bytes, inputs[r], bytes);
       }
@@ -254,7 +254,7 @@ FAKE_NCCL_API Result ncclReduceScatter(const void* input, void* output, std::siz
                                        DataType /*type*/, int /*op*/, Comm comm, void* stream) {
   return run(stream, [=] {
     std::vector<float> sums(count, 0.0f);
-    const Result result = meet(comm, input, [&](const std::vector<const void*>& inputs) {
+    const Result result = exchange_inputs(comm, input, [&](const std::vector<const void*>& inputs) {
       for (const void* theirs : inputs) {
         const float* segment =
             static_cast<const float*>(theirs) + static_cast<std::size_t>(comm->rank) * count;
@@ -272,7 +272,7 @@ FAKE_NCCL_API Result ncclAllReduce(const void* input, void* output, std::size_t 
                                    DataType /*type*/, int /*op*/, Comm comm, void* stream) {
   return run(stream, [=] {
     std::vector<float> sums(count, 0.0f);
-    const Result result = meet(comm, input, [&](const std::vector<const void*>& inputs) {
+    const Result result = exchange_inputs(comm, input, [&](const std::vector<const void*>& inputs) {
       for (const void* theirs : inputs) {
         for (std::size_t i = 0; i < count; ++i) {
           sums[i] += static_cast<const float*>(theirs)[i];
@@ -288,7 +288,7 @@ FAKE_NCCL_API Result ncclBroadcast(const void* input, void* output, std::size_t 
                                    DataType type, int root, Comm comm, void* stream) {
   const std::size_t bytes = count * size_of(type);
   return run(stream, [=] {
-    return meet(comm, input, [&](const std::vector<const void*>& inputs) {
+    return exchange_inputs(comm, input, [&](const std::vector<const void*>& inputs) {
       const void* source = inputs[static_cast<std::size_t>(root)];
       if (source != output) {
         std::memcpy(output, source, bytes);

@@ -1,5 +1,5 @@
-// A library with NCCL's interface whose ranks are threads of one process and whose memory is the
-// host's: what csrc/comm/nccl does is seen without a GPU. Collectives run in the call.
+// A library with NCCL's interface, so that csrc/comm/nccl* can be tested without a GPU. Its ranks
+// are threads of one process, its memory is the host's, and its collectives run in the call.
 #pragma once
 
 #include <atomic>
@@ -10,12 +10,12 @@
 
 namespace fsdp::test {
 
-// What a test can set, and look at.
+// What a test can set and read.
 struct FakeNccl {
   std::atomic<int> version{22809};
-  std::atomic<int> polls_in_progress{2};  // before a non-blocking call is done
-  std::atomic<int> init_result{0};        // of the last of these polls
-  std::atomic<int> async_error{0};        // of every communicator
+  std::atomic<int> polls_in_progress{2};  // how many polls of a non-blocking call are in progress
+  std::atomic<int> init_result{0};        // what the polls after those return
+  std::atomic<int> async_error{0};        // of every blocking communicator
   std::atomic<int> register_result{0};
   std::atomic<bool> can_revoke{true};
   std::atomic<bool> collectives_hang{false};  // until the communicator is aborted
@@ -23,14 +23,14 @@ struct FakeNccl {
   std::atomic<int> live_buffers{0};
   std::atomic<int> registered_buffers{0};
   const char* last_error = "what NCCL says";
-  // Runs a collective in order of its stream; without it, or a stream, it runs in the call.
+  // Runs a collective in order of its stream. If this or the stream is null, it runs in the call.
   void (*enqueue)(void* stream, std::function<void()> collective) = nullptr;
 
   void log(const std::string& call) {
     const std::lock_guard<std::mutex> lock(mutex);
     calls.push_back(call);
   }
-  std::vector<std::string> take_calls() {
+  std::vector<std::string> drain_calls() {
     const std::lock_guard<std::mutex> lock(mutex);
     return std::move(calls);
   }

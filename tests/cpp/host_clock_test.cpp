@@ -1,4 +1,4 @@
-// The host's clock: ticks are in order, and are the steady clock's seconds.
+// The host's clock: ticks keep their order and convert to seconds of the steady clock.
 #include "device/host_clock.h"
 
 #include <gtest/gtest.h>
@@ -12,7 +12,7 @@ namespace {
 
 double steady() { return static_cast<double>(host_clock::steady_nanoseconds()) * 1e-9; }
 
-TEST(HostClock, TicksAreBetweenTheSteadyClocksReadings) {
+TEST(HostClock, TicksLieBetweenReadingsOfTheSteadyClock) {
   for (int i = 0; i < 100; ++i) {
     const double before = steady();
     const std::int64_t ticks = host_clock::now();
@@ -24,7 +24,7 @@ TEST(HostClock, TicksAreBetweenTheSteadyClocksReadings) {
   }
 }
 
-TEST(HostClock, WhatComesFirstStaysFirst) {
+TEST(HostClock, ConversionKeepsTheOrder) {
   std::vector<std::int64_t> ticks;
   for (int i = 0; i < 10000; ++i) {
     ticks.push_back(host_clock::now());
@@ -48,7 +48,7 @@ TEST(HostClock, CoresAgree) {
   }
 }
 
-TEST(HostClock, NeverIsZero) { EXPECT_EQ(host_clock::seconds(0), 0.0); }
+TEST(HostClock, ZeroTicksAreZeroSeconds) { EXPECT_EQ(host_clock::seconds(0), 0.0); }
 
 }  // namespace
 }  // namespace fsdp::test

@@ -1,5 +1,5 @@
-// Streams of the host: order, events, errors, timeouts, lifetimes. Nothing here depends on how long
-// anything takes: a Gate holds a stream back for as long as a test needs it to be behind.
+// Streams of the host: order, events, errors, timeouts, lifetimes. No test depends on how long
+// anything takes: a Gate blocks a stream for as long as a test needs.
 #include "device/host_stream.h"
 
 #include <gtest/gtest.h>
@@ -15,13 +15,16 @@
 #include <vector>
 
 #include "base/check.h"
+#include "message_of.h"
 
 namespace fsdp {
 namespace {
 
 using std::chrono::milliseconds;
+using test::contains;
+using test::message_of;
 
-constexpr milliseconds kLong{60000};  // never reached where the code is right
+constexpr milliseconds kLong{60000};  // never reached if the code is right
 constexpr milliseconds kShort{50};
 const std::string kWork = "the work before";
 
@@ -47,20 +50,6 @@ class Gate {
   bool opened_ = false;
 };
 
-template <typename ErrorType = std::exception>
-std::string message_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const ErrorType& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
-}
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
-
 class HostStreams : public ::testing::Test {
  protected:
   std::unique_ptr<HostStream> make_stream(const std::string& name, milliseconds timeout = kLong) {
@@ -74,7 +63,7 @@ class HostStreams : public ::testing::Test {
   std::unique_ptr<HostStream> a_ = make_stream("a");
   std::unique_ptr<HostStream> b_ = make_stream("b");
 
-  // Streams join in their destructors, so that what holds them back has to let go before.
+  // Streams join their threads in their destructors, so the gates must be open before.
   void TearDown() override {
     gate_.open();
     second_gate_.open();
@@ -94,7 +83,7 @@ TEST_F(HostStreams, WorkRunsInTheOrderOfIssue) {
   EXPECT_EQ(order, expected);
 }
 
-TEST_F(HostStreams, StreamsThatDoNotWaitDoNotHoldEachOtherBack) {
+TEST_F(HostStreams, StreamsThatDoNotWaitForEachOtherDoNotBlock) {
   a_->enqueue(gate_.work());
   a_->record(event_);
   int value = 0;
@@ -193,7 +182,7 @@ TEST_F(HostStreams, ARecordOnAnotherStreamNeitherReleasesNorDelaysEarlierWaiters
   waiter->record(done);
 
   b_->record(event_);
-  event_.synchronize(kLong, kWork);  // the newest record; stream a's is still pending
+  event_.synchronize(kLong, kWork);  // the newest record; stream a's record is still pending
   EXPECT_FALSE(done.query());
   compute_.record(event_);
   EXPECT_TRUE(event_.query());
@@ -202,11 +191,11 @@ TEST_F(HostStreams, ARecordOnAnotherStreamNeitherReleasesNorDelaysEarlierWaiters
   b_->enqueue(second_gate_.work());
   b_->record(event_);
   gate_.open();
-  done.synchronize(kLong, kWork);  // does not need stream b's
-  EXPECT_FALSE(event_.query());    // and stream a's, which came late, did not complete this
+  done.synchronize(kLong, kWork);  // does not need stream b's record
+  EXPECT_FALSE(event_.query());    // stream a's earlier record does not complete stream b's
 }
 
-TEST_F(HostStreams, AnEventMayGoWhileStreamsRecordItAndWaitForIt) {
+TEST_F(HostStreams, AnEventMayBeDestroyedWhileItsRecordsAndWaitsAreQueued) {
   int value = 0;
   auto event = std::make_unique<HostEvent>();
   a_->enqueue(gate_.work());
@@ -220,7 +209,7 @@ TEST_F(HostStreams, AnEventMayGoWhileStreamsRecordItAndWaitForIt) {
   EXPECT_EQ(value, 6);
 }
 
-TEST_F(HostStreams, WhatWorkCapturedIsGoneWhenTheEventBehindItCompletes) {
+TEST_F(HostStreams, CapturedObjectsAreDestroyedBeforeTheNextEventCompletes) {
   auto captured = std::make_shared<int>(1);
   const std::weak_ptr<int> alive = captured;
   a_->enqueue([captured = std::move(captured)] { EXPECT_EQ(*captured, 1); });
@@ -229,8 +218,8 @@ TEST_F(HostStreams, WhatWorkCapturedIsGoneWhenTheEventBehindItCompletes) {
   EXPECT_TRUE(alive.expired());
 }
 
-// Or a destructor that takes a lock which somebody holds while enqueueing would deadlock.
-TEST_F(HostStreams, WhatWorkCapturedMayUseTheStreamWhenItGoes) {
+// Otherwise a destructor that takes a lock would deadlock with a thread that enqueues under it.
+TEST_F(HostStreams, DestructorsOfCapturedObjectsMayUseTheStream) {
   int value = 0;
   std::shared_ptr<void> captured(nullptr, [&](void*) { a_->enqueue([&] { value = 9; }); });
   a_->enqueue([captured = std::move(captured)] {});
@@ -268,7 +257,7 @@ TEST_F(HostStreams, AStreamThatWaitsForAFailedOneFailsWithItsError) {
   EXPECT_EQ(message_of<Error>([&] { b_done.synchronize(kLong, kWork); }), "rank 3 is gone");
   EXPECT_FALSE(ran);
 
-  // Also where the event had failed before the wait was issued.
+  // The same holds if the event has failed before the wait is issued.
   c->wait(b_done, kWork);
   c->enqueue([&] { ran = true; });
   EXPECT_EQ(message_of<Error>([&] { c->synchronize(); }), "rank 3 is gone");
@@ -296,7 +285,7 @@ TEST_F(HostStreams, AnErrorBelongsToItsRecord) {
   event_.synchronize(kLong, kWork);
   gate_.open();
   EXPECT_EQ(message_of<Error>([&] { done.synchronize(kLong, kWork); }), "lost");
-  event_.synchronize(kLong, kWork);  // stream b's record is not touched by stream a's error
+  event_.synchronize(kLong, kWork);  // stream b's record does not get stream a's error
 }
 
 TEST_F(HostStreams, WorkOfTheComputeStreamThrowsToTheCaller) {
@@ -312,7 +301,7 @@ TEST_F(HostStreams, SynchronizeTimesOutAndSaysWhatItWaitedFor) {
       [&] { event_.synchronize(kShort, "the all-gather of unit 'layers.3'"); });
   EXPECT_TRUE(contains(message, "50 ms for the all-gather of unit 'layers.3'")) << message;
   gate_.open();
-  event_.synchronize(kLong, kWork);  // a timeout does not fail the stream that was late
+  event_.synchronize(kLong, kWork);  // a timeout does not fail the late stream
 }
 
 TEST_F(HostStreams, AWorkerThatTimesOutFailsItsStream) {
@@ -343,10 +332,10 @@ TEST_F(HostStreams, SynchronizingAStreamTimesOutAndNamesIt) {
   impatient->enqueue(gate_.work());
   const std::string message = message_of<TimeoutError>([&] { impatient->synchronize(); });
   EXPECT_TRUE(contains(message, "50 ms for stream 'reduce'")) << message;
-  gate_.open();  // the record of the synchronize that gave up is completed by the worker still
+  gate_.open();  // the worker still completes the record of the synchronize that timed out
 }
 
-TEST_F(HostStreams, TheLongestTimeoutThereIsIsNoTimeout) {
+TEST_F(HostStreams, TheLongestTimeoutDoesNotOverflow) {
   a_->enqueue(gate_.work());
   a_->record(event_);
   std::thread opener([&] { gate_.open(); });
@@ -357,7 +346,7 @@ TEST_F(HostStreams, TheLongestTimeoutThereIsIsNoTimeout) {
 
 // - Lifetimes and names
 
-TEST_F(HostStreams, DestructionFinishesWhatWasIssued) {
+TEST_F(HostStreams, TheDestructorFinishesAllIssuedWork) {
   int count = 0;
   a_->enqueue(gate_.work());
   for (int i = 0; i < 100; ++i) {
@@ -369,7 +358,7 @@ TEST_F(HostStreams, DestructionFinishesWhatWasIssued) {
   EXPECT_EQ(count, 100);
   EXPECT_TRUE(event_.query());
 
-  // Also what no record follows, see Note [doorbell].
+  // Work without a record behind it is finished, too: Note [doorbell].
   b_->enqueue([&] { ++count; });
   b_.reset();
   EXPECT_EQ(count, 101);
@@ -388,9 +377,9 @@ TEST_F(HostStreams, ThreadsHaveTheNamesOfTheirStreams) {
   EXPECT_EQ(thread_name(*longest), "fsdp:a name lon");
 }
 
-// - Many threads. Plain integers: ThreadSanitizer sees every wait that is missing.
+// - Many threads. The integers are plain, so ThreadSanitizer sees every missing wait.
 
-TEST_F(HostStreams, ARingOfStreamsHandsAValueRound) {
+TEST_F(HostStreams, ARingOfStreamsPassesAValueOn) {
   constexpr int kStreams = 5;
   constexpr int kRounds = 400;
   std::vector<std::unique_ptr<HostStream>> streams;
@@ -417,7 +406,7 @@ TEST_F(HostStreams, ARingOfStreamsHandsAValueRound) {
 TEST_F(HostStreams, ManyThreadsIssueToOneStreamAndWaitForTheirOwnWork) {
   constexpr int kThreads = 6;
   constexpr int kRounds = 300;
-  std::int64_t total = 0;  // only stream a touches it
+  std::int64_t total = 0;  // only stream a uses it
   std::vector<int> wrong(kThreads, 0);
   std::vector<std::thread> threads;
   for (int thread = 0; thread < kThreads; ++thread) {
@@ -476,7 +465,7 @@ TEST(HostDevice, MemoryIsAlignedAndOwned) {
   }
 }
 
-TEST(HostDevice, MemoryThatIsNotThereIsAnErrorThatSaysHowMuch) {
+TEST(HostDevice, AFailedAllocationSaysHowManyBytes) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
   GTEST_SKIP() << "the sanitizers' allocators abort instead";
 #endif

@@ -9,9 +9,9 @@
 #include <utility>
 #include <vector>
 
+#include "base/with_dtype.h"
 #include "device/host_stream.h"
 #include "pack/pack.h"
-#include "pack/pack_dtypes.h"
 #include "pack/pack_kernels.h"
 #include "pack/pack_table.h"
 
@@ -43,7 +43,7 @@ class KernelPacker final : public Packer {
     // In two launches, as a plan of very many entries is.
     const auto entries = static_cast<std::int32_t>(plan.entries.size());
     const std::uint32_t middle = table.first_tile_of_entry(entries / 2);
-    const auto end = static_cast<std::uint32_t>(table.span_of_tile.size());
+    const auto end = static_cast<std::uint32_t>(table.range_of_tile.size());
     for (const auto& [first, last] : {std::pair(0u, middle), std::pair(middle, end)}) {
       const kernels::PackWork work{view(table, first, last),
                                    plan.segment_numel,
@@ -68,7 +68,7 @@ class KernelPacker final : public Packer {
               void* unsharded) override {
     const auto& table = *static_cast<const TileTable*>(plan.table.get());
     const kernels::UnpackWork work{
-        view(table, 0, static_cast<std::uint32_t>(table.span_of_tile.size())),
+        view(table, 0, static_cast<std::uint32_t>(table.range_of_tile.size())),
         static_cast<std::int64_t>(plan.segment_bytes), plan.world_size, staging, unsharded};
     enqueue_(stream,
              [=] { for_each_lane([&](kernels::Place place) { kernels::unpack(work, place); }); });
@@ -83,8 +83,8 @@ class KernelPacker final : public Packer {
     }
     for (const CastTable& table : *static_cast<const std::vector<CastTable>*>(plan.table.get())) {
       const kernels::CastWork work{
-          view(table.tiles, 0, static_cast<std::uint32_t>(table.tiles.span_of_tile.size())), source,
-          destination, scale};
+          view(table.tiles, 0, static_cast<std::uint32_t>(table.tiles.range_of_tile.size())),
+          source, destination, scale};
       enqueue_(stream, [=, &table] {
         with_types(table.source_dtype, table.destination_dtype, [&](auto from, auto to) {
           for_each_lane([&](kernels::Place place) {
@@ -99,7 +99,7 @@ class KernelPacker final : public Packer {
 
  private:
   static kernels::TableView view(const TileTable& table, std::uint32_t first, std::uint32_t last) {
-    return {table.spans.data(), table.span_of_tile.data(), first, last - first};
+    return {table.ranges.data(), table.range_of_tile.data(), first, last - first};
   }
 
   // Backwards, since no lane may rely on an earlier one.

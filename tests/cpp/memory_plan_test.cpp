@@ -105,7 +105,7 @@ TEST(MemoryPlan, SharedBuffersAreThoseOfTheBucketThatNeedsMost) {
   const std::vector<BucketUse> uses = {{buffers_of(small, GatherBy::Packing, 0), true},
                                        {buffers_of(large, GatherBy::Packing, 0), false}};
   EXPECT_EQ(plan_gathers(uses, 2).staging_bytes, 8 * 192U);
-  EXPECT_FALSE(plan_gathers(uses, 2).any_cut);
+  EXPECT_FALSE(plan_gathers(uses, 2).any_in_pieces);
   const ReduceMemory reductions = plan_reductions(uses);
   EXPECT_EQ(reductions.input_bytes, 8 * 192U);
   EXPECT_EQ(reductions.output_bytes, 192U);
@@ -117,9 +117,9 @@ TEST(MemoryPlan, HalvesAreAlignedWhereSomeBucketIsCut) {
   const BucketUse cut{buffers_of(two_parameters(8), GatherBy::Packing, 256), true};
   ASSERT_GT(cut.buffers.reduce_messages, 1U);
   EXPECT_EQ(plan_reductions({whole}).input_bytes, 8 * 272U);
-  EXPECT_FALSE(plan_reductions({whole}).any_cut);
+  EXPECT_FALSE(plan_reductions({whole}).any_in_pieces);
   EXPECT_EQ(plan_reductions({whole, cut}).input_bytes, 5 * 512U);
-  EXPECT_TRUE(plan_reductions({whole, cut}).any_cut);
+  EXPECT_TRUE(plan_reductions({whole, cut}).any_in_pieces);
 }
 
 TEST(MemoryPlan, ReductionsWriteTheGradientWhereNothingIsCastOrScaled) {

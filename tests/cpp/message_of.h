@@ -1,4 +1,4 @@
-// What an action throws, as text.
+// The text of the error that an action throws.
 #pragma once
 
 #include <functional>
@@ -8,13 +8,21 @@
 
 namespace fsdp::test {
 
-inline std::string message_of(const std::function<void()>& action) {
+// What message_of returns if nothing is thrown.
+inline const std::string kNothingThrown = "nothing was thrown";
+
+template <typename ErrorType = Error>
+std::string message_of(const std::function<void()>& action) {
   try {
     action();
-  } catch (const Error& error) {
+  } catch (const ErrorType& error) {
     return error.what();
   }
-  return "nothing was thrown";
+  return kNothingThrown;
+}
+
+inline bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
 }
 
 }  // namespace fsdp::test

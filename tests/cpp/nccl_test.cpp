@@ -1,4 +1,4 @@
-// csrc/comm/nccl over a library that only looks like NCCL (fake_nccl.h).
+// csrc/comm/nccl* over a library that only looks like NCCL (fake_nccl.h).
 #include "comm/nccl.h"
 
 #include <dlfcn.h>
@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "base/check.h"
-#include "core/lanes.h"
 #include "device/host_stream.h"
 #include "fake_nccl.h"
 #include "message_of.h"
@@ -20,6 +19,8 @@
 namespace fsdp {
 namespace {
 
+using test::contains;
+using test::kNothingThrown;
 using test::message_of;
 
 using std::chrono::milliseconds;
@@ -32,7 +33,7 @@ test::FakeNccl& fake() {
   return *reinterpret_cast<test::FakeNcclFunction*>(dlsym(handle, "fake_nccl"))();
 }
 
-#define EXPECT_SAYS(text, part) EXPECT_NE((text).find(part), std::string::npos) << (text)
+#define EXPECT_SAYS(text, part) EXPECT_TRUE(contains(text, part)) << (text)
 
 // - The library
 
@@ -45,45 +46,46 @@ class NcclLibrary : public ::testing::Test {
   }
 };
 
-TEST_F(NcclLibrary, IsTheOneThatTheEnvironmentNames) {
+TEST_F(NcclLibrary, IsTheOneThatTheVariableNames) {
   const nccl::Api api = nccl::find_library({});
   EXPECT_EQ(api.version_text(), "2.28.9");
   EXPECT_EQ(api.path, kLibrary);
 }
 
-TEST_F(NcclLibrary, IsElseTheOneThatIsLoaded) {
+TEST_F(NcclLibrary, IsTheLoadedOneWithoutTheVariable) {
   fake();
   unsetenv("FSDP_EXT_NCCL_SO");
   EXPECT_EQ(nccl::find_library({"/nowhere/libnccl.so.2"}).path, kLibrary);
 }
 
-TEST_F(NcclLibrary, IsRefusedIfItIsNotThere) {
+TEST_F(NcclLibrary, IsRefusedIfItDoesNotExist) {
   setenv("FSDP_EXT_NCCL_SO", "/nowhere/libnccl.so.2", 1);
   EXPECT_SAYS(message_of([] { nccl::find_library({}); }),
-              "FSDP_EXT_NCCL_SO expects a NCCL library but got '/nowhere/libnccl.so.2'");
+              "FSDP_EXT_NCCL_SO='/nowhere/libnccl.so.2' is not a library that can be loaded");
 }
 
-TEST_F(NcclLibrary, IsRefusedIfItIsAnother) {
+TEST_F(NcclLibrary, IsRefusedIfItIsNotNccl) {
   setenv("FSDP_EXT_NCCL_SO", "libm.so.6", 1);
   EXPECT_SAYS(message_of([] { nccl::find_library({}); }), "has no ncclGetVersion that works");
 }
 
 TEST_F(NcclLibrary, IsRefusedIfItIsTooOld) {
   fake().version = 21700;
-  EXPECT_SAYS(message_of([] { nccl::find_library({}); }), "expects NCCL 2.18 or newer but");
+  EXPECT_SAYS(message_of([] { nccl::find_library({}); }),
+              "is NCCL 2.17.0, but fsdp_ext needs 2.18 or newer");
 }
 
-TEST_F(NcclLibrary, IsTheOnlyOneInTheProcess) {
+TEST_F(NcclLibrary, IsRefusedIfTheProcessHasTwo) {
   void* const other = dlopen(kOtherLibrary, RTLD_NOW);
   ASSERT_NE(other, nullptr);
   const std::string message = message_of([] { nccl::find_library({}); });
   dlclose(other);
-  EXPECT_SAYS(message, "expects one NCCL in the process but");
+  EXPECT_SAYS(message, "The process has loaded 2 NCCL libraries");
   EXPECT_SAYS(message, kLibrary);
   EXPECT_SAYS(message, kOtherLibrary);
 }
 
-TEST_F(NcclLibrary, OffersWhatItsVersionHasForBuffers) {
+TEST_F(NcclLibrary, RegistersBuffersAsItsVersionCan) {
   EXPECT_STREQ(nccl::find_library({}).registration(), "window");
   fake().version = 22600;
   EXPECT_STREQ(nccl::find_library({}).registration(), "register");
@@ -97,7 +99,7 @@ class NcclRanks : public ::testing::Test {
     setenv("FSDP_EXT_NCCL_SO", kLibrary, 1);
     api_ = nccl::find_library({});
     unsetenv("FSDP_EXT_NCCL_SO");
-    fake().take_calls();
+    fake().drain_calls();
     live_before_ = fake().live_communicators;
   }
 
@@ -108,7 +110,7 @@ class NcclRanks : public ::testing::Test {
     fake().collectives_hang = false;
     fake().polls_in_progress = 2;
     fake().can_revoke = true;
-    // Those that failed stay; those whose peers had gone close in their own time.
+    // Failed communicators stay. Those whose peers have gone close later, in threads of their own.
     const int expected = live_before_ + left_behind_;
     for (int i = 0; i < 5000 && fake().live_communicators != expected; ++i) {
       std::this_thread::sleep_for(milliseconds(1));
@@ -126,7 +128,7 @@ class NcclRanks : public ::testing::Test {
     Stream& stream;  // the calling thread
   };
 
-  // Runs `body` on as many threads as there are ranks; returns what each has thrown.
+  // Runs `body` on a thread per rank and returns the message of each.
   std::vector<std::string> run_ranks(int size, const std::function<void(Rank)>& body,
                                      milliseconds timeout = milliseconds(20000),
                                      bool register_buffers = true) {
@@ -155,8 +157,6 @@ class NcclRanks : public ::testing::Test {
   int left_behind_ = 0;
 };
 
-const std::string kFine = "nothing was thrown";
-
 TEST_F(NcclRanks, GatherAndReduce) {
   const auto messages = run_ranks(3, [](Rank rank) {
     const float mine[] = {1.0f * rank.number, 10.0f};
@@ -179,7 +179,7 @@ TEST_F(NcclRanks, GatherAndReduce) {
     rank.gather.host_all_gather(rank.stream, &rank.number, all, sizeof(int));
     EXPECT_EQ(std::vector<int>(all, all + 3), (std::vector<int>{0, 1, 2}));
   });
-  EXPECT_EQ(messages, (std::vector<std::string>(3, kFine)));
+  EXPECT_EQ(messages, (std::vector<std::string>(3, kNothingThrown)));
 }
 
 TEST_F(NcclRanks, LaunchAGroupAsOne) {
@@ -195,25 +195,25 @@ TEST_F(NcclRanks, LaunchAGroupAsOne) {
     EXPECT_EQ(first[1], 1);
     EXPECT_EQ(second[1], 11);
   });
-  const auto calls = fake().take_calls();
+  const auto calls = fake().drain_calls();
   EXPECT_EQ(std::count(calls.begin(), calls.end(), "group of 2"), 2);
 }
 
 // Note [blocking communicators]
-TEST_F(NcclRanks, JoinWithoutBlockingAndWorkWithIt) {
+TEST_F(NcclRanks, JoinWithoutBlockingAndThenBlock) {
   run_ranks(1, [](Rank) {});
-  EXPECT_EQ(fake().take_calls(),
-            (std::vector<std::string>{"init without blocking", "split", "split", "finalize",
-                                      "destroy", "finalize", "destroy", "finalize", "destroy"}));
+  EXPECT_EQ(fake().drain_calls(),
+            (std::vector<std::string>{"non-blocking init", "split", "split", "finalize", "destroy",
+                                      "finalize", "destroy", "finalize", "destroy"}));
 }
 
-TEST_F(NcclRanks, SayWhoHasNotJoined) {
+TEST_F(NcclRanks, SayThatSomeRankHasNotJoined) {
   fake().polls_in_progress = 1 << 30;
   const auto messages = run_ranks(1, [](Rank) {}, milliseconds(50));
   EXPECT_SAYS(messages[0], "rank 0 waited 50 ms for NCCL to join 1 ranks");
 }
 
-TEST_F(NcclRanks, SayWhatNcclSaysIfTheyCannotJoin) {
+TEST_F(NcclRanks, PassOnTheTextOfNcclIfTheyCannotJoin) {
   fake().init_result = 5;
   const auto messages = run_ranks(1, [](Rank) {});
   EXPECT_SAYS(messages[0], "NCCL could not join 1 ranks: some error: what NCCL says");
@@ -224,11 +224,11 @@ TEST_F(NcclRanks, SayHowToShareAGpu) {
   fake().last_error = "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 3000";
   const auto messages = run_ranks(1, [](Rank) {});
   fake().last_error = "what NCCL says";
-  EXPECT_SAYS(messages[0], "give each rank a GPU of its own");
+  EXPECT_SAYS(messages[0], "Give each rank a GPU of its own");
 }
 
-// The first collective makes connections, and a peer that has gone makes it block.
-TEST_F(NcclRanks, GiveUpACallThatBlocks) {
+// The first collective makes connections, so it blocks if a peer has gone.
+TEST_F(NcclRanks, AbortACallThatBlocks) {
   left_behind_ = 1;
   const auto messages = run_ranks(
       1,
@@ -240,7 +240,7 @@ TEST_F(NcclRanks, GiveUpACallThatBlocks) {
             message_of([&] { rank.gather.all_gather(rank.stream, &mine, &mine, sizeof(int)); });
         fake().collectives_hang = false;
         EXPECT_SAYS(message, "rank 0 of 1 waited 50 ms for the all-gather of unit 'layers.0'");
-        EXPECT_SAYS(rank.gather.async_error(), "communication was aborted");
+        EXPECT_SAYS(rank.gather.async_error(), "Communication was aborted");
         EXPECT_EQ(rank.reduce.async_error(), "");
         rank.gather.check();
       },
@@ -248,9 +248,9 @@ TEST_F(NcclRanks, GiveUpACallThatBlocks) {
   EXPECT_SAYS(messages[0], "waited 50 ms for the all-gather of unit 'layers.0'");
 }
 
-// Launched, but the stream does not get there: nobody waits on the host but the watchdog.
-TEST_F(NcclRanks, GiveUpACollectiveThatDoesNotEnd) {
-  fake().can_revoke = false;  // as NCCL before 2.28: it is aborted
+// The collective is launched, but its stream does not reach it. Only the watchdog notices.
+TEST_F(NcclRanks, AbortACollectiveThatDoesNotEnd) {
+  fake().can_revoke = false;  // as NCCL before 2.28, so the watchdog aborts
   run_ranks(
       1,
       [](Rank rank) {
@@ -281,12 +281,12 @@ TEST_F(NcclRanks, NoticeAnAsynchronousError) {
           std::this_thread::sleep_for(milliseconds(1));
         }
         EXPECT_SAYS(rank.gather.async_error(),
-                    "NCCL reports an error of the gather communicator: some error");
+                    "NCCL reported an error of the gather communicator: some error");
       },
       milliseconds(200));
 }
 
-TEST_F(NcclRanks, LeaveAGroupInWhichACallFails) {
+TEST_F(NcclRanks, LeaveAGroupInWhichACommunicatorFails) {
   left_behind_ = 1;
   const auto messages = run_ranks(1, [](Rank rank) {
     int mine = 0;
@@ -299,7 +299,7 @@ TEST_F(NcclRanks, LeaveAGroupInWhichACallFails) {
     rank.reduce.all_reduce(rank.stream, &one, 1, DType::Float32);
     EXPECT_EQ(one, 1.0f);
   });
-  EXPECT_EQ(messages[0], kFine);
+  EXPECT_EQ(messages[0], kNothingThrown);
 }
 
 TEST_F(NcclRanks, CloseEvenIfAPeerHasGone) {
@@ -309,17 +309,17 @@ TEST_F(NcclRanks, CloseEvenIfAPeerHasGone) {
 TEST_F(NcclRanks, RegisterBuffersAsTheVersionCan) {
   for (const char* kind : {"window", "register"}) {
     api_.version = kind == std::string("window") ? 22809 : 22600;
-    fake().take_calls();
+    fake().drain_calls();
     run_ranks(2, [](Rank rank) {
       const auto memory = rank.gather.allocate(rank.device, 4096, BufferUse::Output);
       EXPECT_NE(memory, nullptr);
     });
-    const auto calls = fake().take_calls();
+    const auto calls = fake().drain_calls();
     EXPECT_EQ(std::count(calls.begin(), calls.end(), kind), 2) << kind;
   }
 }
 
-TEST_F(NcclRanks, UseTheDevicesMemoryWhereTheyMayNotRegister) {
+TEST_F(NcclRanks, UseTheDevicesMemoryWithoutRegistration) {
   run_ranks(
       2,
       [](Rank rank) {
@@ -329,16 +329,16 @@ TEST_F(NcclRanks, UseTheDevicesMemoryWhereTheyMayNotRegister) {
   run_ranks(1, [](Rank rank) {
     EXPECT_NE(rank.gather.allocate(rank.device, 64, BufferUse::Output), nullptr);
   });
-  const auto calls = fake().take_calls();
+  const auto calls = fake().drain_calls();
   EXPECT_EQ(std::count(calls.begin(), calls.end(), "window"), 0);
 }
 
-TEST_F(NcclRanks, DoWithoutRegistrationWhereItFails) {
+TEST_F(NcclRanks, UseBuffersWhoseRegistrationFails) {
   fake().register_result = 4;
   const auto messages = run_ranks(2, [](Rank rank) {
     EXPECT_NE(rank.gather.allocate(rank.device, 4096, BufferUse::Output), nullptr);
   });
-  EXPECT_EQ(messages, (std::vector<std::string>(2, kFine)));
+  EXPECT_EQ(messages, (std::vector<std::string>(2, kNothingThrown)));
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include <limits>
 #include <memory>
 #include <numeric>
+#include <ostream>
 #include <random>
 #include <string>
 #include <tuple>
@@ -23,6 +24,8 @@
 #endif
 
 #include "base/check.h"
+#include "base/copy.h"
+#include "base/instruction_set.h"
 #include "device/host_stream.h"
 #include "kernel_packer.h"
 #include "message_of.h"
@@ -216,18 +219,45 @@ bool guard_is_untouched(const Buffer& buffer) {
                      [](unsigned char byte) { return byte == kPoison; });
 }
 
-enum class Kind { Host, Kernels };
+// Which packer is tested: the kernels' bodies, or the host packer with loops for one instruction
+// set and with or without non-temporal stores.
+struct Kind {
+  const char* name;
+  InstructionSet instruction_set = InstructionSet::Baseline;
+  bool is_past_caches = false;
+  bool is_kernels = false;
+};
 
-std::string kind_name(Kind kind) { return kind == Kind::Host ? "Host" : "Kernels"; }
+const Kind kKinds[] = {
+    {"HostBaseline"},
+    {"HostAvx2", InstructionSet::Avx2},
+    {"HostAvx512", InstructionSet::Avx512},
+    {"HostBaselinePastCaches", InstructionSet::Baseline, true},
+    {"HostAvx2PastCaches", InstructionSet::Avx2, true},
+    {"HostAvx512PastCaches", InstructionSet::Avx512, true},
+    {"Kernels", InstructionSet::Baseline, false, true},
+};
+
+void PrintTo(const Kind& kind, std::ostream* out) { *out << kind.name; }
+
+std::unique_ptr<Packer> make_packer(const Kind& kind) {
+  if (kind.is_kernels) {
+    return std::make_unique<test::KernelPacker>(/*warps=*/3);
+  }
+  HostPackerSettings settings;
+  settings.instruction_set = kind.instruction_set;
+  settings.large_output = settings.large_run =
+      kind.is_past_caches ? 0 : std::numeric_limits<std::size_t>::max();
+  return make_host_packer(settings);
+}
 
 class PackerTest : public ::testing::Test {
  protected:
-  void use(Kind kind, std::uint32_t warps = 3) {
-    if (kind == Kind::Host) {
-      packer_ = make_host_packer();
-    } else {
-      packer_ = std::make_unique<test::KernelPacker>(warps);
+  void use(const Kind& kind) {
+    if (!is_supported(kind.instruction_set)) {
+      GTEST_SKIP() << "this processor has no " << name(kind.instruction_set);
     }
+    packer_ = make_packer(kind);
   }
 
   // Each on the calling thread.
@@ -267,8 +297,8 @@ class AnyPacker : public PackerTest, public ::testing::WithParamInterface<Kind> 
   void SetUp() override { use(GetParam()); }
 };
 
-INSTANTIATE_TEST_SUITE_P(Packers, AnyPacker, ::testing::Values(Kind::Host, Kind::Kernels),
-                         [](const auto& info) { return kind_name(info.param); });
+INSTANTIATE_TEST_SUITE_P(Packers, AnyPacker, ::testing::ValuesIn(kKinds),
+                         [](const auto& info) { return info.param.name; });
 
 std::string describe(DType from, DType to, double scale, bool accumulate) {
   return detail::concat(name(from), " to ", name(to), ", scale ", scale,
@@ -332,10 +362,11 @@ class PackOnRanks : public PackerTest, public ::testing::WithParamInterface<std:
 };
 
 INSTANTIATE_TEST_SUITE_P(Packers, PackOnRanks,
-                         ::testing::Combine(::testing::Values(Kind::Host, Kind::Kernels),
+                         ::testing::Combine(::testing::Values(kKinds[0], kKinds[2], kKinds[4],
+                                                              kKinds[6]),
                                             ::testing::Values(1, 2, 3, 4, 5, 6, 7, 8, 9, 64)),
                          [](const auto& info) {
-                           return kind_name(std::get<0>(info.param)) + "On" +
+                           return std::string(std::get<0>(info.param).name) + "On" +
                                   std::to_string(std::get<1>(info.param));
                          });
 
@@ -481,6 +512,64 @@ TEST_P(AnyPacker, CastsEveryPairOfDtypesAsTheReferenceDoes) {
       }
     }
   }
+}
+
+// The reference above cannot tell one NaN from another. The loops for all instruction sets can:
+// they have to give the bits of the baseline, at every alignment to a cache line and for every
+// remainder of a vector and of a block of lines.
+class HostLoops : public PackerTest, public ::testing::WithParamInterface<Kind> {
+ protected:
+  void SetUp() override { use(GetParam()); }
+};
+
+INSTANTIATE_TEST_SUITE_P(Packers, HostLoops,
+                         ::testing::ValuesIn(std::begin(kKinds) + 1, std::end(kKinds) - 1),
+                         [](const auto& info) { return info.param.name; });
+
+TEST_P(HostLoops, GiveTheBitsOfTheBaseline) {
+  constexpr std::int64_t kMost = 700;
+  std::mt19937_64 random(11);
+  const std::unique_ptr<Packer> baseline = make_packer(kKinds[0]);
+  for (const DType from : kFloats) {
+    for (const DType to : kFloats) {
+      Buffer source((kMost + 64) * itemsize(from));
+      fill_random(from, source.data(), kMost + 64, random);
+      Buffer before((kMost + 64) * itemsize(to));
+      fill_random(to, before.data(), kMost + 64, random);
+      for (int round = 0; round < 150; ++round) {
+        const std::int64_t numel = round < 70 ? round : pick(random, std::int64_t{70}, kMost);
+        const CastMode mode = pick(random, 0, 1) == 0 ? CastMode::Write : CastMode::Add;
+        const double scale = pick(random, 0, 1) == 0 ? 0.125 : 1.0 / 3.0;
+        SCOPED_TRACE(describe(from, to, scale, mode == CastMode::Add));
+        const CastPlan plan{{{pick(random, 0, 63) * itemsize(from),
+                              pick(random, 0, 63) * itemsize(to), numel, from, to}},
+                            nullptr};
+        Buffer expected = before;
+        Buffer actual = before;
+        baseline->cast(compute_, plan, &mode, source.data(), expected.data(), scale);
+        packer_->cast(compute_, plan, &mode, source.data(), actual.data(), scale);
+        if (mode == CastMode::Write) {
+          ASSERT_EQ(actual, expected) << numel << " elements";
+        } else {  // the sum of two NaNs is either of them, which the compiler chooses
+          ASSERT_EQ(first_difference(to, actual, expected), "") << numel << " elements";
+        }
+      }
+    }
+  }
+}
+
+TEST(HostPacker, BypassesCachesForLargeRunsOfLargeOutputs) {
+  HostComputeStream compute(std::chrono::milliseconds(60000));
+  const auto packer = make_host_packer();
+  const auto numel = static_cast<std::int64_t>(kLargeOutput / 2 + 77);
+  std::vector<float> source(static_cast<std::size_t>(numel));
+  std::iota(source.begin(), source.end(), 1.0F);
+  std::vector<std::uint16_t> actual(source.size());
+  std::vector<std::uint16_t> expected(source.size());
+  const CastPlan whole{{{0, 0, numel, DType::Float32, DType::BFloat16}}, nullptr};
+  packer->cast(compute, whole, nullptr, source.data(), actual.data(), 0.5);
+  make_packer(kKinds[0])->cast(compute, whole, nullptr, source.data(), expected.data(), 0.5);
+  EXPECT_EQ(actual, expected);
 }
 
 std::vector<std::uint16_t> every_pattern() {

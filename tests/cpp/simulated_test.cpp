@@ -1,5 +1,5 @@
-// The simulated transport: how long it says a collective takes, and what it moves. A device that
-// writes down what it is told to do takes the place of one that does it.
+// The simulated transport: how long its collectives take, and what they copy. The tests use a
+// device that records transfers instead of running them.
 #include "comm/simulated.h"
 
 #include <gtest/gtest.h>
@@ -24,9 +24,9 @@ struct Transfer {
   int multiprocessors;
 };
 
-class WritingDevice final : public Device {
+class RecordingDevice final : public Device {
  public:
-  const char* name() const override { return "writing"; }
+  const char* name() const override { return "recording"; }
   Stream& compute_stream() override { return host_->compute_stream(); }
   std::unique_ptr<Stream> new_stream(const std::string& name) override {
     return host_->new_stream(name);
@@ -75,13 +75,13 @@ class SimulatedCollectives : public ::testing::Test {
     return result;
   }
 
-  WritingDevice device_;
+  RecordingDevice device_;
   SimulatedOptions options_;
   char input_[4000] = {};
   char output_[4000] = {};
 };
 
-TEST_F(SimulatedCollectives, TakeAlphaAndTheWholesBytesByBeta) {
+TEST_F(SimulatedCollectives, TakeAlphaPlusTotalBytesOverBeta) {
   const auto link = make();
   link->all_gather(stream(), input_, output_, 1000);
   link->reduce_scatter(stream(), input_, output_, 250, DType::Float32);
@@ -95,7 +95,7 @@ TEST_F(SimulatedCollectives, TakeAlphaAndTheWholesBytesByBeta) {
   EXPECT_STREQ(link->transport(), "simulated");
 }
 
-TEST_F(SimulatedCollectives, MoveTheRanksOwnPart) {
+TEST_F(SimulatedCollectives, MoveTheRanksOwnPartByDefault) {
   const auto link = make();
   link->all_gather(stream(), input_, output_, 1000);
   link->reduce_scatter(stream(), input_, output_, 250, DType::Float32);
@@ -109,7 +109,7 @@ TEST_F(SimulatedCollectives, MoveTheRanksOwnPart) {
   EXPECT_EQ(reduced.destination, output_);
 }
 
-TEST_F(SimulatedCollectives, MoveAsMuchAsRealOnesWhereThatIsAskedFor) {
+TEST_F(SimulatedCollectives, MoveAsMuchAsRealOnesWithWholeTraffic) {
   options_.whole_traffic = true;
   const auto link = make();
   link->all_gather(stream(), input_, output_, 1000);
@@ -119,12 +119,12 @@ TEST_F(SimulatedCollectives, MoveAsMuchAsRealOnesWhereThatIsAskedFor) {
   EXPECT_EQ(gathered.count, 4);
   EXPECT_EQ(gathered.source_step, 0U);
   EXPECT_EQ(gathered.destination_step, 1000U);
-  EXPECT_EQ(gathered.kept, -1);
+  EXPECT_EQ(gathered.written_piece, Move::kAllPieces);
   const Move& reduced = device_.transfers[1].moves.at(0);
   EXPECT_EQ(reduced.count, 4);
   EXPECT_EQ(reduced.source_step, 1000U);
   EXPECT_EQ(reduced.destination_step, 0U);
-  EXPECT_EQ(reduced.kept, 2) << "others are read, which is what sending them takes";
+  EXPECT_EQ(reduced.written_piece, 2) << "the others are only read, as for sending";
 }
 
 TEST_F(SimulatedCollectives, PayTheLatencyOfAGroupOnce) {
@@ -137,7 +137,7 @@ TEST_F(SimulatedCollectives, PayTheLatencyOfAGroupOnce) {
   EXPECT_EQ(device_.transfers[0].moves.size(), 2U);
 }
 
-TEST_F(SimulatedCollectives, AreLateAtRandomButTheSameForOneSeed) {
+TEST_F(SimulatedCollectives, AreLateAtRandomButEquallyForOneSeed) {
   options_.jitter = 0.5;
   const auto draw = [&](std::uint64_t seed) {
     options_.seed = seed;
@@ -159,7 +159,7 @@ TEST_F(SimulatedCollectives, AreLateAtRandomButTheSameForOneSeed) {
   EXPECT_NEAR(sum / 1000, 14000 * 1.5, 1000) << "five standard errors of the mean";
 }
 
-TEST_F(SimulatedCollectives, BringMemoryThatIsANumberAndWhatThisRankSays) {
+TEST_F(SimulatedCollectives, GiveZeroedMemoryAndThisRanksBytesForAllRanks) {
   const auto link = make();
   const auto memory = link->allocate(device_, 4096, BufferUse::Output);
   EXPECT_EQ(static_cast<const float*>(memory.get())[1023], 0.0f);
@@ -169,18 +169,18 @@ TEST_F(SimulatedCollectives, BringMemoryThatIsANumberAndWhatThisRankSays) {
   EXPECT_EQ(std::vector<int>(all, all + 4), std::vector<int>(4, 7));
 }
 
-TEST_F(SimulatedCollectives, RefuseWhatIsNoLink) {
+TEST_F(SimulatedCollectives, RefuseWrongLinksAndRanks) {
   const auto message = [&] { return message_of([&] { make(); }); };
   options_.gather.beta = 0;
-  EXPECT_NE(message().find("positive bandwidth"), std::string::npos);
+  EXPECT_TRUE(contains(message(), "a positive bandwidth"));
   options_.gather = {-1, 1};
-  EXPECT_NE(message().find("latency of 0 or more"), std::string::npos);
+  EXPECT_TRUE(contains(message(), "latency of 0 or more"));
   options_.gather = {0, 1};
   options_.rank = 4;
-  EXPECT_NE(message().find("one of 4 ranks but got 4"), std::string::npos);
+  EXPECT_TRUE(contains(message(), "got rank 4 of 4 ranks"));
 }
 
-// On the host's streams it takes that long at least, in order, and what is to be there is.
+// The collectives run one after another, each for at least its duration.
 TEST(SimulatedOnTheHost, SleepsOnItsStreamAndCopies) {
   const auto device = make_host_device(milliseconds(60000));
   const auto stream = device->new_stream("gather");

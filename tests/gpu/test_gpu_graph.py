@@ -74,7 +74,7 @@ def _captured_too_early() -> None:
     training = _Training({"param_dtype": torch.bfloat16})
     graph = torch.cuda.CUDAGraph()
     with (
-        pytest.raises(RuntimeError, match="run a few whole steps before capturing"),
+        pytest.raises(RuntimeError, match="a few whole steps before capturing"),
         torch.cuda.graph(graph),
     ):
         training.step()

@@ -67,7 +67,7 @@ def test_collectives_by_hand(world_size: int) -> None:
 def _without_a_host_of_its_own() -> None:
     for name in ("NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE"):
         os.environ.pop(name, None)
-    with pytest.raises(RuntimeError, match=r"give each rank a GPU of its own"):
+    with pytest.raises(RuntimeError, match=r"Give each rank a GPU of its own"):
         _forward()
 
 

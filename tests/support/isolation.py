@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator
 from types import FunctionType, ModuleType
 from typing import Any
@@ -121,15 +122,20 @@ def _refill(container: Any, content: Any) -> None:
 
 
 def _forget_sharding() -> None:
-    """Forget what fsdp_ext has logged, and expect no process group to be left.
+    """Forget what fsdp_ext has logged, and the lanes of the call's process groups.
 
     Raises:
-        RuntimeError: something still holds a process group of the call.
+        RuntimeError: something still holds lanes, such as a model that is not freed.
     """
     costs.log_default.cache_clear()
+    # The groups themselves are no measure: torch keeps the first one of a process.
+    left = [weakref.ref(one) for of_group in lanes._lanes.values() for one in of_group.values()]
+    lanes._lanes.clear()
     gc.collect()
-    if held := [repr(group) for group in lanes._lanes]:
-        raise RuntimeError(f"the call's process groups are gone, but these are still held: {held}")
+    if held := [one.transport for ref in left if (one := ref()) is not None]:
+        raise RuntimeError(
+            f"the call's process groups are gone, but lanes over them are still held: {held}"
+        )
 
 
 def _checked() -> Iterator[tuple[str, Any]]:

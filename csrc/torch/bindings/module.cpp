@@ -50,7 +50,22 @@ ParamSpec param_spec(const PyParamSpec& spec) {
   return result;
 }
 
+std::vector<ParamSpec> param_specs(const std::vector<PyParamSpec>& specs) {
+  std::vector<ParamSpec> params;
+  params.reserve(specs.size());
+  for (const PyParamSpec& spec : specs) {
+    params.push_back(param_spec(spec));
+  }
+  return params;
+}
+
 void register_layout(py::module_& m) {
+  m.def(
+      "layout_order",
+      [](const std::vector<PyParamSpec>& specs, int world_size, std::size_t direct_bytes) {
+        return layout_order(param_specs(specs), world_size, direct_bytes);
+      },
+      py::arg("params"), py::arg("world_size"), py::arg("direct_bytes") = kDirectBytes);
   py::class_<ParamPlacement>(m, "ParamPlacement")
       .def_readonly("numel", &ParamPlacement::numel)
       .def_readonly("chunk_rows", &ParamPlacement::chunk_rows)
@@ -63,11 +78,7 @@ void register_layout(py::module_& m) {
       .def(py::init([](const std::vector<PyParamSpec>& specs, int world_size,
                        at::ScalarType grad_dtype, at::ScalarType reduce_dtype,
                        std::size_t direct_bytes) {
-             std::vector<ParamSpec> params;
-             for (const PyParamSpec& spec : specs) {
-               params.push_back(param_spec(spec));
-             }
-             return UnitLayout(std::move(params), world_size, to_dtype(grad_dtype),
+             return UnitLayout(param_specs(specs), world_size, to_dtype(grad_dtype),
                                to_dtype(reduce_dtype), direct_bytes);
            }),
            py::arg("params"), py::arg("world_size"), py::arg("grad_dtype"), py::arg("reduce_dtype"),

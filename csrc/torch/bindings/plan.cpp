@@ -22,17 +22,6 @@ GatherBy gather_by_named(const std::string& name) {
                            : GatherBy::Parameter;
 }
 
-MergeTraits traits_of(const UnitConfig& unit) {
-  MergeTraits traits =
-      merge_traits(unit.layout, unit.bucket_bytes, unit.layout.unsharded_grad_dtype());
-  traits.max_message_bytes = unit.max_message_bytes;
-  traits.reshard_after_forward = unit.reshard_after_forward;
-  traits.reshard_after_backward = unit.reshard_after_backward;
-  traits.pack_scale = unit.pack_scale;
-  traits.reduce_scale = unit.reduce_scale;
-  return traits;
-}
-
 std::size_t gradient_bytes(const UnitLayout& layout) {
   std::size_t bytes = 0;
   for (std::size_t i = 0; i < layout.params().size(); ++i) {
@@ -91,7 +80,7 @@ py::dict plan_memory(const std::vector<UnitConfig>& units, const std::string& ga
   std::vector<MergeTraits> traits;
   std::vector<int> parents;
   for (const UnitConfig& unit : units) {
-    traits.push_back(traits_of(unit));
+    traits.push_back(merge_traits(unit));
     parents.push_back(unit.parent);
   }
   std::vector<PlannedBucket> buckets;

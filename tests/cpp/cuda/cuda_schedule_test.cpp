@@ -1,343 +1,19 @@
-// The whole CUDA side but for the GPU: the schedule on csrc/device/cuda_stream over threads
+// The whole CUDA side without a GPU: the schedule on csrc/device/cuda_stream over threads
 // (fake_cudart), with the kernels' bodies and csrc/comm/nccl over threads (fake_nccl). All streams
-// run beside the host, memory comes from an allocator that knows the compute stream alone, as
-// torch's does, and what goes back to it is overwritten there: a missing wait shows in the numbers.
-#include <dlfcn.h>
+// run in parallel to the host. As in torch, memory comes from an allocator that knows only the
+// compute stream. Freed memory is overwritten on that stream, so a missing wait gives wrong
+// numbers.
 #include <gtest/gtest.h>
 
-#include <atomic>
-#include <cmath>
-#include <cstdlib>
 #include <functional>
-#include <future>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "comm/nccl.h"
-#include "core/pipeline.h"
-#include "fake_cudart.h"
-#include "fake_nccl.h"
-#include "kernel_packer.h"
+#include "stream_ranks.h"
 
 namespace fsdp::test {
 namespace {
-
-constexpr std::chrono::milliseconds kTimeout{20000};
-constexpr std::int64_t kRows[] = {7, 9, 40};
-constexpr std::int64_t kColumns = 3;
-constexpr std::size_t kParams = 3;
-
-// - What the framework brings
-
-thread_local cudaStream_t compute_stream = nullptr;
-
-void* current_stream(int /*device*/) { return compute_stream; }
-
-// New memory may still be written by what the compute stream has yet to do, and freed memory
-// belongs to that stream from then on.
-std::shared_ptr<void> allocate(int /*device*/, std::size_t bytes) {
-  void* memory = std::malloc(bytes);
-  cudaStream_t stream = compute_stream;
-  enqueue(stream, [=] { std::memset(memory, 0xff, bytes); });
-  return {memory, [stream, bytes](void* freed) {
-            enqueue(stream, [=] {
-              std::memset(freed, 0xff, bytes);
-              std::free(freed);
-            });
-          }};
-}
-
-FakeNccl& fake() {
-  static void* const handle = dlopen(FAKE_NCCL_LIBRARY, RTLD_NOW);
-  return *reinterpret_cast<FakeNcclFunction*>(dlsym(handle, "fake_nccl"))();
-}
-
-const nccl::Api& api() {
-  static const nccl::Api found = [] {
-    setenv("FSDP_EXT_NCCL_SO", FAKE_NCCL_LIBRARY, 1);
-    fake().enqueue = &enqueue;
-    return nccl::find_library({});
-  }();
-  return found;
-}
-
-// - A unit on the compute stream
-
-float value_of(int unit, int version, std::size_t param, std::int64_t element) {
-  return static_cast<float>(1000 * unit + 100 * version + 10 * static_cast<int>(param)) +
-         static_cast<float>(element) / 32.0F;
-}
-
-class StreamUnit final : public UnitPort {
- public:
-  StreamUnit(int number, UnitLayout layout, int rank, std::atomic<int>& wrong)
-      : number_(number),
-        rank_(rank),
-        wrong_(wrong),
-        layout_(std::move(layout)),
-        shard_(allocate(0, layout_.shard_bytes())),
-        gradient_(allocate(0, gradient_bytes())) {
-    enqueue(compute_stream, [gradient = gradient(), numel = layout_.grad_numel()] {
-      std::fill_n(gradient, numel, NAN);
-    });
-    write_shard();
-  }
-
-  void attach(void* unsharded) override { attached_ = static_cast<const float*>(unsharded); }
-  void detach() override { attached_ = nullptr; }
-  void* flat_shard() override { return shard_.get(); }
-  void* flat_gradient() override { return gradient_.get(); }
-  void move_shard(std::shared_ptr<void> memory) override {
-    move(shard_, std::move(memory), layout_.shard_bytes());
-  }
-  void move_gradient(std::shared_ptr<void> memory) override {
-    move(gradient_, std::move(memory), gradient_bytes());
-  }
-  std::uint64_t shard_version() override { return static_cast<std::uint64_t>(version_); }
-  std::shared_ptr<void> extract_gradients(const void** addresses) override {
-    auto taken = std::make_shared<std::vector<std::shared_ptr<void>>>(std::move(gradients_));
-    gradients_.assign(kParams, nullptr);
-    for (std::size_t i = 0; i < kParams; ++i) {
-      addresses[i] = (*taken)[i].get();
-    }
-    return taken;
-  }
-  DType gradient_dtype() override { return DType::Float32; }
-  void drop_gradients() override { gradients_.assign(kParams, nullptr); }
-  bool has_sharded_gradient(std::size_t i) override { return has_gradient_[i]; }
-  void import_sharded_gradient(std::size_t) override {}
-  void set_sharded_gradient(std::size_t i) override { has_gradient_[i] = true; }
-
-  void zero_grad() { has_gradient_.assign(kParams, false); }
-
-  // An optimizer's step, on the compute stream.
-  void change_shard() {
-    version_ += 1;
-    write_shard();
-  }
-
-  // As a kernel of forward or backward reads them, on the compute stream.
-  void read_parameters() {
-    ASSERT_NE(attached_, nullptr);
-    enqueue(compute_stream, [this, data = attached_, version = version_] {
-      for (std::size_t param = 0; param < kParams; ++param) {
-        const ParamPlacement& place = layout_.placements()[param];
-        const float* values = data + place.unsharded_offset / sizeof(float);
-        for (std::int64_t i = 0; i < place.numel; ++i) {
-          wrong_ += values[i] != value_of(number_, version, param, i) ? 1 : 0;
-        }
-      }
-    });
-  }
-
-  // Of backward: memory from the framework, filled on the compute stream. Tests of captures keep
-  // the memory, as a graph's own pool does.
-  void bring_gradient(std::size_t param, float value) {
-    const auto numel = static_cast<std::size_t>(layout_.placements()[param].numel);
-    std::shared_ptr<void>& memory = gradients_[param];
-    if (kept_.empty()) {
-      memory = allocate(0, numel * sizeof(float));
-    } else {
-      memory = kept_[param];
-    }
-    enqueue(compute_stream, [data = static_cast<float*>(memory.get()), numel, value] {
-      std::fill_n(data, numel, value);
-    });
-  }
-
-  void keep_gradients() {
-    for (std::size_t param = 0; param < kParams; ++param) {
-      kept_.push_back(
-          allocate(0, static_cast<std::size_t>(layout_.placements()[param].numel) * sizeof(float)));
-    }
-  }
-
-  // As the optimizer reads it, on the compute stream.
-  void read_gradients(float expected) {
-    enqueue(compute_stream, [this, expected] {
-      for (std::size_t param = 0; param < kParams; ++param) {
-        const ParamPlacement& place = layout_.placements()[param];
-        const std::int64_t count = layout_.row_count(param, rank_) * kColumns;
-        for (std::int64_t i = 0; i < count; ++i) {
-          const float got = gradient()[place.grad_offset + i];
-          wrong_ += std::fabs(got - expected) <= 1e-5F * std::fabs(expected) ? 0 : 1;
-        }
-      }
-    });
-  }
-
- private:
-  std::size_t gradient_bytes() const {
-    return static_cast<std::size_t>(layout_.grad_numel()) * sizeof(float);
-  }
-  float* gradient() const { return static_cast<float*>(gradient_.get()); }
-
-  // The old memory goes when it has been read.
-  static void move(std::shared_ptr<void>& from, std::shared_ptr<void> to, std::size_t bytes) {
-    enqueue(compute_stream, [from, to, bytes] { std::memcpy(to.get(), from.get(), bytes); });
-    from = std::move(to);
-  }
-
-  void write_shard() {
-    enqueue(compute_stream, [this, version = version_, shard = shard_] {
-      for (std::size_t param = 0; param < kParams; ++param) {
-        const ParamPlacement& place = layout_.placements()[param];
-        const std::int64_t first = layout_.first_row(param, rank_) * kColumns;
-        const std::int64_t numel = layout_.row_count(param, rank_) * kColumns;
-        for (std::int64_t i = 0; i < numel; ++i) {
-          static_cast<float*>(
-              shard.get())[place.shard_offset / sizeof(float) + static_cast<std::size_t>(i)] =
-              value_of(number_, version, param, first + i);
-        }
-      }
-    });
-  }
-
-  int number_;
-  int rank_;
-  std::atomic<int>& wrong_;
-  int version_ = 0;
-  UnitLayout layout_;
-  std::shared_ptr<void> shard_;
-  std::shared_ptr<void> gradient_;
-  std::vector<std::shared_ptr<void>> gradients_ = std::vector<std::shared_ptr<void>>(kParams);
-  std::vector<std::shared_ptr<void>> kept_;
-  std::vector<bool> has_gradient_ = std::vector<bool>(kParams, false);
-  const float* attached_ = nullptr;
-};
-
-// - One rank
-
-UnitLayout make_layout(int world_size, const std::string& prefix, std::size_t direct_bytes) {
-  std::vector<ParamSpec> params(kParams);
-  for (std::size_t i = 0; i < kParams; ++i) {
-    params[i].name = prefix + std::to_string(i);
-    params[i].rows = kRows[kParams - 1 - i];  // large ones first
-    params[i].row_numel = kColumns;
-  }
-  return {params, world_size, DType::Float32, DType::Float32, direct_bytes};
-}
-
-struct Setting {
-  int world_size;
-  std::size_t direct_bytes;
-  int bucket_units = 1;  // that a bucket has room for
-  int message_rows = 0;  // that a message has room for from each rank; 0: all
-};
-
-class Rank {
- public:
-  Rank(int rank, Setting setting, const nccl::UniqueId& id, int layers, std::atomic<int>& wrong) {
-    compute_stream = new_stream("compute");
-    auto device = make_cuda_device(0, kTimeout, {&current_stream, &allocate});
-    auto [gather, reduce] =
-        make_nccl_communicators(api(), *device, id, {rank, setting.world_size, kTimeout, true});
-    auto packer = std::make_unique<KernelPacker>(3, [](Stream& stream, std::function<void()> work) {
-      enqueue(stream.native_handle(), std::move(work));
-    });
-    lanes = std::make_unique<Lanes>(std::move(device), std::move(packer), std::move(gather),
-                                    std::move(reduce));
-    pipeline = std::make_unique<Pipeline>(*lanes, PipelineOptions{});
-    for (int i = 0; i <= layers; ++i) {
-      const std::string name = "unit" + std::to_string(i);
-      const UnitLayout layout = make_layout(setting.world_size, name, setting.direct_bytes);
-      units.push_back(std::make_unique<StreamUnit>(i, layout, rank, wrong));
-      UnitConfig config{name, layout};
-      config.reshard_after_forward = i != 0;
-      config.pack_scale = 1.0 / setting.world_size;
-      config.parent = i == 0 ? -1 : 0;
-      config.bucket_bytes = static_cast<std::size_t>(setting.bucket_units * setting.world_size) *
-                            layout.gather_bytes();
-      config.max_message_bytes =
-          static_cast<std::size_t>(setting.message_rows * setting.world_size * kColumns) *
-          sizeof(float);
-      pipeline->add_unit(std::move(config), *units.back());
-    }
-    pipeline->gatherer().set_poison_released_slots(true);
-  }
-
-  ~Rank() {
-    pipeline.reset();
-    units.clear();
-    lanes.reset();
-    cudaStreamDestroy(compute_stream);  // when it has done what was issued
-  }
-
-  void step(float gradient, float mean) {
-    backward(forward(), gradient);
-    for (auto& unit : units) {
-      unit->read_gradients(mean);
-      unit->zero_grad();
-    }
-  }
-
-  std::vector<int> forward() {
-    std::vector<int> calls(units.size(), -1);
-    pipeline->begin_forward();
-    for (std::size_t i = 0; i < units.size(); ++i) {
-      pipeline->pre_forward(static_cast<int>(i));
-      units[i]->read_parameters();
-      if (i > 0) {
-        calls[i] = pipeline->post_forward(static_cast<int>(i));
-      }
-    }
-    calls[0] = pipeline->post_forward(0);
-    pipeline->end_forward();
-    return calls;
-  }
-
-  void backward(const std::vector<int>& calls, float gradient) {
-    pipeline->begin_backward();
-    for (int i = static_cast<int>(units.size()) - 1; i >= 0; --i) {
-      StreamUnit& unit = *units[static_cast<std::size_t>(i)];
-      pipeline->pre_backward(i, calls[static_cast<std::size_t>(i)]);
-      unit.read_parameters();
-      for (std::size_t param = 0; param < kParams; ++param) {
-        unit.bring_gradient(param, gradient);
-        pipeline->gradient_arrived(i, param);
-      }
-      pipeline->post_backward(i);
-    }
-    pipeline->end_backward();
-  }
-
-  void optimizer_step() {
-    for (auto& unit : units) {
-      unit->change_shard();
-    }
-  }
-
-  std::unique_ptr<Lanes> lanes;
-  std::vector<std::unique_ptr<StreamUnit>> units;
-  std::unique_ptr<Pipeline> pipeline;
-};
-
-void on_ranks(Setting setting, const std::function<void(Rank&, int)>& body) {
-  nccl::UniqueId id;
-  api().GetUniqueId(&id);
-  std::atomic<int> wrong{0};
-  std::vector<std::future<void>> ranks;
-  for (int r = 0; r < setting.world_size; ++r) {
-    ranks.push_back(std::async(std::launch::async, [&, r] {
-      Rank rank(r, setting, id, /*layers=*/4, wrong);
-      body(rank, r);
-      synchronize(compute_stream);
-    }));
-  }
-  for (auto& rank : ranks) {
-    EXPECT_NO_THROW(rank.get());
-  }
-  EXPECT_EQ(wrong, 0) << "elements that a kernel read were wrong";
-}
-
-float mean_of(int world_size, int step) {
-  float mean = 0.0F;
-  for (int r = 0; r < world_size; ++r) {
-    mean += static_cast<float>(r + 1 + step) / static_cast<float>(world_size);
-  }
-  return mean;
-}
 
 class CudaSchedule : public ::testing::TestWithParam<Setting> {};
 
@@ -363,7 +39,7 @@ TEST_P(CudaSchedule, StepsReadWhatTheyShould) {
   });
 }
 
-TEST_P(CudaSchedule, HoweverLateAStreamIs) {
+TEST_P(CudaSchedule, ResultsDoNotDependOnHowLateAStreamIs) {
   const Setting setting = GetParam();
   for (const std::string late : {"gather", "reduce", "compute"}) {
     on_ranks(setting, [&](Rank& rank, int r) {
@@ -386,7 +62,8 @@ TEST_P(CudaSchedule, ShardsThatChangeBetweenForwardAndBackwardAreReadAsTheyAre) 
       const std::vector<int> calls = rank.forward();
       rank.lanes->device->delay(rank.lanes->device->compute_stream(),
                                 std::chrono::milliseconds(10));
-      for (std::size_t i = 1; i < rank.units.size(); ++i) {  // the root's are gathered
+      for (std::size_t i = 1; i < rank.units.size();
+           ++i) {  // the root's parameters are gathered already
         rank.units[i]->change_shard();
       }
       rank.backward(calls, static_cast<float>(r + 1 + step));
@@ -420,14 +97,14 @@ TEST_P(CudaSchedule, TimesAreThoseOfTheStreamsAndNotOfTheHost) {
     ASSERT_EQ(iterations.size(), 2U);
     EXPECT_EQ(iterations[1].number, iterations[0].number + 1);
     for (const IterationTimes& iteration : iterations) {
-      double gathered = 0.0;  // the newest of each unit's
+      double gathered = 0.0;  // the end of the newest gather
       for (const TimedSpan& timed : iteration.spans) {
         EXPECT_GT(timed.begin, 0.0);
         EXPECT_LE(timed.begin, timed.end);
         if (timed.span.work == Work::Gather || timed.span.work == Work::Reduce) {
           EXPECT_LE(timed.issued, timed.end);
           EXPECT_GT(timed.issued, 0.0);
-          EXPECT_LE(timed.possible, timed.begin + 1e-6);  // as exact as milliseconds in a float
+          EXPECT_LE(timed.possible, timed.begin + 1e-6);  // milliseconds in a float
         }
         if (timed.span.work == Work::Gather) {
           gathered = timed.end;
@@ -454,7 +131,7 @@ TEST_P(CudaSchedule, AWaitOfTheComputeStreamEndsAfterItsGather) {
     synchronize_all(rank);
     const std::vector<IterationTimes> iterations = rank.pipeline->ledger().take_times();
     ASSERT_EQ(iterations.size(), 1U);
-    std::vector<double> arrived(rank.units.size(), 0.0);  // the first piece of each unit's gather
+    std::vector<double> arrived(rank.units.size(), 0.0);  // of each unit's first piece
     std::size_t waits = 0;
     for (const TimedSpan& timed : iterations.front().spans) {
       const UnitRange units = timed.span.units;
@@ -465,7 +142,7 @@ TEST_P(CudaSchedule, AWaitOfTheComputeStreamEndsAfterItsGather) {
         }
       } else if (timed.span.work == Work::WaitForGather && timed.span.phase == Phase::Forward) {
         waits += 1;
-        // The events that tell both are recorded by threads, one after the other.
+        // Threads record the events of both, one after the other.
         EXPECT_GE(timed.end + 1e-3, arrived[static_cast<std::size_t>(units.first)]);
       }
     }
@@ -473,7 +150,7 @@ TEST_P(CudaSchedule, AWaitOfTheComputeStreamEndsAfterItsGather) {
   });
 }
 
-TEST_P(CudaSchedule, ACaptureWritesNoTimesDown) {
+TEST_P(CudaSchedule, ACaptureRecordsNoTimes) {
   on_ranks(GetParam(), [](Rank& rank, int) {
     for (auto& unit : rank.units) {
       unit->keep_gradients();
@@ -509,7 +186,7 @@ TEST_P(CudaSchedule, AWholeStepIsCapturedAndMayBeFollowedByOthers) {
     for (int replay = 0; replay < 3; ++replay) {
       graph.replay();
     }
-    rank.step(4.0F, 4.0F);  // events that were last recorded in the capture are no obstacle
+    rank.step(4.0F, 4.0F);  // events recorded in the capture do not block it
     synchronize(compute_stream);
     begin_capture(compute_stream);
     rank.step(5.0F, 5.0F);
@@ -517,7 +194,7 @@ TEST_P(CudaSchedule, AWholeStepIsCapturedAndMayBeFollowedByOthers) {
   });
 }
 
-// What was gathered outside would not be gathered again when the graph runs.
+// The graph would not repeat the gathers that were issued before the capture.
 TEST(CudaGraphs, ACaptureOfLessThanAStepIsRefused) {
   on_ranks({2, kDirectBytes}, [](Rank& rank, int) {
     rank.step(1.0F, 1.0F);
@@ -528,13 +205,14 @@ TEST(CudaGraphs, ACaptureOfLessThanAStepIsRefused) {
       rank.backward(calls, 1.0F);
       ADD_FAILURE() << "nothing was thrown";
     } catch (const Error& error) {
-      EXPECT_NE(std::string(error.what()).find("capture expects a whole step"), std::string::npos)
+      EXPECT_NE(std::string(error.what()).find("capture must contain whole steps"),
+                std::string::npos)
           << error.what();
     }
     try {
       end_capture(compute_stream);
     } catch (const Error&) {
-      // Of a step that was left in its middle.
+      // The step was interrupted.
     }
   });
 }
@@ -546,14 +224,14 @@ TEST(CudaGraphs, ACaptureOfTheFirstStepSaysWhatToDo) {
       rank.step(1.0F, 1.0F);
       ADD_FAILURE() << "nothing was thrown";
     } catch (const Error& error) {
-      EXPECT_NE(std::string(error.what()).find("run a few whole steps before capturing one"),
+      EXPECT_NE(std::string(error.what()).find("a few whole steps before capturing one"),
                 std::string::npos)
           << error.what();
     }
     try {
       end_capture(compute_stream);
     } catch (const Error&) {
-      // Of a step that was left in its middle.
+      // The step was interrupted.
     }
   });
 }

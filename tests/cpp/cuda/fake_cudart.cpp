@@ -34,7 +34,7 @@ struct FakeStream {
   explicit FakeStream(const std::string& name) : queue(name, kTimeout) {}
   HostStream queue;
   std::shared_ptr<Capture> capture;
-  std::set<std::size_t> heads;  // what the next captured node comes after
+  std::set<std::size_t> heads;  // the nodes that the next captured node comes after
 };
 
 struct FakeEvent {
@@ -63,7 +63,7 @@ void enqueue(void* stream, std::function<void()> work) {
     return;
   }
   on.queue.enqueue(std::move(work));
-  HostEvent begun;  // a GPU waits for no record before it begins
+  HostEvent begun;  // rings the doorbell: a GPU starts work without a record behind it
   on.queue.record(begun);
 }
 
@@ -99,9 +99,9 @@ FakeGraph end_capture(cudaStream_t origin) {
   for (FakeStream* joined : std::exchange(capture->streams, {})) {
     joined->capture = nullptr;
   }
-  FSDP_CHECK(reached.size() == capture->nodes.size(),
-             "a capture expects its origin to wait for all ", capture->nodes.size(),
-             " nodes but it does for ", reached.size());
+  FSDP_CHECK(reached.size() == capture->nodes.size(), "A capture has ", capture->nodes.size(),
+             " nodes, but its origin waits for ", reached.size(),
+             " of them. Join all streams before the end of the capture.");
   std::vector<std::function<void()>> work;
   for (Node& node : capture->nodes) {
     work.push_back(std::move(node.work));
@@ -233,7 +233,7 @@ cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t st
   fsdp::test::enqueue(stream, [=] { std::memset(data, value, bytes); });
   return cudaSuccess;
 }
-// To and from memory that is not pinned: the host's side is done when it returns.
+// As for memory that is not pinned, the copy is done when the call returns.
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind /*kind*/,
                             cudaStream_t stream) {
   fsdp::test::enqueue(stream, [=] { std::memcpy(to, from, bytes); });
@@ -261,7 +261,7 @@ void launch_transfer(cudaStream_t stream, std::chrono::nanoseconds duration,
     for (const Move& move : moves) {
       for (int piece = 0; piece < move.count; ++piece) {
         const auto at = static_cast<std::size_t>(piece);
-        if (move.kept < 0 || move.kept == piece) {
+        if (move.writes(piece)) {
           std::memcpy(static_cast<char*>(move.destination) + at * move.destination_step,
                       static_cast<const char*>(move.source) + at * move.source_step, move.bytes);
         }
@@ -275,7 +275,7 @@ void launch_transfer_by_engines(cudaStream_t stream, std::chrono::nanoseconds du
                                 const std::vector<Move>& moves, std::uint64_t* start) {
   test::enqueue(stream, [=] {
     if (start != nullptr) {
-      *start = 1;  // so that memory that is gone shows
+      *start = 1;  // shows use after free
     }
   });
   launch_transfer(stream, duration, moves, 0);

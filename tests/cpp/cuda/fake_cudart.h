@@ -1,5 +1,6 @@
-// CUDA's runtime over threads of the host, as far as csrc/device/cuda_stream uses it: streams run
-// beside the caller, and what CUDA forbids about events and graph captures is an error here, too.
+// The part of CUDA's runtime that csrc/device/cuda_stream uses, over threads of the host. Streams
+// run concurrently with the caller. Uses of events and graph captures that CUDA forbids are errors
+// here, too.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,13 +12,13 @@
 
 namespace fsdp::test {
 
-// Work of a test's own on a stream: runs there in order, or is captured.
+// Runs work of a test in order of a stream, or captures it.
 void enqueue(void* stream, std::function<void()> work);
 
 cudaStream_t new_stream(const std::string& name);
 void synchronize(cudaStream_t stream);
 
-// A captured graph; replaying runs its nodes one after another on the calling thread.
+// A captured graph. Replaying it runs its nodes one after another on the calling thread.
 class FakeGraph {
  public:
   explicit FakeGraph(std::vector<std::function<void()>> nodes) : nodes_(std::move(nodes)) {}

@@ -3,20 +3,20 @@
 
 #include "base/check.h"
 #include "base/dtype.h"
-#include "pack/pack_body.h"
+#include "base/element.h"
 
 namespace fsdp {
 
-// Calls `function` with a value of the element type, which is not Bytes.
+// Calls `function` with a value of the element type. Bytes have none.
 template <typename Function>
 void with_float(DType dtype, const Function& function) {
   switch (dtype) {
     case DType::Float32:
       return function(float{});
     case DType::BFloat16:
-      return function(body::BFloat16{});
+      return function(element::BFloat16{});
     case DType::Float16:
-      return function(body::Float16{});
+      return function(element::Float16{});
     case DType::Float64:
       return function(double{});
     case DType::Bytes:

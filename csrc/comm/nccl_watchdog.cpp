@@ -1,0 +1,164 @@
+#include "comm/nccl_watchdog.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <exception>
+#include <utility>
+
+#include "base/check.h"
+
+namespace fsdp {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr auto kLongestPollInterval = std::chrono::milliseconds(1000);
+
+}  // namespace
+
+NcclWatchdog::NcclWatchdog(const nccl::Api& api, Device& device, nccl::Comm comm,
+                           const NcclOptions& options, std::string name)
+    : api_(api),
+      device_(device),
+      comm_(comm),
+      options_(options),
+      name_(std::move(name)),
+      thread_([this] { run(); }) {}
+
+NcclWatchdog::~NcclWatchdog() { stop(); }
+
+void NcclWatchdog::stop() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stopping_ = true;
+  }
+  stop_.notify_one();
+  if (thread_.joinable()) {
+    thread_.join();
+  }
+}
+
+NcclWatchdog::BlockingCall::BlockingCall(NcclWatchdog& watchdog, const std::string& what)
+    : watchdog_(watchdog) {
+  const std::lock_guard<std::mutex> lock(watchdog_.mutex_);
+  watchdog_.call_ = what;
+  watchdog_.call_since_ = Clock::now();
+  watchdog_.in_call_ = true;
+}
+
+NcclWatchdog::BlockingCall::~BlockingCall() {
+  const std::lock_guard<std::mutex> lock(watchdog_.mutex_);
+  watchdog_.in_call_ = false;
+}
+
+void NcclWatchdog::watch_collective(Stream& stream, const std::string& what) {
+  if (device_.is_capturing()) {  // it runs when the user replays the graph
+    captured_ = true;
+    return;
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Outstanding& newest = outstanding_[next_];
+  next_ = (next_ + 1) % outstanding_.size();
+  if (newest.event == nullptr) {
+    newest.event = device_.new_event();
+  }
+  stream.record(*newest.event);
+  newest.what = what;
+  newest.since = Clock::now();
+  newest.pending = true;
+}
+
+void NcclWatchdog::abort(const std::string& reason) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (failed_) {
+      return;
+    }
+    error_ = reason;
+    failed_ = true;
+  }
+  std::fprintf(stderr, "fsdp_ext: %s\n", reason.c_str());
+  // Revoking ends running kernels but, unlike aborting, frees nothing that another thread may be
+  // about to use. A revoked communicator stays until the process ends, which should be soon.
+  if (api_.CommRevoke != nullptr && api_.CommRevoke(comm_, /*flags=*/0) == nccl::kSuccess) {
+    return;
+  }
+  if (captured_) {  // aborting would block until no graph holds the communicator
+    std::thread([&api = api_, comm = comm_] { api.CommAbort(comm); }).detach();
+  } else {
+    api_.CommAbort(comm_);
+  }
+}
+
+std::string NcclWatchdog::error() {
+  if (!failed_) {
+    return "";
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return error_;
+}
+
+void NcclWatchdog::run() {
+  try {
+    device_.allow_event_queries_during_capture();
+    const auto interval = std::min<Clock::duration>(kLongestPollInterval, options_.timeout / 10);
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!stop_.wait_for(lock, interval, [this] { return stopping_; })) {
+      const std::string reason = failed_ ? "" : find_failure();
+      if (!reason.empty()) {
+        lock.unlock();
+        abort(reason);
+        lock.lock();
+      }
+    }
+  } catch (const std::exception& error) {
+    // The device can no longer be used: the process is ending, or a kernel has failed.
+    const std::lock_guard<std::mutex> lock(mutex_);
+    error_ = detail::concat("rank ", options_.rank, ": the ", name_,
+                            " communicator can no longer be watched: ", error.what());
+    failed_ = true;
+  }
+}
+
+// Empty if nothing has failed. The caller holds the lock.
+std::string NcclWatchdog::find_failure() {
+  nccl::Result state = nccl::kSuccess;
+  if (api_.CommGetAsyncError(comm_, &state) == nccl::kSuccess && state != nccl::kSuccess &&
+      state != nccl::kInProgress) {
+    return detail::concat("rank ", options_.rank, ": NCCL reported an error of the ", name_,
+                          " communicator: ", api_.describe(comm_, state));
+  }
+  const auto now = Clock::now();
+  if (in_call_ && now - call_since_ > options_.timeout) {
+    return timeout_message(call_);
+  }
+  const Outstanding* oldest = update_oldest_pending();
+  if (oldest != nullptr && now - oldest->since > options_.timeout) {
+    return timeout_message(oldest->what);
+  }
+  return "";
+}
+
+// Queries the pending events and returns the oldest collective that is still pending, if any. The
+// caller holds the lock.
+const NcclWatchdog::Outstanding* NcclWatchdog::update_oldest_pending() {
+  const Outstanding* oldest = nullptr;
+  for (Outstanding& candidate : outstanding_) {
+    if (candidate.pending && candidate.event->query()) {
+      candidate.pending = false;
+    }
+    if (candidate.pending && (oldest == nullptr || candidate.since < oldest->since)) {
+      oldest = &candidate;
+    }
+  }
+  return oldest;
+}
+
+std::string NcclWatchdog::timeout_message(const std::string& what) const {
+  return detail::concat("rank ", options_.rank, " of ", options_.size, " waited ",
+                        options_.timeout.count(), " ms for ", what,
+                        ". Another rank may hang, have failed, or run other collectives. "
+                        "Communication was aborted; look at the output of all ranks.");
+}
+
+}  // namespace fsdp

@@ -1,0 +1,193 @@
+#include "comm/rank_barrier.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <thread>
+#include <utility>
+
+#include "base/check.h"
+
+namespace fsdp {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using State = Mailbox::State;
+
+constexpr std::chrono::microseconds kSpin{50};
+constexpr std::chrono::milliseconds kLongestTimeout = std::chrono::hours(24 * 365);  // no overflow
+constexpr std::chrono::milliseconds kProcessCheckInterval{50};
+
+const char* text_of(Operation::Kind kind) {
+  switch (kind) {
+    case Operation::Kind::AllGather:
+      return "an all-gather";
+    case Operation::Kind::ReduceScatter:
+      return "a reduce-scatter";
+    case Operation::Kind::AllReduce:
+      return "an all-reduce";
+    case Operation::Kind::Broadcast:
+      return "a broadcast";
+    case Operation::Kind::Barrier:
+      return "a barrier";
+  }
+  return "an unknown collective";
+}
+
+}  // namespace
+
+bool Operation::matches(const Operation& other) const {
+  return kind == other.kind && dtype == other.dtype && root == other.root && bytes == other.bytes &&
+         pattern == other.pattern;
+}
+
+std::string Operation::describe() const {
+  return detail::concat(text_of(kind), " of ", bytes, " bytes (", name(dtype), ")");
+}
+
+RankBarrier::RankBarrier(Mailbox& mine, std::vector<Peer> peers, int rank,
+                         std::chrono::milliseconds timeout, std::uint32_t last_round)
+    : mine_(mine),
+      peers_(std::move(peers)),
+      rank_(rank),
+      timeout_(std::min(timeout, kLongestTimeout)),
+      round_(last_round) {}
+
+RankBarrier::~RankBarrier() {
+  State expected = State::Active;
+  mine_.state.compare_exchange_strong(expected, State::Closed);
+  wake_waiters();
+}
+
+void RankBarrier::begin_collective(const std::string& what) {
+  FSDP_CHECK(!aborted_, "communication was aborted: ", async_error());
+  what_ = &what;
+}
+
+void RankBarrier::post(const Operation& operation) {
+  round_ += 1;
+  mine_.operations[round_ % 2] = operation;
+  mine_.posted.store(round_, std::memory_order_release);
+  futex::wake(mine_.posted);
+}
+
+const char* RankBarrier::wait_for_input(int from, const Operation& operation) {
+  const Peer& peer = peers_[static_cast<std::size_t>(from)];
+  wait_for_round(peer, peer.mailbox->posted);
+  const Operation& theirs = peer.mailbox->operations[round_ % 2];
+  FSDP_CHECK(theirs.matches(operation), message_prefix(), "ranks issued different collectives for ",
+             *what_, ": this rank issued ", operation.describe(), " and rank ", peer.global_rank,
+             " issued ", theirs.describe(),
+             ". Run the same model with the same control flow on every rank.");
+  return peer.view->at(theirs.offset);
+}
+
+void RankBarrier::finish() {
+  mine_.finished.store(round_);  // sequentially consistent, as are the reads of `state` below
+  futex::wake(mine_.finished);
+  for (const Peer& peer : peers_) {
+    wait_for_round(peer, peer.mailbox->finished);
+  }
+  for (const Peer& peer : peers_) {
+    throw_if_failed(peer);
+  }
+}
+
+// The difference is signed because numbers wrap around.
+bool RankBarrier::has_reached_round(const futex::Word& word) const {
+  return static_cast<std::int32_t>(word.load(std::memory_order_acquire) - round_) >= 0;
+}
+
+// See Note [missing ranks].
+void RankBarrier::wait_for_round(const Peer& peer, const futex::Word& word) {
+  const auto start = Clock::now();
+  while (!has_reached_round(word)) {
+    if (Clock::now() - start > kSpin) {
+      sleep_until_round(peer, word);
+      return;
+    }
+    std::this_thread::yield();
+  }
+}
+
+void RankBarrier::sleep_until_round(const Peer& peer, const futex::Word& word) {
+  const auto start = Clock::now();
+  auto last_check = start;
+  while (true) {
+    const std::uint32_t seen = word.load(std::memory_order_acquire);
+    throw_if_failed(peer);
+    const bool closed = peer.mailbox->state == State::Closed;
+    const auto now = Clock::now();
+    bool ended = false;
+    if (now - last_check >= kProcessCheckInterval) {
+      ended = state_of(peer.arena) == ProcessState::Ended;
+      last_check = now;
+    }
+    // Read after the checks: the peer may have reached the round and ended afterwards.
+    if (has_reached_round(word)) {
+      return;
+    }
+    FSDP_CHECK(!closed, message_prefix(), "rank ", peer.global_rank,
+               " has closed its communicator before ", *what_,
+               ". Run the same number of steps on every rank.");
+    FSDP_CHECK(!ended, message_prefix(), "rank ", peer.global_rank, " (process ", peer.arena.pid,
+               ") has ended before or during ", *what_, ". Its last output may say why.");
+    FSDP_CHECK(!aborted_, "communication was aborted: ", async_error());
+    if (now - start >= timeout_) {
+      throw_timeout(peer);
+    }
+    futex::wait(word, seen, std::min<std::chrono::milliseconds>(kProcessCheckInterval, timeout_));
+  }
+}
+
+void RankBarrier::throw_timeout(const Peer& peer) const {
+  const bool stopped = state_of(peer.arena) == ProcessState::Stopped;
+  throw TimeoutError(detail::concat(
+      message_prefix(), "waited ", timeout_.count(), " ms for rank ", peer.global_rank,
+      " (process ", peer.arena.pid, stopped ? ", which is stopped" : "", ") to take part in ",
+      *what_, ". That rank may hang, have failed, or run other collectives. Look at its output."));
+}
+
+// The reason is passed on unchanged. It already begins with the rank that failed first.
+void RankBarrier::throw_if_failed(const Peer& peer) const {
+  FSDP_CHECK(peer.mailbox->state != State::Failed, peer.mailbox->reason);
+}
+
+void RankBarrier::abort(const std::string& reason) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (aborted_) {
+      return;
+    }
+    error_ = reason;
+    std::snprintf(mine_.reason, sizeof(mine_.reason), "%s", reason.c_str());
+    mine_.state = State::Failed;
+    aborted_ = true;
+  }
+  wake_waiters();
+}
+
+std::string RankBarrier::async_error() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (aborted_) {
+      return error_;
+    }
+  }
+  for (const Peer& peer : peers_) {
+    if (peer.mailbox->state == State::Failed) {
+      return peer.mailbox->reason;
+    }
+  }
+  return "";
+}
+
+std::string RankBarrier::message_prefix() const {
+  return detail::concat("rank ", peers_[static_cast<std::size_t>(rank_)].global_rank, ": ");
+}
+
+void RankBarrier::wake_waiters() {
+  futex::wake(mine_.posted);
+  futex::wake(mine_.finished);
+}
+
+}  // namespace fsdp

@@ -1,0 +1,23 @@
+// What a unit is made of, and its settings.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "core/layout.h"
+
+namespace fsdp {
+
+struct UnitConfig {
+  std::string name;
+  UnitLayout layout;
+  int parent = -1;  // the unit that encloses it, added before it; -1 for the root
+  bool reshard_after_forward = true;
+  bool reshard_after_backward = true;
+  double pack_scale = 1.0;            // of gradients, before the reduction
+  double reduce_scale = 1.0;          // after it
+  std::size_t bucket_bytes = 0;       // limit of a shared bucket (core/merging.h); 0: not shared
+  std::size_t max_message_bytes = 0;  // limit of a message of its bucket; 0: none
+};
+
+}  // namespace fsdp

@@ -1,0 +1,341 @@
+// Ranks that are threads with CUDA streams, and units whose reads and writes run on the compute
+// stream, for tests of the schedule on the CUDA side.
+#pragma once
+
+#include <dlfcn.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <future>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/nccl.h"
+#include "core/pipeline.h"
+#include "fake_cudart.h"
+#include "fake_nccl.h"
+#include "kernel_packer.h"
+
+namespace fsdp::test {
+
+constexpr std::chrono::milliseconds kTimeout{20000};
+constexpr std::int64_t kRows[] = {7, 9, 40};
+constexpr std::int64_t kColumns = 3;
+constexpr std::size_t kParams = 3;
+
+// - The streams and the memory of the framework
+
+inline thread_local cudaStream_t compute_stream = nullptr;
+
+inline void* current_stream(int /*device*/) { return compute_stream; }
+
+// Work that is queued on the compute stream may still write new memory, and freed memory belongs to
+// that stream.
+inline std::shared_ptr<void> allocate(int /*device*/, std::size_t bytes) {
+  void* memory = std::malloc(bytes);
+  cudaStream_t stream = compute_stream;
+  enqueue(stream, [=] { std::memset(memory, 0xff, bytes); });
+  return {memory, [stream, bytes](void* freed) {
+            enqueue(stream, [=] {
+              std::memset(freed, 0xff, bytes);
+              std::free(freed);
+            });
+          }};
+}
+
+inline FakeNccl& fake() {
+  static void* const handle = dlopen(FAKE_NCCL_LIBRARY, RTLD_NOW);
+  return *reinterpret_cast<FakeNcclFunction*>(dlsym(handle, "fake_nccl"))();
+}
+
+inline const nccl::Api& api() {
+  static const nccl::Api found = [] {
+    setenv("FSDP_EXT_NCCL_SO", FAKE_NCCL_LIBRARY, 1);
+    fake().enqueue = &enqueue;
+    return nccl::find_library({});
+  }();
+  return found;
+}
+
+// - A unit on the compute stream
+
+inline float value_of(int unit, int version, std::size_t param, std::int64_t element) {
+  return static_cast<float>(1000 * unit + 100 * version + 10 * static_cast<int>(param)) +
+         static_cast<float>(element) / 32.0F;
+}
+
+class StreamUnit final : public UnitPort {
+ public:
+  StreamUnit(int number, UnitLayout layout, int rank, std::atomic<int>& wrong)
+      : number_(number),
+        rank_(rank),
+        wrong_(wrong),
+        layout_(std::move(layout)),
+        shard_(allocate(0, layout_.shard_bytes())),
+        gradient_(allocate(0, gradient_bytes())) {
+    enqueue(compute_stream, [gradient = gradient(), numel = layout_.grad_numel()] {
+      std::fill_n(gradient, numel, NAN);
+    });
+    write_shard();
+  }
+
+  void attach(void* unsharded) override { attached_ = static_cast<const float*>(unsharded); }
+  void detach() override { attached_ = nullptr; }
+  void* flat_shard() override { return shard_.get(); }
+  void* flat_gradient() override { return gradient_.get(); }
+  void move_shard(std::shared_ptr<void> memory) override {
+    move(shard_, std::move(memory), layout_.shard_bytes());
+  }
+  void move_gradient(std::shared_ptr<void> memory) override {
+    move(gradient_, std::move(memory), gradient_bytes());
+  }
+  std::uint64_t shard_version() override { return static_cast<std::uint64_t>(version_); }
+  std::shared_ptr<void> extract_gradients(const void** addresses) override {
+    auto taken = std::make_shared<std::vector<std::shared_ptr<void>>>(std::move(gradients_));
+    gradients_.assign(kParams, nullptr);
+    for (std::size_t i = 0; i < kParams; ++i) {
+      addresses[i] = (*taken)[i].get();
+    }
+    return taken;
+  }
+  void drop_gradients() override { gradients_.assign(kParams, nullptr); }
+  bool has_sharded_gradient(std::size_t i) override { return has_gradient_[i]; }
+  void import_sharded_gradient(std::size_t) override {}
+  void set_sharded_gradient(std::size_t i) override { has_gradient_[i] = true; }
+
+  void zero_grad() { has_gradient_.assign(kParams, false); }
+
+  // As an optimizer does, on the compute stream.
+  void change_shard() {
+    version_ += 1;
+    write_shard();
+  }
+
+  // As a kernel of forward or backward does, on the compute stream.
+  void read_parameters() {
+    ASSERT_NE(attached_, nullptr);
+    enqueue(compute_stream, [this, data = attached_, version = version_] {
+      for (std::size_t param = 0; param < kParams; ++param) {
+        const ParamPlacement& place = layout_.placements()[param];
+        const float* values = data + place.unsharded_offset / sizeof(float);
+        for (std::int64_t i = 0; i < place.numel; ++i) {
+          wrong_ += values[i] != value_of(number_, version, param, i) ? 1 : 0;
+        }
+      }
+    });
+  }
+
+  // As backward does: memory of the framework, filled on the compute stream. Tests of captures keep
+  // the memory, as a graph's own pool does.
+  void add_gradient(std::size_t param, float value) {
+    const auto numel = static_cast<std::size_t>(layout_.placements()[param].numel);
+    std::shared_ptr<void>& memory = gradients_[param];
+    if (kept_.empty()) {
+      memory = allocate(0, numel * sizeof(float));
+    } else {
+      memory = kept_[param];
+    }
+    enqueue(compute_stream, [data = static_cast<float*>(memory.get()), numel, value] {
+      std::fill_n(data, numel, value);
+    });
+  }
+
+  void keep_gradients() {
+    for (std::size_t param = 0; param < kParams; ++param) {
+      kept_.push_back(
+          allocate(0, static_cast<std::size_t>(layout_.placements()[param].numel) * sizeof(float)));
+    }
+  }
+
+  // As an optimizer does, on the compute stream.
+  void read_gradients(float expected) {
+    enqueue(compute_stream, [this, expected] {
+      for (std::size_t param = 0; param < kParams; ++param) {
+        const ParamPlacement& place = layout_.placements()[param];
+        const std::int64_t count = layout_.row_count(param, rank_) * kColumns;
+        for (std::int64_t i = 0; i < count; ++i) {
+          const float got = gradient()[place.grad_offset + i];
+          wrong_ += std::fabs(got - expected) <= 1e-5F * std::fabs(expected) ? 0 : 1;
+        }
+      }
+    });
+  }
+
+ private:
+  std::size_t gradient_bytes() const {
+    return static_cast<std::size_t>(layout_.grad_numel()) * sizeof(float);
+  }
+  float* gradient() const { return static_cast<float*>(gradient_.get()); }
+
+  // The old memory is freed after it was read.
+  static void move(std::shared_ptr<void>& from, std::shared_ptr<void> to, std::size_t bytes) {
+    enqueue(compute_stream, [from, to, bytes] { std::memcpy(to.get(), from.get(), bytes); });
+    from = std::move(to);
+  }
+
+  void write_shard() {
+    enqueue(compute_stream, [this, version = version_, shard = shard_] {
+      for (std::size_t param = 0; param < kParams; ++param) {
+        const ParamPlacement& place = layout_.placements()[param];
+        const std::int64_t first = layout_.first_row(param, rank_) * kColumns;
+        const std::int64_t numel = layout_.row_count(param, rank_) * kColumns;
+        for (std::int64_t i = 0; i < numel; ++i) {
+          static_cast<float*>(
+              shard.get())[place.shard_offset / sizeof(float) + static_cast<std::size_t>(i)] =
+              value_of(number_, version, param, first + i);
+        }
+      }
+    });
+  }
+
+  int number_;
+  int rank_;
+  std::atomic<int>& wrong_;
+  int version_ = 0;
+  UnitLayout layout_;
+  std::shared_ptr<void> shard_;
+  std::shared_ptr<void> gradient_;
+  std::vector<std::shared_ptr<void>> gradients_ = std::vector<std::shared_ptr<void>>(kParams);
+  std::vector<std::shared_ptr<void>> kept_;
+  std::vector<bool> has_gradient_ = std::vector<bool>(kParams, false);
+  const float* attached_ = nullptr;
+};
+
+// - One rank
+
+inline UnitLayout make_layout(int world_size, const std::string& prefix, std::size_t direct_bytes) {
+  std::vector<ParamSpec> params(kParams);
+  for (std::size_t i = 0; i < kParams; ++i) {
+    params[i].name = prefix + std::to_string(i);
+    params[i].rows = kRows[kParams - 1 - i];  // large ones first
+    params[i].row_numel = kColumns;
+  }
+  return {params, world_size, DType::Float32, DType::Float32, direct_bytes};
+}
+
+struct Setting {
+  int world_size;
+  std::size_t direct_bytes;
+  int bucket_units = 1;  // room in a bucket
+  int message_rows = 0;  // room in a message, from each rank; 0: all
+};
+
+class Rank {
+ public:
+  Rank(int rank, Setting setting, const nccl::UniqueId& id, int layers, std::atomic<int>& wrong) {
+    compute_stream = new_stream("compute");
+    auto device = make_cuda_device(0, kTimeout, {&current_stream, &allocate});
+    auto [gather, reduce] =
+        make_nccl_communicators(api(), *device, id, {rank, setting.world_size, kTimeout, true});
+    auto packer = std::make_unique<KernelPacker>(3, [](Stream& stream, std::function<void()> work) {
+      enqueue(stream.native_handle(), std::move(work));
+    });
+    lanes = std::make_unique<Lanes>(std::move(device), std::move(packer), std::move(gather),
+                                    std::move(reduce));
+    pipeline = std::make_unique<Pipeline>(*lanes, PipelineOptions{});
+    for (int i = 0; i <= layers; ++i) {
+      const std::string name = "unit" + std::to_string(i);
+      const UnitLayout layout = make_layout(setting.world_size, name, setting.direct_bytes);
+      units.push_back(std::make_unique<StreamUnit>(i, layout, rank, wrong));
+      UnitConfig config{name, layout};
+      config.reshard_after_forward = i != 0;
+      config.pack_scale = 1.0 / setting.world_size;
+      config.parent = i == 0 ? -1 : 0;
+      config.bucket_bytes = static_cast<std::size_t>(setting.bucket_units * setting.world_size) *
+                            layout.gather_bytes();
+      config.max_message_bytes =
+          static_cast<std::size_t>(setting.message_rows * setting.world_size * kColumns) *
+          sizeof(float);
+      pipeline->add_unit(std::move(config), *units.back());
+    }
+    pipeline->gatherer().set_poison_released_slots(true);
+  }
+
+  ~Rank() {
+    pipeline.reset();
+    units.clear();
+    lanes.reset();
+    cudaStreamDestroy(compute_stream);  // after its work is done
+  }
+
+  void step(float gradient, float mean) {
+    backward(forward(), gradient);
+    for (auto& unit : units) {
+      unit->read_gradients(mean);
+      unit->zero_grad();
+    }
+  }
+
+  std::vector<int> forward() {
+    std::vector<int> calls(units.size(), -1);
+    pipeline->begin_forward();
+    for (std::size_t i = 0; i < units.size(); ++i) {
+      pipeline->pre_forward(static_cast<int>(i));
+      units[i]->read_parameters();
+      if (i > 0) {
+        calls[i] = pipeline->post_forward(static_cast<int>(i));
+      }
+    }
+    calls[0] = pipeline->post_forward(0);
+    pipeline->end_forward();
+    return calls;
+  }
+
+  void backward(const std::vector<int>& calls, float gradient) {
+    pipeline->begin_backward();
+    for (int i = static_cast<int>(units.size()) - 1; i >= 0; --i) {
+      StreamUnit& unit = *units[static_cast<std::size_t>(i)];
+      pipeline->pre_backward(i, calls[static_cast<std::size_t>(i)]);
+      unit.read_parameters();
+      for (std::size_t param = 0; param < kParams; ++param) {
+        unit.add_gradient(param, gradient);
+        pipeline->gradient_arrived(i, param);
+      }
+      pipeline->post_backward(i);
+    }
+    pipeline->end_backward();
+  }
+
+  void optimizer_step() {
+    for (auto& unit : units) {
+      unit->change_shard();
+    }
+  }
+
+  std::unique_ptr<Lanes> lanes;
+  std::vector<std::unique_ptr<StreamUnit>> units;
+  std::unique_ptr<Pipeline> pipeline;
+};
+
+inline void on_ranks(Setting setting, const std::function<void(Rank&, int)>& body) {
+  nccl::UniqueId id;
+  api().GetUniqueId(&id);
+  std::atomic<int> wrong{0};
+  std::vector<std::future<void>> ranks;
+  for (int r = 0; r < setting.world_size; ++r) {
+    ranks.push_back(std::async(std::launch::async, [&, r] {
+      Rank rank(r, setting, id, /*layers=*/4, wrong);
+      body(rank, r);
+      synchronize(compute_stream);
+    }));
+  }
+  for (auto& rank : ranks) {
+    EXPECT_NO_THROW(rank.get());
+  }
+  EXPECT_EQ(wrong, 0) << "elements that a kernel read were wrong";
+}
+
+inline float mean_of(int world_size, int step) {
+  float mean = 0.0F;
+  for (int r = 0; r < world_size; ++r) {
+    mean += static_cast<float>(r + 1 + step) / static_cast<float>(world_size);
+  }
+  return mean;
+}
+
+}  // namespace fsdp::test
