@@ -64,6 +64,7 @@ class Case:
         self.batch = batch
         self.device = device
         self.errors: dict[str, str] = {}
+        self.transports: dict[str, str] = {}
 
     def start(self, name: str) -> Training | None:
         """Build and warm up a system; if a rank cannot, note the error and return None."""
@@ -82,9 +83,10 @@ class Case:
             errors = [None] * dist.get_world_size()
             dist.all_gather_object(errors, error)
         first = next(filter(None, errors), None)
-        if first is None:
+        if first is None and training is not None:
+            self.transports[name] = transport_of(training)
             return training
-        self.errors[name] = first
+        self.errors[name] = str(first)
         return None
 
     def rows(self, results: Results) -> list[dict[str, Any]]:
@@ -113,7 +115,7 @@ class Case:
                 {
                     "system": name,
                     "settings": found[-1]["settings"],
-                    "transport": found[-1]["transport"],
+                    "transport": self.transports[name],
                     "ranks": dist.get_world_size(),
                     "step_us": as_microseconds(Timing.of(seconds[name])),
                     "host_us": as_microseconds(Timing.of(host)),
@@ -160,7 +162,6 @@ def run_in_turns(
             "loss": taken[name][-1][2].item(),
             "parameters": training.parameters,
             "settings": training.sharded.settings,
-            "transport": transport_of(training),
             "peak_bytes": None,
         }
     return results
