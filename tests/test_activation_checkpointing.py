@@ -33,7 +33,7 @@ def around_the_root(use_reentrant: bool, run: Run, step: int) -> tuple[Tensor, .
 
 
 class RecomputedFrozen(Recomputed):
-    """Recomputed blocks of which the first layers are frozen."""
+    """Recomputed blocks whose first layers are frozen."""
 
     def __init__(self, **where: bool) -> None:
         super().__init__(**where)

@@ -1,4 +1,4 @@
-"""Benchmarks run, count no wrong elements, and keep their rows; how fast they are is no test."""
+"""Benchmarks run, count no wrong elements, and keep their rows. No test asserts a speed."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_step_of_each_system_on_two_ranks(tmp_path: Path) -> None:
     settings = {row["system"]: row["settings"] for row in rows}
     assert all(settings.values())
     assert "asynchronous unshards" in settings["FSDP2"]
-    # What this torch has of FSDP2's settings is used, and said.
+    # FSDP2's settings that this torch has are used, and listed.
     assert (", 2 reduce-scatter inputs" in settings["FSDP2"]) == hasattr(
         FSDPModule, "set_reduce_scatter_max_input_buffers"
     )
@@ -141,7 +141,7 @@ def test_a_peer_that_cannot_run_is_listed_with_its_error(tmp_path: Path) -> None
         assert name in printed
 
 
-# What of an overlap's row does not depend on the link.
+# Columns of an overlap row that do not depend on the link.
 REAL_OF_OVERLAP = {
     *("sweep", "system", "transport", "link", "layers", "dim", "batch", "ratio", "prefetch"),
     *("bucket_bytes", "default_buckets", "buckets", "collectives", "compute_us"),
@@ -171,12 +171,12 @@ def test_every_figure_of_the_simulated_overlap_says_so(tmp_path: Path) -> None:
         assert row["simulated_hidden_at_most"] <= 1
         ratio = row["compute_over_simulated_wire"]
         assert row["simulated_hidden_at_most_on_one_link"] == min(1, ratio)
-    # All that depends on the link has the word in its name or its value.
+    # Every column that depends on the link says so in its name or its value.
     assert {name for name in ours if "simulated" not in name} == REAL_OF_OVERLAP | REAL_OF_LEDGER
     assert {name for name in fsdp2 if "simulated" not in name} == REAL_OF_OVERLAP
     assert {name for name in ours if name.startswith("ledger")} == LEDGER_OF_OVERLAP
     assert ours["link"] == fsdp2["link"]
-    assert ours["collectives"] == 3 * 32 - 2  # the last two layers are still there for backward
+    assert ours["collectives"] == 3 * 32 - 2  # backward reuses the last two
     assert fsdp2["collectives"] == 3 * 32
     assert (ours["wires"], fsdp2["wires"]) == (2, 1)
     assert picture.stat().st_size > 0
@@ -211,7 +211,7 @@ def test_an_overlap_that_latencies_rule_out_is_a_row_with_its_error(tmp_path: Pa
     json_file = tmp_path / "overlap.json"
     options = ("--quick", "--device", "cpu", "--sweep", "ratio", "--ratio", "1e6")
     result = _bench("overlap", *options, "--json", str(json_file))
-    assert result.returncode == 0, result.stderr  # it is the ratio, and not ours, that fails
+    assert result.returncode == 0, result.stderr  # the benchmark itself works
     said = "not possible here: latencies alone (94 x 20 us) take 1/1e+06 of the compute"
     assert said in result.stdout
     (row,) = json.loads(json_file.read_text())["rows"]
@@ -227,7 +227,7 @@ def test_buckets_beside_the_cost_model(tmp_path: Path) -> None:
         gathers_and_reductions = row["collectives"]
         assert gathers_and_reductions == 3 * row["buckets"] - 2
         wire = row["simulated_communication_ms"] / row["predicted_communication_ms"]
-        assert wire > 0.9  # it takes at least what it is to take
+        assert wire > 0.9  # a simulated link is never faster than its model
     alone, _, default = [row for row in stacks if row["shape"].startswith("200 x")]
     assert (alone["buckets"], default["buckets"]) == (200, 7)
     whole, cut = [row for row in rows if "unit_mb" in row]
@@ -238,7 +238,7 @@ def test_buckets_beside_the_cost_model(tmp_path: Path) -> None:
 def test_what_tune_chooses_beside_a_sweep(tmp_path: Path) -> None:
     printed, (row,) = _run("tune", tmp_path / "tune.json")
     assert row["transport"] == "simulated"
-    # All times and ratios are of a simulated link, and say so.
+    # All times and ratios are of a simulated link. Their names say so.
     times = {"chosen_ms", "predicted_ms", "best_ms", "default_ms", "worst_ms", "of_best"}
     named = {f"simulated_{name}" for name in times}
     assert row.keys() == named | {
@@ -324,13 +324,13 @@ def test_the_memory_of_each_system(tmp_path: Path) -> None:
         assert row["ranks"] == 2
         assert len(row["after_steps_bytes"]) == row["steps"]
         assert row["growth_bytes"] == row["after_steps_bytes"][-1] - row["after_steps_bytes"][2]
-        if row["peak_since_built"]:  # else this kernel cannot forget a peak
-            # The kernel counts pages of a process a CPU at a time, so both are off by a little.
+        if row["peak_since_built"]:  # where the kernel can reset a peak
+            # The kernel counts pages per CPU and sums up late, so both are a little off.
             assert row["peak_bytes"] >= 0.95 * max(row["after_steps_bytes"])
         assert row["theory"]["state"] == 16 * row["parameters"] // 2
     ours, *peers = rows
     assert all(row["books"] is None for row in peers)
-    # A rank's part of the parameters, with padding, and not the whole.
+    # A rank holds its part of the parameters, with padding.
     shard = ours["books"]["shard_bytes"] / (4 * ours["parameters"] / 2)
     assert 1 <= shard < 1.1
     assert "ours' books, MB: " in printed
@@ -398,11 +398,11 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
 def test_a_full_disk_loses_no_rows_and_no_device() -> None:
     result = _bench("pack", "--quick", "--device", "cpu", "--json", "/dev/full")
     assert result.returncode == 1
-    assert "#wrong" in result.stdout  # the table, all the same
+    assert "#wrong" in result.stdout  # the table is printed all the same
     *_, sentence, rows = result.stderr.strip().splitlines()
     assert sentence == "cannot write /dev/full: No space left on device"
     assert len(json.loads(rows)) == 16
-    assert Path("/dev/full").is_char_device()  # and not a file that has taken its place
+    assert Path("/dev/full").is_char_device()  # no file has replaced the device
 
 
 def test_a_file_that_cannot_be_written_whole_stays_what_it_was(tmp_path: Path) -> None:
@@ -426,11 +426,11 @@ write_whole({str(link)!r}, bytes({size}))
     assert "File too large" in write(110).stderr
     assert link.is_symlink()
     assert target.read_bytes() == bytes(90)
-    assert len(list(tmp_path.iterdir())) == 2  # nothing half-written is left
+    assert len(list(tmp_path.iterdir())) == 2  # no half-written file is left
 
 
 def _interrupt(number: signal.Signals, json_file: Path, *arguments: str) -> tuple[int, str, str]:
-    """Send a signal once a row is kept; return exit code, output, and what came on stderr."""
+    """Send a signal after the first row. Return the exit code, stdout and stderr."""
     process = subprocess.Popen(
         [sys.executable, "-m", "bench", *arguments, "--device", "cpu", "--json", str(json_file)],
         cwd=ROOT,
@@ -475,7 +475,7 @@ def test_an_interrupt_before_anything_is_measured_ends_the_run() -> None:
     )
     assert process.stderr is not None
     for line in process.stderr:
-        if line.rstrip().endswith("torch._C"):  # long before the end of torch's import
+        if line.rstrip().endswith("torch._C"):  # long before torch is imported
             process.send_signal(signal.SIGINT)
             break
     _, said = process.communicate(timeout=60)
@@ -492,7 +492,7 @@ def test_an_interrupt_of_several_ranks_keeps_the_rows_and_ends_the_ranks(tmp_pat
     assert document["interrupted"]
     assert document["rows"][0]["operation"] == "all_gather"
     assert "ours (shared_memory)" in printed
-    assert said.count("interrupted; kept") == 1  # of the first rank alone
+    assert said.count("interrupted; kept") == 1  # only the first rank prints it
     assert "Traceback" not in said
     ranks = [
         command
@@ -505,5 +505,5 @@ def test_an_interrupt_of_several_ranks_keeps_the_rows_and_ends_the_ranks(tmp_pat
 def _contents(file: Path) -> bytes:
     try:
         return file.read_bytes()
-    except OSError:  # the process has ended meanwhile
+    except OSError:  # the process has ended in the meantime
         return b""

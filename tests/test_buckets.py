@@ -1,4 +1,4 @@
-"""Units that travel together train as units that travel by themselves: csrc/core/bucket.h."""
+"""Units in one bucket train as units in buckets of their own: csrc/core/bucket.h."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.launcher import RanksFailed, run_ranks
+from support.matrix import exhaustive
 from test_random_programs import Program
 from torch import Tensor, nn
 
@@ -29,7 +30,7 @@ class Interrupted(Exception):
 
 
 class Bucketed(Program):
-    """A random program with buckets of some size, that is now and then interrupted."""
+    """A random program with random bucket sizes and occasional exceptions."""
 
     def __init__(self, seed: int, largest_bucket: int, largest_message: int | None) -> None:
         self.limits = random.Random(f"{seed} limits")
@@ -102,7 +103,7 @@ def _same_in_buckets(seed: int) -> int:
     return len(alone) - len(buckets_of(together.model))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, *exhaustive(3, 4)])
 @pytest.mark.parametrize("seed", range(PROGRAMS))
 def test_a_random_program_trains_the_same_in_buckets(seed: int, ranks: int) -> None:
     merged = run_ranks(_same_in_buckets, ranks, seed)
@@ -110,7 +111,7 @@ def test_a_random_program_trains_the_same_in_buckets(seed: int, ranks: int) -> N
 
 
 def expect_memory_as_asked(program: Bucketed) -> None:
-    """What is alive is never more than the slots of the largest bucket, and what stays gathered."""
+    """Unsharded memory is at most the slots of the largest bucket and what stays gathered."""
     root = program.model._unit.root
     memory, counters = root.core.memory(), root.core.counters()
     slot_bytes, kept = 0, 0
@@ -208,7 +209,7 @@ def _follows_the_order() -> None:
         for got, want in zip(model.parameters(), expected.parameters(), strict=True):
             assert torch.equal(got.full_tensor(), want.full_tensor())
     assert buckets_of(model) == [[0], [5, 4], [6, 3], [7, 2], [8, 1]]
-    # Shards move for the order of registration, and for the one that forward takes: never again.
+    # Shards move once for the order of registration and once for the order of forward.
     assert addresses[0] != addresses[1]
     assert addresses[1] == addresses[3]
     apart = addresses[3][7] - addresses[3][0]
@@ -301,7 +302,7 @@ def _orders_that_differ(skip: bool) -> None:
     if dist.get_rank() == 1:
         order = order[:3] + order[4:] if skip else [1, 0, *order[2:]]
     model = make(10**6, order)
-    step(model, 0)  # the bucket is the same, and so is what it brings
+    step(model, 0)  # the bucket has the same units and bytes on both ranks
     step(model, 1)
 
 
@@ -382,7 +383,7 @@ def _wrappers() -> None:
             fully_shard(module, mp_policy=half)
     fully_shard(model, mp_policy=half, bucket_bytes=10**6, max_message_bytes=2 * 6 * 4)
     step(model, 0)
-    assert buckets_of(model) == [[0], [1, 2, 3, 4, 5, 6]]  # those without parameters, too
+    assert buckets_of(model) == [[0], [1, 2, 3, 4, 5, 6]]  # also units without parameters
     step(model, 1)
     model[0].set_reshard_after_forward(False, recurse=False)
     step(model, 2)
@@ -404,7 +405,7 @@ def _two_backwards() -> None:
         for loss in losses:
             loss.backward()
         wire.append(model._unit.root.core.counters())
-    assert wire[0]["reduce_scatters"] == 4  # the root's and the bucket's, of each backward
+    assert wire[0]["reduce_scatters"] == 4  # one of the root and one of the bucket in each backward
     assert wire[0]["wire_bytes"] <= wire[1]["wire_bytes"]
 
 
@@ -440,7 +441,7 @@ def test_the_default_and_the_trade_are_shown() -> None:
 
 
 def _simulated_default() -> str:
-    dist.destroy_process_group()  # Simulated brings its own
+    dist.destroy_process_group()  # Simulated makes its own
     warnings.simplefilter("ignore")
     link = Link("a wire", alpha=10e-6, beta=1e9)
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
@@ -468,7 +469,7 @@ def _times() -> None:
         done = iteration.of(*lanes)
         assert {span.work for span in done} == set(lanes)
         assert all(iteration.begin <= span.begin <= span.end for span in done)
-        for what in ("gather", "pack", "reduce"):  # each in order on its stream
+        for what in ("gather", "pack", "reduce"):  # each stream runs in order
             times = [(span.begin, span.end) for span in iteration.of(what)]
             assert len(times) > 8
             assert all(before[1] <= after[0] for before, after in itertools.pairwise(times))
@@ -500,7 +501,7 @@ def _sent_in_pieces() -> None:
     assert torch.equal(
         model.layers[0].weight.grad.full_tensor(), whole.layers[0].weight.grad.full_tensor()
     )
-    # Two halves of the largest message and not the whole.
+    # Two halves of the largest message are less than the whole unit.
     assert core.memory()["reduce_bytes"] < whole._unit.root.core.memory()["reduce_bytes"]
 
 
@@ -537,7 +538,7 @@ def _one_huge_parameter(half: bool) -> None:
 
 
 @pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, *exhaustive(3)])
 def test_one_huge_parameter_travels_by_rows(ranks: int, half: bool) -> None:
     run_ranks(_one_huge_parameter, ranks, half)
 

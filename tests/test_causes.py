@@ -1,4 +1,4 @@
-"""Why communication is exposed: the causes found in steps written by hand, in milliseconds."""
+"""The causes of exposed communication, found in steps that are written by hand in ms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fsdp_ext.profiler.recording import Iteration, Span
 from fsdp_ext.profiler.slowdown import slowdown
 
 MS = 1e-3
-START = 1000.0  # seconds; an arbitrary origin of the clock
+START = 1000.0  # seconds, the arbitrary origin of the clock
 
 
 class Step:
@@ -61,7 +61,7 @@ class Step:
         return self.add("wait (reduction)", "backward", -1, begin, end)
 
     def forward(self, unit: int, begin: float, end: float, lead: float = 0.0) -> Step:
-        """``lead``: by how many milliseconds the host was ahead of the GPU."""
+        """Build a step. ``lead`` is how many milliseconds the host was ahead of the GPU."""
         return self.add("unit forward", "forward", unit, begin, end, lead=lead * MS)
 
     def passes(self, *, forward: float, backward: float | None = None) -> Step:
@@ -83,7 +83,7 @@ def verdict(
     late: dict[tuple[int, int], Lateness] | None = None,
     typical: dict[tuple[str, int], float] | None = None,
 ) -> dict[Cause, float]:
-    """Return milliseconds by cause, which add up to the exposed time."""
+    """Return milliseconds by cause. They add up to the exposed time."""
     exposures = explain(iteration, Setting(depth, on_gpu, typical or {}, late or {}))
     assert sum(e.seconds for e in exposures) == pytest.approx(iteration.exposed)
     result: dict[Cause, float] = {}
@@ -145,12 +145,12 @@ def test_a_gpu_that_computes_what_was_just_issued_had_waited_for_the_host() -> N
     step.gather(2, 20, 24, issued=20).forward(3, 20.01, 21).wait(2, 21, 24).forward(2, 24, 30)
     found = verdict(step.passes(forward=40).end(), on_gpu=True)
     assert found[Cause.ISSUED_LATE] == pytest.approx(3)
-    # On the CPU the host computes, too, so the prefetch was not deep enough.
+    # On the CPU the host computes, so a deeper prefetch would have helped.
     assert verdict(step.passes(forward=40).end())[Cause.NO_SLOT] == pytest.approx(3)
 
 
 def test_idle_time_is_not_counted_twice() -> None:
-    """Two gathers in a row follow 2 idle ms, so 2 ms of both waits together could be hidden."""
+    """Two gathers in a row follow 2 idle ms, so 2 ms of their waits could have been hidden."""
     step = first_unit().gather(2, 4, 13, issued=4).gather(3, 13, 22, issued=10)
     step.wait(2, 10, 13).forward(2, 13, 15).wait(3, 15, 22).forward(3, 22, 30)
     found = verdict(step.passes(forward=40).end())
@@ -243,8 +243,8 @@ def test_units_of_one_size_tell_what_communication_costs_compute() -> None:
     assert found is not None
     assert found.factor == pytest.approx(10 / 8)
     assert found.seconds == pytest.approx(4 * MS)
-    assert slowdown([iteration], [0, 1, 2, 3, 4]) is None  # none of a kind
-    # A single unit may just be of another kind.
+    assert slowdown([iteration], [0, 1, 2, 3, 4]) is None  # no other unit of its kind
+    # A single slow unit may simply be of another kind.
     assert slowdown([iteration], [0, 100, 100, 100, 1]) is None
 
 

@@ -148,7 +148,7 @@ def _meta() -> None:
     fully_shard(model)
     with raises(RuntimeError, "1.weight", "on the meta device", "to_empty"):
         model(torch.ones(2, 4))
-    # What the message says to do.
+    # Do what the message says.
     model.to_empty(device="cpu")
     for layer in model:
         layer.reset_parameters()
@@ -242,7 +242,7 @@ def _other_size() -> None:
 def test_ranks_that_run_units_in_another_order_say_which_rank_and_unit() -> None:
     with pytest.raises(RanksFailed) as caught:
         run_ranks(_other_order, 2, fresh=True)
-    # Whichever rank is heard first says what both do.
+    # The message of either rank says what both do.
     message = str(caught.value)
     assert "rank 0 issues the all-gather of unit 'first'" in message
     assert "rank 1 issues the all-gather of unit 'second'" in message
@@ -307,7 +307,7 @@ def _arguments() -> None:
         fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda _: None)
     with raises(NotImplementedError, "CPUOffloadPolicy"):
         fully_shard(nn.Linear(2, 2), offload_policy=CPUOffloadPolicy())
-    wrong: Any  # where the types say so, too
+    wrong: Any  # the types forbid it, too
     for wrong in ("cpu", torch.device("cpu"), 2):
         with raises(TypeError, "mesh is .* must be a DeviceMesh", "init_device_mesh"):
             fully_shard(nn.Linear(2, 2), mesh=wrong)
@@ -318,7 +318,7 @@ def _arguments() -> None:
     layer = nn.Linear(2, 2)
     with raises(TypeError, "param_dtype='bf16', which must be a torch.dtype"):
         fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=wrong))
-    fully_shard(layer)  # nothing was changed before
+    fully_shard(layer)  # the refused call has changed nothing
     wrong = 3
     with raises(TypeError, "ignored_params is 3 but must be a set of parameters"):
         fully_shard(nn.Linear(2, 2), ignored_params=wrong)
@@ -329,7 +329,7 @@ def _arguments() -> None:
     with raises(ValueError, "got a NoneType"):
         FullyShardedDataParallel(wrong)
     layer = nn.Linear(2, 2)
-    wrong = [layer.bias]  # any collection will do
+    wrong = [layer.bias]  # any collection is accepted
     fully_shard(layer, ignored_params=wrong)
     assert type(layer.bias) is nn.Parameter
     model: Any = fully_shard(nn.Linear(2, 2), mp_policy=MixedPrecisionPolicy())

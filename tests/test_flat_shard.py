@@ -1,4 +1,4 @@
-"""The flat shard and the flat gradient as two tensors, for optimizers of one's own."""
+"""The flat shard and the flat gradient are two tensors that custom optimizers can use."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _descends_as_sgd() -> None:
         for module in [*ours.blocks, ours]:
             shard, gradient = module.flat_shard()
             assert shard.shape == gradient.shape
-            shard.add_(gradient.nan_to_num(), alpha=-0.1)  # padding may be anything
+            shard.add_(gradient.nan_to_num(), alpha=-0.1)  # padding may hold any values
     for have, want in zip(ours.parameters(), reference.parameters(), strict=True):
         assert have._local_tensor.equal(want._local_tensor)
 

@@ -49,7 +49,7 @@ def ignored() -> None:
         for policy in (None, ModuleWrapPolicy({Mlp})):
             model = make(Stack)
             if policy is not None and how == "parameters":
-                policy = ModuleWrapPolicy({nn.LayerNorm})  # a wrapper needs some parameter
+                policy = ModuleWrapPolicy({nn.LayerNorm})  # a wrapper needs a parameter
             wrapped = FSDP(model, auto_wrap_policy=policy, **chosen(model, how))
             for name, param in wrapped.named_parameters():
                 left = name.startswith(("blocks.1.", "head."))
@@ -84,7 +84,7 @@ class ManyDtypes(Stack):
 
 
 def synced() -> None:
-    """Ranks 1 and 2 are a group, whose rank 0 is another than the world's."""
+    """Ranks 1 and 2 form a group. Its rank 0 is not the rank 0 of the world."""
     groups = [dist.new_group([0]), dist.new_group([1, 2])]
     group = groups[min(dist.get_rank(), 1)]
     want = make(ManyDtypes, seed=min(dist.get_rank(), 1)).state_dict()
@@ -145,7 +145,7 @@ def on_meta() -> None:
     with pytest.raises(TypeError, match=r"NoReset has no reset_parameters .* Pass param_init_fn"):
         FSDP(nn.Sequential(unable))
 
-    # Only rank 0 has values: a recipe for large checkpoints.
+    # Only rank 0 has values, as recipes for large checkpoints have it.
     model = make(Stack) if dist.get_rank() == 0 else meta[3]
     init = functools.partial(nn.Module.to_empty, device="cpu", recurse=False)
     wrapped = FSDP(model, auto_wrap_policy=BY_BLOCK, param_init_fn=init, sync_module_states=True)

@@ -1,4 +1,4 @@
-"""The methods of `FullyShardedDataParallel`: no_sync, clip_grad_norm_, apply, pass-through."""
+"""The methods of `FullyShardedDataParallel` do what FSDP1's do."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def norms_before_clipping(norm_type: float) -> list[float]:
         reference = torch_fsdp(model, auto_wrap_policy=BY_BLOCK)
         run(reference, model, 0).backward()
         want = reference.clip_grad_norm_(max_norm, norm_type)
-        # Each adds up in its own order.
+        # Both sum up, each in its own order.
         torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
         clipped = state(wrapped)
         for name, value in state(reference).items():
@@ -116,7 +116,7 @@ def clip_corners() -> None:
     wrapped = FSDP(model, auto_wrap_policy=BY_BLOCK, ignored_modules=[model.head])
     assert float(wrapped.clip_grad_norm_(1.0)) == 0  # before any gradient
     run(wrapped, model, 0).backward()
-    for param in model.head.parameters():  # ours to reduce
+    for param in model.head.parameters():  # a gradient that fsdp_ext reduces
         dist.all_reduce(param.grad)
         param.grad /= 2
     with torch.no_grad():
@@ -182,7 +182,7 @@ def applied() -> None:
     def fail(module: nn.Module) -> None:
         raise KeyError
 
-    for forwards in (0, 1):  # before there is a schedule, and with units still unsharded
+    for forwards in (0, 1):  # before the first forward, and with units still unsharded
         wrapped = FSDP(make(Transformer), auto_wrap_policy=BY_BLOCK)
         params = dict(wrapped.named_parameters())
         plain = make(Transformer).apply(fill)

@@ -1,4 +1,4 @@
-"""Names, state dicts and checkpoints of `FullyShardedDataParallel`."""
+"""`FullyShardedDataParallel` keeps the names of parameters, in checkpoints, too."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def loading() -> None:
     want = changed()
     kept = dict(want)
     assert wrapped.load_state_dict(want).missing_keys == []
-    assert want == kept  # the user's dict is not touched
+    assert want == kept  # the user's dict is unchanged
     assert_equal({n: whole(t) for n, t in wrapped.state_dict().items()}, want)
     plain = make(WithBuffers).eval()
     plain.load_state_dict(want)
@@ -120,7 +120,7 @@ def checkpoint_api() -> None:
 
     wrapped, optimizer = trained(2)
     saved = get_model_state_dict(wrapped), get_optimizer_state_dict(wrapped, optimizer)
-    saved = tree_map_only(Tensor, torch.clone, saved)  # or they would share optimizer state
+    saved = tree_map_only(Tensor, torch.clone, saved)  # otherwise they would share optimizer state
     assert set(saved[1]["state"]) == {n for n, _ in make(Stack).named_parameters()}
     resumed, its_optimizer = trained(1)
     set_model_state_dict(resumed, saved[0])

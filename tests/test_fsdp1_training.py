@@ -60,7 +60,7 @@ def parity(subject: Callable[[], Subject], kwargs: dict[str, Any], with_unsharde
 
 
 class TakesBfloat16(Stack):
-    """Says which dtypes arrive at its layers."""
+    """Records which dtypes arrive at its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ def test_modules_wrapped_by_hand_are_units_of_the_wrapper_around_them() -> None:
 
 
 def recomputed(before: bool) -> None:
-    """As recipes do it: a checkpoint wrapper for each block, put in before or after FSDP."""
+    """Wrap each block for checkpointing before or after FSDP, as recipes do."""
     model = make(Stack)
     want = train(model, model, average=True)
     model = make(Stack)
@@ -233,7 +233,7 @@ POLICIES: dict[str, Any] = {
 
 
 def wrapped_names(model: nn.Module, cls: type[nn.Module]) -> dict[str, ShardingStrategy]:
-    """Names of the wrapped modules that have a forward, with their strategies."""
+    """Return the names of wrapped modules that have a forward, with their strategies."""
     return {
         name.replace("_fsdp_wrapped_module.", ""): module.sharding_strategy
         for name, module in model.named_modules()
@@ -308,12 +308,12 @@ def input_casts() -> None:
     assert seen(cast_root_forward_inputs=False, cast_forward_inputs=True)[0] == BF16
     assert seen(buffer_dtype=BF16) == [BF16, BF16, BF16]
 
-    # The cast for the root is not for those inside it.
+    # The cast for the root does not apply to wrappers inside it.
     inner = TakesBfloat16()
     FSDP(nn.Sequential(nn.Identity(), FSDP(inner, mixed_precision=precision())))(x)
     assert inner.seen[0] == torch.float32
 
-    # Inside containers, and only floating-point tensors.
+    # Tensors inside containers are cast, but only floating-point ones.
     class Nested(nn.Linear):
         def forward(self, batch: dict[str, Any], *, pair: models.Pair) -> Tensor:
             assert batch["x"][0].dtype == pair.first.dtype == BF16

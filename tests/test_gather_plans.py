@@ -1,7 +1,7 @@
 """All ways to gather give the same numbers: see Note [gather plans] in csrc/core/layout.h.
 
-Of the host's transports shared memory gathers each parameter by itself and a process group packs
-them. None launches a group as one; here the process group says that it does.
+Shared memory gathers each parameter by itself, and a process group packs them. No transport of the
+host launches several gathers as one group, so here the process group pretends to.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from support import models
 from support.launcher import run_ranks
+from support.matrix import exhaustive
 from support.models import ManyShapes, Stack, Transformer
 from support.parity import Case, adamw, compare_on_rank
 
@@ -58,7 +59,7 @@ def _compare(case: Case, direct_bytes: int) -> None:
         compare_on_rank(case, "fsdp_ext")
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, *exhaustive(3)])
 @pytest.mark.parametrize("direct_bytes", [0, 500])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.fact)
 def test_grouped_gathers_train_as_packed_ones(
@@ -72,7 +73,7 @@ def _compare_packed(case: Case) -> None:
     compare_on_rank(case, "fsdp_ext")
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, *exhaustive(3)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.fact)
 def test_packed_gathers_train_as_others(case: Case, world_size: int) -> None:
     run_ranks(_compare_packed, world_size, case)

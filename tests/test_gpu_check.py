@@ -1,4 +1,4 @@
-"""`make gpu-check` keeps what it has found, whatever becomes of its steps."""
+"""`make gpu-check` keeps its results even if a step fails or is late."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def accumulate(syncs: tuple[bool, ...], run: Run, step: int) -> tuple[Tensor, ...]:
-    """One micro-batch for each of `syncs`, which says whether its gradients are reduced."""
+    """Run one micro-batch for each entry of `syncs`, which says whether gradients are reduced."""
     run.optimizer.zero_grad()
     losses = []
     for micro_batch, sync in enumerate(syncs):
@@ -44,7 +44,7 @@ def accumulate_for_ever(run: Run, step: int) -> tuple[Tensor, ...]:
 
 
 def accumulate_over_steps_without_sync(run: Run, step: int) -> tuple[Tensor, ...]:
-    """Two steps in three see no gradient yet, and the third that of all three."""
+    """Two steps in three see no gradient yet. The third sees the sum of all three."""
     if step % 3 == 0:
         run.optimizer.zero_grad()
     loss = run.loss(step)
@@ -98,7 +98,7 @@ def evaluate_while_accumulating(run: Run, step: int) -> tuple[Tensor, ...]:
 
 EACH_TIME = partial(accumulate, (True, True, True))
 LAST_TIME = partial(accumulate, (False, False, True))
-# The mean of a sum is not rounded like the sum of means.
+# The mean of a sum and the sum of means are rounded differently.
 REORDERED = ROUNDING[torch.float32]
 
 CASES = [

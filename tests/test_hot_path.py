@@ -1,4 +1,4 @@
-"""What a step costs by count: Python calls, calls into C++, collectives, bytes, slots."""
+"""A step has a fixed number of Python calls, C++ calls, collectives, bytes and slots."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.launcher import run_ranks
+from support.matrix import exhaustive
 from torch import Tensor, nn
 
 import fsdp_ext
@@ -55,7 +56,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> Tenso
 
 
 class Calls:
-    """Python functions and C functions called while active, by name."""
+    """Records the names of Python and C functions that are called while it is active."""
 
     def __init__(self) -> None:
         self.python: list[str] = []
@@ -76,7 +77,7 @@ class Calls:
 
 
 def calls_in_a_step(sharded: bool) -> tuple[Calls, Calls]:
-    """Of the third step's forward and backward."""
+    """Return the calls in forward and in backward of the third step."""
     model = make(sharded)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for seed in range(2):
@@ -110,7 +111,7 @@ def _compare_forward_calls() -> None:
     assert ours.count("fsdp_pre_forward") == LAYERS + 1
     assert ours.count("fsdp_post_forward") == LAYERS + 1
     assert len(ours) == 2 * (LAYERS + 1)
-    # Nothing else comes from pybind11, which is how Python calls C++ here.
+    # Python calls C++ by pybind11, so no other call from pybind11 may be added.
     plain, _ = calls_in_a_step(sharded=False)
     other = [name for name in forward.c if "pybind11" in name and "fsdp" not in name]
     assert len(other) == len([name for name in plain.c if "pybind11" in name])
@@ -135,7 +136,7 @@ def _log_of_a_step() -> None:
         gathers = [(phase, unit) for op, phase, unit, _ in log if op == "all_gather"]
         forward = [unit for phase, unit in gathers if phase == "forward"]
         backward = [unit for phase, unit in gathers if phase == "backward"]
-        # L + 1 in forward; in backward the last two are still in the ring, L - 2 are gathered.
+        # L + 1 gathers in forward. In backward the last two units are still in the ring: L - 2.
         assert forward == ["the root", *layers]
         assert backward == list(reversed(layers[:-2]))
         reduced = [unit for op, _, unit, _ in log if op == "reduce_scatter"]
@@ -143,7 +144,7 @@ def _log_of_a_step() -> None:
         for op, _, unit_name, size in log:
             unit = model._unit if unit_name == "the root" else model.get_submodule(unit_name)._unit
             layout = unit.layout_for(training=True)
-            # Of each parameter by itself, as shared memory gathers; a reduction takes the padding.
+            # Shared memory gathers each parameter by itself. A reduction includes the padding.
             per_rank = (
                 4 * sum(place.chunk_numel for place in layout.placements)
                 if op == "all_gather"
@@ -158,7 +159,7 @@ def _log_of_a_step() -> None:
         assert counters["unsharded_bytes"] == 0
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, *exhaustive(3)])
 def test_collectives_of_a_step_by_number_order_and_bytes(world_size: int) -> None:
     run_ranks(_log_of_a_step, world_size)
 
@@ -179,7 +180,7 @@ def _memory_of_many_steps() -> None:
     assert memories[2] == memories[19]
     assert memories[19]["ring_slots"] == 2
     assert memories[19]["ring_slot_bytes"] == max(layers)
-    # Prefetch depth 1: two units and the root.
+    # With a prefetch depth of 1, two units and the root are unsharded at a time.
     assert peaks[19] == (3, 2 * max(layers) + root)
 
 
@@ -233,7 +234,7 @@ def test_the_package_exports_what_fsdp2_code_imports() -> None:
 
 
 def _gathers_of(kind: str) -> tuple[list[tuple[str, str]], int, int]:
-    """Gathers of a step, by phase and unit; slots; and slots that had to be made besides."""
+    """Return the gathers of a step, by phase and unit, the ring's slots, and overflow slots."""
     torch.manual_seed(0)
     model: Any = Model()
     if kind == "first and last":
@@ -259,7 +260,7 @@ def test_a_unit_of_the_first_and_last_layer_gathers_nothing_in_vain() -> None:
     gathers, _, overflow = run_ranks(_gathers_of, 2, "first and last")[0]
     between = [f"layers.{i}" for i in range(1, LAYERS - 1)]
     forward = ["the root", "layers.0", *between]
-    # The last of those between is in its slot still, and layers 0 and 4 are one unit.
+    # The last layer between is still in its slot, and layers 0 and 4 are one unit.
     backward = between[:-1][::-1]
     assert gathers == [*(("forward", u) for u in forward), *(("backward", u) for u in backward)]
     assert overflow == 0
@@ -270,5 +271,5 @@ def test_a_root_that_reshards_takes_no_slot_from_those_below() -> None:
     plain, fewer, _ = run_ranks(_gathers_of, 2, "plain")[0]
     assert (slots, fewer) == (3, 2)
     assert overflow == 0
-    # It is in its slot still when backward begins with it.
+    # The root is still in its slot when backward begins with it.
     assert gathers == plain

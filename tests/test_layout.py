@@ -13,7 +13,7 @@ from torch import nn
 from fsdp_ext import _C, fully_shard
 
 ALIGNMENT = 16
-REGION_ALIGNMENT = 256  # of what matrix products read
+REGION_ALIGNMENT = 256  # alignment that matrix products need
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -27,7 +27,7 @@ class Param:
 
 @st.composite
 def units(draw: st.DrawFn) -> tuple[list[Param], int, torch.dtype, torch.dtype]:
-    """Parameters, world size, dtype of gradients, dtype of their reduction."""
+    """Draw parameters, a world size, the dtype of gradients and the dtype of their reduction."""
     grad_dtype = draw(st.sampled_from(FLOATS))
     params = []
     for _ in range(draw(st.integers(0, 5))):
@@ -51,7 +51,7 @@ def layout_of(params: list[Param], *args: object) -> _C.UnitLayout:
 
 
 def claim(places: torch.Tensor, start: int, length: int) -> None:
-    """Take places [start, start + length), which nobody may have taken before."""
+    """Mark places [start, start + length) as used. Fails if one is used already."""
     assert start >= 0
     assert start + length <= places.numel()
     assert not places[start : start + length].any()
@@ -107,9 +107,9 @@ def test_ranks_have_the_rows_that_torch_chunk_gives_them(
 def test_sharding_and_gathering_round_trip_bit_for_bit(
     unit: tuple[list[Param], int, torch.dtype, torch.dtype], seed: int
 ) -> None:
-    """By the offsets alone, one rank's chunk at a time, on what fp32 values become in bytes."""
+    """Pack by the offsets alone, one rank's chunk at a time, on the bytes of the values."""
     params, world_size, *dtypes = unit
-    # Nothing is cast here, so that bytes can be compared.
+    # Without a cast, bytes can be compared.
     params = [Param(p.shape, p.shard_dtype, p.shard_dtype, p.trainable) for p in params]
     layout = layout_of(params, world_size, *dtypes)
     generator = torch.Generator().manual_seed(seed)

@@ -21,7 +21,7 @@ class OnMeta(Stack):
 
 
 class MixedOnMeta(Stack):
-    """The blocks are on meta, the root's own parameters are not."""
+    """The blocks are on meta, but the root's own parameters are not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class MixedOnMeta(Stack):
 
 
 def full_state(run: Run) -> dict[str, Tensor]:
-    """Values for everything, the same on all ranks."""
+    """Return values for all parameters and buffers, the same on all ranks."""
     generator = torch.Generator().manual_seed(7)
     return {
         name: torch.randn(tensor.shape, generator=generator) * 0.3
@@ -57,7 +57,7 @@ def assign_without_to_empty(run: Run) -> None:
 
 
 def assign_blocks(run: Run) -> None:
-    """Only what is on meta is assigned."""
+    """Assign values to parameters on meta only."""
     state, old = full_state(run), run.model.state_dict()
     on_meta = {name: like(old[name], state[name]) for name in old if old[name].is_meta}
     assert on_meta
@@ -75,7 +75,7 @@ def copy_in_after_to_empty(run: Run) -> None:
 
 
 def reset_each_module(run: Run) -> None:
-    """Every rank draws its own shards."""
+    """Draw each rank's shards on that rank."""
     run.model.to_empty(device="cpu")
     torch.manual_seed(11)
     run.model.shift.zero_()
@@ -89,7 +89,7 @@ CASES = [
          after_sharding=load_after_to_empty),
     Case("to_empty, then values written in place", OnMeta, (2,),
          after_sharding=copy_in_after_to_empty),
-    # Nothing unsharded draws the same numbers on 2 ranks.
+    # No unsharded model draws the same numbers on 2 ranks.
     Case("to_empty, then each module reset", OnMeta, after_sharding=reset_each_module,
          unsharded=None),
     Case("to_empty, then each module reset on one rank", OnMeta, (1,),

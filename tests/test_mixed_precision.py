@@ -1,6 +1,6 @@
-"""All fields of MixedPrecisionPolicy mean what they mean in FSDP2, to the bit on two ranks.
+"""All fields of MixedPrecisionPolicy mean what they mean in FSDP2, bit for bit on two ranks.
 
-Unsharded, a policy is a cast of the parameters and inputs that autograd sees.
+On the unsharded model a policy is a cast of parameters and inputs, recorded by autograd.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def clipped(run: Run, step: int) -> tuple[Tensor, ...]:
 
 
 def evaluation_between_steps(run: Run, step: int) -> tuple[Tensor, ...]:
-    """What is evaluated shows whether the cast copies follow the optimizer."""
+    """Evaluate after each step, which fails if cast copies do not follow the optimizer."""
     trained = train_step(run, step)
     with torch.no_grad():
         return *trained, run.loss(step, micro_batch=1)
@@ -74,7 +74,7 @@ def pair_in_dict(output: dict[str, Any]) -> tuple[Tensor, ...]:
     return output["pair"].first, output["pair"].second
 
 
-# A mean over ranks or micro-batches in the low precision is rounded in another order.
+# A mean over ranks or micro-batches is rounded in another order in low precision.
 LOW = ROUNDING[BF16]
 
 CASES = [
@@ -88,8 +88,8 @@ CASES = [
     Case("param_dtype=fp16, reduce_dtype=bf16", Stack,
          precision={"param_dtype": FP16, "reduce_dtype": BF16}),
     Case("reduce_dtype=bf16 alone", Stack, precision={"reduce_dtype": BF16}),
-    # We scale a gradient in fp32 and round it once; FSDP2 rounds it to fp16 and then halves it,
-    # which rounds small ones, that become subnormal, once more.
+    # fsdp_ext scales a gradient in fp32 and rounds it once. FSDP2 rounds it to fp16 and then halves
+    # it, which rounds small gradients a second time, because they become subnormal.
     Case("reduce_dtype=fp16 alone", Stack, precision={"reduce_dtype": FP16}, fsdp2=LOW,
          unsharded=LOW),
     Case("output_dtype=fp32", models.BareRoot, precision=OUTPUT_FP32),
@@ -123,7 +123,7 @@ CASES = [
     Case("outputs are cast in containers", partial(Containers, as_dict_of_pair, pair_in_dict),
          precision=OUTPUT_FP32, unsharded=LOW,
          fsdp2_fails=DATACLASSES),
-    # The unsharded model's cast parameters are gone when it recomputes.
+    # The unsharded model has freed its cast parameters when it recomputes.
     Case("recomputed around units in bf16",
          partial(models.Recomputed, inside=False, around=True, use_reentrant=False),
          precision=REDUCE_FP32, unsharded=None),

@@ -1,4 +1,4 @@
-"""Units whose inputs and outputs are containers, and outputs that nobody uses."""
+"""Units may have containers as inputs and outputs, and outputs that nobody uses."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from support.parity import ROUNDING, Case, Run, check, each, whole
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-# A norm is summed up shard by shard, and a fused kernel rounds whole vectors and what is left over
-# from them differently, which ends elsewhere in a shard.
+# A norm is summed up shard by shard. A fused kernel rounds whole vectors and the rest after them
+# differently, and this rest is elsewhere in a shard.
 ROUNDED = ROUNDING[torch.float32]
 
 
@@ -55,7 +55,7 @@ def zeroed_by_the_model(run: Run, step: int) -> tuple[Tensor, ...]:
 
 
 def zeroed_before_backward(run: Run, step: int) -> tuple[Tensor, ...]:
-    """Gradients of the step before are there during the forward."""
+    """Keep the gradients of the previous step during forward."""
     loss = run.loss(step)
     run.optimizer.zero_grad()
     run.backward(loss)

@@ -1,7 +1,7 @@
-"""The packer's bits against PyTorch's own casts, sums and copies, on every device there is.
+"""The packer gives the bits of PyTorch's own casts, sums and copies on every device.
 
-What the C++ tests see with arithmetic of their own (tests/cpp/pack_test.cpp), PyTorch's kernels say
-here; on a GPU, tests/gpu/test_kernels.py adds kernels of CuPy.
+The C++ tests (tests/cpp/pack_test.cpp) compare with arithmetic of their own. On a GPU,
+tests/gpu/test_gpu_kernels.py compares with kernels of CuPy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models of every make train as they do unsharded and under FSDP2."""
+"""Models of all kinds train as they do unsharded and under FSDP2."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def change_in_place(run: Run, step: int) -> tuple[Tensor, ...]:
 
 
 def change_after_forward_only(run: Run, step: int) -> tuple[Tensor, ...]:
-    """Evaluation twice with a change between: the second must not see the first's parameters."""
+    """Change parameters between two evaluations. The second must see the new values."""
     with torch.no_grad():
         before = run.loss(step)
         for block in run.model.blocks:
@@ -153,8 +153,8 @@ CASES = [
     Case("ignored parameters", Stack,
          ignored_params=("blocks.1.up.weight", "blocks.1.norm.bias", "head.bias")),
     Case("moved to float64 after sharding", models.InFloat64, after_sharding=to_float64),
-    # In bfloat16 the optimizers round vectors and what is left over from them differently, and
-    # shards have other ends than whole parameters.
+    # In bfloat16 the optimizers round vectors and the rest after them differently, and shards end
+    # elsewhere than whole parameters.
     Case("moved to bfloat16 after sharding", models.InBfloat16, after_sharding=to_bfloat16,
          unsharded=ROUNDING[torch.bfloat16]),
 ]  # fmt: skip

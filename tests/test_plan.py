@@ -56,7 +56,7 @@ SUBJECTS: list[type[models.Subject]] = [
     models.GroupedModules,
 ]
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-# Of units and of the root: arguments of fully_shard.
+# Arguments of fully_shard, for all units and for the root alone.
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "defaults": ({}, {}),
     "each unit by itself": ({}, {"bucket_bytes": 0}),
@@ -91,7 +91,7 @@ def sharded(subject: type[models.Subject], settings: str, transport: Any) -> Any
 
 
 def plan_before(subject: type[models.Subject], settings: str, **options: Any) -> Plan | None:
-    """Plan the model as it is before fully_shard, if its units are one module each."""
+    """Plan the model before fully_shard. Return None if a unit has several modules."""
     of_all, of_root = SETTINGS[settings]
     with torch.device("meta"):
         model = make(subject, settings)
@@ -102,7 +102,7 @@ def plan_before(subject: type[models.Subject], settings: str, **options: Any) ->
 
 
 def train(model: Any) -> torch.optim.Optimizer:
-    """Run one step, whose buckets are those of the order of registration."""
+    """Run one step. Its buckets follow the order of registration."""
     arguments, keywords = model.batch(torch.Generator().manual_seed(1))
     optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
     model.loss(model(*arguments, **keywords)).backward()
@@ -328,7 +328,7 @@ def test_units_of_one_bucket_are_one_stage() -> None:
     assert [len(bucket.units) for bucket in planned.buckets] == [1, 2, 2]
     assert planned.prediction is not None
     gathers = [span.name for span in planned.prediction.spans if span.lane == "gather"]
-    assert gathers == ["the root", "blocks.0", "blocks.2"]  # both are there still in backward
+    assert gathers == ["the root", "blocks.0", "blocks.2"]  # both are still gathered in backward
     flops = sum(sum(unit.flops or ()) for unit in planned.units)
     assert planned.prediction.compute == pytest.approx(flops / 1e9)
 
@@ -608,7 +608,7 @@ def test_mistakes_of_the_command_are_a_sentence_and_exit_code_2(
 ) -> None:
     try:
         code = run([model, "--world-size", "8", *more])
-    except SystemExit as error:  # argparse's
+    except SystemExit as error:  # the exit code of argparse
         code = int(str(error.code))
     assert code == 2
     assert re.search(message, capsys.readouterr().err)

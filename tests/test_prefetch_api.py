@@ -1,4 +1,4 @@
-"""FSDPModule's methods: they change when parameters are gathered and freed, never the numbers."""
+"""FSDPModule's methods change when parameters are gathered and freed, but never the numbers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import models
 from support.launcher import run_ranks
+from support.matrix import exhaustive
 from support.models import Stack
 from support.parity import (
     SYSTEM,
@@ -39,7 +40,7 @@ def prefetch_all_forward(run: Run) -> None:
 
 
 def prefetch_wrongly_forward(run: Run) -> None:
-    """Two ahead, and what has run already."""
+    """Prefetch two units ahead, and units that have already run."""
     if run.sharded:
         first, second, third = run.model.blocks
         first.set_modules_to_forward_prefetch([third])
@@ -74,7 +75,7 @@ def reshard_one_block_less(run: Run) -> None:
 
 
 def keep_for_evaluation(run: Run, step: int) -> tuple[Tensor, ...]:
-    """Nothing is resharded while a model is evaluated twice."""
+    """Evaluate twice without resharding in between."""
     with torch.no_grad():
         if run.sharded:
             run.model.set_reshard_after_forward(False)
@@ -87,7 +88,7 @@ def keep_for_evaluation(run: Run, step: int) -> tuple[Tensor, ...]:
 
 
 def unshard_ahead(run: Run, step: int) -> tuple[Tensor, ...]:
-    """All units are unsharded by hand before the forward: waited for, not waited for, and sync."""
+    """Unshard all units by hand before forward: waited for, not waited for, and synchronous."""
     if run.sharded:
         first, second, third = run.model.blocks
         handles = [first.unshard(async_op=True), second.unshard(async_op=True)]
@@ -97,7 +98,7 @@ def unshard_ahead(run: Run, step: int) -> tuple[Tensor, ...]:
 
 
 def unshard_and_reshard(run: Run, step: int) -> tuple[Tensor, ...]:
-    """Unsharded by hand and resharded, before the forward and between it and the backward."""
+    """Unshard and reshard by hand before forward, and between forward and backward."""
     if run.sharded:
         for block in run.model.blocks:
             block.unshard()
@@ -160,7 +161,7 @@ def _attributes_while_unsharded_by_hand(async_op: bool) -> None:
     handle = block.unshard(async_op=async_op)
     if async_op:
         handle.wait()
-        handle.wait()  # once more is no error
+        handle.wait()  # a second call is no error
     else:
         assert handle is None
     unsharded = dict(block.named_parameters())
@@ -168,7 +169,7 @@ def _attributes_while_unsharded_by_hand(async_op: bool) -> None:
     assert all(isinstance(parameter, nn.Parameter) for parameter in unsharded.values())
     assert_same("unsharded parameters", dict(expected), dict(unsharded))
     assert block.up.weight is unsharded["up.weight"]
-    assert block.unshard() is None  # once more changes nothing
+    assert block.unshard() is None  # a second call changes nothing
     assert block.up.weight is unsharded["up.weight"]
 
     block.reshard()
@@ -178,7 +179,7 @@ def _attributes_while_unsharded_by_hand(async_op: bool) -> None:
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, *exhaustive(3)])
 def test_unshard_gives_the_unit_its_full_parameters_and_reshard_takes_them(
     world_size: int, async_op: bool
 ) -> None:
@@ -256,6 +257,6 @@ def _class_and_parameters(with_mesh: bool) -> None:
 
 
 @pytest.mark.parametrize("with_mesh", [False, True])
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 2, *exhaustive(3)])
 def test_sharding_changes_classes_and_parameters_in_place(world_size: int, with_mesh: bool) -> None:
     run_ranks(_class_and_parameters, world_size, with_mesh)

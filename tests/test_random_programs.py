@@ -1,9 +1,9 @@
 """Random models, sharded and trained in random ways, compared bit for bit with FSDP2.
 
-A program is a random tree of modules, a random choice of which are units, and a few steps each of
-which does one random thing: it leaves modules out, runs them twice, accumulates, evaluates, clips,
-loads a state dict and so on. Streams are delayed and released slots are filled with NaN. All that
-is random follows from the seed, which names the test.
+A program is a random tree of modules, a random choice of units, and a few steps. Each step does one
+random thing: it leaves modules out, runs them twice, accumulates, evaluates, clips, loads a state
+dict and so on. Streams are delayed and released slots are filled with NaN. Everything random
+follows from the seed, which names the test.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Leaf(nn.Module):
 
 
 class Branch(nn.Module):
-    """Runs its children as `plan` says: each one no, one or two times."""
+    """Runs each of its children zero, one or two times, as `plan` says."""
 
     def __init__(self, rng: random.Random, depth: int) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Model(nn.Module):
 
 
 class Program:
-    """One run of the program of a seed under one system."""
+    """One run of a seed's program under one system."""
 
     def __init__(self, seed: int, system_name: str) -> None:
         self.rng = rng = random.Random(seed)
@@ -158,7 +158,7 @@ class Program:
         return self.model(x).float().pow(2).mean()
 
     def choose_plan(self) -> None:
-        """Which modules this step leaves out, and which it runs twice; alike on all ranks."""
+        """Choose the modules that this step leaves out or runs twice, alike on all ranks."""
         salt, skips, repeats = self.rng.random(), self.rng.random(), self.rng.random()
         names = {m: name for name, m in self.model.named_modules()}
 

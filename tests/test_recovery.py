@@ -1,6 +1,6 @@
 """After an exception in forward or backward on all ranks, the next step is right.
 
-The runs that are compared with do not fail: a failed step followed by `zero_grad` leaves no trace.
+The runs it is compared with do not fail: after `zero_grad` a failed step leaves no trace.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def fail(run: Run, step: int, where: str) -> None:
-    """A step of the run under test that ends in an exception."""
+    """Run a step that ends in an exception, in the run under test alone."""
     if not run.under_test:
         return
     run.optimizer.zero_grad()
@@ -32,7 +32,7 @@ def fail(run: Run, step: int, where: str) -> None:
 
 
 def fail_before_some(where: str, run: Run, step: int) -> tuple[Tensor, ...]:
-    """Fails before the very first step, and before two later ones."""
+    """Fail before the very first step and before two later ones."""
     if step in (0, 4, 5):
         fail(run, step, where)
     return train_step(run, step)
@@ -74,7 +74,7 @@ def fail_then_accumulate(run: Run, step: int) -> tuple[Tensor, ...]:
 
 
 class FragileNested(Fragile):
-    """Units in units fail together."""
+    """Nested units that fail together."""
 
     def units(self) -> list[models.Unit]:
         return models.NestedUnits.units(self)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a profile prints, writes and draws."""
+"""A profile prints, writes and draws what it has recorded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _rows_of_units() -> None:
     assert [row.units for row in buckets if row.operation == "reduce"] == ["0 to 2", "3 to 5"]
     reduced = [row for row in units if row.operation == "reduce"]
     assert [row.units for row in reduced] == [str(number) for number in range(LAYERS)]
-    # A collective of three units of one size is a third each one's.
+    # Each of three equal units has a third of their collective.
     assert all(row.nbytes == pytest.approx(UNIT) for row in reduced)
     of_first = [row.wire for row in reduced[:3]]
     assert of_first == pytest.approx([of_first[0]] * 3)

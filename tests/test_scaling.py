@@ -100,7 +100,7 @@ def test_flops_of_a_token_are_those_that_torch_counts() -> None:
         (published.LLAMA2_7B, 6_738_415_616),
         (published.LLAMA2_13B, 13_015_864_320),
         (published.LLAMA2_70B, 68_976_648_192),
-        # NumParams of llm-foundry's table.
+        # The column NumParams of llm-foundry's table.
         (published.MPT_1B, 1_315_950_592),
         (published.MPT_3B, 2_651_837_440),
         (published.MPT_7B, 6_658_859_008),
@@ -155,7 +155,7 @@ def test_mfu_is_what_the_sources_say(
 def test_a_step_computes_its_flops_at_the_rate() -> None:
     rate = 1e12
     attention = 12 * SMALL.layers * 32 * SMALL.dim
-    flops = model_flops(SMALL, 32) - attention / 2  # of which the causal mask leaves half
+    flops = model_flops(SMALL, 32) - attention / 2  # the causal mask leaves half of it
     again = 2 * SMALL.layers * SMALL.layer_matrices + attention / 3 / 2
     for recompute, more in ((published.NONE, 0.0), (published.FULL, again)):
         step = Step(SMALL, published.H100_400G, 8, batch=3, length=32, recompute=recompute)
@@ -179,7 +179,7 @@ def test_a_ring_takes_longer_the_more_ranks_it_has() -> None:
     assert alphas == sorted(alphas)
     assert alphas[0] == pytest.approx(8.4e-6 + 7 * 3.4e-6)
     assert alphas[1] == pytest.approx(8.4e-6 + 14 * 3.4e-6 + 14e-6)
-    # busbw = algbw * (N - 1) / N, and across nodes NICs are the slower part.
+    # busbw = algbw * (N - 1) / N. Across nodes, NICs limit it.
     assert ring(network, 8).beta * 7 / 8 == pytest.approx(network.node_gather)
     assert ring(network, 64).beta * 63 / 64 == pytest.approx(network.across)
 
@@ -192,7 +192,7 @@ def test_hsdp_gathers_within_a_node_and_reduces_across() -> None:
     assert all_reduce_seconds(replace(hybrid, ranks=8), parameters) == 0
     shard = 4 * parameters / 8 / (hybrid.network.across / 8)
     assert all_reduce_seconds(hybrid, parameters) >= 2 * 7 / 8 * shard
-    # Parameters, gradients and AdamW's moments in fp32, and the shard in bf16 that is gathered.
+    # Parameters, gradients and AdamW's moments are in fp32, the gathered shard is in bf16.
     assert memory_bytes(hybrid) - memory_bytes(STEP) == pytest.approx(
         (16 + 2) * STEP.model.parameters * (1 / 8 - 1 / 64), rel=1e-3
     )
@@ -286,7 +286,7 @@ def test_errors_of_checks_are_those_of_their_figures() -> None:
         assert row["error"] == pytest.approx(expected)
         if row["fitted_on_this"]:
             assert row["error"] == pytest.approx(0, abs=1e-4)
-    # Where nothing is different from the fit but the number of GPUs, the model has to be near.
+    # Where only the number of GPUs differs from the fit, the prediction has to be close.
     fit_row = checks[0]
     names = ("model", "gpu", "batch", "length", "recompute")
     same = [row for row in checks[1:] if all(row[name] == fit_row[name] for name in names)]

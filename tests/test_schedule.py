@@ -56,7 +56,7 @@ def test_compute_waits_for_a_slow_wire_and_backward_gathers_what_is_gone() -> No
 def test_copies_without_a_wire_take_their_lane_but_no_latency() -> None:
     cast = Stage("a", 2, 4, 0, 0, copy_seconds_gather=1, copy_seconds_reduce=3)
     step = predict(None, [cast], fixed(100))
-    assert spans(step, "gather") == [("a", 0, 1)]  # the slot has it still for backward
+    assert spans(step, "gather") == [("a", 0, 1)]  # it is still in its slot in backward
     assert spans(step, "reduce") == [("a", 7, 10)]
     assert step.step == 10
 
@@ -100,7 +100,7 @@ def test_a_root_whose_gradients_come_first_is_reduced_first() -> None:
 
 def test_a_root_that_reshards_holds_a_slot_so_that_nothing_is_gathered_ahead() -> None:
     step = predict(stage("root", 0, 0), [stage("a", 1, 1), stage("b", 1, 1)], fixed(1))
-    # b's gather begins when a's slot is free, and a's in backward when b's is.
+    # b is gathered when a's slot is free, and in backward a is gathered when b's slot is.
     assert spans(step, "gather") == [("root", 0, 1), ("a", 1, 2), ("b", 3, 4), ("a", 6, 7)]
 
 
@@ -123,20 +123,20 @@ def test_nothing_is_gathered_ahead_at_depth_0() -> None:
 def test_compute_loses_the_part_of_the_wire_that_contention_says() -> None:
     chain = [stage("a", 2, 0, reduces=False), stage("b", 2, 0, reduces=False)]
     step = predict(None, chain, fixed(2), contention=0.5)
-    # From 2 to 4 a runs at half its rate, beside b's gather.
+    # From 2 to 4, a runs at half its rate, because b's gather runs at the same time.
     assert spans(step, "compute")[:2] == [("a", 2, 5), ("b", 5, 7)]
     assert (step.step, step.exposed) == (7, 3)
 
 
 def test_two_lanes_take_twice_as_much() -> None:
-    # In backward, a's gather and c's reduction run from 6 on, beside b.
+    # In backward, a's gather and c's reduction overlap b from 6 on.
     chain = [stage("a", 1, 1), stage("b", 1, 3), stage("c", 1, 1)]
     free, taken = (predict(None, chain, fixed(1), contention=c) for c in (0, 0.5))
     begin, end = next(span[1:] for span in spans(taken, "compute")[4:] if span[0] == "b")
     gathers, reductions = spans(taken, "gather"), spans(taken, "reduce")
     assert gathers[-1] == ("a", begin, begin + 1)
     assert reductions[0] == ("c", begin, begin + 1)
-    assert end - begin == 3 + 1  # stands still for a second
+    assert end - begin == 3 + 1  # stalls for a second
     assert free.exposed < taken.exposed
 
 
@@ -147,7 +147,7 @@ def test_with_a_contention_of_1_nothing_is_hidden() -> None:
 
 
 def test_two_lanes_at_once_share_what_computes() -> None:
-    # Of ten collectives, the gathers of b and a in backward are beside a reduction.
+    # Two of ten collectives overlap a reduction: the gathers of b and a in backward.
     step = predict(None, [stage(name, 2, 4) for name in "abcd"], fixed(1), contention=1)
     assert step.exposed == step.wire
 

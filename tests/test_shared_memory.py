@@ -1,7 +1,7 @@
-"""Ranks of one host that share memory: results, choice of the transport, and ranks that go missing.
+"""Ranks of one host share memory: results, the choice of the transport, and lost ranks.
 
-The collectives themselves, with ranks as threads, are in tests/cpp/shared_memory_test.cpp; all
-other tests train over this transport, too.
+tests/cpp/shared_memory_test.cpp has the collectives themselves, with threads as ranks. All other
+tests train over this transport, too.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.launcher import RanksFailed, run_ranks
+from support.matrix import exhaustive
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -43,7 +44,7 @@ TIMEOUT = 3.0
 
 
 def lanes_with(timeout: float = 60.0) -> _C.Lanes:
-    """Return lanes whose waits for peers take `timeout` seconds at most."""
+    """Return lanes that wait for peers for at most `timeout` seconds."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=timeout))
     return lanes_of(group, HOST, "shared_memory")
 
@@ -55,7 +56,7 @@ def shared(tensor: Tensor) -> Tensor:
 
 
 def whole_numbers(seed: int, rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """Return small ones, whose sums are exact in every dtype."""
+    """Return small whole numbers, whose sums are exact in every dtype."""
     return ((torch.arange(numel) * 5 + seed + 3 * rank) % 7).to(dtype)
 
 
@@ -63,7 +64,7 @@ def whole_numbers(seed: int, rank: int, numel: int, dtype: torch.dtype) -> Tenso
 
 
 def _random_collectives(count: int) -> int:
-    """Run collectives of which all ranks draw the same, each after a delay of its own."""
+    """Run random collectives, the same on all ranks, each rank with delays of its own."""
     lanes = lanes_with()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     draw, own = random.Random(0), random.Random(rank)
@@ -104,7 +105,7 @@ def _random_collectives(count: int) -> int:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [2, 5])
+@pytest.mark.parametrize("world_size", [2, *exhaustive(5)])
 def test_random_collectives_give_no_wrong_element(world_size: int) -> None:
     assert run_ranks(_random_collectives, world_size, 1000) == [0] * world_size
 
@@ -202,7 +203,7 @@ def test_the_transport_is_chosen_and_logged_once(asked: str | None) -> None:
     assert chosen == (asked or "shared_memory")
     said = [record for record in records if "communicate" in record]
     assert said == [f"2 ranks communicate over {chosen}"]
-    assert len(records) == 2  # and how large buckets are
+    assert len(records) == 2  # the other record is about the size of buckets
     assert others == []
 
 
@@ -245,7 +246,7 @@ def test_names_of_transports_that_do_not_fit() -> None:
 
 
 def _chosen(asked: str | None) -> str:
-    """Return the transport and what warnings say, or the error."""
+    """Return the transport and the warnings, or the error."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -257,7 +258,7 @@ def _chosen(asked: str | None) -> str:
 
 
 def _without_memory(asked: str | None) -> str:
-    """On rank 1 there can be no shared memory."""
+    """Choose a transport while rank 1 cannot have shared memory."""
     if dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
     return _chosen(asked)
@@ -279,7 +280,7 @@ def _on_two_hosts() -> str:
     meet = transports.Rendezvous.__init__
 
     def from_afar(self: transports.Rendezvous, *args: Any) -> None:
-        """As it is, but that rank 1's memory is of another host."""
+        """Meet, but with an address of rank 1 that is on another host."""
         meet(self, *args)
         name, address = self.offers[1][: transports._NAME], self.offers[1][transports._NAME :]
         self.offers[1] = name + b"another host" + address[12:]
@@ -330,7 +331,7 @@ def _group_of_several_backends() -> str:
 
 
 def test_ranks_whose_group_has_a_backend_a_device_share_memory() -> None:
-    # As by default, where torch.distributed has no one name for the backend.
+    # A group has one backend for each device by default, and no single name for them.
     assert run_ranks(_group_of_several_backends, 2) == ["shared_memory"] * 2
 
 
@@ -339,7 +340,7 @@ def _connect_again_and_again() -> list[list[float]]:
     results = []
     for attempt in range(4):
         if attempt and dist.get_rank() == 1:
-            time.sleep(0.1)  # the other looks for this one, and would find what it left
+            time.sleep(0.1)  # rank 0 waits meanwhile, and must not find what rank 1 left before
         whole = torch.empty(2)
         lanes_of(group, HOST).all_gather(torch.tensor([10.0 * attempt + dist.get_rank()]), whole)
         results.append(whole.tolist())
@@ -372,7 +373,7 @@ def test_ranks_that_mean_different_attempts_say_so() -> None:
 
 
 def _gather_for_ever(lanes: _C.Lanes) -> str:
-    """Return the error that ends it."""
+    """Gather until an error ends it, and return the error."""
     part = shared(torch.ones(100_000))
     whole = torch.empty(dist.get_world_size() * 100_000)
     try:
@@ -383,10 +384,10 @@ def _gather_for_ever(lanes: _C.Lanes) -> str:
 
 
 def _lose_a_rank(how: str) -> str:
-    """Rank 1, a child of the launcher's, is lost, in the middle of all-gathers or before.
+    """Lose rank 1, a child of the launcher's, during all-gathers or before them.
 
     Returns:
-        What each of the others is told, and what that one is told if it comes back.
+        The error on each of the other ranks, and the error on rank 1 if it comes back.
     """
     rank = dist.get_rank()
     ours, theirs = multiprocessing.Pipe()
@@ -397,7 +398,7 @@ def _lose_a_rank(how: str) -> str:
         lanes = _C.Lanes.shared_memory(endpoint, theirs.recv(), 1, TIMEOUT, TIMEOUT + 10)
         theirs.send(_gather_for_ever(lanes))
         del lanes
-        ctypes.CDLL(None).exit(0)  # as a process ends that nobody kills
+        ctypes.CDLL(None).exit(0)  # a process that nobody kills ends like this
     endpoint = _C.SharedMemoryEndpoint(rank)
     addresses: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(addresses, ours.recv() if rank == 1 else endpoint.address())
@@ -422,7 +423,7 @@ def _lose_a_rank(how: str) -> str:
 
 
 def test_a_rank_that_gave_up_and_ended_is_still_heard() -> None:
-    # It waited for the others, which come when it is gone.
+    # Rank 1 waited for the others, which arrive when it is gone.
     for message in run_ranks(_lose_a_rank, 3, "gives up", timeout=60.0, fresh=True):
         assert message.startswith("rank 1: waited 3000 ms for rank ")
         assert "has ended" not in message
@@ -468,7 +469,7 @@ def _train_until_a_rank_dies() -> None:
     def train() -> None:
         for step in range(1000):
             if step == 5 and dist.get_rank() == 1:
-                time.sleep(2 * TIMEOUT)  # as one that hangs
+                time.sleep(2 * TIMEOUT)  # like a rank that hangs
             model(torch.ones(2, 64)).sum().backward()
             optimizer.step()
 

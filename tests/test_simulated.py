@@ -1,4 +1,4 @@
-"""The simulated transport: any number of ranks in one process, and links by their figures."""
+"""The simulated transport has any number of ranks in one process, over links by their figures."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from fsdp_ext.comm.lanes import lanes_of
 from fsdp_ext.comm.link import H100_CLUSTER, H100_NODE, PRESETS
 from fsdp_ext.comm.measure_link import SIZES, Fit, Sample, fit, report
 
-# Where the fsdp_ext is that these tests have: `python -m` takes what is in the directory first.
+# The directory of the fsdp_ext under test: `python -m` looks in the current directory first.
 PACKAGE = Path(fsdp_ext.__file__).parents[1]
 FAST = Link("fast", alpha=0.0, beta=1e15)
 
 
 def _without_a_group() -> None:
-    """What a user does: no torchrun, no process group."""
+    """Train as a user does, without torchrun and without a process group."""
     dist.destroy_process_group()
 
 
@@ -102,7 +102,7 @@ def _step_over(link: Link) -> tuple[float, float]:
     start = time.monotonic()
     model(torch.ones(1, 8)).sum().backward()
     taken = time.monotonic() - start
-    # With nothing to hide behind, gathers one after another take what they cost.
+    # Without compute to overlap, gathers one after another take the sum of their costs.
     gathers = [link.seconds(op, nbytes) for op, _, _, nbytes in core.take_log() if "gather" in op]
     return taken, sum(gathers)
 
@@ -173,7 +173,7 @@ def test_a_link_across_groups_adds_up() -> None:
     assert far is not None
     nbytes = 1 << 30
     for operation in ("all_gather", "reduce_scatter"):
-        # Within a node all of it, across nodes each GPU's eighth.
+        # Within a node the whole bandwidth, across nodes each GPU's eighth.
         expected = H100_NODE.seconds(operation, nbytes) + far.seconds(operation, nbytes // 8)
         assert H100_CLUSTER.over(64).seconds(operation, nbytes) == pytest.approx(expected)
     assert "across" in H100_CLUSTER.over(64).name
@@ -221,7 +221,7 @@ def test_a_fit_finds_what_is_there() -> None:
 
 
 def test_a_fit_says_how_far_off_it_is() -> None:
-    # Every sample off by a tenth, in turns: so is the fit, and it stays in the middle.
+    # Samples are off by a tenth, in turns up and down, so the fit stays in the middle.
     found = fit(_samples(12e-6, 7e9, wrong_by=0.1))
     assert found.residual == pytest.approx(0.1, rel=0.1)
     assert found.beta == pytest.approx(7e9, rel=0.1)

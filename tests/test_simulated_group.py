@@ -23,7 +23,7 @@ FAST = Link("fast", alpha=0.0, beta=1e15)
 BLOCKS = 3
 DIM = 64
 
-# These are their names in all versions of torch that there are tests with.
+# They have these names in all versions of torch that are tested.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed.*is deprecated:FutureWarning")
 
 
@@ -114,8 +114,8 @@ def test_fsdp2_sends_each_unit_twice_and_reduces_it_once(system: str, ranks: int
     (sent,) = run_ranks(_train, 1, system, ranks)
     block = [_gather(BLOCK_BYTES), _reduce(BLOCK_BYTES)]
     # The root stays gathered after forward. In backward the next block is gathered before the
-    # gradients of this one are reduced; those of the root, and of the first block, whose input
-    # needs no gradient, are at its end.
+    # gradients of this one are reduced. The root's gradients are reduced at the end, and so are the
+    # first block's, whose input needs no gradient.
     forward = [_gather(HEAD_BYTES)] + BLOCKS * [_gather(BLOCK_BYTES)]
     backward = [_gather(BLOCK_BYTES), *(BLOCKS - 1) * block]
     assert sent == [*forward, *backward, _reduce(HEAD_BYTES), _reduce(BLOCK_BYTES)]
@@ -158,7 +158,7 @@ def test_ddp_sums_all_gradients() -> None:
 
 
 class _Gate:
-    """Holds the wire until it is opened."""
+    """Blocks the simulated link until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()
@@ -172,7 +172,7 @@ class _Gate:
         monkeypatch.setattr(module, "_sleep_until", sleep)
 
     def wait_for(self, name: str, work: dist.Work) -> threading.Thread:
-        """Wait in a thread; note when that is over."""
+        """Wait in a thread, and record when the wait is over."""
 
         def wait() -> None:
             work.wait()
@@ -213,7 +213,7 @@ def test_a_reduction_returns_when_the_one_so_many_before_has_ended_if_asked(
             for part, whole in zip(parts, wholes, strict=True)
         )
         for work in before:
-            work.wait()  # though the wire is held
+            work.wait()  # although the link is blocked
         assert gate.events == []
         waiting = gate.wait_for("waited for the last", last)
         gate.opened.set()

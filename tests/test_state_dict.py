@@ -1,4 +1,4 @@
-"""State dicts have the unsharded model's names and hold sharded DTensors; they come and go."""
+"""State dicts have the unsharded model's names and sharded DTensors, and can be loaded again."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support import models
 from support.launcher import run_ranks
+from support.matrix import exhaustive
 from support.models import Stack, Transformer
 from support.parity import (
     SYSTEM,
@@ -87,7 +88,7 @@ def _state_is_that_of_the_unsharded_model(subject: str) -> None:
 
 
 @pytest.mark.parametrize("subject", list(SUBJECTS))
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, *exhaustive(3)])
 def test_names_and_values_are_those_of_the_unsharded_model(world_size: int, subject: str) -> None:
     run_ranks(_state_is_that_of_the_unsharded_model, world_size, subject)
 
@@ -101,7 +102,7 @@ def _state_while_unsharded() -> None:
     state = run.model.state_dict()
     assert all(isinstance(tensor, DTensor) for tensor in state.values())
     assert_same("state dict of an unsharded model", expected, gathered(state))
-    run.backward(run.loss(0))  # and the model still runs
+    run.backward(run.loss(0))  # the model still runs
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -124,7 +125,7 @@ def test_a_state_dict_has_what_the_optimizer_made_of_the_parameters() -> None:
 
 
 def go_back(assign: bool, run: Run, step: int) -> tuple[Tensor, ...]:
-    """Every fourth step is taken twice: a state is saved before it and loaded after it."""
+    """Take every fourth step twice: save a state before it, load it afterwards."""
     if step % 4 == 1:
         state = copied(run.model.state_dict())
         optimizer = torch.optim.SGD(run.parameters.values(), lr=0.1)
@@ -226,7 +227,7 @@ def _full_state_dict() -> None:
     train_step(run, 0)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, *exhaustive(3)])
 def test_full_state_dicts_are_gathered_and_scattered_by_torch(world_size: int) -> None:
     run_ranks(_full_state_dict, world_size)
 
@@ -260,7 +261,7 @@ def _moments(run: Run) -> list[Tensor]:
     return [whole(run.optimizer.state[p]["exp_avg"]) for p in run.parameters.values()]
 
 
-@pytest.mark.parametrize("ranks", [(2, 2), (2, 3), (3, 1)])
+@pytest.mark.parametrize("ranks", [(2, 2), (2, 1), *exhaustive((2, 3), (3, 1))])
 def test_a_distributed_checkpoint_is_loaded_on_as_many_ranks_or_others(
     ranks: tuple[int, int], tmp_path: Path
 ) -> None:

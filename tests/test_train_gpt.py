@@ -1,4 +1,4 @@
-"""The main job: it learns, resumes at any number of ranks, and says what is wrong with options."""
+"""The example learns, resumes on any number of ranks, and explains wrong options."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.launcher import run_ranks
+from support.matrix import exhaustive
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -28,14 +29,14 @@ STEPS = 6
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """A corpus with an order to learn: the byte frequencies alone know nothing of it."""
+    """Return a corpus with an order to learn, which byte frequencies alone cannot predict."""
     path = tmp_path / "text"
     path.write_text("".join(f"line {i % 10} of some text that repeats\n" for i in range(400)))
     return path
 
 
 def run_script(arguments: list[str], ranks: int, expect: int = 0) -> str:
-    """Run the example as a user does; return what it printed, errors included."""
+    """Run the example as a user does. Return what it printed, errors included."""
     command = [sys.executable]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -94,7 +95,7 @@ def test_a_loss_curve_has_a_line_for_each_level_and_names_its_ends() -> None:
 
 
 def _steps(arguments: list[str], save_after: int | None) -> list[float]:
-    """The loss of each step up to the last; saves a checkpoint on the way."""
+    """Return the loss of each step up to the last. Save a checkpoint on the way."""
     options = parse_arguments("", arguments)
     run = train_gpt.prepare(options, torch.device("cpu"))
     losses = []
@@ -106,7 +107,7 @@ def _steps(arguments: list[str], save_after: int | None) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, *exhaustive(3)])
 def test_a_resumed_run_goes_on_as_the_uninterrupted_one_did(
     ranks: int, text: Path, tmp_path: Path
 ) -> None:
@@ -117,7 +118,7 @@ def test_a_resumed_run_goes_on_as_the_uninterrupted_one_did(
     assert len(rest) == STEPS - STEPS // 2 + 1
     if ranks == 2:
         assert rest == whole[STEPS // 2 :]
-    # The mean over ranks is a sum in another order.
+    # The mean over another number of ranks sums in another order.
     torch.testing.assert_close(
         torch.tensor(rest), torch.tensor(whole[STEPS // 2 :]), rtol=1e-4, atol=1e-5
     )

@@ -7,6 +7,7 @@ import io
 import logging
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ def _applies() -> None:
     assert result.considered > 20
     assert result.costs.link == LINK
     assert all(forward > 0 and backward > 0 for forward, backward in result.costs.compute[1:])
-    # What runs is what was planned.
+    # The next step runs as planned.
     model(batch()).sum().backward()
     model(batch()).sum().backward()
     core = model._unit.root.core
@@ -125,14 +126,14 @@ def test_few_buckets_are_chosen_if_latency_dominates() -> None:
 
 def _within_memory() -> None:
     dist.destroy_process_group()
-    # Reductions as slow as gathers would hide them.
+    # Reductions as slow as gathers would overlap them.
     slow = Link("slow", alpha=5e-3, beta=1e12, reduce_alpha=1e-6)
     model = make(Simulated(8, slow), bucket_bytes=0, prefetch=1)
     memory = tuned(model).chosen.memory
     model = make(Simulated(8, slow), bucket_bytes=0, prefetch=1)
     plenty = tuned(model, memory_limit=10 * memory)
     assert in_use(model) == plenty.chosen.choice
-    assert len(plenty.chosen.choice.kept) > 0  # gathers in backward would show
+    assert len(plenty.chosen.choice.kept) > 0  # otherwise gathers in backward would be exposed
     model = make(Simulated(8, slow), bucket_bytes=0, prefetch=1)
     tight = tuned(model, memory_limit=memory)
     assert tight.chosen.memory <= memory
@@ -178,9 +179,9 @@ def _auto() -> None:
     second = make(transport, **auto)
     second(batch())
     assert in_use(second) == chosen
-    assert in_use(make_and_run(transport.link)) == default  # that did not ask for it
+    assert in_use(make_and_run(transport.link)) == default  # it did not ask for "auto"
     next(first.parameters()).requires_grad_(False)
-    first(batch())  # made anew, it stays as chosen
+    first(batch())  # the root is built again and keeps the choice
     assert in_use(first) == chosen
 
 
@@ -205,7 +206,7 @@ def _remembered() -> None:
     chosen = Choice(12345, 3, (1, 2))
     remember(root.units, root.lanes.transport, chosen, memory_known=True)
     assert begins(**auto) == chosen
-    # What fits with the size and depth that were chosen may not fit with others.
+    # Units that stay unsharded may not fit in memory with other sizes and depths.
     assert begins(bucket_bytes="auto") == Choice(12345, default.prefetch)
     assert begins(bucket_bytes=77, prefetch="auto") == Choice(77, 3)
     assert begins(**auto, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)) == default
@@ -338,7 +339,7 @@ def _probes_are_of_their_own() -> None:
     model = make(Simulated(8, LINK), bucket_bytes=10**9)
     with Steps(model) as steps:
         result = tuned(model)
-    assert steps.buckets[0] == LAYERS + 1  # each unit by itself, first
+    assert steps.buckets[0] == LAYERS + 1  # each unit is first measured by itself
     assert 1 < len(set(steps.buckets)) <= 3
     assert steps.buckets[-1] == result.chosen.buckets < LAYERS
     assert all(forward > 0 < backward for forward, backward in result.costs.compute[1:])
@@ -408,7 +409,7 @@ def _trained(model: Any) -> list[Tensor]:
 def test_ranks_choose_the_same_and_train_as_without() -> None:
     (choice, parameters, printed), (other, _, silent) = run_ranks(_on_ranks, 2)
     assert choice == other
-    assert printed.count("settings were considered") == 2  # once by itself
+    assert printed.count("settings were considered") == 2  # printed once by tune itself
     assert silent.count("settings were considered") == 1
     for got, want in zip(parameters, run_ranks(_without, 2)[0], strict=True):
         assert torch.equal(got, want)
@@ -468,12 +469,8 @@ def _runs_out() -> tuple[list[Choice], Choice]:
     logger = logging.getLogger("fsdp_ext")
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
-    Trial.step = step  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(Trial, "step", step):
         result = fsdp_ext.tune(model, batch(), steps=2, memory_limit=10**9, verbose=False)
-    finally:
-        Trial.step = plain  # type: ignore[method-assign]
-        logger.removeHandler(handler)
     if dist.get_rank() == 0:
         assert sum("measured round" in line for line in said) == sum(rounds for rounds, _ in STAGES)
         assert any("prefetch=" in line and "is dropped" in line for line in said)

@@ -1,5 +1,5 @@
-// The element types that travel. Anything that is only moved and never added or cast (a frozen
-// int8 weight, say) is described as Bytes.
+// The element types of messages. Data that is only moved, and never added or cast, is Bytes (a
+// frozen int8 weight, for example).
 #pragma once
 
 #include <cstddef>

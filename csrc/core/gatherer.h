@@ -54,7 +54,6 @@ class Gatherer {
   // Whether the unsharded parameters match the shards, as far as versions tell.
   bool is_current(Unit& unit);
 
-  Stream& stream() { return streams_.messages(); }
   const BufferRing* ring() const { return ring_.get(); }
   std::size_t staging_bytes() const { return staging_.bytes(); }
   // For tests: fills slots with NaN at release, so that a use after release shows in results.

@@ -156,10 +156,6 @@ class UnitLayout {
   GatherPlan gather_plan(GatherBy by, const LayoutPart& part) const;
   CastPlan shard_to_gather_plan(const LayoutPart& part) const;
   CastPlan finish_plan(const LayoutPart& part) const;  // reduce output to flat gradient
-  PackPlan pack_plan() const { return pack_plan(whole()); }
-  GatherPlan gather_plan(GatherBy by) const { return gather_plan(by, whole()); }
-  CastPlan shard_to_gather_plan() const { return shard_to_gather_plan(whole()); }
-  CastPlan finish_plan() const { return finish_plan(whole()); }
 
   // The offset of the part's segment in the unit's, in elements.
   std::int64_t first_gradient(const LayoutPart& part) const;

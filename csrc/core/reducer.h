@@ -54,7 +54,6 @@ class Reducer {
   // Drops all gradients that are not reduced yet, after a backward that failed.
   void discard(Bucket& bucket);
 
-  Stream& stream() { return streams_.messages(); }
   std::size_t buffer_bytes() const { return input_.bytes() + (output_ ? output_bytes_ : 0); }
 
  private:

@@ -48,7 +48,7 @@ void copy_pieces(const Move& move) {
 }
 
 // A thread wakes about 30 us after the time that it asked for. So this asks for an earlier time, by
-// the least recent delay, and spends the rest yielding the core.
+// the shortest delay of recent sleeps, and yields the core for the rest.
 void sleep_until(std::chrono::steady_clock::time_point time) {
   using Clock = std::chrono::steady_clock;
   constexpr Clock::duration kLongestDelay = std::chrono::microseconds(100);

@@ -1,4 +1,4 @@
-// Stands in for pack/pack_cuda.cu in a build without CUDA.
+// Replaces pack/pack_cuda.cu in a build without CUDA.
 #include "base/check.h"
 #include "pack/pack.h"
 

@@ -1,12 +1,14 @@
-// Seam 2 of 3: the copies around the wire. Descriptors are made once for each unit; per step only
-// the addresses of gradients change. Everything is enqueued on a stream and returns at once; a
-// plan must live until the stream has run the work, arrays of addresses and modes need not.
+// Seam 2 of 3: the copies before and after communication. A plan is made once for each unit, and
+// only the addresses of gradients change from step to step. Every call enqueues its work on a
+// stream and returns at once. A plan must live until the stream has run the work. Arrays of
+// addresses and modes are read before the call returns.
 //
 // Note [runs]
-// One rank's chunk of a parameter is `runs` pieces of chunk / runs elements. In the parameter, the
-// pieces of all ranks take turns: piece k of rank r starts (k * world_size + r) pieces in. With
-// Shard(0) there is one piece, which is the chunk, and the last ranks may have less or nothing;
-// with Shard(d) there are as many as the sizes before dimension d make, and all ranks have as much.
+// A run is a contiguous range of a parameter that belongs to one rank. One rank's chunk consists of
+// `runs` runs of equal length, and the runs of all ranks alternate in the parameter: run k of rank
+// r is number k * world_size + r. With Shard(0), a chunk is one run, and the last ranks may have
+// fewer elements or none. With Shard(d), the number of runs is the product of the sizes before
+// dimension d, and all ranks have equally many elements.
 #pragma once
 
 #include <cstddef>
@@ -22,11 +24,12 @@
 namespace fsdp {
 
 // Note [parts of chunks]
-// A message may carry a part of each rank's chunk. The part counts as a chunk, which is `stride`
-// away from the next rank's in the parameter; 0 stands for the chunk itself, and whole chunks. Only
-// of chunks of one run. What a gradient's address is then counts from the first rank's part on.
+// A message may carry a part of each rank's chunk, if chunks have one run. An entry then describes
+// the part as if it were the chunk. `stride` is the distance between the parts of two ranks in the
+// parameter, and the gradient's address is that of the first rank's part. A stride of 0 stands for
+// whole chunks.
 
-// Where one parameter's gradient goes in the rank-major reduce input. Units: elements.
+// Where one parameter's gradient goes in the rank-major reduce input. All figures are elements.
 struct PackEntry {
   std::int64_t numel = 0;        // elements of the gradient (R * q)
   std::int64_t chunk_numel = 0;  // elements of one rank's chunk (c * q)
@@ -42,7 +45,8 @@ struct PackPlan {
   std::shared_ptr<const void> table;  // the packer's own, see prepare
 };
 
-// Where one parameter's chunks go, from rank-major staging to its own region. Units: bytes.
+// Where one parameter's chunks go, from the rank-major staging buffer to the parameter's own
+// region. All sizes are bytes.
 struct UnpackEntry {
   std::size_t chunk_bytes = 0;
   std::size_t source_offset = 0;       // of the chunk within a rank's segment of the staging
@@ -58,7 +62,7 @@ struct UnpackPlan {
   std::shared_ptr<const void> table;  // the packer's own, see prepare
 };
 
-// A run of elements to convert. Units: elements from the bases given with the call.
+// Contiguous elements to convert. Offsets count from the addresses that the call gets.
 struct CastEntry {
   std::size_t source_offset = 0;       // bytes
   std::size_t destination_offset = 0;  // bytes
@@ -79,52 +83,52 @@ enum class CastMode : std::uint8_t {
   Skip,
 };
 
-// Arithmetic of all three: an element is widened to fp32 (fp64 if either side is fp64), multiplied
-// by `scale`, rounded once to the destination's dtype (nearest even); where it is accumulated,
-// the rounded element is widened again and added to the widened destination, and that sum is
-// rounded. fp64 goes to a half precision by way of fp32, as PyTorch casts. So a sum of
-// half-precision gradients has the bits of PyTorch's own `+=`.
+// All implementations compute the same: an element is widened to fp32 (fp64 if either side is
+// fp64), multiplied by `scale`, and rounded to nearest even in the destination's dtype. To
+// accumulate, the rounded element and the destination are widened, added, and the sum is rounded.
+// fp64 becomes a half precision by way of fp32, as in PyTorch. So a sum of half-precision gradients
+// has the bits of PyTorch's own `+=`.
 class Packer {
  public:
   virtual ~Packer() = default;
 
-  // Makes what this packer needs of a plan (tables on the device, say), which is not to be changed
-  // after that. Once, before the plan is first used; may allocate and wait.
+  // Makes this packer's own data for a plan, such as tables on the device. Call it once, before the
+  // plan is first used, and do not change the plan afterwards. It may allocate and wait.
   virtual void prepare(PackPlan& plan) = 0;
   virtual void prepare(UnpackPlan& plan) = 0;
   virtual void prepare(CastPlan& plan) = 0;
 
-  // Gradients to the rank-major reduce input. gradients[i] belongs to plan.entries[i] and is
-  // contiguous; nullptr stands for zeros. Without `accumulate` every element of the destination
-  // is written, padding as zero; with it, only elements that have a gradient are touched.
+  // Copies gradients to the rank-major reduce input. gradients[i] belongs to plan.entries[i] and is
+  // contiguous; nullptr stands for zeros. Without `accumulate`, every element of the destination is
+  // written, and padding becomes zero. With it, only elements that have a gradient change.
   virtual void pack(Stream& stream, const PackPlan& plan, const void* const* gradients,
                     DType gradient_dtype, void* reduce_input, DType reduce_dtype, double scale,
                     bool accumulate) = 0;
 
-  // Rank-major staging to parameter-contiguous regions.
+  // Copies the rank-major staging buffer to one contiguous region for each parameter.
   virtual void unpack(Stream& stream, const UnpackPlan& plan, const void* staging,
                       void* unsharded) = 0;
 
-  // Runs of elements from one dtype to another. modes[i] belongs to plan.entries[i]; without
-  // them everything is written.
+  // Converts elements from one dtype to another. modes[i] belongs to plan.entries[i]; nullptr
+  // stands for writing every entry.
   virtual void cast(Stream& stream, const CastPlan& plan, const CastMode* modes, const void* source,
                     void* destination, double scale) = 0;
 };
 
-// Whoever issues gets these errors, not whoever waits for the stream.
+// Every packer calls these before it enqueues, so the caller gets the error, not the stream.
 void check_pack(DType gradient_dtype, DType reduce_dtype);
 void check_cast(const CastEntry& entry, CastMode mode, double scale);
 
 struct HostPackerSettings {
   InstructionSet instruction_set = best_instruction_set();
-  // Runs of at least `large_run` bytes, of outputs of at least `large_output` bytes, bypass the
-  // caches. Shorter runs are mostly lines that they share with their neighbours.
+  // An output of at least `large_output` bytes bypasses the caches, except for runs of fewer than
+  // `large_run` bytes, which share too many of their cache lines with neighbours.
   std::size_t large_output = kLargeOutput;
   std::size_t large_run = 4096;
 };
 
 std::unique_ptr<Packer> make_host_packer(const HostPackerSettings& settings = {});
-// Descriptors go to memory of `device`. Throws in a build without CUDA (no_pack_cuda.cpp).
+// Tables go to memory of `device`. Throws in a build without CUDA (no_pack_cuda.cpp).
 std::unique_ptr<Packer> make_cuda_packer(Device& device);
 
 }  // namespace fsdp

@@ -1,4 +1,4 @@
-// What every packer refuses.
+// Checks of arguments that all packers share.
 #include "base/check.h"
 #include "pack/pack.h"
 

@@ -1,11 +1,11 @@
 // The kernels of pack_kernels.h on a GPU: tables on the device, grids, launches.
 //
 // Note [launches]
-// Tables are uploaded by prepare. What changes from step to step, addresses and modes, travels in
-// the kernels' arguments: nothing is allocated, nobody waits, and a launch can be captured into a
-// CUDA graph. Arguments have 4 KiB on every GPU and driver, and nearly 32 from CUDA 12.1 on (CUDA
-// C++ Programming Guide, "kernel parameters"); the larger kind is for plans that need it, since a
-// launch copies them. A plan of more entries than even those have room for is done in several
+// prepare uploads the tables. Addresses and modes change from step to step, so they are arguments
+// of the kernels. A launch therefore allocates nothing, does not wait, and can be captured into a
+// CUDA graph. Arguments may take 4 KiB on every GPU and driver, and almost 32 KiB since CUDA 12.1
+// (CUDA C++ Programming Guide, "kernel parameters"). Every launch copies its arguments, so only
+// plans of many entries use the larger kind. A plan of more entries than fit takes several
 // launches.
 #include <algorithm>
 #include <cstring>
@@ -32,7 +32,8 @@ using kernels::UnpackWork;
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kernels::kLanes;
-// Of a processor, at least: so each thread may have the registers that it takes to spill none.
+// At least this many blocks run on one processor. Each thread then has enough registers to spill
+// none.
 constexpr int kBlocks = 2;
 constexpr int kAddresses = 480;
 constexpr int kManyAddresses = 4064;
@@ -94,7 +95,8 @@ class DeviceTable {
     }
     memory_ = device.allocate(range_bytes + tile_bytes);
     auto* bytes = static_cast<char*>(memory_.get());
-    // Behind what the compute stream may still do with this memory, and done when it returns.
+    // The compute stream may still use this memory, so the copies are ordered after its work. They
+    // are done when this returns.
     Stream& stream = device.compute_stream();
     device.copy_from_host(stream, host_.ranges.data(), bytes, range_bytes);
     device.copy_from_host(stream, host_.range_of_tile.data(), bytes + range_bytes, tile_bytes);
@@ -103,7 +105,7 @@ class DeviceTable {
     range_of_tile_ = reinterpret_cast<const std::uint32_t*>(bytes + range_bytes);
   }
 
-  // The tiles of entries [first, last), with whatever padding comes before entry 0.
+  // The tiles of entries [first, last), including the padding before entry 0.
   TableView view(std::int32_t first, std::int32_t last) const {
     const std::uint32_t begin = first == 0 ? 0 : host_.first_tile_of_entry(first);
     return {ranges_, range_of_tile_, begin, host_.first_tile_of_entry(last) - begin};
@@ -224,7 +226,7 @@ class CudaPacker final : public Packer {
     return *static_cast<const Table*>(table.get());
   }
 
-  // In as many launches as it takes.
+  // Launches the kernel as often as the entries need it.
   template <int kCapacity>
   void pack_with(void (*kernel)(PackWork, Addresses<kCapacity>), Stream& stream,
                  const PackPlan& plan, const void* const* gradients, PackWork work) {
@@ -247,7 +249,7 @@ class CudaPacker final : public Packer {
     } while (first < entries);
   }
 
-  // A persistent grid: as many blocks as run at once, or fewer if there is less to do.
+  // A persistent grid: as many blocks as run at once, or fewer if there are fewer tiles.
   template <typename... Parameters, typename... Arguments>
   void launch(void (*kernel)(Parameters...), Stream& stream, std::uint64_t tiles,
               const Arguments&... arguments) {

@@ -131,7 +131,7 @@ std::int64_t stride_of(const PackEntry& entry) {
   return entry.stride != 0 ? entry.stride : entry.chunk_numel;
 }
 
-// A gradient's `numel` elements of one rank.
+// Moves the elements of one gradient that belong to one rank.
 template <typename Source, typename Destination>
 void pack_chunk(const PackEntry& entry, int world_size, int rank, const Source* gradient,
                 Destination* destination, const RunSettings& settings) {
@@ -211,7 +211,7 @@ void cast_entry(const CastEntry& entry, const void* source, void* destination,
   });
 }
 
-// Plans are used as they are.
+// Plans need no preparation.
 class HostPacker final : public Packer {
  public:
   explicit HostPacker(const HostPackerSettings& settings) : settings_(settings) {

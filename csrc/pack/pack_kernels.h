@@ -1,14 +1,14 @@
-// What one lane of one warp does, for each of the three kernels. Plain functions of pointers and
-// of the lane's place in the grid, without shared memory or barriers: pack_cuda.cu wraps them into
-// kernels, and the C++ tests run them lane by lane on the host.
+// The bodies of the three kernels: what one lane of one warp does. They are plain functions of
+// pointers and of the lane's place in the grid, without shared memory or barriers. pack_cuda.cu
+// wraps them into kernels, and the C++ tests run them lane by lane on the host.
 //
 // Note [groups]
-// A lane moves groups of elements: as many as fill 16 bytes of the narrower side. A group starts at
-// a multiple of 16 bytes of the destination, so it is stored with 16-byte stores. Where it lies in
-// the source is anybody's guess; so the source is read as the aligned 16-byte words that enclose
-// the group and shifted into place. That never reads outside of the source: groups whose words
-// would, and groups that cross the end of a run or of the data, go element by element. There are
-// a few at the ends of a run, and none within.
+// A lane moves groups of elements. A group fills 16 bytes of the narrower side. It starts at a
+// multiple of 16 bytes of the destination, so it is stored with 16-byte stores. Its source may have
+// any alignment, so a lane reads the aligned 16-byte words that enclose the group and shifts them
+// into place. Nothing outside the source is ever read: a group is moved element by element if its
+// words reach beyond the source, or if it crosses the end of a run or of the data. A run has a few
+// such groups at its ends and none in between.
 #pragma once
 
 #include <cstddef>
@@ -52,8 +52,8 @@ struct alignas(kWordBytes) Word {
   std::uint32_t part[4];
 };
 
-// In PTX, since the compiler can no longer tell that an address that was computed with integers is
-// one of global memory.
+// Written in PTX, since the compiler cannot tell that an address computed with integers points to
+// global memory.
 FSDP_HOST_DEVICE inline Word load_word(const void* address) {
   Word word;
 #if defined(__CUDA_ARCH__)
@@ -87,7 +87,7 @@ FSDP_HOST_DEVICE inline std::uint32_t funnel_shift(std::uint32_t low, std::uint3
 #endif
 }
 
-// Moves everything down by `bytes` (0 to 15). In steps of fixed distances, since registers cannot
+// Moves everything down by `bytes` (0 to 15), in steps of fixed distances, since registers cannot
 // be indexed.
 template <int kParts>
 FSDP_HOST_DEVICE inline void shift_down(std::uint32_t (&part)[kParts], int bytes) {
@@ -111,7 +111,7 @@ FSDP_HOST_DEVICE inline int misalignment(const void* address) {
 
 // - Where elements come from
 
-// Runs that are a fixed distance apart: pack's gradients, and cast's single run.
+// Runs at a fixed distance from each other: the gradients of pack, and the single run of cast.
 struct StridedRuns {
   std::int64_t first;
   std::int64_t stride;
@@ -119,15 +119,15 @@ struct StridedRuns {
   FSDP_HOST_DEVICE std::int64_t start(std::int64_t run) const { return first + run * stride; }
 };
 
-// Runs that take turns between ranks' segments: unpack's staging.
+// Runs that alternate between the ranks' segments: the staging buffer of unpack.
 struct RankMajorRuns {
   std::int64_t first;
   std::int64_t segment;
   std::int64_t run;
   std::int64_t world_size;
 
-  FSDP_HOST_DEVICE std::int64_t start(std::int64_t piece) const {
-    return first + piece % world_size * segment + piece / world_size * run;
+  FSDP_HOST_DEVICE std::int64_t start(std::int64_t number) const {
+    return first + number % world_size * segment + number / world_size * run;
   }
 };
 
@@ -148,7 +148,7 @@ template <typename D, typename S>
 struct Target {
   D* base;
   std::int64_t extent;  // elements to write
-  std::int64_t valid;   // elements there are; the rest is padding
+  std::int64_t valid;   // elements of the source; the rest is padding
   Action action;
   body::Wide<S, D> scale;
 };
@@ -157,7 +157,7 @@ struct Byte {
   std::uint8_t bits;
 };
 
-// The kernels' arithmetic on elements; bytes have none.
+// The arithmetic of one element. Bytes are copied.
 template <typename D, typename S, typename W>
 FSDP_HOST_DEVICE inline D convert_or_copy(S source, W scale) {
   if constexpr (std::is_same_v<D, Byte>) {
@@ -195,7 +195,8 @@ class TileMover {
   FSDP_HOST_DEVICE TileMover(const Source<S, Runs>& source, const Target<D, S>& target)
       : source_(source), target_(target) {}
 
-  // The tile that starts `start` elements after the last multiple of 16 bytes before the target.
+  // Moves the tile that starts `start` elements after the last multiple of 16 bytes before the
+  // target.
   FSDP_HOST_DEVICE void move(std::int64_t start, std::int64_t elements, int lane) const {
     const std::int64_t begin =
         start - misalignment(target_.base) / static_cast<std::int64_t>(sizeof(D));
@@ -235,7 +236,7 @@ class TileMover {
   }
 
  private:
-  // An element of the target, and of which run of the source it is which element.
+  // An element of the target, and its place in the source: element `within` of run `run`.
   struct Cursor {
     std::int64_t element;
     std::int64_t run;
@@ -255,7 +256,7 @@ class TileMover {
     wrap(cursor);
   }
 
-  // The divisions are for the few that cross the end of a run.
+  // Only the few elements that cross the end of a run need the divisions.
   FSDP_HOST_DEVICE void wrap(Cursor& cursor) const {
     if (cursor.within >= source_.run) {
       cursor.run += cursor.within / source_.run;
@@ -268,7 +269,7 @@ class TileMover {
     return source_.base + cursor.start + cursor.within;
   }
 
-  // Reads a group, if Note [groups] lets it.
+  // Reads a group. Returns false if Note [groups] does not allow it.
   FSDP_HOST_DEVICE bool load(const Cursor& cursor, std::uint32_t (&parts)[G::kParts],
                              int& shift) const {
     if (cursor.element < 0 || cursor.element + G::kSize > target_.valid ||
@@ -390,7 +391,7 @@ struct PackWork {
   bool accumulate;
 };
 
-// `gradients(entry)` is the address that came with the launch.
+// `gradients(entry)` returns the address from the launch.
 template <typename S, typename D, typename Gradients>
 FSDP_HOST_DEVICE inline void pack(const PackWork& work, const Gradients& gradients, Place place) {
   const std::uint64_t tiles =
@@ -456,7 +457,7 @@ struct CastWork {
   double scale;
 };
 
-// `modes(entry)` came with the launch.
+// `modes(entry)` returns the mode from the launch.
 template <typename S, typename D, typename Modes>
 FSDP_HOST_DEVICE inline void cast(const CastWork& work, const Modes& modes, Place place) {
   for (std::uint32_t i = place.warp; i < work.table.tiles; i += place.warps) {

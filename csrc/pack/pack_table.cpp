@@ -42,7 +42,7 @@ std::uint32_t TileTable::first_tile_of_entry(std::int32_t entry) const {
                                : range->first_tile;
 }
 
-// Ranges cover the whole segment: an entry's range reaches to where the next entry begins.
+// Ranges cover the whole segment: an entry's range ends where the next entry begins.
 TileTable make_table(const PackPlan& plan) {
   TileTable table;
   CopyRange head;
@@ -81,7 +81,7 @@ TileTable make_table(const UnpackPlan& plan) {
     range.chunk = chunk;
     range.run = std::max<std::int64_t>(chunk / entry.runs, 1);
     range.entry = static_cast<std::int32_t>(i);
-    // Parts of chunks are no neighbours in the destination: a range for each rank's.
+    // Parts of chunks are not contiguous in the destination, so each rank has a range of its own.
     const int ranges = stride != 0 ? plan.world_size : 1;
     range.extent = range.numel = stride != 0 ? chunk : chunk * plan.world_size;
     for (int rank = 0; rank < ranges; ++rank) {

@@ -20,8 +20,8 @@ TEST_P(BucketsOnRanks, TrainAsSingleUnitsDo) {
         world_size,
         [&](Rank& rank, int r) {
           expect_steps_train(rank, r, world_size,
-                             {[&]() -> Stream& { return rank.pipeline->gatherer().stream(); },
-                              [&]() -> Stream& { return rank.pipeline->reducer().stream(); }});
+                             {[&]() -> Stream& { return rank.lanes.gather.stream(); },
+                              [&]() -> Stream& { return rank.lanes.reduce.stream(); }});
           if (world_size > 1) {
             EXPECT_EQ(buckets_of(rank),
                       (std::vector<std::vector<int>>{{0}, {1, 2}, {3, 4}, {5, 6}}));

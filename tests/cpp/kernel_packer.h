@@ -1,5 +1,5 @@
-// A packer that runs the bodies of the CUDA kernels on the host, warp by warp and lane by lane,
-// over grids of any size: an error in their index arithmetic shows without a GPU.
+// A packer that runs the bodies of the CUDA kernels on the host, lane by lane, over grids of any
+// size. So tests find errors in their index arithmetic without a GPU.
 #pragma once
 
 #include <cstdint>
@@ -40,7 +40,7 @@ class KernelPacker final : public Packer {
     check_pack(gradient_dtype, reduce_dtype);
     const auto& table = *static_cast<const TileTable*>(plan.table.get());
     const std::vector<const void*> addresses(gradients, gradients + plan.entries.size());
-    // In two launches, as a plan of very many entries is.
+    // Two launches, as for a plan of very many entries.
     const auto entries = static_cast<std::int32_t>(plan.entries.size());
     const std::uint32_t middle = table.first_tile_of_entry(entries / 2);
     const auto end = static_cast<std::uint32_t>(table.range_of_tile.size());
@@ -102,7 +102,7 @@ class KernelPacker final : public Packer {
     return {table.ranges.data(), table.range_of_tile.data(), first, last - first};
   }
 
-  // Backwards, since no lane may rely on an earlier one.
+  // In reverse order, since no lane may rely on an earlier one.
   template <typename Body>
   void for_each_lane(const Body& body) const {
     for (std::uint32_t warp = warps_; warp-- > 0;) {

@@ -37,8 +37,8 @@ TEST(UnitLayout, FrozenParametersHaveNoPlaceInTheReduction) {
                           DType::Float32, DType::BFloat16);
   EXPECT_EQ(layout.placements()[1].grad_offset, -1);
   EXPECT_EQ(layout.placements()[2].grad_offset, 8);  // 16 bytes of bfloat16
-  EXPECT_EQ(layout.pack_plan().entries.size(), 2U);
-  EXPECT_EQ(layout.gather_plan(GatherBy::Packing).unpack.entries.size(), 3U);
+  EXPECT_EQ(layout.pack_plan(layout.whole()).entries.size(), 2U);
+  EXPECT_EQ(layout.gather_plan(GatherBy::Packing, layout.whole()).unpack.entries.size(), 3U);
 }
 
 TEST(UnitLayout, NeighboursAreCastInOneRun) {
@@ -47,15 +47,15 @@ TEST(UnitLayout, NeighboursAreCastInOneRun) {
   a.param_dtype = b.param_dtype = DType::BFloat16;
   const UnitLayout layout({a, b}, 2, DType::Float32, DType::Float32);
   EXPECT_TRUE(layout.needs_cast());
-  ASSERT_EQ(layout.shard_to_gather_plan().entries.size(), 1U);
-  EXPECT_EQ(layout.shard_to_gather_plan().entries[0].numel, 32);
+  ASSERT_EQ(layout.shard_to_gather_plan(layout.whole()).entries.size(), 1U);
+  EXPECT_EQ(layout.shard_to_gather_plan(layout.whole()).entries[0].numel, 32);
 }
 
 TEST(UnitLayout, ALoneParameterNeedsNoUnpacking) {
   for (const GatherBy by : {GatherBy::Packing, GatherBy::Size, GatherBy::Parameter}) {
     const UnitLayout layout({spec("w", 5, 3), spec("empty", 0, 3)}, 4, DType::Float32,
                             DType::Float32);
-    const GatherPlan plan = layout.gather_plan(by);
+    const GatherPlan plan = layout.gather_plan(by, layout.whole());
     ASSERT_EQ(plan.direct.size(), 1U);
     EXPECT_EQ(plan.direct[0].bytes, 2 * 3 * 4U);
     EXPECT_EQ(plan.packed_bytes, 0U);
@@ -77,11 +77,11 @@ TEST(UnitLayout, LargeParametersAreGatheredToTheirPlacesWhereATransportCanGroup)
   const UnitLayout layout({spec("large", 8, 16), spec("a", 4, 3), spec("b", 4, 3)}, 2,
                           DType::Float32, DType::Float32, /*direct_bytes=*/512);
 
-  const GatherPlan packed = layout.gather_plan(GatherBy::Packing);
+  const GatherPlan packed = layout.gather_plan(GatherBy::Packing, layout.whole());
   EXPECT_TRUE(packed.direct.empty());
   EXPECT_EQ(packed.packed_bytes, layout.gather_bytes());
 
-  const GatherPlan plan = layout.gather_plan(GatherBy::Size);
+  const GatherPlan plan = layout.gather_plan(GatherBy::Size, layout.whole());
   ASSERT_EQ(plan.direct.size(), 1U);
   EXPECT_EQ(plan.direct[0].destination_offset, layout.placements()[0].unsharded_offset);
   EXPECT_EQ(plan.direct[0].bytes, 256U);
@@ -91,7 +91,7 @@ TEST(UnitLayout, LargeParametersAreGatheredToTheirPlacesWhereATransportCanGroup)
   EXPECT_EQ(plan.unpack.entries[0].source_offset, 0U);
   EXPECT_EQ(plan.unpack.segment_bytes, plan.packed_bytes);
 
-  const GatherPlan direct = layout.gather_plan(GatherBy::Parameter);
+  const GatherPlan direct = layout.gather_plan(GatherBy::Parameter, layout.whole());
   ASSERT_EQ(direct.direct.size(), 3U);
   EXPECT_EQ(direct.direct[2].source_offset, layout.placements()[2].gather_offset);
   EXPECT_EQ(direct.direct[2].destination_offset, layout.placements()[2].unsharded_offset);

@@ -1,4 +1,4 @@
-// When things were issued, began and ended: places of iterations, spans, and moments in order.
+// Times of the ledger: which iterations are kept, spans, and moments in order.
 #include "core/ledger.h"
 
 #include <gtest/gtest.h>
@@ -29,7 +29,7 @@ class LedgerTimes : public ::testing::Test {
   std::unique_ptr<Stream> lane_;
 };
 
-TEST_F(LedgerTimes, WithoutBeingAskedNothingIsWrittenDown) {
+TEST_F(LedgerTimes, NothingIsRecordedByDefault) {
   ledger_.begin_iteration();
   EXPECT_FALSE(ledger_.has_times());
   EXPECT_EQ(ledger_.mark_compute(), WorkSpan::kNever);
@@ -39,7 +39,7 @@ TEST_F(LedgerTimes, WithoutBeingAskedNothingIsWrittenDown) {
   EXPECT_TRUE(ledger_.take_times().empty());
 }
 
-TEST_F(LedgerTimes, ASpanIsAsLongAsWhatItsStreamDid) {
+TEST_F(LedgerTimes, ASpanLastsAsLongAsTheWorkOfItsStream) {
   ledger_.keep_times(2, 8, /*drained=*/true);
   ledger_.begin_iteration();
   ledger_.enter_phase(Phase::Backward);
@@ -76,7 +76,7 @@ TEST_F(LedgerTimes, MomentsOfAStreamComeInItsOrder) {
     if (i % 3 == 0) {
       enqueue(*lane_, [] {});
     }
-    if (i % 7 == 0) {  // what rings in between
+    if (i % 7 == 0) {  // an event between the spans
       const std::unique_ptr<Event> event = device_->new_event();
       lane_->record(*event);
     }
@@ -124,7 +124,7 @@ TEST_F(LedgerTimes, ASpanThatIsClosedInAnotherIterationNeverEnds) {
   EXPECT_TRUE(iterations.at(1).spans.empty());
 }
 
-TEST_F(LedgerTimes, WhatAStreamStillWritesToStays) {
+TEST_F(LedgerTimes, MemoryThatAStreamStillWritesStaysAllocated) {
   ledger_.keep_times(1, 8, /*drained=*/true);
   ledger_.begin_iteration();
   enqueue(*lane_, [] { std::this_thread::sleep_for(milliseconds(20)); });
@@ -135,11 +135,11 @@ TEST_F(LedgerTimes, WhatAStreamStillWritesToStays) {
   const std::unique_ptr<Event> event = device_->new_event();
   lane_->record(*event);
   ledger_.keep_times(0, 0, /*drained=*/false);
-  lane_->synchronize();  // AddressSanitizer looks at what it wrote to
+  lane_->synchronize();  // AddressSanitizer checks the memory that it writes
   EXPECT_TRUE(ledger_.take_times().empty());
 }
 
-TEST_F(LedgerTimes, WhatIsPossibleIsAIterationIndexTheComputeStream) {
+TEST_F(LedgerTimes, TheEarliestIssueTimeIsAMomentOfTheComputeStream) {
   ledger_.keep_times(1, 8, /*drained=*/true);
   ledger_.begin_iteration();
   Issue issue;

@@ -1,4 +1,4 @@
-// Which buffers buckets take, worked out by hand.
+// The buffers of buckets, compared with sizes computed by hand.
 #include "core/memory_plan.h"
 
 #include <gtest/gtest.h>
@@ -17,7 +17,7 @@ ParamSpec spec(std::int64_t rows, std::int64_t row_numel, bool trainable = true)
   return param;
 }
 
-// Two parameters of 4 rows a rank, 16 and 32 bytes a row: 64 and 128 bytes of each rank.
+// Two parameters with 4 rows on each rank, of 16 and 32 bytes: 64 and 128 bytes on each rank.
 UnitLayout two_parameters(int ranks, DType wire = DType::Float32) {
   std::vector<ParamSpec> params = {spec(4 * ranks, 4), spec(4 * ranks, 8)};
   for (ParamSpec& param : params) {
@@ -33,7 +33,7 @@ BucketUse bucket(std::size_t slot, bool reshards = true) {
   return use;
 }
 
-TEST(MemoryPlan, StagingIsWhatATransportPacks) {
+TEST(MemoryPlan, StagingHasRoomForWhatATransportPacks) {
   const UnitLayout layout = two_parameters(8);
   EXPECT_EQ(buffers_of(layout, GatherBy::Packing, 0).staging, 8 * 192U);
   EXPECT_EQ(buffers_of(layout, GatherBy::Parameter, 0).staging, 0U);
@@ -47,9 +47,9 @@ TEST(MemoryPlan, StagingIsWhatATransportPacks) {
   EXPECT_EQ(buffers.reduce_messages, 1U);
 }
 
-TEST(MemoryPlan, ACastOfSeveralRanksHasAnInput) {
+TEST(MemoryPlan, ACastOnSeveralRanksNeedsAGatherInput) {
   EXPECT_EQ(buffers_of(two_parameters(8, DType::BFloat16), GatherBy::Packing, 0).gather_input, 96U);
-  // One rank casts into its slot, and needs none without a cast.
+  // One rank casts into its slot. Without a cast it needs no slot.
   const BucketBuffers cast = buffers_of(two_parameters(1, DType::BFloat16), GatherBy::Packing, 0);
   EXPECT_EQ(cast.gather_input, 0U);
   EXPECT_EQ(cast.slot, 512U);
@@ -58,8 +58,8 @@ TEST(MemoryPlan, ACastOfSeveralRanksHasAnInput) {
   EXPECT_EQ(alone.staging, 0U);
 }
 
-TEST(MemoryPlan, PiecesTakeTwoMessages) {
-  // Of 8 ranks, 512 and 1,024 bytes: a message each, or rows of them.
+TEST(MemoryPlan, PiecesNeedTwoHalves) {
+  // 512 and 1,024 bytes of 8 ranks: one message for each parameter, or for some of its rows.
   const UnitLayout layout = two_parameters(8);
   const BucketBuffers whole_parameters = buffers_of(layout, GatherBy::Packing, 1024);
   EXPECT_EQ(whole_parameters.gather_messages, 2U);
@@ -72,7 +72,7 @@ TEST(MemoryPlan, PiecesTakeTwoMessages) {
   EXPECT_EQ(rows.reduce_output, 192U);
 }
 
-TEST(MemoryPlan, OneRankSendsNothingThatCouldBeCut) {
+TEST(MemoryPlan, OneRankHasNoMessagesToCut) {
   EXPECT_EQ(gather_parts(two_parameters(1), 16).size(), 1U);
   EXPECT_EQ(reduce_parts(two_parameters(1), 16).size(), 1U);
 }
@@ -84,14 +84,14 @@ TEST(MemoryPlan, FrozenPartsAreNotReduced) {
   ASSERT_EQ(reduce_parts(some, 256).size(), 1U);
   EXPECT_EQ(some.pack_plan(reduce_parts(some, 256).front()).segment_numel, 16);
   const UnitLayout none({spec(16, 4, /*trainable=*/false)}, 4, DType::Float32, DType::Float32);
-  ASSERT_EQ(reduce_parts(none, 64).size(), 1U);  // of nothing
+  ASSERT_EQ(reduce_parts(none, 64).size(), 1U);  // without parameters
   EXPECT_EQ(buffers_of(none, GatherBy::Packing, 64).reduce_input, 0U);
 }
 
 TEST(MemoryPlan, TheRingHasSlotsOfTheLargestBucketThatReshards) {
   const std::vector<BucketUse> buckets = {bucket(4096, /*reshards=*/false), bucket(256),
                                           bucket(1024), bucket(0)};
-  EXPECT_EQ(plan_gathers(buckets, 5).slots, 2);  // more would stay empty
+  EXPECT_EQ(plan_gathers(buckets, 5).slots, 2);  // a third would stay empty
   EXPECT_EQ(plan_gathers(buckets, 1).slots, 1);
   EXPECT_EQ(plan_gathers(buckets, 5).slot_bytes, 1024U);
   EXPECT_EQ(plan_gathers({bucket(512, false)}, 2).slots, 0);
@@ -99,7 +99,7 @@ TEST(MemoryPlan, TheRingHasSlotsOfTheLargestBucketThatReshards) {
   EXPECT_EQ(ring_slots(/*nesting=*/2, /*prefetch_depth=*/3, /*root_reshards=*/true), 6);
 }
 
-TEST(MemoryPlan, SharedBuffersAreThoseOfTheBucketThatNeedsMost) {
+TEST(MemoryPlan, SharedBuffersFitTheLargestBucket) {
   const UnitLayout large = two_parameters(8);
   const UnitLayout small({spec(3, 5)}, 8, DType::Float32, DType::Float32);
   const std::vector<BucketUse> uses = {{buffers_of(small, GatherBy::Packing, 0), true},
@@ -111,7 +111,7 @@ TEST(MemoryPlan, SharedBuffersAreThoseOfTheBucketThatNeedsMost) {
   EXPECT_EQ(reductions.output_bytes, 192U);
 }
 
-TEST(MemoryPlan, HalvesAreAlignedWhereSomeBucketIsCut) {
+TEST(MemoryPlan, HalvesAreAlignedIfABucketIsInPieces) {
   const UnitLayout odd({spec(8 * 13, 5)}, 8, DType::Float32, DType::Float32);
   const BucketUse whole{buffers_of(odd, GatherBy::Packing, 0), true};
   const BucketUse cut{buffers_of(two_parameters(8), GatherBy::Packing, 256), true};
@@ -122,16 +122,16 @@ TEST(MemoryPlan, HalvesAreAlignedWhereSomeBucketIsCut) {
   EXPECT_TRUE(plan_reductions({whole, cut}).any_in_pieces);
 }
 
-TEST(MemoryPlan, ReductionsWriteTheGradientWhereNothingIsCastOrScaled) {
+TEST(MemoryPlan, ReductionsWriteTheGradientIfNothingIsCastOrScaled) {
   EXPECT_TRUE(reduces_in_place(two_parameters(2), 1.0));
   EXPECT_FALSE(reduces_in_place(two_parameters(2), 0.5));
   EXPECT_FALSE(reduces_in_place(UnitLayout({spec(4, 4)}, 2, DType::Float32, DType::BFloat16), 1.0));
 }
 
-TEST(MemoryPlan, GradientsInFlightAreThoseOfThreeBucketsAndWhatEnclosesThem) {
+TEST(MemoryPlan, GradientsInFlightAreThoseOfThreeBucketsAndTheirParents) {
   EXPECT_EQ(gradients_in_flight({}, {}), 0U);
   EXPECT_EQ(gradients_in_flight({1, 10, 100, 1000, 10000}, {-1, -1, -1, -1, -1}), 11100U);
-  // 0 encloses all, 1 the two behind it.
+  // Bucket 0 encloses all others, bucket 1 encloses the next two.
   EXPECT_EQ(gradients_in_flight({1, 10, 100, 1000, 10000}, {-1, 0, 1, 1, 0}), 11111U);
   EXPECT_EQ(gradients_in_flight({7}, {-1}), 7U);
 }

@@ -34,13 +34,13 @@ TEST(Merging, FillsBucketsWithSiblingsInOrder) {
   EXPECT_EQ(merge_units(below_a_root(5, 0, 0), events), (Partition{{0}, {1}, {2}, {3}, {4}, {5}}));
 }
 
-TEST(Merging, TakesTheOrderThatForwardTook) {
+TEST(Merging, FollowsTheOrderOfForward) {
   const std::vector<ForwardEvent> events = {{0, true},  {3, true}, {3, false}, {1, true},
                                             {1, false}, {2, true}, {2, false}, {0, false}};
   EXPECT_EQ(merge_units(below_a_root(3, 10, 20), events), (Partition{{0}, {2}, {3, 1}}));
 }
 
-TEST(Merging, TakesAUnitWithAllThatIsNestedInItOrByItself) {
+TEST(Merging, MergesAUnitWithAllUnitsNestedInItOrLeavesItAlone) {
   // 0 (1 (2 3) 4 (5 6))
   const auto events = events_of_registration({-1, 0, 1, 1, 0, 4, 4});
   EXPECT_EQ(merge_units(below_a_root(6, 10, 30), events), (Partition{{0}, {1, 2, 3}, {4, 5, 6}}));
@@ -50,21 +50,21 @@ TEST(Merging, TakesAUnitWithAllThatIsNestedInItOrByItself) {
   EXPECT_EQ(merge_units(alike(7, 10, 70), events), (Partition{{0, 1, 2, 3, 4, 5, 6}}));
 }
 
-TEST(Merging, LeavesUnitsAloneThatRunTwiceOrNot) {
+TEST(Merging, LeavesUnitsAloneThatRunTwiceOrNever) {
   const std::vector<ForwardEvent> events = {{0, true},  {1, true}, {1, false}, {2, true},
                                             {2, false}, {1, true}, {1, false}, {3, true},
                                             {3, false}, {4, true}, {4, false}, {0, false}};
   EXPECT_EQ(merge_units(below_a_root(5, 10, 100), events), (Partition{{0}, {1}, {2}, {3, 4}, {5}}));
 }
 
-TEST(Merging, SeesAUnitOfSeveralModulesAsOneThatEnclosesWhatRunsBetween) {
+TEST(Merging, AUnitOfSeveralModulesEnclosesTheUnitsThatRunBetweenThem) {
   const std::vector<ForwardEvent> events = {{0, true},  {1, true},  {2, true},
                                             {2, false}, {1, true},  {1, false},
                                             {3, true},  {3, false}, {0, false}};
   EXPECT_EQ(merge_units(below_a_root(3, 10, 20), events), (Partition{{0}, {1, 2}, {3}}));
 }
 
-TEST(Merging, KeepsUnitsApartThatDiffer) {
+TEST(Merging, DoesNotMergeUnitsThatDiffer) {
   const auto events = events_of_registration({-1, 0, 0});
   const auto differs = [&](const std::function<void(MergeTraits&)>& change) {
     std::vector<MergeTraits> units = below_a_root(2, 10, 100);
@@ -82,14 +82,14 @@ TEST(Merging, KeepsUnitsApartThatDiffer) {
   EXPECT_TRUE(differs([](MergeTraits& unit) { unit.max_message_bytes = 64; }));
   EXPECT_TRUE(differs([](MergeTraits& unit) { unit.limit = 15; }));
   EXPECT_TRUE(differs([](MergeTraits& unit) { unit.limit = 0; }));
-  // Dtypes of gradients that there are not.
+  // Frozen units have no gradients, so their dtypes do not matter.
   EXPECT_FALSE(differs([](MergeTraits& unit) {
     unit.trainable = false;
     unit.grad_dtype = DType::BFloat16;
   }));
 }
 
-TEST(Merging, AUnitWithoutParametersIsNoObstacleAndBringsNothingTogether) {
+TEST(Merging, AUnitWithoutParametersDoesNotChangeWhoMerges) {
   std::vector<MergeTraits> units = below_a_root(3, 10, 100);
   units[1].needs_cast = units[3].needs_cast = true;
   units[2].bytes = 0;
@@ -99,7 +99,7 @@ TEST(Merging, AUnitWithoutParametersIsNoObstacleAndBringsNothingTogether) {
   EXPECT_EQ(merge_units(units, events), (Partition{{0}, {1, 2}, {3}}));
 }
 
-TEST(Merging, AFrozenUnitDoesNotBringTogetherWhatDiffers) {
+TEST(Merging, AFrozenUnitDoesNotMergeUnitsThatDiffer) {
   std::vector<MergeTraits> units = below_a_root(3, 10, 100);
   units[1].trainable = false;
   units[3].grad_dtype = DType::BFloat16;
@@ -109,7 +109,7 @@ TEST(Merging, AFrozenUnitDoesNotBringTogetherWhatDiffers) {
 
 // - Any model
 
-// A forward in random order over a random tree, in which units are left out or run twice.
+// A forward in random order over a random tree. It leaves units out or runs them twice.
 void run_at_random(int unit, const std::vector<std::vector<int>>& below, std::mt19937& random,
                    std::vector<ForwardEvent>& events) {
   events.push_back({unit, true});
@@ -158,7 +158,7 @@ TEST(Merging, GivesContiguousAndBalancedPartsOfAnyForward) {
       }
       EXPECT_LE(bytes, limit);
       EXPECT_LE(casts.size(), 1U);
-      // Its events are as many as its units make, one after the other, in the bucket's order.
+      // It has all events of its units, contiguous and in the bucket's order.
       const auto first = std::find(events.begin(), events.end(), ForwardEvent{bucket[0], true});
       std::vector<int> entered;
       for (auto event = first; event < first + 2 * static_cast<std::ptrdiff_t>(bucket.size());

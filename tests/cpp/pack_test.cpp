@@ -1,5 +1,6 @@
-// The host packer, and the bodies of the CUDA kernels run on the host, against a reference that
-// goes element by element and rounds by way of exact arithmetic in fp64 instead of bits.
+// The host packer and the bodies of the CUDA kernels, which run on the host here, give what a
+// reference gives. The reference moves one element at a time, and it rounds with exact arithmetic
+// in fp64 where they compute with bits.
 #include "pack/pack.h"
 
 #include <gtest/gtest.h>
@@ -66,7 +67,7 @@ double half_value(DType dtype, std::uint16_t bits) {
   return sign * std::ldexp(leading + mantissa, scale);
 }
 
-// `value` is one of fp32, so that all that is computed here is exact but the one nearbyint.
+// `value` is an fp32 number, so everything here is exact except for the one nearbyint.
 std::uint16_t half_bits(DType dtype, float value) {
   const HalfFormat format = half_format(dtype);
   const std::uint16_t sign = std::signbit(value) ? 0x8000 : 0;
@@ -85,8 +86,8 @@ std::uint16_t half_bits(DType dtype, float value) {
   const double magnitude = std::fabs(static_cast<double>(value));
   const int exponent =
       value == 0 ? format.min_exponent : std::max(std::ilogb(magnitude), format.min_exponent);
-  // In units of the last place. What is carried out of the mantissa increments the exponent, and
-  // out of the largest exponent that makes infinity.
+  // In units of the last place. A carry out of the mantissa increments the exponent, and a carry
+  // out of the largest exponent gives infinity.
   const auto units =
       static_cast<int>(std::nearbyint(std::ldexp(magnitude, format.mantissa_bits - exponent)));
   const int bits = units + ((exponent - format.min_exponent) << format.mantissa_bits);
@@ -127,7 +128,7 @@ void put(DType dtype, void* data, std::int64_t index, double value) {
   }
 }
 
-// The arithmetic note of pack.h, in words: widen, scale, round; widen both, add, round.
+// The arithmetic that pack.h promises: widen, scale, round; widen both, add, round.
 void reference_element(DType from, const void* source, std::int64_t source_index, DType to,
                        void* destination, std::int64_t index, double scale, bool accumulate) {
   const bool wide = from == DType::Float64 || to == DType::Float64;
@@ -176,7 +177,7 @@ T pick(std::mt19937_64& random, T low, T high) {
   return std::uniform_int_distribution<T>(low, high)(random);
 }
 
-// Everyday values, every bit pattern there is, and halfway cases of the half precisions.
+// Mixes ordinary values, random bit patterns, and values halfway between two half-precision ones.
 void fill_random(DType dtype, void* data, std::int64_t numel, std::mt19937_64& random) {
   for (std::int64_t i = 0; i < numel; ++i) {
     const std::uint64_t bits = random();
@@ -194,7 +195,8 @@ void fill_random(DType dtype, void* data, std::int64_t numel, std::mt19937_64& r
   }
 }
 
-// Bit for bit, but for which NaN: that of a product or a sum is the processor's choice.
+// Compares bit for bit, except that all NaNs are equal: the processor chooses the NaN of a product
+// or a sum.
 std::string first_difference(DType dtype, const Buffer& actual, const Buffer& expected) {
   if (actual.size() != expected.size()) {
     return "sizes differ";
@@ -260,7 +262,7 @@ class PackerTest : public ::testing::Test {
     packer_ = make_packer(kind);
   }
 
-  // Each on the calling thread.
+  // These run on the calling thread.
   void run_pack(PackPlan plan, const void* const* gradients, DType from, void* reduce_input,
                 DType to, double scale, bool accumulate) {
     packer_->prepare(plan);
@@ -314,8 +316,8 @@ struct RandomPack {
   std::vector<const void*> gradients;
 };
 
-// Chunks as torch.chunk has them and others, also of Shard(dim > 0), now and then of several tiles;
-// gaps before, between and behind them; gradients that begin anywhere.
+// Chunks as torch.chunk makes them and others, chunks of Shard(dim > 0), and some of several tiles.
+// There are gaps before, between and after them, and gradients begin at any alignment.
 RandomPack random_pack(int world_size, DType dtype, bool may_be_absent, std::mt19937_64& random,
                        bool may_be_in_parts = true) {
   RandomPack made;
@@ -341,7 +343,7 @@ RandomPack random_pack(int world_size, DType dtype, bool may_be_absent, std::mt1
     }
     made.plan.entries.push_back(entry);
     offset += entry.chunk_numel + pick(random, 0, 1) * pick(random, 0, 7);
-    // Without room behind it, so that AddressSanitizer sees what is read past the end.
+    // The gradient ends where its memory ends, so AddressSanitizer sees reads beyond it.
     const std::int64_t before = pick(random, 0, 2) == 0 ? pick(random, 0, 15) : 0;
     made.storage.emplace_back(entry.numel * itemsize(dtype));
     fill_random(dtype, made.storage.back().data(), entry.numel, random);
@@ -428,7 +430,7 @@ TEST_P(PackOnRanks, ThenUnpackGivesTheGradientsBackBitForBit) {
   }
 }
 
-// One chunk a rank, sent as two messages: see Note [parts of chunks].
+// Two messages carry one chunk of each rank, see Note [parts of chunks].
 TEST_P(PackOnRanks, TwoPartsOfEachChunkAreTheWhole) {
   const int world_size = this->world_size();
   for (const std::int64_t chunk : {3, 50, 9001}) {
@@ -485,7 +487,7 @@ TEST_P(AnyPacker, CastsEveryPairOfDtypesAsTheReferenceDoes) {
       for (const double scale : {1.0, 0.125, 1.0 / 3.0}) {
         for (const bool accumulate : {false, true}) {
           SCOPED_TRACE(describe(from, to, scale, accumulate));
-          // Three runs with gaps, of lengths that leave every remainder of a vector, unaligned.
+          // Three unaligned entries with gaps. Their lengths leave every remainder of a vector.
           for (std::int64_t numel = 0; numel < 70; ++numel) {
             const std::int64_t starts[] = {numel % 5, 80 + numel % 3, 160};
             CastPlan plan;
@@ -514,9 +516,8 @@ TEST_P(AnyPacker, CastsEveryPairOfDtypesAsTheReferenceDoes) {
   }
 }
 
-// The reference above cannot tell one NaN from another. The loops for all instruction sets can:
-// they have to give the bits of the baseline, at every alignment to a cache line and for every
-// remainder of a vector and of a block of lines.
+// The loops for every instruction set give the bits of the baseline, NaNs included, at any
+// alignment to a cache line and with any remainder of a vector or a block.
 class HostLoops : public PackerTest, public ::testing::WithParamInterface<Kind> {
  protected:
   void SetUp() override { use(GetParam()); }
@@ -629,7 +630,7 @@ TEST_P(AnyPacker, ConvertsEveryPatternOfOneHalfPrecisionToTheOther) {
 }
 
 // Each half-precision number, the middle between it and the next, and the neighbours of both in
-// fp32: every tie, the step from subnormal to normal, the step to infinity.
+// fp32. They include every tie, the step from subnormal to normal, and the step to infinity.
 TEST_P(AnyPacker, RoundsEveryTieAndItsNeighbours) {
   for (const DType half : {DType::BFloat16, DType::Float16}) {
     const int infinity = half == DType::BFloat16 ? 0x7f80 : 0x7c00;
@@ -692,8 +693,8 @@ TEST_P(AnyPacker, NaNsStayNaNs) {
   }
 }
 
-// PyTorch casts fp64 to a half precision by way of fp32: two roundings, of which the first makes
-// a tie here.
+// PyTorch casts fp64 to a half precision by way of fp32. Here the first of the two roundings makes
+// a tie.
 TEST_P(AnyPacker, RoundsDoublesToHalfPrecisionByWayOfFloat) {
   const double values[] = {1 + 0x1p-8 + 0x1p-40, 1 + 0x1p-11 + 0x1p-40};
   const Buffer bfloat16 = cast(DType::Float64, values, DType::BFloat16, 2);
@@ -702,7 +703,8 @@ TEST_P(AnyPacker, RoundsDoublesToHalfPrecisionByWayOfFloat) {
   EXPECT_EQ(load<std::uint16_t>(float16.data(), 1), 0x3c00);
 }
 
-// 256 + 1.001: the sum in fp32 would round to 258, but 1.001 is 1 in bfloat16 and 257 is a tie.
+// 256 + 1.001 would round to 258 if it were added in fp32. But 1.001 is 1 in bfloat16, and 257 is a
+// tie, which rounds to 256.
 TEST_P(AnyPacker, RoundsAnElementBeforeItIsAdded) {
   const float source = 1.001f;
   std::uint16_t sum = 0x4380;
@@ -718,7 +720,7 @@ TEST_P(AnyPacker, MultipliesByTheScaleBeforeItRounds) {
 }
 
 #if defined(__x86_64__)
-// As torch.set_flush_denormal sets it; threads inherit it.
+// torch.set_flush_denormal sets this mode, and new threads inherit it.
 TEST_P(AnyPacker, SubnormalHalvesSurviveWhereSubnormalFloatsAreFlushedToZero) {
   constexpr unsigned int kFlushToZero = 0x8000;
   constexpr unsigned int kDenormalsAreZero = 0x0040;

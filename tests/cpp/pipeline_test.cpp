@@ -108,8 +108,7 @@ TEST(Pipeline, ResultsDoNotDependOnHowLongAStreamTakes) {
     on_ranks(2, 3, [&](Rank& rank, int r) {
       rank.pipeline->gatherer().set_poison_released_slots(true);
       for (int step = 0; step < 3; ++step) {
-        Stream& stream =
-            delay_gather ? rank.pipeline->gatherer().stream() : rank.pipeline->reducer().stream();
+        Stream& stream = delay_gather ? rank.lanes.gather.stream() : rank.lanes.reduce.stream();
         rank.lanes.device->delay(stream, std::chrono::milliseconds(20));
         const std::vector<int> order = rank.in_order();
         rank.backward(order, rank.forward(order), static_cast<float>(r));

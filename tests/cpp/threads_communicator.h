@@ -16,8 +16,8 @@
 
 namespace fsdp::test {
 
-// Where the ranks of one group meet. Every collective is one meeting: all bring an address, each
-// reads what it needs of the others', and nobody leaves before all have read.
+// Where the ranks of one group meet. Every collective is one meeting: each rank publishes an address
+// and reads what it needs from the others'. No rank leaves before all have read.
 class MeetingPoint {
  public:
   MeetingPoint(int size, std::chrono::milliseconds timeout)

@@ -1,4 +1,4 @@
-"""What needs a GPU says so where there is none."""
+"""Tests of this directory are skipped where there is no GPU."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def _train(
     for step in range(STEPS):
         generator = torch.Generator(device="cuda").manual_seed(step)
         tokens = torch.randint(0, 1001, (32,), device="cuda", generator=generator)
-        if step > 0:  # there is a root from the first forward on
+        if step > 0:  # the root exists after the first forward
             model._unit.root.core.set_poison_released_slots(True)
             model._unit.root.core.delay_stream("gather" if step % 2 else "reduce", 0.005)
         loss = model(tokens).float().square().mean()

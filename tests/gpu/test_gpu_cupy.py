@@ -1,4 +1,4 @@
-"""The flat shard is CuPy's, too, without a copy."""
+"""CuPy can use the flat shard without a copy."""
 
 from __future__ import annotations
 

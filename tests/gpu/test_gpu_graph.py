@@ -1,4 +1,4 @@
-"""A whole step, forward, backward and optimizer, in one CUDA graph."""
+"""One CUDA graph can hold a whole step: forward, backward and optimizer."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _captured_step(precision: dict[str, Any]) -> None:
     assert got == expected
     for want, have in zip(eager.shards(), training.shards(), strict=True):
         assert have.equal(want)
-    # Without the graph it goes on where the graph stopped.
+    # Steps without the graph continue where the graph stopped.
     assert training.step().item() == eager.step().item()
 
 

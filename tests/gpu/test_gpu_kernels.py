@@ -1,5 +1,6 @@
-"""The CUDA kernels against kernels of CuPy, which share no code with them, and at sizes that only a
-GPU's memory has room for. Against PyTorch: tests/test_packer.py.
+"""The CUDA kernels agree with kernels of CuPy, which share no code with them.
+
+Some run at sizes that need a GPU's memory. tests/test_packer.py compares with PyTorch.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def _model() -> nn.Sequential:
 
 
 def _memory_is_fixed(world_size: int) -> None:
-    os.environ["FSDP_EXT_NCCL_REGISTER"] = "0"  # NCCL's own memory is not in torch's books
+    os.environ["FSDP_EXT_NCCL_REGISTER"] = "0"  # torch does not count NCCL's own memory
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model: Any = _model()
     for layer in model:
@@ -58,7 +58,7 @@ def _memory_is_fixed(world_size: int) -> None:
         + LAYERS * shard  # flat gradients
     )
     used = seen[19][0] - before
-    # cuBLAS takes its workspace with the first product; tables and roundings are small.
+    # cuBLAS allocates its workspace with the first product. Tables and roundings are small.
     slack = (10 * LAYERS + 20) * ROUNDING + LAYERS * 4096
     assert used >= planned - LAYERS * ROUNDING, f"{used} bytes used, {planned} planned"
     assert used - planned <= slack + _blas_workspace_bytes(), (
@@ -67,7 +67,7 @@ def _memory_is_fixed(world_size: int) -> None:
 
 
 def _blas_workspace_bytes() -> int:
-    """Return what PyTorch sets aside for cuBLAS (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
+    """Return the size of cuBLAS's workspace (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
     before = torch.cuda.memory_allocated()
     torch._C._cuda_clearCublasWorkspaces()
     return before - torch.cuda.memory_allocated()
@@ -90,7 +90,7 @@ def _too_little_memory() -> None:
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     torch.cuda.empty_cache()
-    # Room for two flat gradients of 66 MiB, and not for a slot of 32 MiB beside them.
+    # There is room for two flat gradients of 66 MiB, but not for another slot of 32 MiB.
     used = torch.cuda.memory_reserved() + (152 << 20)
     torch.cuda.set_per_process_memory_fraction(used / torch.cuda.mem_get_info()[1])
     with pytest.raises(RuntimeError, match=r"more bytes of GPU memory for buffers"):

@@ -1,4 +1,4 @@
-"""The NCCL transport by itself, and what users are told where it cannot be had."""
+"""The NCCL transport works by itself, and its errors say what to do."""
 
 from __future__ import annotations
 

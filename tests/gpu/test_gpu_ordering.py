@@ -1,4 +1,4 @@
-"""Results rest on events alone: no stream may be late enough to change them."""
+"""Results do not depend on how late a stream is, because events order all work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = 4
 
 
 def _spin(handle: int, milliseconds: float) -> None:
-    """Keep a stream busy with a kernel of CuPy, which shares nothing with what is tested."""
+    """Keep a stream busy with a kernel of CuPy, which is independent of the code under test."""
     import cupy
 
     kernel = cupy.RawKernel(

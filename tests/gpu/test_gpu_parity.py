@@ -1,7 +1,7 @@
 """Models train on a GPU, over NCCL, as they do unsharded and under FSDP2.
 
-With 2 and 4 ranks, all share one GPU and talk over sockets (`launcher._share_gpu`): that shows that
-the numbers are right and nothing else.
+With 2 and 4 ranks, all share one GPU and talk over sockets (`rank_process._share_gpu`). That shows
+that the numbers are right, but nothing about speed.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ CASES = [
 
 
 def _compare(names: list[str], direct_bytes: int) -> tuple[dict[str, str], str]:
-    """Return the failures by case, and NCCL's log; all cases in one process, which takes seconds
-    to start."""
+    """Return the failures by case, and NCCL's log. One process runs all cases, because it takes
+    seconds to start."""
     torch.backends.cudnn.deterministic = True
     fsdp_ext.sharding.param_group.DIRECT_BYTES = direct_bytes
     failures = {}
@@ -79,7 +79,7 @@ def _compare(names: list[str], direct_bytes: int) -> tuple[dict[str, str], str]:
 def test_cases_train_as_unsharded_and_fsdp2(world_size: int, direct_bytes: int) -> None:
     names = [case.fact for case in CASES]
     if world_size == 4 or (world_size == 1 and direct_bytes):
-        # The others add nothing to 2 ranks.
+        # The other cases show nothing that 2 ranks do not.
         names = [*names[:4], "bf16", "fewer_rows_than_ranks"]
     answers = run_ranks(_compare, world_size, names, direct_bytes, timeout=120.0, device="cuda")
     failures = {

@@ -1,4 +1,4 @@
-"""Profiles of a GPU: events with times, two clocks, streams of the user's own, graphs, tuning."""
+"""A profile of a GPU has the times of events, on one clock with the host."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _in_order() -> None:
     end = time.monotonic()
     assert len(prof.iterations) == 4
     for iteration in prof.iterations:
-        # By the host's clock, whose comparison with the GPU's is exact to some microseconds.
+        # By the host's clock, which is matched to the GPU's within some microseconds.
         assert start - 1e-4 <= iteration.begin <= iteration.end <= end + 1e-4
         for span in iteration.spans:
             assert span.begin <= span.end

@@ -1,4 +1,4 @@
-"""The simulated transport on a GPU: what it moves, how long it takes, and a step over it."""
+"""The simulated transport on a GPU moves bytes for the time of its link, also in a step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _lanes(link: Link, multiprocessors: int) -> Any:
     return lanes_of(dist.group.WORLD, DEVICE, transport)
 
 
-# Not a multiple of 16 bytes, too: another kind of word moves then.
+# Also sizes that are no multiple of 16 bytes: other words are moved then.
 def _moves(multiprocessors: int, numel: int) -> None:
     lanes = _lanes(Link("fast", alpha=0.0, beta=1e15), multiprocessors)
     part = torch.randn(numel, device=DEVICE)
@@ -66,7 +66,7 @@ def _lasts(multiprocessors: int) -> float:
 @pytest.mark.parametrize("multiprocessors", [0, 16])
 def test_a_collective_takes_at_least_its_time(multiprocessors: int) -> None:
     (milliseconds,) = run_ranks(_lasts, 1, multiprocessors, timeout=80.0, device="cuda")
-    assert milliseconds >= 4.9  # the GPU's timer and its events are not one clock
+    assert milliseconds >= 4.9  # the GPU's timer and its events use different clocks
 
 
 def _train() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Where tests can run: the host always, and a GPU if the build and the machine have one."""
+"""The devices for tests: the host, and a GPU if the build and the machine have one."""
 
 from __future__ import annotations
 

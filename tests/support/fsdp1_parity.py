@@ -1,6 +1,6 @@
-"""What the tests of `FullyShardedDataParallel` share: training under it and under FSDP1, compared.
+"""Training under `FullyShardedDataParallel` and under FSDP1, compared.
 
-Two ranks, on which both compute the same bits: a sum of two commutes.
+On two ranks both compute the same bits, because a sum of two commutes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def batch(model: Subject, step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def run(wrapped: nn.Module, model: Subject, step: int) -> Tensor:
-    """Loss of one step on this rank's own batch."""
+    """Return the loss of one step on this rank's own batch."""
     args, kwargs = batch(model, step)
     return model.loss(wrapped(*args, **kwargs))
 
@@ -54,7 +54,7 @@ def whole(tensor: Tensor | None) -> Tensor | None:
 
 
 def state(wrapped: nn.Module) -> Values:
-    """Whole parameters by name, and their gradients as 'name.grad'."""
+    """Return whole parameters by name, and their gradients as 'name.grad'."""
     found: Values = {}
     summoned = isinstance(wrapped, TorchFSDP)
     with TorchFSDP.summon_full_params(wrapped, with_grads=True) if summoned else nullcontext():
@@ -81,7 +81,7 @@ def assert_equal(got: Mapping[str, Tensor | None], want: Mapping[str, Tensor | N
 def train(
     wrapped: nn.Module, model: Subject, steps: int = STEPS, *, average: bool = False
 ) -> Values:
-    """Train; return the losses and the state at the end, with the last step's gradients."""
+    """Train, and return the losses and the final state with the last step's gradients."""
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
     losses: Values = {}
     for step in range(steps):

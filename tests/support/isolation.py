@@ -22,6 +22,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
+from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import fsdp_ext
@@ -97,8 +98,11 @@ class ProcessState:
         torch.set_grad_enabled(True)
         torch.use_deterministic_algorithms(False)
         torch.set_rng_state(self._torch_random)
-        # Its entries have meshes, which compare equal to those of the next call's groups.
+        # Their entries have meshes, which compare equal to those of the next call's groups.
         _clear_sharding_prop_cache()
+        clear_planners = getattr(_redistribute, "clear_redistribute_planner_cache", None)
+        if clear_planners is not None:  # not in every torch
+            clear_planners()
 
 
 def _logger_state(name: str) -> tuple[int, list[logging.Handler]]:

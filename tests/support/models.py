@@ -1,8 +1,8 @@
-"""Models that the tests train: each makes its own batches and loss and names its own units.
+"""Models that the tests train. Each makes its own batches and loss and names its own units.
 
-They are small, and 10 and 14 rows make chunks of unequal size on 3 and 4 ranks. No gradient is a
-sum of more than two terms of which some come from inside a unit and some from outside: FSDP2 puts
-autograd nodes around units, which add those up in another order than the unsharded model does.
+They are small, and 10 and 14 rows make chunks of unequal size on 3 and 4 ranks. No gradient sums up
+more than two terms, some from inside a unit and some from outside: FSDP2 puts autograd nodes around
+units, which add those up in another order than the unsharded model does.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Batch = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Subject(nn.Module):
-    """A model under test; subclasses say what is special about them and nothing else."""
+    """A model under test. Subclasses define only what is special about them."""
 
     def units(self) -> list[Unit]:
-        """What is sharded below the root, innermost first."""
+        """Return what is sharded below the root, innermost first."""
         return []
 
     def batch(self, generator: torch.Generator) -> Batch:
-        """Arguments and keyword arguments of one forward."""
+        """Return the arguments and keyword arguments of one forward."""
         return (torch.randn(ROWS, DIM, generator=generator),), {}
 
     def loss(self, output: Any) -> Tensor:
-        """A scalar that every element of the output takes part in."""
+        """Return a scalar that depends on every element of the output."""
         return (output.float() - 1).square().mean()
 
 
@@ -80,7 +80,7 @@ class OneUnit(Stack):
 
 
 class BareRoot(Subject):
-    """Every parameter belongs to a unit below the root, which has none of its own."""
+    """Every parameter belongs to a unit below the root. The root has none of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,8 +128,8 @@ class BranchingUnits(Stack):
 
 
 class Attention(nn.Module):
-    """Causal self-attention. No bias: softmax does not see that of the keys, so its gradient would
-    be rounding noise, which adaptive optimizers blow up."""
+    """Causal self-attention without bias. A bias of the keys does not change softmax, so its
+    gradient would be rounding noise, which adaptive optimizers amplify."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -194,8 +194,8 @@ class Transformer(Subject):
 
 
 class FrozenBesideTrainable(Stack):
-    """Units of which the layers that run first are frozen: in backward they are read after the
-    unit's trainable gradients are complete, for the gradient that goes on to the unit before."""
+    """Units whose first layers are frozen. Backward reads them after the unit's trainable
+    gradients are complete, for the gradient of the unit before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class FrozenBesideTrainable(Stack):
 
 
 class FrozenUnit(Stack):
-    """A unit with nothing to train, between units with something."""
+    """A frozen unit between trainable ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class FrozenStart(Stack):
 
 
 class UnusedParameters(Stack):
-    """A unit of which a layer never runs, and a unit that never runs."""
+    """A unit with a layer that never runs, and a unit that never runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ class TiedBlock(nn.Module):
 
 
 class TiedInUnit(Stack):
-    """A unit of which two layers share a weight."""
+    """A unit with two layers that share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ class TiedInUnit(Stack):
 
 
 class UnitCalledTwice(Stack):
-    """A unit that runs twice in a row, and one that does with that one between."""
+    """A unit that runs twice in a row, and one that runs before and after it."""
 
     def forward(self, x: Tensor) -> Tensor:
         first, second, third = self.blocks
@@ -271,7 +271,7 @@ class FewRows(Stack):
 
 
 class EmptyParameter(Stack):
-    """A unit with a parameter without elements that takes part, and one that does not."""
+    """A unit with two empty parameters, of which one takes part in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -367,7 +367,7 @@ class Fork(nn.Module):
 
 
 class Containers(Subject):
-    """Units and a root whose outputs come in a container; `take` gets the tensors that are used."""
+    """Units and a root with containers as outputs. `take` picks the tensors that are used."""
 
     def __init__(
         self, pack: Callable[[Tensor, Tensor], Any], take: Callable[[Any], tuple[Tensor, ...]]
@@ -421,7 +421,7 @@ class Keywords(Subject):
 
 
 class TrainableInput(Stack):
-    """The batch itself requires a gradient, as when a model is part of a larger one."""
+    """The batch itself requires a gradient, as in a model that is part of a larger one."""
 
     def batch(self, generator: torch.Generator) -> Batch:
         (x,), _ = super().batch(generator)
@@ -429,7 +429,7 @@ class TrainableInput(Stack):
 
 
 class InBfloat16(Stack):
-    """Takes batches in bfloat16; its parameters are as they are made."""
+    """Takes batches in bfloat16. Its parameters keep their dtype."""
 
     def batch(self, generator: torch.Generator) -> Batch:
         (x,), _ = super().batch(generator)
@@ -437,7 +437,7 @@ class InBfloat16(Stack):
 
 
 class InFloat64(Stack):
-    """Takes batches in float64; its parameters are as they are made."""
+    """Takes batches in float64. Its parameters keep their dtype."""
 
     def batch(self, generator: torch.Generator) -> Batch:
         (x,), _ = super().batch(generator)
@@ -445,7 +445,7 @@ class InFloat64(Stack):
 
 
 class DeliberateFailure(Exception):
-    """What the failing subjects raise."""
+    """The exception of subjects that fail."""
 
 
 class _RaiseInBackward(torch.autograd.Function):
@@ -476,7 +476,7 @@ class Fragile(Stack):
 
 
 class FragileBlock(Mlp):
-    """A unit that fails in its own forward, after half of it."""
+    """A unit that fails in the middle of its own forward."""
 
     failing = False
 

@@ -1,4 +1,4 @@
-"""Random plans of the packer, and what PyTorch's own operators make of them."""
+"""Random plans of the packer, and their results by PyTorch's own operators."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def same_bits(got: Tensor, expected: Tensor) -> None:
-    """Raise unless two tensors agree bit for bit, but for which NaN."""
+    """Raise unless two tensors agree bit for bit. All NaNs are equal."""
     integers = _INTEGERS[got.element_size()]
     differ = (got.view(integers) != expected.view(integers)) & ~(got.isnan() & expected.isnan())
     if differ.any():
@@ -36,7 +36,7 @@ def random_values(numel: int, dtype: torch.dtype, generator: torch.Generator) ->
 
 
 def scaled(values: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """Return what the packer's arithmetic (csrc/pack/pack.h) is in PyTorch's operators."""
+    """Do the packer's arithmetic (csrc/pack/pack.h) in PyTorch's operators."""
     wide = torch.float64 if torch.float64 in (values.dtype, dtype) else torch.float32
     product = values.to(wide) * torch.tensor(scale, dtype=wide, device=values.device)
     if dtype in (torch.bfloat16, torch.float16):
@@ -45,7 +45,7 @@ def scaled(values: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
 
 
 def added(before: Tensor, rounded: Tensor) -> Tensor:
-    """Return the sum as `before += rounded` has it."""
+    """Return the sum that `before += rounded` gives."""
     return before + rounded
 
 
@@ -91,7 +91,7 @@ class RandomPack:
         self.segment_numel = offset
 
     def reduce_input(self, poisoned: bool) -> Tensor:
-        """Return memory to pack into: NaN, or something to add to."""
+        """Return memory to pack into: NaN, or values to add to."""
         numel = self.world_size * self.segment_numel
         if poisoned:
             return torch.full((numel,), float("nan"), dtype=self.reduce_dtype, device=self.device)
@@ -118,7 +118,7 @@ class RandomPack:
             destination[places] = added(destination[places], values) if accumulate else values
 
     def unpack_plan(self, packer: _C.Packer) -> tuple[_C.UnpackPlan, Tensor]:
-        """Return the way back, and memory for it."""
+        """Return the plan that unpacks, and memory for it."""
         size = self.reduce_dtype.itemsize
         entries, end = [], 0
         for _, chunk, offset, runs in self.entries:
@@ -128,7 +128,7 @@ class RandomPack:
         return plan, torch.full((end,), float("nan"), dtype=self.reduce_dtype, device=self.device)
 
     def regions(self, unsharded: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each gradient with its part of what was unpacked."""
+        """Yield each gradient with its part of the unpacked memory."""
         start = 0
         for (numel, chunk, _, _), gradient in zip(self.entries, self.gradients, strict=True):
             assert gradient is not None

@@ -1,10 +1,10 @@
 """One way to compare `fully_shard` with torch's own FSDP2 and with the unsharded model.
 
 A `Case` is a fact with a model and a way to train it. `check` trains it on every rank three times
-from the same start: unsharded (a replica a rank whose gradients are averaged), with FSDP2, and with
-fsdp_ext. Losses and each rank's shards of gradients and parameters are compared after every step,
-and the whole ones (`full_tensor()`) after the last, bit for bit where the arithmetic is the same,
-see `tolerance`.
+from the same start: unsharded (a replica on each rank, with averaged gradients), with FSDP2, and
+with fsdp_ext. Losses and each rank's shards of gradients and parameters are compared after every
+step, whole tensors (`full_tensor()`) after the last. They are equal bit for bit where the
+arithmetic is the same, see `tolerance`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map_only
 from support.launcher import run_ranks
 from support.models import Batch, Subject, Unit
 
-# "fsdp2" tests the tests: FSDP2 stands in for fsdp_ext, and is compared with the unsharded model.
+# "fsdp2" tests the tests: FSDP2 replaces fsdp_ext, and is compared with the unsharded model.
 SYSTEM = os.environ.get("FSDP_EXT_TEST_SYSTEM", "fsdp_ext")
 STEPS = 10
 
@@ -37,7 +37,7 @@ Record = dict[str, "Tensor | None"]
 
 
 class Tolerance(NamedTuple):
-    """Largest allowed difference: absolute + relative * |expected|; both 0 is bit for bit."""
+    """The largest allowed difference, absolute + relative * |expected|. Both 0: bit for bit."""
 
     relative: float
     absolute: float
@@ -48,7 +48,7 @@ EXACT = Tolerance(0.0, 0.0)
 DATACLASSES = (
     "torch 2.11's does not look for tensors in dataclasses" if torch.__version__ < "2.12" else None
 )
-# What ten steps make of differences in the last place, by the lowest precision on the way.
+# How much differences in the last place grow in ten steps, by the lowest precision used.
 ROUNDING = {
     torch.float64: Tolerance(1e-13, 1e-14),
     torch.float32: Tolerance(5e-6, 1e-6),
@@ -58,13 +58,13 @@ ROUNDING = {
 
 
 def tolerance(world_size: int, dtype: torch.dtype = torch.float32) -> Tolerance:
-    """How far two systems may be apart that compute the same in another order.
+    """Return how much two systems may differ that compute the same in another order.
 
-    On 1 and 2 ranks not at all: a sum of two commutes, and their scale is a power of two, so it
+    On 1 and 2 ranks they are equal: a sum of two commutes, and the scale is a power of two, so it
     does not matter whether it is applied before the sum (fsdp_ext) or after it (gloo's AVG). On 3
-    ranks it does. On 3 and 4 gloo's ring also cuts the buffer into equal segments and begins the
-    sum of each with another rank, so the padding of a layout moves a few elements to other orders
-    of summation. Both are errors of a few last places, which ten steps carry on.
+    ranks it does matter. On 3 and 4 ranks gloo's ring also cuts the buffer into equal segments and
+    begins the sum of each with another rank, so a layout's padding changes the order of summation
+    of a few elements. Both cause errors in a few last places, which grow in ten steps.
 
     Args:
         world_size: number of ranks.
@@ -77,7 +77,7 @@ def tolerance(world_size: int, dtype: torch.dtype = torch.float32) -> Tolerance:
 
 @dataclasses.dataclass(frozen=True)
 class System:
-    """What a sharding system exports."""
+    """The exports of a sharding system that tests use."""
 
     name: str
     fully_shard: Callable[..., Any]
@@ -86,12 +86,12 @@ class System:
 
 
 def device() -> torch.device:
-    """What this rank trains on."""
+    """Return the device that this rank trains on."""
     return torch.device(os.environ.get("FSDP_EXT_TEST_DEVICE", "cpu"))
 
 
 def load_system(name: str) -> System:
-    """The system called `name`: "fsdp_ext" or "fsdp2"."""
+    """Return the system called `name`: "fsdp_ext" or "fsdp2"."""
     module = {"fsdp_ext": "fsdp_ext", "fsdp2": "torch.distributed.fsdp"}[name]
     api = importlib.import_module(module)
     return System(name, api.fully_shard, api.FSDPModule, api.MixedPrecisionPolicy)
@@ -102,7 +102,7 @@ def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 
 def gentle_sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """For a subject that `sgd` makes unstable: there a rounding error triples with each step."""
+    """For a subject that `sgd` makes unstable: its rounding errors triple with each step."""
     return torch.optim.SGD(parameters, lr=0.005)
 
 
@@ -111,16 +111,16 @@ def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 
 class Run:
-    """One system training one case's model on this rank; subclasses are the systems."""
+    """One system that trains one case's model on this rank. Each system has a subclass."""
 
     sharded: bool
-    under_test = False  # whether this is not a run to compare with
+    under_test = False  # False for a run to compare with
 
     def __init__(self, case: Case) -> None:
         self.case = case
         torch.manual_seed(0)  # the same start for every system and rank
         self.model = case.subject()
-        if device().type != "cpu":  # there some are on meta
+        if device().type != "cpu":  # on the CPU some are on meta
             self.model.to(device())
         if case.before_sharding:
             case.before_sharding(self)
@@ -135,9 +135,9 @@ class Run:
         self.renew_optimizer()
 
     def renew_optimizer(self) -> None:
-        """Makes the optimizer of the model's parameters, which are sharded now."""
-        # Kept because the model has its unsharded parameters instead after a forward of which no
-        # backward came, as FSDP2 documents it.
+        """Make the optimizer of the model's parameters, which are sharded now."""
+        # Kept because after a forward without a backward the model has its unsharded parameters
+        # instead, as FSDP2 documents.
         self.parameters = dict(self.model.named_parameters())
         trainable = (p for p in self.parameters.values() if p.requires_grad)
         self.optimizer = self.case.optimizer(trainable)
@@ -150,7 +150,7 @@ class Run:
         raise NotImplementedError
 
     def batch(self, step: int, micro_batch: int = 0) -> Batch:
-        """This rank's own batch, another one for each step and micro-batch."""
+        """Return this rank's own batch, another one for each step and micro-batch."""
         seed = (step * 100 + micro_batch) * 100 + dist.get_rank()
         batch = self.model.batch(torch.Generator().manual_seed(seed))
         return tree_map_only(Tensor, lambda t: t.to(device()), batch)
@@ -166,19 +166,19 @@ class Run:
         raise NotImplementedError
 
     def reshard(self) -> None:
-        """Leaves no parameter unsharded."""
+        """Reshard all parameters."""
 
     def recover(self) -> None:
-        """What the system asks of its user after an exception, beside `zero_grad`."""
+        """Do what the system asks of its user after an exception, besides `zero_grad`."""
 
     def recorded(
         self, values: Iterable[Tensor] = (), copy: Callable[[Tensor], Tensor] | None = None
     ) -> Record:
-        """The values, and all gradients and parameters by name.
+        """Return the values, and all gradients and parameters by name.
 
         Args:
-            values: what else is compared.
-            copy: what is recorded of a gradient or parameter; None: this rank's shard.
+            values: more tensors to compare.
+            copy: makes the copy of a gradient or parameter. None: of this rank's shard.
         """
         record: Record = {f"value {i}": whole(value) for i, value in enumerate(values)}
         for name, parameter in self.parameters.items():
@@ -193,7 +193,7 @@ StepFunction = Callable[[Run, int], "tuple[Tensor, ...]"]
 
 
 def train_step(run: Run, step: int) -> tuple[Tensor, ...]:
-    """The usual step: zero, forward, backward, optimizer."""
+    """Run the usual step: zero, forward, backward, optimizer."""
     run.optimizer.zero_grad()
     loss = run.loss(step)
     run.backward(loss)
@@ -203,23 +203,23 @@ def train_step(run: Run, step: int) -> tuple[Tensor, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A fact: this model, sharded and trained like this, comes out as it does unsharded.
+    """A fact: this model, sharded and trained like this, ends up as it does unsharded.
 
     Attributes:
         fact: what holds, the name of the test.
-        subject: makes the model; like all functions here, one that pickle finds by name.
+        subject: makes the model. Pickle has to find this and all functions here by name.
         worlds: numbers of ranks.
-        step: one training step; returns what is compared beside gradients and parameters.
+        step: one training step. It returns what is compared besides gradients and parameters.
         optimizer: makes the optimizer of the parameters that require gradients.
         options: more arguments of each `fully_shard` call.
         root_options: arguments of the root's call alone.
         precision: fields of the `MixedPrecisionPolicy` of every unit.
         ignored_params: names of parameters that are not sharded.
-        before_sharding, after_sharding: what is done to the model before and after, the latter
-            before the optimizer is made.
+        before_sharding, after_sharding: change the model before and after. Both run before the
+            optimizer is made.
         fsdp2: how close FSDP2 is on 1 and 2 ranks.
-        unsharded: how close the unsharded model is there; None: nothing to compare with.
-        fsdp2_fails: why FSDP2 cannot do this, then only the unsharded model is compared with.
+        unsharded: how close the unsharded model is there. None: it is not compared.
+        fsdp2_fails: why FSDP2 cannot do this. Then only the unsharded model is compared.
     """
 
     fact: str
@@ -282,14 +282,14 @@ class Sharded(Run):
 
 
 class Unsharded(Run):
-    """A replica on each rank, whose gradients are averaged over the ranks by the same collective,
-    and whose mixed precision is a cast of the parameters that autograd sees."""
+    """A replica on each rank. Its gradients are averaged over the ranks by the same collective, and
+    its mixed precision is a cast of the parameters, recorded by autograd."""
 
     sharded = False
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
-        # What backwards without sync have left to average.
+        # The gradients of backwards without sync, not averaged yet.
         self._unreduced: dict[nn.Parameter, Tensor] = {}
 
     def shard(self) -> None:
@@ -322,7 +322,7 @@ class Unsharded(Run):
             p.grad = averaged if p.grad is None else p.grad + averaged
 
     def _average(self, gradients: list[Tensor]) -> list[Tensor]:
-        """The averages over ranks, by one reduction of all: what costs time in gloo is calls."""
+        """Return the averages over ranks, by one reduction, because gloo's calls are slow."""
         if dist.get_world_size() == 1 or not gradients:
             return [g.to(self._reduce_dtype(g)).to(g.dtype) for g in gradients]
         ranks = dist.get_world_size()
@@ -336,7 +336,7 @@ class Unsharded(Run):
             padded.append(chunks.view(ranks, -1) if chunks.numel() else chunks.view(ranks, 0))
         whole = torch.cat(padded, dim=1)  # row r is for rank r
         mine = whole.new_empty(whole.shape[1])
-        scale_first = whole.dtype == torch.float16  # as FSDP2 does, or the sum could overflow
+        scale_first = whole.dtype == torch.float16  # as FSDP2 does, because the sum could overflow
         operation = dist.ReduceOp.SUM if scale_first else dist.ReduceOp.AVG
         if scale_first:
             whole /= ranks
@@ -350,19 +350,19 @@ class Unsharded(Run):
 
     def _reduce_dtype(self, gradient: Tensor) -> torch.dtype:
         reduce_dtype: torch.dtype | None = self.case.precision.get("reduce_dtype")
-        if torch.__version__ < "2.15":  # since then unset stands for the dtype of the parameters
+        if torch.__version__ < "2.15":  # since 2.15 None stands for the dtype of the parameters
             reduce_dtype = reduce_dtype or self.case.precision.get("param_dtype")
         return reduce_dtype or gradient.dtype
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A copy of the whole tensor, gathered from all ranks when it is sharded."""
+    """Return a copy of the whole tensor, gathered from all ranks if it is sharded."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def shard(tensor: Tensor) -> Tensor:
-    """A copy of this rank's chunk of rows, of a DTensor or of a whole tensor."""
+    """Return a copy of this rank's chunk of rows, of a DTensor or of a whole tensor."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         assert tensor.placements == (Shard(0),), f"{tensor.placements}"
@@ -379,7 +379,7 @@ def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
 
 
 def difference(expected: Record, got: Record, allowed: Tolerance) -> list[str]:
-    """One line for each tensor of `got` that is not as `expected`."""
+    """Return one line for each tensor of `got` that differs from `expected`."""
     lines = [f"{name}: only one of them has it" for name in expected.keys() ^ got.keys()]
     for name in expected.keys() & got.keys():
         want, have = expected[name], got[name]
@@ -412,14 +412,14 @@ def _close(want: Tensor, have: Tensor, allowed: Tolerance) -> bool:
 
 
 def assert_same(who: str, expected: Record, got: Record, allowed: Tolerance = EXACT) -> None:
-    """Raises with what differs between two records."""
+    """Raise if two records differ, and list the differences."""
     lines = difference(expected, got, allowed)
     if lines:
         raise AssertionError("\n".join([f"{who} (tolerance {allowed.relative:g}):", *lines]))
 
 
 def trained(run: Run, steps: int = STEPS) -> list[Record]:
-    """Trains for some steps; what is to be compared after each, and in full after the last."""
+    """Train, and return a record after each step, and one of whole tensors at the end."""
     history = [run.recorded(run.case.step(run, step)) for step in range(steps)]
     run.reshard()
     assert dict(run.model.named_parameters()) == run.parameters
@@ -434,14 +434,14 @@ def assert_same_history(
 
 
 def compare_on_rank(case: Case, system_name: str) -> None:
-    """Trains a case in all three ways on this rank and compares them."""
-    # torch deprecates names that its own FSDP2, and torch 2.11 alone, still go by.
+    """Train a case in all three ways on this rank and compare them."""
+    # torch deprecates names that its own FSDP2 still uses, and that torch 2.11 needs.
     warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)
     system = load_system(system_name)
     run = Sharded(system, case)
     run.under_test = True
     got = trained(run)
-    # All of them before any is compared: a rank that finds a difference leaves its peers alone.
+    # Train all before comparing any: a rank that finds a difference leaves its peers alone.
     references: list[tuple[str, list[Record], Tolerance]] = []
     if case.fsdp2_fails is None:
         expected = trained(Sharded(load_system("fsdp2"), case))
@@ -455,7 +455,7 @@ def compare_on_rank(case: Case, system_name: str) -> None:
 
 
 def lowest_precision(run: Run) -> torch.dtype:
-    """Of what gradients are computed and summed in."""
+    """Return the lowest precision that gradients are computed or summed in."""
     policy = run.case.precision
     dtypes = {policy[name] for name in ("param_dtype", "reduce_dtype") if name in policy}
     if "param_dtype" not in policy:
@@ -464,14 +464,14 @@ def lowest_precision(run: Run) -> torch.dtype:
 
 
 def assert_learning(history: list[Record]) -> None:
-    """Guards against comparisons of nothing: gradients arrive, and all numbers are finite."""
+    """Check that there is something to compare: nonzero gradients, and only finite numbers."""
     tensors = [(name, t) for record in history for name, t in record.items() if t is not None]
     assert all(bool(t.isfinite().all()) for _, t in tensors)
     assert any(bool(t.any()) for name, t in tensors if name.startswith("gradient of "))
 
 
 def check(case: Case, world_size: int) -> None:
-    """Runs a case on `world_size` ranks of the host."""
+    """Run a case on `world_size` ranks of the host."""
     __tracebackhide__ = True
     if SYSTEM == "fsdp2" and case.fsdp2_fails:
         pytest.skip(f"FSDP2 fails: {case.fsdp2_fails}")
@@ -479,11 +479,19 @@ def check(case: Case, world_size: int) -> None:
 
 
 def each(cases: Iterable[Case]) -> pytest.MarkDecorator:
-    """Parametrizes a test over cases and their numbers of ranks, named by the facts."""
+    """Parametrize a test over cases and their numbers of ranks, named by the facts.
+
+    Cases on more than two ranks are exhaustive.
+    """
     return pytest.mark.parametrize(
         ("case", "world_size"),
         [
-            pytest.param(case, world, id=f"{case.fact}-{world} rank{'s' if world > 1 else ''}")
+            pytest.param(
+                case,
+                world,
+                id=f"{case.fact}-{world} rank{'s' if world > 1 else ''}",
+                marks=[pytest.mark.exhaustive] if world > 2 else [],
+            )
             for case in cases
             for world in case.worlds
         ],

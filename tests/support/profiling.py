@@ -19,7 +19,7 @@ UNIT = WIDTH * WIDTH * 4  # bytes
 
 
 class Pause(nn.Module):
-    """Sleeps in forward and in backward, which leaves the cores to others."""
+    """A layer that sleeps in forward and in backward, which leaves the cores to others."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
