@@ -415,7 +415,7 @@ def test_several_backwards_reduce_a_bucket_once_each() -> None:
 
 def _defaults() -> None:
     model = make(None)
-    with pytest.raises(RuntimeError, match="expects a model that has run forward"):
+    with pytest.raises(RuntimeError, match="needs a model that has run forward"):
         describe_buckets(model)
     with pytest.raises(TypeError, match="fully_shard was applied to but got Linear"):
         describe_buckets(nn.Linear(2, 2))
