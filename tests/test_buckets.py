@@ -415,7 +415,7 @@ def test_several_backwards_reduce_a_bucket_once_each() -> None:
 
 def _defaults() -> None:
     model = make(None)
-    with pytest.raises(RuntimeError, match="expects a model that has run forward"):
+    with pytest.raises(RuntimeError, match="needs a model that has run forward"):
         describe_buckets(model)
     with pytest.raises(TypeError, match="fully_shard was applied to but got Linear"):
         describe_buckets(nn.Linear(2, 2))
@@ -544,7 +544,7 @@ def test_one_huge_parameter_travels_by_rows(ranks: int, half: bool) -> None:
 
 
 def _refused(name: str, value: Any) -> str:
-    with pytest.raises(ValueError, match=f"{name} expects a number of bytes") as caught:
+    with pytest.raises(ValueError, match=f"{name} is .* number of bytes") as caught:
         fully_shard(nn.Linear(2, 2), **{name: value})
     return str(caught.value)
 
@@ -553,13 +553,12 @@ def _refused(name: str, value: Any) -> str:
 @pytest.mark.parametrize("name", ["bucket_bytes", "max_message_bytes"])
 def test_a_size_that_is_none_is_refused(name: str, value: Any) -> None:
     (message,) = run_ranks(_refused, 1, name, value)
-    advice = "0 sends each unit by itself" if name == "bucket_bytes" else "leave it out"
-    assert f"but got {value!r}; {advice}" in message
+    assert f"{name} is {value!r}. Pass a " in message
 
 
 def _too_small() -> None:
     model = fully_shard(nn.Linear(100, 10), max_message_bytes=799)
-    with pytest.raises(ValueError, match=r"row of parameter 'weight' .* 800 bytes, but got 799"):
+    with pytest.raises(ValueError, match=r"=799 is less than one row of parameter 'weight' .* 800 bytes"):
         model(torch.ones(1, 100))
 
 
