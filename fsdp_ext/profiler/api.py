@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +16,7 @@ from weakref import WeakSet
 from torch import nn
 
 from fsdp_ext._util.files import write_text
-from fsdp_ext.profiler.causes import Exposure
+from fsdp_ext.profiler.causes import Exposure, Lateness
 from fsdp_ext.profiler.merge import collect, compare_clocks, lateness
 from fsdp_ext.profiler.picture import draw
 from fsdp_ext.profiler.recording import Iteration, read_iterations
@@ -179,6 +179,14 @@ class profile:
     def lost(self) -> int:
         """How many older steps were dropped."""
         return self._recording.lost
+
+    @property
+    def late(self) -> Mapping[tuple[int, int], Lateness]:
+        """The slowest rank of each collective, by iteration number and place among its spans.
+
+        It is empty until ranks are merged.
+        """
+        return self._recording.late
 
     def merge(self, timelines: bool = True) -> profile:
         """Find the slowest rank of each collective. All ranks of the mesh call this.

@@ -33,7 +33,7 @@ _LABELS = {
     "gather": "all-gather",
     "reduce": "reduce-scatter",
     "cast": "cast, unpack",
-    "pack": "pack, hand over",
+    "pack": "pack, write gradients",
     "wait (gather)": "waiting (exposed)",
 }
 _ROWS = ("compute", "gather", "reduce")
