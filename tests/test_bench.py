@@ -61,14 +61,14 @@ def _run(name: str, json_file: Path, *options: str) -> tuple[str, list[dict[str,
 # - What each measures
 
 
-def test_packing_beside_torchs_operators(tmp_path: Path) -> None:
+def test_packing_counts_no_wrong_element(tmp_path: Path) -> None:
     printed, rows = _run("pack", tmp_path / "pack.json")
     assert "#wrong" in printed
     assert {row["operation"].split()[0] for row in rows} == {"pack", "unpack", "cast"}
     assert all(row["wrong"] == 0 and row["of_copy"] > 0 for row in rows)
 
 
-def test_a_step_of_each_system(tmp_path: Path) -> None:
+def test_all_systems_reach_the_same_loss(tmp_path: Path) -> None:
     _, rows = _run("step", tmp_path / "step.json")
     assert [row["system"] for row in rows] == ["unsharded", "ours", "FSDP2", "FSDP1"]
     assert not [row["error"] for row in rows if "error" in row]
@@ -76,7 +76,7 @@ def test_a_step_of_each_system(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_step_of_each_system_on_two_ranks(tmp_path: Path) -> None:
+def test_all_systems_reach_the_same_loss_on_two_ranks(tmp_path: Path) -> None:
     _, rows = _run("step", tmp_path / "step.json", "--ranks", "2")
     kept = {"ours, kept gathered", "FSDP2, kept gathered"}
     names = {"unsharded", "ours", "ours over gloo", "FSDP2", "FSDP2, defaults", "FSDP1", "DDP"}
@@ -196,7 +196,7 @@ def test_the_legend_says_who_waits_on_the_host_and_who_has_how_many_links() -> N
 
 
 @pytest.mark.exhaustive
-def test_the_overlap_of_a_sweep_that_is_asked_for(tmp_path: Path) -> None:
+def test_a_sweep_has_a_row_for_each_setting(tmp_path: Path) -> None:
     options = ("--sweep", "bucket", "--world-size", "8")
     _, rows = _run("overlap", tmp_path / "overlap.json", *options)
     assert {(row["sweep"], row["simulated_ranks"], row["ratio"]) for row in rows} == {
@@ -225,7 +225,7 @@ def test_an_overlap_that_latencies_rule_out_is_a_row_with_its_error(tmp_path: Pa
 
 
 @pytest.mark.exhaustive
-def test_buckets_beside_the_cost_model(tmp_path: Path) -> None:
+def test_buckets_take_at_least_what_the_cost_model_says(tmp_path: Path) -> None:
     printed, rows = _run("buckets", tmp_path / "buckets.json")
     assert "64 ranks (simulated)" in printed
     stacks = [row for row in rows if "shape" in row]
@@ -242,7 +242,7 @@ def test_buckets_beside_the_cost_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_what_tune_chooses_beside_a_sweep(tmp_path: Path) -> None:
+def test_the_choice_of_tune_is_compared_with_a_sweep(tmp_path: Path) -> None:
     printed, (row,) = _run("tune", tmp_path / "tune.json")
     assert row["transport"] == "simulated"
     # All times and ratios are of a simulated link. Their names say so.
@@ -265,7 +265,7 @@ def test_what_tune_chooses_beside_a_sweep(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_predictions_of_steps_over_both_transports(tmp_path: Path) -> None:
+def test_steps_are_predicted_for_both_transports(tmp_path: Path) -> None:
     printed, rows = _run("predict", tmp_path / "predict.json")
     names = [row["model"] for row in rows if row["transport"] == "shared_memory"]
     assert [row["model"] for row in rows] == 2 * names
@@ -317,7 +317,7 @@ def test_predict_says_how_far_it_is_from_its_bound(offs: list[float], said: str)
 
 
 @pytest.mark.exhaustive
-def test_collectives_beside_gloo(tmp_path: Path) -> None:
+def test_collectives_count_no_wrong_element(tmp_path: Path) -> None:
     _, rows = _run("collectives", tmp_path / "collectives.json")
     assert {row["operation"] for row in rows} == {"all_gather", "reduce_scatter"}
     systems = {"ours (shared_memory)", "ours, other inputs", "torch gloo"}
@@ -327,7 +327,7 @@ def test_collectives_beside_gloo(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_the_memory_of_each_system(tmp_path: Path) -> None:
+def test_memory_is_measured_for_each_system(tmp_path: Path) -> None:
     printed, rows = _run("memory", tmp_path / "memory.json")
     assert [row["system"] for row in rows] == ["ours", "FSDP2", "FSDP2, defaults", "FSDP1"]
     for row in rows:
@@ -386,7 +386,7 @@ def test_a_mistake_is_refused_in_a_sentence_before_anything_is_measured(
     assert result.stdout == ""
 
 
-def test_a_gpu_that_is_not_there_is_said() -> None:
+def test_a_missing_gpu_is_an_error() -> None:
     result = _bench("pack", "--device", "cuda", environment={"CUDA_VISIBLE_DEVICES": ""})
     assert result.returncode == 2
     assert "--device cuda needs a GPU and torch finds none" in result.stderr
