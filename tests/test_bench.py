@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.matrix import exhaustive
 from torch.distributed.fsdp import FSDPModule
 
 from bench import overlap, predict, step, tune
@@ -60,21 +61,22 @@ def _run(name: str, json_file: Path, *options: str) -> tuple[str, list[dict[str,
 # - What each measures
 
 
-def test_packing_beside_torchs_operators(tmp_path: Path) -> None:
+def test_packing_counts_no_wrong_element(tmp_path: Path) -> None:
     printed, rows = _run("pack", tmp_path / "pack.json")
     assert "#wrong" in printed
     assert {row["operation"].split()[0] for row in rows} == {"pack", "unpack", "cast"}
     assert all(row["wrong"] == 0 and row["of_copy"] > 0 for row in rows)
 
 
-def test_a_step_of_each_system(tmp_path: Path) -> None:
+def test_all_systems_reach_the_same_loss(tmp_path: Path) -> None:
     _, rows = _run("step", tmp_path / "step.json")
     assert [row["system"] for row in rows] == ["unsharded", "ours", "FSDP2", "FSDP1"]
     assert not [row["error"] for row in rows if "error" in row]
     assert len({round(row["loss"], 5) for row in rows}) == 1
 
 
-def test_a_step_of_each_system_on_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.exhaustive
+def test_all_systems_reach_the_same_loss_on_two_ranks(tmp_path: Path) -> None:
     _, rows = _run("step", tmp_path / "step.json", "--ranks", "2")
     kept = {"ours, kept gathered", "FSDP2, kept gathered"}
     names = {"unsharded", "ours", "ours over gloo", "FSDP2", "FSDP2, defaults", "FSDP1", "DDP"}
@@ -154,6 +156,7 @@ LEDGER_OF_OVERLAP = REAL_OF_LEDGER | {
 }
 
 
+@pytest.mark.exhaustive
 def test_every_figure_of_the_simulated_overlap_says_so(tmp_path: Path) -> None:
     picture = tmp_path / "overlap.png"
     printed, rows = _run("overlap", tmp_path / "overlap.json", "--plot", str(picture))
@@ -192,7 +195,8 @@ def test_the_legend_says_who_waits_on_the_host_and_who_has_how_many_links() -> N
     ]
 
 
-def test_the_overlap_of_a_sweep_that_is_asked_for(tmp_path: Path) -> None:
+@pytest.mark.exhaustive
+def test_a_sweep_has_a_row_for_each_setting(tmp_path: Path) -> None:
     options = ("--sweep", "bucket", "--world-size", "8")
     _, rows = _run("overlap", tmp_path / "overlap.json", *options)
     assert {(row["sweep"], row["simulated_ranks"], row["ratio"]) for row in rows} == {
@@ -207,6 +211,7 @@ def test_the_overlap_of_a_sweep_that_is_asked_for(tmp_path: Path) -> None:
         assert row["collectives"] == 3 * row["buckets"] - 2
 
 
+@pytest.mark.exhaustive
 def test_an_overlap_that_latencies_rule_out_is_a_row_with_its_error(tmp_path: Path) -> None:
     json_file = tmp_path / "overlap.json"
     options = ("--quick", "--device", "cpu", "--sweep", "ratio", "--ratio", "1e6")
@@ -219,7 +224,8 @@ def test_an_overlap_that_latencies_rule_out_is_a_row_with_its_error(tmp_path: Pa
     assert row["error"].endswith("give a smaller --ratio")
 
 
-def test_buckets_beside_the_cost_model(tmp_path: Path) -> None:
+@pytest.mark.exhaustive
+def test_buckets_take_at_least_what_the_cost_model_says(tmp_path: Path) -> None:
     printed, rows = _run("buckets", tmp_path / "buckets.json")
     assert "64 ranks (simulated)" in printed
     stacks = [row for row in rows if "shape" in row]
@@ -235,7 +241,8 @@ def test_buckets_beside_the_cost_model(tmp_path: Path) -> None:
     assert cut["buffers_mb"] < whole["buffers_mb"]
 
 
-def test_what_tune_chooses_beside_a_sweep(tmp_path: Path) -> None:
+@pytest.mark.exhaustive
+def test_the_choice_of_tune_is_compared_with_a_sweep(tmp_path: Path) -> None:
     printed, (row,) = _run("tune", tmp_path / "tune.json")
     assert row["transport"] == "simulated"
     # All times and ratios are of a simulated link. Their names say so.
@@ -257,7 +264,8 @@ def test_what_tune_chooses_beside_a_sweep(tmp_path: Path) -> None:
     assert f"{int(ratio <= 1.03)} of 1 within 3% of the best (simulated)" in printed
 
 
-def test_predictions_of_steps_over_both_transports(tmp_path: Path) -> None:
+@pytest.mark.exhaustive
+def test_steps_are_predicted_for_both_transports(tmp_path: Path) -> None:
     printed, rows = _run("predict", tmp_path / "predict.json")
     names = [row["model"] for row in rows if row["transport"] == "shared_memory"]
     assert [row["model"] for row in rows] == 2 * names
@@ -308,7 +316,8 @@ def test_predict_says_how_far_it_is_from_its_bound(offs: list[float], said: str)
     assert predict.within(rows) == f"{said}percentage points {where}"
 
 
-def test_collectives_beside_gloo(tmp_path: Path) -> None:
+@pytest.mark.exhaustive
+def test_collectives_count_no_wrong_element(tmp_path: Path) -> None:
     _, rows = _run("collectives", tmp_path / "collectives.json")
     assert {row["operation"] for row in rows} == {"all_gather", "reduce_scatter"}
     systems = {"ours (shared_memory)", "ours, other inputs", "torch gloo"}
@@ -317,7 +326,8 @@ def test_collectives_beside_gloo(tmp_path: Path) -> None:
     assert all(row["ranks"] == 2 and row["of_memcpy"] > 0 for row in rows)
 
 
-def test_the_memory_of_each_system(tmp_path: Path) -> None:
+@pytest.mark.exhaustive
+def test_memory_is_measured_for_each_system(tmp_path: Path) -> None:
     printed, rows = _run("memory", tmp_path / "memory.json")
     assert [row["system"] for row in rows] == ["ours", "FSDP2", "FSDP2, defaults", "FSDP1"]
     for row in rows:
@@ -347,25 +357,28 @@ def test_without_a_name_it_lists_what_there_is() -> None:
     assert all(listed[name].rstrip().endswith("?") for name in NAMES)  # each is a question
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["nothing"], "there is no benchmark 'nothing'; choose one of buckets, collectives, "),
-        (["bench/pack.py"], "there is no benchmark 'bench/pack.py'; choose one of "),
-        (["pack", "--slow"], "unrecognized arguments: --slow"),
-        (["overlap", "--world-size", "0"], "--world-size: needs at least 1 and got 0"),
-        (["step", "--ranks", "none"], "--ranks: invalid integer value: 'none'"),
-        (["buckets", "--device", "cuda"], "invalid choice: 'cuda'"),
-        (["pack", "--json", "/nowhere/at/all.json"], "and there is no /nowhere/at; make it first"),
-        (["pack", "--json", "/tmp"], "needs a file and got the directory /tmp"),
-        (["pack", "--plot", "/nowhere/picture.png"], "and there is no /nowhere; make it first"),
-        (["pack", "--plot", "picture"], "needs a name that ends in one of .png, .pdf, .svg"),
-        (["all", "--json", "/nowhere"], "--json needs a directory and got /nowhere"),
-    ],
-)
-def test_what_is_wrong_is_said_in_a_sentence_before_anything_is_measured(
-    arguments: list[str], sentence: str
+MISTAKES = [
+    (["nothing"], "there is no benchmark 'nothing'; choose one of buckets, collectives, "),
+    (["overlap", "--world-size", "0"], "--world-size: needs at least 1 and got 0"),
+    (["pack", "--json", "/nowhere/at/all.json"], "and there is no /nowhere/at; make it first"),
+]
+MORE_MISTAKES = [
+    (["bench/pack.py"], "there is no benchmark 'bench/pack.py'; choose one of "),
+    (["pack", "--slow"], "unrecognized arguments: --slow"),
+    (["step", "--ranks", "none"], "--ranks: invalid integer value: 'none'"),
+    (["buckets", "--device", "cuda"], "invalid choice: 'cuda'"),
+    (["pack", "--json", "/tmp"], "needs a file and got the directory /tmp"),
+    (["pack", "--plot", "/nowhere/picture.png"], "and there is no /nowhere; make it first"),
+    (["pack", "--plot", "picture"], "needs a name that ends in one of .png, .pdf, .svg"),
+    (["all", "--json", "/nowhere"], "--json needs a directory and got /nowhere"),
+]
+
+
+@pytest.mark.parametrize("mistake", [*MISTAKES, *exhaustive(*MORE_MISTAKES)])
+def test_a_mistake_is_refused_in_a_sentence_before_anything_is_measured(
+    mistake: tuple[list[str], str],
 ) -> None:
+    arguments, sentence = mistake
     result = _bench(*arguments)
     assert result.returncode == 2
     assert sentence in result.stderr
@@ -373,7 +386,7 @@ def test_what_is_wrong_is_said_in_a_sentence_before_anything_is_measured(
     assert result.stdout == ""
 
 
-def test_a_gpu_that_is_not_there_is_said() -> None:
+def test_a_missing_gpu_is_an_error() -> None:
     result = _bench("pack", "--device", "cuda", environment={"CUDA_VISIBLE_DEVICES": ""})
     assert result.returncode == 2
     assert "--device cuda needs a GPU and torch finds none" in result.stderr
@@ -388,6 +401,7 @@ def test_a_picture_without_matplotlib_is_refused_before_measuring(tmp_path: Path
     assert "kept" not in result.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     _run("pack", tmp_path / "pack.json", "--plot", str(tmp_path / "pack.png"))
@@ -452,7 +466,7 @@ def _interrupt(number: signal.Signals, json_file: Path, *arguments: str) -> tupl
     return process.returncode, printed, before + after
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, *exhaustive(signal.SIGTERM)])
 def test_an_interrupt_keeps_the_rows(tmp_path: Path, number: signal.Signals) -> None:
     code, printed, said = _interrupt(number, tmp_path / "pack.json", "pack", "--quick")
     document = json.loads((tmp_path / "pack.json").read_text())
@@ -484,6 +498,7 @@ def test_an_interrupt_before_anything_is_measured_ends_the_run() -> None:
     assert "kept" not in said
 
 
+@pytest.mark.exhaustive
 def test_an_interrupt_of_several_ranks_keeps_the_rows_and_ends_the_ranks(tmp_path: Path) -> None:
     path = tmp_path / "collectives.json"
     code, printed, said = _interrupt(signal.SIGINT, path, "collectives")

@@ -33,7 +33,7 @@ class WithParameter(nn.Module):
         return x * self.scale
 
 
-def test_no_process_group() -> None:
+def test_sharding_needs_a_process_group() -> None:
     with raises(RuntimeError, "needs an initialised process group", "init_process_group"):
         fully_shard(nn.Linear(2, 2))
 
@@ -52,7 +52,7 @@ def _meshes() -> None:
     fully_shard(nn.Linear(4, 4), mesh=mesh["shard"])
 
 
-def test_mesh_of_the_wrong_dimension_or_device() -> None:
+def test_a_mesh_of_the_wrong_dimension_or_device_is_refused() -> None:
     run_ranks(_meshes, 4)
 
 
@@ -73,7 +73,7 @@ def _modules() -> None:
         fully_shard([3])  # type: ignore[list-item]
 
 
-def test_modules_that_cannot_be_sharded() -> None:
+def test_modules_that_cannot_be_sharded_are_refused() -> None:
     run_ranks(_modules, 2)
 
 
@@ -91,7 +91,7 @@ def _parameters() -> None:
         fully_shard(tied)
 
 
-def test_parameters_that_cannot_be_sharded() -> None:
+def test_parameters_that_cannot_be_sharded_are_refused() -> None:
     run_ranks(_parameters, 2)
 
 
@@ -126,7 +126,7 @@ def _dtypes() -> None:
     assert torch.equal(frozen.table, torch.arange(10, dtype=torch.int8))
 
 
-def test_trainable_parameters_of_several_dtypes_in_one_unit() -> None:
+def test_trainable_parameters_of_several_dtypes_in_one_unit_are_refused() -> None:
     run_ranks(_dtypes, 2)
 
 
@@ -137,7 +137,7 @@ def _root_first() -> None:
         fully_shard(model[0])
 
 
-def test_the_root_sharded_before_its_layers() -> None:
+def test_sharding_layers_after_the_root_is_refused() -> None:
     run_ranks(_root_first, 1)
 
 
@@ -159,7 +159,7 @@ def _meta() -> None:
         fully_shard(mixed)
 
 
-def test_parameters_on_meta_at_the_first_forward_or_on_several_devices() -> None:
+def test_parameters_without_memory_or_on_several_devices_are_refused() -> None:
     run_ranks(_meta, 2)
 
 
@@ -173,7 +173,7 @@ def _stale_optimizer() -> None:
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
-def test_an_optimizer_made_before_sharding() -> None:
+def test_a_step_of_an_optimizer_made_before_sharding_is_refused() -> None:
     run_ranks(_stale_optimizer, 2)
 
 
@@ -193,7 +193,7 @@ def _changed_since_sharding() -> None:
         trained(torch.ones(2, 4))
 
 
-def test_parameters_replaced_since_sharding() -> None:
+def test_parameters_replaced_after_sharding_are_refused() -> None:
     run_ranks(_changed_since_sharding, 2)
 
 
@@ -207,7 +207,7 @@ def _shape_changed_since_sharding() -> None:
         model(torch.ones(2, 4))
 
 
-def test_shapes_changed_since_sharding() -> None:
+def test_shapes_changed_after_sharding_are_refused() -> None:
     run_ranks(_shape_changed_since_sharding, 2)
 
 
@@ -281,7 +281,7 @@ def _sparse_gradient() -> None:
         model(torch.tensor([1, 2])).sum().backward()
 
 
-def test_sparse_gradients() -> None:
+def test_sparse_gradients_are_refused() -> None:
     run_ranks(_sparse_gradient, 2)
 
 
@@ -294,7 +294,7 @@ def _forward_below_the_root_first() -> None:
         model(torch.ones(2, 4))
 
 
-def test_a_unit_that_ran_forward_before_its_root() -> None:
+def test_a_unit_that_runs_before_its_root_is_refused() -> None:
     run_ranks(_forward_below_the_root_first, 2)
 
 
@@ -346,11 +346,11 @@ def _arguments() -> None:
         copy.deepcopy(model)
 
 
-def test_arguments_that_do_not_fit_or_are_not_supported() -> None:
+def test_wrong_and_unsupported_arguments_are_refused() -> None:
     run_ranks(_arguments, 2)
 
 
-def test_a_gpu_that_cannot_be_used_is_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_says_why_a_gpu_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_build_info, "BUILD_KIND", "CPU")
     with pytest.raises(ValueError, match=r"is a CPU build .*FORCE_CUDA=1 says what is missing"):
         check_device_type("cuda")

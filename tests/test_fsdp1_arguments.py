@@ -196,7 +196,7 @@ def wrong_types() -> None:
         FSDP(nn.Linear(2, 2), device_mesh=wrong)
 
 
-def test_arguments_of_other_types() -> None:
+def test_arguments_of_wrong_types_are_refused() -> None:
     run_ranks(wrong_types, 1)
 
 

@@ -281,6 +281,10 @@ def test_a_call_that_leaves_what_is_not_put_back_fails_by_its_name(what: str) ->
         run_ranks(_leave, 1, what)
 
 
+def test_a_fresh_call_may_leave_anything_behind() -> None:
+    run_ranks(_leave, 1, "resource limits", fresh=True)
+
+
 def test_a_world_without_ranks_is_refused() -> None:
     with pytest.raises(ValueError, match=r"got 0 ranks\. Pass at least 1\."):
         run_ranks(_own_tensor, 0)

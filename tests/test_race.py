@@ -62,7 +62,7 @@ def test_the_fastest_wins_where_nothing_is_noisy(seconds: list[float], data: st.
     assert min(seconds[one] for one in result.finalists) == min(seconds[one] for one in entered)
 
 
-def test_who_is_left_behind_before_a_machine_slows_down_cannot_win() -> None:
+def test_a_setting_left_behind_before_a_machine_slows_down_cannot_win() -> None:
     runs: Counter[int] = Counter()
 
     def run(setting: int) -> list[float]:

@@ -241,7 +241,7 @@ def _wrong_names() -> None:
         fully_shard(nn.Linear(2, 2))
 
 
-def test_names_of_transports_that_do_not_fit() -> None:
+def test_wrong_names_of_transports_are_refused() -> None:
     run_ranks(_wrong_names, 1)
 
 
@@ -271,7 +271,7 @@ def test_without_shared_memory_the_process_group_takes_over() -> None:
         assert "rank 1: Shared memory could not reserve" in answer
 
 
-def test_shared_memory_asked_for_by_name_is_had_or_an_error() -> None:
+def test_shared_memory_asked_for_by_name_is_used_or_an_error() -> None:
     for message in run_ranks(_without_memory, 2, "shared_memory", fresh=True):
         assert "transport 'shared_memory' is not possible here: rank 1" in message
 

@@ -234,7 +234,7 @@ def test_a_fit_of_no_latency_is_not_negative() -> None:
     assert found.beta > 0
 
 
-def test_samples_that_cannot_be_fitted() -> None:
+def test_samples_that_cannot_be_fitted_are_refused() -> None:
     with pytest.raises(ValueError, match="at least two sizes"):
         fit([Sample("all_gather", 1024, 1e-3)] * 3)
     with pytest.raises(ValueError, match="larger collectives do not take longer"):

@@ -166,7 +166,7 @@ def _message_of(arguments: list[str]) -> str:
     return "no error"
 
 
-def test_what_does_not_fit_the_data_or_the_checkpoint_is_one_sentence(
+def test_options_that_do_not_fit_the_data_or_the_checkpoint_are_one_sentence(
     text: Path, tmp_path: Path
 ) -> None:
     run = ["--data", str(text), "--checkpoint", str(tmp_path / "run"), "--steps", "2"]

@@ -66,5 +66,5 @@ def _compare(half: bool) -> None:
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("half", [False, True])
-def test_buckets_and_pieces_train_as_units_by_themselves(half: bool) -> None:
+def test_buckets_and_pieces_train_as_single_units(half: bool) -> None:
     run_ranks(_compare, 1, half, timeout=80.0, device="cuda")

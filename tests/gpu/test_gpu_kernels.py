@@ -96,7 +96,7 @@ def test_packs_as_an_independent_kernel_does(
         same_bits(got, expected)
 
 
-def test_more_than_two_to_the_31_elements() -> None:
+def test_more_than_two_to_the_31_elements_are_packed() -> None:
     """And 64-bit offsets with them: about 9 GiB of bf16 for both sides together."""
     world_size, rows, row = 8, (1 << 31) // 4096 + 3, 4096
     chunk = -(-rows // world_size) * row

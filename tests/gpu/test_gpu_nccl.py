@@ -72,7 +72,7 @@ def _without_a_host_of_its_own() -> None:
 
 
 @pytest.mark.timeout(90)
-def test_two_ranks_on_one_gpu_are_told_so() -> None:
+def test_two_ranks_on_one_gpu_raise() -> None:
     run_ranks(_without_a_host_of_its_own, 2, timeout=80.0, device="cuda")
 
 

@@ -90,12 +90,12 @@ def run_ranks(
         raise ValueError(f"run_ranks got {world_size} ranks. Pass at least 1.")
     call = Call(str(next(_run_ids)), timeout, pickle.dumps((worker, args)))
     if fresh or _ALWAYS_FRESH or device != "cpu":
-        pool = _Pool(world_size, device)
+        pool = _Pool(world_size, device, shared=False)
         with contextlib.closing(pool):
             answers = pool.run(call)
             pool.leave()
     else:
-        pool = _pools.pop(world_size, None) or _Pool(world_size, device)
+        pool = _pools.pop(world_size, None) or _Pool(world_size, device, shared=True)
         try:
             answers = pool.run(call)
         except BaseException:
@@ -137,14 +137,15 @@ class _Rank:
 class _Pool:
     """Processes that run one call after another, each on all of them, until one call fails."""
 
-    def __init__(self, world_size: int, device: str) -> None:
+    def __init__(self, world_size: int, device: str, *, shared: bool) -> None:
         global _store
         if _store is None:
             _store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
+        directory = self._directory.name
         self._calls = 0
         self._ranks = [
-            self._start(Place(rank, world_size, _store.port, device, self._directory.name))
+            self._start(Place(rank, world_size, _store.port, device, directory, shared))
             for rank in range(world_size)
         ]
 

@@ -37,6 +37,7 @@ class Place:
     store_port: int
     device: str
     directory: str
+    shared: bool  # whether other calls may run in the process
 
     @property
     def output(self) -> Path:
@@ -72,7 +73,8 @@ def main(place: Place, pipe: Connection) -> None:
         # The parent kills it here.
         pipe.recv_bytes()
         dist.destroy_process_group()
-        state.restore()
+        if place.shared:
+            state.restore()
         faulthandler.cancel_dump_traceback_later()
         pipe.send_bytes(pickle.dumps(("left", b"")))
 
