@@ -44,8 +44,10 @@ class FakeUnit final : public UnitPort {
       : number_(number),
         rank_(rank),
         layout_(std::move(layout)),
-        shard_(new float[layout_.shard_bytes() / sizeof(float)](), std::default_delete<float[]>()),
-        gradient_(new float[static_cast<std::size_t>(layout_.grad_numel())],
+        // One element more than needed, so that units are never adjacent by chance.
+        shard_(new float[layout_.shard_bytes() / sizeof(float) + 1](),
+               std::default_delete<float[]>()),
+        gradient_(new float[static_cast<std::size_t>(layout_.grad_numel()) + 1],
                   std::default_delete<float[]>()) {
     std::fill_n(gradient(), layout_.grad_numel(), NAN);
     write_shard();
