@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.launcher import run_ranks
+from support.matrix import exhaustive
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -253,7 +254,7 @@ def test_a_report_tells_sizes_that_were_left_out() -> None:
     assert "off by 0% (median), 0% at most" in lines[-1]
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize("transport", ["shared_memory", *exhaustive("process_group")])
 def test_measuring_a_link_writes_one_that_can_be_simulated(tmp_path: Path, transport: str) -> None:
     path = tmp_path / "link.json"
     command = [sys.executable, "-m", "fsdp_ext", "measure-link"]
