@@ -1,13 +1,13 @@
-"""Builds fsdp_ext: finds torch, decides for CPU or CUDA, and drives CMake.
+"""Build fsdp_ext: find torch, choose CPU or CUDA, and run CMake.
 
-Sources and flags are in CMakeLists.txt, everything else about the package in pyproject.toml.
+CMakeLists.txt has the sources and flags, and pyproject.toml everything else about the package.
 
     FORCE_CPU=1     make the CPU build
     FORCE_CUDA=1    make the CUDA build, or fail
     MAX_JOBS=n      compile at most n files at a time
     TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX"
-                    GPUs to build for, as for torch's own extensions; by default 8.0, 9.0 and
-                    10.0+PTX, as far as the nvcc knows them
+                    build for these GPUs, as torch's own extensions do; the default is 8.0, 9.0
+                    and 10.0+PTX, without those that nvcc does not know
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ def find_torch() -> Torch:
         import torch
     except ImportError as error:
         raise SystemExit(
-            f"The build of fsdp_ext expects torch {oldest} or newer but cannot import it "
-            f"({error}); install torch, or build without --no-build-isolation."
+            f"The build of fsdp_ext needs torch {oldest} or newer and cannot import torch "
+            f"({error}). Install it, or build without --no-build-isolation."
         ) from error
     major, minor = re.findall(r"\d+", torch.__version__)[:2]
     if (int(major), int(minor)) < OLDEST_TORCH:
         raise SystemExit(
-            f"fsdp_ext expects torch {oldest} or newer but got {torch.__version__}; upgrade torch."
+            f"fsdp_ext needs torch {oldest} or newer and found {torch.__version__}. Upgrade torch."
         )
     directory = Path(torch.__file__).parent
-    # The standard that torch gives extensions: its headers may need more than they check for.
+    # torch's headers may need the C++ standard that torch builds its own extensions with.
     source = (directory / "utils" / "cpp_extension.py").read_text(encoding="utf-8")
     standard = re.search(r"cpp_flag_prefix \+ 'c\+\+(\d\d)'", source)
     return Torch(
@@ -79,13 +79,13 @@ def choose_kind(torch: Torch) -> tuple[str, str]:
     """Return what to build, "CPU" or "CUDA", and why.
 
     Raises:
-        SystemExit: if the environment asks for what cannot be built.
+        SystemExit: if the environment asks for a build that is impossible here.
     """
     force_cpu = os.environ.get("FORCE_CPU", "0") not in ("", "0")
     force_cuda = os.environ.get("FORCE_CUDA", "0") not in ("", "0")
     if force_cpu and force_cuda:
         raise SystemExit(
-            "The build of fsdp_ext expects FORCE_CPU=1 or FORCE_CUDA=1 but got both; unset one."
+            "The build of fsdp_ext got both FORCE_CPU=1 and FORCE_CUDA=1. Unset one of them."
         )
     if force_cpu:
         return "CPU", "FORCE_CPU=1"
@@ -94,21 +94,21 @@ def choose_kind(torch: Torch) -> tuple[str, str]:
         return "CUDA", "FORCE_CUDA=1" if force_cuda else f"with nvcc {nvcc_version()}"
     if force_cuda:
         raise SystemExit(
-            f"FORCE_CUDA=1 asks for the CUDA build of fsdp_ext, but {missing}; install what is "
+            f"FORCE_CUDA=1 asks for the CUDA build of fsdp_ext, but {missing}. Install what is "
             "missing, or unset FORCE_CUDA to make the CPU build."
         )
     return "CPU", missing
 
 
 def why_no_cuda(torch: Torch) -> str | None:
-    """Return why there can be no CUDA build, or None if there can."""
+    """Return why a CUDA build is impossible, or None if it is possible."""
     if torch.cuda is None:
         return f"torch {torch.version} is built without CUDA"
     version = nvcc_version()
     if version is None:
         return "there is no nvcc on the PATH"
     if version.split(".")[0] != torch.cuda.split(".")[0]:
-        return f"nvcc is of CUDA {version} where torch is of CUDA {torch.cuda}"
+        return f"nvcc belongs to CUDA {version} and torch to CUDA {torch.cuda}"
     return None
 
 
@@ -122,10 +122,10 @@ def nvcc_version() -> str | None:
 
 
 def cuda_architectures() -> list[str]:
-    """Return the GPUs to build for as CMake names them.
+    """Return the GPUs to build for, by their names in CMake.
 
     Raises:
-        SystemExit: if TORCH_CUDA_ARCH_LIST cannot be understood or the nvcc knows none of them.
+        SystemExit: if TORCH_CUDA_ARCH_LIST is malformed, or nvcc does not know its GPUs.
     """
     known = {
         int(number)
@@ -141,8 +141,8 @@ def cuda_architectures() -> list[str]:
         chosen = [number for number in DEFAULT_ARCHITECTURES if number in known]
         if not chosen:
             raise SystemExit(
-                f"The CUDA build of fsdp_ext expects an nvcc that knows one of "
-                f"{DEFAULT_ARCHITECTURES} but this one knows {sorted(known)}; upgrade it."
+                f"The CUDA build of fsdp_ext needs an nvcc that knows one of "
+                f"{DEFAULT_ARCHITECTURES}. This one knows {sorted(known)}. Upgrade it."
             )
         return [f"{number}-real" for number in chosen] + [f"{chosen[-1]}-virtual"]
     result = []
@@ -150,15 +150,15 @@ def cuda_architectures() -> list[str]:
         match = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", item)
         if match is None:
             raise SystemExit(
-                f"TORCH_CUDA_ARCH_LIST expects numbers such as 9.0 or 9.0+PTX but got {item!r}; "
-                "correct or unset it."
+                f"TORCH_CUDA_ARCH_LIST has {item!r}. Use numbers such as 9.0 or 9.0+PTX, or unset "
+                "it."
             )
         major, minor, suffix, ptx = match.groups()
         number = int(major + minor)
         if number < OLDEST_ARCHITECTURE or number not in known:
             raise SystemExit(
-                f"TORCH_CUDA_ARCH_LIST expects GPUs from {OLDEST_ARCHITECTURE / 10} on that this "
-                f"nvcc knows ({sorted(known)}) but got {item!r}; correct or unset it."
+                f"TORCH_CUDA_ARCH_LIST has {item!r}. Use {OLDEST_ARCHITECTURE / 10} or newer, and "
+                f"only GPUs that this nvcc knows ({sorted(known)}), or unset it."
             )
         result.append(f"{number}{suffix}-real")
         if ptx:
@@ -167,7 +167,7 @@ def cuda_architectures() -> list[str]:
 
 
 def find_tool(name: str, module: str, directory: str) -> str:
-    """Return the path of a build tool: the one of the wheel `module`, else the one on the PATH.
+    """Return the path of a build tool from the wheel `module`, or else from the PATH.
 
     Raises:
         SystemExit: if there is neither.
@@ -181,33 +181,31 @@ def find_tool(name: str, module: str, directory: str) -> str:
     found = shutil.which(name)
     if found is None:
         raise SystemExit(
-            f"The build of fsdp_ext expects {name} but found none; `pip install {module}`."
+            f"The build of fsdp_ext needs {name} and found none. Run `pip install {module}`."
         )
     return found
 
 
 def jobs() -> int:
-    """Return how many files to compile at a time: MAX_JOBS, else one for each core."""
+    """Return how many files to compile at a time: MAX_JOBS, or one for each core."""
     value = os.environ.get("MAX_JOBS", "")
     if not value:
         return os.cpu_count() or 1
     if not value.isdigit() or int(value) < 1:
-        raise SystemExit(
-            f"MAX_JOBS expects a positive number but got {value!r}; change or unset it."
-        )
+        raise SystemExit(f"MAX_JOBS is {value!r}. Set it to a positive number, or unset it.")
     return int(value)
 
 
 def build_directory(torch: Torch, kind: str) -> Path:
-    """Return where objects are kept between builds, one directory for each thing they depend on."""
-    # pip's isolated environments have another torch directory each time.
+    """Return the directory that keeps objects between builds of the same kind."""
+    # Each of pip's isolated environments has torch in another directory.
     isolated = "" if torch.directory.is_relative_to(sys.prefix) else "-isolated"
     tag = f"{kind.lower()}-torch{torch.version}-{sys.implementation.cache_tag}{isolated}"
     return ROOT / "build" / tag
 
 
 def run_cmake(version: str) -> Path:
-    """Configure and build the extension; return the directory that has it and its build info."""
+    """Configure and build the extension; return the directory of it and its build info."""
     torch = find_torch()
     kind, why = choose_kind(torch)
     print(f"fsdp_ext: {kind} build against torch {torch.version} ({why})", flush=True)
@@ -232,24 +230,24 @@ def run_cmake(version: str) -> Path:
     for command in (configure, build):
         result = subprocess.run(command, check=False)
         if result.returncode != 0:
-            raise SystemExit(f"The build of fsdp_ext failed, see above: {' '.join(command)}")
+            raise SystemExit(f"The build of fsdp_ext failed; see above: {' '.join(command)}")
     return directory
 
 
 class CMakeBuild(build_ext):
-    """Builds the extension with CMake and puts it and its build info into the package."""
+    """Builds the extension with CMake and copies it and its build info into the package."""
 
     def build_extension(self, ext: Extension) -> None:
         """Build `ext`, the only one there is."""
         built = run_cmake(self.distribution.get_version())
-        self.force = True  # another torch's extension may be newer than this one
+        self.force = True  # the file in place may be newer and of another torch
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         self.copy_file(str(built / "_C.so"), str(target))
         self.copy_file(str(built / BUILD_INFO), str(target.parent / BUILD_INFO))
 
     def copy_extensions_to_source(self) -> None:
-        """Bring the build info along, for builds in place and editable ones."""
+        """Copy the build info, too, for builds in place and editable ones."""
         super().copy_extensions_to_source()
         built = Path(self.build_lib) / "fsdp_ext" / BUILD_INFO
         self.copy_file(str(built), str(ROOT / "fsdp_ext" / BUILD_INFO))

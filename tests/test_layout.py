@@ -44,7 +44,13 @@ def units(draw: st.DrawFn) -> tuple[list[Param], int, torch.dtype, torch.dtype]:
 
 def layout_of(params: list[Param], *args: object) -> _C.UnitLayout:
     specs = [
-        (f"p{i}", list(param.shape), param.shard_dtype, param.param_dtype, param.trainable)
+        _C.ParamSpec(
+            name=f"p{i}",
+            shape=param.shape,
+            shard_dtype=param.shard_dtype,
+            param_dtype=param.param_dtype,
+            trainable=param.trainable,
+        )
         for i, param in enumerate(params)
     ]
     return _C.UnitLayout(specs, *args)  # type: ignore[arg-type]

@@ -433,14 +433,14 @@ def test_a_rank_that_is_killed_is_named_by_the_others() -> None:
     messages = run_ranks(_lose_a_rank, 3, "is killed", timeout=60.0, fresh=True)
     for rank in (0, 2):
         assert "rank 1 (process" in messages[rank]
-        assert "has ended before or during an all-gather by hand" in messages[rank]
+        assert "has ended before or during an all-gather called directly" in messages[rank]
 
 
 def test_a_rank_that_is_stopped_is_named_by_the_others_and_hears_of_it() -> None:
     messages = run_ranks(_lose_a_rank, 3, "is stopped", timeout=60.0, fresh=True)
     for message in messages:
         assert "waited 3000 ms for rank 1 (process" in message
-        assert "which is stopped) to take part in an all-gather by hand" in message
+        assert "which is stopped) to take part in an all-gather called directly" in message
 
 
 def _killed_at_once() -> None:

@@ -1,8 +1,8 @@
-"""setuptools' build backend, with the torch to build against chosen at build time.
+"""setuptools' build backend, which builds against the installed version of torch.
 
-pip builds in an environment of its own, and a requirement of `torch>=2.11` would bring the newest
-torch there. What is built against that does not load into an older one that is installed, so the
-requirement is the version that is installed, if one is.
+pip builds in an isolated environment, where a requirement of `torch>=2.11` would install the newest
+torch. An extension built against it does not load into an older torch, so this backend requires
+the version that is installed, if there is one.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ OLDEST_TORCH = (2, 11)
 
 
 def torch_requirement() -> str:
-    """Return the requirement for the torch of the environment that the package goes to."""
-    # Inside pip's isolated environment these are still the paths of the one outside.
+    """Return the requirement for the torch of the environment that pip installs into."""
+    # In pip's isolated environment these are still the paths of the environment outside.
     places = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     for torch in distributions(name="torch", path=places):
         version = torch.version.split("+")[0]

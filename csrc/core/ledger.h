@@ -23,6 +23,10 @@ namespace fsdp {
 enum class Collective : std::uint8_t { AllGather, ReduceScatter };
 enum class Phase : std::uint8_t { Forward, Backward, Other };
 
+constexpr const char* name(Phase phase) {
+  return phase == Phase::Forward ? "forward" : phase == Phase::Backward ? "backward" : "other";
+}
+
 // The numbers of a unit or of the first and the last unit of a bucket.
 struct UnitRange {
   int first = 0;

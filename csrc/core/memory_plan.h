@@ -1,6 +1,6 @@
 // The messages of a bucket and the buffers that they need, from its layout and settings alone. Pure
 // arithmetic: no memory, no device. The bucket, the gatherer and the reducer send and allocate what
-// this says, and a plan before training (csrc/torch/bindings/plan) shows it.
+// this says, and core/bucket_plan.h adds it up before training.
 #pragma once
 
 #include <cstddef>

@@ -59,8 +59,8 @@ struct PostBackwardNode final : Node {
   std::weak_ptr<BackwardTarget> target;
 };
 
-// torch 2.11 holds nodes in std::shared_ptr with a deleter of its own, newer ones in
-// c10::intrusive_ptr. The deleter is found by argument-dependent lookup where it exists.
+// torch 2.11 has nodes in std::shared_ptr with a deleter of its own, newer versions in
+// c10::intrusive_ptr. Argument-dependent lookup finds the deleter where it exists.
 template <typename T>
 auto make_node(std::weak_ptr<BackwardTarget> target) {
   if constexpr (std::is_same_v<NodePtr, std::shared_ptr<Node>>) {
@@ -77,8 +77,8 @@ void add_pre_backward_hook(const at::Tensor& output, std::weak_ptr<BackwardTarge
   if (!output.requires_grad() || output.is_leaf()) {
     return;
   }
-  // An in-place change of a view rewrites the node behind the view but keeps the one behind its
-  // base in the graph, so that one is watched, too.
+  // An in-place change of a view replaces the view's node but keeps its base's node in the graph,
+  // so the base's node gets a hook, too.
   if (output.is_view() && output._base().requires_grad() && !output._base().is_leaf()) {
     output._base().grad_fn()->add_pre_hook(std::make_unique<PreBackwardHook>(target, forward_call));
   }

@@ -1,11 +1,11 @@
-// Where backward calls the schedule: three small objects that autograd runs in C++, without the
-// GIL and without Python.
+// Three small objects through which backward calls the schedule. Autograd runs them in C++, without
+// the GIL.
 //
 //   PreBackwardHook     on the node behind a unit's output: backward reaches the unit
 //   GradientHook        on an unsharded parameter: its gradient has arrived
 //   PostBackwardNode    a node in front of a unit's inputs: backward has passed the unit
 //
-// What they call may be gone before they are (a graph outlives the model), hence weak pointers.
+// Their pointers are weak, since a graph may outlive the model.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,7 +16,6 @@
 
 namespace fsdp {
 
-// What the hooks call.
 class BackwardTarget {
  public:
   virtual ~BackwardTarget() = default;
@@ -31,7 +30,7 @@ void add_pre_backward_hook(const at::Tensor& output, std::weak_ptr<BackwardTarge
 void set_gradient_hook(const at::Tensor& parameter, std::weak_ptr<BackwardTarget> target,
                        std::size_t trainable);
 
-// Aliases of `inputs`, all of which require gradients, behind one node.
+// Returns aliases of `inputs` behind one node. All inputs require gradients.
 std::vector<at::Tensor> add_post_backward_node(const std::vector<at::Tensor>& inputs,
                                                std::weak_ptr<BackwardTarget> target);
 

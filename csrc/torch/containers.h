@@ -1,4 +1,4 @@
-// Tensors inside the arguments and results of a module's forward.
+// Maps the tensors inside the arguments and results of a module's forward.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,12 +8,12 @@
 
 namespace fsdp {
 
-// Returns the tensor itself where it is to stay.
+// Returns the tensor itself to leave it as it is.
 using TensorMap = std::function<at::Tensor(const at::Tensor&)>;
 
-// Applies `map` to every tensor in `object`: tensors, and tuples, lists and dicts of them, are
-// walked here; any other container (dataclasses, named tuples, subclasses) in
-// fsdp_ext._util.containers. Returns `object` itself where nothing changed. Needs the GIL.
+// Applies `map` to every tensor in `object` and returns `object` itself if nothing changed. Tuples,
+// lists and dicts are walked here, and other containers (dataclasses, named tuples, subclasses) in
+// fsdp_ext/_util/containers.py. Needs the GIL.
 pybind11::object map_tensors(pybind11::handle object, const TensorMap& map);
 
 }  // namespace fsdp

@@ -1,4 +1,5 @@
-// torch's side of device/cuda_stream: its current stream and its caching allocator.
+#include "torch/cuda_framework.h"
+
 #include <ATen/Context.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -6,7 +7,6 @@
 #include <c10/util/Exception.h>
 
 #include "base/check.h"
-#include "torch/transports.h"
 
 namespace fsdp {
 namespace {
@@ -23,9 +23,9 @@ std::shared_ptr<void> allocate(int device, std::size_t bytes) {
             [](void* memory) { c10::cuda::CUDACachingAllocator::raw_delete(memory); }};
   } catch (const c10::OutOfMemoryError& error) {
     throw Error(detail::concat(
-        "expects ", bytes,
-        " more bytes of GPU memory for buffers of the largest unit but there "
-        "are fewer; call fully_shard on smaller modules, use more ranks or a smaller batch (",
+        "There are not ", bytes,
+        " more bytes of GPU memory for buffers of the largest unit. Call fully_shard on smaller "
+        "modules, or use more ranks or a smaller batch. (",
         error.what_without_backtrace(), ")"));
   }
 }
@@ -33,7 +33,7 @@ std::shared_ptr<void> allocate(int device, std::size_t bytes) {
 }  // namespace
 
 CudaFramework cuda_framework() {
-  at::globalContext().lazyInitDevice(at::kCUDA);  // the allocator, above all
+  at::globalContext().lazyInitDevice(at::kCUDA);  // makes the allocator
   return {&current_stream, &allocate};
 }
 

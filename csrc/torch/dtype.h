@@ -1,4 +1,4 @@
-// Between PyTorch's element types and the core's.
+// Conversions between PyTorch's dtypes and the core's.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -17,7 +17,7 @@ inline constexpr std::array<std::pair<at::ScalarType, DType>, 4> kFloatingDtypes
     {at::kDouble, DType::Float64},
 }};
 
-// Bytes for whatever is only moved.
+// Other dtypes are only moved, as bytes.
 constexpr DType to_dtype(at::ScalarType type) {
   for (const auto& [theirs, ours] : kFloatingDtypes) {
     if (theirs == type) {

@@ -1,5 +1,5 @@
-// Stands in for torch/cuda_framework in a build without CUDA.
-#include "torch/transports.h"
+// Replaces cuda_framework.cpp in a build without CUDA.
+#include "torch/cuda_framework.h"
 
 namespace fsdp {
 

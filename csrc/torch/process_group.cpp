@@ -103,7 +103,7 @@ class ProcessGroupCommunicator final : public Communicator {
     });
   }
 
-  // The one place that knows what these are called.
+  // torch 2.15 renamed these methods.
   c10::intrusive_ptr<c10d::Work> all_gather_single(at::Tensor& output, at::Tensor& input) {
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
     return backend_->all_gather_single(output, input);

@@ -1,4 +1,4 @@
-// Transport over any torch.distributed backend of the host (gloo, mpi, ucc, "fake").
+// Transport over any torch.distributed backend for CPU tensors (gloo, mpi, ucc, "fake").
 #pragma once
 
 #include <memory>
@@ -8,9 +8,9 @@
 
 namespace fsdp {
 
-// `group` must be this communicator's own: collectives run on a stream's thread, so another user
-// of the group would race it for the order of collectives. `groups_one_by_one`: to say that it can
-// group, which takes as long as without, so that tests see the direct plan (Note [gather plans]).
+// `group` must be this communicator's own. Collectives run on a stream's thread, so their order
+// relative to another user's would differ between ranks. With `groups_one_by_one` the communicator
+// claims that it can group collectives, so that tests cover the direct plan (Note [gather plans]).
 std::unique_ptr<Communicator> make_process_group_communicator(
     c10::intrusive_ptr<c10d::ProcessGroup> group, bool groups_one_by_one);
 

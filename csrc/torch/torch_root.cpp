@@ -13,8 +13,8 @@ namespace py = pybind11;
 
 namespace fsdp {
 
-// Lives as long as the backward whose last callback holds it. If it goes before the callback has
-// run, the backward ended in an exception.
+// The last callback of a backward owns it. If it is destroyed before the callback has run, the
+// backward ended in an exception.
 struct TorchRoot::BackwardGuard {
   explicit BackwardGuard(std::weak_ptr<TorchRoot> guarded) : root(std::move(guarded)) {}
   ~BackwardGuard() {
@@ -81,7 +81,7 @@ bool TorchRoot::enter_forward(TorchUnit& unit) {
 }
 
 void TorchRoot::leave_forward(py::handle output) {
-  // Groups of which forward ran only some modules end here; what remains of them runs later.
+  // Forward ran only some modules of these groups.
   for (const auto& unit : units_) {
     if (unit->is_incomplete() && unit.get() != outermost_) {
       const int forward_call = pipeline_->post_forward(unit->number());
@@ -130,8 +130,8 @@ void TorchRoot::reset_iteration() {
   pipeline_->reset_iteration();
 }
 
-// What was marked before is written to by streams until they have come so far. They may fail, which
-// whoever waits for their work is told.
+// Streams write the moments marked before, so they are drained first. The error of a stream that
+// failed goes to the waiter of its work.
 void TorchRoot::keep_times(std::size_t iterations) {
   bool drained = true;
   try {
@@ -157,7 +157,7 @@ void TorchRoot::delay_stream(const std::string& stream, double seconds) {
 py::object TorchRoot::pre_forward_when_stale(py::handle module, py::handle args,
                                              py::handle kwargs) {
   const py::object rebuild = when_stale_();
-  FSDP_CHECK(!rebuild.is_none(), "the root module is gone");
+  FSDP_CHECK(!rebuild.is_none(), "The root module was deleted. Keep a reference to the model.");
   return rebuild(module, args, kwargs);
 }
 

@@ -1,4 +1,4 @@
-// All units under one root module: the pipeline they share, and where iterations begin and end.
+// The units under one root module and the schedule that they share.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -15,9 +15,8 @@ namespace fsdp {
 
 class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
  public:
-  // `when_stale` is a callable of no arguments that
-  // gives a callable (module, args, kwargs), to be called in place of a unit's pre_forward when
-  // parameters were frozen or unfrozen, or None if it is gone.
+  // When parameters were frozen or unfrozen, forward calls when_stale()(module, args, kwargs)
+  // instead of a unit's pre_forward. `when_stale` is a weak reference, so that it may return None.
   TorchRoot(std::shared_ptr<Lanes> lanes, PipelineOptions options, pybind11::object when_stale);
   ~TorchRoot();
 
@@ -26,9 +25,9 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   Pipeline& pipeline() { return *pipeline_; }
   const std::vector<std::shared_ptr<TorchUnit>>& units() const { return units_; }
 
-  // Whether forward runs again inside this root's own backward (activation checkpointing).
+  // Whether activation checkpointing runs a forward again inside this root's backward.
   bool recomputing() const;
-  // Begins a forward if `unit` is its outermost; false if the root has to be rebuilt first.
+  // Begins a forward if `unit` is the outermost one. Returns false if the root has to be rebuilt.
   bool enter_forward(TorchUnit& unit);
   bool is_outermost(const TorchUnit& unit) const { return outermost_ == &unit; }
   // `output` is the outermost unit's.
@@ -37,12 +36,12 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   // Every backward hook calls this first.
   void ensure_backward();
   void reset_iteration();
-  // Of the last so many iterations; 0: no more.
+  // Keeps the times of the last `iterations` iterations; 0 keeps none.
   void keep_times(std::size_t iterations);
-  // Blocks until all that was issued so far is done.
+  // Blocks until all work issued so far is done.
   void synchronize();
 
-  // For tests: `stream` ("gather" or "reduce") stands still for so long, from now on in order.
+  // For tests: `stream` ("gather" or "reduce") pauses after the work that it has now.
   void delay_stream(const std::string& stream, double seconds);
 
   pybind11::object pre_forward_when_stale(pybind11::handle module, pybind11::handle args,

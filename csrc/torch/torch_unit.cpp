@@ -53,7 +53,7 @@ TorchUnit::TorchUnit(UnitLayout layout, UnitTensors tensors, ForwardCasts casts,
       trainable_.push_back(i);
     }
   }
-  handed_over_.assign(trainable_.size(), 0);
+  got_gradient_.assign(trainable_.size(), 0);
 }
 
 TorchUnit::~TorchUnit() {
@@ -122,7 +122,8 @@ py::object TorchUnit::pre_forward(std::size_t index, py::handle module, py::hand
                                   py::handle kwargs) {
   (void)index;
   const std::shared_ptr<TorchRoot> root = root_.lock();
-  FSDP_CHECK(root != nullptr, "unit '", name_, "' expects its root module to be alive");
+  FSDP_CHECK(root != nullptr, "The root module of unit '", name_,
+             "' was deleted. Keep a reference to the model.");
   const bool recomputing = root->recomputing();
   if (!recomputing && !root->enter_forward(*this)) {
     return root->pre_forward_when_stale(module, args, kwargs);
@@ -143,7 +144,8 @@ py::object TorchUnit::pre_forward(std::size_t index, py::handle module, py::hand
 
 py::object TorchUnit::post_forward(std::size_t index, py::handle output) {
   const std::shared_ptr<TorchRoot> root = root_.lock();
-  FSDP_CHECK(root != nullptr, "unit '", name_, "' expects its root module to be alive");
+  FSDP_CHECK(root != nullptr, "The root module of unit '", name_,
+             "' was deleted. Keep a reference to the model.");
   const bool recomputing = root->recomputing();
   const bool outermost = !recomputing && root->is_outermost(*this);
   const bool last_of_group = recomputing || leave_module(index) || outermost;
@@ -300,7 +302,7 @@ std::shared_ptr<void> TorchUnit::extract_gradients(const void** addresses) {
     FSDP_CHECK(slot.layout() == at::kStrided, "parameter '", parameter,
                "' expects a dense gradient but got a sparse one; use sparse=False");
     FSDP_CHECK(to_dtype(slot.scalar_type()) == gradient_dtype, "parameter '", parameter,
-               "' expects a gradient of ", fsdp::name(gradient_dtype), " but got one of ",
+               "' needs a gradient of dtype ", fsdp::name(gradient_dtype), " but got ",
                slot.scalar_type());
     at::Tensor gradient = std::move(slot);
     slot = at::Tensor();
@@ -339,15 +341,15 @@ void TorchUnit::import_sharded_gradient(std::size_t i) {
 
 void TorchUnit::set_sharded_gradient(std::size_t i) {
   sharded(trainable_[i]).mutable_grad() = gradients_[i];
-  handed_over_[i] = 1;
+  got_gradient_[i] = 1;
 }
 
 void TorchUnit::run_post_accumulate_hooks() {
   for (std::size_t i = 0; i < trainable_.size(); ++i) {
-    if (handed_over_[i] == 0) {
+    if (got_gradient_[i] == 0) {
       continue;
     }
-    handed_over_[i] = 0;
+    got_gradient_[i] = 0;
     const at::Tensor& parameter = sharded(trainable_[i]);
     const auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameter);
     if (hook != nullptr) {

@@ -1,18 +1,17 @@
-// One unit's tensors: the flat shard and its gradient, the unsharded parameters as views of one
-// storage, the modules' attributes, and the hooks that forward and backward call.
+// A unit's tensors, its modules' attributes, and the hooks that forward and backward call.
 //
 // Note [one pointer swap]
-// The unsharded parameters are views of one storage for the life of the unit. Attaching points
-// that storage at a slot, detaching at nothing. Whatever autograd saved in forward (also views of
-// views, a transposed weight, say) follows. Reading it while detached raises PyTorch's own "data is
-// not allocated yet" in operators that ask for a typed pointer, matrix products above all;
-// elementwise kernels do not look and crash, as they do on a storage that FSDP2 has freed. Nothing
-// gives stale numbers.
+// The unsharded parameters are views of one storage for the life of the unit. attach() points that
+// storage at a slot, and detach() at nothing. Every tensor that autograd saved in forward follows,
+// such as a transposed weight. Operators that ask for a typed pointer, matrix products above all,
+// raise PyTorch's own "data is not allocated yet" if they read it while detached. Elementwise
+// kernels do not check and crash, as they do on a storage that FSDP2 has freed. No operator reads
+// stale numbers.
 //
 // Note [registered parameters]
-// While a unit is unsharded its modules have the unsharded parameters as attributes, else the
-// sharded DTensors. Swapping them is a PyDict_SetItem each and needs the GIL; it runs no Python.
-// Backward swaps, too: checkpointed parts of a unit's forward run again there.
+// The modules of an unsharded unit have the unsharded parameters as attributes, otherwise the
+// sharded DTensors. Each swap is one PyDict_SetItem, which needs the GIL but runs no Python.
+// Backward swaps, too, since activation checkpointing runs parts of forward again.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -38,7 +37,7 @@ struct ModuleAttribute {
   std::size_t parameter;  // index in the unit
 };
 
-// Memory, and what the unsharded parameters look like.
+// The unit's memory, and the shapes and dtypes of its unsharded parameters.
 struct UnitTensors {
   at::Tensor flat_shard;     // layout.shard_bytes() bytes, uint8
   at::Tensor flat_gradient;  // layout.grad_numel() elements of layout.grad_dtype()
@@ -46,7 +45,7 @@ struct UnitTensors {
   std::vector<at::ScalarType> param_dtypes;
 };
 
-// What a unit's forward casts floating-point tensors to, if anything.
+// The dtypes to which forward casts floating-point inputs and outputs, if any.
 struct ForwardCasts {
   std::optional<at::ScalarType> inputs;
   std::optional<at::ScalarType> outputs;
@@ -59,17 +58,17 @@ class TorchUnit final : public UnitPort,
   TorchUnit(UnitLayout layout, UnitTensors tensors, ForwardCasts casts, std::size_t module_count);
   ~TorchUnit() override;
 
-  // Views of the storage that attach points somewhere, one for each parameter.
+  // One view for each parameter. They have memory only while the unit is attached.
   std::vector<at::Tensor> unsharded_views() const;
 
-  // The parameters on both sides and where modules have them. `gradients` are the sharded
-  // gradients of the trainable ones, DTensors over the flat gradient.
+  // Called once, with the parameters and the module attributes that refer to them. `gradients` are
+  // DTensors over the flat gradient, one for each trainable parameter.
   void bind(pybind11::list sharded, pybind11::list unsharded, pybind11::list gradients,
             std::vector<ModuleAttribute> attributes);
   void join(const std::shared_ptr<TorchRoot>& root, std::string name, int number);
 
   // - Module hooks.
-  // `index` is the module's in the unit. They return None where nothing is to change, else
+  // `index` is the module's in the unit. They return None to change nothing, otherwise
   // (args, kwargs) and the output.
   pybind11::object pre_forward(std::size_t index, pybind11::handle module, pybind11::handle args,
                                pybind11::handle kwargs);
@@ -98,11 +97,11 @@ class TorchUnit final : public UnitPort,
   void on_gradient(std::size_t trainable) override;
   void on_post_backward() override;
 
-  // Runs the hooks that users registered on sharded parameters whose gradients were handed over.
+  // Runs users' hooks on the sharded parameters that got a gradient in this backward.
   void run_post_accumulate_hooks();
-  // Whether parameters were frozen or unfrozen since the unit was made.
+  // Whether a parameter was frozen or unfrozen since the unit was made.
   bool trainable_set_changed() const;
-  // A forward that leaves modules of a group out: forgets which are still to run.
+  // Whether forward has run some modules of the group, but not all.
   bool is_incomplete() const { return pending_count_ > 0 && pending_count_ < pending_.size(); }
   void forget_pending();
   void watch_outputs(pybind11::handle output, int forward_call);
@@ -130,7 +129,7 @@ class TorchUnit final : public UnitPort,
   std::vector<pybind11::object> unsharded_objects_;
   std::vector<std::size_t> trainable_;  // parameter of each trainable index
   std::vector<at::Tensor> gradients_;   // sharded, of each trainable index
-  std::vector<char> handed_over_;       // in this backward
+  std::vector<char> got_gradient_;      // in this backward, of each trainable index
   std::vector<ModuleAttribute> attributes_;
   bool unsharded_registered_ = false;
 
@@ -142,7 +141,7 @@ class TorchUnit final : public UnitPort,
   int number_ = -1;
 };
 
-// Called by an optimizer's step, which leaves no trace on the parameters' versions.
+// An optimizer's step does not change the parameters' versions, so that its hook calls this.
 void note_optimizer_step();
 
 }  // namespace fsdp

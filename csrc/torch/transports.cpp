@@ -7,13 +7,14 @@
 #include <utility>
 
 #include "base/check.h"
+#include "torch/cuda_framework.h"
 #include "torch/dtype.h"
 #include "torch/process_group.h"
 
 namespace fsdp {
 namespace {
 
-// Their workers may be in a collective, and a process group written in Python needs the GIL there.
+// A worker may be in a collective of a process group written in Python, which needs the GIL.
 void delete_without_gil(Lanes* lanes) {
   if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) {
     delete lanes;
@@ -23,7 +24,7 @@ void delete_without_gil(Lanes* lanes) {
   delete lanes;
 }
 
-// uint8; keeps the memory.
+// A uint8 tensor that owns `memory`.
 at::Tensor tensor_over(std::shared_ptr<void> memory, std::int64_t bytes, at::Device device) {
   void* data = memory.get();
   return at::for_blob(data, {bytes})
@@ -49,16 +50,16 @@ void run_between(Lanes& lanes, Lane& lane, const std::string& what, const Collec
 void check_sizes(const char* what, const at::Tensor& whole, const at::Tensor& part, int ranks) {
   FSDP_CHECK(whole.is_contiguous() && part.is_contiguous() &&
                  whole.scalar_type() == part.scalar_type() && whole.numel() == part.numel() * ranks,
-             what, " over ", ranks, " ranks expects contiguous tensors of one dtype, one of them ",
-             ranks, " times as long, but got ", whole.numel(), " ", whole.scalar_type(), " and ",
-             part.numel(), " ", part.scalar_type());
+             what, " over ", ranks, " ranks got ", whole.numel(), " elements of ",
+             whole.scalar_type(), " and ", part.numel(), " of ", part.scalar_type(),
+             ". Pass contiguous tensors of one dtype, one of them ", ranks, " times as long.");
 }
 
 }  // namespace
 
 void run_all_gather(Lanes& lanes, const at::Tensor& input, at::Tensor& output) {
-  check_sizes("an all-gather", output, input, lanes.gather.communicator().size());
-  static const std::string what = "an all-gather by hand";
+  check_sizes("An all-gather", output, input, lanes.gather.communicator().size());
+  static const std::string what = "an all-gather called directly";
   run_between(lanes, lanes.gather, what, [&](Communicator& communicator, Stream& stream) {
     communicator.all_gather(stream, input.const_data_ptr(), output.mutable_data_ptr(),
                             input.nbytes());
@@ -66,8 +67,8 @@ void run_all_gather(Lanes& lanes, const at::Tensor& input, at::Tensor& output) {
 }
 
 void run_reduce_scatter(Lanes& lanes, const at::Tensor& input, at::Tensor& output) {
-  check_sizes("a reduce-scatter", input, output, lanes.reduce.communicator().size());
-  static const std::string what = "a reduce-scatter by hand";
+  check_sizes("A reduce-scatter", input, output, lanes.reduce.communicator().size());
+  static const std::string what = "a reduce-scatter called directly";
   run_between(lanes, lanes.reduce, what, [&](Communicator& communicator, Stream& stream) {
     communicator.reduce_scatter(stream, input.const_data_ptr(), output.mutable_data_ptr(),
                                 static_cast<std::size_t>(output.numel()),
@@ -76,8 +77,9 @@ void run_reduce_scatter(Lanes& lanes, const at::Tensor& input, at::Tensor& outpu
 }
 
 void run_all_reduce(Lanes& lanes, at::Tensor& data) {
-  FSDP_CHECK(data.is_contiguous(), "an all-reduce expects a contiguous tensor");
-  static const std::string what = "an all-reduce by hand";
+  FSDP_CHECK(data.is_contiguous(),
+             "An all-reduce got a tensor that is not contiguous. Pass tensor.contiguous().");
+  static const std::string what = "an all-reduce called directly";
   run_between(lanes, lanes.reduce, what, [&](Communicator& communicator, Stream& stream) {
     communicator.all_reduce(stream, data.mutable_data_ptr(), static_cast<std::size_t>(data.numel()),
                             to_dtype(data.scalar_type()));
@@ -85,15 +87,16 @@ void run_all_reduce(Lanes& lanes, at::Tensor& data) {
 }
 
 void run_broadcast(Lanes& lanes, at::Tensor& data, int root) {
-  FSDP_CHECK(data.is_contiguous(), "a broadcast expects a contiguous tensor");
-  static const std::string what = "a broadcast by hand";
+  FSDP_CHECK(data.is_contiguous(),
+             "A broadcast got a tensor that is not contiguous. Pass tensor.contiguous().");
+  static const std::string what = "a broadcast called directly";
   run_between(lanes, lanes.gather, what, [&](Communicator& communicator, Stream& stream) {
     communicator.broadcast(stream, data.mutable_data_ptr(), data.nbytes(), root);
   });
 }
 
 void run_barrier(Lanes& lanes) {
-  static const std::string what = "a barrier by hand";
+  static const std::string what = "a barrier called directly";
   run_between(lanes, lanes.gather, what,
               [&](Communicator& communicator, Stream& stream) { communicator.barrier(stream); });
 }
@@ -152,8 +155,8 @@ std::shared_ptr<Lanes> make_nccl_lanes(const nccl::Api& api, int device_index,
                                        std::chrono::milliseconds timeout) {
   std::unique_ptr<Device> device = make_cuda_device(device_index, timeout, cuda_framework());
   FSDP_CHECK(!device->is_capturing(),
-             "the first iteration sets up what a CUDA graph cannot capture; run a few whole steps "
-             "before capturing one");
+             "A CUDA graph cannot capture the set-up in the first iteration. Run a few whole "
+             "steps before capturing one.");
   std::unique_ptr<Packer> packer = make_cuda_packer(*device);
   auto [gather, reduce] = make_nccl_communicators(api, *device, id, options);
   return {new Lanes(std::move(device), std::move(packer), std::move(gather), std::move(reduce)),

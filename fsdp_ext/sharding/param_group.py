@@ -122,16 +122,14 @@ class ParamGroup:
         """Return the places of ``params`` in the order of the layout (csrc/core/layout.h)."""
         return _C.layout_order(self._specs(params, False), self.world_size, DIRECT_BYTES)
 
-    def _specs(
-        self, params: Sequence[Param], training: bool
-    ) -> list[tuple[str, list[int], torch.dtype, torch.dtype, bool]]:
+    def _specs(self, params: Sequence[Param], training: bool) -> list[_C.ParamSpec]:
         return [
-            (
-                param.name,
-                list(param.shape),
-                param.dtype,
-                self.compute_dtype(param.dtype),
-                training and param.requires_grad,
+            _C.ParamSpec(
+                name=param.name,
+                shape=param.shape,
+                shard_dtype=param.dtype,
+                param_dtype=self.compute_dtype(param.dtype),
+                trainable=training and param.requires_grad,
             )
             for param in params
         ]

@@ -1,18 +1,16 @@
-#include "torch/bindings/packer.h"
-
-#include <ATen/core/Tensor.h>
-
+// What only tests and benchmarks call.
 #include <chrono>
-#include <memory>
 #include <optional>
-#include <string>
 #include <tuple>
-#include <utility>
-#include <vector>
 
 #include "base/check.h"
+#include "core/ledger.h"
+#include "core/pipeline.h"
 #include "pack/pack.h"
+#include "torch/bindings/registrations.h"
+#include "torch/cuda_framework.h"
 #include "torch/dtype.h"
+#include "torch/torch_root.h"
 #include "torch/transports.h"
 
 namespace py = pybind11;
@@ -20,7 +18,7 @@ namespace py = pybind11;
 namespace fsdp {
 namespace {
 
-// One packer with a device of its own; work goes to the current stream.
+// A packer with a device of its own. Its work goes to the current stream.
 class PyPacker {
  public:
   explicit PyPacker(std::optional<int> gpu) {
@@ -38,8 +36,8 @@ class PyPacker {
   void pack(const PackPlan& plan, const std::vector<std::optional<at::Tensor>>& gradients,
             at::ScalarType gradient_dtype, at::Tensor& reduce_input, double scale,
             bool accumulate) {
-    FSDP_CHECK(gradients.size() == plan.entries.size(), "expects ", plan.entries.size(),
-               " gradients but got ", gradients.size());
+    FSDP_CHECK(gradients.size() == plan.entries.size(), "pack got ", gradients.size(),
+               " gradients. The plan has ", plan.entries.size(), ".");
     std::vector<const void*> addresses;
     for (const auto& gradient : gradients) {
       addresses.push_back(gradient ? gradient->const_data_ptr() : nullptr);
@@ -71,8 +69,6 @@ using PyPackEntry = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::in
 using PyUnpackEntry = std::tuple<std::size_t, std::size_t, std::size_t, std::int64_t>;
 using PyCastEntry =
     std::tuple<std::size_t, std::size_t, std::int64_t, at::ScalarType, at::ScalarType>;
-
-}  // namespace
 
 void register_packer(py::module_& m) {
   py::class_<PackPlan, std::shared_ptr<PackPlan>>(m, "PackPlan");
@@ -122,6 +118,111 @@ void register_packer(py::module_& m) {
       .def("unpack", &PyPacker::unpack, py::arg("plan"), py::arg("staging"), py::arg("unsharded"))
       .def("cast", &PyPacker::cast, py::arg("plan"), py::arg("source"), py::arg("destination"),
            py::arg("scale"), py::arg("accumulate"));
+}
+
+std::string name_of_units(TorchRoot& root, UnitRange units) {
+  const std::string& name = root.pipeline().unit(units.first).name;
+  return units.first == units.last ? name : name + " to " + root.pipeline().unit(units.last).name;
+}
+
+py::dict counters_of(TorchRoot& root) {
+  const Counters& c = root.pipeline().ledger().counters();
+  py::dict result;
+  result["all_gathers"] = c.all_gathers;
+  result["reduce_scatters"] = c.reduce_scatters;
+  result["reused_unshards"] = c.reused_unshards;
+  result["overflow_slots"] = c.overflow_slots;
+  result["wire_bytes"] = c.wire_bytes;
+  result["copied_bytes"] = c.copied_bytes;
+  result["unsharded_bytes"] = c.unsharded_bytes;
+  result["peak_unsharded_bytes"] = c.peak_unsharded_bytes;
+  result["unsharded_units"] = c.unsharded_units;
+  result["peak_unsharded_units"] = c.peak_unsharded_units;
+  return result;
+}
+
+py::list take_log(TorchRoot& root) {
+  static const char* const ops[] = {"all_gather", "reduce_scatter"};
+  Ledger& ledger = root.pipeline().ledger();
+  py::list result;
+  for (const CollectiveRecord& record : ledger.log()) {
+    result.append(py::make_tuple(ops[static_cast<int>(record.op)], name(record.phase),
+                                 name_of_units(root, record.units), record.bytes));
+  }
+  ledger.clear_log();
+  return result;
+}
+
+void extend_lanes(py::module_& m) {
+  py::class_<Lanes, std::shared_ptr<Lanes>> lanes_class = m.attr("Lanes");
+  lanes_class
+      .def_property_readonly("registered_buffers",
+                             [](Lanes& lanes) {
+                               return lanes.gather.communicator().registered_buffers() +
+                                      lanes.reduce.communicator().registered_buffers();
+                             })
+      .def(
+          "all_reduce",
+          [](Lanes& lanes, at::Tensor& data) {
+            const py::gil_scoped_release no_gil;
+            run_all_reduce(lanes, data);
+          },
+          py::arg("data"))
+      .def(
+          "broadcast",
+          [](Lanes& lanes, at::Tensor& data, int root) {
+            const py::gil_scoped_release no_gil;
+            run_broadcast(lanes, data, root);
+          },
+          py::arg("data"), py::arg("root"))
+      .def("barrier",
+           [](Lanes& lanes) {
+             const py::gil_scoped_release no_gil;
+             run_barrier(lanes);
+           })
+      .def("stream_handle", [](Lanes& lanes, const std::string& name) {
+        return reinterpret_cast<std::uintptr_t>(lane_named(lanes, name).stream().native_handle());
+      });
+}
+
+void extend_root(py::module_& m) {
+  py::class_<TorchRoot, std::shared_ptr<TorchRoot>> root_class = m.attr("TorchRoot");
+  root_class
+      .def("state",
+           [](TorchRoot& root, int unit) {
+             switch (root.pipeline().unit(unit).state) {
+               case UnitState::Sharded:
+                 return "sharded";
+               case UnitState::Gathering:
+                 return "gathering";
+               case UnitState::Unsharded:
+                 return "unsharded";
+             }
+             return "unknown";
+           })
+      .def("gather_plan",
+           [](TorchRoot& root, int unit) {
+             return root.pipeline().bucket_of(unit).gathers.front().plan.name();
+           })
+      .def("set_poison_released_slots",
+           [](TorchRoot& root, bool value) {
+             root.pipeline().gatherer().set_poison_released_slots(value);
+           })
+      .def("delay_stream", [](TorchRoot& root, const std::string& stream,
+                              double seconds) { root.delay_stream(stream, seconds); })
+      .def("counters", &counters_of)
+      .def("reset_counters", [](TorchRoot& root) { root.pipeline().ledger().reset(); })
+      .def("enable_log",
+           [](TorchRoot& root, bool value) { root.pipeline().ledger().enable_log(value); })
+      .def("take_log", &take_log);
+}
+
+}  // namespace
+
+void register_testing(py::module_& m) {
+  register_packer(m);
+  extend_lanes(m);
+  extend_root(m);
 }
 
 }  // namespace fsdp

@@ -1,0 +1,149 @@
+// Layouts, settings and plans: what can be asked before anything runs.
+#include "core/layout.h"
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/check.h"
+#include "core/bucket_plan.h"
+#include "core/unit_config.h"
+#include "torch/bindings/registrations.h"
+#include "torch/dtype.h"
+
+namespace py = pybind11;
+
+namespace fsdp {
+namespace {
+
+ParamSpec make_param_spec(std::string name, const std::vector<std::int64_t>& shape,
+                          at::ScalarType shard_dtype, at::ScalarType param_dtype, bool trainable) {
+  ParamSpec spec;
+  spec.name = std::move(name);
+  spec.rows = shape.at(0);
+  spec.row_numel = 1;
+  for (std::size_t i = 1; i < shape.size(); ++i) {
+    spec.row_numel *= shape[i];
+  }
+  spec.shard_dtype = to_dtype(shard_dtype);
+  spec.param_dtype = to_dtype(param_dtype);
+  if (spec.shard_dtype == DType::Bytes) {  // its elements are bytes
+    spec.row_numel *= static_cast<std::int64_t>(c10::elementSize(shard_dtype));
+  }
+  spec.trainable = trainable;
+  return spec;
+}
+
+GatherBy gather_by_named(const std::string& name) {
+  FSDP_CHECK(name == "packing" || name == "size" || name == "parameter", "gather_by is '", name,
+             "'. Pass 'packing', 'size' or 'parameter'.");
+  return name == "packing" ? GatherBy::Packing
+         : name == "size"  ? GatherBy::Size
+                           : GatherBy::Parameter;
+}
+
+py::dict describe(const PlannedBucket& bucket) {
+  const auto ranks = static_cast<std::size_t>(bucket.layout.world_size());
+  const BucketBuffers& buffers = bucket.use.buffers;
+  py::dict result;
+  result["units"] = bucket.units;
+  result["gather_bytes"] = bucket.layout.gather_bytes() * ranks;
+  result["reduce_bytes"] = buffers.reduce_output * ranks;
+  result["unsharded_bytes"] = bucket.layout.unsharded_bytes();
+  result["gather_plan"] = bucket.gather_plan;
+  result["gather_messages"] = buffers.gather_messages;
+  result["reduce_messages"] = buffers.reduce_messages;
+  result["gather_input_bytes"] = buffers.gather_input;
+  result["slot_bytes"] = buffers.slot;
+  result["reshards_after_forward"] = bucket.use.reshards_after_forward;
+  return result;
+}
+
+py::dict describe(const BucketPlan& plan) {
+  py::list buckets;
+  for (const PlannedBucket& bucket : plan.buckets) {
+    buckets.append(describe(bucket));
+  }
+  py::dict result;
+  result["buckets"] = buckets;
+  result["ring_slots"] = plan.gathers.slots;
+  result["ring_slot_bytes"] = plan.gathers.slot_bytes;
+  result["staging_bytes"] = plan.gathers.staging_bytes;
+  result["reduce_input_bytes"] = plan.reductions.input_bytes;
+  result["reduce_output_bytes"] = plan.reduce_output_bytes;
+  result["kept_bytes"] = plan.kept_bytes;
+  result["gather_input_bytes"] = plan.gather_input_bytes;
+  result["gradients_in_flight_bytes"] = plan.gradients_in_flight_bytes;
+  return result;
+}
+
+void register_unit_config(py::module_& m) {
+  py::class_<UnitConfig>(m, "UnitConfig")
+      .def(py::init([](std::string name, const UnitLayout& layout, int parent,
+                       bool reshard_after_forward, bool reshard_after_backward, double pack_scale,
+                       double reduce_scale, std::size_t bucket_bytes,
+                       std::size_t max_message_bytes) {
+             return UnitConfig{
+                 std::move(name),        layout,     parent,       reshard_after_forward,
+                 reshard_after_backward, pack_scale, reduce_scale, bucket_bytes,
+                 max_message_bytes};
+           }),
+           py::kw_only(), py::arg("name"), py::arg("layout"), py::arg("parent") = -1,
+           py::arg("reshard_after_forward") = true, py::arg("reshard_after_backward") = true,
+           py::arg("pack_scale") = 1.0, py::arg("reduce_scale") = 1.0, py::arg("bucket_bytes") = 0,
+           py::arg("max_message_bytes") = 0)
+      .def_readonly("name", &UnitConfig::name)
+      .def_readonly("layout", &UnitConfig::layout)
+      .def_readonly("parent", &UnitConfig::parent)
+      .def_readonly("reshard_after_forward", &UnitConfig::reshard_after_forward)
+      .def_readonly("reshard_after_backward", &UnitConfig::reshard_after_backward)
+      .def_readonly("pack_scale", &UnitConfig::pack_scale)
+      .def_readonly("reduce_scale", &UnitConfig::reduce_scale)
+      .def_readonly("bucket_bytes", &UnitConfig::bucket_bytes)
+      .def_readonly("max_message_bytes", &UnitConfig::max_message_bytes);
+}
+
+}  // namespace
+
+void register_layout(py::module_& m) {
+  py::class_<ParamSpec>(m, "ParamSpec")
+      .def(py::init(&make_param_spec), py::kw_only(), py::arg("name"), py::arg("shape"),
+           py::arg("shard_dtype"), py::arg("param_dtype"), py::arg("trainable"));
+  m.def("layout_order", &layout_order, py::arg("params"), py::arg("world_size"),
+        py::arg("direct_bytes") = kDirectBytes);
+  py::class_<ParamPlacement>(m, "ParamPlacement")
+      .def_readonly("numel", &ParamPlacement::numel)
+      .def_readonly("chunk_numel", &ParamPlacement::chunk_numel)
+      .def_readonly("shard_offset", &ParamPlacement::shard_offset)
+      .def_readonly("gather_offset", &ParamPlacement::gather_offset)
+      .def_readonly("unsharded_offset", &ParamPlacement::unsharded_offset)
+      .def_readonly("grad_offset", &ParamPlacement::grad_offset);
+  py::class_<UnitLayout>(m, "UnitLayout")
+      .def(py::init([](std::vector<ParamSpec> params, int world_size, at::ScalarType grad_dtype,
+                       at::ScalarType reduce_dtype, std::size_t direct_bytes) {
+             return UnitLayout(std::move(params), world_size, to_dtype(grad_dtype),
+                               to_dtype(reduce_dtype), direct_bytes);
+           }),
+           py::arg("params"), py::arg("world_size"), py::arg("grad_dtype"), py::arg("reduce_dtype"),
+           py::arg("direct_bytes") = kDirectBytes)
+      .def_property_readonly("world_size", &UnitLayout::world_size)
+      .def_property_readonly("placements", &UnitLayout::placements)
+      .def_property_readonly("shard_bytes", &UnitLayout::shard_bytes)
+      .def_property_readonly("gather_bytes", &UnitLayout::gather_bytes)
+      .def_property_readonly("unsharded_bytes", &UnitLayout::unsharded_bytes)
+      .def_property_readonly("grad_numel", &UnitLayout::grad_numel)
+      .def("first_row", &UnitLayout::first_row)
+      .def("row_count", &UnitLayout::row_count);
+  m.attr("DIRECT_BYTES") = kDirectBytes;
+  register_unit_config(m);
+  m.def(
+      "plan_memory",
+      [](const std::vector<UnitConfig>& units, const std::string& gather_by, int nesting,
+         std::size_t prefetch_depth) {
+        return describe(plan_buckets(units, {gather_by_named(gather_by), nesting, prefetch_depth}));
+      },
+      py::arg("units"), py::kw_only(), py::arg("gather_by"), py::arg("nesting"),
+      py::arg("prefetch_depth"));
+}
+
+}  // namespace fsdp

@@ -1,0 +1,164 @@
+#include "core/ledger.h"
+#include "core/pipeline.h"
+#include "torch/bindings/registrations.h"
+#include "torch/torch_root.h"
+
+namespace py = pybind11;
+
+namespace fsdp {
+namespace {
+
+const char* name_of(Work work) {
+  static const char* const names[] = {
+      "cast",          "gather",           "unpack",       "pack",          "reduce",  "hand over",
+      "wait (gather)", "wait (reduction)", "unit forward", "unit backward", "forward", "backward"};
+  return names[static_cast<int>(work)];
+}
+
+py::tuple take_times(TorchRoot& root) {
+  Ledger& ledger = root.pipeline().ledger();
+  std::vector<IterationTimes> iterations;
+  const std::uint64_t lost = ledger.lost_iterations();
+  {
+    const py::gil_scoped_release no_gil;
+    root.synchronize();
+    iterations = ledger.take_times();
+  }
+  py::list result;
+  for (const IterationTimes& iteration : iterations) {
+    py::list spans;
+    for (const TimedSpan& timed : iteration.spans) {
+      const WorkSpan& span = timed.span;
+      spans.append(py::make_tuple(name_of(span.work), name(span.phase), span.units.first,
+                                  span.units.last, timed.collective.bytes, timed.begin, timed.end,
+                                  timed.issued, timed.refused, timed.possible, timed.lead,
+                                  timed.collective.issue.on_demand));
+    }
+    result.append(py::make_tuple(iteration.number, spans));
+  }
+  return py::make_tuple(result, lost);
+}
+
+py::dict describe(const Bucket& bucket) {
+  py::list units;
+  for (const Unit* unit : bucket.units) {
+    units.append(unit->number);
+  }
+  py::dict result;
+  result["units"] = units;
+  result["gather_bytes"] =
+      bucket.layout.gather_bytes() * static_cast<std::size_t>(bucket.layout.world_size());
+  result["reduce_bytes"] = bucket.reduce_input_bytes();
+  result["unsharded_bytes"] = bucket.layout.unsharded_bytes();
+  result["gather_plan"] = bucket.gathers.front().plan.name();
+  result["gather_messages"] = bucket.gathers.size();
+  result["reduce_messages"] = bucket.reductions.size();
+  return result;
+}
+
+py::dict memory_of(TorchRoot& root) {
+  const BufferRing* ring = root.pipeline().gatherer().ring();
+  std::size_t of_buckets = 0;
+  for (const auto& bucket : root.pipeline().buckets()) {
+    of_buckets += bucket->buffer_bytes();
+  }
+  py::dict result;
+  result["ring_slots"] = ring != nullptr ? ring->slots() : 0;
+  result["ring_slot_bytes"] = ring != nullptr ? ring->slot_bytes() : 0;
+  result["ring_bytes"] = ring != nullptr ? ring->allocated_bytes() : 0;
+  result["staging_bytes"] = root.pipeline().gatherer().staging_bytes();
+  result["reduce_bytes"] = root.pipeline().reducer().buffer_bytes();
+  result["unit_bytes"] = of_buckets;
+  return result;
+}
+
+}  // namespace
+
+void register_root(py::module_& m) {
+  py::class_<TorchRoot, std::shared_ptr<TorchRoot>>(m, "TorchRoot")
+      .def(py::init([](std::shared_ptr<Lanes> lanes, int prefetch_depth, int nesting,
+                       bool check_order, py::object when_stale) {
+             return std::make_shared<TorchRoot>(
+                 std::move(lanes), PipelineOptions{prefetch_depth, nesting, check_order},
+                 std::move(when_stale));
+           }),
+           py::kw_only(), py::arg("lanes"), py::arg("prefetch_depth"), py::arg("nesting"),
+           py::arg("check_order"), py::arg("when_stale"))
+      .def("add_unit", &TorchRoot::add_unit, py::arg("unit"), py::arg("config"))
+      .def("reset_iteration", &TorchRoot::reset_iteration)
+      .def("unshard",
+           [](TorchRoot& root, int unit) {
+             const py::gil_scoped_release no_gil;
+             root.pipeline().unshard(unit);
+           })
+      .def("wait_for_unshard",
+           [](TorchRoot& root, int unit) {
+             const py::gil_scoped_release no_gil;
+             root.pipeline().wait_for_unshard(unit);
+           })
+      .def("reshard",
+           [](TorchRoot& root, int unit) {
+             const py::gil_scoped_release no_gil;
+             root.pipeline().reshard(unit);
+           })
+      .def("buckets",
+           [](TorchRoot& root) {
+             py::list result;
+             root.pipeline().bucket_of(0);
+             for (const auto& bucket : root.pipeline().buckets()) {
+               result.append(describe(*bucket));
+             }
+             return result;
+           })
+      .def("unsharded_bytes",
+           [](TorchRoot& root) {
+             py::list result;
+             for (const auto& unit : root.units()) {
+               result.append(unit->layout().unsharded_bytes());
+             }
+             return result;
+           })
+      .def("set_reshard_after_forward",
+           [](TorchRoot& root, int unit, bool value) {
+             root.pipeline().set_reshard_after_forward(unit, value);
+           })
+      .def("set_reshard_after_backward",
+           [](TorchRoot& root, int unit, bool value) {
+             root.pipeline().set_reshard_after_backward(unit, value);
+           })
+      .def("set_requires_gradient_sync",
+           [](TorchRoot& root, int unit, bool value) {
+             root.pipeline().set_requires_gradient_sync(unit, value);
+           })
+      .def("set_gradient_scales",
+           [](TorchRoot& root, int unit, double pack_scale, double reduce_scale) {
+             root.pipeline().set_gradient_scales(unit, pack_scale, reduce_scale);
+           })
+      .def("set_bucket_bytes",
+           [](TorchRoot& root, int unit, std::size_t bytes) {
+             root.pipeline().set_bucket_bytes(unit, bytes);
+           })
+      .def("set_prefetch_depth",
+           [](TorchRoot& root, int depth) { root.pipeline().set_prefetch_depth(depth); })
+      .def("set_is_last_backward",
+           [](TorchRoot& root, bool value) { root.pipeline().set_is_last_backward(value); })
+      .def("set_forward_prefetch",
+           [](TorchRoot& root, int unit, std::vector<int> targets) {
+             root.pipeline().set_forward_prefetch(unit, std::move(targets));
+           })
+      .def("set_backward_prefetch",
+           [](TorchRoot& root, int unit, std::vector<int> targets) {
+             root.pipeline().set_backward_prefetch(unit, std::move(targets));
+           })
+      .def(
+          "keep_times",
+          [](TorchRoot& root, std::size_t iterations) {
+            const py::gil_scoped_release no_gil;
+            root.keep_times(iterations);
+          },
+          py::arg("iterations"))
+      .def("take_times", &take_times)
+      .def("memory", &memory_of);
+}
+
+}  // namespace fsdp

@@ -1,0 +1,60 @@
+#include <optional>
+#include <tuple>
+
+#include "torch/bindings/registrations.h"
+#include "torch/torch_unit.h"
+
+namespace py = pybind11;
+
+namespace fsdp {
+
+void register_unit(py::module_& m) {
+  py::class_<TorchUnit, std::shared_ptr<TorchUnit>>(m, "TorchUnit")
+      .def(py::init([](const UnitLayout& layout, at::Tensor flat_shard, at::Tensor flat_gradient,
+                       std::vector<std::vector<std::int64_t>> shapes,
+                       std::vector<at::ScalarType> param_dtypes,
+                       std::optional<at::ScalarType> cast_inputs,
+                       std::optional<at::ScalarType> cast_outputs, std::size_t module_count) {
+             return std::make_shared<TorchUnit>(
+                 layout,
+                 UnitTensors{std::move(flat_shard), std::move(flat_gradient), std::move(shapes),
+                             std::move(param_dtypes)},
+                 ForwardCasts{cast_inputs, cast_outputs}, module_count);
+           }),
+           py::kw_only(), py::arg("layout"), py::arg("flat_shard"), py::arg("flat_gradient"),
+           py::arg("shapes"), py::arg("param_dtypes"), py::arg("cast_inputs"),
+           py::arg("cast_outputs"), py::arg("module_count"))
+      .def("unsharded_views", &TorchUnit::unsharded_views)
+      .def(
+          "bind",
+          [](TorchUnit& unit, py::list sharded, py::list unsharded, py::list gradients,
+             const std::vector<std::tuple<py::dict, py::str, std::size_t>>& attributes) {
+            std::vector<ModuleAttribute> bound;
+            for (const auto& [parameters, name, parameter] : attributes) {
+              bound.push_back({parameters, name, parameter});
+            }
+            unit.bind(std::move(sharded), std::move(unsharded), std::move(gradients),
+                      std::move(bound));
+          },
+          py::arg("sharded"), py::arg("unsharded"), py::arg("gradients"), py::arg("attributes"))
+      .def("pre_forward_hook",
+           [](const std::shared_ptr<TorchUnit>& unit, std::size_t index) {
+             return py::cpp_function(
+                 [unit, index](py::handle module, py::handle args, py::handle kwargs) {
+                   return unit->pre_forward(index, module, args, kwargs);
+                 },
+                 py::name("fsdp_pre_forward"));
+           })
+      .def("post_forward_hook",
+           [](const std::shared_ptr<TorchUnit>& unit, std::size_t index) {
+             return py::cpp_function(
+                 [unit, index](py::handle /*module*/, py::handle /*args*/, py::handle output) {
+                   return unit->post_forward(index, output);
+                 },
+                 py::name("fsdp_post_forward"));
+           })
+      .def_property_readonly("layout", &TorchUnit::layout);
+  m.def("note_optimizer_step", &note_optimizer_step);
+}
+
+}  // namespace fsdp
