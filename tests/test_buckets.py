@@ -464,7 +464,7 @@ def _times() -> None:
     with fsdp_ext.profile(model) as prof:
         step(model, 2)
         step(model, 3)
-    lanes = ("gather", "pack", "reduce", "hand over")
+    lanes = ("gather", "pack", "reduce", "finish reduction")
     for iteration in prof.iterations:
         done = iteration.of(*lanes)
         assert {span.work for span in done} == set(lanes)

@@ -297,13 +297,13 @@ class _Ring:
         self._free: list[int | None] = [None] * slots  # their contents, the oldest first
         self._overflow: set[int] = set()
 
-    def take_back(self, stage: int) -> bool:
+    def reacquire(self, stage: int) -> bool:
         if stage not in self._free:
             return False
         self._free.remove(stage)
         return True
 
-    def take(self, stage: int, on_demand: bool) -> bool:
+    def acquire(self, stage: int, on_demand: bool) -> bool:
         if self._free:
             self._free.pop(0)
         elif on_demand:
@@ -399,10 +399,10 @@ class _Program:
         if stage.gather_bytes == 0 and stage.copy_seconds_gather == 0:
             self._unsharded[number] = None
             return True
-        if stage.reshards and self._ring.take_back(number):
+        if stage.reshards and self._ring.reacquire(number):
             self._unsharded[number] = self._done[number]
             return True
-        if stage.reshards and not self._ring.take(number, on_demand):
+        if stage.reshards and not self._ring.acquire(number, on_demand):
             return False
         job = self._gathers.issue(
             stage.name, stage.gather_messages, stage.gather_bytes, stage.copy_seconds_gather

@@ -23,7 +23,7 @@ _COLOURS = {
     "cast": "#a6d49f",
     "unpack": "#a6d49f",
     "pack": "#ffbf79",
-    "hand over": "#ffbf79",
+    "finish reduction": "#ffbf79",
     "wait (gather)": "#e45756",
     "wait (reduction)": "#e45756",
 }

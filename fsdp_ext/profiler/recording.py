@@ -12,7 +12,7 @@ LANES = {
     "unpack": "gather",
     "pack": "reduce",
     "reduce": "reduce",
-    "hand over": "reduce",
+    "finish reduction": "reduce",
 }
 # Work that is on the wire: the collectives.
 WIRES = ("gather", "reduce")

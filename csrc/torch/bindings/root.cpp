@@ -9,9 +9,10 @@ namespace fsdp {
 namespace {
 
 const char* name_of(Work work) {
-  static const char* const names[] = {
-      "cast",          "gather",           "unpack",       "pack",          "reduce",  "hand over",
-      "wait (gather)", "wait (reduction)", "unit forward", "unit backward", "forward", "backward"};
+  static const char* const names[] = {"cast",          "gather",           "unpack",
+                                      "pack",          "reduce",           "finish reduction",
+                                      "wait (gather)", "wait (reduction)", "unit forward",
+                                      "unit backward", "forward",          "backward"};
   return names[static_cast<int>(work)];
 }
 
