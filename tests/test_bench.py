@@ -130,6 +130,7 @@ def test_systems_take_turns_in_an_order_that_changes_and_that_ranks_share() -> N
     assert len({tuple(each) for each in rounds}) > 1
 
 
+@pytest.mark.exhaustive
 def test_a_peer_that_cannot_run_is_listed_with_its_error(tmp_path: Path) -> None:
     printed, rows = _run("step", tmp_path / "step.json", "--peers")
     of_peers = {row["system"]: row for row in rows[4:]}
@@ -392,6 +393,7 @@ def test_a_missing_gpu_is_an_error() -> None:
     assert "--device cuda needs a GPU and torch finds none" in result.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_picture_without_matplotlib_is_refused_before_measuring(tmp_path: Path) -> None:
     (tmp_path / "matplotlib.py").write_text("raise ImportError('not installed')\n")
     path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
@@ -409,6 +411,7 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.iterdir()} == {"pack.json", "pack.png"}
 
 
+@pytest.mark.exhaustive
 def test_a_full_disk_loses_no_rows_and_no_device() -> None:
     result = _bench("pack", "--quick", "--device", "cpu", "--json", "/dev/full")
     assert result.returncode == 1

@@ -37,6 +37,7 @@ def _check(
     return code, document["steps"]
 
 
+@pytest.mark.exhaustive
 def test_a_step_that_fails_or_hangs_does_not_stop_the_others(
     gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -97,6 +98,7 @@ def test_every_step_is_of_something_that_is_there(gpu_check: ModuleType) -> None
             assert step.json
 
 
+@pytest.mark.exhaustive
 def test_a_benchmark_that_is_late_keeps_its_rows(
     gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
