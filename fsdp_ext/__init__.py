@@ -1,4 +1,8 @@
-"""Fully sharded data parallelism with no Python on the hot path."""
+"""Fully sharded data parallelism whose training step runs in C++.
+
+This module exports the public names and may import every package; no package imports a public name
+from it. Start reading with ``sharding/api.py``.
+"""
 
 from torch.distributed.fsdp import (
     BackwardPrefetch,

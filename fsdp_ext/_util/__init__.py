@@ -1,5 +1,4 @@
-"""Small helpers without state: whole files, text tables, tensors in containers.
+"""Small helpers without state: files, text tables, checks of numbers, tensors in containers.
 
-Nothing here knows of sharding or of collectives, and nothing here imports another package of
-fsdp_ext. Start with ``files.py``; each module stands alone.
+They may not import any other package of fsdp_ext. Start reading anywhere: each module stands alone.
 """

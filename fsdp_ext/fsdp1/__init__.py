@@ -1,5 +1,5 @@
 """FSDP1's wrapper class, built on ``fully_shard``.
 
-It imports ``sharding`` and what is below it. Start with ``wrapper.py``; ``setup.py`` translates
-FSDP1's arguments.
+It may import ``sharding``, ``comm`` and ``_util``. Start reading with ``wrapper.py``, then
+``setup.py`` (what FSDP1's arguments mean).
 """
