@@ -1,9 +1,9 @@
 """Messages between ranks outside of a step, so that all ranks continue or all raise.
 
 Note [one fails, all raise]. If one rank raises, the others wait in their next collective until a
-timeout. So code that may fail on one rank alone runs in a phase of its own (:func:`together`), at
-whose end all ranks report how it went. That does not help if the failure is inside a collective, or
-between two collectives of which other ranks have begun the second.
+timeout. So code that may fail on one rank alone runs in a block of :func:`together`. At the end of
+the block all ranks exchange their errors. That does not help if a rank fails before or inside a
+collective of the block, because the other ranks wait in that collective.
 """
 
 from __future__ import annotations
@@ -38,32 +38,33 @@ def exchange(unit: Unit, value: Any) -> list[Any]:
     """Return the values of all ranks of the unit's mesh, in order of rank.
 
     Args:
-        unit: any of the model's.
-        value: this rank's; it must pickle.
+        unit: any unit of the model.
+        value: this rank's value. It must be picklable.
     """
     if not has_peers(unit):
         return [value]
     group = unit.mesh.get_group()
-    brought: list[Any] = [None] * group.size()
-    dist.all_gather_object(brought, value, group=group)
-    return brought
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 @contextlib.contextmanager
 def together(unit: Unit, caller: str, phase: str) -> Iterator[None]:
-    """Raise on all ranks if the block raised on any: Note [one fails, all raise].
+    """Raise on all ranks if the block raised on any rank: Note [one fails, all raise].
 
-    If it raised the same error on all ranks, each rank raises that error.
+    If the block raised the same error on all ranks, each rank raises that error.
 
     Args:
-        unit: any of the model's.
+        unit: any unit of the model.
         caller: the function that the message names.
         phase: what the block does, for the message.
 
     Raises:
-        TypeError: if the first rank that failed raised one; likewise ValueError.
         OutOfMemory: if memory ran out on any rank.
-        RuntimeError: if the first rank that failed raised anything else.
+        TypeError: if the failed rank of the lowest number raised one.
+        ValueError: if the failed rank of the lowest number raised one.
+        RuntimeError: if the failed rank of the lowest number raised anything else.
     """
     error: Exception | None = None
     try:
@@ -71,27 +72,28 @@ def together(unit: Unit, caller: str, phase: str) -> Iterator[None]:
     except Exception as raised:
         error = raised
     try:
-        told = None
+        own = None
         if error is not None:
-            told = (_is_out_of_memory(error), type(error).__name__, str(error))
-        said = exchange(unit, told)
-        failed = [(*one, rank) for rank, one in enumerate(said) if one is not None]
+            own = (_is_out_of_memory(error), type(error).__name__, str(error))
+        reports = exchange(unit, own)
+        failed = [(*one, rank) for rank, one in enumerate(reports) if one is not None]
         if not failed:
             return
-        short = any(one[0] for one in failed)
-        if error is not None and not short and all(one == told for one in said):
+        out_of_memory = any(one[0] for one in failed)
+        if error is not None and not out_of_memory and all(one == own for one in reports):
             raise error
-        _, name, message, rank = next(one for one in failed if one[0] == short)
-        raise (OutOfMemory if short else _TYPES.get(name, RuntimeError))(
+        _, name, message, rank = next(one for one in failed if one[0] == out_of_memory)
+        raise (OutOfMemory if out_of_memory else _TYPES.get(name, RuntimeError))(
             f"{caller} failed on rank {rank}, in {phase}: {name}: {message} Correct that, and call "
             f"{caller} on all ranks again."
         ) from error
     finally:
-        # The traceback refers to this frame, a cycle that would keep the group until the end.
+        # The error's traceback refers to this frame. Without this line the two would be a cycle,
+        # which would keep the process group alive.
         error = None
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    # The host's allocator raises a plain RuntimeError (c10/core/impl/alloc_cpu.cpp).
+    # torch's allocator on the host raises a plain RuntimeError (c10/core/impl/alloc_cpu.cpp).
     on_host = isinstance(error, RuntimeError) and "not enough memory" in str(error)
     return on_host or isinstance(error, (MemoryError, torch.OutOfMemoryError))

@@ -84,59 +84,61 @@ def fully_shard(
 ) -> FSDPModule | list[FSDPModule]:
     """Shard ``module``'s parameters, gradients and optimizer state over data-parallel ranks.
 
-    The parameters of ``module`` that no earlier call on a submodule has taken become one *unit*:
-    they are gathered in one collective before forward, freed after it, gathered again for backward,
-    and their gradients are reduced in one collective. Apply it bottom-up, to the layers first and
-    to the whole model last, and make the optimizer afterwards.
+    The parameters of ``module`` that are in no other unit yet become one *unit*. They are gathered
+    together before forward, freed after it, and gathered again for backward. Their gradients are
+    reduced together. Call it bottom-up, on the layers first and on the whole model last, and make
+    the optimizer afterwards.
 
-    Parameters and buffers may be on the host, on the mesh's device or on meta; from the host they
-    move to the device, of which torch's current one is taken.
+    Parameters and buffers may be on the host, on the mesh's device or on meta. Those on the host
+    move to the device; on GPUs that is torch's current device.
 
     Between steps the module's parameters are DTensors with ``Shard(0)``: rank ``r`` of ``N`` has
-    rows ``[r * c, (r + 1) * c)`` with ``c = ceil(rows / N)``, as ``torch.chunk`` has it. In forward
-    and backward they are plain tensors of the full shape. Names, arguments and meaning are those of
-    ``torch.distributed.fsdp.fully_shard``.
+    rows ``[r * c, (r + 1) * c)`` with ``c = ceil(rows / N)``, as in ``torch.chunk``. In forward and
+    backward they are plain tensors of the full shape. The arguments that
+    ``torch.distributed.fsdp.fully_shard`` also has mean the same here.
 
     Args:
         module: the module to shard in place, or a list of modules to treat as one unit.
-        mesh: 1-D device mesh to shard over; all ranks by default.
-        reshard_after_forward: whether to free the unsharded parameters after forward. By default
-            True, but False for the root, which backward needs first.
+        mesh: 1-D device mesh to shard over. By default all ranks.
+        reshard_after_forward: whether to free the unsharded parameters after forward. The default
+            is False for the root, because backward needs it first, and True for other units.
         shard_placement_fn: not supported yet.
-        mp_policy: dtypes of computation, reduction and results, see
-            :class:`torch.distributed.fsdp.MixedPrecisionPolicy`.
+        mp_policy: dtypes of computation, reduction and results
+            (:class:`torch.distributed.fsdp.MixedPrecisionPolicy`).
         offload_policy: not supported yet.
         ignored_params: parameters to leave as they are, neither sharded nor reduced.
-        transport: what collectives travel by: "nccl" on GPUs; on the host "shared_memory" or
-            "process_group". By default what FSDP_EXT_TRANSPORT names, else NCCL on GPUs, shared
-            memory between gloo's ranks of one host, and the process group otherwise. Or a
-            :class:`fsdp_ext.Simulated` one, without peers. One for all units of a model.
-        bucket_bytes: units that forward runs one after the other travel together as long as their
-            all-gather carries at most so many bytes, of all ranks together; 0: each by itself. A
-            unit without a value has the root's, by default four times what the transport carries
-            in the time of a launch (:func:`fsdp_ext.describe_buckets` shows it); "auto" is what
-            :func:`fsdp_ext.tune` has chosen for such a model, the default until then. It changes no
-            result where a transport adds ranks up in one order, as shared memory does.
-        max_message_bytes: what is larger travels as several messages, between parameters where
-            that is possible, so that the casts and copies of one are beside the wire of another;
-            staging and reduce input are two messages then. Units with other values are in other
-            buckets. A unit without a value has the root's, by default any size. A parameter of
-            which a message carries only some rows is copied once more.
-        prefetch: how many buckets' gathers are under way ahead of the unit that runs, in forward
-            and in backward; the root's counts, by default 1. Each takes a slot of the largest
-            bucket's size; 0 gathers when a unit needs its parameters; "auto" is what
-            :func:`fsdp_ext.tune` has chosen.
+        transport: what collectives travel by, the same for all units of a model: "nccl" on GPUs,
+            "shared_memory" or "process_group" on the host, or a :class:`fsdp_ext.Simulated` one,
+            which has no peers. The default is what FSDP_EXT_TRANSPORT names. If that is not set, it
+            is NCCL on GPUs, shared memory between gloo's ranks of one host, and else the process
+            group.
+        bucket_bytes: the largest all-gather that several units share, in bytes summed over all
+            ranks. Units share it if forward runs them one after the other; 0 lets each unit travel
+            by itself. A unit without a value has the root's. The root's default is four times what
+            the transport carries in the time of a launch (:func:`fsdp_ext.describe_buckets` shows
+            it). "auto" is the choice of :func:`fsdp_ext.tune` for models of this shape, and the
+            default before there is one. Results do not depend on it if the transport adds up ranks
+            in a fixed order, as shared memory does.
+        max_message_bytes: the largest message, in bytes summed over all ranks. A larger bucket
+            travels as several messages, so that casts and copies overlap communication. It is cut
+            between parameters where that is possible; a parameter that is cut between rows is
+            copied once more. The staging buffer and the reduce input then are as large as two
+            messages. Units with different values do not share a bucket. A unit without a value has
+            the root's. By default messages have any size.
+        prefetch: how many buckets' gathers are in flight ahead of the unit that runs, in forward
+            and in backward. Only the root's value is used; the default is 1. Each one needs a slot
+            as large as the largest bucket. With 0, a unit is gathered when it needs its parameters.
+            "auto" is the choice of :func:`fsdp_ext.tune`, as for ``bucket_bytes``.
 
     Returns:
-        ``module``, whose class is now a subclass of :class:`FSDPModule` and its own class.
+        ``module``. Its new class is a subclass of :class:`FSDPModule` and of its old class.
 
     Raises:
         RuntimeError: if there is no process group.
-        TypeError: if ``mesh``, ``mp_policy``, ``ignored_params`` or ``transport`` is of another
-            type.
-        ValueError: if the mesh, the transport, a module or a parameter does not fit; the message
-            says why.
-        NotImplementedError: for arguments that are not supported yet, by name.
+        TypeError: if ``mesh``, ``mp_policy``, ``ignored_params`` or ``transport`` has a wrong type.
+        ValueError: if another argument, a module or a parameter cannot be used. The message says
+            why.
+        NotImplementedError: if an argument is not supported yet. The message names it.
     """
     check_types(mesh, mp_policy, ignored_params)
     refuse_unsupported(shard_placement_fn, offload_policy, mp_policy)
@@ -189,18 +191,18 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Let ``module``'s method gather and free parameters as its ``forward`` does.
 
     Args:
-        module: nothing is done unless ``fully_shard`` was applied to it.
-        method_name: of the method.
+        module: a sharded module. Nothing happens if ``fully_shard`` was not applied to it.
+        method_name: name of the method.
 
     Raises:
-        ValueError: if there is no such method.
+        ValueError: if the module has no such method.
     """
     if not isinstance(module, FSDPModule):
         return
     if not hasattr(module, method_name):
         raise ValueError(
-            f"{type(module).__name__} has no method '{method_name}' to register. Pass the name of "
-            "one."
+            f"{type(module).__name__} has no method '{method_name}' to register. Pass the "
+            "name of one of its methods."
         )
     method = getattr(module, method_name)
     state = state_of(cast(nn.Module, module))

@@ -1,6 +1,6 @@
-"""What ``bucket_bytes="auto"`` and ``prefetch="auto"`` mean: the choice for models of one shape.
+"""The meaning of ``bucket_bytes="auto"`` and ``prefetch="auto"``: a choice for each shape of model.
 
-The choices live as long as the process.
+``fsdp_ext.tune`` makes the choices. They live as long as the process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 from fsdp_ext.sharding.settings import AUTO, Choice
 from fsdp_ext.sharding.unit import ShardedParam, Unit
 
-# A model by its shape.
+# What two models of one shape have in common.
 _Key = tuple[object, ...]
 _chosen: dict[_Key, Choice] = {}
 
@@ -33,23 +33,23 @@ def _key(units: Sequence[Unit], transport: str) -> _Key:
 
 
 def remember(units: Sequence[Unit], transport: str, choice: Choice, *, memory_known: bool) -> None:
-    """Use ``choice`` for models that look like this one from now on.
+    """Use ``choice`` for models of this shape from now on.
 
     Args:
-        units: of the model.
-        transport: the name of the one in use.
-        choice: for the model.
-        memory_known: whether the choice keeps units unsharded because there is memory for that. If
-            not, that part of it is only for this very model.
+        units: the model's units.
+        transport: name of the transport in use.
+        choice: the settings.
+        memory_known: whether the choice was made for a known amount of memory. If not, other models
+            of this shape do not keep the choice's units unsharded.
     """
     _chosen[_key(units, transport)] = choice if memory_known else replace(choice, kept=())
 
 
 def chosen_for(units: Sequence[Unit], transport: str) -> Choice | None:
-    """Return the choice for models that look like this one; log it if there is none.
+    """Return the choice for models of this shape. If there is none, log that and return None.
 
-    Units stay unsharded only if both bucket size and prefetch are "auto". With other values the
-    choice may not fit the memory for which it was made.
+    The choice keeps units unsharded only if both bucket size and prefetch are "auto". With other
+    values it may not fit the memory for which it was made.
     """
     found = _chosen.get(_key(units, transport))
     first = units[0]
@@ -58,7 +58,7 @@ def chosen_for(units: Sequence[Unit], transport: str) -> Choice | None:
         found = replace(found, kept=())
     if found is None and first.mesh.get_local_rank() == 0:
         _logger.info(
-            "settings are 'auto', but fsdp_ext.tune has not run for such a model yet; the defaults "
-            "are used until then"
+            "settings are 'auto', but fsdp_ext.tune has not run for a model of this shape yet; the "
+            "defaults are used until then"
         )
     return found

@@ -11,14 +11,14 @@ from fsdp_ext.sharding.root import Root, running_root
 def describe_buckets(model: nn.Module) -> str:
     """Return a table of the buckets, their messages and their memory.
 
-    Sizes are of all ranks together, except for memory, which is this rank's.
+    Sizes of messages are summed over all ranks. Memory is this rank's.
 
     Args:
-        model: the root module, which has run forward. From the second iteration on buckets follow
-            the order of the first one.
+        model: the root module, which has run forward. From the second iteration on the buckets
+            follow the order in which the first one ran the units.
 
     Raises:
-        TypeError: if ``fully_shard`` was not applied to it.
+        TypeError: if ``fully_shard`` was not applied to ``model``.
         RuntimeError: before the first forward.
     """
     return "\n".join(_describe(running_root(model, "describe_buckets")))

@@ -17,10 +17,10 @@ class ForwardHooks:
     """The two hooks of one module of a unit.
 
     Args:
-        unit: the module's.
-        index: of the module among the unit's.
-        prepare: called with the unit and the module before the first forward, and after
-            :meth:`disconnect`; afterwards the unit has its C++ side.
+        unit: the module's unit.
+        index: the module's place in ``unit.modules``.
+        prepare: makes the unit's C++ side. It is called with the unit and the module before the
+            first forward, and before the first forward after :meth:`disconnect`.
     """
 
     def __init__(self, unit: Unit, index: int, prepare: Callable[[Unit, nn.Module], None]) -> None:
@@ -35,7 +35,7 @@ class ForwardHooks:
         self._post: RemovableHandle = module.register_forward_hook(_no_post_forward)
 
     def connect(self, core: _C.TorchUnit) -> None:
-        """Let the module call C++ directly."""
+        """Let the module's hooks call C++ directly."""
         self._set(core.pre_forward_hook(self._index), core.post_forward_hook(self._index))
 
     def disconnect(self) -> None:

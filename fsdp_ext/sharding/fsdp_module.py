@@ -19,7 +19,7 @@ class UnshardHandle:
     """An all-gather in flight.
 
     Args:
-        unit: the unit that is gathered; with None there is nothing to wait for.
+        unit: the unit that is gathered. None means that there is nothing to wait for.
     """
 
     def __init__(self, unit: Unit | None) -> None:
@@ -56,7 +56,7 @@ class FSDPModule:
         """Gather this unit's parameters, following its mixed-precision policy. Not recursive.
 
         Args:
-            async_op: return at once, with a handle to wait on; forward waits by itself.
+            async_op: return a handle at once instead of waiting. Forward waits by itself.
         """
         unit = self._unit
         Root.of(unit).unshard(unit)
@@ -67,9 +67,9 @@ class FSDPModule:
         return None
 
     def reset_iter_state(self) -> None:
-        """Forget an iteration that ended in an exception: reshard, drop unreduced gradients.
+        """Reshard all units and drop unreduced gradients, after an iteration that failed.
 
-        The next forward does this by itself. The method is here for code that calls FSDP2's.
+        The next forward does this by itself. The method exists because FSDP2 has it.
         """
         if self._unit.root is not None:
             self._unit.root.core.reset_iteration()
@@ -90,7 +90,7 @@ class FSDPModule:
         """Set whether backward reduces gradients, or only accumulates them on each rank.
 
         Args:
-            requires_gradient_sync: False is FSDP1's ``no_sync``.
+            requires_gradient_sync: False has the effect of FSDP1's ``no_sync``.
             recurse: set it for all units below, too.
         """
         _change(self._units(recurse), requires_gradient_sync=requires_gradient_sync)
@@ -99,7 +99,7 @@ class FSDPModule:
         """Set whether forward frees the unsharded parameters at its end.
 
         Args:
-            reshard_after_forward: also for the root, whose default is False.
+            reshard_after_forward: the new value. It holds for the root, too.
             recurse: set it for all units below, too.
         """
         if not isinstance(reshard_after_forward, bool):
@@ -148,13 +148,13 @@ class FSDPModule:
         """Return this unit's flat shard and flat gradient, for optimizers that work on them whole.
 
         The sharded parameters and, after backward, their gradients are views of the two. Both are
-        1-D, of one length, and have each element in the same place; padding lies between
-        parameters. Where a parameter's ``.grad`` is None, its part of the flat gradient is old. Raw
-        addresses, such as those of NumPy or CuPy arrays over the two, are valid until the next
-        forward, which may form new buckets and move the memory under the tensors.
+        1-D and of one length. An element and its gradient have the same index, and there is padding
+        between parameters. If a parameter's ``.grad`` is None, its part of the flat gradient is out
+        of date. Raw addresses, such as those of NumPy or CuPy arrays over the two, are valid until
+        the next forward, which may form new buckets and move the memory.
 
         Raises:
-            ValueError: if parameters differ in dtype, or some are frozen.
+            ValueError: if the unit's parameters differ in dtype, or some are frozen.
             RuntimeError: before the first forward.
         """
         return self._unit.flat()
@@ -192,7 +192,7 @@ for _name in vars(TorchFSDPModule):
 
 
 def _change(units: list[Unit], **settings: Any) -> None:
-    """Change settings of units, and tell the roots that run them."""
+    """Change settings of units, and apply them in the roots that run the units."""
     for unit in units:
         unit.change(**settings)
     for root in {unit.root for unit in units if unit.root is not None}:

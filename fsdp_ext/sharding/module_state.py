@@ -20,8 +20,9 @@ class ModuleState:
     Args:
         sharded: the module that ``fully_shard`` was applied to: the module itself, or the one that
             FSDP1's wrapper wraps.
-        group: its unit, a planned one in a planned model; None for FSDP1's wrapper.
-        hooks: its forward hooks; None in a planned model and for FSDP1's wrapper.
+        group: the module's unit, which in a planned model is a planned one. None for FSDP1's
+            wrapper.
+        hooks: its forward hooks. None in a planned model and for FSDP1's wrapper.
     """
 
     sharded: nn.Module
@@ -30,7 +31,7 @@ class ModuleState:
 
 
 def set_state(module: nn.Module, state: ModuleState) -> None:
-    """Attach ``state`` to ``module``, which must not register it as a child or parameter."""
+    """Attach ``state`` to ``module``, past ``nn.Module``'s registration of children."""
     module.__dict__[_KEY] = state
 
 
@@ -46,19 +47,19 @@ def is_state(attribute: str) -> bool:
 
 
 def group_of(module: nn.Module) -> ParamGroup | None:
-    """Return the unit, real or planned, that ``module`` is of."""
+    """Return the unit, real or planned, that ``module`` belongs to; None if there is none."""
     state = state_of(module)
     return None if state is None else state.group
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """Return the unit that ``fully_shard`` made of ``module``, if it did."""
+    """Return the unit that ``fully_shard`` made of ``module``; None if there is none."""
     group = group_of(module)
     return group if isinstance(group, Unit) else None
 
 
 def hooks_of(unit: Unit) -> list[ForwardHooks]:
-    """Return the forward hooks of a unit, one object for each of its modules."""
+    """Return the forward hooks of a unit, one ``ForwardHooks`` for each of its modules."""
     states = [state_of(module) for module in unit.modules]
     return [state.hooks for state in states if state is not None and state.hooks is not None]
 

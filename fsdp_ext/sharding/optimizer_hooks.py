@@ -1,4 +1,4 @@
-"""Hooks on every optimizer's step: checks before it, a note for the next forward after it."""
+"""Hooks on every optimizer's step: checks before it, and afterwards a sign to gather again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 @functools.cache
 def install() -> None:
-    """Register the hooks for all optimizers of the process. Only the first call does it."""
+    """Register the hooks for all optimizers of the process. Later calls do nothing."""
     register_optimizer_step_pre_hook(_check_optimizer)
     register_optimizer_step_post_hook(_note_step)
 

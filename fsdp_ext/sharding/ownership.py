@@ -13,7 +13,7 @@ _SHARDED_IN = "_fsdp_ext_sharded_in"
 
 
 def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> None:
-    """Raise for a parameter that cannot be sharded, naming it."""
+    """Raise an error that names the parameter if it cannot be sharded."""
     owner = replaced_as(param)
     if owner is not None:
         raise ValueError(
@@ -29,7 +29,7 @@ def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> Non
     if isinstance(param, DTensor):
         raise NotImplementedError(
             f"parameter '{name}' is a DTensor already (tensor parallelism), which is not supported "
-            "yet."
+            "yet. Pass plain parameters."
         )
     if param.ndim == 0:
         raise ValueError(
@@ -56,12 +56,12 @@ def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> Non
 
 
 def mark_sharded(param: nn.Parameter, sharded: nn.Parameter, name: str, unit: str) -> None:
-    """Remember that ``sharded``, which is ``name`` of ``unit``, has replaced ``param``."""
+    """Remember that ``sharded``, called ``name`` in ``unit``, has replaced ``param``."""
     setattr(param, _SHARDED_AS, (name, unit))
     setattr(sharded, _SHARDED_IN, unit)
 
 
 def replaced_as(param: nn.Parameter) -> tuple[str, str] | None:
-    """Return the parameter's name and its unit's if a unit has replaced it, else None."""
+    """Return the names of the parameter and of the unit that has replaced it, or None."""
     owner: tuple[str, str] | None = getattr(param, _SHARDED_AS, None)
     return owner

@@ -1,6 +1,6 @@
 """The parameters of a unit as the layout sees them: shapes, dtypes, order.
 
-The rules are the same for a unit that trains and for one that is only planned.
+A unit that trains and a unit that is only planned (``planner/units.py``) follow the same rules.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from fsdp_ext import _C
 from fsdp_ext.sharding.settings import UnitSettings
 
-# Before torch 2.15 reduce_dtype=None means param_dtype, and since then the parameters' own dtype
-# (MixedPrecisionPolicy's docstring there, "versionchanged"). The policy is PyTorch's own class, so
-# it means what the installed PyTorch says.
+# Before torch 2.15, reduce_dtype=None means param_dtype. Since then it means the parameters' own
+# dtype ("versionchanged" in MixedPrecisionPolicy's docstring). The policy is PyTorch's own class,
+# so it means what the installed PyTorch says.
 _REDUCES_AS_COMPUTED = torch.__version__ < "2.15"
 
 # Parameters at least this large are gathered directly: Note [gather plans] in csrc/core/layout.h.
@@ -43,9 +43,9 @@ class ParamGroup:
     """The parameters of one unit, gathered and reduced together.
 
     Args:
-        name: of the unit, for messages.
+        name: name of the unit, for messages.
         world_size: how many ranks share the parameters.
-        settings: what was asked of the unit.
+        settings: the settings that the user asked for.
     """
 
     params: Sequence[Param]
@@ -54,7 +54,7 @@ class ParamGroup:
         self.name = name
         self.world_size = world_size
         self.settings = settings
-        # The units that set_modules_to_forward_prefetch and its sibling name.
+        # The units given to set_modules_to_forward_prefetch and to the same for backward.
         self.forward_prefetch: Sequence[ParamGroup] = ()
         self.backward_prefetch: Sequence[ParamGroup] = ()
 
@@ -84,8 +84,8 @@ class ParamGroup:
             listed = ", ".join(f"'{name}' is {dtype}" for name, dtype in trainable.items())
             raise ValueError(
                 f"unit '{self.name}' has trainable parameters of several dtypes ({listed}), but "
-                "one unit reduces gradients of one dtype; shard them as separate units or convert "
-                "them"
+                "a unit reduces gradients of one dtype only. Shard them as separate units, or "
+                "convert them."
             )
         grad_dtype = next(iter(trainable.values()), torch.float32)
         policy = self.settings.mp_policy
@@ -93,9 +93,9 @@ class ParamGroup:
         return grad_dtype, policy.reduce_dtype or computed or grad_dtype
 
     def row_bytes(self, param: Param) -> int:
-        """Return the bytes on the wire of one row of ``param`` from each rank.
+        """Return the bytes that one row of ``param`` from each rank has on the wire.
 
-        It is the larger one of the row in the all-gather and its gradient in the reduction.
+        That is the row in the all-gather or its gradient in the reduction, whichever is larger.
         """
         dtypes = [self.compute_dtype(param.dtype)]
         if param.requires_grad:
@@ -104,10 +104,11 @@ class ParamGroup:
         return numel * max(dtype.itemsize for dtype in dtypes)
 
     def gradient_scales(self) -> tuple[float, float]:
-        """Return the factors on gradients before and after the reduction.
+        """Return the factors by which gradients are multiplied before and after the reduction.
 
-        They are FSDP2's (``_get_gradient_divide_factors``): together they average over the ranks.
-        fp16 has a small range, so about the square root of the divisor is on each side.
+        They are FSDP2's (``_get_gradient_divide_factors``). Together they average over the ranks.
+        Only fp32 and bf16 are divided at once. Other dtypes, above all fp16 with its small range,
+        are divided by about the square root of the divisor on each side.
         """
         factor = self.settings.gradient_divide_factor or float(self.world_size)
         _, reduce_dtype = self.grad_dtypes()
@@ -119,7 +120,7 @@ class ParamGroup:
         return 1.0 / before, before / factor
 
     def _layout_order(self, params: Sequence[Param]) -> list[int]:
-        """Return the places of ``params`` in the order of the layout (csrc/core/layout.h)."""
+        """Return the indices of ``params`` in the order of the layout (csrc/core/layout.h)."""
         return _C.layout_order(self._specs(params, False), self.world_size, DIRECT_BYTES)
 
     def _specs(self, params: Sequence[Param], training: bool) -> list[_C.ParamSpec]:

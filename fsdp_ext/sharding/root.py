@@ -21,15 +21,17 @@ from fsdp_ext.sharding.unit_tree import UnitTree
 class Root(UnitTree):
     """The units of one root module and the C++ schedule that they share.
 
-    The first unit that runs forward makes it, when the user has sharded everything.
+    The first forward makes it, since the user has sharded everything by then.
 
     Args:
         module: the root module.
-        provisional: made before the first forward, for a unit that is unsharded by hand. The root
-            that runs forward first takes its units over.
+        provisional: whether it is made before the first forward, because the user calls unshard()
+            on a unit. The root that runs forward first replaces it.
 
     Raises:
-        RuntimeError: if a unit under it was run as a root of its own before.
+        RuntimeError: if a unit below ``module`` ran forward before, as a root of its own.
+        NotImplementedError: if the units have different meshes.
+        ValueError: if the units have different transports.
     """
 
     units: list[Unit]
@@ -51,7 +53,7 @@ class Root(UnitTree):
         if first.settings.bucket_bytes is None and first.mesh.get_local_rank() == 0:
             log_default(self.settings.bucket_bytes[0], self.link)
         self.core = self._build()
-        # Last: if the above raised, the next forward starts over.
+        # This comes last: if anything above raises, the next forward starts over.
         for unit in self.units:
             unit.root = self
 
@@ -65,26 +67,26 @@ class Root(UnitTree):
             if unit.root is not None and not unit.root.provisional:
                 raise RuntimeError(
                     f"'{names[unit]}' ran forward before, as a root of its own, but the first "
-                    "forward has to be the root module's; run the outermost sharded module first"
+                    "forward has to be the root module's. Run the outermost sharded module first."
                 )
         if len(self.units[0].modules) > 1 and not self.provisional:
             raise RuntimeError(
                 f"the unit that ran forward first has {len(self.units[0].modules)} modules, but "
-                "the root is a single module; call fully_shard on the module that contains them, "
-                "too"
+                "the root must be a single module. Call fully_shard on the module that contains "
+                "them, too."
             )
         meshes = {unit.mesh for unit in self.units}
         if len(meshes) > 1:
             raise NotImplementedError(
-                f"the units under one root have {len(meshes)} meshes, which is not supported yet; "
-                "pass the same mesh to each fully_shard"
+                f"the units under one root have {len(meshes)} meshes, which is not supported yet. "
+                "Pass the same mesh to each fully_shard."
             )
         transports = {unit.settings.transport for unit in self.units}
         if len(transports) > 1:
             raise ValueError(
                 f"the units under one root ask for {len(transports)} transports, "
-                f"{' and '.join(sorted(map(repr, transports)))}; pass the same one to each "
-                "fully_shard"
+                f"{' and '.join(sorted(map(repr, transports)))}. Pass the same one to each "
+                "fully_shard."
             )
 
     @staticmethod
@@ -134,7 +136,7 @@ class Root(UnitTree):
         self.core = self._build()
 
     def invalidate(self) -> None:
-        """Make the C++ side anew at the next use."""
+        """Drop the C++ side. The next use makes it anew."""
         for unit in self.units:
             self.reshard(unit)
             if unit.core is not None:
@@ -152,7 +154,7 @@ class Root(UnitTree):
     # - Settings
 
     def _resolve(self) -> RootSettings:
-        """Return the settings to build with; 'auto' ones follow the choice for such models."""
+        """Return the settings to run with. Those that are "auto" follow the choice of tune."""
         asked = self.units[0].settings
         is_auto = AUTO in (asked.bucket_bytes, asked.prefetch)
         if is_auto and (self.decision is None or self.decision.scope is Scope.AUTO):
@@ -161,16 +163,16 @@ class Root(UnitTree):
         return self.resolve(self.link, self.decision)
 
     def decide(self, choice: Choice, scope: Scope) -> None:
-        """Let ``choice`` decide the settings of ``scope``, from the next forward on."""
+        """Run with ``choice`` for the settings of ``scope``, from the next forward on."""
         self.restore_decision(Decision(choice, scope))
 
     def restore_decision(self, decision: Decision | None) -> None:
-        """Decide settings as an earlier value of ``decision`` did; None for the defaults."""
+        """Run with an earlier value of ``decision`` again. None stands for the defaults."""
         self.decision = decision
         self.apply(self.units)
 
     def apply(self, units: Iterable[Unit]) -> None:
-        """Tell the schedule the settings of ``units``, from the next use on."""
+        """Pass the settings of ``units`` to the schedule. They hold from the next use on."""
         before = self.settings
         self.settings = self.resolve(self.link, self.decision)
         self._configure_root(before)
@@ -194,14 +196,14 @@ class Root(UnitTree):
         core.set_forward_prefetch(number, [self.number(u) for u in unit.forward_prefetch])
         core.set_backward_prefetch(number, [self.number(u) for u in unit.backward_prefetch])
 
-    # - By hand
+    # - unshard() and reshard(), called by the user
 
     def reshard(self, unit: Unit) -> None:
         """Free the unit's unsharded parameters and register the sharded ones."""
         self.core.reshard(self.number(unit))
 
     def unshard(self, unit: Unit) -> None:
-        """Start to gather the unit's parameters."""
+        """Issue the gather of the unit's parameters."""
         self.core.unshard(self.number(unit))
 
     def wait_for_unshard(self, unit: Unit) -> None:
@@ -210,7 +212,7 @@ class Root(UnitTree):
 
 
 def prepare_forward(unit: Unit, module: nn.Module) -> None:
-    """Give ``unit`` its C++ side before a forward of ``module``; the first one makes the root."""
+    """Make the C++ side of ``unit`` before a forward of ``module``, and the root if need be."""
     if unit.root is None or unit.root.provisional:
         Root(module)
     elif unit.core is None:
@@ -218,22 +220,26 @@ def prepare_forward(unit: Unit, module: nn.Module) -> None:
 
 
 def running_root(model: nn.Module, caller: str) -> Root:
-    """Return the root of a model, or of what FSDP1's wrapper wraps, that has run forward.
+    """Return the root of a model that has run forward.
+
+    Args:
+        model: a sharded module, or FSDP1's wrapper of one.
+        caller: name of the public function, for messages.
 
     Raises:
-        TypeError: if ``fully_shard`` was not applied to it; the message names ``caller``.
+        TypeError: if ``fully_shard`` was not applied to ``model``.
         RuntimeError: before the first forward.
     """
     unit = unit_of(sharded_module(model)) if isinstance(model, nn.Module) else None
     if unit is None:
         raise TypeError(
             f"{caller} needs a module that fully_shard was applied to but got "
-            f"{type(model).__name__}"
+            f"{type(model).__name__}. Pass the root module."
         )
     if unit.root is None or unit.core is None:
         raise RuntimeError(
-            f"{caller} needs a model that has run forward; run a step before, or two for the order "
-            "of forward"
+            f"{caller} needs a model that has run forward. Run a step before, or two if buckets "
+            "should follow the order of forward."
         )
     root: Root = unit.root
     return root

@@ -1,4 +1,4 @@
-"""What users ask of units, and what that comes to for a whole model."""
+"""The settings that users ask for, and the resolved ones that a whole model runs with."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fsdp_ext.comm.transports import Transport
 Auto = Literal["auto"]
 AUTO: Auto = "auto"
 
-# FSDP2 has one all-gather in flight ahead of the unit that runs, too.
+# As in FSDP2: one all-gather is in flight ahead of the unit that runs.
 DEFAULT_PREFETCH = 1
 
 
 @dataclass(frozen=True)
 class UnitSettings:
-    """What a user has asked of one unit. None leaves a setting open.
+    """The settings that a user has asked for in one unit. None leaves a setting open.
 
-    The arguments of :func:`fsdp_ext.fully_shard` come first. The rest is what methods of
-    :class:`fsdp_ext.FSDPModule` change later.
+    The arguments of :func:`fsdp_ext.fully_shard` come first. Methods of
+    :class:`fsdp_ext.FSDPModule` change the others.
     """
 
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009 - frozen
@@ -40,13 +40,13 @@ class UnitSettings:
 
 @dataclass(frozen=True)
 class RootSettings:
-    """What the schedule of a model runs with: every setting resolved to a number.
+    """The settings that the schedule of a model runs with. Nothing is left open.
 
     Args:
-        prefetch: buckets whose all-gathers are in flight ahead of the unit that runs.
-        bucket_bytes: by unit, the size up to which its bucket may grow.
-        max_message_bytes: by unit, the size of its largest message; 0 for any size.
-        reshard_after_forward: by unit.
+        prefetch: how many buckets' all-gathers are in flight ahead of the unit that runs.
+        bucket_bytes: for each unit, the size up to which its bucket may grow.
+        max_message_bytes: for each unit, the size of its largest message; 0 for any size.
+        reshard_after_forward: for each unit, whether it is resharded after forward.
     """
 
     prefetch: int
@@ -56,7 +56,7 @@ class RootSettings:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """The numbers of the units below the root that stay unsharded after forward."""
+        """Numbers of the units below the root that stay unsharded after forward."""
         below = enumerate(self.reshard_after_forward[1:], start=1)
         return tuple(number for number, reshards in below if not reshards)
 
@@ -66,9 +66,9 @@ class Choice:
     """Values for settings that users may leave open.
 
     Args:
-        bucket_bytes: the root's: see :func:`fsdp_ext.fully_shard`.
-        prefetch: the root's: see there.
-        kept: numbers of the units that stay unsharded after forward, without the root.
+        bucket_bytes: the root's value of this argument of :func:`fsdp_ext.fully_shard`.
+        prefetch: the root's value of this argument.
+        kept: numbers of the units below the root that stay unsharded after forward.
     """
 
     bucket_bytes: int
@@ -76,7 +76,7 @@ class Choice:
     kept: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        """Return it as arguments."""
+        """Return the choice as arguments of ``fully_shard``."""
         kept = f", {len(self.kept)} units with reshard_after_forward=False" if self.kept else ""
         return f"bucket_bytes={self.bucket_bytes:,}, prefetch={self.prefetch}{kept}"
 
@@ -86,7 +86,7 @@ class Scope(enum.Enum):
 
     AUTO = "those that are 'auto'"
     OPEN = "those that are 'auto' or None"
-    ALL = "those that are open, and every unit's bucket size and the prefetch whatever was asked"
+    ALL = "those that are open, every unit's bucket size and the prefetch, whatever was asked"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""State dicts save the sharded parameters, and loading one may replace them."""
+"""Hooks of ``state_dict`` and ``load_state_dict``.
+
+State dicts hold the sharded parameters, and loading one may replace them.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,12 @@ def install(unit: Unit) -> None:
 
 
 def reshard(unit: Unit) -> None:
-    """Register the unit's sharded parameters, which is so before its first forward anyway."""
+    """Reshard the unit. Before its first forward it is sharded already."""
     if unit.root is not None:
         unit.root.reshard(unit)
 
 
 def adopt_changes(unit: Unit) -> None:
-    """Follow sharded parameters that were replaced, converted or moved."""
+    """Adopt sharded parameters that were replaced, converted or moved."""
     if unit.flatten(loading=True) and unit.root is not None:
         unit.root.invalidate()

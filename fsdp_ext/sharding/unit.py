@@ -1,7 +1,6 @@
 """One unit in Python: its parameters as sharded DTensors over one flat shard.
 
-Everything here happens before training or between steps. What happens in a step is in
-``csrc/torch``.
+Everything here runs before training or between steps. ``csrc/torch`` has what runs in a step.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ class ShardedParam:
     """One parameter of a unit and every module attribute that refers to it (tied ones, too).
 
     Args:
-        name: from the unit's module, and from the first forward on from the root.
-        shape: of the whole parameter.
-        sharded: the DTensor between steps.
-        attributes: modules and the names under which they have the parameter.
+        name: its name in the unit's module, and from the first forward on in the root module.
+        shape: shape of the whole parameter.
+        sharded: the DTensor that modules have while the unit is sharded.
+        attributes: modules and the names of their attributes.
     """
 
     name: str
@@ -40,7 +39,7 @@ class ShardedParam:
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's rows, a tensor of shape (rows of this rank, ...)."""
+        """This rank's rows of the parameter."""
         local: torch.Tensor = self.sharded._local_tensor  # type: ignore[attr-defined]
         return local
 
@@ -55,7 +54,7 @@ class ShardedParam:
         return self.sharded.requires_grad
 
     def registered(self) -> nn.Parameter | None:
-        """Return what the module has as its attribute now."""
+        """Return the present value of the first attribute."""
         module, name = self.attributes[0]
         return module._parameters[name]
 
@@ -65,10 +64,10 @@ class Unit(ParamGroup):
 
     Args:
         modules: the modules of the call.
-        params: their parameters that no other unit has, with names for error messages.
-        mesh: 1-D, over which rows are sharded.
-        device: of this rank.
-        settings: what was asked of the unit.
+        params: their parameters that are in no other unit, with names for error messages.
+        mesh: the 1-D mesh over which rows are sharded.
+        device: this rank's device.
+        settings: the settings that the user asked for.
     """
 
     def __init__(
@@ -83,8 +82,8 @@ class Unit(ParamGroup):
         self.modules = modules
         self.mesh = mesh
         self.device = device
-        # The root.Root that runs this unit, from the first forward on. root.py imports this file,
-        # so that the type cannot be named here.
+        # The Root that runs this unit, from the first forward on. root.py imports this file, so the
+        # type cannot be named here.
         self.root: Any = None
         self.core: _C.TorchUnit | None = None
         self.flat_shard = torch.empty(0, dtype=torch.uint8, device=device)
@@ -95,7 +94,7 @@ class Unit(ParamGroup):
         self.flatten()
 
     def change(self, **settings: Any) -> None:
-        """Replace settings of this unit; :meth:`Root.apply` tells the schedule."""
+        """Replace settings of this unit. :meth:`Root.apply` passes them to the schedule."""
         self.settings = dataclasses.replace(self.settings, **settings)
 
     def flat(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,12 +105,12 @@ class Unit(ParamGroup):
             raise ValueError(
                 "flat_shard needs a unit whose parameters have one dtype and are all trained, but "
                 f"'{self.name}' has dtypes {sorted(map(str, dtypes))} and the frozen parameters "
-                f"{frozen}; use its parameters one by one"
+                f"{frozen}. Use its parameters one by one."
             )
         if self.core is None:
             raise RuntimeError(
                 f"flat_shard needs the flat gradient of unit '{self.name}', which its first "
-                "forward makes; run a forward before"
+                "forward makes, so run a forward before."
             )
         return self.flat_shard.view(dtypes.pop()), self.flat_gradient
 
@@ -120,7 +119,7 @@ class Unit(ParamGroup):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _shard(self, params: dict[nn.Parameter, str]) -> list[ShardedParam]:
-        """Replace the modules' parameters by DTensors over this rank's rows."""
+        """Replace the modules' parameters with DTensors over this rank's rows."""
         by_param = {
             param: ShardedParam(name, param.shape, self._to_dtensor(self._rows_of(param), param))
             for param, name in params.items()
@@ -145,7 +144,7 @@ class Unit(ParamGroup):
         return rows if rows.is_meta else rows.to(self.device)
 
     def _rows(self, shape: torch.Size) -> tuple[int, int]:
-        """Return the first row that this rank has of a parameter, and how many."""
+        """Return the first row of a parameter that this rank has, and how many rows it has."""
         chunk = -(-shape[0] // self.world_size)
         first = min(chunk * self.mesh.get_local_rank(), shape[0])
         return first, min(chunk, shape[0] - first)
@@ -169,19 +168,20 @@ class Unit(ParamGroup):
         """Make the sharded parameters views of one flat shard again.
 
         ``module.to()``, ``to_empty`` and ``load_state_dict(assign=True)`` give the modules other
-        tensors or other parameters. Unless these all lie in the present flat shard already, their
-        rows are copied into a new one.
+        tensors or other parameters. Their rows are copied into a new flat shard, unless they all
+        lie in the present one already.
 
         Args:
-            loading: parameters may be replaced one module at a time. While some of them are still
-                on meta, wait for the rest.
+            loading: whether modules are being loaded one after another. If so, nothing is copied
+                while some parameters are still on meta.
 
         Returns:
-            Whether anything changed, so that the C++ side has to be made anew.
+            Whether anything changed. If so, the C++ side has to be made anew.
 
         Raises:
-            ValueError: if a parameter is no longer the DTensor it was sharded to, or its shape
+            ValueError: if a parameter was replaced with something that is not sharded, or its shape
                 changed.
+            RuntimeError: if only some parameters are on meta, unless ``loading``.
         """
         replaced = [self._adopt(param) for param in self.params]
         layout = self.layout_for(training=False)
@@ -194,7 +194,7 @@ class Unit(ParamGroup):
             on_meta = [param.name for param in self.params if param.local.is_meta]
             raise RuntimeError(
                 f"unit '{self.name}' has parameters on {sorted(devices)}, of which {on_meta} "
-                "are on meta; materialise all of them with to_empty(device=...)"
+                "are on meta. Materialise all of them with to_empty(device=...)."
             )
         device = torch.device(devices.pop()) if devices else self.device
         flat = zeros_for_shard(
@@ -208,15 +208,14 @@ class Unit(ParamGroup):
         return True
 
     def _adopt(self, param: ShardedParam) -> bool:
-        """Follow the parameter that the module has now; return whether it is another one."""
+        """Adopt the parameter that the module has now. Return whether it is another one."""
         now = param.registered()
         replaced = now is not param.sharded
         if replaced:
             if not (isinstance(now, nn.Parameter) and isinstance(now, DTensor)):
                 raise ValueError(
                     f"parameter '{param.name}' was replaced by a {type(now).__name__} after "
-                    "fully_shard, which had made a DTensor of it; replace parameters before "
-                    "fully_shard"
+                    "fully_shard had made a DTensor of it. Replace parameters before fully_shard."
                 )
             param.sharded = now
             for module, name in param.attributes:
@@ -226,7 +225,7 @@ class Unit(ParamGroup):
             raise ValueError(
                 f"parameter '{param.name}' had shape {tuple(param.shape)}, {rows} rows of it on "
                 f"this rank, when it was sharded, but now has {tuple(param.sharded.shape)} with "
-                f"local shape {tuple(param.local.shape)}; change shapes before fully_shard"
+                f"local shape {tuple(param.local.shape)}. Change shapes before fully_shard."
             )
         return replaced
 
@@ -252,14 +251,14 @@ class Unit(ParamGroup):
 
     # - The C++ side
 
-    @torch.inference_mode(False)  # the first forward may be an evaluation, and training follows
+    @torch.inference_mode(False)  # training may follow a first forward in inference mode
     @torch.no_grad()
     def build(self, name: str, names: dict[nn.Parameter, str]) -> _C.TorchUnit:
         """Make the C++ unit for the parameters as they are now.
 
         Args:
-            name: of the unit, from the root.
-            names: of the sharded parameters, from the root.
+            name: the unit's name in the root module.
+            names: the names of the sharded parameters in the root module.
 
         Raises:
             RuntimeError: if parameters are on the meta device.
@@ -272,8 +271,8 @@ class Unit(ParamGroup):
         on_meta = [param.name for param in self.params if param.local.is_meta]
         if on_meta:
             raise RuntimeError(
-                f"parameters {on_meta} are on the meta device, without memory; call "
-                "module.to_empty(device=...) and initialise them before the first forward"
+                f"parameters {on_meta} are on the meta device, without memory. Call "
+                "module.to_empty(device=...) and initialise them before the first forward."
             )
         layout = self.layout_for(training=True)
         grad_dtype, _ = self.grad_dtypes()

@@ -1,4 +1,4 @@
-"""The units under one module: their order, which encloses which, and their resolved settings."""
+"""The units under one module: their order, how they are nested, and their resolved settings."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fsdp_ext.sharding.settings import DEFAULT_PREFETCH, Decision, RootSettings
 
 
 class UnitTree:
-    """The units of one root module, in order of registration; the first one is the root's.
+    """The units under one root module, in order of registration. The first one is the root unit.
 
-    The tree refers to the module weakly: the module's units refer to the tree.
+    The tree refers to the module weakly, because the module's units refer to the tree.
 
     Args:
-        module: the root module, whose modules know their units.
+        module: the root module.
     """
 
     units: Sequence[ParamGroup]
@@ -37,7 +37,7 @@ class UnitTree:
         """Return the unit's place in order of registration.
 
         Raises:
-            ValueError: if it is not under the root module.
+            ValueError: if the unit is not under the root module.
         """
         if unit not in self._numbers:
             raise ValueError(
@@ -51,11 +51,11 @@ class UnitTree:
         """The root module."""
         module = self._module()
         if module is None:
-            raise RuntimeError("the root module was deleted; keep a reference to the model")
+            raise RuntimeError("the root module was deleted. Keep a reference to the model.")
         return module
 
     def module_names(self) -> list[list[str]]:
-        """Return the names of each unit's modules, from the root, whose own name is empty."""
+        """Return the names of each unit's modules in the root module, whose own name is empty."""
         names: dict[ParamGroup, list[str]] = {unit: [] for unit in self.units}
         for name, module in self.module.named_modules():
             unit = group_of(module)
@@ -64,7 +64,7 @@ class UnitTree:
         return [names[unit] for unit in self.units]
 
     def parents(self) -> list[int]:
-        """Return the number of the unit that encloses each one; -1 for the root."""
+        """Return, for each unit, the number of the unit that encloses it; -1 for the root unit."""
         parents: dict[int, int] = {}
 
         def visit(module: nn.Module, parent: int) -> None:
@@ -79,7 +79,7 @@ class UnitTree:
         return [parents[number] for number in range(len(self.units))]
 
     def nesting(self) -> int:
-        """Return how many units below the root enclose each other, at most; at least 1."""
+        """Return how many units below the root enclose each other at most, or 1 if none are."""
 
         def depth(module: nn.Module, enclosing: frozenset[ParamGroup]) -> int:
             unit = group_of(module)
@@ -90,10 +90,10 @@ class UnitTree:
         return max(1, depth(self.module, frozenset()))
 
     def configs(self, layouts: Sequence[_C.UnitLayout]) -> list[_C.UnitConfig]:
-        """Return what the schedule needs to know of each unit.
+        """Return the C++ settings of each unit.
 
         Args:
-            layouts: of the units, for training.
+            layouts: the units' layouts for training.
         """
         configs = []
         for number, (unit, layout, parent) in enumerate(
@@ -119,8 +119,8 @@ class UnitTree:
         """Return the settings that the schedule runs with.
 
         Args:
-            link: the default bucket size comes from it.
-            decision: decides settings that users left open; None for the defaults.
+            link: the link that the default bucket size is computed from.
+            decision: values for settings that users left open. None stands for the defaults.
 
         Raises:
             ValueError: if a unit's ``max_message_bytes`` is less than one row of a parameter from
@@ -161,7 +161,7 @@ class UnitTree:
             if row > asked:
                 raise ValueError(
                     f"max_message_bytes={asked} is less than one row of parameter '{param.name}' "
-                    f"from each of {unit.world_size} ranks, {row} bytes; give at least that, or "
-                    "leave it out"
+                    f"from each of {unit.world_size} ranks, {row} bytes. Pass at least that, or "
+                    "leave it out."
                 )
         return asked
