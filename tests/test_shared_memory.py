@@ -282,7 +282,8 @@ def _on_two_hosts() -> str:
     def from_afar(self: transports.Rendezvous, *args: Any) -> None:
         """Meet, but with an address of rank 1 that is on another host."""
         meet(self, *args)
-        name, address = self.offers[1][: transports._NAME], self.offers[1][transports._NAME :]
+        length = transports._NAME_LENGTH
+        name, address = self.offers[1][:length], self.offers[1][length:]
         self.offers[1] = name + b"another host" + address[12:]
 
     with mock.patch.object(transports.Rendezvous, "__init__", from_afar):

@@ -10,15 +10,15 @@ from fsdp_ext.comm.link import H100_NODE, INFINIBAND_400G_NODES, Link
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.comm.transports import Transport
 
-# A bucket takes this many times as long as a launch. So launches are at most a fifth of the wire
-# time where there are enough units, and the first gather and the last reduction, which are always
-# exposed, are short.
+# The wire time of a bucket's bytes is this many times a launch. So launches are at most a fifth of
+# the time of collectives, if there are enough units to fill the buckets. The first gather and the
+# last reduction, which are always exposed, stay short.
 LAUNCHES = 4
 
-# Measured with `python -m fsdp_ext measure-link`, two ranks on two cores; the latency of shared
-# memory is that in a step, without the call from Python. The place of an element in a message may
-# decide in which order a backend adds up the ranks. So defaults must be the same in every run, and
-# come from these constants instead of a measurement at the start.
+# Measured with `python -m fsdp_ext measure-link`, two ranks on two cores. The latency of shared
+# memory is that in a step, without the call from Python. The order in which a backend adds up ranks
+# may depend on an element's place in a message. So the default bucket size must be the same in every
+# run, and comes from these constants instead of a measurement at the start.
 SHARED_MEMORY = Link("shared memory", alpha=15e-6, beta=17.1e9)
 PROCESS_GROUP = Link("gloo", alpha=300e-6, beta=2.3e9)
 
@@ -29,9 +29,9 @@ def typical_link(name: str, transport: Transport, ranks: int) -> Link:
     """Return the typical costs of collectives.
 
     Args:
-        name: of the transport in use.
-        transport: as the user asked for it; a simulated one has a link of its own.
-        ranks: how many there are in the group.
+        name: name of the transport in use.
+        transport: the transport that the user asked for. A simulated one has a link of its own.
+        ranks: number of ranks in the group.
     """
     if isinstance(transport, Simulated):
         return transport.link.over(transport.world_size)
@@ -41,7 +41,7 @@ def typical_link(name: str, transport: Transport, ranks: int) -> Link:
 
 
 def default_bucket_bytes(link: Link) -> int:
-    """Return the bytes, of all ranks together, that a gather carries in `LAUNCHES` launches."""
+    """Return the bytes, summed over all ranks, that the wire carries in `LAUNCHES` launches."""
     return round(LAUNCHES * link.alpha * link.beta)
 
 

@@ -33,13 +33,13 @@ def lanes_of(
     The lanes (``csrc/core/lanes.h``) live as long as ``group`` and serve every root over it.
 
     Args:
-        group: of the mesh.
-        device: of this rank.
-        transport: a name, a simulated one, or None for the default.
+        group: the mesh's group.
+        device: this rank's device.
+        transport: a name, a simulated transport, or None for the default.
 
     Raises:
         RuntimeError: if the transport is not possible, or a rank does not come within the group's
-            timeout; the message says why.
+            timeout. The message says why.
     """
     _clear_at_exit()
     of_group = _lanes.setdefault(group, {})
@@ -99,7 +99,7 @@ def _process_group_lanes(group: dist.ProcessGroup, device: torch.device) -> _C.L
 def _simulated_lanes(
     group: dist.ProcessGroup, device: torch.device, transport: Simulated
 ) -> _C.Lanes:
-    """Make lanes without peers, and warn what that means."""
+    """Make lanes without peers, and warn that the numbers mean nothing."""
     link = transport.link.over(transport.world_size)
     gather, reduce = link.costs()
     warnings.warn(
@@ -132,7 +132,7 @@ def _nccl_lanes(group: dist.ProcessGroup, device: torch.device) -> _C.Lanes:
     libraries = nccl_libraries()
     unique_id = _C.nccl_unique_id(libraries) if dist.get_rank(group) == 0 else b""
     rendezvous = Rendezvous(group, unique_id, timeout)
-    rendezvous.exchange("has the id", b"")  # all ranks have the same one
+    rendezvous.exchange("has the id", b"")  # so all ranks have rank 0's id
     return _C.Lanes.nccl(
         libraries=libraries,
         unique_id=rendezvous.offers[0],

@@ -19,11 +19,11 @@ class Link:
     S is the "size" of nccl-tests (doc/PERFORMANCE.md): the bytes of the whole result of an
     all-gather, or of one rank's input to a reduction. So beta is the "algbw" for large S, and the
     "busbw" is beta * (N - 1) / N on N ranks. An all-reduce takes alpha + 2 S / beta. The figures
-    hold for the number of ranks that they were measured with. With fewer ranks each one has a
-    larger part already, so collectives are faster than this formula, by (N - 1) / N at most.
+    hold for the number of ranks that they were measured with. With fewer ranks, each one has a
+    larger part of the result already, so collectives are faster than this formula says.
 
     Args:
-        name: of the link.
+        name: name of the link, for reports.
         alpha: latency of a collective, seconds.
         beta: bandwidth, bytes a second.
         reduce_alpha: latency of reductions, if it differs.
@@ -114,14 +114,14 @@ class Link:
 
         Args:
             operation: "all_gather" or "reduce_scatter".
-            nbytes: S.
+            nbytes: S as above, in bytes.
         """
         gather, reduce = self.costs()
         alpha, beta = {"all_gather": gather, "reduce_scatter": reduce}[operation]
         return alpha + nbytes / beta
 
     def save(self, path: str | Path, measured: Mapping[str, Any] | None = None) -> None:
-        """Write the link as JSON, whole or not at all, with ``measured``: how it was measured."""
+        """Write the link as JSON, whole or not at all. ``measured`` says how it was measured."""
         document = asdict(self) | ({} if measured is None else {"measured": dict(measured)})
         write_text(path, json.dumps(document, indent=2) + "\n")
 
@@ -130,7 +130,7 @@ class Link:
         """Read a file that ``save`` or ``python -m fsdp_ext measure-link`` has written.
 
         Raises:
-            ValueError: if the file is something else.
+            ValueError: if the file does not contain a link.
         """
         try:
             figures = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -187,8 +187,8 @@ H200_NODE = Link(
 )
 
 # 4 nodes of 8 H100, one 400 Gb/s InfiniBand NIC a GPU: all-gather 323.53 GB/s busbw at 8 GiB and
-# 49.68 us at 512 bytes (vpbenchmarking, results/nccl/nccl_multinode). No figure of a reduce-scatter
-# was found, so it has the same.
+# 49.68 us at 512 bytes (vpbenchmarking, results/nccl/nccl_multinode). No figure for reduce-scatter
+# was found, so reductions have the same one.
 INFINIBAND_400G_NODES = Link(
     "nodes of 8, 400G InfiniBand a GPU",
     alpha=50e-6,
@@ -198,7 +198,7 @@ INFINIBAND_400G_NODES = Link(
 
 # One 100 Gb/s NIC a rank, RDMA: 12 GB/s (https://github.com/NVIDIA/nccl-tests/issues/119, and
 # NET_BW in NCCL's src/graph/topo.h). Latency: 46 us, a small broadcast over TCP between two nodes
-# (https://github.com/NVIDIA/nccl-tests/issues/82); none of an all-gather was found.
+# (https://github.com/NVIDIA/nccl-tests/issues/82). No latency of an all-gather was found.
 ETHERNET_100G = Link(
     "100G Ethernet",
     alpha=46e-6,

@@ -28,7 +28,7 @@ from fsdp_ext.comm.transports import OF_GPUS, OF_THE_HOST, VARIABLE, resolve_tra
 OPERATIONS = ("all_gather", "reduce_scatter")
 # Bytes summed over all ranks: from a small layer to a large one.
 SIZES = [2**k for k in range(14, 27)]
-# Each call moves on by this many places of a buffer, so that it does not find its data in a cache.
+# Each call uses a part of the buffers this many parts further on, so its data is not in a cache.
 _STRIDE = 7
 
 
@@ -139,7 +139,7 @@ def measure(lanes: _C.Lanes, device: torch.device, repeats: int) -> list[Sample]
 
 
 def _time(call: Callable[[], None], lanes: _C.Lanes, device: torch.device) -> float:
-    lanes.barrier()  # wakes the lane, which is awake in a step, too
+    lanes.barrier()  # wakes the lane's thread, which is awake during a step, too
     if device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -150,7 +150,7 @@ def _time(call: Callable[[], None], lanes: _C.Lanes, device: torch.device) -> fl
 
 
 def report(samples: Sequence[Sample], fits: dict[str, Fit]) -> list[str]:
-    """Return the lines of a table of measured and predicted times, and the quality of the fits."""
+    """Return a table of measured and predicted times and the errors of the fits, as lines."""
     lines = [f"{'operation':<15} {'bytes':>12} {'measured us':>12} {'predicted us':>13} {'off':>7}"]
     for operation in OPERATIONS:
         for i, sample in enumerate(s for s in samples if s.operation == operation):
@@ -178,7 +178,7 @@ def _of(samples: Sequence[Sample], operation: str, held_out: bool) -> list[Sampl
 
 
 def write(path: str, link: Link, samples: Sequence[Sample], fits: dict[str, Fit]) -> None:
-    """Write the link for `Link.load`, with the measurements it was made from."""
+    """Write the link for `Link.load`, with the measurements that it was fitted to."""
     link.save(
         path,
         measured={

@@ -1,4 +1,4 @@
-"""How the ranks of a group exchange what they need to connect."""
+"""How the ranks of a group exchange addresses before they connect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch.distributed as dist
 def host_backend(group: dist.ProcessGroup) -> str:
     """Return the name of the group's backend for tensors on the host; "" if there is none.
 
-    A group may have several backends, as it has by default. `dist.get_backend` names none of them.
+    A group may have several backends, and has by default. `dist.get_backend` then names none of
+    them.
     """
     try:
         backend = group._get_backend(torch.device("cpu"))
@@ -32,9 +33,9 @@ class Rendezvous:
     never mistaken for this attempt's. Ranks in different attempts time out with an error.
 
     Args:
-        group: all its ranks take part.
-        offer: what this rank has to tell the others first.
-        timeout: of each exchange.
+        group: the ranks. All of them make a Rendezvous.
+        offer: this rank's first message to the others.
+        timeout: the longest wait for another rank in each exchange.
 
     Raises:
         RuntimeError: if the group has no store, or a rank does not come within the timeout; the
@@ -52,18 +53,18 @@ class Rendezvous:
         self._timeout = timeout
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_process_group_ranks(group)
-        self._brought = f"fsdp_ext/offer/{self.rank}"
-        self._store.set(self._brought, (os.urandom(16) + offer).hex())
-        brought = [self._get(f"fsdp_ext/offer/{i}", rank) for i, rank in enumerate(self.ranks)]
-        self.offers = [value[16:] for value in brought]
-        self._attempt = hashlib.sha256(b"".join(brought)).hexdigest()
+        self._own_key = f"fsdp_ext/offer/{self.rank}"
+        self._store.set(self._own_key, (os.urandom(16) + offer).hex())
+        found = [self._get(f"fsdp_ext/offer/{i}", rank) for i, rank in enumerate(self.ranks)]
+        self.offers = [value[16:] for value in found]
+        self._attempt = hashlib.sha256(b"".join(found)).hexdigest()
 
     def exchange(self, what: str, value: bytes) -> list[bytes]:
         """Return the values of all ranks, in order of rank.
 
         Args:
             what: a name for this exchange, the same on all ranks.
-            value: this rank's.
+            value: this rank's value.
 
         Raises:
             RuntimeError: if a rank does not come within the timeout; the message names it.
@@ -71,7 +72,7 @@ class Rendezvous:
         prefix = f"fsdp_ext/{self._attempt}/{what}"
         self._store.set(f"{prefix}/{self.rank}", value.hex())
         values = [self._get(f"{prefix}/{i}", rank) for i, rank in enumerate(self.ranks)]
-        self._store.delete_key(self._brought)  # all ranks have read it
+        self._store.delete_key(self._own_key)  # all ranks have read this rank's offer
         return values
 
     def _get(self, key: str, rank: int) -> bytes:

@@ -1,4 +1,4 @@
-"""``Simulated``: train without peers, over a link of your choice.
+"""``Simulated``: one process trains as one of many ranks, over a link of your choice.
 
     from fsdp_ext import Simulated, fully_shard
     from fsdp_ext.comm.link import H100_NODE
@@ -27,14 +27,14 @@ class Simulated:
 
     Args:
         world_size: how many ranks to simulate.
-        link: what connects them.
+        link: the link that connects them.
         rank: which of them this process is.
-        multiprocessors: of a GPU that a collective occupies while it runs, as NCCL's channels do;
-            with 0 compute keeps all of them, as with copy engines.
-        seed: of the link's jitter.
+        multiprocessors: how many multiprocessors of a GPU a collective occupies while it runs, as
+            NCCL's channels do. With 0, compute keeps all of them, as with copy engines.
+        seed: seed of the link's jitter.
 
     Raises:
-        ValueError: if a number is out of range.
+        ValueError: if a number is out of range, or the link has no figures for so many ranks.
         TypeError: if ``link`` is not a Link.
     """
 

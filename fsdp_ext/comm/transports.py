@@ -26,7 +26,8 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)
 # The schedule waits longer than the backend by this much, because the backend's error says more.
 GRACE = timedelta(seconds=10)
 
-_NAME = max(map(len, OF_THE_HOST))
+# Names of transports are padded to this length in messages between ranks.
+_NAME_LENGTH = max(map(len, OF_THE_HOST))
 
 _logger = logging.getLogger("fsdp_ext")
 
@@ -36,7 +37,7 @@ def resolve_transport(asked: Transport, device_type: str) -> Transport:
 
     Args:
         asked: the argument.
-        device_type: of the mesh: "cpu" or "cuda".
+        device_type: the mesh's device type, "cpu" or "cuda".
 
     Returns:
         A name, a simulated transport, or None for the default.
@@ -73,7 +74,7 @@ def why_no_shared_memory() -> str:
 
 
 def may_share_memory(group: dist.ProcessGroup, transport: Transport) -> bool:
-    """Return whether ranks on the host would use shared memory; this rank's view only."""
+    """Return whether this rank would use shared memory. Other ranks may not be able to."""
     if transport is not None:
         return transport == "shared_memory"
     return group.size() > 1 and host_backend(group) == "gloo"
@@ -82,7 +83,7 @@ def may_share_memory(group: dist.ProcessGroup, transport: Transport) -> bool:
 def zeros_for_shard(
     nbytes: int, device: torch.device, group: dist.ProcessGroup, transport: Transport
 ) -> torch.Tensor:
-    """Return zeros (uint8) for a flat shard, in memory that peers can read if they need to."""
+    """Return zeros (uint8) for a flat shard, in shared memory if the transport may be that."""
     on_host = device.type == "cpu"
     if on_host and may_share_memory(group, transport) and not why_no_shared_memory():
         return _C.shared_zeros(nbytes)
@@ -104,12 +105,13 @@ def choose_of_host(
     """Make the lanes of ranks that share memory, if they can. All ranks of the group call this.
 
     Args:
-        group: of ranks on the host.
-        asked: the transport by name; None for the fastest possible one.
-        timeout: of each wait for a peer.
+        group: ranks on the host.
+        asked: name of the transport; None for the fastest possible one.
+        timeout: the longest wait for another rank.
 
     Returns:
-        None if the ranks use another transport. A warning says why unless that was asked for.
+        The lanes, or None if the ranks use another transport. A warning says why, unless the other
+        transport was asked for.
 
     Raises:
         RuntimeError: if ranks ask for different transports, memory cannot be shared but was asked
@@ -127,9 +129,9 @@ def choose_of_host(
         except (RuntimeError, MemoryError) as error:
             reason = f"rank {name}: {error}"
     address = endpoint.address() if endpoint is not None else b""
-    rendezvous = Rendezvous(group, (asked or "").encode().ljust(_NAME) + address, timeout)
-    names = [offer[:_NAME] for offer in rendezvous.offers]
-    addresses = [offer[_NAME:] for offer in rendezvous.offers]
+    rendezvous = Rendezvous(group, (asked or "").encode().ljust(_NAME_LENGTH) + address, timeout)
+    names = [offer[:_NAME_LENGTH] for offer in rendezvous.offers]
+    addresses = [offer[_NAME_LENGTH:] for offer in rendezvous.offers]
     lanes: _C.Lanes | None = None
     if endpoint is not None and all(addresses) and len(set(names)) == 1:
         seconds = timeout.total_seconds()
