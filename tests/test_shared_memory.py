@@ -277,11 +277,11 @@ def test_shared_memory_asked_for_by_name_is_used_or_an_error() -> None:
 
 
 def _on_two_hosts() -> str:
-    meet = transports.Rendezvous.__init__
+    connect = transports.Rendezvous.__init__
 
     def from_afar(self: transports.Rendezvous, *args: Any) -> None:
-        """Meet, but with an address of rank 1 that is on another host."""
-        meet(self, *args)
+        """Exchange addresses, but let that of rank 1 be on another host."""
+        connect(self, *args)
         length = transports._NAME_LENGTH
         name, address = self.offers[1][:length], self.offers[1][length:]
         self.offers[1] = name + b"another host" + address[12:]
