@@ -28,12 +28,12 @@ from fsdp_ext.profiler.trace import trace_of
 from fsdp_ext.sharding.agreement import exchange, has_peers
 from fsdp_ext.sharding.root import Root, running_root
 
-# Roots that run in the block of a profile.
+# Roots that a profile is recording now.
 _profiled: WeakSet[Root] = WeakSet()
 
 
 def is_profiled(root: Root) -> bool:
-    """Return whether the root's model is in the block of a :class:`profile`."""
+    """Return whether a :class:`profile` is recording the root's model."""
     return root in _profiled
 
 
@@ -45,12 +45,12 @@ class profile:
                 train_step(batch)
         prof.report()
 
-    Recording does not synchronise steps. The lanes' own threads write down the times, or GPU events
-    do, and they are read when the block ends. Replays of a CUDA graph are not recorded.
+    Recording does not synchronise steps. The threads that do the work write down the times, or GPU
+    events do. They are read when the block ends. Replays of a CUDA graph are not recorded.
 
     Args:
         model: the root module, which has run forward before.
-        iterations: how many steps are kept, the last ones.
+        iterations: how many of the last steps are kept.
 
     Raises:
         TypeError: if ``fully_shard`` was not applied to ``model``.
@@ -182,14 +182,14 @@ class profile:
 
     @property
     def late(self) -> Mapping[tuple[int, int], Lateness]:
-        """The slowest rank of each collective, by iteration number and place among its spans.
+        """The straggler of each collective, by iteration number and place among its spans.
 
         It is empty until ranks are merged.
         """
         return self._recording.late
 
     def merge(self, timelines: bool = True) -> profile:
-        """Find the slowest rank of each collective. All ranks of the mesh call this.
+        """Find the straggler of each collective. All ranks of the mesh call this.
 
         Clocks of different hosts are compared over the process group, to some ten microseconds.
 
@@ -199,7 +199,7 @@ class profile:
                 gathered if any rank asks for it.
 
         Returns:
-            This profile. Its reports now name the slowest rank of each collective.
+            This profile. Its reports now name the straggler of each collective.
 
         Raises:
             RuntimeError: if there are no other ranks, as with a simulated transport, or if no step
@@ -220,11 +220,11 @@ class profile:
         return self
 
     def explain(self) -> list[list[Exposure]]:
-        """Return what the compute stream waited for and why, for each step."""
+        """Return, for each step, what the compute stream waited for and why."""
         return self._recorded().exposures
 
     def slowdown(self) -> Slowdown | None:
-        """Return how much slower units compute beside communication; None if it cannot be told."""
+        """Return how much slower units compute beside communication; None if that is unknown."""
         return self._recorded().slowdown
 
     # - Figures
@@ -321,7 +321,7 @@ def _nothing_yet(root: Root, kept: int) -> Recording:
     return Recording(
         names=[unit.name for unit in root.units],
         sizes=sizes,
-        # Units with as many bytes, of which as many are trained, are taken to compute alike.
+        # Units with equal bytes and equally many trained elements are assumed to compute alike.
         kinds=list(zip(sizes, trainable, strict=True)),
         transport=root.lanes.transport,
         rank=first.mesh.get_local_rank(),

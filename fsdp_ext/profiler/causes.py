@@ -3,12 +3,12 @@
 # Note [causes]
 # A wait is cut into parts by what the lane that it waited for was doing. The lane worked without a
 # pause from some moment until the awaited collective was done. If the lane was idle right before
-# that moment, an earlier start could have hidden at most as many seconds as the lane was idle. Why
-# it did not start earlier follows from when the collective was issued, when it was first refused a
-# slot, and when its slot was free. The rest of the wait is exposed because the wire is slower than
-# the compute beside it: the lane was busy and could not have started earlier. Two exposed parts
-# cannot be avoided: before the first unit of a forward or a backward there is no compute yet that
-# could hide its gather, and after the last unit's gradients there is none left.
+# that moment, an earlier start could have hidden at most as many seconds as the lane was idle. The
+# reason for the late start follows from three times: when the collective was issued, when it was
+# first refused a slot, and when its slot was free. The rest of the wait is exposed because the wire
+# is slower than the compute beside it: the lane was busy and could not have started earlier. Two
+# exposed parts cannot be avoided. Before the first unit of a forward or a backward there is no
+# compute yet that could hide its gather. After the last unit's gradients there is none left.
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from fsdp_ext.profiler.recording import (
     merged_intervals,
 )
 
-# A lane's pauses of up to this many seconds are its own: a worker wakes up, a kernel is launched.
+# Seconds. A lane that pauses for less is not idle: its thread wakes up, or a kernel is launched.
 PAUSE = 50e-6
-# A GPU that reaches a unit at most this many seconds after the host had to wait for the host.
+# Seconds. A GPU that reaches a unit this soon after the host issued it has waited for the host.
 BEHIND = 30e-6
-# A rank held a collective up if it took more than this many times as long as usual.
+# A collective that takes more than this many times its usual time was held up by a rank.
 HELD_UP = 2.0
 
 
@@ -63,7 +63,7 @@ MEANING = {
     Cause.LATE_RANK: "a collective ends only after the last rank has joined it",
     Cause.COPIES: "nothing is on the wire, but parameters or gradients change their dtype",
     Cause.SLOWED: "they share memory or cores; estimated by comparing units of equal size",
-    Cause.UNKNOWN: "the unit was gathered by hand, or in a step that was not recorded",
+    Cause.UNKNOWN: "unshard() gathered the unit, or it was gathered in a step not recorded",
 }
 
 REMEDY = {
@@ -114,12 +114,12 @@ class Exposure:
 
 @dataclass(frozen=True)
 class Lateness:
-    """The slowest rank of a collective.
+    """The straggler of a collective: the rank that joined it last.
 
     Args:
-        seconds: how much later than this rank the slowest rank began.
-        rank: the slowest rank.
-        spread: seconds from the begin on the first rank to the begin on the last one. It is the
+        seconds: how much later than this rank the straggler began.
+        rank: the straggler.
+        spread: seconds from the begin on the first rank to the begin on the straggler. It is the
             same on all ranks.
     """
 
@@ -136,8 +136,8 @@ class Setting:
         depth: depth of the prefetch.
         on_gpu: whether the compute stream runs behind the host.
         typical: usual seconds of a collective, by its operation and bytes.
-        late: the slowest rank, by iteration number and place among its spans; empty unless ranks
-            were merged.
+        late: the straggler of each collective, by iteration number and place among its spans. It is
+            empty unless ranks were merged.
     """
 
     depth: int
@@ -156,7 +156,7 @@ def typical_seconds(iterations: Sequence[Iteration]) -> dict[tuple[str, int], fl
 
 
 class _Step:
-    """One iteration, indexed for the questions that its waits ask."""
+    """One iteration, indexed by what the explanation of a wait has to look up."""
 
     def __init__(self, iteration: Iteration, setting: Setting) -> None:
         self.iteration = iteration
@@ -177,8 +177,8 @@ class _Step:
             for span in self.passes
         }
         self.last_reduced = [span.units for span in iteration.of("reduce")[-1:]]
-        # Idle seconds that are already explained, by when the lane began to work. Waits for
-        # collectives that follow each other without a pause share the idle time before them.
+        # Idle seconds that are already explained, by when the lane began to work after them. Waits
+        # share them if their collectives follow each other without a pause.
         self.used: defaultdict[float, float] = defaultdict(float)
 
     def is_before(self, span: Span, wait: Span) -> bool:
@@ -191,7 +191,7 @@ class _Step:
         return inside[-1] if inside else None
 
     def late(self, span: Span) -> Lateness | None:
-        """Return how long a late rank held the collective up, if one did."""
+        """Return how long a straggler held the collective up; None if none did."""
         setting = self.setting
         if setting.late:
             found = setting.late.get((self.iteration.number, self.place[id(span)]))
@@ -212,14 +212,14 @@ class _Parts:
     found: list[Exposure] = field(default_factory=list)
 
     def cut(self, seconds: float, cause: Cause, rank: int = -1) -> None:
-        """Put up to ``seconds`` of what is left down to ``cause``."""
+        """Attribute up to ``seconds`` of what is left to ``cause``."""
         part = min(self.left, seconds)
         if part > 0:
             self.left -= part
             self.found.append(_exposure(self.wait, self.awaited, part, cause, rank))
 
     def cut_shares(self, seconds: float, shares: Mapping[Cause, float]) -> None:
-        """Put ``seconds`` of what is left down to several causes, in proportion to ``shares``."""
+        """Attribute ``seconds`` of what is left to several causes, in proportion to ``shares``."""
         self.left -= seconds
         total = sum(shares.values())
         for cause, share in shares.items():

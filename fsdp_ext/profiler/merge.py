@@ -1,4 +1,4 @@
-"""Iterations of several ranks on one clock, and the slowest rank of each collective."""
+"""Iterations of several ranks on one clock, and the straggler of each collective."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ class Clocks:
     Args:
         common: numbers of the iterations that all ranks recorded.
         alike: those of them in which all ranks recorded equally many collectives of each kind.
-        offsets: seconds that turn each rank's times into times of the first rank's clock, by adding
-            them.
+        offsets: for each rank, the seconds to add to its times to get times of rank 0's clock.
         rank: this rank.
     """
 
@@ -117,7 +116,7 @@ def _moved(iteration: Iteration, offset: float) -> Iteration:
 def lateness(
     iterations: Sequence[Iteration], clocks: Clocks, unit: Unit
 ) -> dict[tuple[int, int], Lateness]:
-    """Return the slowest rank of each collective, and how much later than this rank it began.
+    """Return the straggler of each collective, and how much later than this rank it began.
 
     All ranks of ``unit``'s mesh call this. Ranks issue the collectives of each lane in one order,
     so the k-th collective of one rank is the k-th of all. Three all-reduces of one number per

@@ -37,7 +37,7 @@ class Span:
         refused: when a prefetch of it first found no free slot; 0 if that never happened.
         possible: the earliest time it could have begun: when its slot was free, or when its
             gradients were complete; 0 if that was before the iteration.
-        lead: seconds by which the host was ahead of the device at ``begin``; 0 on the CPU.
+        lead: seconds from the host issuing the work to the device beginning it; 0 on the CPU.
         on_demand: whether a gather was issued only when its unit needed it, without prefetch.
     """
 
@@ -197,7 +197,7 @@ def _nested(spans: list[Span]) -> list[Span]:
 
 
 def merged_intervals(spans: Sequence[Span], gap: float) -> list[tuple[float, float]]:
-    """Join ``spans``, sorted by begin, to intervals; across pauses of up to ``gap`` seconds."""
+    """Merge ``spans``, sorted by begin, into intervals that pauses of over ``gap`` s separate."""
     result: list[tuple[float, float]] = []
     for span in spans:
         if result and span.begin - result[-1][1] <= gap:
@@ -213,7 +213,7 @@ def overlap(begin: float, end: float, intervals: Sequence[tuple[float, float]]) 
 
 
 def own_compute(iteration: Iteration) -> Iterator[tuple[Span, float]]:
-    """Yield each unit's compute span and its own seconds: without waits and units inside it."""
+    """Yield each unit's compute spans, each with its seconds outside of waits and other units."""
     spans = sorted(iteration.of(*COMPUTE, *WAITS), key=lambda span: (span.begin, -span.end))
     open_spans: list[tuple[Span, float]] = []
     done: list[tuple[Span, float]] = []

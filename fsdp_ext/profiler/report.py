@@ -77,8 +77,8 @@ def _explanation(how_much: str, cause: Cause) -> list[str]:
 def document_of(recording: Recording) -> dict[str, Any]:
     """Return all figures and spans, as ``profile.to_json`` writes them.
 
-    After a merge, "slowest" names the rank that came last to each of this rank's collectives, by
-    the number of the step and the place among the step's spans.
+    After a merge, "slowest" lists the straggler of each of this rank's collectives. "number" is the
+    step's number and "span" the collective's place among the step's spans.
     """
     slow = recording.slowdown
     return {

@@ -18,7 +18,7 @@ class Recording:
     Args:
         names: names of the units, by number.
         sizes: bytes of each unit's unsharded parameters.
-        kinds: a key for each unit; units with equal keys are taken to compute alike.
+        kinds: a key for each unit. Units with equal keys are assumed to compute alike.
         transport: name of the transport.
         rank: this rank.
         world_size: number of ranks.
@@ -28,7 +28,7 @@ class Recording:
         prefetch_depth: depth of the prefetch in these steps.
         members: numbers of each bucket's units, by the numbers of its first and last unit.
         ranks: iterations of each known rank, the oldest first.
-        late: the slowest rank of each collective, by iteration number and place among its spans;
+        late: the straggler of each collective, by iteration number and place among its spans. It is
             empty until ranks are merged.
     """
 
@@ -64,7 +64,7 @@ class Recording:
 
     @cached_property
     def slowdown(self) -> Slowdown | None:
-        """How much slower units compute beside communication; None if that cannot be told."""
+        """How much slower units compute beside communication; None if that is unknown."""
         return slowdown(self.iterations, self.kinds)
 
     def units_of(self, bucket: tuple[int, int]) -> Sequence[int]:

@@ -10,7 +10,7 @@ from fsdp_ext.profiler.causes import PAUSE
 from fsdp_ext.profiler.recording import WIRES, Span
 from fsdp_ext.profiler.result import Recording
 
-# Compute that is slower beside communication by less than this factor is noise.
+# A smaller factor between compute beside communication and compute alone is noise.
 _SLOWED = 1.05
 _PHASES = ("forward", "backward", "other")
 _EVERY_UNIT = (-1, -1)
@@ -40,13 +40,14 @@ class Row:
         units: names of the first and the last unit, or of the only one.
         operation: "gather" or "reduce".
         phase: the phase that issued it: "forward", "backward" or "other".
-        collectives: how many collectives it takes part in.
+        collectives: number of collectives that carry it.
         nbytes: bytes on the wire, summed over all ranks.
         wire: seconds on the wire.
         hidden: seconds on the wire that overlap compute.
         exposed: seconds that the compute stream waited for it, whatever delayed it.
         causes: seconds of ``exposed`` by cause.
-        slowest: the rank that was last by the most seconds; None unless ranks were merged.
+        slowest: the worst straggler, by its seconds summed over the collectives. None unless ranks
+            were merged.
     """
 
     units: str
@@ -76,8 +77,8 @@ class Summary:
         wire: time of all collectives, summed.
         hidden: the hidden share of ``wire``, 0 to 1, summed over the rows.
         causes: seconds of ``exposed`` by cause.
-        slowed: estimated seconds that communication added to ``compute``; 0 if that cannot be told
-            (``profile.slowdown``).
+        slowed: estimated seconds that communication added to ``compute`` (``profile.slowdown``); 0
+            if that is unknown or within the noise.
     """
 
     iterations: int
@@ -213,7 +214,7 @@ def _hidden(wire: float, exposed: float) -> float:
 
 
 def _slowest(recording: Recording) -> dict[_Key, int]:
-    """Return the rank that was last by the most seconds, counting noticeable delays only."""
+    """Return the worst straggler of each row, by its seconds, counting noticeable delays only."""
     behind: defaultdict[_Key, Counter[int]] = defaultdict(Counter)
     for iteration in recording.iterations:
         for place, span in enumerate(iteration.spans):

@@ -35,7 +35,7 @@ def slowdown(iterations: Sequence[Iteration], kinds: Sequence[Hashable]) -> Slow
 
     Args:
         iterations: the steps of one rank.
-        kinds: a key for each unit, by its number; units with equal keys are taken to be alike.
+        kinds: a key for each unit, by its number. Units with equal keys are assumed to be alike.
 
     Returns:
         None if no kind of unit was seen both ways. The estimate needs two or more units of one kind
@@ -58,7 +58,7 @@ def slowdown(iterations: Sequence[Iteration], kinds: Sequence[Hashable]) -> Slow
     both = [key for key in alone if key in beside and len(alone[key]) > 1]
     if not both:
         return None
-    # Medians leave out the rare moments in which the machine did something else.
+    # Medians ignore the rare moments in which the machine did something else.
     alone_seconds = {key: statistics.median(itertools.chain(*alone[key].values())) for key in both}
     expected = sum(alone_seconds[key] * len(beside[key]) for key in both)
     taken = sum(statistics.median(beside[key]) * len(beside[key]) for key in both)
