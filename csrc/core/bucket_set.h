@@ -30,14 +30,14 @@ class BucketSet {
   // Empty before the first iteration.
   const std::vector<std::unique_ptr<Bucket>>& buckets() const { return buckets_; }
 
-  // A setting has changed that decides who shares a bucket, or how much memory that takes.
+  // A setting has changed that decides which units share a bucket, or how much memory they need.
   void invalidate_partition() { partition_is_stale_ = true; }
   void invalidate_memory() { memory_is_planned_ = false; }
   // The ranks compare the next partition even if they have compared one before.
   void invalidate_comparison() { compared_ = Compared::Nothing; }
 
-  // Brings buckets and memory up to date. Does so later if a unit uses a slot of the ring (it was
-  // unsharded by hand) or gradients are accumulated in a bucket that would change.
+  // Updates the buckets and plans their memory. A later call does so if a unit uses a slot of the
+  // ring now (the user has unsharded it), or a bucket that would change has accumulated gradients.
   void update(const ForwardOrder& order, Gatherer& gatherer, Reducer& reducer);
   // Forms the buckets without planning their memory.
   void form(const ForwardOrder& order, Reducer& reducer) { form(partition(order), reducer); }

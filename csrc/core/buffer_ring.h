@@ -5,12 +5,12 @@
 // A bucket acquires a slot, the gather stream writes it, the compute stream reads it, and an event
 // that the compute stream records behind the last reader releases it. The stream of the next writer
 // waits for that event. Acquiring a slot that has an owner is an error in the schedule, never a
-// wait. A released slot keeps its contents, so the bucket can acquire it again as it is until
-// another bucket does (lazy reshard). The slot that was released first is given out first, which
-// keeps the newest contents the longest.
+// wait. A released slot keeps its contents, so its bucket can reacquire it without a gather until
+// another bucket acquires it (lazy reshard). The slot that was released first is acquired first,
+// which keeps the newest contents the longest.
 //
-// A schedule that needs more slots than the ring has (units unsharded by hand, units nested deeper
-// than planned) gets overflow slots, which are freed at release.
+// A schedule that needs more slots than the ring has (the user unshards units, or units are nested
+// deeper than planned) gets overflow slots, which are freed at release.
 #pragma once
 
 #include <cstddef>
@@ -58,8 +58,8 @@ class BufferRing {
   // Allocates a slot outside the ring.
   Slot* acquire_overflow(int bucket, std::size_t bytes);
 
-  // Work that was issued to `readers` so far may still read the slot. `keeps_contents`: its owner
-  // may acquire it again as it is.
+  // Work that was issued to `readers` so far may still read the slot. With `keeps_contents`, its
+  // bucket may reacquire it.
   void release(Slot& slot, Stream& readers, bool keeps_contents);
 
   // The parameters have changed: released slots no longer contain any.

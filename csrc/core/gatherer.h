@@ -4,8 +4,8 @@
 // Note [lazy reshard]
 // A bucket can be unsharded again without a collective if no other bucket has used its released
 // slot, the iteration is the same and its shards have not changed. Nothing is reused across
-// iterations: writes through `.data`, torch._foreach_ functions and fused optimizers do not change
-// a DTensor's version, so the start of a forward is the only safe point to look at the shards anew.
+// iterations, because not every change of the shards is visible: writes through `.data`,
+// torch._foreach_ functions and fused optimizers do not change a DTensor's version.
 #pragma once
 
 #include <cstddef>

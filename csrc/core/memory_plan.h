@@ -13,7 +13,7 @@ namespace fsdp {
 // The buffers of one bucket, in bytes on each rank.
 struct BucketBuffers {
   std::size_t slot = 0;     // of unsharded parameters; 0: one rank without a cast uses its shard
-  std::size_t staging = 0;  // from which gathered messages are unpacked
+  std::size_t staging = 0;  // gathered messages are unpacked from here
   std::size_t gather_input = 0;  // needed if the wire has another dtype than the shard
   std::size_t reduce_input = 0;
   std::size_t reduce_output = 0;
@@ -57,7 +57,7 @@ inline int ring_slots(int nesting, std::size_t prefetch_depth, bool root_reshard
   return nesting + static_cast<int>(prefetch_depth) + (root_reshards ? 1 : 0);
 }
 
-// `slots` limits the slots of the ring. There are no more slots than buckets for them.
+// `slots` limits the slots of the ring, which never has more slots than buckets that use them.
 GatherMemory plan_gathers(const std::vector<BucketUse>& buckets, int slots);
 ReduceMemory plan_reductions(const std::vector<BucketUse>& buckets);
 
@@ -67,8 +67,8 @@ constexpr std::size_t kGradientsInFlight = 2;
 
 // The most bytes of unsharded gradients that are alive at once if buckets run in order: those of a
 // complete bucket, those in flight, and those of the buckets that enclose it, which may have come
-// before. `bytes` has each bucket's gradients. `parents` has the bucket that encloses it, lower in
-// number, or -1.
+// before. `bytes` has the bytes of each bucket's gradients. `parents` has, for each bucket, the
+// number of the bucket that encloses it (lower than its own), or -1.
 std::size_t gradients_in_flight(const std::vector<std::size_t>& bytes,
                                 const std::vector<int>& parents);
 

@@ -25,7 +25,8 @@ class LaneStreams {
   // The lane outlives this, and may be shared with others.
   LaneStreams(Device& device, Lane& lane);
 
-  // Copies of buckets in pieces have streams of their own, which are made here.
+  // `value`: whether some bucket is sent in pieces. The first time that one is, this makes the
+  // streams of its copies.
   void set_any_in_pieces(bool value);
   bool any_in_pieces() const { return any_in_pieces_; }
 

@@ -10,8 +10,8 @@
 //   post_backward(i)  backward has passed the unit's inputs: detached, slot released
 //   end_backward      reduces the remaining gradients; the compute stream waits for all reductions
 //
-// Gathers and reductions carry a unit's whole bucket (core/bucket.h). The calls for the bucket's
-// other units find that done, or wait for it.
+// Gathers and reductions carry a unit's whole bucket (core/bucket.h). Calls for the bucket's other
+// units find the gather issued already, and the last complete unit reduces for all of them.
 //
 // Not thread-safe. Forward runs on the caller's thread and backward on the autograd engine's, but
 // never at the same time.
@@ -42,9 +42,9 @@ namespace fsdp {
 //   begin_backward  Idle, AwaitingBackward -> Backward; Forward -> BackwardInForward
 //   end_backward    Backward -> Idle; BackwardInForward -> Forward
 //
-// begin_backward follows Idle if backward runs over a graph for the second time. A forward that
-// catches a failed backward of its own ends in Backward. begin_forward resets an iteration that an
-// exception left in any other phase.
+// begin_backward follows Idle if backward runs over a graph for the second time. If forward itself
+// runs a backward that fails, and catches the error, it ends in Backward. begin_forward resets an
+// iteration that an exception left in any other phase.
 enum class PipelinePhase : std::uint8_t {
   Idle,
   Forward,
@@ -88,7 +88,7 @@ class Pipeline {
     return phase_ == PipelinePhase::Backward || phase_ == PipelinePhase::BackwardInForward;
   }
 
-  // - By hand.
+  // - unshard() and reshard(), called by the user.
   void unshard(int unit);           // issues the gather
   void wait_for_unshard(int unit);  // makes the compute stream wait, attaches
   void reshard(int unit);

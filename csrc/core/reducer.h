@@ -17,8 +17,9 @@
 // Note [units that differ]
 // Gradient settings may change at any time, also between forward and backward, so the units of a
 // bucket may differ: some synchronise and some accumulate, or they divide by different factors.
-// Each set of units that are alike is then reduced or accumulated separately. The other units take
-// part in that reduction with zeros, or with what they have accumulated, which they keep.
+// Each set of units with equal settings is then reduced or accumulated separately. A message of the
+// bucket carries zeros, or what they have accumulated, for its other units. These keep their
+// accumulated gradients.
 #pragma once
 
 #include <cstddef>

@@ -44,8 +44,8 @@ class UnitPort {
   virtual bool has_sharded_gradient(std::size_t i) = 0;
   // Copies that gradient into the flat gradient, unless it is there already.
   virtual void import_sharded_gradient(std::size_t i) = 0;
-  // Makes the flat gradient's part the sharded gradient of trainable parameter i. Its values are
-  // there when the reduce stream has come so far.
+  // Makes a part of the flat gradient the sharded gradient of trainable parameter i. The reduce
+  // stream writes its values.
   virtual void set_sharded_gradient(std::size_t i) = 0;
 };
 

@@ -8,7 +8,7 @@
 
 namespace fsdp {
 
-// Returns the tensor itself to leave it as it is.
+// A function that returns a new tensor, or the same one to leave it as it is.
 using TensorMap = std::function<at::Tensor(const at::Tensor&)>;
 
 // Applies `map` to every tensor in `object` and returns `object` itself if nothing changed. Tuples,

@@ -81,7 +81,7 @@ bool TorchRoot::enter_forward(TorchUnit& unit) {
 }
 
 void TorchRoot::leave_forward(py::handle output) {
-  // Forward ran only some modules of these groups.
+  // Forward ran only some modules of a group, so nothing has ended its forward yet.
   for (const auto& unit : units_) {
     if (unit->is_incomplete() && unit.get() != outermost_) {
       const int forward_call = pipeline_->post_forward(unit->number());
@@ -130,8 +130,8 @@ void TorchRoot::reset_iteration() {
   pipeline_->reset_iteration();
 }
 
-// Streams write the moments marked before, so they are drained first. The error of a stream that
-// failed goes to the waiter of its work.
+// The streams still write moments that were marked before, so they are drained first. An error of a
+// stream is left to whoever waits for its work.
 void TorchRoot::keep_times(std::size_t iterations) {
   bool drained = true;
   try {

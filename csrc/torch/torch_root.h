@@ -15,8 +15,9 @@ namespace fsdp {
 
 class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
  public:
-  // When parameters were frozen or unfrozen, forward calls when_stale()(module, args, kwargs)
-  // instead of a unit's pre_forward. `when_stale` is a weak reference, so that it may return None.
+  // `when_stale` is a weak reference to Python's root, so calling it may return None. If parameters
+  // were frozen or unfrozen, forward calls when_stale()(module, args, kwargs) instead of a unit's
+  // pre_forward.
   TorchRoot(std::shared_ptr<Lanes> lanes, PipelineOptions options, pybind11::object when_stale);
   ~TorchRoot();
 
@@ -25,12 +26,12 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   Pipeline& pipeline() { return *pipeline_; }
   const std::vector<std::shared_ptr<TorchUnit>>& units() const { return units_; }
 
-  // Whether activation checkpointing runs a forward again inside this root's backward.
+  // Whether this is a forward that activation checkpointing runs again inside backward.
   bool recomputing() const;
   // Begins a forward if `unit` is the outermost one. Returns false if the root has to be rebuilt.
   bool enter_forward(TorchUnit& unit);
   bool is_outermost(const TorchUnit& unit) const { return outermost_ == &unit; }
-  // `output` is the outermost unit's.
+  // `output` is the output of the outermost unit.
   void leave_forward(pybind11::handle output);
 
   // Every backward hook calls this first.

@@ -112,7 +112,7 @@ void TorchUnit::join(const std::shared_ptr<TorchRoot>& root, std::string name, i
 }
 
 const at::Tensor& TorchUnit::sharded(std::size_t parameter) const {
-  // Through the Python object, since swap_tensors (module.to()) exchanges what is behind it.
+  // Unpacked anew each time: swap_tensors (module.to()) exchanges the tensor behind the object.
   return THPVariable_Unpack(sharded_[parameter].ptr());
 }
 
@@ -149,7 +149,7 @@ py::object TorchUnit::post_forward(std::size_t index, py::handle output) {
   const bool recomputing = root->recomputing();
   const bool outermost = !recomputing && root->is_outermost(*this);
   const bool last_of_group = recomputing || leave_module(index) || outermost;
-  // Backward comes to a group by the last of its modules, and gathers ahead there.
+  // Backward reaches a group of modules through the last one, and prefetches from there.
   int forward_call = -1;
   if (last_of_group) {
     const py::gil_scoped_release no_gil;
@@ -163,7 +163,7 @@ py::object TorchUnit::post_forward(std::size_t index, py::handle output) {
   return result.is(output) ? py::object(py::none()) : result;
 }
 
-// Whether forward enters the unit here (a group of modules is entered with its first one).
+// Returns whether forward enters the unit here. It enters a group of modules with its first one.
 bool TorchUnit::enter_module() {
   if (pending_count_ > 0) {
     return false;
@@ -173,7 +173,7 @@ bool TorchUnit::enter_module() {
   return true;
 }
 
-// Whether forward leaves the unit here.
+// Returns whether forward leaves the unit here, with the last of its modules.
 bool TorchUnit::leave_module(std::size_t index) {
   if (pending_.at(index) == 0) {
     return false;

@@ -9,8 +9,8 @@
 // stale numbers.
 //
 // Note [registered parameters]
-// The modules of an unsharded unit have the unsharded parameters as attributes, otherwise the
-// sharded DTensors. Each swap is one PyDict_SetItem, which needs the GIL but runs no Python.
+// While a unit is unsharded, its modules have the unsharded parameters as attributes, and otherwise
+// the sharded DTensors. Each swap is one PyDict_SetItem, which needs the GIL but runs no Python.
 // Backward swaps, too, since activation checkpointing runs parts of forward again.
 #pragma once
 
@@ -68,8 +68,8 @@ class TorchUnit final : public UnitPort,
   void join(const std::shared_ptr<TorchRoot>& root, std::string name, int number);
 
   // - Module hooks.
-  // `index` is the module's in the unit. They return None to change nothing, otherwise
-  // (args, kwargs) and the output.
+  // `index` is the module's place in the unit. They return None to change nothing. Otherwise
+  // pre_forward returns new (args, kwargs), and post_forward a new output.
   pybind11::object pre_forward(std::size_t index, pybind11::handle module, pybind11::handle args,
                                pybind11::handle kwargs);
   pybind11::object post_forward(std::size_t index, pybind11::handle output);
@@ -141,7 +141,8 @@ class TorchUnit final : public UnitPort,
   int number_ = -1;
 };
 
-// An optimizer's step does not change the parameters' versions, so that its hook calls this.
+// Tells all units that their shards have changed. A hook of every optimizer calls this, because not
+// every optimizer changes the versions of the parameters.
 void note_optimizer_step();
 
 }  // namespace fsdp

@@ -14,7 +14,8 @@
 namespace fsdp {
 namespace {
 
-// A worker may be in a collective of a process group written in Python, which needs the GIL.
+// Deleting lanes waits for their threads. A thread may be in a collective of a process group that
+// is written in Python, and need the GIL.
 void delete_without_gil(Lanes* lanes) {
   if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) {
     delete lanes;

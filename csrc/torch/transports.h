@@ -1,4 +1,4 @@
-// Makes the lanes of each transport.
+// Makes the lanes of each transport, and runs single collectives on them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -40,7 +40,7 @@ at::Tensor input_buffer(Lanes& lanes, std::int64_t bytes);
 // Returns a uint8 tensor of zeros that other ranks of the host can read.
 at::Tensor shared_zeros(std::int64_t bytes);
 
-// Without peers, see comm/simulated.h, on GPU `device`, or on the host if it is negative.
+// Without peers (comm/simulated.h), on GPU `device`, or on the host if `device` is negative.
 std::shared_ptr<Lanes> make_simulated_lanes(int device, const SimulatedOptions& options,
                                             std::chrono::milliseconds timeout);
 
