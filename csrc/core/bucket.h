@@ -5,9 +5,10 @@
 // Every collective has a latency, whatever its size. So small units that run one after another
 // (core/merging.h) are adjacent in memory: their flat shards are one input of a gather, their flat
 // gradients one output of a reduction. For the collectives, a bucket is one unit with all their
-// parameters (UnitLayout::joined). It is gathered when its first unit is needed; the others are
-// Gathering until their turn. Its slot is released when the last unit is resharded. It is reduced
-// when the last of the units that ran has all its gradients. Gradients are kept until then.
+// parameters (UnitLayout::joined). It is gathered when its first unit is needed; the other units
+// stay in the state Gathering until forward or backward reaches them. Its slot is released when the
+// last unit is resharded. It is reduced when the last of the units that ran has all its gradients.
+// Gradients are kept until then.
 //
 // Note [moving shards]
 // A unit's flat shard starts as an allocation of its own, because it is made before the neighbours
@@ -87,7 +88,7 @@ struct Bucket {
   // The size of the buffers that this bucket does not share and that exist now.
   std::size_t buffer_bytes() const;
 
-  // With the current settings.
+  // The bucket's buffers, with the units' current settings.
   BucketUse use() const { return {buffers, units.front()->reshard_after_forward}; }
 
   const int number;

@@ -31,9 +31,9 @@ class ForwardOrder {
   bool has_stale_calls() const;
   void forget_calls();
 
-  // The unit that the recorded order has `ahead` places behind the next one, or kNoUnit.
+  // The unit that is `ahead` places behind the next one in the recorded order, or kNoUnit.
   int upcoming(std::size_t ahead) const;
-  // The unit that the same forward called `ahead` places before the one before `forward_call`, or
+  // The unit whose call is 1 + `ahead` places before `forward_call` in the same forward, or
   // kNoUnit. Backward runs these units next.
   int preceding(int forward_call, std::size_t ahead) const;
 

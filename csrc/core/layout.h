@@ -45,8 +45,7 @@ constexpr std::size_t kRegionAlignment = 256;
 //   Size       The transport launches a group as one. Parameters of at least kDirectBytes, which
 //              the layout has first, are gathered directly. The rest is packed, in the same launch.
 //   Packing    Groups are not launched as one. All parameters are packed, except one that is alone.
-//   Parameter  One more message only costs one more copy (shared memory). All are gathered
-//   directly.
+//   Parameter  A message costs little besides its copy (shared memory). Nothing is packed.
 //
 // kDirectBytes is an estimate from a GPU's copy bandwidth (2 * 4 MiB at 4 TB/s are 2 us). It was
 // not measured yet.

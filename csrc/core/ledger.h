@@ -55,8 +55,8 @@ struct Counters {
   int peak_unsharded_units = 0;
 };
 
-// Cast to FinishReduction run on the streams of the lanes, the others on the compute stream. A
-// unit's forward and backward include the units inside it and the waits.
+// The kinds from Cast to FinishReduction run on the streams of the lanes, the others on the compute
+// stream. A unit's forward and backward include the units inside it and the waits.
 enum class Work : std::uint8_t {
   Cast,
   Gather,

@@ -65,7 +65,7 @@ class HalvedBuffer {
   char* data() const { return static_cast<char*>(memory_.get()); }
   char* half_of(std::size_t piece) const { return data() + piece % 2 * (bytes_ / 2); }
 
-  // The half is free when `stream` has come here.
+  // The half is free when `stream` has done the work issued to it so far.
   void release_half(Stream& stream, std::size_t piece) { stream.record(*released_[piece % 2]); }
   void release_both(Stream& stream);
   // Work issued to `stream` from now on starts when the half is free.

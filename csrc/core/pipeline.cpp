@@ -281,7 +281,7 @@ void Pipeline::complete(Unit& unit) {
   reducer_.pack_and_reduce(*unit.bucket);
 }
 
-// - By hand
+// - unshard() and reshard(), called by the user
 
 void Pipeline::unshard(int number) {
   if (is_between_passes()) {
