@@ -27,7 +27,7 @@ class LaneStreams {
 
   // Copies of buckets in pieces have streams of their own, which are made here.
   void set_any_in_pieces(bool value);
-  bool any_in_pieces() const { return any_in_pieces_; }
+  bool is_any_in_pieces() const { return any_in_pieces_; }
 
   // The streams of a bucket's copies before its messages, its messages, and its copies after them.
   Stream& before(bool in_pieces) { return in_pieces ? lane_.before() : lane_.stream(); }

@@ -26,7 +26,7 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   const std::vector<std::shared_ptr<TorchUnit>>& units() const { return units_; }
 
   // Whether activation checkpointing runs a forward again inside this root's backward.
-  bool recomputing() const;
+  bool is_recomputing() const;
   // Begins a forward if `unit` is the outermost one. Returns false if the root has to be rebuilt.
   bool enter_forward(TorchUnit& unit);
   bool is_outermost(const TorchUnit& unit) const { return outermost_ == &unit; }
