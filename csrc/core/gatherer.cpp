@@ -75,7 +75,7 @@ void Gatherer::join_capture() {
   if (!device_.is_capturing()) {
     return;
   }
-  Stream& last = streams_.after(streams_.any_in_pieces());
+  Stream& last = streams_.after(streams_.is_any_in_pieces());
   streams_.order_after(last, streams_.messages(), kGatherStream);
   streams_.order_after(device_.compute_stream(), last, kGatherStream);
 }
@@ -405,7 +405,7 @@ void Gatherer::order_before_gather(const Bucket& bucket) {
     Stream& before = streams_.before(/*in_pieces=*/true);
     streams_.order_after_compute(before);
     before.wait(*bucket.gathers.back().gathered, bucket.gather_label);
-  } else if (streams_.any_in_pieces() && bucket.gathers.front().plan.packed_bytes > 0) {
+  } else if (streams_.is_any_in_pieces() && bucket.gathers.front().plan.packed_bytes > 0) {
     staging_.wait_for_both(streams_.messages(), bucket.gather_label);
   }
 }

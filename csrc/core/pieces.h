@@ -28,7 +28,7 @@ class LaneStreams {
   // `value`: whether some bucket is sent in pieces. The first time that one is, this makes the
   // streams of its copies.
   void set_any_in_pieces(bool value);
-  bool any_in_pieces() const { return any_in_pieces_; }
+  bool is_any_in_pieces() const { return any_in_pieces_; }
 
   // The streams of a bucket's copies before its messages, its messages, and its copies after them.
   Stream& before(bool in_pieces) { return in_pieces ? lane_.before() : lane_.stream(); }

@@ -153,7 +153,7 @@ Reducer::Reduction Reducer::begin_reduction(Bucket& bucket, const Units& units, 
     issue.possible = ledger_.mark_compute();
   }
   streams_.follow_compute();  // after all allocations: Note [memory and the compute stream]
-  if (streams_.any_in_pieces()) {
+  if (streams_.is_any_in_pieces()) {
     streams_.messages().wait(*(output == gradient ? bucket.reduced : output_read_),
                              bucket.reduce_label);
   }
@@ -200,7 +200,7 @@ void Reducer::end_reduction(const Reduction& reduction) {
   Bucket& bucket = reduction.bucket;
   streams_.order_after(reduction.after, streams_.messages(), bucket.reduce_label);
   reduction.after.record(*bucket.reduced);
-  if (streams_.any_in_pieces() && reduction.output != bucket.flat_gradient()) {
+  if (streams_.is_any_in_pieces() && reduction.output != bucket.flat_gradient()) {
     reduction.after.record(*output_read_);
   }
   bucket.reduction_pending = true;
@@ -264,7 +264,7 @@ void* Reducer::input_of(const Reduction& reduction, std::size_t piece) {
 void Reducer::release_input(const Bucket& bucket, std::size_t piece) {
   if (bucket.reduces_in_pieces()) {
     input_.release_half(streams_.messages(), piece);
-  } else if (streams_.any_in_pieces()) {
+  } else if (streams_.is_any_in_pieces()) {
     input_.release_both(streams_.messages());
   }
 }
@@ -356,7 +356,7 @@ void Reducer::clear_accumulated(Bucket& bucket, const Units& units) {
   for (const Unit* unit : units) {
     clear_accumulated_of(bucket, *unit);
   }
-  if (streams_.any_in_pieces()) {
+  if (streams_.is_any_in_pieces()) {
     input_.release_both(streams_.messages());
   }
 }

@@ -54,7 +54,7 @@ void TorchRoot::add_unit(const std::shared_ptr<TorchUnit>& unit, UnitConfig conf
   units_.push_back(unit);
 }
 
-bool TorchRoot::recomputing() const {
+bool TorchRoot::is_recomputing() const {
   return pipeline_->in_backward() && !backward_failed_ &&
          torch::autograd::get_current_graph_task_id() >= 0;
 }
@@ -66,7 +66,7 @@ bool TorchRoot::enter_forward(TorchUnit& unit) {
     return true;
   }
   for (const auto& other : units_) {
-    if (other->trainable_set_changed()) {
+    if (other->has_trainable_set_changed()) {
       return false;
     }
   }

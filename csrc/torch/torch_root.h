@@ -27,7 +27,7 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   const std::vector<std::shared_ptr<TorchUnit>>& units() const { return units_; }
 
   // Whether this is a forward that activation checkpointing runs again inside backward.
-  bool recomputing() const;
+  bool is_recomputing() const;
   // Begins a forward if `unit` is the outermost one. Returns false if the root has to be rebuilt.
   bool enter_forward(TorchUnit& unit);
   bool is_outermost(const TorchUnit& unit) const { return outermost_ == &unit; }

@@ -124,7 +124,7 @@ py::object TorchUnit::pre_forward(std::size_t index, py::handle module, py::hand
   const std::shared_ptr<TorchRoot> root = root_.lock();
   FSDP_CHECK(root != nullptr, "The root module of unit '", name_,
              "' was deleted. Keep a reference to the model.");
-  const bool recomputing = root->recomputing();
+  const bool recomputing = root->is_recomputing();
   if (!recomputing && !root->enter_forward(*this)) {
     return root->pre_forward_when_stale(module, args, kwargs);
   }
@@ -146,7 +146,7 @@ py::object TorchUnit::post_forward(std::size_t index, py::handle output) {
   const std::shared_ptr<TorchRoot> root = root_.lock();
   FSDP_CHECK(root != nullptr, "The root module of unit '", name_,
              "' was deleted. Keep a reference to the model.");
-  const bool recomputing = root->recomputing();
+  const bool recomputing = root->is_recomputing();
   const bool outermost = !recomputing && root->is_outermost(*this);
   const bool last_of_group = recomputing || leave_module(index) || outermost;
   // Backward reaches a group of modules through the last one, and prefetches from there.
@@ -358,7 +358,7 @@ void TorchUnit::run_post_accumulate_hooks() {
   }
 }
 
-bool TorchUnit::trainable_set_changed() const {
+bool TorchUnit::has_trainable_set_changed() const {
   for (std::size_t i = 0; i < sharded_.size(); ++i) {
     if (sharded(i).requires_grad() != layout_.params()[i].trainable) {
       return true;

@@ -100,7 +100,7 @@ class TorchUnit final : public UnitPort,
   // Runs users' hooks on the sharded parameters that got a gradient in this backward.
   void run_post_accumulate_hooks();
   // Whether a parameter was frozen or unfrozen since the unit was made.
-  bool trainable_set_changed() const;
+  bool has_trainable_set_changed() const;
   // Whether forward has run some modules of the group, but not all.
   bool is_incomplete() const { return pending_count_ > 0 && pending_count_ < pending_.size(); }
   void forget_pending();

@@ -10,14 +10,14 @@
 #include <string>
 #include <vector>
 
-#include "comm/communicator.h"
 #include "base/check.h"
+#include "comm/communicator.h"
 #include "device/host_stream.h"
 
 namespace fsdp::test {
 
-// Where the ranks of one group meet. Every collective is one meeting: each rank publishes an address
-// and reads what it needs from the others'. No rank leaves before all have read.
+// Where the ranks of one group meet. Every collective is one meeting: each rank publishes an
+// address and reads what it needs from the others'. No rank leaves before all have read.
 class MeetingPoint {
  public:
   MeetingPoint(int size, std::chrono::milliseconds timeout)
