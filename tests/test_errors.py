@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import gc
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from support.launcher import RanksFailed, run_ranks
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -61,6 +63,8 @@ def _modules() -> None:
     fully_shard(layer)
     with raises(ValueError, "Linear that is sharded already", "Shard each module once"):
         fully_shard(layer)
+    with raises(ValueError, "CheckpointWrapper that is sharded already"):
+        fully_shard(checkpoint_wrapper(layer))
     theirs = nn.Linear(2, 2)
     torch_fully_shard(theirs)
     with raises(ValueError, "PyTorch's own FSDP", "Use one of the two"):
@@ -360,3 +364,21 @@ def test_the_error_says_why_a_gpu_cannot_be_used(monkeypatch: pytest.MonkeyPatch
         check_device_type("cuda")
     with pytest.raises(ValueError, match="device type 'xpu'"):
         check_device_type("xpu")
+
+
+def _first_forward_fails() -> None:
+    other = fully_shard(nn.Linear(2, 2))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    layer = fully_shard(model[0])
+    fully_shard(model)
+    layer.set_modules_to_forward_prefetch([other])
+    with raises(ValueError, "'Linear' is not in FSDPSequential"):
+        model(torch.ones(1, 2))
+    layer.set_modules_to_forward_prefetch([])
+    gc.collect()  # the root of the forward that failed
+    model(torch.ones(1, 2)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_the_forward_after_a_first_one_that_failed_starts_over() -> None:
+    run_ranks(_first_forward_fails, 1)

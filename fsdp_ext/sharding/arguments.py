@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp_ext import _build_info
 from fsdp_ext._util.numbers import is_at_least
-from fsdp_ext.sharding.module_state import state_of
+from fsdp_ext.sharding.module_state import has_state
 from fsdp_ext.sharding.settings import AUTO, Auto
 
 
@@ -150,7 +150,7 @@ def check_modules(modules: Iterable[object]) -> None:
                 f"fully_shard got a {name}, which has no forward that would gather its parameters. "
                 "Shard its elements instead."
             )
-        if state_of(module) is not None:
+        if has_state(module):
             raise ValueError(
                 f"fully_shard got a {name} that is sharded already. Shard each module once."
             )

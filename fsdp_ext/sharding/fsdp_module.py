@@ -79,10 +79,11 @@ class FSDPModule:
 
         The setting is the root's, so it holds for the whole model.
         """
-        units = [self._unit]
-        if self._unit.root is not None:
-            units.append(self._unit.root.units[0])
-        _change(units, is_last_backward=is_last_backward)
+        unit = self._unit
+        unit.change(is_last_backward=is_last_backward)
+        if unit.root is not None:
+            unit.root.units[0].change(is_last_backward=is_last_backward)
+            unit.root.core.set_is_last_backward(is_last_backward)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -196,6 +197,8 @@ def _change(units: list[Unit], **settings: Any) -> None:
     for unit in units:
         unit.change(**settings)
     for root in {unit.root for unit in units if unit.root is not None}:
+        if "reshard_after_forward" in settings:  # the other ones need no resolving
+            root.resolve_again()
         root.apply(unit for unit in units if unit.root is root)
 
 

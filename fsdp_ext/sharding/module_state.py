@@ -41,6 +41,14 @@ def state_of(module: nn.Module) -> ModuleState | None:
     return state
 
 
+def has_state(module: nn.Module) -> bool:
+    """Return whether ``module`` has state, or is a wrapper that forwards attributes to such one.
+
+    The wrapper of activation checkpointing is one of these.
+    """
+    return hasattr(module, _KEY)
+
+
 def is_state(attribute: str) -> bool:
     """Return whether a module's attribute of this name is fsdp_ext's."""
     return attribute == _KEY

@@ -119,12 +119,14 @@ class Root(UnitTree):
         for unit_core, config in zip(cores, configs, strict=True):
             core.add_unit(unit_core, config)
         self.core = core
-        for unit, unit_core in zip(self.units, cores, strict=True):
+        for unit in self.units:
             self._configure(unit)
-            if not self.provisional:
+        core.set_is_last_backward(self.units[0].settings.is_last_backward)
+        # Last: if the above raised, the next forward starts over.
+        if not self.provisional:
+            for unit, unit_core in zip(self.units, cores, strict=True):
                 for hooks in hooks_of(unit):
                     hooks.connect(unit_core)
-        core.set_is_last_backward(self.units[0].settings.is_last_backward)
         return core
 
     def rebuild(self) -> None:
@@ -169,23 +171,23 @@ class Root(UnitTree):
     def restore_decision(self, decision: Decision | None) -> None:
         """Run with an earlier value of ``decision`` again. None stands for the defaults."""
         self.decision = decision
+        self.resolve_again()
         self.apply(self.units)
 
-    def apply(self, units: Iterable[Unit]) -> None:
-        """Pass the settings of ``units`` to the schedule. They hold from the next use on."""
+    def resolve_again(self) -> None:
+        """Resolve the settings after a decision, or a change of ``reshard_after_forward``."""
         before = self.settings
         self.settings = self.resolve(self.link, self.decision)
-        self._configure_root(before)
-        for unit in units:
-            self._configure(unit)
-
-    def _configure_root(self, before: RootSettings) -> None:
         if self.settings.prefetch != before.prefetch:
             self.core.set_prefetch_depth(self.settings.prefetch)
         if self.settings.bucket_bytes != before.bucket_bytes:
             for number, nbytes in enumerate(self.settings.bucket_bytes):
                 self.core.set_bucket_bytes(number, nbytes)
-        self.core.set_is_last_backward(self.units[0].settings.is_last_backward)
+
+    def apply(self, units: Iterable[Unit]) -> None:
+        """Tell the schedule the settings of ``units``, from the next use on."""
+        for unit in units:
+            self._configure(unit)
 
     def _configure(self, unit: Unit) -> None:
         number, core, settings = self.number(unit), self.core, unit.settings
