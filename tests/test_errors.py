@@ -50,6 +50,10 @@ def _meshes() -> None:
     elsewhere = DeviceMesh("meta", torch.arange(4), _init_backend=False)
     with raises(ValueError, "device type 'meta'", "supports 'cuda' and 'cpu'", "init_device_mesh"):
         fully_shard(nn.Linear(2, 2), mesh=elsewhere)
+    if dist.get_rank() == 0:
+        others = DeviceMesh("cpu", [1], _init_backend=False)
+        with raises(ValueError, r"rank 0 is not in the mesh of ranks \[1\]"):
+            fully_shard(nn.Linear(2, 2), mesh=others)
     # One dimension of a mesh is fine.
     fully_shard(nn.Linear(4, 4), mesh=mesh["shard"])
 

@@ -266,7 +266,8 @@ class profile:
         Raises:
             ValueError: if ``by`` is neither.
         """
-        print(text_of(self._recorded(), by), file=file or sys.stdout)
+        # One write, so that the reports of several ranks do not run together.
+        (file or sys.stdout).write(text_of(self._recorded(), by) + "\n")
 
     def __str__(self) -> str:
         """Return the report."""

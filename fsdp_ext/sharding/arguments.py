@@ -23,7 +23,8 @@ def resolve_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     Raises:
         NotImplementedError: if the mesh has two dimensions.
         RuntimeError: if there is no process group.
-        ValueError: if the mesh has more dimensions, or devices that this build does not support.
+        ValueError: if the mesh has more dimensions, or devices that this build does not support, or
+            if this rank is not in it.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
@@ -44,6 +45,11 @@ def resolve_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
             f"dimensions, e.g. {_example_of(mesh)}."
         )
     check_device_type(mesh.device_type)
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.tolist()}. Call "
+            "fully_shard only on the ranks of its mesh."
+        )
     return mesh
 
 
