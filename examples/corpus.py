@@ -69,16 +69,15 @@ def load_corpus(
         name, paths = str(data), iter([data])
     else:
         raise UsageError(
-            f"--data expects a file or a directory but {data} does not exist; "
+            f"--data {data} does not exist; "
             "give another path, or leave --data out to use the Python standard library's sources"
         )
     raw, files = _read(paths, max_bytes)
     held_out = int(len(raw) * validation_fraction)
     if held_out <= context:
         raise UsageError(
-            f"the corpus expects more than {int(context / validation_fraction)} bytes for "
-            f"--context {context} but got {len(raw)} from {name}; "
-            "give more data or a smaller --context"
+            f"the corpus {name} has {len(raw)} bytes, but --context {context} needs more than "
+            f"{int(context / validation_fraction)}; give more data or a smaller --context"
         )
     tokens = torch.frombuffer(raw, dtype=torch.uint8)
     return Corpus(

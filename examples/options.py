@@ -72,34 +72,32 @@ def _check_arguments(options: argparse.Namespace) -> None:
     for name in ("steps", "batch", "context", "dim", "layers", "heads", "eval_batches"):
         value = getattr(options, name)
         if value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} expects at least 1 but got {value}")
+            raise UsageError(f"--{name.replace('_', '-')} is {value}; give at least 1")
     for name in ("eval_every", "checkpoint_every", "sample", "threads", "seed"):
         value = getattr(options, name)
         if value < 0:
-            raise UsageError(f"--{name.replace('_', '-')} expects at least 0 but got {value}")
+            raise UsageError(f"--{name.replace('_', '-')} is {value}; give at least 0")
     if options.dim % options.heads:
         raise UsageError(
-            f"--dim expects a multiple of --heads {options.heads} but got {options.dim}; "
-            "change one of them"
+            f"--dim {options.dim} is not a multiple of --heads {options.heads}; change one of them"
         )
     if options.sample and not options.prompt:
-        raise UsageError("--prompt expects at least one character but got none; give some text")
+        raise UsageError("--prompt is empty; give at least one character")
     if options.resume and options.checkpoint is None:
-        raise UsageError("--resume expects --checkpoint DIR but got none; say where to resume from")
+        raise UsageError("--resume needs --checkpoint DIR, the place to resume from; give both")
     if options.profile and options.system != "ours":
         raise UsageError(
-            f"--profile expects --system ours but got --system {options.system}; leave one out"
+            f"--profile works with --system ours, not {options.system}; leave one of the two out"
         )
     # These mistakes are reported now, and not after a minute of training.
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise UsageError(
-            "--plot expects matplotlib but it is not installed; "
+            "--plot needs matplotlib, which is not installed; "
             "install it with `pip install matplotlib`, or leave --plot out"
         )
     for name in ("plot", "json"):
         path = getattr(options, name)
         if path is not None and not path.absolute().parent.is_dir():
             raise UsageError(
-                f"--{name} expects a file in a directory that exists but got {path}; create "
-                "it first"
+                f"--{name} {path} is in a directory that does not exist; create it first"
             )

@@ -60,7 +60,7 @@ def _fully_shard(system: str, model: GPT, dtype: torch.dtype) -> nn.Module:
             from fsdp_ext import fully_shard
         except ImportError as error:
             raise UsageError(
-                f"--system ours expects fsdp_ext but it cannot be imported ({error}); "
+                f"--system ours needs fsdp_ext, which cannot be imported ({error}); "
                 "install it with `pip install .`, or give --system fsdp2"
             ) from error
     else:

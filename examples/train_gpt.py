@@ -57,17 +57,17 @@ def start_ranks(options: argparse.Namespace) -> torch.device:
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if options.batch % world_size:
         raise UsageError(
-            f"--batch expects a multiple of the {world_size} ranks but got {options.batch}; "
-            "it counts the sequences of all ranks together"
+            f"--batch {options.batch} is not a multiple of the {world_size} ranks; it counts the "
+            "sequences of all ranks together, so give a multiple"
         )
     kind = options.device
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda" and torch.cuda.device_count() < local_world_size:
         raise UsageError(
-            f"--device cuda expects a CUDA device for each of the {local_world_size} ranks on this "
-            f"host but PyTorch sees {torch.cuda.device_count()}; "
-            "start fewer ranks, or give --device cpu"
+            f"--device cuda needs a CUDA device for each of the {local_world_size} ranks on this "
+            f"host, but PyTorch sees {torch.cuda.device_count()}; start fewer ranks, or give "
+            "--device cpu"
         )
     device = torch.device(kind, local_rank if kind == "cuda" else None)
     if kind == "cuda":
@@ -197,25 +197,24 @@ def _progress_to_resume(options: argparse.Namespace, corpus: Corpus) -> dict[str
         return None
     if progress is None:
         raise UsageError(
-            f"--resume expects a checkpoint in {options.checkpoint} but there is none; "
-            "leave --resume out to begin a run"
+            f"there is no checkpoint in {options.checkpoint}; leave --resume out to begin a run"
         )
     for name in _FIXED:
         was, now = progress["options"][name], getattr(options, name)
         if was != now:
             raise UsageError(
-                f"--resume expects --{name} {was}, as the run in {options.checkpoint} began, but "
-                f"got {now}; give the same value"
+                f"the run in {options.checkpoint} began with --{name} {was}, and --resume got "
+                f"{now}; give the same value"
             )
     if progress["corpus"] != corpus.digest:
         raise UsageError(
-            f"--resume expects the corpus that the run in {options.checkpoint} began with but "
-            f"{corpus.name} has other contents; give the same --data"
+            f"{corpus.name} has other contents than the corpus with which the run in "
+            f"{options.checkpoint} began; give the same --data"
         )
     if progress["step"] >= options.steps:
         raise UsageError(
-            f"--steps expects more than the {progress['step']} steps that the run in "
-            f"{options.checkpoint} has done but got {options.steps}; give a larger number"
+            f"the run in {options.checkpoint} has done {progress['step']} steps, and --steps is "
+            f"{options.steps}; give a larger number"
         )
     return progress
 

@@ -140,14 +140,14 @@ def test_the_four_systems_train_alike(text: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--steps", "0"], r"--steps expects at least 1 but got 0"),
-        (["--eval-batches", "-1"], r"--eval-batches expects at least 1 but got -1"),
-        (["--threads", "-2"], r"--threads expects at least 0 but got -2"),
-        (["--dim", "10", "--heads", "3"], r"--dim expects a multiple of --heads 3 but got 10"),
-        (["--prompt", ""], r"--prompt expects at least one character"),
-        (["--resume"], r"--resume expects --checkpoint DIR"),
-        (["--profile", "--system", "ddp"], r"--profile expects --system ours but got --system ddp"),
-        (["--json", "/no/such/directory/x"], r"--json expects a file in a directory that exists"),
+        (["--steps", "0"], r"--steps is 0; give at least 1"),
+        (["--eval-batches", "-1"], r"--eval-batches is -1; give at least 1"),
+        (["--threads", "-2"], r"--threads is -2; give at least 0"),
+        (["--dim", "10", "--heads", "3"], r"--dim 10 is not a multiple of --heads 3"),
+        (["--prompt", ""], r"--prompt is empty"),
+        (["--resume"], r"--resume needs --checkpoint DIR"),
+        (["--profile", "--system", "ddp"], r"--profile works with --system ours, not ddp"),
+        (["--json", "/no/such/directory/x"], r"--json .* in a directory that does not exist"),
         (["--system", "zero"], r"argument --system: invalid choice: 'zero'"),
         (["--steps", "many"], r"argument --steps: invalid int value: 'many'"),
     ],
@@ -175,13 +175,13 @@ def test_options_that_do_not_fit_the_data_or_the_checkpoint_are_one_sentence(
         messages: list[Any] = run_ranks(_message_of, 1, [*TINY, *arguments])
         return str(messages[0])
 
-    assert "but /no/such/data does not exist" in message("--data", "/no/such/data")
+    assert "--data /no/such/data does not exist" in message("--data", "/no/such/data")
     assert "--context 16384" in message("--data", str(text), "--context", "16384")
-    assert "there is none; leave --resume out" in message(*run, "--resume")
+    assert "there is no checkpoint in" in message(*run, "--resume")
     run_ranks(_steps, 2, [*TINY, *run], 1)
     assert "already holds a run at step 1" in message(*run)
-    assert "--resume expects --layers 2" in message(*run, "--resume", "--layers", "3")
-    assert "--steps expects more than the 1 steps" in message(*run, "--resume", "--steps", "1")
+    assert "began with --layers 2, and --resume got 3" in message(*run, "--resume", "--layers", "3")
+    assert "has done 1 steps" in message(*run, "--resume", "--steps", "1")
     other = tmp_path / "other"
     other.write_text(text.read_text() + "more\n" * 100)
     assert "has other contents" in message(*run, "--resume", "--data", str(other))
@@ -189,4 +189,4 @@ def test_options_that_do_not_fit_the_data_or_the_checkpoint_are_one_sentence(
 
 def test_one_rank_of_many_says_what_is_wrong(text: Path) -> None:
     printed = run_script([*TINY, "--data", str(text), "--batch", "5"], ranks=2, expect=1)
-    assert printed.count("--batch expects a multiple of the 2 ranks but got 5") == 1
+    assert printed.count("--batch 5 is not a multiple of the 2 ranks") == 1
