@@ -128,7 +128,8 @@ struct HostPackerSettings {
 };
 
 std::unique_ptr<Packer> make_host_packer(const HostPackerSettings& settings = {});
-// Tables go to memory of `device`. Throws in a build without CUDA (no_pack_cuda.cpp).
+// The packer keeps its tables in memory of `device`. Throws in a build without CUDA
+// (no_pack_cuda.cpp).
 std::unique_ptr<Packer> make_cuda_packer(Device& device);
 
 }  // namespace fsdp

@@ -236,7 +236,7 @@ class TileMover {
   }
 
  private:
-  // An element of the target, and its place in the source: element `within` of run `run`.
+  // An element of the target. In the source it is element `within` of run `run`.
   struct Cursor {
     std::int64_t element;
     std::int64_t run;

@@ -42,9 +42,9 @@ def state_of(module: nn.Module) -> ModuleState | None:
 
 
 def has_state(module: nn.Module) -> bool:
-    """Return whether ``module`` has state, or is a wrapper that forwards attributes to such one.
+    """Return whether ``module`` has a state, or wraps a module that has one.
 
-    The wrapper of activation checkpointing is one of these.
+    A wrapper counts if it forwards attributes, as the one of activation checkpointing does.
     """
     return hasattr(module, _KEY)
 

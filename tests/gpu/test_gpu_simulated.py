@@ -28,7 +28,7 @@ def _lanes(link: Link, multiprocessors: int) -> Any:
     return lanes_of(dist.group.WORLD, DEVICE, transport)
 
 
-# Also sizes that are no multiple of 16 bytes: other words are moved then.
+# Some sizes are not a multiple of 16 bytes, so that the kernel moves narrower words, too.
 def _moves(multiprocessors: int, numel: int) -> None:
     lanes = _lanes(Link("fast", alpha=0.0, beta=1e15), multiprocessors)
     part = torch.randn(numel, device=DEVICE)
