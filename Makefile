@@ -116,7 +116,7 @@ test:  ## run the C++ tests and pytest on 1 and 2 ranks, in less than ten minute
 	$(MAKE) --no-print-directory $(VENV)/.test extension; \
 	if [ -n "$$ran" ]; then $(MAKE) --no-print-directory test-cpp; fi; \
 	$(MAKE) --no-print-directory test-python; \
-	echo "make test ran $${ran}the Python tests. It did not run $$not$(MORE): make test-all does."
+	echo "make test ran $${ran}the Python tests. It did not run $${not}$(MORE): make test-all does."
 
 .PHONY: test-all
 test-all: test test-exhaustive sanitize  ## run what make test runs, and the exhaustive matrix
