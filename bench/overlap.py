@@ -12,7 +12,7 @@ compared with the two steps around it:
               includes wake-ups of threads, which a step without a wire has, too.
   at most   = the most that the schedule could hide (planner.schedule.predict) if only the wire
               took time; the first gather and the last reduction are always exposed
-  by hand   = the same from the ratio alone; a third of compute and wire is in forward
+  by ratio  = the same from the ratio alone; a third of compute and wire is in forward
   on one link at most = min(1, compute / wire), if all collectives shared one link
   of ideal  = hidden / at most
   slowdown  = compute beside the wire / compute without it, both without waits
@@ -189,7 +189,7 @@ def show_sweep(name: str, rows: list[Row]) -> None:
     print(f"{name}: {first['layers']} layers of {first['dim']}, {ranks} simulated ranks; {LINKS}")
     header = [name, "wires", "compute / simulated wire", "compute ms", "simulated wire ms"]
     header += ["simulated step ms", "simulated exposed ms (by ledger)", "simulated hidden"]
-    header += ["quartiles (by ledger)", "at most (by hand)", "on one link at most", "of ideal"]
+    header += ["quartiles (by ledger)", "at most (by ratio)", "on one link at most", "of ideal"]
     header += ["simulated slowdown", "because, or error"]
     print_table(header, [cells(name, row) for row in rows], words_last=True)
 

@@ -1,4 +1,4 @@
-"""The causes of exposed communication, found in steps that are written by hand in ms."""
+"""The causes of exposed communication, found in steps whose times are written out in ms."""
 
 from __future__ import annotations
 

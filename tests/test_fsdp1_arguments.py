@@ -176,7 +176,7 @@ def group_arguments() -> None:
         run(wrapped, wrapped, 0).backward()
     model.blocks[0] = FSDP(model.blocks[0])
     with pytest.raises(
-        ValueError, match=r"'blocks\.0' is wrapped already. Wrap by policy or by hand"
+        ValueError, match=r"'blocks\.0' is wrapped already. Pass a policy, or wrap modules yourself"
     ):
         FSDP(model, auto_wrap_policy=BY_BLOCK)
     with pytest.raises(ValueError, match="got a FullyShardedDataParallel that is sharded already"):

@@ -1,4 +1,4 @@
-"""`FullyShardedDataParallel` trains as PyTorch's FSDP1 does, wrapped by hand or by policy."""
+"""`FullyShardedDataParallel` trains as PyTorch's FSDP1 does, wrapped one by one or by policy."""
 
 from __future__ import annotations
 

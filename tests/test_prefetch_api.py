@@ -88,7 +88,7 @@ def keep_for_evaluation(run: Run, step: int) -> tuple[Tensor, ...]:
 
 
 def unshard_ahead(run: Run, step: int) -> tuple[Tensor, ...]:
-    """Unshard all units by hand before forward: waited for, not waited for, and synchronous."""
+    """Unshard all units before forward: waited for, not waited for, and synchronous."""
     if run.sharded:
         first, second, third = run.model.blocks
         handles = [first.unshard(async_op=True), second.unshard(async_op=True)]
@@ -98,7 +98,7 @@ def unshard_ahead(run: Run, step: int) -> tuple[Tensor, ...]:
 
 
 def unshard_and_reshard(run: Run, step: int) -> tuple[Tensor, ...]:
-    """Unshard and reshard by hand before forward, and between forward and backward."""
+    """Unshard and reshard before forward, and between forward and backward."""
     if run.sharded:
         for block in run.model.blocks:
             block.unshard()

@@ -148,7 +148,7 @@ def _adds_up(kind: str) -> None:
             for _ in range(2):
                 x = torch.ones(1, WIDTH)
                 (model(x).sum() + model(2 * x).sum()).backward()
-        elif kind == "by hand":
+        elif kind == "unshard()":
             model[0].unshard()
             train(model, 2)
             model[1].unshard()
@@ -170,7 +170,9 @@ def _adds_up(kind: str) -> None:
     assert model._unit.root.core.take_times() == ([], 0)
 
 
-@pytest.mark.parametrize("kind", ["trains", "accumulates", "evaluates", "two forwards", "by hand"])
+@pytest.mark.parametrize(
+    "kind", ["trains", "accumulates", "evaluates", "two forwards", "unshard()"]
+)
 def test_what_is_recorded_adds_up(kind: str) -> None:
     run_ranks(_adds_up, 2, kind)
 
@@ -390,7 +392,7 @@ def test_a_file_that_many_threads_write_is_one_of_theirs(tmp_path: Path) -> None
 
 def _errors() -> None:
     warnings.simplefilter("ignore")
-    with pytest.raises(TypeError, match="fully_shard was applied to but got Linear"):
+    with pytest.raises(TypeError, match="got a Linear that fully_shard was not applied to"):
         fsdp_ext.profile(nn.Linear(2, 2))
     model = make(compute=0.0)
     with pytest.raises(RuntimeError, match="needs a model that has run forward"):

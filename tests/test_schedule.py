@@ -1,4 +1,4 @@
-"""The model of the schedule: cases worked out by hand, and properties of every chain of stages."""
+"""The model of the schedule: cases written out, and properties of every chain of stages."""
 
 from __future__ import annotations
 

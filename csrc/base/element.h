@@ -32,7 +32,7 @@ struct Float16 {
 
 template <typename To, typename From>
 FSDP_HOST_DEVICE inline To bit_cast(const From& from) {
-  static_assert(sizeof(To) == sizeof(From), "bit_cast expects types of one size");
+  static_assert(sizeof(To) == sizeof(From), "bit_cast needs types of one size");
   To to;
   std::memcpy(&to, &from, sizeof(To));
   return to;

@@ -75,7 +75,8 @@ void sum(const std::vector<const void*>& sources, T* output, std::size_t numel,
 
 void sum_in_rank_order(const std::vector<const void*>& sources, void* output, std::size_t numel,
                        DType dtype, InstructionSet instruction_set) {
-  FSDP_CHECK(dtype != DType::Bytes, "a reduction expects a floating dtype but got bytes");
+  FSDP_CHECK(dtype != DType::Bytes,
+             "a reduction got bytes. Pass a floating dtype; bytes cannot be added.");
   if (sources.size() == 1) {
     std::memmove(output, sources.front(), numel * itemsize(dtype));
     return;

@@ -222,7 +222,7 @@ class CudaPacker final : public Packer {
  private:
   template <typename Table>
   static const Table& prepared(const std::shared_ptr<const void>& table) {
-    FSDP_CHECK(table != nullptr, "a plan expects to be prepared before it is used");
+    FSDP_CHECK(table != nullptr, "this plan was not prepared. Call prepare() before using it.");
     return *static_cast<const Table*>(table.get());
   }
 

@@ -15,8 +15,8 @@ void add_range(TileTable& table, CopyRange range, std::int64_t tile_elements) {
   constexpr auto kMost = static_cast<std::int64_t>(std::numeric_limits<std::uint32_t>::max());
   const std::int64_t tiles = (range.extent + kTileSlack + tile_elements - 1) / tile_elements;
   const auto before = static_cast<std::int64_t>(table.range_of_tile.size());
-  FSDP_CHECK(before + tiles <= kMost, "a table expects at most ", kMost, " tiles but has ",
-             before + tiles, "; make smaller units");
+  FSDP_CHECK(before + tiles <= kMost, "a plan has ", before + tiles, " tiles, but at most ", kMost,
+             " can be numbered. Shard the model in smaller units.");
   range.first_tile = static_cast<std::uint32_t>(before);
   table.range_of_tile.insert(table.range_of_tile.end(), static_cast<std::size_t>(tiles),
                              static_cast<std::uint32_t>(table.ranges.size()));
@@ -24,11 +24,11 @@ void add_range(TileTable& table, CopyRange range, std::int64_t tile_elements) {
 }
 
 void check_runs(std::int64_t chunk, std::int64_t runs, std::int64_t stride) {
-  FSDP_CHECK(runs >= 1 && chunk % runs == 0, "a chunk of ", chunk,
-             " expects a number of runs that divides it but got ", runs);
-  FSDP_CHECK(stride == 0 || (runs == 1 && stride >= chunk), "a part of ", chunk,
-             " of a chunk of one run expects a chunk that is larger but got one of ", stride,
-             " and ", runs, " runs");
+  FSDP_CHECK(runs >= 1 && chunk % runs == 0, "a chunk of ", chunk, " got ", runs,
+             " runs. Pass a number of runs that divides it.");
+  FSDP_CHECK(stride == 0 || (runs == 1 && stride >= chunk), "a part of ", chunk, " got a chunk of ",
+             stride, " and ", runs,
+             " runs. Pass one run, and a chunk at least as large as its part.");
 }
 
 }  // namespace

@@ -253,11 +253,10 @@ void TorchUnit::register_parameters(bool unsharded) {
     PyObject* sharded_object = sharded_[attribute.parameter].ptr();
     PyObject* unsharded_object = unsharded_objects_[attribute.parameter].ptr();
     PyObject* now = PyDict_GetItem(attribute.parameters.ptr(), attribute.name.ptr());
-    FSDP_CHECK(now == (unsharded ? sharded_object : unsharded_object), "unit '", name_,
-               "' expects its modules to keep the parameters they were sharded with, but '",
-               layout_.params()[attribute.parameter].name,
-               "' was replaced; change parameters in place, or through load_state_dict or "
-               "module.to()");
+    FSDP_CHECK(now == (unsharded ? sharded_object : unsharded_object), "parameter '",
+               layout_.params()[attribute.parameter].name, "' of unit '", name_,
+               "' was replaced after fully_shard. Change parameters in place, "
+               "or through load_state_dict or module.to().");
     if (PyDict_SetItem(attribute.parameters.ptr(), attribute.name.ptr(),
                        unsharded ? unsharded_object : sharded_object) != 0) {
       throw py::error_already_set();
@@ -293,19 +292,21 @@ std::shared_ptr<void> TorchUnit::extract_gradients(const void** addresses) {
   auto taken = std::make_shared<std::vector<at::Tensor>>();
   taken->reserve(trainable_.size());
   for (std::size_t i = 0; i < trainable_.size(); ++i) {
-    at::Tensor& slot = unsharded_[trainable_[i]].mutable_grad();
+    at::Tensor& arrived = unsharded_[trainable_[i]].mutable_grad();
     addresses[i] = nullptr;
-    if (!slot.defined()) {
+    if (!arrived.defined()) {
       continue;
     }
     const std::string& parameter = layout_.params()[trainable_[i]].name;
-    FSDP_CHECK(slot.layout() == at::kStrided, "parameter '", parameter,
-               "' expects a dense gradient but got a sparse one; use sparse=False");
-    FSDP_CHECK(to_dtype(slot.scalar_type()) == gradient_dtype, "parameter '", parameter,
-               "' needs a gradient of dtype ", fsdp::name(gradient_dtype), " but got ",
-               slot.scalar_type());
-    at::Tensor gradient = std::move(slot);
-    slot = at::Tensor();
+    FSDP_CHECK(arrived.layout() == at::kStrided, "parameter '", parameter,
+               "' got a sparse gradient, but only dense ones can be reduced. Pass sparse=False to "
+               "its module.");
+    FSDP_CHECK(to_dtype(arrived.scalar_type()) == gradient_dtype, "parameter '", parameter,
+               "' got a gradient of dtype ", fsdp::name(to_dtype(arrived.scalar_type())),
+               ", but it computes in ", fsdp::name(gradient_dtype),
+               ". Remove the hook that converts its gradient.");
+    at::Tensor gradient = std::move(arrived);
+    arrived = at::Tensor();
     if (!gradient.is_contiguous()) {
       const at::NoGradGuard no_grad;
       gradient = gradient.contiguous();

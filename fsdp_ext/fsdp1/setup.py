@@ -133,8 +133,8 @@ def wrap_children(
     for name, module in root.named_modules():
         if is_wrapper(module):
             raise ValueError(
-                f"auto_wrap_policy got a model in which '{name}' is wrapped already. Wrap by "
-                "policy or by hand, not both."
+                f"auto_wrap_policy got a model in which '{name}' is wrapped already. Pass "
+                "a policy, or wrap modules yourself, not both."
             )
     targets: dict[nn.Module, dict[str, Any]] = {}
     if isinstance(policy, _Policy):

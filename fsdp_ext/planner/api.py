@@ -86,9 +86,11 @@ def plan(
         units: for a plain model, the modules that become units besides the model itself: classes,
             modules, or a function of a module that returns whether it becomes one.
         mp_policy: for a plain model, as for :func:`fsdp_ext.fully_shard`.
-        bucket_bytes: as for ``fully_shard``; it replaces the root's setting of a sharded model.
-        max_message_bytes: likewise.
-        prefetch: likewise. ``set_modules_to_forward_prefetch`` and its sibling may ask for more.
+        bucket_bytes: as for ``fully_shard``; it replaces the setting of a sharded model's root.
+        max_message_bytes: as for ``fully_shard``; it replaces the root's setting.
+        prefetch: as for ``fully_shard``; it replaces the root's setting. Calls of
+            ``set_modules_to_forward_prefetch`` and ``set_modules_to_backward_prefetch`` may ask for
+            more.
         reshard_after_forward: for a plain model, as for ``fully_shard``, for each unit.
         transport: as for ``fully_shard``. It decides how gathers are laid out, and the default of
             ``bucket_bytes``.

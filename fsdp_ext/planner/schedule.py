@@ -32,7 +32,7 @@ class Stage:
         backward: seconds of compute in backward.
         gather_bytes: size of its all-gather, summed over all ranks. With 0 there is none, and the
             lane only copies.
-        reduce_bytes: size of its reduce-scatter, likewise.
+        reduce_bytes: size of its reduce-scatter, summed over all ranks. With 0 there is none.
         reshards: whether its parameters are freed after forward.
         copy_seconds_gather: seconds of casts and unpacking on the gather lane.
         copy_seconds_reduce: seconds of packing and of writing gradients on the reduce lane.

@@ -235,8 +235,8 @@ def running_root(model: nn.Module, caller: str) -> Root:
     unit = unit_of(sharded_module(model)) if isinstance(model, nn.Module) else None
     if unit is None:
         raise TypeError(
-            f"{caller} needs a module that fully_shard was applied to but got "
-            f"{type(model).__name__}. Pass the root module."
+            f"{caller} got a {type(model).__name__} that fully_shard was not applied to. Pass the "
+            "root module of a sharded model."
         )
     if unit.root is None or unit.core is None:
         raise RuntimeError(

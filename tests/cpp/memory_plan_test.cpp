@@ -1,4 +1,4 @@
-// The buffers of buckets, compared with sizes computed by hand.
+// The buffers of buckets, compared with sizes that are written out.
 #include "core/memory_plan.h"
 
 #include <gtest/gtest.h>
