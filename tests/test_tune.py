@@ -69,7 +69,7 @@ def tuned(model: Any, **options: Any) -> Tuning:
 
 def in_use(model: Any) -> Choice:
     settings = model._unit.root.settings
-    return Choice(settings.bucket_bytes[0], settings.prefetch, settings.kept)
+    return Choice(settings.bucket_bytes[0], settings.prefetch, settings.stays_unsharded)
 
 
 # - On simulated ranks
@@ -89,7 +89,7 @@ def _applies() -> None:
     assert in_use(model) == result.chosen.choice
     assert result.chosen in result.measured
     assert result.before in result.measured
-    assert result.chosen.choice.kept == ()  # without a memory limit
+    assert result.chosen.choice.stays_unsharded == ()  # without a memory limit
     assert result.considered > 20
     assert result.costs.link == LINK
     assert all(forward > 0 and backward > 0 for forward, backward in result.costs.compute[1:])
@@ -133,7 +133,8 @@ def _within_memory() -> None:
     model = make(Simulated(8, slow), bucket_bytes=0, prefetch=1)
     plenty = tuned(model, memory_limit=10 * memory)
     assert in_use(model) == plenty.chosen.choice
-    assert len(plenty.chosen.choice.kept) > 0  # otherwise gathers in backward would be exposed
+    # Otherwise gathers in backward would be exposed.
+    assert len(plenty.chosen.choice.stays_unsharded) > 0
     model = make(Simulated(8, slow), bucket_bytes=0, prefetch=1)
     tight = tuned(model, memory_limit=memory)
     assert tight.chosen.memory <= memory

@@ -42,7 +42,9 @@ def remember(units: Sequence[Unit], transport: str, choice: Choice, *, memory_kn
         memory_known: whether the choice was made for a known amount of memory. If not, other models
             of this shape do not keep the choice's units unsharded.
     """
-    _chosen[_key(units, transport)] = choice if memory_known else replace(choice, kept=())
+    _chosen[_key(units, transport)] = (
+        choice if memory_known else replace(choice, stays_unsharded=())
+    )
 
 
 def chosen_for(units: Sequence[Unit], transport: str) -> Choice | None:
@@ -55,7 +57,7 @@ def chosen_for(units: Sequence[Unit], transport: str) -> Choice | None:
     first = units[0]
     both = first.settings.bucket_bytes == AUTO and first.settings.prefetch == AUTO
     if found is not None and not both:
-        found = replace(found, kept=())
+        found = replace(found, stays_unsharded=())
     if found is None and first.mesh.get_local_rank() == 0:
         _logger.info(
             "settings are 'auto', but fsdp_ext.tune has not run for a model of this shape yet; the "

@@ -55,7 +55,7 @@ class RootSettings:
     reshard_after_forward: tuple[bool, ...]
 
     @property
-    def kept(self) -> tuple[int, ...]:
+    def stays_unsharded(self) -> tuple[int, ...]:
         """Numbers of the units below the root that stay unsharded after forward."""
         below = enumerate(self.reshard_after_forward[1:], start=1)
         return tuple(number for number, reshards in below if not reshards)
@@ -68,17 +68,18 @@ class Choice:
     Args:
         bucket_bytes: the root's value of this argument of :func:`fsdp_ext.fully_shard`.
         prefetch: the root's value of this argument.
-        kept: numbers of the units below the root that stay unsharded after forward.
+        stays_unsharded: numbers of the units below the root that stay unsharded after forward.
     """
 
     bucket_bytes: int
     prefetch: int
-    kept: tuple[int, ...] = ()
+    stays_unsharded: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         """Return the choice as arguments of ``fully_shard``."""
-        kept = f", {len(self.kept)} units with reshard_after_forward=False" if self.kept else ""
-        return f"bucket_bytes={self.bucket_bytes:,}, prefetch={self.prefetch}{kept}"
+        text = f"bucket_bytes={self.bucket_bytes:,}, prefetch={self.prefetch}"
+        count = len(self.stays_unsharded)
+        return text + (f", {count} units with reshard_after_forward=False" if count else "")
 
 
 class Scope(enum.Enum):

@@ -127,7 +127,7 @@ class UnitTree:
                 each rank.
         """
         root = self.units[0].settings
-        kept = decision.choice.kept if decision is not None else ()
+        stays = decision.choice.stays_unsharded if decision is not None else ()
         prefetch = root.prefetch if isinstance(root.prefetch, int) else DEFAULT_PREFETCH
         if decision is not None and decision.covers(root.prefetch):
             prefetch = decision.choice.prefetch
@@ -136,7 +136,7 @@ class UnitTree:
             bucket_bytes=tuple(self._bucket_bytes(unit, link, decision) for unit in self.units),
             max_message_bytes=tuple(self._max_message_bytes(unit) for unit in self.units),
             reshard_after_forward=tuple(
-                number > 0 and number not in kept
+                number > 0 and number not in stays
                 if unit.settings.reshard_after_forward is None
                 else unit.settings.reshard_after_forward
                 for number, unit in enumerate(self.units)

@@ -11,7 +11,7 @@ from fsdp_ext.sharding.settings import AUTO, Choice, Scope
 _DEPTHS = (0, 1, 2, 3, 4)
 # Bucket sizes are halved until there are more sizes than this.
 _MOST_SIZES = 16
-# Numbers of units that are kept unsharded are tried one by one up to this, then in larger steps.
+# Numbers of units that stay unsharded are tried one by one up to this, then in larger steps.
 _FINE_STEPS = 8
 
 
@@ -29,7 +29,7 @@ class TunableSettings:
         self._has_fixed_bucket = asked.bucket_bytes not in (None, AUTO)
         self._has_fixed_prefetch = asked.prefetch not in (None, AUTO)
         now = root.settings
-        self.before = Choice(now.bucket_bytes[0], now.prefetch, now.kept)
+        self.before = Choice(now.bucket_bytes[0], now.prefetch, now.stays_unsharded)
         # The units below the root whose reshard_after_forward the user has not set.
         self._free = [
             number
@@ -43,7 +43,7 @@ class TunableSettings:
 
     def probe(self, bucket_bytes: int, prefetch: int) -> None:
         """Run with these settings, whatever the user has set."""
-        self._root.decide(Choice(bucket_bytes, prefetch, self.before.kept), Scope.ALL)
+        self._root.decide(Choice(bucket_bytes, prefetch, self.before.stays_unsharded), Scope.ALL)
 
     def restore(self) -> None:
         """Run as before."""
@@ -56,14 +56,15 @@ class TunableSettings:
             total: bytes of all units' gathers.
             keeps_more: whether more units may stay unsharded than before.
         """
-        kept = self._kept() if keeps_more else [self.before.kept]
+        before = self.before.stays_unsharded
+        unsharded = self._unsharded() if keeps_more else [before]
         sizes = {self.before.bucket_bytes} if self._has_fixed_bucket else self._sizes(total)
         depths = {self.before.prefetch}
         if not self._has_fixed_prefetch:
             depths |= set(_DEPTHS)
         for nbytes in sorted(sizes):
             for depth in sorted(depths):
-                for units in kept:
+                for units in unsharded:
                     yield Choice(nbytes, depth, units)
 
     def _sizes(self, total: int) -> set[int]:
@@ -75,14 +76,14 @@ class TunableSettings:
             largest //= 2
         return sizes
 
-    def _kept(self) -> list[tuple[int, ...]]:
-        """Return sets of units to keep unsharded: the last ones of forward are kept first."""
-        before = self.before.kept
+    def _unsharded(self) -> list[tuple[int, ...]]:
+        """Return sets of units that may stay unsharded: the last ones of forward come first."""
+        before = self.before.stays_unsharded
         others = [number for number in self._free if number not in before]
-        kept: dict[tuple[int, ...], None] = {before: None}
+        found: dict[tuple[int, ...], None] = {before: None}
         count = 1
         while count <= len(others):
-            kept[tuple(sorted({*before, *others[-count:]}))] = None
+            found[tuple(sorted({*before, *others[-count:]}))] = None
             count += 1 if count < _FINE_STEPS else max(1, len(others) // _FINE_STEPS)
-        kept[tuple(sorted({*before, *others}))] = None
-        return list(kept)
+        found[tuple(sorted({*before, *others}))] = None
+        return list(found)

@@ -65,7 +65,7 @@ class Tuning:
 
     def _table(self) -> list[str]:
         word = "simulated " if self.simulated else ""
-        header = ["bucket_bytes", "prefetch", "kept unsharded", "buckets", "memory"]
+        header = ["bucket_bytes", "prefetch", "stay unsharded", "buckets", "memory"]
         header += [f"predicted {word}ms", f"measured {word}ms", ""]
         rows = []
         for candidate in dict.fromkeys([*self.measured, self.before]):
@@ -89,12 +89,12 @@ class Tuning:
 
 
 def _cells(candidate: Candidate, note: str) -> tuple[str, ...]:
-    kept = len(candidate.choice.kept)
+    count = len(candidate.choice.stays_unsharded)
     measured = candidate.measured
     return (
         f"{candidate.choice.bucket_bytes:,}",
         str(candidate.choice.prefetch),
-        f"{kept} unit{'' if kept == 1 else 's'}",
+        f"{count} unit{'' if count == 1 else 's'}",
         str(candidate.buckets),
         size(candidate.memory),
         f"{candidate.predicted * 1e3:.2f}",

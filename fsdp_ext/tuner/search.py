@@ -139,18 +139,18 @@ class Search:
 
     def _probes(self, limit: int) -> Probes:
         """Return the ways to measure costs that need at most ``limit`` bytes."""
-        kept = self._settings.before.kept
+        stays = self._settings.before.stays_unsharded
         gathers = [layout.gather_bytes * layout.world_size for layout in self._layouts[1:]]
         largest = max(gathers, default=0)
         pair = min(map(sum, itertools.pairwise(gathers)), default=0)
-        alone = len(self._sized(Choice(0, 0, kept), Scope.ALL).found["buckets"])
+        alone = len(self._sized(Choice(0, 0, stays), Scope.ALL).found["buckets"])
         merged = None
         for nbytes in (3 * largest, 2 * largest, pair):
-            sized = self._sized(Choice(nbytes, 0, kept), Scope.ALL)
+            sized = self._sized(Choice(nbytes, 0, stays), Scope.ALL)
             if sized.memory <= limit and len(sized.found["buckets"]) < alone:
                 merged = nbytes
                 break
-        ahead = self._sized(Choice(0, 1, kept), Scope.ALL).memory <= limit
+        ahead = self._sized(Choice(0, 1, stays), Scope.ALL).memory <= limit
         return Probes(self._steps, merged, ahead)
 
     def _sized(self, choice: Choice, scope: Scope = Scope.OPEN) -> _Sized:
@@ -185,7 +185,8 @@ class Search:
         )
         alike: dict[tuple[int, int, int], Candidate] = {}
         for one in by_speed:
-            alike.setdefault((one.buckets, one.choice.prefetch, len(one.choice.kept)), one)
+            stays = len(one.choice.stays_unsharded)
+            alike.setdefault((one.buckets, one.choice.prefetch, stays), one)
         sizes: dict[int, Candidate] = {}
         for one in alike.values():
             if one.predicted <= best * (1 + _UNSURE):
