@@ -8,9 +8,9 @@ import pytest
 
 from fsdp_ext.profiler.causes import (
     Cause,
+    Context,
     Exposure,
     Lateness,
-    Setting,
     explain,
     typical_seconds,
 )
@@ -84,7 +84,7 @@ def verdict(
     typical: dict[tuple[str, int], float] | None = None,
 ) -> dict[Cause, float]:
     """Return milliseconds by cause. They add up to the exposed time."""
-    exposures = explain(iteration, Setting(depth, on_gpu, typical or {}, late or {}))
+    exposures = explain(iteration, Context(depth, on_gpu, typical or {}, late or {}))
     assert sum(e.seconds for e in exposures) == pytest.approx(iteration.exposed)
     result: dict[Cause, float] = {}
     for exposure in exposures:
@@ -182,7 +182,7 @@ def test_the_slowest_rank_is_named() -> None:
     iteration = step.passes(forward=40).end()
     place = next(i for i, s in enumerate(iteration.spans) if s.units == (2, 2))
     late = {(1, place): Lateness(3 * MS, rank=5)}
-    exposures = explain(iteration, Setting(1, False, {}, late))
+    exposures = explain(iteration, Context(1, False, {}, late))
     assert [(e.rank, e.seconds / MS) for e in exposures if e.cause is Cause.LATE_RANK] == [
         (5, pytest.approx(3))
     ]
@@ -250,7 +250,7 @@ def test_units_of_one_size_tell_what_communication_costs_compute() -> None:
 
 def test_exposures_come_in_order() -> None:
     step = first_unit().gather(2, 2, 16, issued=2).wait(2, 10, 16).forward(2, 16, 20)
-    exposures = explain(step.passes(forward=40).end(), Setting(1, False, {}, {}))
+    exposures = explain(step.passes(forward=40).end(), Context(1, False, {}, {}))
     begins = [exposure.begin for exposure in exposures]
     assert begins == sorted(begins)
     assert all(isinstance(exposure, Exposure) for exposure in exposures)

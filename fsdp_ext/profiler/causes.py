@@ -129,7 +129,7 @@ class Lateness:
 
 
 @dataclass(frozen=True)
-class Setting:
+class Context:
     """What the causes depend on besides the spans.
 
     Args:
@@ -158,9 +158,9 @@ def typical_seconds(iterations: Sequence[Iteration]) -> dict[tuple[str, int], fl
 class _Step:
     """One iteration, indexed by what the explanation of a wait has to look up."""
 
-    def __init__(self, iteration: Iteration, setting: Setting) -> None:
+    def __init__(self, iteration: Iteration, context: Context) -> None:
         self.iteration = iteration
-        self.setting = setting
+        self.context = context
         self.place = {id(span): place for place, span in enumerate(iteration.spans)}
         self.lanes = {name: iteration.lane(name) for name in WIRES}
         self.busy = merged_intervals(self.lanes["gather"], PAUSE)
@@ -169,7 +169,7 @@ class _Step:
         self.gathers: defaultdict[tuple[int, int], list[Span]] = defaultdict(list)
         for span in iteration.of("gather") or iteration.of("cast"):
             self.gathers[span.units].append(span)
-        ends = {phase: iteration.of(f"unit {phase}") for phase in PASSES}
+        ends = {name: iteration.of(f"unit {name}") for name in PASSES}
         self.first_end = {
             (span.begin, span.work): min(
                 (unit.end for unit in ends[span.work] if unit.begin >= span.begin), default=math.inf
@@ -192,11 +192,11 @@ class _Step:
 
     def late(self, span: Span) -> Lateness | None:
         """Return how long a straggler held the collective up; None if none did."""
-        setting = self.setting
-        if setting.late:
-            found = setting.late.get((self.iteration.number, self.place[id(span)]))
+        context = self.context
+        if context.late:
+            found = context.late.get((self.iteration.number, self.place[id(span)]))
             return found if found is not None and found.seconds > PAUSE else None
-        usual = setting.typical.get((span.work, span.nbytes), span.seconds)
+        usual = context.typical.get((span.work, span.nbytes), span.seconds)
         if span.work in WIRES and span.seconds > HELD_UP * usual + PAUSE:
             return Lateness(span.seconds - usual, -1)
         return None
@@ -228,12 +228,12 @@ class _Parts:
                 self.found.append(_exposure(self.wait, self.awaited, part, cause))
 
 
-def explain(iteration: Iteration, setting: Setting) -> list[Exposure]:
+def explain(iteration: Iteration, context: Context) -> list[Exposure]:
     """Return the causes of all waits of the compute stream, in order of their begin.
 
     The seconds of the exposures add up to the seconds of the waits.
     """
-    step = _Step(iteration, setting)
+    step = _Step(iteration, context)
     result: list[Exposure] = []
     for wait in iteration.of(*WAITS):
         if wait.seconds <= 0:
@@ -319,11 +319,11 @@ def _idle_before(step: _Step, awaited: Span, wait: Span) -> tuple[float, dict[Ca
 
 def _why_not_issued(step: _Step, gather: Span) -> Cause:
     """Return why a gather was neither issued nor refused a slot any earlier."""
-    if step.setting.depth == 0:
+    if step.context.depth == 0:
         return Cause.NO_SLOT
     if gather.on_demand and gather.refused == 0:
         return Cause.ISSUED_LATE  # its unit was not prefetched
-    if step.setting.on_gpu:
+    if step.context.on_gpu:
         # The host was behind if the GPU computed the next unit as soon as the host issued it.
         after = [span for span in step.iteration.of(*COMPUTE) if span.begin >= gather.issued]
         if after and min(after, key=lambda span: span.begin).lead < BEHIND:

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from fsdp_ext.profiler.causes import Exposure, Lateness, Setting, explain, typical_seconds
+from fsdp_ext.profiler.causes import Context, Exposure, Lateness, explain, typical_seconds
 from fsdp_ext.profiler.recording import Iteration
 from fsdp_ext.profiler.slowdown import Slowdown, slowdown
 
@@ -54,13 +54,13 @@ class Recording:
     @cached_property
     def exposures(self) -> list[list[Exposure]]:
         """The parts of all waits of the compute stream, by cause, for each step."""
-        setting = Setting(
+        context = Context(
             depth=self.prefetch_depth,
             on_gpu=self.on_gpu,
             typical=typical_seconds(self.iterations),
             late=self.late,
         )
-        return [explain(iteration, setting) for iteration in self.iterations]
+        return [explain(iteration, context) for iteration in self.iterations]
 
     @cached_property
     def slowdown(self) -> Slowdown | None:

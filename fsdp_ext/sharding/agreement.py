@@ -50,7 +50,7 @@ def exchange(unit: Unit, value: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def together(unit: Unit, caller: str, phase: str) -> Iterator[None]:
+def together(unit: Unit, caller: str, task: str) -> Iterator[None]:
     """Raise on all ranks if the block raised on any rank: Note [one fails, all raise].
 
     If the block raised the same error on all ranks, each rank raises that error.
@@ -58,7 +58,7 @@ def together(unit: Unit, caller: str, phase: str) -> Iterator[None]:
     Args:
         unit: any unit of the model.
         caller: the function that the message names.
-        phase: what the block does, for the message.
+        task: what the block does, for the message.
 
     Raises:
         OutOfMemory: if memory ran out on any rank.
@@ -84,7 +84,7 @@ def together(unit: Unit, caller: str, phase: str) -> Iterator[None]:
             raise error
         _, name, message, rank = next(one for one in failed if one[0] == out_of_memory)
         raise (OutOfMemory if out_of_memory else _TYPES.get(name, RuntimeError))(
-            f"{caller} failed on rank {rank}, in {phase}: {name}: {message} Correct that, and call "
+            f"{caller} failed on rank {rank}, in {task}: {name}: {message} Correct that, and call "
             f"{caller} on all ranks again."
         ) from error
     finally:
