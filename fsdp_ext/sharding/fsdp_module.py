@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from fsdp_ext.sharding.module_state import unit_of
-from fsdp_ext.sharding.root import Root
+from fsdp_ext.sharding.root import ensure_root
 from fsdp_ext.sharding.state_dict_hooks import adopt_changes, reshard
 from fsdp_ext.sharding.unit import Unit
 
@@ -59,7 +59,7 @@ class FSDPModule:
             async_op: return a handle at once instead of waiting. Forward waits by itself.
         """
         unit = self._unit
-        Root.of(unit).unshard(unit)
+        ensure_root(unit).unshard(unit)
         handle = UnshardHandle(unit)
         if async_op:
             return handle

@@ -25,8 +25,8 @@ class Root(UnitTree):
 
     Args:
         module: the root module.
-        provisional: whether it is made before the first forward, because the user calls unshard()
-            on a unit. The root that runs forward first replaces it.
+        is_provisional: whether it is made before the first forward, because the user calls
+            unshard() on a unit. The root that runs forward first replaces it.
 
     Raises:
         RuntimeError: if a unit below ``module`` ran forward before, as a root of its own.
@@ -36,10 +36,10 @@ class Root(UnitTree):
 
     units: list[Unit]
 
-    def __init__(self, module: nn.Module, *, provisional: bool = False) -> None:
+    def __init__(self, module: nn.Module, *, is_provisional: bool = False) -> None:
         super().__init__(module)
-        self.provisional = provisional
-        self._compares_ranks = True  # the first iteration's collectives
+        self.is_provisional = is_provisional
+        self._needs_order_check = True  # of the first iteration's collectives
         self._check_units()
         for unit in self.units:
             if unit.root is not None:  # a provisional one
@@ -64,12 +64,12 @@ class Root(UnitTree):
             if (unit := unit_of(module)) is not None
         }
         for unit in self.units:
-            if unit.root is not None and not unit.root.provisional:
+            if unit.root is not None and not unit.root.is_provisional:
                 raise RuntimeError(
                     f"'{names[unit]}' ran forward before, as a root of its own, but the first "
                     "forward has to be the root module's. Run the outermost sharded module first."
                 )
-        if len(self.units[0].modules) > 1 and not self.provisional:
+        if len(self.units[0].modules) > 1 and not self.is_provisional:
             raise RuntimeError(
                 f"the unit that ran forward first has {len(self.units[0].modules)} modules, but "
                 "the root must be a single module. Call fully_shard on the module that contains "
@@ -89,16 +89,6 @@ class Root(UnitTree):
                 "fully_shard."
             )
 
-    @staticmethod
-    def of(unit: Unit) -> Root:
-        """Return the root of ``unit``; make a provisional one before the first forward."""
-        if unit.root is None:
-            Root(unit.modules[0], provisional=True)
-        elif unit.core is None:
-            unit.root.rebuild()
-        root: Root = unit.root
-        return root
-
     # - The C++ side
 
     def _build(self) -> _C.TorchRoot:
@@ -107,7 +97,7 @@ class Root(UnitTree):
             lanes=self.lanes,
             prefetch_depth=self.settings.prefetch,
             nesting=self.nesting(),
-            check_order=self._compares_ranks,
+            check_order=self._needs_order_check,
             when_stale=weakref.WeakMethod(self._pre_forward_when_stale),
         )
         names = {param: name for name, param in self.module.named_parameters()}
@@ -123,7 +113,7 @@ class Root(UnitTree):
             self._configure(unit)
         core.set_is_last_backward(self.units[0].settings.is_last_backward)
         # Last: if the above raised, the next forward starts over.
-        if not self.provisional:
+        if not self.is_provisional:
             for unit, unit_core in zip(self.units, cores, strict=True):
                 for hooks in hooks_of(unit):
                     hooks.connect(unit_core)
@@ -133,7 +123,7 @@ class Root(UnitTree):
         """Start over after parameters were replaced, converted, frozen or unfrozen."""
         for unit in self.units:
             self.reshard(unit)
-        self._compares_ranks = False
+        self._needs_order_check = False
         self.settings = self._resolve()
         self.core = self._build()
 
@@ -215,10 +205,24 @@ class Root(UnitTree):
 
 def prepare_forward(unit: Unit, module: nn.Module) -> None:
     """Make the C++ side of ``unit`` before a forward of ``module``, and the root if need be."""
-    if unit.root is None or unit.root.provisional:
+    if unit.root is None or unit.root.is_provisional:
         Root(module)
     elif unit.core is None:
         unit.root.rebuild()
+
+
+def ensure_root(unit: Unit) -> Root:
+    """Make the C++ side of ``unit``, and before the first forward a provisional root.
+
+    Returns:
+        The unit's root.
+    """
+    if unit.root is None:
+        Root(unit.modules[0], is_provisional=True)
+    elif unit.core is None:
+        unit.root.rebuild()
+    root: Root = unit.root
+    return root
 
 
 def running_root(model: nn.Module, caller: str) -> Root:

@@ -60,7 +60,7 @@ def check_state(model: nn.Module, units: Sequence[Unit]) -> None:
     """
     sharded = sharded_module(model)
     root: Root | None = units[0].root
-    if root is not None and not root.provisional and root.module is not sharded:
+    if root is not None and not root.is_provisional and root.module is not sharded:
         raise ValueError(
             f"tune got a {type(sharded).__name__} inside a {type(root.module).__name__}, which is "
             "the root. Pass the root module."
