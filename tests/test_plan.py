@@ -118,7 +118,7 @@ def expect_as_planned(model: Any, optimizer: torch.optim.Optimizer, planned: Pla
     assert memory["ring_bytes"] == of_plan.ring
     assert memory["staging_bytes"] == of_plan.staging
     assert memory["reduce_bytes"] == of_plan.reduce_input + of_plan.reduce_output
-    assert memory["unit_bytes"] == of_plan.gather_inputs + of_plan.kept_unsharded
+    assert memory["bucket_buffer_bytes"] == of_plan.gather_inputs + of_plan.kept_unsharded
     assert [unit.name for unit in root.units] == [unit.name for unit in planned.units]
     assert [unit.flat_shard.nbytes for unit in root.units] == [u.shard for u in planned.units]
     assert sum(unit.flat_gradient.nbytes for unit in root.units) == of_plan.gradients

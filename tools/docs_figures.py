@@ -232,7 +232,7 @@ def draw_memory(out: Path) -> None:
             total += change
             totals.append(total / 1e6)
         axis.fill_between(times, totals, step="post", color=COLOURS["unit backward"])
-        allocated = (run.memory["ring_bytes"] + run.memory["unit_bytes"]) / 1e6
+        allocated = (run.memory["ring_bytes"] + run.memory["bucket_buffer_bytes"]) / 1e6
         whole = sum(run.prof.sizes) / 1e6
         axis.axhline(allocated, color=COLOURS["gather"])
         axis.axhline(whole, color=COLOURS["wait"], linestyle="--")

@@ -50,7 +50,7 @@ void Pipeline::begin_forward(int outermost) {
       unit->ran = false;
     }
   }
-  if (phase_ != PipelinePhase::AwaitingBackward || ledger_.is_full()) {
+  if (state_ != PipelineState::AwaitingBackward || ledger_.is_full()) {
     begin_times();
   }
   ledger_.enter_phase(Phase::Forward);
@@ -62,7 +62,7 @@ void Pipeline::begin_forward(int outermost) {
   bucket_set_.update(order_, gatherer_, reducer_);
   gatherer_.begin_iteration();
   order_.begin_forward();
-  phase_ = PipelinePhase::Forward;
+  state_ = PipelineState::Forward;
 }
 
 // Units that stayed unsharded since an earlier forward are gathered again if their shards changed.
@@ -76,9 +76,9 @@ void Pipeline::drop_outdated_parameters() {
 }
 
 void Pipeline::end_forward(bool with_gradient) {
-  phase_ = in_backward()   ? PipelinePhase::Backward
-           : with_gradient ? PipelinePhase::AwaitingBackward
-                           : PipelinePhase::Idle;
+  state_ = in_backward()   ? PipelineState::Backward
+           : with_gradient ? PipelineState::AwaitingBackward
+                           : PipelineState::Idle;
   ledger_.close(pass_, device_.compute_stream());
   ledger_.enter_phase(Phase::Other);
   order_check_.end_forward();
@@ -175,7 +175,7 @@ void Pipeline::reshard_behind(Unit& unit) {
 // - Backward
 
 void Pipeline::begin_backward() {
-  phase_ = in_forward() ? PipelinePhase::BackwardInForward : PipelinePhase::Backward;
+  state_ = in_forward() ? PipelineState::BackwardInForward : PipelineState::Backward;
   ledger_.enter_phase(Phase::Backward);
   pass_ = ledger_.open(device_.compute_stream(), Work::Backward, kAllUnits);
 }
@@ -237,7 +237,7 @@ void Pipeline::end_backward() {
   ledger_.close(pass_, device_.compute_stream());
   ledger_.enter_phase(Phase::Other);
   gatherer_.join_capture();
-  phase_ = in_forward() ? PipelinePhase::Forward : PipelinePhase::Idle;
+  state_ = in_forward() ? PipelineState::Forward : PipelineState::Idle;
   order_check_.end_backward();
   order_.end_backward();
   if (!order_.is_recorded()) {
@@ -315,7 +315,7 @@ void Pipeline::reset_iteration() {
   for (const auto& bucket : buckets()) {
     reducer_.discard(*bucket);
   }
-  phase_ = PipelinePhase::Idle;
+  state_ = PipelineState::Idle;
   ledger_.leave_iteration();
   ledger_.enter_phase(Phase::Other);
   order_.reset();
@@ -409,11 +409,17 @@ void Pipeline::keep_times(std::size_t iterations, bool drained) {
   ledger_.keep_times(iterations, moments, drained);
 }
 
-const Bucket& Pipeline::bucket_of(int number) {
-  if (unit(number).bucket == nullptr) {
+void Pipeline::form_buckets() {
+  if (!units_.empty() && units_.front()->bucket == nullptr) {
     bucket_set_.form(order_, reducer_);
   }
-  return *unit(number).bucket;
+}
+
+const Bucket& Pipeline::bucket_of(int number) const {
+  const Unit& asked = unit(number);
+  FSDP_CHECK(asked.bucket != nullptr, "Unit '", asked.name,
+             "' has no bucket yet. Call form_buckets() before.");
+  return *asked.bucket;
 }
 
 void Pipeline::announce(Collective op, const Bucket& bucket, std::size_t bytes) {

@@ -44,8 +44,8 @@ namespace fsdp {
 //
 // begin_backward follows Idle if backward runs over a graph for the second time. If forward itself
 // runs a backward that fails, and catches the error, it ends in Backward. begin_forward resets an
-// iteration that an exception left in any other phase.
-enum class PipelinePhase : std::uint8_t {
+// iteration that an exception left in any other state.
+enum class PipelineState : std::uint8_t {
   Idle,
   Forward,
   AwaitingBackward,
@@ -82,10 +82,10 @@ class Pipeline {
   void post_backward(int unit);
 
   bool in_forward() const {
-    return phase_ == PipelinePhase::Forward || phase_ == PipelinePhase::BackwardInForward;
+    return state_ == PipelineState::Forward || state_ == PipelineState::BackwardInForward;
   }
   bool in_backward() const {
-    return phase_ == PipelinePhase::Backward || phase_ == PipelinePhase::BackwardInForward;
+    return state_ == PipelineState::Backward || state_ == PipelineState::BackwardInForward;
   }
 
   // - unshard() and reshard(), called by the user.
@@ -110,9 +110,10 @@ class Pipeline {
 
   int unit_count() const { return static_cast<int>(units_.size()); }
   const Unit& unit(int number) const { return *units_.at(static_cast<std::size_t>(number)); }
-  // Forms the buckets before the first iteration.
-  const Bucket& bucket_of(int unit);
-  // Empty before the first iteration.
+  // Forms the buckets if there are none. The first iteration does so, too.
+  void form_buckets();
+  const Bucket& bucket_of(int unit) const;
+  // Empty until buckets are formed.
   const std::vector<std::unique_ptr<Bucket>>& buckets() const { return bucket_set_.buckets(); }
   Ledger& ledger() { return ledger_; }
   // See Ledger::keep_times.
@@ -148,7 +149,7 @@ class Pipeline {
   Gatherer gatherer_;
   Reducer reducer_;
 
-  PipelinePhase phase_ = PipelinePhase::Idle;
+  PipelineState state_ = PipelineState::Idle;
   ForwardOrder order_;
   IterationIndex pass_;  // the span of forward or backward
   bool is_last_backward_ = true;

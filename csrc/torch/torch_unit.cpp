@@ -118,9 +118,7 @@ const at::Tensor& TorchUnit::sharded(std::size_t parameter) const {
 
 // - Module hooks
 
-py::object TorchUnit::pre_forward(std::size_t index, py::handle module, py::handle args,
-                                  py::handle kwargs) {
-  (void)index;
+py::object TorchUnit::pre_forward(py::handle module, py::handle args, py::handle kwargs) {
   const std::shared_ptr<TorchRoot> root = root_.lock();
   FSDP_CHECK(root != nullptr, "The root module of unit '", name_,
              "' was deleted. Keep a reference to the model.");

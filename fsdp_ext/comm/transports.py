@@ -122,12 +122,12 @@ def choose_of_host(
         return None
     endpoint: _C.SharedMemoryEndpoint | None = None
     reason = ""
-    name = dist.get_global_rank(group, dist.get_rank(group))
+    rank = dist.get_global_rank(group, dist.get_rank(group))
     if shares:
         try:
-            endpoint = _C.SharedMemoryEndpoint(name)
+            endpoint = _C.SharedMemoryEndpoint(rank)
         except (RuntimeError, MemoryError) as error:
-            reason = f"rank {name}: {error}"
+            reason = f"rank {rank}: {error}"
     address = endpoint.address() if endpoint is not None else b""
     rendezvous = Rendezvous(group, (asked or "").encode().ljust(_NAME_LENGTH) + address, timeout)
     names = [offer[:_NAME_LENGTH] for offer in rendezvous.offers]
@@ -140,7 +140,7 @@ def choose_of_host(
                 endpoint, addresses, rendezvous.rank, seconds, seconds + GRACE.total_seconds()
             )
         except (RuntimeError, MemoryError) as error:
-            reason = f"rank {name}: {error}"
+            reason = f"rank {rank}: {error}"
     reasons = [reason.decode() for reason in rendezvous.exchange("reason", reason.encode())]
     _check_agreement(rendezvous, [name.decode().strip() for name in names])
     failures = [reason for reason in reasons if reason]

@@ -113,6 +113,7 @@ class profile:
         )
 
     def _note_buckets(self) -> None:
+        self._core.form_buckets()  # there may be none yet after parameters were replaced
         for bucket in self._core.buckets():
             members = bucket["units"]
             self._members[members[0], members[-1]] = members

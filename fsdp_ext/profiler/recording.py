@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from fsdp_ext import _C
+
 # The lane whose streams run each kind of work. All other work is on the compute stream.
 LANES = {
     "cast": "gather",
@@ -145,10 +147,24 @@ def copy_rates(iterations: Sequence[Iteration]) -> tuple[float, float]:
     return rate("gather"), rate("reduce")
 
 
-RawSpan = tuple[str, str, int, int, int, float, float, float, float, float, float, bool]
+def _span(timed: _C.TimedSpan) -> Span:
+    return Span(
+        work=timed.work,
+        phase=timed.phase,
+        first=timed.first,
+        last=timed.last,
+        nbytes=timed.nbytes,
+        begin=timed.begin,
+        end=timed.end,
+        issued=timed.issued,
+        refused=timed.refused,
+        possible=timed.possible,
+        lead=timed.lead,
+        on_demand=timed.on_demand,
+    )
 
 
-def read_iterations(raw: Sequence[tuple[int, Sequence[RawSpan]]], end: float) -> list[Iteration]:
+def read_iterations(raw: Sequence[_C.IterationTimes], end: float) -> list[Iteration]:
     """Return the iterations in the result of ``_C.TorchRoot.take_times``.
 
     Iterations that an exception ended are left out.
@@ -158,14 +174,14 @@ def read_iterations(raw: Sequence[tuple[int, Sequence[RawSpan]]], end: float) ->
         end: when the last iteration ended, in seconds of ``time.monotonic()``.
     """
     whole: list[tuple[int, tuple[Span, ...]]] = []
-    for number, raw_spans in raw:
-        spans = tuple(_nested([Span(*raw_span) for raw_span in raw_spans]))
+    for times in raw:
+        spans = tuple(_nested([_span(timed) for timed in times.spans]))
         if all(span.end > 0 for span in spans) and any(span.work == "forward" for span in spans):
-            whole.append((number, spans))
+            whole.append((times.number, spans))
     begins = {
         number: next(s.begin for s in spans if s.work == "forward") for number, spans in whole
     }
-    last = max((number for number, _ in raw), default=0)
+    last = max((times.number for times in raw), default=0)
     result = []
     for number, spans in whole:
         own_end = max(span.end for span in spans)

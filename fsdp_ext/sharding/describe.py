@@ -25,6 +25,7 @@ def describe_buckets(model: nn.Module) -> str:
 
 
 def _describe(root: Root) -> list[str]:
+    root.core.form_buckets()  # there may be none yet after parameters were replaced
     buckets = root.core.buckets()
     header = ("units", "gather", "messages", "reduce", "messages", "unsharded", "plan")
     rows = [

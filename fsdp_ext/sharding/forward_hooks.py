@@ -36,7 +36,7 @@ class ForwardHooks:
 
     def connect(self, core: _C.TorchUnit) -> None:
         """Let the module's hooks call C++ directly."""
-        self._set(core.pre_forward_hook(self._index), core.post_forward_hook(self._index))
+        self._set(core.pre_forward_hook(), core.post_forward_hook(self._index))
 
     def disconnect(self) -> None:
         """Let the next forward prepare the unit again."""
@@ -61,7 +61,7 @@ class ForwardHooks:
         assert unit is not None
         self._prepare(unit, module)
         assert unit.core is not None
-        return unit.core.pre_forward_hook(self._index)(module, args, kwargs)
+        return unit.core.pre_forward_hook()(module, args, kwargs)
 
 
 def _no_post_forward(module: nn.Module, args: Any, output: Any) -> None:

@@ -141,7 +141,7 @@ class Root(UnitTree):
         unit = unit_of(module)
         assert unit is not None
         assert unit.core is not None
-        return unit.core.pre_forward_hook(unit.modules.index(module))(module, args, kwargs)
+        return unit.core.pre_forward_hook()(module, args, kwargs)
 
     # - Settings
 

@@ -54,7 +54,7 @@ def _memory_is_fixed(world_size: int) -> None:
         memory["ring_bytes"]
         + memory["staging_bytes"]
         + memory["reduce_bytes"]
-        + memory["unit_bytes"]
+        + memory["bucket_buffer_bytes"]
         + LAYERS * shard  # flat gradients
     )
     used = seen[19][0] - before

@@ -18,7 +18,7 @@ std::chrono::milliseconds milliseconds(double seconds) {
 
 void register_shared_memory(py::module_& m) {
   py::class_<SharedMemoryEndpoint>(m, "SharedMemoryEndpoint")
-      .def(py::init<int>(), py::arg("name"))
+      .def(py::init<int>(), py::arg("rank"))
       .def("address",
            [](const SharedMemoryEndpoint& endpoint) { return py::bytes(endpoint.address()); });
   m.def("shared_zeros", &shared_zeros, py::arg("bytes"));

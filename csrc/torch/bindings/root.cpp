@@ -1,3 +1,7 @@
+#include <cstdint>
+#include <utility>
+#include <vector>
+
 #include "core/ledger.h"
 #include "core/pipeline.h"
 #include "torch/bindings/registrations.h"
@@ -16,28 +20,33 @@ const char* name_of(Work work) {
   return names[static_cast<int>(work)];
 }
 
-py::tuple take_times(TorchRoot& root) {
+// Returns the iterations, and how many earlier ones were overwritten.
+std::pair<std::vector<IterationTimes>, std::uint64_t> take_times(TorchRoot& root) {
   Ledger& ledger = root.pipeline().ledger();
-  std::vector<IterationTimes> iterations;
   const std::uint64_t lost = ledger.lost_iterations();
-  {
-    const py::gil_scoped_release no_gil;
-    root.synchronize();
-    iterations = ledger.take_times();
-  }
-  py::list result;
-  for (const IterationTimes& iteration : iterations) {
-    py::list spans;
-    for (const TimedSpan& timed : iteration.spans) {
-      const WorkSpan& span = timed.span;
-      spans.append(py::make_tuple(name_of(span.work), name(span.phase), span.units.first,
-                                  span.units.last, timed.collective.bytes, timed.begin, timed.end,
-                                  timed.issued, timed.refused, timed.possible, timed.lead,
-                                  timed.collective.issue.on_demand));
-    }
-    result.append(py::make_tuple(iteration.number, spans));
-  }
-  return py::make_tuple(result, lost);
+  const py::gil_scoped_release no_gil;
+  root.synchronize();
+  return {ledger.take_times(), lost};
+}
+
+void register_times(py::module_& m) {
+  py::class_<TimedSpan>(m, "TimedSpan")
+      .def_property_readonly("work", [](const TimedSpan& t) { return name_of(t.span.work); })
+      .def_property_readonly("phase", [](const TimedSpan& t) { return name(t.span.phase); })
+      .def_property_readonly("first", [](const TimedSpan& t) { return t.span.units.first; })
+      .def_property_readonly("last", [](const TimedSpan& t) { return t.span.units.last; })
+      .def_property_readonly("nbytes", [](const TimedSpan& t) { return t.collective.bytes; })
+      .def_readonly("begin", &TimedSpan::begin)
+      .def_readonly("end", &TimedSpan::end)
+      .def_readonly("issued", &TimedSpan::issued)
+      .def_readonly("refused", &TimedSpan::refused)
+      .def_readonly("possible", &TimedSpan::possible)
+      .def_readonly("lead", &TimedSpan::lead)
+      .def_property_readonly("on_demand",
+                             [](const TimedSpan& t) { return t.collective.issue.on_demand; });
+  py::class_<IterationTimes>(m, "IterationTimes")
+      .def_readonly("number", &IterationTimes::number)
+      .def_readonly("spans", &IterationTimes::spans);
 }
 
 py::dict describe(const Bucket& bucket) {
@@ -69,13 +78,14 @@ py::dict memory_of(TorchRoot& root) {
   result["ring_bytes"] = ring != nullptr ? ring->allocated_bytes() : 0;
   result["staging_bytes"] = root.pipeline().gatherer().staging_bytes();
   result["reduce_bytes"] = root.pipeline().reducer().buffer_bytes();
-  result["unit_bytes"] = of_buckets;
+  result["bucket_buffer_bytes"] = of_buckets;
   return result;
 }
 
 }  // namespace
 
 void register_root(py::module_& m) {
+  register_times(m);
   py::class_<TorchRoot, std::shared_ptr<TorchRoot>>(m, "TorchRoot")
       .def(py::init([](std::shared_ptr<Lanes> lanes, int prefetch_depth, int nesting,
                        bool check_order, py::object when_stale) {
@@ -102,10 +112,10 @@ void register_root(py::module_& m) {
              const py::gil_scoped_release no_gil;
              root.pipeline().reshard(unit);
            })
+      .def("form_buckets", [](TorchRoot& root) { root.pipeline().form_buckets(); })
       .def("buckets",
            [](TorchRoot& root) {
              py::list result;
-             root.pipeline().bucket_of(0);
              for (const auto& bucket : root.pipeline().buckets()) {
                result.append(describe(*bucket));
              }

@@ -38,10 +38,10 @@ void register_unit(py::module_& m) {
           },
           py::arg("sharded"), py::arg("unsharded"), py::arg("gradients"), py::arg("attributes"))
       .def("pre_forward_hook",
-           [](const std::shared_ptr<TorchUnit>& unit, std::size_t index) {
+           [](const std::shared_ptr<TorchUnit>& unit) {
              return py::cpp_function(
-                 [unit, index](py::handle module, py::handle args, py::handle kwargs) {
-                   return unit->pre_forward(index, module, args, kwargs);
+                 [unit](py::handle module, py::handle args, py::handle kwargs) {
+                   return unit->pre_forward(module, args, kwargs);
                  },
                  py::name("fsdp_pre_forward"));
            })
