@@ -18,15 +18,7 @@ class ParamSpec:
 
 class ParamPlacement:
     @property
-    def numel(self) -> int: ...
-    @property
-    def chunk_numel(self) -> int: ...
-    @property
     def shard_offset(self) -> int: ...
-    @property
-    def gather_offset(self) -> int: ...
-    @property
-    def unsharded_offset(self) -> int: ...
     @property
     def grad_offset(self) -> int: ...
 
@@ -55,7 +47,8 @@ class UnitLayout:
     def unsharded_bytes(self) -> int: ...
     @property
     def grad_numel(self) -> int: ...
-    def first_row(self, param: int, rank: int) -> int: ...
+    # Of one row of each rank together, in the gather or in the reduction if that has more.
+    def row_bytes(self, param: int) -> int: ...
     def row_count(self, param: int, rank: int) -> int: ...
 
 class UnitConfig:
@@ -156,7 +149,6 @@ class Lanes:
         jitter: float,
         seed: int,
         multiprocessors: int,
-        by_size: bool,
         whole_traffic: bool,
         timeout: float,
     ) -> Lanes: ...
@@ -197,6 +189,7 @@ class PlannedBucket(BucketInfo):
     gather_input_bytes: int
     slot_bytes: int
     reshards_after_forward: bool
+    needs_cast: bool
 
 class MemoryPlan(TypedDict):
     buckets: list[PlannedBucket]
@@ -212,7 +205,8 @@ class MemoryPlan(TypedDict):
 def plan_memory(
     units: Sequence[UnitConfig],
     *,
-    gather_by: str,
+    transport: str,
+    on_gpu: bool,
     nesting: int,
     prefetch_depth: int,
 ) -> MemoryPlan: ...

@@ -143,14 +143,16 @@ def _log_of_a_step() -> None:
         assert reduced == [*reversed(layers), "the root"]
         for op, _, unit_name, size in log:
             unit = model._unit if unit_name == "the root" else model.get_submodule(unit_name)._unit
-            layout = unit.layout_for(training=True)
             # Shared memory gathers each parameter by itself. A reduction includes the padding.
+            ranks = dist.get_world_size()
+            rows = [-(-param.shape[0] // ranks) for param in unit.params]
+            numels = zip(rows, (param.shape[1:].numel() for param in unit.params), strict=True)
             per_rank = (
-                4 * sum(place.chunk_numel for place in layout.placements)
+                sum(count * numel for count, numel in numels)
                 if op == "all_gather"
-                else 4 * layout.grad_numel
+                else unit.layout_for(training=True).grad_numel
             )
-            assert size == per_rank * dist.get_world_size()
+            assert size == 4 * per_rank * ranks
         counters = core.counters()
         assert counters["all_gathers"] == 2 * LAYERS - 1
         assert counters["reused_unshards"] == 2

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string_view>
 
 namespace fsdp {
 
@@ -11,5 +12,15 @@ enum class GatherBy : std::uint8_t {
   Size,       // large parameters directly, the small ones packed, in one launch
   Parameter,  // every parameter directly
 };
+
+// How the transport of this name gathers. A simulated one gathers as the usual transport of its
+// devices does.
+inline GatherBy gather_by_of(std::string_view transport, bool on_gpu) {
+  const bool is_simulated = transport == "simulated";
+  if (transport == "nccl" || (is_simulated && on_gpu)) {
+    return GatherBy::Size;
+  }
+  return transport == "shared_memory" || is_simulated ? GatherBy::Parameter : GatherBy::Packing;
+}
 
 }  // namespace fsdp

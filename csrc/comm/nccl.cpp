@@ -64,7 +64,7 @@ class NcclCommunicator final : public Communicator {
   const char* transport() const override { return "nccl"; }
   int rank() const override { return options_.rank; }
   int size() const override { return options_.size; }
-  GatherBy gather_by() const override { return GatherBy::Size; }
+  GatherBy gather_by() const override { return gather_by_of(transport(), /*on_gpu=*/true); }
   int registered_buffers() const override { return registered_buffers_; }
 
   void announce(const std::string& what) override { what_ = what; }

@@ -86,7 +86,7 @@ class SharedMemoryCommunicator final : public Communicator {
   const char* transport() const override { return "shared_memory"; }
   int rank() const override { return barrier_.rank(); }
   int size() const override { return barrier_.size(); }
-  GatherBy gather_by() const override { return GatherBy::Parameter; }
+  GatherBy gather_by() const override { return gather_by_of(transport(), /*on_gpu=*/false); }
   void announce(const std::string& what) override { what_ = &what; }
 
   std::shared_ptr<void> allocate(Device& device, std::size_t bytes, BufferUse use) override {

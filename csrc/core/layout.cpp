@@ -133,20 +133,27 @@ std::int64_t UnitLayout::row_count(std::size_t param, int rank) const {
 
 // - Parts
 
+std::size_t UnitLayout::row_bytes(std::size_t param) const {
+  return std::max(row_bytes(Wire::Gather, param), row_bytes(Wire::Reduce, param));
+}
+
+std::size_t UnitLayout::row_bytes(Wire wire, std::size_t param) const {
+  const auto numel =
+      static_cast<std::size_t>(params_.at(param).row_numel) * static_cast<std::size_t>(world_size_);
+  return wire == Wire::Gather       ? numel * itemsize(params_[param].param_dtype)
+         : params_[param].trainable ? numel * itemsize(reduce_dtype_)
+                                    : 0;
+}
+
 // On the wire, of all ranks together.
 std::size_t UnitLayout::message_bytes(Wire wire, std::size_t param) const {
-  const auto chunk = static_cast<std::size_t>(placements_[param].chunk_numel) *
-                     static_cast<std::size_t>(world_size_);
-  return wire == Wire::Gather       ? chunk * itemsize(params_[param].param_dtype)
-         : params_[param].trainable ? chunk * itemsize(reduce_dtype_)
-                                    : 0;
+  return static_cast<std::size_t>(placements_[param].chunk_rows) * row_bytes(wire, param);
 }
 
 // Parts begin at aligned addresses if the size of a row allows it.
 std::int64_t UnitLayout::rows_of_a_message(Wire wire, std::size_t param,
                                            std::size_t most_bytes) const {
-  const std::size_t row =
-      message_bytes(wire, param) / static_cast<std::size_t>(placements_[param].chunk_rows);
+  const std::size_t row = row_bytes(wire, param);
   FSDP_CHECK(row <= most_bytes, "max_message_bytes is ", most_bytes,
              ". A message needs room for one row of parameter '", params_[param].name,
              "' from each of ", world_size_, " ranks: at least ", row,

@@ -138,6 +138,10 @@ class UnitLayout {
   std::int64_t first_row(std::size_t param, int rank) const;
   std::int64_t row_count(std::size_t param, int rank) const;
 
+  // On the wire, of one row of each rank together: in the gather, or in the reduction if that has
+  // more. No message can be smaller.
+  std::size_t row_bytes(std::size_t param) const;
+
   // Whether the wire has another dtype than the flat shard.
   bool needs_cast() const { return needs_cast_; }
   // One rank and no cast: the flat shard has the unsharded layout already.
@@ -162,6 +166,7 @@ class UnitLayout {
   std::size_t first_trainable(const LayoutPart& part) const;
 
  private:
+  std::size_t row_bytes(Wire wire, std::size_t param) const;
   std::size_t message_bytes(Wire wire, std::size_t param) const;
   std::int64_t rows_of_a_message(Wire wire, std::size_t param, std::size_t most_bytes) const;
   std::size_t end_of_gather(std::size_t end) const;

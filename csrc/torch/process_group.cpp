@@ -32,7 +32,7 @@ class ProcessGroupCommunicator final : public Communicator {
   int rank() const override { return group_->getRank(); }
   int size() const override { return group_->getSize(); }
   GatherBy gather_by() const override {
-    return groups_one_by_one_ ? GatherBy::Size : GatherBy::Packing;
+    return groups_one_by_one_ ? GatherBy::Size : gather_by_of(transport(), /*on_gpu=*/false);
   }
 
   void all_gather(Stream& stream, const void* input, void* output, std::size_t bytes) override {

@@ -117,7 +117,6 @@ def _simulated_lanes(
         jitter=link.jitter,
         seed=2 * transport.seed,
         multiprocessors=transport.multiprocessors,
-        by_size=on_gpu,
         whole_traffic=on_gpu,
         timeout=(timeout_of(group, device) + GRACE).total_seconds(),
     )

@@ -32,7 +32,7 @@ from fsdp_ext.planner.arguments import (
 )
 from fsdp_ext.planner.flops import count_flops
 from fsdp_ext.planner.result import Plan
-from fsdp_ext.planner.sizes import bucket_sizes, find_buckets, gather_by_of, memory_of, unit_sizes
+from fsdp_ext.planner.sizes import bucket_sizes, find_buckets, memory_of, unit_sizes
 from fsdp_ext.planner.times import StepCosts, predict_plan
 from fsdp_ext.planner.units import PlannedRoot, Units, units_of_plain, units_of_sharded
 from fsdp_ext.sharding.arguments import (
@@ -175,7 +175,7 @@ def _result(
     optimizer_states: int,
 ) -> Plan:
     layouts = [unit.layout_for(training=True) for unit in root.units]
-    found = find_buckets(root, layouts, gather_by_of(target.transport, target.device_type))
+    found = find_buckets(root, layouts, target.transport, target.device_type)
     return Plan(
         model=type(root.module).__name__,
         world_size=target.world_size,

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from fsdp_ext import _C
 from fsdp_ext.planner.units import PlannedRoot
 
-# How each transport gathers: Note [gather plans] in csrc/core/layout.h.
-_GATHER_BY = {"nccl": "size", "shared_memory": "parameter", "process_group": "packing"}
-
 
 @dataclass(frozen=True)
 class PlannedUnitSizes:
@@ -91,26 +88,21 @@ class PlannedMemory:
         return of_units + buffers + self.kept_unsharded + self.gradients_in_flight
 
 
-def gather_by_of(transport: str, device_type: str) -> str:
-    """Return how a transport gathers: Note [gather plans] in csrc/core/layout.h."""
-    if transport == "simulated":
-        transport = "nccl" if device_type == "cuda" else "shared_memory"
-    return _GATHER_BY[transport]
-
-
 def find_buckets(
-    root: PlannedRoot, layouts: Sequence[_C.UnitLayout], gather_by: str
+    root: PlannedRoot, layouts: Sequence[_C.UnitLayout], transport: str, device_type: str
 ) -> _C.MemoryPlan:
     """Return the buckets of planned units and the buffers that they need.
 
     Args:
         root: the planned units.
         layouts: the layout of each unit, for training.
-        gather_by: see :func:`gather_by_of`.
+        transport: name of the transport. It decides how buckets are gathered.
+        device_type: "cuda" or "cpu".
     """
     return _C.plan_memory(
         root.configs(layouts),
-        gather_by=gather_by,
+        transport=transport,
+        on_gpu=device_type == "cuda",
         nesting=root.nesting(),
         prefetch_depth=root.most_ahead(),
     )

@@ -54,7 +54,7 @@ def _stage(root: PlannedRoot, bucket: _C.PlannedBucket, costs: StepCosts) -> Sta
     units = bucket["units"]
     has_wire = root.units[0].world_size > 1
     # A single rank has its parameters whole already, so it copies only what it casts.
-    has_copies = has_wire or _needs_casts(root, units)
+    has_copies = has_wire or bucket["needs_cast"]
     gather_rate, reduce_rate = costs.copies if has_copies else (0.0, 0.0)
     return Stage(
         name=root.units[units[0]].name,
@@ -67,13 +67,4 @@ def _stage(root: PlannedRoot, bucket: _C.PlannedBucket, costs: StepCosts) -> Sta
         copy_seconds_reduce=reduce_rate * bucket["reduce_bytes"],
         gather_messages=bucket["gather_messages"],
         reduce_messages=bucket["reduce_messages"],
-    )
-
-
-def _needs_casts(root: PlannedRoot, units: Sequence[int]) -> bool:
-    """Return whether these units compute with a parameter in another dtype than it is stored in."""
-    return any(
-        unit.compute_dtype(param.dtype) != param.dtype
-        for unit in (root.units[number] for number in units)
-        for param in unit.params
     )

@@ -5,7 +5,6 @@ A unit that trains and a unit that is only planned (``planner/units.py``) follow
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -92,16 +91,27 @@ class ParamGroup:
         computed = policy.param_dtype if _REDUCES_AS_COMPUTED else None
         return grad_dtype, policy.reduce_dtype or computed or grad_dtype
 
-    def row_bytes(self, param: Param) -> int:
-        """Return the bytes that one row of ``param`` from each rank has on the wire.
+    def check_message_bytes(self, most: int, *, training: bool) -> None:
+        """Check that a message of ``most`` bytes has room for a row of a parameter of each rank.
 
-        That is the row in the all-gather or its gradient in the reduction, whichever is larger.
+        Args:
+            most: the size of the largest message, summed over all ranks.
+            training: whether reductions are checked, too, and not only gathers.
+
+        Raises:
+            ValueError: if it has not, or if trainable parameters have several dtypes.
         """
-        dtypes = [self.compute_dtype(param.dtype)]
-        if param.requires_grad:
-            dtypes.append(self.grad_dtypes()[1])
-        numel = math.prod(param.shape[1:]) * self.world_size
-        return numel * max(dtype.itemsize for dtype in dtypes)
+        if self.world_size == 1:
+            return
+        layout = self.layout_for(training)
+        for index, param in enumerate(self.params):
+            row = layout.row_bytes(index)
+            if row > most:
+                raise ValueError(
+                    f"max_message_bytes={most} is less than one row of parameter '{param.name}' "
+                    f"from each of {self.world_size} ranks, {row} bytes. Pass at least that, or "
+                    "leave it out."
+                )
 
     def gradient_scales(self) -> tuple[float, float]:
         """Return the factors by which gradients are multiplied before and after the reduction.

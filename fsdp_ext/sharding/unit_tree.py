@@ -156,12 +156,5 @@ class UnitTree:
         asked = unit.settings.max_message_bytes or self.units[0].settings.max_message_bytes
         if asked is None or unit.world_size == 1:
             return 0
-        for param in unit.params:
-            row = unit.row_bytes(param)
-            if row > asked:
-                raise ValueError(
-                    f"max_message_bytes={asked} is less than one row of parameter '{param.name}' "
-                    f"from each of {unit.world_size} ranks, {row} bytes. Pass at least that, or "
-                    "leave it out."
-                )
+        unit.check_message_bytes(asked, training=True)
         return asked

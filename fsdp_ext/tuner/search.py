@@ -11,7 +11,7 @@ import torch
 
 from fsdp_ext import _C
 from fsdp_ext._util.tables import size
-from fsdp_ext.planner.sizes import find_buckets, gather_by_of, memory_of
+from fsdp_ext.planner.sizes import find_buckets, memory_of
 from fsdp_ext.planner.times import StepCosts, predict_plan
 from fsdp_ext.planner.units import PlannedRoot, units_of_sharded
 from fsdp_ext.sharding.agreement import OutOfMemory, exchange, together
@@ -73,7 +73,6 @@ class Search:
         self._copy = units_of_sharded(root.module, root.units[0].mesh.size())
         self._planned = PlannedRoot(self._copy, root.link)
         self._layouts = [unit.layout_for(training=True) for unit in self._planned.units]
-        self._gather_by = gather_by_of(root.lanes.transport, root.units[0].device.type)
 
     def run(self, memory_limit: int | None) -> Tuning:
         """Apply the best setting and return what was found.
@@ -157,7 +156,8 @@ class Search:
         """Return the buckets and the memory of ``choice``."""
         planned, layouts = self._planned, self._layouts
         planned.decide(Decision(choice, scope))
-        found = find_buckets(planned, layouts, self._gather_by)
+        device_type = self._root.units[0].device.type
+        found = find_buckets(planned, layouts, self._root.lanes.transport, device_type)
         memory = memory_of(planned, layouts, found, self._optimizer_states).peak
         return _Sized(choice, found, memory)
 

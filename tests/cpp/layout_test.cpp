@@ -2,6 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstdint>
+#include <random>
+#include <vector>
+
 #include "base/check.h"
 
 namespace fsdp {
@@ -14,6 +19,130 @@ ParamSpec spec(const char* name, std::int64_t rows, std::int64_t row_numel, bool
   param.row_numel = row_numel;
   param.trainable = trainable;
   return param;
+}
+
+std::int64_t pick(std::mt19937& random, std::int64_t low, std::int64_t high) {
+  return std::uniform_int_distribution<std::int64_t>(low, high)(random);
+}
+
+// A layout of a few parameters of any size. Without `casts` the wire has the shards' dtypes.
+UnitLayout random_layout(std::mt19937& random, bool casts) {
+  const auto dtype = [&random] {
+    constexpr DType kFloats[] = {DType::Float32, DType::BFloat16, DType::Float16, DType::Float64};
+    return kFloats[pick(random, 0, 3)];
+  };
+  const DType grad_dtype = dtype();
+  std::vector<ParamSpec> params;
+  for (std::int64_t left = pick(random, 0, 5); left > 0; --left) {
+    ParamSpec param = spec("w", pick(random, 0, 70), pick(random, 0, 25), pick(random, 0, 1) == 1);
+    param.shard_dtype = param.trainable ? grad_dtype : dtype();
+    param.param_dtype = casts ? dtype() : param.shard_dtype;
+    if (!param.trainable && pick(random, 0, 1) == 1) {
+      param.shard_dtype = param.param_dtype = DType::Bytes;
+    }
+    params.push_back(param);
+  }
+  return {params, static_cast<int>(pick(random, 1, 64)), grad_dtype, dtype()};
+}
+
+// Marks [start, start + count) as used. Returns false if some of it is used already, or outside.
+bool claim(std::vector<bool>& places, std::size_t start, std::size_t count) {
+  if (start + count > places.size()) {
+    return false;
+  }
+  const auto begin = places.begin() + static_cast<std::ptrdiff_t>(start);
+  const auto end = begin + static_cast<std::ptrdiff_t>(count);
+  const bool is_free = std::find(begin, end, true) == end;
+  std::fill(begin, end, true);
+  return is_free;
+}
+
+TEST(UnitLayout, ChunksAndRegionsDoNotOverlapAndStartAligned) {
+  std::mt19937 random(1);
+  for (int i = 0; i < 300; ++i) {
+    const UnitLayout layout = random_layout(random, /*casts=*/true);
+    const auto ranks = static_cast<std::size_t>(layout.world_size());
+    std::vector<bool> shard(layout.shard_bytes());
+    std::vector<bool> gather(layout.gather_bytes());
+    std::vector<bool> unsharded(layout.unsharded_bytes());
+    std::vector<bool> gradients(static_cast<std::size_t>(layout.grad_numel()));
+    for (std::size_t p = 0; p < layout.params().size(); ++p) {
+      const ParamSpec& param = layout.params()[p];
+      const ParamPlacement& place = layout.placements()[p];
+      const auto numel = static_cast<std::size_t>(place.chunk_numel);
+      const std::size_t chunk = numel * itemsize(param.param_dtype);
+      EXPECT_EQ(place.shard_offset % kAlignment, 0U);
+      EXPECT_EQ(place.gather_offset % kAlignment, 0U);
+      EXPECT_EQ(place.unsharded_offset % kRegionAlignment, 0U);
+      EXPECT_TRUE(claim(shard, place.shard_offset, numel * itemsize(param.shard_dtype)));
+      EXPECT_TRUE(claim(gather, place.gather_offset, chunk));
+      EXPECT_TRUE(claim(unsharded, place.unsharded_offset, ranks * chunk));
+      if (!param.trainable) {
+        EXPECT_EQ(place.grad_offset, -1);
+        continue;
+      }
+      const auto offset = static_cast<std::size_t>(place.grad_offset);
+      EXPECT_EQ(offset * itemsize(layout.grad_dtype()) % kAlignment, 0U);
+      EXPECT_EQ(offset * itemsize(layout.reduce_dtype()) % kAlignment, 0U);
+      EXPECT_TRUE(claim(gradients, offset, numel));
+    }
+    const std::size_t padding = ranks == 1 ? kRegionAlignment : kAlignment;
+    const auto used = static_cast<std::size_t>(std::count(shard.begin(), shard.end(), true));
+    EXPECT_LT(layout.shard_bytes(),
+              used + padding * std::max<std::size_t>(1, layout.params().size()));
+  }
+}
+
+// Copies each rank's rows by the offsets alone.
+TEST(UnitLayout, GatheringTheChunksOfAllRanksGivesEachParameterBack) {
+  std::mt19937 random(2);
+  for (int i = 0; i < 150; ++i) {
+    const UnitLayout layout = random_layout(random, /*casts=*/false);
+    const auto bytes_of = [&layout](std::size_t p, std::int64_t rows) {
+      return static_cast<std::ptrdiff_t>(rows * layout.params()[p].row_numel) *
+             static_cast<std::ptrdiff_t>(itemsize(layout.params()[p].param_dtype));
+    };
+    std::vector<std::vector<std::uint8_t>> originals;
+    std::vector<std::uint8_t> unsharded(layout.unsharded_bytes(), 0xff);
+    for (std::size_t p = 0; p < layout.params().size(); ++p) {
+      std::vector<std::uint8_t> original(
+          static_cast<std::size_t>(bytes_of(p, layout.params()[p].rows)));
+      std::generate(original.begin(), original.end(),
+                    [&random] { return static_cast<std::uint8_t>(pick(random, 0, 255)); });
+      originals.push_back(std::move(original));
+    }
+    for (int rank = 0; rank < layout.world_size(); ++rank) {
+      std::vector<std::uint8_t> input(layout.gather_bytes());
+      for (std::size_t p = 0; p < originals.size(); ++p) {
+        const auto first = originals[p].begin() + bytes_of(p, layout.first_row(p, rank));
+        std::copy(
+            first, first + bytes_of(p, layout.row_count(p, rank)),
+            input.begin() + static_cast<std::ptrdiff_t>(layout.placements()[p].gather_offset));
+      }
+      for (std::size_t p = 0; p < originals.size(); ++p) {
+        const ParamPlacement& place = layout.placements()[p];
+        const std::ptrdiff_t chunk = bytes_of(p, place.chunk_rows);
+        const auto from = input.begin() + static_cast<std::ptrdiff_t>(place.gather_offset);
+        std::copy(
+            from, from + chunk,
+            unsharded.begin() + static_cast<std::ptrdiff_t>(place.unsharded_offset) + rank * chunk);
+      }
+    }
+    for (std::size_t p = 0; p < originals.size(); ++p) {
+      const auto region =
+          unsharded.begin() + static_cast<std::ptrdiff_t>(layout.placements()[p].unsharded_offset);
+      EXPECT_TRUE(std::equal(originals[p].begin(), originals[p].end(), region));
+    }
+  }
+}
+
+TEST(UnitLayout, ARowOfAMessageIsThatOfTheLargerCollective) {
+  ParamSpec trained = spec("trained", 10, 3);
+  ParamSpec frozen = spec("frozen", 10, 3, /*trainable=*/false);
+  trained.param_dtype = frozen.param_dtype = DType::BFloat16;
+  const UnitLayout layout({trained, frozen}, 4, DType::Float32, DType::Float32);
+  EXPECT_EQ(layout.row_bytes(0), 4 * 3 * 4U);  // of the reduction
+  EXPECT_EQ(layout.row_bytes(1), 4 * 3 * 2U);  // of the gather
 }
 
 TEST(UnitLayout, RanksHaveTheRowsOfTorchChunk) {

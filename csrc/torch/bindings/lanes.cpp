@@ -92,7 +92,7 @@ void register_lanes(py::module_& m) {
           "simulated",
           [](int device, int rank, int size, std::pair<double, double> gather,
              std::pair<double, double> reduce, double jitter, std::uint64_t seed,
-             int multiprocessors, bool by_size, bool whole_traffic, double timeout) {
+             int multiprocessors, bool whole_traffic, double timeout) {
             SimulatedOptions options;
             options.rank = rank;
             options.size = size;
@@ -101,14 +101,14 @@ void register_lanes(py::module_& m) {
             options.jitter = jitter;
             options.seed = seed;
             options.multiprocessors = multiprocessors;
-            options.gather_by = by_size ? GatherBy::Size : GatherBy::Parameter;
+            options.gather_by = gather_by_of("simulated", /*on_gpu=*/device >= 0);
             options.whole_traffic = whole_traffic;
             const py::gil_scoped_release no_gil;
             return make_simulated_lanes(device, options, milliseconds(timeout));
           },
           py::kw_only(), py::arg("device"), py::arg("rank"), py::arg("size"), py::arg("gather"),
           py::arg("reduce"), py::arg("jitter"), py::arg("seed"), py::arg("multiprocessors"),
-          py::arg("by_size"), py::arg("whole_traffic"), py::arg("timeout"))
+          py::arg("whole_traffic"), py::arg("timeout"))
       .def_property_readonly("transport",
                              [](Lanes& lanes) { return lanes.gather.communicator().transport(); })
       .def("check",

@@ -34,14 +34,6 @@ ParamSpec make_param_spec(std::string name, const std::vector<std::int64_t>& sha
   return spec;
 }
 
-GatherBy gather_by_named(const std::string& name) {
-  FSDP_CHECK(name == "packing" || name == "size" || name == "parameter", "gather_by is '", name,
-             "'. Pass 'packing', 'size' or 'parameter'.");
-  return name == "packing" ? GatherBy::Packing
-         : name == "size"  ? GatherBy::Size
-                           : GatherBy::Parameter;
-}
-
 py::dict describe(const PlannedBucket& bucket) {
   const auto ranks = static_cast<std::size_t>(bucket.layout.world_size());
   const BucketBuffers& buffers = bucket.use.buffers;
@@ -56,6 +48,7 @@ py::dict describe(const PlannedBucket& bucket) {
   result["gather_input_bytes"] = buffers.gather_input;
   result["slot_bytes"] = buffers.slot;
   result["reshards_after_forward"] = bucket.use.reshards_after_forward;
+  result["needs_cast"] = bucket.layout.needs_cast();
   return result;
 }
 
@@ -112,11 +105,7 @@ void register_layout(py::module_& m) {
   m.def("layout_order", &layout_order, py::arg("params"), py::arg("world_size"),
         py::arg("direct_bytes") = kDirectBytes);
   py::class_<ParamPlacement>(m, "ParamPlacement")
-      .def_readonly("numel", &ParamPlacement::numel)
-      .def_readonly("chunk_numel", &ParamPlacement::chunk_numel)
       .def_readonly("shard_offset", &ParamPlacement::shard_offset)
-      .def_readonly("gather_offset", &ParamPlacement::gather_offset)
-      .def_readonly("unsharded_offset", &ParamPlacement::unsharded_offset)
       .def_readonly("grad_offset", &ParamPlacement::grad_offset);
   py::class_<UnitLayout>(m, "UnitLayout")
       .def(py::init([](std::vector<ParamSpec> params, int world_size, at::ScalarType grad_dtype,
@@ -132,17 +121,18 @@ void register_layout(py::module_& m) {
       .def_property_readonly("gather_bytes", &UnitLayout::gather_bytes)
       .def_property_readonly("unsharded_bytes", &UnitLayout::unsharded_bytes)
       .def_property_readonly("grad_numel", &UnitLayout::grad_numel)
-      .def("first_row", &UnitLayout::first_row)
+      .def("row_bytes", py::overload_cast<std::size_t>(&UnitLayout::row_bytes, py::const_))
       .def("row_count", &UnitLayout::row_count);
   m.attr("DIRECT_BYTES") = kDirectBytes;
   register_unit_config(m);
   m.def(
       "plan_memory",
-      [](const std::vector<UnitConfig>& units, const std::string& gather_by, int nesting,
-         std::size_t prefetch_depth) {
-        return describe(plan_buckets(units, {gather_by_named(gather_by), nesting, prefetch_depth}));
+      [](const std::vector<UnitConfig>& units, const std::string& transport, bool on_gpu,
+         int nesting, std::size_t prefetch_depth) {
+        return describe(
+            plan_buckets(units, {gather_by_of(transport, on_gpu), nesting, prefetch_depth}));
       },
-      py::arg("units"), py::kw_only(), py::arg("gather_by"), py::arg("nesting"),
+      py::arg("units"), py::kw_only(), py::arg("transport"), py::arg("on_gpu"), py::arg("nesting"),
       py::arg("prefetch_depth"));
 }
 
