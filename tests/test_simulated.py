@@ -67,7 +67,9 @@ def _train(world_size: int) -> dict[str, Any]:
         "local shape": tuple(local.shape),
         "own rows are the shard": bool((own == local).all()),
         "shard has changed": not torch.equal(own, before[3 * rows : 4 * rows]),
-        "warnings": [str(w.message) for w in caught if "fsdp_ext" in str(w.message)],
+        "warnings": [
+            (str(w.message), Path(w.filename).name) for w in caught if "fsdp_ext" in str(w.message)
+        ],
         "transport": lanes_of(
             model._unit.mesh.get_group(), torch.device("cpu"), transport
         ).transport,
@@ -85,7 +87,8 @@ def test_one_process_trains_as_one_of_many_ranks(world_size: int) -> None:
     assert answer["own rows are the shard"]
     assert answer["shard has changed"]
     assert answer["transport"] == "simulated"
-    (warning,) = answer["warnings"]
+    ((warning, file),) = answer["warnings"]
+    assert file == Path(__file__).name  # the line that called the model
     assert f"{world_size} simulated ranks over fast (simulated)" in warning
     assert "losses, gradients and parameters mean nothing" in warning
 

@@ -6,7 +6,6 @@ import atexit
 import functools
 import importlib.util
 import os
-import warnings
 import weakref
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_ext import _C
+from fsdp_ext._util.warn import warn_caller
 from fsdp_ext.comm.rendezvous import Rendezvous
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.comm.transports import GRACE, Transport, choose_of_host, log_choice, timeout_of
@@ -102,10 +102,9 @@ def _simulated_lanes(
     """Make lanes without peers, and warn that the numbers mean nothing."""
     link = transport.link.over(transport.world_size)
     gather, reduce = link.costs()
-    warnings.warn(
+    warn_caller(
         f"fsdp_ext: {transport.world_size} simulated ranks over {link.name} (simulated): no data "
-        "arrives, so losses, gradients and parameters mean nothing, and all times are simulated",
-        stacklevel=2,
+        "arrives, so losses, gradients and parameters mean nothing, and all times are simulated"
     )
     on_gpu = device.type == "cuda"
     return _C.Lanes.simulated(

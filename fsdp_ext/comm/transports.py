@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import logging
 import os
-import warnings
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from fsdp_ext import _C
+from fsdp_ext._util.warn import warn_caller
 from fsdp_ext.comm.rendezvous import Rendezvous, host_backend
 from fsdp_ext.comm.simulated import Simulated
 
@@ -21,6 +23,8 @@ Transport = str | Simulated | None
 VARIABLE = "FSDP_EXT_TRANSPORT"
 OF_THE_HOST = ("shared_memory", "process_group")
 OF_GPUS = ("nccl",)
+# What users may call them.
+_OTHER_NAMES = {"gloo": "process_group", "mpi": "process_group", "shm": "shared_memory"}
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 # The schedule waits longer than the backend by this much, because the backend's error says more.
@@ -56,11 +60,20 @@ def resolve_transport(asked: Transport, device_type: str) -> Transport:
     known = OF_GPUS if device_type == "cuda" else OF_THE_HOST
     if name is not None and name not in known:
         what = "transport" if asked is not None else VARIABLE
+        guess = _guess(name, known)
+        advice = f"Did you mean {guess!r}?" if guess else "Choose one of these, or leave it out."
         raise ValueError(
             f"{what} is {name!r}, but ranks on '{device_type}' can use "
-            f"{' or '.join(map(repr, known))}. Choose one of these, or leave it out."
+            f"{' or '.join(map(repr, known))}. {advice}"
         )
     return name
+
+
+def _guess(name: str, known: Sequence[str]) -> str | None:
+    """Return the transport that was probably meant, if any."""
+    lowered = name.lower()
+    close = [_OTHER_NAMES.get(lowered), *difflib.get_close_matches(lowered, known, n=1)]
+    return next((found for found in close if found in known), None)
 
 
 @functools.cache
@@ -150,10 +163,9 @@ def choose_of_host(
             "'process_group'."
         )
     if failures:  # on every rank: if warnings are errors, all ranks raise
-        warnings.warn(
+        warn_caller(
             f"fsdp_ext uses the process group's own collectives, which are slower than shared "
-            f"memory: {failures[0]} (pass transport='process_group' to silence this)",
-            stacklevel=2,
+            f"memory: {failures[0]} (pass transport='process_group' to silence this)"
         )
     return lanes if not failures else None
 
