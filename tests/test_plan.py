@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import warnings
@@ -33,7 +34,7 @@ from fsdp_ext import (
 )
 from fsdp_ext.comm.lanes import lanes_of
 from fsdp_ext.comm.link import H100_NODE
-from fsdp_ext.planner.cli import run
+from fsdp_ext.planner.cli import _parser, run
 from fsdp_ext.planner.schedule import Stage, predict
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -612,3 +613,16 @@ def test_mistakes_of_the_command_are_a_sentence_and_exit_code_2(
         code = int(str(error.code))
     assert code == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_help_names_device_types_and_has_an_example_that_is_accepted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        run(["--help"])
+    text = capsys.readouterr().out
+    assert "cuda for GPUs, the default, or cpu" in " ".join(text.split())
+    example = text.partition("python -m fsdp_ext plan my_model:make")[2].partition("\n\n")[0]
+    arguments = _parser().parse_args(["my_model:make", *shlex.split(example)])
+    assert arguments.world_size == 64
+    assert arguments.memory_limit == 80 * 10**9

@@ -70,9 +70,14 @@ def run(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fsdp_ext plan",
-        description="Show how much memory each rank of a training needs and how long a step takes, "
-        "before it starts. This needs no process group, no GPU and no memory. Times are simulated.",
-        epilog="Exit code: 0, or 1 if the plan exceeds --memory-limit, or 2 for other errors.",
+        description="Show how much memory each rank of a training needs and how long a step takes."
+        "\nThis needs no process group, no GPU and no memory. Times are simulated.",
+        epilog="""example: a model that make() of my_model.py returns, on 64 ranks with 80 GB each
+  python -m fsdp_ext plan my_model:make --world-size 64 --units Block \\
+      --batch 8x2048:int64 --flops-per-second 400e12 --link h100_cluster --memory-limit 80GB
+
+exit code: 0, or 1 if the plan exceeds --memory-limit, or 2 for other errors""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_model(parser.add_argument)
     _add_settings(parser.add_argument)
@@ -119,7 +124,12 @@ def _add_settings(add: Callable[..., object]) -> None:
 
 def _add_ranks_and_times(add: Callable[..., object]) -> None:
     add("--world-size", type=int, required=True, metavar="N", help="number of ranks")
-    add("--device-type", choices=["cuda", "cpu"], default="cuda")
+    add(
+        "--device-type",
+        choices=["cuda", "cpu"],
+        default="cuda",
+        help="devices of the ranks: cuda for GPUs, the default, or cpu",
+    )
     add(
         "--transport",
         choices=[*OF_GPUS, *OF_THE_HOST],
