@@ -557,9 +557,18 @@ def test_a_wrong_size_is_refused(name: str, value: Any) -> None:
 
 
 def _too_small() -> None:
-    model = fully_shard(nn.Linear(100, 10), max_message_bytes=799)
+    model = nn.Linear(100, 10)
+    with pytest.raises(ValueError, match=r"=799 is less than one row of .*'weight' .* 800 bytes"):
+        fully_shard(model, max_message_bytes=799)
+    assert type(model) is nn.Linear
+    assert type(model.weight) is nn.Parameter  # nothing has changed
+    # Gathers fit, but reductions in fp32 do not. Freezing the parameters would leave them out.
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model, mp_policy=half, max_message_bytes=799)
     with pytest.raises(ValueError, match=r"=799 is less than one row of .*'weight' .* 800 bytes"):
         model(torch.ones(1, 100))
+    model.requires_grad_(False)
+    model(torch.ones(1, 100))
 
 
 def test_a_message_without_room_for_a_row_is_refused() -> None:

@@ -63,8 +63,11 @@ class ParamGroup:
         Raises:
             ValueError: if trainable parameters have several dtypes.
         """
+        return self._layout(self.params, training)
+
+    def _layout(self, params: Sequence[Param], training: bool) -> _C.UnitLayout:
         grad_dtype, reduce_dtype = self.grad_dtypes() if training else (torch.float32,) * 2
-        specs = self._specs(self.params, training)
+        specs = self._specs(params, training)
         return _C.UnitLayout(specs, self.world_size, grad_dtype, reduce_dtype, DIRECT_BYTES)
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -91,10 +94,11 @@ class ParamGroup:
         computed = policy.param_dtype if _REDUCES_AS_COMPUTED else None
         return grad_dtype, policy.reduce_dtype or computed or grad_dtype
 
-    def check_message_bytes(self, most: int, *, training: bool) -> None:
-        """Check that a message of ``most`` bytes has room for a row of a parameter of each rank.
+    def check_message_bytes(self, params: Sequence[Param], most: int, *, training: bool) -> None:
+        """Check that a message of ``most`` bytes has room for one row of a parameter of each rank.
 
         Args:
+            params: the parameters.
             most: the size of the largest message, summed over all ranks.
             training: whether reductions are checked, too, and not only gathers.
 
@@ -103,8 +107,8 @@ class ParamGroup:
         """
         if self.world_size == 1:
             return
-        layout = self.layout_for(training)
-        for index, param in enumerate(self.params):
+        layout = self._layout(params, training)
+        for index, param in enumerate(params):
             row = layout.row_bytes(index)
             if row > most:
                 raise ValueError(

@@ -90,6 +90,10 @@ class Unit(ParamGroup):
         self.flat_gradient = torch.empty(0, device=device)
         for param, name in params.items():
             check_parameter(name, param, device)
+        if settings.max_message_bytes is not None:
+            # Reductions are checked at the first forward, since parameters may still be frozen.
+            whole = [ShardedParam(name, param.shape, param) for param, name in params.items()]
+            self.check_message_bytes(whole, settings.max_message_bytes, training=False)
         self.params: list[ShardedParam] = self._shard(params)
         self.flatten()
 

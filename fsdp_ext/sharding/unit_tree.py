@@ -156,5 +156,5 @@ class UnitTree:
         asked = unit.settings.max_message_bytes or self.units[0].settings.max_message_bytes
         if asked is None or unit.world_size == 1:
             return 0
-        unit.check_message_bytes(asked, training=True)
+        unit.check_message_bytes(unit.params, asked, training=True)
         return asked
