@@ -623,6 +623,7 @@ def test_help_names_device_types_and_has_an_example_that_is_accepted(
     text = capsys.readouterr().out
     assert "cuda for GPUs, the default, or cpu" in " ".join(text.split())
     example = text.partition("python -m fsdp_ext plan my_model:make")[2].partition("\n\n")[0]
-    arguments = _parser().parse_args(["my_model:make", *shlex.split(example)])
+    words = shlex.split(example.replace("\\\n", " "))
+    arguments = _parser().parse_args(["my_model:make", *words])
     assert arguments.world_size == 64
     assert arguments.memory_limit == 80 * 10**9
