@@ -277,9 +277,8 @@ def train(run: Run) -> None:
             # The first step allocates and warms up, so it says nothing of the others.
             if since > first:
                 run.step_seconds += [seconds] * (run.step - since)
-            bar.set_postfix_str(
-                f"loss {run.curve[-1][1]:.3f}, {run.tokens_per_second:,.0f} tokens/s"
-            )
+            speed = f", {run.tokens_per_second:,.0f} tokens/s" if run.step_seconds else ""
+            bar.set_postfix_str(f"loss {run.curve[-1][1]:.3f}{speed}")
             if evaluates:
                 run.validation.append((run.step, evaluate(run)))
                 step, loss = run.validation[-1]
@@ -413,7 +412,7 @@ def next_commands(world_size: int) -> str:
     python = os.path.relpath(sys.executable)
     python = sys.executable if python.startswith("..") else python
     torchrun = f"{python} -m torch.distributed.run --standalone --nproc-per-node {world_size}"
-    train = f"{torchrun} examples/train_gpt.py"
+    train = f"OMP_NUM_THREADS=1 {torchrun} examples/train_gpt.py"
     plan = f"PYTHONPATH=examples {python} -m fsdp_ext plan gpt_model:make --device-type cpu"
     return f"""What to try next:
 - see where the time of each step goes:
