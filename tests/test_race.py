@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections import Counter
 
 import pytest
@@ -73,6 +75,23 @@ def test_a_setting_left_behind_before_a_machine_slows_down_cannot_win() -> None:
     result = race(range(8), run, of_this_rank, always=0)
     assert min(result.medians, key=lambda one: result.medians[one]) not in result.finalists
     assert set(result.finalists) == {0, 1, 2}
+
+
+def test_noise_is_the_difference_between_rounds_not_within_them() -> None:
+    """Setting 0 has steps of 1 s and 3 s in each round; setting 1 changes from round to round."""
+    runs: Counter[int] = Counter()
+
+    def run(setting: int) -> list[float]:
+        runs[setting] += 1
+        return [1.0, 2.0, 3.0] if setting == 0 else [1.0 + runs[setting] % 2] * 3
+
+    result = race([0, 1], run, of_this_rank, always=1)
+    rounds = sum(rounds for rounds, _ in STAGES)
+    medians = [1.0 + number % 2 for number in range(rounds)]
+    assert result.noise == {
+        0: 0.0,
+        1: pytest.approx(statistics.stdev(medians) / math.sqrt(rounds)),
+    }
 
 
 def test_a_race_reports_its_progress() -> None:

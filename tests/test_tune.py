@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import warnings
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -24,7 +25,7 @@ from fsdp_ext.sharding.auto import remember
 from fsdp_ext.sharding.settings import Choice, Scope
 from fsdp_ext.tuner.costs import _figures
 from fsdp_ext.tuner.race import STAGES
-from fsdp_ext.tuner.result import Tuning
+from fsdp_ext.tuner.result import Candidate, Tuning
 from fsdp_ext.tuner.trial import Trial
 
 WIDTH = 64
@@ -75,6 +76,17 @@ def in_use(model: Any) -> Choice:
 # - On simulated ranks
 
 
+def _tells_gains_from_noise(result: Tuning) -> None:
+    seconds = result.before.measured or 0.0
+    for noise, is_noise in ((0.02, True), (0.01, False)):
+        chosen = Candidate(Choice(1, 4), 1, 0, seconds, 0.95 * seconds, noise * seconds)
+        before = replace(result.before, noise=noise * seconds)
+        text = str(replace(result, chosen=chosen, before=before))
+        remark = f"but repeats differ by {2 * 2**0.5 * noise:.1%}, so the gain may be noise"
+        assert (remark in text) == is_noise
+        assert ("noise" in text) == is_noise
+
+
 def _applies() -> None:
     dist.destroy_process_group()
     model = make(Simulated(8, LINK))
@@ -100,9 +112,11 @@ def _applies() -> None:
     assert len(core.buckets()) == result.chosen.buckets
     assert core.memory()["ring_slots"] <= result.chosen.choice.prefetch + 1
     text = str(result)
+    assert all((one.noise or 0.0) > 0 for one in result.measured)
     assert "chosen" in text
     assert "predicted simulated ms" in text
     assert f"{result.considered} settings were considered" in text
+    _tells_gains_from_noise(result)
 
 
 def test_what_is_chosen_is_applied_and_nothing_else_changes() -> None:

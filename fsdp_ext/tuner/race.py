@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -28,10 +29,12 @@ class Result(Generic[T]):
     Args:
         medians: median seconds of each setting that could be run, over all of its rounds.
         finalists: the settings that stayed to the end. Only their medians are of the same rounds.
+        noise: standard error of each median in seconds, estimated from its rounds.
     """
 
     medians: dict[T, float]
     finalists: tuple[T, ...]
+    noise: dict[T, float]
 
 
 def race(
@@ -55,6 +58,7 @@ def race(
     order = random.Random(0)
     racing = list(taken)
     medians: dict[T, float] = {}
+    noise: dict[T, float] = {}
     total = sum(rounds for rounds, _ in STAGES)
     number = 0
     for rounds, most in STAGES:
@@ -73,5 +77,16 @@ def race(
             log(f"measured round {number} of {total} with {len(racing)} settings")
         over_ranks = slowest({setting: taken[setting] for setting in racing})
         medians |= {setting: statistics.median(of) for setting, of in over_ranks.items()}
+        noise |= {setting: _noise(of, number) for setting, of in over_ranks.items()}
         racing.sort(key=lambda setting: medians[setting])
-    return Result(medians, tuple(racing))
+    return Result(medians, tuple(racing), noise)
+
+
+def _noise(seconds: Sequence[float], rounds: int) -> float:
+    """Return the standard error of the rounds' medians.
+
+    Steps of one round follow each other, so they share what disturbs them. Rounds do not.
+    """
+    each = len(seconds) // rounds
+    medians = [statistics.median(seconds[i * each : (i + 1) * each]) for i in range(rounds)]
+    return statistics.stdev(medians) / math.sqrt(rounds)

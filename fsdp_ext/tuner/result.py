@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from fsdp_ext._util.tables import columns, size
 from fsdp_ext.sharding.settings import Choice
 from fsdp_ext.tuner.costs import Costs
+
+# A gain of fewer standard errors than this may be noise.
+_DEVIATIONS = 2.0
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,7 @@ class Candidate:
         memory: bytes of each rank without activations, as :func:`fsdp_ext.plan` counts them.
         predicted: seconds of forward and backward, predicted by the model of the schedule.
         measured: median seconds on the slowest rank; None if it was not measured.
+        noise: standard error of ``measured`` in seconds; None if it was not measured.
     """
 
     choice: Choice
@@ -26,6 +31,7 @@ class Candidate:
     memory: int
     predicted: float
     measured: float | None = None
+    noise: float | None = None
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,20 @@ class Tuning:
             if chosen.choice == before.choice
             else f"{gain:.2f} times as fast as before"
         )
+        what += self._doubt()
         return f"chosen: {chosen.choice}: {what}; the prediction is off by {off:+.0%}"
+
+    def _doubt(self) -> str:
+        """Return a remark if repeats differ by more than the gain; empty if they do not."""
+        chosen, before = self.chosen, self.before
+        if chosen.choice == before.choice or chosen.noise is None or before.noise is None:
+            return ""
+        assert chosen.measured is not None
+        assert before.measured is not None
+        noise = _DEVIATIONS * math.hypot(chosen.noise, before.noise)
+        if before.measured - chosen.measured > noise:
+            return ""
+        return f", but repeats differ by {noise / before.measured:.1%}, so the gain may be noise"
 
 
 def _cells(candidate: Candidate, note: str) -> tuple[str, ...]:

@@ -205,7 +205,7 @@ class Search:
             list(unique), self._run, self._on_slowest, self._settings.before, log=self._log
         )
         measured = {
-            choice: replace(unique[choice], measured=seconds)
+            choice: replace(unique[choice], measured=seconds, noise=result.noise[choice])
             for choice, seconds in result.medians.items()
         }
         return list(measured.values()), [measured[choice] for choice in result.finalists]
