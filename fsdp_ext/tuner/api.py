@@ -41,8 +41,8 @@ def tune(
     memory for is dropped. But if one rank alone runs out of memory inside a step, the others wait
     in its next collective until the timeout, as in training.
 
-    Parameters, buffers, gradients of the batch and the random state are the same afterwards. A copy
-    of shards and buffers is held meanwhile for that. Parameters are restored even if hooks of the
+    Parameters, buffers, gradients of the batch and the random state are the same afterwards, for
+    which ``tune`` holds a copy of shards and buffers. Parameters are restored even if hooks of the
     model run an optimizer in backward, but the states of that optimizer are not.
 
     ``tune`` keeps the numbers that were passed to ``fully_shard``, and chooses what was None or
@@ -52,8 +52,8 @@ def tune(
 
     Args:
         model: the root module, which ``fully_shard`` was applied to; without gradients.
-        batch: what the model is called with: a tensor, a tuple of arguments, or a mapping of
-            keywords. It should be as large as in training.
+        batch: the model's arguments: a tensor, a tuple, or a mapping of keywords. It should be as
+            large as in training.
         loss: makes a scalar of the model's output; by default the mean of its floating-point
             tensors.
         memory_limit: bytes that a rank may hold without activations, as :func:`fsdp_ext.plan`
@@ -67,7 +67,7 @@ def tune(
         verbose: print the result on the first rank.
 
     Returns:
-        The chosen setting, the setting before, and all that was measured.
+        The chosen setting, the setting before, and all measurements.
 
     Raises:
         TypeError: if ``fully_shard`` was not applied to the model, an argument has the wrong type,
