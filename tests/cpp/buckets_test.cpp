@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <functional>
+#include <string>
 #include <vector>
 
+#include "message_of.h"
 #include "schedule_ranks.h"
 
 namespace fsdp::test {
@@ -31,6 +33,18 @@ TEST_P(BucketsOnRanks, TrainAsSingleUnitsDo) {
         },
         by);
   }
+}
+
+TEST(Buckets, AreFormedByTheFirstIterationOrOnCommandAndNotByAsking) {
+  on_bucketed_ranks(1, [](Rank& rank, int) {
+    const std::string message = message_of([&] { rank.pipeline->bucket_of(1); });
+    EXPECT_PRED2(contains, message, "has no bucket yet. Call form_buckets() before.");
+    EXPECT_TRUE(rank.pipeline->buckets().empty());
+    rank.pipeline->form_buckets();
+    const Bucket* bucket = &rank.pipeline->bucket_of(1);
+    rank.pipeline->form_buckets();
+    EXPECT_EQ(&rank.pipeline->bucket_of(1), bucket);
+  });
 }
 
 TEST(Buckets, AreGatheredAndReducedOnceForAllTheirUnits) {
@@ -163,7 +177,7 @@ TEST(Buckets, AccumulateWithoutSyncAsOne) {
   });
 }
 
-TEST(Buckets, UnitsUnshardedByHandKeepTheirNeighboursOnlyUntilTheyAreResharded) {
+TEST(Buckets, UnitsThatTheUserUnshardsKeepTheirNeighboursOnlyUntilTheyAreResharded) {
   on_bucketed_ranks(2, [](Rank& rank, int) {
     rank.pipeline->unshard(3);
     rank.pipeline->wait_for_unshard(3);

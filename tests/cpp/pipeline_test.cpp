@@ -196,7 +196,7 @@ TEST(Pipeline, AnAbandonedForwardOrBackwardLeavesNoTrace) {
   });
 }
 
-TEST(Pipeline, UnitsUnshardedByHandGetOverflowSlotsThatAreFreed) {
+TEST(Pipeline, UnitsThatTheUserUnshardsGetOverflowSlotsThatAreFreed) {
   on_ranks(2, 4, [](Rank& rank, int) {
     for (int i = 1; i <= 4; ++i) {
       rank.pipeline->unshard(i);
