@@ -1,9 +1,11 @@
 // The lanes of each transport.
 #include <algorithm>
 #include <chrono>
+#include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "base/check.h"
+#include "comm/process_identity.h"
 #include "torch/bindings/registrations.h"
 #include "torch/transports.h"
 
@@ -23,6 +25,23 @@ void register_shared_memory(py::module_& m) {
            [](const SharedMemoryEndpoint& endpoint) { return py::bytes(endpoint.address()); });
   m.def("shared_zeros", &shared_zeros, py::arg("bytes"));
   m.def("shared_memory_bytes", [] { return Arena::of_this_process()->allocated_bytes(); });
+}
+
+void register_processes(py::module_& m) {
+  m.def("process_identity", [] {
+    const ProcessIdentity identity = identity_of_this_process();
+    return py::bytes(reinterpret_cast<const char*>(&identity), sizeof(identity));
+  });
+  // Of a process elsewhere nothing is known.
+  m.def(
+      "ended_process",
+      [](const std::string& identity) -> std::optional<std::int64_t> {
+        const ProcessIdentity process = parse_identity(identity);
+        const bool is_here = share_pid_namespace(process, identity_of_this_process());
+        const bool has_ended = is_here && state_of(process) == ProcessState::Ended;
+        return has_ended ? std::make_optional(process.pid) : std::nullopt;
+      },
+      py::arg("identity"));
 }
 
 void register_nccl(py::module_& m) {
@@ -132,6 +151,7 @@ void register_lanes(py::module_& m) {
           py::arg("input"), py::arg("output"))
       .def("input_buffer", &input_buffer, py::arg("bytes"));
   register_shared_memory(m);
+  register_processes(m);
   register_nccl(m);
 }
 
