@@ -127,6 +127,8 @@ class Lanes:
         gather_group: dist.ProcessGroup,
         reduce_group: dist.ProcessGroup,
         timeout: float,
+        global_rank: int = ...,
+        processes: dict[int, bytes] = ...,
         groups_one_by_one: bool = ...,
     ) -> Lanes: ...
     @staticmethod

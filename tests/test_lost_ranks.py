@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import signal
 from typing import Any
 from unittest import mock
@@ -27,7 +28,7 @@ def _sharded(transport: str) -> Any:
     mesh = DeviceMesh.from_group(dist.new_group(timeout=LONG), "cpu")
     model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     for module in [*model, model]:
-        fully_shard(module, mesh=mesh, transport=transport)
+        fully_shard(module, mesh=mesh, transport=transport, bucket_bytes=0)
     return model
 
 
@@ -59,6 +60,31 @@ def test_a_rank_that_ends_before_its_first_forward_is_named_at_once(
     (message,) = run_ranks(_end_before_forward, 2, transport, how, timeout=30.0, lost=[1])
     assert message.startswith("rank 0: rank 1 (process ")
     assert "has ended before or during its first forward" in message
+
+
+def _end_in_training(transport: str) -> str:
+    model = _sharded(transport)
+    for _ in range(2):  # the first iterations also compare what the ranks do
+        model(torch.ones(2, 8)).sum().backward()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        _end("is killed")
+    return _error_of_step(model)
+
+
+def test_a_rank_that_is_killed_during_training_is_named_at_once() -> None:
+    what = "the all-gather of unit '0'"
+    (message,) = run_ranks(_end_in_training, 2, "shared_memory", timeout=30.0, lost=[1])
+    assert message.startswith("rank 0: rank 1 (process ")
+    assert message.endswith(f"has ended before or during {what}. Its last output may say why.")
+    (message,) = run_ranks(_end_in_training, 2, "process_group", timeout=30.0, lost=[1])
+    start = f"rank 0: {what} failed over the process group: "
+    # Then comes gloo's reason, of several, without the position in its source file.
+    assert re.fullmatch(
+        rf"{re.escape(start)}[A-Z][\w\[\]:. ]+[^.]\. Rank 1 \(process \d+\) has ended\. "
+        r"Its last output may say why\.",
+        message,
+    ), message
 
 
 # - What the store has
@@ -100,6 +126,8 @@ def test_something_else_in_the_store_is_an_error(entry: str) -> None:
 
 
 def test_an_error_of_torch_loses_its_stack() -> None:
-    error = RuntimeError("Connection closed\nException raised from here\nframe #0: there")
-    assert rendezvous.first_line(error) == "Connection closed"
-    assert rendezvous.first_line(RuntimeError()) == "RuntimeError"
+    error = RuntimeError(
+        "[../gloo/pair.cc:534] Connection closed [127.0.0.1]:80.\nException raised from f at a.cpp"
+    )
+    assert rendezvous.plain_text(error) == "Connection closed [127.0.0.1]:80"
+    assert rendezvous.plain_text(RuntimeError()) == "RuntimeError"

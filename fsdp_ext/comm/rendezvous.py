@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import time
 import weakref
 from datetime import timedelta
@@ -74,6 +75,32 @@ def announce_process(group: dist.ProcessGroup) -> None:
     # Without this the others only wait longer, so an error has no consequence of its own.
     with contextlib.suppress(RuntimeError):
         store.set(f"{_PROCESS_KEY}/{dist.get_rank(group)}", _C.process_identity().hex())
+
+
+def processes_of(group: dist.ProcessGroup) -> dict[int, bytes]:
+    """Return the processes of the group's ranks that have announced theirs, by global rank."""
+    store = _store_of(group) if group.size() > 1 else None
+    found: dict[int, bytes] = {}
+    if store is None:
+        return found
+    for place, rank in enumerate(dist.get_process_group_ranks(group)):
+        identity = _read_process(store, place)
+        if identity is not None:
+            found[rank] = identity
+    return found
+
+
+def _read_process(store: Store, place: int) -> bytes | None:
+    """Return the process that the rank at `place` has announced; None if it is unknown."""
+    key = f"{_PROCESS_KEY}/{place}"
+    if not store.check([key]):
+        return None
+    try:
+        identity = bytes.fromhex(store.get(key).decode("ascii"))
+        _C.ended_process(identity)  # raises if it is no process
+    except (ValueError, RuntimeError):
+        return None
+    return identity
 
 
 class Rendezvous:
@@ -205,27 +232,22 @@ class Rendezvous:
             time.sleep(_LONGEST_NAP)
         raise RuntimeError(
             f"rank {self._name} cannot reach the process group's store any more: "
-            f"{first_line(error)} The process that served it, often rank 0, has ended. Its last "
+            f"{plain_text(error)}. The process that served it, often rank 0, has ended. Its last "
             "output may say why."
         ) from error
 
     # - Ranks that have ended
 
     def _find_process(self, place: int) -> None:
-        key = f"{_PROCESS_KEY}/{place}"
-        if place not in self._processes and self._store.check([key]):
-            with contextlib.suppress(ValueError):
-                self._processes[place] = bytes.fromhex(self._store.get(key).decode("ascii"))
+        if place not in self._processes:
+            identity = _read_process(self._store, place)
+            if identity is not None:
+                self._processes[place] = identity
 
     def _ended_process(self, place: int) -> int | None:
         """Return the process id of a rank that is known to have ended."""
         identity = self._processes.get(place)
-        if identity is None:
-            return None
-        try:
-            return _C.ended_process(identity)
-        except RuntimeError:  # nothing is known about it
-            return None
+        return None if identity is None else _C.ended_process(identity)
 
     def _raise_ended(self, place: int, process: int) -> NoReturn:
         raise RuntimeError(
@@ -238,6 +260,8 @@ def _version() -> bytes:
     return VERSION.encode("ascii", "replace")[:_VERSION_BYTES].ljust(_VERSION_BYTES)
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message. Those of torch may go on with a C++ stack."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def plain_text(error: BaseException) -> str:
+    """Return what an error of torch says, without positions in source files and stacks."""
+    text = str(error).split("\nException raised from")[0]
+    text = re.sub(r"^(\[[^\]]*\.(cc|cpp|h|hpp):\d+\]\s*)+", "", text)
+    return text.rstrip(". \n") or type(error).__name__

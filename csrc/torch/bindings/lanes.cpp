@@ -1,6 +1,7 @@
 // The lanes of each transport.
 #include <algorithm>
 #include <chrono>
+#include <map>
 #include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -16,6 +17,18 @@ namespace {
 
 std::chrono::milliseconds milliseconds(double seconds) {
   return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000));
+}
+
+// Of processes elsewhere nothing would be known later.
+GroupMembers members_of(int rank, const std::map<int, std::string>& processes) {
+  GroupMembers members{rank, {}};
+  for (const auto& [other, bytes] : processes) {
+    const ProcessIdentity process = parse_identity(bytes);
+    if (other != rank && share_pid_namespace(process, identity_of_this_process())) {
+      members.processes.emplace_back(other, process);
+    }
+  }
+  return members;
 }
 
 void register_shared_memory(py::module_& m) {
@@ -73,12 +86,14 @@ void register_lanes(py::module_& m) {
       .def_static(
           "process_group",
           [](c10::intrusive_ptr<c10d::ProcessGroup> gather,
-             c10::intrusive_ptr<c10d::ProcessGroup> reduce, double timeout,
-             bool groups_one_by_one) {
+             c10::intrusive_ptr<c10d::ProcessGroup> reduce, double timeout, int rank,
+             const std::map<int, std::string>& processes, bool groups_one_by_one) {
             return make_process_group_lanes(std::move(gather), std::move(reduce),
-                                            milliseconds(timeout), groups_one_by_one);
+                                            members_of(rank, processes), milliseconds(timeout),
+                                            groups_one_by_one);
           },
           py::arg("gather_group"), py::arg("reduce_group"), py::arg("timeout"),
+          py::arg("global_rank") = 0, py::arg("processes") = std::map<int, std::string>(),
           py::arg("groups_one_by_one") = false)
       .def_static(
           "nccl",
