@@ -59,6 +59,12 @@ def _collective_while_rank(culprit: int, misfortune: str) -> None:
     dist.all_reduce(torch.zeros(1))
 
 
+def _own_rank_unless(culprit: int) -> int:
+    if dist.get_rank() == culprit:
+        os._exit(3)
+    return dist.get_rank()
+
+
 def _wait_for_ever() -> None:
     threading.Event().wait()
 
@@ -117,6 +123,15 @@ def test_a_rank_that_exits_is_named_first_with_its_exit_code() -> None:
 def test_a_rank_that_is_killed_is_named_with_its_signal() -> None:
     with pytest.raises(RanksFailed, match="rank 0 ended by SIGKILL"):
         run_ranks(_collective_while_rank, 2, 0, "is killed")
+
+
+def test_a_rank_that_is_to_end_is_no_failure() -> None:
+    assert run_ranks(_own_rank_unless, 3, 1, lost=[1]) == [0, 2]
+
+
+def test_a_rank_that_was_to_end_but_has_a_result_is_a_failure() -> None:
+    with pytest.raises(RanksFailed, match="rank 1 was to end without a result, but has one"):
+        run_ranks(_own_rank_unless, 2, 5, lost=[1])
 
 
 def test_a_hang_names_the_ranks_that_had_not_finished_and_shows_where_they_are() -> None:

@@ -35,7 +35,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_ext
 from fsdp_ext import _C, fully_shard
-from fsdp_ext.comm import lanes, transports
+from fsdp_ext.comm import lanes, rendezvous, transports
 from fsdp_ext.comm.lanes import lanes_of
 
 HOST = torch.device("cpu")
@@ -364,7 +364,8 @@ def _find_what_another_attempt_left() -> None:
     group = dist.new_group(timeout=datetime.timedelta(seconds=2))
     store = dist.distributed_c10d._get_process_group_store(group)
     if dist.get_rank() == 1:
-        store.set("fsdp_ext/offer/0", os.urandom(200).hex())
+        left = os.urandom(rendezvous._RANDOM_BYTES) + rendezvous._version() + os.urandom(200)
+        store.set("fsdp_ext/offer/0", left.hex())
     dist.barrier()
     if dist.get_rank() == 0:
         time.sleep(0.5)

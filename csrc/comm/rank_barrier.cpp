@@ -17,32 +17,14 @@ constexpr std::chrono::microseconds kSpin{50};
 constexpr std::chrono::milliseconds kLongestTimeout = std::chrono::hours(24 * 365);  // no overflow
 constexpr std::chrono::milliseconds kProcessCheckInterval{50};
 
-const char* text_of(Operation::Kind kind) {
-  switch (kind) {
-    case Operation::Kind::AllGather:
-      return "an all-gather";
-    case Operation::Kind::ReduceScatter:
-      return "a reduce-scatter";
-    case Operation::Kind::AllReduce:
-      return "an all-reduce";
-    case Operation::Kind::Broadcast:
-      return "a broadcast";
-    case Operation::Kind::Barrier:
-      return "a barrier";
-  }
-  return "an unknown collective";
-}
-
 }  // namespace
 
-bool Operation::matches(const Operation& other) const {
-  return kind == other.kind && dtype == other.dtype && root == other.root && bytes == other.bytes &&
-         pattern == other.pattern;
-}
-
-std::string Operation::describe() const {
-  return detail::concat(text_of(kind), " of ", bytes, " bytes (", name(dtype), ")");
-}
+Peer::Peer(const PeerAddress& address, PeerMemory a_memory, int lane)
+    : process(address.arena.process),
+      memory(std::move(a_memory)),
+      mailbox(&mailbox_in(memory, address.mailboxes[lane])),
+      of_other_lane(&mailbox_in(memory, address.mailboxes[1 - lane])),
+      global_rank(static_cast<int>(address.global_rank)) {}
 
 RankBarrier::RankBarrier(Mailbox& mine, std::vector<Peer> peers, int rank,
                          std::chrono::milliseconds timeout, std::uint32_t last_round)
@@ -58,14 +40,17 @@ RankBarrier::~RankBarrier() {
   wake_waiters();
 }
 
-void RankBarrier::begin_collective(const std::string& what) {
+void RankBarrier::begin_collective(const std::string& what, Labels labels) {
   FSDP_CHECK(!aborted_, "communication was aborted: ", async_error());
   what_ = &what;
+  label_ = labels == Labels::Match ? hash_of(what) : 0;
+  mine_.activity.begin(what);
 }
 
 void RankBarrier::post(const Operation& operation) {
   round_ += 1;
   mine_.operations[round_ % 2] = operation;
+  mine_.operations[round_ % 2].label = label_;
   mine_.posted.store(round_, std::memory_order_release);
   futex::wake(mine_.posted);
 }
@@ -73,12 +58,21 @@ void RankBarrier::post(const Operation& operation) {
 const char* RankBarrier::wait_for_input(int from, const Operation& operation) {
   const Peer& peer = peers_[static_cast<std::size_t>(from)];
   wait_for_round(peer, peer.mailbox->posted);
-  const Operation& theirs = peer.mailbox->operations[round_ % 2];
-  FSDP_CHECK(theirs.matches(operation), message_prefix(), "ranks issued different collectives for ",
-             *what_, ": this rank issued ", operation.describe(), " and rank ", peer.global_rank,
-             " issued ", theirs.describe(),
-             ". Run the same model with the same control flow on every rank.");
-  return peer.view->at(theirs.offset);
+  const Operation theirs = operation_in(*peer.mailbox, round_);
+  Operation mine = operation;
+  mine.label = label_;
+  if (!theirs.matches(mine)) {
+    throw_mismatch(peer, mine, theirs);
+  }
+  return input_in(peer.memory, theirs);
+}
+
+void RankBarrier::throw_mismatch(const Peer& peer, const Operation& mine,
+                                 const Operation& theirs) const {
+  throw Error(detail::concat(
+      message_prefix(), "ranks issued different collectives: this rank issued ", *what_, ", ",
+      mine.describe(), ", and rank ", peer.global_rank, " issued ", peer.mailbox->activity.label(),
+      ", ", theirs.describe(), ". Run the same model with the same control flow on every rank."));
 }
 
 void RankBarrier::finish() {
@@ -92,15 +86,14 @@ void RankBarrier::finish() {
   }
 }
 
-// The difference is signed because numbers wrap around.
-bool RankBarrier::has_reached_round(const futex::Word& word) const {
-  return static_cast<std::int32_t>(word.load(std::memory_order_acquire) - round_) >= 0;
+bool RankBarrier::has_reached_round(const Peer& peer, const futex::Word& word) const {
+  return has_reached(word.load(std::memory_order_acquire), round_, peer.memory.who);
 }
 
 // See Note [missing ranks].
 void RankBarrier::wait_for_round(const Peer& peer, const futex::Word& word) {
   const auto start = Clock::now();
-  while (!has_reached_round(word)) {
+  while (!has_reached_round(peer, word)) {
     if (Clock::now() - start > kSpin) {
       sleep_until_round(peer, word);
       return;
@@ -115,21 +108,21 @@ void RankBarrier::sleep_until_round(const Peer& peer, const futex::Word& word) {
   while (true) {
     const std::uint32_t seen = word.load(std::memory_order_acquire);
     throw_if_failed(peer);
-    const bool closed = peer.mailbox->state == State::Closed;
+    const bool closed = state_in(*peer.mailbox, peer.memory.who) == State::Closed;
     const auto now = Clock::now();
     bool ended = false;
     if (now - last_check >= kProcessCheckInterval) {
-      ended = state_of(peer.arena) == ProcessState::Ended;
+      ended = state_of(peer.process) == ProcessState::Ended;
       last_check = now;
     }
     // Read after the checks: the peer may have reached the round and ended afterwards.
-    if (has_reached_round(word)) {
+    if (has_reached_round(peer, word)) {
       return;
     }
     FSDP_CHECK(!closed, message_prefix(), "rank ", peer.global_rank,
                " has closed its communicator before ", *what_,
                ". Run the same number of steps on every rank.");
-    FSDP_CHECK(!ended, message_prefix(), "rank ", peer.global_rank, " (process ", peer.arena.pid,
+    FSDP_CHECK(!ended, message_prefix(), "rank ", peer.global_rank, " (process ", peer.process.pid,
                ") has ended before or during ", *what_, ". Its last output may say why.");
     FSDP_CHECK(!aborted_, "communication was aborted: ", async_error());
     if (now - start >= timeout_) {
@@ -140,16 +133,18 @@ void RankBarrier::sleep_until_round(const Peer& peer, const futex::Word& word) {
 }
 
 void RankBarrier::throw_timeout(const Peer& peer) const {
-  const bool stopped = state_of(peer.arena) == ProcessState::Stopped;
+  const bool stopped = state_of(peer.process) == ProcessState::Stopped;
   throw TimeoutError(detail::concat(
       message_prefix(), "waited ", timeout_.count(), " ms for rank ", peer.global_rank,
-      " (process ", peer.arena.pid, stopped ? ", which is stopped" : "", ") to take part in ",
+      " (process ", peer.process.pid, stopped ? ", which is stopped" : "", ") to take part in ",
       *what_, ". That rank may hang, have failed, or run other collectives. Look at its output."));
 }
 
 // The reason is passed on unchanged. It already begins with the rank that failed first.
 void RankBarrier::throw_if_failed(const Peer& peer) const {
-  FSDP_CHECK(peer.mailbox->state != State::Failed, peer.mailbox->reason);
+  if (state_in(*peer.mailbox, peer.memory.who) == State::Failed) {
+    throw Error(reason_in(*peer.mailbox));
+  }
 }
 
 void RankBarrier::abort(const std::string& reason) {
@@ -175,7 +170,7 @@ std::string RankBarrier::async_error() {
   }
   for (const Peer& peer : peers_) {
     if (peer.mailbox->state == State::Failed) {
-      return peer.mailbox->reason;
+      return reason_in(*peer.mailbox);
     }
   }
   return "";

@@ -19,50 +19,24 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
-#include "base/dtype.h"
-#include "comm/futex.h"
-#include "comm/shared_arena.h"
+#include "comm/mailbox.h"
 
 namespace fsdp {
 
-// What a rank posts about the collective that it runs.
-struct Operation {
-  enum class Kind : std::uint32_t { AllGather, ReduceScatter, AllReduce, Broadcast, Barrier };
-
-  // Whether both are the same collective. Offsets may differ.
-  bool matches(const Operation& other) const;
-  std::string describe() const;
-
-  Kind kind = Kind::Barrier;
-  DType dtype = DType::Bytes;
-  std::int32_t root = 0;
-  std::uint64_t bytes = 0;    // of the rank's input
-  std::uint64_t pattern = 0;  // hash of how the parts of the input lie
-  std::uint64_t offset = 0;   // of the input, in the rank's arena
-};
-
-// What one rank publishes for one communicator. It lies in the rank's arena, and peers only read
-// it.
-struct Mailbox {
-  enum class State : std::uint32_t { Active, Failed, Closed };
-
-  alignas(64) futex::Word posted{0};    // the last round that the rank has posted
-  alignas(64) futex::Word finished{0};  // the last round whose inputs it has finished reading
-  alignas(64) std::atomic<State> state{State::Active};
-  char reason[1024] = {};   // why the rank failed; written before `state`
-  Operation operations[2];  // of the last round and the one before, by the parity of their numbers
-};
-
+// A rank, as another one sees it.
 struct Peer {
-  ArenaAddress arena;
-  std::shared_ptr<const ArenaView> view;
-  const Mailbox* mailbox = nullptr;
-  int global_rank = 0;  // its rank in the whole job, for messages
+  // Throws if the peer's memory has no mailbox of `lane` where the peer says.
+  Peer(const PeerAddress& address, PeerMemory a_memory, int lane);
+
+  ProcessIdentity process;
+  PeerMemory memory;
+  const Mailbox* mailbox;
+  const Mailbox* of_other_lane;
+  int global_rank;  // its rank in the whole job, for messages
 };
 
 // One rank's side of one communicator. One thread runs the rounds; any thread may abort them.
@@ -80,8 +54,11 @@ class RankBarrier {
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(peers_.size()); }
 
-  // Messages call the collective `what`, which must outlive it. Throws if this rank has aborted.
-  void begin_collective(const std::string& what);
+  // Messages call the collective `what`, which must outlive it. Throws if this rank has aborted. If
+  // ranks are about to compare by themselves what they do, labels may differ.
+  enum class Labels : std::uint8_t { Match, MayDiffer };
+  void begin_collective(const std::string& what, Labels labels = Labels::Match);
+  void end_collective() { mine_.activity.end(); }
 
   // Starts the next round. Peers may read the input from now on.
   void post(const Operation& operation);
@@ -98,10 +75,12 @@ class RankBarrier {
   std::string async_error();
 
  private:
-  bool has_reached_round(const futex::Word& word) const;
+  bool has_reached_round(const Peer& peer, const futex::Word& word) const;
   void wait_for_round(const Peer& peer, const futex::Word& word);
   void sleep_until_round(const Peer& peer, const futex::Word& word);
   [[noreturn]] void throw_timeout(const Peer& peer) const;
+  [[noreturn]] void throw_mismatch(const Peer& peer, const Operation& mine,
+                                   const Operation& theirs) const;
   void throw_if_failed(const Peer& peer) const;
   std::string message_prefix() const;
   void wake_waiters();
@@ -112,6 +91,7 @@ class RankBarrier {
   std::chrono::milliseconds timeout_;
   std::uint32_t round_;
   const std::string* what_ = nullptr;
+  std::uint64_t label_ = 0;  // the hash of what_; 0 if labels may differ
 
   std::mutex mutex_;  // guards error_
   std::atomic<bool> aborted_{false};

@@ -1,18 +1,15 @@
 #include "comm/shared_arena.h"
 
 #include <fcntl.h>
-#include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
 #include <iterator>
 #include <random>
-#include <sstream>
 
 #include "base/align.h"
 #include "base/check.h"
@@ -29,70 +26,33 @@ constexpr std::size_t kPage = 4096;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 // More than a hundred arenas of this size fit into the address space of one process.
 constexpr std::size_t kLargestArena = std::size_t{256} << 30;
-
-// Empty if the file cannot be read.
-std::string read_file(const std::string& path) {
-  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (fd < 0) {
-    return {};
-  }
-  std::string text(kPage, '\0');  // longer than every file that is read here
-  const ssize_t length = ::read(fd, text.data(), text.size());
-  ::close(fd);
-  text.resize(static_cast<std::size_t>(std::max<ssize_t>(length, 0)));
-  return text;
-}
-
-struct ProcessStat {
-  char state = '\0';     // '\0' if there is no such process
-  bool unknown = false;  // could not be read, e.g. because no file descriptor was free
-  std::uint64_t started = 0;
-};
-
-// Reads fields 3 and 22 of /proc/<pid>/stat (proc_pid_stat(5)). Field 2, the name in parentheses,
-// may contain any character.
-ProcessStat stat_of(pid_t pid) {
-  const std::string path = "/proc/" + std::to_string(pid) + "/stat";
-  const std::string text = read_file(path);
-  const std::size_t end_of_name = text.rfind(')');
-  if (end_of_name == std::string::npos) {
-    ProcessStat none;
-    none.unknown = ::kill(pid, 0) == 0 || errno != ESRCH;
-    return none;
-  }
-  std::istringstream fields(text.substr(end_of_name + 1));
-  ProcessStat stat;
-  std::string skipped;
-  fields >> stat.state;
-  for (int field = 4; field < 22; ++field) {
-    fields >> skipped;
-  }
-  fields >> stat.started;
-  return stat;
-}
-
-std::uint64_t pid_namespace() {
-  struct stat status{};
-  return ::stat("/proc/self/ns/pid", &status) == 0 ? status.st_ino : 0;
-}
+// Fixes the size of the file: Note [arena].
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 std::uint64_t random_token() {
   std::random_device source;
   return (static_cast<std::uint64_t>(source()) << 32) | source();
 }
 
-}  // namespace
-
-ProcessState state_of(const ArenaAddress& address) {
-  const ProcessStat now = stat_of(address.pid);
-  if (now.unknown) {
-    return ProcessState::Runs;
+// The size of an open file that nobody can change any more; 0 if it is none that was made here.
+std::size_t sealed_size(int fd) {
+  struct stat status{};
+  const int seals = ::fcntl(fd, F_GET_SEALS);  // fails if it is another kind of file
+  const bool is_sealed = seals >= 0 && (seals & kSeals) == kSeals;
+  if (!is_sealed || ::fstat(fd, &status) != 0 || !S_ISREG(status.st_mode)) {
+    return 0;
   }
-  if (now.state == '\0' || now.state == 'Z' || now.state == 'X' || now.started != address.started) {
-    return ProcessState::Ended;
-  }
-  return now.state == 'T' || now.state == 't' ? ProcessState::Stopped : ProcessState::Runs;
+  const auto size = static_cast<std::size_t>(std::max<off_t>(status.st_size, 0));
+  return size >= kPage ? size : 0;
 }
+
+std::string no_addresses(std::size_t bytes, int error) {
+  return detail::concat("Shared memory could not reserve ", bytes >> 20,
+                        " MiB of addresses: ", std::strerror(error),
+                        ". Raise the limits that ulimit -v and ulimit -f show.");
+}
+
+}  // namespace
 
 // - Arena
 
@@ -100,7 +60,7 @@ std::shared_ptr<Arena> Arena::of_this_process() {
   static std::mutex mutex;
   static auto& arena = *new std::shared_ptr<Arena>;  // lives until the process ends
   const std::lock_guard<std::mutex> lock(mutex);
-  if (arena == nullptr || arena->address_.pid != ::getpid()) {
+  if (arena == nullptr || arena->address_.process.pid != ::getpid()) {
     arena.reset();
     arena.reset(new Arena);
   }
@@ -108,17 +68,9 @@ std::shared_ptr<Arena> Arena::of_this_process() {
 }
 
 Arena::Arena() {
-  const std::string boot = read_file("/proc/sys/kernel/random/boot_id");
-  const ProcessStat self = stat_of(::getpid());
-  FSDP_CHECK(!boot.empty() && self.state != '\0' && !self.unknown,
-             "Shared memory needs /proc, which is not mounted here. Mount it.");
-  std::copy_n(boot.begin(), std::min(boot.size(), sizeof(address_.host) - 1), address_.host);
-  address_.pid = ::getpid();
-  address_.started = self.started;
-  address_.pid_namespace = pid_namespace();
+  address_.process = identity_of_this_process();
   address_.token = random_token();
   reserve_addresses();
-  address_.base = reinterpret_cast<std::uintptr_t>(base_);
   address_.bytes = reserved_;
   free_[0] = reserved_;
   std::memcpy(base_ + allocate_range(sizeof(address_.token)), &address_.token,
@@ -129,36 +81,47 @@ void Arena::reserve_addresses() {
   const auto pages = static_cast<std::size_t>(std::max(1L, ::sysconf(_SC_PHYS_PAGES)));
   const auto page = static_cast<std::size_t>(std::max(1L, ::sysconf(_SC_PAGESIZE)));
   reserved_ = std::min(align_up(pages * page, kHugePage), kLargestArena);
-  address_.fd = ::memfd_create("fsdp_ext", MFD_CLOEXEC);
-  FSDP_CHECK(address_.fd >= 0,
-             "Shared memory needs memfd_create, which failed: ", std::strerror(errno), ".");
-  void* mapped = MAP_FAILED;
-  if (::ftruncate(address_.fd, static_cast<off_t>(reserved_)) == 0) {
-    mapped = ::mmap(nullptr, reserved_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE,
-                    address_.fd, 0);
-  }
+  make_file();
+  void* mapped =
+      ::mmap(nullptr, reserved_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file_, 0);
   if (mapped == MAP_FAILED) {
     const int error = errno;
-    ::close(address_.fd);
-    throw Error(detail::concat("Shared memory could not reserve ", reserved_ >> 20,
-                               " MiB of addresses: ", std::strerror(error),
-                               ". Raise the limits that ulimit -v and ulimit -f show."));
+    ::close(file_);
+    throw Error(no_addresses(reserved_, error));
   }
   base_ = static_cast<char*>(mapped);
   ::madvise(base_, reserved_, MADV_HUGEPAGE);  // a hint, which may fail
   ::madvise(base_, reserved_, MADV_DONTDUMP);
 }
 
+void Arena::make_file() {
+  file_ = ::memfd_create("fsdp_ext", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  FSDP_CHECK(file_ >= 0, "Shared memory needs memfd_create, which failed: ", std::strerror(errno),
+             ".");
+  address_.fd = file_;
+  const bool has_size = ::ftruncate(file_, static_cast<off_t>(reserved_)) == 0;
+  if (has_size && ::fcntl(file_, F_ADD_SEALS, kSeals) == 0) {
+    return;
+  }
+  const int error = errno;
+  ::close(file_);
+  FSDP_CHECK(has_size, no_addresses(reserved_, error));
+  throw Error(
+      detail::concat("Shared memory needs files whose size can be sealed (fcntl(2), "
+                     "F_ADD_SEALS), and sealing one failed: ",
+                     std::strerror(error), "."));
+}
+
 Arena::~Arena() {
   ::munmap(base_, reserved_);
-  ::close(address_.fd);
+  ::close(file_);
 }
 
 std::shared_ptr<void> Arena::allocate(const std::shared_ptr<Arena>& arena, std::size_t bytes) {
   const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), kPage);
   const std::size_t offset = arena->allocate_range(size);
   return {arena->base_ + offset, [arena, offset, size](void*) {
-            if (::getpid() == arena->address_.pid) {  // not in a forked child: Note [arena]
+            if (::getpid() == arena->address_.process.pid) {  // not in a forked child: Note [arena]
               arena->free_range(offset, size);
             }
           }};
@@ -205,7 +168,7 @@ void Arena::populate_pages(std::size_t offset, std::size_t bytes) const {
 // Frees the pages and keeps the file's size. A late peer may still map the file after this rank has
 // given up: it reads zeros and then sees that the rank has failed.
 void Arena::free_pages(std::size_t offset, std::size_t bytes) const noexcept {
-  ::fallocate(address_.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
+  ::fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
               static_cast<off_t>(bytes));
 }
 
@@ -245,9 +208,10 @@ std::size_t Arena::allocated_bytes() const {
 
 std::shared_ptr<const ArenaView> ArenaView::of(const ArenaAddress& address) {
   static std::mutex mutex;
-  static std::map<std::uint64_t, std::weak_ptr<const ArenaView>> views;  // by token
+  using Key = std::pair<std::int64_t, std::uint64_t>;
+  static std::map<Key, std::weak_ptr<const ArenaView>> views;
   const std::lock_guard<std::mutex> lock(mutex);
-  std::weak_ptr<const ArenaView>& known = views[address.token];
+  std::weak_ptr<const ArenaView>& known = views[{address.process.pid, address.token}];
   std::shared_ptr<const ArenaView> view = known.lock();
   if (view == nullptr) {
     view.reset(new ArenaView(address));
@@ -259,58 +223,61 @@ std::shared_ptr<const ArenaView> ArenaView::of(const ArenaAddress& address) {
 ArenaView::ArenaView(const ArenaAddress& address) {
   const std::shared_ptr<Arena> own = Arena::of_this_process();
   const ArenaAddress& here = own->address();
-  if (here.token == address.token && here.pid == address.pid) {
+  if (here.token == address.token && here.process.pid == address.process.pid) {
     own_ = own;
-    base_ = reinterpret_cast<const char*>(static_cast<std::uintptr_t>(address.base));
+    base_ = own->base();
+    bytes_ = here.bytes;
     return;
   }
-  FSDP_CHECK(std::strncmp(here.host, address.host, sizeof(here.host)) == 0,
-             "Shared memory needs all ranks on one host, but process ", address.pid,
+  FSDP_CHECK(share_host(here.process, address.process),
+             "Shared memory needs all ranks on one host, but process ", address.process.pid,
              " is on another.");
-  FSDP_CHECK(here.pid_namespace == address.pid_namespace,
-             "Shared memory needs all ranks in one PID namespace, but process ", address.pid,
-             " is in another. Start the ranks of a host in one container.");
+  FSDP_CHECK(share_pid_namespace(here.process, address.process),
+             "Shared memory needs all ranks in one PID namespace, but process ",
+             address.process.pid, " is in another. Start the ranks of a host in one container.");
   map_file(address);
 }
 
 void ArenaView::map_file(const ArenaAddress& address) {
   const std::string path =
-      "/proc/" + std::to_string(address.pid) + "/fd/" + std::to_string(address.fd);
-  // By now the path may be another kind of file. O_NONBLOCK keeps open() from blocking on it.
-  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+      "/proc/" + std::to_string(address.process.pid) + "/fd/" + std::to_string(address.fd);
+  // By now the path may be another kind of file. O_NONBLOCK keeps open() from blocking on it, and
+  // O_NOCTTY keeps a terminal from becoming this process's own.
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
   FSDP_CHECK(fd >= 0, "Shared memory could not open ", path, ": ", std::strerror(errno),
              ". Run all ranks as one user.");
-  struct stat status{};
-  const bool is_arena = ::fstat(fd, &status) == 0 && S_ISREG(status.st_mode) &&
-                        static_cast<std::uint64_t>(status.st_size) == address.bytes;
-  void* mapped = is_arena
-                     ? ::mmap(nullptr, address.bytes, PROT_READ, MAP_SHARED | MAP_NORESERVE, fd, 0)
-                     : nullptr;
+  const std::size_t bytes = sealed_size(fd);
+  void* mapped = MAP_FAILED;
+  if (bytes > 0 && bytes == address.bytes) {
+    mapped = ::mmap(nullptr, bytes, PROT_READ, MAP_SHARED | MAP_NORESERVE, fd, 0);
+  }
   const int error = errno;
   ::close(fd);
-  FSDP_CHECK(mapped != MAP_FAILED, "Shared memory could not map ", address.bytes >> 20,
-             " MiB of process ", address.pid, ": ", std::strerror(error),
+  FSDP_CHECK(bytes > 0 && bytes == address.bytes, "Shared memory found something else in ", path,
+             " than a rank's memory of ", address.bytes,
+             " bytes whose size is sealed. That process has ended, or runs another build of "
+             "fsdp_ext.");
+  FSDP_CHECK(mapped != MAP_FAILED, "Shared memory could not map ", bytes >> 20, " MiB of process ",
+             address.process.pid, ": ", std::strerror(error),
              ". Raise the limit that ulimit -v shows.");
+  ::madvise(mapped, bytes, MADV_HUGEPAGE);
+  ::madvise(mapped, bytes, MADV_DONTDUMP);
+  base_ = static_cast<const char*>(mapped);
+  bytes_ = bytes;
   std::uint64_t token = 0;
-  if (mapped != nullptr) {
-    ::madvise(mapped, address.bytes, MADV_HUGEPAGE);
-    ::madvise(mapped, address.bytes, MADV_DONTDUMP);
-    base_ = static_cast<const char*>(mapped);
-    mapped_ = address.bytes;
-    std::memcpy(&token, base_, sizeof(token));
-  }
+  std::memcpy(&token, base_, sizeof(token));
   if (token != address.token) {
     unmap();
     throw Error(detail::concat("Shared memory found something else in ", path,
-                               " than a rank's memory. That process has ended."));
+                               " than the memory of a rank of this job. That process has ended."));
   }
 }
 
 ArenaView::~ArenaView() { unmap(); }
 
 void ArenaView::unmap() noexcept {
-  if (mapped_ > 0) {
-    ::munmap(const_cast<char*>(base_), mapped_);
+  if (own_ == nullptr && base_ != nullptr) {
+    ::munmap(const_cast<char*>(base_), bytes_);
   }
 }
 

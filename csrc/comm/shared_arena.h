@@ -9,32 +9,23 @@
 // size of a container's /dev/shm does not matter. The kernel frees the pages when the last process
 // that maps them has ended. The kernel allows the same user to open the file, as for ptrace.
 //
+// The file is sealed: nobody can change its size any more, the owner included. Reading behind the
+// end of a file that has shrunk would end the reader's process with a SIGBUS, so a peer maps the
+// file only if it has these seals.
+//
 // After fork(), parent and child share the arena's memory. The child's own allocations come from a
 // new arena, and the child does not free the parent's memory.
 #pragma once
-
-#include <sys/types.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <string>
+
+#include "comm/peer_memory.h"
 
 namespace fsdp {
-
-// Where to find an arena. Processes exchange it as bytes.
-struct ArenaAddress {
-  char host[48] = {};               // the boot id, which differs between hosts
-  std::uint64_t pid_namespace = 0;  // a pid is valid within one namespace
-  std::uint64_t token = 0;          // also stored in the first bytes of the arena
-  std::uint64_t started = 0;        // when the process started, in the kernel's ticks since boot
-  std::uint64_t base = 0;           // address in its own process
-  std::uint64_t bytes = 0;
-  std::int32_t pid = 0;
-  std::int32_t fd = -1;
-};
 
 class Arena {
  public:
@@ -53,11 +44,13 @@ class Arena {
   std::uint64_t offset_of(const void* memory) const {
     return static_cast<std::uint64_t>(static_cast<const char*>(memory) - base_);
   }
+  const char* base() const { return base_; }
   const ArenaAddress& address() const { return address_; }
   std::size_t allocated_bytes() const;
 
  private:
   Arena();
+  void make_file();
   void reserve_addresses();
   std::size_t allocate_range(std::size_t bytes);
   void free_range(std::size_t offset, std::size_t bytes) noexcept;
@@ -65,6 +58,7 @@ class Arena {
   void free_pages(std::size_t offset, std::size_t bytes) const noexcept;
 
   ArenaAddress address_;
+  int file_ = -1;
   char* base_ = nullptr;
   std::size_t reserved_ = 0;
   mutable std::mutex mutex_;
@@ -82,7 +76,8 @@ class ArenaView {
   ArenaView(const ArenaView&) = delete;
   ArenaView& operator=(const ArenaView&) = delete;
 
-  const char* at(std::uint64_t offset) const { return base_ + offset; }
+  const char* base() const { return base_; }
+  std::size_t bytes() const { return bytes_; }
 
  private:
   explicit ArenaView(const ArenaAddress& address);
@@ -91,11 +86,7 @@ class ArenaView {
 
   std::shared_ptr<Arena> own_;
   const char* base_ = nullptr;
-  std::size_t mapped_ = 0;
+  std::size_t bytes_ = 0;
 };
-
-// The state of the process that owns an arena, as this process sees it.
-enum class ProcessState : std::uint8_t { Runs, Stopped, Ended };
-ProcessState state_of(const ArenaAddress& address);
 
 }  // namespace fsdp

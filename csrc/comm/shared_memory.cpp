@@ -22,6 +22,7 @@ namespace fsdp {
 namespace {
 
 using Kind = Operation::Kind;
+using Labels = RankBarrier::Labels;
 
 // Size of the staging buffer, which should stay in the cache of one core.
 constexpr std::size_t kPieceBytes = std::size_t{1} << 20;
@@ -43,16 +44,11 @@ Operation operation_of(Kind kind, std::size_t bytes, std::uint64_t offset,
   operation.dtype = dtype;
   operation.bytes = bytes;
   operation.offset = offset;
+  operation.after = bytes;
   return operation;
 }
 
 }  // namespace
-
-struct SharedMemoryEndpoint::Address {
-  ArenaAddress arena;
-  std::uint64_t mailboxes[2];
-  std::int32_t global_rank;
-};
 
 SharedMemoryEndpoint::SharedMemoryEndpoint(int global_rank)
     : global_rank_(global_rank), arena_(Arena::of_this_process()) {
@@ -66,12 +62,12 @@ SharedMemoryEndpoint::SharedMemoryEndpoint(int global_rank)
 }
 
 std::string SharedMemoryEndpoint::address() const {
-  Address address{};
+  PeerAddress address;
   address.arena = arena_->address();
   address.mailboxes[0] = arena_->offset_of(mailboxes_[0]);
   address.mailboxes[1] = arena_->offset_of(mailboxes_[1]);
   address.global_rank = global_rank_;
-  return {reinterpret_cast<const char*>(&address), sizeof(address)};
+  return to_bytes(address);
 }
 
 class SharedMemoryCommunicator final : public Communicator {
@@ -140,7 +136,8 @@ class SharedMemoryCommunicator final : public Communicator {
 
   void host_all_gather(Stream& stream, const void* input, void* output,
                        std::size_t bytes) override {
-    all_gather(stream, input, output, bytes);
+    const Part part{input, output, bytes};
+    enqueue(stream, [this, part] { run_all_gathers({part}); }, Labels::MayDiffer);
   }
 
   void abort(const std::string& reason) override { barrier_.abort(reason); }
@@ -148,11 +145,12 @@ class SharedMemoryCommunicator final : public Communicator {
 
  private:
   template <typename Work>
-  void enqueue(Stream& stream, Work work) {
-    static_cast<HostQueue&>(stream).enqueue([this, what = what_, work = std::move(work)] {
+  void enqueue(Stream& stream, Work work, Labels labels = Labels::Match) {
+    static_cast<HostQueue&>(stream).enqueue([this, labels, what = what_, work = std::move(work)] {
       try {
-        barrier_.begin_collective(*what);
+        barrier_.begin_collective(*what, labels);
         work();
+        barrier_.end_collective();
       } catch (const std::exception& error) {
         barrier_.abort(error.what());
         throw;
@@ -176,10 +174,13 @@ class SharedMemoryCommunicator final : public Communicator {
     const auto* first = static_cast<const char*>(parts.front().input);
     Operation operation = operation_of(Kind::AllGather, 0, arena_->offset_of(first));
     for (const Part& part : parts) {
-      const auto distance =
-          static_cast<std::uint64_t>(static_cast<const char*>(part.input) - first);
+      const std::ptrdiff_t distance = static_cast<const char*>(part.input) - first;
       operation.bytes += part.bytes;
-      operation.pattern = (operation.pattern ^ part.bytes) * 0x9e3779b97f4a7c15u + distance;
+      operation.pattern = (operation.pattern ^ part.bytes) * 0x9e3779b97f4a7c15u +
+                          static_cast<std::uint64_t>(distance);
+      const auto end = distance + static_cast<std::ptrdiff_t>(part.bytes);
+      operation.before = std::max(operation.before, behind(-distance));
+      operation.after = std::max(operation.after, behind(end));
     }
     const bool large = operation.bytes * sources_.size() >= kLargeOutput;
     barrier_.post(operation);
@@ -189,6 +190,10 @@ class SharedMemoryCommunicator final : public Communicator {
       copy_parts(parts, barrier_.wait_for_input(peer, operation), peer, large);
     }
     barrier_.finish();
+  }
+
+  static std::uint64_t behind(std::ptrdiff_t distance) {
+    return static_cast<std::uint64_t>(std::max<std::ptrdiff_t>(distance, 0));
   }
 
   // Copies the inputs of rank `from` to their places in the outputs. `source` is where that rank
@@ -349,20 +354,23 @@ class SharedMemoryCommunicator final : public Communicator {
 std::pair<std::unique_ptr<Communicator>, std::unique_ptr<Communicator>>
 SharedMemoryEndpoint::connect(const std::vector<std::string>& addresses, int rank,
                               std::chrono::milliseconds timeout) const {
+  const bool has_own = rank >= 0 && static_cast<std::size_t>(rank) < addresses.size() &&
+                       addresses[static_cast<std::size_t>(rank)] == address();
   std::vector<Peer> peers[2];
   for (const std::string& bytes : addresses) {
-    Address address;
-    FSDP_CHECK(bytes.size() == sizeof(address), "A rank sent an address of ", bytes.size(),
-               " bytes, but this rank needs ", sizeof(address),
-               " bytes. Run one version of fsdp_ext on all ranks.");
-    std::memcpy(&address, bytes.data(), sizeof(address));
+    const PeerAddress address = parse_address(bytes);
     const std::shared_ptr<const ArenaView> view = ArenaView::of(address.arena);
+    const PeerMemory memory{
+        view, view->base(), view->bytes(),
+        detail::concat("rank ", address.global_rank, " (process ", address.arena.process.pid, ")")};
     for (int lane : {0, 1}) {
-      peers[lane].push_back({address.arena, view,
-                             reinterpret_cast<const Mailbox*>(view->at(address.mailboxes[lane])),
-                             address.global_rank});
+      peers[lane].emplace_back(address, memory, lane);
     }
   }
+  FSDP_CHECK(has_own, "Rank ", global_rank_, " is not at place ", rank, " of the ",
+             addresses.size(),
+             " addresses of its group. The process group's store has other data in it. Restart all "
+             "ranks.");
   auto make = [&](int lane) {
     return std::make_unique<SharedMemoryCommunicator>(arena_, *mailboxes_[lane],
                                                       std::move(peers[lane]), rank, timeout);

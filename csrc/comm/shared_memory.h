@@ -27,13 +27,12 @@ class SharedMemoryEndpoint {
 
   // Returns the communicators of the gather lane and of the reduce lane. `addresses` are those of
   // all ranks' endpoints in order of rank, this one included. Each wait for a peer is limited by
-  // `timeout`. Call it once. Throws an error with the reason if a peer's memory cannot be read.
+  // `timeout`. Call it once. Throws an error with the reason if an address is none, or a peer's
+  // memory cannot be read.
   std::pair<std::unique_ptr<Communicator>, std::unique_ptr<Communicator>> connect(
       const std::vector<std::string>& addresses, int rank, std::chrono::milliseconds timeout) const;
 
  private:
-  struct Address;
-
   int global_rank_;
   std::shared_ptr<Arena> arena_;
   Mailbox* mailboxes_[2];  // of the gather lane and the reduce lane

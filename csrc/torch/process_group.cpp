@@ -1,10 +1,15 @@
 #include "torch/process_group.h"
 
 #include <ATen/ops/from_blob.h>
+#include <c10/util/Exception.h>
 #include <torch/headeronly/version.h>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <mutex>
+#include <regex>
+#include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
 #include <vector>
@@ -23,8 +28,10 @@ at::Tensor view_of(const void* data, std::size_t numel, DType dtype) {
 
 class ProcessGroupCommunicator final : public Communicator {
  public:
-  ProcessGroupCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, bool groups_one_by_one)
+  ProcessGroupCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, GroupMembers members,
+                           bool groups_one_by_one)
       : group_(std::move(group)),
+        members_(std::move(members)),
         backend_(group_->getBackend(c10::DeviceType::CPU)),
         groups_one_by_one_(groups_one_by_one) {}
 
@@ -34,6 +41,7 @@ class ProcessGroupCommunicator final : public Communicator {
   GatherBy gather_by() const override {
     return groups_one_by_one_ ? GatherBy::Size : gather_by_of(transport(), /*on_gpu=*/false);
   }
+  void announce(const std::string& what) override { what_ = &what; }
 
   void all_gather(Stream& stream, const void* input, void* output, std::size_t bytes) override {
     enqueue(stream, [this, input, output, bytes] {
@@ -92,15 +100,40 @@ class ProcessGroupCommunicator final : public Communicator {
  private:
   template <typename Work>
   void enqueue(Stream& stream, Work work) {
-    static_cast<HostQueue&>(stream).enqueue([this, work] {
+    static_cast<HostQueue&>(stream).enqueue([this, what = what_, work] {
       FSDP_CHECK(!aborted_, "communication was aborted: ", async_error());
       try {
         work();
       } catch (const std::exception& error) {
-        abort(error.what());
-        throw;
+        const std::string message = message_of(error, *what);
+        abort(message);
+        throw Error(message);
       }
     });
+  }
+
+  std::string message_of(const std::exception& error, const std::string& what) const {
+    return detail::concat("rank ", members_.global_rank, ": ", what,
+                          " failed over the process group: ", plain_text(error), ". ",
+                          why_it_failed());
+  }
+
+  // Names a rank that has ended. The kernel closes its sockets, which is the error of the others, a
+  // moment before the process is gone.
+  std::string why_it_failed() const {
+    constexpr std::chrono::milliseconds kInterval{10};
+    constexpr int kAttempts = 100;
+    for (int i = 0; i < kAttempts && !members_.processes.empty(); ++i) {
+      for (const auto& [rank, process] : members_.processes) {
+        if (state_of(process) == ProcessState::Ended) {
+          return detail::concat("Rank ", rank, " (process ", process.pid,
+                                ") has ended. Its last output may say why.");
+        }
+      }
+      std::this_thread::sleep_for(kInterval);
+    }
+    return "A rank may hang, have failed, or run other collectives. Look at the output of all "
+           "ranks.";
   }
 
   // torch 2.15 renamed these methods.
@@ -121,8 +154,11 @@ class ProcessGroupCommunicator final : public Communicator {
   }
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  GroupMembers members_;
   c10::intrusive_ptr<c10d::Backend> backend_;
   bool groups_one_by_one_;
+  const std::string unnamed_ = "a collective";
+  const std::string* what_ = &unnamed_;
   std::atomic<bool> aborted_{false};
   std::mutex mutex_;
   std::string error_;
@@ -130,9 +166,24 @@ class ProcessGroupCommunicator final : public Communicator {
 
 }  // namespace
 
+std::string plain_text(const std::exception& error) {
+  static const std::regex kPosition(R"(^(\[[^\]]*\.(cc|cpp|h|hpp):\d+\]\s*)+)");
+  const auto* of_torch = dynamic_cast<const c10::Error*>(&error);
+  std::string text = of_torch != nullptr ? of_torch->what_without_backtrace() : error.what();
+  // A stack of torch's, a traceback of Python's, and what gloo advises.
+  for (const char* ending :
+       {"\nException raised from", "\n\nAt:\n", "This is typically caused by"}) {
+    text.resize(std::min(text.size(), text.find(ending)));
+  }
+  text = std::regex_replace(text, kPosition, "");
+  text.resize(text.find_last_not_of(". \n") + 1);
+  return text.empty() ? "the backend gave no reason" : text;
+}
+
 std::unique_ptr<Communicator> make_process_group_communicator(
-    c10::intrusive_ptr<c10d::ProcessGroup> group, bool groups_one_by_one) {
-  return std::make_unique<ProcessGroupCommunicator>(std::move(group), groups_one_by_one);
+    c10::intrusive_ptr<c10d::ProcessGroup> group, GroupMembers members, bool groups_one_by_one) {
+  return std::make_unique<ProcessGroupCommunicator>(std::move(group), std::move(members),
+                                                    groups_one_by_one);
 }
 
 }  // namespace fsdp

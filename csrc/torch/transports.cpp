@@ -9,7 +9,6 @@
 #include "base/check.h"
 #include "torch/cuda_framework.h"
 #include "torch/dtype.h"
-#include "torch/process_group.h"
 
 namespace fsdp {
 namespace {
@@ -104,11 +103,12 @@ void run_barrier(Lanes& lanes) {
 
 std::shared_ptr<Lanes> make_process_group_lanes(c10::intrusive_ptr<c10d::ProcessGroup> gather,
                                                 c10::intrusive_ptr<c10d::ProcessGroup> reduce,
+                                                const GroupMembers& members,
                                                 std::chrono::milliseconds timeout,
                                                 bool groups_one_by_one) {
   return {new Lanes(make_host_device(timeout), make_host_packer(),
-                    make_process_group_communicator(std::move(gather), groups_one_by_one),
-                    make_process_group_communicator(std::move(reduce), groups_one_by_one)),
+                    make_process_group_communicator(std::move(gather), members, groups_one_by_one),
+                    make_process_group_communicator(std::move(reduce), members, groups_one_by_one)),
           &delete_without_gil};
 }
 

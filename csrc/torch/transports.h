@@ -13,16 +13,14 @@
 #include "comm/shared_memory.h"
 #include "comm/simulated.h"
 #include "core/lanes.h"
-
-namespace c10d {
-class ProcessGroup;
-}
+#include "torch/process_group.h"
 
 namespace fsdp {
 
-// On the host, over one private process group for each lane.
+// On the host, over one private process group for each lane, both of the same ranks.
 std::shared_ptr<Lanes> make_process_group_lanes(c10::intrusive_ptr<c10d::ProcessGroup> gather,
                                                 c10::intrusive_ptr<c10d::ProcessGroup> reduce,
+                                                const GroupMembers& members,
                                                 std::chrono::milliseconds timeout,
                                                 bool groups_one_by_one);
 

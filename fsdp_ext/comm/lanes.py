@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fsdp_ext import _C
 from fsdp_ext._util.warn import warn_caller
-from fsdp_ext.comm.rendezvous import Rendezvous
+from fsdp_ext.comm.rendezvous import Rendezvous, plain_text, processes_of
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.comm.transports import GRACE, Transport, choose_of_host, log_choice, timeout_of
 
@@ -83,17 +83,29 @@ def _process_group_lanes(group: dist.ProcessGroup, device: torch.device) -> _C.L
     its own over the same ranks.
     """
     timeout = timeout_of(group, device)
-    gather, reduce = (
-        dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=timeout,
-            backend=dist.get_backend(group),
-            use_local_synchronization=True,
-            group_desc=f"fsdp_ext_{lane}",
+    try:
+        gather, reduce = (
+            dist.new_group(
+                dist.get_process_group_ranks(group),
+                timeout=timeout,
+                backend=dist.get_backend(group),
+                use_local_synchronization=True,
+                group_desc=f"fsdp_ext_{lane}",
+            )
+            for lane in ("gather", "reduce")
         )
-        for lane in ("gather", "reduce")
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {dist.get_rank()} could not make process groups for the lanes: "
+            f"{plain_text(error)}. A rank may hang or have failed. Look at the output of all ranks."
+        ) from error
+    return _C.Lanes.process_group(
+        gather,
+        reduce,
+        (timeout + GRACE).total_seconds(),
+        global_rank=dist.get_rank(),
+        processes=processes_of(group),
     )
-    return _C.Lanes.process_group(gather, reduce, (timeout + GRACE).total_seconds())
 
 
 def _simulated_lanes(

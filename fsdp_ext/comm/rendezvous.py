@@ -1,13 +1,38 @@
-"""How the ranks of a group exchange addresses before they connect."""
+"""How the ranks of a group exchange addresses before they connect, and which of them have ended."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import re
+import time
+import weakref
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from fsdp_ext import _C
+from fsdp_ext._build_info import VERSION
+
+# What an offer begins with: a random number, then the version of fsdp_ext.
+_RANDOM_BYTES = 16
+_VERSION_BYTES = 32
+
+_PROCESS_KEY = "fsdp_ext/process"
+
+# Seconds between two looks at the store, which become longer while nothing comes.
+_SHORTEST_NAP = 0.001
+_LONGEST_NAP = 0.05
+# Seconds between two looks at whether a rank's process still exists.
+_LIFE_INTERVAL = 0.2
+# A process is gone from /proc a moment after its sockets are closed.
+_LAST_BREATH = 1.0
+
+_announced: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 def host_backend(group: dist.ProcessGroup) -> str:
@@ -25,6 +50,59 @@ def host_backend(group: dist.ProcessGroup) -> str:
     return name
 
 
+def _store_of(group: dist.ProcessGroup) -> Store | None:
+    """Return the group's store; None if it has none."""
+    backend = host_backend(group) or dist.get_backend(group)
+    if backend == "fake":
+        return None
+    store: Store | None = dist.distributed_c10d._get_process_group_store(group)
+    return store
+
+
+def announce_process(group: dist.ProcessGroup) -> None:
+    """Tell the other ranks which process this rank is, so that they notice when it ends.
+
+    Nothing connects the ranks before the first forward. Until then, a rank that has ended is known
+    by its process alone. So every rank writes its process into the store when it shards a module.
+    The call is not collective.
+    """
+    if group in _announced:
+        return
+    _announced.add(group)
+    store = _store_of(group) if group.size() > 1 else None
+    if store is None:
+        return
+    # Without this the others only wait longer, so an error has no consequence of its own.
+    with contextlib.suppress(RuntimeError):
+        store.set(f"{_PROCESS_KEY}/{dist.get_rank(group)}", _C.process_identity().hex())
+
+
+def processes_of(group: dist.ProcessGroup) -> dict[int, bytes]:
+    """Return the processes of the group's ranks that have announced theirs, by global rank."""
+    store = _store_of(group) if group.size() > 1 else None
+    found: dict[int, bytes] = {}
+    if store is None:
+        return found
+    for place, rank in enumerate(dist.get_process_group_ranks(group)):
+        identity = _read_process(store, place)
+        if identity is not None:
+            found[rank] = identity
+    return found
+
+
+def _read_process(store: Store, place: int) -> bytes | None:
+    """Return the process that the rank at `place` has announced; None if it is unknown."""
+    key = f"{_PROCESS_KEY}/{place}"
+    if not store.check([key]):
+        return None
+    try:
+        identity = bytes.fromhex(store.get(key).decode("ascii"))
+        _C.ended_process(identity)  # raises if it is no process
+    except (ValueError, RuntimeError):
+        return None
+    return identity
+
+
 class Rendezvous:
     """One exchange of the ranks of a group, over the group's store, before they connect.
 
@@ -38,25 +116,31 @@ class Rendezvous:
         timeout: the longest wait for another rank in each exchange.
 
     Raises:
-        RuntimeError: if the group has no store, or a rank does not come within the timeout; the
-            message names the rank.
+        RuntimeError: if the group has no store, a rank has ended or does not come within the
+            timeout, ranks run different versions of fsdp_ext, or the store contains something else
+            than offers. The message names the rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, offer: bytes, timeout: timedelta) -> None:
-        self._store = dist.distributed_c10d._get_process_group_store(group)
-        backend = host_backend(group) or dist.get_backend(group)
-        if self._store is None or backend == "fake":
+        store = _store_of(group)
+        if store is None:
+            backend = host_backend(group) or dist.get_backend(group)
             raise RuntimeError(
                 f"ranks connect through their process group's store, but backend '{backend}' has "
                 "none. Use gloo, or leave the transport out."
             )
+        announce_process(group)
+        self._store = store
         self._timeout = timeout
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_process_group_ranks(group)
+        self._processes: dict[int, bytes] = {}
         self._own_key = f"fsdp_ext/offer/{self.rank}"
-        self._store.set(self._own_key, (os.urandom(16) + offer).hex())
-        found = [self._get(f"fsdp_ext/offer/{i}", rank) for i, rank in enumerate(self.ranks)]
-        self.offers = [value[16:] for value in found]
+        self._set(self._own_key, os.urandom(_RANDOM_BYTES) + _version() + offer)
+        keys = [f"fsdp_ext/offer/{place}" for place in range(len(self.ranks))]
+        found = [self._get(key, place) for place, key in enumerate(keys)]
+        self._check_versions(found)
+        self.offers = [value[_RANDOM_BYTES + _VERSION_BYTES :] for value in found]
         self._attempt = hashlib.sha256(b"".join(found)).hexdigest()
 
     def exchange(self, what: str, value: bytes) -> list[bytes]:
@@ -67,21 +151,117 @@ class Rendezvous:
             value: this rank's value.
 
         Raises:
-            RuntimeError: if a rank does not come within the timeout; the message names it.
+            RuntimeError: if a rank has ended or does not come within the timeout; the message names
+                it.
         """
         prefix = f"fsdp_ext/{self._attempt}/{what}"
-        self._store.set(f"{prefix}/{self.rank}", value.hex())
-        values = [self._get(f"{prefix}/{i}", rank) for i, rank in enumerate(self.ranks)]
+        self._set(f"{prefix}/{self.rank}", value)
+        values = [self._get(f"{prefix}/{place}", place) for place in range(len(self.ranks))]
         self._store.delete_key(self._own_key)  # all ranks have read this rank's offer
         return values
 
-    def _get(self, key: str, rank: int) -> bytes:
+    def _check_versions(self, offers: list[bytes]) -> None:
+        mine = VERSION[:_VERSION_BYTES]
+        for rank, offer in zip(self.ranks, offers, strict=True):
+            theirs = offer[_RANDOM_BYTES:][:_VERSION_BYTES].decode("ascii", "replace").strip()
+            if not (theirs and theirs.isascii() and theirs.isprintable()):
+                theirs = "of another version"
+            if theirs != mine:
+                raise RuntimeError(
+                    f"rank {self._name} runs fsdp_ext {mine} and rank {rank} runs fsdp_ext "
+                    f"{theirs}. Install one version on all ranks."
+                )
+
+    @property
+    def _name(self) -> int:
+        return self.ranks[self.rank]
+
+    # - The store
+
+    def _set(self, key: str, value: bytes) -> None:
         try:
-            self._store.wait([key], self._timeout)
+            self._store.set(key, value.hex())
         except RuntimeError as error:
+            self._raise_lost_store(error)
+
+    def _get(self, key: str, place: int) -> bytes:
+        """Return a value of the rank at `place` of the group, when it is there."""
+        try:
+            self._wait(key, place)
+            text = self._store.get(key)
+        except dist.DistError as error:
+            self._raise_lost_store(error)
+        try:
+            return bytes.fromhex(text.decode("ascii"))
+        except ValueError as error:
             raise RuntimeError(
-                f"rank {self.ranks[self.rank]} waited {self._timeout.total_seconds():.0f} s for "
-                f"rank {rank} to begin the first forward, in which all ranks connect ({error}). "
-                "Run the same model on all ranks."
+                f"rank {self._name} found something else than a message of rank "
+                f"{self.ranks[place]} in the process group's store, at '{key}'. Use a store of its "
+                "own for each job."
             ) from error
-        return bytes.fromhex(self._store.get(key).decode())
+
+    def _wait(self, key: str, place: int) -> None:
+        """Wait for a key of the rank at `place`. A wait of the store's would not see a rank end."""
+        start = time.monotonic()
+        looked = start
+        nap = _SHORTEST_NAP
+        while not self._store.check([key]):
+            now = time.monotonic()
+            if now - looked >= _LIFE_INTERVAL:
+                looked = now
+                self._find_process(place)
+                process = self._ended_process(place)
+                if process is not None and not self._store.check([key]):
+                    self._raise_ended(place, process)
+            if now - start >= self._timeout.total_seconds():
+                raise RuntimeError(
+                    f"rank {self._name} waited {self._timeout.total_seconds():.0f} s for rank "
+                    f"{self.ranks[place]} to begin the first forward, in which all ranks connect. "
+                    "Run the same model on all ranks."
+                )
+            time.sleep(nap)
+            nap = min(2 * nap, _LONGEST_NAP)
+
+    def _raise_lost_store(self, error: RuntimeError) -> NoReturn:
+        """Raise the error of a store that is gone. A process served it, perhaps a rank's."""
+        deadline = time.monotonic() + _LAST_BREATH
+        while time.monotonic() < deadline and self._processes:
+            for place in self._processes:
+                if (process := self._ended_process(place)) is not None:
+                    self._raise_ended(place, process)
+            time.sleep(_LONGEST_NAP)
+        raise RuntimeError(
+            f"rank {self._name} cannot reach the process group's store any more: "
+            f"{plain_text(error)}. The process that served it, often rank 0, has ended. Its last "
+            "output may say why."
+        ) from error
+
+    # - Ranks that have ended
+
+    def _find_process(self, place: int) -> None:
+        if place not in self._processes:
+            identity = _read_process(self._store, place)
+            if identity is not None:
+                self._processes[place] = identity
+
+    def _ended_process(self, place: int) -> int | None:
+        """Return the process id of a rank that is known to have ended."""
+        identity = self._processes.get(place)
+        return None if identity is None else _C.ended_process(identity)
+
+    def _raise_ended(self, place: int, process: int) -> NoReturn:
+        raise RuntimeError(
+            f"rank {self._name}: rank {self.ranks[place]} (process {process}) has ended before or "
+            "during its first forward, in which all ranks connect. Its last output may say why."
+        )
+
+
+def _version() -> bytes:
+    return VERSION.encode("ascii", "replace")[:_VERSION_BYTES].ljust(_VERSION_BYTES)
+
+
+def plain_text(error: BaseException) -> str:
+    """Return what an error of torch says, without positions in source files and stacks."""
+    text = str(error).split("\nException raised from")[0]
+    text = re.sub(r"^(\[[^\]]*\.(cc|cpp|h|hpp):\d+\]\s*)+", "", text)
+    return text.rstrip(". \n") or type(error).__name__

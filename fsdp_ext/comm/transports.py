@@ -154,8 +154,9 @@ def choose_of_host(
             )
         except (RuntimeError, MemoryError) as error:
             reason = f"rank {rank}: {error}"
-    reasons = [reason.decode() for reason in rendezvous.exchange("reason", reason.encode())]
-    _check_agreement(rendezvous, [name.decode().strip() for name in names])
+    exchanged = rendezvous.exchange("reason", reason.encode())
+    reasons = [reason.decode(errors="replace") for reason in exchanged]
+    _check_agreement(rendezvous, [name.decode("ascii", "replace").strip() for name in names])
     failures = [reason for reason in reasons if reason]
     if failures and asked is not None:
         raise RuntimeError(

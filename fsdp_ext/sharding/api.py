@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.utils import _get_root_modules
 
+from fsdp_ext.comm.rendezvous import announce_process
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.comm.transports import resolve_transport
 from fsdp_ext.sharding import optimizer_hooks, state_dict_hooks
@@ -158,6 +159,7 @@ def fully_shard(
         max_message_bytes=resolve_max_message_bytes(max_message_bytes),
         prefetch=resolve_prefetch(prefetch),
     )
+    announce_process(mesh.get_group())
     params = managed_params(modules, set(ignored_params or ()))
     unit = Unit(modules, params, mesh, device_of(mesh), settings)
     _move_buffers(modules, unit.device)

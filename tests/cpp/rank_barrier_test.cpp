@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/shared_arena.h"
 #include "message_of.h"
 
 namespace fsdp::test {
@@ -23,13 +24,14 @@ class TwoRanks : public ::testing::Test {
  protected:
   void connect_after_round(std::uint32_t last_round) {
     const auto arena = Arena::of_this_process();
-    const auto view = ArenaView::of(arena->address());
+    const PeerMemory memory{nullptr, arena->base(), arena->address().bytes, "a rank"};
     std::vector<Peer> peers;
     for (int r = 0; r < 2; ++r) {
       memory_.push_back(Arena::allocate(arena, sizeof(Mailbox)));
       mailboxes_[r] = new (memory_.back().get()) Mailbox;
       mailboxes_[r]->posted = mailboxes_[r]->finished = last_round;
-      peers.push_back({arena->address(), view, mailboxes_[r], r});
+      const std::uint64_t offset = arena->offset_of(mailboxes_[r]);
+      peers.emplace_back(PeerAddress{arena->address(), {offset, offset}, r}, memory, 0);
     }
     for (int r = 0; r < 2; ++r) {
       ranks_[r] =

@@ -1,7 +1,9 @@
 // The arena of shared memory: allocation, other processes, and errors.
 #include "comm/shared_arena.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -106,8 +108,8 @@ TEST(Arena, CanBeReadByOtherProcesses) {
   const auto offset = arena->offset_of(memory.get());
   EXPECT_EQ(in_child([&] {
               const auto view = ArenaView::of(address);
-              const bool mapped_anew = view->at(offset) != memory.get();
-              return mapped_anew && std::strcmp(view->at(offset), "hello") == 0 ? 0 : 1;
+              const char* text = view->base() + offset;
+              return text != memory.get() && std::strcmp(text, "hello") == 0 ? 0 : 1;
             }),
             0);
 }
@@ -122,7 +124,7 @@ TEST(Arena, KeepsItsMemoryWhenAForkedChildFreesIt) {
               const auto own = Arena::of_this_process();
               const auto mine = Arena::allocate(own, 4096);
               static_cast<char*>(mine.get())[0] = 9;
-              return own->address().pid == ::getpid() && mine.get() != bytes ? 0 : 1;
+              return own->address().process.pid == ::getpid() && mine.get() != bytes ? 0 : 1;
             }),
             0);
   EXPECT_EQ(bytes[0], 5);
@@ -144,14 +146,14 @@ TEST(Arena, CannotBeReadByAnotherUser) {
 }
 
 TEST(Arena, KnowsTheStateOfAProcess) {
-  ArenaAddress child;
+  ProcessIdentity child;
   const pid_t pid = ::fork();
   if (pid == 0) {
     ::pause();
     ::_exit(0);
   }
   int status = 0;
-  child = Arena::of_this_process()->address();
+  child = identity_of_this_process();
   EXPECT_EQ(state_of(child), ProcessState::Runs);
   child.started += 1;
   EXPECT_EQ(state_of(child), ProcessState::Ended) << "another process with the same pid";
@@ -163,7 +165,7 @@ TEST(Arena, KnowsTheStateOfAProcess) {
 #endif
 
 TEST(Arena, AProcessThatCannotBeInspectedCountsAsRunning) {
-  const ArenaAddress here = Arena::of_this_process()->address();
+  const ProcessIdentity here = identity_of_this_process();
   rlimit before{};
   ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
   const rlimit none{0, before.rlim_max};
@@ -177,18 +179,67 @@ TEST(ArenaView, SaysWhyAnArenaCannotBeRead) {
   const ArenaAddress here = Arena::of_this_process()->address();
   ArenaAddress elsewhere = here;
   elsewhere.token += 1;
-  elsewhere.host[0] = '?';
+  elsewhere.process.host[0] = '?';
   const auto message = [&] { return message_of([&] { ArenaView::of(elsewhere); }); };
   EXPECT_TRUE(contains(message(), "needs all ranks on one host"));
   elsewhere = here;
   elsewhere.token += 1;
-  elsewhere.pid_namespace += 1;
+  elsewhere.process.pid_namespace += 1;
   EXPECT_TRUE(contains(message(), "PID namespace"));
   elsewhere = here;
   elsewhere.token += 1;
   EXPECT_TRUE(contains(message(), "something else"));
   elsewhere.fd = 0;  // not an arena, and perhaps not a file
   EXPECT_TRUE(contains(message(), "Shared memory "));
+}
+
+// A file that looks like an arena, but for its size or seals. Reading behind the end of a file that
+// shrinks would end this process with a SIGBUS.
+class FakeArena {
+ public:
+  FakeArena(std::size_t bytes, unsigned seals) : fd_(::memfd_create("fake", MFD_ALLOW_SEALING)) {
+    address_ = Arena::of_this_process()->address();
+    address_.token = 4711;
+    address_.bytes = bytes;
+    address_.fd = fd_;
+    EXPECT_EQ(::ftruncate(fd_, static_cast<off_t>(bytes)), 0);
+    EXPECT_EQ(::pwrite(fd_, &address_.token, sizeof(address_.token), 0),
+              static_cast<ssize_t>(sizeof(address_.token)));
+    EXPECT_EQ(::fcntl(fd_, F_ADD_SEALS, seals), 0);
+  }
+  ~FakeArena() { ::close(fd_); }
+  FakeArena(const FakeArena&) = delete;
+  FakeArena& operator=(const FakeArena&) = delete;
+
+  ArenaAddress address_;
+
+ private:
+  int fd_;
+};
+
+constexpr unsigned kAllSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+TEST(Arena, NobodyCanChangeTheSizeOfTheFile) {
+  const ArenaAddress here = Arena::of_this_process()->address();
+  const int fd = static_cast<int>(here.fd);
+  EXPECT_EQ(static_cast<unsigned>(::fcntl(fd, F_GET_SEALS)), kAllSeals);
+  EXPECT_NE(::ftruncate(fd, 4096), 0);
+  EXPECT_NE(::ftruncate(fd, static_cast<off_t>(here.bytes * 2)), 0);
+}
+
+TEST(ArenaView, MapsASealedFileOfTheRightSizeOnly) {
+  FakeArena good(1 << 16, kAllSeals);
+  EXPECT_EQ(ArenaView::of(good.address_)->bytes(), std::size_t{1} << 16);
+  const std::string refusal = "size is sealed";
+  for (const unsigned missing : {F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_SEAL}) {
+    FakeArena unsealed(1 << 16, kAllSeals & ~missing);
+    EXPECT_TRUE(contains(message_of([&] { ArenaView::of(unsealed.address_); }), refusal));
+  }
+  FakeArena other_size(1 << 16, kAllSeals);
+  other_size.address_.bytes *= 2;
+  EXPECT_TRUE(contains(message_of([&] { ArenaView::of(other_size.address_); }), refusal));
+  FakeArena empty(1, kAllSeals);
+  EXPECT_TRUE(contains(message_of([&] { ArenaView::of(empty.address_); }), refusal));
 }
 
 }  // namespace

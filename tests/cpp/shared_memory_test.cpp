@@ -501,8 +501,30 @@ TEST(SharedMemory, RefusesAWrongRootAndAWrongAddress) {
                  "got root 1. Pass a rank from 0 to 0"));
   }));
   const SharedMemoryEndpoint endpoint(0);
-  EXPECT_TRUE(contains(message_of([&] { endpoint.connect({"short"}, 0, kLong); }),
-                       "Run one version of fsdp_ext"));
+  const auto error_of = [&](const std::vector<std::string>& addresses, int rank) {
+    return message_of([&] { endpoint.connect(addresses, rank, kLong); });
+  };
+  EXPECT_TRUE(contains(error_of({"short"}, 0), "Run one version of fsdp_ext"));
+  const SharedMemoryEndpoint other(1);
+  EXPECT_TRUE(contains(error_of({other.address()}, 0), "Rank 0 is not at place 0 of the 1 addr"));
+  EXPECT_TRUE(
+      contains(error_of({endpoint.address()}, 1), "Rank 0 is not at place 1 of the 1 addr"));
+}
+
+// Both have the same size, so nothing but the label tells them apart.
+TEST(SharedMemory, RanksThatGatherDifferentUnitsSayBoth) {
+  static const std::string kUnits[] = {"the all-gather of unit 'a'", "the all-gather of unit 'b'"};
+  const auto messages = run_ranks(2, [](Rank& rank) {
+    char mine = 0;
+    char all[2] = {};
+    rank.gather.announce(kUnits[rank.number]);
+    rank.gather.all_gather(rank.gather_stream, &mine, all, 1);
+    rank.gather_stream.synchronize();
+  });
+  for (const std::string& message : messages) {
+    EXPECT_TRUE(contains(message, kUnits[0])) << message;
+    EXPECT_TRUE(contains(message, kUnits[1])) << message;
+  }
 }
 
 }  // namespace

@@ -65,6 +65,7 @@ def run_ranks(
     timeout: float = 120.0,
     device: str = "cpu",
     fresh: bool = False,
+    lost: Sequence[int] = (),
 ) -> list[T]:
     """Call `worker(*args)` on every rank of a new gloo group and return the results by rank.
 
@@ -80,6 +81,8 @@ def run_ranks(
         fresh: whether the call has processes of its own. It needs them if it kills a rank, or
             changes what isolation.py cannot restore: resource limits, signal handlers, attributes
             of fsdp_ext, or a cache that holds an answer about this process.
+        lost: ranks that are to end without a result. Their results are left out, and processes are
+            always fresh.
 
     Raises:
         RanksFailed: a rank raised (the message has its traceback), ended without a result (its exit
@@ -89,8 +92,8 @@ def run_ranks(
     if world_size < 1:
         raise ValueError(f"run_ranks got {world_size} ranks. Pass at least 1.")
     call = Call(str(next(_run_ids)), timeout, pickle.dumps((worker, args)))
-    if fresh or _ALWAYS_FRESH or device != "cpu":
-        pool = _Pool(world_size, device, shared=False)
+    if fresh or lost or _ALWAYS_FRESH or device != "cpu":
+        pool = _Pool(world_size, device, shared=False, lost=lost)
         with contextlib.closing(pool):
             answers = pool.run(call)
             pool.leave()
@@ -137,13 +140,16 @@ class _Rank:
 class _Pool:
     """Processes that run one call after another, each on all of them, until one call fails."""
 
-    def __init__(self, world_size: int, device: str, *, shared: bool) -> None:
+    def __init__(
+        self, world_size: int, device: str, *, shared: bool, lost: Sequence[int] = ()
+    ) -> None:
         global _store
         if _store is None:
             _store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         directory = self._directory.name
         self._calls = 0
+        self._lost = lost
         self._ranks = [
             self._start(Place(rank, world_size, _store.port, device, directory, shared))
             for rank in range(world_size)
@@ -169,6 +175,7 @@ class _Pool:
         self._collect(deadline, "before it had a result")
         self._raise_failures(call.timeout_s)
         answers = [rank.answer[1] for rank in self._ranks if rank.answer]
+        self._forget_lost_ranks()
         # No rank leaves before all have answered: a collective of a slower one needs its peers.
         for rank in self._ranks:
             rank.pipe.send_bytes(b"leave")
@@ -179,6 +186,15 @@ class _Pool:
         self._raise_failures(call.timeout_s)
         self._calls += 1
         return answers
+
+    def _forget_lost_ranks(self) -> None:
+        for rank in [rank for rank in self._ranks if rank.number in self._lost]:
+            if rank.answer is not None:
+                raise RanksFailed(f"rank {rank.number} was to end without a result, but has one")
+            rank.process.join(GRACE_S)
+            rank.process.close()
+            rank.pipe.close()
+            self._ranks.remove(rank)
 
     def leave(self) -> None:
         """Have the processes return and end.
@@ -215,6 +231,8 @@ class _Pool:
             ready = cast("list[Connection]", wait(list(waiting), left))
             for rank in [waiting.pop(pipe) for pipe in ready]:
                 _receive(rank, when)
+                if rank.number in self._lost and rank.answer is None:
+                    rank.failure = None
             if any(rank.failure for rank in self._ranks):
                 # The message has what the others have said by now, too: when a rank dies, its
                 # peers' errors are the echo.

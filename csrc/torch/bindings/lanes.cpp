@@ -1,9 +1,12 @@
 // The lanes of each transport.
 #include <algorithm>
 #include <chrono>
+#include <map>
+#include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "base/check.h"
+#include "comm/process_identity.h"
 #include "torch/bindings/registrations.h"
 #include "torch/transports.h"
 
@@ -16,6 +19,18 @@ std::chrono::milliseconds milliseconds(double seconds) {
   return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000));
 }
 
+// Of processes elsewhere nothing would be known later.
+GroupMembers members_of(int rank, const std::map<int, std::string>& processes) {
+  GroupMembers members{rank, {}};
+  for (const auto& [other, bytes] : processes) {
+    const ProcessIdentity process = parse_identity(bytes);
+    if (other != rank && share_pid_namespace(process, identity_of_this_process())) {
+      members.processes.emplace_back(other, process);
+    }
+  }
+  return members;
+}
+
 void register_shared_memory(py::module_& m) {
   py::class_<SharedMemoryEndpoint>(m, "SharedMemoryEndpoint")
       .def(py::init<int>(), py::arg("rank"))
@@ -23,6 +38,23 @@ void register_shared_memory(py::module_& m) {
            [](const SharedMemoryEndpoint& endpoint) { return py::bytes(endpoint.address()); });
   m.def("shared_zeros", &shared_zeros, py::arg("bytes"));
   m.def("shared_memory_bytes", [] { return Arena::of_this_process()->allocated_bytes(); });
+}
+
+void register_processes(py::module_& m) {
+  m.def("process_identity", [] {
+    const ProcessIdentity identity = identity_of_this_process();
+    return py::bytes(reinterpret_cast<const char*>(&identity), sizeof(identity));
+  });
+  // Of a process elsewhere nothing is known.
+  m.def(
+      "ended_process",
+      [](const std::string& identity) -> std::optional<std::int64_t> {
+        const ProcessIdentity process = parse_identity(identity);
+        const bool is_here = share_pid_namespace(process, identity_of_this_process());
+        const bool has_ended = is_here && state_of(process) == ProcessState::Ended;
+        return has_ended ? std::make_optional(process.pid) : std::nullopt;
+      },
+      py::arg("identity"));
 }
 
 void register_nccl(py::module_& m) {
@@ -54,12 +86,14 @@ void register_lanes(py::module_& m) {
       .def_static(
           "process_group",
           [](c10::intrusive_ptr<c10d::ProcessGroup> gather,
-             c10::intrusive_ptr<c10d::ProcessGroup> reduce, double timeout,
-             bool groups_one_by_one) {
+             c10::intrusive_ptr<c10d::ProcessGroup> reduce, double timeout, int rank,
+             const std::map<int, std::string>& processes, bool groups_one_by_one) {
             return make_process_group_lanes(std::move(gather), std::move(reduce),
-                                            milliseconds(timeout), groups_one_by_one);
+                                            members_of(rank, processes), milliseconds(timeout),
+                                            groups_one_by_one);
           },
           py::arg("gather_group"), py::arg("reduce_group"), py::arg("timeout"),
+          py::arg("global_rank") = 0, py::arg("processes") = std::map<int, std::string>(),
           py::arg("groups_one_by_one") = false)
       .def_static(
           "nccl",
@@ -132,6 +166,7 @@ void register_lanes(py::module_& m) {
           py::arg("input"), py::arg("output"))
       .def("input_buffer", &input_buffer, py::arg("bytes"));
   register_shared_memory(m);
+  register_processes(m);
   register_nccl(m);
 }
 

@@ -1,0 +1,85 @@
+// What one rank publishes for one communicator, and how peers read it.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+
+#include "base/dtype.h"
+#include "comm/futex.h"
+#include "comm/peer_memory.h"
+
+namespace fsdp {
+
+// What a rank posts about the collective that it runs.
+struct Operation {
+  enum class Kind : std::uint32_t { AllGather, ReduceScatter, AllReduce, Broadcast, Barrier };
+
+  // Whether both are the same collective. Offsets may differ.
+  bool matches(const Operation& other) const;
+  std::string describe() const;
+
+  Kind kind = Kind::Barrier;
+  DType dtype = DType::Bytes;
+  std::int32_t root = 0;
+  std::uint64_t bytes = 0;    // of the rank's input
+  std::uint64_t pattern = 0;  // hash of how the parts of the input lie
+  std::uint64_t label = 0;    // hash of the label
+  std::uint64_t offset = 0;   // of the input, in the rank's arena
+  std::uint64_t before = 0;   // how far peers read in front of the offset and behind it
+  std::uint64_t after = 0;
+};
+
+// The label of the collective that a lane runs. Peers may read it while it changes, and then see
+// none.
+class Activity {
+ public:
+  void begin(const std::string& label);
+  void end() { is_busy_.store(0, std::memory_order_relaxed); }
+
+  bool is_busy() const { return is_busy_.load(std::memory_order_relaxed) != 0; }
+  // Of the current collective, or else of the last one. Cut if it is long.
+  std::string label() const;
+
+ private:
+  static constexpr std::size_t kWords = 16;
+
+  std::atomic<std::uint32_t> version_{0};  // odd while the label changes
+  std::atomic<std::uint32_t> is_busy_{0};
+  std::atomic<std::uint64_t> words_[kWords] = {};
+};
+
+// It lies in the rank's arena, and peers only read it.
+struct Mailbox {
+  enum class State : std::uint32_t { Active, Failed, Closed };
+
+  alignas(64) futex::Word posted{0};    // the last round that the rank has posted
+  alignas(64) futex::Word finished{0};  // the last round whose inputs it has finished reading
+  alignas(64) std::atomic<State> state{State::Active};
+  char reason[1024] = {};  // why the rank failed; written before `state`
+  // Of the last round and the one before, by the parity of their numbers.
+  alignas(8) Operation operations[2];
+  Activity activity;
+};
+
+// A hash of a label, by which ranks compare labels.
+std::uint64_t hash_of(const std::string& label);
+
+// - Checked reads of a peer's mailbox: Note [peers are not trusted]
+
+const Mailbox& mailbox_in(const PeerMemory& memory, std::uint64_t offset);
+
+// Whether a peer whose word says `seen` has reached `round`, in which this rank is. Throws if no
+// rank could be in `seen` now. See Note [rank barrier].
+bool has_reached(std::uint32_t seen, std::uint32_t round, const std::string& who);
+
+Mailbox::State state_in(const Mailbox& mailbox, const std::string& who);
+std::string reason_in(const Mailbox& mailbox);
+
+// What the peer posted for `round`.
+Operation operation_in(const Mailbox& mailbox, std::uint32_t round);
+
+// Where the peer's input is.
+const char* input_in(const PeerMemory& memory, const Operation& operation);
+
+}  // namespace fsdp

@@ -1,0 +1,133 @@
+"""Ranks that end: the others say which one, at once, and in a plain sentence."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import signal
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.launcher import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_ext import fully_shard
+from fsdp_ext.comm import rendezvous
+from fsdp_ext.comm.rendezvous import Rendezvous
+
+# Much longer than a test may take: no error below is that of a timeout.
+LONG = datetime.timedelta(seconds=300)
+
+
+def _sharded(transport: str) -> Any:
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=LONG), "cpu")
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for module in [*model, model]:
+        fully_shard(module, mesh=mesh, transport=transport, bucket_bytes=0)
+    return model
+
+
+def _error_of_step(model: Any) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(2, 8)).sum().backward()
+    return str(caught.value)
+
+
+def _end(how: str) -> None:
+    if how == "exits":
+        os._exit(3)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _end_before_forward(transport: str, how: str) -> str:
+    model = _sharded(transport)
+    if dist.get_rank() == 1:
+        _end(how)
+    return _error_of_step(model)
+
+
+@pytest.mark.parametrize(
+    ("transport", "how"), [("shared_memory", "is killed"), ("process_group", "exits")]
+)
+def test_a_rank_that_ends_before_its_first_forward_is_named_at_once(
+    transport: str, how: str
+) -> None:
+    (message,) = run_ranks(_end_before_forward, 2, transport, how, timeout=30.0, lost=[1])
+    assert message.startswith("rank 0: rank 1 (process ")
+    assert "has ended before or during its first forward" in message
+
+
+def _end_in_training(transport: str) -> str:
+    model = _sharded(transport)
+    for _ in range(2):  # the first iterations also compare what the ranks do
+        model(torch.ones(2, 8)).sum().backward()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        _end("is killed")
+    return _error_of_step(model)
+
+
+def test_a_rank_that_is_killed_during_training_is_named_at_once() -> None:
+    what = "the all-gather of unit '0'"
+    (message,) = run_ranks(_end_in_training, 2, "shared_memory", timeout=30.0, lost=[1])
+    assert message.startswith("rank 0: rank 1 (process ")
+    assert message.endswith(f"has ended before or during {what}. Its last output may say why.")
+    (message,) = run_ranks(_end_in_training, 2, "process_group", timeout=30.0, lost=[1])
+    start = f"rank 0: {what} failed over the process group: "
+    # Then comes gloo's reason, of several, without the position in its source file.
+    assert re.fullmatch(
+        rf"{re.escape(start)}[A-Z][\w\[\]:. ]+[^.]\. Rank 1 \(process \d+\) has ended\. "
+        r"Its last output may say why\.",
+        message,
+    ), message
+
+
+# - What the store has
+
+
+def _other_version() -> str:
+    if dist.get_rank() == 1:
+        rendezvous.VERSION = "0.0.1"
+    model = _sharded("process_group" if dist.get_rank() else "shared_memory")
+    return _error_of_step(model)
+
+
+def test_ranks_with_different_versions_name_both() -> None:
+    messages = run_ranks(_other_version, 2, timeout=30.0, fresh=True)
+    mine, ending = rendezvous.VERSION, "Install one version on all ranks."
+    assert messages == [
+        f"rank 0 runs fsdp_ext {mine} and rank 1 runs fsdp_ext 0.0.1. {ending}",
+        f"rank 1 runs fsdp_ext 0.0.1 and rank 0 runs fsdp_ext {mine}. {ending}",
+    ]
+
+
+@pytest.mark.parametrize("entry", ["no hexadecimal number", "", "ab" * 20, "ab" * 300, "\u00e9"])
+def test_something_else_in_the_store_is_an_error(entry: str) -> None:
+    """Without another rank: the store has its offer already."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        in_store = dist.distributed_c10d._get_process_group_store(group)
+        in_store.set("fsdp_ext/offer/1", entry)
+        with (
+            mock.patch.object(dist, "get_process_group_ranks", return_value=[0, 1]),
+            pytest.raises(RuntimeError, match=r"rank 1 .*(Use a store of its own|of another)"),
+        ):
+            Rendezvous(group, b"", LONG)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_error_of_torch_loses_its_stack() -> None:
+    error = RuntimeError(
+        "[../gloo/pair.cc:534] Connection closed [127.0.0.1]:80.\nException raised from f at a.cpp"
+    )
+    assert rendezvous.plain_text(error) == "Connection closed [127.0.0.1]:80"
+    assert rendezvous.plain_text(RuntimeError()) == "RuntimeError"
