@@ -72,6 +72,7 @@ bool TorchRoot::enter_forward(TorchUnit& unit) {
   }
   for (const auto& other : units_) {
     other->forget_pending();
+    other->reclaim_memory();
   }
   outermost_ = &unit;
   backward_failed_ = false;

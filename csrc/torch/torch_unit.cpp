@@ -1,7 +1,6 @@
 #include "torch/torch_unit.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/from_blob.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -20,20 +19,6 @@ namespace fsdp {
 namespace {
 
 std::atomic<std::uint64_t> optimizer_steps{0};
-
-// A contiguous tensor of `shape` at byte `offset` of a storage that may have no memory yet.
-at::Tensor view_of_storage(const c10::intrusive_ptr<c10::StorageImpl>& storage, std::size_t offset,
-                           const std::vector<std::int64_t>& shape, at::ScalarType dtype,
-                           at::Device device) {
-  const auto keys =
-      c10::DispatchKeySet(device.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU);
-  at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), keys,
-                                                             c10::scalarTypeToTypeMeta(dtype));
-  view.unsafeGetTensorImpl()->set_storage_offset(
-      static_cast<std::int64_t>(offset / c10::elementSize(dtype)));
-  view.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
-  return view;
-}
 
 }  // namespace
 
@@ -266,17 +251,6 @@ void TorchUnit::register_parameters(bool unsharded) {
   unsharded_registered_ = unsharded;
 }
 
-// See Note [moving shards]. `flat` is all of its storage.
-void TorchUnit::move(const at::Tensor& flat, std::shared_ptr<void> memory) {
-  const at::NoGradGuard no_grad;
-  void* data = memory.get();
-  at::from_blob(data, flat.sizes(), flat.options()).copy_(flat);
-  auto* kept = new std::shared_ptr<void>(std::move(memory));
-  flat.storage().unsafeGetStorageImpl()->set_data_ptr_noswap(at::DataPtr(
-      data, kept, [](void* owner) { delete static_cast<std::shared_ptr<void>*>(owner); },
-      flat.device()));
-}
-
 std::uint64_t TorchUnit::shard_version() {
   std::uint64_t version = optimizer_steps.load(std::memory_order_relaxed);
   for (std::size_t i = 0; i < sharded_.size(); ++i) {
@@ -365,6 +339,11 @@ bool TorchUnit::has_trainable_set_changed() const {
     }
   }
   return false;
+}
+
+void TorchUnit::reclaim_memory() {
+  tensors_.shard.reclaim();
+  tensors_.gradient.reclaim();
 }
 
 // - BackwardTarget

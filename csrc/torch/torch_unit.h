@@ -26,6 +26,7 @@
 
 #include "core/unit.h"
 #include "torch/autograd_hooks.h"
+#include "torch/flat_tensor.h"
 
 namespace fsdp {
 
@@ -39,8 +40,8 @@ struct ModuleAttribute {
 
 // The unit's memory, and the shapes and dtypes of its unsharded parameters.
 struct UnitTensors {
-  at::Tensor flat_shard;     // layout.shard_bytes() bytes, uint8
-  at::Tensor flat_gradient;  // layout.grad_numel() elements of layout.grad_dtype()
+  FlatTensor shard;     // layout.shard_bytes() bytes, uint8
+  FlatTensor gradient;  // layout.grad_numel() elements of layout.grad_dtype()
   std::vector<std::vector<std::int64_t>> shapes;
   std::vector<at::ScalarType> param_dtypes;
 };
@@ -77,13 +78,11 @@ class TorchUnit final : public UnitPort,
   // - UnitPort.
   void attach(void* unsharded) override;
   void detach() override;
-  void* flat_shard() override { return tensors_.flat_shard.data_ptr(); }
-  void* flat_gradient() override { return tensors_.flat_gradient.data_ptr(); }
-  void move_shard(std::shared_ptr<void> memory) override {
-    move(tensors_.flat_shard, std::move(memory));
-  }
+  void* flat_shard() override { return tensors_.shard.data(); }
+  void* flat_gradient() override { return tensors_.gradient.data(); }
+  void move_shard(std::shared_ptr<void> memory) override { tensors_.shard.move(std::move(memory)); }
   void move_gradient(std::shared_ptr<void> memory) override {
-    move(tensors_.flat_gradient, std::move(memory));
+    tensors_.gradient.move(std::move(memory));
   }
   std::uint64_t shard_version() override;
   std::shared_ptr<void> extract_gradients(const void** addresses) override;
@@ -101,6 +100,8 @@ class TorchUnit final : public UnitPort,
   void run_post_accumulate_hooks();
   // Whether a parameter was frozen or unfrozen since the unit was made.
   bool has_trainable_set_changed() const;
+  // Undoes share_memory_() on shards and gradients: see FlatTensor::reclaim.
+  void reclaim_memory();
   // Whether forward has run some modules of the group, but not all.
   bool is_incomplete() const { return pending_count_ > 0 && pending_count_ < pending_.size(); }
   void forget_pending();
@@ -110,9 +111,8 @@ class TorchUnit final : public UnitPort,
   int number() const { return number_; }
 
  private:
-  at::Device device() const { return tensors_.flat_shard.device(); }
+  at::Device device() const { return tensors_.shard.flat().device(); }
   const at::Tensor& sharded(std::size_t parameter) const;
-  static void move(const at::Tensor& flat, std::shared_ptr<void> memory);
   void register_parameters(bool unsharded);
   bool enter_module();
   bool leave_module(std::size_t index);
