@@ -42,11 +42,12 @@ def state_of(module: nn.Module) -> ModuleState | None:
 
 
 def has_state(module: nn.Module) -> bool:
-    """Return whether ``module`` has a state, or wraps a module that has one.
+    """Return whether ``module`` itself has a state.
 
-    A wrapper counts if it forwards attributes, as the one of activation checkpointing does.
+    ``hasattr`` would look through wrappers that forward attributes, such as the one of activation
+    checkpointing. The wrapper of a sharded module is not sharded itself.
     """
-    return hasattr(module, _KEY)
+    return _KEY in module.__dict__
 
 
 def is_state(attribute: str) -> bool:
