@@ -28,7 +28,13 @@ from fsdp_ext.sharding.arguments import (
 )
 from fsdp_ext.sharding.forward_hooks import ForwardHooks
 from fsdp_ext.sharding.fsdp_module import FSDPModule, fsdp_class
-from fsdp_ext.sharding.module_state import ModuleState, managed_params, set_state, state_of
+from fsdp_ext.sharding.module_state import (
+    ModuleState,
+    managed_modules,
+    managed_params,
+    set_state,
+    state_of,
+)
 from fsdp_ext.sharding.root import prepare_forward
 from fsdp_ext.sharding.settings import UnitSettings
 from fsdp_ext.sharding.unit import Unit
@@ -161,6 +167,7 @@ def fully_shard(
     params = managed_params(modules, set(ignored_params or ()))
     unit = Unit(modules, params, mesh, device_of(mesh), settings)
     _move_buffers(modules, unit.device)
+    _mark_for_dynamo(modules)
     for index, submodule in enumerate(modules):
         submodule.__class__ = fsdp_class(type(submodule))
         hooks = ForwardHooks(unit, index, prepare_forward)
@@ -185,6 +192,17 @@ def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:
         for buffer in module.buffers():
             if not buffer.is_meta and buffer.device.type != device.type:
                 buffer.data = buffer.to(device)
+
+
+def _mark_for_dynamo(modules: list[nn.Module]) -> None:
+    """Set what Dynamo looks for in modules that FSDP manages, as FSDP2 does.
+
+    Dynamo then makes parameters inputs of its graphs instead of guarding on each of them.
+    """
+    for module in managed_modules(modules):
+        marked: Any = module
+        marked._is_fsdp_managed_module = True
+        marked._fsdp_use_orig_params = True
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

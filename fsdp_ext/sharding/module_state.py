@@ -79,6 +79,21 @@ def sharded_module(model: nn.Module) -> nn.Module:
     return model if state is None else state.sharded
 
 
+def managed_modules(modules: list[nn.Module]) -> list[nn.Module]:
+    """Return ``modules`` and what is in them, except for nested units."""
+    found: dict[nn.Module, None] = {}
+
+    def collect(module: nn.Module) -> None:
+        found[module] = None
+        for child in module.children():
+            if child not in found and group_of(child) is None:
+                collect(child)
+
+    for module in modules:
+        collect(module)
+    return list(found)
+
+
 def managed_params(modules: list[nn.Module], ignored: set[nn.Parameter]) -> dict[nn.Parameter, str]:
     """Return the parameters under ``modules`` outside of nested units, with their names."""
     params: dict[nn.Parameter, str] = {}
