@@ -1,6 +1,7 @@
 #include "torch/torch_unit.h"
 
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -19,6 +20,24 @@ namespace fsdp {
 namespace {
 
 std::atomic<std::uint64_t> optimizer_steps{0};
+
+// Calls the hooks one by one. PyTorch's own way of calling them raises if one returns a value, and
+// FSDP2 ignores the value.
+void call_post_accumulate_hooks(const py::object& parameter) {
+  const py::gil_scoped_acquire gil;
+  try {
+    const py::list hooks(parameter.attr("_post_accumulate_grad_hooks").attr("values")());
+    for (const py::handle hook : hooks) {
+      hook(parameter);
+    }
+  } catch (py::error_already_set& error) {
+    // Autograd keeps the type of errors of this class only.
+    error.restore();
+    python_error kept;
+    kept.persist();
+    throw std::move(kept);
+  }
+}
 
 }  // namespace
 
@@ -324,10 +343,8 @@ void TorchUnit::run_post_accumulate_hooks() {
       continue;
     }
     got_gradient_[i] = 0;
-    const at::Tensor& parameter = sharded(trainable_[i]);
-    const auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameter);
-    if (hook != nullptr) {
-      (*hook)(parameter);
+    if (torch::autograd::impl::post_acc_grad_hooks(sharded(trainable_[i])) != nullptr) {
+      call_post_accumulate_hooks(sharded_[trainable_[i]]);
     }
   }
 }
