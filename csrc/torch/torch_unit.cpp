@@ -49,8 +49,8 @@ TorchUnit::TorchUnit(UnitLayout layout, UnitTensors tensors, ForwardCasts casts,
       tensors_(std::move(tensors)),
       casts_(casts),
       storage_(c10::make_intrusive<c10::StorageImpl>(
-          c10::StorageImpl::use_byte_size_t(), layout_.unsharded_bytes(),
-          at::DataPtr(nullptr, device()), /*allocator=*/nullptr, /*resizable=*/false)),
+          c10::StorageImpl::use_byte_size_t(), /*size_bytes=*/0, at::DataPtr(nullptr, device()),
+          /*allocator=*/nullptr, /*resizable=*/false)),
       pending_(module_count, 0) {
   for (std::size_t i = 0; i < layout_.params().size(); ++i) {
     if (layout_.params()[i].trainable) {
@@ -244,6 +244,7 @@ void TorchUnit::attach(void* unsharded) {
 
 void TorchUnit::detach() {
   storage_->set_data_ptr_noswap(at::DataPtr(nullptr, device()));
+  storage_->set_nbytes(0);
   register_parameters(/*unsharded=*/false);
 }
 
