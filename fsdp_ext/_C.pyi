@@ -312,4 +312,6 @@ class Packer:
 
 DIRECT_BYTES: int
 
+# For tests.
+def to_device(object: Any, device: torch.device) -> Any: ...
 def note_optimizer_step() -> None: ...

@@ -139,6 +139,10 @@ py::object TorchUnit::pre_forward(std::size_t index, py::handle module, py::hand
   }
   py::object inputs = py::make_tuple(args, kwargs);
   const py::object original = inputs;
+  // As in FSDP2, a batch may be on the host.
+  if (!device().is_cpu() && !recomputing && root->is_outermost(*this)) {
+    inputs = to_device(inputs, device());
+  }
   inputs = cast(inputs, casts_.inputs);
   if (entering && at::GradMode::is_enabled()) {
     inputs = watch_inputs(inputs);
