@@ -50,7 +50,7 @@ void Pipeline::begin_forward(int outermost) {
       unit->ran = false;
     }
   }
-  if (phase_ != PipelinePhase::AwaitingBackward || ledger_.is_full()) {
+  if (phase_ != PipelinePhase::AwaitingBackward || ledger_.is_full() || !ledger_.has_times()) {
     begin_times();
   }
   ledger_.enter_phase(Phase::Forward);
