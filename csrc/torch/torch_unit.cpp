@@ -163,7 +163,9 @@ py::object TorchUnit::post_forward(std::size_t index, py::handle output) {
     const py::gil_scoped_release no_gil;
     forward_call = root->pipeline().post_forward(number_, at::GradMode::is_enabled());
   }
-  watch_outputs(output, forward_call);
+  if (!watch_outputs(output, forward_call) && last_of_group && !recomputing) {
+    keep_for_opaque(*root, output);
+  }
   if (outermost) {
     root->leave_forward(output);
   }
@@ -223,20 +225,52 @@ py::object TorchUnit::watch_inputs(py::handle inputs) {
   });
 }
 
-void TorchUnit::watch_outputs(py::handle output, int forward_call) {
+bool TorchUnit::watch_outputs(py::handle output, int forward_call) {
   if (!at::GradMode::is_enabled()) {
-    return;
+    return false;
   }
+  bool found = false;
   map_tensors(output, [&](const at::Tensor& tensor) {
+    found = found || tensor.requires_grad();
     add_pre_backward_hook(tensor, weak_from_this(), forward_call);
     return tensor;
   });
+  return found;
+}
+
+// See Note [opaque outputs].
+void TorchUnit::keep_for_opaque(TorchRoot& root, py::handle output) {
+  if (!at::GradMode::is_enabled() || trainable_.empty()) {
+    return;
+  }
+  const std::string type = opaque_type_in(output);
+  if (type.empty()) {
+    return;
+  }
+  {
+    const py::gil_scoped_release no_gil;
+    root.pipeline().unshard(number_);
+    root.pipeline().wait_for_unshard(number_);
+  }
+  if (has_warned_) {
+    return;
+  }
+  has_warned_ = true;
+  const std::string message =
+      "unit '" + name_ + "' returned a " + type +
+      ", and fsdp_ext cannot see tensors inside it. The unit's parameters stay unsharded until "
+      "backward has ended, which takes memory. Return tensors in tuples, lists, dicts or "
+      "dataclasses to avoid that.";
+  if (PyErr_WarnEx(PyExc_UserWarning, message.c_str(), 1) != 0) {
+    throw py::error_already_set();
+  }
 }
 
 // - UnitPort
 
 void TorchUnit::attach(void* unsharded) {
   storage_->set_data_ptr_noswap(at::DataPtr(unsharded, device()));
+  storage_->set_nbytes(layout_.unsharded_bytes());
   for (const std::size_t parameter : trainable_) {
     const bool requires_grad = sharded(parameter).requires_grad();
     if (unsharded_[parameter].requires_grad() != requires_grad) {
