@@ -142,7 +142,7 @@ class Unit(ParamGroup):
     def _rows_of(self, param: nn.Parameter) -> torch.Tensor:
         """Return this rank's rows on its device, or on meta if the parameter is there."""
         first, count = self._rows(param.shape)
-        rows = param.detach()[first : first + count]
+        rows = param.detach()[first : first + count].contiguous()
         return rows if rows.is_meta else rows.to(self.device)
 
     def _rows(self, shape: torch.Size) -> tuple[int, int]:
