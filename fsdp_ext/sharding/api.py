@@ -17,6 +17,7 @@ from fsdp_ext.comm.transports import resolve_transport
 from fsdp_ext.sharding import optimizer_hooks, state_dict_hooks
 from fsdp_ext.sharding.arguments import (
     check_modules,
+    check_placements,
     check_types,
     device_of,
     refuse_unsupported,
@@ -96,7 +97,8 @@ def fully_shard(
     the optimizer afterwards.
 
     Parameters and buffers may be on the host, on the mesh's device or on meta. Those on the host
-    move to the device; on GPUs that is torch's current device.
+    move to the device; on GPUs that is torch's current device. Parameters that are not contiguous,
+    such as channels_last ones, become so.
 
     Between steps the module's parameters are DTensors with ``Shard(0)``: rank ``r`` of ``N`` has
     rows ``[r * c, (r + 1) * c)`` with ``c = ceil(rows / N)``, as in ``torch.chunk``. In forward and
@@ -108,10 +110,11 @@ def fully_shard(
         mesh: 1-D device mesh to shard over. By default all ranks.
         reshard_after_forward: whether to free the unsharded parameters after forward. The default
             is False for the root, because backward needs it first, and True for other units.
-        shard_placement_fn: not supported yet.
+        shard_placement_fn: may return None or ``Shard(0)`` for a parameter. Other placements are
+            not supported yet.
         mp_policy: dtypes of computation, reduction and results
             (:class:`torch.distributed.fsdp.MixedPrecisionPolicy`).
-        offload_policy: not supported yet.
+        offload_policy: ``OffloadPolicy()``, the default. Others are not supported yet.
         ignored_params: parameters to leave as they are, neither sharded nor reduced.
         transport: what collectives travel by, the same for all units of a model: "nccl" on GPUs,
             "shared_memory" or "process_group" on the host, or a :class:`fsdp_ext.Simulated` one,
@@ -147,7 +150,7 @@ def fully_shard(
         NotImplementedError: if an argument is not supported yet. The message names it.
     """
     check_types(mesh, mp_policy, ignored_params)
-    refuse_unsupported(shard_placement_fn, offload_policy, mp_policy)
+    refuse_unsupported(offload_policy, mp_policy)
     modules = [module] if isinstance(module, nn.Module) else list(_outermost(module))
     check_modules(modules)
     if isinstance(transport, Simulated):
@@ -165,6 +168,7 @@ def fully_shard(
         prefetch=resolve_prefetch(prefetch),
     )
     params = managed_params(modules, set(ignored_params or ()))
+    check_placements(shard_placement_fn, params)
     unit = Unit(modules, params, mesh, device_of(mesh), settings)
     _move_buffers(modules, unit.device)
     _mark_for_dynamo(modules)
