@@ -29,12 +29,13 @@ def train(compiled: str, backend: str, precision: dict[str, Any]) -> tuple[list[
         for block in run.model.blocks:
             block.compile(backend=backend)
     seen = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         for step in range(STEPS):
             if step == FROZEN_BEFORE:
                 run.parameters["blocks.1.up.weight"].requires_grad_(False)
             seen += train_step(run, step)
+    assert not [str(one.message) for one in caught if "Dynamo" in str(one.message)]
     seen += [whole(parameter) for parameter in run.parameters.values()]
     return seen, counters["stats"]["unique_graphs"]
 

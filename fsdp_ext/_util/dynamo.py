@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -27,3 +28,14 @@ def hidden_from_dynamo(function: Function) -> Function:
         return disable(function, recursive=True)(*args, **kwargs)
 
     return cast(Function, hidden)
+
+
+def expect_graph_breaks(function_names: str) -> None:
+    """Silence Dynamo's warning about C++ functions at which it is meant to break graphs.
+
+    Args:
+        function_names: a regular expression.
+    """
+    warnings.filterwarnings(
+        "ignore", rf"Dynamo does not know how to trace the builtin `[^`]*\.({function_names})\."
+    )
