@@ -136,17 +136,11 @@ def books_of(training: Training) -> dict[str, int]:
 
     model: Any = training.model
     books: dict[str, int] = model._unit.root.core.memory()
-    locals_ = [parameter.to_local() for parameter in model.parameters()]
     return {
         **{name: value for name, value in books.items() if name.endswith("bytes")},
-        "shard_bytes": sum(local.untyped_storage().nbytes() for local in _one_a_storage(locals_)),
+        "shard_bytes": sum(unit.flat_shard.nbytes for unit in model._unit.root.units),
         "shared_memory_bytes": _C.shared_memory_bytes(),
     }
-
-
-def _one_a_storage(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    # Parameters of a unit are views of one flat shard.
-    return list({tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}.values())
 
 
 def in_theory(training: Training) -> dict[str, int]:

@@ -84,13 +84,20 @@ class UnitConfig:
     @property
     def max_message_bytes(self) -> int: ...
 
+class FlatTensor:
+    def __init__(self, flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> None: ...
+    @staticmethod
+    def part_of(
+        flat: torch.Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor: ...
+
 class TorchUnit:
     def __init__(
         self,
         *,
         layout: UnitLayout,
-        flat_shard: torch.Tensor,
-        flat_gradient: torch.Tensor,
+        shard: FlatTensor,
+        gradient: FlatTensor,
         shapes: list[list[int]],
         param_dtypes: list[torch.dtype],
         cast_inputs: torch.dtype | None,
@@ -335,4 +342,6 @@ class Packer:
 
 DIRECT_BYTES: int
 
+# For tests.
+def to_device(object: Any, device: torch.device) -> Any: ...
 def note_optimizer_step() -> None: ...

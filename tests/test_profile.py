@@ -387,6 +387,24 @@ def test_a_file_that_many_threads_write_is_one_of_theirs(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
 
+# - Where the block may begin
+
+
+def _after_a_forward_alone() -> None:
+    warnings.simplefilter("ignore")
+    model = make(compute=0.0)
+    train(model, 2)
+    model(torch.ones(1, WIDTH))  # as an evaluation that forgot no_grad
+    with fsdp_ext.profile(model) as prof:
+        train(model, 1)
+    assert len(prof.iterations) == 1
+    check_sums(prof)
+
+
+def test_a_block_may_follow_a_forward_without_a_backward() -> None:
+    run_ranks(_after_a_forward_alone, 2)
+
+
 # - Wrong use
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -43,6 +45,24 @@ def _rows_of_units() -> None:
 
 def test_a_buckets_figures_are_shared_out_among_its_units() -> None:
     run_ranks(_rows_of_units, 2)
+
+
+def _printed() -> tuple[str, str, str]:
+    warnings.simplefilter("ignore")
+    prof = profiled(make(compute=0.0))
+    printed, chosen = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        text = prof.report()
+    assert prof.report(chosen, by="unit") == chosen.getvalue().removesuffix("\n")
+    return text, printed.getvalue(), chosen.getvalue()
+
+
+def test_rank_0_prints_the_report_and_every_rank_returns_its_own() -> None:
+    (text, printed, _), (other, nothing, chosen) = run_ranks(_printed, 2)
+    assert printed == text + "\n"
+    assert nothing == ""
+    assert "rank 1" in other
+    assert "rank 1" in chosen
 
 
 def _outputs(directory: Path) -> None:

@@ -13,7 +13,7 @@
 // Note [moving shards]
 // A unit's flat shard starts as an allocation of its own, because it is made before the neighbours
 // are known. Forming buckets moves it into an allocation that they share: the content is copied and
-// the storage points there, so that every tensor over it (parameters, the optimizer's) follows.
+// the storages point there, so that every tensor over it (parameters, the optimizer's) follows.
 // This happens between iterations, when no stream works with the shard and no other rank reads it.
 // It happens once for the order of registration and once for the recorded order, and not at all for
 // units that are adjacent already. Flat gradients move in the same way.

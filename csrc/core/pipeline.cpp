@@ -50,7 +50,7 @@ void Pipeline::begin_forward(int outermost) {
       unit->ran = false;
     }
   }
-  if (state_ != PipelineState::AwaitingBackward || ledger_.is_full()) {
+  if (state_ != PipelineState::AwaitingBackward || ledger_.is_full() || !ledger_.has_times()) {
     begin_times();
   }
   ledger_.enter_phase(Phase::Forward);
@@ -174,7 +174,8 @@ void Pipeline::reshard_behind(Unit& unit) {
 
 // - Backward
 
-void Pipeline::begin_backward() {
+void Pipeline::begin_backward(bool may_reshard) {
+  backward_may_reshard_ = may_reshard;
   state_ = in_forward() ? PipelineState::BackwardInForward : PipelineState::Backward;
   ledger_.enter_phase(Phase::Backward);
   pass_ = ledger_.open(device_.compute_stream(), Work::Backward, kAllUnits);
@@ -211,7 +212,7 @@ void Pipeline::post_backward(int number) {
     complete(unit);
   }
   ledger_.close(unit.computing, device_.compute_stream());
-  if (unit.reshard_after_backward) {
+  if (unit.reshard_after_backward && backward_may_reshard_) {
     gatherer_.reshard(unit);
     reshard_behind(unit);
   }
@@ -225,7 +226,7 @@ void Pipeline::end_backward() {
     if (unit.arrived_count > 0 || (unit.bucket->has_accumulated && unit.requires_gradient_sync)) {
       reducer_.pack_and_reduce(*unit.bucket);
     }
-    if (unit.reshard_after_backward || unit.is_speculative) {
+    if ((unit.reshard_after_backward && backward_may_reshard_) || unit.is_speculative) {
       gatherer_.reshard(unit);
     }
     unit.calls_to_recompute = 0;

@@ -75,7 +75,8 @@ class Pipeline {
   int post_forward(int unit, bool with_gradient = true);
 
   // - Backward.
-  void begin_backward();
+  // With may_reshard=false this backward leaves units unsharded, whatever their settings say.
+  void begin_backward(bool may_reshard = true);
   void end_backward();
   void pre_backward(int unit, int forward_call);
   void gradient_arrived(int unit, std::size_t trainable);
@@ -153,6 +154,7 @@ class Pipeline {
   ForwardOrder order_;
   IterationIndex pass_;  // the span of forward or backward
   bool is_last_backward_ = true;
+  bool backward_may_reshard_ = true;  // of the backward that runs
 };
 
 }  // namespace fsdp

@@ -56,6 +56,10 @@ py::object map_dict(py::handle object, const TensorMap& map) {
   return changed ? py::object(result) : py::object(dict);
 }
 
+py::object python_helper(const char* name) {
+  return py::module_::import("fsdp_ext._util.containers").attr(name);
+}
+
 }  // namespace
 
 py::object map_tensors(py::handle object, const TensorMap& map) {
@@ -80,12 +84,22 @@ py::object map_tensors(py::handle object, const TensorMap& map) {
   if (PyDict_CheckExact(raw)) {
     return map_dict(object, map);
   }
-  static PyObject* const map_other =
-      py::object(py::module_::import("fsdp_ext._util.containers").attr("map_tensors"))
-          .release()
-          .ptr();
+  static PyObject* const map_other = python_helper("map_tensors").release().ptr();
   return py::handle(map_other)(
       py::cpp_function([&map](py::handle item) { return map_tensors(item, map); }), object);
+}
+
+py::object to_device(py::handle object, at::Device device) {
+  return map_tensors(object, [device](const at::Tensor& tensor) {
+    return tensor.device() == device ? tensor : tensor.to(device);
+  });
+}
+
+std::string opaque_type_in(py::handle object) {
+  if (is_leaf(object.ptr()) || THPVariable_Check(object.ptr())) {
+    return {};
+  }
+  return python_helper("opaque_type_in")(object).cast<std::string>();
 }
 
 }  // namespace fsdp

@@ -72,6 +72,7 @@ bool TorchRoot::enter_forward(TorchUnit& unit) {
   }
   for (const auto& other : units_) {
     other->forget_pending();
+    other->reclaim_memory();
   }
   outermost_ = &unit;
   backward_failed_ = false;
@@ -85,7 +86,7 @@ void TorchRoot::leave_forward(py::handle output) {
   for (const auto& unit : units_) {
     if (unit->is_incomplete() && unit.get() != outermost_) {
       const int forward_call = pipeline_->post_forward(unit->number());
-      unit->watch_outputs(output, forward_call);
+      (void)unit->watch_outputs(output, forward_call);
     }
     unit->forget_pending();
   }
@@ -102,7 +103,8 @@ void TorchRoot::ensure_backward() {
     return;
   }
   backward_failed_ = false;
-  pipeline_->begin_backward();
+  // The engine enables gradients in a backward with create_graph=True: Note [double backward].
+  pipeline_->begin_backward(/*may_reshard=*/!at::GradMode::is_enabled());
   auto guard = std::make_shared<BackwardGuard>(weak_from_this());
   torch::autograd::Engine::get_default_engine().queue_callback([guard] {
     if (const auto root = guard->root.lock()) {

@@ -1,7 +1,7 @@
 #include "torch/torch_unit.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/from_blob.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -21,18 +21,22 @@ namespace {
 
 std::atomic<std::uint64_t> optimizer_steps{0};
 
-// A contiguous tensor of `shape` at byte `offset` of a storage that may have no memory yet.
-at::Tensor view_of_storage(const c10::intrusive_ptr<c10::StorageImpl>& storage, std::size_t offset,
-                           const std::vector<std::int64_t>& shape, at::ScalarType dtype,
-                           at::Device device) {
-  const auto keys =
-      c10::DispatchKeySet(device.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU);
-  at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), keys,
-                                                             c10::scalarTypeToTypeMeta(dtype));
-  view.unsafeGetTensorImpl()->set_storage_offset(
-      static_cast<std::int64_t>(offset / c10::elementSize(dtype)));
-  view.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
-  return view;
+// Calls the hooks one by one. PyTorch's own way of calling them raises if one returns a value, and
+// FSDP2 ignores the value.
+void call_post_accumulate_hooks(const py::object& parameter) {
+  const py::gil_scoped_acquire gil;
+  try {
+    const py::list hooks(parameter.attr("_post_accumulate_grad_hooks").attr("values")());
+    for (const py::handle hook : hooks) {
+      hook(parameter);
+    }
+  } catch (py::error_already_set& error) {
+    // Autograd keeps the type of errors of this class only.
+    error.restore();
+    python_error kept;
+    kept.persist();
+    throw std::move(kept);
+  }
 }
 
 }  // namespace
@@ -45,8 +49,8 @@ TorchUnit::TorchUnit(UnitLayout layout, UnitTensors tensors, ForwardCasts casts,
       tensors_(std::move(tensors)),
       casts_(casts),
       storage_(c10::make_intrusive<c10::StorageImpl>(
-          c10::StorageImpl::use_byte_size_t(), layout_.unsharded_bytes(),
-          at::DataPtr(nullptr, device()), /*allocator=*/nullptr, /*resizable=*/false)),
+          c10::StorageImpl::use_byte_size_t(), /*size_bytes=*/0, at::DataPtr(nullptr, device()),
+          /*allocator=*/nullptr, /*resizable=*/false)),
       pending_(module_count, 0) {
   for (std::size_t i = 0; i < layout_.params().size(); ++i) {
     if (layout_.params()[i].trainable) {
@@ -133,6 +137,10 @@ py::object TorchUnit::pre_forward(py::handle module, py::handle args, py::handle
   }
   py::object inputs = py::make_tuple(args, kwargs);
   const py::object original = inputs;
+  // As in FSDP2, a batch may be on the host.
+  if (!device().is_cpu() && !recomputing && root->is_outermost(*this)) {
+    inputs = to_device(inputs, device());
+  }
   inputs = cast(inputs, casts_.inputs);
   if (entering && at::GradMode::is_enabled()) {
     inputs = watch_inputs(inputs);
@@ -153,7 +161,9 @@ py::object TorchUnit::post_forward(std::size_t index, py::handle output) {
     const py::gil_scoped_release no_gil;
     forward_call = root->pipeline().post_forward(number_, at::GradMode::is_enabled());
   }
-  watch_outputs(output, forward_call);
+  if (!watch_outputs(output, forward_call) && last_of_group && !recomputing) {
+    keep_for_opaque(*root, output);
+  }
   if (outermost) {
     root->leave_forward(output);
   }
@@ -213,20 +223,52 @@ py::object TorchUnit::watch_inputs(py::handle inputs) {
   });
 }
 
-void TorchUnit::watch_outputs(py::handle output, int forward_call) {
+bool TorchUnit::watch_outputs(py::handle output, int forward_call) {
   if (!at::GradMode::is_enabled()) {
-    return;
+    return false;
   }
+  bool found = false;
   map_tensors(output, [&](const at::Tensor& tensor) {
+    found = found || tensor.requires_grad();
     add_pre_backward_hook(tensor, weak_from_this(), forward_call);
     return tensor;
   });
+  return found;
+}
+
+// See Note [opaque outputs].
+void TorchUnit::keep_for_opaque(TorchRoot& root, py::handle output) {
+  if (!at::GradMode::is_enabled() || trainable_.empty()) {
+    return;
+  }
+  const std::string type = opaque_type_in(output);
+  if (type.empty()) {
+    return;
+  }
+  {
+    const py::gil_scoped_release no_gil;
+    root.pipeline().unshard(number_);
+    root.pipeline().wait_for_unshard(number_);
+  }
+  if (has_warned_) {
+    return;
+  }
+  has_warned_ = true;
+  const std::string message =
+      "unit '" + name_ + "' returned a " + type +
+      ", and fsdp_ext cannot see tensors inside it. The unit's parameters stay unsharded until "
+      "backward has ended, which takes memory. Return tensors in tuples, lists, dicts or "
+      "dataclasses to avoid that.";
+  if (PyErr_WarnEx(PyExc_UserWarning, message.c_str(), 1) != 0) {
+    throw py::error_already_set();
+  }
 }
 
 // - UnitPort
 
 void TorchUnit::attach(void* unsharded) {
   storage_->set_data_ptr_noswap(at::DataPtr(unsharded, device()));
+  storage_->set_nbytes(layout_.unsharded_bytes());
   for (const std::size_t parameter : trainable_) {
     const bool requires_grad = sharded(parameter).requires_grad();
     if (unsharded_[parameter].requires_grad() != requires_grad) {
@@ -238,6 +280,7 @@ void TorchUnit::attach(void* unsharded) {
 
 void TorchUnit::detach() {
   storage_->set_data_ptr_noswap(at::DataPtr(nullptr, device()));
+  storage_->set_nbytes(0);
   register_parameters(/*unsharded=*/false);
 }
 
@@ -261,17 +304,6 @@ void TorchUnit::register_parameters(bool unsharded) {
     }
   }
   unsharded_registered_ = unsharded;
-}
-
-// See Note [moving shards]. `flat` is all of its storage.
-void TorchUnit::move(const at::Tensor& flat, std::shared_ptr<void> memory) {
-  const at::NoGradGuard no_grad;
-  void* data = memory.get();
-  at::from_blob(data, flat.sizes(), flat.options()).copy_(flat);
-  auto* kept = new std::shared_ptr<void>(std::move(memory));
-  flat.storage().unsafeGetStorageImpl()->set_data_ptr_noswap(at::DataPtr(
-      data, kept, [](void* owner) { delete static_cast<std::shared_ptr<void>*>(owner); },
-      flat.device()));
 }
 
 std::uint64_t TorchUnit::shard_version() {
@@ -349,10 +381,8 @@ void TorchUnit::run_post_accumulate_hooks() {
       continue;
     }
     got_gradient_[i] = 0;
-    const at::Tensor& parameter = sharded(trainable_[i]);
-    const auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameter);
-    if (hook != nullptr) {
-      (*hook)(parameter);
+    if (torch::autograd::impl::post_acc_grad_hooks(sharded(trainable_[i])) != nullptr) {
+      call_post_accumulate_hooks(sharded_[trainable_[i]]);
     }
   }
 }
@@ -364,6 +394,11 @@ bool TorchUnit::has_trainable_set_changed() const {
     }
   }
   return false;
+}
+
+void TorchUnit::reclaim_memory() {
+  tensors_.shard.reclaim();
+  tensors_.gradient.reclaim();
 }
 
 // - BackwardTarget

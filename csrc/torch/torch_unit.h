@@ -2,16 +2,28 @@
 //
 // Note [one pointer swap]
 // The unsharded parameters are views of one storage for the life of the unit. attach() points that
-// storage at a slot, and detach() at nothing. Every tensor that autograd saved in forward follows,
-// such as a transposed weight. Operators that ask for a typed pointer, matrix products above all,
-// raise PyTorch's own "data is not allocated yet" if they read it while detached. Elementwise
-// kernels do not check and crash, as they do on a storage that FSDP2 has freed. No operator reads
-// stale numbers.
+// storage at a slot, and detach() at nothing, with a size of 0. Every tensor that autograd saved in
+// forward follows, such as a transposed weight. Reading one while it is detached raises PyTorch's
+// own errors: operators that ask for a typed pointer, matrix products above all, find that "data is
+// not allocated yet", and those that make views first, such as printing and indexing, that these
+// are "out of bounds for storage of size 0". Elementwise kernels do not check and crash, as they do
+// on a storage that FSDP2 has freed. No operator reads stale numbers.
 //
 // Note [registered parameters]
 // While a unit is unsharded, its modules have the unsharded parameters as attributes, and otherwise
 // the sharded DTensors. Each swap is one PyDict_SetItem, which needs the GIL but runs no Python.
 // Backward swaps, too, since activation checkpointing runs parts of forward again.
+//
+// Note [opaque outputs]
+// Backward gathers a unit when it reaches a tensor that the unit's forward returned. Inside a
+// generator, or an object of a class of the user's own, no tensor can be seen, so nothing would
+// gather the unit. Such a unit stays unsharded until backward has ended. A generator even runs its
+// module after the hook, when the parameters would be sharded.
+//
+// Note [double backward]
+// A backward with create_graph=True makes a graph that reads the parameters again, and no hook
+// tells when. So this backward leaves the units unsharded that it passes. The next backward without
+// it, or the next forward after an optimizer's step, reshards them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,6 +38,7 @@
 
 #include "core/unit.h"
 #include "torch/autograd_hooks.h"
+#include "torch/flat_tensor.h"
 
 namespace fsdp {
 
@@ -39,8 +52,8 @@ struct ModuleAttribute {
 
 // The unit's memory, and the shapes and dtypes of its unsharded parameters.
 struct UnitTensors {
-  at::Tensor flat_shard;     // layout.shard_bytes() bytes, uint8
-  at::Tensor flat_gradient;  // layout.grad_numel() elements of layout.grad_dtype()
+  FlatTensor shard;     // layout.shard_bytes() bytes, uint8
+  FlatTensor gradient;  // layout.grad_numel() elements of layout.grad_dtype()
   std::vector<std::vector<std::int64_t>> shapes;
   std::vector<at::ScalarType> param_dtypes;
 };
@@ -77,13 +90,11 @@ class TorchUnit final : public UnitPort,
   // - UnitPort.
   void attach(void* unsharded) override;
   void detach() override;
-  void* flat_shard() override { return tensors_.flat_shard.data_ptr(); }
-  void* flat_gradient() override { return tensors_.flat_gradient.data_ptr(); }
-  void move_shard(std::shared_ptr<void> memory) override {
-    move(tensors_.flat_shard, std::move(memory));
-  }
+  void* flat_shard() override { return tensors_.shard.data(); }
+  void* flat_gradient() override { return tensors_.gradient.data(); }
+  void move_shard(std::shared_ptr<void> memory) override { tensors_.shard.move(std::move(memory)); }
   void move_gradient(std::shared_ptr<void> memory) override {
-    move(tensors_.flat_gradient, std::move(memory));
+    tensors_.gradient.move(std::move(memory));
   }
   std::uint64_t shard_version() override;
   std::shared_ptr<void> extract_gradients(const void** addresses) override;
@@ -101,23 +112,26 @@ class TorchUnit final : public UnitPort,
   void run_post_accumulate_hooks();
   // Whether a parameter was frozen or unfrozen since the unit was made.
   bool has_trainable_set_changed() const;
+  // Undoes share_memory_() on shards and gradients: see FlatTensor::reclaim.
+  void reclaim_memory();
   // Whether forward has run some modules of the group, but not all.
   bool is_incomplete() const { return pending_count_ > 0 && pending_count_ < pending_.size(); }
   void forget_pending();
-  void watch_outputs(pybind11::handle output, int forward_call);
+  // Returns whether a tensor in `output` requires a gradient.
+  bool watch_outputs(pybind11::handle output, int forward_call);
 
   const UnitLayout& layout() const { return layout_; }
   int number() const { return number_; }
 
  private:
-  at::Device device() const { return tensors_.flat_shard.device(); }
+  at::Device device() const { return tensors_.shard.flat().device(); }
   const at::Tensor& sharded(std::size_t parameter) const;
-  static void move(const at::Tensor& flat, std::shared_ptr<void> memory);
   void register_parameters(bool unsharded);
   bool enter_module();
   bool leave_module(std::size_t index);
   pybind11::object cast(pybind11::handle object, std::optional<at::ScalarType> dtype) const;
   pybind11::object watch_inputs(pybind11::handle inputs);
+  void keep_for_opaque(TorchRoot& root, pybind11::handle output);
 
   UnitLayout layout_;
   UnitTensors tensors_;
@@ -135,6 +149,7 @@ class TorchUnit final : public UnitPort,
 
   std::vector<char> pending_;  // modules of a group that forward has not run yet
   std::size_t pending_count_ = 0;
+  bool has_warned_ = false;  // of an opaque output
 
   std::weak_ptr<TorchRoot> root_;
   std::string name_;

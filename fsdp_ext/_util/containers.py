@@ -4,10 +4,29 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+import enum
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch.nn.utils.rnn import PackedSequence
+
+_PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    range,
+    slice,
+    type,
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    torch.Generator,
+)
 
 
 def map_tensors(fn: Callable[[Any], Any], container: Any) -> Any:
@@ -19,8 +38,12 @@ def map_tensors(fn: Callable[[Any], Any], container: Any) -> Any:
             tuple or list. Any other object is returned unchanged.
     """
     if isinstance(container, PackedSequence):
-        data = fn(container.data)
-        return container if data is container.data else container._replace(data=data)
+        # The batch sizes stay on the host.
+        names = ("data", "sorted_indices", "unsorted_indices")
+        mapped = {name: fn(getattr(container, name)) for name in names}
+        if all(mapped[name] is getattr(container, name) for name in names):
+            return container
+        return container._replace(**mapped)
     if dataclasses.is_dataclass(container) and not isinstance(container, (type, Mapping)):
         changed = {}
         for field in dataclasses.fields(container):
@@ -55,3 +78,25 @@ def map_tensors(fn: Callable[[Any], Any], container: Any) -> Any:
             return container
         return type(container)(mapped_set.values())
     return container
+
+
+def opaque_type_in(value: Any) -> str:
+    """Return the name of the type of an object in ``value`` that may hide tensors.
+
+    :func:`map_tensors` does not look into it: it is no container, but has state of its own. The
+    result is "" if there is none.
+    """
+    if isinstance(value, (torch.Tensor, *_PLAIN)) or type(value).__module__ == "numpy":
+        return ""
+    if isinstance(value, PackedSequence):
+        return ""
+    items: Iterable[Any]
+    if dataclasses.is_dataclass(value) and not isinstance(value, Mapping):
+        items = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    elif isinstance(value, Mapping):
+        items = value.values()
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        items = value
+    else:
+        return type(value).__name__
+    return next((name for name in map(opaque_type_in, items) if name), "")

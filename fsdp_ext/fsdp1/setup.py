@@ -53,19 +53,24 @@ def refuse_unsupported(
             f"mixed_precision is {precision!r} but must be a MixedPrecision or None. Pass "
             "MixedPrecision(param_dtype=...)."
         )
-    refused = ""
+    refused = instead = ""
     if strategy not in RESHARD_AFTER_FORWARD:
         refused = f"sharding_strategy={strategy}"
+        instead = "ShardingStrategy.FULL_SHARD or SHARD_GRAD_OP"
     elif isinstance(process_group, (list, tuple)):
         refused = "process_group=<a pair, for HYBRID_SHARD>"
+        instead = "one process group"
     elif cpu_offload is not None and cpu_offload.offload_params:
         refused = "cpu_offload=CPUOffload(offload_params=True)"
+        instead = "None; with accelerate, set fsdp_offload_params to false"
     elif backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
         refused = f"backward_prefetch={backward_prefetch}"
+        instead = "BackwardPrefetch.BACKWARD_PRE"
     elif precision.keep_low_precision_grads:
         refused = "mixed_precision=MixedPrecision(keep_low_precision_grads=True)"
+        instead = "keep_low_precision_grads=False: gradients have the parameters' dtype"
     if refused:
-        raise NotImplementedError(f"{refused} is not supported yet. Leave it out.")
+        raise NotImplementedError(f"{refused} is not supported yet. Pass {instead}.")
 
 
 def resolve_ignored(

@@ -257,18 +257,24 @@ class profile:
 
     # - Output
 
-    def report(self, file: TextIO | None = None, by: str = "bucket") -> None:
+    def report(self, file: TextIO | None = None, by: str = "bucket") -> str:
         """Print what communication cost, why it was exposed, and what to do about it.
 
         Args:
-            file: where to print; standard output by default.
+            file: where this rank prints. By default only rank 0 prints, to standard output, so that
+                all ranks may call this. The rank of a simulated transport prints, too.
             by: a row per "bucket" or per "unit", as for :meth:`rows`.
+
+        Returns:
+            This rank's report, printed or not.
 
         Raises:
             ValueError: if ``by`` is neither.
         """
-        # One write, so that the reports of several ranks do not run together.
-        (file or sys.stdout).write(text_of(self._recorded(), by) + "\n")
+        text = text_of(self._recorded(), by)
+        if file is not None or self.rank == 0 or not has_peers(self._root.units[0]):
+            (file or sys.stdout).write(text + "\n")
+        return text
 
     def __str__(self) -> str:
         """Return the report."""

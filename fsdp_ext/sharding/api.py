@@ -18,6 +18,7 @@ from fsdp_ext.comm.transports import resolve_transport
 from fsdp_ext.sharding import optimizer_hooks, state_dict_hooks
 from fsdp_ext.sharding.arguments import (
     check_modules,
+    check_placements,
     check_types,
     device_of,
     refuse_unsupported,
@@ -29,7 +30,13 @@ from fsdp_ext.sharding.arguments import (
 )
 from fsdp_ext.sharding.forward_hooks import ForwardHooks
 from fsdp_ext.sharding.fsdp_module import FSDPModule, fsdp_class
-from fsdp_ext.sharding.module_state import ModuleState, managed_params, set_state, state_of
+from fsdp_ext.sharding.module_state import (
+    ModuleState,
+    managed_modules,
+    managed_params,
+    set_state,
+    state_of,
+)
 from fsdp_ext.sharding.root import prepare_forward
 from fsdp_ext.sharding.settings import UnitSettings
 from fsdp_ext.sharding.unit import Unit
@@ -91,7 +98,8 @@ def fully_shard(
     the optimizer afterwards.
 
     Parameters and buffers may be on the host, on the mesh's device or on meta. Those on the host
-    move to the device; on GPUs that is torch's current device.
+    move to the device; on GPUs that is torch's current device. Parameters that are not contiguous,
+    such as channels_last ones, become so.
 
     Between steps the module's parameters are DTensors with ``Shard(0)``: rank ``r`` of ``N`` has
     rows ``[r * c, (r + 1) * c)`` with ``c = ceil(rows / N)``, as in ``torch.chunk``. In forward and
@@ -103,10 +111,11 @@ def fully_shard(
         mesh: 1-D device mesh to shard over. By default all ranks.
         reshard_after_forward: whether to free the unsharded parameters after forward. The default
             is False for the root, because backward needs it first, and True for other units.
-        shard_placement_fn: not supported yet.
+        shard_placement_fn: may return None or ``Shard(0)`` for a parameter. Other placements are
+            not supported yet.
         mp_policy: dtypes of computation, reduction and results
             (:class:`torch.distributed.fsdp.MixedPrecisionPolicy`).
-        offload_policy: not supported yet.
+        offload_policy: ``OffloadPolicy()``, the default. Others are not supported yet.
         ignored_params: parameters to leave as they are, neither sharded nor reduced.
         transport: what collectives travel by, the same for all units of a model: "nccl" on GPUs,
             "shared_memory" or "process_group" on the host, or a :class:`fsdp_ext.Simulated` one,
@@ -142,7 +151,7 @@ def fully_shard(
         NotImplementedError: if an argument is not supported yet. The message names it.
     """
     check_types(mesh, mp_policy, ignored_params)
-    refuse_unsupported(shard_placement_fn, offload_policy, mp_policy)
+    refuse_unsupported(offload_policy, mp_policy)
     modules = [module] if isinstance(module, nn.Module) else list(_outermost(module))
     check_modules(modules)
     if isinstance(transport, Simulated):
@@ -161,8 +170,10 @@ def fully_shard(
     )
     announce_process(mesh.get_group())
     params = managed_params(modules, set(ignored_params or ()))
+    check_placements(shard_placement_fn, params)
     unit = Unit(modules, params, mesh, device_of(mesh), settings)
     _move_buffers(modules, unit.device)
+    _mark_for_dynamo(modules)
     for index, submodule in enumerate(modules):
         submodule.__class__ = fsdp_class(type(submodule))
         hooks = ForwardHooks(unit, index, prepare_forward)
@@ -187,6 +198,17 @@ def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:
         for buffer in module.buffers():
             if not buffer.is_meta and buffer.device.type != device.type:
                 buffer.data = buffer.to(device)
+
+
+def _mark_for_dynamo(modules: list[nn.Module]) -> None:
+    """Set what Dynamo looks for in modules that FSDP manages, as FSDP2 does.
+
+    Dynamo then makes parameters inputs of its graphs instead of guarding on each of them.
+    """
+    for module in managed_modules(modules):
+        marked: Any = module
+        marked._is_fsdp_managed_module = True
+        marked._fsdp_use_orig_params = True
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

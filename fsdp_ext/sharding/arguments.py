@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import Shard
 
 from fsdp_ext import _build_info
 from fsdp_ext._util.numbers import is_at_least
@@ -121,25 +122,34 @@ def check_types(mesh: object, mp_policy: object, ignored_params: object) -> None
             )
 
 
-def refuse_unsupported(
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
-    offload_policy: OffloadPolicy | None,
-    mp_policy: MixedPrecisionPolicy,
-) -> None:
+def refuse_unsupported(offload_policy: OffloadPolicy | None, policy: MixedPrecisionPolicy) -> None:
     """Raise NotImplementedError for arguments of ``fully_shard`` that are not supported yet."""
-    if shard_placement_fn is not None:
-        raise NotImplementedError(
-            "shard_placement_fn is not supported yet; parameters are sharded by rows. Leave it out."
-        )
     if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
         raise NotImplementedError(
-            f"offload_policy={type(offload_policy).__name__} is not supported yet. Leave it out."
+            f"offload_policy={type(offload_policy).__name__} is not supported yet: shards stay on "
+            "the mesh's device. Pass offload_policy=OffloadPolicy(), the default; with accelerate, "
+            "set fsdp_offload_params to false."
         )
-    if getattr(mp_policy, "param_dtype_override_fn", None) is not None:  # since torch 2.15
+    if getattr(policy, "param_dtype_override_fn", None) is not None:  # since torch 2.15
         raise NotImplementedError(
-            "MixedPrecisionPolicy's param_dtype_override_fn is not supported yet. Leave it out, "
-            "and shard modules that keep their dtype as units of their own."
+            "MixedPrecisionPolicy's param_dtype_override_fn is not supported yet. Pass None for "
+            "it, and shard modules that keep their dtype as units of their own."
         )
+
+
+def check_placements(
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None, params: Mapping[nn.Parameter, str]
+) -> None:
+    """Raise NotImplementedError if a parameter should be sharded by anything but its rows."""
+    if shard_placement_fn is None:
+        return
+    for param, name in params.items():
+        placement = shard_placement_fn(param)
+        if placement not in (None, Shard(0), Shard(-param.ndim)):
+            raise NotImplementedError(
+                f"shard_placement_fn returned {placement!r} for parameter '{name}', but so far "
+                "parameters are sharded by rows only. Return None or Shard(0) for it."
+            )
 
 
 def check_modules(modules: Iterable[object]) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_ext import _C
+from fsdp_ext._util.dynamo import expect_graph_breaks, hidden_from_dynamo
 from fsdp_ext.sharding.unit import Unit
 
 
@@ -36,6 +37,7 @@ class ForwardHooks:
 
     def connect(self, core: _C.TorchUnit) -> None:
         """Let the module's hooks call C++ directly."""
+        expect_graph_breaks("fsdp_pre_forward|fsdp_post_forward")
         self._set(core.pre_forward_hook(), core.post_forward_hook(self._index))
 
     def disconnect(self) -> None:
@@ -56,6 +58,7 @@ class ForwardHooks:
             module._forward_pre_hooks[self._pre.id] = pre
             module._forward_hooks[self._post.id] = post
 
+    @hidden_from_dynamo
     def _first_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         unit = self._unit()
         assert unit is not None

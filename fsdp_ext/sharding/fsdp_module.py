@@ -145,6 +145,13 @@ class FSDPModule:
             raise ValueError(f"set_gradient_divide_factor got {factor!r}. Pass a positive number.")
         _change([self._unit], gradient_divide_factor=float(factor))
 
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Do what :meth:`set_gradient_divide_factor` does. It is FSDP2's older name for it."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Do nothing, as in FSDP2 on a 1-D mesh: only hybrid sharding has an all-reduce."""
+
     def flat_shard(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this unit's flat shard and flat gradient, for optimizers that work on them whole.
 
@@ -179,9 +186,30 @@ class FSDPModule:
         return result
 
 
+# What to do instead of calling methods of FSDP2 that are missing here.
+_INSTEAD = {
+    "set_all_reduce_hook": "Change gradients in hooks of the sharded parameters "
+    "(register_post_accumulate_grad_hook), or after backward",
+    "set_custom_all_gather": "Choose what collectives travel by with fully_shard(transport=...)",
+    "set_custom_reduce_scatter": "Choose what collectives travel by with "
+    "fully_shard(transport=...)",
+    "set_post_optim_event": "Leave the call out: gathers wait for the current stream",
+    "set_force_sum_reduction_for_comms": "Leave the call out: reductions are sums already",
+    "set_separate_reduce_scatter_group": "Leave the call out: gathers and reductions have "
+    "communicators of their own already",
+    "set_reduce_scatter_unused_params": "Let every rank use the same parameters, for example by "
+    "adding 0 * parameter.sum() to the loss",
+    "set_unshard_in_backward": "Call set_reshard_after_forward(False) on units that should not be "
+    "gathered in backward",
+}
+_DEFAULT_INSTEAD = "Leave the call out: results do not depend on it"
+
+
 def _unsupported(name: str) -> Callable[..., NoReturn]:
+    instead = _INSTEAD.get(name, _DEFAULT_INSTEAD)
+
     def method(self: FSDPModule, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"FSDPModule.{name} is not supported yet. Leave the call out.")
+        raise NotImplementedError(f"FSDPModule.{name} is not supported yet. {instead}.")
 
     return method
 

@@ -42,11 +42,12 @@ def state_of(module: nn.Module) -> ModuleState | None:
 
 
 def has_state(module: nn.Module) -> bool:
-    """Return whether ``module`` has a state, or wraps a module that has one.
+    """Return whether ``module`` itself has a state.
 
-    A wrapper counts if it forwards attributes, as the one of activation checkpointing does.
+    ``hasattr`` would look through wrappers that forward attributes, such as the one of activation
+    checkpointing. The wrapper of a sharded module is not sharded itself.
     """
-    return hasattr(module, _KEY)
+    return _KEY in module.__dict__
 
 
 def is_state(attribute: str) -> bool:
@@ -76,6 +77,21 @@ def sharded_module(model: nn.Module) -> nn.Module:
     """Return the module that ``fully_shard`` was applied to: ``model``, or what it wraps."""
     state = state_of(model)
     return model if state is None else state.sharded
+
+
+def managed_modules(modules: list[nn.Module]) -> list[nn.Module]:
+    """Return ``modules`` and what is in them, except for nested units."""
+    found: dict[nn.Module, None] = {}
+
+    def collect(module: nn.Module) -> None:
+        found[module] = None
+        for child in module.children():
+            if child not in found and group_of(child) is None:
+                collect(child)
+
+    for module in modules:
+        collect(module)
+    return list(found)
 
 
 def managed_params(modules: list[nn.Module], ignored: set[nn.Parameter]) -> dict[nn.Parameter, str]:

@@ -48,11 +48,6 @@ def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> Non
             f"parameter '{name}' is on {param.device}, but the mesh is of {device}. Move the "
             f"module to {device} (or meta) first."
         )
-    if not param.is_contiguous():
-        raise ValueError(
-            f"parameter '{name}' of shape {tuple(param.shape)} is not contiguous: its strides are "
-            f"{param.stride()}. Make it contiguous first."
-        )
 
 
 def mark_sharded(param: nn.Parameter, sharded: nn.Parameter, name: str, unit: str) -> None:

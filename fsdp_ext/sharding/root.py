@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_ext import _C
+from fsdp_ext._util.dynamo import hidden_from_dynamo
 from fsdp_ext.comm.costs import log_default, typical_link
 from fsdp_ext.comm.lanes import lanes_of
 from fsdp_ext.sharding.auto import chosen_for
@@ -136,6 +137,7 @@ class Root(UnitTree):
                 for hooks in hooks_of(unit):
                     hooks.disconnect()
 
+    @hidden_from_dynamo
     def _pre_forward_when_stale(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.rebuild()
         unit = unit_of(module)

@@ -87,6 +87,8 @@ class Unit(ParamGroup):
         self.root: Any = None
         self.core: _C.TorchUnit | None = None
         self.flat_shard = torch.empty(0, dtype=torch.uint8, device=device)
+        # Each parameter's part of it. See Note [own storages] in csrc/torch/flat_tensor.h.
+        self.shard_parts: list[torch.Tensor] = []
         self.flat_gradient = torch.empty(0, device=device)
         for param, name in params.items():
             check_parameter(name, param, device)
@@ -144,7 +146,7 @@ class Unit(ParamGroup):
     def _rows_of(self, param: nn.Parameter) -> torch.Tensor:
         """Return this rank's rows on its device, or on meta if the parameter is there."""
         first, count = self._rows(param.shape)
-        rows = param.detach()[first : first + count]
+        rows = param.detach()[first : first + count].contiguous()
         return rows if rows.is_meta else rows.to(self.device)
 
     def _rows(self, shape: torch.Size) -> tuple[int, int]:
@@ -204,11 +206,12 @@ class Unit(ParamGroup):
         flat = zeros_for_shard(
             layout.shard_bytes, device, self.mesh.get_group(), self.settings.transport
         )
-        for param, view in zip(self.params, self._shard_views(flat, layout), strict=True):
+        parts = self._parts_of(flat, layout)
+        for param, part in zip(self.params, parts, strict=True):
             if not param.local.is_meta:
-                view.copy_(param.local)
-            param.sharded._local_tensor = view  # type: ignore[attr-defined]
-        self.flat_shard = flat
+                part.copy_(param.local)
+            param.sharded._local_tensor = part  # type: ignore[attr-defined]
+        self.flat_shard, self.shard_parts = flat, parts
         return True
 
     def _adopt(self, param: ShardedParam) -> bool:
@@ -236,22 +239,27 @@ class Unit(ParamGroup):
     def _is_flat(self, layout: _C.UnitLayout) -> bool:
         if self.flat_shard.numel() != layout.shard_bytes:
             return False
-        base = self.flat_shard.untyped_storage()
         return all(
             param.local.device == self.flat_shard.device
             and not param.local.is_meta
             and param.local.is_contiguous()
-            and param.local.untyped_storage()._cdata == base._cdata
-            and param.local.storage_offset() * param.local.element_size() == place.shard_offset
-            for param, place in zip(self.params, layout.placements, strict=True)
+            and param.local.dtype == part.dtype
+            and param.local.untyped_storage()._cdata == part.untyped_storage()._cdata
+            and param.local.storage_offset() == 0
+            and _address(part) == _address(self.flat_shard) + place.shard_offset
+            for param, part, place in zip(
+                self.params, self.shard_parts, layout.placements, strict=True
+            )
         )
 
-    def _shard_views(self, flat: torch.Tensor, layout: _C.UnitLayout) -> list[torch.Tensor]:
-        views = []
-        for param, place in zip(self.params, layout.placements, strict=True):
-            end = place.shard_offset + param.local.numel() * param.dtype.itemsize
-            views.append(flat[place.shard_offset : end].view(param.dtype).view(param.local.shape))
-        return views
+    def _parts_of(self, flat: torch.Tensor, layout: _C.UnitLayout) -> list[torch.Tensor]:
+        """Return each parameter's part of a flat shard, without values on meta."""
+        if flat.is_meta:
+            return [torch.empty_like(param.local, device=flat.device) for param in self.params]
+        return [
+            _C.FlatTensor.part_of(flat, place.shard_offset, param.local.shape, param.dtype)
+            for param, place in zip(self.params, layout.placements, strict=True)
+        ]
 
     # - The C++ side
 
@@ -282,10 +290,13 @@ class Unit(ParamGroup):
         grad_dtype, _ = self.grad_dtypes()
         policy = self.settings.mp_policy
         self.flat_gradient = torch.empty(layout.grad_numel, dtype=grad_dtype, device=self.device)
+        gradients = self._sharded_gradients(layout)
         core = _C.TorchUnit(
             layout=layout,
-            flat_shard=self.flat_shard,
-            flat_gradient=self.flat_gradient,
+            shard=_C.FlatTensor(self.flat_shard, self.shard_parts),
+            gradient=_C.FlatTensor(
+                self.flat_gradient, [gradient._local_tensor for gradient in gradients]
+            ),
             shapes=[list(param.shape) for param in self.params],
             param_dtypes=[self.compute_dtype(param.dtype) for param in self.params],
             cast_inputs=policy.param_dtype if policy.cast_forward_inputs else None,
@@ -299,7 +310,7 @@ class Unit(ParamGroup):
         core.bind(
             sharded=[param.sharded for param in self.params],
             unsharded=unsharded,
-            gradients=self._sharded_gradients(layout),
+            gradients=gradients,
             attributes=[
                 (module._parameters, attribute, index)
                 for index, param in enumerate(self.params)
@@ -310,13 +321,20 @@ class Unit(ParamGroup):
         return core
 
     def _sharded_gradients(self, layout: _C.UnitLayout) -> list[DTensor]:
-        """Return the gradients of the trainable parameters, views of the flat gradient."""
+        """Return the gradients of the trainable parameters, parts of the flat gradient."""
         gradients = []
+        flat = self.flat_gradient
         for param, place in zip(self.params, layout.placements, strict=True):
             if param.requires_grad:
-                local = self.flat_gradient[place.grad_offset :][: param.local.numel()]
-                gradients.append(self._dtensor(local.view(param.local.shape), param.shape))
+                offset = place.grad_offset * flat.itemsize
+                local = _C.FlatTensor.part_of(flat, offset, param.local.shape, flat.dtype)
+                gradients.append(self._dtensor(local, param.shape))
         return gradients
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return where a tensor's storage begins. ``Tensor.data_ptr`` is 0 if it has no elements."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:

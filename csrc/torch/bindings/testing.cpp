@@ -8,6 +8,7 @@
 #include "core/pipeline.h"
 #include "pack/pack.h"
 #include "torch/bindings/registrations.h"
+#include "torch/containers.h"
 #include "torch/cuda_framework.h"
 #include "torch/dtype.h"
 #include "torch/torch_root.h"
@@ -220,6 +221,7 @@ void extend_root(py::module_& m) {
 }  // namespace
 
 void register_testing(py::module_& m) {
+  m.def("to_device", &to_device, py::arg("object"), py::arg("device"));
   register_packer(m);
   extend_lanes(m);
   extend_root(m);

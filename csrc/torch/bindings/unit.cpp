@@ -9,19 +9,23 @@ namespace py = pybind11;
 namespace fsdp {
 
 void register_unit(py::module_& m) {
+  py::class_<FlatTensor>(m, "FlatTensor")
+      .def(py::init<at::Tensor, std::vector<at::Tensor>>(), py::arg("flat"), py::arg("parts"))
+      .def_static("part_of", &FlatTensor::part_of, py::arg("flat"), py::arg("offset"),
+                  py::arg("shape"), py::arg("dtype"));
   py::class_<TorchUnit, std::shared_ptr<TorchUnit>>(m, "TorchUnit")
-      .def(py::init([](const UnitLayout& layout, at::Tensor flat_shard, at::Tensor flat_gradient,
+      .def(py::init([](const UnitLayout& layout, FlatTensor shard, FlatTensor gradient,
                        std::vector<std::vector<std::int64_t>> shapes,
                        std::vector<at::ScalarType> param_dtypes,
                        std::optional<at::ScalarType> cast_inputs,
                        std::optional<at::ScalarType> cast_outputs, std::size_t module_count) {
              return std::make_shared<TorchUnit>(
                  layout,
-                 UnitTensors{std::move(flat_shard), std::move(flat_gradient), std::move(shapes),
+                 UnitTensors{std::move(shard), std::move(gradient), std::move(shapes),
                              std::move(param_dtypes)},
                  ForwardCasts{cast_inputs, cast_outputs}, module_count);
            }),
-           py::kw_only(), py::arg("layout"), py::arg("flat_shard"), py::arg("flat_gradient"),
+           py::kw_only(), py::arg("layout"), py::arg("shard"), py::arg("gradient"),
            py::arg("shapes"), py::arg("param_dtypes"), py::arg("cast_inputs"),
            py::arg("cast_outputs"), py::arg("module_count"))
       .def("unsharded_views", &TorchUnit::unsharded_views)

@@ -1,0 +1,49 @@
+// A flat shard or flat gradient, and one tensor for each parameter's part of it.
+//
+// Note [own storages]
+// Each part has a storage of its own over the flat tensor's memory, instead of being a view. A
+// checkpoint writes the whole storage of a tensor, which for a view would be the whole flat shard
+// once for each parameter. A DTensor can only be pickled if its local tensor begins where its
+// storage begins. Since the storages know nothing of each other, whatever gives the flat tensor
+// other memory (Note [moving shards] in core/bucket.h) also sets the pointers of all parts.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace fsdp {
+
+// A contiguous tensor of `shape` at byte `offset` of a storage that may have no memory yet.
+at::Tensor view_of_storage(const c10::intrusive_ptr<c10::StorageImpl>& storage, std::size_t offset,
+                           const std::vector<std::int64_t>& shape, at::ScalarType dtype,
+                           at::Device device);
+
+class FlatTensor {
+ public:
+  FlatTensor() = default;
+  // `parts` are results of part_of(flat).
+  FlatTensor(at::Tensor flat, std::vector<at::Tensor> parts);
+
+  // A tensor with a storage of its own at byte `offset` of `flat`. It keeps the memory alive.
+  static at::Tensor part_of(const at::Tensor& flat, std::int64_t offset,
+                            const std::vector<std::int64_t>& shape, at::ScalarType dtype);
+
+  const at::Tensor& flat() const { return flat_; }
+  void* data() const { return flat_.data_ptr(); }
+
+  // Copies the content into `memory`, where it stays from now on.
+  void move(std::shared_ptr<void> memory);
+  // share_memory_() gives a part other memory. Takes the content back into the flat tensor.
+  void reclaim();
+
+ private:
+  at::Tensor flat_;
+  std::vector<at::Tensor> parts_;
+  std::vector<std::size_t> offsets_;  // bytes, of each part
+};
+
+}  // namespace fsdp

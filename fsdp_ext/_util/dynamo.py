@@ -1,0 +1,41 @@
+"""Keeps ``torch.compile`` out of functions that it should not trace."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def hidden_from_dynamo(function: Function) -> Function:
+    """Return ``function``, run eagerly with all that it calls, also inside compiled code.
+
+    Dynamo takes a second to import, so this does not import it. It cannot be tracing before it is
+    imported.
+    """
+
+    @functools.wraps(function)
+    def hidden(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        disable: Any = torch._dynamo.disable
+        return disable(function, recursive=True)(*args, **kwargs)
+
+    return cast(Function, hidden)
+
+
+def expect_graph_breaks(function_names: str) -> None:
+    """Silence Dynamo's warning about C++ functions at which it is meant to break graphs.
+
+    Args:
+        function_names: a regular expression.
+    """
+    warnings.filterwarnings(
+        "ignore", rf"Dynamo does not know how to trace the builtin `[^`]*\.({function_names})\."
+    )

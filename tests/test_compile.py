@@ -1,0 +1,87 @@
+"""``torch.compile`` of sharded models and blocks trains as without it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from support.launcher import run_ranks
+from support.matrix import exhaustive
+from support.models import Stack
+from support.parity import SYSTEM, Case, Sharded, load_system, train_step, whole
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+STEPS = 3
+FROZEN_BEFORE = 1  # freezing rebuilds the schedule inside the compiled forward
+
+
+def train(compiled: str, backend: str, precision: dict[str, Any]) -> tuple[list[Tensor], int]:
+    """Return losses and the last parameters, and how many graphs were compiled."""
+    torch._dynamo.reset()
+    counters.clear()
+    run = Sharded(load_system(SYSTEM), Case("", Stack, precision=precision))
+    if compiled == "model":
+        run.model.compile(backend=backend)
+    if compiled == "blocks":
+        for block in run.model.blocks:
+            block.compile(backend=backend)
+    seen = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(STEPS):
+            if step == FROZEN_BEFORE:
+                run.parameters["blocks.1.up.weight"].requires_grad_(False)
+            seen += train_step(run, step)
+    assert not [str(one.message) for one in caught if "Dynamo" in str(one.message)]
+    seen += [whole(parameter) for parameter in run.parameters.values()]
+    return seen, counters["stats"]["unique_graphs"]
+
+
+def _compiled(compiled: str, backend: str, precision: dict[str, Any]) -> None:
+    expected, _ = train("nothing", backend, precision)
+    ours, graphs = train(compiled, backend, precision)
+    for mine, eager in zip(ours, expected, strict=True):
+        assert torch.equal(mine, eager)
+    # All blocks share a graph, and the frozen weight makes another one. Nothing of fsdp_ext itself
+    # was compiled.
+    assert 0 < graphs <= 2
+
+
+CASES = {
+    "a model in bf16": ("model", "eager", {"param_dtype": torch.bfloat16}),
+    "blocks": ("blocks", "eager", {}),
+    "a model with autograd": ("model", "aot_eager", {}),
+    "blocks in bf16 with autograd": ("blocks", "aot_eager", {"param_dtype": torch.bfloat16}),
+}
+FIRST = next(iter(CASES))
+
+
+# Dynamo takes seconds on each rank, so make test has one case on one rank.
+@pytest.mark.parametrize("case", [(1, FIRST), *exhaustive(*((2, case) for case in CASES))], ids=str)
+def test_compiled_models_train_the_same(case: tuple[int, str]) -> None:
+    world_size, name = case
+    run_ranks(_compiled, world_size, *CASES[name], fresh=True)  # Dynamo keeps a thread
+
+
+def _marks() -> None:
+    models = []
+    for system in ("fsdp2", SYSTEM):
+        shard = load_system(system).fully_shard
+        model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+        outer = nn.ModuleDict({"inner": model, "beside": nn.ReLU()})
+        shard(model[1])
+        models.append(outer)
+        shard(model)
+    theirs, ours = (
+        [vars(module).get("_is_fsdp_managed_module") for module in model.modules()]
+        for model in models
+    )
+    assert ours == theirs
+    assert theirs.count(True) == 5
+
+
+def test_modules_are_marked_for_dynamo_as_by_fsdp2() -> None:
+    run_ranks(_marks, 1)

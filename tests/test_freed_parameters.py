@@ -1,0 +1,43 @@
+"""An unsharded parameter that somebody kept raises when it is read after it was freed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.launcher import run_ranks
+from support.parity import SYSTEM, load_system
+from torch import Tensor, nn
+
+READS: list[Callable[[Tensor], Any]] = [
+    repr,
+    str,
+    lambda weight: weight.tolist(),
+    lambda weight: weight[0, 0].item(),
+    lambda weight: weight[1:].sum(),
+    lambda weight: weight @ weight,
+    lambda weight: torch.nn.functional.linear(torch.ones(1, 64), weight),
+]
+
+
+def _reads(system: str) -> None:
+    shard = load_system(system).fully_shard
+    model: Any = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    kept: list[Tensor] = []
+    shard(model[0])
+    shard(model)
+    model[0].register_forward_pre_hook(lambda module, args: kept.append(module.weight))
+    model(torch.ones(1, 64))
+    (weight,) = kept
+    assert type(weight) is nn.Parameter
+    for read in READS:
+        with pytest.raises(RuntimeError):
+            read(weight)
+    model(torch.ones(1, 64)).sum().backward()  # it has memory again while its module runs
+
+
+@pytest.mark.parametrize("system", ["fsdp2", SYSTEM])
+def test_printing_or_indexing_a_freed_parameter_raises(system: str) -> None:
+    run_ranks(_reads, 2, system)

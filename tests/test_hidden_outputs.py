@@ -1,0 +1,118 @@
+"""Outputs that hide tensors, and gradients of gradients, train as the unsharded model does."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support import models
+from support.launcher import run_ranks
+from support.models import DIM, Mlp, Stack
+from support.parity import ROUNDING, SYSTEM, Case, Run, Sharded, check, each, load_system
+from torch import Tensor
+
+from fsdp_ext._util.containers import opaque_type_in
+
+
+class Box:
+    def __init__(self, content: Tensor) -> None:
+        self.content = content
+
+
+class BoxedMlp(Mlp):
+    def forward(self, x: Tensor) -> Any:
+        return Box(super().forward(x))
+
+
+class LazyMlp(Mlp):
+    """Its forward runs when its output is iterated over, after the module has returned."""
+
+    def forward(self, x: Tensor) -> Any:
+        yield super().forward(x)
+
+
+class Hidden(Stack):
+    """Blocks that return boxes or generators."""
+
+    def __init__(self, block: type[Mlp]) -> None:
+        super().__init__()
+        for place in range(len(self.blocks)):
+            self.blocks[place] = block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            out = block(x)
+            x = next(out) if isinstance(out, Iterator) else out.content
+        return self.head(x)
+
+
+def quietly(run: Run, step: int) -> tuple[Tensor, ...]:
+    run.optimizer.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss = run.loss(step)
+    run.backward(loss)
+    run.optimizer.step()
+    return (loss,)
+
+
+def penalised(run: Run, step: int) -> tuple[Tensor, ...]:
+    """Add the gradient with respect to the inputs to the loss."""
+    run.optimizer.zero_grad()
+    (x,), _ = run.batch(step)
+    x.requires_grad_()
+    output = run.forward(((x,), {}))
+    (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    loss = run.model.loss(output) + gradient.square().mean()
+    run.backward(loss)
+    run.optimizer.step()
+    return loss, gradient
+
+
+UNSEEN = "its hooks do not look for tensors in such outputs"
+CASES = [
+    Case("boxes", partial(Hidden, BoxedMlp), step=quietly, fsdp2_fails=UNSEEN),
+    Case("generators", partial(Hidden, LazyMlp), step=quietly, fsdp2_fails=UNSEEN),
+    Case("a gradient penalty", Stack, step=penalised, unsharded=ROUNDING[torch.float32],
+         fsdp2_fails="it has freed the parameters that the second backward reads"),
+]  # fmt: skip
+
+
+@each(CASES)
+def test_what_hooks_cannot_see_trains_as_the_unsharded_model(case: Case, world_size: int) -> None:
+    check(case, world_size)
+
+
+def _warning() -> None:
+    run = Sharded(load_system(SYSTEM), Case("", partial(Hidden, BoxedMlp)))
+    with pytest.warns(
+        UserWarning, match=r"unit 'blocks.0' returned a Box, .*dataclasses"
+    ) as caught:
+        run.backward(run.loss(0))
+    assert len(caught) == 3  # once for each unit
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.backward(run.loss(1))
+    root = run.model._unit.root
+    assert [root.core.state(number) for number in range(4)] == ["sharded"] * 4
+    with torch.no_grad():
+        run.loss(2)  # keeps nothing
+    assert root.core.state(1) == "sharded"
+
+
+def test_a_warning_names_the_unit_once_and_backward_reshards_it() -> None:
+    run_ranks(_warning, 1)
+
+
+def test_only_objects_that_may_hide_tensors_are_opaque() -> None:
+    box = Box(torch.ones(1))
+    pair = models.Pair(torch.ones(1), torch.ones(1))
+    seen = {"a": [1, None, "text", torch.float32], "b": (pair, {2.0}), "c": torch.ones(DIM)}
+    assert opaque_type_in(seen) == ""
+    assert opaque_type_in({**seen, "d": [box]}) == "Box"
+    assert opaque_type_in(_ for _ in ()) == "generator"
