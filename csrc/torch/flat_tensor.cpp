@@ -15,13 +15,13 @@ at::DataPtr data_ptr_of(void* data, std::shared_ptr<void> owner, at::Device devi
           [](void* kept_owner) { delete static_cast<std::shared_ptr<void>*>(kept_owner); }, device};
 }
 
-void* data_of(const at::Tensor& tensor) {
-  return tensor.storage().unsafeGetStorageImpl()->mutable_data();
+void* data_of(const c10::Storage& storage) {
+  return storage.unsafeGetStorageImpl()->mutable_data();
 }
 
-void set_data(const at::Tensor& tensor, void* data, std::shared_ptr<void> owner) {
-  tensor.storage().unsafeGetStorageImpl()->set_data_ptr_noswap(
-      data_ptr_of(data, std::move(owner), tensor.device()));
+void set_data(const c10::Storage& storage, void* data, std::shared_ptr<void> owner) {
+  storage.unsafeGetStorageImpl()->set_data_ptr_noswap(
+      data_ptr_of(data, std::move(owner), storage.device()));
 }
 
 // Keeps the memory of a tensor alive. The memory is that of its storage as it is now.
@@ -46,11 +46,12 @@ at::Tensor view_of_storage(const c10::intrusive_ptr<c10::StorageImpl>& storage, 
   return view;
 }
 
-FlatTensor::FlatTensor(at::Tensor flat, std::vector<at::Tensor> parts)
-    : flat_(std::move(flat)), parts_(std::move(parts)) {
-  for (const at::Tensor& part : parts_) {
-    offsets_.push_back(static_cast<std::size_t>(static_cast<char*>(data_of(part)) -
-                                                static_cast<char*>(data_of(flat_))));
+FlatTensor::FlatTensor(at::Tensor flat, const std::vector<at::Tensor>& parts)
+    : flat_(std::move(flat)) {
+  const char* begin = at_byte(data_of(flat_.storage()), 0);
+  for (const at::Tensor& part : parts) {
+    const char* place = at_byte(data_of(part.storage()), 0);
+    parts_.push_back({part.storage(), static_cast<std::size_t>(place - begin)});
   }
 }
 
@@ -62,8 +63,8 @@ at::Tensor FlatTensor::part_of(const at::Tensor& flat, std::int64_t offset,
   }
   const auto storage = c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), bytes,
-      data_ptr_of(at_byte(data_of(flat), static_cast<std::size_t>(offset)), owner_of(flat),
-                  flat.device()),
+      data_ptr_of(at_byte(data_of(flat.storage()), static_cast<std::size_t>(offset)),
+                  owner_of(flat), flat.device()),
       /*allocator=*/nullptr, /*resizable=*/false);
   return view_of_storage(storage, 0, shape, dtype, flat.device());
 }
@@ -74,20 +75,20 @@ void FlatTensor::move(std::shared_ptr<void> memory) {
   const at::NoGradGuard no_grad;
   void* data = memory.get();
   at::from_blob(data, flat_.sizes(), flat_.options()).copy_(flat_);
-  set_data(flat_, data, memory);
-  for (std::size_t i = 0; i < parts_.size(); ++i) {
-    set_data(parts_[i], at_byte(data, offsets_[i]), memory);
+  set_data(flat_.storage(), data, memory);
+  for (const Part& part : parts_) {
+    set_data(part.storage, at_byte(data, part.offset), memory);
   }
 }
 
 void FlatTensor::reclaim() {
-  void* const data = data_of(flat_);
-  for (std::size_t i = 0; i < parts_.size(); ++i) {
-    void* const own = at_byte(data, offsets_[i]);
-    void* const now = data_of(parts_[i]);
+  void* const data = data_of(flat_.storage());
+  for (const Part& part : parts_) {
+    void* const own = at_byte(data, part.offset);
+    void* const now = data_of(part.storage);
     if (own != now && flat_.is_cpu()) {
-      std::memcpy(own, now, parts_[i].nbytes());
-      set_data(parts_[i], own, owner_of(flat_));
+      std::memcpy(own, now, part.storage.nbytes());
+      set_data(part.storage, own, owner_of(flat_));
     }
   }
 }

@@ -26,7 +26,7 @@ class FlatTensor {
  public:
   FlatTensor() = default;
   // `parts` are results of part_of(flat).
-  FlatTensor(at::Tensor flat, std::vector<at::Tensor> parts);
+  FlatTensor(at::Tensor flat, const std::vector<at::Tensor>& parts);
 
   // A tensor with a storage of its own at byte `offset` of `flat`. It keeps the memory alive.
   static at::Tensor part_of(const at::Tensor& flat, std::int64_t offset,
@@ -37,13 +37,18 @@ class FlatTensor {
 
   // Copies the content into `memory`, where it stays from now on.
   void move(std::shared_ptr<void> memory);
-  // share_memory_() gives a part other memory. Takes the content back into the flat tensor.
+  // share_memory_() gives a part other memory. Takes the content back into the flat tensor. It
+  // compares one pointer for each part, so every forward can call it.
   void reclaim();
 
  private:
+  struct Part {
+    c10::Storage storage;
+    std::size_t offset;  // bytes
+  };
+
   at::Tensor flat_;
-  std::vector<at::Tensor> parts_;
-  std::vector<std::size_t> offsets_;  // bytes, of each part
+  std::vector<Part> parts_;
 };
 
 }  // namespace fsdp

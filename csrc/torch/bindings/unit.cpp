@@ -10,7 +10,8 @@ namespace fsdp {
 
 void register_unit(py::module_& m) {
   py::class_<FlatTensor>(m, "FlatTensor")
-      .def(py::init<at::Tensor, std::vector<at::Tensor>>(), py::arg("flat"), py::arg("parts"))
+      .def(py::init<at::Tensor, const std::vector<at::Tensor>&>(), py::arg("flat"),
+           py::arg("parts"))
       .def_static("part_of", &FlatTensor::part_of, py::arg("flat"), py::arg("offset"),
                   py::arg("shape"), py::arg("dtype"));
   py::class_<TorchUnit, std::shared_ptr<TorchUnit>>(m, "TorchUnit")
