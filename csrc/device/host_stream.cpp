@@ -173,6 +173,7 @@ void Completion::complete(std::exception_ptr error) {
 void Completion::wait(std::chrono::milliseconds timeout, const std::string& what) {
   poll_until([this] { return is_complete(); }, kWaiterPolling);
   if (!is_complete()) {
+    forks_.check();
     constexpr std::chrono::milliseconds kLongest = std::chrono::hours(24 * 365);  // no overflow
     std::unique_lock<std::mutex> lock(mutex_);
     if (!completed_.wait_for(lock, std::min(timeout, kLongest), [&] { return is_complete(); })) {
@@ -267,6 +268,7 @@ void HostStream::stamp(Stamp& at) {
 }
 
 void HostStream::record(Event& event) {
+  forks_.check();
   Item item;
   item.record = std::make_shared<Completion>();
   as_host(event).set_newest(item.record);
@@ -292,6 +294,7 @@ void HostStream::synchronize() {
 }
 
 void HostStream::push(Item item, Ring ring) {
+  forks_.check();
   for (int i = 0; i < kStamps; ++i) {
     item.stamps[i] = next_stamps_[i].load(std::memory_order_relaxed);
     if (item.stamps[i] == nullptr) {

@@ -14,6 +14,7 @@
 #include <string>
 #include <thread>
 
+#include "device/forks.h"
 #include "device/stream.h"
 
 namespace fsdp {
@@ -24,7 +25,8 @@ class Completion {
   bool is_complete() const { return complete_.load(std::memory_order_acquire); }
   bool is_success() const { return is_complete() && !error_; }
   void complete(std::exception_ptr error);
-  // Throws the error of the work, or a TimeoutError that names `what`.
+  // Throws the error of the work, or a TimeoutError that names `what`. Throws in a forked child,
+  // too: the worker that would complete this is not there.
   void wait(std::chrono::milliseconds timeout, const std::string& what);
 
  private:
@@ -32,6 +34,7 @@ class Completion {
   std::condition_variable completed_;
   std::atomic<bool> complete_{false};
   std::exception_ptr error_;  // written only before complete_ is set
+  ForkGuard forks_;
 };
 
 // Note [one completion a record]
@@ -82,7 +85,8 @@ class HostComputeStream final : public HostQueue {
   std::chrono::milliseconds timeout_;
 };
 
-// A worker thread. The destructor finishes all issued work and joins the thread.
+// A worker thread. The destructor finishes all issued work and joins the thread. In a forked child
+// every call throws, and a stream of the parent must not be destroyed: Note [forks].
 //
 // Note [doorbell]
 // Waking the worker costs more than most of its work. So enqueue and wait only queue their items,
@@ -127,6 +131,7 @@ class HostStream final : public HostQueue {
 
   std::string name_;
   std::chrono::milliseconds timeout_;
+  ForkGuard forks_;
   std::mutex mutex_;
   std::condition_variable work_available_;
   std::deque<Item> items_;

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "device/forks.h"
 #include "torch/cuda_framework.h"
 #include "torch/dtype.h"
 
@@ -14,15 +15,24 @@ namespace fsdp {
 namespace {
 
 // Deleting lanes waits for their threads. A thread may be in a collective of a process group that
-// is written in Python, and need the GIL.
-void delete_without_gil(Lanes* lanes) {
-  if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) {
+// is written in Python, and need the GIL. A forked child has no such threads: Note [forks].
+class LanesDeleter {
+ public:
+  void operator()(Lanes* lanes) const {
+    if (forks_.is_forked()) {
+      return;
+    }
+    if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) {
+      delete lanes;
+      return;
+    }
+    const pybind11::gil_scoped_release no_gil;
     delete lanes;
-    return;
   }
-  const pybind11::gil_scoped_release no_gil;
-  delete lanes;
-}
+
+ private:
+  ForkGuard forks_;
+};
 
 // A uint8 tensor that owns `memory`.
 at::Tensor tensor_over(std::shared_ptr<void> memory, std::int64_t bytes, at::Device device) {
@@ -109,7 +119,7 @@ std::shared_ptr<Lanes> make_process_group_lanes(c10::intrusive_ptr<c10d::Process
   return {new Lanes(make_host_device(timeout), make_host_packer(),
                     make_process_group_communicator(std::move(gather), members, groups_one_by_one),
                     make_process_group_communicator(std::move(reduce), members, groups_one_by_one)),
-          &delete_without_gil};
+          LanesDeleter()};
 }
 
 std::shared_ptr<Lanes> make_shared_memory_lanes(const SharedMemoryEndpoint& endpoint,
@@ -119,7 +129,7 @@ std::shared_ptr<Lanes> make_shared_memory_lanes(const SharedMemoryEndpoint& endp
   auto [gather, reduce] = endpoint.connect(addresses, rank, timeout);
   return {new Lanes(make_host_device(host_timeout), make_host_packer(), std::move(gather),
                     std::move(reduce)),
-          &delete_without_gil};
+          LanesDeleter()};
 }
 
 std::shared_ptr<Lanes> make_simulated_lanes(int device_index, const SimulatedOptions& options,
@@ -134,7 +144,7 @@ std::shared_ptr<Lanes> make_simulated_lanes(int device_index, const SimulatedOpt
   auto gather = make_simulated_communicator(*device, options);
   auto reduce = make_simulated_communicator(*device, of_reduce);
   return {new Lanes(std::move(device), std::move(packer), std::move(gather), std::move(reduce)),
-          &delete_without_gil};
+          LanesDeleter()};
 }
 
 at::Tensor input_buffer(Lanes& lanes, std::int64_t bytes) {
@@ -161,7 +171,7 @@ std::shared_ptr<Lanes> make_nccl_lanes(const nccl::Api& api, int device_index,
   std::unique_ptr<Packer> packer = make_cuda_packer(*device);
   auto [gather, reduce] = make_nccl_communicators(api, *device, id, options);
   return {new Lanes(std::move(device), std::move(packer), std::move(gather), std::move(reduce)),
-          &delete_without_gil};
+          LanesDeleter()};
 }
 
 }  // namespace fsdp

@@ -32,7 +32,8 @@ _LIFE_INTERVAL = 0.2
 # A process is gone from /proc a moment after its sockets are closed.
 _LAST_BREATH = 1.0
 
-_announced: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+# The process that announced itself, by group.
+_announced: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def host_backend(group: dist.ProcessGroup) -> str:
@@ -68,7 +69,7 @@ def announce_process(group: dist.ProcessGroup) -> None:
     """
     if group in _announced:
         return
-    _announced.add(group)
+    _announced[group] = os.getpid()
     store = _store_of(group) if group.size() > 1 else None
     if store is None:
         return
@@ -130,6 +131,13 @@ class Rendezvous:
                 "none. Use gloo, or leave the transport out."
             )
         announce_process(group)
+        if _announced[group] != os.getpid():
+            raise RuntimeError(
+                f"this process was forked off that of rank {dist.get_rank()}, and a fork cannot "
+                "connect to the other ranks. Use the model only in the process that sharded it, or "
+                "start the other process with 'spawn' (in a DataLoader, "
+                "multiprocessing_context='spawn')."
+            )
         self._store = store
         self._timeout = timeout
         self.rank = dist.get_rank(group)
