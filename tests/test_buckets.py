@@ -177,11 +177,11 @@ def _collectives() -> None:
         ("all_gather", "forward", first),
         ("all_gather", "forward", second),
         ("all_gather", "forward", third),
-        ("reduce_scatter", "backward", "the root"),
         ("reduce_scatter", "backward", third),
         ("all_gather", "backward", first),
         ("reduce_scatter", "backward", second),
         ("reduce_scatter", "backward", first),
+        ("reduce_scatter", "backward", "the root"),  # it waits for the units inside it
     ]
     memory = core.memory()
     layer = model.layers[0]._unit.layout_for(training=True).unsharded_bytes

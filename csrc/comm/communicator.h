@@ -27,8 +27,9 @@ class Communicator {
   virtual int rank() const = 0;
   virtual int size() const = 0;
 
-  // Error messages call the following collectives `what`, which must outlive them.
-  virtual void announce(const std::string& /*what*/) {}
+  // Error messages call the following collectives `what`, which must outlive them. If the transport
+  // can, it checks that all ranks have the same `tag`: Note [collective tags].
+  virtual void announce(const std::string& /*what*/, std::uint64_t /*tag*/) {}
 
   // Memory that this transport reads and writes best, under the rules of Device::allocate. All
   // ranks make the call together, and the memory is freed before the communicator is destroyed.

@@ -85,7 +85,7 @@ std::string text_in(const char* memory, std::size_t size) {
 
 bool Operation::matches(const Operation& other) const {
   return kind == other.kind && dtype == other.dtype && root == other.root && bytes == other.bytes &&
-         pattern == other.pattern && label == other.label && before == other.before &&
+         pattern == other.pattern && tag == other.tag && before == other.before &&
          after == other.after;
 }
 
@@ -100,46 +100,46 @@ void Activity::begin(const std::string& label) {
   const std::uint32_t version = version_.load(std::memory_order_relaxed);
   version_.store(version + 1, std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_release);
-  const std::size_t length = std::min(label.size(), sizeof(words_) - 1);
+  std::atomic<std::uint64_t>* words = words_[(version / 2 + 1) % kKept];
+  const std::size_t length = std::min(label.size(), kLabelBytes - 1);
   for (std::size_t i = 0; i * sizeof(std::uint64_t) <= length; ++i) {
     const std::size_t first = i * sizeof(std::uint64_t);
     std::uint64_t word = 0;
     std::memcpy(&word, label.data() + first, std::min(length - first, sizeof(word)));
-    words_[i].store(word, std::memory_order_relaxed);
+    words[i].store(word, std::memory_order_relaxed);
   }
   version_.store(version + 2, std::memory_order_release);
   is_busy_.store(1, std::memory_order_relaxed);
 }
 
-std::string Activity::label() const {
+std::vector<std::string> Activity::labels() const {
   constexpr int kAttempts = 100;
-  char text[sizeof(words_)];
+  char texts[kKept][kLabelBytes];
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
     const std::uint32_t before = version_.load(std::memory_order_acquire);
-    for (std::size_t i = 0; i < kWords; ++i) {
-      const std::uint64_t word = words_[i].load(std::memory_order_relaxed);
-      std::memcpy(text + i * sizeof(word), &word, sizeof(word));
+    for (std::size_t i = 0; i < kKept * kWords; ++i) {
+      const std::uint64_t word = words_[i / kWords][i % kWords].load(std::memory_order_relaxed);
+      std::memcpy(texts[i / kWords] + i % kWords * sizeof(word), &word, sizeof(word));
     }
     std::atomic_thread_fence(std::memory_order_acquire);
     if (before % 2 == 0 && version_.load(std::memory_order_relaxed) == before) {
-      return text_in(text, sizeof(text));
+      const std::uint32_t last = before / 2;
+      std::vector<std::string> labels;
+      for (std::uint32_t i = last >= kKept ? last - kKept + 1 : 1; i <= last; ++i) {
+        labels.push_back(text_in(texts[i % kKept], kLabelBytes));
+      }
+      return labels;
     }
   }
   return {};
 }
 
-// - Checked reads
-
-std::uint64_t hash_of(const std::string& label) {
-  std::uint64_t hash = 0xcbf29ce484222325u ^ label.size();
-  for (std::size_t first = 0; first < label.size(); first += sizeof(std::uint64_t)) {
-    std::uint64_t word = 0;
-    std::memcpy(&word, label.data() + first, std::min(label.size() - first, sizeof(word)));
-    hash = (hash ^ word) * 0x9e3779b97f4a7c15u;
-    hash ^= hash >> 29;
-  }
-  return hash;
+std::string Activity::label() const {
+  const std::vector<std::string> all = labels();
+  return all.empty() ? std::string() : all.back();
 }
+
+// - Checked reads
 
 const Mailbox& mailbox_in(const PeerMemory& memory, std::uint64_t offset) {
   return *reinterpret_cast<const Mailbox*>(

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "base/dtype.h"
 #include "comm/futex.h"
@@ -24,29 +25,34 @@ struct Operation {
   std::int32_t root = 0;
   std::uint64_t bytes = 0;    // of the rank's input
   std::uint64_t pattern = 0;  // hash of how the parts of the input lie
-  std::uint64_t label = 0;    // hash of the label
+  std::uint64_t tag = 0;      // of the collective: Communicator::announce
   std::uint64_t offset = 0;   // of the input, in the rank's arena
   std::uint64_t before = 0;   // how far peers read in front of the offset and behind it
   std::uint64_t after = 0;
 };
 
-// The label of the collective that a lane runs. Peers may read it while it changes, and then see
-// none.
+// The labels of the collectives that a lane has run last. Peers may read them while they change,
+// and then see none.
 class Activity {
  public:
+  static constexpr std::size_t kKept = 16;
+
   void begin(const std::string& label);
   void end() { is_busy_.store(0, std::memory_order_relaxed); }
 
   bool is_busy() const { return is_busy_.load(std::memory_order_relaxed) != 0; }
   // Of the current collective, or else of the last one. Cut if it is long.
   std::string label() const;
+  // The same of the last ones, in their order.
+  std::vector<std::string> labels() const;
 
  private:
   static constexpr std::size_t kWords = 16;
+  static constexpr std::size_t kLabelBytes = kWords * sizeof(std::uint64_t);
 
-  std::atomic<std::uint32_t> version_{0};  // odd while the label changes
+  std::atomic<std::uint32_t> version_{0};  // twice the number of labels; odd while one changes
   std::atomic<std::uint32_t> is_busy_{0};
-  std::atomic<std::uint64_t> words_[kWords] = {};
+  std::atomic<std::uint64_t> words_[kKept][kWords] = {};
 };
 
 // It lies in the rank's arena, and peers only read it.
@@ -61,9 +67,6 @@ struct Mailbox {
   alignas(8) Operation operations[2];
   Activity activity;
 };
-
-// A hash of a label, by which ranks compare labels.
-std::uint64_t hash_of(const std::string& label);
 
 // - Checked reads of a peer's mailbox: Note [peers are not trusted]
 

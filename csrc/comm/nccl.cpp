@@ -67,7 +67,7 @@ class NcclCommunicator final : public Communicator {
   GatherBy gather_by() const override { return gather_by_of(transport(), /*on_gpu=*/true); }
   int registered_buffers() const override { return registered_buffers_; }
 
-  void announce(const std::string& what) override { what_ = what; }
+  void announce(const std::string& what, std::uint64_t /*tag*/) override { what_ = what; }
 
   void group_start() override {
     check();

@@ -40,17 +40,17 @@ RankBarrier::~RankBarrier() {
   wake_waiters();
 }
 
-void RankBarrier::begin_collective(const std::string& what, Labels labels) {
+void RankBarrier::begin_collective(const std::string& what, std::uint64_t tag) {
   FSDP_CHECK(!aborted_, "communication was aborted: ", async_error());
   what_ = &what;
-  label_ = labels == Labels::Match ? hash_of(what) : 0;
+  tag_ = tag;
   mine_.activity.begin(what);
 }
 
 void RankBarrier::post(const Operation& operation) {
   round_ += 1;
   mine_.operations[round_ % 2] = operation;
-  mine_.operations[round_ % 2].label = label_;
+  mine_.operations[round_ % 2].tag = tag_;
   mine_.posted.store(round_, std::memory_order_release);
   futex::wake(mine_.posted);
 }
@@ -60,7 +60,7 @@ const char* RankBarrier::wait_for_input(int from, const Operation& operation) {
   wait_for_round(peer, peer.mailbox->posted);
   const Operation theirs = operation_in(*peer.mailbox, round_);
   Operation mine = operation;
-  mine.label = label_;
+  mine.tag = tag_;
   if (!theirs.matches(mine)) {
     throw_mismatch(peer, mine, theirs);
   }
@@ -69,10 +69,17 @@ const char* RankBarrier::wait_for_input(int from, const Operation& operation) {
 
 void RankBarrier::throw_mismatch(const Peer& peer, const Operation& mine,
                                  const Operation& theirs) const {
-  throw Error(detail::concat(
+  std::string text = detail::concat(
       message_prefix(), "ranks issued different collectives: this rank issued ", *what_, ", ",
       mine.describe(), ", and rank ", peer.global_rank, " issued ", peer.mailbox->activity.label(),
-      ", ", theirs.describe(), ". Run the same model with the same control flow on every rank."));
+      ", ", theirs.describe(), ". Run the same units in the same order on every rank.");
+  for (const Peer* rank : {&peers_[static_cast<std::size_t>(rank_)], &peer}) {
+    text += detail::concat("\nThe last collectives of rank ", rank->global_rank, ":");
+    for (const std::string& label : rank->mailbox->activity.labels()) {
+      text += "\n  " + label;
+    }
+  }
+  throw Error(text);
 }
 
 void RankBarrier::finish() {

@@ -54,10 +54,9 @@ class RankBarrier {
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(peers_.size()); }
 
-  // Messages call the collective `what`, which must outlive it. Throws if this rank has aborted. If
-  // ranks are about to compare by themselves what they do, labels may differ.
-  enum class Labels : std::uint8_t { Match, MayDiffer };
-  void begin_collective(const std::string& what, Labels labels = Labels::Match);
+  // Messages call the collective `what`, which must outlive it. All ranks must have the same `tag`.
+  // Throws if this rank has aborted.
+  void begin_collective(const std::string& what, std::uint64_t tag = 0);
   void end_collective() { mine_.activity.end(); }
 
   // Starts the next round. Peers may read the input from now on.
@@ -91,7 +90,7 @@ class RankBarrier {
   std::chrono::milliseconds timeout_;
   std::uint32_t round_;
   const std::string* what_ = nullptr;
-  std::uint64_t label_ = 0;  // the hash of what_; 0 if labels may differ
+  std::uint64_t tag_ = 0;
 
   std::mutex mutex_;  // guards error_
   std::atomic<bool> aborted_{false};

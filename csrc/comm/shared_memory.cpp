@@ -22,7 +22,6 @@ namespace fsdp {
 namespace {
 
 using Kind = Operation::Kind;
-using Labels = RankBarrier::Labels;
 
 // Size of the staging buffer, which should stay in the cache of one core.
 constexpr std::size_t kPieceBytes = std::size_t{1} << 20;
@@ -83,7 +82,10 @@ class SharedMemoryCommunicator final : public Communicator {
   int rank() const override { return barrier_.rank(); }
   int size() const override { return barrier_.size(); }
   GatherBy gather_by() const override { return gather_by_of(transport(), /*on_gpu=*/false); }
-  void announce(const std::string& what) override { what_ = &what; }
+  void announce(const std::string& what, std::uint64_t tag) override {
+    what_ = &what;
+    tag_ = tag;
+  }
 
   std::shared_ptr<void> allocate(Device& device, std::size_t bytes, BufferUse use) override {
     return use == BufferUse::Output ? device.allocate(bytes) : Arena::allocate(arena_, bytes);
@@ -137,7 +139,7 @@ class SharedMemoryCommunicator final : public Communicator {
   void host_all_gather(Stream& stream, const void* input, void* output,
                        std::size_t bytes) override {
     const Part part{input, output, bytes};
-    enqueue(stream, [this, part] { run_all_gathers({part}); }, Labels::MayDiffer);
+    enqueue(stream, [this, part] { run_all_gathers({part}); });
   }
 
   void abort(const std::string& reason) override { barrier_.abort(reason); }
@@ -145,17 +147,18 @@ class SharedMemoryCommunicator final : public Communicator {
 
  private:
   template <typename Work>
-  void enqueue(Stream& stream, Work work, Labels labels = Labels::Match) {
-    static_cast<HostQueue&>(stream).enqueue([this, labels, what = what_, work = std::move(work)] {
-      try {
-        barrier_.begin_collective(*what, labels);
-        work();
-        barrier_.end_collective();
-      } catch (const std::exception& error) {
-        barrier_.abort(error.what());
-        throw;
-      }
-    });
+  void enqueue(Stream& stream, Work work) {
+    static_cast<HostQueue&>(stream).enqueue(
+        [this, what = what_, tag = tag_, work = std::move(work)] {
+          try {
+            barrier_.begin_collective(*what, tag);
+            work();
+            barrier_.end_collective();
+          } catch (const std::exception& error) {
+            barrier_.abort(error.what());
+            throw;
+          }
+        });
   }
 
   // - Collectives, run by the stream's thread
@@ -340,6 +343,7 @@ class SharedMemoryCommunicator final : public Communicator {
   std::shared_ptr<void> staging_;
   const std::string unnamed_ = "a collective";
   const std::string* what_ = &unnamed_;
+  std::uint64_t tag_ = 0;
 
   // - Used between group_start and group_end
   bool in_group_ = false;

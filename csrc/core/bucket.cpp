@@ -12,6 +12,17 @@ std::string name_of(const std::vector<Unit*>& units) {
                            : units.front()->name + " to " + units.back()->name;
 }
 
+std::uint64_t identity_of(const std::string& name, const UnitLayout& layout) {
+  std::uint64_t hash = mix(name.size(), static_cast<std::uint64_t>(layout.reduce_dtype()));
+  for (const char character : name) {
+    hash = mix(hash, static_cast<unsigned char>(character));
+  }
+  for (const ParamSpec& param : layout.params()) {
+    hash = mix(hash, static_cast<std::uint64_t>(param.param_dtype));
+  }
+  return hash;
+}
+
 std::string label_of(const char* what, const std::vector<Unit*>& units) {
   return detail::concat(what, units.size() == 1 ? " of unit '" : " of units '", name_of(units),
                         "'");
@@ -151,6 +162,7 @@ Bucket::Bucket(int bucket_number, std::vector<Unit*> members, Lanes& lanes)
       units(std::move(members)),
       name(name_of(units)),
       layout(layout_of(units)),
+      identity(identity_of(name, layout)),
       buffers(buffers_of(layout, lanes.gather.communicator().gather_by(),
                          units.front()->max_message_bytes)),  // the same for all units
       gathers(gathers_of(layout, units.front()->max_message_bytes, lanes)),

@@ -95,7 +95,8 @@ struct Bucket {
   const std::vector<Unit*> units;  // in the order that forward runs them
   const std::string name;
   const UnitLayout layout;
-  const BucketBuffers buffers;  // their planned sizes
+  const std::uint64_t identity;  // the same on all ranks: Note [collective tags]
+  const BucketBuffers buffers;   // their planned sizes
 
   // - Descriptors, with at least one piece each.
   std::vector<GatherPiece> gathers;

@@ -429,7 +429,6 @@ void Gatherer::send(const Bucket& bucket, const GatherPiece& piece, char* output
   const char* input = message_input(bucket);
   Communicator& communicator = lane_.communicator();
   Stream& stream = streams_.messages();
-  communicator.announce(bucket.gather_label);
   announce_(bucket, piece.bytes);
   const Timed timed(ledger_, stream, Work::Gather, bucket.numbers(),
                     {piece.bytes, bucket.gather_issue}, /*follows=*/false);

@@ -24,6 +24,7 @@
 
 #include "base/check.h"
 #include "comm/communicator.h"
+#include "core/collective_history.h"
 #include "device/stream.h"
 #include "pack/pack.h"
 
@@ -40,6 +41,7 @@ class Lane {
 
   Communicator& communicator() { return *communicator_; }
   Stream& stream() { return *stream_; }
+  CollectiveHistory& history() { return history_; }
 
   // Makes `before` and `after`: Note [pieces].
   void make_copy_streams() {
@@ -97,6 +99,7 @@ class Lane {
   std::unique_ptr<Communicator> communicator_;
   std::unique_ptr<Event> drained_;
   std::chrono::milliseconds timeout_;
+  CollectiveHistory history_;
   std::unique_ptr<Stream> stream_;  // destroyed before the members above, which its work uses
   std::unique_ptr<Stream> before_;
   std::unique_ptr<Stream> after_;

@@ -70,7 +70,7 @@ void OrderCheck::compare(const char* op, const Bucket& bucket, std::size_t bytes
   std::snprintf(mine.op, sizeof(mine.op), "%s", op);
   std::snprintf(mine.unit, sizeof(mine.unit), "%s", bucket.name.c_str());
   const bool gathers = std::strcmp(op, "all-gather") == 0;
-  lane_.communicator().announce(gathers ? bucket.gather_label : bucket.reduce_label);
+  lane_.communicator().announce(gathers ? bucket.gather_label : bucket.reduce_label, 0);
   lane_.communicator().host_all_gather(lane_.stream(), &mine, all_.data(), sizeof(mine));
   lane_.stream().record(*compared_);
   compared_->synchronize(device_.timeout(),
@@ -91,7 +91,7 @@ void OrderCheck::compare(const Partition& partition,
                          const std::vector<std::unique_ptr<Unit>>& units) {
   static const std::string kWhat = "all ranks to announce their buckets";
   *my_order_ = Order(partition);
-  lane_.communicator().announce(kWhat);
+  lane_.communicator().announce(kWhat, 0);
   lane_.communicator().host_all_gather(lane_.stream(), my_order_.get(), all_orders_.data(),
                                        sizeof(Order));
   lane_.stream().record(*compared_);

@@ -21,7 +21,8 @@ Pipeline::Pipeline(Lanes& lanes, PipelineOptions options)
       reducer_(device_, *lanes.packer, lanes.reduce, ledger_,
                [this](const Bucket& bucket, std::size_t bytes) {
                  announce(Collective::ReduceScatter, bucket, bytes);
-               }) {
+               }),
+      exchange_(lanes, options_.has_peers) {
   FSDP_CHECK(options_.prefetch_depth >= 0, "The prefetch depth is ", options_.prefetch_depth,
              ". It must be 0 or more.");
 }
@@ -32,6 +33,9 @@ int Pipeline::add_unit(UnitConfig config, UnitPort& port) {
              config.layout.world_size(), " ranks. It needs one for ", world_size, ".");
   FSDP_CHECK(config.parent < unit_count(), "Unit '", config.name,
              "' was added before the unit that encloses it. Add the enclosing unit first.");
+  if (config.parent >= 0) {
+    unit_at(config.parent).encloses_units = true;
+  }
   units_.push_back(std::make_unique<Unit>(unit_count(), std::move(config), port));
   bucket_set_.invalidate_partition();
   bucket_set_.invalidate_memory();
@@ -46,9 +50,7 @@ void Pipeline::begin_forward(int outermost) {
   }
   if (order_.has_stale_calls()) {
     order_.forget_calls();
-    for (const auto& unit : units_) {
-      unit->ran = false;
-    }
+    forget_forwards();
   }
   if (state_ != PipelineState::AwaitingBackward || ledger_.is_full() || !ledger_.has_times()) {
     begin_times();
@@ -63,6 +65,16 @@ void Pipeline::begin_forward(int outermost) {
   gatherer_.begin_iteration();
   order_.begin_forward();
   state_ = PipelineState::Forward;
+}
+
+// What forward did since the last backward.
+void Pipeline::forget_forwards() {
+  for (const auto& unit : units_) {
+    unit->ran = false;
+    unit->is_skipped = false;
+    unit->entered = Unit::kNever;
+  }
+  entered_count_ = 0;
 }
 
 // Units that stayed unsharded since an earlier forward are gathered again if their shards changed.
@@ -101,6 +113,9 @@ void Pipeline::pre_forward(int number) {
     prefetch_backward(unit, unit.last_forward_call);
   } else {
     order_.enter(number);
+    if (unit.entered == Unit::kNever) {
+      unit.entered = entered_count_++;
+    }
     prefetch_forward(unit);
   }
   begin_computing(unit, Work::UnitForward, gatherer_.attach(unit));
@@ -179,6 +194,10 @@ void Pipeline::begin_backward(bool may_reshard) {
   state_ = in_forward() ? PipelineState::BackwardInForward : PipelineState::Backward;
   ledger_.enter_phase(Phase::Backward);
   pass_ = ledger_.open(device_.compute_stream(), Work::Backward, kAllUnits);
+  for (const auto& unit : units_) {
+    unit->is_reduced = false;
+    std::fill(unit->used.begin(), unit->used.end(), 0);
+  }
 }
 
 void Pipeline::pre_backward(int number, int forward_call) {
@@ -201,14 +220,16 @@ void Pipeline::gradient_arrived(int number, std::size_t trainable) {
   }
   unit.arrived[trainable] = 1;
   unit.arrived_count += 1;
-  if (unit.arrived_count == unit.arrived.size() && !awaits_recomputation(unit)) {
+  arrived_units_ += unit.arrived_count == 1 ? 1 : 0;
+  if (unit.arrived_count == unit.arrived.size() && !awaits_recomputation(unit) &&
+      !awaits_inner_units(unit)) {
     complete(unit);
   }
 }
 
 void Pipeline::post_backward(int number) {
   Unit& unit = unit_at(number);
-  if (unit.arrived_count > 0 && !awaits_recomputation(unit)) {
+  if (needs_reduction(unit) && !awaits_recomputation(unit)) {
     complete(unit);
   }
   ledger_.close(unit.computing, device_.compute_stream());
@@ -219,19 +240,18 @@ void Pipeline::post_backward(int number) {
 }
 
 void Pipeline::end_backward() {
-  // In reverse order of registration on every rank, which is about backward's own order.
+  reduce_remaining_units();
+  exchange_.begin(units_);
   for (auto position = units_.rbegin(); position != units_.rend(); ++position) {
     Unit& unit = **position;
     ledger_.close(unit.computing, device_.compute_stream());
-    if (unit.arrived_count > 0 || (unit.bucket->has_accumulated && unit.requires_gradient_sync)) {
-      reducer_.pack_and_reduce(*unit.bucket);
-    }
     if ((unit.reshard_after_backward && backward_may_reshard_) || unit.is_speculative) {
       gatherer_.reshard(unit);
     }
     unit.calls_to_recompute = 0;
     unit.recomputations = 0;
   }
+  exchange_.end(units_);  // before a wait for a reduction that not all ranks have issued
   if (is_last_backward_ || device_.is_capturing()) {
     reducer_.wait(buckets());
   }
@@ -279,7 +299,83 @@ void Pipeline::complete(Unit& unit) {
       return;
     }
   }
-  reducer_.pack_and_reduce(*unit.bucket);
+  reduce_units_entered_after(unit);
+  reduce(*unit.bucket);
+}
+
+void Pipeline::reduce(Bucket& bucket) {
+  for (const Unit* unit : bucket.units) {
+    arrived_units_ -= unit->arrived_count > 0 ? 1 : 0;
+  }
+  reducer_.pack_and_reduce(bucket);
+}
+
+// See Note [order of reductions].
+void Pipeline::reduce_units_entered_after(const Unit& unit) {
+  std::size_t here = 0;
+  for (const Unit* other : unit.bucket->units) {
+    here += other->arrived_count > 0 ? 1 : 0;
+  }
+  if (arrived_units_ == here && !may_reduce_unused_) {
+    return;
+  }
+  reduce_latest_first([this, &unit](const Unit& other) {
+    return needs_reduction(other) && other.entered > unit.entered && other.bucket != unit.bucket &&
+           !awaits_recomputation(other);
+  });
+}
+
+void Pipeline::reduce_remaining_units() {
+  reduce_latest_first([this](const Unit& unit) {
+    return needs_reduction(unit) || (unit.bucket->has_accumulated && unit.requires_gradient_sync);
+  });
+}
+
+// Reduces the buckets of the chosen units. The last one that forward entered comes first.
+template <typename IsChosen>
+void Pipeline::reduce_latest_first(const IsChosen& is_chosen) {
+  chosen_.clear();
+  for (auto position = units_.rbegin(); position != units_.rend(); ++position) {
+    if (is_chosen(**position)) {
+      chosen_.push_back(position->get());
+    }
+  }
+  std::stable_sort(chosen_.begin(), chosen_.end(),
+                   [](const Unit* a, const Unit* b) { return a->entered > b->entered; });
+  for (const Unit* unit : chosen_) {
+    if (is_chosen(*unit)) {  // not reduced with another unit of its bucket
+      reduce(*unit->bucket);
+    }
+  }
+}
+
+// Gradients have arrived, or zeros are to be sent.
+bool Pipeline::needs_reduction(const Unit& unit) const {
+  const bool sends_zeros = unit.ran && (unit.reduces_unused || unit.is_skipped) &&
+                           unit.requires_gradient_sync && !unit.is_reduced && !unit.arrived.empty();
+  return unit.arrived_count > 0 || sends_zeros;
+}
+
+// See Note [order of reductions].
+bool Pipeline::awaits_inner_units(const Unit& unit) const {
+  return unit.encloses_units && std::any_of(units_.begin(), units_.end(), [&](const auto& other) {
+           return encloses(unit, *other) && other->ran && !other->is_reduced &&
+                  !other->arrived.empty() && other->requires_gradient_sync &&
+                  other->bucket != unit.bucket;
+         });
+}
+
+bool Pipeline::encloses(const Unit& unit, const Unit& other) const {
+  int parent = other.parent;
+  while (parent >= 0 && parent != unit.number) {
+    parent = this->unit(parent).parent;
+  }
+  return parent == unit.number;
+}
+
+void Pipeline::skip(int number) {
+  unit_at(number).is_skipped = true;
+  may_reduce_unused_ = true;
 }
 
 // - unshard() and reshard(), called by the user
@@ -311,8 +407,9 @@ void Pipeline::reset_iteration() {
     unit->calls_to_recompute = 0;
     unit->calls_without_gradient = 0;
     unit->recomputations = 0;
-    unit->ran = false;
   }
+  forget_forwards();
+  arrived_units_ = 0;
   for (const auto& bucket : buckets()) {
     reducer_.discard(*bucket);
   }
@@ -343,6 +440,11 @@ void Pipeline::set_reshard_after_backward(int number, bool value) {
 
 void Pipeline::set_requires_gradient_sync(int number, bool value) {
   unit_at(number).requires_gradient_sync = value;
+}
+
+void Pipeline::set_reduces_unused(int number, bool value) {
+  unit_at(number).reduces_unused = value;
+  may_reduce_unused_ = may_reduce_unused_ || value;
 }
 
 void Pipeline::set_gradient_scales(int number, double pack_scale, double reduce_scale) {
@@ -428,6 +530,11 @@ void Pipeline::announce(Collective op, const Bucket& bucket, std::size_t bytes) 
     order_check_.compare(op == Collective::AllGather ? "all-gather" : "reduce-scatter", bucket,
                          bytes);
   }
+  const bool gathers = op == Collective::AllGather;
+  Lane& lane = gathers ? lanes_.gather : lanes_.reduce;
+  const std::string& label = gathers ? bucket.gather_label : bucket.reduce_label;
+  const std::uint64_t identity = mix(bucket.identity, static_cast<std::uint64_t>(op));
+  lane.communicator().announce(label, lane.history().add(identity, label, bytes));
   ledger_.count_collective(op, bucket.numbers(), bytes);
 }
 

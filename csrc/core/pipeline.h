@@ -22,6 +22,7 @@
 #include <memory>
 #include <vector>
 
+#include "core/backward_exchange.h"
 #include "core/bucket.h"
 #include "core/bucket_set.h"
 #include "core/forward_order.h"
@@ -34,6 +35,19 @@
 #include "core/unit.h"
 
 namespace fsdp {
+
+// Note [order of reductions]
+// Ranks match reductions by their order. A bucket is reduced when its last gradient arrives. On a
+// rank that leaves one of its parameters unused, no gradient is the last one, so that rank reduces
+// it when backward has passed the unit's inputs. If these have no gradient, nothing tells when. So
+// before a bucket is reduced, all buckets that forward entered after it are reduced, with zeros for
+// parameters without a gradient. They get no more gradients, because autograd runs the operators of
+// later forward calls first. A unit that encloses others waits for them, since its own gradients
+// may all arrive before backward reaches the units inside it.
+//
+// A unit that backward does not reach at all on this rank is reduced only if that was asked for:
+// by `reduces_unused`, or by skip() in forward. Otherwise ranks that differ in this get an error
+// (Note [collective tags]).
 
 // The legal changes:
 //
@@ -74,6 +88,10 @@ class Pipeline {
   // this call (Note [reentrant checkpointing]).
   int post_forward(int unit, bool with_gradient = true);
 
+  // This rank does not run the unit, but other ranks do: it takes part in the unit's collectives,
+  // in backward with zeros. Call it between pre_forward and post_forward.
+  void skip(int unit);
+
   // - Backward.
   // With may_reshard=false this backward leaves units unsharded, whatever their settings say.
   void begin_backward(bool may_reshard = true);
@@ -102,6 +120,7 @@ class Pipeline {
   void set_reshard_after_forward(int unit, bool value);
   void set_reshard_after_backward(int unit, bool value);
   void set_requires_gradient_sync(int unit, bool value);
+  void set_reduces_unused(int unit, bool value);
   void set_gradient_scales(int unit, double pack_scale, double reduce_scale);
   void set_forward_prefetch(int unit, std::vector<int> targets);
   void set_backward_prefetch(int unit, std::vector<int> targets);
@@ -126,6 +145,7 @@ class Pipeline {
   Unit& unit_at(int number) { return *units_.at(static_cast<std::size_t>(number)); }
   bool is_between_passes() const { return !in_forward() && !in_backward(); }
   void finish_recording();
+  void forget_forwards();
   void drop_outdated_parameters();
   void prefetch_forward(const Unit& unit);
   void prefetch_backward(const Unit& unit, int forward_call);
@@ -136,6 +156,14 @@ class Pipeline {
   void begin_computing(Unit& unit, Work work, bool has_waited);
   bool awaits_recomputation(const Unit& unit) const;
   void complete(Unit& unit);
+  void reduce(Bucket& bucket);
+  void reduce_units_entered_after(const Unit& unit);
+  void reduce_remaining_units();
+  template <typename IsChosen>
+  void reduce_latest_first(const IsChosen& is_chosen);
+  bool needs_reduction(const Unit& unit) const;
+  bool awaits_inner_units(const Unit& unit) const;
+  bool encloses(const Unit& unit, const Unit& other) const;
   void announce(Collective op, const Bucket& bucket, std::size_t bytes);
 
   Lanes& lanes_;
@@ -152,7 +180,12 @@ class Pipeline {
 
   PipelineState state_ = PipelineState::Idle;
   ForwardOrder order_;
-  IterationIndex pass_;  // the span of forward or backward
+  BackwardExchange exchange_;
+  int entered_count_ = 0;           // of units, in the forwards since the last backward
+  std::size_t arrived_units_ = 0;   // with gradients that are not reduced yet
+  bool may_reduce_unused_ = false;  // some unit is reduced even if no gradient arrives
+  std::vector<Unit*> chosen_;       // used within reduce_latest_first
+  IterationIndex pass_;             // the span of forward or backward
   bool is_last_backward_ = true;
   bool backward_may_reshard_ = true;  // of the backward that runs
 };

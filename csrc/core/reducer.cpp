@@ -26,10 +26,14 @@ bool has_gradient(const Bucket& bucket, const Unit& unit, std::size_t i) {
   return unit.arrived[i] != 0 || bucket.accumulated_params[unit.first_trainable + i] != 0;
 }
 
+// Parameters without a gradient on this rank may have one on another:
+// Note [parameters that some ranks do not use] in core/backward_exchange.h.
 void set_sharded_gradients(const Bucket& bucket, const std::vector<Unit*>& units) {
-  for (const Unit* unit : units) {
+  for (Unit* unit : units) {
+    unit->is_reduced = true;
     for (std::size_t i = 0; i < unit->arrived.size(); ++i) {
       if (has_gradient(bucket, *unit, i)) {
+        unit->used[i] = 1;
         unit->port.set_sharded_gradient(i);
       }
     }
@@ -187,7 +191,6 @@ void Reducer::send(const Reduction& reduction, const ReducePiece& piece, const v
   const DType dtype = bucket.layout.reduce_dtype();
   const std::size_t bytes = bucket.reduce_input_bytes(piece);
   const std::size_t offset = static_cast<std::size_t>(piece.segment_offset) * itemsize(dtype);
-  lane_.communicator().announce(bucket.reduce_label);
   announce_(bucket, bytes);
   const Timed timed(ledger_, streams_.messages(), Work::Reduce, bucket.numbers(),
                     {bytes, reduction.issue}, /*follows=*/!bucket.reduces_in_pieces());
@@ -303,9 +306,7 @@ bool Reducer::prepare_finish(Bucket& bucket, const Units& units) {
         unit->port.import_sharded_gradient(i);
         in_place = false;
       }
-      if (has_gradient(bucket, *unit, i)) {
-        bucket.finish_modes[unit->first_trainable + i] = adds ? CastMode::Add : CastMode::Write;
-      }
+      bucket.finish_modes[unit->first_trainable + i] = adds ? CastMode::Add : CastMode::Write;
     }
   }
   return in_place;

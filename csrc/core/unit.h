@@ -64,13 +64,16 @@ struct Unit : UnitConfig {
       : UnitConfig(std::move(config)),
         number(unit_number),
         port(unit_port),
-        arrived(layout.trainable_count(), 0) {}
+        arrived(layout.trainable_count(), 0),
+        used(layout.trainable_count(), 0) {}
 
   const int number;
   UnitPort& port;
+  bool encloses_units = false;
 
   // - Settings that are not in the config.
   bool requires_gradient_sync = true;
+  bool reduces_unused = false;         // also if no gradient arrives: Note [order of reductions]
   std::vector<int> forward_prefetch;   // empty: the recorded order
   std::vector<int> backward_prefetch;  // empty: the reverse of forward
 
@@ -101,9 +104,15 @@ struct Unit : UnitConfig {
 
   // - Gradients.
   bool ran = false;           // in a forward with gradients, since the last backward
+  int entered = kNever;       // by which entry of a forward since the last backward
+  bool is_skipped = false;    // takes part with zeros instead of running: Pipeline::skip
   bool is_complete = false;   // all gradients that this backward waits for have arrived
   std::vector<char> arrived;  // in this backward and not packed yet, by trainable parameter
   std::size_t arrived_count = 0;
+  std::vector<char> used;   // whose gradients were reduced in this backward, on this rank
+  bool is_reduced = false;  // in this backward
+
+  static constexpr int kNever = -1;
 };
 
 }  // namespace fsdp

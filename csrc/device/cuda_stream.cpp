@@ -256,6 +256,15 @@ class CudaDevice final : public Device {
     return framework_.allocate(index_, bytes);
   }
 
+  std::shared_ptr<void> allocate_on_host(std::size_t bytes) override {
+    const CudaDeviceGuard guard(index_);
+    void* memory = nullptr;
+    FSDP_CUDA_CHECK(cudaHostAlloc(&memory, bytes, cudaHostAllocDefault));
+    return {memory, [](void* owned) { cudaFreeHost(owned); }};
+  }
+
+  bool waits_on_host() const override { return false; }
+
   void fill(Stream& stream, void* data, int value, std::size_t bytes) override {
     const CudaDeviceGuard guard(index_);
     FSDP_CUDA_CHECK(

@@ -144,6 +144,10 @@ class Device {
   // the work of other streams on it.
   virtual std::shared_ptr<void> allocate(std::size_t bytes) = 0;
 
+  // `bytes` of the host's memory that copies to and from the device need not stage. Off the hot
+  // path.
+  virtual std::shared_ptr<void> allocate_on_host(std::size_t bytes) { return allocate(bytes); }
+
   // Sets `bytes` bytes to `value`, in order of `stream`.
   virtual void fill(Stream& stream, void* data, int value, std::size_t bytes) = 0;
 
@@ -180,6 +184,9 @@ class Device {
 
   // Lets the calling thread, which issues no work, query events while another thread captures.
   virtual void allow_event_queries_during_capture() {}
+
+  // Whether the caller blocks when the compute stream waits.
+  virtual bool waits_on_host() const { return true; }
 
   // The limit of a single wait.
   virtual std::chrono::milliseconds timeout() const = 0;

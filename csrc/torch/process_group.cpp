@@ -41,7 +41,7 @@ class ProcessGroupCommunicator final : public Communicator {
   GatherBy gather_by() const override {
     return groups_one_by_one_ ? GatherBy::Size : gather_by_of(transport(), /*on_gpu=*/false);
   }
-  void announce(const std::string& what) override { what_ = &what; }
+  void announce(const std::string& what, std::uint64_t /*tag*/) override { what_ = &what; }
 
   void all_gather(Stream& stream, const void* input, void* output, std::size_t bytes) override {
     enqueue(stream, [this, input, output, bytes] {

@@ -171,6 +171,40 @@ py::object TorchUnit::post_forward(std::size_t index, py::handle output) {
   return result.is(output) ? py::object(py::none()) : result;
 }
 
+at::Tensor TorchUnit::begin_skip(const at::Tensor& tensor) {
+  const std::shared_ptr<TorchRoot> root = root_.lock();
+  FSDP_CHECK(
+      root != nullptr && (root->pipeline().in_forward() || root->is_recomputing()),
+      "join_empty was called on unit '", name_,
+      "' outside of a forward. Call it in the forward of the root module, at the place where "
+      "other ranks run the unit.");
+  const bool entering = root->is_recomputing() || enter_module();
+  {
+    const py::gil_scoped_release no_gil;
+    root->pipeline().pre_forward(number_);
+    root->pipeline().skip(number_);
+  }
+  return entering && at::GradMode::is_enabled()
+             ? add_post_backward_node({tensor}, weak_from_this()).front()
+             : tensor;
+}
+
+void TorchUnit::end_skip(std::size_t index, const at::Tensor& tensor) {
+  const std::shared_ptr<TorchRoot> root = root_.lock();
+  const bool last_of_group = root->is_recomputing() || leave_module(index);
+  if (!last_of_group) {
+    return;
+  }
+  int forward_call = -1;
+  {
+    const py::gil_scoped_release no_gil;
+    forward_call = root->pipeline().post_forward(number_, at::GradMode::is_enabled());
+  }
+  if (at::GradMode::is_enabled()) {
+    add_pre_backward_hook(tensor, weak_from_this(), forward_call);
+  }
+}
+
 // Returns whether forward enters the unit here. It enters a group of modules with its first one.
 bool TorchUnit::enter_module() {
   if (pending_count_ > 0) {

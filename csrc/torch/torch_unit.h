@@ -86,6 +86,10 @@ class TorchUnit final : public UnitPort,
   pybind11::object pre_forward(pybind11::handle module, pybind11::handle args,
                                pybind11::handle kwargs);
   pybind11::object post_forward(std::size_t index, pybind11::handle output);
+  // Take part in the unit's collectives without running its module `index`. begin_skip returns an
+  // alias of the tensor. Where backward passes it, it takes part, too, and sends zeros.
+  at::Tensor begin_skip(const at::Tensor& tensor);
+  void end_skip(std::size_t index, const at::Tensor& tensor);
 
   // - UnitPort.
   void attach(void* unsharded) override;

@@ -51,7 +51,7 @@ void run_between(Lanes& lanes, Lane& lane, const std::string& what, const Collec
   const std::unique_ptr<Event> after = lanes.device->new_event();
   compute.record(*before);
   lane.stream().wait(*before, what);
-  lane.communicator().announce(what);
+  lane.communicator().announce(what, 0);
   collective(lane.communicator(), lane.stream());
   lane.stream().record(*after);
   compute.wait(*after, what);

@@ -12,6 +12,7 @@ from fsdp_ext import _C
 from fsdp_ext._util.dynamo import hidden_from_dynamo
 from fsdp_ext.comm.costs import log_default, typical_link
 from fsdp_ext.comm.lanes import lanes_of
+from fsdp_ext.sharding.agreement import has_peers
 from fsdp_ext.sharding.auto import chosen_for
 from fsdp_ext.sharding.module_state import hooks_of, sharded_module, unit_of
 from fsdp_ext.sharding.settings import AUTO, Choice, Decision, RootSettings, Scope
@@ -98,6 +99,7 @@ class Root(UnitTree):
             lanes=self.lanes,
             prefetch_depth=self.settings.prefetch,
             nesting=self.nesting(),
+            has_peers=has_peers(self.units[0]),
             check_order=self._needs_order_check,
             when_stale=weakref.WeakMethod(self._pre_forward_when_stale),
         )
@@ -186,6 +188,7 @@ class Root(UnitTree):
         core.set_reshard_after_forward(number, self.settings.reshard_after_forward[number])
         core.set_reshard_after_backward(number, settings.reshard_after_backward)
         core.set_requires_gradient_sync(number, settings.requires_gradient_sync)
+        core.set_reduces_unused(number, settings.reduce_scatter_unused_params)
         core.set_gradient_scales(number, *unit.gradient_scales())
         core.set_forward_prefetch(number, [self.number(u) for u in unit.forward_prefetch])
         core.set_backward_prefetch(number, [self.number(u) for u in unit.backward_prefetch])

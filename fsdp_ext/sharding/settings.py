@@ -34,6 +34,7 @@ class UnitSettings:
 
     reshard_after_backward: bool = True
     requires_gradient_sync: bool = True
+    reduce_scatter_unused_params: bool = False
     gradient_divide_factor: float | None = None
     is_last_backward: bool = True  # only the root's is used
 

@@ -193,7 +193,7 @@ TEST(DamagedPeer, AMailboxIsReadOrRefused) {
 
 // The same by a rank in a collective, which reads the peer's input.
 TEST(DamagedPeer, ACollectiveEndsInAnError) {
-  constexpr std::size_t kBytes = 4096;
+  constexpr std::size_t kBytes = 16384;
   constexpr std::uint64_t kInput = 2 * sizeof(Mailbox);
   static_assert(kInput + 64 <= kBytes);
   static const std::string kLabel = "the all-gather of unit 'layer'";
@@ -210,7 +210,7 @@ TEST(DamagedPeer, ACollectiveEndsInAnError) {
     auto* theirs = new (block.base()) Mailbox;
     theirs->posted = theirs->finished = 1;
     theirs->operations[1] = mine;
-    theirs->operations[1].label = hash_of(kLabel);
+    theirs->operations[1].tag = 0;
     theirs->operations[1].offset = kInput;
     damage(random, theirs, sizeof(Mailbox), kBytes);
     if (random() % 4 == 0) {

@@ -235,7 +235,7 @@ TEST_F(NcclRanks, AbortACallThatBlocks) {
       [](Rank rank) {
         fake().collectives_hang = true;
         int mine = 0;
-        rank.gather.announce("the all-gather of unit 'layers.0'");
+        rank.gather.announce("the all-gather of unit 'layers.0'", 0);
         const std::string message =
             message_of([&] { rank.gather.all_gather(rank.stream, &mine, &mine, sizeof(int)); });
         fake().collectives_hang = false;
@@ -258,9 +258,9 @@ TEST_F(NcclRanks, AbortACollectiveThatDoesNotEnd) {
         std::promise<void> opened;
         stream.enqueue([future = opened.get_future().share()] { future.wait(); });
         int mine = 0;
-        rank.gather.announce("the all-gather of unit 'first'");
+        rank.gather.announce("the all-gather of unit 'first'", 0);
         rank.gather.all_gather(stream, &mine, &mine, sizeof(int));
-        rank.gather.announce("the all-gather of unit 'second'");
+        rank.gather.announce("the all-gather of unit 'second'", 0);
         rank.gather.all_gather(stream, &mine, &mine, sizeof(int));
         while (rank.gather.async_error().empty()) {
           std::this_thread::sleep_for(milliseconds(1));

@@ -418,7 +418,7 @@ TEST(SharedMemory, AMissingRankIsNamed) {
         }
         int mine = 0;
         int all[2];
-        rank.gather.announce(kLayer);
+        rank.gather.announce(kLayer, 0);
         rank.gather.all_gather(rank.gather_stream, &mine, all, sizeof(int));
         rank.gather_stream.synchronize();
       },
@@ -435,7 +435,7 @@ TEST(SharedMemory, ARankThatHasClosedItsCommunicatorIsNamed) {
       return;
     }
     float sum = 1;
-    rank.reduce.announce(kLayer);
+    rank.reduce.announce(kLayer, 0);
     rank.reduce.all_reduce(rank.reduce_stream, &sum, 1, DType::Float32);
     rank.reduce_stream.synchronize();
   });
@@ -517,7 +517,7 @@ TEST(SharedMemory, RanksThatGatherDifferentUnitsSayBoth) {
   const auto messages = run_ranks(2, [](Rank& rank) {
     char mine = 0;
     char all[2] = {};
-    rank.gather.announce(kUnits[rank.number]);
+    rank.gather.announce(kUnits[rank.number], static_cast<std::uint64_t>(rank.number));
     rank.gather.all_gather(rank.gather_stream, &mine, all, 1);
     rank.gather_stream.synchronize();
   });

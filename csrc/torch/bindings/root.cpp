@@ -88,13 +88,13 @@ void register_root(py::module_& m) {
   register_times(m);
   py::class_<TorchRoot, std::shared_ptr<TorchRoot>>(m, "TorchRoot")
       .def(py::init([](std::shared_ptr<Lanes> lanes, int prefetch_depth, int nesting,
-                       bool check_order, py::object when_stale) {
+                       bool has_peers, bool check_order, py::object when_stale) {
              return std::make_shared<TorchRoot>(
-                 std::move(lanes), PipelineOptions{prefetch_depth, nesting, check_order},
+                 std::move(lanes), PipelineOptions{prefetch_depth, nesting, has_peers, check_order},
                  std::move(when_stale));
            }),
            py::kw_only(), py::arg("lanes"), py::arg("prefetch_depth"), py::arg("nesting"),
-           py::arg("check_order"), py::arg("when_stale"))
+           py::arg("has_peers"), py::arg("check_order"), py::arg("when_stale"))
       .def("add_unit", &TorchRoot::add_unit, py::arg("unit"), py::arg("config"))
       .def("reset_iteration", &TorchRoot::reset_iteration)
       .def("unshard",
@@ -140,6 +140,10 @@ void register_root(py::module_& m) {
       .def("set_requires_gradient_sync",
            [](TorchRoot& root, int unit, bool value) {
              root.pipeline().set_requires_gradient_sync(unit, value);
+           })
+      .def("set_reduces_unused",
+           [](TorchRoot& root, int unit, bool value) {
+             root.pipeline().set_reduces_unused(unit, value);
            })
       .def("set_gradient_scales",
            [](TorchRoot& root, int unit, double pack_scale, double reduce_scale) {

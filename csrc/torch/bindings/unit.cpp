@@ -58,6 +58,8 @@ void register_unit(py::module_& m) {
                  },
                  py::name("fsdp_post_forward"));
            })
+      .def("begin_skip", &TorchUnit::begin_skip)
+      .def("end_skip", &TorchUnit::end_skip)
       .def_property_readonly("layout", &TorchUnit::layout);
   m.def("note_optimizer_step", &note_optimizer_step);
 }

@@ -1,6 +1,7 @@
 #include "fake_cudart.h"
 
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <set>
 #include <thread>
@@ -229,6 +230,16 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatu
   }
   return cudaSuccess;
 }
+cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned int /*flags*/) {
+  *memory = std::malloc(bytes);
+  return *memory != nullptr ? cudaSuccess : cudaErrorMemoryAllocation;
+}
+
+cudaError_t cudaFreeHost(void* memory) {
+  std::free(memory);
+  return cudaSuccess;
+}
+
 cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t stream) {
   fsdp::test::enqueue(stream, [=] { std::memset(data, value, bytes); });
   return cudaSuccess;

@@ -1,0 +1,61 @@
+// What this rank has issued on a lane: the last collectives, and a hash of all of them.
+//
+// Note [collective tags]
+// Ranks match collectives by their order on a lane. If ranks run units in different orders, and the
+// sizes are equal, every transport would add up gradients of different units without a word. So
+// each collective has a tag, a hash of its units, operation, size and iteration. Shared memory
+// compares the tags when ranks meet for a collective. The other transports cannot, so all ranks
+// compare hashes of all their tags once in each backward (core/backward_exchange.h).
+//
+// An iteration ends with a backward that reduced gradients. Forwards do not count: one rank alone
+// may run some, if its parameters stay unsharded.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace fsdp {
+
+struct IssuedRecord {
+  std::uint64_t tag;
+  std::uint64_t number;  // from 1 on; 0: none
+  std::uint64_t iteration;
+  std::uint64_t bytes;
+  char label[96];  // "the all-gather of unit 'layers.0'"
+
+  std::string describe() const;
+};
+
+class CollectiveHistory {
+ public:
+  static constexpr std::size_t kKept = 16;
+  using Records = std::array<IssuedRecord, kKept>;
+
+  // Adds a collective and returns its tag. `identity` is a hash of what the label says.
+  std::uint64_t add(std::uint64_t identity, const std::string& label, std::size_t bytes);
+  void end_iteration() { iteration_ += 1; }
+
+  std::uint64_t hash() const { return hash_; }
+  // In no particular order; IssuedRecord::number tells.
+  const Records& records() const { return records_; }
+
+ private:
+  std::uint64_t iteration_ = 0;
+  std::uint64_t count_ = 0;
+  std::uint64_t hash_ = 0;
+  Records records_{};
+};
+
+// Says where two ranks' histories of lane `lane` part, and lists both.
+std::string describe_difference(const char* lane, int rank, const CollectiveHistory::Records& mine,
+                                int other_rank, const CollectiveHistory::Records& theirs);
+
+// A hash of `value` after `hash`.
+constexpr std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
+  hash = (hash ^ value) * 0x9e3779b97f4a7c15u;
+  return hash ^ (hash >> 29);
+}
+
+}  // namespace fsdp
