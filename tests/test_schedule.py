@@ -91,13 +91,6 @@ def test_the_root_is_gathered_first_and_reduced_last() -> None:
     assert (step.step, step.compute) == (18, 14)
 
 
-def test_a_root_whose_gradients_come_first_is_reduced_first() -> None:
-    root = replace(stage("root", 1, 1), reshards=False)
-    step = predict(root, [stage("a", 2, 4), stage("b", 2, 4)], fixed(1), root_begins=False)
-    assert spans(step, "reduce") == [("root", 8, 9), ("b", 12, 13), ("a", 16, 17)]
-    assert step.step == 17
-
-
 def test_a_root_that_reshards_holds_a_slot_so_that_nothing_is_gathered_ahead() -> None:
     step = predict(stage("root", 0, 0), [stage("a", 1, 1), stage("b", 1, 1)], fixed(1))
     # b is gathered when a's slot is free, and in backward a is gathered when b's slot is.

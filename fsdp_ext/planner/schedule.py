@@ -112,7 +112,6 @@ def predict(
     slots: int | None = None,
     contention: float = 0.0,
     launch: float = 0.0,
-    root_begins: bool = True,
 ) -> Prediction:
     """Return how long a training step takes for a chain of stages.
 
@@ -144,8 +143,6 @@ def predict(
             that computes also communicates, as with shared memory or gloo and one core per rank.
         launch: seconds of host time per stage, in forward and again in backward, on top of its
             compute.
-        root_begins: whether some parameters of the root, such as an embedding, are used before the
-            stages. Then their gradients are complete last; else the root is reduced first.
 
     Raises:
         ValueError: if a number is out of range.
@@ -156,7 +153,7 @@ def predict(
     gather_cost, reduce_cost = link.costs()
     gathers, reductions = _Lane("gather", *gather_cost), _Lane("reduce", *reduce_cost)
     lanes = [gathers, reductions]
-    order = _Chain(chain, root is not None, root_begins)
+    order = _Chain(chain, root is not None)
     program = _Program(order, gathers, reductions, _Ring(slots), depth)
     clock = _Clock(lanes, contention)
     for task in program.run(launch):
@@ -326,12 +323,10 @@ class _Chain:
     Args:
         stages: the stages, the root first if there is one.
         has_root: whether the first stage encloses the others.
-        root_begins: whether the root's gradients are complete only at the end of backward.
     """
 
     stages: Sequence[Stage]
     has_root: bool
-    root_begins: bool
 
 
 class _Program:
@@ -365,13 +360,11 @@ class _Program:
         for position, number in enumerate(order):
             yield from self._enter(number, order[position + 1 :], launch)
             yield self._backward(number)
-            if number in below or not self._chain.root_begins:
-                self._reduce(number)
             if number in below:
+                self._reduce(number)
                 self._leave(number)
         for number in root:
-            if self._chain.root_begins:
-                self._reduce(number)
+            self._reduce(number)
             self._leave(number)
 
     def _forward(self, number: int) -> _Compute:

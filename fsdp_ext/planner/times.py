@@ -37,8 +37,6 @@ def predict_plan(root: PlannedRoot, found: _C.MemoryPlan, costs: StepCosts) -> P
         costs: what the parts of the step take.
     """
     stages = [_stage(root, bucket, costs) for bucket in found["buckets"]]
-    trained = (parameter for parameter in root.module.parameters() if parameter.requires_grad)
-    first = next(trained, None)  # by order of registration its gradient comes last
     return predict(
         stages[0],
         stages[1:],
@@ -46,7 +44,6 @@ def predict_plan(root: PlannedRoot, found: _C.MemoryPlan, costs: StepCosts) -> P
         depth=root.most_ahead(),
         slots=max(1, found["ring_slots"]),
         contention=costs.contention,
-        root_begins=any(param.parameter is first for param in root.units[0].params),
     )
 
 
