@@ -96,6 +96,46 @@ class FSDPModule:
         """
         _change(self._units(recurse), requires_gradient_sync=requires_gradient_sync)
 
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether units take part in backward that this rank's backward does not reach.
+
+        Parameters that only some ranks use get the right gradient without this setting, as long as
+        each rank's backward reaches their unit. See :meth:`join_empty` for units that this rank's
+        forward does not run.
+
+        Args:
+            reduce_scatter_unused_params: whether a unit whose forward ran, but whose parameters get
+                no gradient on this rank, sends zeros.
+            recurse: set it for all units below, too.
+        """
+        _change(self._units(recurse), reduce_scatter_unused_params=reduce_scatter_unused_params)
+
+    def join_empty(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Take part in what other ranks do while they run this module, without running it.
+
+        All ranks have to run the same units in the same order. Call this in forward on the ranks
+        that leave this module out, where the others run it. Backward then sends zeros for its
+        parameters.
+
+        Args:
+            tensor: a floating-point tensor that the loss depends on.
+
+        Returns:
+            The same values. Go on with this tensor, because backward passes this module through it.
+
+        Raises:
+            RuntimeError: outside of a forward of the root module.
+            TypeError: if ``tensor`` is not a floating-point tensor.
+        """
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+            got = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise TypeError(
+                f"join_empty got {got}. Pass a floating-point tensor that the loss depends on."
+            )
+        return _join_empty(cast(nn.Module, self), tensor)
+
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether forward frees the unsharded parameters at its end.
 
@@ -218,6 +258,23 @@ def _unsupported(name: str) -> Callable[..., NoReturn]:
 for _name in vars(TorchFSDPModule):
     if not _name.startswith("_") and not hasattr(FSDPModule, _name):
         setattr(FSDPModule, _name, _unsupported(_name))
+
+
+def _join_empty(module: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
+    unit = unit_of(module)
+    core = None if unit is None else unit.core
+    if unit is not None:
+        if core is None:
+            raise RuntimeError(
+                f"join_empty was called on unit '{unit.name}' before the first forward of the root "
+                "module. Call it in that forward."
+            )
+        tensor = core.begin_skip(tensor)
+    for child in module.children():
+        tensor = _join_empty(child, tensor)
+    if unit is not None and core is not None:
+        core.end_skip(unit.modules.index(module), tensor)
+    return tensor
 
 
 def _change(units: list[Unit], **settings: Any) -> None:

@@ -1,0 +1,301 @@
+"""Ranks that use different parameters: experts, towers, units that a rank leaves out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.launcher import RanksFailed, run_ranks
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import fsdp_ext
+
+DIM = 6
+STEPS = 4
+TRANSPORTS = ["shared_memory", "process_group"]
+
+
+class Experts(nn.Module):
+    """A block that uses one of its experts. Its first parameters see an input without gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(DIM, DIM)
+        self.experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+
+    def forward(self, x: Tensor, expert: int) -> Tensor:
+        return F.gelu(self.shared(x)) + self.experts[expert](x)
+
+
+class Routed(nn.Module):
+    """Two towers of experts, side by side, and a head in the root. Expert 2 is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.ModuleList(Experts() for _ in range(2))
+        self.right = nn.ModuleList(Experts() for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(DIM))
+        self.head = nn.Linear(2 * DIM, 3)
+
+    def forward(self, x: Tensor, expert: int) -> Tensor:
+        left, right = x, x
+        for block in self.left:
+            left = block(left, expert)
+        for block in self.right:
+            right = block(right, 1 - expert)
+        both = torch.cat([left, right], dim=-1)
+        if expert == 0:
+            both = both * torch.cat([self.scale, self.scale])
+        return self.head(both)
+
+    def units(self) -> list[nn.Module]:
+        return [*self.left, *self.right]
+
+
+class Skipped(nn.Module):
+    """A stack whose middle block some ranks leave out, with another unit inside the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.block = nn.Sequential(nn.Linear(DIM, DIM), nn.GELU(), nn.Linear(DIM, DIM))
+        self.last = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, skips: bool, joins: bool = False) -> Tensor:
+        x = self.first(x)
+        if not skips:
+            x = self.block(x)
+        elif joins:
+            x = self.block.join_empty(x)
+        return self.last(x)
+
+    def units(self) -> list[nn.Module]:
+        return [self.first, self.block[2], self.block, self.last]
+
+
+def shard(model: nn.Module, transport: str, **settings: object) -> nn.Module:
+    for unit in model.units():
+        fsdp_ext.fully_shard(unit, transport=transport, **settings)
+    return fsdp_ext.fully_shard(model, transport=transport, **settings)
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(5, DIM, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def average_gradients(replicas: list[nn.Module]) -> dict[str, Tensor | None]:
+    """The gradients of all ranks' replicas, averaged; None where no replica has one."""
+    averages: dict[str, Tensor | None] = {}
+    for name, _ in replicas[0].named_parameters():
+        grads = [dict(replica.named_parameters())[name].grad for replica in replicas]
+        used = [grad for grad in grads if grad is not None]
+        averages[name] = sum(used) / len(replicas) if used else None
+    return averages
+
+
+def compare(model: nn.Module, expected: dict[str, Tensor | None]) -> None:
+    for name, param in model.named_parameters():
+        grad, wanted = param.grad, expected[name]
+        assert (grad is None) == (wanted is None), name
+        if wanted is not None:
+            assert isinstance(grad, DTensor)
+            assert torch.equal(grad.full_tensor(), wanted), name
+
+
+def train(
+    transport: str,
+    make: Callable[[], nn.Module],
+    run: Callable[[nn.Module, int, int], Tensor],
+    run_reference: Callable[[nn.Module, int, int], Tensor],
+    settings: dict[str, object],
+    reduces_unused: bool = False,
+) -> None:
+    """Train sharded and as one replica a rank, and compare gradients and parameters."""
+    torch.manual_seed(0)
+    reference = make()
+    model = shard(copy.deepcopy(reference), transport, **settings)
+    if reduces_unused:
+        model.set_reduce_scatter_unused_params(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    for step in range(STEPS):
+        replicas = [copy.deepcopy(reference) for _ in range(dist.get_world_size())]
+        for rank, replica in enumerate(replicas):
+            run_reference(replica, step, rank).square().mean().backward()
+        expected = average_gradients(replicas)
+        run(model, step, dist.get_rank()).square().mean().backward()
+        compare(model, expected)
+        for name, param in reference.named_parameters():
+            param.grad = expected[name]
+        reference_optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    for (name, param), wanted in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert torch.equal(param.full_tensor(), wanted), name
+
+
+def run_routed(model: nn.Module, step: int, rank: int) -> Tensor:
+    return model(batch(step, rank), (rank + step // 2) % 2)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"bucket_bytes": 1 << 20}, {"max_message_bytes": 200}],
+    ids=["units", "one bucket", "messages"],
+)
+def test_a_parameter_that_any_rank_uses_gets_its_gradient(
+    transport: str, settings: dict[str, object]
+) -> None:
+    run_ranks(train, 2, transport, Routed, run_routed, run_routed, settings)
+
+
+def accumulate(transport: str) -> None:
+    """Each rank uses one expert in the first micro-batch and another one in the second."""
+    torch.manual_seed(0)
+    reference = Routed()
+    model = shard(copy.deepcopy(reference), transport)
+    replicas = [copy.deepcopy(reference) for _ in range(2)]
+    for micro_batch in range(2):
+        model.set_requires_gradient_sync(micro_batch == 1)
+        for rank, replica in enumerate(replicas):
+            expert = rank * micro_batch
+            replica(batch(micro_batch, rank), expert).square().mean().backward()
+        expert = dist.get_rank() * micro_batch
+        model(batch(micro_batch, dist.get_rank()), expert).square().mean().backward()
+    compare(model, average_gradients(replicas))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_accumulated_gradients_count_as_used(transport: str) -> None:
+    run_ranks(accumulate, 2, transport)
+
+
+def add_to_gradients(transport: str) -> None:
+    """A gradient is added to what is there, also if the rank did not use the parameter."""
+    torch.manual_seed(0)
+    reference = Routed()
+    model = shard(copy.deepcopy(reference), transport)
+    expected: dict[str, Tensor | None] = {}
+    for step in range(2):
+        replicas = [copy.deepcopy(reference) for _ in range(2)]
+        for rank, replica in enumerate(replicas):
+            run_routed(replica, 2 * step, rank).square().mean().backward()
+        for name, grad in average_gradients(replicas).items():
+            before = expected.get(name)
+            expected[name] = grad if before is None or grad is None else before + grad
+        run_routed(model, 2 * step, dist.get_rank()).square().mean().backward()
+    compare(model, expected)
+
+
+def test_gradients_of_other_ranks_are_added_to_those_that_exist() -> None:
+    run_ranks(add_to_gradients, 2, "shared_memory")
+
+
+# - Units that a rank's backward, or its forward, leaves out
+
+
+def run_detached(model: nn.Module, step: int, rank: int) -> Tensor:
+    """Forward runs all blocks. On one rank the loss does not depend on the left tower."""
+    x = batch(step, rank)
+    left, right = x, x
+    for block in model.left:
+        left = block(left, 0)
+    for block in model.right:
+        right = block(right, 0)
+    if (rank + step) % 2 == 0:
+        left = left.detach()
+    return model.head(torch.cat([left, right], dim=-1))
+
+
+class Detached(Routed):
+    def forward(self, step: int, rank: int) -> Tensor:
+        return run_detached(self, step, rank)
+
+
+def call(model: nn.Module, step: int, rank: int) -> Tensor:
+    return model(step, rank)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_unit_that_backward_does_not_reach_sends_zeros_if_asked(transport: str) -> None:
+    run_ranks(train, 2, transport, Detached, call, call, {}, True)
+
+
+def skip(model: nn.Module, step: int, rank: int) -> Tensor:
+    return model(batch(step, rank), (rank + step) % 2 == 0, joins=True)
+
+
+def skip_in_replica(model: nn.Module, step: int, rank: int) -> Tensor:
+    return model(batch(step, rank), (rank + step) % 2 == 0)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("settings", [{}, {"prefetch": 0}], ids=["prefetch", "no prefetch"])
+def test_join_empty_takes_part_for_a_unit_that_does_not_run(
+    transport: str, settings: dict[str, object]
+) -> None:
+    run_ranks(train, 2, transport, Skipped, skip, skip_in_replica, settings)
+
+
+def join_wrongly(tensor: object) -> None:
+    model = shard(Skipped(), "shared_memory")
+    model.block.join_empty(tensor)
+
+
+def test_join_empty_explains_wrong_uses() -> None:
+    with pytest.raises(RanksFailed, match="join_empty got torch.int64"):
+        run_ranks(join_wrongly, 1, torch.ones(2, dtype=torch.int64))
+    with pytest.raises(RanksFailed, match="before the first forward of the root"):
+        run_ranks(join_wrongly, 1, torch.ones(2))
+
+
+# - Ranks whose collectives differ
+
+
+class Reordered(nn.Module):
+    """Two equal blocks whose order is an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor, order: list[int]) -> Tensor:
+        for index in order:
+            x = self.blocks[index](x)
+        return x
+
+    def units(self) -> list[nn.Module]:
+        return list(self.blocks)
+
+
+def train_in_orders(transport: str, other_order: list[int]) -> None:
+    model = shard(Reordered(), transport, bucket_bytes=0)
+    for step in range(4):
+        order = other_order if step == 3 and dist.get_rank() == 1 else [0, 1, 2]
+        model(batch(step, 0), order).sum().backward()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_another_order_in_a_later_iteration_raises(transport: str) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(train_in_orders, 2, transport, [1, 0, 2], timeout=60)
+    text = str(failed.value)
+    assert "the all-gather of unit 'blocks.0'" in text
+    assert "the all-gather of unit 'blocks.1'" in text
+    assert "The last collectives of rank 1" in text
+    assert "in the same order on every rank" in text
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_unit_left_out_in_a_later_iteration_raises(transport: str) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(train_in_orders, 2, transport, [0, 2], timeout=60)
+    text = str(failed.value)
+    assert "issued different collectives" in text
+    assert "the reduce-scatter of unit 'blocks.1'" in text
