@@ -249,7 +249,7 @@ def join_wrongly(tensor: object) -> None:
 
 
 def test_join_empty_explains_wrong_uses() -> None:
-    with pytest.raises(RanksFailed, match="join_empty got torch.int64"):
+    with pytest.raises(RanksFailed, match=r"join_empty got torch\.int64"):
         run_ranks(join_wrongly, 1, torch.ones(2, dtype=torch.int64))
     with pytest.raises(RanksFailed, match="before the first forward of the root"):
         run_ranks(join_wrongly, 1, torch.ones(2))
