@@ -3,6 +3,8 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <atomic>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -33,10 +35,14 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   bool is_outermost(const TorchUnit& unit) const { return outermost_ == &unit; }
   // `output` is the output of the outermost unit.
   void leave_forward(pybind11::handle output);
+  // A forward of `unit` ended in an exception. The next forward cleans up; until then, modules have
+  // their sharded parameters.
+  void abandon_forward(const TorchUnit& unit);
 
   // Every backward hook calls this first.
   void ensure_backward();
   void reset_iteration();
+  void unshard(int unit);
   // Keeps the times of the last `iterations` iterations; 0 keeps none.
   void keep_times(std::size_t iterations);
   // Blocks until all work issued so far is done.
@@ -51,13 +57,16 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
  private:
   struct BackwardGuard;
   void end_backward();
+  void abandon_backward(std::uint64_t pass) noexcept;
+  bool has_failed() const;
 
   std::shared_ptr<Lanes> lanes_;
   std::unique_ptr<Pipeline> pipeline_;
   std::vector<std::shared_ptr<TorchUnit>> units_;
   pybind11::object when_stale_;
   TorchUnit* outermost_ = nullptr;
-  bool backward_failed_ = false;
+  std::atomic<bool> backward_failed_ = false;
+  std::atomic<std::uint64_t> passes_ = 0;  // forwards and backwards that have begun
 };
 
 }  // namespace fsdp

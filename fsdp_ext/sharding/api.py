@@ -29,7 +29,7 @@ from fsdp_ext.sharding.arguments import (
 from fsdp_ext.sharding.forward_hooks import ForwardHooks
 from fsdp_ext.sharding.fsdp_module import FSDPModule, fsdp_class
 from fsdp_ext.sharding.module_state import ModuleState, managed_params, set_state, state_of
-from fsdp_ext.sharding.root import prepare_forward
+from fsdp_ext.sharding.root import abandon_forward, prepare_forward
 from fsdp_ext.sharding.settings import UnitSettings
 from fsdp_ext.sharding.unit import Unit
 
@@ -209,14 +209,19 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     assert state is not None
     assert state.hooks is not None
     hooks = state.hooks
+    unit = module._unit
 
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        changed = hooks.run_pre(module, args, kwargs)
-        if changed is not None:
-            args, kwargs = changed
-        output = method(*args, **kwargs)
-        result = hooks.run_post(module, args, output)
+        try:
+            changed = hooks.run_pre(module, args, kwargs)
+            if changed is not None:
+                args, kwargs = changed
+            output = method(*args, **kwargs)
+            result = hooks.run_post(module, args, output)
+        except BaseException:
+            abandon_forward(unit)
+            raise
         return output if result is None else result
 
     setattr(module, method_name, wrapped)

@@ -32,7 +32,10 @@ class ForwardHooks:
         self._pre: RemovableHandle = module.register_forward_pre_hook(
             self._first_pre_forward, prepend=True, with_kwargs=True
         )
-        self._post: RemovableHandle = module.register_forward_hook(_no_post_forward)
+        # It is called after an exception in forward, too, unless that is a KeyboardInterrupt.
+        self._post: RemovableHandle = module.register_forward_hook(
+            _no_post_forward, always_call=True
+        )
 
     def connect(self, core: _C.TorchUnit) -> None:
         """Let the module's hooks call C++ directly."""

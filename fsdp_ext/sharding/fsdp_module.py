@@ -174,6 +174,9 @@ class FSDPModule:
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # module.to(), to_empty() and the like work on the sharded parameters and may replace them.
         self.reshard()
+        core = self._unit.core
+        if core is not None:
+            core.release_gradients()  # torch.utils.swap_tensors wants to be their only holder
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         adopt_changes(self._unit)
         return result

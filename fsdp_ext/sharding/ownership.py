@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor
 _SHARDED_AS = "_fsdp_ext_sharded_as"
 # Set on the replacement: the name of the unit.
 _SHARDED_IN = "_fsdp_ext_sharded_in"
+# Set on an unsharded parameter, which modules have only while forward and backward run: its name.
+_UNSHARDED = "_fsdp_ext_unsharded"
 
 
 def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> None:
@@ -65,3 +67,14 @@ def replaced_as(param: nn.Parameter) -> tuple[str, str] | None:
     """Return the names of the parameter and of the unit that has replaced it, or None."""
     owner: tuple[str, str] | None = getattr(param, _SHARDED_AS, None)
     return owner
+
+
+def mark_unsharded(unsharded: nn.Parameter, name: str) -> None:
+    """Remember that ``unsharded`` is what modules have for ``name`` while its unit is unsharded."""
+    setattr(unsharded, _UNSHARDED, name)
+
+
+def unsharded_name(param: nn.Parameter) -> str | None:
+    """Return the name of an unsharded parameter; None for other parameters."""
+    name: str | None = getattr(param, _UNSHARDED, None)
+    return name

@@ -192,11 +192,20 @@ class Root(UnitTree):
     def _configure(self, unit: Unit) -> None:
         number, core, settings = self.number(unit), self.core, unit.settings
         core.set_reshard_after_forward(number, self.settings.reshard_after_forward[number])
+        # Note [after an evaluation] in csrc/core/unit.h
+        core.set_keeps_slot_after_evaluation(number, settings.reshard_after_forward is False)
         core.set_reshard_after_backward(number, settings.reshard_after_backward)
         core.set_requires_gradient_sync(number, settings.requires_gradient_sync)
         core.set_gradient_scales(number, *unit.gradient_scales())
         core.set_forward_prefetch(number, [self.number(u) for u in unit.forward_prefetch])
         core.set_backward_prefetch(number, [self.number(u) for u in unit.backward_prefetch])
+
+    def abandon_forward(self, unit: Unit) -> None:
+        """Register the sharded parameters again if the outermost forward was that of ``unit``.
+
+        Call it after an exception in the forward of ``unit``.
+        """
+        self.core.abandon_forward(self.number(unit))
 
     # - unshard() and reshard(), called by the user
 
@@ -219,6 +228,12 @@ def prepare_forward(unit: Unit, module: nn.Module) -> None:
         Root(module)
     elif unit.core is None:
         unit.root.rebuild()
+
+
+def abandon_forward(unit: Unit) -> None:
+    """Let modules have their sharded parameters after an exception in the forward of ``unit``."""
+    if unit.root is not None and unit.core is not None:
+        unit.root.abandon_forward(unit)
 
 
 def running_root(model: nn.Module, caller: str) -> Root:

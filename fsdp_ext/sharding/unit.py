@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from fsdp_ext import _C
 from fsdp_ext.comm.transports import zeros_for_shard
-from fsdp_ext.sharding.ownership import check_parameter, mark_sharded
+from fsdp_ext.sharding.dtensors import GradientPlace, gradient_maker, row_sharded
+from fsdp_ext.sharding.ownership import check_parameter, mark_sharded, mark_unsharded
 from fsdp_ext.sharding.param_group import ParamGroup
 from fsdp_ext.sharding.settings import UnitSettings
 
@@ -87,7 +88,6 @@ class Unit(ParamGroup):
         self.root: Any = None
         self.core: _C.TorchUnit | None = None
         self.flat_shard = torch.empty(0, dtype=torch.uint8, device=device)
-        self.flat_gradient = torch.empty(0, device=device)
         for param, name in params.items():
             check_parameter(name, param, device)
         self.params: list[ShardedParam] = self._shard(params)
@@ -112,7 +112,7 @@ class Unit(ParamGroup):
                 f"flat_shard needs the flat gradient of unit '{self.name}', which its first "
                 "forward makes, so run a forward before."
             )
-        return self.flat_shard.view(dtypes.pop()), self.flat_gradient
+        return self.flat_shard.view(dtypes.pop()), self.core.share_flat_gradient()
 
     # - Sharding
 
@@ -150,17 +150,8 @@ class Unit(ParamGroup):
         return first, min(chunk, shape[0] - first)
 
     def _to_dtensor(self, local: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
-        return nn.Parameter(self._dtensor(local, like.shape), requires_grad=like.requires_grad)
-
-    def _dtensor(self, local: torch.Tensor, shape: torch.Size) -> DTensor:
-        return DTensor.from_local(
-            local,
-            self.mesh,
-            [Shard(0)],
-            run_check=False,
-            shape=shape,
-            stride=_contiguous_stride(shape),
-        )
+        dtensor = row_sharded(local, self.mesh, like.shape)
+        return nn.Parameter(dtensor, requires_grad=like.requires_grad)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -277,11 +268,11 @@ class Unit(ParamGroup):
         layout = self.layout_for(training=True)
         grad_dtype, _ = self.grad_dtypes()
         policy = self.settings.mp_policy
-        self.flat_gradient = torch.empty(layout.grad_numel, dtype=grad_dtype, device=self.device)
+        flat_gradient = torch.empty(layout.grad_numel, dtype=grad_dtype, device=self.device)
         core = _C.TorchUnit(
             layout=layout,
             flat_shard=self.flat_shard,
-            flat_gradient=self.flat_gradient,
+            flat_gradient=flat_gradient,
             shapes=[list(param.shape) for param in self.params],
             param_dtypes=[self.compute_dtype(param.dtype) for param in self.params],
             cast_inputs=policy.param_dtype if policy.cast_forward_inputs else None,
@@ -292,10 +283,12 @@ class Unit(ParamGroup):
             nn.Parameter(view, requires_grad=param.requires_grad)
             for view, param in zip(core.unsharded_views(), self.params, strict=True)
         ]
+        for view, param in zip(unsharded, self.params, strict=True):
+            mark_unsharded(view, param.name)
         core.bind(
             sharded=[param.sharded for param in self.params],
             unsharded=unsharded,
-            gradients=self._sharded_gradients(layout),
+            make_gradients=gradient_maker(self.mesh, self._gradient_places(layout)),
             attributes=[
                 (module._parameters, attribute, index)
                 for index, param in enumerate(self.params)
@@ -305,18 +298,10 @@ class Unit(ParamGroup):
         self.core = core
         return core
 
-    def _sharded_gradients(self, layout: _C.UnitLayout) -> list[DTensor]:
-        """Return the gradients of the trainable parameters, views of the flat gradient."""
-        gradients = []
-        for param, place in zip(self.params, layout.placements, strict=True):
-            if param.requires_grad:
-                local = self.flat_gradient[place.grad_offset :][: param.local.numel()]
-                gradients.append(self._dtensor(local.view(param.local.shape), param.shape))
-        return gradients
-
-
-def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
-    stride = [1]
-    for size in reversed(shape[1:]):
-        stride.append(stride[-1] * max(size, 1))
-    return tuple(reversed(stride))
+    def _gradient_places(self, layout: _C.UnitLayout) -> list[GradientPlace]:
+        """Return where the gradients of the trainable parameters lie in the flat gradient."""
+        return [
+            GradientPlace(place.grad_offset, param.local.shape, param.shape)
+            for param, place in zip(self.params, layout.placements, strict=True)
+            if param.requires_grad
+        ]

@@ -27,16 +27,19 @@ void register_unit(py::module_& m) {
       .def("unsharded_views", &TorchUnit::unsharded_views)
       .def(
           "bind",
-          [](TorchUnit& unit, py::list sharded, py::list unsharded, py::list gradients,
+          [](TorchUnit& unit, py::list sharded, py::list unsharded, py::object make_gradients,
              const std::vector<std::tuple<py::dict, py::str, std::size_t>>& attributes) {
             std::vector<ModuleAttribute> bound;
             for (const auto& [parameters, name, parameter] : attributes) {
               bound.push_back({parameters, name, parameter});
             }
-            unit.bind(std::move(sharded), std::move(unsharded), std::move(gradients),
+            unit.bind(std::move(sharded), std::move(unsharded), std::move(make_gradients),
                       std::move(bound));
           },
-          py::arg("sharded"), py::arg("unsharded"), py::arg("gradients"), py::arg("attributes"))
+          py::arg("sharded"), py::arg("unsharded"), py::arg("make_gradients"),
+          py::arg("attributes"))
+      .def("release_gradients", &TorchUnit::release_gradients)
+      .def("share_flat_gradient", &TorchUnit::share_flat_gradient)
       .def("pre_forward_hook",
            [](const std::shared_ptr<TorchUnit>& unit, std::size_t index) {
              return py::cpp_function(
