@@ -6,17 +6,15 @@ and after exceptions.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from support.launcher import run_ranks
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from fsdp_ext import fully_shard, register_fsdp_forward_method
 
@@ -259,112 +257,169 @@ def test_only_the_outermost_forward_decides() -> None:
     run_ranks(_nested, 2)
 
 
-# - Gradients that somebody keeps
+# - Modules that change after they were sharded
 
 
-def _ways_to_keep(gradient: Any) -> dict[str, Any]:
-    local = gradient.to_local()
-    return {
-        "the gradient": gradient,
-        "its local tensor": gradient._local_tensor,
-        "to_local()": local,
-        "a part of it": local.view(-1)[1:3],
-        "an array": local.numpy(),
-        "detach()": gradient.detach(),
-    }
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.last = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)))
+
+    def tie(self) -> None:
+        self.last.weight = self.first.weight
 
 
-def _numbers(kept: Any) -> Tensor:
-    kept = kept.to_local() if isinstance(kept, DTensor) else kept
-    return torch.as_tensor(kept).clone()
+def _tied_after_sharding() -> None:
+    for tie_at in (0, 1):
+        unsharded, ours = Tied(), fully_shard(Tied())
+        for step in range(3):
+            for model in (unsharded, ours):
+                if step == tie_at:
+                    model.tie()
+                model.zero_grad()
+                model(ones() + step).square().sum().backward()
+                with torch.no_grad():
+                    for param in model.parameters():
+                        param -= 0.1 * param.grad
+            for expected, param in zip(unsharded.parameters(), ours.parameters(), strict=True):
+                assert torch.equal(param.full_tensor(), expected), (tie_at, step)
+        assert ours.last.weight is ours.first.weight
 
 
-def _kept_gradients(system: Any) -> None:
-    model = Model()
-    for layer in model.layers:
-        system(layer)
-    system(model)
-    x = ones()
-    for way in _ways_to_keep_names():
-        model.zero_grad()
-        model(x).square().sum().backward()
-        kept = {name: _ways_to_keep(param.grad)[way] for name, param in model.named_parameters()}
-        expected = {name: _numbers(gradient) for name, gradient in kept.items()}
-        for scale in (2.0, 3.0):
-            model.zero_grad()
-            model(scale * x).square().sum().backward()
-            for name, gradient in kept.items():
-                assert torch.equal(_numbers(gradient), expected[name]), (way, name)
-        # Each step has its own numbers.
-        before = {name: param.grad.to_local().clone() for name, param in model.named_parameters()}
-        del kept
-        model.zero_grad()
-        model(3.0 * x).square().sum().backward()
-        for name, param in model.named_parameters():
-            assert torch.equal(param.grad.to_local(), before[name]), (way, name)
+def test_weights_that_are_tied_within_a_unit_after_sharding_train_as_one() -> None:
+    run_ranks(_tied_after_sharding, 2)
 
 
-def _ways_to_keep_names() -> list[str]:
-    return ["the gradient", "its local tensor", "to_local()", "a part of it", "an array",
-            "detach()"]  # fmt: skip
-
-
-def _gradients_kept_by_users() -> None:
-    _kept_gradients(torch_fully_shard)
-    _kept_gradients(fully_shard)
-    _kept_gradients(partial(fully_shard, bucket_bytes=0, max_message_bytes=64))
-
-
-def test_a_gradient_that_a_user_keeps_has_its_numbers_for_ever() -> None:
-    run_ranks(_gradients_kept_by_users, 2)
-
-
-def _some_gradients_kept() -> None:
-    """Keep one gradient of a unit, whose other parameters accumulate or have other gradients."""
-    for system in (torch_fully_shard, fully_shard):
-        model = Model()
-        for layer in model.layers:
-            system(layer)
-        system(model)
-        model(ones()).square().sum().backward()
-        weight, bias = model.head.weight, model.head.bias
-        kept = weight.grad
-        first = kept.to_local().clone()
-        weight.grad = weight.grad * 2  # somebody's own
-        once = bias.grad.to_local().clone()
-        model(ones()).square().sum().backward()
-        assert torch.equal(kept.to_local(), first)
-        assert torch.equal(weight.grad.to_local(), first * 3)
-        assert torch.equal(bias.grad.to_local(), once * 2)
-        # Accumulation changes the same gradient.
-        accumulated = bias.grad
-        model(ones()).square().sum().backward()
-        assert accumulated is bias.grad
-        assert torch.equal(accumulated.to_local(), once * 3)
-
-
-def test_other_gradients_of_the_unit_accumulate_as_before() -> None:
-    run_ranks(_some_gradients_kept, 2)
-
-
-def _reused_gradients() -> None:
-    model = sharded()
+def _tied_across_units() -> None:
+    model = Tied()
+    fully_shard(model.first)
+    fully_shard(model)
     model(ones()).sum().backward()
-    gradients = [weakref.ref(param.grad) for param in model.parameters()]
-    flat_shard, flat_gradient = model.flat_shard()
-    part = flat_gradient[:4]
-    for _ in range(2):
-        model.zero_grad()
+    model.tie()
+    with pytest.raises(ValueError, match=r"'last\.weight'.*'the root'.*'first\.weight'"):
+        model(ones())
+
+
+def test_weights_that_are_tied_across_units_after_sharding_are_named() -> None:
+    run_ranks(_tied_across_units, 2)
+
+
+class LoRA(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def _added_after_sharding() -> None:
+    message = (
+        r"'layers\.1.*.down\.weight' was added after fully_shard.*before fully_shard, or freeze"
+    )
+    for steps in (0, 1):
+        model = sharded()
+        for _ in range(steps):
+            model(ones()).sum().backward()
+        model.layers[1].adapter = LoRA(nn.Linear(4, 4))
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=message):
+                model(ones())
+        model.layers[1].adapter.requires_grad_(False)
         model(ones()).sum().backward()
-        # The memory is the same one while nobody keeps a gradient.
-        assert [ref() for ref in gradients] == [param.grad for param in model.parameters()]
-    assert flat_shard.numel() == flat_gradient.numel()
-    # A user of the flat gradient follows it.
-    part.zero_()
-    model.zero_grad()
+    # A parameter by itself.
+    model.head.scale = nn.Parameter(torch.ones(4))
+    with pytest.raises(RuntimeError, match=r"'head\.scale' was added"):
+        model(ones())
+    del model.head.scale
     model(ones()).sum().backward()
-    assert part.abs().sum() > 0
+    # Modules elsewhere change nothing.
+    core = model._unit.core
+    elsewhere = nn.Sequential(nn.Linear(4, 4))
+    elsewhere.append(nn.Linear(4, 4))
+    model(ones()).sum().backward()
+    model.layers[1].note = nn.Identity()
+    model(ones()).sum().backward()
+    assert model._unit.core is core
 
 
-def test_gradients_that_nobody_keeps_are_used_again() -> None:
-    run_ranks(_reused_gradients, 2)
+def test_trainable_parameters_that_are_added_after_sharding_are_refused() -> None:
+    run_ranks(_added_after_sharding, 2)
+
+
+def _wrapped_before_sharding() -> None:
+    model = Model()
+    model.head.scale = nn.Parameter(torch.ones(3))
+    for index in range(2):
+        model.layers[index] = LoRA(model.layers[index])
+        fully_shard(model.layers[index])
+    fully_shard(model, ignored_params={model.head.scale})
+    for _ in range(2):
+        model(ones()).square().sum().backward()
+        output_of(model)
+    for name, param in model.named_parameters():
+        trained = "base" not in name and name != "head.scale"
+        assert (param.grad is not None) == trained, name
+    model.head.scale = nn.Parameter(torch.zeros(3))  # still the attribute that was ignored
+    model(ones()).sum().backward()
+
+
+def test_adapters_from_before_sharding_and_ignored_parameters_are_fine() -> None:
+    run_ranks(_wrapped_before_sharding, 2)
+
+
+# - Parameters that sharding would change
+
+
+class Params4bit(nn.Parameter):
+    """As bitsandbytes has it: a parameter with more than numbers."""
+
+    quant_state: object = None
+
+
+class WithWeight(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+
+def _classes_of_parameters() -> None:
+    quantised = Params4bit(torch.ones(4, 2, dtype=torch.uint8), requires_grad=False)
+    two = nn.Parameter(TwoTensor(torch.ones(4, 2), torch.zeros(4, 2)))
+    for weight in (quantised, two):
+        message = f"'weight' is a {type(weight).__name__}.*an nn.Parameter, or .* ignored_params"
+        with pytest.raises(NotImplementedError, match=message):
+            fully_shard(WithWeight(weight))
+        model = WithWeight(weight)
+        fully_shard(model, ignored_params={weight})
+        assert model.weight is weight
+    with pytest.raises(ValueError, match=r"'weight' belongs to a lazy module.*Run one"):
+        fully_shard(nn.LazyLinear(4))
+
+
+def test_parameters_of_classes_that_sharding_would_lose_are_refused() -> None:
+    run_ranks(_classes_of_parameters, 2)
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+def test_a_grad_dtype_of_its_own_is_refused() -> None:
+    run_ranks(_grad_dtypes, 2)
+
+
+def _grad_dtypes() -> None:
+    layer = nn.Linear(4, 4)
+    layer.weight.grad_dtype = torch.bfloat16
+    message = "'weight' is torch.float32 but has grad_dtype=torch.bfloat16.*reduce_dtype"
+    with pytest.raises(NotImplementedError, match=message):
+        fully_shard(layer)
+    layer.weight.grad_dtype = torch.float32
+    fully_shard(layer)
+    layer.weight.grad_dtype = None
+    with pytest.raises(NotImplementedError, match=r"'weight' .* has grad_dtype=None"):
+        layer(ones())

@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -67,10 +68,8 @@ bool TorchRoot::enter_forward(TorchUnit& unit) {
   if (nested) {
     return true;
   }
-  for (const auto& other : units_) {
-    if (other->has_trainable_set_changed()) {
-      return false;
-    }
+  if (seen_module_changes_ != module_changes() || has_trainable_set_changed()) {
+    return false;
   }
   for (const auto& other : units_) {
     other->forget_pending();
@@ -81,6 +80,11 @@ bool TorchRoot::enter_forward(TorchUnit& unit) {
   const py::gil_scoped_release no_gil;
   pipeline_->begin_forward(unit.number());
   return true;
+}
+
+bool TorchRoot::has_trainable_set_changed() const {
+  return std::any_of(units_.begin(), units_.end(),
+                     [](const auto& unit) { return unit->has_trainable_set_changed(); });
 }
 
 void TorchRoot::leave_forward(py::handle output) {

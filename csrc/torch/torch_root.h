@@ -18,8 +18,8 @@ namespace fsdp {
 class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
  public:
   // `when_stale` is a weak reference to Python's root, so calling it may return None. If parameters
-  // were frozen or unfrozen, forward calls when_stale()(module, args, kwargs) instead of a unit's
-  // pre_forward.
+  // were frozen or unfrozen, or modules have changed, forward calls when_stale()(module, args,
+  // kwargs) instead of a unit's pre_forward.
   TorchRoot(std::shared_ptr<Lanes> lanes, PipelineOptions options, pybind11::object when_stale);
   ~TorchRoot();
 
@@ -41,6 +41,9 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
 
   // Every backward hook calls this first.
   void ensure_backward();
+  bool has_trainable_set_changed() const;
+  // Python has looked at the modules as they are now.
+  void accept_module_changes() { seen_module_changes_ = module_changes(); }
   void reset_iteration();
   void unshard(int unit);
   // Keeps the times of the last `iterations` iterations; 0 keeps none.
@@ -64,6 +67,7 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   std::unique_ptr<Pipeline> pipeline_;
   std::vector<std::shared_ptr<TorchUnit>> units_;
   pybind11::object when_stale_;
+  std::uint64_t seen_module_changes_ = module_changes();
   TorchUnit* outermost_ = nullptr;
   std::atomic<bool> backward_failed_ = false;
   std::atomic<std::uint64_t> passes_ = 0;  // forwards and backwards that have begun

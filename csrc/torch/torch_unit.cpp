@@ -21,6 +21,7 @@ namespace fsdp {
 namespace {
 
 std::atomic<std::uint64_t> optimizer_steps{0};
+std::atomic<std::uint64_t> noted_module_changes{0};
 
 // The exception that an `except` block around the caller handles, if any.
 const PyObject* handled_exception() {
@@ -41,6 +42,10 @@ const PyObject* handled_exception() {
 }  // namespace
 
 void note_optimizer_step() { optimizer_steps.fetch_add(1, std::memory_order_relaxed); }
+
+void note_module_change() { noted_module_changes.fetch_add(1, std::memory_order_relaxed); }
+
+std::uint64_t module_changes() { return noted_module_changes.load(std::memory_order_relaxed); }
 
 TorchUnit::TorchUnit(UnitLayout layout, UnitTensors tensors, ForwardCasts casts,
                      std::size_t module_count)

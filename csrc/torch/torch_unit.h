@@ -183,4 +183,9 @@ class TorchUnit final : public UnitPort,
 // every optimizer changes the versions of the parameters.
 void note_optimizer_step();
 
+// Tells all roots that some module has another parameter or child. The next outermost forward calls
+// when_stale. A hook on registrations calls this.
+void note_module_change();
+std::uint64_t module_changes();
+
 }  // namespace fsdp

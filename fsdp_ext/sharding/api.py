@@ -14,7 +14,7 @@ from torch.distributed.utils import _get_root_modules
 
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.comm.transports import resolve_transport
-from fsdp_ext.sharding import optimizer_hooks, state_dict_hooks
+from fsdp_ext.sharding import module_changes, optimizer_hooks, state_dict_hooks
 from fsdp_ext.sharding.arguments import (
     check_modules,
     check_types,
@@ -28,7 +28,13 @@ from fsdp_ext.sharding.arguments import (
 )
 from fsdp_ext.sharding.forward_hooks import ForwardHooks
 from fsdp_ext.sharding.fsdp_module import FSDPModule, fsdp_class
-from fsdp_ext.sharding.module_state import ModuleState, managed_params, set_state, state_of
+from fsdp_ext.sharding.module_state import (
+    ModuleState,
+    attributes_of,
+    managed_params,
+    set_state,
+    state_of,
+)
 from fsdp_ext.sharding.root import abandon_forward, prepare_forward
 from fsdp_ext.sharding.settings import UnitSettings
 from fsdp_ext.sharding.unit import Unit
@@ -158,8 +164,10 @@ def fully_shard(
         max_message_bytes=resolve_max_message_bytes(max_message_bytes),
         prefetch=resolve_prefetch(prefetch),
     )
-    params = managed_params(modules, set(ignored_params or ()))
+    ignored = set(ignored_params or ())
+    params = managed_params(modules, ignored)
     unit = Unit(modules, params, mesh, device_of(mesh), settings)
+    unit.ignored = attributes_of(modules, ignored)
     _move_buffers(modules, unit.device)
     for index, submodule in enumerate(modules):
         submodule.__class__ = fsdp_class(type(submodule))
@@ -167,6 +175,7 @@ def fully_shard(
         set_state(submodule, ModuleState(submodule, unit, hooks))
     state_dict_hooks.install(unit)
     optimizer_hooks.install()
+    module_changes.install()
     return cast("FSDPModule | list[FSDPModule]", module)
 
 

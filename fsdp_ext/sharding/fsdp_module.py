@@ -99,6 +99,9 @@ class FSDPModule:
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether forward frees the unsharded parameters at its end.
 
+        With False, evaluations use them again until an optimizer's step or a write into the sharded
+        parameters. Writes through ``.data`` are not noticed; call :meth:`reshard` after them.
+
         Args:
             reshard_after_forward: the new value. It holds for the root, too.
             recurse: set it for all units below, too.

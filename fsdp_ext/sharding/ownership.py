@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 
 # Set on a parameter that a unit has replaced: its name, and the name of the unit.
 _SHARDED_AS = "_fsdp_ext_sharded_as"
@@ -33,6 +34,19 @@ def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> Non
             f"parameter '{name}' is a DTensor already (tensor parallelism), which is not supported "
             "yet. Pass plain parameters."
         )
+    if isinstance(param, UninitializedParameter):
+        raise ValueError(
+            f"parameter '{name}' belongs to a lazy module and has no shape yet. Run one forward "
+            "before fully_shard."
+        )
+    # Sharding makes new parameters of the rows, which would be plain ones.
+    if type(param) is not nn.Parameter:
+        raise NotImplementedError(
+            f"parameter '{name}' is a {type(param).__name__}, and fully_shard would lose what this "
+            "class adds to a plain tensor. Convert it to an nn.Parameter, or pass it in "
+            "ignored_params."
+        )
+    check_grad_dtype(name, param)
     if param.ndim == 0:
         raise ValueError(
             f"parameter '{name}' is a scalar, which has no rows to shard. Make it a 1-D tensor "
@@ -54,6 +68,17 @@ def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> Non
         raise ValueError(
             f"parameter '{name}' of shape {tuple(param.shape)} is not contiguous: its strides are "
             f"{param.stride()}. Make it contiguous first."
+        )
+
+
+def check_grad_dtype(name: str, param: nn.Parameter) -> None:
+    """Raise NotImplementedError if gradients of ``param`` are to have another dtype than it."""
+    grad_dtype = getattr(param, "grad_dtype", param.dtype)  # since torch 2.9
+    if param.requires_grad and grad_dtype != param.dtype:
+        raise NotImplementedError(
+            f"parameter '{name}' is {param.dtype} but has grad_dtype={grad_dtype}, which is not "
+            "supported. Leave grad_dtype as it is; MixedPrecisionPolicy(reduce_dtype=...) sets the "
+            "dtype in which gradients are reduced."
         )
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from fsdp_ext import _C
 from fsdp_ext.comm.costs import log_default, typical_link
 from fsdp_ext.comm.lanes import lanes_of
+from fsdp_ext.sharding import module_changes
 from fsdp_ext.sharding.auto import chosen_for
 from fsdp_ext.sharding.module_state import hooks_of, sharded_module, unit_of
 from fsdp_ext.sharding.settings import AUTO, Choice, Decision, RootSettings, Scope
@@ -89,6 +90,44 @@ class Root(UnitTree):
                 "fully_shard."
             )
 
+    def _check_parameters(self) -> None:
+        """Check that the modules have the parameters that the units have.
+
+        Raises:
+            RuntimeError: if a trainable parameter is in no unit.
+            ValueError: if a parameter was tied to one of another unit.
+        """
+        owners = {param.sharded: unit for unit in self.units for param in unit.params}
+        places = {place: unit for unit in self.units for place in unit.places()}
+        ignored = {place for unit in self.units for place in unit.ignored}
+        for prefix, module in self.module.named_modules():
+            for attribute, param in module._parameters.items():
+                place = (module, attribute)
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                if param is None or place in ignored:
+                    continue
+                owner, unit = owners.get(param), places.get(place)
+                if owner is not None and unit is not None and owner is not unit:
+                    raise ValueError(
+                        f"parameter '{name}' of unit '{unit.name}' was tied to one of unit "
+                        f"'{owner.name}', named '{self._name_of(param, place)}', after "
+                        "fully_shard. Tie them before, and put their modules into one unit: "
+                        "fully_shard([a, b])."
+                    )
+                if owner is None and unit is None and param.requires_grad:
+                    raise RuntimeError(
+                        f"parameter '{name}' was added after fully_shard, so nothing would "
+                        "synchronise its gradient. Add it before fully_shard, or freeze it."
+                    )
+
+    def _name_of(self, param: nn.Parameter, besides: tuple[nn.Module, str]) -> str:
+        """Return a name of ``param`` in the root module, of another attribute than ``besides``."""
+        for prefix, module in self.module.named_modules():
+            for attribute, other in module._parameters.items():
+                if other is param and (module, attribute) != besides:
+                    return f"{prefix}.{attribute}" if prefix else attribute
+        return "another"
+
     @staticmethod
     def of(unit: Unit) -> Root:
         """Return the root of ``unit``; make a provisional one before the first forward."""
@@ -110,6 +149,8 @@ class Root(UnitTree):
             check_order=self._compares_ranks,
             when_stale=weakref.WeakMethod(self._pre_forward_when_stale),
         )
+        self._check_parameters()
+        module_changes.watch(self.module.modules())
         names = {param: name for name, param in self.module.named_parameters()}
         cores = [
             unit.build(modules[0] or "the root", names)
@@ -147,7 +188,12 @@ class Root(UnitTree):
                     hooks.disconnect()
 
     def _pre_forward_when_stale(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self.rebuild()
+        if self.core.has_trainable_set_changed() or any(unit.has_changed() for unit in self.units):
+            self.rebuild()
+        else:  # some module was changed, perhaps in another model
+            self._check_parameters()
+            module_changes.watch(self.module.modules())
+            self.core.accept_module_changes()
         unit = unit_of(module)
         assert unit is not None
         assert unit.core is not None

@@ -17,7 +17,13 @@ from torch.distributed.tensor import DTensor
 from fsdp_ext import _C
 from fsdp_ext.comm.transports import zeros_for_shard
 from fsdp_ext.sharding.dtensors import GradientPlace, gradient_maker, row_sharded
-from fsdp_ext.sharding.ownership import check_parameter, mark_sharded, mark_unsharded
+from fsdp_ext.sharding.ownership import (
+    check_grad_dtype,
+    check_parameter,
+    mark_sharded,
+    mark_unsharded,
+    unsharded_name,
+)
 from fsdp_ext.sharding.param_group import ParamGroup
 from fsdp_ext.sharding.settings import UnitSettings
 
@@ -87,6 +93,8 @@ class Unit(ParamGroup):
         # type cannot be named here.
         self.root: Any = None
         self.core: _C.TorchUnit | None = None
+        # Modules and the names of their attributes that were passed as ignored_params.
+        self.ignored: set[tuple[nn.Module, str]] = set()
         self.flat_shard = torch.empty(0, dtype=torch.uint8, device=device)
         for param, name in params.items():
             check_parameter(name, param, device)
@@ -174,7 +182,7 @@ class Unit(ParamGroup):
                 changed.
             RuntimeError: if only some parameters are on meta, unless ``loading``.
         """
-        replaced = [self._adopt(param) for param in self.params]
+        replaced = [self._merge_tied(), *[self._adopt(param) for param in self.params]]
         layout = self.layout_for(training=False)
         if self._is_flat(layout):
             return any(replaced)
@@ -197,6 +205,36 @@ class Unit(ParamGroup):
             param.sharded._local_tensor = view  # type: ignore[attr-defined]
         self.flat_shard = flat
         return True
+
+    def places(self) -> list[tuple[nn.Module, str]]:
+        """Return the modules and names of all attributes that refer to its parameters."""
+        return [place for param in self.params for place in param.attributes]
+
+    def has_changed(self) -> bool:
+        """Return whether an attribute refers to another parameter than when it was sharded."""
+        for param in self.params:
+            for module, name in param.attributes:
+                now = module._parameters.get(name)
+                if now is not param.sharded and (now is None or unsharded_name(now) is None):
+                    return True
+        return False
+
+    def _merge_tied(self) -> bool:
+        """Make one parameter of those that the user has tied. Return whether there were any."""
+        by_sharded = {param.sharded: param for param in self.params}
+        tied = False
+        for param in self.params:
+            for attribute in list(param.attributes):
+                module, name = attribute
+                now = module._parameters.get(name)
+                other = None if now is None else by_sharded.get(now)
+                if other is not None and other is not param:
+                    param.attributes.remove(attribute)
+                    other.attributes.append(attribute)
+                    tied = True
+        if tied:
+            self.params = [param for param in self.params if param.attributes]
+        return tied
 
     def _adopt(self, param: ShardedParam) -> bool:
         """Adopt the parameter that the module has now. Return whether it is another one."""
@@ -259,6 +297,7 @@ class Unit(ParamGroup):
         self.flatten()
         for param in self.params:
             param.name = names.get(param.sharded, param.name)
+            check_grad_dtype(param.name, param.sharded)
         on_meta = [param.name for param in self.params if param.local.is_meta]
         if on_meta:
             raise RuntimeError(

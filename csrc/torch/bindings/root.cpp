@@ -88,6 +88,8 @@ void register_root(py::module_& m) {
       .def("add_unit", &TorchRoot::add_unit, py::arg("unit"), py::arg("config"))
       .def("reset_iteration", &TorchRoot::reset_iteration)
       .def("unshard", &TorchRoot::unshard)
+      .def("has_trainable_set_changed", &TorchRoot::has_trainable_set_changed)
+      .def("accept_module_changes", &TorchRoot::accept_module_changes)
       .def("abandon_forward",
            [](TorchRoot& root, std::size_t unit) { root.abandon_forward(*root.units().at(unit)); })
       .def("wait_for_unshard",

@@ -58,6 +58,7 @@ void register_unit(py::module_& m) {
            })
       .def_property_readonly("layout", &TorchUnit::layout);
   m.def("note_optimizer_step", &note_optimizer_step);
+  m.def("note_module_change", &note_module_change);
 }
 
 }  // namespace fsdp
