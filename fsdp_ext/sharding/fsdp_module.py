@@ -155,7 +155,7 @@ class FSDPModule:
         1-D and of one length. An element and its gradient have the same index, and there is padding
         between parameters. If a parameter's ``.grad`` is None, its part of the flat gradient is out
         of date. Raw addresses, such as those of NumPy or CuPy arrays over the two, are valid until
-        the next forward, which may form new buckets and move the memory.
+        the next forward or backward, which may move the memory.
 
         Raises:
             ValueError: if the unit's parameters differ in dtype, or some are frozen.
