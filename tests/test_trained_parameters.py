@@ -138,6 +138,7 @@ def _writes_after_evaluations() -> None:
         model = sharded()
         assert output_of(model).abs().sum() > 0
         _write(model, write)
+        assert not any(value.any() for value in whole(model)), write
         assert torch.equal(output_of(model), torch.zeros(2, 4)), write
     model = sharded()
     output_of(model)
