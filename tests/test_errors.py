@@ -192,7 +192,13 @@ def _changed_since_sharding() -> None:
     trained = nn.Linear(4, 4)
     fully_shard(trained)
     trained(torch.ones(2, 4)).sum().backward()
+    sharded = trained.weight
     trained.weight = nn.Parameter(torch.ones(4, 4))
+    with raises(ValueError, "'weight' was replaced by a Parameter", "before fully_shard"):
+        trained(torch.ones(2, 4))
+    trained.weight = sharded
+    trained(torch.ones(2, 4)).sum().backward()
+    trained._parameters["weight"] = nn.Parameter(torch.ones(4, 4))  # torch does not tell us
     with raises(
         RuntimeError, "parameter 'weight' of unit", "was replaced", "Change parameters in place"
     ):

@@ -122,7 +122,7 @@ def expect_as_planned(model: Any, optimizer: torch.optim.Optimizer, planned: Pla
     assert memory["bucket_buffer_bytes"] == of_plan.gather_inputs + of_plan.kept_unsharded
     assert [unit.name for unit in root.units] == [unit.name for unit in planned.units]
     assert [unit.flat_shard.nbytes for unit in root.units] == [u.shard for u in planned.units]
-    assert sum(unit.flat_gradient.nbytes for unit in root.units) == of_plan.gradients
+    assert sum(unit.core.share_flat_gradient().nbytes for unit in root.units) == of_plan.gradients
     assert sum(unit.shard for unit in planned.units) == of_plan.shards
     if dist.get_rank() == 0:
         kept = [value for state in optimizer.state.values() for value in state.values()]

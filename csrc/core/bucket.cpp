@@ -195,6 +195,15 @@ void Bucket::place_units(Lanes& lanes) {
   make_adjacent(units, layout, lanes);
 }
 
+void Bucket::renew_gradients(Device& device) {
+  const std::shared_ptr<void> memory = device.allocate(kGradients.bytes(layout));
+  auto* place = static_cast<char*>(memory.get());
+  for (Unit* unit : units) {
+    unit->port.renew_gradient(std::shared_ptr<void>(memory, place));
+    place += kGradients.bytes(unit->layout);
+  }
+}
+
 const void* Bucket::flat_shard() const { return first_of(units, kShards); }
 
 void* Bucket::flat_gradient() const { return first_of(units, kGradients); }

@@ -76,6 +76,9 @@ struct Bucket {
   // Makes the units' shards and gradients adjacent and sets the units' places in the bucket.
   void place_units(Lanes& lanes);
 
+  // Gives the units' sharded gradients new memory: Note [held gradients] in torch/torch_unit.h.
+  void renew_gradients(Device& device);
+
   UnitRange numbers() const { return {units.front()->number, units.back()->number}; }
   const void* flat_shard() const;
   void* flat_gradient() const;

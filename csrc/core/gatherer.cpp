@@ -142,6 +142,10 @@ void Gatherer::record_issue(Bucket& bucket, const Slot* slot, bool on_demand) {
 
 bool Gatherer::attach(Unit& unit) {
   if (unit.state == UnitState::Unsharded) {
+    if (unit.is_put_away) {
+      unit.is_put_away = false;
+      unit.port.show_unsharded();
+    }
     return false;
   }
   FSDP_CHECK(unit.state == UnitState::Gathering, "Unit '", unit.name,
@@ -173,6 +177,8 @@ void Gatherer::reshard(Unit& unit) {
   }
   unit.state = UnitState::Sharded;
   unit.is_speculative = false;
+  unit.is_put_away = false;
+  unit.is_held = false;
   ledger_.remove_unsharded_unit();
   Slot* slot = std::exchange(unit.slot, nullptr);
   if (slot == nullptr) {

@@ -102,7 +102,30 @@ void Pipeline::end_forward(bool with_gradient) {
     unit->calls_to_recompute += with_gradient ? unit->calls_without_gradient : 0;
     unit->calls_without_gradient = 0;
   }
+  if (state_ == PipelineState::Idle) {
+    end_evaluation();
+  }
   gatherer_.join_capture();
+}
+
+// See Note [after an evaluation].
+void Pipeline::end_evaluation() {
+  for (const auto& unit : units_) {
+    if (unit->state == UnitState::Unsharded && !unit->is_held &&
+        !unit->keeps_slot_after_evaluation) {
+      gatherer_.reshard(*unit);
+    }
+  }
+  put_away_parameters();
+}
+
+void Pipeline::put_away_parameters() {
+  for (const auto& unit : units_) {
+    if (unit->state == UnitState::Unsharded && !unit->is_put_away && !unit->is_held) {
+      unit->is_put_away = true;
+      unit->port.show_sharded();
+    }
+  }
 }
 
 void Pipeline::pre_forward(int number) {
@@ -385,13 +408,20 @@ void Pipeline::unshard(int number) {
     bucket_set_.update(order_, gatherer_, reducer_);
   }
   Unit& unit = unit_at(number);
+  if (unit.is_put_away) {
+    gatherer_.reshard(unit);  // its users may have changed the shards since
+  }
   if (is_between_passes() && unit.state == UnitState::Sharded) {
     gatherer_.begin_iteration();  // the shards may have changed since the last one
   }
   gatherer_.unshard(unit, /*on_demand=*/true);
 }
 
-void Pipeline::wait_for_unshard(int number) { gatherer_.attach(unit_at(number)); }
+void Pipeline::wait_for_unshard(int number) {
+  Unit& unit = unit_at(number);
+  gatherer_.attach(unit);
+  unit.is_held = is_between_passes();
+}
 
 void Pipeline::reshard(int number) {
   Unit& unit = unit_at(number);
@@ -428,6 +458,10 @@ void Pipeline::set_reshard_after_forward(int number, bool value) {
     bucket_set_.invalidate_partition();
     bucket_set_.invalidate_memory();
   }
+}
+
+void Pipeline::set_keeps_slot_after_evaluation(int number, bool value) {
+  unit_at(number).keeps_slot_after_evaluation = value;
 }
 
 void Pipeline::set_reshard_after_backward(int number, bool value) {

@@ -4,7 +4,7 @@
 // One iteration, for units 0 (the root) to L with prefetch depth 1:
 //
 //   pre_forward(i)    unit i gathered and attached; the gather of i + 1 is in flight
-//   post_forward(i)   unit i detached, its slot released (the root stays)
+//   post_forward(i)   unit i detached, its slot released (the root stays, if backward follows)
 //   pre_backward(i)   as pre_forward, in reverse order of post_forward
 //   gradient_arrived  counts; the last one of a unit packs and reduces its gradients
 //   post_backward(i)  backward has passed the unit's inputs: detached, slot released
@@ -83,6 +83,8 @@ class Pipeline {
   void begin_forward(int outermost = 0);
   // `with_gradient`: autograd recorded this forward.
   void end_forward(bool with_gradient = true);
+  // Lets users see the sharded parameters of every unit: Note [after an evaluation].
+  void put_away_parameters();
   void pre_forward(int unit);
   // Returns the number of this forward call, for pre_backward. `with_gradient`: autograd recorded
   // this call (Note [reentrant checkpointing]).
@@ -118,6 +120,7 @@ class Pipeline {
 
   // - Settings, effective from the next use on.
   void set_reshard_after_forward(int unit, bool value);
+  void set_keeps_slot_after_evaluation(int unit, bool value);
   void set_reshard_after_backward(int unit, bool value);
   void set_requires_gradient_sync(int unit, bool value);
   void set_reduces_unused(int unit, bool value);
@@ -147,6 +150,7 @@ class Pipeline {
   void finish_recording();
   void forget_forwards();
   void drop_outdated_parameters();
+  void end_evaluation();
   void prefetch_forward(const Unit& unit);
   void prefetch_backward(const Unit& unit, int forward_call);
   template <typename UnitAhead>

@@ -136,6 +136,7 @@ void Reducer::accumulate(Bucket& bucket, const Units& units) {
 // - Reduction
 
 void Reducer::reduce(Bucket& bucket, const Units& units) {
+  leave_held_gradients(bucket);
   const bool in_place = prepare_finish(bucket, units);
   const Range range(device_, bucket.reduce_label);
   const Reduction reduction = begin_reduction(bucket, units, in_place);
@@ -290,6 +291,18 @@ void Reducer::pack(Bucket& bucket, const Units& units, std::size_t number, void*
   ledger_.count_copied_bytes(static_cast<std::size_t>(piece.pack_plan.segment_numel) *
                              static_cast<std::size_t>(layout.world_size()) *
                              (itemsize(bucket.gradient_dtype) + itemsize(layout.reduce_dtype())));
+}
+
+// The compute stream copies from gradients of the old memory.
+void Reducer::leave_held_gradients(Bucket& bucket) {
+  const auto is_held = [](const Unit* unit) { return unit->port.has_held_gradients(); };
+  if (std::none_of(bucket.units.begin(), bucket.units.end(), is_held)) {
+    return;
+  }
+  if (bucket.reduction_pending) {
+    device_.compute_stream().wait(*bucket.reduced, bucket.reduce_label);
+  }
+  bucket.renew_gradients(device_);
 }
 
 // The reduction writes the flat gradient itself if nothing is cast or scaled and no sharded

@@ -84,6 +84,7 @@ class Reducer {
   void release_input(const Bucket& bucket, std::size_t piece);
   void pack(Bucket& bucket, const Units& units, std::size_t piece, void* destination,
             bool accumulate);
+  void leave_held_gradients(Bucket& bucket);
   // Returns whether the reduction can write the flat gradient.
   bool prepare_finish(Bucket& bucket, const Units& units);
   void finish(Bucket& bucket, const Units& units, std::size_t piece, const void* output);

@@ -23,6 +23,9 @@ class UnitPort {
   // The unsharded parameters are at `unsharded` until detach.
   virtual void attach(void* unsharded) = 0;
   virtual void detach() = 0;
+  // Users see the sharded parameters from now on, although the unsharded ones stay attached.
+  virtual void show_sharded() = 0;
+  virtual void show_unsharded() = 0;  // as after attach
 
   virtual void* flat_shard() = 0;     // layout.shard_bytes()
   virtual void* flat_gradient() = 0;  // layout.grad_numel() elements of layout.grad_dtype()
@@ -40,6 +43,13 @@ class UnitPort {
   // Drops the unsharded parameters' gradients, after a backward that failed.
   virtual void drop_gradients() = 0;
 
+  // Whether somebody still holds a part of the flat gradient that its parameter has no more. The
+  // next reduction overwrites it.
+  virtual bool has_held_gradients() = 0;
+  // Makes new sharded gradients in `memory`. Their values are undefined. Those who hold the old
+  // ones keep the old memory.
+  virtual void renew_gradient(std::shared_ptr<void> memory) = 0;
+
   // Whether trainable parameter i has a sharded gradient, to which a new one is added.
   virtual bool has_sharded_gradient(std::size_t i) = 0;
   // Copies that gradient into the flat gradient, unless it is there already.
@@ -54,6 +64,14 @@ class UnitPort {
 // Unsharded (the compute stream waited and the parameters are attached) -> Sharded. A gather covers
 // a whole bucket. Each of its units is resharded by itself, and the last one releases the slot.
 // Reducing gradients does not touch the parameters, so it is not a state. It has its own event.
+//
+// Note [after an evaluation]
+// A user may write into the parameters that the modules have, or give them to an optimizer. Between
+// steps these have to be the sharded ones. So a forward without gradients ends with all units
+// sharded, also those that stay unsharded after a forward with gradients because backward follows.
+// A unit for which the user asked for reshard_after_forward=False keeps its slot, for the next
+// evaluation, but is put away: users see its sharded parameters. So does every unit after an
+// exception. A unit that the user has unsharded by hand stays as it is.
 enum class UnitState : std::uint8_t { Sharded, Gathering, Unsharded };
 
 struct Bucket;
@@ -73,7 +91,8 @@ struct Unit : UnitConfig {
 
   // - Settings that are not in the config.
   bool requires_gradient_sync = true;
-  bool reduces_unused = false;         // also if no gradient arrives: Note [order of reductions]
+  bool reduces_unused = false;  // also if no gradient arrives: Note [order of reductions]
+  bool keeps_slot_after_evaluation = false;
   std::vector<int> forward_prefetch;   // empty: the recorded order
   std::vector<int> backward_prefetch;  // empty: the reverse of forward
 
@@ -88,6 +107,8 @@ struct Unit : UnitConfig {
   // - Parameters.
   UnitState state = UnitState::Sharded;
   bool is_speculative = false;         // prefetched and not used yet
+  bool is_put_away = false;            // unsharded, but users see the sharded parameters
+  bool is_held = false;                // unsharded by the user, not by a forward
   Slot* slot = nullptr;                // of the bucket, while this unit uses it
   std::uint64_t gathered_version = 0;  // of its shards, when the bucket was gathered last
   std::uint64_t followed_version = 0;  // of its shards, as the gather stream may read them

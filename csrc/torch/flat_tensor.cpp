@@ -69,6 +69,15 @@ at::Tensor FlatTensor::part_of(const at::Tensor& flat, std::int64_t offset,
   return view_of_storage(storage, 0, shape, dtype, flat.device());
 }
 
+at::Tensor FlatTensor::like(const at::Tensor& flat, std::shared_ptr<void> memory) {
+  void* const data = memory.get();
+  const auto storage = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), flat.nbytes(),
+      data_ptr_of(data, std::move(memory), flat.device()), /*allocator=*/nullptr,
+      /*resizable=*/false);
+  return view_of_storage(storage, 0, {flat.numel()}, flat.scalar_type(), flat.device());
+}
+
 // `flat_` is all of its storage.
 void FlatTensor::move(std::shared_ptr<void> memory) {
   reclaim();

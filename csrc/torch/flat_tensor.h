@@ -32,6 +32,9 @@ class FlatTensor {
   static at::Tensor part_of(const at::Tensor& flat, std::int64_t offset,
                             const std::vector<std::int64_t>& shape, at::ScalarType dtype);
 
+  // A tensor like `flat` over other memory.
+  static at::Tensor like(const at::Tensor& flat, std::shared_ptr<void> memory);
+
   const at::Tensor& flat() const { return flat_; }
   void* data() const { return flat_.data_ptr(); }
 

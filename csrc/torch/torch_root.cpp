@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -16,15 +17,17 @@ namespace fsdp {
 // The last callback of a backward owns it. If it is destroyed before the callback has run, the
 // backward ended in an exception.
 struct TorchRoot::BackwardGuard {
-  explicit BackwardGuard(std::weak_ptr<TorchRoot> guarded) : root(std::move(guarded)) {}
+  BackwardGuard(std::weak_ptr<TorchRoot> guarded, std::uint64_t guarded_pass)
+      : root(std::move(guarded)), pass(guarded_pass) {}
   ~BackwardGuard() {
     if (!ended) {
       if (const auto owner = root.lock()) {
-        owner->backward_failed_ = true;
+        owner->abandon_backward(pass);
       }
     }
   }
   std::weak_ptr<TorchRoot> root;
+  std::uint64_t pass;
   bool ended = false;
 };
 
@@ -60,25 +63,29 @@ bool TorchRoot::is_recomputing() const {
 }
 
 bool TorchRoot::enter_forward(TorchUnit& unit) {
-  const bool nested = pipeline_->in_forward() && !pipeline_->in_backward() && &unit != outermost_ &&
-                      unit.number() != 0;
+  const bool nested = outermost_ != nullptr && pipeline_->in_forward() &&
+                      !pipeline_->in_backward() && &unit != outermost_ && unit.number() != 0;
   if (nested) {
     return true;
   }
-  for (const auto& other : units_) {
-    if (other->has_trainable_set_changed()) {
-      return false;
-    }
+  if (seen_module_changes_ != module_changes() || has_trainable_set_changed()) {
+    return false;
   }
   for (const auto& other : units_) {
     other->forget_pending();
     other->reclaim_memory();
   }
   outermost_ = &unit;
+  passes_ += 1;
   backward_failed_ = false;
   const py::gil_scoped_release no_gil;
   pipeline_->begin_forward(unit.number());
   return true;
+}
+
+bool TorchRoot::has_trainable_set_changed() const {
+  return std::any_of(units_.begin(), units_.end(),
+                     [](const auto& unit) { return unit->has_trainable_set_changed(); });
 }
 
 void TorchRoot::leave_forward(py::handle output) {
@@ -95,6 +102,45 @@ void TorchRoot::leave_forward(py::handle output) {
   pipeline_->end_forward(at::GradMode::is_enabled());
 }
 
+void TorchRoot::abandon_forward(const TorchUnit& unit) {
+  if (!is_outermost(unit)) {
+    return;  // the forward around it may catch the exception
+  }
+  outermost_ = nullptr;
+  try {
+    const py::gil_scoped_release no_gil;
+    pipeline_->put_away_parameters();
+  } catch (const std::exception&) {
+    // The forward has replaced a parameter. The next one says so, and this one has its own error.
+  }
+}
+
+// A thread of the autograd engine may call this late, when the user has begun another pass.
+void TorchRoot::abandon_backward(std::uint64_t pass) noexcept {
+  if (pass != passes_) {
+    return;
+  }
+  backward_failed_ = true;
+  if (Py_IsInitialized() == 0) {
+    return;
+  }
+  try {
+    const py::gil_scoped_acquire gil;
+    const bool forward_goes_on = outermost_ != nullptr;  // it may have caught the exception
+    if (pass == passes_ && !forward_goes_on) {
+      pipeline_->put_away_parameters();
+    }
+  } catch (const std::exception&) {
+    // A user has replaced a parameter. The next forward says so.
+  }
+}
+
+// Whether the last forward or backward ended in an exception, and nothing has begun since.
+bool TorchRoot::has_failed() const {
+  const bool forward_failed = pipeline_->in_forward() && outermost_ == nullptr;
+  return forward_failed || (pipeline_->in_backward() && backward_failed_);
+}
+
 void TorchRoot::ensure_backward() {
   if (pipeline_->in_backward() && backward_failed_) {
     pipeline_->reset_iteration();
@@ -105,7 +151,8 @@ void TorchRoot::ensure_backward() {
   backward_failed_ = false;
   // The engine enables gradients in a backward with create_graph=True: Note [double backward].
   pipeline_->begin_backward(/*may_reshard=*/!at::GradMode::is_enabled());
-  auto guard = std::make_shared<BackwardGuard>(weak_from_this());
+  passes_ += 1;
+  auto guard = std::make_shared<BackwardGuard>(weak_from_this(), passes_);
   torch::autograd::Engine::get_default_engine().queue_callback([guard] {
     if (const auto root = guard->root.lock()) {
       root->end_backward();
@@ -130,6 +177,14 @@ void TorchRoot::reset_iteration() {
   backward_failed_ = false;
   const py::gil_scoped_release no_gil;
   pipeline_->reset_iteration();
+}
+
+void TorchRoot::unshard(int unit) {
+  if (has_failed()) {
+    reset_iteration();
+  }
+  const py::gil_scoped_release no_gil;
+  pipeline_->unshard(unit);
 }
 
 // The streams still write moments that were marked before, so they are drained first. An error of a

@@ -3,6 +3,8 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <atomic>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -16,8 +18,8 @@ namespace fsdp {
 class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
  public:
   // `when_stale` is a weak reference to Python's root, so calling it may return None. If parameters
-  // were frozen or unfrozen, forward calls when_stale()(module, args, kwargs) instead of a unit's
-  // pre_forward.
+  // were frozen or unfrozen, or modules have changed, forward calls when_stale()(module, args,
+  // kwargs) instead of a unit's pre_forward.
   TorchRoot(std::shared_ptr<Lanes> lanes, PipelineOptions options, pybind11::object when_stale);
   ~TorchRoot();
 
@@ -33,10 +35,17 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   bool is_outermost(const TorchUnit& unit) const { return outermost_ == &unit; }
   // `output` is the output of the outermost unit.
   void leave_forward(pybind11::handle output);
+  // A forward of `unit` ended in an exception. The next forward cleans up; until then, modules have
+  // their sharded parameters.
+  void abandon_forward(const TorchUnit& unit);
 
   // Every backward hook calls this first.
   void ensure_backward();
+  bool has_trainable_set_changed() const;
+  // Python has looked at the modules as they are now.
+  void accept_module_changes() { seen_module_changes_ = module_changes(); }
   void reset_iteration();
+  void unshard(int unit);
   // Keeps the times of the last `iterations` iterations; 0 keeps none.
   void keep_times(std::size_t iterations);
   // Blocks until all work issued so far is done.
@@ -51,13 +60,17 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
  private:
   struct BackwardGuard;
   void end_backward();
+  void abandon_backward(std::uint64_t pass) noexcept;
+  bool has_failed() const;
 
   std::shared_ptr<Lanes> lanes_;
   std::unique_ptr<Pipeline> pipeline_;
   std::vector<std::shared_ptr<TorchUnit>> units_;
   pybind11::object when_stale_;
+  std::uint64_t seen_module_changes_ = module_changes();
   TorchUnit* outermost_ = nullptr;
-  bool backward_failed_ = false;
+  std::atomic<bool> backward_failed_ = false;
+  std::atomic<std::uint64_t> passes_ = 0;  // forwards and backwards that have begun
 };
 
 }  // namespace fsdp

@@ -20,6 +20,7 @@ namespace fsdp {
 namespace {
 
 std::atomic<std::uint64_t> optimizer_steps{0};
+std::atomic<std::uint64_t> noted_module_changes{0};
 
 // Calls the hooks one by one. PyTorch's own way of calling them raises if one returns a value, and
 // FSDP2 ignores the value.
@@ -39,9 +40,29 @@ void call_post_accumulate_hooks(const py::object& parameter) {
   }
 }
 
+// The exception that an `except` block around the caller handles, if any.
+const PyObject* handled_exception() {
+#if PY_VERSION_HEX >= 0x030B0000
+  return py::reinterpret_steal<py::object>(PyErr_GetHandledException()).ptr();
+#else
+  PyObject* type = nullptr;
+  PyObject* value = nullptr;
+  PyObject* traceback = nullptr;
+  PyErr_GetExcInfo(&type, &value, &traceback);
+  Py_XDECREF(type);
+  Py_XDECREF(value);
+  Py_XDECREF(traceback);
+  return value;
+#endif
+}
+
 }  // namespace
 
 void note_optimizer_step() { optimizer_steps.fetch_add(1, std::memory_order_relaxed); }
+
+void note_module_change() { noted_module_changes.fetch_add(1, std::memory_order_relaxed); }
+
+std::uint64_t module_changes() { return noted_module_changes.load(std::memory_order_relaxed); }
 
 TorchUnit::TorchUnit(UnitLayout layout, UnitTensors tensors, ForwardCasts casts,
                      std::size_t module_count)
@@ -51,6 +72,7 @@ TorchUnit::TorchUnit(UnitLayout layout, UnitTensors tensors, ForwardCasts casts,
       storage_(c10::make_intrusive<c10::StorageImpl>(
           c10::StorageImpl::use_byte_size_t(), /*size_bytes=*/0, at::DataPtr(nullptr, device()),
           /*allocator=*/nullptr, /*resizable=*/false)),
+      handled_(module_count, nullptr),
       pending_(module_count, 0) {
   for (std::size_t i = 0; i < layout_.params().size(); ++i) {
     if (layout_.params()[i].trainable) {
@@ -68,6 +90,11 @@ TorchUnit::~TorchUnit() {
       attribute.parameters.release();
       attribute.name.release();
     }
+    for (ShardedGradient& gradient : gradients_) {
+      gradient.object.release();
+      gradient.local.release();
+    }
+    make_gradients_.release();
     return;
   }
   // The last owner may be a graph that autograd's thread drops.
@@ -75,6 +102,8 @@ TorchUnit::~TorchUnit() {
   sharded_.clear();
   unsharded_objects_.clear();
   attributes_.clear();
+  gradients_.clear();
+  make_gradients_ = py::object();
 }
 
 std::vector<at::Tensor> TorchUnit::unsharded_views() const {
@@ -87,22 +116,19 @@ std::vector<at::Tensor> TorchUnit::unsharded_views() const {
   return views;
 }
 
-void TorchUnit::bind(py::list sharded, py::list unsharded, py::list gradients,
+void TorchUnit::bind(py::list sharded, py::list unsharded, py::object make_gradients,
                      std::vector<ModuleAttribute> attributes) {
   const std::size_t count = layout_.params().size();
-  FSDP_CHECK(
-      sharded.size() == count && unsharded.size() == count && gradients.size() == trainable_.size(),
-      "bind got ", sharded.size(), " sharded parameters, ", unsharded.size(),
-      " unsharded ones and ", gradients.size(), " gradients. The layout has ", count,
-      " parameters, ", trainable_.size(), " of them trainable.");
+  FSDP_CHECK(sharded.size() == count && unsharded.size() == count, "bind got ", sharded.size(),
+             " sharded parameters and ", unsharded.size(), " unsharded ones. The layout has ",
+             count, ".");
   for (std::size_t i = 0; i < count; ++i) {
     sharded_.emplace_back(py::reinterpret_borrow<py::object>(sharded[i]));
     unsharded_objects_.emplace_back(py::reinterpret_borrow<py::object>(unsharded[i]));
     unsharded_.push_back(THPVariable_Unpack(unsharded_objects_.back().ptr()));
   }
-  for (const py::handle gradient : gradients) {
-    gradients_.push_back(THPVariable_Unpack(gradient.ptr()));
-  }
+  make_gradients_ = std::move(make_gradients);
+  this->make_gradients();
   for (std::size_t i = 0; i < trainable_.size(); ++i) {
     set_gradient_hook(unsharded_[trainable_[i]], weak_from_this(), i);
   }
@@ -122,7 +148,9 @@ const at::Tensor& TorchUnit::sharded(std::size_t parameter) const {
 
 // - Module hooks
 
-py::object TorchUnit::pre_forward(py::handle module, py::handle args, py::handle kwargs) {
+py::object TorchUnit::pre_forward(std::size_t index, py::handle module, py::handle args,
+                                  py::handle kwargs) {
+  handled_.at(index) = handled_exception();
   const std::shared_ptr<TorchRoot> root = root_.lock();
   FSDP_CHECK(root != nullptr, "The root module of unit '", name_,
              "' was deleted. Keep a reference to the model.");
@@ -152,20 +180,33 @@ py::object TorchUnit::post_forward(std::size_t index, py::handle output) {
   const std::shared_ptr<TorchRoot> root = root_.lock();
   FSDP_CHECK(root != nullptr, "The root module of unit '", name_,
              "' was deleted. Keep a reference to the model.");
-  const bool recomputing = root->is_recomputing();
-  const bool outermost = !recomputing && root->is_outermost(*this);
+  if (handled_exception() != handled_.at(index)) {
+    root->abandon_forward(*this);
+    return py::none();
+  }
+  try {
+    return end_forward(*root, index, output);
+  } catch (...) {
+    root->abandon_forward(*this);
+    throw;
+  }
+}
+
+py::object TorchUnit::end_forward(TorchRoot& root, std::size_t index, py::handle output) {
+  const bool recomputing = root.is_recomputing();
+  const bool outermost = !recomputing && root.is_outermost(*this);
   const bool last_of_group = recomputing || leave_module(index) || outermost;
   // Backward reaches a group of modules through the last one, and prefetches from there.
   int forward_call = -1;
   if (last_of_group) {
     const py::gil_scoped_release no_gil;
-    forward_call = root->pipeline().post_forward(number_, at::GradMode::is_enabled());
+    forward_call = root.pipeline().post_forward(number_, at::GradMode::is_enabled());
   }
   if (!watch_outputs(output, forward_call) && last_of_group && !recomputing) {
-    keep_for_opaque(*root, output);
+    keep_for_opaque(root, output);
   }
   if (outermost) {
-    root->leave_forward(output);
+    root.leave_forward(output);
   }
   const py::object result = cast(output, casts_.outputs);
   return result.is(output) ? py::object(py::none()) : result;
@@ -387,25 +428,94 @@ void TorchUnit::drop_gradients() {
   }
 }
 
+// - Held gradients
+
+std::size_t ShardedGradient::references() const {
+  const at::Tensor& rows = THPVariable_Unpack(local.ptr());
+  return tensor.use_count() + static_cast<std::size_t>(Py_REFCNT(object.ptr())) + rows.use_count() +
+         static_cast<std::size_t>(Py_REFCNT(local.ptr())) + rows.storage().use_count();
+}
+
+void TorchUnit::make_gradients() {
+  gradients_.clear();
+  {
+    const at::Tensor& flat = tensors_.gradient.flat();
+    const py::list made = make_gradients_(flat);
+    FSDP_CHECK(made.size() == trainable_.size(), "Unit '", name_, "' got ", made.size(),
+               " gradients. It has ", trainable_.size(), " trainable parameters.");
+    for (const py::handle gradient : made) {
+      gradients_.push_back({THPVariable_Unpack(gradient.ptr()),
+                            py::reinterpret_borrow<py::object>(gradient),
+                            gradient.attr("_local_tensor")});
+    }
+  }
+  std::vector<at::Tensor> parts;
+  for (const ShardedGradient& gradient : gradients_) {
+    parts.push_back(THPVariable_Unpack(gradient.local.ptr()));
+  }
+  tensors_.gradient = FlatTensor(tensors_.gradient.flat(), parts);
+  parts.clear();
+  for (ShardedGradient& gradient : gradients_) {
+    gradient.own_references = gradient.references();
+  }
+}
+
+// See Note [held gradients]. It runs without the GIL, and reads numbers that only users' threads
+// change.
+bool TorchUnit::has_held_gradients() {
+  if (gradients_.empty()) {
+    return !trainable_.empty();
+  }
+  if (is_flat_gradient_shared_) {
+    return false;
+  }
+  for (std::size_t i = 0; i < gradients_.size(); ++i) {
+    const bool has_ours = sharded(trainable_[i]).grad().is_same(gradients_[i].tensor);
+    if (!has_ours && gradients_[i].references() > gradients_[i].own_references) {
+      return true;
+    }
+  }
+  return false;
+}
+
+void TorchUnit::renew_gradient(std::shared_ptr<void> memory) {
+  const py::gil_scoped_acquire gil;
+  if (is_flat_gradient_shared_) {
+    tensors_.gradient.move(std::move(memory));
+  } else {
+    tensors_.gradient =
+        FlatTensor(FlatTensor::like(tensors_.gradient.flat(), std::move(memory)), {});
+  }
+  if (!is_flat_gradient_shared_ || gradients_.empty()) {
+    make_gradients();
+  }
+}
+
+void TorchUnit::release_gradients() { gradients_.clear(); }
+
+at::Tensor TorchUnit::share_flat_gradient() {
+  is_flat_gradient_shared_ = true;
+  return tensors_.gradient.flat();
+}
+
 bool TorchUnit::has_sharded_gradient(std::size_t i) {
   return sharded(trainable_[i]).grad().defined();
 }
 
 void TorchUnit::import_sharded_gradient(std::size_t i) {
   const at::Tensor& gradient = sharded(trainable_[i]).grad();
-  if (gradient.is_same(gradients_[i])) {
+  if (gradient.is_same(gradients_[i].tensor)) {
     return;
   }
   const py::gil_scoped_acquire gil;
   const at::NoGradGuard no_grad;
   const py::object theirs = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient));
-  const py::object ours = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradients_[i]));
-  ours.attr("_local_tensor").attr("copy_")(theirs.attr("_local_tensor"));
-  sharded(trainable_[i]).mutable_grad() = gradients_[i];
+  gradients_[i].local.attr("copy_")(theirs.attr("_local_tensor"));
+  sharded(trainable_[i]).mutable_grad() = gradients_[i].tensor;
 }
 
 void TorchUnit::set_sharded_gradient(std::size_t i) {
-  sharded(trainable_[i]).mutable_grad() = gradients_[i];
+  sharded(trainable_[i]).mutable_grad() = gradients_[i].tensor;
   got_gradient_[i] = 1;
 }
 

@@ -9,10 +9,19 @@
 // are "out of bounds for storage of size 0". Elementwise kernels do not check and crash, as they do
 // on a storage that FSDP2 has freed. No operator reads stale numbers.
 //
+// Note [held gradients]
+// The sharded gradients are the same tensors in every step, views of the flat gradient. A user may
+// hold one beyond zero_grad(), or its local tensor, or a view of it. Then the numbers must stay. So
+// before a reduction, the references to each gradient that its parameter has no more are counted,
+// and compared with how many the unit itself has. If there are others, the holders keep the memory,
+// and the units of the bucket get a new flat gradient. Nothing is counted for a unit whose flat
+// gradient the user has asked for.
+//
 // Note [registered parameters]
 // While a unit is unsharded, its modules have the unsharded parameters as attributes, and otherwise
-// the sharded DTensors. Each swap is one PyDict_SetItem, which needs the GIL but runs no Python.
-// Backward swaps, too, since activation checkpointing runs parts of forward again.
+// the sharded DTensors. (Note [after an evaluation] in core/unit.h has an exception.) Each swap is
+// one PyDict_SetItem, which needs the GIL but runs no Python. Backward swaps, too, since activation
+// checkpointing runs parts of forward again.
 //
 // Note [opaque outputs]
 // Backward gathers a unit when it reaches a tensor that the unit's forward returned. Inside a
@@ -50,6 +59,17 @@ struct ModuleAttribute {
   std::size_t parameter;  // index in the unit
 };
 
+// The sharded gradient of a trainable parameter: a DTensor over a part of the flat gradient.
+struct ShardedGradient {
+  // Of the DTensor, its local tensor and its storage together.
+  std::size_t references() const;
+
+  at::Tensor tensor;
+  pybind11::object object;
+  pybind11::object local;
+  std::size_t own_references = 0;  // while its parameter does not have it
+};
+
 // The unit's memory, and the shapes and dtypes of its unsharded parameters.
 struct UnitTensors {
   FlatTensor shard;     // layout.shard_bytes() bytes, uint8
@@ -74,16 +94,18 @@ class TorchUnit final : public UnitPort,
   // One view for each parameter. They have memory only while the unit is attached.
   std::vector<at::Tensor> unsharded_views() const;
 
-  // Called once, with the parameters and the module attributes that refer to them. `gradients` are
-  // DTensors over the flat gradient, one for each trainable parameter.
-  void bind(pybind11::list sharded, pybind11::list unsharded, pybind11::list gradients,
+  // Called once, with the parameters and the module attributes that refer to them. `make_gradients`
+  // returns a list of DTensors over the flat gradient that it is called with, one for each
+  // trainable parameter.
+  void bind(pybind11::list sharded, pybind11::list unsharded, pybind11::object make_gradients,
             std::vector<ModuleAttribute> attributes);
   void join(const std::shared_ptr<TorchRoot>& root, std::string name, int number);
 
   // - Module hooks.
   // `index` is the module's place in the unit. They return None to change nothing. Otherwise
-  // pre_forward returns new (args, kwargs), and post_forward a new output.
-  pybind11::object pre_forward(pybind11::handle module, pybind11::handle args,
+  // pre_forward returns new (args, kwargs), and post_forward a new output. torch calls post_forward
+  // after an exception in forward, too, while it handles the exception.
+  pybind11::object pre_forward(std::size_t index, pybind11::handle module, pybind11::handle args,
                                pybind11::handle kwargs);
   pybind11::object post_forward(std::size_t index, pybind11::handle output);
   // Take part in the unit's collectives without running its module `index`. begin_skip returns an
@@ -94,6 +116,8 @@ class TorchUnit final : public UnitPort,
   // - UnitPort.
   void attach(void* unsharded) override;
   void detach() override;
+  void show_sharded() override { register_parameters(/*unsharded=*/false); }
+  void show_unsharded() override { register_parameters(/*unsharded=*/true); }
   void* flat_shard() override { return tensors_.shard.data(); }
   void* flat_gradient() override { return tensors_.gradient.data(); }
   void move_shard(std::shared_ptr<void> memory) override { tensors_.shard.move(std::move(memory)); }
@@ -103,6 +127,8 @@ class TorchUnit final : public UnitPort,
   std::uint64_t shard_version() override;
   std::shared_ptr<void> extract_gradients(const void** addresses) override;
   void drop_gradients() override;
+  bool has_held_gradients() override;
+  void renew_gradient(std::shared_ptr<void> memory) override;
   bool has_sharded_gradient(std::size_t i) override;
   void import_sharded_gradient(std::size_t i) override;
   void set_sharded_gradient(std::size_t i) override;
@@ -120,6 +146,10 @@ class TorchUnit final : public UnitPort,
   void reclaim_memory();
   // Whether forward has run some modules of the group, but not all.
   bool is_incomplete() const { return pending_count_ > 0 && pending_count_ < pending_.size(); }
+  // Drops the sharded gradients, except those that parameters have. The next reduction makes them.
+  void release_gradients();
+  // Returns the flat gradient. From now on its user follows it: Note [held gradients].
+  at::Tensor share_flat_gradient();
   void forget_pending();
   // Returns whether a tensor in `output` requires a gradient.
   bool watch_outputs(pybind11::handle output, int forward_call);
@@ -130,7 +160,9 @@ class TorchUnit final : public UnitPort,
  private:
   at::Device device() const { return tensors_.shard.flat().device(); }
   const at::Tensor& sharded(std::size_t parameter) const;
+  void make_gradients();
   void register_parameters(bool unsharded);
+  pybind11::object end_forward(TorchRoot& root, std::size_t index, pybind11::handle output);
   bool enter_module();
   bool leave_module(std::size_t index);
   pybind11::object cast(pybind11::handle object, std::optional<at::ScalarType> dtype) const;
@@ -146,11 +178,16 @@ class TorchUnit final : public UnitPort,
   std::vector<at::Tensor> unsharded_;
   std::vector<pybind11::object> unsharded_objects_;
   std::vector<std::size_t> trainable_;  // parameter of each trainable index
-  std::vector<at::Tensor> gradients_;   // sharded, of each trainable index
-  std::vector<char> got_gradient_;      // in this backward, of each trainable index
+  pybind11::object make_gradients_;
+  std::vector<ShardedGradient>
+      gradients_;  // of each trainable index; empty after release_gradients
+  bool is_flat_gradient_shared_ = false;
+  std::vector<char> got_gradient_;  // in this backward, of each trainable index
   std::vector<ModuleAttribute> attributes_;
   bool unsharded_registered_ = false;
 
+  // The exception that was being handled when forward entered each module. Not owned.
+  std::vector<const PyObject*> handled_;
   std::vector<char> pending_;  // modules of a group that forward has not run yet
   std::size_t pending_count_ = 0;
   bool has_warned_ = false;  // of an opaque output
@@ -163,5 +200,10 @@ class TorchUnit final : public UnitPort,
 // Tells all units that their shards have changed. A hook of every optimizer calls this, because not
 // every optimizer changes the versions of the parameters.
 void note_optimizer_step();
+
+// Tells all roots that some module has another parameter or child. The next outermost forward calls
+// when_stale. A hook on registrations calls this.
+void note_module_change();
+std::uint64_t module_changes();
 
 }  // namespace fsdp

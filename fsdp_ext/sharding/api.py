@@ -15,7 +15,7 @@ from torch.distributed.utils import _get_root_modules
 from fsdp_ext.comm.rendezvous import announce_process
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.comm.transports import resolve_transport
-from fsdp_ext.sharding import optimizer_hooks, state_dict_hooks
+from fsdp_ext.sharding import module_changes, optimizer_hooks, state_dict_hooks
 from fsdp_ext.sharding.arguments import (
     check_modules,
     check_placements,
@@ -32,12 +32,13 @@ from fsdp_ext.sharding.forward_hooks import ForwardHooks
 from fsdp_ext.sharding.fsdp_module import FSDPModule, fsdp_class
 from fsdp_ext.sharding.module_state import (
     ModuleState,
+    attributes_of,
     managed_modules,
     managed_params,
     set_state,
     state_of,
 )
-from fsdp_ext.sharding.root import prepare_forward
+from fsdp_ext.sharding.root import abandon_forward, prepare_forward
 from fsdp_ext.sharding.settings import UnitSettings
 from fsdp_ext.sharding.unit import Unit
 
@@ -169,9 +170,11 @@ def fully_shard(
         prefetch=resolve_prefetch(prefetch),
     )
     announce_process(mesh.get_group())
-    params = managed_params(modules, set(ignored_params or ()))
+    ignored = set(ignored_params or ())
+    params = managed_params(modules, ignored)
     check_placements(shard_placement_fn, params)
     unit = Unit(modules, params, mesh, device_of(mesh), settings)
+    unit.ignored = attributes_of(modules, ignored)
     _move_buffers(modules, unit.device)
     _mark_for_dynamo(modules)
     for index, submodule in enumerate(modules):
@@ -180,6 +183,7 @@ def fully_shard(
         set_state(submodule, ModuleState(submodule, unit, hooks))
     state_dict_hooks.install(unit)
     optimizer_hooks.install()
+    module_changes.install()
     return cast("FSDPModule | list[FSDPModule]", module)
 
 
@@ -233,14 +237,19 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     assert state is not None
     assert state.hooks is not None
     hooks = state.hooks
+    unit = module._unit
 
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        changed = hooks.run_pre(module, args, kwargs)
-        if changed is not None:
-            args, kwargs = changed
-        output = method(*args, **kwargs)
-        result = hooks.run_post(module, args, output)
+        try:
+            changed = hooks.run_pre(module, args, kwargs)
+            if changed is not None:
+                args, kwargs = changed
+            output = method(*args, **kwargs)
+            result = hooks.run_post(module, args, output)
+        except BaseException:
+            abandon_forward(unit)
+            raise
         return output if result is None else result
 
     setattr(module, method_name, wrapped)

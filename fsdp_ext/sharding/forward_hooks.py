@@ -33,12 +33,15 @@ class ForwardHooks:
         self._pre: RemovableHandle = module.register_forward_pre_hook(
             self._first_pre_forward, prepend=True, with_kwargs=True
         )
-        self._post: RemovableHandle = module.register_forward_hook(_no_post_forward)
+        # It is called after an exception in forward, too, unless that is a KeyboardInterrupt.
+        self._post: RemovableHandle = module.register_forward_hook(
+            _no_post_forward, always_call=True
+        )
 
     def connect(self, core: _C.TorchUnit) -> None:
         """Let the module's hooks call C++ directly."""
         expect_graph_breaks("fsdp_pre_forward|fsdp_post_forward")
-        self._set(core.pre_forward_hook(), core.post_forward_hook(self._index))
+        self._set(core.pre_forward_hook(self._index), core.post_forward_hook(self._index))
 
     def disconnect(self) -> None:
         """Let the next forward prepare the unit again."""
@@ -64,7 +67,7 @@ class ForwardHooks:
         assert unit is not None
         self._prepare(unit, module)
         assert unit.core is not None
-        return unit.core.pre_forward_hook()(module, args, kwargs)
+        return unit.core.pre_forward_hook(self._index)(module, args, kwargs)
 
 
 def _no_post_forward(module: nn.Module, args: Any, output: Any) -> None:

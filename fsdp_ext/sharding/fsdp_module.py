@@ -139,6 +139,9 @@ class FSDPModule:
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether forward frees the unsharded parameters at its end.
 
+        With False, evaluations use them again until an optimizer's step or a write into the sharded
+        parameters. Writes through ``.data`` are not noticed; call :meth:`reshard` after them.
+
         Args:
             reshard_after_forward: the new value. It holds for the root, too.
             recurse: set it for all units below, too.
@@ -199,7 +202,7 @@ class FSDPModule:
         1-D and of one length. An element and its gradient have the same index, and there is padding
         between parameters. If a parameter's ``.grad`` is None, its part of the flat gradient is out
         of date. Raw addresses, such as those of NumPy or CuPy arrays over the two, are valid until
-        the next forward, which may form new buckets and move the memory.
+        the next forward or backward, which may move the memory.
 
         Raises:
             ValueError: if the unit's parameters differ in dtype, or some are frozen.
@@ -221,6 +224,9 @@ class FSDPModule:
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # module.to(), to_empty() and the like work on the sharded parameters and may replace them.
         self.reshard()
+        core = self._unit.core
+        if core is not None:
+            core.release_gradients()  # torch.utils.swap_tensors wants to be their only holder
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         adopt_changes(self._unit)
         return result

@@ -111,3 +111,18 @@ def managed_params(modules: list[nn.Module], ignored: set[nn.Parameter]) -> dict
     for module in modules:
         collect(module, f"{type(module).__name__}." if len(modules) > 1 else "")
     return params
+
+
+def attributes_of(
+    modules: list[nn.Module], params: set[nn.Parameter]
+) -> set[tuple[nn.Module, str]]:
+    """Return the attributes of ``modules`` and modules below that refer to one of ``params``."""
+    if not params:
+        return set()
+    return {
+        (submodule, name)
+        for module in modules
+        for submodule in module.modules()
+        for name, param in submodule._parameters.items()
+        if param in params
+    }

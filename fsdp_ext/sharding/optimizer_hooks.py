@@ -14,9 +14,10 @@ from torch.optim.optimizer import (
 
 from fsdp_ext import _C
 from fsdp_ext.comm.lanes import check_lanes
-from fsdp_ext.sharding.ownership import replaced_as
+from fsdp_ext.sharding.ownership import replaced_as, unsharded_name
 
-_checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+# How many parameters an optimizer had when it was checked. add_param_group() adds more.
+_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
@@ -28,7 +29,8 @@ def install() -> None:
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     check_lanes()
-    if optimizer in _checked:
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    if _checked.get(optimizer) == count:
         return
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -38,7 +40,14 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
                     f"the optimizer has '{owner[0]}' of {owner[1]} as it was before fully_shard, "
                     "which no longer takes part in training. Make the optimizer after fully_shard."
                 )
-    _checked.add(optimizer)
+            unsharded = unsharded_name(param)
+            if unsharded is not None:
+                raise RuntimeError(
+                    f"the optimizer has the unsharded '{unsharded}', which is a copy for one "
+                    "forward and backward, so it would train nothing. Make the optimizer before "
+                    "the first forward, or after reshard()."
+                )
+    _checked[optimizer] = count
 
 
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

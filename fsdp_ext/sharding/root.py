@@ -12,6 +12,7 @@ from fsdp_ext import _C
 from fsdp_ext._util.dynamo import hidden_from_dynamo
 from fsdp_ext.comm.costs import log_default, typical_link
 from fsdp_ext.comm.lanes import lanes_of
+from fsdp_ext.sharding import module_changes
 from fsdp_ext.sharding.agreement import has_peers
 from fsdp_ext.sharding.auto import chosen_for
 from fsdp_ext.sharding.module_state import hooks_of, sharded_module, unit_of
@@ -91,6 +92,44 @@ class Root(UnitTree):
                 "fully_shard."
             )
 
+    def _check_parameters(self) -> None:
+        """Check that the modules have the parameters that the units have.
+
+        Raises:
+            RuntimeError: if a trainable parameter is in no unit.
+            ValueError: if a parameter was tied to one of another unit.
+        """
+        owners = {param.sharded: unit for unit in self.units for param in unit.params}
+        places = {place: unit for unit in self.units for place in unit.places()}
+        ignored = {place for unit in self.units for place in unit.ignored}
+        for prefix, module in self.module.named_modules():
+            for attribute, param in module._parameters.items():
+                place = (module, attribute)
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                if param is None or place in ignored:
+                    continue
+                owner, unit = owners.get(param), places.get(place)
+                if owner is not None and unit is not None and owner is not unit:
+                    raise ValueError(
+                        f"parameter '{name}' of unit '{unit.name}' was tied to one of unit "
+                        f"'{owner.name}', named '{self._name_of(param, place)}', after "
+                        "fully_shard. Tie them before, and put their modules into one unit: "
+                        "fully_shard([a, b])."
+                    )
+                if owner is None and unit is None and param.requires_grad:
+                    raise RuntimeError(
+                        f"parameter '{name}' was added after fully_shard, so nothing would "
+                        "synchronise its gradient. Add it before fully_shard, or freeze it."
+                    )
+
+    def _name_of(self, param: nn.Parameter, besides: tuple[nn.Module, str]) -> str:
+        """Return a name of ``param`` in the root module, of another attribute than ``besides``."""
+        for prefix, module in self.module.named_modules():
+            for attribute, other in module._parameters.items():
+                if other is param and (module, attribute) != besides:
+                    return f"{prefix}.{attribute}" if prefix else attribute
+        return "another"
+
     # - The C++ side
 
     def _build(self) -> _C.TorchRoot:
@@ -103,6 +142,8 @@ class Root(UnitTree):
             check_order=self._needs_order_check,
             when_stale=weakref.WeakMethod(self._pre_forward_when_stale),
         )
+        self._check_parameters()
+        module_changes.watch(self.module.modules())
         names = {param: name for name, param in self.module.named_parameters()}
         cores = [
             unit.build(modules[0] or "the root", names)
@@ -141,11 +182,16 @@ class Root(UnitTree):
 
     @hidden_from_dynamo
     def _pre_forward_when_stale(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self.rebuild()
+        if self.core.has_trainable_set_changed() or any(unit.has_changed() for unit in self.units):
+            self.rebuild()
+        else:  # some module was changed, perhaps in another model
+            self._check_parameters()
+            module_changes.watch(self.module.modules())
+            self.core.accept_module_changes()
         unit = unit_of(module)
         assert unit is not None
         assert unit.core is not None
-        return unit.core.pre_forward_hook()(module, args, kwargs)
+        return unit.core.pre_forward_hook(unit.modules.index(module))(module, args, kwargs)
 
     # - Settings
 
@@ -186,12 +232,21 @@ class Root(UnitTree):
     def _configure(self, unit: Unit) -> None:
         number, core, settings = self.number(unit), self.core, unit.settings
         core.set_reshard_after_forward(number, self.settings.reshard_after_forward[number])
+        # Note [after an evaluation] in csrc/core/unit.h
+        core.set_keeps_slot_after_evaluation(number, settings.reshard_after_forward is False)
         core.set_reshard_after_backward(number, settings.reshard_after_backward)
         core.set_requires_gradient_sync(number, settings.requires_gradient_sync)
         core.set_reduces_unused(number, settings.reduce_scatter_unused_params)
         core.set_gradient_scales(number, *unit.gradient_scales())
         core.set_forward_prefetch(number, [self.number(u) for u in unit.forward_prefetch])
         core.set_backward_prefetch(number, [self.number(u) for u in unit.backward_prefetch])
+
+    def abandon_forward(self, unit: Unit) -> None:
+        """Register the sharded parameters again if the outermost forward was that of ``unit``.
+
+        Call it after an exception in the forward of ``unit``.
+        """
+        self.core.abandon_forward(self.number(unit))
 
     # - unshard() and reshard(), called by the user
 
@@ -228,6 +283,12 @@ def ensure_root(unit: Unit) -> Root:
         unit.root.rebuild()
     root: Root = unit.root
     return root
+
+
+def abandon_forward(unit: Unit) -> None:
+    """Let modules have their sharded parameters after an exception in the forward of ``unit``."""
+    if unit.root is not None and unit.core is not None:
+        unit.root.abandon_forward(unit)
 
 
 def running_root(model: nn.Module, caller: str) -> Root:

@@ -12,11 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from fsdp_ext import _C
 from fsdp_ext.comm.transports import zeros_for_shard
-from fsdp_ext.sharding.ownership import check_parameter, mark_sharded
+from fsdp_ext.sharding.dtensors import GradientPlace, gradient_maker, row_sharded
+from fsdp_ext.sharding.ownership import (
+    check_grad_dtype,
+    check_parameter,
+    mark_sharded,
+    mark_unsharded,
+    unsharded_name,
+)
 from fsdp_ext.sharding.param_group import ParamGroup
 from fsdp_ext.sharding.settings import UnitSettings
 
@@ -86,10 +93,11 @@ class Unit(ParamGroup):
         # type cannot be named here.
         self.root: Any = None
         self.core: _C.TorchUnit | None = None
+        # Modules and the names of their attributes that were passed as ignored_params.
+        self.ignored: set[tuple[nn.Module, str]] = set()
         self.flat_shard = torch.empty(0, dtype=torch.uint8, device=device)
         # Each parameter's part of it. See Note [own storages] in csrc/torch/flat_tensor.h.
         self.shard_parts: list[torch.Tensor] = []
-        self.flat_gradient = torch.empty(0, device=device)
         for param, name in params.items():
             check_parameter(name, param, device)
         if settings.max_message_bytes is not None:
@@ -118,7 +126,7 @@ class Unit(ParamGroup):
                 f"flat_shard needs the flat gradient of unit '{self.name}', which its first "
                 "forward makes, so run a forward before."
             )
-        return self.flat_shard.view(dtypes.pop()), self.flat_gradient
+        return self.flat_shard.view(dtypes.pop()), self.core.share_flat_gradient()
 
     # - Sharding
 
@@ -156,17 +164,8 @@ class Unit(ParamGroup):
         return first, min(chunk, shape[0] - first)
 
     def _to_dtensor(self, local: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
-        return nn.Parameter(self._dtensor(local, like.shape), requires_grad=like.requires_grad)
-
-    def _dtensor(self, local: torch.Tensor, shape: torch.Size) -> DTensor:
-        return DTensor.from_local(
-            local,
-            self.mesh,
-            [Shard(0)],
-            run_check=False,
-            shape=shape,
-            stride=_contiguous_stride(shape),
-        )
+        dtensor = row_sharded(local, self.mesh, like.shape)
+        return nn.Parameter(dtensor, requires_grad=like.requires_grad)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -189,7 +188,7 @@ class Unit(ParamGroup):
                 changed.
             RuntimeError: if only some parameters are on meta, unless ``loading``.
         """
-        replaced = [self._adopt(param) for param in self.params]
+        replaced = [self._merge_tied(), *[self._adopt(param) for param in self.params]]
         layout = self.layout_for(training=False)
         if self._is_flat(layout):
             return any(replaced)
@@ -213,6 +212,36 @@ class Unit(ParamGroup):
             param.sharded._local_tensor = part  # type: ignore[attr-defined]
         self.flat_shard, self.shard_parts = flat, parts
         return True
+
+    def places(self) -> list[tuple[nn.Module, str]]:
+        """Return the modules and names of all attributes that refer to its parameters."""
+        return [place for param in self.params for place in param.attributes]
+
+    def has_changed(self) -> bool:
+        """Return whether an attribute refers to another parameter than when it was sharded."""
+        for param in self.params:
+            for module, name in param.attributes:
+                now = module._parameters.get(name)
+                if now is not param.sharded and (now is None or unsharded_name(now) is None):
+                    return True
+        return False
+
+    def _merge_tied(self) -> bool:
+        """Make one parameter of those that the user has tied. Return whether there were any."""
+        by_sharded = {param.sharded: param for param in self.params}
+        tied = False
+        for param in self.params:
+            for attribute in list(param.attributes):
+                module, name = attribute
+                now = module._parameters.get(name)
+                other = None if now is None else by_sharded.get(now)
+                if other is not None and other is not param:
+                    param.attributes.remove(attribute)
+                    other.attributes.append(attribute)
+                    tied = True
+        if tied:
+            self.params = [param for param in self.params if param.attributes]
+        return tied
 
     def _adopt(self, param: ShardedParam) -> bool:
         """Adopt the parameter that the module has now. Return whether it is another one."""
@@ -280,6 +309,7 @@ class Unit(ParamGroup):
         self.flatten()
         for param in self.params:
             param.name = names.get(param.sharded, param.name)
+            check_grad_dtype(param.name, param.sharded)
         on_meta = [param.name for param in self.params if param.local.is_meta]
         if on_meta:
             raise RuntimeError(
@@ -289,14 +319,11 @@ class Unit(ParamGroup):
         layout = self.layout_for(training=True)
         grad_dtype, _ = self.grad_dtypes()
         policy = self.settings.mp_policy
-        self.flat_gradient = torch.empty(layout.grad_numel, dtype=grad_dtype, device=self.device)
-        gradients = self._sharded_gradients(layout)
+        flat_gradient = torch.empty(layout.grad_numel, dtype=grad_dtype, device=self.device)
         core = _C.TorchUnit(
             layout=layout,
             shard=_C.FlatTensor(self.flat_shard, self.shard_parts),
-            gradient=_C.FlatTensor(
-                self.flat_gradient, [gradient._local_tensor for gradient in gradients]
-            ),
+            flat_gradient=flat_gradient,
             shapes=[list(param.shape) for param in self.params],
             param_dtypes=[self.compute_dtype(param.dtype) for param in self.params],
             cast_inputs=policy.param_dtype if policy.cast_forward_inputs else None,
@@ -307,10 +334,12 @@ class Unit(ParamGroup):
             nn.Parameter(view, requires_grad=param.requires_grad)
             for view, param in zip(core.unsharded_views(), self.params, strict=True)
         ]
+        for view, param in zip(unsharded, self.params, strict=True):
+            mark_unsharded(view, param.name)
         core.bind(
             sharded=[param.sharded for param in self.params],
             unsharded=unsharded,
-            gradients=gradients,
+            make_gradients=gradient_maker(self.mesh, self._gradient_places(layout)),
             attributes=[
                 (module._parameters, attribute, index)
                 for index, param in enumerate(self.params)
@@ -320,25 +349,15 @@ class Unit(ParamGroup):
         self.core = core
         return core
 
-    def _sharded_gradients(self, layout: _C.UnitLayout) -> list[DTensor]:
-        """Return the gradients of the trainable parameters, parts of the flat gradient."""
-        gradients = []
-        flat = self.flat_gradient
-        for param, place in zip(self.params, layout.placements, strict=True):
-            if param.requires_grad:
-                offset = place.grad_offset * flat.itemsize
-                local = _C.FlatTensor.part_of(flat, offset, param.local.shape, flat.dtype)
-                gradients.append(self._dtensor(local, param.shape))
-        return gradients
+    def _gradient_places(self, layout: _C.UnitLayout) -> list[GradientPlace]:
+        """Return where the gradients of the trainable parameters lie in the flat gradient."""
+        return [
+            GradientPlace(place.grad_offset, param.local.shape, param.shape)
+            for param, place in zip(self.params, layout.placements, strict=True)
+            if param.requires_grad
+        ]
 
 
 def _address(tensor: torch.Tensor) -> int:
     """Return where a tensor's storage begins. ``Tensor.data_ptr`` is 0 if it has no elements."""
     return tensor.untyped_storage().data_ptr()
-
-
-def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
-    stride = [1]
-    for size in reversed(shape[1:]):
-        stride.append(stride[-1] * max(size, 1))
-    return tuple(reversed(stride))

@@ -68,6 +68,8 @@ class FakeUnit final : public UnitPort {
     attaches_ += 1;
   }
   void detach() override { attached_ = nullptr; }
+  void show_sharded() override {}
+  void show_unsharded() override {}
   void* flat_shard() override { return shard_.get(); }
   void* flat_gradient() override { return gradient_.get(); }
   void move_shard(std::shared_ptr<void> memory) override {
@@ -91,6 +93,8 @@ class FakeUnit final : public UnitPort {
     return taken;
   }
   void drop_gradients() override { gradients_.assign(2, {}); }
+  bool has_held_gradients() override { return false; }
+  void renew_gradient(std::shared_ptr<void> memory) override { move_gradient(std::move(memory)); }
   bool has_sharded_gradient(std::size_t i) override { return has_gradient_[i]; }
   void import_sharded_gradient(std::size_t) override {}
   void set_sharded_gradient(std::size_t i) override { has_gradient_[i] = true; }

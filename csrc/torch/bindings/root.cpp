@@ -97,11 +97,11 @@ void register_root(py::module_& m) {
            py::arg("has_peers"), py::arg("check_order"), py::arg("when_stale"))
       .def("add_unit", &TorchRoot::add_unit, py::arg("unit"), py::arg("config"))
       .def("reset_iteration", &TorchRoot::reset_iteration)
-      .def("unshard",
-           [](TorchRoot& root, int unit) {
-             const py::gil_scoped_release no_gil;
-             root.pipeline().unshard(unit);
-           })
+      .def("unshard", &TorchRoot::unshard)
+      .def("has_trainable_set_changed", &TorchRoot::has_trainable_set_changed)
+      .def("accept_module_changes", &TorchRoot::accept_module_changes)
+      .def("abandon_forward",
+           [](TorchRoot& root, std::size_t unit) { root.abandon_forward(*root.units().at(unit)); })
       .def("wait_for_unshard",
            [](TorchRoot& root, int unit) {
              const py::gil_scoped_release no_gil;
@@ -132,6 +132,10 @@ void register_root(py::module_& m) {
       .def("set_reshard_after_forward",
            [](TorchRoot& root, int unit, bool value) {
              root.pipeline().set_reshard_after_forward(unit, value);
+           })
+      .def("set_keeps_slot_after_evaluation",
+           [](TorchRoot& root, int unit, bool value) {
+             root.pipeline().set_keeps_slot_after_evaluation(unit, value);
            })
       .def("set_reshard_after_backward",
            [](TorchRoot& root, int unit, bool value) {

@@ -15,38 +15,41 @@ void register_unit(py::module_& m) {
       .def_static("part_of", &FlatTensor::part_of, py::arg("flat"), py::arg("offset"),
                   py::arg("shape"), py::arg("dtype"));
   py::class_<TorchUnit, std::shared_ptr<TorchUnit>>(m, "TorchUnit")
-      .def(py::init([](const UnitLayout& layout, FlatTensor shard, FlatTensor gradient,
+      .def(py::init([](const UnitLayout& layout, FlatTensor shard, at::Tensor flat_gradient,
                        std::vector<std::vector<std::int64_t>> shapes,
                        std::vector<at::ScalarType> param_dtypes,
                        std::optional<at::ScalarType> cast_inputs,
                        std::optional<at::ScalarType> cast_outputs, std::size_t module_count) {
              return std::make_shared<TorchUnit>(
                  layout,
-                 UnitTensors{std::move(shard), std::move(gradient), std::move(shapes),
-                             std::move(param_dtypes)},
+                 UnitTensors{std::move(shard), FlatTensor(std::move(flat_gradient), {}),
+                             std::move(shapes), std::move(param_dtypes)},
                  ForwardCasts{cast_inputs, cast_outputs}, module_count);
            }),
-           py::kw_only(), py::arg("layout"), py::arg("shard"), py::arg("gradient"),
+           py::kw_only(), py::arg("layout"), py::arg("shard"), py::arg("flat_gradient"),
            py::arg("shapes"), py::arg("param_dtypes"), py::arg("cast_inputs"),
            py::arg("cast_outputs"), py::arg("module_count"))
       .def("unsharded_views", &TorchUnit::unsharded_views)
       .def(
           "bind",
-          [](TorchUnit& unit, py::list sharded, py::list unsharded, py::list gradients,
+          [](TorchUnit& unit, py::list sharded, py::list unsharded, py::object make_gradients,
              const std::vector<std::tuple<py::dict, py::str, std::size_t>>& attributes) {
             std::vector<ModuleAttribute> bound;
             for (const auto& [parameters, name, parameter] : attributes) {
               bound.push_back({parameters, name, parameter});
             }
-            unit.bind(std::move(sharded), std::move(unsharded), std::move(gradients),
+            unit.bind(std::move(sharded), std::move(unsharded), std::move(make_gradients),
                       std::move(bound));
           },
-          py::arg("sharded"), py::arg("unsharded"), py::arg("gradients"), py::arg("attributes"))
+          py::arg("sharded"), py::arg("unsharded"), py::arg("make_gradients"),
+          py::arg("attributes"))
+      .def("release_gradients", &TorchUnit::release_gradients)
+      .def("share_flat_gradient", &TorchUnit::share_flat_gradient)
       .def("pre_forward_hook",
-           [](const std::shared_ptr<TorchUnit>& unit) {
+           [](const std::shared_ptr<TorchUnit>& unit, std::size_t index) {
              return py::cpp_function(
-                 [unit](py::handle module, py::handle args, py::handle kwargs) {
-                   return unit->pre_forward(module, args, kwargs);
+                 [unit, index](py::handle module, py::handle args, py::handle kwargs) {
+                   return unit->pre_forward(index, module, args, kwargs);
                  },
                  py::name("fsdp_pre_forward"));
            })
@@ -62,6 +65,7 @@ void register_unit(py::module_& m) {
       .def("end_skip", &TorchUnit::end_skip)
       .def_property_readonly("layout", &TorchUnit::layout);
   m.def("note_optimizer_step", &note_optimizer_step);
+  m.def("note_module_change", &note_module_change);
 }
 
 }  // namespace fsdp

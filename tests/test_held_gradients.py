@@ -1,0 +1,163 @@
+"""Gradients that a user keeps, and gradients that are converted, have the right numbers."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+from support.launcher import run_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+
+from fsdp_ext import fully_shard
+
+
+class Model(nn.Module):
+    """Two layers in units of their own, and one in the root unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return self.head(x)
+
+
+def sharded(system: Any = fully_shard) -> Any:
+    model = Model()
+    for layer in model.layers:
+        system(layer)
+    return system(model)
+
+
+def ones() -> Tensor:
+    return torch.ones(2, 4)
+
+
+WAYS = ("the gradient", "its local tensor", "to_local()", "a part of it", "an array", "detach()")
+
+
+def _ways_to_keep(gradient: Any) -> dict[str, Any]:
+    local = gradient.to_local()
+    return {
+        "the gradient": gradient,
+        "its local tensor": gradient._local_tensor,
+        "to_local()": local,
+        "a part of it": local.view(-1)[1:3],
+        "an array": local.numpy(),
+        "detach()": gradient.detach(),
+    }
+
+
+def _numbers(kept: Any) -> Tensor:
+    kept = kept.to_local() if isinstance(kept, DTensor) else kept
+    return torch.as_tensor(kept).clone()
+
+
+def _kept_gradients(system: Any) -> None:
+    model = sharded(system)
+    x = ones()
+    for way in WAYS:
+        model.zero_grad()
+        model(x).square().sum().backward()
+        kept = {name: _ways_to_keep(param.grad)[way] for name, param in model.named_parameters()}
+        expected = {name: _numbers(gradient) for name, gradient in kept.items()}
+        for scale in (2.0, 3.0):
+            model.zero_grad()
+            model(scale * x).square().sum().backward()
+            for name, gradient in kept.items():
+                assert torch.equal(_numbers(gradient), expected[name]), (way, name)
+        # Each step has its own numbers.
+        before = {name: param.grad.to_local().clone() for name, param in model.named_parameters()}
+        del kept
+        model.zero_grad()
+        model(3.0 * x).square().sum().backward()
+        for name, param in model.named_parameters():
+            assert torch.equal(param.grad.to_local(), before[name]), (way, name)
+
+
+def _gradients_kept_by_users() -> None:
+    _kept_gradients(torch_fully_shard)
+    _kept_gradients(fully_shard)
+    _kept_gradients(partial(fully_shard, bucket_bytes=0, max_message_bytes=64))
+
+
+def test_a_gradient_that_a_user_keeps_has_its_numbers_for_ever() -> None:
+    run_ranks(_gradients_kept_by_users, 2)
+
+
+def _some_gradients_kept() -> None:
+    """Keep one gradient of a unit, whose other parameters accumulate or have other gradients."""
+    for system in (torch_fully_shard, fully_shard):
+        model = sharded(system)
+        model(ones()).square().sum().backward()
+        weight, bias = model.head.weight, model.head.bias
+        kept = weight.grad
+        first = kept.to_local().clone()
+        weight.grad = weight.grad * 2  # somebody's own
+        once = bias.grad.to_local().clone()
+        model(ones()).square().sum().backward()
+        assert torch.equal(kept.to_local(), first)
+        assert torch.equal(weight.grad.to_local(), first * 3)
+        assert torch.equal(bias.grad.to_local(), once * 2)
+        # Accumulation changes the same gradient.
+        accumulated = bias.grad
+        model(ones()).square().sum().backward()
+        assert accumulated is bias.grad
+        assert torch.equal(accumulated.to_local(), once * 3)
+
+
+def test_other_gradients_of_the_unit_accumulate_as_before() -> None:
+    run_ranks(_some_gradients_kept, 2)
+
+
+def _reused_gradients() -> None:
+    model = sharded()
+    model(ones()).sum().backward()
+    gradients = [weakref.ref(param.grad) for param in model.parameters()]
+    flat_shard, flat_gradient = model.flat_shard()
+    part = flat_gradient[:4]
+    for _ in range(2):
+        model.zero_grad()
+        model(ones()).sum().backward()
+        # The memory is the same one while nobody keeps a gradient.
+        assert [ref() for ref in gradients] == [param.grad for param in model.parameters()]
+    assert flat_shard.numel() == flat_gradient.numel()
+    # A user of the flat gradient follows it.
+    part.zero_()
+    model.zero_grad()
+    model(ones()).sum().backward()
+    assert part.abs().sum() > 0
+
+
+def test_gradients_that_nobody_keeps_are_used_again() -> None:
+    run_ranks(_reused_gradients, 2)
+
+
+def _converted_with_gradients() -> None:
+    model = sharded()
+    model(ones()).square().sum().backward()
+    expected = [param.grad.full_tensor().double() for param in model.parameters()]
+    model.float()  # changes nothing
+    model.double()
+    for param, gradient in zip(model.parameters(), expected, strict=True):
+        assert param.dtype == torch.float64
+        assert torch.equal(param.grad.full_tensor(), gradient)
+    model(ones().double()).square().sum().backward()
+    for param, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), 2 * gradient)
+    model.double()
+    model(ones().double()).square().sum().backward()
+    for param, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), 3 * gradient)
+
+
+def test_a_model_with_gradients_can_be_converted() -> None:
+    run_ranks(_converted_with_gradients, 2)

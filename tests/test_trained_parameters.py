@@ -1,0 +1,426 @@
+"""What users write into parameters and what optimizers hold is what trains, or an error says so.
+
+A model has its sharded parameters whenever no training step is under way: also after evaluations
+and after exceptions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.launcher import run_ranks
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.two_tensor import TwoTensor
+
+from fsdp_ext import fully_shard, register_fsdp_forward_method
+
+
+class Stop(Exception):
+    """Raised by a model on purpose."""
+
+
+class Model(nn.Module):
+    """Two layers in units of their own, and one in the root unit. It can fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head = nn.Linear(4, 4)
+        self.failure: Exception | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        if self.failure is not None:
+            raise self.failure
+        return self.head(x)
+
+    def fail(self, x: Tensor) -> Tensor:
+        raise Stop
+
+
+def sharded(**options: Any) -> Any:
+    model = Model()
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def all_sharded(model: nn.Module) -> bool:
+    return all(isinstance(param, DTensor) for param in model.parameters())
+
+
+def ones() -> Tensor:
+    return torch.ones(2, 4)
+
+
+def whole(model: nn.Module) -> list[Tensor]:
+    assert all_sharded(model)
+    return [param.detach().full_tensor().clone() for param in model.parameters()]
+
+
+def output_of(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(ones()).clone()
+
+
+def ways_to_lose_parameters(model: Any) -> Iterator[str]:
+    """End forward or backward of `model` in ways that leave no step under way."""
+    with torch.no_grad():
+        model(ones())
+    yield "an evaluation"
+    with torch.inference_mode():
+        model(ones())
+    yield "inference"
+    model.failure = Stop()
+    with pytest.raises(Stop):
+        model(ones())
+    model.failure = None
+    yield "an exception in forward"
+    try:
+        raise Stop
+    except Stop:
+        output_of(model)
+    yield "an evaluation while an exception is handled"
+    register_fsdp_forward_method(model, "fail")
+    with pytest.raises(Stop):
+        model.fail(ones())
+    yield "an exception in another method"
+    hidden: list[Tensor] = []
+    handle = model.layers[1].register_forward_hook(lambda *args: hidden.append(args[-1]))
+    output = model(ones())
+    handle.remove()
+    hidden[0].register_hook(_raise)
+    with pytest.raises(Stop):
+        output.sum().backward()
+    yield "an exception in backward"
+
+
+def _raise(_: Any) -> None:
+    raise Stop
+
+
+def _parameters_after_every_end() -> None:
+    model = sharded()
+    for way in ways_to_lose_parameters(model):
+        assert all_sharded(model), way
+        model.zero_grad()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = whole(model)
+        model(ones()).square().sum().backward()
+        optimizer.step()
+        changed = [not torch.equal(a, b) for a, b in zip(before, whole(model), strict=True)]
+        assert changed[-1], way
+
+
+def test_an_optimizer_made_after_an_evaluation_or_an_exception_trains() -> None:
+    run_ranks(_parameters_after_every_end, 2)
+
+
+def _write(model: nn.Module, write: str) -> None:
+    for param in model.parameters():
+        with torch.no_grad():
+            if write == "in place":
+                param.zero_()
+            elif write == "through .data":
+                param.data.zero_()
+            else:
+                torch._foreach_mul_([param], 0.0)
+
+
+def _writes_after_evaluations() -> None:
+    for write in ("in place", "through .data", "foreach"):
+        model = sharded()
+        assert output_of(model).abs().sum() > 0
+        _write(model, write)
+        assert not any(value.any() for value in whole(model)), write
+        assert torch.equal(output_of(model), torch.zeros(2, 4)), write
+    model = sharded()
+    output_of(model)
+    for param in model.head.parameters():
+        param.requires_grad_(False)
+    model(ones()).sum().backward()
+    assert model.head.weight.grad is None
+    assert model.layers[0].weight.grad is not None
+
+
+def test_what_is_written_into_parameters_after_an_evaluation_counts() -> None:
+    run_ranks(_writes_after_evaluations, 2)
+
+
+def _optimizer_of_unsharded_parameters() -> None:
+    model = sharded()
+    optimizer = torch.optim.SGD(list(model.layers.parameters()), lr=0.1)
+    loss = model(ones()).sum()
+    optimizer.step()  # it has nothing to complain about
+    optimizer.add_param_group({"params": [model.head.weight]})  # backward needs it unsharded
+    loss.backward()
+    with pytest.raises(RuntimeError, match=r"the unsharded 'head\.weight'.*after reshard"):
+        optimizer.step()
+    model.unshard()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match=r"the unsharded 'head\.weight'"):
+        optimizer.step()
+
+
+def test_an_optimizer_of_unsharded_parameters_is_refused() -> None:
+    run_ranks(_optimizer_of_unsharded_parameters, 2)
+
+
+def _parameters_unsharded_by_hand() -> None:
+    model = sharded()
+    expected = output_of(model)
+    model.unshard()
+    assert not isinstance(model.head.weight, DTensor)
+    for _ in range(2):  # as in FSDP2, the root stays unsharded
+        assert torch.equal(output_of(model), expected)
+        assert not isinstance(model.head.weight, DTensor)
+    model.reshard()
+    assert all_sharded(model)
+    output_of(model)
+    assert all_sharded(model)
+    # After an exception, unshard() gathers anew.
+    model.failure = Stop()
+    with pytest.raises(Stop):
+        model(ones())
+    model.head.weight.data.zero_()
+    model.unshard()
+    assert torch.equal(model.head.weight, torch.zeros(4, 4))
+
+
+def test_parameters_that_the_user_has_unsharded_stay_so() -> None:
+    run_ranks(_parameters_unsharded_by_hand, 2)
+
+
+def _kept_slots() -> None:
+    model = sharded(reshard_after_forward=False)
+    expected = output_of(model)
+    core = model._unit.root.core
+    core.reset_counters()
+    for _ in range(3):
+        assert all_sharded(model)
+        assert torch.equal(output_of(model), expected)
+    assert core.counters()["all_gathers"] == 0
+    model.layers[0].unshard()  # gathers anew
+    assert core.counters()["all_gathers"] == 1
+    with torch.no_grad():
+        model.reshard()
+        model.head.weight.zero_()
+    model(ones()).sum().backward()
+    assert torch.equal(output_of(model), model.head.bias.full_tensor().expand(2, 4))
+
+
+def test_evaluations_that_keep_parameters_gather_once() -> None:
+    run_ranks(_kept_slots, 2)
+
+
+class Evaluating(Model):
+    """Runs parts of itself without gradients, and catches an exception of a layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = x + self.layers[0](x)
+            assert not isinstance(self.head.weight, DTensor)
+        try:
+            self.layers[1](None)
+        except TypeError:
+            assert not isinstance(self.head.weight, DTensor)
+        return super().forward(x)
+
+
+def _nested() -> None:
+    model = Evaluating()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    for _ in range(2):
+        model(ones()).square().sum().backward()
+        assert all_sharded(model)
+        assert all(param.grad is not None for param in model.parameters())
+        output_of(model)
+        assert all_sharded(model)
+        # A layer that runs by itself after an exception is the outermost one.
+        model.failure = Stop()
+        with pytest.raises(Stop):
+            model(ones())
+        model.failure = None
+        with torch.no_grad():
+            model.layers[0](ones())
+        assert all_sharded(model)
+
+
+def test_only_the_outermost_forward_decides() -> None:
+    run_ranks(_nested, 2)
+
+
+# - Modules that change after they were sharded
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.last = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)))
+
+    def tie(self) -> None:
+        self.last.weight = self.first.weight
+
+
+def _tied_after_sharding() -> None:
+    for tie_at in (0, 1):
+        unsharded, ours = Tied(), fully_shard(Tied())
+        for step in range(3):
+            for model in (unsharded, ours):
+                if step == tie_at:
+                    model.tie()
+                model.zero_grad()
+                model(ones() + step).square().sum().backward()
+                with torch.no_grad():
+                    for param in model.parameters():
+                        param -= 0.1 * param.grad
+            for expected, param in zip(unsharded.parameters(), ours.parameters(), strict=True):
+                assert torch.equal(param.full_tensor(), expected), (tie_at, step)
+        assert ours.last.weight is ours.first.weight
+
+
+def test_weights_that_are_tied_within_a_unit_after_sharding_train_as_one() -> None:
+    run_ranks(_tied_after_sharding, 2)
+
+
+def _tied_across_units() -> None:
+    model = Tied()
+    fully_shard(model.first)
+    fully_shard(model)
+    model(ones()).sum().backward()
+    model.tie()
+    with pytest.raises(ValueError, match=r"'last\.weight'.*'the root'.*'first\.weight'"):
+        model(ones())
+
+
+def test_weights_that_are_tied_across_units_after_sharding_are_named() -> None:
+    run_ranks(_tied_across_units, 2)
+
+
+class LoRA(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def _added_after_sharding() -> None:
+    message = (
+        r"'layers\.1.*.down\.weight' was added after fully_shard.*before fully_shard, or freeze"
+    )
+    for steps in (0, 1):
+        model = sharded()
+        for _ in range(steps):
+            model(ones()).sum().backward()
+        model.layers[1].adapter = LoRA(nn.Linear(4, 4))
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=message):
+                model(ones())
+        model.layers[1].adapter.requires_grad_(False)
+        model(ones()).sum().backward()
+    # A parameter by itself.
+    model.head.scale = nn.Parameter(torch.ones(4))
+    with pytest.raises(RuntimeError, match=r"'head\.scale' was added"):
+        model(ones())
+    del model.head.scale
+    model(ones()).sum().backward()
+    # Modules elsewhere change nothing.
+    core = model._unit.core
+    elsewhere = nn.Sequential(nn.Linear(4, 4))
+    elsewhere.append(nn.Linear(4, 4))
+    model(ones()).sum().backward()
+    model.layers[1].note = nn.Identity()
+    model(ones()).sum().backward()
+    assert model._unit.core is core
+
+
+def test_trainable_parameters_that_are_added_after_sharding_are_refused() -> None:
+    run_ranks(_added_after_sharding, 2)
+
+
+def _wrapped_before_sharding() -> None:
+    model = Model()
+    model.head.scale = nn.Parameter(torch.ones(3))
+    for index in range(2):
+        model.layers[index] = LoRA(model.layers[index])
+        fully_shard(model.layers[index])
+    fully_shard(model, ignored_params={model.head.scale})
+    for _ in range(2):
+        model(ones()).square().sum().backward()
+        output_of(model)
+    for name, param in model.named_parameters():
+        trained = "base" not in name and name != "head.scale"
+        assert (param.grad is not None) == trained, name
+    model.head.scale = nn.Parameter(torch.zeros(3))  # still the attribute that was ignored
+    model(ones()).sum().backward()
+
+
+def test_adapters_from_before_sharding_and_ignored_parameters_are_fine() -> None:
+    run_ranks(_wrapped_before_sharding, 2)
+
+
+# - Parameters that sharding would change
+
+
+class Params4bit(nn.Parameter):
+    """As bitsandbytes has it: a parameter with more than numbers."""
+
+    quant_state: object = None
+
+
+class WithWeight(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+
+def _classes_of_parameters() -> None:
+    quantised = Params4bit(torch.ones(4, 2, dtype=torch.uint8), requires_grad=False)
+    two = nn.Parameter(TwoTensor(torch.ones(4, 2), torch.zeros(4, 2)))
+    for weight in (quantised, two):
+        message = f"'weight' is a {type(weight).__name__}.*an nn.Parameter, or .* ignored_params"
+        with pytest.raises(NotImplementedError, match=message):
+            fully_shard(WithWeight(weight))
+        model = WithWeight(weight)
+        fully_shard(model, ignored_params={weight})
+        assert model.weight is weight
+    with pytest.raises(ValueError, match=r"'weight' belongs to a lazy module.*Run one"):
+        fully_shard(nn.LazyLinear(4))
+
+
+def test_parameters_of_classes_that_sharding_would_lose_are_refused() -> None:
+    run_ranks(_classes_of_parameters, 2)
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+def test_a_grad_dtype_of_its_own_is_refused() -> None:
+    run_ranks(_grad_dtypes, 2)
+
+
+def _grad_dtypes() -> None:
+    layer = nn.Linear(4, 4)
+    layer.weight.grad_dtype = torch.bfloat16
+    message = "'weight' is torch.float32 but has grad_dtype=torch.bfloat16.*reduce_dtype"
+    with pytest.raises(NotImplementedError, match=message):
+        fully_shard(layer)
+    layer.weight.grad_dtype = torch.float32
+    fully_shard(layer)
+    layer.weight.grad_dtype = None
+    with pytest.raises(NotImplementedError, match=r"'weight' .* has grad_dtype=None"):
+        layer(ones())
