@@ -95,17 +95,16 @@ std::string Operation::describe() const {
 
 // - Activity
 
-// The fence orders the new words after the odd version, for a peer that sees any of them.
+// A peer that sees any new word also sees the odd version, or a later one.
 void Activity::begin(const std::string& label) {
   const std::uint32_t version = version_.load(std::memory_order_relaxed);
   version_.store(version + 1, std::memory_order_relaxed);
-  std::atomic_thread_fence(std::memory_order_release);
   const std::size_t length = std::min(label.size(), sizeof(words_) - 1);
   for (std::size_t i = 0; i * sizeof(std::uint64_t) <= length; ++i) {
     const std::size_t first = i * sizeof(std::uint64_t);
     std::uint64_t word = 0;
     std::memcpy(&word, label.data() + first, std::min(length - first, sizeof(word)));
-    words_[i].store(word, std::memory_order_relaxed);
+    words_[i].store(word, std::memory_order_release);
   }
   version_.store(version + 2, std::memory_order_release);
   is_busy_.store(1, std::memory_order_relaxed);
@@ -117,10 +116,9 @@ std::string Activity::label() const {
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
     const std::uint32_t before = version_.load(std::memory_order_acquire);
     for (std::size_t i = 0; i < kWords; ++i) {
-      const std::uint64_t word = words_[i].load(std::memory_order_relaxed);
+      const std::uint64_t word = words_[i].load(std::memory_order_acquire);
       std::memcpy(text + i * sizeof(word), &word, sizeof(word));
     }
-    std::atomic_thread_fence(std::memory_order_acquire);
     if (before % 2 == 0 && version_.load(std::memory_order_relaxed) == before) {
       return text_in(text, sizeof(text));
     }
