@@ -20,12 +20,12 @@ from fsdp_ext import fully_shard
 from fsdp_ext.comm import rendezvous
 from fsdp_ext.comm.rendezvous import Rendezvous
 
-# Much longer than a test may take: no error below is that of a timeout.
+# Much longer than a test may take, so its end is no reason for an error.
 LONG = datetime.timedelta(seconds=300)
 
 
-def _sharded(transport: str) -> Any:
-    mesh = DeviceMesh.from_group(dist.new_group(timeout=LONG), "cpu")
+def _sharded(transport: str, timeout: datetime.timedelta = LONG) -> Any:
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timeout), "cpu")
     model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     for module in [*model, model]:
         fully_shard(module, mesh=mesh, transport=transport, bucket_bytes=0)
@@ -85,6 +85,27 @@ def test_a_rank_that_is_killed_during_training_is_named_at_once() -> None:
         r"Its last output may say why\.",
         message,
     ), message
+
+
+def _take_another_branch() -> str:
+    model = _sharded("shared_memory", datetime.timedelta(seconds=2))
+    for _ in range(2):
+        model(torch.ones(2, 8)).sum().backward()
+    loss = model(torch.ones(2, 8)).sum()
+    branches = [loss.backward, lambda: model(torch.ones(2, 8))]
+    with pytest.raises(RuntimeError) as caught:
+        branches[dist.get_rank()]()
+    return str(caught.value)
+
+
+def test_ranks_that_take_different_branches_say_what_all_ranks_do() -> None:
+    # Either rank could still issue what the other one waits for, so this is a timeout.
+    for message in run_ranks(_take_another_branch, 2, timeout=60.0, fresh=True):
+        assert "waited 2000 ms for rank" in message
+        assert (
+            "Now rank 0 is in the reduce-scatter of unit '1', rank 1 is in the all-gather of unit "
+            "'0'." in message
+        )
 
 
 # - What the store has

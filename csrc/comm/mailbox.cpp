@@ -95,18 +95,17 @@ std::string Operation::describe() const {
 
 // - Activity
 
-// The fence orders the new words after the odd version, for a peer that sees any of them.
+// A peer that sees any new word also sees the odd version, or a later one.
 void Activity::begin(const std::string& label) {
   const std::uint32_t version = version_.load(std::memory_order_relaxed);
   version_.store(version + 1, std::memory_order_relaxed);
-  std::atomic_thread_fence(std::memory_order_release);
   std::atomic<std::uint64_t>* words = words_[(version / 2 + 1) % kKept];
   const std::size_t length = std::min(label.size(), kLabelBytes - 1);
   for (std::size_t i = 0; i * sizeof(std::uint64_t) <= length; ++i) {
     const std::size_t first = i * sizeof(std::uint64_t);
     std::uint64_t word = 0;
     std::memcpy(&word, label.data() + first, std::min(length - first, sizeof(word)));
-    words[i].store(word, std::memory_order_relaxed);
+    words[i].store(word, std::memory_order_release);
   }
   version_.store(version + 2, std::memory_order_release);
   is_busy_.store(1, std::memory_order_relaxed);
@@ -118,10 +117,9 @@ std::vector<std::string> Activity::labels() const {
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
     const std::uint32_t before = version_.load(std::memory_order_acquire);
     for (std::size_t i = 0; i < kKept * kWords; ++i) {
-      const std::uint64_t word = words_[i / kWords][i % kWords].load(std::memory_order_relaxed);
+      const std::uint64_t word = words_[i / kWords][i % kWords].load(std::memory_order_acquire);
       std::memcpy(texts[i / kWords] + i % kWords * sizeof(word), &word, sizeof(word));
     }
-    std::atomic_thread_fence(std::memory_order_acquire);
     if (before % 2 == 0 && version_.load(std::memory_order_relaxed) == before) {
       const std::uint32_t last = before / 2;
       std::vector<std::string> labels;

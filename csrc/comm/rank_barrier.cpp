@@ -126,6 +126,9 @@ void RankBarrier::sleep_until_round(const Peer& peer, const futex::Word& word) {
     if (has_reached_round(peer, word)) {
       return;
     }
+    if (closed || ended) {
+      throw_if_other_lane_failed(peer);
+    }
     FSDP_CHECK(!closed, message_prefix(), "rank ", peer.global_rank,
                " has closed its communicator before ", *what_,
                ". Run the same number of steps on every rank.");
@@ -144,7 +147,33 @@ void RankBarrier::throw_timeout(const Peer& peer) const {
   throw TimeoutError(detail::concat(
       message_prefix(), "waited ", timeout_.count(), " ms for rank ", peer.global_rank,
       " (process ", peer.process.pid, stopped ? ", which is stopped" : "", ") to take part in ",
-      *what_, ". That rank may hang, have failed, or run other collectives. Look at its output."));
+      *what_, ". ", what_ranks_do(),
+      " A rank may hang, have failed, or run another program. Look at the output of all ranks."));
+}
+
+// In a sentence. Each rank publishes the label of what it does in either lane.
+std::string RankBarrier::what_ranks_do() const {
+  constexpr std::size_t kMost = 8;  // ranks in the message
+  std::string text = "Now ";
+  for (std::size_t i = 0; i < std::min(peers_.size(), kMost); ++i) {
+    const Peer& peer = peers_[i];
+    std::string labels;
+    for (const Mailbox* mailbox : {peer.mailbox, peer.of_other_lane}) {
+      if (mailbox->activity.is_busy()) {
+        labels += (labels.empty() ? "" : " and ") + mailbox->activity.label();
+      }
+    }
+    text += detail::concat(i == 0 ? "" : ", ", "rank ", peer.global_rank, " is in ",
+                           labels.empty() ? "no collective" : labels);
+  }
+  return text + (peers_.size() > kMost ? ", and so on." : ".");
+}
+
+// The reason why a rank has ended, if it failed before in the other lane.
+void RankBarrier::throw_if_other_lane_failed(const Peer& peer) const {
+  if (state_in(*peer.of_other_lane, peer.memory.who) == State::Failed) {
+    throw Error(reason_in(*peer.of_other_lane));
+  }
 }
 
 // The reason is passed on unchanged. It already begins with the rank that failed first.

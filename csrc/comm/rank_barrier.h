@@ -14,6 +14,11 @@
 // that ends, fails or gives up makes the collective fail on all ranks, since data that was read
 // from a failed rank may be wrong. So the last step of a collective checks whether any rank has
 // failed.
+//
+// Ranks that run different programs may wait for each other in different lanes. That is no error
+// yet, since a rank that waits in one lane may still issue what the other rank waits for. So it
+// ends with the timeout, whose message says what all ranks do: each lane publishes its label. In
+// one lane different labels are an error at once.
 #pragma once
 
 #include <atomic>
@@ -81,6 +86,8 @@ class RankBarrier {
   [[noreturn]] void throw_mismatch(const Peer& peer, const Operation& mine,
                                    const Operation& theirs) const;
   void throw_if_failed(const Peer& peer) const;
+  void throw_if_other_lane_failed(const Peer& peer) const;
+  std::string what_ranks_do() const;
   std::string message_prefix() const;
   void wake_waiters();
 

@@ -429,6 +429,45 @@ TEST(SharedMemory, AMissingRankIsNamed) {
   }
 }
 
+TEST(SharedMemory, RanksThatWaitInDifferentLanesSayWhatAllRanksDo) {
+  static const std::string kGather = "the all-gather of unit 'layers.1'";
+  static const std::string kReduce = "the reduce-scatter of the root";
+  std::atomic<int> failed{0};
+  const auto messages = run_ranks(
+      2,
+      [&](Rank& rank) {
+        const bool gathers = rank.number == 1;
+        Communicator& communicator = gathers ? rank.gather : rank.reduce;
+        Stream& stream = gathers ? rank.gather_stream : rank.reduce_stream;
+        communicator.announce(gathers ? kGather : kReduce);
+        communicator.barrier(stream);
+        const std::string message = message_of([&] { stream.synchronize(); });
+        failed += 1;
+        while (failed < 2) {  // a rank that has closed its communicators is another error
+          std::this_thread::sleep_for(milliseconds(1));
+        }
+        throw Error(message);
+      },
+      milliseconds(200));
+  const std::string states = "Now rank 0 is in " + kReduce + ", rank 1 is in " + kGather + ".";
+  for (const std::string& message : messages) {
+    EXPECT_TRUE(contains(message, states)) << message;
+  }
+}
+
+TEST(SharedMemory, ARankThatHasFailedInOneLaneSaysWhyInTheOther) {
+  const std::string reason = "rank 1: the first error";
+  const auto messages = run_ranks(2, [&](Rank& rank) {
+    if (rank.number == 1) {
+      rank.gather.abort(reason);
+      return;
+    }
+    rank.reduce.barrier(rank.reduce_stream);
+    rank.reduce_stream.synchronize();
+  });
+  EXPECT_EQ(messages[0], reason);
+}
+
 TEST(SharedMemory, ARankThatHasClosedItsCommunicatorIsNamed) {
   const auto messages = run_ranks(3, [](Rank& rank) {
     if (rank.number == 2) {
