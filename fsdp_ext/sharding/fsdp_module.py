@@ -284,13 +284,17 @@ def _join_empty(module: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _change(units: list[Unit], **settings: Any) -> None:
-    """Change settings of units, and apply them in the roots that run the units."""
+    """Change settings of units, and apply them in the roots that run the units.
+
+    Without settings it applies the units' prefetch targets, which the caller has changed.
+    """
     for unit in units:
         unit.change(**settings)
     for root in {unit.root for unit in units if unit.root is not None}:
         if "reshard_after_forward" in settings:  # the other ones need no resolving
             root.resolve_again()
-        root.apply(unit for unit in units if unit.root is root)
+        of_root = [unit for unit in units if unit.root is root]
+        root.apply(of_root, settings or ["prefetch_targets"])
 
 
 def _units_of(modules: list[FSDPModule], caller: str) -> list[Unit]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -153,8 +153,7 @@ class Root(UnitTree):
         for unit_core, config in zip(cores, configs, strict=True):
             core.add_unit(unit_core, config)
         self.core = core
-        for unit in self.units:
-            self._configure(unit)
+        self.apply(self.units)
         core.set_is_last_backward(self.units[0].settings.is_last_backward)
         # Last: if the above raised, the next forward starts over.
         if not self.is_provisional:
@@ -224,22 +223,42 @@ class Root(UnitTree):
             for number, nbytes in enumerate(self.settings.bucket_bytes):
                 self.core.set_bucket_bytes(number, nbytes)
 
-    def apply(self, units: Iterable[Unit]) -> None:
-        """Tell the schedule the settings of ``units``, from the next use on."""
-        for unit in units:
-            self._configure(unit)
+    def apply(self, units: Iterable[Unit], names: Iterable[str] | None = None) -> None:
+        """Tell the schedule the settings of ``units``, from the next use on.
 
-    def _configure(self, unit: Unit) -> None:
-        number, core, settings = self.number(unit), self.core, unit.settings
-        core.set_reshard_after_forward(number, self.settings.reshard_after_forward[number])
+        Args:
+            units: units of this root.
+            names: the settings that changed. By default all.
+        """
+        names = _SETTERS if names is None else tuple(names)
+        for unit in units:
+            for name in names:
+                _SETTERS[name](self, self.number(unit), unit)
+
+    def _set_reshard_after_forward(self, number: int, unit: Unit) -> None:
+        value = self.settings.reshard_after_forward[number]
+        self.core.set_reshard_after_forward(number, value)
         # Note [after an evaluation] in csrc/core/unit.h
-        core.set_keeps_slot_after_evaluation(number, settings.reshard_after_forward is False)
-        core.set_reshard_after_backward(number, settings.reshard_after_backward)
-        core.set_requires_gradient_sync(number, settings.requires_gradient_sync)
-        core.set_reduces_unused(number, settings.reduce_scatter_unused_params)
-        core.set_gradient_scales(number, *unit.gradient_scales())
-        core.set_forward_prefetch(number, [self.number(u) for u in unit.forward_prefetch])
-        core.set_backward_prefetch(number, [self.number(u) for u in unit.backward_prefetch])
+        was_asked_for = unit.settings.reshard_after_forward is False
+        self.core.set_keeps_slot_after_evaluation(number, was_asked_for)
+
+    def _set_reshard_after_backward(self, number: int, unit: Unit) -> None:
+        self.core.set_reshard_after_backward(number, unit.settings.reshard_after_backward)
+
+    def _set_requires_gradient_sync(self, number: int, unit: Unit) -> None:
+        self.core.set_requires_gradient_sync(number, unit.settings.requires_gradient_sync)
+
+    def _set_reduces_unused(self, number: int, unit: Unit) -> None:
+        self.core.set_reduces_unused(number, unit.settings.reduce_scatter_unused_params)
+
+    def _set_gradient_scales(self, number: int, unit: Unit) -> None:
+        self.core.set_gradient_scales(number, *unit.gradient_scales())
+
+    def _set_prefetch_targets(self, number: int, unit: Unit) -> None:
+        forward = [self.number(target) for target in unit.forward_prefetch]
+        backward = [self.number(target) for target in unit.backward_prefetch]
+        self.core.set_forward_prefetch(number, forward)
+        self.core.set_backward_prefetch(number, backward)
 
     def abandon_forward(self, unit: Unit) -> None:
         """Register the sharded parameters again if the outermost forward was that of ``unit``.
@@ -261,6 +280,17 @@ class Root(UnitTree):
     def wait_for_unshard(self, unit: Unit) -> None:
         """Make the current stream wait for the gather, and register the unsharded parameters."""
         self.core.wait_for_unshard(self.number(unit))
+
+
+# How the schedule is told each setting of a unit.
+_SETTERS: dict[str, Callable[[Root, int, Unit], None]] = {
+    "reshard_after_forward": Root._set_reshard_after_forward,
+    "reshard_after_backward": Root._set_reshard_after_backward,
+    "requires_gradient_sync": Root._set_requires_gradient_sync,
+    "reduce_scatter_unused_params": Root._set_reduces_unused,
+    "gradient_divide_factor": Root._set_gradient_scales,
+    "prefetch_targets": Root._set_prefetch_targets,
+}
 
 
 def prepare_forward(unit: Unit, module: nn.Module) -> None:
