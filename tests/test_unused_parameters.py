@@ -299,3 +299,18 @@ def test_a_unit_left_out_in_a_later_iteration_raises(transport: str) -> None:
     text = str(failed.value)
     assert "issued different collectives" in text
     assert "the reduce-scatter of unit 'blocks.1'" in text
+
+
+def train_frozen_on_one_rank(transport: str) -> None:
+    model = Reordered()
+    model.blocks[1].requires_grad_(dist.get_rank() == 0)
+    shard(model, transport)(batch(0, 0), [0, 1, 2]).sum().backward()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_unit_that_is_frozen_on_one_rank_raises(transport: str) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(train_frozen_on_one_rank, 2, transport, timeout=60)
+    text = str(failed.value)
+    assert "those of unit 'blocks.1' have" in text
+    assert "Freeze the same parameters on every rank" in text

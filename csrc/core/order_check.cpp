@@ -11,41 +11,51 @@ namespace fsdp {
 
 struct OrderCheck::Announcement {
   std::string describe() const {
-    return detail::concat("the ", op, " of unit '", unit, "' (", bytes, " bytes)");
+    return detail::concat("the all-gather of unit '", unit, "' (", bytes, " bytes)");
   }
 
   std::uint64_t sequence;
   std::uint64_t bytes;
-  char op[16];
   char unit[96];
 };
 
-// A partition as ranks compare it: its first unit numbers, bucket by bucket, and a hash of all.
+// A partition as ranks compare it: its first units, bucket by bucket, and a hash of all.
 struct OrderCheck::Order {
   static constexpr std::size_t kMost = 120;
-  static constexpr std::int32_t kNextBucket = -1;
-  static constexpr std::int32_t kNone = -2;
+  static constexpr std::int64_t kNextBucket = -1;
+  static constexpr std::int64_t kNone = -2;
 
-  explicit Order(const Partition& partition = {}) {
-    std::fill_n(units, kMost, kNone);
+  struct Entry {
+    std::int64_t unit = kNone;
+    std::uint64_t gradient_bytes = 0;  // of all ranks, in the reduction
+
+    bool operator==(const Entry& other) const {
+      return unit == other.unit && gradient_bytes == other.gradient_bytes;
+    }
+  };
+
+  Order() = default;
+  Order(const Partition& partition, const std::vector<std::unique_ptr<Unit>>& units) {
     std::size_t count = 0;
-    const auto add = [&](std::int32_t unit) {
-      hash = (hash ^ static_cast<std::uint64_t>(unit + 3)) * 0x9e3779b97f4a7c15u;
-      hash ^= hash >> 29;
+    const auto add = [&](const Entry& entry) {
+      hash = mix(mix(hash, static_cast<std::uint64_t>(entry.unit)), entry.gradient_bytes);
       if (count < kMost) {
-        units[count++] = unit;
+        entries[count++] = entry;
       }
     };
     for (const std::vector<int>& bucket : partition) {
-      for (const int unit : bucket) {
-        add(unit);
+      for (const int number : bucket) {
+        const UnitLayout& layout = units.at(static_cast<std::size_t>(number))->layout;
+        const auto elements = static_cast<std::uint64_t>(layout.grad_numel());
+        const auto ranks = static_cast<std::uint64_t>(layout.world_size());
+        add({number, elements * ranks * itemsize(layout.reduce_dtype())});
       }
-      add(kNextBucket);
+      add({kNextBucket});
     }
   }
 
   std::uint64_t hash = 0;
-  std::int32_t units[kMost];
+  Entry entries[kMost];
 };
 
 OrderCheck::OrderCheck(Device& device, Lane& lane)
@@ -59,7 +69,7 @@ OrderCheck::OrderCheck(Device& device, Lane& lane)
 
 OrderCheck::~OrderCheck() = default;
 
-void OrderCheck::compare(const char* op, const Bucket& bucket, std::size_t bytes) {
+void OrderCheck::compare(const Bucket& bucket, std::size_t bytes) {
   FSDP_CHECK(!device_.is_capturing(),
              "A CUDA graph cannot capture the first iteration, which compares the ranks. Run a few "
              "whole steps before capturing one.");
@@ -67,10 +77,8 @@ void OrderCheck::compare(const char* op, const Bucket& bucket, std::size_t bytes
   mine = {};
   mine.sequence = ++sequence_;
   mine.bytes = bytes;
-  std::snprintf(mine.op, sizeof(mine.op), "%s", op);
   std::snprintf(mine.unit, sizeof(mine.unit), "%s", bucket.name.c_str());
-  const bool gathers = std::strcmp(op, "all-gather") == 0;
-  lane_.communicator().announce(gathers ? bucket.gather_label : bucket.reduce_label, 0);
+  lane_.communicator().announce(bucket.gather_label, 0);
   lane_.communicator().host_all_gather(lane_.stream(), &mine, all_.data(), sizeof(mine));
   lane_.stream().record(*compared_);
   compared_->synchronize(device_.timeout(),
@@ -79,7 +87,7 @@ void OrderCheck::compare(const char* op, const Bucket& bucket, std::size_t bytes
   lane_.communicator().check();
   for (std::size_t rank = 0; rank < all_.size(); ++rank) {
     const Announcement& theirs = all_[rank];
-    FSDP_CHECK(std::memcmp(&theirs, &mine, sizeof(mine)) == 0, "As collective ", mine.sequence,
+    FSDP_CHECK(std::memcmp(&theirs, &mine, sizeof(mine)) == 0, "As all-gather ", mine.sequence,
                " of the first iteration, rank ", lane_.communicator().rank(), " issues ",
                mine.describe(), " but rank ", rank, " issues ", theirs.describe(),
                ". All ranks must run the same units, in the same order and of the same sizes. Make "
@@ -90,37 +98,45 @@ void OrderCheck::compare(const char* op, const Bucket& bucket, std::size_t bytes
 void OrderCheck::compare(const Partition& partition,
                          const std::vector<std::unique_ptr<Unit>>& units) {
   static const std::string kWhat = "all ranks to announce their buckets";
-  *my_order_ = Order(partition);
+  *my_order_ = Order(partition, units);
   lane_.communicator().announce(kWhat, 0);
   lane_.communicator().host_all_gather(lane_.stream(), my_order_.get(), all_orders_.data(),
                                        sizeof(Order));
   lane_.stream().record(*compared_);
   compared_->synchronize(device_.timeout(), kWhat);
   lane_.communicator().check();
-  const auto name = [&units](std::int32_t unit) -> std::string {
-    if (unit == Order::kNextBucket || unit == Order::kNone) {
-      return unit == Order::kNone ? "no more" : "another bucket";
+  for (std::size_t rank = 0; rank < all_orders_.size(); ++rank) {
+    if (all_orders_[rank].hash != my_order_->hash) {
+      throw Error(describe_difference(all_orders_[rank], rank, units));
     }
-    const auto number = static_cast<std::size_t>(unit);
+  }
+}
+
+std::string OrderCheck::describe_difference(const Order& theirs, std::size_t rank,
+                                            const std::vector<std::unique_ptr<Unit>>& units) const {
+  const auto name = [&units](const Order::Entry& entry) -> std::string {
+    if (entry.unit == Order::kNextBucket || entry.unit == Order::kNone) {
+      return entry.unit == Order::kNone ? "no more" : "another bucket";
+    }
+    const auto number = static_cast<std::size_t>(entry.unit);
     return number < units.size() ? "'" + units[number]->name + "'" : "a unit more";
   };
-  for (std::size_t rank = 0; rank < all_orders_.size(); ++rank) {
-    const Order& theirs = all_orders_[rank];
-    if (theirs.hash == my_order_->hash) {
-      continue;
-    }
-    const auto [mine, other] =
-        std::mismatch(my_order_->units, my_order_->units + Order::kMost, theirs.units);
-    const bool is_seen = mine != my_order_->units + Order::kMost;
-    const int this_rank = lane_.communicator().rank();
-    throw Error(detail::concat(
-        "All ranks must run the same units in the same order and put them into the same buckets, "
-        "but "
-        "rank ",
-        this_rank, " has ", is_seen ? name(*mine) : "other units", " where rank ", rank, " has ",
-        is_seen ? name(*other) : "others",
-        ". Make the model, its control flow and its settings the same on every rank."));
+  const auto* const end = my_order_->entries + Order::kMost;
+  const auto [mine, other] =
+      std::mismatch(static_cast<const Order::Entry*>(my_order_->entries), end, theirs.entries);
+  const int this_rank = lane_.communicator().rank();
+  if (mine != end && mine->unit == other->unit) {
+    return detail::concat("All ranks must reduce the same gradients, but those of unit ",
+                          name(*mine), " have ", mine->gradient_bytes, " bytes on rank ", this_rank,
+                          " and ", other->gradient_bytes, " on rank ", rank,
+                          ". Freeze the same parameters on every rank.");
   }
+  return detail::concat(
+      "All ranks must run the same units in the same order and put them into the same buckets, but "
+      "rank ",
+      this_rank, " has ", mine != end ? name(*mine) : "other units", " where rank ", rank, " has ",
+      mine != end ? name(*other) : "others",
+      ". Make the model, its control flow and its settings the same on every rank.");
 }
 
 }  // namespace fsdp

@@ -1,10 +1,14 @@
 // Compares across ranks what the schedule is about to do. Ranks that run units in different orders
 // or of different sizes get an error message instead of a hang or wrong numbers. Each comparison
-// costs a round trip, so the pipeline compares the first forward and the first backward only.
+// costs a round trip, so the pipeline compares the buckets, and the gathers of the first forward
+// and the first backward. Reductions are compared later, since ranks that leave parameters unused
+// issue them later than others, relative to gathers: Note [collective tags] in
+// core/collective_history.h.
 #pragma once
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "core/bucket.h"
@@ -25,14 +29,17 @@ class OrderCheck {
   void end_forward() { forward_is_compared_ = true; }
   void end_backward() { backward_is_compared_ = true; }
 
-  // Blocks until all ranks have said what their next collective is. Throws if they differ.
-  void compare(const char* op, const Bucket& bucket, std::size_t bytes);
+  // Blocks until all ranks have said what their next gather is. Throws if they differ.
+  void compare(const Bucket& bucket, std::size_t bytes);
   // Does the same for the buckets that are about to be formed.
   void compare(const Partition& partition, const std::vector<std::unique_ptr<Unit>>& units);
 
  private:
   struct Announcement;
   struct Order;
+
+  std::string describe_difference(const Order& theirs, std::size_t rank,
+                                  const std::vector<std::unique_ptr<Unit>>& units) const;
 
   Device& device_;
   Lane& lane_;

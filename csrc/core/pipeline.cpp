@@ -560,11 +560,10 @@ const Bucket& Pipeline::bucket_of(int number) const {
 }
 
 void Pipeline::announce(Collective op, const Bucket& bucket, std::size_t bytes) {
-  if (options_.check_order && order_check_.is_due(in_backward())) {
-    order_check_.compare(op == Collective::AllGather ? "all-gather" : "reduce-scatter", bucket,
-                         bytes);
-  }
   const bool gathers = op == Collective::AllGather;
+  if (gathers && options_.check_order && order_check_.is_due(in_backward())) {
+    order_check_.compare(bucket, bytes);
+  }
   Lane& lane = gathers ? lanes_.gather : lanes_.reduce;
   const std::string& label = gathers ? bucket.gather_label : bucket.reduce_label;
   const std::uint64_t identity = mix(bucket.identity, static_cast<std::uint64_t>(op));

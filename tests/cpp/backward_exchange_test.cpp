@@ -1,0 +1,111 @@
+// What ranks tell each other at the end of backward: parameters that only some of them used, and
+// collectives that differ.
+#include "core/backward_exchange.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "message_of.h"
+#include "schedule_ranks.h"
+
+namespace fsdp::test {
+namespace {
+
+// Runs a backward in which this rank has no gradient of parameter 1 of `unit`. Returns the units
+// whose buckets were reduced, in their order.
+std::vector<int> backward_without(Rank& rank, int without, bool passes_inputs) {
+  const std::vector<int> order = rank.in_order();
+  const std::vector<int> calls = rank.forward(order);
+  return sent_by(rank,
+                 [&] {
+                   rank.pipeline->begin_backward();
+                   rank.pipeline->pre_backward(0, calls[0]);
+                   for (auto i = order.rbegin(); i != order.rend(); ++i) {
+                     rank.pipeline->pre_backward(*i, calls[static_cast<std::size_t>(*i)]);
+                     for (std::size_t param = 0; param < (*i == without ? 1U : 2U); ++param) {
+                       rank.unit(*i).add_gradient(param, 1.0F);
+                       rank.pipeline->gradient_arrived(*i, param);
+                     }
+                     if (passes_inputs) {
+                       rank.pipeline->post_backward(*i);
+                     }
+                   }
+                   rank.add_gradients(0, 1.0F);
+                   rank.pipeline->end_backward();
+                 })
+      .reduced;
+}
+
+TEST(BackwardExchange, AParameterThatOneRankUsesHasAGradientOnAllRanks) {
+  for (const bool passes_inputs : {true, false}) {
+    on_ranks(3, 3, [&](Rank& rank, int r) {
+      for (int step = 0; step < 2; ++step) {
+        const std::vector<int> reduced = backward_without(rank, r == 1 ? 0 : 2, passes_inputs);
+        EXPECT_EQ(reduced, (std::vector<int>{3, 2, 1, 0})) << "on rank " << r;
+        EXPECT_TRUE(rank.unit(2).has_sharded_gradient(1));
+        rank.unit(2).expect_gradient(0, 1.0F);
+        rank.unit(2).expect_gradient(1, 1.0F / 3);
+        for (const auto& unit : rank.units) {
+          unit->zero_grad();
+          unit->change_shard();
+        }
+      }
+    });
+  }
+}
+
+TEST(BackwardExchange, AParameterThatNoRankUsesHasNone) {
+  on_ranks(2, 3, [&](Rank& rank, int) {
+    backward_without(rank, 2, /*passes_inputs=*/true);
+    EXPECT_TRUE(rank.unit(2).has_sharded_gradient(0));
+    EXPECT_FALSE(rank.unit(2).has_sharded_gradient(1));
+  });
+}
+
+TEST(BackwardExchange, WithoutPeersARankHasItsOwnGradientsOnly) {
+  PipelineOptions options;
+  options.has_peers = false;
+  on_ranks(
+      2, 3,
+      [&](Rank& rank, int r) {
+        backward_without(rank, r == 1 ? 0 : 2, /*passes_inputs=*/true);
+        EXPECT_EQ(rank.unit(2).has_sharded_gradient(1), r == 1);
+      },
+      options);
+}
+
+// All units have the same size, so the transport notices nothing.
+TEST(BackwardExchange, RanksThatRunUnitsInAnotherOrderSayWhereTheyDiffer) {
+  PipelineOptions options;
+  options.prefetch_depth = 0;  // a prefetch would follow the recorded order on both ranks
+  const auto body = [](Rank& rank, int r) {
+    rank.step(1.0F);
+    rank.step(1.0F);
+    const std::string message = message_of([&] {
+      Pipeline& pipeline = *rank.pipeline;
+      pipeline.begin_forward();
+      for (const int unit : r == 0 ? std::vector<int>{0, 1, 2, 3} : std::vector<int>{0, 2, 1, 3}) {
+        pipeline.pre_forward(unit);
+        if (unit > 0) {
+          pipeline.post_forward(unit);
+        }
+      }
+      const int call = pipeline.post_forward(0);
+      pipeline.end_forward();
+      pipeline.begin_backward();
+      pipeline.pre_backward(0, call);
+      rank.add_gradients(0, 1.0F);
+      pipeline.end_backward();
+    });
+    expect_contains(message, "issued different collectives on the gather lane");
+    expect_contains(message, "the all-gather of unit 'unit2'");
+    expect_contains(message, "The last collectives of rank 0:");
+    expect_contains(message, "The last collectives of rank 1:");
+  };
+  on_ranks(2, 3, body, options);
+}
+
+}  // namespace
+}  // namespace fsdp::test
