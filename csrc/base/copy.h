@@ -44,6 +44,18 @@ FSDP_ALWAYS_INLINE void stream_cache_lines(void* destination, const void* source
 #endif
 }
 
+// Starts reading cache lines into the caches.
+FSDP_ALWAYS_INLINE void prefetch_cache_lines(const void* source, std::size_t bytes) {
+#if defined(__GNUC__)
+  for (std::size_t at = 0; at < bytes; at += kCacheLine) {
+    __builtin_prefetch(static_cast<const char*>(source) + at);
+  }
+#else
+  (void)source;
+  (void)bytes;
+#endif
+}
+
 // Orders non-temporal stores before everything that follows. Nothing else orders them.
 inline void finish_streaming() {
 #if defined(__SSE2__)

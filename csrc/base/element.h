@@ -84,7 +84,14 @@ FSDP_HOST_DEVICE inline float narrow<float>(float value) {
   return value;
 }
 
-// Rounds to nearest even. Every NaN becomes 0x7fc0, as in PyTorch's scalar code.
+// Rounds to a bf16 in the upper half, to nearest even. The lower half has no meaning. Every NaN
+// becomes 0x7fc0, as in PyTorch's scalar code.
+FSDP_HOST_DEVICE inline std::uint32_t round_to_upper_half(float value) {
+  const auto bits = bit_cast<std::uint32_t>(value);
+  const std::uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  return value != value ? 0x7fc00000u : rounded;
+}
+
 template <>
 FSDP_HOST_DEVICE inline BFloat16 narrow<BFloat16>(float value) {
 #if FSDP_CONVERTS_IN_HARDWARE
@@ -92,10 +99,7 @@ FSDP_HOST_DEVICE inline BFloat16 narrow<BFloat16>(float value) {
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
   return result;
 #else
-  const auto bits = bit_cast<std::uint32_t>(value);
-  const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const bool is_nan = static_cast<std::int32_t>(bits & 0x7fffffffu) > 0x7f800000;
-  return {static_cast<std::uint16_t>(is_nan ? 0x7fc0u : rounded)};
+  return {static_cast<std::uint16_t>(round_to_upper_half(value) >> 16)};
 #endif
 }
 

@@ -629,6 +629,32 @@ TEST_P(AnyPacker, ConvertsEveryPatternOfOneHalfPrecisionToTheOther) {
   }
 }
 
+// Neighbours share a word, see Note [pairs], so every pattern stands beside one that is unlike it.
+// All bits are compared, since bf16 has but one NaN.
+TEST_P(AnyPacker, ScalesAndAddsEveryPatternOfBFloat16BesideAnyOther) {
+  constexpr std::int64_t kNumel = 65536;
+  std::vector<std::uint16_t> source(kNumel + 1);
+  std::vector<std::uint16_t> before(kNumel + 1);
+  for (std::int64_t i = 0; i <= kNumel; ++i) {
+    source[i] = static_cast<std::uint16_t>(i * 40503);
+    before[i] = static_cast<std::uint16_t>(i * 25713 + 12345);
+  }
+  for (const double scale : {0.125, 1.0 / 3.0, -0x1p90}) {
+    for (const CastMode mode : {CastMode::Write, CastMode::Add}) {
+      SCOPED_TRACE(describe(DType::BFloat16, DType::BFloat16, scale, mode == CastMode::Add));
+      std::vector<std::uint16_t> actual = before;
+      std::vector<std::uint16_t> expected = before;
+      for (std::int64_t i = 1; i <= kNumel; ++i) {
+        reference_element(DType::BFloat16, source.data(), i, DType::BFloat16, expected.data(),
+                          i - 1, scale, mode == CastMode::Add);
+      }
+      run_cast({{{2, 0, kNumel, DType::BFloat16, DType::BFloat16}}, nullptr}, mode, source.data(),
+               actual.data(), scale);
+      ASSERT_EQ(actual, expected);
+    }
+  }
+}
+
 // Each half-precision number, the middle between it and the next, and the neighbours of both in
 // fp32. They include every tie, the step from subnormal to normal, and the step to infinity.
 TEST_P(AnyPacker, RoundsEveryTieAndItsNeighbours) {
