@@ -265,8 +265,8 @@ def test_ranks_with_units_of_other_sizes_say_which_rank_and_unit() -> None:
     with pytest.raises(RanksFailed) as caught:
         run_ranks(_other_size, 2, fresh=True)
     message = str(caught.value)
-    assert "rank 0 issues the all-gather of unit 'first' (80 bytes)" in message
-    assert "rank 1 issues the all-gather of unit 'first' (120 bytes)" in message
+    assert "those of unit 'first' have 80 bytes on rank 0 and 120 on rank 1" in message
+    assert "the same on every rank" in message
 
 
 def _absent_peer() -> None:

@@ -129,7 +129,7 @@ std::string OrderCheck::describe_difference(const Order& theirs, std::size_t ran
     return detail::concat("All ranks must reduce the same gradients, but those of unit ",
                           name(*mine), " have ", mine->gradient_bytes, " bytes on rank ", this_rank,
                           " and ", other->gradient_bytes, " on rank ", rank,
-                          ". Freeze the same parameters on every rank.");
+                          ". Make the model and its frozen parameters the same on every rank.");
   }
   return detail::concat(
       "All ranks must run the same units in the same order and put them into the same buckets, but "
