@@ -265,7 +265,7 @@ def test_ranks_with_units_of_other_sizes_say_which_rank_and_unit() -> None:
     with pytest.raises(RanksFailed) as caught:
         run_ranks(_other_size, 2, fresh=True)
     message = str(caught.value)
-    assert "those of unit 'first' have 80 bytes on rank 0 and 120 on rank 1" in message
+    assert "those of unit 'first' have 96 bytes on rank 0 and 128 on rank 1" in message
     assert "the same on every rank" in message
 
 
