@@ -84,16 +84,7 @@ void register_unit_config(py::module_& m) {
            py::kw_only(), py::arg("name"), py::arg("layout"), py::arg("parent") = -1,
            py::arg("reshard_after_forward") = true, py::arg("reshard_after_backward") = true,
            py::arg("pack_scale") = 1.0, py::arg("reduce_scale") = 1.0, py::arg("bucket_bytes") = 0,
-           py::arg("max_message_bytes") = 0)
-      .def_readonly("name", &UnitConfig::name)
-      .def_readonly("layout", &UnitConfig::layout)
-      .def_readonly("parent", &UnitConfig::parent)
-      .def_readonly("reshard_after_forward", &UnitConfig::reshard_after_forward)
-      .def_readonly("reshard_after_backward", &UnitConfig::reshard_after_backward)
-      .def_readonly("pack_scale", &UnitConfig::pack_scale)
-      .def_readonly("reduce_scale", &UnitConfig::reduce_scale)
-      .def_readonly("bucket_bytes", &UnitConfig::bucket_bytes)
-      .def_readonly("max_message_bytes", &UnitConfig::max_message_bytes);
+           py::arg("max_message_bytes") = 0);
 }
 
 }  // namespace
