@@ -18,14 +18,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_ext import fully_shard
 from fsdp_ext.comm import rendezvous
+from fsdp_ext.comm.lanes import lanes_of
 from fsdp_ext.comm.rendezvous import Rendezvous
 
 # Much longer than a test may take, so its end is no reason for an error.
 LONG = datetime.timedelta(seconds=300)
 
 
-def _sharded(transport: str, timeout: datetime.timedelta = LONG) -> Any:
-    mesh = DeviceMesh.from_group(dist.new_group(timeout=timeout), "cpu")
+def _mesh(timeout: datetime.timedelta = LONG) -> DeviceMesh:
+    return DeviceMesh.from_group(dist.new_group(timeout=timeout), "cpu")
+
+
+def _sharded(transport: str, mesh: DeviceMesh | None = None) -> Any:
+    mesh = mesh or _mesh()
     model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     for module in [*model, model]:
         fully_shard(module, mesh=mesh, transport=transport, bucket_bytes=0)
@@ -62,6 +67,24 @@ def test_a_rank_that_ends_before_its_first_forward_is_named_at_once(
     assert "has ended before or during its first forward" in message
 
 
+def _end_after_connecting() -> str:
+    mesh = _mesh()
+    model = _sharded("shared_memory", mesh)
+    if dist.get_rank() == 1:
+        lanes_of(mesh.get_group(), torch.device("cpu"), "shared_memory")
+        _end("is killed")
+    return _error_of_step(model)
+
+
+def test_a_rank_that_ends_before_the_first_comparison_is_named_at_once() -> None:
+    (message,) = run_ranks(_end_after_connecting, 2, timeout=30.0, lost=[1])
+    assert re.fullmatch(
+        r"rank 0: rank 1 \(process \d+\) has ended before or during the comparison of the "
+        r"buckets\. Its last output may say why\.",
+        message,
+    ), message
+
+
 def _end_in_training(transport: str) -> str:
     model = _sharded(transport)
     for _ in range(2):  # the first iterations also compare what the ranks do
@@ -90,15 +113,10 @@ def test_a_rank_that_is_killed_during_training_is_named_at_once() -> None:
 def _take_another_branch() -> str:
     """Rank 1 skips a backward and begins the next forward. Rank 0's backward gathers nothing."""
     model: Any = nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)])
-    mesh = DeviceMesh.from_group(dist.new_group(timeout=LONG), "cpu")
+    mesh = _mesh()
+    settings: Any = {"bucket_bytes": 0, "reshard_after_forward": False}
     for module in [*model, model]:
-        fully_shard(
-            module,
-            mesh=mesh,
-            transport="shared_memory",
-            bucket_bytes=0,
-            reshard_after_forward=False,
-        )
+        fully_shard(module, mesh=mesh, transport="shared_memory", **settings)
     for _ in range(2):
         model(torch.ones(2, 8)).sum().backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
