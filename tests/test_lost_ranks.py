@@ -110,13 +110,13 @@ def test_a_rank_that_is_killed_during_training_is_named_at_once() -> None:
     ), message
 
 
-def _take_another_branch() -> str:
+def _take_another_branch(transport: str, timeout: datetime.timedelta) -> str:
     """Rank 1 skips a backward and begins the next forward. Rank 0's backward gathers nothing."""
     model: Any = nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)])
-    mesh = _mesh()
+    mesh = _mesh(timeout)
     settings: Any = {"bucket_bytes": 0, "reshard_after_forward": False}
     for module in [*model, model]:
-        fully_shard(module, mesh=mesh, transport="shared_memory", **settings)
+        fully_shard(module, mesh=mesh, transport=transport, **settings)
     for _ in range(2):
         model(torch.ones(2, 8)).sum().backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -130,11 +130,25 @@ def _take_another_branch() -> str:
 
 
 def test_ranks_that_take_different_branches_say_so_long_before_the_timeout() -> None:
-    for message in run_ranks(_take_another_branch, 2, timeout=30.0, fresh=True):
+    messages = run_ranks(_take_another_branch, 2, "shared_memory", LONG, timeout=30.0, fresh=True)
+    for message in messages:
         assert message == (
             "ranks 0 and 1 wait for each other, so neither can go on. Now rank 0 is in the "
             "reduce-scatter of unit '4', rank 1 is in the all-gather of unit '0'. Run the same "
             "forwards and backwards in the same order on every rank."
+        )
+
+
+def test_ranks_whose_process_group_times_out_say_what_each_was_in() -> None:
+    timeout = datetime.timedelta(seconds=2)
+    messages = run_ranks(
+        _take_another_branch, 2, "process_group", timeout, timeout=30.0, fresh=True
+    )
+    for rank, message in enumerate(messages):
+        assert message.startswith(f"rank {rank}: the ")
+        assert (
+            "When they failed, rank 0 was in the reduce-scatter of unit '4', rank 1 was in the "
+            "all-gather of unit '0'. A rank may hang" in message
         )
 
 
