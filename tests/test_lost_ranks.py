@@ -18,14 +18,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_ext import fully_shard
 from fsdp_ext.comm import rendezvous
+from fsdp_ext.comm.lanes import lanes_of
 from fsdp_ext.comm.rendezvous import Rendezvous
 
 # Much longer than a test may take, so its end is no reason for an error.
 LONG = datetime.timedelta(seconds=300)
 
 
-def _sharded(transport: str, timeout: datetime.timedelta = LONG) -> Any:
-    mesh = DeviceMesh.from_group(dist.new_group(timeout=timeout), "cpu")
+def _mesh(timeout: datetime.timedelta = LONG) -> DeviceMesh:
+    return DeviceMesh.from_group(dist.new_group(timeout=timeout), "cpu")
+
+
+def _sharded(transport: str, mesh: DeviceMesh | None = None) -> Any:
+    mesh = mesh or _mesh()
     model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     for module in [*model, model]:
         fully_shard(module, mesh=mesh, transport=transport, bucket_bytes=0)
@@ -62,6 +67,24 @@ def test_a_rank_that_ends_before_its_first_forward_is_named_at_once(
     assert "has ended before or during its first forward" in message
 
 
+def _end_after_connecting() -> str:
+    mesh = _mesh()
+    model = _sharded("shared_memory", mesh)
+    if dist.get_rank() == 1:
+        lanes_of(mesh.get_group(), torch.device("cpu"), "shared_memory")
+        _end("is killed")
+    return _error_of_step(model)
+
+
+def test_a_rank_that_ends_before_the_first_comparison_is_named_at_once() -> None:
+    (message,) = run_ranks(_end_after_connecting, 2, timeout=30.0, lost=[1])
+    assert re.fullmatch(
+        r"rank 0: rank 1 \(process \d+\) has ended before or during the comparison of the "
+        r"buckets\. Its last output may say why\.",
+        message,
+    ), message
+
+
 def _end_in_training(transport: str) -> str:
     model = _sharded(transport)
     for _ in range(2):  # the first iterations also compare what the ranks do
@@ -87,24 +110,45 @@ def test_a_rank_that_is_killed_during_training_is_named_at_once() -> None:
     ), message
 
 
-def _take_another_branch() -> str:
-    model = _sharded("shared_memory", datetime.timedelta(seconds=2))
+def _take_another_branch(transport: str, timeout: datetime.timedelta) -> str:
+    """Rank 1 skips a backward and begins the next forward. Rank 0's backward gathers nothing."""
+    model: Any = nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)])
+    mesh = _mesh(timeout)
+    settings: Any = {"bucket_bytes": 0, "reshard_after_forward": False}
+    for module in [*model, model]:
+        fully_shard(module, mesh=mesh, transport=transport, **settings)
     for _ in range(2):
         model(torch.ones(2, 8)).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss = model(torch.ones(2, 8)).sum()
-    branches = [loss.backward, lambda: model(torch.ones(2, 8))]
+    if dist.get_rank() == 1:
+        optimizer.step()
+    go_on = [loss.backward, lambda: model(torch.ones(2, 8))]
     with pytest.raises(RuntimeError) as caught:
-        branches[dist.get_rank()]()
+        go_on[dist.get_rank()]()
     return str(caught.value)
 
 
-def test_ranks_that_take_different_branches_say_what_all_ranks_do() -> None:
-    # Either rank could still issue what the other one waits for, so this is a timeout.
-    for message in run_ranks(_take_another_branch, 2, timeout=60.0, fresh=True):
-        assert "waited 2000 ms for rank" in message
+def test_ranks_that_take_different_branches_say_so_long_before_the_timeout() -> None:
+    messages = run_ranks(_take_another_branch, 2, "shared_memory", LONG, timeout=30.0, fresh=True)
+    for message in messages:
+        assert message == (
+            "ranks 0 and 1 wait for each other, so neither can go on. Now rank 0 is in the "
+            "reduce-scatter of unit '4', rank 1 is in the all-gather of unit '0'. Run the same "
+            "forwards and backwards in the same order on every rank."
+        )
+
+
+def test_ranks_whose_process_group_times_out_say_what_each_was_in() -> None:
+    timeout = datetime.timedelta(seconds=2)
+    messages = run_ranks(
+        _take_another_branch, 2, "process_group", timeout, timeout=30.0, fresh=True
+    )
+    for rank, message in enumerate(messages):
+        assert message.startswith(f"rank {rank}: the ")
         assert (
-            "Now rank 0 is in the reduce-scatter of unit '1', rank 1 is in the all-gather of unit "
-            "'0'." in message
+            "When they failed, rank 0 was in the reduce-scatter of unit '4', rank 1 was in the "
+            "all-gather of unit '0'. A rank may hang" in message
         )
 
 

@@ -27,6 +27,10 @@ class Communicator {
   virtual int rank() const = 0;
   virtual int size() const = 0;
 
+  // Names the stream that all collectives of this communicator will run on, before the first one. A
+  // communicator that is not told says less about ranks that wait for each other.
+  virtual void serve(Stream& /*stream*/) {}
+
   // Error messages call the following collectives `what`, which must outlive them. If the transport
   // can, it checks that all ranks have the same `tag`: Note [collective tags].
   virtual void announce(const std::string& /*what*/, std::uint64_t /*tag*/) {}

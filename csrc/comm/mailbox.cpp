@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "base/check.h"
+#include "device/host_stream.h"
 
 namespace fsdp {
 namespace {
@@ -97,7 +98,7 @@ std::string Operation::describe() const {
 
 // A peer that sees any new word also sees the odd version, or a later one.
 void Activity::begin(const std::string& label) {
-  const std::uint32_t version = version_.load(std::memory_order_relaxed);
+  const std::uint64_t version = version_.load(std::memory_order_relaxed);
   version_.store(version + 1, std::memory_order_relaxed);
   std::atomic<std::uint64_t>* words = words_[(version / 2 + 1) % kKept];
   const std::size_t length = std::min(label.size(), kLabelBytes - 1);
@@ -108,22 +109,21 @@ void Activity::begin(const std::string& label) {
     words[i].store(word, std::memory_order_release);
   }
   version_.store(version + 2, std::memory_order_release);
-  is_busy_.store(1, std::memory_order_relaxed);
 }
 
 std::vector<std::string> Activity::labels() const {
   constexpr int kAttempts = 100;
   char texts[kKept][kLabelBytes];
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
-    const std::uint32_t before = version_.load(std::memory_order_acquire);
+    const std::uint64_t before = version_.load(std::memory_order_acquire);
     for (std::size_t i = 0; i < kKept * kWords; ++i) {
       const std::uint64_t word = words_[i / kWords][i % kWords].load(std::memory_order_acquire);
       std::memcpy(texts[i / kWords] + i % kWords * sizeof(word), &word, sizeof(word));
     }
     if (before % 2 == 0 && version_.load(std::memory_order_relaxed) == before) {
-      const std::uint32_t last = before / 2;
+      const std::uint64_t last = before / 2;
       std::vector<std::string> labels;
-      for (std::uint32_t i = last >= kKept ? last - kKept + 1 : 1; i <= last; ++i) {
+      for (std::uint64_t i = last >= kKept ? last - kKept + 1 : 1; i <= last; ++i) {
         labels.push_back(text_in(texts[i % kKept], kLabelBytes));
       }
       return labels;
@@ -135,6 +135,17 @@ std::vector<std::string> Activity::labels() const {
 std::string Activity::label() const {
   const std::vector<std::string> all = labels();
   return all.empty() ? std::string() : all.back();
+}
+
+// - Issuer
+
+void Issuer::issue() {
+  const std::uint64_t me = this_thread();
+  const std::uint64_t before = thread.load(std::memory_order_relaxed);
+  if (before != me) {
+    thread.store(before == kNobody ? me : kSeveral, std::memory_order_relaxed);
+  }
+  issued.store(issued.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
 }
 
 // - Checked reads

@@ -38,9 +38,14 @@ class Activity {
   static constexpr std::size_t kKept = 16;
 
   void begin(const std::string& label);
-  void end() { is_busy_.store(0, std::memory_order_relaxed); }
+  void end() { ended_.store(begun(), std::memory_order_release); }
 
-  bool is_busy() const { return is_busy_.load(std::memory_order_relaxed) != 0; }
+  // How many collectives have begun and ended. The numbers wrap around.
+  std::uint32_t begun() const {
+    return static_cast<std::uint32_t>((version_.load(std::memory_order_acquire) + 1) / 2);
+  }
+  std::uint32_t ended() const { return ended_.load(std::memory_order_acquire); }
+  bool is_busy() const { return ended() != begun(); }
   // Of the current collective, or else of the last one. Cut if it is long.
   std::string label() const;
   // The same of the last ones, in their order.
@@ -50,9 +55,23 @@ class Activity {
   static constexpr std::size_t kWords = 16;
   static constexpr std::size_t kLabelBytes = kWords * sizeof(std::uint64_t);
 
-  std::atomic<std::uint32_t> version_{0};  // twice the number of labels; odd while one changes
-  std::atomic<std::uint32_t> is_busy_{0};
+  std::atomic<std::uint64_t> version_{0};  // twice the number of labels; odd while one changes
+  std::atomic<std::uint32_t> ended_{0};
   std::atomic<std::uint64_t> words_[kKept][kWords] = {};
+};
+
+// What the host issues on a lane, and whether it waits for it: Note [lanes that wait for each
+// other].
+struct Issuer {
+  static constexpr std::uint64_t kNobody = 0;
+  static constexpr std::uint64_t kSeveral = 1;  // no number of a thread
+
+  // The calling thread is about to issue a collective.
+  void issue();
+
+  std::atomic<std::uint32_t> issued{0};         // collectives
+  std::atomic<std::uint64_t> thread{kNobody};   // that issued all of them
+  std::atomic<std::uint64_t> blocked{kNobody};  // Note [published waits]
 };
 
 // It lies in the rank's arena, and peers only read it.
@@ -66,6 +85,7 @@ struct Mailbox {
   // Of the last round and the one before, by the parity of their numbers.
   alignas(8) Operation operations[2];
   Activity activity;
+  alignas(64) Issuer issuer;
 };
 
 // - Checked reads of a peer's mailbox: Note [peers are not trusted]

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "comm/lane_watch.h"
 
 namespace fsdp {
 namespace {
@@ -16,14 +17,16 @@ using State = Mailbox::State;
 constexpr std::chrono::microseconds kSpin{50};
 constexpr std::chrono::milliseconds kLongestTimeout = std::chrono::hours(24 * 365);  // no overflow
 constexpr std::chrono::milliseconds kProcessCheckInterval{50};
+constexpr std::chrono::milliseconds kUnchanged{1000};  // see LaneWatch
 
 }  // namespace
 
-Peer::Peer(const PeerAddress& address, PeerMemory a_memory, int lane)
+Peer::Peer(const PeerAddress& address, PeerMemory a_memory, int a_lane)
     : process(address.arena.process),
       memory(std::move(a_memory)),
-      mailbox(&mailbox_in(memory, address.mailboxes[lane])),
-      of_other_lane(&mailbox_in(memory, address.mailboxes[1 - lane])),
+      mailboxes{&mailbox_in(memory, address.mailboxes[0]),
+                &mailbox_in(memory, address.mailboxes[1])},
+      lane(a_lane),
       global_rank(static_cast<int>(address.global_rank)) {}
 
 RankBarrier::RankBarrier(Mailbox& mine, std::vector<Peer> peers, int rank,
@@ -57,8 +60,8 @@ void RankBarrier::post(const Operation& operation) {
 
 const char* RankBarrier::wait_for_input(int from, const Operation& operation) {
   const Peer& peer = peers_[static_cast<std::size_t>(from)];
-  wait_for_round(peer, peer.mailbox->posted);
-  const Operation theirs = operation_in(*peer.mailbox, round_);
+  wait_for_round(peer, peer.mailbox().posted);
+  const Operation theirs = operation_in(peer.mailbox(), round_);
   Operation mine = operation;
   mine.tag = tag_;
   if (!theirs.matches(mine)) {
@@ -71,11 +74,11 @@ void RankBarrier::throw_mismatch(const Peer& peer, const Operation& mine,
                                  const Operation& theirs) const {
   std::string text = detail::concat(
       message_prefix(), "ranks issued different collectives: this rank issued ", *what_, ", ",
-      mine.describe(), ", and rank ", peer.global_rank, " issued ", peer.mailbox->activity.label(),
+      mine.describe(), ", and rank ", peer.global_rank, " issued ", peer.mailbox().activity.label(),
       ", ", theirs.describe(), ". Run the same units in the same order on every rank.");
   for (const Peer* rank : {&peers_[static_cast<std::size_t>(rank_)], &peer}) {
     text += detail::concat("\nThe last collectives of rank ", rank->global_rank, ":");
-    for (const std::string& label : rank->mailbox->activity.labels()) {
+    for (const std::string& label : rank->mailbox().activity.labels()) {
       text += "\n  " + label;
     }
   }
@@ -86,7 +89,7 @@ void RankBarrier::finish() {
   mine_.finished.store(round_);  // sequentially consistent, as are the reads of `state` below
   futex::wake(mine_.finished);
   for (const Peer& peer : peers_) {
-    wait_for_round(peer, peer.mailbox->finished);
+    wait_for_round(peer, peer.mailbox().finished);
   }
   for (const Peer& peer : peers_) {
     throw_if_failed(peer);
@@ -112,13 +115,15 @@ void RankBarrier::wait_for_round(const Peer& peer, const futex::Word& word) {
 void RankBarrier::sleep_until_round(const Peer& peer, const futex::Word& word) {
   const auto start = Clock::now();
   auto last_check = start;
+  LaneWatch watch(peers_, kUnchanged);
   while (true) {
     const std::uint32_t seen = word.load(std::memory_order_acquire);
     throw_if_failed(peer);
-    const bool closed = state_in(*peer.mailbox, peer.memory.who) == State::Closed;
+    const bool closed = state_in(peer.mailbox(), peer.memory.who) == State::Closed;
     const auto now = Clock::now();
+    const bool looks = now - last_check >= kProcessCheckInterval;
     bool ended = false;
-    if (now - last_check >= kProcessCheckInterval) {
+    if (looks) {
       ended = state_of(peer.process) == ProcessState::Ended;
       last_check = now;
     }
@@ -135,6 +140,9 @@ void RankBarrier::sleep_until_round(const Peer& peer, const futex::Word& word) {
     FSDP_CHECK(!ended, message_prefix(), "rank ", peer.global_rank, " (process ", peer.process.pid,
                ") has ended before or during ", *what_, ". Its last output may say why.");
     FSDP_CHECK(!aborted_, "communication was aborted: ", async_error());
+    if (looks) {
+      watch.look(now);
+    }
     if (now - start >= timeout_) {
       throw_timeout(peer);
     }
@@ -147,39 +155,21 @@ void RankBarrier::throw_timeout(const Peer& peer) const {
   throw TimeoutError(detail::concat(
       message_prefix(), "waited ", timeout_.count(), " ms for rank ", peer.global_rank,
       " (process ", peer.process.pid, stopped ? ", which is stopped" : "", ") to take part in ",
-      *what_, ". ", what_ranks_do(),
+      *what_, ". ", what_ranks_do(peers_),
       " A rank may hang, have failed, or run another program. Look at the output of all ranks."));
 }
 
-// In a sentence. Each rank publishes the label of what it does in either lane.
-std::string RankBarrier::what_ranks_do() const {
-  constexpr std::size_t kMost = 8;  // ranks in the message
-  std::string text = "Now ";
-  for (std::size_t i = 0; i < std::min(peers_.size(), kMost); ++i) {
-    const Peer& peer = peers_[i];
-    std::string labels;
-    for (const Mailbox* mailbox : {peer.mailbox, peer.of_other_lane}) {
-      if (mailbox->activity.is_busy()) {
-        labels += (labels.empty() ? "" : " and ") + mailbox->activity.label();
-      }
-    }
-    text += detail::concat(i == 0 ? "" : ", ", "rank ", peer.global_rank, " is in ",
-                           labels.empty() ? "no collective" : labels);
-  }
-  return text + (peers_.size() > kMost ? ", and so on." : ".");
-}
-
 // The reason why a rank has ended, if it failed before in the other lane.
-void RankBarrier::throw_if_other_lane_failed(const Peer& peer) const {
-  if (state_in(*peer.of_other_lane, peer.memory.who) == State::Failed) {
-    throw Error(reason_in(*peer.of_other_lane));
+void RankBarrier::throw_if_other_lane_failed(const Peer& peer) {
+  if (state_in(peer.of_other_lane(), peer.memory.who) == State::Failed) {
+    throw Error(reason_in(peer.of_other_lane()));
   }
 }
 
 // The reason is passed on unchanged. It already begins with the rank that failed first.
-void RankBarrier::throw_if_failed(const Peer& peer) const {
-  if (state_in(*peer.mailbox, peer.memory.who) == State::Failed) {
-    throw Error(reason_in(*peer.mailbox));
+void RankBarrier::throw_if_failed(const Peer& peer) {
+  if (state_in(peer.mailbox(), peer.memory.who) == State::Failed) {
+    throw Error(reason_in(peer.mailbox()));
   }
 }
 
@@ -205,8 +195,8 @@ std::string RankBarrier::async_error() {
     }
   }
   for (const Peer& peer : peers_) {
-    if (peer.mailbox->state == State::Failed) {
-      return reason_in(*peer.mailbox);
+    if (peer.mailbox().state == State::Failed) {
+      return reason_in(peer.mailbox());
     }
   }
   return "";

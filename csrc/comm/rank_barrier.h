@@ -15,10 +15,8 @@
 // from a failed rank may be wrong. So the last step of a collective checks whether any rank has
 // failed.
 //
-// Ranks that run different programs may wait for each other in different lanes. That is no error
-// yet, since a rank that waits in one lane may still issue what the other rank waits for. So it
-// ends with the timeout, whose message says what all ranks do: each lane publishes its label. In
-// one lane different labels are an error at once.
+// In one lane, different labels are an error at once. Ranks that run different programs may also
+// wait for each other in different lanes: Note [lanes that wait for each other].
 #pragma once
 
 #include <atomic>
@@ -28,21 +26,9 @@
 #include <string>
 #include <vector>
 
-#include "comm/mailbox.h"
+#include "comm/peer.h"
 
 namespace fsdp {
-
-// A rank, as another one sees it.
-struct Peer {
-  // Throws if the peer's memory has no mailbox of `lane` where the peer says.
-  Peer(const PeerAddress& address, PeerMemory a_memory, int lane);
-
-  ProcessIdentity process;
-  PeerMemory memory;
-  const Mailbox* mailbox;
-  const Mailbox* of_other_lane;
-  int global_rank;  // its rank in the whole job, for messages
-};
 
 // One rank's side of one communicator. One thread runs the rounds; any thread may abort them.
 class RankBarrier {
@@ -59,6 +45,10 @@ class RankBarrier {
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(peers_.size()); }
 
+  // The host issues a collective, which will begin later.
+  void issue_collective() { mine_.issuer.issue(); }
+  // Where waits for the lane are published.
+  std::atomic<std::uint64_t>& blocked() { return mine_.issuer.blocked; }
   // Messages call the collective `what`, which must outlive it. All ranks must have the same `tag`.
   // Throws if this rank has aborted.
   void begin_collective(const std::string& what, std::uint64_t tag = 0);
@@ -85,9 +75,8 @@ class RankBarrier {
   [[noreturn]] void throw_timeout(const Peer& peer) const;
   [[noreturn]] void throw_mismatch(const Peer& peer, const Operation& mine,
                                    const Operation& theirs) const;
-  void throw_if_failed(const Peer& peer) const;
-  void throw_if_other_lane_failed(const Peer& peer) const;
-  std::string what_ranks_do() const;
+  static void throw_if_failed(const Peer& peer);
+  static void throw_if_other_lane_failed(const Peer& peer);
   std::string message_prefix() const;
   void wake_waiters();
 

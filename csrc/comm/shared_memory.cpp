@@ -87,6 +87,10 @@ class SharedMemoryCommunicator final : public Communicator {
     tag_ = tag;
   }
 
+  void serve(Stream& stream) override {
+    static_cast<HostQueue&>(stream).publish_waits(barrier_.blocked());
+  }
+
   std::shared_ptr<void> allocate(Device& device, std::size_t bytes, BufferUse use) override {
     return use == BufferUse::Output ? device.allocate(bytes) : Arena::allocate(arena_, bytes);
   }
@@ -148,6 +152,7 @@ class SharedMemoryCommunicator final : public Communicator {
  private:
   template <typename Work>
   void enqueue(Stream& stream, Work work) {
+    barrier_.issue_collective();
     static_cast<HostQueue&>(stream).enqueue(
         [this, what = what_, tag = tag_, work = std::move(work)] {
           try {

@@ -37,7 +37,9 @@ class Lane {
         communicator_(std::move(communicator)),
         drained_(device.new_event()),
         timeout_(device.timeout()),
-        stream_(device.new_stream(name)) {}
+        stream_(device.new_stream(name)) {
+    communicator_->serve(*stream_);
+  }
 
   Communicator& communicator() { return *communicator_; }
   Stream& stream() { return *stream_; }

@@ -82,8 +82,7 @@ void OrderCheck::compare(const Bucket& bucket, std::size_t bytes) {
   lane_.communicator().host_all_gather(lane_.stream(), &mine, all_.data(), sizeof(mine));
   lane_.stream().record(*compared_);
   compared_->synchronize(device_.timeout(),
-                         "all ranks to announce " + mine.describe() +
-                             " (a rank that skips a unit, or has failed, never does)");
+                         "the comparison of " + mine.describe() + " on all ranks");
   lane_.communicator().check();
   for (std::size_t rank = 0; rank < all_.size(); ++rank) {
     const Announcement& theirs = all_[rank];
@@ -97,7 +96,7 @@ void OrderCheck::compare(const Bucket& bucket, std::size_t bytes) {
 
 void OrderCheck::compare(const Partition& partition,
                          const std::vector<std::unique_ptr<Unit>>& units) {
-  static const std::string kWhat = "all ranks to announce their buckets";
+  static const std::string kWhat = "the comparison of the buckets";
   *my_order_ = Order(partition, units);
   lane_.communicator().announce(kWhat, 0);
   lane_.communicator().host_all_gather(lane_.stream(), my_order_.get(), all_orders_.data(),

@@ -159,24 +159,40 @@ class HostDevice final : public Device {
 
 }  // namespace
 
+std::uint64_t this_thread() { return static_cast<std::uint64_t>(::pthread_self()); }
+
 // - Completion
+
+void Completion::publish(std::uint64_t thread) {
+  if (blocked_ != nullptr) {
+    blocked_->store(thread, std::memory_order_release);
+    is_published_ = thread != 0;
+  }
+}
 
 void Completion::complete(std::exception_ptr error) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     error_ = std::move(error);
     complete_.store(true, std::memory_order_release);
+    if (is_published_) {
+      publish(0);
+    }
   }
   completed_.notify_all();
 }
 
-void Completion::wait(std::chrono::milliseconds timeout, const std::string& what) {
+void Completion::wait(std::chrono::milliseconds timeout, const std::string& what, Waiter waiter) {
   poll_until([this] { return is_complete(); }, kWaiterPolling);
   if (!is_complete()) {
     forks_.check();
     constexpr std::chrono::milliseconds kLongest = std::chrono::hours(24 * 365);  // no overflow
     std::unique_lock<std::mutex> lock(mutex_);
+    if (waiter == Waiter::Host && !is_complete()) {
+      publish(this_thread());
+    }
     if (!completed_.wait_for(lock, std::min(timeout, kLongest), [&] { return is_complete(); })) {
+      publish(0);
       throw_timeout(timeout, what);
     }
   }
@@ -204,7 +220,7 @@ bool HostEvent::query() const {
 
 void HostEvent::synchronize(std::chrono::milliseconds timeout, const std::string& what) {
   if (const auto completion = newest()) {
-    completion->wait(timeout, what);
+    completion->wait(timeout, what, Completion::Waiter::Host);
   }
 }
 
@@ -219,7 +235,7 @@ bool HostComputeStream::wait(Event& event, const std::string& what) {
   if (completion == nullptr) {
     return false;
   }
-  completion->wait(timeout_, what);
+  completion->wait(timeout_, what, Completion::Waiter::Host);
   return true;
 }
 
@@ -230,7 +246,7 @@ bool HostComputeStream::mark_and_wait(Moments& moments, std::size_t number, Even
     return false;
   }
   moments.mark(number, *this);
-  completion->wait(timeout_, what);
+  completion->wait(timeout_, what, Completion::Waiter::Host);
   return true;
 }
 
@@ -270,7 +286,7 @@ void HostStream::stamp(Stamp& at) {
 void HostStream::record(Event& event) {
   forks_.check();
   Item item;
-  item.record = std::make_shared<Completion>();
+  item.record = std::make_shared<Completion>(blocked_);
   as_host(event).set_newest(item.record);
   push(std::move(item), Ring::Yes);
 }
@@ -360,7 +376,7 @@ void HostStream::run_item(Item& item) {
   }
   try {
     if (item.wait != nullptr) {
-      item.wait->wait(timeout_, *item.what);
+      item.wait->wait(timeout_, *item.what, Completion::Waiter::Worker);
     } else if (item.work) {
       item.work();
     }

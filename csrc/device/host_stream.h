@@ -19,21 +19,42 @@
 
 namespace fsdp {
 
+// Note [published waits]
+// A stream may have a place where it publishes which thread is blocked until the stream is done.
+// The thread's number stands there only while that thread waits for a record that the stream has
+// not reached. The worker takes it away when it reaches the record, not the thread when it wakes,
+// which may be much later on a busy host. If several threads wait, a number may be missing. Waits
+// that end while they poll publish nothing. Other processes may read the place.
+using BlockedThread = std::atomic<std::uint64_t>;
+
+// A number of the calling thread that no other living thread of the process has. Larger than 1.
+std::uint64_t this_thread();
+
 // Whether the stream has reached one record of an event, and the error of the work before it.
 class Completion {
  public:
+  // The waits of hosts are published in `blocked`, if it is not null: Note [published waits].
+  explicit Completion(BlockedThread* blocked) : blocked_(blocked) {}
+
   bool is_complete() const { return complete_.load(std::memory_order_acquire); }
   bool is_success() const { return is_complete() && !error_; }
+  // Whether the thread that waits issues work, or is the worker of a stream.
+  enum class Waiter : bool { Host, Worker };
+
   void complete(std::exception_ptr error);
   // Throws the error of the work, or a TimeoutError that names `what`. Throws in a forked child,
   // too: the worker that would complete this is not there.
-  void wait(std::chrono::milliseconds timeout, const std::string& what);
+  void wait(std::chrono::milliseconds timeout, const std::string& what, Waiter waiter);
 
  private:
+  void publish(std::uint64_t thread);
+
+  BlockedThread* blocked_;
   std::mutex mutex_;
   std::condition_variable completed_;
   std::atomic<bool> complete_{false};
-  std::exception_ptr error_;  // written only before complete_ is set
+  std::exception_ptr error_;   // written only before complete_ is set
+  bool is_published_ = false;  // guarded by mutex_
   ForkGuard forks_;
 };
 
@@ -64,6 +85,8 @@ class HostQueue : public Stream {
   virtual void enqueue(std::function<void()> work) = 0;
   // Stores the time at which the stream reaches the next item that is queued. Almost free.
   virtual void stamp(Stamp& at) = 0;
+  // From the next record on, waits are published in `blocked`, which lives until the process ends.
+  virtual void publish_waits(BlockedThread& /*blocked*/) {}
 };
 
 // The calling thread: work runs at once, and a wait blocks.
@@ -107,6 +130,7 @@ class HostStream final : public HostQueue {
   void synchronize() override;
   void enqueue(std::function<void()> work) override;
   void stamp(Stamp& at) override;
+  void publish_waits(BlockedThread& blocked) override { blocked_ = &blocked; }
 
  private:
   // The number of stamps that one item can carry. Further stamps get an empty item of their own.
@@ -131,6 +155,7 @@ class HostStream final : public HostQueue {
 
   std::string name_;
   std::chrono::milliseconds timeout_;
+  BlockedThread* blocked_ = nullptr;
   ForkGuard forks_;
   std::mutex mutex_;
   std::condition_variable work_available_;

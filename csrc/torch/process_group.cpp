@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <future>
 #include <mutex>
 #include <regex>
 #include <thread>
@@ -21,6 +22,10 @@
 namespace fsdp {
 namespace {
 
+// How long FailureBoard waits for ranks that fail later, and for the store in all.
+constexpr std::chrono::milliseconds kLongestWaitForOthers{1000};
+constexpr std::chrono::milliseconds kLongestExchange{2000};
+
 at::Tensor view_of(const void* data, std::size_t numel, DType dtype) {
   return at::from_blob(const_cast<void*>(data), {static_cast<std::int64_t>(numel)},
                        at::TensorOptions().dtype(to_scalar_type(dtype)));
@@ -29,9 +34,10 @@ at::Tensor view_of(const void* data, std::size_t numel, DType dtype) {
 class ProcessGroupCommunicator final : public Communicator {
  public:
   ProcessGroupCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, GroupMembers members,
-                           bool groups_one_by_one)
+                           std::shared_ptr<const FailureBoard> board, bool groups_one_by_one)
       : group_(std::move(group)),
         members_(std::move(members)),
+        board_(std::move(board)),
         backend_(group_->getBackend(c10::DeviceType::CPU)),
         groups_one_by_one_(groups_one_by_one) {}
 
@@ -115,12 +121,12 @@ class ProcessGroupCommunicator final : public Communicator {
   std::string message_of(const std::exception& error, const std::string& what) const {
     return detail::concat("rank ", members_.global_rank, ": ", what,
                           " failed over the process group: ", plain_text(error), ". ",
-                          why_it_failed());
+                          why_it_failed(what));
   }
 
-  // Names a rank that has ended. The kernel closes its sockets, which is the error of the others, a
-  // moment before the process is gone.
-  std::string why_it_failed() const {
+  // Names a rank that has ended, or else says what the ranks did. The kernel closes its sockets,
+  // which is the error of the others, a moment before the process is gone.
+  std::string why_it_failed(const std::string& what) const {
     constexpr std::chrono::milliseconds kInterval{10};
     constexpr int kAttempts = 100;
     for (int i = 0; i < kAttempts && !members_.processes.empty(); ++i) {
@@ -132,7 +138,8 @@ class ProcessGroupCommunicator final : public Communicator {
       }
       std::this_thread::sleep_for(kInterval);
     }
-    return "A rank may hang, have failed, or run other collectives. Look at the output of all "
+    return board_->exchange(what) +
+           "A rank may hang, have failed, or run other collectives. Look at the output of all "
            "ranks.";
   }
 
@@ -155,6 +162,7 @@ class ProcessGroupCommunicator final : public Communicator {
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   GroupMembers members_;
+  std::shared_ptr<const FailureBoard> board_;
   c10::intrusive_ptr<c10d::Backend> backend_;
   bool groups_one_by_one_;
   const std::string unnamed_ = "a collective";
@@ -165,6 +173,46 @@ class ProcessGroupCommunicator final : public Communicator {
 };
 
 }  // namespace
+
+std::string FailureBoard::exchange(const std::string& what) const {
+  if (store_ == nullptr) {
+    return "";
+  }
+  // The thread may outlive this object.
+  std::packaged_task<std::string()> task([board = *this, what] { return board.ask(what); });
+  std::future<std::string> answer = task.get_future();
+  std::thread(std::move(task)).detach();
+  try {
+    const bool is_ready = answer.wait_for(kLongestExchange) == std::future_status::ready;
+    return is_ready ? answer.get() : "";
+  } catch (const std::exception&) {  // the store is gone, or has something else in it
+    return "";
+  }
+}
+
+std::string FailureBoard::ask(const std::string& what) const {
+  constexpr int kMost = 8;  // ranks in the message
+  constexpr std::chrono::milliseconds kInterval{20};
+  const auto key_of = [](int rank) { return detail::concat("fsdp_ext/failed_in/", rank); };
+  const auto end = std::chrono::steady_clock::now() + kLongestWaitForOthers;
+  const std::string mine = detail::concat("rank ", global_rank_, " was in ", what);
+  store_->set(key_of(rank_), std::vector<std::uint8_t>(mine.begin(), mine.end()));
+  std::string all;
+  int others = 0;
+  for (int rank = 0; rank < std::min(size_, kMost); ++rank) {
+    bool is_there = store_->check({key_of(rank)});
+    while (!is_there && std::chrono::steady_clock::now() < end) {
+      std::this_thread::sleep_for(kInterval);
+      is_there = store_->check({key_of(rank)});
+    }
+    if (is_there) {
+      const std::vector<std::uint8_t> text = store_->get(key_of(rank));
+      all += (all.empty() ? "" : ", ") + std::string(text.begin(), text.end());
+      others += rank == rank_ ? 0 : 1;
+    }
+  }
+  return others == 0 ? "" : "When they failed, " + all + (size_ > kMost ? ", and so on. " : ". ");
+}
 
 std::string plain_text(const std::exception& error) {
   static const std::regex kPosition(R"(^(\[[^\]]*\.(cc|cpp|h|hpp):\d+\]\s*)+)");
@@ -181,9 +229,10 @@ std::string plain_text(const std::exception& error) {
 }
 
 std::unique_ptr<Communicator> make_process_group_communicator(
-    c10::intrusive_ptr<c10d::ProcessGroup> group, GroupMembers members, bool groups_one_by_one) {
+    c10::intrusive_ptr<c10d::ProcessGroup> group, GroupMembers members,
+    std::shared_ptr<const FailureBoard> board, bool groups_one_by_one) {
   return std::make_unique<ProcessGroupCommunicator>(std::move(group), std::move(members),
-                                                    groups_one_by_one);
+                                                    std::move(board), groups_one_by_one);
 }
 
 }  // namespace fsdp

@@ -70,6 +70,35 @@ class HostStreams : public ::testing::Test {
   }
 };
 
+// - Published waits
+
+TEST_F(HostStreams, AHostThatIsBlockedIsPublishedUntilTheStreamIsDone) {
+  BlockedThread blocked{0};
+  a_->publish_waits(blocked);
+  a_->enqueue(gate_.work());
+  a_->record(event_);
+  b_->wait(event_, kWork);
+  b_->enqueue(second_gate_.work());
+  EXPECT_THROW(event_.synchronize(kShort, kWork), TimeoutError);
+  EXPECT_EQ(blocked, 0U) << "neither the wait that has ended nor a worker's is published";
+  std::uint64_t waiter = 0;
+  std::thread host([&] {
+    waiter = this_thread();
+    event_.synchronize(kLong, kWork);
+  });
+  while (blocked == 0) {
+    std::this_thread::yield();
+  }
+  const std::uint64_t published = blocked;
+  gate_.open();
+  HostEvent next;
+  a_->record(next);
+  next.synchronize(kLong, kWork);
+  EXPECT_EQ(blocked, 0U) << "whether or not the host has woken";
+  host.join();
+  EXPECT_EQ(published, waiter);
+}
+
 // - Order
 
 TEST_F(HostStreams, WorkRunsInTheOrderOfIssue) {

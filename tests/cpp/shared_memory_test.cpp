@@ -126,6 +126,8 @@ std::vector<std::string> run_ranks(int size, const std::function<void(Rank&)>& b
             endpoints[static_cast<std::size_t>(r)].connect(addresses, r, timeout);
         const auto gather_stream = device->new_stream("gather");
         const auto reduce_stream = device->new_stream("reduce");
+        gather->serve(*gather_stream);
+        reduce->serve(*reduce_stream);
         Rank rank{r, *device, *gather, *reduce, *gather_stream, *reduce_stream};
         body(rank);
       });
@@ -429,29 +431,58 @@ TEST(SharedMemory, AMissingRankIsNamed) {
   }
 }
 
-TEST(SharedMemory, RanksThatWaitInDifferentLanesSayWhatAllRanksDo) {
+// Rank 1 issues an all-gather, and the other ranks issue a reduce-scatter.
+std::vector<std::string> take_different_branches(milliseconds timeout, bool hosts_wait) {
   static const std::string kGather = "the all-gather of unit 'layers.1'";
   static const std::string kReduce = "the reduce-scatter of the root";
   std::atomic<int> failed{0};
-  const auto messages = run_ranks(
-      2,
+  return run_ranks(
+      3,
       [&](Rank& rank) {
+        for (int i = 0; i < 2; ++i) {
+          rank.gather.barrier(rank.gather_stream);
+          rank.reduce.barrier(rank.reduce_stream);
+          rank.gather_stream.synchronize();
+          rank.reduce_stream.synchronize();
+        }
         const bool gathers = rank.number == 1;
         Communicator& communicator = gathers ? rank.gather : rank.reduce;
         Stream& stream = gathers ? rank.gather_stream : rank.reduce_stream;
         communicator.announce(gathers ? kGather : kReduce, 0);
         communicator.barrier(stream);
-        const std::string message = message_of([&] { stream.synchronize(); });
+        const auto done = rank.device.new_event();
+        stream.record(*done);  // the stream begins
+        while (!hosts_wait && communicator.async_error().empty()) {
+          std::this_thread::sleep_for(milliseconds(1));
+        }
+        const std::string message = message_of([&] { done->synchronize(kLong, kLayer); });
         failed += 1;
-        while (failed < 2) {  // a rank that has closed its communicators is another error
+        while (failed < 3) {  // a rank that has closed its communicators is another error
           std::this_thread::sleep_for(milliseconds(1));
         }
         throw Error(message);
       },
-      milliseconds(200));
-  const std::string states = "Now rank 0 is in " + kReduce + ", rank 1 is in " + kGather + ".";
+      timeout);
+}
+
+const std::string kBranches =
+    "Now rank 0 is in the reduce-scatter of the root, rank 1 is in the all-gather of unit "
+    "'layers.1', rank 2 is in the reduce-scatter of the root.";
+
+TEST(SharedMemory, RanksThatWaitForEachOtherInDifferentLanesSayTheSameLongBeforeTheTimeout) {
+  for (const std::string& message : take_different_branches(kLong, /*hosts_wait=*/true)) {
+    EXPECT_EQ(message, "ranks 0 and 1 wait for each other, so neither can go on. " + kBranches +
+                           " Run the same forwards and backwards in the same order on every rank.");
+  }
+}
+
+// A host that is not blocked may be slow, and still issue what the other ranks wait for. So the
+// ranks wait until the timeout.
+TEST(SharedMemory, RanksInDifferentLanesWaitForASlowHost) {
+  const auto messages = take_different_branches(milliseconds(1300), /*hosts_wait=*/false);
   for (const std::string& message : messages) {
-    EXPECT_TRUE(contains(message, states)) << message;
+    EXPECT_TRUE(contains(message, "waited 1300 ms for rank")) << message;
+    EXPECT_TRUE(contains(message, kBranches)) << message;
   }
 }
 
