@@ -375,7 +375,7 @@ TEST(SharedMemory, RanksThatWaitInDifferentLanesSayWhatAllRanksDo) {
         const bool gathers = rank.number == 1;
         Communicator& communicator = gathers ? rank.gather : rank.reduce;
         Stream& stream = gathers ? rank.gather_stream : rank.reduce_stream;
-        communicator.announce(gathers ? kGather : kReduce);
+        communicator.announce(gathers ? kGather : kReduce, 0);
         communicator.barrier(stream);
         const std::string message = message_of([&] { stream.synchronize(); });
         failed += 1;
