@@ -68,6 +68,7 @@ TorchUnit::TorchUnit(UnitLayout layout, UnitTensors tensors, ForwardCasts casts,
                      std::size_t module_count)
     : layout_(std::move(layout)),
       tensors_(std::move(tensors)),
+      gradients_(std::move(tensors_.flat_gradient)),
       casts_(casts),
       storage_(c10::make_intrusive<c10::StorageImpl>(
           c10::StorageImpl::use_byte_size_t(), /*size_bytes=*/0, at::DataPtr(nullptr, device()),
@@ -90,11 +91,6 @@ TorchUnit::~TorchUnit() {
       attribute.parameters.release();
       attribute.name.release();
     }
-    for (ShardedGradient& gradient : gradients_) {
-      gradient.object.release();
-      gradient.local.release();
-    }
-    make_gradients_.release();
     return;
   }
   // The last owner may be a graph that autograd's thread drops.
@@ -102,8 +98,6 @@ TorchUnit::~TorchUnit() {
   sharded_.clear();
   unsharded_objects_.clear();
   attributes_.clear();
-  gradients_.clear();
-  make_gradients_ = py::object();
 }
 
 std::vector<at::Tensor> TorchUnit::unsharded_views() const {
@@ -127,8 +121,7 @@ void TorchUnit::bind(py::list sharded, py::list unsharded, py::object make_gradi
     unsharded_objects_.emplace_back(py::reinterpret_borrow<py::object>(unsharded[i]));
     unsharded_.push_back(THPVariable_Unpack(unsharded_objects_.back().ptr()));
   }
-  make_gradients_ = std::move(make_gradients);
-  this->make_gradients();
+  gradients_.bind(std::move(make_gradients), trainable_.size());
   for (std::size_t i = 0; i < trainable_.size(); ++i) {
     set_gradient_hook(unsharded_[trainable_[i]], weak_from_this(), i);
   }
@@ -428,74 +421,21 @@ void TorchUnit::drop_gradients() {
   }
 }
 
-// - Held gradients
-
-std::size_t ShardedGradient::references() const {
-  const at::Tensor& rows = THPVariable_Unpack(local.ptr());
-  return tensor.use_count() + static_cast<std::size_t>(Py_REFCNT(object.ptr())) + rows.use_count() +
-         static_cast<std::size_t>(Py_REFCNT(local.ptr())) + rows.storage().use_count();
-}
-
-void TorchUnit::make_gradients() {
-  gradients_.clear();
-  {
-    const at::Tensor& flat = tensors_.gradient.flat();
-    const py::list made = make_gradients_(flat);
-    FSDP_CHECK(made.size() == trainable_.size(), "Unit '", name_, "' got ", made.size(),
-               " gradients. It has ", trainable_.size(), " trainable parameters.");
-    for (const py::handle gradient : made) {
-      gradients_.push_back({THPVariable_Unpack(gradient.ptr()),
-                            py::reinterpret_borrow<py::object>(gradient),
-                            gradient.attr("_local_tensor")});
-    }
-  }
-  std::vector<at::Tensor> parts;
-  for (const ShardedGradient& gradient : gradients_) {
-    parts.push_back(THPVariable_Unpack(gradient.local.ptr()));
-  }
-  tensors_.gradient = FlatTensor(tensors_.gradient.flat(), parts);
-  parts.clear();
-  for (ShardedGradient& gradient : gradients_) {
-    gradient.own_references = gradient.references();
-  }
-}
-
-// See Note [held gradients]. It runs without the GIL, and reads numbers that only users' threads
-// change.
+// See Note [held gradients].
 bool TorchUnit::has_held_gradients() {
-  if (gradients_.empty()) {
+  if (gradients_.is_released()) {
     return !trainable_.empty();
   }
-  if (is_flat_gradient_shared_) {
+  if (gradients_.is_shared()) {
     return false;
   }
-  for (std::size_t i = 0; i < gradients_.size(); ++i) {
-    const bool has_ours = sharded(trainable_[i]).grad().is_same(gradients_[i].tensor);
-    if (!has_ours && gradients_[i].references() > gradients_[i].own_references) {
+  for (std::size_t i = 0; i < trainable_.size(); ++i) {
+    const bool has_ours = sharded(trainable_[i]).grad().is_same(gradients_.at(i));
+    if (!has_ours && gradients_.is_held(i)) {
       return true;
     }
   }
   return false;
-}
-
-void TorchUnit::renew_gradient(std::shared_ptr<void> memory) {
-  const py::gil_scoped_acquire gil;
-  if (is_flat_gradient_shared_) {
-    tensors_.gradient.move(std::move(memory));
-  } else {
-    tensors_.gradient =
-        FlatTensor(FlatTensor::like(tensors_.gradient.flat(), std::move(memory)), {});
-  }
-  if (!is_flat_gradient_shared_ || gradients_.empty()) {
-    make_gradients();
-  }
-}
-
-void TorchUnit::release_gradients() { gradients_.clear(); }
-
-at::Tensor TorchUnit::share_flat_gradient() {
-  is_flat_gradient_shared_ = true;
-  return tensors_.gradient.flat();
 }
 
 bool TorchUnit::has_sharded_gradient(std::size_t i) {
@@ -504,18 +444,14 @@ bool TorchUnit::has_sharded_gradient(std::size_t i) {
 
 void TorchUnit::import_sharded_gradient(std::size_t i) {
   const at::Tensor& gradient = sharded(trainable_[i]).grad();
-  if (gradient.is_same(gradients_[i].tensor)) {
-    return;
+  if (!gradient.is_same(gradients_.at(i))) {
+    gradients_.copy_from(i, gradient);
+    sharded(trainable_[i]).mutable_grad() = gradients_.at(i);
   }
-  const py::gil_scoped_acquire gil;
-  const at::NoGradGuard no_grad;
-  const py::object theirs = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient));
-  gradients_[i].local.attr("copy_")(theirs.attr("_local_tensor"));
-  sharded(trainable_[i]).mutable_grad() = gradients_[i].tensor;
 }
 
 void TorchUnit::set_sharded_gradient(std::size_t i) {
-  sharded(trainable_[i]).mutable_grad() = gradients_[i].tensor;
+  sharded(trainable_[i]).mutable_grad() = gradients_.at(i);
   got_gradient_[i] = 1;
 }
 
@@ -542,7 +478,7 @@ bool TorchUnit::has_trainable_set_changed() const {
 
 void TorchUnit::reclaim_memory() {
   tensors_.shard.reclaim();
-  tensors_.gradient.reclaim();
+  gradients_.reclaim();
 }
 
 // - BackwardTarget
