@@ -113,9 +113,13 @@ class ProcessGroupCommunicator final : public Communicator {
   }
 
   std::string message_of(const std::exception& error, const std::string& what) const {
-    return detail::concat("rank ", members_.global_rank, ": ", what,
-                          " failed over the process group: ", plain_text(error), ". ",
-                          why_it_failed());
+    const auto* of_torch = dynamic_cast<const c10::Error*>(&error);
+    const std::string reason =
+        plain_text(of_torch != nullptr ? of_torch->what_without_backtrace() : error.what());
+    return detail::concat(
+        "rank ", members_.global_rank, ": ", what,
+        " failed over the process group: ", reason.empty() ? "the backend gave no reason" : reason,
+        ". ", why_it_failed());
   }
 
   // Names a rank that has ended. The kernel closes its sockets, which is the error of the others, a
@@ -166,18 +170,16 @@ class ProcessGroupCommunicator final : public Communicator {
 
 }  // namespace
 
-std::string plain_text(const std::exception& error) {
+std::string plain_text(std::string message) {
   static const std::regex kPosition(R"(^(\[[^\]]*\.(cc|cpp|h|hpp):\d+\]\s*)+)");
-  const auto* of_torch = dynamic_cast<const c10::Error*>(&error);
-  std::string text = of_torch != nullptr ? of_torch->what_without_backtrace() : error.what();
   // A stack of torch's, a traceback of Python's, and what gloo advises.
   for (const char* ending :
        {"\nException raised from", "\n\nAt:\n", "This is typically caused by"}) {
-    text.resize(std::min(text.size(), text.find(ending)));
+    message.resize(std::min(message.size(), message.find(ending)));
   }
-  text = std::regex_replace(text, kPosition, "");
-  text.resize(text.find_last_not_of(". \n") + 1);
-  return text.empty() ? "the backend gave no reason" : text;
+  message = std::regex_replace(message, kPosition, "");
+  message.resize(message.find_last_not_of(". \n") + 1);
+  return message;
 }
 
 std::unique_ptr<Communicator> make_process_group_communicator(
