@@ -66,8 +66,8 @@ std::size_t character_length(const char* text, std::size_t size) {
   return is_valid ? length : 0;
 }
 
-// Text from memory that may hold anything, up to its end or a zero. Python needs valid UTF-8, and a
-// text that was cut to fit may end within a character.
+}  // namespace
+
 std::string text_in(const char* memory, std::size_t size) {
   const auto* end = static_cast<const char*>(std::memchr(memory, '\0', size));
   const std::size_t length = end == nullptr ? size : static_cast<std::size_t>(end - memory);
@@ -79,8 +79,6 @@ std::string text_in(const char* memory, std::size_t size) {
   }
   return text;
 }
-
-}  // namespace
 
 // - Operation
 

@@ -76,7 +76,7 @@ struct Bucket {
   // Makes the units' shards and gradients adjacent and sets the units' places in the bucket.
   void place_units(Lanes& lanes);
 
-  // Gives the units' sharded gradients new memory: Note [held gradients] in torch/torch_unit.h.
+  // Gives the units' sharded gradients new memory: Note [held gradients].
   void renew_gradients(Device& device);
 
   UnitRange numbers() const { return {units.front()->number, units.back()->number}; }

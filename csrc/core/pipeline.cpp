@@ -22,6 +22,7 @@ Pipeline::Pipeline(Lanes& lanes, PipelineOptions options)
                [this](const Bucket& bucket, std::size_t bytes) {
                  announce(Collective::ReduceScatter, bucket, bytes);
                }),
+      reduction_order_(units_, reducer_),
       exchange_(lanes, options_.has_peers) {
   FSDP_CHECK(options_.prefetch_depth >= 0, "The prefetch depth is ", options_.prefetch_depth,
              ". It must be 0 or more.");
@@ -159,6 +160,11 @@ int Pipeline::post_forward(int number, bool with_gradient) {
   return unit.last_forward_call;
 }
 
+void Pipeline::skip(int number) {
+  unit_at(number).is_skipped = true;
+  reduction_order_.expect_unused();
+}
+
 void Pipeline::prefetch_forward(const Unit& unit) {
   prefetch(unit, unit.forward_prefetch,
            [this](std::size_t ahead) { return order_.upcoming(ahead); });
@@ -237,24 +243,12 @@ void Pipeline::prefetch_backward(const Unit& unit, int forward_call) {
 }
 
 void Pipeline::gradient_arrived(int number, std::size_t trainable) {
-  Unit& unit = unit_at(number);
-  if (unit.arrived.at(trainable) != 0) {
-    return;  // autograd has added more to the same gradient
-  }
-  unit.arrived[trainable] = 1;
-  unit.arrived_count += 1;
-  arrived_units_ += unit.arrived_count == 1 ? 1 : 0;
-  if (unit.arrived_count == unit.arrived.size() && !awaits_recomputation(unit) &&
-      !awaits_inner_units(unit)) {
-    complete(unit);
-  }
+  reduction_order_.gradient_arrived(unit_at(number), trainable);
 }
 
 void Pipeline::post_backward(int number) {
   Unit& unit = unit_at(number);
-  if (needs_reduction(unit) && !awaits_recomputation(unit)) {
-    complete(unit);
-  }
+  reduction_order_.leave(unit);
   ledger_.close(unit.computing, device_.compute_stream());
   if (unit.reshard_after_backward && backward_may_reshard_) {
     gatherer_.reshard(unit);
@@ -263,7 +257,7 @@ void Pipeline::post_backward(int number) {
 }
 
 void Pipeline::end_backward() {
-  reduce_remaining_units();
+  reduction_order_.end_backward();
   exchange_.begin(units_);
   for (auto position = units_.rbegin(); position != units_.rend(); ++position) {
     Unit& unit = **position;
@@ -307,100 +301,6 @@ void Pipeline::begin_computing(Unit& unit, Work work, bool has_waited) {
   unit.computing = ledger_.open_at(begin, work, {unit.number, unit.number});
 }
 
-// See Note [reentrant checkpointing].
-bool Pipeline::awaits_recomputation(const Unit& unit) const {
-  return unit.recomputations < unit.calls_to_recompute;
-}
-
-// Reduces the bucket once all of its units that ran are complete. Units without trainable
-// parameters do not count. A unit that takes no part in the loss delays its bucket to end_backward.
-void Pipeline::complete(Unit& unit) {
-  unit.is_complete = true;
-  for (const Unit* other : unit.bucket->units) {
-    if ((other->ran || other->calls_to_recompute > 0) && !other->is_complete &&
-        !other->arrived.empty()) {
-      return;
-    }
-  }
-  reduce_units_entered_after(unit);
-  reduce(*unit.bucket);
-}
-
-void Pipeline::reduce(Bucket& bucket) {
-  for (const Unit* unit : bucket.units) {
-    arrived_units_ -= unit->arrived_count > 0 ? 1 : 0;
-  }
-  reducer_.pack_and_reduce(bucket);
-}
-
-// See Note [order of reductions].
-void Pipeline::reduce_units_entered_after(const Unit& unit) {
-  std::size_t here = 0;
-  for (const Unit* other : unit.bucket->units) {
-    here += other->arrived_count > 0 ? 1 : 0;
-  }
-  if (arrived_units_ == here && !may_reduce_unused_) {
-    return;
-  }
-  reduce_latest_first([this, &unit](const Unit& other) {
-    return needs_reduction(other) && other.entered > unit.entered && other.bucket != unit.bucket &&
-           !awaits_recomputation(other);
-  });
-}
-
-void Pipeline::reduce_remaining_units() {
-  reduce_latest_first([this](const Unit& unit) {
-    return needs_reduction(unit) || (unit.bucket->has_accumulated && unit.requires_gradient_sync);
-  });
-}
-
-// Reduces the buckets of the chosen units. The last one that forward entered comes first.
-template <typename IsChosen>
-void Pipeline::reduce_latest_first(const IsChosen& is_chosen) {
-  chosen_.clear();
-  for (auto position = units_.rbegin(); position != units_.rend(); ++position) {
-    if (is_chosen(**position)) {
-      chosen_.push_back(position->get());
-    }
-  }
-  std::stable_sort(chosen_.begin(), chosen_.end(),
-                   [](const Unit* a, const Unit* b) { return a->entered > b->entered; });
-  for (const Unit* unit : chosen_) {
-    if (is_chosen(*unit)) {  // not reduced with another unit of its bucket
-      reduce(*unit->bucket);
-    }
-  }
-}
-
-// Gradients have arrived, or zeros are to be sent.
-bool Pipeline::needs_reduction(const Unit& unit) const {
-  const bool sends_zeros = unit.ran && (unit.reduces_unused || unit.is_skipped) &&
-                           unit.requires_gradient_sync && !unit.is_reduced && !unit.arrived.empty();
-  return unit.arrived_count > 0 || sends_zeros;
-}
-
-// See Note [order of reductions].
-bool Pipeline::awaits_inner_units(const Unit& unit) const {
-  return unit.encloses_units && std::any_of(units_.begin(), units_.end(), [&](const auto& other) {
-           return encloses(unit, *other) && other->ran && !other->is_reduced &&
-                  !other->arrived.empty() && other->requires_gradient_sync &&
-                  other->bucket != unit.bucket;
-         });
-}
-
-bool Pipeline::encloses(const Unit& unit, const Unit& other) const {
-  int parent = other.parent;
-  while (parent >= 0 && parent != unit.number) {
-    parent = this->unit(parent).parent;
-  }
-  return parent == unit.number;
-}
-
-void Pipeline::skip(int number) {
-  unit_at(number).is_skipped = true;
-  may_reduce_unused_ = true;
-}
-
 // - unshard() and reshard(), called by the user
 
 void Pipeline::unshard(int number) {
@@ -439,7 +339,7 @@ void Pipeline::reset_iteration() {
     unit->recomputations = 0;
   }
   forget_forwards();
-  arrived_units_ = 0;
+  reduction_order_.reset();
   for (const auto& bucket : buckets()) {
     reducer_.discard(*bucket);
   }
@@ -478,7 +378,9 @@ void Pipeline::set_requires_gradient_sync(int number, bool value) {
 
 void Pipeline::set_reduces_unused(int number, bool value) {
   unit_at(number).reduces_unused = value;
-  may_reduce_unused_ = may_reduce_unused_ || value;
+  if (value) {
+    reduction_order_.expect_unused();
+  }
 }
 
 void Pipeline::set_gradient_scales(int number, double pack_scale, double reduce_scale) {

@@ -32,22 +32,10 @@
 #include "core/order_check.h"
 #include "core/pipeline_options.h"
 #include "core/reducer.h"
+#include "core/reduction_order.h"
 #include "core/unit.h"
 
 namespace fsdp {
-
-// Note [order of reductions]
-// Ranks match reductions by their order. A bucket is reduced when its last gradient arrives. On a
-// rank that leaves one of its parameters unused, no gradient is the last one, so that rank reduces
-// it when backward has passed the unit's inputs. If these have no gradient, nothing tells when. So
-// before a bucket is reduced, all buckets that forward entered after it are reduced, with zeros for
-// parameters without a gradient. They get no more gradients, because autograd runs the operators of
-// later forward calls first. A unit that encloses others waits for them, since its own gradients
-// may all arrive before backward reaches the units inside it.
-//
-// A unit that backward does not reach at all on this rank is reduced only if that was asked for:
-// by `reduces_unused`, or by skip() in forward. Otherwise ranks that differ in this get an error
-// (Note [collective tags]).
 
 // The legal changes:
 //
@@ -158,16 +146,6 @@ class Pipeline {
   void reshard_behind(Unit& unit);
   void begin_times();
   void begin_computing(Unit& unit, Work work, bool has_waited);
-  bool awaits_recomputation(const Unit& unit) const;
-  void complete(Unit& unit);
-  void reduce(Bucket& bucket);
-  void reduce_units_entered_after(const Unit& unit);
-  void reduce_remaining_units();
-  template <typename IsChosen>
-  void reduce_latest_first(const IsChosen& is_chosen);
-  bool needs_reduction(const Unit& unit) const;
-  bool awaits_inner_units(const Unit& unit) const;
-  bool encloses(const Unit& unit, const Unit& other) const;
   void announce(Collective op, const Bucket& bucket, std::size_t bytes);
 
   Lanes& lanes_;
@@ -184,12 +162,10 @@ class Pipeline {
 
   PipelineState state_ = PipelineState::Idle;
   ForwardOrder order_;
+  ReductionOrder reduction_order_;
   BackwardExchange exchange_;
-  int entered_count_ = 0;           // of units, in the forwards since the last backward
-  std::size_t arrived_units_ = 0;   // with gradients that are not reduced yet
-  bool may_reduce_unused_ = false;  // some unit is reduced even if no gradient arrives
-  std::vector<Unit*> chosen_;       // used within reduce_latest_first
-  IterationIndex pass_;             // the span of forward or backward
+  int entered_count_ = 0;  // of units, in the forwards since the last backward
+  IterationIndex pass_;    // the span of forward or backward
   bool is_last_backward_ = true;
   bool backward_may_reshard_ = true;  // of the backward that runs
 };

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "comm/mailbox.h"
 #include "device/host_stream.h"
 #include "torch/dtype.h"
 
@@ -119,9 +120,13 @@ class ProcessGroupCommunicator final : public Communicator {
   }
 
   std::string message_of(const std::exception& error, const std::string& what) const {
-    return detail::concat("rank ", members_.global_rank, ": ", what,
-                          " failed over the process group: ", plain_text(error), ". ",
-                          why_it_failed(what));
+    const auto* of_torch = dynamic_cast<const c10::Error*>(&error);
+    const std::string reason =
+        plain_text(of_torch != nullptr ? of_torch->what_without_backtrace() : error.what());
+    return detail::concat(
+        "rank ", members_.global_rank, ": ", what,
+        " failed over the process group: ", reason.empty() ? "the backend gave no reason" : reason,
+        ". ", why_it_failed(what));
   }
 
   // Names a rank that has ended, or else says what the ranks did. The kernel closes its sockets,
@@ -207,25 +212,24 @@ std::string FailureBoard::ask(const std::string& what) const {
     }
     if (is_there) {
       const std::vector<std::uint8_t> text = store_->get(key_of(rank));
-      all += (all.empty() ? "" : ", ") + std::string(text.begin(), text.end());
+      all += (all.empty() ? "" : ", ") +
+             text_in(reinterpret_cast<const char*>(text.data()), text.size());
       others += rank == rank_ ? 0 : 1;
     }
   }
   return others == 0 ? "" : "When they failed, " + all + (size_ > kMost ? ", and so on. " : ". ");
 }
 
-std::string plain_text(const std::exception& error) {
+std::string plain_text(std::string message) {
   static const std::regex kPosition(R"(^(\[[^\]]*\.(cc|cpp|h|hpp):\d+\]\s*)+)");
-  const auto* of_torch = dynamic_cast<const c10::Error*>(&error);
-  std::string text = of_torch != nullptr ? of_torch->what_without_backtrace() : error.what();
   // A stack of torch's, a traceback of Python's, and what gloo advises.
   for (const char* ending :
        {"\nException raised from", "\n\nAt:\n", "This is typically caused by"}) {
-    text.resize(std::min(text.size(), text.find(ending)));
+    message.resize(std::min(message.size(), message.find(ending)));
   }
-  text = std::regex_replace(text, kPosition, "");
-  text.resize(text.find_last_not_of(". \n") + 1);
-  return text.empty() ? "the backend gave no reason" : text;
+  message = std::regex_replace(message, kPosition, "");
+  message.resize(message.find_last_not_of(". \n") + 1);
+  return message;
 }
 
 std::unique_ptr<Communicator> make_process_group_communicator(

@@ -44,8 +44,8 @@ class FailureBoard {
 };
 
 // What an error of a backend says, without the position in a source file, the stack or the
-// traceback that some begin or end with.
-std::string plain_text(const std::exception& error);
+// traceback that some begin or end with. Empty if nothing is left.
+std::string plain_text(std::string message);
 
 // `group` must belong to this communicator alone. Collectives run on a stream's thread, so their
 // order relative to other collectives on the group would differ between ranks. With

@@ -5,12 +5,10 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <algorithm>
 #include <atomic>
 #include <utility>
 
 #include "base/check.h"
-#include "torch/containers.h"
 #include "torch/dtype.h"
 #include "torch/torch_root.h"
 
@@ -40,22 +38,6 @@ void call_post_accumulate_hooks(const py::object& parameter) {
   }
 }
 
-// The exception that an `except` block around the caller handles, if any.
-const PyObject* handled_exception() {
-#if PY_VERSION_HEX >= 0x030B0000
-  return py::reinterpret_steal<py::object>(PyErr_GetHandledException()).ptr();
-#else
-  PyObject* type = nullptr;
-  PyObject* value = nullptr;
-  PyObject* traceback = nullptr;
-  PyErr_GetExcInfo(&type, &value, &traceback);
-  Py_XDECREF(type);
-  Py_XDECREF(value);
-  Py_XDECREF(traceback);
-  return value;
-#endif
-}
-
 }  // namespace
 
 void note_optimizer_step() { optimizer_steps.fetch_add(1, std::memory_order_relaxed); }
@@ -68,6 +50,7 @@ TorchUnit::TorchUnit(UnitLayout layout, UnitTensors tensors, ForwardCasts casts,
                      std::size_t module_count)
     : layout_(std::move(layout)),
       tensors_(std::move(tensors)),
+      gradients_(std::move(tensors_.flat_gradient)),
       casts_(casts),
       storage_(c10::make_intrusive<c10::StorageImpl>(
           c10::StorageImpl::use_byte_size_t(), /*size_bytes=*/0, at::DataPtr(nullptr, device()),
@@ -90,11 +73,6 @@ TorchUnit::~TorchUnit() {
       attribute.parameters.release();
       attribute.name.release();
     }
-    for (ShardedGradient& gradient : gradients_) {
-      gradient.object.release();
-      gradient.local.release();
-    }
-    make_gradients_.release();
     return;
   }
   // The last owner may be a graph that autograd's thread drops.
@@ -102,8 +80,6 @@ TorchUnit::~TorchUnit() {
   sharded_.clear();
   unsharded_objects_.clear();
   attributes_.clear();
-  gradients_.clear();
-  make_gradients_ = py::object();
 }
 
 std::vector<at::Tensor> TorchUnit::unsharded_views() const {
@@ -127,8 +103,7 @@ void TorchUnit::bind(py::list sharded, py::list unsharded, py::object make_gradi
     unsharded_objects_.emplace_back(py::reinterpret_borrow<py::object>(unsharded[i]));
     unsharded_.push_back(THPVariable_Unpack(unsharded_objects_.back().ptr()));
   }
-  make_gradients_ = std::move(make_gradients);
-  this->make_gradients();
+  gradients_.bind(std::move(make_gradients), trainable_.size());
   for (std::size_t i = 0; i < trainable_.size(); ++i) {
     set_gradient_hook(unsharded_[trainable_[i]], weak_from_this(), i);
   }
@@ -144,199 +119,6 @@ void TorchUnit::join(const std::shared_ptr<TorchRoot>& root, std::string name, i
 const at::Tensor& TorchUnit::sharded(std::size_t parameter) const {
   // Unpacked anew each time: swap_tensors (module.to()) exchanges the tensor behind the object.
   return THPVariable_Unpack(sharded_[parameter].ptr());
-}
-
-// - Module hooks
-
-py::object TorchUnit::pre_forward(std::size_t index, py::handle module, py::handle args,
-                                  py::handle kwargs) {
-  handled_.at(index) = handled_exception();
-  const std::shared_ptr<TorchRoot> root = root_.lock();
-  FSDP_CHECK(root != nullptr, "The root module of unit '", name_,
-             "' was deleted. Keep a reference to the model.");
-  const bool recomputing = root->is_recomputing();
-  if (!recomputing && !root->enter_forward(*this)) {
-    return root->pre_forward_when_stale(module, args, kwargs);
-  }
-  const bool entering = recomputing || enter_module();
-  {
-    const py::gil_scoped_release no_gil;  // it may wait for a gather
-    root->pipeline().pre_forward(number_);
-  }
-  py::object inputs = py::make_tuple(args, kwargs);
-  const py::object original = inputs;
-  // As in FSDP2, a batch may be on the host.
-  if (!device().is_cpu() && !recomputing && root->is_outermost(*this)) {
-    inputs = to_device(inputs, device());
-  }
-  inputs = cast(inputs, casts_.inputs);
-  if (entering && at::GradMode::is_enabled()) {
-    inputs = watch_inputs(inputs);
-  }
-  return inputs.is(original) ? py::object(py::none()) : inputs;
-}
-
-py::object TorchUnit::post_forward(std::size_t index, py::handle output) {
-  const std::shared_ptr<TorchRoot> root = root_.lock();
-  FSDP_CHECK(root != nullptr, "The root module of unit '", name_,
-             "' was deleted. Keep a reference to the model.");
-  if (handled_exception() != handled_.at(index)) {
-    root->abandon_forward(*this);
-    return py::none();
-  }
-  try {
-    return end_forward(*root, index, output);
-  } catch (...) {
-    root->abandon_forward(*this);
-    throw;
-  }
-}
-
-py::object TorchUnit::end_forward(TorchRoot& root, std::size_t index, py::handle output) {
-  const bool recomputing = root.is_recomputing();
-  const bool outermost = !recomputing && root.is_outermost(*this);
-  const bool last_of_group = recomputing || leave_module(index) || outermost;
-  // Backward reaches a group of modules through the last one, and prefetches from there.
-  int forward_call = -1;
-  if (last_of_group) {
-    const py::gil_scoped_release no_gil;
-    forward_call = root.pipeline().post_forward(number_, at::GradMode::is_enabled());
-  }
-  if (!watch_outputs(output, forward_call) && last_of_group && !recomputing) {
-    keep_for_opaque(root, output);
-  }
-  if (outermost) {
-    root.leave_forward(output);
-  }
-  const py::object result = cast(output, casts_.outputs);
-  return result.is(output) ? py::object(py::none()) : result;
-}
-
-at::Tensor TorchUnit::begin_skip(const at::Tensor& tensor) {
-  const std::shared_ptr<TorchRoot> root = root_.lock();
-  FSDP_CHECK(
-      root != nullptr && (root->pipeline().in_forward() || root->is_recomputing()),
-      "join_empty was called on unit '", name_,
-      "' outside of a forward. Call it in the forward of the root module, at the place where "
-      "other ranks run the unit.");
-  const bool entering = root->is_recomputing() || enter_module();
-  {
-    const py::gil_scoped_release no_gil;
-    root->pipeline().pre_forward(number_);
-    root->pipeline().skip(number_);
-  }
-  return entering && at::GradMode::is_enabled()
-             ? add_post_backward_node({tensor}, weak_from_this()).front()
-             : tensor;
-}
-
-void TorchUnit::end_skip(std::size_t index, const at::Tensor& tensor) {
-  const std::shared_ptr<TorchRoot> root = root_.lock();
-  const bool last_of_group = root->is_recomputing() || leave_module(index);
-  if (!last_of_group) {
-    return;
-  }
-  int forward_call = -1;
-  {
-    const py::gil_scoped_release no_gil;
-    forward_call = root->pipeline().post_forward(number_, at::GradMode::is_enabled());
-  }
-  if (at::GradMode::is_enabled()) {
-    add_pre_backward_hook(tensor, weak_from_this(), forward_call);
-  }
-}
-
-// Returns whether forward enters the unit here. It enters a group of modules with its first one.
-bool TorchUnit::enter_module() {
-  if (pending_count_ > 0) {
-    return false;
-  }
-  std::fill(pending_.begin(), pending_.end(), 1);
-  pending_count_ = pending_.size();
-  return true;
-}
-
-// Returns whether forward leaves the unit here, with the last of its modules.
-bool TorchUnit::leave_module(std::size_t index) {
-  if (pending_.at(index) == 0) {
-    return false;
-  }
-  pending_[index] = 0;
-  pending_count_ -= 1;
-  return pending_count_ == 0;
-}
-
-void TorchUnit::forget_pending() {
-  std::fill(pending_.begin(), pending_.end(), 0);
-  pending_count_ = 0;
-}
-
-py::object TorchUnit::cast(py::handle object, std::optional<at::ScalarType> dtype) const {
-  if (!dtype) {
-    return py::reinterpret_borrow<py::object>(object);
-  }
-  return map_tensors(object, [&](const at::Tensor& tensor) {
-    return tensor.is_floating_point() ? tensor.to(*dtype) : tensor;
-  });
-}
-
-py::object TorchUnit::watch_inputs(py::handle inputs) {
-  std::vector<at::Tensor> watched;
-  map_tensors(inputs, [&](const at::Tensor& tensor) {
-    if (tensor.requires_grad()) {
-      watched.push_back(tensor);
-    }
-    return tensor;
-  });
-  if (watched.empty()) {
-    return py::reinterpret_borrow<py::object>(inputs);
-  }
-  const std::vector<at::Tensor> aliases = add_post_backward_node(watched, weak_from_this());
-  std::size_t next = 0;
-  return map_tensors(inputs, [&](const at::Tensor& tensor) {
-    return tensor.requires_grad() ? aliases.at(next++) : tensor;
-  });
-}
-
-bool TorchUnit::watch_outputs(py::handle output, int forward_call) {
-  if (!at::GradMode::is_enabled()) {
-    return false;
-  }
-  bool found = false;
-  map_tensors(output, [&](const at::Tensor& tensor) {
-    found = found || tensor.requires_grad();
-    add_pre_backward_hook(tensor, weak_from_this(), forward_call);
-    return tensor;
-  });
-  return found;
-}
-
-// See Note [opaque outputs].
-void TorchUnit::keep_for_opaque(TorchRoot& root, py::handle output) {
-  if (!at::GradMode::is_enabled() || trainable_.empty()) {
-    return;
-  }
-  const std::string type = opaque_type_in(output);
-  if (type.empty()) {
-    return;
-  }
-  {
-    const py::gil_scoped_release no_gil;
-    root.pipeline().unshard(number_);
-    root.pipeline().wait_for_unshard(number_);
-  }
-  if (has_warned_) {
-    return;
-  }
-  has_warned_ = true;
-  const std::string message =
-      "unit '" + name_ + "' returned a " + type +
-      ", and fsdp_ext cannot see tensors inside it. The unit's parameters stay unsharded until "
-      "backward has ended, which takes memory. Return tensors in tuples, lists, dicts or "
-      "dataclasses to avoid that.";
-  if (PyErr_WarnEx(PyExc_UserWarning, message.c_str(), 1) != 0) {
-    throw py::error_already_set();
-  }
 }
 
 // - UnitPort
@@ -428,74 +210,21 @@ void TorchUnit::drop_gradients() {
   }
 }
 
-// - Held gradients
-
-std::size_t ShardedGradient::references() const {
-  const at::Tensor& rows = THPVariable_Unpack(local.ptr());
-  return tensor.use_count() + static_cast<std::size_t>(Py_REFCNT(object.ptr())) + rows.use_count() +
-         static_cast<std::size_t>(Py_REFCNT(local.ptr())) + rows.storage().use_count();
-}
-
-void TorchUnit::make_gradients() {
-  gradients_.clear();
-  {
-    const at::Tensor& flat = tensors_.gradient.flat();
-    const py::list made = make_gradients_(flat);
-    FSDP_CHECK(made.size() == trainable_.size(), "Unit '", name_, "' got ", made.size(),
-               " gradients. It has ", trainable_.size(), " trainable parameters.");
-    for (const py::handle gradient : made) {
-      gradients_.push_back({THPVariable_Unpack(gradient.ptr()),
-                            py::reinterpret_borrow<py::object>(gradient),
-                            gradient.attr("_local_tensor")});
-    }
-  }
-  std::vector<at::Tensor> parts;
-  for (const ShardedGradient& gradient : gradients_) {
-    parts.push_back(THPVariable_Unpack(gradient.local.ptr()));
-  }
-  tensors_.gradient = FlatTensor(tensors_.gradient.flat(), parts);
-  parts.clear();
-  for (ShardedGradient& gradient : gradients_) {
-    gradient.own_references = gradient.references();
-  }
-}
-
-// See Note [held gradients]. It runs without the GIL, and reads numbers that only users' threads
-// change.
+// See Note [held gradients].
 bool TorchUnit::has_held_gradients() {
-  if (gradients_.empty()) {
+  if (gradients_.is_released()) {
     return !trainable_.empty();
   }
-  if (is_flat_gradient_shared_) {
+  if (gradients_.is_shared()) {
     return false;
   }
-  for (std::size_t i = 0; i < gradients_.size(); ++i) {
-    const bool has_ours = sharded(trainable_[i]).grad().is_same(gradients_[i].tensor);
-    if (!has_ours && gradients_[i].references() > gradients_[i].own_references) {
+  for (std::size_t i = 0; i < trainable_.size(); ++i) {
+    const bool has_ours = sharded(trainable_[i]).grad().is_same(gradients_.at(i));
+    if (!has_ours && gradients_.is_held(i)) {
       return true;
     }
   }
   return false;
-}
-
-void TorchUnit::renew_gradient(std::shared_ptr<void> memory) {
-  const py::gil_scoped_acquire gil;
-  if (is_flat_gradient_shared_) {
-    tensors_.gradient.move(std::move(memory));
-  } else {
-    tensors_.gradient =
-        FlatTensor(FlatTensor::like(tensors_.gradient.flat(), std::move(memory)), {});
-  }
-  if (!is_flat_gradient_shared_ || gradients_.empty()) {
-    make_gradients();
-  }
-}
-
-void TorchUnit::release_gradients() { gradients_.clear(); }
-
-at::Tensor TorchUnit::share_flat_gradient() {
-  is_flat_gradient_shared_ = true;
-  return tensors_.gradient.flat();
 }
 
 bool TorchUnit::has_sharded_gradient(std::size_t i) {
@@ -504,18 +233,14 @@ bool TorchUnit::has_sharded_gradient(std::size_t i) {
 
 void TorchUnit::import_sharded_gradient(std::size_t i) {
   const at::Tensor& gradient = sharded(trainable_[i]).grad();
-  if (gradient.is_same(gradients_[i].tensor)) {
-    return;
+  if (!gradient.is_same(gradients_.at(i))) {
+    gradients_.copy_from(i, gradient);
+    sharded(trainable_[i]).mutable_grad() = gradients_.at(i);
   }
-  const py::gil_scoped_acquire gil;
-  const at::NoGradGuard no_grad;
-  const py::object theirs = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient));
-  gradients_[i].local.attr("copy_")(theirs.attr("_local_tensor"));
-  sharded(trainable_[i]).mutable_grad() = gradients_[i].tensor;
 }
 
 void TorchUnit::set_sharded_gradient(std::size_t i) {
-  sharded(trainable_[i]).mutable_grad() = gradients_[i].tensor;
+  sharded(trainable_[i]).mutable_grad() = gradients_.at(i);
   got_gradient_[i] = 1;
 }
 
@@ -542,7 +267,7 @@ bool TorchUnit::has_trainable_set_changed() const {
 
 void TorchUnit::reclaim_memory() {
   tensors_.shard.reclaim();
-  tensors_.gradient.reclaim();
+  gradients_.reclaim();
 }
 
 // - BackwardTarget

@@ -9,14 +9,6 @@
 // are "out of bounds for storage of size 0". Elementwise kernels do not check and crash, as they do
 // on a storage that FSDP2 has freed. No operator reads stale numbers.
 //
-// Note [held gradients]
-// The sharded gradients are the same tensors in every step, views of the flat gradient. A user may
-// hold one beyond zero_grad(), or its local tensor, or a view of it. Then the numbers must stay. So
-// before a reduction, the references to each gradient that its parameter has no more are counted,
-// and compared with how many the unit itself has. If there are others, the holders keep the memory,
-// and the units of the bucket get a new flat gradient. Nothing is counted for a unit whose flat
-// gradient the user has asked for.
-//
 // Note [registered parameters]
 // While a unit is unsharded, its modules have the unsharded parameters as attributes, and otherwise
 // the sharded DTensors. (Note [after an evaluation] in core/unit.h has an exception.) Each swap is
@@ -48,6 +40,7 @@
 #include "core/unit.h"
 #include "torch/autograd_hooks.h"
 #include "torch/flat_tensor.h"
+#include "torch/sharded_gradients.h"
 
 namespace fsdp {
 
@@ -59,21 +52,10 @@ struct ModuleAttribute {
   std::size_t parameter;  // index in the unit
 };
 
-// The sharded gradient of a trainable parameter: a DTensor over a part of the flat gradient.
-struct ShardedGradient {
-  // Of the DTensor, its local tensor and its storage together.
-  std::size_t references() const;
-
-  at::Tensor tensor;
-  pybind11::object object;
-  pybind11::object local;
-  std::size_t own_references = 0;  // while its parameter does not have it
-};
-
 // The unit's memory, and the shapes and dtypes of its unsharded parameters.
 struct UnitTensors {
-  FlatTensor shard;     // layout.shard_bytes() bytes, uint8
-  FlatTensor gradient;  // layout.grad_numel() elements of layout.grad_dtype()
+  FlatTensor shard;          // layout.shard_bytes() bytes, uint8
+  at::Tensor flat_gradient;  // moves on to ShardedGradients
   std::vector<std::vector<std::int64_t>> shapes;
   std::vector<at::ScalarType> param_dtypes;
 };
@@ -119,16 +101,16 @@ class TorchUnit final : public UnitPort,
   void show_sharded() override { register_parameters(/*unsharded=*/false); }
   void show_unsharded() override { register_parameters(/*unsharded=*/true); }
   void* flat_shard() override { return tensors_.shard.data(); }
-  void* flat_gradient() override { return tensors_.gradient.data(); }
+  void* flat_gradient() override { return gradients_.data(); }
   void move_shard(std::shared_ptr<void> memory) override { tensors_.shard.move(std::move(memory)); }
-  void move_gradient(std::shared_ptr<void> memory) override {
-    tensors_.gradient.move(std::move(memory));
-  }
+  void move_gradient(std::shared_ptr<void> memory) override { gradients_.move(std::move(memory)); }
   std::uint64_t shard_version() override;
   std::shared_ptr<void> extract_gradients(const void** addresses) override;
   void drop_gradients() override;
   bool has_held_gradients() override;
-  void renew_gradient(std::shared_ptr<void> memory) override;
+  void renew_gradient(std::shared_ptr<void> memory) override {
+    gradients_.renew(std::move(memory));
+  }
   bool has_sharded_gradient(std::size_t i) override;
   void import_sharded_gradient(std::size_t i) override;
   void set_sharded_gradient(std::size_t i) override;
@@ -146,21 +128,17 @@ class TorchUnit final : public UnitPort,
   void reclaim_memory();
   // Whether forward has run some modules of the group, but not all.
   bool is_incomplete() const { return pending_count_ > 0 && pending_count_ < pending_.size(); }
-  // Drops the sharded gradients, except those that parameters have. The next reduction makes them.
-  void release_gradients();
-  // Returns the flat gradient. From now on its user follows it: Note [held gradients].
-  at::Tensor share_flat_gradient();
   void forget_pending();
   // Returns whether a tensor in `output` requires a gradient.
   bool watch_outputs(pybind11::handle output, int forward_call);
 
   const UnitLayout& layout() const { return layout_; }
+  ShardedGradients& gradients() { return gradients_; }
   int number() const { return number_; }
 
  private:
   at::Device device() const { return tensors_.shard.flat().device(); }
   const at::Tensor& sharded(std::size_t parameter) const;
-  void make_gradients();
   void register_parameters(bool unsharded);
   pybind11::object end_forward(TorchRoot& root, std::size_t index, pybind11::handle output);
   bool enter_module();
@@ -171,6 +149,7 @@ class TorchUnit final : public UnitPort,
 
   UnitLayout layout_;
   UnitTensors tensors_;
+  ShardedGradients gradients_;
   ForwardCasts casts_;
   c10::intrusive_ptr<c10::StorageImpl> storage_;
 
@@ -178,11 +157,7 @@ class TorchUnit final : public UnitPort,
   std::vector<at::Tensor> unsharded_;
   std::vector<pybind11::object> unsharded_objects_;
   std::vector<std::size_t> trainable_;  // parameter of each trainable index
-  pybind11::object make_gradients_;
-  std::vector<ShardedGradient>
-      gradients_;  // of each trainable index; empty after release_gradients
-  bool is_flat_gradient_shared_ = false;
-  std::vector<char> got_gradient_;  // in this backward, of each trainable index
+  std::vector<char> got_gradient_;      // in this backward, of each trainable index
   std::vector<ModuleAttribute> attributes_;
   bool unsharded_registered_ = false;
 

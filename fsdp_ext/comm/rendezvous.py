@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import re
 import time
 import weakref
 from datetime import timedelta
@@ -270,6 +269,4 @@ def _version() -> bytes:
 
 def plain_text(error: BaseException) -> str:
     """Return what an error of torch says, without positions in source files and stacks."""
-    text = str(error).split("\nException raised from")[0]
-    text = re.sub(r"^(\[[^\]]*\.(cc|cpp|h|hpp):\d+\]\s*)+", "", text)
-    return text.rstrip(". \n") or type(error).__name__
+    return _C.plain_text(str(error)) or type(error).__name__

@@ -99,7 +99,7 @@ class FSDPModule:
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Set whether units take part in backward that this rank's backward does not reach.
+        """Set whether backward also reduces units that this rank's backward does not reach.
 
         Parameters that only some ranks use get the right gradient without this setting, as long as
         each rank's backward reaches their unit. See :meth:`join_empty` for units that this rank's
@@ -117,7 +117,8 @@ class FSDPModule:
 
         All ranks have to run the same units in the same order. Call this in forward on the ranks
         that leave this module out, where the others run it. Backward then sends zeros for its
-        parameters.
+        parameters. Units inside this module take part in the order of their registration, so its
+        forward has to run them in that order.
 
         Args:
             tensor: a floating-point tensor that the loss depends on.
@@ -243,8 +244,6 @@ _INSTEAD = {
     "set_force_sum_reduction_for_comms": "Leave the call out: reductions are sums already",
     "set_separate_reduce_scatter_group": "Leave the call out: gathers and reductions have "
     "communicators of their own already",
-    "set_reduce_scatter_unused_params": "Let every rank use the same parameters, for example by "
-    "adding 0 * parameter.sum() to the loss",
     "set_unshard_in_backward": "Call set_reshard_after_forward(False) on units that should not be "
     "gathered in backward",
 }
@@ -268,18 +267,21 @@ for _name in vars(TorchFSDPModule):
 
 def _join_empty(module: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
     unit = unit_of(module)
-    core = None if unit is None else unit.core
-    if unit is not None:
-        if core is None:
-            raise RuntimeError(
-                f"join_empty was called on unit '{unit.name}' before the first forward of the root "
-                "module. Call it in that forward."
-            )
-        tensor = core.begin_skip(tensor)
+    if unit is None:
+        return _join_children(module, tensor)
+    if unit.core is None:
+        raise RuntimeError(
+            f"join_empty was called on unit '{unit.name}' before the first forward of the root "
+            "module. Call it in that forward."
+        )
+    tensor = _join_children(module, unit.core.begin_skip(tensor))
+    unit.core.end_skip(unit.modules.index(module), tensor)
+    return tensor
+
+
+def _join_children(module: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
     for child in module.children():
         tensor = _join_empty(child, tensor)
-    if unit is not None and core is not None:
-        core.end_skip(unit.modules.index(module), tensor)
     return tensor
 
 

@@ -45,6 +45,7 @@ void register_processes(py::module_& m) {
     const ProcessIdentity identity = identity_of_this_process();
     return py::bytes(reinterpret_cast<const char*>(&identity), sizeof(identity));
   });
+  m.def("plain_text", &plain_text, py::arg("message"));
   // Of a process elsewhere nothing is known.
   m.def(
       "ended_process",

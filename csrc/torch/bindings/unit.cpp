@@ -22,8 +22,8 @@ void register_unit(py::module_& m) {
                        std::optional<at::ScalarType> cast_outputs, std::size_t module_count) {
              return std::make_shared<TorchUnit>(
                  layout,
-                 UnitTensors{std::move(shard), FlatTensor(std::move(flat_gradient), {}),
-                             std::move(shapes), std::move(param_dtypes)},
+                 UnitTensors{std::move(shard), std::move(flat_gradient), std::move(shapes),
+                             std::move(param_dtypes)},
                  ForwardCasts{cast_inputs, cast_outputs}, module_count);
            }),
            py::kw_only(), py::arg("layout"), py::arg("shard"), py::arg("flat_gradient"),
@@ -43,8 +43,8 @@ void register_unit(py::module_& m) {
           },
           py::arg("sharded"), py::arg("unsharded"), py::arg("make_gradients"),
           py::arg("attributes"))
-      .def("release_gradients", &TorchUnit::release_gradients)
-      .def("share_flat_gradient", &TorchUnit::share_flat_gradient)
+      .def("release_gradients", [](TorchUnit& unit) { unit.gradients().release(); })
+      .def("share_flat_gradient", [](TorchUnit& unit) { return unit.gradients().share(); })
       .def("pre_forward_hook",
            [](const std::shared_ptr<TorchUnit>& unit, std::size_t index) {
              return py::cpp_function(

@@ -1,0 +1,91 @@
+#include "torch/sharded_gradients.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "base/check.h"
+
+namespace py = pybind11;
+
+namespace fsdp {
+
+ShardedGradients::~ShardedGradients() {
+  if (Py_IsInitialized() == 0) {
+    for (Gradient& gradient : gradients_) {
+      gradient.object.release();
+      gradient.local.release();
+    }
+    make_.release();
+    return;
+  }
+  const py::gil_scoped_acquire gil;
+  gradients_.clear();
+  make_ = py::object();
+}
+
+void ShardedGradients::bind(py::object make, std::size_t count) {
+  make_ = std::move(make);
+  count_ = count;
+  this->make();
+}
+
+std::size_t ShardedGradients::Gradient::references() const {
+  const at::Tensor& rows = THPVariable_Unpack(local.ptr());
+  return tensor.use_count() + static_cast<std::size_t>(Py_REFCNT(object.ptr())) + rows.use_count() +
+         static_cast<std::size_t>(Py_REFCNT(local.ptr())) + rows.storage().use_count();
+}
+
+// The references are counted last, when the list and the parts are gone.
+void ShardedGradients::make() {
+  gradients_.clear();
+  {
+    const py::list made = make_(flat_.flat());
+    FSDP_CHECK(made.size() == count_, "A unit got ", made.size(), " sharded gradients. It has ",
+               count_, " trainable parameters.");
+    for (const py::handle gradient : made) {
+      gradients_.push_back({THPVariable_Unpack(gradient.ptr()),
+                            py::reinterpret_borrow<py::object>(gradient),
+                            gradient.attr("_local_tensor")});
+    }
+  }
+  {
+    std::vector<at::Tensor> parts;
+    for (const Gradient& gradient : gradients_) {
+      parts.push_back(THPVariable_Unpack(gradient.local.ptr()));
+    }
+    flat_ = FlatTensor(flat_.flat(), parts);
+  }
+  for (Gradient& gradient : gradients_) {
+    gradient.own_references = gradient.references();
+  }
+}
+
+bool ShardedGradients::is_held(std::size_t i) const {
+  return gradients_[i].references() > gradients_[i].own_references;
+}
+
+void ShardedGradients::renew(std::shared_ptr<void> memory) {
+  const py::gil_scoped_acquire gil;
+  if (is_shared_) {
+    flat_.move(std::move(memory));
+  } else {
+    flat_ = FlatTensor(FlatTensor::like(flat_.flat(), std::move(memory)), {});
+  }
+  if (!is_shared_ || gradients_.empty()) {
+    make();
+  }
+}
+
+void ShardedGradients::copy_from(std::size_t i, const at::Tensor& gradient) {
+  const py::gil_scoped_acquire gil;
+  const at::NoGradGuard no_grad;
+  const py::object theirs = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient));
+  gradients_[i].local.attr("copy_")(theirs.attr("_local_tensor"));
+}
+
+at::Tensor ShardedGradients::share() {
+  is_shared_ = true;
+  return flat_.flat();
+}
+
+}  // namespace fsdp

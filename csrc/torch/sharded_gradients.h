@@ -1,0 +1,81 @@
+// A unit's flat gradient, and the sharded gradients in it: DTensors, one for each trainable
+// parameter.
+//
+// Note [held gradients]
+// The sharded gradients are the same tensors in every step, parts of the flat gradient. A user may
+// hold one beyond zero_grad(), or its local tensor, or a view of it. Then the numbers must stay. So
+// before a reduction, the references to each gradient that its parameter has no more are counted,
+// and compared with how many the unit itself has. If there are others, the holders keep the memory,
+// and the units of the bucket get a new flat gradient. Nothing is counted for a unit whose flat
+// gradient the user has asked for.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cstddef>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "torch/flat_tensor.h"
+
+namespace fsdp {
+
+class ShardedGradients {
+ public:
+  // `flat` has layout.grad_numel() elements of layout.grad_dtype().
+  explicit ShardedGradients(at::Tensor flat) : flat_(std::move(flat), {}) {}
+  ~ShardedGradients();
+
+  ShardedGradients(const ShardedGradients&) = delete;
+  ShardedGradients& operator=(const ShardedGradients&) = delete;
+
+  // Called once. `make` returns a list of `count` DTensors over the flat gradient that it is called
+  // with.
+  void bind(pybind11::object make, std::size_t count);
+
+  const at::Tensor& at(std::size_t i) const { return gradients_[i].tensor; }
+  void* data() const { return flat_.data(); }
+
+  // Whether gradient i, which its parameter does not have, has other holders than the unit. It runs
+  // without the GIL, and reads numbers that only users' threads change.
+  bool is_held(std::size_t i) const;
+  bool is_released() const { return gradients_.empty(); }
+  bool is_shared() const { return is_shared_; }
+
+  // Copies the content into `memory`, where it stays from now on.
+  void move(std::shared_ptr<void> memory) { flat_.move(std::move(memory)); }
+  // Makes new gradients in `memory`: UnitPort::renew_gradient. Takes the GIL.
+  void renew(std::shared_ptr<void> memory);
+  // Copies a gradient that the user has set into gradient i. Takes the GIL.
+  void copy_from(std::size_t i, const at::Tensor& gradient);
+  // Undoes share_memory_(): FlatTensor::reclaim.
+  void reclaim() { flat_.reclaim(); }
+
+  // Drops the gradients, except those that parameters have. The next reduction makes them.
+  void release() { gradients_.clear(); }
+  // Returns the flat gradient. From now on its user follows it: Note [held gradients].
+  at::Tensor share();
+
+ private:
+  struct Gradient {
+    // Of the DTensor, its local tensor and its storage together.
+    std::size_t references() const;
+
+    at::Tensor tensor;
+    pybind11::object object;
+    pybind11::object local;
+    std::size_t own_references = 0;  // while its parameter does not have it
+  };
+
+  void make();
+
+  FlatTensor flat_;
+  std::size_t count_ = 0;
+  pybind11::object make_;
+  std::vector<Gradient> gradients_;  // empty after release
+  bool is_shared_ = false;
+};
+
+}  // namespace fsdp

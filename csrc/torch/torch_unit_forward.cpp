@@ -1,0 +1,228 @@
+// A unit's module hooks: how forward enters and leaves its modules.
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "base/check.h"
+#include "torch/containers.h"
+#include "torch/torch_root.h"
+#include "torch/torch_unit.h"
+
+namespace py = pybind11;
+
+namespace fsdp {
+namespace {
+
+// The exception that an `except` block around the caller handles, if any.
+const PyObject* handled_exception() {
+#if PY_VERSION_HEX >= 0x030B0000
+  return py::reinterpret_steal<py::object>(PyErr_GetHandledException()).ptr();
+#else
+  PyObject* type = nullptr;
+  PyObject* value = nullptr;
+  PyObject* traceback = nullptr;
+  PyErr_GetExcInfo(&type, &value, &traceback);
+  Py_XDECREF(type);
+  Py_XDECREF(value);
+  Py_XDECREF(traceback);
+  return value;
+#endif
+}
+
+}  // namespace
+
+py::object TorchUnit::pre_forward(std::size_t index, py::handle module, py::handle args,
+                                  py::handle kwargs) {
+  handled_.at(index) = handled_exception();
+  const std::shared_ptr<TorchRoot> root = root_.lock();
+  FSDP_CHECK(root != nullptr, "The root module of unit '", name_,
+             "' was deleted. Keep a reference to the model.");
+  const bool recomputing = root->is_recomputing();
+  if (!recomputing && !root->enter_forward(*this)) {
+    return root->pre_forward_when_stale(module, args, kwargs);
+  }
+  const bool entering = recomputing || enter_module();
+  {
+    const py::gil_scoped_release no_gil;  // it may wait for a gather
+    root->pipeline().pre_forward(number_);
+  }
+  py::object inputs = py::make_tuple(args, kwargs);
+  const py::object original = inputs;
+  // As in FSDP2, a batch may be on the host.
+  if (!device().is_cpu() && !recomputing && root->is_outermost(*this)) {
+    inputs = to_device(inputs, device());
+  }
+  inputs = cast(inputs, casts_.inputs);
+  if (entering && at::GradMode::is_enabled()) {
+    inputs = watch_inputs(inputs);
+  }
+  return inputs.is(original) ? py::object(py::none()) : inputs;
+}
+
+py::object TorchUnit::post_forward(std::size_t index, py::handle output) {
+  const std::shared_ptr<TorchRoot> root = root_.lock();
+  FSDP_CHECK(root != nullptr, "The root module of unit '", name_,
+             "' was deleted. Keep a reference to the model.");
+  if (handled_exception() != handled_.at(index)) {
+    root->abandon_forward(*this);
+    return py::none();
+  }
+  try {
+    return end_forward(*root, index, output);
+  } catch (...) {
+    root->abandon_forward(*this);
+    throw;
+  }
+}
+
+py::object TorchUnit::end_forward(TorchRoot& root, std::size_t index, py::handle output) {
+  const bool recomputing = root.is_recomputing();
+  const bool outermost = !recomputing && root.is_outermost(*this);
+  const bool last_of_group = recomputing || leave_module(index) || outermost;
+  // Backward reaches a group of modules through the last one, and prefetches from there.
+  int forward_call = -1;
+  if (last_of_group) {
+    const py::gil_scoped_release no_gil;
+    forward_call = root.pipeline().post_forward(number_, at::GradMode::is_enabled());
+  }
+  if (!watch_outputs(output, forward_call) && last_of_group && !recomputing) {
+    keep_for_opaque(root, output);
+  }
+  if (outermost) {
+    root.leave_forward(output);
+  }
+  const py::object result = cast(output, casts_.outputs);
+  return result.is(output) ? py::object(py::none()) : result;
+}
+
+at::Tensor TorchUnit::begin_skip(const at::Tensor& tensor) {
+  const std::shared_ptr<TorchRoot> root = root_.lock();
+  FSDP_CHECK(
+      root != nullptr && (root->pipeline().in_forward() || root->is_recomputing()),
+      "join_empty was called on unit '", name_,
+      "' outside of a forward. Call it in the forward of the root module, at the place where "
+      "other ranks run the unit.");
+  const bool entering = root->is_recomputing() || enter_module();
+  {
+    const py::gil_scoped_release no_gil;
+    root->pipeline().pre_forward(number_);
+    root->pipeline().skip(number_);
+  }
+  return entering && at::GradMode::is_enabled()
+             ? add_post_backward_node({tensor}, weak_from_this()).front()
+             : tensor;
+}
+
+void TorchUnit::end_skip(std::size_t index, const at::Tensor& tensor) {
+  const std::shared_ptr<TorchRoot> root = root_.lock();
+  const bool last_of_group = root->is_recomputing() || leave_module(index);
+  if (!last_of_group) {
+    return;
+  }
+  int forward_call = -1;
+  {
+    const py::gil_scoped_release no_gil;
+    forward_call = root->pipeline().post_forward(number_, at::GradMode::is_enabled());
+  }
+  if (at::GradMode::is_enabled()) {
+    add_pre_backward_hook(tensor, weak_from_this(), forward_call);
+  }
+}
+
+// Returns whether forward enters the unit here. It enters a group of modules with its first one.
+bool TorchUnit::enter_module() {
+  if (pending_count_ > 0) {
+    return false;
+  }
+  std::fill(pending_.begin(), pending_.end(), 1);
+  pending_count_ = pending_.size();
+  return true;
+}
+
+// Returns whether forward leaves the unit here, with the last of its modules.
+bool TorchUnit::leave_module(std::size_t index) {
+  if (pending_.at(index) == 0) {
+    return false;
+  }
+  pending_[index] = 0;
+  pending_count_ -= 1;
+  return pending_count_ == 0;
+}
+
+void TorchUnit::forget_pending() {
+  std::fill(pending_.begin(), pending_.end(), 0);
+  pending_count_ = 0;
+}
+
+py::object TorchUnit::cast(py::handle object, std::optional<at::ScalarType> dtype) const {
+  if (!dtype) {
+    return py::reinterpret_borrow<py::object>(object);
+  }
+  return map_tensors(object, [&](const at::Tensor& tensor) {
+    return tensor.is_floating_point() ? tensor.to(*dtype) : tensor;
+  });
+}
+
+py::object TorchUnit::watch_inputs(py::handle inputs) {
+  std::vector<at::Tensor> watched;
+  map_tensors(inputs, [&](const at::Tensor& tensor) {
+    if (tensor.requires_grad()) {
+      watched.push_back(tensor);
+    }
+    return tensor;
+  });
+  if (watched.empty()) {
+    return py::reinterpret_borrow<py::object>(inputs);
+  }
+  const std::vector<at::Tensor> aliases = add_post_backward_node(watched, weak_from_this());
+  std::size_t next = 0;
+  return map_tensors(inputs, [&](const at::Tensor& tensor) {
+    return tensor.requires_grad() ? aliases.at(next++) : tensor;
+  });
+}
+
+bool TorchUnit::watch_outputs(py::handle output, int forward_call) {
+  if (!at::GradMode::is_enabled()) {
+    return false;
+  }
+  bool found = false;
+  map_tensors(output, [&](const at::Tensor& tensor) {
+    found = found || tensor.requires_grad();
+    add_pre_backward_hook(tensor, weak_from_this(), forward_call);
+    return tensor;
+  });
+  return found;
+}
+
+// See Note [opaque outputs].
+void TorchUnit::keep_for_opaque(TorchRoot& root, py::handle output) {
+  if (!at::GradMode::is_enabled() || trainable_.empty()) {
+    return;
+  }
+  const std::string type = opaque_type_in(output);
+  if (type.empty()) {
+    return;
+  }
+  {
+    const py::gil_scoped_release no_gil;
+    root.pipeline().unshard(number_);
+    root.pipeline().wait_for_unshard(number_);
+  }
+  if (has_warned_) {
+    return;
+  }
+  has_warned_ = true;
+  const std::string message =
+      "unit '" + name_ + "' returned a " + type +
+      ", and fsdp_ext cannot see tensors inside it. The unit's parameters stay unsharded until "
+      "backward has ended, which takes memory. Return tensors in tuples, lists, dicts or "
+      "dataclasses to avoid that.";
+  if (PyErr_WarnEx(PyExc_UserWarning, message.c_str(), 1) != 0) {
+    throw py::error_already_set();
+  }
+}
+
+}  // namespace fsdp
