@@ -77,7 +77,7 @@ def run_in_a_forked_child(case: Case) -> None:
         try:
             model(batch(0, case.rank))
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
+            said = str(error)
         os.write(writing, said.encode())
         os._exit(0)
     os.close(writing)
@@ -91,11 +91,7 @@ def run_in_a_forked_child(case: Case) -> None:
         os.kill(os.getpid(), number)
     step(case, model)  # the parent trains on
     if said:
-        raise ChildFailed(said)
-
-
-class ChildFailed(RuntimeError):
-    """A forked child raised, and said so."""
+        raise RuntimeError(said)
 
 
 FAULTS = [

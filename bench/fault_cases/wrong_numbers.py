@@ -24,6 +24,7 @@ from bench.fault_cases.case import (
 )
 
 KIND = "wrong numbers"
+GLOO_ABORTS = "gloo aborts a process that receives a larger message than it expects"
 
 
 # - Ranks that differ
@@ -72,7 +73,13 @@ def use_other_experts_and_send_zeros(case: Case) -> None:
     use_other_experts(case, sends_zeros=True)
 
 
-def run_in_order(case: Case, other: tuple[int, ...], since: int, **settings: Any) -> None:
+def run_in_order(
+    case: Case,
+    other: tuple[int, ...],
+    since: int,
+    model_class: type[nn.Module] = Stack,
+    **settings: Any,
+) -> None:
     """Let rank 1 run the layers in another order, from a step on."""
 
     def run(model: nn.Module, step: int, rank: int) -> Tensor:
@@ -81,7 +88,7 @@ def run_in_order(case: Case, other: tuple[int, ...], since: int, **settings: Any
         order = other if rank == 1 and step >= since else (0, 1, 2)
         return model(batch(step, rank), order).square().sum()
 
-    reference = Stack()
+    reference = model_class()
     train(case, case.shard(copy.deepcopy(reference), **settings), reference, run, since + 2)
 
 
@@ -93,6 +100,19 @@ def leave_out_a_unit(case: Case) -> None:
 def leave_out_a_unit_later(case: Case) -> None:
     """Leave out a unit on rank 1, when the schedule is known."""
     run_in_order(case, (0, 2), 3, bucket_bytes=0)
+
+
+class Uneven(Stack):
+    """A stack whose second unit is larger than the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM))
+
+
+def leave_out_a_small_unit_later(case: Case) -> None:
+    """Leave out a unit where a larger one follows."""
+    run_in_order(case, (1, 2), 3, Uneven, bucket_bytes=0)
 
 
 def leave_out_a_unit_of_a_bucket_later(case: Case) -> None:
@@ -273,7 +293,9 @@ FAULTS = [
     Fault("swapped in step 4, units of one bucket", KIND, swap_units_of_a_bucket_later,
           TRANSPORTS),
     Fault("one rank leaves out a unit in step 4", KIND, leave_out_a_unit_later, TRANSPORTS,
-          open="gloo aborts a process that receives a larger message than it expects"),
+          open=GLOO_ABORTS),
+    Fault("left out in step 4, a unit before a larger one", KIND, leave_out_a_small_unit_later,
+          TRANSPORTS, open=GLOO_ABORTS),
     Fault("left out in step 4, a unit of a larger bucket", KIND,
           leave_out_a_unit_of_a_bucket_later, TRANSPORTS),
     Fault("a parameter of a class with more than numbers", KIND, shard_a_subclass),
