@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,20 @@ def test_the_worst_that_happened_to_a_rank_counts() -> None:
 def test_no_two_faults_share_a_name() -> None:
     names = [fault.name for fault in faults.FAULTS]
     assert len(set(names)) == len(names)
+
+
+def test_the_page_quotes_messages_of_the_run_that_it_names() -> None:
+    page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    (name,) = re.findall(r"`(bench/results/faults-[\w-]+\.json)`", page)
+    rows = json.loads((ROOT / name).read_text())["rows"]
+    messages = "\n".join(row["message"] for row in rows)
+    table_rows = [line for line in page.splitlines() if line.startswith("| ")]
+    quotes = [quote for line in table_rows for quote in re.findall(r'"([^"]+)"', line)]
+    parts = [part.strip(" ,") for quote in quotes for part in quote.split("...")]
+    assert len(parts) > 20
+    assert not [part for part in parts if part not in messages]
+    # A row for each fault, beside the three headers.
+    assert len(table_rows) - 3 == len({row["fault"] for row in rows}) == len(faults.FAULTS)
 
 
 # - Whole runs

@@ -244,6 +244,8 @@ def keep_a_gradient(case: Case) -> None:
 
 def set_grad_dtype(case: Case) -> None:
     """Ask for a gradient in bf16 before sharding."""
+    if not hasattr(Tensor, "grad_dtype"):
+        raise NotImplementedError("this torch has no grad_dtype")
     reference = Stack()
     model = copy.deepcopy(reference)
     for each in (model, reference):

@@ -243,8 +243,6 @@ _INSTEAD = {
     "set_force_sum_reduction_for_comms": "Leave the call out: reductions are sums already",
     "set_separate_reduce_scatter_group": "Leave the call out: gathers and reductions have "
     "communicators of their own already",
-    "set_reduce_scatter_unused_params": "Let every rank use the same parameters, for example by "
-    "adding 0 * parameter.sum() to the loss",
     "set_unshard_in_backward": "Call set_reshard_after_forward(False) on units that should not be "
     "gathered in backward",
 }
