@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from bench.fault_cases.case import TRANSPORTS, Case, Fault, Stack, batch
+from bench.fault_cases.breaks import Fragile, fail
+from bench.fault_cases.case import (
+    GLOO_ABORTS,
+    TRANSPORTS,
+    Case,
+    Fault,
+    Stack,
+    batch,
+    run_all,
+    train,
+)
 
 KIND = "peers"
 CHILD_LIMIT_S = 12  # less than a rank has, so that the rank can tell
@@ -57,6 +70,36 @@ def take_other_branches(case: Case) -> None:
         model(batch(1, case.rank))
 
 
+def act_alone(case: Case, act: Callable[[Any], object]) -> None:
+    """Let rank 1 alone do something with the model before its step 4."""
+
+    def run(each: nn.Module, step: int, rank: int) -> Tensor:
+        if each is model and step == 3:
+            case.begin()
+            if rank == 1:
+                act(model)
+        return run_all(each, step, rank)
+
+    reference = Fragile()
+    model = case.shard(copy.deepcopy(reference))
+    train(case, model, reference, run, steps=5)
+
+
+def evaluate_alone(case: Case) -> None:
+    """Evaluate on rank 1 alone."""
+
+    def evaluate(model: Any) -> None:
+        with torch.no_grad():
+            model(batch(0, 0))
+
+    act_alone(case, evaluate)
+
+
+def skip_a_failed_step_alone(case: Case) -> None:
+    """Let a step of rank 1 alone fail, which catches the exception and goes on."""
+    act_alone(case, lambda model: fail(case, model, "forward"))
+
+
 def have_another_version(case: Case) -> None:
     """Let rank 1 have another version of the library."""
     from fsdp_ext.comm import rendezvous
@@ -99,6 +142,9 @@ FAULTS = [
           quick=True, lost=(1,)),
     Fault("a rank is killed in training", KIND, die_in_training, TRANSPORTS, lost=(1,)),
     Fault("one rank in backward, the other in forward", KIND, take_other_branches, TRANSPORTS),
+    Fault("one rank alone evaluates", KIND, evaluate_alone, TRANSPORTS, open=GLOO_ABORTS),
+    Fault("one rank alone fails in forward, and goes on", KIND, skip_a_failed_step_alone,
+          TRANSPORTS, open=GLOO_ABORTS),
     Fault("ranks with different versions of the library", KIND, have_another_version, quick=True,
           not_fsdp2="is a part of torch, which does not compare versions"),
     Fault("forward in a forked child", KIND, run_in_a_forked_child),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from bench.fault_cases.case import (
     DIM,
+    GLOO_ABORTS,
     TRANSPORTS,
     Case,
     Fault,
@@ -24,7 +25,6 @@ from bench.fault_cases.case import (
 )
 
 KIND = "wrong numbers"
-GLOO_ABORTS = "gloo aborts a process that receives a larger message than it expects"
 
 
 # - Ranks that differ
