@@ -181,7 +181,7 @@ cuda-install: $(CUDA_VENV)/.ready
 	FORCE_CUDA=1 "$(CUDA_BIN)/pip" install --quiet --no-build-isolation ".[test,examples]"
 
 # Tests of Python code that is the same in every build.
-PYTHON_ALONE = bench causes docs gpu_check imports launcher scaling schedule simulated_group
+PYTHON_ALONE = bench bench_faults causes docs gpu_check imports launcher scaling schedule simulated_group
 
 .PHONY: cuda-build
 cuda-build: cuda-install  ## make the CUDA build in .venv-cuda, look into it, run the tests on the CPU

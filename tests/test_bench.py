@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NAMES = {
     "buckets",
     "collectives",
+    "faults",
     "host_overhead",
     "memory",
     "overlap",

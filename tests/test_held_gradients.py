@@ -6,6 +6,7 @@ import weakref
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from support.launcher import run_ranks
 from torch import Tensor, nn
@@ -141,11 +142,12 @@ def test_gradients_that_nobody_keeps_are_used_again() -> None:
     run_ranks(_reused_gradients, 2)
 
 
-def _converted_with_gradients() -> None:
+def _converted_with_gradients(convert: str) -> None:
     model = sharded()
     model(ones()).square().sum().backward()
     expected = [param.grad.full_tensor().double() for param in model.parameters()]
-    model.float()  # changes nothing
+    if convert == "twice":
+        model.float()  # changes nothing
     model.double()
     for param, gradient in zip(model.parameters(), expected, strict=True):
         assert param.dtype == torch.float64
@@ -159,5 +161,6 @@ def _converted_with_gradients() -> None:
         torch.testing.assert_close(param.grad.full_tensor(), 3 * gradient)
 
 
-def test_a_model_with_gradients_can_be_converted() -> None:
-    run_ranks(_converted_with_gradients, 2)
+@pytest.mark.parametrize("convert", ["at once", "twice"])
+def test_a_model_with_gradients_can_be_converted(convert: str) -> None:
+    run_ranks(_converted_with_gradients, 2, convert)

@@ -175,6 +175,7 @@ class Root(UnitTree):
         for unit in self.units:
             self.reshard(unit)
             if unit.core is not None:
+                unit.core.release_gradients()  # this root's C++ side may outlive the call
                 unit.core = None
                 for hooks in hooks_of(unit):
                     hooks.disconnect()
