@@ -11,6 +11,8 @@ from support.launcher import run_ranks
 from support.parity import SYSTEM, load_system
 from torch import Tensor, nn
 
+from fsdp_ext import fully_shard
+
 READS: list[Callable[[Tensor], Any]] = [
     repr,
     str,
@@ -41,3 +43,32 @@ def _reads(system: str) -> None:
 @pytest.mark.parametrize("system", ["fsdp2", SYSTEM])
 def test_printing_or_indexing_a_freed_parameter_raises(system: str) -> None:
     run_ranks(_reads, 2, system)
+
+
+# torch 2.11 has no storage that raises what it is told to.
+REFUSES = torch.__version__ >= "2.12"
+
+
+def _computes_with_freed() -> list[str]:
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    kept: list[Tensor] = []
+    fully_shard(model[0])
+    fully_shard(model)
+    model[0].register_forward_pre_hook(lambda module, args: kept.append(module.weight))
+    model(torch.ones(1, 8))
+    (weight,) = kept
+    messages = []
+    for read in (repr, torch.abs, torch.isfinite, lambda w: w.detach().add_(1), lambda w: w @ w):
+        with pytest.raises(RuntimeError) as caught:
+            read(weight)
+        messages.append(str(caught.value))
+    return messages
+
+
+@pytest.mark.skipif(not REFUSES, reason="torch 2.11 crashes here, with FSDP2, too")
+def test_every_read_of_a_freed_parameter_names_its_unit() -> None:
+    for messages in run_ranks(_computes_with_freed, 2):
+        for message in messages:
+            assert message.startswith(
+                "An unsharded parameter of unit '0' was read while it is freed."
+            )

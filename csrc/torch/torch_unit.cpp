@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <atomic>
+#include <type_traits>
 #include <utility>
 
 #include "base/check.h"
@@ -36,6 +37,33 @@ void call_post_accumulate_hooks(const py::object& parameter) {
     kept.persist();
     throw std::move(kept);
   }
+}
+
+// Whether a storage can raise a message of its own when its data is accessed, and stop doing so.
+// torch 2.11 and older cannot.
+template <typename Storage, typename = void>
+struct CanRefuse : std::false_type {};
+template <typename Storage>
+struct CanRefuse<Storage,
+                 std::void_t<decltype(std::declval<Storage&>().clear_data_ptr_access_error_msg_())>>
+    : std::true_type {};
+
+// See Note [one pointer swap].
+template <typename Storage>
+void forbid_access(Storage& storage, const std::string& message) {
+  if constexpr (CanRefuse<Storage>::value) {
+    storage.release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+  } else {
+    storage.set_nbytes(0);
+  }
+}
+
+template <typename Storage>
+void allow_access(Storage& storage, std::size_t bytes) {
+  if constexpr (CanRefuse<Storage>::value) {
+    storage.clear_data_ptr_access_error_msg_();
+  }
+  storage.set_nbytes(bytes);
 }
 
 }  // namespace
@@ -114,6 +142,10 @@ void TorchUnit::join(const std::shared_ptr<TorchRoot>& root, std::string name, i
   root_ = root;
   name_ = std::move(name);
   number_ = number;
+  when_freed_ = detail::concat("An unsharded parameter of unit '", name_,
+                               "' was read while it is freed. Read parameters in the forward of "
+                               "their module, or call unshard() on it before.");
+  forbid_access(*storage_, when_freed_);
 }
 
 const at::Tensor& TorchUnit::sharded(std::size_t parameter) const {
@@ -125,7 +157,7 @@ const at::Tensor& TorchUnit::sharded(std::size_t parameter) const {
 
 void TorchUnit::attach(void* unsharded) {
   storage_->set_data_ptr_noswap(at::DataPtr(unsharded, device()));
-  storage_->set_nbytes(layout_.unsharded_bytes());
+  allow_access(*storage_, layout_.unsharded_bytes());
   for (const std::size_t parameter : trainable_) {
     const bool requires_grad = sharded(parameter).requires_grad();
     if (unsharded_[parameter].requires_grad() != requires_grad) {
@@ -137,7 +169,7 @@ void TorchUnit::attach(void* unsharded) {
 
 void TorchUnit::detach() {
   storage_->set_data_ptr_noswap(at::DataPtr(nullptr, device()));
-  storage_->set_nbytes(0);
+  forbid_access(*storage_, when_freed_);
   register_parameters(/*unsharded=*/false);
 }
 

@@ -2,12 +2,11 @@
 //
 // Note [one pointer swap]
 // The unsharded parameters are views of one storage for the life of the unit. attach() points that
-// storage at a slot, and detach() at nothing, with a size of 0. Every tensor that autograd saved in
-// forward follows, such as a transposed weight. Reading one while it is detached raises PyTorch's
-// own errors: operators that ask for a typed pointer, matrix products above all, find that "data is
-// not allocated yet", and those that make views first, such as printing and indexing, that these
-// are "out of bounds for storage of size 0". Elementwise kernels do not check and crash, as they do
-// on a storage that FSDP2 has freed. No operator reads stale numbers.
+// storage at a slot, and detach() at nothing. Every tensor that autograd saved in forward follows,
+// such as a transposed weight. While the storage is detached it refuses every access, with an error
+// that names the unit. With torch 2.11, which cannot do that, its size is 0: operators that ask for
+// a typed pointer or make views raise PyTorch's own errors, but elementwise kernels crash, as they
+// do on a storage that FSDP2 has freed. No operator reads stale numbers.
 //
 // Note [registered parameters]
 // While a unit is unsharded, its modules have the unsharded parameters as attributes, and otherwise
@@ -169,6 +168,7 @@ class TorchUnit final : public UnitPort,
 
   std::weak_ptr<TorchRoot> root_;
   std::string name_;
+  std::string when_freed_;  // the error of reading an unsharded parameter while detached
   int number_ = -1;
 };
 
