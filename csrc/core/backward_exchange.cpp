@@ -78,7 +78,7 @@ void BackwardExchange::send(const std::vector<std::unique_ptr<Unit>>& units) {
   is_in_flight_ = true;
 }
 
-// Ends the last message that was sent, if there is one.
+// Waits for the messages of the last exchange and reads them, if that has not happened yet.
 void BackwardExchange::receive() {
   if (!is_in_flight_) {
     return;

@@ -1,13 +1,13 @@
-// What ranks tell each other at the end of a backward that reduced gradients: which parameters got
-// one, and which collectives they have issued. It is one small message on the gather lane, which is
-// idle then, so it travels beside the last reduction.
+// At the end of a backward that reduced gradients, ranks tell each other which parameters they used
+// and which collectives they have issued. That is one small message. The gather lane is idle then,
+// so the message overlaps the last reduction.
 //
 // Note [parameters that some ranks do not use]
-// A rank that did not use a parameter, an expert say, sends zeros for it. So the sum is right on
-// every rank, but a rank cannot tell from the sum whether the parameter has a gradient. It does if
-// any rank used it. Otherwise its .grad stays as it is, None for example, and the optimizer leaves
-// the parameter alone. So each rank sends one bit for each trainable parameter. Ranks that used
-// every parameter need no answer, and on a GPU their host does not wait for it.
+// A rank that did not use a parameter, such as an expert, sends zeros for it. So the sum is right
+// on every rank, but it does not tell whether the parameter has a gradient. It has one if any rank
+// used it. Otherwise its .grad stays as it is, for example None, and the optimizer leaves the
+// parameter alone. So each rank sends one bit for each trainable parameter. A rank that used every
+// parameter needs no answer, and on a GPU its host does not wait for one.
 #pragma once
 
 #include <cstddef>
@@ -33,8 +33,8 @@ class BackwardExchange {
 
   // Call both at the end of each backward. `begin` sends the message if this backward reduced
   // gradients (Unit::is_reduced, Unit::used). `end` sets the sharded gradients of parameters that
-  // only other ranks used. Both throw if ranks have issued different
-  // collectives. If the host did not wait for the answer, the next backward throws.
+  // only other ranks used. Both throw if ranks have issued different collectives. If the host did
+  // not wait for the answer, the next backward throws.
   void begin(const std::vector<std::unique_ptr<Unit>>& units);
   void end(const std::vector<std::unique_ptr<Unit>>& units);
 
@@ -57,8 +57,8 @@ class BackwardExchange {
   std::unique_ptr<Event> received_;
   bool is_in_flight_ = false;
   std::size_t message_bytes_ = 0;
-  std::shared_ptr<void> mine_;     // hashes, then bits
-  std::shared_ptr<void> all_;      // of every rank
+  std::shared_ptr<void> mine_;     // this rank's message: hashes, then bits
+  std::shared_ptr<void> all_;      // the messages of all ranks
   std::vector<char> used_by_any_;  // one bit for each trainable parameter of the model
 };
 

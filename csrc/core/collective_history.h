@@ -1,14 +1,14 @@
 // What this rank has issued on a lane: the last collectives, and a hash of all of them.
 //
 // Note [collective tags]
-// Ranks match collectives by their order on a lane. If ranks run units in different orders, and the
-// sizes are equal, every transport would add up gradients of different units without a word. So
-// each collective has a tag, a hash of its units, operation, size and iteration. Shared memory
+// Ranks match collectives by their order on a lane. If ranks run units of equal size in different
+// orders, every transport would add up gradients of different units, and nothing would fail. So
+// each collective has a tag: a hash of its units, operation, size and iteration. Shared memory
 // compares the tags when ranks meet for a collective. The other transports cannot, so all ranks
 // compare hashes of all their tags once in each backward (core/backward_exchange.h).
 //
-// An iteration ends with a backward that reduced gradients. Forwards do not count: one rank alone
-// may run some, if its parameters stay unsharded.
+// An iteration ends with a backward that reduced gradients. Forwards do not count, because one rank
+// alone may run some if its parameters stay unsharded.
 #pragma once
 
 #include <array>
@@ -20,7 +20,7 @@ namespace fsdp {
 
 struct IssuedRecord {
   std::uint64_t tag;
-  std::uint64_t number;  // from 1 on; 0: none
+  std::uint64_t number;  // counts from 1; a record with 0 is empty
   std::uint64_t iteration;
   std::uint64_t bytes;
   char label[96];  // "the all-gather of unit 'layers.0'"
@@ -38,7 +38,7 @@ class CollectiveHistory {
   void end_iteration() { iteration_ += 1; }
 
   std::uint64_t hash() const { return hash_; }
-  // In no particular order; IssuedRecord::number tells.
+  // They are not in order; IssuedRecord::number has it.
   const Records& records() const { return records_; }
 
  private:
@@ -48,7 +48,7 @@ class CollectiveHistory {
   Records records_{};
 };
 
-// Says where two ranks' histories of lane `lane` part, and lists both.
+// Says where two ranks' histories of lane `lane` differ, and lists both.
 std::string describe_difference(const char* lane, int rank, const CollectiveHistory::Records& mine,
                                 int other_rank, const CollectiveHistory::Records& theirs);
 

@@ -68,7 +68,7 @@ void Pipeline::begin_forward(int outermost) {
   state_ = PipelineState::Forward;
 }
 
-// What forward did since the last backward.
+// Forgets which units the forwards since the last backward ran.
 void Pipeline::forget_forwards() {
   for (const auto& unit : units_) {
     unit->ran = false;

@@ -78,8 +78,8 @@ class Pipeline {
   // this call (Note [reentrant checkpointing]).
   int post_forward(int unit, bool with_gradient = true);
 
-  // This rank does not run the unit, but other ranks do: it takes part in the unit's collectives,
-  // in backward with zeros. Call it between pre_forward and post_forward.
+  // This rank does not run the unit, but other ranks do. So it takes part in the unit's
+  // collectives, and sends zeros in backward. Call it between pre_forward and post_forward.
   void skip(int unit);
 
   // - Backward.

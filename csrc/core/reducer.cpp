@@ -94,7 +94,7 @@ void Reducer::pack_and_reduce(Bucket& bucket) {
     const Units units(left.begin(), others);
     left.erase(left.begin(), others);
     const auto has_gradients = [&bucket](const Unit* unit) {
-      return unit->arrived_count > 0 ||
+      return unit->needs_reduction() ||
              (unit->requires_gradient_sync && has_accumulated(bucket, *unit));
     };
     if (std::any_of(units.begin(), units.end(), has_gradients)) {

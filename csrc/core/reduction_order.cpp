@@ -10,13 +10,6 @@ bool awaits_recomputation(const Unit& unit) {
   return unit.recomputations < unit.calls_to_recompute;
 }
 
-// Gradients have arrived, or zeros are to be sent.
-bool needs_reduction(const Unit& unit) {
-  const bool sends_zeros = unit.ran && (unit.reduces_unused || unit.is_skipped) &&
-                           unit.requires_gradient_sync && !unit.is_reduced && !unit.arrived.empty();
-  return unit.arrived_count > 0 || sends_zeros;
-}
-
 }  // namespace
 
 void ReductionOrder::gradient_arrived(Unit& unit, std::size_t trainable) {
@@ -33,14 +26,14 @@ void ReductionOrder::gradient_arrived(Unit& unit, std::size_t trainable) {
 }
 
 void ReductionOrder::leave(Unit& unit) {
-  if (needs_reduction(unit) && !awaits_recomputation(unit)) {
+  if (unit.needs_reduction() && !awaits_recomputation(unit)) {
     complete(unit);
   }
 }
 
 void ReductionOrder::end_backward() {
   reduce_latest_first([](const Unit& unit) {
-    return needs_reduction(unit) || (unit.bucket->has_accumulated && unit.requires_gradient_sync);
+    return unit.needs_reduction() || (unit.bucket->has_accumulated && unit.requires_gradient_sync);
   });
 }
 
@@ -75,7 +68,7 @@ void ReductionOrder::reduce_units_entered_after(const Unit& unit) {
     return;
   }
   reduce_latest_first([&unit](const Unit& other) {
-    return needs_reduction(other) && other.entered > unit.entered && other.bucket != unit.bucket &&
+    return other.needs_reduction() && other.entered > unit.entered && other.bucket != unit.bucket &&
            !awaits_recomputation(other);
   });
 }
@@ -84,13 +77,14 @@ void ReductionOrder::reduce_units_entered_after(const Unit& unit) {
 template <typename IsChosen>
 void ReductionOrder::reduce_latest_first(const IsChosen& is_chosen) {
   chosen_.clear();
-  for (auto position = units_.rbegin(); position != units_.rend(); ++position) {
-    if (is_chosen(**position)) {
-      chosen_.push_back(position->get());
+  for (const auto& unit : units_) {
+    if (is_chosen(*unit)) {
+      chosen_.push_back(unit.get());
     }
   }
-  std::stable_sort(chosen_.begin(), chosen_.end(),
-                   [](const Unit* a, const Unit* b) { return a->entered > b->entered; });
+  std::sort(chosen_.begin(), chosen_.end(), [](const Unit* a, const Unit* b) {
+    return std::pair(a->entered, a->number) > std::pair(b->entered, b->number);
+  });
   for (const Unit* unit : chosen_) {
     if (is_chosen(*unit)) {  // not reduced with another unit of its bucket
       reduce(*unit->bucket);

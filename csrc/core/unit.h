@@ -43,11 +43,11 @@ class UnitPort {
   // Drops the unsharded parameters' gradients, after a backward that failed.
   virtual void drop_gradients() = 0;
 
-  // Whether somebody still holds a part of the flat gradient that its parameter has no more. The
-  // next reduction overwrites it.
+  // Whether a user still holds a sharded gradient that its parameter has no more. The next
+  // reduction would overwrite it.
   virtual bool has_held_gradients() = 0;
-  // Makes new sharded gradients in `memory`. Their values are undefined. Those who hold the old
-  // ones keep the old memory.
+  // Makes new sharded gradients in `memory`. Their values are undefined. Holders of the old ones
+  // keep the old memory.
   virtual void renew_gradient(std::shared_ptr<void> memory) = 0;
 
   // Whether trainable parameter i has a sharded gradient, to which a new one is added.
@@ -67,11 +67,11 @@ class UnitPort {
 //
 // Note [after an evaluation]
 // A user may write into the parameters that the modules have, or give them to an optimizer. Between
-// steps these have to be the sharded ones. So a forward without gradients ends with all units
-// sharded, also those that stay unsharded after a forward with gradients because backward follows.
-// A unit for which the user asked for reshard_after_forward=False keeps its slot, for the next
-// evaluation, but is put away: users see its sharded parameters. So does every unit after an
-// exception. A unit that the user has unsharded by hand stays as it is.
+// steps these have to be the sharded ones. So a forward without gradients reshards all units, even
+// those that stay unsharded if a backward follows. If the user asked for
+// reshard_after_forward=False, the unit keeps its slot for the next evaluation, but it is put away:
+// users see its sharded parameters. After an exception every unit is put away. A unit that the user
+// has unsharded with unshard() stays as it is.
 enum class UnitState : std::uint8_t { Sharded, Gathering, Unsharded };
 
 struct Bucket;
@@ -91,7 +91,7 @@ struct Unit : UnitConfig {
 
   // - Settings that are not in the config.
   bool requires_gradient_sync = true;
-  bool reduces_unused = false;  // also if no gradient arrives: Note [order of reductions]
+  bool reduces_unused = false;  // even if no gradient arrives: Note [order of reductions]
   bool keeps_slot_after_evaluation = false;
   std::vector<int> forward_prefetch;   // empty: the recorded order
   std::vector<int> backward_prefetch;  // empty: the reverse of forward
@@ -125,15 +125,22 @@ struct Unit : UnitConfig {
 
   // - Gradients.
   bool ran = false;           // in a forward with gradients, since the last backward
-  int entered = kNever;       // by which entry of a forward since the last backward
+  int entered = kNever;       // its place in the order in which forward entered units first
   bool is_skipped = false;    // takes part with zeros instead of running: Pipeline::skip
   bool is_complete = false;   // all gradients that this backward waits for have arrived
   std::vector<char> arrived;  // in this backward and not packed yet, by trainable parameter
   std::size_t arrived_count = 0;
-  std::vector<char> used;   // whose gradients were reduced in this backward, on this rank
+  std::vector<char> used;   // of each trainable parameter: reduced a gradient of this rank
   bool is_reduced = false;  // in this backward
 
   static constexpr int kNever = -1;
+
+  // Gradients have arrived, or zeros are to be sent: Note [order of reductions].
+  bool needs_reduction() const {
+    const bool sends_zeros = ran && (reduces_unused || is_skipped) && requires_gradient_sync &&
+                             !is_reduced && !arrived.empty();
+    return arrived_count > 0 || sends_zeros;
+  }
 };
 
 }  // namespace fsdp

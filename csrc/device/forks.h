@@ -1,11 +1,11 @@
-// Whether a process was forked.
+// Whether this process was forked off another one.
 //
 // Note [forks]
-// A forked child has a copy of this process's memory, but only the thread that forked. The workers
-// of its streams do not exist, so work that is enqueued would never run. Locks may be held by
-// threads that do not exist. So streams throw in a child, and do not touch what they share with
-// their worker. Lanes of the parent are never destroyed in a child: that would wait for workers,
-// and close the mailboxes that the child shares with its parent.
+// A forked child has a copy of its parent's memory, but only the thread that forked. The workers of
+// the parent's streams do not exist in it, so enqueued work would never run, and a lock that a
+// worker held is never released. So streams throw in a child, and do not touch what they share with
+// their worker. The parent's lanes are never destroyed in a child: that would wait for workers, and
+// close the mailboxes that the child shares with its parent.
 #pragma once
 
 #include <atomic>
@@ -31,7 +31,7 @@ class ForkGuard {
   static std::uint32_t count_forks();
   [[noreturn]] static void throw_forked();
 
-  static std::atomic<std::uint32_t> forks_;  // before this process, since the first guard was made
+  static std::atomic<std::uint32_t> forks_;  // that led to this process, since the first guard
   std::uint32_t made_after_ = count_forks();
 };
 

@@ -144,8 +144,7 @@ class Device {
   // the work of other streams on it.
   virtual std::shared_ptr<void> allocate(std::size_t bytes) = 0;
 
-  // `bytes` of the host's memory that copies to and from the device need not stage. Off the hot
-  // path.
+  // Host memory that copies to and from the device need not stage. Do not call it in a step.
   virtual std::shared_ptr<void> allocate_on_host(std::size_t bytes) { return allocate(bytes); }
 
   // Sets `bytes` bytes to `value`, in order of `stream`.

@@ -40,8 +40,8 @@ class FlatTensor {
 
   // Copies the content into `memory`, where it stays from now on.
   void move(std::shared_ptr<void> memory);
-  // share_memory_() gives a part other memory. Takes the content back into the flat tensor. It
-  // compares one pointer for each part, so every forward can call it.
+  // Takes parts back to which share_memory_() gave other memory, with their content. It compares
+  // one pointer for each part, so every forward can call it.
   void reclaim();
 
  private:

@@ -3,11 +3,11 @@
 //
 // Note [held gradients]
 // The sharded gradients are the same tensors in every step, parts of the flat gradient. A user may
-// hold one beyond zero_grad(), or its local tensor, or a view of it. Then the numbers must stay. So
-// before a reduction, the references to each gradient that its parameter has no more are counted,
-// and compared with how many the unit itself has. If there are others, the holders keep the memory,
-// and the units of the bucket get a new flat gradient. Nothing is counted for a unit whose flat
-// gradient the user has asked for.
+// hold one after zero_grad(), or its local tensor, or a view of it. Then its numbers must not
+// change. So before a reduction, the references to each gradient that its parameter has no more are
+// counted. If there are more than the unit's own, somebody holds the gradient. The holders keep the
+// memory, and the units of the bucket get a new flat gradient. If the user has asked for the flat
+// gradient of a unit, nothing is counted.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -35,8 +35,8 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   bool is_outermost(const TorchUnit& unit) const { return outermost_ == &unit; }
   // `output` is the output of the outermost unit.
   void leave_forward(pybind11::handle output);
-  // A forward of `unit` ended in an exception. The next forward cleans up; until then, modules have
-  // their sharded parameters.
+  // A forward of `unit` ended in an exception. Modules have their sharded parameters until the next
+  // forward, which cleans up.
   void abandon_forward(const TorchUnit& unit);
 
   // Every backward hook calls this first.

@@ -15,15 +15,15 @@
 // checkpointing runs parts of forward again.
 //
 // Note [opaque outputs]
-// Backward gathers a unit when it reaches a tensor that the unit's forward returned. Inside a
-// generator, or an object of a class of the user's own, no tensor can be seen, so nothing would
-// gather the unit. Such a unit stays unsharded until backward has ended. A generator even runs its
-// module after the hook, when the parameters would be sharded.
+// Backward gathers a unit when it reaches a tensor that the unit's forward returned. A hook cannot
+// see tensors inside a generator, or inside an object of a user's class, so nothing would gather
+// the unit. Such a unit stays unsharded until backward has ended. A generator even runs its module
+// after the hook, when the parameters would be sharded.
 //
 // Note [double backward]
-// A backward with create_graph=True makes a graph that reads the parameters again, and no hook
-// tells when. So this backward leaves the units unsharded that it passes. The next backward without
-// it, or the next forward after an optimizer's step, reshards them.
+// A backward with create_graph=True makes a graph that reads the parameters again, and no hook runs
+// before that. So this backward does not reshard the units that it passes. The next backward
+// without create_graph, or the next forward after an optimizer's step, reshards them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -90,7 +90,7 @@ class TorchUnit final : public UnitPort,
                                pybind11::handle kwargs);
   pybind11::object post_forward(std::size_t index, pybind11::handle output);
   // Take part in the unit's collectives without running its module `index`. begin_skip returns an
-  // alias of the tensor. Where backward passes it, it takes part, too, and sends zeros.
+  // alias of the tensor. Backward takes part when it passes this alias, and sends zeros.
   at::Tensor begin_skip(const at::Tensor& tensor);
   void end_skip(std::size_t index, const at::Tensor& tensor);
 

@@ -23,13 +23,13 @@ _VERSION_BYTES = 32
 
 _PROCESS_KEY = "fsdp_ext/process"
 
-# Seconds between two looks at the store, which become longer while nothing comes.
-_SHORTEST_NAP = 0.001
-_LONGEST_NAP = 0.05
+# Seconds between two looks at the store. They become longer while nothing comes.
+_SHORTEST_PAUSE = 0.001
+_LONGEST_PAUSE = 0.05
 # Seconds between two looks at whether a rank's process still exists.
-_LIFE_INTERVAL = 0.2
-# A process is gone from /proc a moment after its sockets are closed.
-_LAST_BREATH = 1.0
+_PROCESS_CHECK_INTERVAL = 0.2
+# Seconds in which a process that has closed its sockets leaves /proc.
+_EXIT_DELAY = 1.0
 
 # The process that announced itself, by group.
 _announced: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -72,7 +72,7 @@ def announce_process(group: dist.ProcessGroup) -> None:
     store = _store_of(group) if group.size() > 1 else None
     if store is None:
         return
-    # Without this the others only wait longer, so an error has no consequence of its own.
+    # After an error the others only wait longer.
     with contextlib.suppress(RuntimeError):
         store.set(f"{_PROCESS_KEY}/{dist.get_rank(group)}", _C.process_identity().hex())
 
@@ -175,12 +175,12 @@ class Rendezvous:
                 theirs = "of another version"
             if theirs != mine:
                 raise RuntimeError(
-                    f"rank {self._name} runs fsdp_ext {mine} and rank {rank} runs fsdp_ext "
+                    f"rank {self._global_rank} runs fsdp_ext {mine} and rank {rank} runs fsdp_ext "
                     f"{theirs}. Install one version on all ranks."
                 )
 
     @property
-    def _name(self) -> int:
+    def _global_rank(self) -> int:
         return self.ranks[self.rank]
 
     # - The store
@@ -202,19 +202,19 @@ class Rendezvous:
             return bytes.fromhex(text.decode("ascii"))
         except ValueError as error:
             raise RuntimeError(
-                f"rank {self._name} found something else than a message of rank "
+                f"rank {self._global_rank} found something else than a message of rank "
                 f"{self.ranks[place]} in the process group's store, at '{key}'. Use a store of its "
                 "own for each job."
             ) from error
 
     def _wait(self, key: str, place: int) -> None:
-        """Wait for a key of the rank at `place`. A wait of the store's would not see a rank end."""
+        """Wait for a key of the rank at `place`. Store.wait would not notice that the rank ends."""
         start = time.monotonic()
         looked = start
-        nap = _SHORTEST_NAP
+        pause = _SHORTEST_PAUSE
         while not self._store.check([key]):
             now = time.monotonic()
-            if now - looked >= _LIFE_INTERVAL:
+            if now - looked >= _PROCESS_CHECK_INTERVAL:
                 looked = now
                 self._find_process(place)
                 process = self._ended_process(place)
@@ -222,23 +222,23 @@ class Rendezvous:
                     self._raise_ended(place, process)
             if now - start >= self._timeout.total_seconds():
                 raise RuntimeError(
-                    f"rank {self._name} waited {self._timeout.total_seconds():.0f} s for rank "
-                    f"{self.ranks[place]} to begin the first forward, in which all ranks connect. "
-                    "Run the same model on all ranks."
+                    f"rank {self._global_rank} waited {self._timeout.total_seconds():.0f} s for "
+                    f"rank {self.ranks[place]} to begin the first forward, in which all ranks "
+                    "connect. Run the same model on all ranks."
                 )
-            time.sleep(nap)
-            nap = min(2 * nap, _LONGEST_NAP)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _raise_lost_store(self, error: RuntimeError) -> NoReturn:
         """Raise the error of a store that is gone. A process served it, perhaps a rank's."""
-        deadline = time.monotonic() + _LAST_BREATH
+        deadline = time.monotonic() + _EXIT_DELAY
         while time.monotonic() < deadline and self._processes:
             for place in self._processes:
                 if (process := self._ended_process(place)) is not None:
                     self._raise_ended(place, process)
-            time.sleep(_LONGEST_NAP)
+            time.sleep(_LONGEST_PAUSE)
         raise RuntimeError(
-            f"rank {self._name} cannot reach the process group's store any more: "
+            f"rank {self._global_rank} cannot reach the process group's store any more: "
             f"{plain_text(error)}. The process that served it, often rank 0, has ended. Its last "
             "output may say why."
         ) from error
@@ -258,8 +258,9 @@ class Rendezvous:
 
     def _raise_ended(self, place: int, process: int) -> NoReturn:
         raise RuntimeError(
-            f"rank {self._name}: rank {self.ranks[place]} (process {process}) has ended before or "
-            "during its first forward, in which all ranks connect. Its last output may say why."
+            f"rank {self._global_rank}: rank {self.ranks[place]} (process {process}) has ended "
+            "before or during its first forward, in which all ranks connect. Its last output may "
+            "say why."
         )
 
 

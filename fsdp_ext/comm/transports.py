@@ -23,7 +23,7 @@ Transport = str | Simulated | None
 VARIABLE = "FSDP_EXT_TRANSPORT"
 OF_THE_HOST = ("shared_memory", "process_group")
 OF_GPUS = ("nccl",)
-# What users may call them.
+# Other names that users may try.
 _OTHER_NAMES = {"gloo": "process_group", "mpi": "process_group", "shm": "shared_memory"}
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)

@@ -19,7 +19,7 @@ std::chrono::milliseconds milliseconds(double seconds) {
   return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000));
 }
 
-// Of processes elsewhere nothing would be known later.
+// Leaves out processes on other hosts, whose state cannot be looked up.
 GroupMembers members_of(int rank, const std::map<int, std::string>& processes) {
   GroupMembers members{rank, {}};
   for (const auto& [other, bytes] : processes) {
@@ -46,7 +46,7 @@ void register_processes(py::module_& m) {
     return py::bytes(reinterpret_cast<const char*>(&identity), sizeof(identity));
   });
   m.def("plain_text", &plain_text, py::arg("message"));
-  // Of a process elsewhere nothing is known.
+  // None for a process on another host, whose state cannot be looked up.
   m.def(
       "ended_process",
       [](const std::string& identity) -> std::optional<std::int64_t> {
