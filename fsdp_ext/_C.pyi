@@ -108,6 +108,7 @@ class Lanes:
     def process_group(
         gather_group: dist.ProcessGroup,
         reduce_group: dist.ProcessGroup,
+        exchange_group: dist.ProcessGroup,
         timeout: float,
         global_rank: int = ...,
         processes: dict[int, bytes] = ...,

@@ -1,6 +1,7 @@
 #include "core/reduction_order.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace fsdp {
 namespace {

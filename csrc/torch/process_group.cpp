@@ -7,6 +7,9 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
 #include <future>
 #include <mutex>
 #include <regex>
@@ -32,14 +35,25 @@ at::Tensor view_of(const void* data, std::size_t numel, DType dtype) {
                        at::TensorOptions().dtype(to_scalar_type(dtype)));
 }
 
+// What host_all_gather sends first: Note [exchange group].
+struct FirstBlock {
+  std::uint64_t bytes;  // of the whole message
+  char what[120];
+  char content[128];
+};
+
 class ProcessGroupCommunicator final : public Communicator {
  public:
-  ProcessGroupCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, GroupMembers members,
-                           std::shared_ptr<const FailureBoard> board, bool groups_one_by_one)
+  ProcessGroupCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                           c10::intrusive_ptr<c10d::ProcessGroup> exchange_group,
+                           GroupMembers members, std::shared_ptr<const FailureBoard> board,
+                           bool groups_one_by_one)
       : group_(std::move(group)),
+        exchange_group_(exchange_group != nullptr ? std::move(exchange_group) : group_),
         members_(std::move(members)),
         board_(std::move(board)),
         backend_(group_->getBackend(c10::DeviceType::CPU)),
+        exchange_backend_(exchange_group_->getBackend(c10::DeviceType::CPU)),
         groups_one_by_one_(groups_one_by_one) {}
 
   const char* transport() const override { return "process_group"; }
@@ -51,12 +65,8 @@ class ProcessGroupCommunicator final : public Communicator {
   void announce(const std::string& what, std::uint64_t /*tag*/) override { what_ = &what; }
 
   void all_gather(Stream& stream, const void* input, void* output, std::size_t bytes) override {
-    enqueue(stream, [this, input, output, bytes] {
-      at::Tensor in = view_of(input, bytes, DType::Bytes);
-      at::Tensor out =
-          view_of(output, bytes * static_cast<std::size_t>(backend_->getSize()), DType::Bytes);
-      all_gather_single(out, in)->wait();
-    });
+    enqueue(stream,
+            [this, input, output, bytes] { all_gather_now(*backend_, input, output, bytes); });
   }
 
   void reduce_scatter(Stream& stream, const void* input, void* output, std::size_t numel,
@@ -90,7 +100,9 @@ class ProcessGroupCommunicator final : public Communicator {
 
   void host_all_gather(Stream& stream, const void* input, void* output,
                        std::size_t bytes) override {
-    all_gather(stream, input, output, bytes);
+    enqueue(stream, [this, what = what_, input, output, bytes] {
+      exchange(*what, static_cast<const char*>(input), static_cast<char*>(output), bytes);
+    });
   }
 
   void abort(const std::string& reason) override {
@@ -148,12 +160,43 @@ class ProcessGroupCommunicator final : public Communicator {
            "ranks.";
   }
 
+  // See Note [exchange group].
+  void exchange(const std::string& what, const char* input, char* output, std::size_t bytes) {
+    const auto ranks = static_cast<std::size_t>(exchange_backend_->getSize());
+    FirstBlock mine{};
+    mine.bytes = bytes;
+    std::snprintf(mine.what, sizeof(mine.what), "%s", what.c_str());
+    const std::size_t first = std::min(bytes, sizeof(mine.content));
+    const std::size_t rest = bytes - first;
+    std::memcpy(mine.content, input, first);
+    std::vector<FirstBlock> blocks(ranks);
+    all_gather_now(*exchange_backend_, &mine, blocks.data(), sizeof(mine));
+    for (std::size_t rank = 0; rank < ranks; ++rank) {
+      const FirstBlock& theirs = blocks[rank];
+      FSDP_CHECK(theirs.bytes == bytes, "this rank is in ", what, ", and rank ", rank, " is in ",
+                 text_in(theirs.what, sizeof(theirs.what)),
+                 ". Run the same units in the same order on every rank");
+      std::memcpy(output + rank * bytes, theirs.content, first);
+    }
+    if (rest > 0) {
+      std::vector<char> tails(ranks * rest);
+      all_gather_now(*exchange_backend_, input + first, tails.data(), rest);
+      for (std::size_t rank = 0; rank < ranks; ++rank) {
+        std::memcpy(output + rank * bytes + first, tails.data() + rank * rest, rest);
+      }
+    }
+  }
+
   // torch 2.15 renamed these methods.
-  c10::intrusive_ptr<c10d::Work> all_gather_single(at::Tensor& output, at::Tensor& input) {
+  static void all_gather_now(c10d::Backend& backend, const void* input, void* output,
+                             std::size_t bytes) {
+    at::Tensor in = view_of(input, bytes, DType::Bytes);
+    at::Tensor out =
+        view_of(output, bytes * static_cast<std::size_t>(backend.getSize()), DType::Bytes);
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
-    return backend_->all_gather_single(output, input);
+    backend.all_gather_single(out, in)->wait();
 #else
-    return backend_->_allgather_base(output, input);
+    backend._allgather_base(out, in)->wait();
 #endif
   }
 
@@ -166,9 +209,11 @@ class ProcessGroupCommunicator final : public Communicator {
   }
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  c10::intrusive_ptr<c10d::ProcessGroup> exchange_group_;
   GroupMembers members_;
   std::shared_ptr<const FailureBoard> board_;
   c10::intrusive_ptr<c10d::Backend> backend_;
+  c10::intrusive_ptr<c10d::Backend> exchange_backend_;
   bool groups_one_by_one_;
   const std::string unnamed_ = "a collective";
   const std::string* what_ = &unnamed_;
@@ -233,10 +278,12 @@ std::string plain_text(std::string message) {
 }
 
 std::unique_ptr<Communicator> make_process_group_communicator(
-    c10::intrusive_ptr<c10d::ProcessGroup> group, GroupMembers members,
+    c10::intrusive_ptr<c10d::ProcessGroup> group,
+    c10::intrusive_ptr<c10d::ProcessGroup> exchange_group, GroupMembers members,
     std::shared_ptr<const FailureBoard> board, bool groups_one_by_one) {
-  return std::make_unique<ProcessGroupCommunicator>(std::move(group), std::move(members),
-                                                    std::move(board), groups_one_by_one);
+  return std::make_unique<ProcessGroupCommunicator>(std::move(group), std::move(exchange_group),
+                                                    std::move(members), std::move(board),
+                                                    groups_one_by_one);
 }
 
 }  // namespace fsdp

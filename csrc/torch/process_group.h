@@ -51,8 +51,14 @@ std::string plain_text(std::string message);
 // order relative to other collectives on the group would differ between ranks. With
 // `groups_one_by_one` the communicator claims that it can group collectives, so that tests cover
 // the direct plan (Note [gather plans]).
+//
+// Note [exchange group]
+// What ranks say about themselves travels on `exchange_group`, in a first block that has the same
+// size whatever it is. gloo ends the process if a message is larger than the one it expects, and
+// ranks that differ would send the one where another is expected. Null: on `group`.
 std::unique_ptr<Communicator> make_process_group_communicator(
-    c10::intrusive_ptr<c10d::ProcessGroup> group, GroupMembers members,
+    c10::intrusive_ptr<c10d::ProcessGroup> group,
+    c10::intrusive_ptr<c10d::ProcessGroup> exchange_group, GroupMembers members,
     std::shared_ptr<const FailureBoard> board, bool groups_one_by_one);
 
 }  // namespace fsdp

@@ -113,13 +113,15 @@ void run_barrier(Lanes& lanes) {
 
 std::shared_ptr<Lanes> make_process_group_lanes(c10::intrusive_ptr<c10d::ProcessGroup> gather,
                                                 c10::intrusive_ptr<c10d::ProcessGroup> reduce,
+                                                c10::intrusive_ptr<c10d::ProcessGroup> exchange,
                                                 const GroupMembers& members,
                                                 std::chrono::milliseconds timeout,
                                                 bool groups_one_by_one) {
   const auto board = std::make_shared<FailureBoard>(gather->getStore(), gather->getRank(),
                                                     gather->getSize(), members.global_rank);
   const auto make = [&](c10::intrusive_ptr<c10d::ProcessGroup> group) {
-    return make_process_group_communicator(std::move(group), members, board, groups_one_by_one);
+    return make_process_group_communicator(std::move(group), exchange, members, board,
+                                           groups_one_by_one);
   };
   return {new Lanes(make_host_device(timeout), make_host_packer(), make(std::move(gather)),
                     make(std::move(reduce))),

@@ -20,6 +20,7 @@ namespace fsdp {
 // On the host, over one private process group for each lane, both of the same ranks.
 std::shared_ptr<Lanes> make_process_group_lanes(c10::intrusive_ptr<c10d::ProcessGroup> gather,
                                                 c10::intrusive_ptr<c10d::ProcessGroup> reduce,
+                                                c10::intrusive_ptr<c10d::ProcessGroup> exchange,
                                                 const GroupMembers& members,
                                                 std::chrono::milliseconds timeout,
                                                 bool groups_one_by_one);

@@ -84,7 +84,7 @@ def _process_group_lanes(group: dist.ProcessGroup, device: torch.device) -> _C.L
     """
     timeout = timeout_of(group, device)
     try:
-        gather, reduce = (
+        gather, reduce, exchange = (
             dist.new_group(
                 dist.get_process_group_ranks(group),
                 timeout=timeout,
@@ -92,7 +92,7 @@ def _process_group_lanes(group: dist.ProcessGroup, device: torch.device) -> _C.L
                 use_local_synchronization=True,
                 group_desc=f"fsdp_ext_{lane}",
             )
-            for lane in ("gather", "reduce")
+            for lane in ("gather", "reduce", "exchange")
         )
     except RuntimeError as error:
         raise RuntimeError(
@@ -102,6 +102,7 @@ def _process_group_lanes(group: dist.ProcessGroup, device: torch.device) -> _C.L
     return _C.Lanes.process_group(
         gather,
         reduce,
+        exchange,
         (timeout + GRACE).total_seconds(),
         global_rank=dist.get_rank(),
         processes=processes_of(group),

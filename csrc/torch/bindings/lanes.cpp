@@ -87,15 +87,16 @@ void register_lanes(py::module_& m) {
       .def_static(
           "process_group",
           [](c10::intrusive_ptr<c10d::ProcessGroup> gather,
-             c10::intrusive_ptr<c10d::ProcessGroup> reduce, double timeout, int rank,
+             c10::intrusive_ptr<c10d::ProcessGroup> reduce,
+             c10::intrusive_ptr<c10d::ProcessGroup> exchange, double timeout, int rank,
              const std::map<int, std::string>& processes, bool groups_one_by_one) {
             return make_process_group_lanes(std::move(gather), std::move(reduce),
-                                            members_of(rank, processes), milliseconds(timeout),
-                                            groups_one_by_one);
+                                            std::move(exchange), members_of(rank, processes),
+                                            milliseconds(timeout), groups_one_by_one);
           },
-          py::arg("gather_group"), py::arg("reduce_group"), py::arg("timeout"),
-          py::arg("global_rank") = 0, py::arg("processes") = std::map<int, std::string>(),
-          py::arg("groups_one_by_one") = false)
+          py::arg("gather_group"), py::arg("reduce_group"), py::arg("exchange_group"),
+          py::arg("timeout"), py::arg("global_rank") = 0,
+          py::arg("processes") = std::map<int, std::string>(), py::arg("groups_one_by_one") = false)
       .def_static(
           "nccl",
           [](const std::vector<std::string>& libraries, const std::string& unique_id, int rank,
