@@ -313,4 +313,4 @@ def test_a_unit_that_is_frozen_on_one_rank_raises(transport: str) -> None:
         run_ranks(train_frozen_on_one_rank, 2, transport, timeout=60)
     text = str(failed.value)
     assert "those of unit 'blocks.1' have" in text
-    assert "Make the model and its frozen parameters the same on every rank" in text
+    assert "frozen parameters and mp_policy the same on every rank" in text

@@ -128,14 +128,16 @@ std::string OrderCheck::describe_difference(const Order& theirs, std::size_t ran
     return detail::concat("All ranks must reduce the same gradients, but those of unit ",
                           name(*mine), " have ", mine->gradient_bytes, " bytes on rank ", this_rank,
                           " and ", other->gradient_bytes, " on rank ", rank,
-                          ". Make the model and its frozen parameters the same on every rank.");
+                          ". Make its modules, fully_shard calls, frozen parameters and mp_policy "
+                          "the same on every rank.");
   }
   return detail::concat(
       "All ranks must run the same units in the same order and put them into the same buckets, but "
       "rank ",
       this_rank, " has ", mine != end ? name(*mine) : "other units", " where rank ", rank, " has ",
       mine != end ? name(*other) : "others",
-      ". Make the model, its control flow and its settings the same on every rank.");
+      ". Make the model, its control flow and its settings the same on every rank. A rank that "
+      "leaves a unit out on purpose calls its join_empty().");
 }
 
 }  // namespace fsdp

@@ -55,8 +55,11 @@ def resolve_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
 
 
 def _example_of(mesh: DeviceMesh) -> str:
-    """Return how to select one dimension of a mesh, whose dimensions may have no names."""
-    return f'mesh["{(mesh.mesh_dim_names or ("dp",))[0]}"]'
+    """Return how to select a dimension of a mesh to shard over."""
+    names = mesh.mesh_dim_names
+    if not names:
+        return 'mesh["dp"] of a mesh made with mesh_dim_names=("dp", ...)'
+    return f'mesh["{next((name for name in names if "shard" in name), names[0])}"]'
 
 
 def check_device_type(device_type: str) -> None:
