@@ -155,6 +155,35 @@ def test_a_parameter_that_any_rank_uses_gets_its_gradient(
     run_ranks(train, 2, transport, Routed, run_routed, run_routed, settings)
 
 
+class Recurrent(nn.Module):
+    """Runs one block twice, each time with another expert on some ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.block = Experts()
+        self.last = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, experts: tuple[int, int]) -> Tensor:
+        x = self.first(x)
+        for expert in experts:
+            x = self.block(x, expert)
+        return self.last(x)
+
+    def units(self) -> list[nn.Module]:
+        return [self.first, self.block, self.last]
+
+
+def run_recurrent(model: nn.Module, step: int, rank: int) -> Tensor:
+    return model(batch(step, rank), (0, (rank + step) % 2))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_unit_that_runs_twice_may_use_other_parameters_each_time(transport: str) -> None:
+    settings: dict[str, object] = {"bucket_bytes": 0}
+    run_ranks(train, 2, transport, Recurrent, run_recurrent, run_recurrent, settings)
+
+
 def accumulate(transport: str) -> None:
     """Each rank uses one expert in the first micro-batch and another one in the second."""
     torch.manual_seed(0)

@@ -72,6 +72,7 @@ void Pipeline::begin_forward(int outermost) {
 void Pipeline::forget_forwards() {
   for (const auto& unit : units_) {
     unit->ran = false;
+    unit->calls = 0;
     unit->is_skipped = false;
     unit->entered = Unit::kNever;
   }
@@ -151,6 +152,7 @@ int Pipeline::post_forward(int number, bool with_gradient) {
   if (!in_backward()) {
     unit.last_forward_call = order_.leave(number);
     unit.calls_without_gradient += with_gradient ? 0 : 1;
+    unit.calls += with_gradient ? 1 : 0;
     unit.ran = unit.ran || with_gradient;
     if (unit.reshard_after_forward) {
       gatherer_.reshard(unit);
@@ -224,6 +226,7 @@ void Pipeline::begin_backward(bool may_reshard) {
   ledger_.enter_phase(Phase::Backward);
   pass_ = ledger_.open(device_.compute_stream(), Work::Backward, kAllUnits);
   for (const auto& unit : units_) {
+    unit->passes = 0;
     unit->is_reduced = false;
     std::fill(unit->used.begin(), unit->used.end(), 0);
   }

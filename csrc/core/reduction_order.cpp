@@ -27,7 +27,9 @@ void ReductionOrder::gradient_arrived(Unit& unit, std::size_t trainable) {
 }
 
 void ReductionOrder::leave(Unit& unit) {
-  if (unit.needs_reduction() && !awaits_recomputation(unit)) {
+  unit.passes += 1;
+  const bool has_passed = unit.passes >= unit.calls + unit.calls_to_recompute;
+  if (unit.needs_reduction() && has_passed && !awaits_recomputation(unit)) {
     complete(unit);
   }
 }

@@ -123,6 +123,11 @@ struct Unit : UnitConfig {
   int calls_without_gradient = 0;  // of the forward that runs
   int recomputations = 0;          // in this backward
 
+  // A unit that forward runs several times is reduced when backward has passed all of its calls.
+  // Ranks may use other parameters in each of them, so they cannot tell earlier.
+  int calls = 0;   // with gradients, since the last backward
+  int passes = 0;  // of this backward
+
   // - Gradients.
   bool ran = false;           // in a forward with gradients, since the last backward
   int entered = kNever;       // its place in the order in which forward entered units first
