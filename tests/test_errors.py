@@ -43,7 +43,7 @@ def test_sharding_needs_a_process_group() -> None:
 
 def _meshes() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    with raises(NotImplementedError, r"2-D mesh \(2, 2\)", "hybrid", r'mesh\["replicate"\]'):
+    with raises(NotImplementedError, r"2-D mesh \(2, 2\)", "hybrid", r'mesh\["shard"\]'):
         fully_shard(nn.Linear(2, 2), mesh=mesh)
     cube = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
     with raises(ValueError, r"3-D mesh \(2, 2, 1\)", r'mesh\["a"\]'):

@@ -22,7 +22,7 @@ import fsdp_ext
 
 WIDTH = 4
 STEPS = 4
-PROGRAMS = 5
+PROGRAMS = 3
 MANY_PROGRAMS = 50
 DEEDS = [
     "one backward",
