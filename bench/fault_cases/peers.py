@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from bench.fault_cases.breaks import Fragile, fail
 from bench.fault_cases.case import (
-    GLOO_ABORTS,
     TRANSPORTS,
     Case,
     Fault,
@@ -142,9 +141,9 @@ FAULTS = [
           quick=True, lost=(1,)),
     Fault("a rank is killed in training", KIND, die_in_training, TRANSPORTS, lost=(1,)),
     Fault("one rank in backward, the other in forward", KIND, take_other_branches, TRANSPORTS),
-    Fault("one rank alone evaluates", KIND, evaluate_alone, TRANSPORTS, open=GLOO_ABORTS),
+    Fault("one rank alone evaluates", KIND, evaluate_alone, TRANSPORTS),
     Fault("one rank alone fails in forward, and goes on", KIND, skip_a_failed_step_alone,
-          TRANSPORTS, open=GLOO_ABORTS),
+          TRANSPORTS),
     Fault("ranks with different versions of the library", KIND, have_another_version, quick=True,
           not_fsdp2="is a part of torch, which does not compare versions"),
     Fault("forward in a forked child", KIND, run_in_a_forked_child),
