@@ -562,7 +562,8 @@ def _too_small() -> None:
         fully_shard(model, max_message_bytes=799)
     assert type(model) is nn.Linear
     assert type(model.weight) is nn.Parameter  # nothing has changed
-    # Gathers fit, but reductions in fp32 do not. Freezing the parameters would leave them out.
+    # Gathers fit, but reductions in fp32 do not. fully_shard accepts that, since parameters may
+    # still be frozen, and are not reduced then.
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     fully_shard(model, mp_policy=half, max_message_bytes=799)
     with pytest.raises(ValueError, match=r"=799 is less than one row of .*'weight' .* 800 bytes"):

@@ -24,15 +24,19 @@ READS: list[Callable[[Tensor], Any]] = [
 ]
 
 
-def _reads(system: str) -> None:
-    shard = load_system(system).fully_shard
-    model: Any = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+def _freed(shard: Callable[..., Any], width: int) -> tuple[Any, Tensor]:
+    """Return a model and a weight of it that was kept in forward and is freed now."""
+    model: Any = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
     kept: list[Tensor] = []
     shard(model[0])
     shard(model)
     model[0].register_forward_pre_hook(lambda module, args: kept.append(module.weight))
-    model(torch.ones(1, 64))
-    (weight,) = kept
+    model(torch.ones(1, width))
+    return model, kept[0]
+
+
+def _reads(system: str) -> None:
+    model, weight = _freed(load_system(system).fully_shard, 64)
     assert type(weight) is nn.Parameter
     for read in READS:
         with pytest.raises(RuntimeError):
@@ -50,13 +54,7 @@ REFUSES = torch.__version__ >= "2.12"
 
 
 def _computes_with_freed() -> list[str]:
-    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    kept: list[Tensor] = []
-    fully_shard(model[0])
-    fully_shard(model)
-    model[0].register_forward_pre_hook(lambda module, args: kept.append(module.weight))
-    model(torch.ones(1, 8))
-    (weight,) = kept
+    _, weight = _freed(fully_shard, 8)
     messages = []
     for read in (repr, torch.abs, torch.isfinite, lambda w: w.detach().add_(1), lambda w: w @ w):
         with pytest.raises(RuntimeError) as caught:

@@ -44,7 +44,7 @@ T read_once(const T& source) {
   return copy;
 }
 
-// The length of the UTF-8 character that `text` begins with; 0 if it begins with none.
+// The number of bytes of the UTF-8 character at the start of `text`, or 0 if none is there.
 std::size_t character_length(const char* text, std::size_t size) {
   const auto first = static_cast<unsigned char>(*text);
   if (first < 0x80) {

@@ -60,8 +60,8 @@ class Activity {
   std::atomic<std::uint64_t> words_[kKept][kWords] = {};
 };
 
-// What the host issues on a lane, and whether it waits for it: Note [lanes that wait for each
-// other].
+// Which thread of the host issues work on a lane, and whether that thread is blocked until the lane
+// is done: Note [lanes that wait for each other].
 struct Issuer {
   static constexpr std::uint64_t kNobody = 0;
   static constexpr std::uint64_t kSeveral = 1;  // no number of a thread

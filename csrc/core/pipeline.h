@@ -121,7 +121,7 @@ class Pipeline {
 
   int unit_count() const { return static_cast<int>(units_.size()); }
   const Unit& unit(int number) const { return *units_.at(static_cast<std::size_t>(number)); }
-  // Forms the buckets if there are none. The first iteration does so, too.
+  // Forms the buckets if there are none. Otherwise the first iteration forms them.
   void form_buckets();
   const Bucket& bucket_of(int unit) const;
   // Empty until buckets are formed.

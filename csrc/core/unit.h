@@ -124,7 +124,8 @@ struct Unit : UnitConfig {
   int recomputations = 0;          // in this backward
 
   // A unit that forward runs several times is reduced when backward has passed all of its calls.
-  // Ranks may use other parameters in each of them, so they cannot tell earlier.
+  // Each rank may use other parameters in each call, so before that point ranks could disagree on
+  // whether all gradients have arrived.
   int calls = 0;   // with gradients, since the last backward
   int passes = 0;  // of this backward
 

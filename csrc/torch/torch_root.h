@@ -17,9 +17,9 @@ namespace fsdp {
 
 class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
  public:
-  // `when_stale` is a weak reference to Python's root, so calling it may return None. If parameters
-  // were frozen or unfrozen, or modules have changed, forward calls when_stale()(module, args,
-  // kwargs) instead of a unit's pre_forward.
+  // `when_stale` is a weak reference to a method of Python's root: calling it returns the method,
+  // or None if the root is gone. Forward calls that method instead of a unit's pre_forward if
+  // parameters were frozen or unfrozen, or modules have changed.
   TorchRoot(std::shared_ptr<Lanes> lanes, PipelineOptions options, pybind11::object when_stale);
   ~TorchRoot();
 

@@ -84,8 +84,8 @@ class TorchUnit final : public UnitPort,
 
   // - Module hooks.
   // `index` is the module's place in the unit. They return None to change nothing. Otherwise
-  // pre_forward returns new (args, kwargs), and post_forward a new output. torch calls post_forward
-  // after an exception in forward, too, while it handles the exception.
+  // pre_forward returns new (args, kwargs), and post_forward a new output. If forward raises, torch
+  // calls post_forward while it handles the exception.
   pybind11::object pre_forward(std::size_t index, pybind11::handle module, pybind11::handle args,
                                pybind11::handle kwargs);
   pybind11::object post_forward(std::size_t index, pybind11::handle output);

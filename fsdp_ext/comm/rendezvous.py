@@ -64,7 +64,7 @@ def announce_process(group: dist.ProcessGroup) -> None:
 
     Nothing connects the ranks before the first forward. Until then, a rank that has ended is known
     by its process alone. So every rank writes its process into the store when it shards a module.
-    The call is not collective.
+    It does not wait for other ranks.
     """
     if group in _announced:
         return

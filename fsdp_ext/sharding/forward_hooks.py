@@ -33,7 +33,7 @@ class ForwardHooks:
         self._pre: RemovableHandle = module.register_forward_pre_hook(
             self._first_pre_forward, prepend=True, with_kwargs=True
         )
-        # It is called after an exception in forward, too, unless that is a KeyboardInterrupt.
+        # torch also calls it if forward raises, except for a KeyboardInterrupt.
         self._post: RemovableHandle = module.register_forward_hook(
             _no_post_forward, always_call=True
         )
