@@ -68,7 +68,7 @@ def tolerance(world_size: int, dtype: torch.dtype = torch.float32) -> Tolerance:
 
     Args:
         world_size: number of ranks.
-        dtype: the lowest precision that gradients are computed or summed in.
+        dtype: the lowest precision that gradients are computed, summed or kept in.
     """
     if world_size <= 2:
         return EXACT
@@ -455,11 +455,10 @@ def compare_on_rank(case: Case, system_name: str) -> None:
 
 
 def lowest_precision(run: Run) -> torch.dtype:
-    """Return the lowest precision that gradients are computed or summed in."""
+    """Return the lowest precision that gradients are computed, summed or kept in."""
     policy = run.case.precision
     dtypes = {policy[name] for name in ("param_dtype", "reduce_dtype") if name in policy}
-    if "param_dtype" not in policy:
-        dtypes |= {parameter.dtype for parameter in run.parameters.values()}
+    dtypes |= {parameter.dtype for parameter in run.parameters.values()}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
 
