@@ -11,7 +11,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
 )
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 class Wrapped(models.Stack):
@@ -42,7 +41,7 @@ CASES = [
          after_sharding=unshard_by_hand),
     Case("sharded twice, reentrant", partial(Wrapped, CheckpointImpl.REENTRANT)),
     Case("sharded twice in bf16", partial(Wrapped, CheckpointImpl.NO_REENTRANT), unsharded=None,
-         options={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}),
+         precision={"param_dtype": torch.bfloat16}),
 ]  # fmt: skip
 
 
