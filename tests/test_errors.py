@@ -363,8 +363,8 @@ def _arguments() -> None:
         NotImplementedError, "FSDPModule.set_all_reduce_hook is not", "register_post_accumulate"
     ):
         model.set_all_reduce_hook(print)
-    with raises(NotImplementedError, "set_symm_mem_for_comm is not", "do not depend on it"):
-        model.set_symm_mem_for_comm()
+    with raises(NotImplementedError, "set_allocate_memory.* is not", "do not depend"):
+        model.set_allocate_memory_from_process_group_for_comm(True)
     model.set_requires_all_reduce(False)
     with raises(ValueError, "_divide_factor got -1. Pass a positive number"):
         model.set_reduce_scatter_divide_factor(-1)
