@@ -44,6 +44,7 @@ from torch.optim import AdamW, Optimizer
 from tqdm import tqdm
 
 MAX_GRADIENT_NORM = 1.0
+WAIT_FOR_RANK_0 = 5.0  # seconds, for its message
 
 
 def start_ranks(options: argparse.Namespace) -> torch.device:
@@ -436,7 +437,10 @@ def main() -> int:
     except UsageError as error:
         # Every rank finds the same mistake, so only rank 0 prints it.
         if int(os.environ.get("RANK", "0")) == 0:
-            print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
+            print(f"{Path(__file__).name}: error: {error}", file=sys.stderr, flush=True)
+        else:
+            # torchrun ends all ranks as soon as one leaves, so rank 0 is the first to leave.
+            time.sleep(WAIT_FOR_RANK_0)
         if dist.is_initialized():
             dist.destroy_process_group()
         return 2
