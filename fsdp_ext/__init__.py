@@ -4,14 +4,27 @@ This module exports the public names and may import every package; no package im
 from it. Start reading with ``sharding/api.py``.
 """
 
+from torch.distributed import fsdp as _torch_fsdp
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
     CPUOffloadPolicy,
+    FlatParameter,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
     MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
     ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
 )
 
 from fsdp_ext._build_info import VERSION as __version__
@@ -21,9 +34,9 @@ from fsdp_ext.fsdp1.wrapper import FullyShardedDataParallel
 from fsdp_ext.planner.api import plan
 from fsdp_ext.planner.result import Plan
 from fsdp_ext.profiler.api import profile
-from fsdp_ext.sharding.api import fully_shard, register_fsdp_forward_method
+from fsdp_ext.sharding.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from fsdp_ext.sharding.describe import describe_buckets
-from fsdp_ext.sharding.fsdp_module import FSDPModule, UnshardHandle
+from fsdp_ext.sharding.fsdp_module import FSDPModule, GradientReductionHandle, UnshardHandle
 from fsdp_ext.tuner.api import tune
 from fsdp_ext.tuner.result import Tuning
 
@@ -32,14 +45,27 @@ __all__ = [
     "CPUOffload",
     "CPUOffloadPolicy",
     "FSDPModule",
+    "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "GradientReductionHandle",
     "Link",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
     "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
     "Plan",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
     "ShardingStrategy",
     "Simulated",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
     "Tuning",
     "UnshardHandle",
     "__version__",
@@ -48,5 +74,10 @@ __all__ = [
     "plan",
     "profile",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
     "tune",
 ]
+
+if hasattr(_torch_fsdp, "DataParallelMeshDims"):  # not in torch 2.11
+    DataParallelMeshDims = _torch_fsdp.DataParallelMeshDims
+    __all__ += ["DataParallelMeshDims"]

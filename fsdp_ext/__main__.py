@@ -13,10 +13,15 @@ import torch
 
 from fsdp_ext import _C, _build_info
 from fsdp_ext.comm import measure_link
-from fsdp_ext.comm.lanes import nccl_libraries, registers_buffers
+from fsdp_ext.comm.lanes import nccl_libraries
+from fsdp_ext.comm.nccl_settings import OF_LANES, describe_lane, nccl_settings
 from fsdp_ext.comm.transports import VARIABLE, resolve_transport, why_no_shared_memory
 from fsdp_ext.planner import cli
 
+PLAIN_WINDOWS = (
+    "ncclCommWindowRegister, without NCCL_WIN_COLL_SYMMETRIC: symmetric kernels of NCCL 2.28.0 to "
+    "2.30.6 may read a buffer before it is written"
+)
 USAGE = "usage: python -m fsdp_ext [measure-link [--help] | plan [--help]]"
 
 
@@ -57,7 +62,10 @@ def _describe_transport() -> str:
         return f"none: {reason}" if reason else f"{asked} ({VARIABLE})"
     if reason:
         return f"process_group: {reason}"
-    return "shared_memory between ranks of one host, else process_group"
+    return (
+        "shared_memory between ranks of one host; process_group between hosts, with shared memory "
+        "within each"
+    )
 
 
 def _describe_cuda() -> dict[str, str]:
@@ -66,16 +74,24 @@ def _describe_cuda() -> dict[str, str]:
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "torch sees none",
     }
     try:
-        version, path, registration = _C.describe_nccl(nccl_libraries())
+        version, path, registration, symmetric = _C.describe_nccl(nccl_libraries())
     except RuntimeError as error:
         return {**lines, "NCCL": str(error)}
     how = {
-        "window": "ncclCommWindowRegister",
+        "window": "ncclCommWindowRegister" if symmetric else PLAIN_WINDOWS,
         "register": "ncclCommRegister",
         "none": "not in this version",
     }
-    buffers = how[registration] if registers_buffers() else "off (FSDP_EXT_NCCL_REGISTER=0)"
-    return {**lines, "NCCL": f"{version}, {path}", "registered buffers": buffers}
+    lines["NCCL"] = f"{version}, {path}"
+    try:
+        settings = nccl_settings()
+    except ValueError as error:
+        return {**lines, "NCCL settings": str(error)}
+    buffers = how[registration] if settings.registers_buffers else "off (FSDP_EXT_NCCL_REGISTER=0)"
+    for lane, of_lane in (("gather", settings.gather), ("reduce", settings.reduce)):
+        if of_lane:
+            lines[f"{lane} lane"] = f"{describe_lane(of_lane)} ({OF_LANES[lane]})"
+    return {**lines, "registered buffers": buffers}
 
 
 def main() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import datetime
 import gc
+import os
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from support.launcher import RanksFailed, run_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
 from fsdp_ext import FullyShardedDataParallel, _build_info, fully_shard
@@ -36,15 +38,62 @@ class WithParameter(nn.Module):
         return x * self.scale
 
 
-def test_sharding_needs_a_process_group() -> None:
-    with raises(RuntimeError, "needs an initialised process group", "init_process_group"):
+def test_sharding_needs_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    for shard in (fully_shard, torch_fully_shard):
+        with raises(ValueError, "RANK expected, but not set"):
+            shard(nn.Linear(2, 2))
+    with raises(ValueError, "could not make one", "RANK", "torchrun", "init_process_group"):
         fully_shard(nn.Linear(2, 2))
+    mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
+    with raises(RuntimeError, "needs an initialised process group", "init_process_group"):
+        fully_shard(nn.Linear(2, 2), mesh=mesh)
+
+
+def _default_group() -> None:
+    dist.destroy_process_group()
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    model = nn.Linear(2, 2)
+    fully_shard(model)
+    model(torch.ones(1, 2)).sum().backward()
+    assert dist.get_world_size() == 1
+    assert model.weight.grad is not None
+
+
+def test_without_a_process_group_the_environment_describes_one() -> None:
+    run_ranks(_default_group, 1, fresh=True)
+
+
+def _types_of_fsdp2() -> None:
+    """Make the same mistakes with both systems, and expect the same types."""
+    for shard in (torch_fully_shard, fully_shard):
+        layer: Any = shard(nn.Linear(2, 2))
+        with pytest.raises(AssertionError):
+            shard(layer)
+        with pytest.raises(AssertionError):
+            copy.deepcopy(layer)
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.float64))
+        shard(model)
+        with pytest.raises(AssertionError):
+            model(torch.ones(2, 4))
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        shard(model[0])
+        shard(model)
+        model(torch.ones(2, 4)).sum().backward()
+        if shard is fully_shard or hasattr(FSDPModule, "reset_iter_state"):
+            model.reset_iter_state()
+            with pytest.raises(RuntimeError, match=r"reset_iter_state.* on the root"):
+                model[0].reset_iter_state()
+
+
+def test_mistakes_raise_the_types_that_fsdp2_raises() -> None:
+    run_ranks(_types_of_fsdp2, 2)
 
 
 def _meshes() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    with raises(NotImplementedError, r"2-D mesh \(2, 2\)", "hybrid", r'mesh\["shard"\]'):
-        fully_shard(nn.Linear(2, 2), mesh=mesh)
+    with raises(ValueError, r"FULL_SHARD got a 2-D mesh \(2, 2\)", "HYBRID_SHARD"):
+        FullyShardedDataParallel(nn.Linear(2, 2), device_mesh=mesh)
     cube = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
     with raises(ValueError, r"3-D mesh \(2, 2, 1\)", r'mesh\["a"\]'):
         fully_shard(nn.Linear(2, 2), mesh=cube)
@@ -312,6 +361,25 @@ def test_a_unit_that_runs_before_its_root_is_refused() -> None:
     run_ranks(_forward_below_the_root_first, 2)
 
 
+def _placements_with_a_mesh() -> None:
+    if not hasattr(_fsdp_common, "ShardPlacementResult"):
+        return  # torch 2.11
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+
+    def shard(placement: Shard | None, over: DeviceMesh) -> None:
+        info = _fsdp_common.FSDPMeshInfo(over, shard_mesh_dim=0)
+        result = _fsdp_common.ShardPlacementResult(placement, info)
+        fully_shard(nn.Linear(2, 2), mesh=mesh, shard_placement_fn=lambda _: result)
+
+    shard(Shard(0), mesh)
+    shard(None, mesh)
+    with raises(NotImplementedError, r"Shard\(dim=1\) for .* 'weight'"):
+        shard(Shard(1), mesh)
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "ep"))["ep"]
+    with raises(NotImplementedError, "another mesh than fully_shard's for parameter 'weight'"):
+        shard(Shard(0), alone)
+
+
 def _arguments() -> None:
     with raises(ValueError, "reshard_after_forward=3 is not a factor of the world size 2"):
         fully_shard(nn.Linear(2, 2), reshard_after_forward=3)
@@ -322,6 +390,7 @@ def _arguments() -> None:
         fully_shard(nn.Linear(2, 2), shard_placement_fn=by_columns)
     by_rows: Any = lambda param: Shard(-2) if param.ndim == 2 else None  # noqa: E731
     fully_shard(nn.Linear(2, 2), shard_placement_fn=by_rows)
+    _placements_with_a_mesh()
     with raises(
         NotImplementedError,
         "CPUOffloadPolicy",
@@ -330,6 +399,10 @@ def _arguments() -> None:
     ):
         fully_shard(nn.Linear(2, 2), offload_policy=CPUOffloadPolicy())
     wrong: Any  # the types forbid it, too
+    fully_shard(nn.Linear(2, 2), dp_mesh_dims=None)
+    wrong = "dp"
+    with raises(NotImplementedError, "dp_mesh_dims='dp'", r'e.g. mesh=mesh\["dp"\]'):
+        fully_shard(nn.Linear(2, 2), dp_mesh_dims=wrong)
     for wrong in ("cpu", torch.device("cpu"), 2):
         with raises(TypeError, "mesh is .* must be a DeviceMesh", "init_device_mesh"):
             fully_shard(nn.Linear(2, 2), mesh=wrong)
@@ -363,9 +436,8 @@ def _arguments() -> None:
         NotImplementedError, "FSDPModule.set_all_reduce_hook is not", "register_post_accumulate"
     ):
         model.set_all_reduce_hook(print)
-    with raises(NotImplementedError, "set_allocate_memory.* is not", "do not depend"):
-        model.set_allocate_memory_from_process_group_for_comm(True)
-    model.set_requires_all_reduce(False)
+    with raises(NotImplementedError, "FSDPModule.set_custom_all_gather is", r"transport=\.\.\."):
+        model.set_custom_all_gather(None)
     with raises(ValueError, "_divide_factor got -1. Pass a positive number"):
         model.set_reduce_scatter_divide_factor(-1)
     for wrong in (0, "two"):

@@ -211,9 +211,8 @@ def test_there_has_to_be_a_process_group() -> None:
         *(
             ({"sharding_strategy": strategy}, f"ShardingStrategy.{strategy.name}")
             for strategy in ShardingStrategy
-            if strategy not in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
+            if strategy is ShardingStrategy.NO_SHARD
         ),
-        ({"process_group": (None, None)}, "HYBRID_SHARD"),
         ({"cpu_offload": CPUOffload(offload_params=True)}, "cpu_offload=CPUOffload"),
         ({"backward_prefetch": None}, "backward_prefetch=None"),
         ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, "BACKWARD_POST"),

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-
-TOOL = Path(__file__).resolve().parents[1] / "tools" / "gpu_check.py"
+from support.tools import TOOLS, load_tool
 
 
 @pytest.fixture
 def gpu_check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_check", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "gpu_check", module)
-    spec.loader.exec_module(module)
+    module = load_tool(TOOLS / "gpu_check.py")
     machine = {"device": "Some GPU 1", "capability": "9.0", "torch": "", "nccl": "", "date": "d"}
     monkeypatch.setattr(module, "describe_machine", lambda: machine)
     return module
@@ -30,10 +24,10 @@ def gpu_check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def _check(
     tool: ModuleType, monkeypatch: pytest.MonkeyPatch, out: Path, steps: list[Any], *options: str
 ) -> tuple[int, dict[str, Any]]:
-    monkeypatch.setattr(tool, "steps", lambda capability: steps)
+    monkeypatch.setattr(tool, "steps", lambda capability, part: steps)
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--out", str(out), *options])
     code: int = tool.main()
-    document = json.loads((out / "some-gpu-1-d.json").read_text())
+    document = json.loads((out / "some-gpu-1-build-d.json").read_text())
     return code, document["steps"]
 
 
@@ -65,7 +59,7 @@ def test_a_step_that_fails_or_hangs_does_not_stop_the_others(
     assert "begun" in results["hangs"]["output"]
     assert results["missing"]["outcome"].startswith("could not start")
     assert results["last"]["outcome"] == "ok"
-    log = (tmp_path / "some-gpu-1-d.log").read_text()
+    log = (tmp_path / "some-gpu-1-build-d.log").read_text()
     assert "=== fails: failed with exit code 3\nwhy" in log
 
 
@@ -88,13 +82,44 @@ def test_nothing_begins_that_cannot_end_in_time(
     assert results["late"]["outcome"] == "not run: no time was left"
 
 
-def test_every_step_is_of_something_that_is_there(gpu_check: ModuleType) -> None:
-    for step in gpu_check.steps("9.0"):
+PARTS = pytest.mark.parametrize("part", ["build", "parity", "bench"])
+
+
+@PARTS
+def test_the_limits_of_a_part_add_up_to_less_than_nine_minutes(
+    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    monkeypatch.setattr(gpu_check, "find_wheel", lambda: None)
+    steps = gpu_check.steps("9.0", part)
+    assert steps[0].name == "build"
+    assert sum(step.limit for step in steps) + gpu_check.GRACE_S <= 9 * 60
+
+
+def test_a_wheel_replaces_the_build(
+    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wheel = tmp_path / "some.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("fsdp_ext/_C.cpython-312-x86_64-linux-gnu.so", "compiled")
+        archive.writestr("fsdp_ext/_build_info.py", "BUILD_KIND = 'CUDA'")
+        archive.writestr("fsdp_ext/__init__.py", "not taken")
+    monkeypatch.setenv("FSDP_WHEEL", str(wheel))
+    (build, *_) = gpu_check.steps("9.0", "build")
+    assert build.command[2:] == ["--unpack", str(wheel)]
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    gpu_check.unpack(wheel)
+    written = {path.name for path in (tmp_path / "fsdp_ext").iterdir()}
+    assert written == {"_C.cpython-312-x86_64-linux-gnu.so", "_build_info.py"}
+
+
+@PARTS
+def test_every_step_is_of_something_that_is_there(gpu_check: ModuleType, part: str) -> None:
+    for step in gpu_check.steps("9.0", part):
         for part in step.command:
             if part.endswith(".py"):
-                assert (TOOL.parents[1] / part).exists(), part
+                assert (TOOLS.parent / part).exists(), part
         if step.command[1:3] == ["-m", "bench"]:
-            assert (TOOL.parents[1] / "bench" / f"{step.command[3]}.py").exists(), step.name
+            assert (TOOLS.parent / "bench" / f"{step.command[3]}.py").exists(), step.name
             assert step.json
 
 

@@ -6,6 +6,7 @@ import datetime
 import os
 import re
 import signal
+import time
 from typing import Any
 from unittest import mock
 
@@ -110,8 +111,11 @@ def test_a_rank_that_is_killed_during_training_is_named_at_once() -> None:
     ), message
 
 
-def _take_another_branch(transport: str, timeout: datetime.timedelta) -> str:
-    """Rank 1 skips a backward and begins the next forward. Rank 0's backward gathers nothing."""
+def _take_another_branch(transport: str, timeout: datetime.timedelta, waits: bool) -> str:
+    """Rank 1 skips a backward and begins the next forward. Rank 0's backward gathers nothing.
+
+    Without `waits`, rank 1 only issues the forward's first all-gather.
+    """
     model: Any = nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)])
     mesh = _mesh(timeout)
     settings: Any = {"bucket_bytes": 0, "reshard_after_forward": False}
@@ -119,18 +123,29 @@ def _take_another_branch(transport: str, timeout: datetime.timedelta) -> str:
         fully_shard(module, mesh=mesh, transport=transport, **settings)
     for _ in range(2):
         model(torch.ones(2, 8)).sum().backward()
+    lanes = lanes_of(mesh.get_group(), torch.device("cpu"), transport)
+    if transport == "process_group":
+        lanes.compose_from(0, 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss = model(torch.ones(2, 8)).sum()
     if dist.get_rank() == 1:
         optimizer.step()
-    go_on = [loss.backward, lambda: model(torch.ones(2, 8))]
+
+    def issue_only() -> None:
+        model[0].reshard()
+        model[0].unshard(async_op=True)
+        while True:
+            lanes.check()
+
+    go_on = [loss.backward, (lambda: model(torch.ones(2, 8))) if waits else issue_only]
     with pytest.raises(RuntimeError) as caught:
         go_on[dist.get_rank()]()
     return str(caught.value)
 
 
-def test_ranks_that_take_different_branches_say_so_long_before_the_timeout() -> None:
-    messages = run_ranks(_take_another_branch, 2, "shared_memory", LONG, timeout=30.0, fresh=True)
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_ranks_that_take_different_branches_say_so_long_before_the_timeout(transport: str) -> None:
+    messages = run_ranks(_take_another_branch, 2, transport, LONG, True, timeout=30.0, fresh=True)
     for message in messages:
         assert message == (
             "ranks 0 and 1 wait for each other, so neither can go on. Now rank 0 is in the "
@@ -142,7 +157,7 @@ def test_ranks_that_take_different_branches_say_so_long_before_the_timeout() -> 
 def test_ranks_whose_process_group_times_out_say_what_each_was_in() -> None:
     timeout = datetime.timedelta(seconds=2)
     messages = run_ranks(
-        _take_another_branch, 2, "process_group", timeout, timeout=30.0, fresh=True
+        _take_another_branch, 2, "process_group", timeout, False, timeout=30.0, fresh=True
     )
     for rank, message in enumerate(messages):
         assert message.startswith(f"rank {rank}: the ")
@@ -153,6 +168,46 @@ def test_ranks_whose_process_group_times_out_say_what_each_was_in() -> None:
 
 
 # - What the store has
+
+
+class _DeletesLate:
+    """A store that deletes an offer after rank 0 has read it again, and after 0.4 s in any case."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self._before = store.get("fsdp_ext/offer/0").decode()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def delete_key(self, key: str) -> bool:
+        deadline = time.monotonic() + 0.3
+        while time.monotonic() < deadline and not self._has_next_offer():
+            pass
+        time.sleep(0.1)
+        return self._store.delete_key(key)
+
+    def _has_next_offer(self) -> bool:
+        # Store.get would wait while there is no offer; this returns `before` then.
+        now = self._store.compare_set("fsdp_ext/offer/0", self._before, self._before)
+        return now.decode() != self._before
+
+
+def _connect_twice() -> list[list[bytes]]:
+    group = dist.new_group()
+    offers = []
+    for offer in (b"first", b"second"):
+        meeting = Rendezvous(group, offer, datetime.timedelta(seconds=10))
+        if dist.get_rank() == 1 and offer == b"first":
+            meeting._store = _DeletesLate(meeting._store)  # type: ignore[assignment]
+        meeting.exchange("a test", offer)
+        offers.append(meeting.offers)
+    return offers
+
+
+def test_a_late_rank_leaves_no_offer_to_the_next_rendezvous() -> None:
+    expected = [[b"first", b"first"], [b"second", b"second"]]
+    assert run_ranks(_connect_twice, 2) == [expected, expected]
 
 
 def _other_version() -> str:

@@ -7,6 +7,12 @@ from support import models
 from support.models import Stack
 from support.parity import ROUNDING, Case, Run, adamw, check, each, train_step
 from torch import Tensor
+from torch.distributed._composable import replicate
+
+
+def replicate_head(run: Run) -> None:
+    if run.sharded:
+        replicate(run.model.head)
 
 
 def several_forwards_then_one_backward(run: Run, step: int) -> tuple[Tensor, ...]:
@@ -106,14 +112,15 @@ def gradient_of_the_input(run: Run, step: int) -> tuple[Tensor, ...]:
     return loss, x.grad
 
 
+FOUR = (1, 2, 3, 4)
 CASES = [
-    Case("several units and a root", Stack),
-    Case("a transformer with a tied head", models.Transformer),
+    Case("several units and a root", Stack, worlds=FOUR),
+    Case("a transformer with a tied head", models.Transformer, worlds=FOUR),
     Case("a transformer with AdamW", models.Transformer, optimizer=adamw),
     Case("only the root is a unit", models.OneUnit),
     Case("a root without parameters of its own", models.BareRoot),
     Case("a list of modules as one unit", models.GroupedModules),
-    Case("units nested in units", models.NestedUnits),
+    Case("units nested in units", models.NestedUnits, worlds=FOUR),
     Case("parameters in float64", models.InFloat64, before_sharding=to_float64),
     Case("reshard_after_forward=True", Stack, options={"reshard_after_forward": True}),
     Case("reshard_after_forward=False", Stack, options={"reshard_after_forward": False}),
@@ -129,7 +136,7 @@ CASES = [
     Case("a unit called twice in a forward", models.UnitCalledTwice),
     Case("a unit called twice, never resharded after forward", models.UnitCalledTwice,
          options={"reshard_after_forward": False}),
-    Case("fewer rows than ranks and rows that do not divide", models.FewRows),
+    Case("fewer rows than ranks and rows that do not divide", models.FewRows, worlds=FOUR),
     Case("empty parameters", models.EmptyParameter,
          fsdp2_fails="its reduce-scatter expects elements in every gradient"),
     Case("parameters of one, three and four dimensions", models.ManyShapes),
@@ -152,6 +159,7 @@ CASES = [
          step=change_after_forward_only),
     Case("ignored parameters", Stack,
          ignored_params=("blocks.1.up.weight", "blocks.1.norm.bias", "head.bias")),
+    Case("a module that torch replicates", Stack, before_sharding=replicate_head),
     Case("moved to float64 after sharding", models.InFloat64, after_sharding=to_float64),
     # In bfloat16 the optimizers round vectors and the rest after them differently, and shards end
     # elsewhere than whole parameters.
@@ -160,6 +168,6 @@ CASES = [
 ]  # fmt: skip
 
 
-@each(CASES)
+@each(CASES, quick=(1, 2))
 def test_trains_as_unsharded_and_as_fsdp2(case: Case, world_size: int) -> None:
     check(case, world_size)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from support import models
 from support.launcher import run_ranks
+from support.matrix import exhaustive
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -75,6 +76,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "nothing reshards": ({"reshard_after_forward": False}, {}),
     "the root reshards, too": ({"reshard_after_forward": True}, {}),
 }
+QUICK = ("defaults", "bf16 on the wire", "nothing reshards")
+each_setting = pytest.mark.parametrize(
+    "settings", [*QUICK, *exhaustive(*(name for name in SETTINGS if name not in QUICK))]
+)
 
 
 def make(subject: type[models.Subject], settings: str) -> Any:
@@ -119,6 +124,7 @@ def expect_as_planned(model: Any, optimizer: torch.optim.Optimizer, planned: Pla
     assert memory["ring_bytes"] == of_plan.ring
     assert memory["staging_bytes"] == of_plan.staging
     assert memory["reduce_bytes"] == of_plan.reduce_input + of_plan.reduce_output
+    assert memory["message_staging_bytes"] == of_plan.message_staging
     assert memory["bucket_buffer_bytes"] == of_plan.gather_inputs + of_plan.kept_unsharded
     assert [unit.name for unit in root.units] == [unit.name for unit in planned.units]
     assert [unit.flat_shard.nbytes for unit in root.units] == [u.shard for u in planned.units]
@@ -151,7 +157,7 @@ def _trains_as_planned(settings: str, transports: list[Any]) -> int:
         planned = plan(model)
         before = plan_before(subject, settings, transport=transport, world_size=world_size)
         expect_as_planned(model, train(model), planned)
-        lanes = lanes_of(model._unit.mesh.get_group(), torch.device("cpu"), transport)
+        lanes = lanes_of(model._unit.ranks.group, torch.device("cpu"), transport)
         assert lanes.transport == planned.transport
         assert str(plan(model)) == str(planned)  # also of a model that has run
         if before is not None:
@@ -162,13 +168,13 @@ def _trains_as_planned(settings: str, transports: list[Any]) -> int:
     return compared
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
+@each_setting
 def test_many_simulated_ranks_have_what_was_planned(settings: str) -> None:
     transports = [Simulated(size, FAST) for size in (1, 3, 12)]
     assert run_ranks(_trains_as_planned, 1, settings, transports) == [3 * len(SUBJECTS)]
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
+@each_setting
 def test_two_ranks_have_what_was_planned(settings: str) -> None:
     transports = ["process_group", None]
     assert run_ranks(_trains_as_planned, 2, settings, transports) == [2 * len(SUBJECTS)] * 2
@@ -280,6 +286,24 @@ def test_units_are_classes_modules_or_what_a_function_says(units: Any) -> None:
     planned = plan(model, 8, units=units)
     assert [unit.name for unit in planned.units] == ["the root", *(f"blocks.{i}" for i in range(4))]
     assert planned == plan(model, 8, units=list(model.blocks))
+
+
+def test_a_gpu_packs_ahead_and_has_two_reduce_inputs() -> None:
+    on_host, on_gpu = (
+        plan(on_meta(), 8, units=Block, bucket_bytes=0, device_type=device).memory.reduce_input
+        for device in ("cpu", "cuda")
+    )
+    assert on_host == 64 * 1000 * 2 * 4  # the root's
+    assert on_gpu == 2 * on_host
+    assert plan(on_meta(), 1, units=Block, bucket_bytes=0).memory.reduce_input == on_host
+
+
+def test_over_nccl_the_reduce_output_is_always_there() -> None:
+    on_host, on_gpu, alone = (
+        plan(on_meta(), ranks, units=Block, bucket_bytes=0, device_type=device).memory.reduce_output
+        for ranks, device in ((8, "cpu"), (8, "cuda"), (1, "cuda"))
+    )
+    assert (on_host, on_gpu, alone) == (0, 64 * 1000 * 2 * 4 // 8, 0)
 
 
 def test_flops_are_those_of_each_unit() -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.launcher import run_ranks
+from support.matrix import exhaustive
 from support.parity import load_system
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -242,7 +243,7 @@ def _same_under_both(seed: int) -> None:
             assert torch.equal(value, want), f"{name} differs by {(value - want).abs().max()}"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("seed", range(PROGRAMS))
+@pytest.mark.parametrize("ranks", [2, *exhaustive(1)])
+@pytest.mark.parametrize("seed", [*range(8), *exhaustive(*range(8, PROGRAMS))])
 def test_a_random_program_trains_as_under_fsdp2(seed: int, ranks: int) -> None:
     run_ranks(_same_under_both, ranks, seed)

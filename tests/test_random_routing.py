@@ -1,14 +1,16 @@
 """Random models whose ranks use different parameters, compared with one replica a rank.
 
 A program is a random tree of modules, a random choice of units, random settings and a few steps. In
-each step, each rank chooses for itself which experts it uses. The expected gradients are those of
-one unsharded replica a rank, averaged, and None where no replica has one. Everything random follows
-from the seed, which names the test.
+each step, each rank chooses for itself which experts it uses, and what else its kind of program
+lets ranks choose (`Kind`). The expected gradients are those of one unsharded replica a rank,
+averaged, and None where no replica has one. Everything random follows from the seed, which names
+the test.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
 from typing import Any
 
@@ -17,21 +19,43 @@ import torch
 import torch.distributed as dist
 from support.launcher import run_ranks
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fsdp_ext
 
 WIDTH = 4
 STEPS = 4
-PROGRAMS = 3
+QUICK = {0, 4, 5}  # programs that have every field of Kind among them
 MANY_PROGRAMS = 50
 DEEDS = [
     "one backward",
     "one backward",
     "two forwards",
+    "two backwards",
+    "two backwards, last first",
     "backward twice",
     "accumulates",
     "evaluates",
 ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What ranks may choose for themselves, besides experts."""
+
+    inputs: str  # whose batches require gradients: "all", "none" or "some" ranks'
+    joins: bool  # to leave parts out with join_empty
+    detaches: bool  # to cut parts off the loss; needs set_reduce_scatter_unused_params
+    checkpoints: tuple[str, ...]  # how leaves are recomputed, the same on all ranks
+
+    @staticmethod
+    def draw(rng: random.Random) -> Kind:
+        inputs = rng.choice(["all", "none", "some"])
+        joins, detaches = rng.random() < 0.4, rng.random() < 0.4
+        checkpoints = rng.choice([(), (), ("not reentrant",), ("reentrant", "not reentrant")])
+        if (inputs != "all" or detaches) and "reentrant" in checkpoints:
+            checkpoints = ("not reentrant",)  # the other needs inputs with gradients
+        return Kind(inputs, joins, detaches, checkpoints)
 
 
 class Part(nn.Module):
@@ -43,12 +67,13 @@ class Part(nn.Module):
 class Leaf(Part):
     """Uses one of its experts, or none."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, kind: Kind) -> None:
         super().__init__()
         self.experts = nn.ModuleList(
             nn.Linear(WIDTH, WIDTH, bias=rng.random() < 0.5) for _ in range(rng.randint(1, 3))
         )
-        self.anchor = nn.Parameter(torch.rand(WIDTH))  # every rank uses it
+        self.anchor = nn.Parameter(torch.rand(WIDTH))
+        self.may_leave_anchor = kind.detaches and rng.random() < 0.5
         self.sees_gradients = rng.random() < 0.8  # of its input
 
     def forward(self, x: Tensor, call: str, route: str) -> Tensor:
@@ -56,17 +81,19 @@ class Leaf(Part):
         seen = x if self.sees_gradients else x.detach()
         expert = rng.randrange(len(self.experts) + 1)
         y = torch.tanh(self.experts[expert](seen)) if expert < len(self.experts) else 0.5 * seen
-        y = y + self.anchor
+        if not self.may_leave_anchor or rng.random() < 0.5:
+            y = y + self.anchor
         return y + 0.25 * x if rng.random() < 0.5 or not self.sees_gradients else y
 
 
 class Branch(Part):
     """Runs its parts one after another, or side by side."""
 
-    def __init__(self, rng: random.Random, depth: int) -> None:
+    def __init__(self, rng: random.Random, kind: Kind, depth: int) -> None:
         super().__init__()
+        self.kind = kind
         self.parts = nn.ModuleList(
-            Branch(rng, depth - 1) if depth > 0 and rng.random() < 0.5 else Leaf(rng)
+            Branch(rng, kind, depth - 1) if depth > 0 and rng.random() < 0.5 else Leaf(rng, kind)
             for _ in range(rng.randint(1, 3))
         )
         self.before = nn.Parameter(torch.rand(WIDTH)) if rng.random() < 0.3 else None
@@ -74,6 +101,10 @@ class Branch(Part):
         self.after = nn.Parameter(torch.rand(WIDTH)) if rng.random() < 0.3 else None
         self.is_parallel = rng.random() < 0.3
         self.repeats = [2 if rng.random() < 0.15 else 1 for _ in self.parts]
+        self.checkpoints = [
+            rng.choice(["", *kind.checkpoints]) if isinstance(part, Leaf) else ""
+            for part in self.parts
+        ]
 
     def forward(self, x: Tensor, call: str, route: str) -> Tensor:
         rng = random.Random(f"{route}{call}")
@@ -81,9 +112,9 @@ class Branch(Part):
             x = x * self.before
         y = x
         sums = []
-        for i, part in enumerate(self.parts):
+        for i in range(len(self.parts)):
             for repeat in range(self.repeats[i]):
-                out = part(x if self.is_parallel else y, f"{call}.{i}{repeat}", route)
+                out = self.run_part(i, x if self.is_parallel else y, f"{call}.{i}{repeat}", route)
                 sums.append(out)
                 y = out
         if self.is_parallel:
@@ -93,12 +124,34 @@ class Branch(Part):
             y = y + self.after
         return y
 
+    def run_part(self, i: int, x: Tensor, call: str, route: str) -> Tensor:
+        part = self.parts[i]
+        rng = random.Random(f"{route}{call} part")
+        if self.kind.joins and can_be_left_out(part) and rng.random() < 0.3:
+            return part.join_empty(x) if hasattr(part, "join_empty") else x
+        if self.checkpoints[i]:
+            reentrant = self.checkpoints[i] == "reentrant"
+            out = checkpoint(part, x, call, route, use_reentrant=reentrant)
+        else:
+            out = part(x, call, route)
+        return out.detach() if self.kind.detaches and rng.random() < 0.15 else out
+
+    def runs_once_each(self) -> bool:
+        """Whether every unit inside runs once, in the order of registration."""
+        return all(repeats == 1 for repeats in self.repeats) and all(
+            part.runs_once_each() for part in self.parts if isinstance(part, Branch)
+        )
+
+
+def can_be_left_out(part: nn.Module) -> bool:
+    return part.is_unit and (not isinstance(part, Branch) or part.runs_once_each())
+
 
 class Model(nn.Module):
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, kind: Kind) -> None:
         super().__init__()
         self.stem = nn.Linear(WIDTH, WIDTH) if rng.random() < 0.5 else None
-        self.trunk = Branch(rng, 2)
+        self.trunk = Branch(rng, kind, 2)
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, route: str) -> Tensor:
@@ -112,7 +165,8 @@ class Program:
         self.seed = seed
         self.rng = rng = random.Random(seed)
         torch.manual_seed(seed)
-        self.reference = Model(rng)
+        self.kind = Kind.draw(rng)
+        self.reference = Model(rng, self.kind)
         for parameter in self.reference.parameters():
             parameter.requires_grad_(rng.random() < 0.95)
         self.reference.head.requires_grad_(True)
@@ -135,6 +189,7 @@ class Program:
                 reshard = rng.choice([None, None, True, False])
                 fsdp_ext.fully_shard(module, reshard_after_forward=reshard, **settings)
         fsdp_ext.fully_shard(self.model, **settings)
+        self.model.set_reduce_scatter_unused_params(self.kind.detaches)
         self.expected: dict[str, Tensor | None] = {}
 
     def run(self) -> None:
@@ -193,15 +248,20 @@ class Program:
     def loss(self, model: Any, step: int, rank: int, forward: str) -> Tensor:
         generator = torch.Generator().manual_seed(1000 * step + 10 * rank)
         x = torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
-        # Otherwise a parameter in front of a unit decides on each rank when the unit is resharded.
-        x.requires_grad_()
         route = f"{self.seed} {step} {rank} {forward}"
+        some = random.Random(route).random() < 0.5
+        x.requires_grad_(self.kind.inputs == "all" or (self.kind.inputs == "some" and some))
         return model(x, route).square().mean()
 
     def backwards(self, model: Any, deed: str, step: int, rank: int) -> None:
         loss = self.loss(model, step, rank, "1")
         if deed == "two forwards":
             loss = loss + self.loss(model, step, rank, "2")
+        if deed.startswith("two backwards"):
+            losses = [loss, self.loss(model, step, rank, "2")]
+            for each in reversed(losses) if deed.endswith("last first") else losses:
+                each.backward()
+            return
         if deed == "backward twice":
             loss.backward(retain_graph=True)
         loss.backward()
@@ -241,7 +301,7 @@ def _same_as_replicas(seed: int) -> None:
 @pytest.mark.parametrize(
     "seed",
     [
-        pytest.param(seed, marks=[] if seed < PROGRAMS else [pytest.mark.exhaustive])
+        pytest.param(seed, marks=[] if seed in QUICK else [pytest.mark.exhaustive])
         for seed in range(MANY_PROGRAMS)
     ],
 )

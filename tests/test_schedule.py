@@ -145,6 +145,26 @@ def test_two_lanes_at_once_share_what_computes() -> None:
     assert step.exposed == step.wire
 
 
+def test_packing_ahead_overlaps_the_wire_of_the_reduction_before() -> None:
+    chain = [replace(stage(name, 1, 1), copy_seconds_reduce=2) for name in "abcd"]
+    serial = predict(None, chain, fixed(4), depth=3)
+    ahead = predict(None, chain, fixed(4), depth=3, packs_ahead=True)
+    assert spans(serial, "reduce")[0] == ("d", 18, 24)
+    # c is packed while d is on the wire, and b when d has left its input.
+    assert spans(ahead, "reduce") == [
+        ("d", 18, 20),
+        ("c", 20, 22),
+        ("d", 20, 24),
+        ("b", 24, 26),
+        ("c", 24, 28),
+        ("a", 28, 30),
+        ("b", 28, 32),
+        ("a", 32, 36),
+    ]
+    assert serial.step - ahead.step == 3 * 2
+    assert serial.wire == ahead.wire
+
+
 def test_copies_and_messages_take_the_lanes_time_and_launches_that_of_compute() -> None:
     one = replace(
         stage("a", 1, 1),

@@ -15,12 +15,10 @@ import os
 import random
 import resource
 import signal
-import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -33,8 +31,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import fsdp_ext
 from fsdp_ext import _C, fully_shard
+from fsdp_ext.__main__ import main
 from fsdp_ext.comm import lanes, rendezvous, transports
 from fsdp_ext.comm.lanes import lanes_of
 
@@ -192,7 +190,7 @@ def _transport(asked: str | None) -> tuple[str, list[str]]:
     for model in models:
         fully_shard(model, transport=asked)
         model(torch.ones(2, 4)).sum().backward()
-    group = models[0]._unit.mesh.get_group()  # type: ignore[operator]
+    group = models[0]._unit.ranks.group  # type: ignore[operator]
     resolved = transports.resolve_transport(asked, "cpu")
     return lanes_of(group, HOST, resolved).transport, records
 
@@ -202,7 +200,7 @@ def test_the_transport_is_chosen_and_logged_once(asked: str | None) -> None:
     (chosen, records), (_, others) = run_ranks(_transport, 2, asked)
     assert chosen == (asked or "shared_memory")
     said = [record for record in records if "communicate" in record]
-    assert said == [f"2 ranks communicate over {chosen}"]
+    assert [line.split(",")[0] for line in said] == [f"2 ranks communicate over {chosen}"]
     assert len(records) == 2  # the other record is about the size of buckets
     assert others == []
 
@@ -282,41 +280,36 @@ def test_shared_memory_asked_for_by_name_is_used_or_an_error() -> None:
         assert "transport 'shared_memory' is not possible here: rank 1" in message
 
 
-def _on_two_hosts() -> str:
-    connect = transports.Rendezvous.__init__
-
-    def from_afar(self: transports.Rendezvous, *args: Any) -> None:
-        """Exchange addresses, but let that of rank 1 be on another host."""
-        connect(self, *args)
-        length = transports._NAME_LENGTH
-        name, address = self.offers[1][:length], self.offers[1][length:]
-        self.offers[1] = name + b"another host" + address[12:]
-
-    with mock.patch.object(transports.Rendezvous, "__init__", from_afar):
-        return _chosen(None)
+def _on_two_machines(asked: str | None) -> str:
+    place = f"machine {dist.get_rank()}"
+    with mock.patch.object(transports, "machine", return_value=place):
+        return _chosen(asked)
 
 
-def test_ranks_on_two_hosts_fall_back() -> None:
-    for answer in run_ranks(_on_two_hosts, 2):
-        assert answer.startswith("process_group")
-        assert "is on another" in answer
+def test_ranks_on_two_machines_use_the_process_group_without_a_warning() -> None:
+    assert run_ranks(_on_two_machines, 2, None) == ["process_group: []"] * 2
 
 
-def test_the_module_shows_the_transport() -> None:
-    def shown(**environment: str) -> str:
-        result = subprocess.run(
-            [sys.executable, "-m", "fsdp_ext"],
-            capture_output=True,
-            text=True,
-            check=True,
-            cwd=Path(fsdp_ext.__file__).parents[1],  # the one that these tests have
-            env={**os.environ, **environment},
+def test_shared_memory_by_name_between_two_machines_is_an_error() -> None:
+    for message in run_ranks(_on_two_machines, 2, "shared_memory"):
+        assert message.startswith(
+            "transport 'shared_memory' is not possible here: its 2 ranks are on 2 machines."
         )
-        (line,) = (line for line in result.stdout.splitlines() if line.startswith("transport "))
+
+
+def test_the_module_shows_the_transport(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shown() -> str:
+        assert main() == 0
+        lines = capsys.readouterr().out.splitlines()
+        (line,) = (line for line in lines if line.startswith("transport "))
         return line
 
+    monkeypatch.setattr(sys, "argv", ["fsdp_ext"])
     assert "shared_memory between ranks of one host" in shown()
-    assert "process_group (FSDP_EXT_TRANSPORT)" in shown(FSDP_EXT_TRANSPORT="process_group")
+    monkeypatch.setenv("FSDP_EXT_TRANSPORT", "process_group")
+    assert "process_group (FSDP_EXT_TRANSPORT)" in shown()
 
 
 def _nobody_there() -> None:

@@ -17,15 +17,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.launcher import run_ranks
-from support.matrix import exhaustive
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_ext
 from fsdp_ext import Link, Simulated, fully_shard
+from fsdp_ext.__main__ import main
+from fsdp_ext.comm.fit import Fit, Sample, fit
 from fsdp_ext.comm.lanes import lanes_of
 from fsdp_ext.comm.link import H100_CLUSTER, H100_NODE, PRESETS
-from fsdp_ext.comm.measure_link import SIZES, Fit, Sample, fit, report
+from fsdp_ext.comm.measure_link import SIZES, report
 
 # The directory of the fsdp_ext under test: `python -m` looks in the current directory first.
 PACKAGE = Path(fsdp_ext.__file__).parents[1]
@@ -70,9 +71,7 @@ def _train(world_size: int) -> dict[str, Any]:
         "warnings": [
             (str(w.message), Path(w.filename).name) for w in caught if "fsdp_ext" in str(w.message)
         ],
-        "transport": lanes_of(
-            model._unit.mesh.get_group(), torch.device("cpu"), transport
-        ).transport,
+        "transport": lanes_of(model._unit.ranks.group, torch.device("cpu"), transport).transport,
     }
     core.reshard(1)
     dist.barrier()
@@ -257,7 +256,8 @@ def test_a_report_tells_sizes_that_were_left_out() -> None:
     assert "off by 0% (median), 0% at most" in lines[-1]
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", *exhaustive("process_group")])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
 def test_measuring_a_link_writes_one_that_can_be_simulated(tmp_path: Path, transport: str) -> None:
     path = tmp_path / "link.json"
     command = [sys.executable, "-m", "fsdp_ext", "measure-link"]
@@ -281,17 +281,17 @@ def test_measuring_a_link_writes_one_that_can_be_simulated(tmp_path: Path, trans
     assert Simulated(2, link).link is link
 
 
-def test_the_command_line_says_what_it_expects() -> None:
+def test_the_command_line_says_what_it_expects(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fails(*arguments: str) -> str:
-        result = subprocess.run(
-            [sys.executable, "-m", "fsdp_ext", *arguments],
-            cwd=PACKAGE,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert result.returncode == 2
-        return result.stderr
+        monkeypatch.setattr(sys, "argv", ["fsdp_ext", *arguments])
+        try:
+            code: object = main()
+        except SystemExit as end:
+            code = end.code
+        assert code == 2
+        return capsys.readouterr().err
 
     assert "unknown command: measure" in fails("measure")
     assert "--ranks is 1; pass at least 2" in fails("measure-link", "--ranks", "1")

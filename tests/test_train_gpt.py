@@ -52,6 +52,7 @@ def run_script(arguments: list[str], ranks: int, expect: int = 0) -> str:
     return done.stdout
 
 
+@pytest.mark.exhaustive
 def test_it_learns_saves_plots_and_goes_on_with_one_rank_less(text: Path, tmp_path: Path) -> None:
     checkpoint, figures, picture = tmp_path / "run", tmp_path / "out.json", tmp_path / "loss.png"
     shared = [*TINY, "--data", str(text), "--checkpoint", str(checkpoint), "--eval-batches", "2"]
@@ -188,6 +189,7 @@ def test_options_that_do_not_fit_the_data_or_the_checkpoint_are_one_sentence(
     assert "has other contents" in message(*run, "--resume", "--data", str(other))
 
 
+@pytest.mark.exhaustive
 def test_one_rank_of_many_says_what_is_wrong(text: Path) -> None:
     printed = run_script([*TINY, "--data", str(text), "--batch", "5"], ranks=2, expect=1)
     assert printed.count("--batch 5 is not a multiple of the 2 ranks") == 1

@@ -424,3 +424,12 @@ def _grad_dtypes() -> None:
     layer.weight.grad_dtype = None
     with pytest.raises(NotImplementedError, match=r"'weight' .* has grad_dtype=None"):
         layer(ones())
+    layer.weight.grad_dtype = torch.float32
+    layer(ones()).sum().backward()
+    layer.zero_grad()
+    layer.weight.grad_dtype = torch.bfloat16
+    with pytest.raises(NotImplementedError, match=message):
+        layer(ones())
+    layer.weight.grad_dtype = torch.float32
+    layer(ones()).sum().backward()
+    assert layer.weight.grad is not None

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "base/check.h"
 #include "base/dtype.h"
@@ -16,8 +17,12 @@
 namespace fsdp {
 
 // How collectives use a buffer of this rank. Peers read an Input; collectives write an Output. A
-// Shard is an input that holds parameters, so it may outlive the communicator.
-enum class BufferUse : std::uint8_t { Input, Output, Shard };
+// Shard is an input that holds parameters, and a Gradient an output that holds sharded gradients.
+// Both are tensors, so they may outlive the communicator, and any thread may free them.
+enum class BufferUse : std::uint8_t { Input, Output, Shard, Gradient };
+
+// More bytes than any collective has.
+constexpr std::uint64_t kNeverComposed = ~std::uint64_t{0};
 
 class Communicator {
  public:
@@ -41,6 +46,22 @@ class Communicator {
     return device.allocate(bytes);
   }
 
+  // The same, for memory that is first needed within a step. The ranks need not call it together,
+  // so it is not registered with the transport.
+  virtual std::shared_ptr<void> allocate_in_step(Device& device, std::size_t bytes, BufferUse use) {
+    return allocate(device, bytes, use);
+  }
+
+  // Whether `allocate` registers memory, so that shards and gradients should lie in such memory:
+  // Note [windows of tensors].
+  virtual bool registers_buffers() const { return false; }
+  // Whether `memory` lies in a registered Shard or Gradient.
+  virtual bool is_registered(const void* /*memory*/) const { return false; }
+  // Frees Shards and Gradients that nobody holds any more, if that was put off.
+  virtual void free_unused() {}
+  // Whether all ranks pass true. They call it together.
+  virtual bool all_agree(bool mine) { return mine; }
+
   // The number of buffers from `allocate` that are registered with the transport now.
   virtual int registered_buffers() const { return 0; }
 
@@ -50,6 +71,18 @@ class Communicator {
   // distances between their inputs are the same on all ranks.
   virtual void group_start() {}
   virtual void group_end() {}
+
+  // Whether this transport can compose collectives of messages: Note [composed collectives].
+  virtual bool can_compose() const { return false; }
+  // Composes the collectives of at least `bytes`, summed over all ranks, that are issued from now
+  // on. All ranks make the same call at the same place.
+  virtual void compose_from(std::uint64_t /*bytes*/) {}
+  virtual std::uint64_t composed_from() const { return kNeverComposed; }
+  // The number of each rank's host, by rank, if ranks of one host share memory and those of several
+  // hosts send messages: Note [groups that span hosts]. Empty otherwise.
+  virtual std::vector<int> hosts() const { return {}; }
+  // The memory that the transport keeps for messages in flight.
+  virtual std::size_t message_staging_bytes() const { return 0; }
 
   // output[r * bytes, (r + 1) * bytes) = rank r's input[0, bytes).
   virtual void all_gather(Stream& stream, const void* input, void* output, std::size_t bytes) = 0;

@@ -9,8 +9,10 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "base/check.h"
+#include "comm/nccl_buffers.h"
 #include "comm/nccl_join.h"
 #include "comm/nccl_watchdog.h"
 
@@ -41,17 +43,24 @@ nccl::DataType data_type(DType dtype) {
 
 class NcclCommunicator final : public Communicator {
  public:
-  NcclCommunicator(const Api& api, Device& device, Comm comm, const NcclOptions& options,
-                   std::string name)
+  // `lane` is 0 for gathers and 1 for reductions.
+  NcclCommunicator(const Api& api, Device& device, Comm comm, const NcclOptions& options, int lane)
       : api_(api),
         device_(device),
         comm_(comm),
         options_(options),
-        name_(std::move(name)),
-        watchdog_(api, device, comm, options, name_) {}
+        name_(lane == 0 ? "gather" : "reduce"),
+        watchdog_(api, device, comm, options, name_, lane),
+        buffers_(
+            api, device, comm, watchdog_, [this](std::uint64_t mine) { return least(mine); },
+            [this](nccl::Result result, const char* what) { print_error(result, what); }) {}
 
   // The owner has synchronised the stream.
   ~NcclCommunicator() override {
+    if (options_.deadlocks != nullptr) {
+      options_.deadlocks->stop();  // it reports to this object
+    }
+    buffers_.close();
     watchdog_.stop();
     if (!watchdog_.has_failed()) {
       close();
@@ -65,7 +74,15 @@ class NcclCommunicator final : public Communicator {
   int rank() const override { return options_.rank; }
   int size() const override { return options_.size; }
   GatherBy gather_by() const override { return gather_by_of(transport(), /*on_gpu=*/true); }
-  int registered_buffers() const override { return registered_buffers_; }
+  int registered_buffers() const override { return buffers_.registered(); }
+  bool registers_buffers() const override {
+    return options_.register_buffers && options_.size > 1 &&
+           api_.registration() != std::string("none");
+  }
+  bool is_registered(const void* memory) const override { return buffers_.holds(memory); }
+  void free_unused() override { buffers_.free_unused(); }
+
+  void serve(Stream& stream) override { lane_stream_ = &stream; }
 
   void announce(const std::string& what, std::uint64_t /*tag*/) override { what_ = what; }
 
@@ -83,7 +100,7 @@ class NcclCommunicator final : public Communicator {
     }
     const NcclWatchdog::BlockingCall blocking(watchdog_, what_);
     throw_on_error(api_.GroupEnd(), "launch a group");
-    watchdog_.watch_collective(*grouped_on_, what_);
+    watchdog_.watch_collective(*grouped_on_, what_, Ends::WithAll);
   }
 
   void all_gather(Stream& stream, const void* input, void* output, std::size_t bytes) override {
@@ -105,9 +122,10 @@ class NcclCommunicator final : public Communicator {
   }
 
   void broadcast(Stream& stream, void* data, std::size_t bytes, int root) override {
-    issue(stream, [&](void* on) {
+    const auto broadcast = [&](void* on) {
       return api_.Broadcast(data, data, bytes, nccl::kInt8, root, comm_, on);
-    });
+    };
+    issue(stream, broadcast, Ends::Alone);
   }
 
   // NCCL has no barrier. A one-byte all-gather serves as one.
@@ -132,11 +150,20 @@ class NcclCommunicator final : public Communicator {
   }
 
   std::shared_ptr<void> allocate(Device& device, std::size_t bytes, BufferUse use) override;
+  bool all_agree(bool mine) override { return least(mine ? 1 : 0) != 0; }
+  std::uint64_t least(std::uint64_t mine);
+  // Registering is collective, so a step does not do it.
+  std::shared_ptr<void> allocate_in_step(Device& device, std::size_t bytes,
+                                         BufferUse /*use*/) override {
+    return device.allocate(bytes);
+  }
 
   void abort(const std::string& reason) override { watchdog_.abort(reason); }
   std::string async_error() override { return watchdog_.error(); }
 
  private:
+  using Ends = NcclWatchdog::Ends;
+
   void throw_on_error(nccl::Result result, const char* what) {
     // NCCL_COMM_BLOCKING=0 in the environment makes every communicator non-blocking.
     while (result == nccl::kInProgress && !watchdog_.has_failed()) {
@@ -163,7 +190,13 @@ class NcclCommunicator final : public Communicator {
   void close() {
     auto closed = std::make_shared<std::promise<nccl::Result>>();
     std::future<nccl::Result> done = closed->get_future();
-    std::thread([&api = api_, comm = comm_, closed] {
+    // NCCL makes the thread's own device current again, and that would give device 0 a context.
+    std::thread([&api = api_, comm = comm_, closed, select = device_.selector()] {
+      try {
+        select();
+      } catch (const std::exception&) {
+        // The device has failed. NCCL says so, too.
+      }
       const nccl::Result finalized = api.CommFinalize(comm);
       const nccl::Result destroyed = api.CommDestroy(comm);
       closed->set_value(finalized != nccl::kSuccess ? finalized : destroyed);
@@ -190,7 +223,7 @@ class NcclCommunicator final : public Communicator {
   }
 
   template <typename Call>
-  void issue(Stream& stream, const Call& collective) {
+  void issue(Stream& stream, const Call& collective, Ends ends = Ends::WithAll) {
     if (in_group_) {
       grouped_on_ = &stream;
       throw_on_error(collective(stream.native_handle()), "add a collective to a group");
@@ -199,7 +232,7 @@ class NcclCommunicator final : public Communicator {
     check();
     const NcclWatchdog::BlockingCall blocking(watchdog_, what_);
     throw_on_error(collective(stream.native_handle()), "launch a collective");
-    watchdog_.watch_collective(stream, what_);
+    watchdog_.watch_collective(stream, what_, ends);
   }
 
   // Makes room for `bytes` bytes of this rank, followed by as many bytes of every rank.
@@ -218,16 +251,6 @@ class NcclCommunicator final : public Communicator {
     stream.wait(*reached, what_);
   }
 
-  struct Registration {
-    nccl::Window window = nullptr;
-    void* handle = nullptr;
-
-    bool is_registered() const { return window != nullptr || handle != nullptr; }
-  };
-
-  Registration register_buffer(void* memory, std::size_t bytes);
-  void free_buffer(const Registration& registration, void* memory);
-
   const Api& api_;
   Device& device_;
   Comm comm_;
@@ -236,64 +259,31 @@ class NcclCommunicator final : public Communicator {
   std::string what_ = "a collective";
   bool in_group_ = false;
   Stream* grouped_on_ = nullptr;
-  std::atomic<int> registered_buffers_{0};
+  Stream* lane_stream_ = nullptr;  // null if no lane uses this communicator
   std::shared_ptr<void> exchange_;
   std::size_t exchange_bytes_ = 0;
   NcclWatchdog watchdog_;
+  NcclBuffers buffers_;
 };
 
 std::shared_ptr<void> NcclCommunicator::allocate(Device& device, std::size_t bytes, BufferUse use) {
-  const bool can_register =
-      options_.register_buffers && options_.size > 1 && api_.registration() != std::string("none");
-  if (!can_register || use == BufferUse::Shard) {  // a shard may outlive the communicator
+  if (!registers_buffers()) {
     return device.allocate(bytes);
   }
   FSDP_CHECK(
       !device.is_capturing(), "A CUDA graph capture would allocate ", bytes,
       " bytes, but all buffers must exist before it. Run a few whole steps before capturing one.");
-  const std::shared_ptr<void> guard = device.make_current();
-  const NcclWatchdog::BlockingCall blocking(watchdog_, "to register a buffer");
-  void* memory = nullptr;
-  const nccl::Result allocated = api_.MemAlloc(&memory, bytes);
-  // No fallback to other memory: either all ranks register the buffer, or none does.
-  FSDP_CHECK(allocated == nccl::kSuccess && memory != nullptr, "NCCL could not allocate ", bytes,
-             " more bytes of GPU memory for buffers of the largest unit: ",
-             api_.describe(comm_, allocated),
-             ". Call fully_shard on smaller modules, use more ranks or a smaller batch, or set "
-             "FSDP_EXT_NCCL_REGISTER=0 to allocate them with PyTorch's allocator.");
-  const Registration registration = register_buffer(memory, bytes);
-  registered_buffers_ += registration.is_registered() ? 1 : 0;
-  return {memory, [this, registration](void* freed) { free_buffer(registration, freed); }};
+  return buffers_.allocate(bytes, use);
 }
 
-// Where registration fails, the buffer is used without it.
-NcclCommunicator::Registration NcclCommunicator::register_buffer(void* memory, std::size_t bytes) {
-  Registration registration;
-  const nccl::Result result =
-      api_.registration() == std::string("window")
-          ? api_.CommWindowRegister(comm_, memory, bytes, &registration.window,
-                                    nccl::kWindowCollSymmetric)
-          : api_.CommRegister(comm_, memory, bytes, &registration.handle);
-  return result == nccl::kSuccess ? registration : Registration{};
-}
-
-// NCCL unmaps the memory even if the device still reads it, so this synchronises first.
-void NcclCommunicator::free_buffer(const Registration& registration, void* memory) {
-  try {
-    device_.synchronize();
-  } catch (const std::exception&) {
-    // Work has failed. Its waiters get the error.
-  }
-  registered_buffers_ -= registration.is_registered() ? 1 : 0;
-  if (!watchdog_.has_failed()) {
-    const NcclWatchdog::BlockingCall blocking(watchdog_, "to deregister a buffer");
-    if (registration.window != nullptr) {
-      print_error(api_.CommWindowDeregister(comm_, registration.window), "deregister a buffer of");
-    } else if (registration.handle != nullptr) {
-      print_error(api_.CommDeregister(comm_, registration.handle), "deregister a buffer of");
-    }
-  }
-  print_error(api_.MemFree(memory), "free a buffer of");
+// The least number that a rank passes. All ranks call it together.
+std::uint64_t NcclCommunicator::least(std::uint64_t mine) {
+  Stream& stream = lane_stream_ != nullptr ? *lane_stream_ : device_.compute_stream();
+  what_ = "the registration of a buffer";
+  std::vector<std::uint64_t> received(static_cast<std::size_t>(options_.size));
+  host_all_gather(stream, &mine, received.data(), sizeof(mine));
+  stream.synchronize();
+  return *std::min_element(received.begin(), received.end());
 }
 
 }  // namespace
@@ -302,13 +292,21 @@ std::pair<std::unique_ptr<Communicator>, std::unique_ptr<Communicator>> make_ncc
     const Api& api, Device& device, const nccl::UniqueId& id, const NcclOptions& options) {
   const std::shared_ptr<void> guard = device.make_current();
   NcclJoined joined = join_nccl_ranks(api, id, options);
-  auto make = [&](NcclCommGuard& comm, const char* name) {
-    auto made = std::make_unique<NcclCommunicator>(api, device, comm.get(), options, name);
+  auto make = [&](NcclCommGuard& comm, int lane) {
+    auto made = std::make_unique<NcclCommunicator>(api, device, comm.get(), options, lane);
     comm.release();
     return made;
   };
-  std::unique_ptr<Communicator> gather = make(joined.gather, "gather");
-  return {std::move(gather), make(joined.reduce, "reduce")};
+  std::unique_ptr<Communicator> gather = make(joined.gather, 0);
+  std::unique_ptr<Communicator> reduce = make(joined.reduce, 1);
+  if (options.deadlocks != nullptr) {
+    options.deadlocks->start([a = gather.get(), b = reduce.get()](const std::string& account) {
+      print_failure(account);
+      a->abort(account);
+      b->abort(account);
+    });
+  }
+  return {std::move(gather), std::move(reduce)};
 }
 
 }  // namespace fsdp

@@ -103,6 +103,16 @@ const char* Api::registration() const {
   return CommRegister != nullptr && CommDeregister != nullptr ? "register" : "none";
 }
 
+bool Api::has_safe_symmetric_kernels() const {
+  constexpr int kFirstThatDoesNotWait = 22800;
+  constexpr int kFirstThatWaits = 23007;
+  return version < kFirstThatDoesNotWait || version >= kFirstThatWaits;
+}
+
+int Api::window_flags() const {
+  return has_safe_symmetric_kernels() ? kWindowCollSymmetric : kWindowDefault;
+}
+
 std::string Api::describe(Comm comm, Result error) const {
   const char* last = GetLastError(comm);
   const bool has_details = last != nullptr && last[0] != '\0';

@@ -22,6 +22,7 @@ struct UniqueId {  // ncclUniqueId
 
 enum Result : int {  // ncclResult_t
   kSuccess = 0,
+  kUnhandledCudaError = 1,
   kInProgress = 7,
 };
 
@@ -35,12 +36,20 @@ enum DataType : int {  // ncclDataType_t
 
 constexpr int kSum = 0;                   // ncclRedOp_t
 constexpr int kUndefined = INT_MIN;       // NCCL_CONFIG_UNDEF_INT
+constexpr int kWindowDefault = 0;         // NCCL_WIN_DEFAULT
 constexpr int kWindowCollSymmetric = 1;   // NCCL_WIN_COLL_SYMMETRIC
 constexpr unsigned kMagic = 0xcafebeefU;  // marks an ncclConfig_t
 
-// ncclConfig_t as of 2.18. NCCL reads `size` bytes and uses defaults for the rest.
+// The first version whose ncclConfig_t has all fields of Config.
+constexpr int kWholeConfig = 22800;
+
+// NCCL_CTA_POLICY_ZERO: copy engines gather, and no thread block does.
+constexpr int kZeroCtas = 2;
+
+// ncclConfig_t as of 2.28. NCCL reads `size` bytes, takes `version` for that of the caller, and
+// uses defaults for what that version lacks. So older versions get the fields of 2.18 alone.
 struct Config {
-  std::size_t size = sizeof(Config);
+  std::size_t size = 48;
   unsigned magic = kMagic;
   unsigned version = kOldestVersion;
   int blocking = kUndefined;
@@ -49,6 +58,26 @@ struct Config {
   int max_ctas = kUndefined;
   const char* net_name = nullptr;
   int split_share = kUndefined;
+  int traffic_class = kUndefined;  // from here on, not in 2.18
+  const char* comm_name = nullptr;
+  int collnet_enable = kUndefined;
+  int cta_policy = kUndefined;
+  int shrink_share = kUndefined;
+  int nvls_ctas = kUndefined;
+  int channels_per_net_peer = kUndefined;
+  int nvlink_centric_sched = kUndefined;
+};
+static_assert(sizeof(Config) == 80 && offsetof(Config, traffic_class) == 44 &&
+                  offsetof(Config, cta_policy) == 60,
+              "ncclConfig_t has these offsets.");
+
+// What users may set for the collectives of one lane: fields of ncclConfig_t. NCCL chooses what is
+// undefined.
+struct LaneSettings {
+  int min_ctas = kUndefined;  // thread blocks, which occupy a multiprocessor each
+  int max_ctas = kUndefined;
+  int cluster_size = kUndefined;  // thread blocks in a cluster
+  int cta_policy = kUndefined;    // NCCL_CTA_POLICY_*, from 2.28 on
 };
 
 struct Api {
@@ -89,6 +118,15 @@ struct Api {
   std::string version_text() const;  // "2.28.9"
   // How this library registers long-lived buffers: "register" (2.19), "window" (2.27) or "none".
   const char* registration() const;
+  // Whether windows may be symmetric, and their flags.
+  //
+  // Note [symmetric kernels]
+  // For symmetric windows, NCCL uses kernels that may start before the stream's work before them
+  // has ended ("programmatic stream serialization"). From 2.28.0 until 2.30.7 they do not wait for
+  // it, so a reduce-scatter could read what pack has not written yet. There a window is registered
+  // without the flag, and NCCL uses its other kernels.
+  bool has_safe_symmetric_kernels() const;
+  int window_flags() const;
   // NCCL's text for an error, with the details of the last one.
   std::string describe(Comm comm, Result error) const;
 };

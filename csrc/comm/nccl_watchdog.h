@@ -4,14 +4,17 @@
 // In a step, no host thread waits for a collective, so only the watchdog notices one that hangs. It
 // polls NCCL's asynchronous error and the events behind the newest collectives. On an error or a
 // timeout it revokes the communicator (or aborts it, where NCCL cannot revoke), which ends the
-// kernels that wait for peers. It prints the reason on stderr, and every later call throws. Results
-// computed since then must not be used, so the optimizer's step checks, too.
+// kernels that wait for peers. Revoking does not end a call that makes connections, so if a call
+// still blocks at the next poll, the watchdog aborts the revoked communicator. It prints the reason
+// on stderr, and every later call throws. Results computed since then must not be used, so the
+// optimizer's step checks, too.
 #pragma once
 
 #include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -23,11 +26,15 @@
 
 namespace fsdp {
 
+// Prints why communication ends, for hosts that do not ask.
+void print_failure(const std::string& reason);
+
 class NcclWatchdog {
  public:
-  // `name` is the communicator's name in messages. Starts the thread.
+  // Messages call the communicator `name`. `lane` is 0 for gathers and 1 for reductions. Starts the
+  // thread that watches.
   NcclWatchdog(const nccl::Api& api, Device& device, nccl::Comm comm, const NcclOptions& options,
-               std::string name);
+               std::string name, int lane);
   ~NcclWatchdog();
 
   NcclWatchdog(const NcclWatchdog&) = delete;
@@ -45,10 +52,13 @@ class NcclWatchdog {
     NcclWatchdog& watchdog_;
   };
 
-  // Watches the collective that was just issued to `stream`. Messages call it `what`.
-  void watch_collective(Stream& stream, const std::string& what);
+  // Whether a collective may end on a rank before all ranks have begun it.
+  enum class Ends : bool { Alone, WithAll };
 
-  // Revokes or aborts the communicator. Only the first call has an effect.
+  // Watches the collective that was just issued to `stream`. Messages call it `what`.
+  void watch_collective(Stream& stream, const std::string& what, Ends ends);
+
+  // Revokes or aborts the communicator, and prints nothing. Only the first call has an effect.
   void abort(const std::string& reason);
   bool has_failed() const { return failed_; }
   std::string error();  // the reason; empty if nothing has failed
@@ -64,12 +74,22 @@ class NcclWatchdog {
     std::unique_ptr<Event> event;  // completes after the collective
     std::string what;
     std::chrono::steady_clock::time_point since;
+    std::uint32_t number = 0;
+    std::uint32_t behind = 0;  // as in DeviceLanes::Collective
     bool pending = false;
   };
 
+  // What is wrong: an error in whole sentences, or something that takes longer than the timeout.
+  struct Finding {
+    std::string error;
+    std::string late;
+  };
+
   void run();
-  std::string find_failure();
+  void abort_communicator();
+  Finding look();
   const Outstanding* update_oldest_pending();
+  void publish(const Outstanding* oldest);
   std::string timeout_message(const std::string& what) const;
 
   const nccl::Api& api_;
@@ -77,8 +97,10 @@ class NcclWatchdog {
   nccl::Comm comm_;
   const NcclOptions options_;
   const std::string name_;
+  const int lane_;
   std::atomic<bool> captured_{false};
   std::atomic<bool> failed_{false};
+  std::atomic<bool> revoked_{false};  // and not aborted since
 
   std::mutex mutex_;  // guards what follows
   std::condition_variable stop_;
@@ -89,9 +111,10 @@ class NcclWatchdog {
   std::chrono::steady_clock::time_point call_since_;
   // A ring of the newest collectives. The oldest pending one is the one that hangs. If newer ones
   // have overwritten it, the oldest that is left is reported instead.
-  std::array<Outstanding, 64> outstanding_;
-  std::size_t next_ = 0;
-  std::thread thread_;  // last, because it uses the members above
+  std::array<Outstanding, 512> outstanding_;
+  std::uint32_t issued_ = 0;
+  std::uint32_t oldest_ = 0;  // the number of the oldest pending one in the last poll; 0: none
+  std::thread thread_;        // last, because it uses the members above
 };
 
 }  // namespace fsdp

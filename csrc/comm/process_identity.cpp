@@ -12,6 +12,7 @@
 #include <sstream>
 
 #include "base/check.h"
+#include "comm/mailbox.h"
 
 namespace fsdp {
 namespace {
@@ -57,6 +58,13 @@ ProcessStat stat_of(std::int64_t pid) {
   return stat;
 }
 
+// Whether /proc shows the processes of this PID namespace.
+bool has_own_proc() {
+  char target[32] = {};
+  const ssize_t length = ::readlink("/proc/self", target, sizeof(target) - 1);
+  return length > 0 && std::to_string(::getpid()) == target;
+}
+
 std::uint64_t pid_namespace() {
   struct stat status{};
   return ::stat("/proc/self/ns/pid", &status) == 0 ? status.st_ino : 0;
@@ -69,8 +77,13 @@ ProcessIdentity identity_of_this_process() {
   const ProcessStat self = stat_of(::getpid());
   FSDP_CHECK(!boot.empty() && self.state != '\0' && !self.unknown,
              "Shared memory needs /proc, which is not mounted here. Mount it.");
+  FSDP_CHECK(
+      has_own_proc(),
+      "Shared memory needs the /proc of this PID namespace, but another one is mounted here. "
+      "Mount it again (unshare --mount-proc).");
   ProcessIdentity identity;
   std::copy_n(boot.begin(), std::min(boot.size(), sizeof(identity.host) - 1), identity.host);
+  ::gethostname(identity.host_name, sizeof(identity.host_name) - 1);
   identity.pid = ::getpid();
   identity.started = self.started;
   identity.pid_namespace = pid_namespace();
@@ -88,7 +101,8 @@ ProcessIdentity parse_identity(const std::string& bytes) {
 }
 
 void check(const ProcessIdentity& identity) {
-  const bool is_text = std::memchr(identity.host, '\0', sizeof(identity.host)) != nullptr;
+  const bool is_text = std::memchr(identity.host, '\0', sizeof(identity.host)) != nullptr &&
+                       std::memchr(identity.host_name, '\0', sizeof(identity.host_name)) != nullptr;
   FSDP_CHECK(is_text && identity.pid > 0 && identity.pid <= std::numeric_limits<pid_t>::max(),
              "A rank described its process by something that is no process. The process group's "
              "store has other data in it, or is damaged. Restart all ranks.");
@@ -100,6 +114,21 @@ bool share_host(const ProcessIdentity& a, const ProcessIdentity& b) {
 
 bool share_pid_namespace(const ProcessIdentity& a, const ProcessIdentity& b) {
   return share_host(a, b) && a.pid_namespace == b.pid_namespace;
+}
+
+bool can_look_up(const ProcessIdentity& process) {
+  try {
+    const ProcessIdentity here = identity_of_this_process();
+    return share_pid_namespace(here, process) &&
+           std::strncmp(here.host_name, process.host_name, sizeof(here.host_name)) == 0;
+  } catch (const Error&) {  // /proc is missing
+    return false;
+  }
+}
+
+std::string name_of(const ProcessIdentity& process) {
+  const std::string host = text_in(process.host_name, sizeof(process.host_name));
+  return detail::concat("process ", process.pid, host.empty() ? "" : " on ", host);
 }
 
 ProcessState state_of(const ProcessIdentity& process) {

@@ -77,6 +77,9 @@ void sum_in_rank_order(const std::vector<const void*>& sources, void* output, st
                        DType dtype, InstructionSet instruction_set) {
   FSDP_CHECK(dtype != DType::Bytes,
              "a reduction got bytes. Pass a floating dtype; bytes cannot be added.");
+  if (numel == 0) {
+    return;  // memory of no bytes may be null
+  }
   if (sources.size() == 1) {
     std::memmove(output, sources.front(), numel * itemsize(dtype));
     return;

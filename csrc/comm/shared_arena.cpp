@@ -230,11 +230,13 @@ ArenaView::ArenaView(const ArenaAddress& address) {
     return;
   }
   FSDP_CHECK(share_host(here.process, address.process),
-             "Shared memory needs all ranks on one host, but process ", address.process.pid,
+             "Shared memory needs all ranks on one host, but ", name_of(address.process),
              " is on another.");
-  FSDP_CHECK(share_pid_namespace(here.process, address.process),
-             "Shared memory needs all ranks in one PID namespace, but process ",
-             address.process.pid, " is in another. Start the ranks of a host in one container.");
+  FSDP_CHECK(
+      share_pid_namespace(here.process, address.process),
+      "Shared memory needs all ranks in one PID namespace, but ", name_of(address.process),
+      " is in another one of this machine. Start the ranks of a machine in one container, or "
+      "in containers that share their PID namespace (docker run --pid).");
   map_file(address);
 }
 

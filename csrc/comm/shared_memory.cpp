@@ -92,7 +92,8 @@ class SharedMemoryCommunicator final : public Communicator {
   }
 
   std::shared_ptr<void> allocate(Device& device, std::size_t bytes, BufferUse use) override {
-    return use == BufferUse::Output ? device.allocate(bytes) : Arena::allocate(arena_, bytes);
+    const bool is_read = use == BufferUse::Input || use == BufferUse::Shard;
+    return is_read ? Arena::allocate(arena_, bytes) : device.allocate(bytes);
   }
 
   void group_start() override { in_group_ = true; }
@@ -360,12 +361,16 @@ class SharedMemoryCommunicator final : public Communicator {
   RankBarrier barrier_;
 };
 
-std::pair<std::unique_ptr<Communicator>, std::unique_ptr<Communicator>>
-SharedMemoryEndpoint::connect(const std::vector<std::string>& addresses, int rank,
-                              std::chrono::milliseconds timeout) const {
+struct SharedMemoryEndpoint::LanePeers {
+  std::vector<Peer> of[2];  // of the gather lane and the reduce lane
+};
+
+// `rank` is the place of this rank among the addresses.
+SharedMemoryEndpoint::LanePeers SharedMemoryEndpoint::peers_at(
+    const std::vector<std::string>& addresses, int rank) const {
   const bool has_own = rank >= 0 && static_cast<std::size_t>(rank) < addresses.size() &&
                        addresses[static_cast<std::size_t>(rank)] == address();
-  std::vector<Peer> peers[2];
+  LanePeers peers;
   for (const std::string& bytes : addresses) {
     const PeerAddress address = parse_address(bytes);
     const std::shared_ptr<const ArenaView> view = ArenaView::of(address.arena);
@@ -373,18 +378,47 @@ SharedMemoryEndpoint::connect(const std::vector<std::string>& addresses, int ran
         view, view->base(), view->bytes(),
         detail::concat("rank ", address.global_rank, " (process ", address.arena.process.pid, ")")};
     for (int lane : {0, 1}) {
-      peers[lane].emplace_back(address, memory, lane);
+      peers.of[lane].emplace_back(address, memory, lane);
     }
   }
   FSDP_CHECK(has_own, "Rank ", global_rank_, " is not at place ", rank, " of the ",
              addresses.size(),
              " addresses of its group. The process group's store has other data in it. Restart all "
              "ranks.");
+  return peers;
+}
+
+std::pair<std::unique_ptr<Communicator>, std::unique_ptr<Communicator>>
+SharedMemoryEndpoint::connect(const std::vector<std::string>& addresses, int rank,
+                              std::chrono::milliseconds timeout) const {
+  LanePeers peers = peers_at(addresses, rank);
   auto make = [&](int lane) {
     return std::make_unique<SharedMemoryCommunicator>(arena_, *mailboxes_[lane],
-                                                      std::move(peers[lane]), rank, timeout);
+                                                      std::move(peers.of[lane]), rank, timeout);
   };
   std::unique_ptr<Communicator> gather = make(0);
+  return {std::move(gather), make(1)};
+}
+
+HostLanes SharedMemoryEndpoint::connect_on_host(const std::vector<std::string>& addresses,
+                                                const HostMap& map, int rank,
+                                                std::chrono::milliseconds timeout) const {
+  const auto ranks = static_cast<int>(map.hosts().size());
+  FSDP_CHECK(addresses.size() == map.hosts().size() && rank >= 0 && rank < ranks, "Rank ", rank,
+             " of ", ranks, " ranks on several hosts got ", addresses.size(),
+             " addresses. Pass those of all ranks.");
+  std::vector<std::string> here;
+  int place = -1;
+  for (const int beside : map.ranks_beside(rank)) {
+    place = beside == rank ? static_cast<int>(here.size()) : place;
+    here.push_back(addresses[static_cast<std::size_t>(beside)]);
+  }
+  LanePeers peers = peers_at(here, place);
+  auto make = [&](int lane) {
+    return std::make_unique<HostRanks>(arena_, *mailboxes_[lane], std::move(peers.of[lane]), map,
+                                       rank, timeout);
+  };
+  std::unique_ptr<HostRanks> gather = make(0);
   return {std::move(gather), make(1)};
 }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "comm/host_ranks.h"
 #include "comm/shared_arena.h"
 
 namespace fsdp {
@@ -32,7 +33,15 @@ class SharedMemoryEndpoint {
   std::pair<std::unique_ptr<Communicator>, std::unique_ptr<Communicator>> connect(
       const std::vector<std::string>& addresses, int rank, std::chrono::milliseconds timeout) const;
 
+  // The same for a group that has ranks on several hosts: connects with those of this host.
+  // `addresses` are those of all ranks, and `map` says which of them share a host.
+  HostLanes connect_on_host(const std::vector<std::string>& addresses, const HostMap& map, int rank,
+                            std::chrono::milliseconds timeout) const;
+
  private:
+  struct LanePeers;
+  LanePeers peers_at(const std::vector<std::string>& addresses, int rank) const;
+
   int global_rank_;
   std::shared_ptr<Arena> arena_;
   Mailbox* mailboxes_[2];  // of the gather lane and the reduce lane

@@ -127,13 +127,16 @@ class SimulatedCommunicator final : public Communicator {
     if (options_.jitter > 0) {
       seconds *= 1 + options_.jitter * straggle_(random_);
     }
-    const auto is_empty = [](const Move& move) {
-      return move.bytes == 0 ||
+    const auto is_empty = [this](const Move& move) {
+      return !options_.moves_memory || move.bytes == 0 ||
              (move.count == 1 && move.source == static_cast<const void*>(move.destination));
     };
     moves.erase(std::remove_if(moves.begin(), moves.end(), is_empty), moves.end());
-    device_.transfer(stream, std::chrono::nanoseconds(std::llround(seconds * 1e9)), moves,
-                     options_.multiprocessors);
+    const std::chrono::nanoseconds duration(std::llround(seconds * 1e9));
+    if (!options_.moves_memory && duration.count() == 0) {
+      return;
+    }
+    device_.transfer(stream, duration, moves, options_.multiprocessors);
   }
 
   Device& device_;

@@ -31,6 +31,9 @@ struct SimulatedOptions {
   // every rank's part is a copy of this rank's. If false, it moves only this rank's own part, which
   // keeps the host's cores free, and the rest of an output is unchanged.
   bool whole_traffic = false;
+  // If false, collectives take their time but move nothing: the baseline that shows the compute
+  // alone.
+  bool moves_memory = true;
 };
 
 // The device must outlive the communicator.

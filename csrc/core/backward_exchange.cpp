@@ -21,15 +21,54 @@ bool misses_gradients(const Unit& unit) {
 
 }  // namespace
 
-BackwardExchange::BackwardExchange(Lanes& lanes, bool has_peers)
+BackwardExchange::BackwardExchange(Lanes& lanes, Lanes* replicas, bool has_peers)
     : lanes_(lanes),
+      replicas_(replicas),
       has_peers_(has_peers && lanes.gather.communicator().size() > 1),
+      set_received_(lanes.device->new_event()),
       received_(lanes.device->new_event()) {}
 
 BackwardExchange::~BackwardExchange() {
   if (is_in_flight_) {
-    lanes_.gather.drain();
+    drain();
   }
+}
+
+void BackwardExchange::drain() {
+  lanes_.gather.drain();
+  if (replicas_ != nullptr) {
+    replicas_->gather.drain();
+  }
+}
+
+std::size_t BackwardExchange::size() const {
+  const int sets = replicas_ != nullptr ? replicas_->gather.communicator().size() : 1;
+  return static_cast<std::size_t>(sets * lanes_.gather.communicator().size());
+}
+
+std::size_t BackwardExchange::rank() const {
+  const int set = replicas_ != nullptr ? replicas_->gather.communicator().rank() : 0;
+  const Communicator& communicator = lanes_.gather.communicator();
+  return static_cast<std::size_t>(set * communicator.size() + communicator.rank());
+}
+
+void BackwardExchange::gather_from_all(const std::string& what, const void* mine, void* of_set,
+                                       void* all, std::size_t bytes) {
+  Lane& lane = lanes_.gather;
+  lane.communicator().announce(what, 0);
+  lane.communicator().host_all_gather(lane.stream(), mine, replicas_ != nullptr ? of_set : all,
+                                      bytes);
+  if (replicas_ == nullptr) {
+    lane.stream().record(*received_);
+    return;
+  }
+  lane.stream().record(*set_received_);
+  Lane& across = replicas_->gather;
+  across.stream().wait(*set_received_, what);
+  across.communicator().announce(what, 0);
+  across.communicator().host_all_gather(
+      across.stream(), of_set, all, bytes * static_cast<std::size_t>(lane.communicator().size()));
+  across.stream().record(*received_);
 }
 
 void BackwardExchange::begin(const std::vector<std::unique_ptr<Unit>>& units) {
@@ -43,6 +82,9 @@ void BackwardExchange::begin(const std::vector<std::unique_ptr<Unit>>& units) {
   send(units);
   lanes_.gather.history().end_iteration();
   lanes_.reduce.history().end_iteration();
+  if (replicas_ != nullptr) {
+    replicas_->reduce.history().end_iteration();
+  }
 }
 
 void BackwardExchange::end(const std::vector<std::unique_ptr<Unit>>& units) {
@@ -60,7 +102,8 @@ void BackwardExchange::send(const std::vector<std::unique_ptr<Unit>>& units) {
   resize(units);
   auto* message = static_cast<char*>(mine_.get());
   std::memset(message, 0, message_bytes_);
-  const Hashes hashes{lanes_.gather.history().hash(), lanes_.reduce.history().hash()};
+  const Hashes hashes{lanes_.gather.history().hash(), lanes_.reduce.history().hash(),
+                      replicas_ != nullptr ? replicas_->reduce.history().hash() : 0};
   std::memcpy(message, &hashes, sizeof(hashes));
   std::size_t bit = 0;
   for (const auto& unit : units) {
@@ -71,11 +114,8 @@ void BackwardExchange::send(const std::vector<std::unique_ptr<Unit>>& units) {
       bit += 1;
     }
   }
-  Lane& lane = lanes_.gather;
-  lane.communicator().announce(kExchange, 0);
-  lane.communicator().host_all_gather(lane.stream(), message, all_.get(), message_bytes_);
-  lane.stream().record(*received_);
   is_in_flight_ = true;
+  gather_from_all(kExchange, message, of_set_.get(), all_.get(), message_bytes_);
 }
 
 // Waits for the messages of the last exchange and reads them, if that has not happened yet.
@@ -87,8 +127,7 @@ void BackwardExchange::receive() {
   is_in_flight_ = false;
   compare_hashes();
   std::fill(used_by_any_.begin(), used_by_any_.end(), 0);
-  const auto ranks = static_cast<std::size_t>(lanes_.gather.communicator().size());
-  for (std::size_t rank = 0; rank < ranks; ++rank) {
+  for (std::size_t rank = 0; rank < size(); ++rank) {
     const char* bits = message_of(rank) + sizeof(Hashes);
     for (std::size_t i = 0; i < used_by_any_.size(); ++i) {
       used_by_any_[i] = static_cast<char>(used_by_any_[i] | bits[i]);
@@ -97,38 +136,44 @@ void BackwardExchange::receive() {
 }
 
 void BackwardExchange::compare_hashes() {
-  Communicator& communicator = lanes_.gather.communicator();
-  for (int rank = 0; rank < communicator.size(); ++rank) {
-    if (std::memcmp(message_of(static_cast<std::size_t>(rank)), message_of(0), sizeof(Hashes)) !=
-        0) {
+  for (std::size_t other = 0; other < size(); ++other) {
+    if (std::memcmp(message_of(other), message_of(0), sizeof(Hashes)) != 0) {
       // Every rank finds the same first rank that differs from rank 0, and comes here.
-      throw_difference(communicator.rank() == 0 ? rank : 0);
+      throw_difference(rank() == 0 ? other : 0);
     }
   }
 }
 
-void BackwardExchange::throw_difference(int other_rank) {
+void BackwardExchange::throw_difference(std::size_t other) {
   struct Histories {
     CollectiveHistory::Records gather;
     CollectiveHistory::Records reduce;
+    CollectiveHistory::Records all_reduce;
   };
-  Lane& lane = lanes_.gather;
-  const int rank = lane.communicator().rank();
-  auto mine = std::make_shared<Histories>(
-      Histories{lanes_.gather.history().records(), lanes_.reduce.history().records()});
-  auto all = std::make_shared<std::vector<Histories>>(
-      static_cast<std::size_t>(lane.communicator().size()));
-  lane.communicator().announce(kHistories, 0);
-  lane.communicator().host_all_gather(lane.stream(), mine.get(), all->data(), sizeof(Histories));
-  lane.synchronize();
+  Histories mine{lanes_.gather.history().records(), lanes_.reduce.history().records(), {}};
+  if (replicas_ != nullptr) {
+    mine.all_reduce = replicas_->reduce.history().records();
+  }
+  std::vector<Histories> of_set(static_cast<std::size_t>(lanes_.gather.communicator().size()));
+  std::vector<Histories> all(size());
+  try {
+    gather_from_all(kHistories, &mine, of_set.data(), all.data(), sizeof(Histories));
+    received_->synchronize(lanes_.device->timeout(), kHistories);
+  } catch (...) {
+    drain();  // it may still write here
+    throw;
+  }
   Hashes ours;
   Hashes theirs;
-  std::memcpy(&ours, message_of(static_cast<std::size_t>(rank)), sizeof(ours));
-  std::memcpy(&theirs, message_of(static_cast<std::size_t>(other_rank)), sizeof(theirs));
-  const Histories& other = (*all)[static_cast<std::size_t>(other_rank)];
-  throw Error(ours.gather != theirs.gather
-                  ? describe_difference("gather", rank, mine->gather, other_rank, other.gather)
-                  : describe_difference("reduce", rank, mine->reduce, other_rank, other.reduce));
+  std::memcpy(&ours, message_of(rank()), sizeof(ours));
+  std::memcpy(&theirs, message_of(other), sizeof(theirs));
+  const auto describe = [&](const char* lane, CollectiveHistory::Records Histories::* records) {
+    return describe_difference(lane, static_cast<int>(rank()), mine.*records,
+                               static_cast<int>(other), all[other].*records);
+  };
+  throw Error(ours.gather != theirs.gather   ? describe("gather", &Histories::gather)
+              : ours.reduce != theirs.reduce ? describe("reduce", &Histories::reduce)
+                                             : describe("all-reduce", &Histories::all_reduce));
 }
 
 void BackwardExchange::set_gradients_of_others(const std::vector<std::unique_ptr<Unit>>& units) {
@@ -155,9 +200,12 @@ void BackwardExchange::resize(const std::vector<std::unique_ptr<Unit>>& units) {
   }
   used_by_any_.assign(bytes, 0);
   message_bytes_ = sizeof(Hashes) + bytes;
-  const auto ranks = static_cast<std::size_t>(lanes_.gather.communicator().size());
   mine_ = lanes_.device->allocate_on_host(message_bytes_);
-  all_ = lanes_.device->allocate_on_host(message_bytes_ * ranks);
+  all_ = lanes_.device->allocate_on_host(message_bytes_ * size());
+  if (replicas_ != nullptr) {
+    const auto of_set = static_cast<std::size_t>(lanes_.gather.communicator().size());
+    of_set_ = lanes_.device->allocate_on_host(message_bytes_ * of_set);
+  }
 }
 
 char* BackwardExchange::message_of(std::size_t rank) const {

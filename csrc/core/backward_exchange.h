@@ -23,8 +23,10 @@ namespace fsdp {
 
 class BackwardExchange {
  public:
-  // Without peers (simulated ranks) nothing is sent.
-  BackwardExchange(Lanes& lanes, bool has_peers);
+  // Without peers (simulated ranks) nothing is sent. `replicas` may be null: Note [replicas] in
+  // core/reducer.h. The ranks of a set exchange their messages first. Then each rank
+  // exchanges its set's messages with its replicas, so every rank has those of all ranks.
+  BackwardExchange(Lanes& lanes, Lanes* replicas, bool has_peers);
   // Work in flight uses the buffers that are freed now.
   ~BackwardExchange();
 
@@ -42,22 +44,35 @@ class BackwardExchange {
   struct Hashes {
     std::uint64_t gather;
     std::uint64_t reduce;
+    std::uint64_t all_reduce;
   };
 
   void send(const std::vector<std::unique_ptr<Unit>>& units);
   void receive();
   void compare_hashes();
-  [[noreturn]] void throw_difference(int other_rank);
+  [[noreturn]] void throw_difference(std::size_t other);
   void set_gradients_of_others(const std::vector<std::unique_ptr<Unit>>& units);
   void resize(const std::vector<std::unique_ptr<Unit>>& units);
   char* message_of(std::size_t rank) const;
+  void drain();
+
+  // The ranks of all sets. Set after set, each in order of rank.
+  std::size_t size() const;
+  std::size_t rank() const;
+  // Sends `bytes` from `mine` to all ranks, which have them in `all` when `received_` is complete.
+  // `of_set` has room for the messages of a set.
+  void gather_from_all(const std::string& what, const void* mine, void* of_set, void* all,
+                       std::size_t bytes);
 
   Lanes& lanes_;
+  Lanes* replicas_;
   bool has_peers_;
+  std::unique_ptr<Event> set_received_;
   std::unique_ptr<Event> received_;
   bool is_in_flight_ = false;
   std::size_t message_bytes_ = 0;
   std::shared_ptr<void> mine_;     // this rank's message: hashes, then bits
+  std::shared_ptr<void> of_set_;   // the messages of the set, if there are several
   std::shared_ptr<void> all_;      // the messages of all ranks
   std::vector<char> used_by_any_;  // one bit for each trainable parameter of the model
 };

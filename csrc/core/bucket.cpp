@@ -89,7 +89,8 @@ void move_into(const std::vector<Unit*>& units, const FlatMemory& flat,
 // See Note [moving shards].
 void make_adjacent(const std::vector<Unit*>& units, const UnitLayout& layout, Lanes& lanes) {
   if (!are_adjacent(units, kShards)) {
-    move_into(units, kShards, lanes.gather.allocate(layout.shard_bytes(), BufferUse::Shard));
+    move_into(units, kShards,
+              lanes.gather.allocate_in_step(layout.shard_bytes(), BufferUse::Shard));
   }
   if (!are_adjacent(units, kGradients)) {
     move_into(units, kGradients, lanes.device->allocate(kGradients.bytes(layout)));
@@ -174,7 +175,8 @@ Bucket::Bucket(int bucket_number, std::vector<Unit*> members, Lanes& lanes)
       packed(lanes.device->new_event()),
       reduced(lanes.device->new_event()),
       gather_label(label_of("the all-gather", units)),
-      reduce_label(label_of("the reduce-scatter", units)) {}
+      reduce_label(label_of("the reduce-scatter", units)),
+      all_reduce_label(label_of("the all-reduce over replicas", units)) {}
 
 void Bucket::place_units(Lanes& lanes) {
   std::size_t unsharded = 0;
@@ -195,8 +197,17 @@ void Bucket::place_units(Lanes& lanes) {
   make_adjacent(units, layout, lanes);
 }
 
+std::size_t Bucket::shard_bytes() const { return kShards.bytes(layout); }
+std::size_t Bucket::gradient_bytes() const { return kGradients.bytes(layout); }
+
+void Bucket::move_shards(const std::shared_ptr<void>& memory) { move_into(units, kShards, memory); }
+
+void Bucket::move_gradients(const std::shared_ptr<void>& memory) {
+  move_into(units, kGradients, memory);
+}
+
 void Bucket::renew_gradients(Device& device) {
-  const std::shared_ptr<void> memory = device.allocate(kGradients.bytes(layout));
+  const std::shared_ptr<void> memory = device.allocate(gradient_bytes());
   auto* place = static_cast<char*>(memory.get());
   for (Unit* unit : units) {
     unit->port.renew_gradient(std::shared_ptr<void>(memory, place));

@@ -76,6 +76,12 @@ struct Bucket {
   // Makes the units' shards and gradients adjacent and sets the units' places in the bucket.
   void place_units(Lanes& lanes);
 
+  // Move the units' shards or gradients, which are adjacent, into memory of the same size.
+  std::size_t shard_bytes() const;
+  std::size_t gradient_bytes() const;
+  void move_shards(const std::shared_ptr<void>& memory);
+  void move_gradients(const std::shared_ptr<void>& memory);
+
   // Gives the units' sharded gradients new memory: Note [held gradients].
   void renew_gradients(Device& device);
 
@@ -119,15 +125,20 @@ struct Bucket {
   std::shared_ptr<void> accumulated;
   std::vector<char> accumulated_params;
   bool has_accumulated = false;
+  // The native handles of the streams on which gradients arrived that are not packed yet.
+  std::vector<void*> gradient_streams;
   std::vector<const void*> gradients;  // addresses, for the packer
   std::vector<CastMode> finish_modes;
   std::unique_ptr<Event> packed;
   std::unique_ptr<Event> reduced;
-  bool reduction_pending = false;  // the compute stream has not waited for `reduced` yet
+  bool reduction_pending = false;    // the compute stream has not waited for `reduced` yet
+  bool reduces_into_window = false;  // on all ranks: Note [shards and gradients in windows]
+  bool is_awaited = false;           // by ReductionOrder, in this backward
 
   // - The names of its collectives in error messages.
   const std::string gather_label;
   const std::string reduce_label;
+  const std::string all_reduce_label;  // Note [replicas] in core/reducer.h
 };
 
 std::vector<BucketUse> uses_of(const std::vector<std::unique_ptr<Bucket>>& buckets);

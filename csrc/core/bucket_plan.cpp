@@ -85,7 +85,8 @@ BucketPlan plan_buckets(const std::vector<UnitConfig>& units, const BucketPlanOp
   BucketPlan plan;
   plan.buckets = form_buckets(units, parents, options.gather_by);
   std::vector<BucketUse> uses;
-  bool needs_reduce_output = false;
+  const bool has_peers = units.front().layout.world_size() > 1;
+  bool needs_reduce_output = has_peers && keeps_reduce_output(options.transport);
   for (const PlannedBucket& bucket : plan.buckets) {
     uses.push_back(bucket.use);
     plan.kept_bytes += bucket.use.reshards_after_forward ? 0 : bucket.use.buffers.slot;
@@ -95,8 +96,10 @@ BucketPlan plan_buckets(const std::vector<UnitConfig>& units, const BucketPlanOp
   const int slots =
       ring_slots(options.nesting, options.prefetch_depth, units.front().reshard_after_forward);
   plan.gathers = plan_gathers(uses, slots);
-  plan.reductions = plan_reductions(uses);
+  plan.reductions = plan_reductions(uses, options.overlaps_copies && has_peers);
   plan.reduce_output_bytes = needs_reduce_output ? plan.reductions.output_bytes : 0;
+  plan.message_staging_bytes =
+      message_staging_bytes(options.transport, units.front().layout.world_size());
   plan.gradients_in_flight_bytes = gradients_in_flight(plan.buckets, parents);
   return plan;
 }

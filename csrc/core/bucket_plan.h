@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <string_view>
 #include <vector>
 
 #include "core/memory_plan.h"
@@ -26,12 +27,15 @@ struct BucketPlan {
   std::size_t kept_bytes = 0;           // of buckets that stay unsharded after forward
   std::size_t gather_input_bytes = 0;
   std::size_t gradients_in_flight_bytes = 0;
+  std::size_t message_staging_bytes = 0;
 };
 
 struct BucketPlanOptions {
+  std::string_view transport;
   GatherBy gather_by = GatherBy::Size;
   int nesting = 1;                 // units below the root that enclose each other, at most
   std::size_t prefetch_depth = 1;  // buckets
+  bool overlaps_copies = false;    // as Device::overlaps_copies
 };
 
 // `units` are in order of registration, and so are the buckets.

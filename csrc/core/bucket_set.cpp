@@ -8,6 +8,17 @@
 
 namespace fsdp {
 
+namespace {
+
+// Forming buckets or planning memory would free buffers that a captured graph still uses.
+void refuse_after_capture(const Gatherer& gatherer) {
+  FSDP_CHECK(!gatherer.has_been_captured(),
+             "A CUDA graph has captured a step of this model, and its replays use the buffers that "
+             "this change would free. Change settings, and run a whole step, before the capture.");
+}
+
+}  // namespace
+
 BucketSet::BucketSet(Lanes& lanes, const PipelineOptions& options,
                      const std::vector<std::unique_ptr<Unit>>& units, OrderCheck& order_check)
     : lanes_(lanes), options_(options), units_(units), order_check_(order_check) {}
@@ -20,6 +31,7 @@ void BucketSet::update(const ForwardOrder& order, Gatherer& gatherer, Reducer& r
     const Partition next = partition(order);
     compare_ranks(next, order);
     if (next != partition_) {
+      refuse_after_capture(gatherer);
       if (has_accumulated()) {
         return;
       }
@@ -96,6 +108,7 @@ void BucketSet::plan_memory(Gatherer& gatherer, Reducer& reducer) {
   FSDP_CHECK(!lanes_.device->is_capturing(),
              "A CUDA graph capture cannot allocate buffers. Run a few whole steps before capturing "
              "one.");
+  refuse_after_capture(gatherer);
   std::size_t depth = static_cast<std::size_t>(options_.prefetch_depth);
   for (const auto& unit : units_) {
     depth = std::max({depth, unit->forward_prefetch.size(), unit->backward_prefetch.size()});

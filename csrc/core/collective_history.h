@@ -4,7 +4,7 @@
 // Ranks match collectives by their order on a lane. If ranks run units of equal size in different
 // orders, every transport would add up gradients of different units, and nothing would fail. So
 // each collective has a tag: a hash of its units, operation, dtypes, size and iteration. Shared
-// memory compares the tags when ranks meet for a collective. The other transports cannot, so all
+// memory and composed collectives compare the tags when ranks meet. Other transports cannot, so all
 // ranks compare hashes of all their tags once in each backward (core/backward_exchange.h).
 //
 // An iteration ends with a backward that reduced gradients. Forwards do not count, because one rank
@@ -15,6 +15,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+
+#include "base/mix.h"
 
 namespace fsdp {
 
@@ -51,11 +53,5 @@ class CollectiveHistory {
 // Says where two ranks' histories of lane `lane` differ, and lists both.
 std::string describe_difference(const char* lane, int rank, const CollectiveHistory::Records& mine,
                                 int other_rank, const CollectiveHistory::Records& theirs);
-
-// A hash of `value` after `hash`.
-constexpr std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
-  hash = (hash ^ value) * 0x9e3779b97f4a7c15u;
-  return hash ^ (hash >> 29);
-}
 
 }  // namespace fsdp

@@ -23,11 +23,6 @@ std::uint64_t version_of(const Bucket& bucket) {
   return version;
 }
 
-const char* message_input(const Bucket& bucket) {
-  return static_cast<const char*>(bucket.layout.needs_cast() ? bucket.gather_input.get()
-                                                             : bucket.flat_shard());
-}
-
 }  // namespace
 
 Gatherer::Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Announce announce)
@@ -42,26 +37,6 @@ Gatherer::Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, A
 // Work in flight uses the buffers that are freed now.
 Gatherer::~Gatherer() { lane_.drain(); }
 
-void Gatherer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, int slots) {
-  const GatherMemory memory = plan_gathers(uses_of(buckets), slots);
-  // Work in flight may still use the buffers of the plan before.
-  lane_.synchronize();
-  streams_.set_any_in_pieces(memory.any_in_pieces);
-  buckets_ = &buckets;
-  ring_ = std::make_unique<BufferRing>(
-      device_, [this](std::size_t bytes) { return lane_.allocate(bytes, BufferUse::Output); },
-      memory.slots, memory.slot_bytes);
-  const std::size_t staging = memory.staging_bytes;
-  staging_.reset(staging > 0 ? lane_.allocate(staging, BufferUse::Output) : nullptr, staging);
-  streams_.follow_compute();  // Note [memory and the compute stream]
-  for (const auto& bucket : buckets) {
-    if (bucket->units.front()->reshard_after_forward && bucket->home != nullptr &&
-        bucket->home->users == 0) {
-      bucket->home.reset();
-    }
-  }
-}
-
 void Gatherer::begin_iteration() {
   iteration_ += 1;
   streams_.follow_compute();
@@ -75,6 +50,7 @@ void Gatherer::join_capture() {
   if (!device_.is_capturing()) {
     return;
   }
+  has_been_captured_ = true;
   Stream& last = streams_.after(streams_.is_any_in_pieces());
   streams_.order_after(last, streams_.messages(), kGatherStream);
   streams_.order_after(device_.compute_stream(), last, kGatherStream);
@@ -244,10 +220,7 @@ Slot* Gatherer::acquire_slot(Bucket& bucket, bool on_demand) {
 // Null while a unit still uses the parameters that were gathered there before.
 Slot* Gatherer::acquire_home(Bucket& bucket) {
   if (bucket.home == nullptr) {
-    bucket.home = std::make_unique<Slot>();
-    bucket.home->bytes = bucket.buffers.slot;
-    bucket.home->memory = lane_.allocate(bucket.home->bytes, BufferUse::Output);
-    bucket.home->released = device_.new_event();
+    make_home(bucket, lane_.allocate_in_step(bucket.buffers.slot, BufferUse::Output));
     streams_.follow_compute();
   }
   if (bucket.home->users > 0) {
@@ -334,142 +307,6 @@ void Gatherer::release_slot(Slot& slot, Bucket& bucket) {
   } else {
     ring_->release(slot, compute, keeps_contents);
   }
-}
-
-// - Gathers
-
-void Gatherer::gather_into(Bucket& bucket, Slot& slot) {
-  const UnitLayout& layout = bucket.layout;
-  const Range range(device_, bucket.gather_label);
-  bool has_changed = false;  // since the iteration began
-  bucket.gathered_from = {iteration_, 0, true};
-  for (Unit* unit : bucket.units) {
-    const std::uint64_t version = unit->port.shard_version();
-    bucket.gathered_from.version += version;
-    has_changed = has_changed || version != unit->followed_version;
-    unit->followed_version = version;
-    if (unit->state == UnitState::Sharded) {  // others keep the parameters of an earlier gather
-      unit->gathered_version = version;
-    }
-  }
-  if (bucket.home != nullptr && &slot != bucket.home.get()) {
-    bucket.home->contents = Slot::kNobody;  // out of date
-  }
-  if (has_changed) {
-    streams_.follow_compute();
-  }
-  Stream& stream = streams_.messages();
-  stream.wait(*slot.released, bucket.gather_label);  // Note [slot lifetime]
-  if (layout.world_size() == 1) {
-    const GatherPiece& whole = bucket.gathers.front();
-    const Timed timed(ledger_, stream, Work::Cast, bucket.numbers());
-    packer_.cast(stream, whole.cast_plan, nullptr, bucket.flat_shard(), slot.data(), 1.0);
-    ledger_.count_copied_bytes(layout.shard_bytes() + layout.gather_bytes());
-    stream.record(*whole.gathered);
-  } else {
-    gather_from_ranks(bucket, slot);
-  }
-  bucket.gather_issue.refused = 0;
-}
-
-// The shards are cast once an iteration: backward gathers what forward has cast. See Note [pieces].
-void Gatherer::gather_from_ranks(Bucket& bucket, Slot& slot) {
-  const UnitLayout& layout = bucket.layout;
-  const bool in_pieces = bucket.gathers_in_pieces();
-  const bool casts = layout.needs_cast() && !bucket.cast_from.matches(bucket.gathered_from);
-  if (layout.needs_cast() && bucket.gather_input == nullptr) {
-    allocate_gather_input(bucket);
-  }
-  order_before_gather(bucket);
-  Stream& before = streams_.before(in_pieces);
-  Stream& after = streams_.after(in_pieces);
-  for (std::size_t i = 0; i < bucket.gathers.size(); ++i) {
-    const GatherPiece& piece = bucket.gathers[i];
-    if (casts) {
-      cast(bucket, piece, before);
-      streams_.order_after(streams_.messages(), before, bucket.gather_label);
-    }
-    const bool uses_half = in_pieces && piece.plan.packed_bytes > 0;
-    if (uses_half) {
-      staging_.wait_for_half(streams_.messages(), i, bucket.gather_label);
-    }
-    gather_piece(bucket, piece, slot, in_pieces ? staging_.half_of(i) : staging_.data());
-    if (uses_half) {
-      staging_.release_half(after, i);
-    }
-    after.record(*piece.gathered);
-  }
-  if (casts) {
-    ledger_.count_copied_bytes(layout.shard_bytes() + layout.gather_bytes());
-    bucket.cast_from = bucket.gathered_from;
-  }
-}
-
-void Gatherer::order_before_gather(const Bucket& bucket) {
-  if (bucket.gathers_in_pieces()) {
-    // The casts overwrite the input, which the bucket's last gather has read.
-    Stream& before = streams_.before(/*in_pieces=*/true);
-    streams_.order_after_compute(before);
-    before.wait(*bucket.gathers.back().gathered, bucket.gather_label);
-  } else if (streams_.is_any_in_pieces() && bucket.gathers.front().plan.packed_bytes > 0) {
-    staging_.wait_for_both(streams_.messages(), bucket.gather_label);
-  }
-}
-
-// See Note [gather plans].
-void Gatherer::gather_piece(const Bucket& bucket, const GatherPiece& piece, Slot& slot,
-                            char* staging) {
-  send(bucket, piece, static_cast<char*>(slot.data()), staging);
-  Stream& after = streams_.after(bucket.gathers_in_pieces());
-  streams_.order_after(after, streams_.messages(), bucket.gather_label);
-  if (piece.plan.packed_bytes > 0) {
-    const Timed timed(ledger_, after, Work::Unpack, bucket.numbers());
-    packer_.unpack(after, piece.plan.unpack, staging, slot.data());
-    ledger_.count_copied_bytes(2 * piece.plan.packed_bytes *
-                               static_cast<std::size_t>(bucket.layout.world_size()));
-  }
-}
-
-void Gatherer::send(const Bucket& bucket, const GatherPiece& piece, char* output, char* staging) {
-  const GatherPlan& plan = piece.plan;
-  const char* input = message_input(bucket);
-  Communicator& communicator = lane_.communicator();
-  Stream& stream = streams_.messages();
-  announce_(bucket, piece.bytes);
-  const Timed timed(ledger_, stream, Work::Gather, bucket.numbers(),
-                    {piece.bytes, bucket.gather_issue}, /*follows=*/false);
-  const bool in_group = plan.direct.size() + (plan.packed_bytes > 0 ? 1 : 0) > 1;
-  if (in_group) {
-    communicator.group_start();
-  }
-  for (const GatherMessage& message : plan.direct) {
-    communicator.all_gather(stream, input + message.source_offset,
-                            output + message.destination_offset, message.bytes);
-  }
-  if (plan.packed_bytes > 0) {
-    communicator.all_gather(stream, input + plan.packed_offset, staging, plan.packed_bytes);
-  }
-  if (in_group) {
-    communicator.group_end();
-  }
-}
-
-void Gatherer::cast(const Bucket& bucket, const GatherPiece& piece, Stream& stream) {
-  const Timed timed(ledger_, stream, Work::Cast, bucket.numbers());
-  packer_.cast(stream, piece.cast_plan, nullptr, bucket.flat_shard(), bucket.gather_input.get(),
-               1.0);
-}
-
-void Gatherer::allocate_gather_input(Bucket& bucket) {
-  bucket.gather_input = lane_.allocate(bucket.buffers.gather_input, BufferUse::Input);
-  streams_.follow_compute();
-}
-
-// Pieces arrive in order. The unit does not wait for those behind its last one.
-void Gatherer::wait_for_gather(const Unit& unit) {
-  const Bucket& bucket = *unit.bucket;
-  ledger_.wait(*bucket.gathers[unit.last_piece].gathered, bucket.gather_label, Work::WaitForGather,
-               bucket.numbers());
 }
 
 }  // namespace fsdp

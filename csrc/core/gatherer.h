@@ -39,6 +39,8 @@ class Gatherer {
   void begin_iteration();
   // In a CUDA graph capture, makes the compute stream wait for all gathers.
   void join_capture();
+  // Whether a CUDA graph has captured a step, whose buffers must stay.
+  bool has_been_captured() const { return has_been_captured_; }
 
   // Issues the gather of the unit's bucket if the unit is sharded. The bucket's other units are
   // prefetched with it. If no slot is free, a prefetch (`on_demand` is false) returns false. A
@@ -77,7 +79,10 @@ class Gatherer {
   void gather_piece(const Bucket& bucket, const GatherPiece& piece, Slot& slot, char* staging);
   void send(const Bucket& bucket, const GatherPiece& piece, char* output, char* staging);
   void cast(const Bucket& bucket, const GatherPiece& piece, Stream& stream);
-  void allocate_gather_input(Bucket& bucket);
+  void allocate_homes(const std::vector<std::unique_ptr<Bucket>>& buckets);
+  void make_home(Bucket& bucket, std::shared_ptr<void> memory);
+  void place_shards(const std::vector<std::unique_ptr<Bucket>>& buckets);
+  void allocate_gather_inputs(const std::vector<std::unique_ptr<Bucket>>& buckets);
   void wait_for_gather(const Unit& unit);
 
   Device& device_;
@@ -87,6 +92,7 @@ class Gatherer {
   Ledger& ledger_;
   Announce announce_;
   const std::vector<std::unique_ptr<Bucket>>* buckets_ = nullptr;
+  bool has_been_captured_ = false;
   std::unique_ptr<BufferRing> ring_;
   HalvedBuffer staging_;  // rank-major
   std::uint64_t iteration_ = 0;

@@ -1,5 +1,5 @@
-// What all schedules over one set of ranks share: the device and two lanes, one for gathers and one
-// for reductions.
+// What all schedules over one group of ranks share: the device and two lanes, one for gathers and
+// one for reductions.
 //
 // Note [lanes]
 // Ranks match collectives by their order on a communicator. A lane is one such order: all schedules
@@ -13,14 +13,28 @@
 // around them then have streams of their own. The copies before a message (cast, pack) run on
 // `before`, those after it (unpack, finish) on `after`, so they overlap the messages of other
 // pieces. Pieces use the two halves of the staging buffer and of the reduce input in turns. A
-// bucket that is one piece needs no other stream than the lane's.
+// bucket that is one piece needs no other stream than the lane's, unless it is packed ahead: Note
+// [packing ahead] in core/reducer.h.
+//
+// Note [shards and gradients in windows]
+// NCCL is fastest if it reads and writes registered memory. Without a cast, gathers read the flat
+// shards, and reductions that need no further work write the flat gradients. So when memory is
+// planned, where all ranks are together, these tensors move into memory of the lane's communicator,
+// one allocation and one window for each bucket. If a tensor of one rank has other memory since
+// (Note [held gradients]), all ranks move theirs. Until then that rank reduces into the reduce
+// output, which is a window, too: whether a buffer is one has to be the same on all ranks.
+// Where NCCL can register nothing, no rank has windows, and all reduce into the flat gradients.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "base/check.h"
 #include "comm/communicator.h"
@@ -68,6 +82,33 @@ class Lane {
   // The lane outlives the memory.
   std::shared_ptr<void> allocate(std::size_t bytes, BufferUse use) {
     return communicator_->allocate(device_, bytes, use);
+  }
+
+  // The same within a step, where ranks do not make this call together.
+  std::shared_ptr<void> allocate_in_step(std::size_t bytes, BufferUse use) {
+    return communicator_->allocate_in_step(device_, bytes, use);
+  }
+
+  // Moves tensors into memory that is registered with the communicator, if it registers any: Note
+  // [shards and gradients in windows]. All ranks call it together with the same sizes.
+  struct Movable {
+    const void* memory;
+    std::size_t bytes;
+    std::function<void(std::shared_ptr<void>)> move;
+  };
+  void place_in_windows(const std::vector<Movable>& tensors, BufferUse use) {
+    if (!communicator_->registers_buffers() || tensors.empty()) {
+      return;
+    }
+    const auto is_placed = [this](const Movable& tensor) {
+      return communicator_->is_registered(tensor.memory);
+    };
+    if (!communicator_->all_agree(std::all_of(tensors.begin(), tensors.end(), is_placed))) {
+      for (const Movable& tensor : tensors) {
+        tensor.move(communicator_->allocate(device_, tensor.bytes, use));
+      }
+    }
+    communicator_->free_unused();
   }
 
   // Waits until no issued work runs any more, because the memory it uses is about to be freed. The
@@ -121,6 +162,12 @@ struct Lanes {
   Lane gather;
   Lane reduce;
 };
+
+// The memory of both lanes that the transport keeps for messages in flight.
+inline std::size_t message_staging_bytes(Lanes& lanes) {
+  return lanes.gather.communicator().message_staging_bytes() +
+         lanes.reduce.communicator().message_staging_bytes();
+}
 
 inline Lane& lane_named(Lanes& lanes, const std::string& name) {
   FSDP_CHECK(name == "gather" || name == "reduce", "There is no lane '", name,

@@ -16,7 +16,9 @@ void Ledger::reset() {
 }
 
 void Ledger::count_collective(Collective op, UnitRange units, std::size_t bytes) {
-  (op == Collective::AllGather ? counters_.all_gathers : counters_.reduce_scatters) += 1;
+  (op == Collective::AllGather       ? counters_.all_gathers
+   : op == Collective::ReduceScatter ? counters_.reduce_scatters
+                                     : counters_.all_reduces) += 1;
   counters_.wire_bytes += bytes;
   if (logging_) {
     log_.push_back({op, phase_, units, bytes});

@@ -20,7 +20,7 @@
 
 namespace fsdp {
 
-enum class Collective : std::uint8_t { AllGather, ReduceScatter };
+enum class Collective : std::uint8_t { AllGather, ReduceScatter, AllReduce };
 enum class Phase : std::uint8_t { Forward, Backward, Other };
 
 constexpr const char* name(Phase phase) {
@@ -39,12 +39,14 @@ struct CollectiveRecord {
   Collective op;
   Phase phase;
   UnitRange units;    // of the bucket
-  std::size_t bytes;  // S of nccl-tests: of all ranks, after a gather or before a reduction
+  std::size_t bytes;  // S of nccl-tests: of all ranks, after a gather or before a reduction; of one
+                      // rank in an all-reduce
 };
 
 struct Counters {
   std::uint64_t all_gathers = 0;
   std::uint64_t reduce_scatters = 0;
+  std::uint64_t all_reduces = 0;      // over replicas
   std::uint64_t reused_unshards = 0;  // buckets unsharded again without a collective
   std::uint64_t overflow_slots = 0;   // allocated outside the ring
   std::uint64_t wire_bytes = 0;       // sum of S over all collectives
@@ -63,6 +65,7 @@ enum class Work : std::uint8_t {
   Unpack,
   Pack,
   Reduce,
+  AllReduce,  // over replicas
   FinishReduction,
   WaitForGather,
   WaitForReduction,
@@ -93,7 +96,7 @@ struct WorkSpan {
 };
 
 struct IssuedCollective {
-  std::size_t bytes = 0;  // of all ranks together
+  std::size_t bytes = 0;  // as CollectiveRecord::bytes
   Issue issue;
 };
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/align.h"
+#include "comm/message_staging.h"
 
 namespace fsdp {
 namespace {
@@ -67,6 +68,16 @@ bool reduces_in_place(const UnitLayout& layout, double reduce_scale) {
   return layout.reduce_dtype() == layout.grad_dtype() && reduce_scale == 1.0;
 }
 
+bool keeps_reduce_output(std::string_view transport) { return transport == "nccl"; }
+
+std::size_t message_staging_bytes(std::string_view transport, int ranks) {
+  using Use = MessageStaging::Use;
+  const bool has_messages = transport == "process_group";
+  return has_messages ? MessageStaging(ranks, Use::Gathers).bytes +
+                            MessageStaging(ranks, Use::Reductions).bytes
+                      : 0;
+}
+
 GatherMemory plan_gathers(const std::vector<BucketUse>& buckets, int slots) {
   GatherMemory memory;
   int ring_buckets = 0;
@@ -85,14 +96,28 @@ GatherMemory plan_gathers(const std::vector<BucketUse>& buckets, int slots) {
   return memory;
 }
 
-ReduceMemory plan_reductions(const std::vector<BucketUse>& buckets) {
+// Both halves of an input must be aligned. With a single message, the second would stay empty.
+ReduceMemory plan_reductions(const std::vector<BucketUse>& buckets, bool may_pack_ahead,
+                             bool has_replicas) {
   ReduceMemory memory;
+  std::size_t messages = 0;
+  std::size_t largest = 0;  // message
   for (const BucketUse& bucket : buckets) {
-    memory.any_in_pieces = memory.any_in_pieces || bucket.buffers.reduce_messages > 1;
-    memory.input_bytes = std::max(memory.input_bytes, bucket.buffers.reduce_input);
-    memory.output_bytes = std::max(memory.output_bytes, bucket.buffers.reduce_output);
+    const BucketBuffers& buffers = bucket.buffers;
+    const std::size_t of_bucket = buffers.reduce_messages;
+    messages += buffers.reduce_input > 0 ? of_bucket : 0;
+    largest = std::max(largest, buffers.reduce_input / halves(of_bucket));
+    memory.any_in_pieces = memory.any_in_pieces || of_bucket > 1;
+    memory.input_bytes = std::max(memory.input_bytes, buffers.reduce_input);
+    memory.output_bytes = std::max(memory.output_bytes, buffers.reduce_output);
   }
-  if (memory.any_in_pieces) {  // both halves must be aligned
+  if (has_replicas) {
+    memory.output_bytes = 2 * align_up(memory.output_bytes, kRegionAlignment);
+  }
+  memory.packs_ahead = may_pack_ahead && messages > 1;
+  if (memory.packs_ahead) {
+    memory.input_bytes = 2 * align_up(largest, kRegionAlignment);
+  } else if (memory.any_in_pieces) {
     memory.input_bytes = align_up(memory.input_bytes, 2 * kRegionAlignment);
   }
   return memory;

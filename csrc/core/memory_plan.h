@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstddef>
+#include <string_view>
 #include <vector>
 
 #include "core/layout.h"
@@ -32,6 +33,10 @@ BucketBuffers buffers_of(const UnitLayout& layout, GatherBy by, std::size_t max_
 // write the reduce output.
 bool reduces_in_place(const UnitLayout& layout, double reduce_scale);
 
+// Whether the reduce output is allocated even if reductions write the flat gradient: Note [shards
+// and gradients in windows] in core/lanes.h. `transport` is a name.
+bool keeps_reduce_output(std::string_view transport);
+
 struct BucketUse {
   BucketBuffers buffers;
   bool reshards_after_forward = true;  // otherwise it has a slot of its own
@@ -48,6 +53,7 @@ struct ReduceMemory {
   std::size_t input_bytes = 0;
   std::size_t output_bytes = 0;
   bool any_in_pieces = false;
+  bool packs_ahead = false;  // Note [packing ahead] in core/reducer.h
 };
 
 // One slot for each bucket that can be in use at once, and one for each prefetch. `nesting` is how
@@ -57,9 +63,16 @@ inline int ring_slots(int nesting, std::size_t prefetch_depth, bool root_reshard
   return nesting + static_cast<int>(prefetch_depth) + (root_reshards ? 1 : 0);
 }
 
+// What both lanes keep for messages in flight: Note [composed collectives]. `transport` is a name;
+// the process group's is gloo's.
+std::size_t message_staging_bytes(std::string_view transport, int ranks);
+
 // `slots` limits the slots of the ring, which never has more slots than buckets that use them.
 GatherMemory plan_gathers(const std::vector<BucketUse>& buckets, int slots);
-ReduceMemory plan_reductions(const std::vector<BucketUse>& buckets);
+// `may_pack_ahead`: on several ranks of a device that overlaps copies. `has_replicas`: Note
+// [replicas] in core/reducer.h.
+ReduceMemory plan_reductions(const std::vector<BucketUse>& buckets, bool may_pack_ahead,
+                             bool has_replicas = false);
 
 // At most this many buckets have gradients that are not known to be packed: Note [gradient
 // lifetime] in core/reducer.h.

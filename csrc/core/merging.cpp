@@ -25,7 +25,8 @@ struct Run {
 bool are_alike(const MergeTraits& a, const MergeTraits& b) {
   return a.max_message_bytes == b.max_message_bytes &&
          a.reshard_after_forward == b.reshard_after_forward &&
-         a.reshard_after_backward == b.reshard_after_backward;
+         a.reshard_after_backward == b.reshard_after_backward &&
+         a.unshards_in_backward == b.unshards_in_backward;
 }
 
 bool are_sent_alike(const MergeTraits* a, const MergeTraits* b) {
@@ -178,6 +179,7 @@ MergeTraits merge_traits(const UnitConfig& unit) {
   traits.needs_cast = layout.needs_cast();
   traits.reshard_after_forward = unit.reshard_after_forward;
   traits.reshard_after_backward = unit.reshard_after_backward;
+  traits.unshards_in_backward = unit.unshards_in_backward;
   traits.pack_scale = unit.pack_scale;
   traits.reduce_scale = unit.reduce_scale;
   return traits;

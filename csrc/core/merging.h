@@ -29,6 +29,7 @@ struct MergeTraits {
   bool needs_cast = false;                // does not matter if there are no bytes
   bool reshard_after_forward = true;
   bool reshard_after_backward = true;
+  bool unshards_in_backward = true;
   double pack_scale = 1.0;
   double reduce_scale = 1.0;
 };

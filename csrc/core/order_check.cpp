@@ -58,14 +58,20 @@ struct OrderCheck::Order {
   Entry entries[kMost];
 };
 
-OrderCheck::OrderCheck(Device& device, Lane& lane)
+OrderCheck::OrderCheck(Device& device, Lane& lane, Lane* replicas)
     : device_(device),
-      lane_(lane),
       compared_(device.new_event()),
       mine_(std::make_unique<Announcement>()),
-      all_(static_cast<std::size_t>(lane.communicator().size())),
-      my_order_(std::make_unique<Order>()),
-      all_orders_(static_cast<std::size_t>(lane.communicator().size())) {}
+      my_order_(std::make_unique<Order>()) {
+  const auto add = [this](Lane& of_ranks, const char* noun) {
+    const auto size = static_cast<std::size_t>(of_ranks.communicator().size());
+    ranks_.push_back({&of_ranks, noun, std::vector<Announcement>(size), std::vector<Order>(size)});
+  };
+  add(lane, "rank ");
+  if (replicas != nullptr) {
+    add(*replicas, "set ");
+  }
+}
 
 OrderCheck::~OrderCheck() = default;
 
@@ -78,17 +84,32 @@ void OrderCheck::compare(const Bucket& bucket, std::size_t bytes) {
   mine.sequence = ++sequence_;
   mine.bytes = bytes;
   std::snprintf(mine.unit, sizeof(mine.unit), "%s", bucket.name.c_str());
-  lane_.communicator().announce(bucket.gather_label, 0);
-  lane_.communicator().host_all_gather(lane_.stream(), &mine, all_.data(), sizeof(mine));
-  lane_.stream().record(*compared_);
+  for (Ranks& ranks : ranks_) {
+    compare_announcements(ranks, bucket);
+  }
+}
+
+std::string OrderCheck::Ranks::name(std::size_t rank) const { return detail::concat(noun, rank); }
+
+std::string OrderCheck::Ranks::own_name() const {
+  return name(static_cast<std::size_t>(lane->communicator().rank()));
+}
+
+void OrderCheck::compare_announcements(Ranks& ranks, const Bucket& bucket) {
+  const Announcement& mine = *mine_;
+  Lane& lane = *ranks.lane;
+  lane.communicator().announce(bucket.gather_label, 0);
+  lane.communicator().host_all_gather(lane.stream(), &mine, ranks.announcements.data(),
+                                      sizeof(mine));
+  lane.stream().record(*compared_);
   compared_->synchronize(device_.timeout(),
                          "the comparison of " + mine.describe() + " on all ranks");
-  lane_.communicator().check();
-  for (std::size_t rank = 0; rank < all_.size(); ++rank) {
-    const Announcement& theirs = all_[rank];
+  lane.communicator().check();
+  for (std::size_t rank = 0; rank < ranks.announcements.size(); ++rank) {
+    const Announcement& theirs = ranks.announcements[rank];
     FSDP_CHECK(std::memcmp(&theirs, &mine, sizeof(mine)) == 0, "As all-gather ", mine.sequence,
-               " of the first iteration, rank ", lane_.communicator().rank(), " issues ",
-               mine.describe(), " but rank ", rank, " issues ", theirs.describe(),
+               " of the first iteration, ", ranks.own_name(), " issues ", mine.describe(), " but ",
+               ranks.name(rank), " issues ", theirs.describe(),
                ". All ranks must run the same units, in the same order and of the same sizes. Make "
                "the model and its control flow the same on every rank.");
   }
@@ -96,23 +117,31 @@ void OrderCheck::compare(const Bucket& bucket, std::size_t bytes) {
 
 void OrderCheck::compare(const Partition& partition,
                          const std::vector<std::unique_ptr<Unit>>& units) {
-  static const std::string kWhat = "the comparison of the buckets";
   *my_order_ = Order(partition, units);
-  lane_.communicator().announce(kWhat, 0);
-  lane_.communicator().host_all_gather(lane_.stream(), my_order_.get(), all_orders_.data(),
-                                       sizeof(Order));
-  lane_.stream().record(*compared_);
+  for (Ranks& ranks : ranks_) {
+    compare_orders(ranks, units);
+  }
+}
+
+void OrderCheck::compare_orders(Ranks& ranks, const std::vector<std::unique_ptr<Unit>>& units) {
+  static const std::string kWhat = "the comparison of the buckets";
+  Lane& lane = *ranks.lane;
+  lane.communicator().announce(kWhat, 0);
+  lane.communicator().host_all_gather(lane.stream(), my_order_.get(), ranks.orders.data(),
+                                      sizeof(Order));
+  lane.stream().record(*compared_);
   compared_->synchronize(device_.timeout(), kWhat);
-  lane_.communicator().check();
-  for (std::size_t rank = 0; rank < all_orders_.size(); ++rank) {
-    if (all_orders_[rank].hash != my_order_->hash) {
-      throw Error(describe_difference(all_orders_[rank], rank, units));
+  lane.communicator().check();
+  for (std::size_t rank = 0; rank < ranks.orders.size(); ++rank) {
+    if (ranks.orders[rank].hash != my_order_->hash) {
+      throw Error(describe_difference(ranks, rank, units));
     }
   }
 }
 
-std::string OrderCheck::describe_difference(const Order& theirs, std::size_t rank,
+std::string OrderCheck::describe_difference(const Ranks& ranks, std::size_t rank,
                                             const std::vector<std::unique_ptr<Unit>>& units) const {
+  const Order& theirs = ranks.orders[rank];
   const auto name = [&units](const Order::Entry& entry) -> std::string {
     if (entry.unit == Order::kNextBucket || entry.unit == Order::kNone) {
       return entry.unit == Order::kNone ? "no more" : "another bucket";
@@ -123,19 +152,19 @@ std::string OrderCheck::describe_difference(const Order& theirs, std::size_t ran
   const auto* const end = my_order_->entries + Order::kMost;
   const auto [mine, other] =
       std::mismatch(static_cast<const Order::Entry*>(my_order_->entries), end, theirs.entries);
-  const int this_rank = lane_.communicator().rank();
   if (mine != end && mine->unit == other->unit) {
     return detail::concat("All ranks must reduce the same gradients, but those of unit ",
-                          name(*mine), " have ", mine->gradient_bytes, " bytes on rank ", this_rank,
-                          " and ", other->gradient_bytes, " on rank ", rank,
+                          name(*mine), " have ", mine->gradient_bytes, " bytes on ",
+                          ranks.own_name(), " and ", other->gradient_bytes, " on ",
+                          ranks.name(rank),
                           ". Make its modules, fully_shard calls, frozen parameters and mp_policy "
                           "the same on every rank.");
   }
   return detail::concat(
-      "All ranks must run the same units in the same order and put them into the same buckets, but "
-      "rank ",
-      this_rank, " has ", mine != end ? name(*mine) : "other units", " where rank ", rank, " has ",
-      mine != end ? name(*other) : "others",
+      "All ranks must run the same units in the same order and put them into the same buckets, "
+      "but ",
+      ranks.own_name(), " has ", mine != end ? name(*mine) : "other units", " where ",
+      ranks.name(rank), " has ", mine != end ? name(*other) : "others",
       ". Make the model, its control flow and its settings the same on every rank. A rank that "
       "leaves a unit out on purpose calls its join_empty().");
 }

@@ -19,7 +19,9 @@ namespace fsdp {
 
 class OrderCheck {
  public:
-  OrderCheck(Device& device, Lane& lane);
+  // Ranks compare on `lane` and then, if there are replicas, on theirs: Note [replicas] in
+  // core/reducer.h.
+  OrderCheck(Device& device, Lane& lane, Lane* replicas);
   ~OrderCheck();
 
   // Whether collectives of this pass are still compared.
@@ -37,21 +39,31 @@ class OrderCheck {
  private:
   struct Announcement;
   struct Order;
+  // The ranks of a lane, and what they said.
+  struct Ranks {
+    Lane* lane = nullptr;
+    const char* noun = "";  // "rank", or "set" if they are replicas
+    std::vector<Announcement> announcements;
+    std::vector<Order> orders;
 
-  std::string describe_difference(const Order& theirs, std::size_t rank,
+    std::string name(std::size_t rank) const;
+    std::string own_name() const;
+  };
+
+  void compare_announcements(Ranks& ranks, const Bucket& bucket);
+  void compare_orders(Ranks& ranks, const std::vector<std::unique_ptr<Unit>>& units);
+  std::string describe_difference(const Ranks& ranks, std::size_t rank,
                                   const std::vector<std::unique_ptr<Unit>>& units) const;
 
   Device& device_;
-  Lane& lane_;
   std::unique_ptr<Event> compared_;
   bool forward_is_compared_ = false;
   bool backward_is_compared_ = false;
   std::uint64_t sequence_ = 0;
-  // This rank's and all ranks'. They are members because a wait that timed out leaves them in use.
+  // They are members because a wait that timed out leaves them in use.
   std::unique_ptr<Announcement> mine_;
-  std::vector<Announcement> all_;
   std::unique_ptr<Order> my_order_;
-  std::vector<Order> all_orders_;
+  std::vector<Ranks> ranks_;
 };
 
 }  // namespace fsdp

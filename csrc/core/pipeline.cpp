@@ -7,23 +7,29 @@
 
 namespace fsdp {
 
-Pipeline::Pipeline(Lanes& lanes, PipelineOptions options)
+Pipeline::Pipeline(Lanes& lanes, PipelineOptions options, Lanes* replicas)
     : lanes_(lanes),
+      replicas_(replicas),
       device_(*lanes.device),
       options_(options),
       ledger_(device_),
-      order_check_(device_, lanes.gather),
+      order_check_(device_, lanes.gather, replicas == nullptr ? nullptr : &replicas->gather),
       bucket_set_(lanes, options_, units_, order_check_),
       gatherer_(device_, *lanes.packer, lanes.gather, ledger_,
                 [this](const Bucket& bucket, std::size_t bytes) {
                   announce(Collective::AllGather, bucket, bytes);
                 }),
-      reducer_(device_, *lanes.packer, lanes.reduce, ledger_,
-               [this](const Bucket& bucket, std::size_t bytes) {
-                 announce(Collective::ReduceScatter, bucket, bytes);
-               }),
+      reducer_(device_, *lanes.packer, ledger_,
+               {&lanes.reduce,
+                [this](const Bucket& bucket, std::size_t bytes) {
+                  announce(Collective::ReduceScatter, bucket, bytes);
+                }},
+               {replicas == nullptr ? nullptr : &replicas->reduce,
+                [this](const Bucket& bucket, std::size_t bytes) {
+                  announce(Collective::AllReduce, bucket, bytes);
+                }}),
       reduction_order_(units_, reducer_),
-      exchange_(lanes, options_.has_peers) {
+      exchange_(lanes, replicas, options_.has_peers) {
   FSDP_CHECK(options_.prefetch_depth >= 0, "The prefetch depth is ", options_.prefetch_depth,
              ". It must be 0 or more.");
 }
@@ -34,9 +40,6 @@ int Pipeline::add_unit(UnitConfig config, UnitPort& port) {
              config.layout.world_size(), " ranks. It needs one for ", world_size, ".");
   FSDP_CHECK(config.parent < unit_count(), "Unit '", config.name,
              "' was added before the unit that encloses it. Add the enclosing unit first.");
-  if (config.parent >= 0) {
-    unit_at(config.parent).encloses_units = true;
-  }
   units_.push_back(std::make_unique<Unit>(unit_count(), std::move(config), port));
   bucket_set_.invalidate_partition();
   bucket_set_.invalidate_memory();
@@ -49,44 +52,35 @@ void Pipeline::begin_forward(int outermost) {
   if (!is_between_passes()) {
     reset_iteration();  // the last one ended in an exception
   }
-  if (order_.has_stale_calls()) {
-    order_.forget_calls();
-    forget_forwards();
-  }
   if (state_ != PipelineState::AwaitingBackward || ledger_.is_full() || !ledger_.has_times()) {
     begin_times();
   }
   ledger_.enter_phase(Phase::Forward);
   pass_ = ledger_.open(device_.compute_stream(), Work::Forward, kAllUnits);
-  drop_outdated_parameters();
-  if (!order_.is_recorded() && order_.has_entered(outermost)) {
+  const bool has_changed = drop_outdated_parameters();
+  if (!forward_order_.is_recorded() && forward_order_.has_entered(outermost)) {
     finish_recording();
   }
-  bucket_set_.update(order_, gatherer_, reducer_);
+  bucket_set_.update(forward_order_, gatherer_, reducer_);
   gatherer_.begin_iteration();
-  order_.begin_forward();
+  forward_order_.begin_forward(/*forgets_all=*/has_changed);
   state_ = PipelineState::Forward;
 }
 
-// Forgets which units the forwards since the last backward ran.
-void Pipeline::forget_forwards() {
-  for (const auto& unit : units_) {
-    unit->ran = false;
-    unit->calls = 0;
-    unit->is_skipped = false;
-    unit->entered = Unit::kNever;
-  }
-  entered_count_ = 0;
-}
-
 // Units that stayed unsharded since an earlier forward are gathered again if their shards changed.
-void Pipeline::drop_outdated_parameters() {
+// Returns whether any shards changed. Then the graphs of earlier forwards are out of date.
+bool Pipeline::drop_outdated_parameters() {
+  bool has_changed = false;
   for (const auto& unit : units_) {
-    unit->followed_version = unit->port.shard_version();
+    const std::uint64_t version = unit->port.shard_version();
+    has_changed = has_changed || unit->followed_version != version;
+    unit->followed_version = version;
+    unit->entering = kNoCall;  // of a forward that ended in an exception
     if (unit->state != UnitState::Sharded && !gatherer_.is_current(*unit)) {
       gatherer_.reshard(*unit);
     }
   }
+  return has_changed;
 }
 
 void Pipeline::end_forward(bool with_gradient) {
@@ -96,13 +90,11 @@ void Pipeline::end_forward(bool with_gradient) {
   ledger_.close(pass_, device_.compute_stream());
   ledger_.enter_phase(Phase::Other);
   order_check_.end_forward();
-  order_.end_forward();
+  forward_order_.end_forward();
   for (const auto& unit : units_) {
     if (unit->is_speculative) {  // prefetched, and did not run
       gatherer_.reshard(*unit);
     }
-    unit->calls_to_recompute += with_gradient ? unit->calls_without_gradient : 0;
-    unit->calls_without_gradient = 0;
   }
   if (state_ == PipelineState::Idle) {
     end_evaluation();
@@ -130,62 +122,69 @@ void Pipeline::put_away_parameters() {
   }
 }
 
-void Pipeline::pre_forward(int number) {
+CallId Pipeline::pre_forward(int number) {
   Unit& unit = unit_at(number);
-  gatherer_.unshard(unit, /*on_demand=*/true);
   if (in_backward()) {
-    unit.recomputations += 1;
-    prefetch_backward(unit, unit.last_forward_call);
+    recompute(unit);
   } else {
-    order_.enter(number);
-    if (unit.entered == Unit::kNever) {
-      unit.entered = entered_count_++;
+    gatherer_.unshard(unit, /*on_demand=*/true);
+    if (unit.entering == kNoCall) {
+      unit.entering = forward_order_.enter(number);
     }
     prefetch_forward(unit);
   }
   begin_computing(unit, Work::UnitForward, gatherer_.attach(unit));
+  return unit.entering;
 }
 
-int Pipeline::post_forward(int number, bool with_gradient) {
+CallId Pipeline::post_forward(int number, bool with_gradient) {
   Unit& unit = unit_at(number);
+  const CallId call = std::exchange(unit.entering, kNoCall);
   ledger_.close(unit.computing, device_.compute_stream());
   if (!in_backward()) {
-    unit.last_forward_call = order_.leave(number);
-    unit.calls_without_gradient += with_gradient ? 0 : 1;
-    unit.calls += with_gradient ? 1 : 0;
-    unit.ran = unit.ran || with_gradient;
+    forward_order_.leave(call, with_gradient);
     if (unit.reshard_after_forward) {
       gatherer_.reshard(unit);
       reshard_behind(unit);
     }
+  } else if (BackwardOrder::is_recomputed_call(call)) {
+    backward_order_.leave(call, number);
+    unit.gathers_left += 1;
+  } else {
+    unit.entering = call;  // forward runs the unit, and a backward inside runs it again
+    return kNoCall;
   }
-  return unit.last_forward_call;
+  return call;
 }
 
 void Pipeline::skip(int number) {
-  unit_at(number).is_skipped = true;
-  reduction_order_.expect_unused();
+  if (!in_backward()) {
+    forward_order_.expect(unit_at(number).entering);
+  }
 }
+
+void Pipeline::expect(CallId call) { forward_order_.expect(call); }
 
 void Pipeline::prefetch_forward(const Unit& unit) {
   prefetch(unit, unit.forward_prefetch,
-           [this](std::size_t ahead) { return order_.upcoming(ahead); });
+           [this, ahead = std::size_t{0}]() mutable { return forward_order_.upcoming(ahead++); });
 }
 
 // The user's targets, or else the next buckets.
-template <typename UnitAhead>
-void Pipeline::prefetch(const Unit& unit, const std::vector<int>& targets,
-                        const UnitAhead& unit_ahead) {
+template <typename NextUnit>
+void Pipeline::prefetch(const Unit& unit, const std::vector<int>& targets, NextUnit next_unit) {
   for (const int target : targets) {
-    gatherer_.unshard(unit_at(target), /*on_demand=*/false);
+    if (!in_backward() || unit_at(target).unshards_in_backward) {
+      gatherer_.unshard(unit_at(target), /*on_demand=*/false);
+    }
   }
   if (!targets.empty()) {
     return;
   }
   const Bucket* last = unit.bucket;
   int buckets_ahead = 0;
-  for (std::size_t ahead = 0; buckets_ahead < options_.prefetch_depth; ++ahead) {
-    const int number = unit_ahead(ahead);
+  while (buckets_ahead < options_.prefetch_depth) {
+    const int number = next_unit();
     if (number == ForwardOrder::kNoUnit) {
       return;
     }
@@ -220,38 +219,80 @@ void Pipeline::reshard_behind(Unit& unit) {
 
 // - Backward
 
-void Pipeline::begin_backward(bool may_reshard) {
+void Pipeline::begin_backward(bool may_reshard, const BackwardGraph& graph) {
   backward_may_reshard_ = may_reshard;
+  backward_accumulates_ = graph.accumulates;
+  backward_order_.begin(forward_order_.passes(), graph, /*keeps=*/in_forward());
+  reduction_order_.begin_backward(backward_order_.steps());
   state_ = in_forward() ? PipelineState::BackwardInForward : PipelineState::Backward;
   ledger_.enter_phase(Phase::Backward);
   pass_ = ledger_.open(device_.compute_stream(), Work::Backward, kAllUnits);
-  for (const auto& unit : units_) {
-    unit->passes = 0;
-    unit->is_reduced = false;
-    std::fill(unit->used.begin(), unit->used.end(), 0);
+}
+
+void Pipeline::pre_backward(int number, CallId call) {
+  Unit& unit = unit_at(number);
+  if (unit.gathers_left > 0) {
+    take_steps(backward_order_.until_gather(call));
+  }
+  if (unit.state != UnitState::Unsharded || unit.is_put_away) {  // the call has no step
+    gather_in_backward(unit);
   }
 }
 
-void Pipeline::pre_backward(int number, int forward_call) {
-  Unit& unit = unit_at(number);
-  gatherer_.unshard(unit, /*on_demand=*/true);
-  prefetch_backward(unit, forward_call);
-  begin_computing(unit, Work::UnitBackward, gatherer_.attach(unit));
-}
-
-void Pipeline::prefetch_backward(const Unit& unit, int forward_call) {
-  prefetch(unit, unit.backward_prefetch, [this, forward_call](std::size_t ahead) {
-    return order_.preceding(forward_call, ahead);
-  });
-}
-
 void Pipeline::gradient_arrived(int number, std::size_t trainable) {
-  reduction_order_.gradient_arrived(unit_at(number), trainable);
+  Unit& unit = unit_at(number);
+  reducer_.note_arrival(*unit.bucket);
+  reduction_order_.gradient_arrived(unit, trainable);
 }
 
-void Pipeline::post_backward(int number) {
+void Pipeline::post_backward(int number, CallId call) {
   Unit& unit = unit_at(number);
-  reduction_order_.leave(unit);
+  if (unit.passes_left > 0) {
+    take_steps(backward_order_.until_pass(call));
+  }
+  if (unit.passes_left == 0) {  // and otherwise if the call has no step
+    reshard_in_backward(unit);
+  }
+}
+
+void Pipeline::take_steps(std::size_t count) {
+  for (; count > 0; --count) {
+    take(backward_order_.take());
+  }
+}
+
+void Pipeline::take(const BackwardStep& step) {
+  Unit& unit = unit_at(step.unit);
+  switch (step.action) {
+    case BackwardAction::Gather:
+      unit.gathers_left -= 1;
+      unit.sends_zeros = backward_accumulates_;
+      gather_in_backward(unit);
+      return;
+    case BackwardAction::Pass:
+      unit.passes_left -= 1;
+      reduction_order_.advance();
+      reshard_in_backward(unit);
+      return;
+    case BackwardAction::Recompute:
+      unit.recomputations_left -= 1;
+      reduction_order_.advance();
+      return;
+    case BackwardAction::Recomputed:
+      return;
+  }
+}
+
+void Pipeline::gather_in_backward(Unit& unit) {
+  if (unit.unshards_in_backward) {
+    gatherer_.unshard(unit, /*on_demand=*/true);
+  }
+  prefetch_backward(unit);
+  const bool has_waited = unit.state != UnitState::Sharded && gatherer_.attach(unit);
+  begin_computing(unit, Work::UnitBackward, has_waited);
+}
+
+void Pipeline::reshard_in_backward(Unit& unit) {
   ledger_.close(unit.computing, device_.compute_stream());
   if (unit.reshard_after_backward && backward_may_reshard_) {
     gatherer_.reshard(unit);
@@ -259,7 +300,38 @@ void Pipeline::post_backward(int number) {
   }
 }
 
+void Pipeline::prefetch_backward(const Unit& unit) {
+  const std::vector<BackwardStep>& steps = backward_order_.steps();
+  prefetch(unit, unit.backward_prefetch, [this, &steps, next = steps.size()]() mutable {
+    while (next > 0) {
+      next -= 1;
+      const bool gathers = steps[next].action == BackwardAction::Gather &&
+                           unit_at(steps[next].unit).unshards_in_backward;
+      if (gathers || steps[next].action == BackwardAction::Recompute) {
+        return steps[next].unit;
+      }
+    }
+    return ForwardOrder::kNoUnit;
+  });
+}
+
+// Forward runs again inside backward.
+void Pipeline::recompute(Unit& unit) {
+  if (unit.entering == kNoCall && backward_order_.is_recomputed(unit.number)) {
+    take_steps(backward_order_.until_recomputation(unit.number));
+    unit.entering = backward_order_.enter(unit.number);
+    unit.recomputations_left -= 1;
+    unit.passes_left += 1;
+  }
+  const bool is_new = unit.state != UnitState::Unsharded;
+  gatherer_.unshard(unit, /*on_demand=*/true);
+  if (is_new) {
+    prefetch_backward(unit);
+  }
+}
+
 void Pipeline::end_backward() {
+  take_steps(backward_order_.steps().size());
   reduction_order_.end_backward();
   exchange_.begin(units_);
   for (auto position = units_.rbegin(); position != units_.rend(); ++position) {
@@ -268,8 +340,6 @@ void Pipeline::end_backward() {
     if ((unit.reshard_after_backward && backward_may_reshard_) || unit.is_speculative) {
       gatherer_.reshard(unit);
     }
-    unit.calls_to_recompute = 0;
-    unit.recomputations = 0;
   }
   exchange_.end(units_);  // before a wait for a reduction that not all ranks have issued
   if (is_last_backward_ || device_.is_capturing()) {
@@ -280,14 +350,13 @@ void Pipeline::end_backward() {
   gatherer_.join_capture();
   state_ = in_forward() ? PipelineState::Forward : PipelineState::Idle;
   order_check_.end_backward();
-  order_.end_backward();
-  if (!order_.is_recorded()) {
+  if (!forward_order_.is_recorded()) {
     finish_recording();
   }
 }
 
 void Pipeline::finish_recording() {
-  order_.finish_recording();
+  forward_order_.finish_recording();
   bucket_set_.invalidate_partition();
 }
 
@@ -308,7 +377,7 @@ void Pipeline::begin_computing(Unit& unit, Work work, bool has_waited) {
 
 void Pipeline::unshard(int number) {
   if (is_between_passes()) {
-    bucket_set_.update(order_, gatherer_, reducer_);
+    bucket_set_.update(forward_order_, gatherer_, reducer_);
   }
   Unit& unit = unit_at(number);
   if (unit.is_put_away) {
@@ -337,11 +406,9 @@ void Pipeline::reshard(int number) {
 void Pipeline::reset_iteration() {
   for (const auto& unit : units_) {
     gatherer_.reshard(*unit);
-    unit->calls_to_recompute = 0;
-    unit->calls_without_gradient = 0;
-    unit->recomputations = 0;
+    unit->entering = kNoCall;
   }
-  forget_forwards();
+  backward_order_.reset();
   reduction_order_.reset();
   for (const auto& bucket : buckets()) {
     reducer_.discard(*bucket);
@@ -349,82 +416,7 @@ void Pipeline::reset_iteration() {
   state_ = PipelineState::Idle;
   ledger_.leave_iteration();
   ledger_.enter_phase(Phase::Other);
-  order_.reset();
-}
-
-// - Settings
-
-void Pipeline::set_reshard_after_forward(int number, bool value) {
-  Unit& unit = unit_at(number);
-  if (unit.reshard_after_forward != value) {
-    unit.reshard_after_forward = value;
-    bucket_set_.invalidate_partition();
-    bucket_set_.invalidate_memory();
-  }
-}
-
-void Pipeline::set_keeps_slot_after_evaluation(int number, bool value) {
-  unit_at(number).keeps_slot_after_evaluation = value;
-}
-
-void Pipeline::set_reshard_after_backward(int number, bool value) {
-  Unit& unit = unit_at(number);
-  if (unit.reshard_after_backward != value) {
-    unit.reshard_after_backward = value;
-    bucket_set_.invalidate_partition();
-  }
-}
-
-void Pipeline::set_requires_gradient_sync(int number, bool value) {
-  unit_at(number).requires_gradient_sync = value;
-}
-
-void Pipeline::set_reduces_unused(int number, bool value) {
-  unit_at(number).reduces_unused = value;
-  if (value) {
-    reduction_order_.expect_unused();
-  }
-}
-
-void Pipeline::set_gradient_scales(int number, double pack_scale, double reduce_scale) {
-  Unit& unit = unit_at(number);
-  if (unit.pack_scale != pack_scale || unit.reduce_scale != reduce_scale) {
-    unit.pack_scale = pack_scale;
-    unit.reduce_scale = reduce_scale;
-    bucket_set_.invalidate_partition();
-  }
-}
-
-void Pipeline::set_forward_prefetch(int number, std::vector<int> targets) {
-  Unit& unit = unit_at(number);
-  if (unit.forward_prefetch != targets) {
-    unit.forward_prefetch = std::move(targets);
-    bucket_set_.invalidate_memory();
-  }
-}
-
-void Pipeline::set_backward_prefetch(int number, std::vector<int> targets) {
-  Unit& unit = unit_at(number);
-  if (unit.backward_prefetch != targets) {
-    unit.backward_prefetch = std::move(targets);
-    bucket_set_.invalidate_memory();
-  }
-}
-
-void Pipeline::set_bucket_bytes(int number, std::size_t bytes) {
-  Unit& unit = unit_at(number);
-  if (unit.bucket_bytes != bytes) {
-    unit.bucket_bytes = bytes;
-    bucket_set_.invalidate_partition();
-    bucket_set_.invalidate_comparison();
-  }
-}
-
-void Pipeline::set_prefetch_depth(int depth) {
-  if (options_.prefetch_depth != depth) {
-    options_.prefetch_depth = depth;
-    bucket_set_.invalidate_memory();
-  }
+  forward_order_.reset();
 }
 
 // - Measurements and checks
@@ -453,7 +445,7 @@ void Pipeline::keep_times(std::size_t iterations, bool drained) {
 
 void Pipeline::form_buckets() {
   if (!units_.empty() && units_.front()->bucket == nullptr) {
-    bucket_set_.form(order_, reducer_);
+    bucket_set_.form(forward_order_, reducer_);
   }
 }
 
@@ -464,13 +456,27 @@ const Bucket& Pipeline::bucket_of(int number) const {
   return *asked.bucket;
 }
 
+Lane& Pipeline::lane_of(Collective op) {
+  switch (op) {
+    case Collective::AllGather:
+      return lanes_.gather;
+    case Collective::ReduceScatter:
+      return lanes_.reduce;
+    case Collective::AllReduce:
+      break;
+  }
+  return replicas_->reduce;
+}
+
 void Pipeline::announce(Collective op, const Bucket& bucket, std::size_t bytes) {
   const bool gathers = op == Collective::AllGather;
   if (gathers && options_.check_order && order_check_.is_due(in_backward())) {
     order_check_.compare(bucket, bytes);
   }
-  Lane& lane = gathers ? lanes_.gather : lanes_.reduce;
-  const std::string& label = gathers ? bucket.gather_label : bucket.reduce_label;
+  Lane& lane = lane_of(op);
+  const std::string& label = gathers                           ? bucket.gather_label
+                             : op == Collective::ReduceScatter ? bucket.reduce_label
+                                                               : bucket.all_reduce_label;
   const std::uint64_t identity = mix(bucket.identity, static_cast<std::uint64_t>(op));
   lane.communicator().announce(label, lane.history().add(identity, label, bytes));
   ledger_.count_collective(op, bucket.numbers(), bytes);

@@ -8,7 +8,10 @@
 //   pre_backward(i)   as pre_forward, in reverse order of post_forward
 //   gradient_arrived  counts; the last one of a unit packs and reduces its gradients
 //   post_backward(i)  backward has passed the unit's inputs: detached, slot released
-//   end_backward      reduces the remaining gradients; the compute stream waits for all reductions
+//   end_backward      the remaining units' steps; the compute stream waits for all reductions
+//
+// Both hooks of backward take all steps up to their own: Note [order of backward] in
+// core/backward_order.h.
 //
 // Gathers and reductions carry a unit's whole bucket (core/bucket.h). Calls for the bucket's other
 // units find the gather issued already, and the last complete unit reduces for all of them.
@@ -23,6 +26,7 @@
 #include <vector>
 
 #include "core/backward_exchange.h"
+#include "core/backward_order.h"
 #include "core/bucket.h"
 #include "core/bucket_set.h"
 #include "core/forward_order.h"
@@ -57,8 +61,9 @@ enum class PipelineState : std::uint8_t {
 
 class Pipeline {
  public:
-  // The lanes outlive the pipeline. The destructor waits for work in flight.
-  Pipeline(Lanes& lanes, PipelineOptions options);
+  // The lanes outlive the pipeline. `replicas` are those of the ranks with the same shard, if there
+  // are several: Note [replicas] in core/reducer.h. The destructor waits for work in flight.
+  Pipeline(Lanes& lanes, PipelineOptions options, Lanes* replicas = nullptr);
 
   Pipeline(const Pipeline&) = delete;
   Pipeline& operator=(const Pipeline&) = delete;
@@ -73,22 +78,28 @@ class Pipeline {
   void end_forward(bool with_gradient = true);
   // Lets users see the sharded parameters of every unit: Note [after an evaluation].
   void put_away_parameters();
-  void pre_forward(int unit);
-  // Returns the number of this forward call, for pre_backward. `with_gradient`: autograd recorded
-  // this call (Note [reentrant checkpointing]).
-  int post_forward(int unit, bool with_gradient = true);
+  // Returns the id of this call, which the hooks of backward pass on. It is kNoCall if
+  // checkpointing that is not reentrant recomputes the call, because no hook of it runs. A unit of
+  // several modules calls this for each of them, and post_forward once.
+  CallId pre_forward(int unit);
+  // `with_gradient`: autograd recorded this call.
+  CallId post_forward(int unit, bool with_gradient = true);
+  // The smallest id that backward may still come for.
+  CallId first_call() const { return forward_order_.first_call(); }
 
   // This rank does not run the unit, but other ranks do. So it takes part in the unit's
   // collectives, and sends zeros in backward. Call it between pre_forward and post_forward.
   void skip(int unit);
+  // Backward may come through the call's output, although the output has no hook.
+  void expect(CallId call);
 
   // - Backward.
   // With may_reshard=false this backward leaves units unsharded, whatever their settings say.
-  void begin_backward(bool may_reshard = true);
+  void begin_backward(bool may_reshard = true, const BackwardGraph& graph = {});
   void end_backward();
-  void pre_backward(int unit, int forward_call);
+  void pre_backward(int unit, CallId call);
   void gradient_arrived(int unit, std::size_t trainable);
-  void post_backward(int unit);
+  void post_backward(int unit, CallId call);
 
   bool in_forward() const {
     return state_ == PipelineState::Forward || state_ == PipelineState::BackwardInForward;
@@ -110,6 +121,9 @@ class Pipeline {
   void set_reshard_after_forward(int unit, bool value);
   void set_keeps_slot_after_evaluation(int unit, bool value);
   void set_reshard_after_backward(int unit, bool value);
+  // With false, the user promises that backward does not read the unit's parameters, as that of an
+  // embedding does not. Gradients arrive nevertheless.
+  void set_unshards_in_backward(int unit, bool value);
   void set_requires_gradient_sync(int unit, bool value);
   void set_reduces_unused(int unit, bool value);
   void set_gradient_scales(int unit, double pack_scale, double reduce_scale);
@@ -136,19 +150,26 @@ class Pipeline {
   Unit& unit_at(int number) { return *units_.at(static_cast<std::size_t>(number)); }
   bool is_between_passes() const { return !in_forward() && !in_backward(); }
   void finish_recording();
-  void forget_forwards();
-  void drop_outdated_parameters();
+  bool drop_outdated_parameters();
   void end_evaluation();
   void prefetch_forward(const Unit& unit);
-  void prefetch_backward(const Unit& unit, int forward_call);
-  template <typename UnitAhead>
-  void prefetch(const Unit& unit, const std::vector<int>& targets, const UnitAhead& unit_ahead);
+  void prefetch_backward(const Unit& unit);
+  template <typename NextUnit>
+  void prefetch(const Unit& unit, const std::vector<int>& targets, NextUnit next_unit);
   void reshard_behind(Unit& unit);
+  void take_steps(std::size_t count);
+  void take(const BackwardStep& step);
+  void gather_in_backward(Unit& unit);
+  void reshard_in_backward(Unit& unit);
+  void recompute(Unit& unit);
   void begin_times();
   void begin_computing(Unit& unit, Work work, bool has_waited);
   void announce(Collective op, const Bucket& bucket, std::size_t bytes);
 
+  Lane& lane_of(Collective op);
+
   Lanes& lanes_;
+  Lanes* replicas_;
   Device& device_;
   PipelineOptions options_;
   Ledger ledger_;
@@ -161,13 +182,14 @@ class Pipeline {
   Reducer reducer_;
 
   PipelineState state_ = PipelineState::Idle;
-  ForwardOrder order_;
+  ForwardOrder forward_order_;
+  BackwardOrder backward_order_;
   ReductionOrder reduction_order_;
   BackwardExchange exchange_;
-  int entered_count_ = 0;  // of units, in the forwards since the last backward
-  IterationIndex pass_;    // the span of forward or backward
+  IterationIndex pass_;  // the span of forward or backward
   bool is_last_backward_ = true;
   bool backward_may_reshard_ = true;  // of the backward that runs
+  bool backward_accumulates_ = true;
 };
 
 }  // namespace fsdp

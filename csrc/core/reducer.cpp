@@ -1,6 +1,7 @@
 #include "core/reducer.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "base/check.h"
@@ -43,7 +44,6 @@ void set_sharded_gradients(const Bucket& bucket, const std::vector<Unit*>& units
 void forget_arrived(Unit& unit) {
   std::fill(unit.arrived.begin(), unit.arrived.end(), 0);
   unit.arrived_count = 0;
-  unit.is_complete = false;
 }
 
 char* accumulated_of(const Bucket& bucket, std::size_t piece) {
@@ -55,31 +55,100 @@ char* accumulated_of(const Bucket& bucket, std::size_t piece) {
 
 }  // namespace
 
-Reducer::Reducer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Announce announce)
+Reducer::Reducer(Device& device, Packer& packer, Ledger& ledger, Over ranks, Over replicas)
     : device_(device),
       packer_(packer),
-      lane_(lane),
-      streams_(device, lane),
+      lane_(*ranks.lane),
+      streams_(device, lane_),
       ledger_(ledger),
-      announce_(std::move(announce)),
+      announce_(std::move(ranks.announce)),
+      replicas_(std::move(replicas)),
       input_(device),
-      output_read_(device.new_event()) {}
+      output_(device) {
+  FSDP_CHECK(replicas_.lane == nullptr || lane_.communicator().size() > 1,
+             "Hybrid sharding over one rank, with replicas, has nothing to shard. Shard over at "
+             "least two ranks.");
+}
 
 // Work in flight uses the buffers that are freed now.
-Reducer::~Reducer() { lane_.drain(); }
+Reducer::~Reducer() {
+  lane_.drain();
+  if (replicas_.lane != nullptr) {
+    replicas_.lane->drain();
+  }
+}
 
 void Reducer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   lane_.synchronize();
-  const ReduceMemory memory = plan_reductions(uses_of(buckets));
+  const bool has_replicas = replicas_.lane != nullptr;
+  if (has_replicas) {
+    replicas_.lane->synchronize();
+  }
+  const bool has_peers = lane_.communicator().size() > 1;
+  const ReduceMemory memory =
+      plan_reductions(uses_of(buckets), device_.overlaps_copies() && has_peers, has_replicas);
   streams_.set_any_in_pieces(memory.any_in_pieces);
+  packs_ahead_ = memory.packs_ahead;
+  if (packs_ahead_) {
+    lane_.make_copy_streams();
+  }
   const std::size_t input = memory.input_bytes;
   input_.reset(input > 0 ? lane_.allocate(input, BufferUse::Input) : nullptr, input);
   output_bytes_ = memory.output_bytes;
-  output_.reset();
+  output_.reset(nullptr, 0);
+  const auto always_needs_output = [](const auto& bucket) {
+    return bucket->layout.world_size() > 1 &&
+           !reduces_in_place(bucket->layout, bucket->units.front()->reduce_scale);
+  };
+  if (output_bytes_ > 0 && (std::any_of(buckets.begin(), buckets.end(), always_needs_output) ||
+                            (has_peers && keeps_reduce_output(lane_.communicator().transport())))) {
+    output_.reset(lane_.allocate(output_bytes_, output_use()), output_bytes_);
+  }
+  place_gradients(buckets);
+}
+
+// See Note [shards and gradients in windows].
+void Reducer::place_gradients(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+  std::vector<Lane::Movable> gradients;
+  for (const auto& bucket : buckets) {
+    // The scale may change before memory is planned again.
+    if (bucket->gradient_bytes() > 0 && reduces_in_place(bucket->layout, /*reduce_scale=*/1.0)) {
+      gradients.push_back({bucket->flat_gradient(), bucket->gradient_bytes(),
+                           [&bucket = *bucket](auto memory) { bucket.move_gradients(memory); }});
+    }
+  }
+  lane_.place_in_windows(gradients, BufferUse::Gradient);
+  for (const auto& bucket : buckets) {
+    bucket->reduces_into_window = lane_.communicator().is_registered(bucket->flat_gradient());
+  }
+}
+
+void Reducer::note_arrival(Bucket& bucket) {
+  void* const stream = device_.compute_stream().native_handle();
+  std::vector<void*>& streams = bucket.gradient_streams;
+  if (std::find(streams.begin(), streams.end(), stream) == streams.end()) {
+    streams.push_back(stream);
+  }
+}
+
+void Reducer::pack_and_reduce(Bucket& bucket) {
+  follow_arrivals(bucket);
+  pack_and_reduce_by_setting(bucket);
+  bucket.gradient_streams.clear();
+}
+
+// See Note [gradients of several streams].
+void Reducer::follow_arrivals(const Bucket& bucket) {
+  Stream& compute = device_.compute_stream();
+  for (void* const stream : bucket.gradient_streams) {
+    if (stream != compute.native_handle()) {
+      streams_.order_after(compute, device_.stream_of(stream), bucket.reduce_label);
+    }
+  }
 }
 
 // See Note [units that differ].
-void Reducer::pack_and_reduce(Bucket& bucket) {
+void Reducer::pack_and_reduce_by_setting(Bucket& bucket) {
   const Unit& first = *bucket.units.front();
   const auto is_alike = [&first](const Unit* unit) { return are_alike(first, *unit); };
   if (std::all_of(bucket.units.begin(), bucket.units.end(), is_alike)) {
@@ -117,7 +186,7 @@ void Reducer::pack_and_reduce_alike(Bucket& bucket, const Units& units) {
 
 void Reducer::accumulate(Bucket& bucket, const Units& units) {
   if (bucket.accumulated == nullptr) {
-    bucket.accumulated = lane_.allocate(bucket.reduce_input_bytes(), BufferUse::Input);
+    bucket.accumulated = lane_.allocate_in_step(bucket.reduce_input_bytes(), BufferUse::Input);
   }
   streams_.follow_compute();
   Stream& before = begin_packing(bucket, /*into_accumulated=*/true);
@@ -151,28 +220,36 @@ void Reducer::reduce(Bucket& bucket, const Units& units) {
 
 Reducer::Reduction Reducer::begin_reduction(Bucket& bucket, const Units& units, bool in_place) {
   auto* gradient = static_cast<char*>(bucket.flat_gradient());
-  char* output = in_place || bucket.layout.world_size() == 1 ? gradient : output_buffer();
+  const bool writes_gradient = in_place || bucket.layout.world_size() == 1;
+  const bool has_replicas = replicas_.lane != nullptr;
+  const std::size_t half = has_replicas && !writes_gradient ? outputs_used_++ : 0;
+  char* output = writes_gradient ? gradient : output_half(half);
   Issue issue;
   if (ledger_.has_times()) {
     issue.at = host_clock::now();
     issue.possible = ledger_.mark_compute();
   }
   streams_.follow_compute();  // after all allocations: Note [memory and the compute stream]
-  if (streams_.is_any_in_pieces()) {
-    streams_.messages().wait(*(output == gradient ? bucket.reduced : output_read_),
-                             bucket.reduce_label);
+  if (streams_.is_any_in_pieces() || has_replicas) {
+    if (output == gradient) {
+      streams_.messages().wait(*bucket.reduced, bucket.reduce_label);
+    } else {
+      output_.wait_for_half(streams_.messages(), half, bucket.reduce_label);
+    }
   }
   Stream& before = begin_packing(bucket, bucket.has_accumulated);
-  Stream& after = streams_.after(bucket.reduces_in_pieces() && !in_place);
-  return {bucket, units, in_place, output, issue, before, after};
+  Stream& after = has_replicas ? replicas_.lane->stream()
+                               : streams_.after(bucket.reduces_in_pieces() && !in_place);
+  return {bucket, units, in_place, output, half, issue, before, after};
 }
 
 void Reducer::reduce_piece(const Reduction& reduction, std::size_t number) {
   Bucket& bucket = reduction.bucket;
-  void* input = input_of(reduction, number);
+  const std::size_t half = packs_ahead_ ? messages_ahead_++ : number;
+  void* input = input_of(reduction, number, half);
   const void* output = input;
-  if (bucket.reduces_in_pieces() && !bucket.has_accumulated) {
-    input_.wait_for_half(reduction.before, number, bucket.reduce_label);
+  if (packs_apart(bucket) && !bucket.has_accumulated) {
+    input_.wait_for_half(reduction.before, half, bucket.reduce_label);
   }
   pack(bucket, reduction.units, number, input, bucket.has_accumulated);
   if (bucket.layout.world_size() > 1) {
@@ -180,10 +257,13 @@ void Reducer::reduce_piece(const Reduction& reduction, std::size_t number) {
     send(reduction, bucket.reductions[number], input);
     output = reduction.output;
   }
-  release_input(bucket, number);
+  release_input(bucket, half);
+  if (replicas_.lane != nullptr) {
+    sum_over_replicas(reduction, bucket.reductions[number]);
+  }
   if (output != bucket.flat_gradient()) {
     streams_.order_after(reduction.after, streams_.messages(), bucket.reduce_label);
-    finish(bucket, reduction.units, number, output);
+    finish(reduction, number, output);
   }
 }
 
@@ -194,18 +274,33 @@ void Reducer::send(const Reduction& reduction, const ReducePiece& piece, const v
   const std::size_t offset = static_cast<std::size_t>(piece.segment_offset) * itemsize(dtype);
   announce_(bucket, bytes);
   const Timed timed(ledger_, streams_.messages(), Work::Reduce, bucket.numbers(),
-                    {bytes, reduction.issue}, /*follows=*/!bucket.reduces_in_pieces());
+                    {bytes, reduction.issue}, /*follows=*/!packs_apart(bucket));
   lane_.communicator().reduce_scatter(streams_.messages(), input, reduction.output + offset,
                                       static_cast<std::size_t>(piece.pack_plan.segment_numel),
                                       dtype);
+}
+
+// See Note [replicas].
+void Reducer::sum_over_replicas(const Reduction& reduction, const ReducePiece& piece) {
+  const Bucket& bucket = reduction.bucket;
+  const DType dtype = bucket.layout.reduce_dtype();
+  const auto numel = static_cast<std::size_t>(piece.pack_plan.segment_numel);
+  const std::size_t offset = static_cast<std::size_t>(piece.segment_offset) * itemsize(dtype);
+  Lane& lane = *replicas_.lane;
+  streams_.order_after(lane.stream(), streams_.messages(), bucket.reduce_label);
+  replicas_.announce(bucket, numel * itemsize(dtype));
+  const Timed timed(ledger_, lane.stream(), Work::AllReduce, bucket.numbers(),
+                    {numel * itemsize(dtype), reduction.issue}, /*follows=*/false);
+  lane.communicator().all_reduce(lane.stream(), reduction.output + offset, numel, dtype);
 }
 
 void Reducer::end_reduction(const Reduction& reduction) {
   Bucket& bucket = reduction.bucket;
   streams_.order_after(reduction.after, streams_.messages(), bucket.reduce_label);
   reduction.after.record(*bucket.reduced);
-  if (streams_.is_any_in_pieces() && reduction.output != bucket.flat_gradient()) {
-    reduction.after.record(*output_read_);
+  const bool others_wait = streams_.is_any_in_pieces() || replicas_.lane != nullptr;
+  if (others_wait && reduction.output != bucket.flat_gradient()) {
+    output_.release_half(reduction.after, reduction.output_half);
   }
   bucket.reduction_pending = true;
 }
@@ -231,6 +326,7 @@ void Reducer::discard(Bucket& bucket) {
   }
   std::fill(bucket.accumulated_params.begin(), bucket.accumulated_params.end(), 0);
   bucket.has_accumulated = false;
+  bucket.gradient_streams.clear();
   for (Unit* unit : bucket.units) {
     forget_arrived(*unit);
     unit->port.drop_gradients();
@@ -243,8 +339,8 @@ void Reducer::discard(Bucket& bucket) {
 // Returns the stream that packs the bucket, ordered after the compute stream. Packing into the
 // accumulated gradients also waits for all messages that read them.
 Stream& Reducer::begin_packing(const Bucket& bucket, bool into_accumulated) {
-  Stream& before = streams_.before(bucket.reduces_in_pieces());
-  if (bucket.reduces_in_pieces()) {
+  Stream& before = streams_.before(packs_apart(bucket));
+  if (packs_apart(bucket)) {
     streams_.order_after_compute(before);
     if (into_accumulated) {
       input_.wait_for_both(before, bucket.reduce_label);
@@ -253,7 +349,7 @@ Stream& Reducer::begin_packing(const Bucket& bucket, bool into_accumulated) {
   return before;
 }
 
-void* Reducer::input_of(const Reduction& reduction, std::size_t piece) {
+void* Reducer::input_of(const Reduction& reduction, std::size_t piece, std::size_t half) {
   const Bucket& bucket = reduction.bucket;
   if (bucket.has_accumulated) {
     return accumulated_of(bucket, piece);
@@ -261,13 +357,13 @@ void* Reducer::input_of(const Reduction& reduction, std::size_t piece) {
   if (reduction.in_place && bucket.layout.world_size() == 1) {
     return reduction.output;  // nothing to send: pack writes the flat gradient
   }
-  return bucket.reduces_in_pieces() ? input_.half_of(piece) : input_.data();
+  return packs_apart(bucket) ? input_.half_of(half) : input_.data();
 }
 
 // The messages issued so far are the last to read the piece's input.
-void Reducer::release_input(const Bucket& bucket, std::size_t piece) {
-  if (bucket.reduces_in_pieces()) {
-    input_.release_half(streams_.messages(), piece);
+void Reducer::release_input(const Bucket& bucket, std::size_t half) {
+  if (packs_apart(bucket)) {
+    input_.release_half(streams_.messages(), half);
   } else if (streams_.is_any_in_pieces()) {
     input_.release_both(streams_.messages());
   }
@@ -284,7 +380,7 @@ void Reducer::pack(Bucket& bucket, const Units& units, std::size_t number, void*
                 static_cast<std::size_t>(piece.gradient_offset) * itemsize(bucket.gradient_dtype);
     gradients = &first_row;
   }
-  Stream& stream = streams_.before(bucket.reduces_in_pieces());
+  Stream& stream = streams_.before(packs_apart(bucket));
   const Timed timed(ledger_, stream, Work::Pack, bucket.numbers());
   packer_.pack(stream, piece.pack_plan, gradients, bucket.gradient_dtype, destination,
                layout.reduce_dtype(), units.front()->pack_scale, accumulate);
@@ -305,12 +401,14 @@ void Reducer::leave_held_gradients(Bucket& bucket) {
   bucket.renew_gradients(device_);
 }
 
-// The reduction writes the flat gradient itself if nothing is cast or scaled and no sharded
-// gradient exists to add to. Otherwise each parameter's chunk is cast or added from the reduce
-// output.
+// The reduction writes the flat gradient itself if nothing is cast or scaled, no sharded gradient
+// exists to add to, and it is a window as on the other ranks. Otherwise each parameter's chunk is
+// cast or added from the reduce output.
 bool Reducer::prepare_finish(Bucket& bucket, const Units& units) {
-  bool in_place = reduces_in_place(bucket.layout, units.front()->reduce_scale) &&
-                  units.size() == bucket.units.size();
+  bool in_place =
+      reduces_in_place(bucket.layout, units.front()->reduce_scale) &&
+      units.size() == bucket.units.size() &&
+      (!bucket.reduces_into_window || lane_.communicator().is_registered(bucket.flat_gradient()));
   std::fill(bucket.finish_modes.begin(), bucket.finish_modes.end(), CastMode::Skip);
   for (const Unit* unit : units) {
     for (std::size_t i = 0; i < unit->arrived.size(); ++i) {
@@ -325,13 +423,13 @@ bool Reducer::prepare_finish(Bucket& bucket, const Units& units) {
   return in_place;
 }
 
-void Reducer::finish(Bucket& bucket, const Units& units, std::size_t number, const void* output) {
+void Reducer::finish(const Reduction& reduction, std::size_t number, const void* output) {
+  Bucket& bucket = reduction.bucket;
   const ReducePiece& piece = bucket.reductions[number];
   const CastMode* modes = bucket.finish_modes.data() + piece.first_trainable;
-  Stream& stream = streams_.after(bucket.reduces_in_pieces());
-  const Timed timed(ledger_, stream, Work::FinishReduction, bucket.numbers());
-  packer_.cast(stream, piece.finish_plan, modes, output, bucket.flat_gradient(),
-               units.front()->reduce_scale);
+  const Timed timed(ledger_, reduction.after, Work::FinishReduction, bucket.numbers());
+  packer_.cast(reduction.after, piece.finish_plan, modes, output, bucket.flat_gradient(),
+               reduction.units.front()->reduce_scale);
   for (std::size_t i = 0; i < piece.finish_plan.entries.size(); ++i) {
     if (modes[i] != CastMode::Skip) {
       const CastEntry& entry = piece.finish_plan.entries[i];
@@ -342,11 +440,11 @@ void Reducer::finish(Bucket& bucket, const Units& units, std::size_t number, con
   }
 }
 
-char* Reducer::output_buffer() {
-  if (output_ == nullptr) {
-    output_ = lane_.allocate(output_bytes_, BufferUse::Output);
+char* Reducer::output_half(std::size_t half) {
+  if (output_.data() == nullptr) {
+    output_.reset(lane_.allocate_in_step(output_bytes_, output_use()), output_bytes_);
   }
-  return static_cast<char*>(output_.get());
+  return output_.half_of(half);
 }
 
 // - Gradients
@@ -370,7 +468,7 @@ void Reducer::clear_accumulated(Bucket& bucket, const Units& units) {
   for (const Unit* unit : units) {
     clear_accumulated_of(bucket, *unit);
   }
-  if (streams_.is_any_in_pieces()) {
+  if (packs_ahead_ || streams_.is_any_in_pieces()) {
     input_.release_both(streams_.messages());
   }
 }
@@ -397,25 +495,48 @@ void Reducer::clear_accumulated_of(Bucket& bucket, const Unit& unit) {
 void Reducer::collect_gradients(Bucket& bucket, const Units& units) {
   free_packed_gradients(kGradientsInFlight - 1);
   std::fill(bucket.gradients.begin(), bucket.gradients.end(), nullptr);
-  packed_gradients_.push_back({&bucket, {}});
+  void* const stream = device_.compute_stream().native_handle();
+  packed_gradients_.push_back({&bucket, stream, {}, {}});
+  std::copy_if(bucket.gradient_streams.begin(), bucket.gradient_streams.end(),
+               std::back_inserter(packed_gradients_.back().other_streams),
+               [stream](const void* other) { return other != stream; });
   std::vector<std::shared_ptr<void>>& keep_alive = packed_gradients_.back().keep_alive;
   keep_alive.reserve(units.size());
-  for (const Unit* unit : units) {
-    keep_alive.push_back(
-        unit->port.extract_gradients(bucket.gradients.data() + unit->first_trainable));
+  for (Unit* unit : units) {
+    const void** addresses = bucket.gradients.data() + unit->first_trainable;
+    keep_alive.push_back(unit->port.extract_gradients(addresses));
+    // Somebody may have put gradients there that autograd did not bring.
+    for (std::size_t i = 0; i < unit->arrived.size(); ++i) {
+      if (addresses[i] != nullptr && unit->arrived[i] == 0) {
+        unit->arrived[i] = 1;
+        unit->arrived_count += 1;
+      }
+    }
   }
 }
 
 // Keeps the newest `keep`.
 void Reducer::free_packed_gradients(std::size_t keep) {
   while (packed_gradients_.size() > keep) {
-    const Bucket& bucket = *packed_gradients_.front().bucket;
+    const PackedGradients& oldest = packed_gradients_.front();
+    const Bucket& bucket = *oldest.bucket;
     if (keep > 0) {
       ledger_.wait(*bucket.packed, bucket.reduce_label, Work::WaitForReduction, bucket.numbers());
     } else {  // not a wait of its own: the compute stream has waited for the reductions
       device_.compute_stream().wait(*bucket.packed, bucket.reduce_label);
     }
+    wait_for_packing(oldest, oldest.packed_by);
+    for (void* const stream : oldest.other_streams) {
+      wait_for_packing(oldest, stream);
+    }
     packed_gradients_.pop_front();
+  }
+}
+
+// See Note [gradients of several streams].
+void Reducer::wait_for_packing(const PackedGradients& gradients, void* stream) {
+  if (stream != device_.compute_stream().native_handle()) {
+    device_.stream_of(stream).wait(*gradients.bucket->packed, gradients.bucket->reduce_label);
   }
 }
 

@@ -1,18 +1,37 @@
 // Reduces a bucket's gradients to its sharded gradient: pack, reduce-scatter, finish (cast or add
 // into the flat gradient). The pipeline decides when.
 //
-// Note [one reduce buffer]
-// pack, reduce-scatter and finish of one bucket run on the reduce stream in order, and those of the
-// next bucket after them. So one reduce input and one reduce output serve all buckets without
-// events between them. Pieces (Note [pieces] in core/lanes.h) use the two halves of the input in
-// turns, and events.
+// Note [packing ahead]
+// On the host, without replicas, pack, reduce-scatter and finish of one bucket run on the reduce
+// stream in order, and those of the next bucket after them. So one reduce input and one reduce
+// output serve all buckets without events between them. Pieces (Note [pieces] in core/lanes.h) use
+// the two halves of the input in turns, and events.
+//
+// A GPU packs on the stream `before`, every message into the half that the one before it does not
+// use. So the next bucket is packed while a bucket is on the wire, and its message does not wait
+// for the packing. A half is packed again when the message that read it has ended. On the host,
+// packing takes the processor from the compute and from the transport, so there is nothing to gain.
+//
+// Note [replicas]
+// With hybrid sharding, several sets of ranks shard the same model. The ranks that have the same
+// shard are replicas of each other. The result of a set's reduce-scatter is all-reduced over the
+// replicas, on a lane of its own. The cast or addition into the flat gradient follows there. So
+// while a bucket is all-reduced, the next one is reduce-scattered, into the half of the output that
+// the one before it does not use.
 //
 // Note [gradient lifetime]
-// Gradients leave the unsharded parameters when they are packed, which happens on the reduce
-// stream. They are freed after the compute stream, to whose allocator they return, has waited for
-// the packing. So no allocator has to know the reduce stream, and the host does not wait. The wait
+// Gradients leave the unsharded parameters when they are packed, which happens on a stream of the
+// lane. They are freed after the compute stream, to whose allocator they return, has waited for
+// the packing. So no allocator has to know the other stream, and the host does not wait. The wait
 // is issued with the gradients of the bucket after the next one, which bounds how many gradients
 // are in flight.
+//
+// Note [gradients of several streams]
+// A user may run parts of a unit on streams of their own. Autograd then runs their backward on the
+// same streams, and the compute stream of a gradient's hook is the stream that the gradient arrived
+// on. Gradients of one bucket may so arrive on several streams. Before they are packed, the compute
+// stream of that moment waits for the others. After that, each of these streams waits for the
+// packing before the gradients are freed, because each allocator's stream reuses its own memory.
 //
 // Note [units that differ]
 // Gradient settings may change at any time, also between forward and backward, so the units of a
@@ -36,16 +55,26 @@ namespace fsdp {
 
 class Reducer {
  public:
-  // The lane outlives this, and may be shared with others.
-  Reducer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Announce announce);
+  // A lane of `announce`d collectives. Both outlive the reducer, and may be shared with others.
+  struct Over {
+    Lane* lane = nullptr;
+    Announce announce;
+  };
+
+  // `ranks` reduce-scatter. `replicas` have a lane if there are any: Note [replicas].
+  Reducer(Device& device, Packer& packer, Ledger& ledger, Over ranks, Over replicas);
   ~Reducer();
 
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  // Allocates the reduce input for `buckets`, and sizes the reduce output.
+  // Allocates the reduce input for `buckets` and, where it is always needed, the reduce output.
+  // Moves flat gradients into windows.
   void plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets);
 
+  // A gradient of the bucket has arrived on the compute stream: Note [gradients of several
+  // streams].
+  void note_arrival(Bucket& bucket);
   // Packs the gradients that have arrived. For units that synchronise, it adds the accumulated
   // gradients, reduces over the ranks and sets the sharded gradients. For the others, it
   // accumulates.
@@ -55,50 +84,66 @@ class Reducer {
   // Drops all gradients that are not reduced yet, after a backward that failed.
   void discard(Bucket& bucket);
 
-  std::size_t buffer_bytes() const { return input_.bytes() + (output_ ? output_bytes_ : 0); }
+  std::size_t buffer_bytes() const { return input_.bytes() + output_.bytes(); }
 
  private:
   // Some or all units of a bucket, which are alike: Note [units that differ].
   using Units = std::vector<Unit*>;
+
+  struct PackedGradients {
+    Bucket* bucket;                    // its `packed` event completes when they are packed
+    void* packed_by;                   // the handle of the compute stream at that time
+    std::vector<void*> other_streams;  // on which gradients arrived
+    std::vector<std::shared_ptr<void>> keep_alive;
+  };
 
   struct Reduction {
     Bucket& bucket;
     const Units& units;
     bool in_place;  // the reduce-scatter can write the flat gradient
     char* output;   // of the reduce-scatter
+    std::size_t output_half;
     Issue issue;
     Stream& before;
     Stream& after;
   };
 
+  void place_gradients(const std::vector<std::unique_ptr<Bucket>>& buckets);
+  void follow_arrivals(const Bucket& bucket);
+  void pack_and_reduce_by_setting(Bucket& bucket);
   void pack_and_reduce_alike(Bucket& bucket, const Units& units);
   void accumulate(Bucket& bucket, const Units& units);
   void reduce(Bucket& bucket, const Units& units);
   Reduction begin_reduction(Bucket& bucket, const Units& units, bool in_place);
   void reduce_piece(const Reduction& reduction, std::size_t number);
   void send(const Reduction& reduction, const ReducePiece& piece, const void* input);
+  void sum_over_replicas(const Reduction& reduction, const ReducePiece& piece);
   void end_reduction(const Reduction& reduction);
 
+  // Whether the bucket is packed on another stream than the messages'.
+  bool packs_apart(const Bucket& bucket) const {
+    return packs_ahead_ || bucket.reduces_in_pieces();
+  }
   Stream& begin_packing(const Bucket& bucket, bool into_accumulated);
-  void* input_of(const Reduction& reduction, std::size_t piece);
-  void release_input(const Bucket& bucket, std::size_t piece);
+  void* input_of(const Reduction& reduction, std::size_t piece, std::size_t half);
+  void release_input(const Bucket& bucket, std::size_t half);
   void pack(Bucket& bucket, const Units& units, std::size_t piece, void* destination,
             bool accumulate);
   void leave_held_gradients(Bucket& bucket);
   // Returns whether the reduction can write the flat gradient.
   bool prepare_finish(Bucket& bucket, const Units& units);
-  void finish(Bucket& bucket, const Units& units, std::size_t piece, const void* output);
-  char* output_buffer();
+  void finish(const Reduction& reduction, std::size_t piece, const void* output);
+  char* output_half(std::size_t half);
+  // The all-reduce over replicas reads it, too.
+  BufferUse output_use() const {
+    return replicas_.lane != nullptr ? BufferUse::Input : BufferUse::Output;
+  }
 
   void clear_accumulated(Bucket& bucket, const Units& units);
   void clear_accumulated_of(Bucket& bucket, const Unit& unit);
   void collect_gradients(Bucket& bucket, const Units& units);
   void free_packed_gradients(std::size_t keep);
-
-  struct PackedGradients {
-    Bucket* bucket;  // its `packed` event completes when they are packed
-    std::vector<std::shared_ptr<void>> keep_alive;
-  };
+  void wait_for_packing(const PackedGradients& gradients, void* stream);
 
   Device& device_;
   Packer& packer_;
@@ -106,10 +151,13 @@ class Reducer {
   LaneStreams streams_;
   Ledger& ledger_;
   Announce announce_;
+  Over replicas_;
   HalvedBuffer input_;
-  std::shared_ptr<void> output_;  // allocated when first needed
+  bool packs_ahead_ = false;
+  std::size_t messages_ahead_ = 0;  // so far, if it packs ahead: they use the halves in turns
+  HalvedBuffer output_;             // allocated when first needed; one half without replicas
   std::size_t output_bytes_ = 0;
-  std::unique_ptr<Event> output_read_;  // by the last finish
+  std::size_t outputs_used_ = 0;  // so far; they use the halves in turns
   std::deque<PackedGradients> packed_gradients_;
 };
 

@@ -3,13 +3,16 @@
 // (csrc/torch/torch_unit, and the tests).
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <utility>
 #include <vector>
 
+#include "core/backward_order.h"
 #include "core/buffer_ring.h"
+#include "core/call_id.h"
 #include "core/ledger.h"
 #include "core/unit_config.h"
 #include "device/stream.h"
@@ -87,11 +90,9 @@ struct Unit : UnitConfig {
 
   const int number;
   UnitPort& port;
-  bool encloses_units = false;
 
   // - Settings that are not in the config.
   bool requires_gradient_sync = true;
-  bool reduces_unused = false;  // even if no gradient arrives: Note [order of reductions]
   bool keeps_slot_after_evaluation = false;
   std::vector<int> forward_prefetch;   // empty: the recorded order
   std::vector<int> backward_prefetch;  // empty: the reverse of forward
@@ -112,40 +113,46 @@ struct Unit : UnitConfig {
   Slot* slot = nullptr;                // of the bucket, while this unit uses it
   std::uint64_t gathered_version = 0;  // of its shards, when the bucket was gathered last
   std::uint64_t followed_version = 0;  // of its shards, as the gather stream may read them
-  int last_forward_call = -1;
-  IterationIndex computing;  // the span of its forward or backward
+  CallId entering = kNoCall;           // the call that runs in forward
+  IterationIndex computing;            // the span of its forward or backward
 
-  // Note [reentrant checkpointing]
-  // A forward call without gradients inside a forward with gradients is recomputed in backward
-  // by reentrant checkpointing. Each such recomputation has gradients of its own. The reduction
-  // waits for the last of them.
-  int calls_to_recompute = 0;      // of forwards that have ended, since the last backward
-  int calls_without_gradient = 0;  // of the forward that runs
-  int recomputations = 0;          // in this backward
-
-  // A unit that forward runs several times is reduced when backward has passed all of its calls.
-  // Each rank may use other parameters in each call, so before that point ranks could disagree on
-  // whether all gradients have arrived.
-  int calls = 0;   // with gradients, since the last backward
-  int passes = 0;  // of this backward
+  // - The steps that this backward has not taken: Note [order of backward].
+  int gathers_left = 0;
+  int passes_left = 0;
+  int recomputations_left = 0;  // whose second run has not begun
+  // The backwards inside backward that bring gradients: Note [reentrant checkpointing].
+  int gradient_sources = 0;
 
   // - Gradients.
-  bool ran = false;           // in a forward with gradients, since the last backward
-  int entered = kNever;       // its place in the order in which forward entered units first
-  bool is_skipped = false;    // takes part with zeros instead of running: Pipeline::skip
-  bool is_complete = false;   // all gradients that this backward waits for have arrived
+  bool sends_zeros = false;   // this backward has reached the unit, on all ranks
   std::vector<char> arrived;  // in this backward and not packed yet, by trainable parameter
   std::size_t arrived_count = 0;
   std::vector<char> used;   // of each trainable parameter: reduced a gradient of this rank
   bool is_reduced = false;  // in this backward
 
-  static constexpr int kNever = -1;
+  void begin_backward() {
+    gathers_left = passes_left = recomputations_left = gradient_sources = 0;
+    sends_zeros = is_reduced = false;
+    std::fill(used.begin(), used.end(), 0);
+  }
 
-  // Gradients have arrived, or zeros are to be sent: Note [order of reductions].
+  void count_step(BackwardAction action) {
+    gathers_left += action == BackwardAction::Gather ? 1 : 0;
+    passes_left += action == BackwardAction::Pass ? 1 : 0;
+    recomputations_left += action == BackwardAction::Recompute ? 1 : 0;
+    // All calls that forward recorded share one.
+    gradient_sources = recomputations_left + (passes_left > 0 ? 1 : 0);
+  }
+
   bool needs_reduction() const {
-    const bool sends_zeros = ran && (reduces_unused || is_skipped) && requires_gradient_sync &&
-                             !is_reduced && !arrived.empty();
-    return arrived_count > 0 || sends_zeros;
+    return arrived_count > 0 ||
+           (sends_zeros && requires_gradient_sync && !is_reduced && !arrived.empty());
+  }
+
+  // No gradient arrives any more in this backward: Note [order of reductions].
+  bool is_complete() const {
+    const bool has_all = arrived_count == arrived.size() && gathers_left == 0;
+    return recomputations_left == 0 && (passes_left == 0 || (has_all && gradient_sources <= 1));
   }
 };
 

@@ -18,6 +18,7 @@ struct UnitConfig {
   double reduce_scale = 1.0;          // after it
   std::size_t bucket_bytes = 0;       // limit of a shared bucket (core/merging.h); 0: not shared
   std::size_t max_message_bytes = 0;  // limit of a message of its bucket; 0: none
+  bool unshards_in_backward = true;
 };
 
 }  // namespace fsdp

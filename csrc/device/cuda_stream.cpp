@@ -7,8 +7,6 @@
 // the user synchronises the device before a capture, and an iteration begins on a lane with a wait
 // for the compute stream, on which the graph runs.
 #include <cuda_runtime_api.h>
-#include <nvtx3/nvToolsExt.h>
-#include <nvtx3/nvToolsExtCudaRt.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -23,6 +21,7 @@
 #include "device/cuda_check.h"
 #include "device/cuda_transfer.h"
 #include "device/host_clock.h"
+#include "device/nvtx.h"
 #include "device/stream.h"
 
 namespace fsdp {
@@ -73,10 +72,13 @@ class CudaEvent final : public Event {
     }
   }
 
-  void record(cudaStream_t stream, unsigned long long capture) {
+  void record(cudaStream_t stream, unsigned long long capture, const Behind& behind) {
     FSDP_CUDA_CHECK(cudaEventRecord(event_, stream));
     capture_ = capture;
+    behind_ = capture == 0 ? behind : Behind{};
   }
+
+  const Behind& behind() const { return behind_; }
 
   // `capture` is the capture in progress on any stream; 0 if none. Returns false if there is
   // nothing to wait for.
@@ -91,6 +93,7 @@ class CudaEvent final : public Event {
  private:
   cudaEvent_t event_ = nullptr;
   unsigned long long capture_ = 0;  // of the last record
+  Behind behind_;                   // of the same
 };
 
 // Note [two clocks]
@@ -188,12 +191,21 @@ class CudaDevice;
 
 class CudaStream final : public Stream {
  public:
-  // If `own` is null, this is the compute stream: the framework's current stream at each call.
-  CudaStream(CudaDevice& device, std::string name, cudaStream_t own)
-      : device_(device), name_(std::move(name)), own_(own) {}
+  enum class Kind : std::uint8_t {
+    Current,   // the framework's current stream at each call; it has no handle of its own
+    Borrowed,  // one of the framework's streams
+    Owned,
+  };
+
+  CudaStream(CudaDevice& device, std::string name, Kind kind, cudaStream_t handle)
+      : device_(device),
+        name_(std::move(name)),
+        kind_(kind),
+        handle_(handle),
+        behind_(behind_nothing()) {}
   ~CudaStream() override {
-    if (own_ != nullptr) {
-      cudaStreamDestroy(own_);
+    if (kind_ == Kind::Owned) {
+      cudaStreamDestroy(handle_);
     }
   }
 
@@ -205,11 +217,21 @@ class CudaStream final : public Stream {
   void record(Event& event) override;
   bool wait(Event& event, const std::string& what) override;
   void synchronize() override;
+  Behind behind() override { return known(native_handle()); }
+  void add_collective(int lane, std::uint32_t number) override {
+    known(native_handle()).collectives[lane] = number;
+  }
 
  private:
+  Behind& known(void* handle);
+  Behind behind_nothing() const;
+
   CudaDevice& device_;
   std::string name_;
-  cudaStream_t own_;
+  Kind kind_;
+  cudaStream_t handle_;
+  Behind behind_;
+  void* behind_on_ = nullptr;  // the handle of the stream that behind_ is about
 };
 
 class CudaDevice final : public Device {
@@ -218,11 +240,20 @@ class CudaDevice final : public Device {
       : index_(index),
         timeout_(timeout),
         framework_(framework),
-        compute_(*this, "compute", nullptr) {}
+        compute_(*this, "compute", CudaStream::Kind::Current, nullptr) {}
 
   const char* name() const override { return "cuda"; }
   int index() const override { return index_; }
   Stream& compute_stream() override { return compute_; }
+  Stream& stream_of(void* native_handle) override {
+    std::unique_ptr<CudaStream>& stream = borrowed_[native_handle];
+    if (stream == nullptr) {
+      stream = std::make_unique<CudaStream>(*this, "another stream of the user",
+                                            CudaStream::Kind::Borrowed,
+                                            static_cast<cudaStream_t>(native_handle));
+    }
+    return *stream;
+  }
   cudaStream_t current_stream() const {
     return static_cast<cudaStream_t>(framework_.current_stream(index_));
   }
@@ -236,8 +267,8 @@ class CudaDevice final : public Device {
     FSDP_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
     cudaStream_t stream = nullptr;
     FSDP_CUDA_CHECK(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest));
-    nvtxNameCudaStreamA(stream, ("fsdp_ext " + name).c_str());
-    return std::make_unique<CudaStream>(*this, name, stream);
+    nvtx::name_stream(stream, ("fsdp_ext " + name).c_str());
+    return std::make_unique<CudaStream>(*this, name, CudaStream::Kind::Owned, stream);
   }
 
   std::unique_ptr<Event> new_event() override {
@@ -263,6 +294,7 @@ class CudaDevice final : public Device {
     return {memory, [](void* owned) { cudaFreeHost(owned); }};
   }
 
+  bool overlaps_copies() const override { return true; }
   bool waits_on_host() const override { return false; }
 
   void fill(Stream& stream, void* data, int value, std::size_t bytes) override {
@@ -275,17 +307,33 @@ class CudaDevice final : public Device {
     return std::make_shared<CudaDeviceGuard>(index_);
   }
 
-  void synchronize() override {
-    const CudaDeviceGuard guard(index_);
-    FSDP_CUDA_CHECK(cudaDeviceSynchronize());
+  std::function<void()> selector() const override {
+    return [index = index_] { FSDP_CUDA_CHECK(cudaSetDevice(index)); };
+  }
+
+  void free_cached_memory() override {
+    if (framework_.free_cached != nullptr) {
+      framework_.free_cached();
+    }
+  }
+
+  void synchronize() override { synchronizer()(); }
+
+  std::function<void()> synchronizer() const override {
+    return [index = index_] {
+      const CudaDeviceGuard guard(index);
+      FSDP_CUDA_CHECK(cudaDeviceSynchronize());
+    };
   }
 
   void copy_to_host(Stream& stream, const void* data, void* host, std::size_t bytes) override {
+    const CudaDeviceGuard guard(index_);
     FSDP_CUDA_CHECK(cudaMemcpyAsync(host, data, bytes, cudaMemcpyDeviceToHost,
                                     static_cast<cudaStream_t>(stream.native_handle())));
   }
 
   void copy_from_host(Stream& stream, const void* host, void* data, std::size_t bytes) override {
+    const CudaDeviceGuard guard(index_);
     FSDP_CUDA_CHECK(cudaMemcpyAsync(data, host, bytes, cudaMemcpyHostToDevice,
                                     static_cast<cudaStream_t>(stream.native_handle())));
   }
@@ -303,8 +351,8 @@ class CudaDevice final : public Device {
   }
 
   bool is_capturing() const override { return capture() != 0; }
-  void push_range(const std::string& name) override { nvtxRangePushA(name.c_str()); }
-  void pop_range() override { nvtxRangePop(); }
+  void push_range(const std::string& name) override { nvtx::push(name.c_str()); }
+  void pop_range() override { nvtx::pop(); }
 
   // By default, a query on this thread would invalidate a capture of another thread.
   void allow_event_queries_during_capture() override {
@@ -333,27 +381,44 @@ class CudaDevice final : public Device {
   CudaFramework framework_;
   const std::string name_of_compute_ = "the compute stream";
   CudaStream compute_;
-  std::map<Stream*, std::shared_ptr<void>> start_words_;  // of streams that have had transfers
+  std::map<void*, std::unique_ptr<CudaStream>> borrowed_;  // by handle
+  std::map<Stream*, std::shared_ptr<void>> start_words_;   // of streams that have had transfers
 };
 
 void* CudaStream::native_handle() const {
-  return own_ != nullptr ? own_ : device_.current_stream();
+  return kind_ == Kind::Current ? device_.current_stream() : handle_;
 }
 
 void CudaStream::record(Event& event) {
   const CudaDeviceGuard guard(device_.index());  // a default stream is that of the current device
   auto* stream = static_cast<cudaStream_t>(native_handle());
   const unsigned long long capture = capture_of(stream);
-  FSDP_CHECK(own_ == nullptr || capture == device_.capture(),
+  FSDP_CHECK(kind_ == Kind::Current || capture == device_.capture(),
              "A CUDA graph capture must contain whole steps. Begin it before forward and end it "
              "after backward, or run without a capture.");
-  static_cast<CudaEvent&>(event).record(stream, capture);
+  static_cast<CudaEvent&>(event).record(stream, capture, known(stream));
 }
 
 bool CudaStream::wait(Event& event, const std::string& /*what*/) {
   const CudaDeviceGuard guard(device_.index());
-  return static_cast<CudaEvent&>(event).make_wait(static_cast<cudaStream_t>(native_handle()),
-                                                  device_.capture());
+  auto& awaited = static_cast<CudaEvent&>(event);
+  auto* stream = static_cast<cudaStream_t>(native_handle());
+  if (!awaited.make_wait(stream, device_.capture())) {
+    return false;
+  }
+  known(stream).join(awaited.behind());
+  return true;
+}
+
+Behind CudaStream::behind_nothing() const { return {&device_, {}}; }
+
+// The framework's current stream may be another one than before, of which nothing is known.
+Behind& CudaStream::known(void* handle) {
+  if (handle != behind_on_) {
+    behind_ = behind_nothing();
+    behind_on_ = handle;
+  }
+  return behind_;
 }
 
 void CudaStream::synchronize() {
@@ -373,9 +438,8 @@ std::unique_ptr<Device> make_cuda_device(int index, std::chrono::milliseconds ti
              "). Install or update the NVIDIA driver, or use a mesh of device type 'cpu'.");
   FSDP_CHECK(index >= 0 && index < count, "There is no GPU with index ", index, " among ", count,
              " GPUs. Set CUDA_VISIBLE_DEVICES or call torch.cuda.set_device.");
-  static std::once_flag
-      nvtx;  // NVTX initialises itself at its first call, which is not thread-safe
-  std::call_once(nvtx, [] { nvtxInitialize(nullptr); });
+  static std::once_flag once;  // NVTX initialises itself at its first call, not thread-safely
+  std::call_once(once, [] { nvtx::initialize(); });
   return std::make_unique<CudaDevice>(index, timeout, framework);
 }
 

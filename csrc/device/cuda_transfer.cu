@@ -8,6 +8,7 @@ namespace fsdp {
 namespace {
 
 constexpr int kThreads = 512;
+constexpr int kWordsInFlight = 8;
 constexpr std::size_t kSliceBytes = std::size_t{64} << 10;
 constexpr int kMovesALaunch = 48;  // fit into a kernel's arguments on every driver
 
@@ -36,19 +37,35 @@ __device__ void wait_until(std::uint64_t start, std::uint64_t duration) {
   }
 }
 
+// Reads memory in a way that the compiler does not remove.
+__device__ void keep(const uint4& word) {
+  asm volatile("" ::"r"(word.x), "r"(word.y), "r"(word.z), "r"(word.w));
+}
+__device__ void keep(char byte) { asm volatile("" ::"r"(static_cast<int>(byte))); }
+
+// A thread has kWordsInFlight loads in flight before its first store, since one alone would be
+// slower than a fast link: a multiprocessor then has all 64 KiB of a slice in flight.
 template <typename Word>
 __device__ void move_words(const char* source, char* destination, std::size_t bytes, bool write) {
   const auto* from = reinterpret_cast<const Word*>(source);
   auto* to = reinterpret_cast<Word*>(destination);
-  for (std::size_t i = threadIdx.x; i < bytes / sizeof(Word); i += blockDim.x) {
-    const Word word = from[i];
-    if (write) {
-      to[i] = word;
-    } else if constexpr (sizeof(Word) == 16) {
-      // Keeps the compiler from removing the read.
-      asm volatile("" ::"r"(word.x), "r"(word.y), "r"(word.z), "r"(word.w));
-    } else {
-      asm volatile("" ::"r"(static_cast<int>(word)));
+  const std::size_t words = bytes / sizeof(Word);
+  for (std::size_t first = threadIdx.x; first < words; first += kThreads * kWordsInFlight) {
+    Word loaded[kWordsInFlight];
+#pragma unroll
+    for (int i = 0; i < kWordsInFlight; ++i) {
+      // Past the end it is the last word, so that no load is behind a branch.
+      const std::size_t at = first + static_cast<std::size_t>(i) * kThreads;
+      loaded[i] = from[at < words ? at : words - 1];
+    }
+#pragma unroll
+    for (int i = 0; i < kWordsInFlight; ++i) {
+      const std::size_t at = first + static_cast<std::size_t>(i) * kThreads;
+      if (!write) {
+        keep(loaded[i]);
+      } else if (at < words) {
+        to[at] = loaded[i];
+      }
     }
   }
 }

@@ -85,7 +85,7 @@ class HostQueue : public Stream {
   virtual void enqueue(std::function<void()> work) = 0;
   // Stores the time at which the stream reaches the next item that is queued. Almost free.
   virtual void stamp(Stamp& at) = 0;
-  // From the next record on, waits are published in `blocked`, which lives until the process ends.
+  // From the next record on, waits are published in `blocked`, which outlives the stream.
   virtual void publish_waits(BlockedThread& /*blocked*/) {}
 };
 

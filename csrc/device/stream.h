@@ -13,8 +13,11 @@
 // host) gets the error thrown.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -44,7 +47,31 @@ class Event {
   virtual void synchronize(std::chrono::milliseconds timeout, const std::string& what) = 0;
 };
 
+class Device;
 class Moments;
+
+// Note [what work comes behind]
+// A GPU runs work long after the host has issued it, so the host cannot see what a stream waits
+// for. But it knows what it issued: work comes behind the earlier work of its stream, and behind
+// what came before the events that the stream has waited for. So each stream of a GPU knows how
+// many collectives of each lane have to end before its next work can begin. A record copies these
+// numbers into the event, and a wait takes them from there. They may be too small, but not too
+// large: waits of the host, captures and streams of other programs are left out. The streams of one
+// Device serve one pair of lanes, whose numbers mean nothing to another pair, such as that of
+// replicas.
+struct Behind {
+  void join(const Behind& other) {
+    if (other.device != device) {
+      return;
+    }
+    for (int lane : {0, 1}) {
+      collectives[lane] = std::max(collectives[lane], other.collectives[lane]);
+    }
+  }
+
+  const Device* device = nullptr;     // of the stream
+  std::uint32_t collectives[2] = {};  // of the lane of gathers and of that of reductions
+};
 
 class Stream {
  public:
@@ -67,6 +94,11 @@ class Stream {
 
   // Blocks the calling thread until all issued work is done. Throws if any of it has failed.
   virtual void synchronize() = 0;
+
+  // What the next work comes behind, on a GPU: Note [what work comes behind].
+  virtual Behind behind() { return {}; }
+  // Collective `number` of `lane` was issued to this stream, and ends only if all ranks take part.
+  virtual void add_collective(int /*lane*/, std::uint32_t /*number*/) {}
 
   // The hardware's own handle (a cudaStream_t), for implementations of the other seams.
   virtual void* native_handle() const { return nullptr; }
@@ -126,8 +158,12 @@ class Device {
   virtual const char* name() const = 0;  // "cpu", "cuda"
   virtual int index() const { return 0; }
 
-  // The stream that the caller's operators run on.
+  // The stream that the caller's operators run on. On a GPU it is the framework's current stream,
+  // so its native handle may differ from call to call.
   virtual Stream& compute_stream() = 0;
+  // The stream with this native handle, which compute_stream() had at an earlier call. The result
+  // lives as long as the device.
+  virtual Stream& stream_of(void* /*native_handle*/) { return compute_stream(); }
 
   virtual std::unique_ptr<Stream> new_stream(const std::string& name) = 0;
   virtual std::unique_ptr<Event> new_event() = 0;
@@ -152,6 +188,19 @@ class Device {
 
   // Makes this the current device of the calling thread while the result lives. Off the hot path.
   virtual std::shared_ptr<void> make_current() { return nullptr; }
+
+  // What makes this the current device of the thread that calls it, also after this object's end.
+  virtual std::function<void()> selector() const {
+    return [] {};
+  }
+
+  // Returns a function that does what synchronize() does. It may be called after this object's end.
+  virtual std::function<void()> synchronizer() const {
+    return [] {};
+  }
+
+  // Returns memory that the framework keeps for later allocations to the hardware.
+  virtual void free_cached_memory() {}
 
   // Blocks the calling thread until all work on the device is done, from any source. Off the hot
   // path.
@@ -184,6 +233,9 @@ class Device {
   // Lets the calling thread, which issues no work, query events while another thread captures.
   virtual void allow_event_queries_during_capture() {}
 
+  // Whether a copy on one stream and work on others overlap without taking much from each other.
+  virtual bool overlaps_copies() const { return false; }
+
   // Whether the caller blocks when the compute stream waits.
   virtual bool waits_on_host() const { return true; }
 
@@ -210,6 +262,7 @@ std::unique_ptr<Device> make_host_device(std::chrono::milliseconds timeout);
 struct CudaFramework {
   void* (*current_stream)(int device) = nullptr;
   std::shared_ptr<void> (*allocate)(int device, std::size_t bytes) = nullptr;
+  void (*free_cached)() = nullptr;  // may be null
 };
 
 // Throws if there is no such GPU, and in a build without CUDA (no_cuda_stream.cpp).

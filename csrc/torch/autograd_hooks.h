@@ -14,24 +14,54 @@
 #include <memory>
 #include <vector>
 
+#include "core/backward_order.h"
+#include "core/call_id.h"
+
+namespace torch::autograd {
+struct Node;
+}
+
 namespace fsdp {
 
+// `call` is the call of the unit's forward that made the node.
 class BackwardTarget {
  public:
   virtual ~BackwardTarget() = default;
-  virtual void on_pre_backward(int forward_call) = 0;
+  virtual void on_pre_backward(CallId call, const torch::autograd::Node* node) = 0;
   virtual void on_gradient(std::size_t trainable) = 0;
-  virtual void on_post_backward() = 0;
+  virtual void on_post_backward(CallId call) = 0;
 };
 
+// Which calls have their outputs in the graph of the backward that runs: Note [order of backward]
+// in core/backward_order.h.
+class GraphCalls {
+ public:
+  // The output is behind the node.
+  void add(CallId call, torch::autograd::Node* node) { outputs_.push_back({call, node}); }
+  void forget_before(CallId call);
+
+  // Call it in a hook of the backward that begins. `first` is the hook's node if it is behind an
+  // output. The result is valid until the next call.
+  const BackwardGraph& current(const torch::autograd::Node* first);
+
+ private:
+  struct Output {
+    CallId call;
+    torch::autograd::Node* node;  // not owned; it may have been freed
+  };
+  std::vector<Output> outputs_;
+  BackwardGraph graph_;
+};
+
+// Adds the output's nodes to `calls`, if it is not null.
 void add_pre_backward_hook(const at::Tensor& output, std::weak_ptr<BackwardTarget> target,
-                           int forward_call);
+                           CallId call, GraphCalls* calls);
 
 void set_gradient_hook(const at::Tensor& parameter, std::weak_ptr<BackwardTarget> target,
                        std::size_t trainable);
 
 // Returns aliases of `inputs` behind one node. All inputs require gradients.
 std::vector<at::Tensor> add_post_backward_node(const std::vector<at::Tensor>& inputs,
-                                               std::weak_ptr<BackwardTarget> target);
+                                               std::weak_ptr<BackwardTarget> target, CallId call);
 
 }  // namespace fsdp

@@ -30,11 +30,13 @@ std::shared_ptr<void> allocate(int device, std::size_t bytes) {
   }
 }
 
+void free_cached() { c10::cuda::CUDACachingAllocator::emptyCache(); }
+
 }  // namespace
 
 CudaFramework cuda_framework() {
   at::globalContext().lazyInitDevice(at::kCUDA);  // makes the allocator
-  return {&current_stream, &allocate};
+  return {&current_stream, &allocate, &free_cached};
 }
 
 }  // namespace fsdp

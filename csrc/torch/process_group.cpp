@@ -1,7 +1,6 @@
 #include "torch/process_group.h"
 
 #include <ATen/ops/from_blob.h>
-#include <c10/util/Exception.h>
 #include <torch/headeronly/version.h>
 
 #include <algorithm>
@@ -10,25 +9,22 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
-#include <future>
 #include <mutex>
-#include <regex>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
 #include <vector>
 
 #include "base/check.h"
+#include "comm/composed.h"
 #include "comm/mailbox.h"
+#include "comm/rank_order_sum.h"
 #include "device/host_stream.h"
+#include "torch/backend_messages.h"
 #include "torch/dtype.h"
 
 namespace fsdp {
 namespace {
-
-// How long FailureBoard waits for ranks that fail later, and for the store in all.
-constexpr std::chrono::milliseconds kLongestWaitForOthers{1000};
-constexpr std::chrono::milliseconds kLongestExchange{2000};
 
 at::Tensor view_of(const void* data, std::size_t numel, DType dtype) {
   return at::from_blob(const_cast<void*>(data), {static_cast<std::int64_t>(numel)},
@@ -45,16 +41,29 @@ struct FirstBlock {
 class ProcessGroupCommunicator final : public Communicator {
  public:
   ProcessGroupCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group,
-                           c10::intrusive_ptr<c10d::ProcessGroup> exchange_group,
-                           GroupMembers members, std::shared_ptr<const FailureBoard> board,
-                           bool groups_one_by_one)
+                           c10::intrusive_ptr<c10d::ProcessGroup> exchange_group, LaneGroup lanes,
+                           MessageStaging::Use use, bool groups_one_by_one,
+                           std::unique_ptr<HostRanks> host)
       : group_(std::move(group)),
         exchange_group_(exchange_group != nullptr ? std::move(exchange_group) : group_),
-        members_(std::move(members)),
-        board_(std::move(board)),
+        lanes_(std::move(lanes)),
         backend_(group_->getBackend(c10::DeviceType::CPU)),
         exchange_backend_(exchange_group_->getBackend(c10::DeviceType::CPU)),
-        groups_one_by_one_(groups_one_by_one) {}
+        peers_read_(use == MessageStaging::Use::Gathers ? BufferUse::Output : BufferUse::Input),
+        groups_one_by_one_(groups_one_by_one) {
+    if (size() > 1 && has_messages(*backend_)) {
+      composed_ = std::make_unique<ComposedCollectives>(
+          messages_of(backend_), lanes_.members.global_ranks, use, std::move(host));
+    }
+    if (lanes_.deadlocks != nullptr) {
+      published_ = &lanes_.published->lane(use == MessageStaging::Use::Gathers ? 0 : 1);
+    }
+  }
+  ~ProcessGroupCommunicator() override {
+    if (lanes_.deadlocks != nullptr) {
+      lanes_.deadlocks->stop();  // it reports to this object
+    }
+  }
 
   const char* transport() const override { return "process_group"; }
   int rank() const override { return group_->getRank(); }
@@ -62,20 +71,57 @@ class ProcessGroupCommunicator final : public Communicator {
   GatherBy gather_by() const override {
     return groups_one_by_one_ ? GatherBy::Size : gather_by_of(transport(), /*on_gpu=*/false);
   }
-  void announce(const std::string& what, std::uint64_t /*tag*/) override { what_ = &what; }
+  void serve(Stream& stream) override {
+    if (published_ != nullptr) {
+      static_cast<HostQueue&>(stream).publish_waits(published_->issuer.blocked);
+    }
+  }
+  void announce(const std::string& what, std::uint64_t tag) override {
+    what_ = &what;
+    tag_ = tag;
+  }
+
+  std::shared_ptr<void> allocate(Device& device, std::size_t bytes, BufferUse use) override {
+    const HostRanks* host = ranks_of_host();
+    return host != nullptr && use == peers_read_ ? host->allocate(bytes) : device.allocate(bytes);
+  }
+
+  bool can_compose() const override { return composed_ != nullptr; }
+  std::vector<int> hosts() const override {
+    const HostRanks* host = ranks_of_host();
+    return host != nullptr ? host->map().hosts() : std::vector<int>();
+  }
+  void compose_from(std::uint64_t bytes) override {
+    composed_from_ = can_compose() ? bytes : kNeverComposed;
+  }
+  std::uint64_t composed_from() const override { return composed_from_; }
+  std::size_t message_staging_bytes() const override {
+    return composed_ != nullptr ? composed_->staging().bytes : 0;
+  }
 
   void all_gather(Stream& stream, const void* input, void* output, std::size_t bytes) override {
-    enqueue(stream,
-            [this, input, output, bytes] { all_gather_now(*backend_, input, output, bytes); });
+    if (is_composed(bytes)) {
+      enqueue(stream, [this, input, output, bytes, name = Named{what_, tag_}] {
+        composed_->all_gather({*name.what, name.tag}, input, output, bytes);
+      });
+    } else {
+      enqueue(stream,
+              [this, input, output, bytes] { all_gather_now(*backend_, input, output, bytes); });
+    }
   }
 
   void reduce_scatter(Stream& stream, const void* input, void* output, std::size_t numel,
                       DType dtype) override {
-    enqueue(stream, [this, input, output, numel, dtype] {
-      at::Tensor in = view_of(input, numel * static_cast<std::size_t>(backend_->getSize()), dtype);
-      at::Tensor out = view_of(output, numel, dtype);
-      reduce_scatter_single(out, in)->wait();
-    });
+    const std::size_t bytes = numel * itemsize(dtype);
+    if (is_composed(bytes) || (can_compose() && bytes > composed_->staging().inline_bytes)) {
+      enqueue(stream, [this, input, output, numel, dtype, name = Named{what_, tag_}] {
+        composed_->reduce_scatter({*name.what, name.tag}, input, output, numel, dtype);
+      });
+    } else {
+      enqueue(stream, [this, input, output, numel, dtype] {
+        reduce_scatter_now(input, output, numel, dtype);
+      });
+    }
   }
 
   void all_reduce(Stream& stream, void* data, std::size_t numel, DType dtype) override {
@@ -101,14 +147,27 @@ class ProcessGroupCommunicator final : public Communicator {
   void host_all_gather(Stream& stream, const void* input, void* output,
                        std::size_t bytes) override {
     enqueue(stream, [this, what = what_, input, output, bytes] {
-      exchange(*what, static_cast<const char*>(input), static_cast<char*>(output), bytes);
+      if (composed_ != nullptr) {
+        composed_->all_gather({*what, /*tag=*/0}, input, output, bytes);
+      } else {
+        exchange(*what, static_cast<const char*>(input), static_cast<char*>(output), bytes);
+      }
     });
   }
 
+  // A collective of the backend's own goes on until its timeout.
   void abort(const std::string& reason) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    error_ = reason;
-    aborted_ = true;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (aborted_) {
+        return;
+      }
+      error_ = reason;
+      aborted_ = true;
+    }
+    if (composed_ != nullptr) {
+      composed_->give_up(reason);
+    }
   }
 
   std::string async_error() override {
@@ -117,26 +176,79 @@ class ProcessGroupCommunicator final : public Communicator {
   }
 
  private:
+  // The collective that is issued, as its announcement named it.
+  struct Named {
+    const std::string* what;
+    std::uint64_t tag;
+  };
+
+  const HostRanks* ranks_of_host() const {
+    return composed_ != nullptr ? composed_->host() : nullptr;
+  }
+
+  // `bytes` are one rank's part.
+  bool is_composed(std::size_t bytes) const {
+    return composed_ != nullptr && bytes * static_cast<std::size_t>(size()) >= composed_from_;
+  }
+
   template <typename Work>
   void enqueue(Stream& stream, Work work) {
+    if (published_ != nullptr) {
+      published_->issuer.issue();
+    }
     static_cast<HostQueue&>(stream).enqueue([this, what = what_, work] {
       FSDP_CHECK(!aborted_, "communication was aborted: ", async_error());
+      const Published published(published_, *what);
       try {
         work();
       } catch (const std::exception& error) {
-        const std::string message = message_of(error, *what);
-        abort(message);
-        throw Error(message);
+        if (!aborted_) {
+          abort(message_of(error, *what));
+        }
+        throw Error(async_error());
       }
     });
   }
 
+  // Publishes that the lane is in a collective: Note [ranks that share no memory].
+  class Published {
+   public:
+    Published(Mailbox* mailbox, const std::string& what) : mailbox_(mailbox) {
+      if (mailbox_ != nullptr) {
+        mailbox_->activity.begin(what);
+        mailbox_->posted += 1;
+      }
+    }
+    ~Published() {
+      if (mailbox_ != nullptr) {
+        mailbox_->activity.end();
+      }
+    }
+    Published(const Published&) = delete;
+    Published& operator=(const Published&) = delete;
+
+   private:
+    Mailbox* mailbox_;
+  };
+
   std::string message_of(const std::exception& error, const std::string& what) const {
-    const auto* of_torch = dynamic_cast<const c10::Error*>(&error);
-    const std::string reason =
-        plain_text(of_torch != nullptr ? of_torch->what_without_backtrace() : error.what());
+    const std::string reason = plain_text(error);
+    if (const auto* different = dynamic_cast<const DifferentCollectives*>(&error)) {
+      const std::vector<std::string> labels =
+          published_ != nullptr ? published_->activity.labels() : std::vector<std::string>();
+      const int rank = lanes_.members.global_rank;
+      return detail::concat(
+          "rank ", rank, ": ranks issued different collectives: ", reason, ".",
+          lanes_.failures->exchange_histories(labels, rank, different->global_rank));
+    }
+    if (dynamic_cast<const HostFailure*>(&error) != nullptr) {
+      if (find_ended_rank(what) == nullptr) {
+        lanes_.failures->tell(what, lanes_.members);
+      }
+      return reason;
+    }
     return detail::concat(
-        "rank ", members_.global_rank, ": ", what,
+        "rank ", lanes_.members.global_rank, ": ", what,
         " failed over the process group: ", reason.empty() ? "the backend gave no reason" : reason,
         ". ", why_it_failed(what));
   }
@@ -146,18 +258,34 @@ class ProcessGroupCommunicator final : public Communicator {
   std::string why_it_failed(const std::string& what) const {
     constexpr std::chrono::milliseconds kInterval{10};
     constexpr int kAttempts = 100;
-    for (int i = 0; i < kAttempts && !members_.processes.empty(); ++i) {
-      for (const auto& [rank, process] : members_.processes) {
-        if (state_of(process) == ProcessState::Ended) {
-          return detail::concat("Rank ", rank, " (process ", process.pid,
-                                ") has ended. Its last output may say why.");
-        }
+    const auto& processes = lanes_.members.processes;
+    const bool can_look = std::any_of(processes.begin(), processes.end(), [](const auto& member) {
+      return can_look_up(member.second);
+    });
+    for (int i = 0; i < kAttempts && can_look; ++i) {
+      if (const auto* ended = find_ended_rank(what); ended != nullptr) {
+        return detail::concat("Rank ", ended->first, " (process ", ended->second.pid,
+                              ") has ended. Its last output may say why.");
       }
       std::this_thread::sleep_for(kInterval);
     }
-    return board_->exchange(what) +
-           "A rank may hang, have failed, or run other collectives. Look at the output of all "
-           "ranks.";
+    return lanes_.failures->exchange(what, lanes_.members) + "Look at the output of all ranks.";
+  }
+
+  // The rank that can be looked up here and has ended, if there is one. Ranks on other hosts cannot
+  // look it up, so this tells them.
+  const std::pair<int, ProcessIdentity>* find_ended_rank(const std::string& what) const {
+    const auto& processes = lanes_.members.processes;
+    const auto found = std::find_if(processes.begin(), processes.end(), [](const auto& member) {
+      return can_look_up(member.second) && state_of(member.second) == ProcessState::Ended;
+    });
+    if (found == processes.end()) {
+      return nullptr;
+    }
+    lanes_.failures->tell(detail::concat(what, " and found that ",
+                                         lanes_.members.name_of(found->first), " has ended"),
+                          lanes_.members);
+    return &*found;
   }
 
   // See Note [exchange group].
@@ -200,6 +328,30 @@ class ProcessGroupCommunicator final : public Communicator {
 #endif
   }
 
+  // The sum of a backend whose collectives can be composed has to be the same either way. Its own
+  // reductions have other orders and round more often, so its all-to-all delivers the parts of
+  // small ones. Larger ones are always composed.
+  void reduce_scatter_now(const void* input, void* output, std::size_t numel, DType dtype) {
+    const auto ranks = static_cast<std::size_t>(backend_->getSize());
+    at::Tensor in = view_of(input, numel * ranks, dtype);
+    at::Tensor out = view_of(output, numel, dtype);
+    const std::size_t bytes = numel * itemsize(dtype);
+    if (composed_ == nullptr) {
+      reduce_scatter_single(out, in)->wait();
+    } else if (bytes > 0) {
+      std::vector<std::int64_t> splits;  // equal ones
+      char* const parts = composed_->room_for_parts();
+      at::Tensor received = view_of(parts, bytes * ranks, DType::Bytes);
+      at::Tensor sent = view_of(input, bytes * ranks, DType::Bytes);
+      backend_->alltoall_base(received, sent, splits, splits)->wait();
+      std::vector<const void*> sources;
+      for (std::size_t rank = 0; rank < ranks; ++rank) {
+        sources.push_back(parts + rank * bytes);
+      }
+      sum_in_rank_order(sources, output, numel, dtype);
+    }
+  }
+
   c10::intrusive_ptr<c10d::Work> reduce_scatter_single(at::Tensor& output, at::Tensor& input) {
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
     return backend_->reduce_scatter_single(output, input);
@@ -210,13 +362,17 @@ class ProcessGroupCommunicator final : public Communicator {
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   c10::intrusive_ptr<c10d::ProcessGroup> exchange_group_;
-  GroupMembers members_;
-  std::shared_ptr<const FailureBoard> board_;
+  LaneGroup lanes_;
+  Mailbox* published_ = nullptr;  // this lane in lanes_.published
   c10::intrusive_ptr<c10d::Backend> backend_;
   c10::intrusive_ptr<c10d::Backend> exchange_backend_;
+  BufferUse peers_read_;  // what the collectives of this lane let the ranks of this host read
   bool groups_one_by_one_;
+  std::unique_ptr<ComposedCollectives> composed_;  // null if the backend has no messages
+  std::uint64_t composed_from_ = kNeverComposed;
   const std::string unnamed_ = "a collective";
   const std::string* what_ = &unnamed_;
+  std::uint64_t tag_ = 0;
   std::atomic<bool> aborted_{false};
   std::mutex mutex_;
   std::string error_;
@@ -224,66 +380,13 @@ class ProcessGroupCommunicator final : public Communicator {
 
 }  // namespace
 
-std::string FailureBoard::exchange(const std::string& what) const {
-  if (store_ == nullptr) {
-    return "";
-  }
-  // The thread may outlive this object.
-  std::packaged_task<std::string()> task([board = *this, what] { return board.ask(what); });
-  std::future<std::string> answer = task.get_future();
-  std::thread(std::move(task)).detach();
-  try {
-    const bool is_ready = answer.wait_for(kLongestExchange) == std::future_status::ready;
-    return is_ready ? answer.get() : "";
-  } catch (const std::exception&) {  // the store is gone, or has something else in it
-    return "";
-  }
-}
-
-std::string FailureBoard::ask(const std::string& what) const {
-  constexpr int kMost = 8;  // ranks in the message
-  constexpr std::chrono::milliseconds kInterval{20};
-  const auto key_of = [](int rank) { return detail::concat("fsdp_ext/failed_in/", rank); };
-  const auto end = std::chrono::steady_clock::now() + kLongestWaitForOthers;
-  const std::string mine = detail::concat("rank ", global_rank_, " was in ", what);
-  store_->set(key_of(rank_), std::vector<std::uint8_t>(mine.begin(), mine.end()));
-  std::string all;
-  int others = 0;
-  for (int rank = 0; rank < std::min(size_, kMost); ++rank) {
-    bool is_there = store_->check({key_of(rank)});
-    while (!is_there && std::chrono::steady_clock::now() < end) {
-      std::this_thread::sleep_for(kInterval);
-      is_there = store_->check({key_of(rank)});
-    }
-    if (is_there) {
-      const std::vector<std::uint8_t> text = store_->get(key_of(rank));
-      all += (all.empty() ? "" : ", ") +
-             text_in(reinterpret_cast<const char*>(text.data()), text.size());
-      others += rank == rank_ ? 0 : 1;
-    }
-  }
-  return others == 0 ? "" : "When they failed, " + all + (size_ > kMost ? ", and so on. " : ". ");
-}
-
-std::string plain_text(std::string message) {
-  static const std::regex kPosition(R"(^(\[[^\]]*\.(cc|cpp|h|hpp):\d+\]\s*)+)");
-  // A stack of torch's, a traceback of Python's, and what gloo advises.
-  for (const char* ending :
-       {"\nException raised from", "\n\nAt:\n", "This is typically caused by"}) {
-    message.resize(std::min(message.size(), message.find(ending)));
-  }
-  message = std::regex_replace(message, kPosition, "");
-  message.resize(message.find_last_not_of(". \n") + 1);
-  return message;
-}
-
 std::unique_ptr<Communicator> make_process_group_communicator(
     c10::intrusive_ptr<c10d::ProcessGroup> group,
-    c10::intrusive_ptr<c10d::ProcessGroup> exchange_group, GroupMembers members,
-    std::shared_ptr<const FailureBoard> board, bool groups_one_by_one) {
+    c10::intrusive_ptr<c10d::ProcessGroup> exchange_group, LaneGroup lanes, MessageStaging::Use use,
+    bool groups_one_by_one, std::unique_ptr<HostRanks> host) {
   return std::make_unique<ProcessGroupCommunicator>(std::move(group), std::move(exchange_group),
-                                                    std::move(members), std::move(board),
-                                                    groups_one_by_one);
+                                                    std::move(lanes), use, groups_one_by_one,
+                                                    std::move(host));
 }
 
 }  // namespace fsdp

@@ -31,9 +31,11 @@ struct TorchRoot::BackwardGuard {
   bool ended = false;
 };
 
-TorchRoot::TorchRoot(std::shared_ptr<Lanes> lanes, PipelineOptions options, py::object when_stale)
+TorchRoot::TorchRoot(std::shared_ptr<Lanes> lanes, std::shared_ptr<Lanes> replicas,
+                     PipelineOptions options, py::object when_stale)
     : lanes_(std::move(lanes)),
-      pipeline_(std::make_unique<Pipeline>(*lanes_, options)),
+      replicas_(std::move(replicas)),
+      pipeline_(std::make_unique<Pipeline>(*lanes_, options, replicas_.get())),
       when_stale_(std::move(when_stale)) {}
 
 TorchRoot::~TorchRoot() {
@@ -68,7 +70,7 @@ bool TorchRoot::enter_forward(TorchUnit& unit) {
   if (nested) {
     return true;
   }
-  if (seen_module_changes_ != module_changes() || has_trainable_set_changed()) {
+  if (seen_module_changes_ != module_changes() || has_gradient_setting_changed()) {
     return false;
   }
   for (const auto& other : units_) {
@@ -80,20 +82,20 @@ bool TorchRoot::enter_forward(TorchUnit& unit) {
   backward_failed_ = false;
   const py::gil_scoped_release no_gil;
   pipeline_->begin_forward(unit.number());
+  graph_calls_.forget_before(pipeline_->first_call());
   return true;
 }
 
-bool TorchRoot::has_trainable_set_changed() const {
+bool TorchRoot::has_gradient_setting_changed() const {
   return std::any_of(units_.begin(), units_.end(),
-                     [](const auto& unit) { return unit->has_trainable_set_changed(); });
+                     [](const auto& unit) { return unit->has_gradient_setting_changed(); });
 }
 
 void TorchRoot::leave_forward(py::handle output) {
   // Forward ran only some modules of a group, so nothing has ended its forward yet.
   for (const auto& unit : units_) {
     if (unit->is_incomplete() && unit.get() != outermost_) {
-      const int forward_call = pipeline_->post_forward(unit->number());
-      (void)unit->watch_outputs(output, forward_call);
+      (void)unit->watch_outputs(output, pipeline_->post_forward(unit->number()), &graph_calls_);
     }
     unit->forget_pending();
   }
@@ -141,7 +143,7 @@ bool TorchRoot::has_failed() const {
   return forward_failed || (pipeline_->in_backward() && backward_failed_);
 }
 
-void TorchRoot::ensure_backward() {
+void TorchRoot::ensure_backward(const torch::autograd::Node* node) {
   if (pipeline_->in_backward() && backward_failed_) {
     pipeline_->reset_iteration();
   }
@@ -150,7 +152,8 @@ void TorchRoot::ensure_backward() {
   }
   backward_failed_ = false;
   // The engine enables gradients in a backward with create_graph=True: Note [double backward].
-  pipeline_->begin_backward(/*may_reshard=*/!at::GradMode::is_enabled());
+  pipeline_->begin_backward(/*may_reshard=*/!at::GradMode::is_enabled(),
+                            graph_calls_.current(node));
   passes_ += 1;
   auto guard = std::make_shared<BackwardGuard>(weak_from_this(), passes_);
   torch::autograd::Engine::get_default_engine().queue_callback([guard] {
@@ -179,6 +182,31 @@ void TorchRoot::reset_iteration() {
   pipeline_->reset_iteration();
 }
 
+// This is a backward that reaches no unit. Its end reduces what is left.
+void TorchRoot::reduce_accumulated() {
+  FSDP_CHECK(!has_failed(),
+             "The last forward or backward failed, so there is nothing to reduce. Run the step "
+             "again; its forward drops what is left.");
+  FSDP_CHECK(!pipeline_->in_forward() && !pipeline_->in_backward(),
+             "Gradients cannot be reduced while forward or backward runs. Call finalize_backward "
+             "after backward has ended.");
+  const py::gil_scoped_release no_gil;
+  const at::NoGradGuard no_grad;  // as in a backward that autograd runs
+  BackwardGraph nothing;
+  nothing.is_whole = false;
+  pipeline_->begin_backward(/*may_reshard=*/true, nothing);
+  passes_ += 1;
+  try {
+    for (const auto& unit : units_) {
+      unit->adopt_gradients();
+    }
+    end_backward();
+  } catch (...) {
+    abandon_backward(passes_);
+    throw;
+  }
+}
+
 void TorchRoot::unshard(int unit) {
   if (has_failed()) {
     reset_iteration();
@@ -202,13 +230,18 @@ void TorchRoot::keep_times(std::size_t iterations) {
 void TorchRoot::synchronize() {
   lanes_->gather.synchronize();
   lanes_->reduce.synchronize();
+  if (replicas_ != nullptr) {
+    replicas_->gather.synchronize();
+    replicas_->reduce.synchronize();
+  }
   lanes_->device->compute_stream().synchronize();
 }
 
 void TorchRoot::delay_stream(const std::string& stream, double seconds) {
-  lanes_->device->delay(lane_named(*lanes_, stream).stream(),
-                        std::chrono::duration_cast<std::chrono::microseconds>(
-                            std::chrono::duration<double>(seconds)));
+  const bool is_of_replicas = stream == "all-reduce" && replicas_ != nullptr;
+  Lane& lane = is_of_replicas ? replicas_->reduce : lane_named(*lanes_, stream);
+  lanes_->device->delay(lane.stream(), std::chrono::duration_cast<std::chrono::microseconds>(
+                                           std::chrono::duration<double>(seconds)));
 }
 
 py::object TorchRoot::pre_forward_when_stale(py::handle module, py::handle args,

@@ -11,6 +11,7 @@
 
 #include "core/lanes.h"
 #include "core/pipeline.h"
+#include "torch/autograd_hooks.h"
 #include "torch/torch_unit.h"
 
 namespace fsdp {
@@ -18,14 +19,19 @@ namespace fsdp {
 class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
  public:
   // `when_stale` is a weak reference to a method of Python's root: calling it returns the method,
-  // or None if the root is gone. Forward calls that method instead of a unit's pre_forward if
-  // parameters were frozen or unfrozen, or modules have changed.
-  TorchRoot(std::shared_ptr<Lanes> lanes, PipelineOptions options, pybind11::object when_stale);
+  // or None if the root is gone. `replicas` is as in Pipeline. Forward calls that method instead of
+  // a unit's pre_forward if parameters were frozen or unfrozen, or modules have changed.
+  TorchRoot(std::shared_ptr<Lanes> lanes, std::shared_ptr<Lanes> replicas, PipelineOptions options,
+            pybind11::object when_stale);
   ~TorchRoot();
 
   void add_unit(const std::shared_ptr<TorchUnit>& unit, UnitConfig config);
 
   Pipeline& pipeline() { return *pipeline_; }
+  std::size_t message_staging_bytes() {
+    return fsdp::message_staging_bytes(*lanes_) +
+           (replicas_ != nullptr ? fsdp::message_staging_bytes(*replicas_) : 0);
+  }
   const std::vector<std::shared_ptr<TorchUnit>>& units() const { return units_; }
 
   // Whether this is a forward that activation checkpointing runs again inside backward.
@@ -39,19 +45,23 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   // forward, which cleans up.
   void abandon_forward(const TorchUnit& unit);
 
-  // Every backward hook calls this first.
-  void ensure_backward();
-  bool has_trainable_set_changed() const;
+  // Every backward hook calls this first. `node` is behind the output that backward has reached.
+  void ensure_backward(const torch::autograd::Node* node = nullptr);
+  GraphCalls& graph_calls() { return graph_calls_; }
+  bool has_gradient_setting_changed() const;
   // Python has looked at the modules as they are now.
   void accept_module_changes() { seen_module_changes_ = module_changes(); }
   void reset_iteration();
+  // Reduces the gradients that backwards without synchronisation have accumulated. For callers that
+  // learn only after a backward that it was the last.
+  void reduce_accumulated();
   void unshard(int unit);
   // Keeps the times of the last `iterations` iterations; 0 keeps none.
   void keep_times(std::size_t iterations);
   // Blocks until all work issued so far is done.
   void synchronize();
 
-  // For tests: `stream` ("gather" or "reduce") pauses after the work that it has now.
+  // For tests: `stream` ("gather", "reduce" or "all-reduce") pauses after the work that it has now.
   void delay_stream(const std::string& stream, double seconds);
 
   pybind11::object pre_forward_when_stale(pybind11::handle module, pybind11::handle args,
@@ -64,8 +74,10 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   bool has_failed() const;
 
   std::shared_ptr<Lanes> lanes_;
+  std::shared_ptr<Lanes> replicas_;  // may be null
   std::unique_ptr<Pipeline> pipeline_;
   std::vector<std::shared_ptr<TorchUnit>> units_;
+  GraphCalls graph_calls_;
   pybind11::object when_stale_;
   std::uint64_t seen_module_changes_ = module_changes();
   TorchUnit* outermost_ = nullptr;

@@ -288,9 +288,13 @@ void TorchUnit::run_post_accumulate_hooks() {
   }
 }
 
-bool TorchUnit::has_trainable_set_changed() const {
+bool TorchUnit::has_gradient_setting_changed() const {
   for (std::size_t i = 0; i < sharded_.size(); ++i) {
-    if (sharded(i).requires_grad() != layout_.params()[i].trainable) {
+    const at::Tensor& parameter = sharded(i);
+    const bool trainable = layout_.params()[i].trainable;
+    if (parameter.requires_grad() != trainable ||
+        (trainable && torch::autograd::impl::get_autograd_meta(parameter)->grad_dtype(parameter) !=
+                          parameter.scalar_type())) {
       return true;
     }
   }
@@ -304,10 +308,10 @@ void TorchUnit::reclaim_memory() {
 
 // - BackwardTarget
 
-void TorchUnit::on_pre_backward(int forward_call) {
+void TorchUnit::on_pre_backward(CallId call, const torch::autograd::Node* node) {
   if (const auto root = root_.lock()) {
-    root->ensure_backward();
-    root->pipeline().pre_backward(number_, forward_call);
+    root->ensure_backward(node);
+    root->pipeline().pre_backward(number_, call);
   }
 }
 
@@ -318,10 +322,18 @@ void TorchUnit::on_gradient(std::size_t trainable) {
   }
 }
 
-void TorchUnit::on_post_backward() {
+void TorchUnit::adopt_gradients() {
+  for (std::size_t i = 0; i < trainable_.size(); ++i) {
+    if (unsharded_[trainable_[i]].grad().defined()) {
+      on_gradient(i);
+    }
+  }
+}
+
+void TorchUnit::on_post_backward(CallId call) {
   if (const auto root = root_.lock()) {
     root->ensure_backward();
-    root->pipeline().post_backward(number_);
+    root->pipeline().post_backward(number_, call);
   }
 }
 

@@ -115,21 +115,24 @@ class TorchUnit final : public UnitPort,
   void set_sharded_gradient(std::size_t i) override;
 
   // - BackwardTarget.
-  void on_pre_backward(int forward_call) override;
+  void on_pre_backward(CallId call, const torch::autograd::Node* node) override;
   void on_gradient(std::size_t trainable) override;
-  void on_post_backward() override;
+  void on_post_backward(CallId call) override;
 
+  // Counts gradients that somebody has put into the unsharded parameters, as zero-bubble schedules
+  // of pipelines do after torch.autograd.grad.
+  void adopt_gradients();
   // Runs users' hooks on the sharded parameters that got a gradient in this backward.
   void run_post_accumulate_hooks();
-  // Whether a parameter was frozen or unfrozen since the unit was made.
-  bool has_trainable_set_changed() const;
+  // Whether a parameter was frozen, unfrozen or given a grad_dtype since the unit was made.
+  bool has_gradient_setting_changed() const;
   // Undoes share_memory_() on shards and gradients: see FlatTensor::reclaim.
   void reclaim_memory();
   // Whether forward has run some modules of the group, but not all.
   bool is_incomplete() const { return pending_count_ > 0 && pending_count_ < pending_.size(); }
   void forget_pending();
   // Returns whether a tensor in `output` requires a gradient.
-  bool watch_outputs(pybind11::handle output, int forward_call);
+  bool watch_outputs(pybind11::handle output, CallId call, GraphCalls* calls);
 
   const UnitLayout& layout() const { return layout_; }
   ShardedGradients& gradients() { return gradients_; }
@@ -143,8 +146,8 @@ class TorchUnit final : public UnitPort,
   bool enter_module();
   bool leave_module(std::size_t index);
   pybind11::object cast(pybind11::handle object, std::optional<at::ScalarType> dtype) const;
-  pybind11::object watch_inputs(pybind11::handle inputs);
-  void keep_for_opaque(TorchRoot& root, pybind11::handle output);
+  pybind11::object watch_inputs(pybind11::handle inputs, CallId call);
+  void keep_for_opaque(TorchRoot& root, CallId call, pybind11::handle output);
 
   UnitLayout layout_;
   UnitTensors tensors_;

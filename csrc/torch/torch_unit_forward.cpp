@@ -45,9 +45,10 @@ py::object TorchUnit::pre_forward(std::size_t index, py::handle module, py::hand
     return root->pre_forward_when_stale(module, args, kwargs);
   }
   const bool entering = recomputing || enter_module();
+  CallId call = kNoCall;
   {
     const py::gil_scoped_release no_gil;  // it may wait for a gather
-    root->pipeline().pre_forward(number_);
+    call = root->pipeline().pre_forward(number_);
   }
   py::object inputs = py::make_tuple(args, kwargs);
   const py::object original = inputs;
@@ -57,7 +58,7 @@ py::object TorchUnit::pre_forward(std::size_t index, py::handle module, py::hand
   }
   inputs = cast(inputs, casts_.inputs);
   if (entering && at::GradMode::is_enabled()) {
-    inputs = watch_inputs(inputs);
+    inputs = watch_inputs(inputs, call);
   }
   return inputs.is(original) ? py::object(py::none()) : inputs;
 }
@@ -82,14 +83,14 @@ py::object TorchUnit::end_forward(TorchRoot& root, std::size_t index, py::handle
   const bool recomputing = root.is_recomputing();
   const bool outermost = !recomputing && root.is_outermost(*this);
   const bool last_of_group = recomputing || leave_module(index) || outermost;
-  // Backward reaches a group of modules through the last one, and prefetches from there.
-  int forward_call = -1;
+  CallId call = root.pipeline().unit(number_).entering;
   if (last_of_group) {
     const py::gil_scoped_release no_gil;
-    forward_call = root.pipeline().post_forward(number_, at::GradMode::is_enabled());
+    call = root.pipeline().post_forward(number_, at::GradMode::is_enabled());
   }
-  if (!watch_outputs(output, forward_call) && last_of_group && !recomputing) {
-    keep_for_opaque(root, output);
+  GraphCalls* calls = recomputing ? nullptr : &root.graph_calls();
+  if (!watch_outputs(output, call, calls) && last_of_group && !recomputing) {
+    keep_for_opaque(root, call, output);
   }
   if (outermost) {
     root.leave_forward(output);
@@ -106,29 +107,32 @@ at::Tensor TorchUnit::begin_skip(const at::Tensor& tensor) {
       "' outside of a forward. Call it in the forward of the root module, at the place where "
       "other ranks run the unit.");
   const bool entering = root->is_recomputing() || enter_module();
+  CallId call = kNoCall;
   {
     const py::gil_scoped_release no_gil;
-    root->pipeline().pre_forward(number_);
+    call = root->pipeline().pre_forward(number_);
     root->pipeline().skip(number_);
   }
   return entering && at::GradMode::is_enabled()
-             ? add_post_backward_node({tensor}, weak_from_this()).front()
+             ? add_post_backward_node({tensor}, weak_from_this(), call).front()
              : tensor;
 }
 
 void TorchUnit::end_skip(std::size_t index, const at::Tensor& tensor) {
   const std::shared_ptr<TorchRoot> root = root_.lock();
-  const bool last_of_group = root->is_recomputing() || leave_module(index);
+  const bool recomputing = root->is_recomputing();
+  const bool last_of_group = recomputing || leave_module(index);
   if (!last_of_group) {
     return;
   }
-  int forward_call = -1;
+  CallId call = kNoCall;
   {
     const py::gil_scoped_release no_gil;
-    forward_call = root->pipeline().post_forward(number_, at::GradMode::is_enabled());
+    call = root->pipeline().post_forward(number_, at::GradMode::is_enabled());
   }
   if (at::GradMode::is_enabled()) {
-    add_pre_backward_hook(tensor, weak_from_this(), forward_call);
+    add_pre_backward_hook(tensor, weak_from_this(), call,
+                          recomputing ? nullptr : &root->graph_calls());
   }
 }
 
@@ -166,7 +170,7 @@ py::object TorchUnit::cast(py::handle object, std::optional<at::ScalarType> dtyp
   });
 }
 
-py::object TorchUnit::watch_inputs(py::handle inputs) {
+py::object TorchUnit::watch_inputs(py::handle inputs, CallId call) {
   std::vector<at::Tensor> watched;
   map_tensors(inputs, [&](const at::Tensor& tensor) {
     if (tensor.requires_grad()) {
@@ -177,28 +181,28 @@ py::object TorchUnit::watch_inputs(py::handle inputs) {
   if (watched.empty()) {
     return py::reinterpret_borrow<py::object>(inputs);
   }
-  const std::vector<at::Tensor> aliases = add_post_backward_node(watched, weak_from_this());
+  const std::vector<at::Tensor> aliases = add_post_backward_node(watched, weak_from_this(), call);
   std::size_t next = 0;
   return map_tensors(inputs, [&](const at::Tensor& tensor) {
     return tensor.requires_grad() ? aliases.at(next++) : tensor;
   });
 }
 
-bool TorchUnit::watch_outputs(py::handle output, int forward_call) {
+bool TorchUnit::watch_outputs(py::handle output, CallId call, GraphCalls* calls) {
   if (!at::GradMode::is_enabled()) {
     return false;
   }
   bool found = false;
   map_tensors(output, [&](const at::Tensor& tensor) {
     found = found || tensor.requires_grad();
-    add_pre_backward_hook(tensor, weak_from_this(), forward_call);
+    add_pre_backward_hook(tensor, weak_from_this(), call, calls);
     return tensor;
   });
   return found;
 }
 
 // See Note [opaque outputs].
-void TorchUnit::keep_for_opaque(TorchRoot& root, py::handle output) {
+void TorchUnit::keep_for_opaque(TorchRoot& root, CallId call, py::handle output) {
   if (!at::GradMode::is_enabled() || trainable_.empty()) {
     return;
   }
@@ -206,6 +210,7 @@ void TorchUnit::keep_for_opaque(TorchRoot& root, py::handle output) {
   if (type.empty()) {
     return;
   }
+  root.pipeline().expect(call);
   {
     const py::gil_scoped_release no_gil;
     root.pipeline().unshard(number_);

@@ -14,6 +14,9 @@
 namespace fsdp {
 namespace {
 
+// Ranks that wait for each other know it after two or three of these.
+constexpr std::chrono::milliseconds kDeadlockInterval{500};
+
 // Deleting lanes waits for their threads. A thread may be in a collective of a process group that
 // is written in Python, and need the GIL. A forked child has no such threads: Note [forks].
 class LanesDeleter {
@@ -116,15 +119,30 @@ std::shared_ptr<Lanes> make_process_group_lanes(c10::intrusive_ptr<c10d::Process
                                                 c10::intrusive_ptr<c10d::ProcessGroup> exchange,
                                                 const GroupMembers& members,
                                                 std::chrono::milliseconds timeout,
-                                                bool groups_one_by_one) {
-  const auto board = std::make_shared<FailureBoard>(gather->getStore(), gather->getRank(),
-                                                    gather->getSize(), members.global_rank);
-  const auto make = [&](c10::intrusive_ptr<c10d::ProcessGroup> group) {
-    return make_process_group_communicator(std::move(group), exchange, members, board,
-                                           groups_one_by_one);
+                                                bool groups_one_by_one, HostLanes on_host) {
+  LaneGroup group{members, std::make_shared<FailureBoard>(gather->getStore()),
+                  std::make_shared<PublishedLanes>(), nullptr};
+  if (gather->getSize() > 1 && gather->getStore() != nullptr) {
+    group.deadlocks =
+        std::make_shared<DeadlockThread>(make_store_board(gather->getStore()), group.published,
+                                         members.global_rank, kDeadlockInterval);
+  }
+  const auto make = [&](c10::intrusive_ptr<c10d::ProcessGroup> of_lane, MessageStaging::Use use,
+                        std::unique_ptr<HostRanks> host) {
+    return make_process_group_communicator(std::move(of_lane), exchange, group, use,
+                                           groups_one_by_one, std::move(host));
   };
-  return {new Lanes(make_host_device(timeout), make_host_packer(), make(std::move(gather)),
-                    make(std::move(reduce))),
+  auto gathers = make(std::move(gather), MessageStaging::Use::Gathers, std::move(on_host.gather));
+  auto reductions =
+      make(std::move(reduce), MessageStaging::Use::Reductions, std::move(on_host.reduce));
+  if (group.deadlocks != nullptr) {
+    group.deadlocks->start([a = gathers.get(), b = reductions.get()](const std::string& account) {
+      a->abort(account);
+      b->abort(account);
+    });
+  }
+  return {new Lanes(make_host_device(timeout), make_host_packer(), std::move(gathers),
+                    std::move(reductions)),
           LanesDeleter()};
 }
 
@@ -168,13 +186,22 @@ at::Tensor shared_zeros(std::int64_t bytes) {
 }
 
 std::shared_ptr<Lanes> make_nccl_lanes(const nccl::Api& api, int device_index,
-                                       const nccl::UniqueId& id, const NcclOptions& options,
+                                       const nccl::UniqueId& id, NcclOptions options,
+                                       c10::intrusive_ptr<c10d::Store> store,
+                                       const GroupMembers& members,
                                        std::chrono::milliseconds timeout) {
   std::unique_ptr<Device> device = make_cuda_device(device_index, timeout, cuda_framework());
   FSDP_CHECK(!device->is_capturing(),
              "A CUDA graph cannot capture the set-up in the first iteration. Run a few whole "
              "steps before capturing one.");
   std::unique_ptr<Packer> packer = make_cuda_packer(*device);
+  if (options.size > 1 && store != nullptr) {
+    options.lanes = std::make_shared<DeviceLanes>();
+    options.deadlocks = std::make_shared<DeadlockThread>(make_store_board(store), options.lanes,
+                                                         members.global_rank, kDeadlockInterval);
+    options.ask_others = [board = FailureBoard(std::move(store)), members](
+                             const std::string& what) { return board.exchange(what, members); };
+  }
   auto [gather, reduce] = make_nccl_communicators(api, *device, id, options);
   return {new Lanes(std::move(device), std::move(packer), std::move(gather), std::move(reduce)),
           LanesDeleter()};

@@ -17,13 +17,14 @@
 
 namespace fsdp {
 
-// On the host, over one private process group for each lane, both of the same ranks.
+// On the host, over one private process group for each lane, both of the same ranks. `on_host` has
+// the ranks that share memory with this one, or nothing.
 std::shared_ptr<Lanes> make_process_group_lanes(c10::intrusive_ptr<c10d::ProcessGroup> gather,
                                                 c10::intrusive_ptr<c10d::ProcessGroup> reduce,
                                                 c10::intrusive_ptr<c10d::ProcessGroup> exchange,
                                                 const GroupMembers& members,
                                                 std::chrono::milliseconds timeout,
-                                                bool groups_one_by_one);
+                                                bool groups_one_by_one, HostLanes on_host);
 
 // On the host, over memory that the ranks share; see comm/shared_memory.h. `timeout` limits waits
 // for peers, and `host_timeout` the host's own waits.
@@ -43,9 +44,11 @@ at::Tensor shared_zeros(std::int64_t bytes);
 std::shared_ptr<Lanes> make_simulated_lanes(int device, const SimulatedOptions& options,
                                             std::chrono::milliseconds timeout);
 
-// On GPU `device`, over NCCL with `options`. `timeout` limits the host's own waits.
+// On GPU `device`, over NCCL with `options`. The members tell each other through `store`, which is
+// theirs alone, what they wait for; it may be null. `timeout` limits the host's own waits.
 std::shared_ptr<Lanes> make_nccl_lanes(const nccl::Api& api, int device, const nccl::UniqueId& id,
-                                       const NcclOptions& options,
+                                       NcclOptions options, c10::intrusive_ptr<c10d::Store> store,
+                                       const GroupMembers& members,
                                        std::chrono::milliseconds timeout);
 
 // One collective, after the compute stream's earlier work and before its later work. Shapes are as

@@ -14,9 +14,17 @@ import torch.distributed as dist
 
 from fsdp_ext import _C
 from fsdp_ext._util.warn import warn_caller
+from fsdp_ext.comm.crossover import choose_crossovers
+from fsdp_ext.comm.nccl_settings import check_agreement, nccl_settings
 from fsdp_ext.comm.rendezvous import Rendezvous, plain_text, processes_of
 from fsdp_ext.comm.simulated import Simulated
-from fsdp_ext.comm.transports import GRACE, Transport, choose_of_host, log_choice, timeout_of
+from fsdp_ext.comm.transports import (
+    GRACE,
+    Transport,
+    connect_through_memory,
+    log_choice,
+    timeout_of,
+)
 
 # A mesh of the host and a mesh of GPUs may have the same group.
 _Key = tuple[torch.device, Transport]
@@ -26,7 +34,11 @@ _lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, _C.Lanes]] = (
 
 
 def lanes_of(
-    group: dist.ProcessGroup, device: torch.device, transport: Transport = None
+    group: dist.ProcessGroup,
+    device: torch.device,
+    transport: Transport = None,
+    *,
+    at_once: int = 2,
 ) -> _C.Lanes:
     """Return the lanes of ``group``. The first call is collective: all ranks connect in it.
 
@@ -36,6 +48,7 @@ def lanes_of(
         group: the mesh's group.
         device: this rank's device.
         transport: a name, a simulated transport, or None for the default.
+        at_once: how many lanes may be in collectives at once; more than two with replicas.
 
     Raises:
         RuntimeError: if the transport is not possible, or a rank does not come within the group's
@@ -48,7 +61,7 @@ def lanes_of(
         if isinstance(transport, Simulated):
             of_group[key] = _simulated_lanes(group, device, transport)
         elif device.type == "cuda":
-            of_group[key] = _nccl_lanes(group, device)
+            of_group[key] = _nccl_lanes(group, device, at_once)
         else:
             of_group[key] = _host_lanes(group, device, transport)
         log_choice(of_group[key], group)
@@ -70,11 +83,15 @@ def check_lanes() -> None:
 
 def _host_lanes(group: dist.ProcessGroup, device: torch.device, transport: str | None) -> _C.Lanes:
     """Make the lanes of the host, over shared memory where that is possible."""
-    lanes = choose_of_host(group, transport, timeout_of(group, device))
-    return lanes if lanes is not None else _process_group_lanes(group, device)
+    shared = connect_through_memory(group, transport, timeout_of(group, device))
+    if shared.lanes is not None:
+        return shared.lanes
+    return _process_group_lanes(group, device, shared.on_host)
 
 
-def _process_group_lanes(group: dist.ProcessGroup, device: torch.device) -> _C.Lanes:
+def _process_group_lanes(
+    group: dist.ProcessGroup, device: torch.device, on_host: _C.HostLanes | None
+) -> _C.Lanes:
     """Make the lanes of the host over private process groups.
 
     Note [private groups]: worker threads issue the collectives. So their order relative to the
@@ -99,14 +116,17 @@ def _process_group_lanes(group: dist.ProcessGroup, device: torch.device) -> _C.L
             f"rank {dist.get_rank()} could not make process groups for the lanes: "
             f"{plain_text(error)}. A rank may hang or have failed. Look at the output of all ranks."
         ) from error
-    return _C.Lanes.process_group(
+    lanes = _C.Lanes.process_group(
         gather,
         reduce,
         exchange,
         (timeout + GRACE).total_seconds(),
-        global_rank=dist.get_rank(),
+        ranks=dist.get_process_group_ranks(group),
         processes=processes_of(group),
+        on_host=on_host,
     )
+    choose_crossovers(lanes, exchange)
+    return lanes
 
 
 def _simulated_lanes(
@@ -130,20 +150,25 @@ def _simulated_lanes(
         seed=2 * transport.seed,
         multiprocessors=transport.multiprocessors,
         whole_traffic=on_gpu,
+        moves_memory=transport.moves_memory,
         timeout=(timeout_of(group, device) + GRACE).total_seconds(),
     )
 
 
-def _nccl_lanes(group: dist.ProcessGroup, device: torch.device) -> _C.Lanes:
+def _nccl_lanes(group: dist.ProcessGroup, device: torch.device, at_once: int) -> _C.Lanes:
     """Make the lanes of a GPU, over NCCL communicators of their own.
 
     Rank 0 makes the unique id and sends it through the group's store.
     """
     timeout = timeout_of(group, device)
+    settings = nccl_settings()
     libraries = nccl_libraries()
+    order_launches(device, at_once, settings.most_min_ctas)
     unique_id = _C.nccl_unique_id(libraries) if dist.get_rank(group) == 0 else b""
     rendezvous = Rendezvous(group, unique_id, timeout)
-    rendezvous.exchange("has the id", b"")  # so all ranks have rank 0's id
+    # After the exchange, all ranks have rank 0's id.
+    all_settings = rendezvous.exchange("has the id", str(settings).encode())
+    check_agreement([text.decode() for text in all_settings], rendezvous.ranks)
     return _C.Lanes.nccl(
         libraries=libraries,
         unique_id=rendezvous.offers[0],
@@ -152,13 +177,35 @@ def _nccl_lanes(group: dist.ProcessGroup, device: torch.device) -> _C.Lanes:
         device=device.index,
         timeout=timeout.total_seconds(),
         host_timeout=(timeout + GRACE).total_seconds(),
-        register_buffers=registers_buffers(),
+        register_buffers=settings.registers_buffers,
+        gather_settings=settings.gather,
+        reduce_settings=settings.reduce,
+        store=rendezvous.private_store(),
+        ranks=rendezvous.ranks,
+        processes=processes_of(group),
     )
 
 
-def registers_buffers() -> bool:
-    """Return whether long-lived buffers are registered with NCCL, where its version can."""
-    return os.environ.get("FSDP_EXT_NCCL_REGISTER", "1") not in ("0", "")
+# The most thread blocks of a communicator, unless a setting asks for more.
+MOST_BLOCKS = 32
+
+
+def order_launches(device: torch.device, lanes: int = 2, blocks: int = MOST_BLOCKS) -> None:
+    """Have NCCL order the launches of lanes where they may not run at the same time.
+
+    The communicators of lanes have no order on the device. If there are too few multiprocessors for
+    all of them, as with MIG, the gathers of one rank and the reductions of another can wait for
+    each other for ever. NCCL 2.26 and newer orders them as the host issues them, if told to before
+    its first launch. What the user has set stays.
+
+    Args:
+        device: a GPU.
+        lanes: how many communicators may run at once.
+        blocks: the most thread blocks of one.
+    """
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    if processors < lanes * max(blocks, MOST_BLOCKS):
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 
 def nccl_libraries() -> list[str]:

@@ -14,13 +14,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from fsdp_ext import _C
+from fsdp_ext.comm.fit import Fit, Sample, fit
 from fsdp_ext.comm.lanes import lanes_of
 from fsdp_ext.comm.link import Link
 from fsdp_ext.comm.transports import OF_GPUS, OF_THE_HOST, VARIABLE, resolve_transport
@@ -30,57 +31,6 @@ OPERATIONS = ("all_gather", "reduce_scatter")
 SIZES = [2**k for k in range(14, 27)]
 # Each call uses a part of the buffers this many parts further on, so its data is not in a cache.
 _STRIDE = 7
-
-
-@dataclass(frozen=True)
-class Sample:
-    """The time of one operation at one size."""
-
-    operation: str
-    nbytes: int  # summed over all ranks
-    seconds: float  # on the slowest rank, the median over repeats
-
-
-@dataclass(frozen=True)
-class Fit:
-    """alpha + S / beta for one operation."""
-
-    alpha: float  # seconds
-    beta: float  # bytes per second
-    residual: float  # root mean square of the relative errors at the fitted sizes
-
-    def predict(self, nbytes: int) -> float:
-        """Return the predicted seconds of a collective of ``nbytes``."""
-        return self.alpha + nbytes / self.beta
-
-
-def fit(samples: Sequence[Sample]) -> Fit:
-    """Fit alpha + S / beta by least squares in the relative error.
-
-    The problem is linear in alpha and 1 / beta: each sample asks for (alpha + S / beta) / t = 1.
-    Noise may lead to a negative latency, which is replaced by 0.
-
-    Raises:
-        ValueError: if all samples have one size, or larger collectives take no longer.
-    """
-    if len({sample.nbytes for sample in samples}) < 2:
-        raise ValueError("A fit of alpha and beta needs samples of at least two sizes.")
-    times = torch.tensor([sample.seconds for sample in samples], dtype=torch.float64)
-    sizes = torch.tensor([sample.nbytes for sample in samples], dtype=torch.float64)
-    ones = torch.ones_like(times)
-    scale = float(sizes.mean())  # gives both columns the same magnitude
-    columns = torch.stack([ones / times, sizes / scale / times], dim=1)
-    alpha, slope = torch.linalg.lstsq(columns, ones[:, None]).solution[:, 0].tolist()
-    if alpha < 0:
-        alpha = 0.0
-        slope = float((columns[:, 1] @ ones) / (columns[:, 1] @ columns[:, 1]))
-    if slope <= 0:
-        raise ValueError(
-            "In these samples, larger collectives do not take longer. Measure again on a machine "
-            "that is less busy."
-        )
-    predicted = columns @ torch.tensor([alpha, slope], dtype=torch.float64)
-    return Fit(alpha, scale / slope, float((predicted - 1).square().mean().sqrt()))
 
 
 def link_of(name: str, gather: Fit, reduce: Fit, ranks: int = 0, source: str = "") -> Link:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import threading
 import time
 import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotDone
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from fsdp_ext import _C
 from fsdp_ext._build_info import VERSION
@@ -28,6 +33,8 @@ _SHORTEST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.05
 # Seconds between two looks at whether a rank's process still exists.
 _PROCESS_CHECK_INTERVAL = 0.2
+# Seconds between two looks at whether the store still answers.
+_STORE_CHECK_INTERVAL = 0.5
 # Seconds in which a process that has closed its sockets leaves /proc.
 _EXIT_DELAY = 1.0
 
@@ -48,6 +55,18 @@ def host_backend(group: dist.ProcessGroup) -> str:
     # A backend that is written in Python may have no name.
     name: str = getattr(backend, "name", lambda: "")()
     return name
+
+
+def machine() -> str:
+    """Return what distinguishes this machine from others, and stays until it boots; "" if unknown.
+
+    Containers of one machine have the same. Nor does a name tell machines apart: network namespaces
+    share it, and nothing keeps two machines from having one name.
+    """
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return ""
 
 
 def _store_of(group: dist.ProcessGroup) -> Store | None:
@@ -142,10 +161,10 @@ class Rendezvous:
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_process_group_ranks(group)
         self._processes: dict[int, bytes] = {}
+        self._answered = time.monotonic()  # when the store did so last
         self._own_key = f"fsdp_ext/offer/{self.rank}"
         self._set(self._own_key, os.urandom(_RANDOM_BYTES) + _version() + offer)
-        keys = [f"fsdp_ext/offer/{place}" for place in range(len(self.ranks))]
-        found = [self._get(key, place) for place, key in enumerate(keys)]
+        found = self._get_all("fsdp_ext/offer")
         self._check_versions(found)
         self.offers = [value[_RANDOM_BYTES + _VERSION_BYTES :] for value in found]
         self._attempt = hashlib.sha256(b"".join(found)).hexdigest()
@@ -163,9 +182,16 @@ class Rendezvous:
         """
         prefix = f"fsdp_ext/{self._attempt}/{what}"
         self._set(f"{prefix}/{self.rank}", value)
-        values = [self._get(f"{prefix}/{place}", place) for place in range(len(self.ranks))]
+        values = self._get_all(prefix)
         self._store.delete_key(self._own_key)  # all ranks have read this rank's offer
+        # A rank that is early for the next rendezvous must not find the offers of this one.
+        self._set(f"{prefix}/left/{self.rank}", b"left")
+        self._get_all(f"{prefix}/left")
         return values
+
+    def private_store(self) -> Store:
+        """Return a part of the group's store that only the ranks of this rendezvous use."""
+        return PrefixStore(f"fsdp_ext/{self._attempt}", self._store)
 
     def _check_versions(self, offers: list[bytes]) -> None:
         mine = VERSION[:_VERSION_BYTES]
@@ -191,6 +217,31 @@ class Rendezvous:
         except RuntimeError as error:
             self._raise_lost_store(error)
 
+    def _get_all(self, prefix: str) -> list[bytes]:
+        """Return the values of all ranks, in order of rank.
+
+        Another thread asks the store. If the network to it is down, a call of the store does not
+        return, whatever its timeout is.
+        """
+
+        def get_all() -> list[bytes]:
+            return [self._get(f"{prefix}/{place}", place) for place in range(len(self.ranks))]
+
+        self._answered = time.monotonic()
+        values: Future[list[bytes]] = Future()
+        threading.Thread(target=_run, args=(get_all, values), daemon=True).start()
+        while True:
+            try:
+                return values.result(_STORE_CHECK_INTERVAL)
+            except NotDone:
+                silent = time.monotonic() - self._answered
+                if silent >= self._timeout.total_seconds() + 2 * _STORE_CHECK_INTERVAL:
+                    raise RuntimeError(
+                        f"rank {self._global_rank}: the process group's store has not answered for "
+                        f"{silent:.0f} s. In most jobs rank 0 serves it. That process, or the "
+                        "network to it, may be down."
+                    ) from None
+
     def _get(self, key: str, place: int) -> bytes:
         """Return a value of the rank at `place` of the group, when it is there."""
         try:
@@ -213,7 +264,7 @@ class Rendezvous:
         looked = start
         pause = _SHORTEST_PAUSE
         while not self._store.check([key]):
-            now = time.monotonic()
+            now = self._answered = time.monotonic()
             if now - looked >= _PROCESS_CHECK_INTERVAL:
                 looked = now
                 self._find_process(place)
@@ -262,6 +313,13 @@ class Rendezvous:
             "before or during its first forward, in which all ranks connect. Its last output may "
             "say why."
         )
+
+
+def _run(work: Callable[[], list[bytes]], result: Future[list[bytes]]) -> None:
+    try:
+        result.set_result(work())
+    except BaseException as error:
+        result.set_exception(error)
 
 
 def _version() -> bytes:

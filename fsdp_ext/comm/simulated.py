@@ -32,6 +32,8 @@ class Simulated:
         multiprocessors: how many multiprocessors of a GPU a collective occupies while it runs, as
             NCCL's channels do. With 0, compute keeps all of them, as with copy engines.
         seed: seed of the link's jitter.
+        moves_memory: whether a collective also reads and writes this device's memory. Without it,
+            a link that takes no time leaves the compute alone, as a baseline.
 
     Raises:
         ValueError: if a number is out of range, or the link has no figures for so many ranks.
@@ -43,6 +45,7 @@ class Simulated:
     rank: int = 0
     multiprocessors: int = 0
     seed: int = 0
+    moves_memory: bool = True
 
     def __post_init__(self) -> None:
         """Check the arguments."""

@@ -7,14 +7,16 @@ import functools
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from fsdp_ext import _C
+from fsdp_ext._util.tables import size
 from fsdp_ext._util.warn import warn_caller
-from fsdp_ext.comm.rendezvous import Rendezvous, host_backend
+from fsdp_ext.comm.rendezvous import Rendezvous, host_backend, machine
 from fsdp_ext.comm.simulated import Simulated
 
 # A name, a simulated transport, or None for the default.
@@ -29,9 +31,14 @@ _OTHER_NAMES = {"gloo": "process_group", "mpi": "process_group", "shm": "shared_
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 # The schedule waits longer than the backend by this much, because the backend's error says more.
 GRACE = timedelta(seconds=10)
+# Ranks of one host wait longer for each other by this much than for other hosts, for the same
+# reason: the rank that they wait for may itself wait for the network.
+_GRACE_ON_HOST = GRACE / 2
 
 # Names of transports are padded to this length in messages between ranks.
 _NAME_LENGTH = max(map(len, OF_THE_HOST))
+_MACHINE_LENGTH = 40
+_MOST_HOSTS = 8  # that a description lists
 
 _logger = logging.getLogger("fsdp_ext")
 
@@ -112,10 +119,32 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return timeout if isinstance(timeout, timedelta) else _DEFAULT_TIMEOUT
 
 
-def choose_of_host(
+@dataclass(frozen=True)
+class SharedMemory:
+    """How ranks share memory: either all of them, or those of each host.
+
+    Args:
+        lanes: the lanes, if all ranks are on one host.
+        on_host: the ranks of this host, for the lanes of a process group, if there are several
+            hosts.
+    """
+
+    lanes: _C.Lanes | None = None
+    on_host: _C.HostLanes | None = None
+
+
+def connect_through_memory(
     group: dist.ProcessGroup, asked: str | None, timeout: timedelta
-) -> _C.Lanes | None:
-    """Make the lanes of ranks that share memory, if they can. All ranks of the group call this.
+) -> SharedMemory:
+    """Connect the ranks that can share memory. All ranks of the group call this.
+
+    Note [which ranks share memory]: ranks of one machine, by its boot id, try. If there are several
+    machines, those of each machine do, and the machines send each other messages over the process
+    group (Note [groups that span hosts] in csrc/comm/host_ranks.h). A rank's memory is a file
+    without a name, and its peers open it through /proc and compare a random number in it. So host
+    names, network, IPC and mount namespaces and /dev/shm do not matter. What matters is one PID
+    namespace, with its own /proc. Containers of one machine mostly have several. Then the whole
+    group uses the process group alone, and a warning says how its ranks could share memory.
 
     Args:
         group: ranks on the host.
@@ -123,8 +152,8 @@ def choose_of_host(
         timeout: the longest wait for another rank.
 
     Returns:
-        The lanes, or None if the ranks use another transport. A warning says why, unless the other
-        transport was asked for.
+        What they have in common; nothing if no ranks share memory. A warning says why, unless the
+        process group was asked for, or every rank is on a machine of its own.
 
     Raises:
         RuntimeError: if ranks ask for different transports, memory cannot be shared but was asked
@@ -132,7 +161,7 @@ def choose_of_host(
     """
     shares = may_share_memory(group, asked)
     if not shares and (group.size() == 1 or host_backend(group) != "gloo"):
-        return None
+        return SharedMemory()
     endpoint: _C.SharedMemoryEndpoint | None = None
     reason = ""
     rank = dist.get_global_rank(group, dist.get_rank(group))
@@ -142,16 +171,20 @@ def choose_of_host(
         except (RuntimeError, MemoryError) as error:
             reason = f"rank {rank}: {error}"
     address = endpoint.address() if endpoint is not None else b""
-    rendezvous = Rendezvous(group, (asked or "").encode().ljust(_NAME_LENGTH) + address, timeout)
+    head = (asked or "").encode().ljust(_NAME_LENGTH)
+    place = machine().encode()[:_MACHINE_LENGTH].ljust(_MACHINE_LENGTH)
+    rendezvous = Rendezvous(group, head + place + address, timeout)
     names = [offer[:_NAME_LENGTH] for offer in rendezvous.offers]
-    addresses = [offer[_NAME_LENGTH:] for offer in rendezvous.offers]
-    lanes: _C.Lanes | None = None
-    if endpoint is not None and all(addresses) and len(set(names)) == 1:
-        seconds = timeout.total_seconds()
+    machines = [offer[_NAME_LENGTH:][:_MACHINE_LENGTH] for offer in rendezvous.offers]
+    hosts = _numbered(machines)
+    host_count, rank_count = len(set(hosts)), len(hosts)
+    addresses = [offer[_NAME_LENGTH + _MACHINE_LENGTH :] for offer in rendezvous.offers]
+    shared = SharedMemory()
+    if host_count > 1 and asked == "shared_memory":
+        reason = f"its {rank_count} ranks are on {host_count} machines"
+    elif endpoint is not None and all(addresses) and len(set(names)) == 1:
         try:
-            lanes = _C.Lanes.shared_memory(
-                endpoint, addresses, rendezvous.rank, seconds, seconds + GRACE.total_seconds()
-            )
+            shared = _connect(endpoint, addresses, hosts, rendezvous.rank, timeout)
         except (RuntimeError, MemoryError) as error:
             reason = f"rank {rank}: {error}"
     exchanged = rendezvous.exchange("reason", reason.encode())
@@ -163,12 +196,37 @@ def choose_of_host(
             f"transport 'shared_memory' is not possible here: {failures[0]}. Leave it out, or use "
             "'process_group'."
         )
-    if failures:  # on every rank: if warnings are errors, all ranks raise
+    if failures and host_count < rank_count:  # on every rank: if it is an error, all ranks raise
         warn_caller(
             f"fsdp_ext uses the process group's own collectives, which are slower than shared "
             f"memory: {failures[0]} (pass transport='process_group' to silence this)"
         )
-    return lanes if not failures else None
+    return shared if not failures else SharedMemory()
+
+
+def _numbered(machines: Sequence[bytes]) -> list[int]:
+    """Return the number of each rank's machine, in the order in which they come first."""
+    numbers: dict[bytes, int] = {}
+    return [numbers.setdefault(machine, len(numbers)) for machine in machines]
+
+
+def _connect(
+    endpoint: _C.SharedMemoryEndpoint,
+    addresses: Sequence[bytes],
+    hosts: Sequence[int],
+    rank: int,
+    timeout: timedelta,
+) -> SharedMemory:
+    seconds = timeout.total_seconds()
+    host_count = len(set(hosts))
+    if host_count == 1:
+        host_timeout = seconds + GRACE.total_seconds()
+        lanes = _C.Lanes.shared_memory(endpoint, addresses, rank, seconds, host_timeout)
+        return SharedMemory(lanes=lanes)
+    if host_count == len(hosts):
+        return SharedMemory()
+    longest = seconds + _GRACE_ON_HOST.total_seconds()
+    return SharedMemory(on_host=endpoint.connect_on_host(addresses, hosts, rank, longest))
 
 
 def _check_agreement(rendezvous: Rendezvous, names: list[str]) -> None:
@@ -182,7 +240,43 @@ def _check_agreement(rendezvous: Rendezvous, names: list[str]) -> None:
             )
 
 
+def describe_lanes(lanes: _C.Lanes) -> str:
+    """Return the transport, which ranks share memory, and what is composed of messages."""
+    gathers, reductions = lanes.composed_from
+    composed = [
+        f"{what} of {size(nbytes)} or more" if nbytes else f"all {what}"
+        for what, nbytes in (("all-gathers", gathers), ("reduce-scatters", reductions))
+        if nbytes is not None
+    ]
+    how = f", which composes {' and '.join(composed)} of messages" if composed else ""
+    return f"{lanes.transport}{_describe_hosts(lanes.hosts)}{how}"
+
+
+def _describe_hosts(hosts: Sequence[int]) -> str:
+    """Return which ranks of a group share memory, if it has ranks on several hosts that do."""
+    if not hosts:
+        return ""
+    ranks: dict[int, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        ranks.setdefault(host, []).append(rank)
+    groups = [_ranges(of_host) for of_host in ranks.values()]
+    more = "; ..." if len(groups) > _MOST_HOSTS else ""
+    listed = "; ".join(groups[:_MOST_HOSTS])
+    return f" between {len(groups)} hosts, with shared memory on each (ranks {listed}{more})"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return rising numbers briefly, as in '0-3, 6'."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], number]
+        else:
+            ranges.append([number])
+    return ", ".join("-".join(map(str, found)) for found in ranges)
+
+
 def log_choice(lanes: _C.Lanes, group: dist.ProcessGroup) -> None:
     """Log the transport of a group, on its first rank."""
     if dist.get_rank(group) == 0:
-        _logger.info("%d ranks communicate over %s", group.size(), lanes.transport)
+        _logger.info("%d ranks communicate over %s", group.size(), describe_lanes(lanes))

@@ -6,7 +6,7 @@ and broadcasts the tensors of the unit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -32,7 +32,13 @@ from fsdp_ext.sharding.arguments import resolve_mesh
 WRAPPED = "_fsdp_wrapped_module"  # FSDP1's name of the child, which other libraries look for
 CHECKPOINTED = "_checkpoint_wrapped_module"
 # None frees the parameters after forward, except the root's, as FSDP1 does.
-RESHARD_AFTER_FORWARD = {ShardingStrategy.FULL_SHARD: None, ShardingStrategy.SHARD_GRAD_OP: False}
+HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+RESHARD_AFTER_FORWARD = {
+    ShardingStrategy.FULL_SHARD: None,
+    ShardingStrategy.SHARD_GRAD_OP: False,
+    ShardingStrategy.HYBRID_SHARD: None,
+    ShardingStrategy._HYBRID_SHARD_ZERO2: False,
+}
 
 
 def is_wrapper(module: nn.Module) -> bool:
@@ -45,7 +51,6 @@ def refuse_unsupported(
     cpu_offload: CPUOffload | None,
     backward_prefetch: BackwardPrefetch | None,
     precision: MixedPrecision,
-    process_group: Any,
 ) -> None:
     """Raise for arguments of FSDP1 that are of a wrong type or not supported yet."""
     if not isinstance(precision, MixedPrecision):
@@ -56,10 +61,7 @@ def refuse_unsupported(
     refused = instead = ""
     if strategy not in RESHARD_AFTER_FORWARD:
         refused = f"sharding_strategy={strategy}"
-        instead = "ShardingStrategy.FULL_SHARD or SHARD_GRAD_OP"
-    elif isinstance(process_group, (list, tuple)):
-        refused = "process_group=<a pair, for HYBRID_SHARD>"
-        instead = "one process group"
+        instead = "ShardingStrategy.FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD"
     elif cpu_offload is not None and cpu_offload.offload_params:
         refused = "cpu_offload=CPUOffload(offload_params=True)"
         instead = "None; with accelerate, set fsdp_offload_params to false"
@@ -95,13 +97,20 @@ def resolve_ignored(
     return ignored, params
 
 
+Groups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+
+
 def resolve_group(
     module: nn.Module,
-    group: dist.ProcessGroup | None,
+    group: Groups,
     mesh: DeviceMesh | None,
     device: torch.device | None,
+    strategy: ShardingStrategy,
 ) -> DeviceMesh:
-    """Return the mesh that the group or the mesh argument stands for."""
+    """Return the mesh that the groups or the mesh argument stand for.
+
+    All ranks call this if there are two groups.
+    """
     if group is not None and mesh is not None:
         raise ValueError("both process_group and device_mesh were passed. Pass one of them.")
     if mesh is not None and not isinstance(mesh, DeviceMesh):
@@ -109,12 +118,49 @@ def resolve_group(
             f"device_mesh is {mesh!r} but must be a DeviceMesh or None. Make one with "
             "torch.distributed.device_mesh.init_device_mesh."
         )
+    groups = group if isinstance(group, (list, tuple)) else [group]
+    if group is not None and not all(isinstance(one, dist.ProcessGroup) for one in groups):
+        raise TypeError(
+            f"process_group is {group!r}. Pass a process group or, for HYBRID_SHARD, a pair: the "
+            "ranks that shard the model, and those that have the same shard."
+        )
+    dimensions = mesh.ndim if mesh is not None else len(groups)
+    if dimensions != (2 if strategy in HYBRID else 1):
+        given = "no pair of process groups" if len(groups) == 1 else "a pair of process groups"
+        needed = (
+            "a 2-D device_mesh, or a pair of process groups: the ranks that shard the model, and "
+            "those that have the same shard"
+            if strategy in HYBRID
+            else "a 1-D mesh or one group, or use ShardingStrategy.HYBRID_SHARD"
+        )
+        given = given if mesh is None else f"a {mesh.ndim}-D mesh {tuple(mesh.shape)}"
+        raise ValueError(f"{strategy} got {given}. Pass {needed}.")
     if group is not None:
         kinds = {param.device.type for param in module.parameters()} - {"cpu", "meta"}
-        default = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+        default = "cuda" if "nccl" in dist.get_backend(groups[0]) else "cpu"
         kind = device.type if device is not None else next(iter(kinds), default)
-        mesh = DeviceMesh.from_group(group, kind)
+        mesh = _mesh_of(cast(list[dist.ProcessGroup], groups), kind)
     return resolve_mesh(mesh)
+
+
+def _mesh_of(groups: Sequence[dist.ProcessGroup], kind: str) -> DeviceMesh:
+    """Return the mesh of a group, or of the ranks that shard and those with the same shard."""
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], kind)
+    shards, replicas = groups
+    sets: list[list[int]] = [[] for _ in range(replicas.size())]
+    dist.all_gather_object(sets, dist.get_process_group_ranks(shards), group=replicas)
+    place = dist.get_rank(shards)
+    given = dist.get_process_group_ranks(replicas)
+    if len({len(ranks) for ranks in sets}) > 1 or [ranks[place] for ranks in sets] != given:
+        raise ValueError(
+            f"process_group is a pair of ranks {sets} that shard the model, one set after the "
+            f"other, and of ranks {given}, which do not have the same place in their sets. Pass "
+            "the groups of one 2-D mesh."
+        )
+    return DeviceMesh.from_group(
+        [replicas, shards], kind, mesh=sets, mesh_dim_names=("replicate", "shard")
+    )
 
 
 def wrap_children(
@@ -227,13 +273,17 @@ def materialise(
 
 
 def broadcast(tensors: list[torch.Tensor], mesh: DeviceMesh) -> None:
-    """Overwrite ``tensors`` with rank 0's, as bytes, which every backend can send."""
+    """Overwrite ``tensors`` with those of the mesh's first rank.
+
+    They are sent as bytes, which every backend can do.
+    """
     given = [tensor.detach() for tensor in tensors if tensor.numel() > 0]
     if not given:
         return
     rows = [tensor.contiguous().view(-1).view(torch.uint8).to(mesh.device_type) for tensor in given]
     flat = torch.cat(rows)
-    dist.broadcast(flat, group=mesh.get_group(), group_src=0)
+    for dimension in range(mesh.ndim):
+        dist.broadcast(flat, group=mesh.get_group(dimension), group_src=0)
     received = torch.split(flat, [row.numel() for row in rows])
     for tensor, row in zip(given, received, strict=True):
         tensor.copy_(row.clone().view(tensor.dtype).view(tensor.shape))  # the clone is aligned

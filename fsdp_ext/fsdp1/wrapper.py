@@ -30,6 +30,7 @@ from fsdp_ext.fsdp1.setup import (
     CHECKPOINTED,
     RESHARD_AFTER_FORWARD,
     WRAPPED,
+    Groups,
     broadcast,
     cast_buffers,
     materialise,
@@ -43,6 +44,7 @@ from fsdp_ext.fsdp1.setup import (
 from fsdp_ext.sharding.api import fully_shard
 from fsdp_ext.sharding.arguments import check_modules
 from fsdp_ext.sharding.module_state import ModuleState, set_state, sharded_module
+from fsdp_ext.sharding.ranks import Ranks
 
 
 def _unsupported(name: str, instead: str) -> Callable[..., Any]:
@@ -63,8 +65,10 @@ class FullyShardedDataParallel(nn.Module):
 
     Args:
         module: the module to wrap; make the optimizer afterwards.
-        process_group: ranks to shard over, all by default. Excludes ``device_mesh``.
-        sharding_strategy: ``FULL_SHARD`` (the default) or ``SHARD_GRAD_OP``.
+        process_group: ranks to shard over, all by default. Excludes ``device_mesh``. With hybrid
+            sharding a pair: the ranks that shard the model, and those that have the same shard.
+        sharding_strategy: ``FULL_SHARD`` (the default), ``SHARD_GRAD_OP``, or for hybrid sharding
+            ``HYBRID_SHARD`` or ``_HYBRID_SHARD_ZERO2``.
         cpu_offload: None or ``CPUOffload(offload_params=False)``.
         auto_wrap_policy: which submodules to wrap, too: a policy of
             ``torch.distributed.fsdp.wrap`` or a callable of ``module``, ``recurse`` and
@@ -84,7 +88,8 @@ class FullyShardedDataParallel(nn.Module):
         use_orig_params: no effect: parameters always are the original ones. False, FSDP1's
             default, is accepted, too, so that nobody has to pass it.
         ignored_states: ``ignored_modules`` that may also be parameters; pass one of the two.
-        device_mesh: 1-D device mesh to shard over.
+        device_mesh: 1-D device mesh to shard over; with hybrid sharding a 2-D mesh, which
+            replicates over its first dimension and shards over its second.
 
     Raises:
         NotImplementedError: for what is not supported yet, by name.
@@ -98,7 +103,7 @@ class FullyShardedDataParallel(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: Groups = None,
         sharding_strategy: ShardingStrategy | None = None,
         cpu_offload: CPUOffload | None = None,
         auto_wrap_policy: Callable[..., bool] | _Policy | None = None,
@@ -120,12 +125,13 @@ class FullyShardedDataParallel(nn.Module):
         check_modules([module])
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         precision = mixed_precision or MixedPrecision()
-        refuse_unsupported(strategy, cpu_offload, backward_prefetch, precision, process_group)
+        refuse_unsupported(strategy, cpu_offload, backward_prefetch, precision)
         ignored, ignored_params = resolve_ignored(ignored_modules, ignored_states)
         device = None if device_id is None else torch.device(device_id)
-        mesh = resolve_group(module, process_group, device_mesh, device)
+        mesh = resolve_group(module, process_group, device_mesh, device, strategy)
         if auto_wrap_policy is not None:
             kwargs.update(auto_wrap_policy=None, ignored_modules=None)
+            kwargs.update(process_group=None, device_mesh=mesh)
             kwargs["ignored_states"] = [*ignored, *ignored_params]
             wrap_children(
                 module,
@@ -138,7 +144,7 @@ class FullyShardedDataParallel(nn.Module):
         for wrapper in self.fsdp_modules(module):
             wrapper._is_root = False
 
-        self.process_group = mesh.get_group()
+        self.process_group = Ranks(mesh).group
         self.sharding_strategy = strategy
         self.mixed_precision = precision
         self._is_root = True

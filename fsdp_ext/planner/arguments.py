@@ -123,7 +123,14 @@ def resolve_target(
         TypeError: if ``transport`` is of another type.
         ValueError: if an argument is unknown or out of range, or the number of ranks is not known.
     """
-    device_type = device_type or (unit.mesh.device_type if unit is not None else "cuda")
+    if unit is not None and unit.replicas > 1:
+        raise NotImplementedError(
+            f"plan got a model whose {unit.world_size} shards have {unit.replicas} replicas each, "
+            "which is not supported yet. Plan the model before it is sharded, for "
+            f"world_size={unit.world_size}: replicas take no more memory than a second reduce "
+            "output."
+        )
+    device_type = device_type or (unit.ranks.mesh.device_type if unit is not None else "cuda")
     if transport is None and unit is not None:
         transport = unit.settings.transport
     ranks = _resolve_world_size(world_size, unit, transport)
@@ -136,7 +143,7 @@ def resolve_target(
 def _resolve_world_size(asked: int | None, unit: Unit | None, transport: Transport) -> int:
     simulated = transport.world_size if isinstance(transport, Simulated) else None
     if asked is None:
-        asked = simulated if unit is None else unit.mesh.size()
+        asked = simulated if unit is None else unit.ranks.size
     if asked is None:
         raise ValueError(
             "plan needs world_size, since this model has no mesh. Pass the number of ranks."
@@ -159,7 +166,7 @@ def _name_of_transport(asked: Transport, device_type: str, unit: Unit | None) ->
         return asked
     if device_type == "cuda":
         return "nccl"
-    shares = unit is None or may_share_memory(unit.mesh.get_group(), None)
+    shares = unit is None or may_share_memory(unit.ranks.group, None)
     return "shared_memory" if shares and not why_no_shared_memory() else "process_group"
 
 

@@ -120,6 +120,7 @@ def _memory_lines(memory: PlannedMemory) -> list[str]:
         ("reduce output", memory.reduce_output),
         ("units that stay unsharded", memory.kept_unsharded),
         ("gradients in flight, at most", memory.gradients_in_flight),
+        ("messages in flight", memory.message_staging),
         ("peak without activations", memory.peak),
     ]
     return columns(

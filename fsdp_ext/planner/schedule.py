@@ -70,7 +70,8 @@ class PredictedSpan:
     """The work of one lane for one stage, in seconds after the step began.
 
     ``lane`` is "compute", "gather" or "reduce". Each stage has two spans on "compute", one in
-    forward and one in backward.
+    forward and one in backward. If gradients are packed ahead, it has two on "reduce": the copies
+    and the wire.
     """
 
     lane: str
@@ -112,6 +113,7 @@ def predict(
     slots: int | None = None,
     contention: float = 0.0,
     launch: float = 0.0,
+    packs_ahead: bool = False,
 ) -> Prediction:
     """Return how long a training step takes for a chain of stages.
 
@@ -143,6 +145,8 @@ def predict(
             that computes also communicates, as with shared memory or gloo and one core per rank.
         launch: seconds of host time per stage, in forward and again in backward, on top of its
             compute.
+        packs_ahead: whether the copies of a reduction overlap the wire of the one before it, as on
+            a GPU (Note [packing ahead] in csrc/core/reducer.h). All of them count as packing.
 
     Raises:
         ValueError: if a number is out of range.
@@ -152,9 +156,10 @@ def predict(
     chain = [*stages] if root is None else [root, *stages]
     gather_cost, reduce_cost = link.costs()
     gathers, reductions = _Lane("gather", *gather_cost), _Lane("reduce", *reduce_cost)
-    lanes = [gathers, reductions]
+    packing = _Lane("reduce", 0.0, math.inf) if packs_ahead else None
+    lanes = [gathers, reductions] if packing is None else [gathers, packing, reductions]
     order = _Chain(chain, root is not None)
-    program = _Program(order, gathers, reductions, _Ring(slots), depth)
+    program = _Program(order, gathers, _Reductions(reductions, packing), _Ring(slots), depth)
     clock = _Clock(lanes, contention)
     for task in program.run(launch):
         if isinstance(task, _Compute):
@@ -197,7 +202,12 @@ class _Job:
 
     name: str
     seconds: float
+    after: _Job | None = None  # it begins when this one has ended
     done: bool = False
+
+    @property
+    def may_begin(self) -> bool:
+        return self.after is None or self.after.done
 
 
 @dataclass(frozen=True)
@@ -220,10 +230,12 @@ class _Lane:
         self.begin = 0.0
         self.left: float | None = None  # seconds of the first job, once it has begun
 
-    def issue(self, name: str, messages: int, nbytes: int, copies: float) -> _Job:
+    def issue(
+        self, name: str, messages: int, nbytes: int, copies: float, after: _Job | None = None
+    ) -> _Job:
         """Append a collective with ``copies`` seconds of copies around it."""
         wire = messages * self.alpha + nbytes / self.beta if nbytes > 0 else 0.0
-        job = _Job(name, wire + copies)
+        job = _Job(name, wire + copies, after)
         self.jobs.append(job)
         self.busy += job.seconds
         return job
@@ -271,7 +283,7 @@ class _Clock:
         return 0.0 if passed == computed else max(0.0, compute - passed * rate)
 
     def _begin_jobs(self) -> list[_Lane]:
-        at_work = [lane for lane in self._lanes if lane.jobs]
+        at_work = [lane for lane in self._lanes if lane.jobs and lane.jobs[0].may_begin]
         for lane in at_work:
             if lane.left is None:
                 lane.begin, lane.left = self.now, lane.jobs[0].seconds
@@ -316,6 +328,25 @@ class _Ring:
             self._free.append(stage)
 
 
+class _Reductions:
+    """The lane of reductions, and the one that packs ahead of it, if any."""
+
+    def __init__(self, wire: _Lane, packing: _Lane | None) -> None:
+        self._wire = wire
+        self._packing = packing
+        self._last: deque[_Job] = deque(maxlen=2)  # a message for each of the two inputs
+
+    def issue(self, stage: Stage) -> None:
+        messages, nbytes = stage.reduce_messages, stage.reduce_bytes
+        copies, packed = stage.copy_seconds_reduce, None
+        if self._packing is not None and copies > 0:
+            free = self._last[0] if len(self._last) == 2 else None
+            packed = self._packing.issue(stage.name, 0, 0, copies, free)
+            copies = 0.0
+        if nbytes > 0 or copies > 0:
+            self._last.append(self._wire.issue(stage.name, messages, nbytes, copies, packed))
+
+
 @dataclass(frozen=True)
 class _Chain:
     """The stages in the order in which forward enters them.
@@ -333,7 +364,7 @@ class _Program:
     """One forward and one backward: issues jobs, and yields compute and the jobs to wait for."""
 
     def __init__(
-        self, chain: _Chain, gathers: _Lane, reductions: _Lane, ring: _Ring, depth: int
+        self, chain: _Chain, gathers: _Lane, reductions: _Reductions, ring: _Ring, depth: int
     ) -> None:
         self._chain = chain
         self._stages = chain.stages
@@ -361,10 +392,10 @@ class _Program:
             yield from self._enter(number, order[position + 1 :], launch)
             yield self._backward(number)
             if number in below:
-                self._reduce(number)
+                self._reductions.issue(self._stages[number])
                 self._leave(number)
         for number in root:
-            self._reduce(number)
+            self._reductions.issue(self._stages[number])
             self._leave(number)
 
     def _forward(self, number: int) -> _Compute:
@@ -402,13 +433,6 @@ class _Program:
         )
         self._unsharded[number] = self._done[number] = job
         return True
-
-    def _reduce(self, number: int) -> None:
-        stage = self._stages[number]
-        if stage.reduce_bytes > 0 or stage.copy_seconds_reduce > 0:
-            self._reductions.issue(
-                stage.name, stage.reduce_messages, stage.reduce_bytes, stage.copy_seconds_reduce
-            )
 
     def _leave(self, number: int) -> None:
         if self._stages[number].reshards and self._unsharded.pop(number) is not None:

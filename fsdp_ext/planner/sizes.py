@@ -74,6 +74,7 @@ class PlannedMemory:
     reduce_output: int
     kept_unsharded: int
     gradients_in_flight: int
+    message_staging: int
 
     @property
     def ring(self) -> int:
@@ -85,6 +86,7 @@ class PlannedMemory:
         """The sum, without activations, inputs, module buffers and unused allocator memory."""
         of_units = self.shards + self.gradients + self.optimizer_states + self.gather_inputs
         buffers = self.ring + self.staging + self.reduce_input + self.reduce_output
+        buffers += self.message_staging
         return of_units + buffers + self.kept_unsharded + self.gradients_in_flight
 
 
@@ -175,4 +177,5 @@ def memory_of(
         reduce_output=found["reduce_output_bytes"],
         kept_unsharded=found["kept_bytes"],
         gradients_in_flight=found["gradients_in_flight_bytes"],
+        message_staging=found["message_staging_bytes"],
     )

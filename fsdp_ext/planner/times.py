@@ -44,6 +44,7 @@ def predict_plan(root: PlannedRoot, found: _C.MemoryPlan, costs: StepCosts) -> P
         depth=root.most_ahead(),
         slots=max(1, found["ring_slots"]),
         contention=costs.contention,
+        packs_ahead=found["packs_ahead"],
     )
 
 

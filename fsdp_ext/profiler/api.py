@@ -26,6 +26,7 @@ from fsdp_ext.profiler.rows import Row, Summary, rows_of, summarise
 from fsdp_ext.profiler.slowdown import Slowdown
 from fsdp_ext.profiler.trace import trace_of
 from fsdp_ext.sharding.agreement import exchange, has_peers
+from fsdp_ext.sharding.ranks import refuse_replicas
 from fsdp_ext.sharding.root import Root, running_root
 
 # Roots that a profile is recording now.
@@ -60,6 +61,7 @@ class profile:
 
     def __init__(self, model: nn.Module, iterations: int = 64) -> None:
         self._root = running_root(model, "profile")
+        refuse_replicas(self._root.units[0].ranks, "profile")
         if not isinstance(iterations, int) or iterations < 1:
             raise ValueError(f"profile got iterations={iterations!r}. Keep at least 1 step.")
         self._core = self._root.core
@@ -332,8 +334,8 @@ def _nothing_yet(root: Root, kept: int) -> Recording:
         # Units with equal bytes and equally many trained elements are assumed to compute alike.
         kinds=list(zip(sizes, trainable, strict=True)),
         transport=root.lanes.transport,
-        rank=first.mesh.get_local_rank(),
-        world_size=first.mesh.size(),
+        rank=first.ranks.rank,
+        world_size=first.ranks.size,
         on_gpu=first.device.type == "cuda",
         kept=kept,
     )

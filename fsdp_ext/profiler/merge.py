@@ -70,7 +70,7 @@ def compare_clocks(iterations: Sequence[Iteration], unit: Unit) -> Clocks:
             else statistics.median(a - b for a, b in zip(first_clock, clock, strict=True))
             for host, clock, _ in answers
         ),
-        rank=unit.mesh.get_local_rank(),
+        rank=unit.ranks.rank,
     )
 
 
@@ -79,7 +79,7 @@ def _readings(unit: Unit) -> list[float]:
     readings = []
     for _ in range(_ROUNDS):
         if has_peers(unit):
-            dist.barrier(unit.mesh.get_group())
+            dist.barrier(unit.ranks.group)
         readings.append(time.monotonic())
     return readings
 
@@ -153,5 +153,5 @@ def _over_ranks(values: Tensor, op: dist.ReduceOp.RedOpType, unit: Unit) -> Tens
     if not has_peers(unit):
         return values
     reduced = values.to(unit.device, copy=True)
-    dist.all_reduce(reduced, op=op, group=unit.mesh.get_group())
+    dist.all_reduce(reduced, op=op, group=unit.ranks.group)
     return reduced.cpu()

@@ -27,7 +27,7 @@ class OutOfMemory(RuntimeError):
 
 def has_peers(unit: Unit) -> bool:
     """Return whether the unit's mesh has other ranks; simulated ones do not count."""
-    group = unit.mesh.get_group()
+    group = unit.ranks.group
     is_real = (
         not isinstance(unit.settings.transport, Simulated) and dist.get_backend(group) != "fake"
     )
@@ -35,7 +35,7 @@ def has_peers(unit: Unit) -> bool:
 
 
 def exchange(unit: Unit, value: Any) -> list[Any]:
-    """Return the values of all ranks of the unit's mesh, in order of rank.
+    """Return the values of all ranks of the unit's mesh, in the order of the mesh.
 
     Args:
         unit: any unit of the model.
@@ -43,9 +43,11 @@ def exchange(unit: Unit, value: Any) -> list[Any]:
     """
     if not has_peers(unit):
         return [value]
-    group = unit.mesh.get_group()
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
+    values = [value]
+    for group in unit.ranks.groups:
+        of_group: list[Any] = [None] * group.size()
+        dist.all_gather_object(of_group, values, group=group)
+        values = [one for of_rank in of_group for one in of_rank]
     return values
 
 

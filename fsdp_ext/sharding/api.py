@@ -15,12 +15,14 @@ from torch.distributed.utils import _get_root_modules
 from fsdp_ext.comm.rendezvous import announce_process
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.comm.transports import resolve_transport
-from fsdp_ext.sharding import module_changes, optimizer_hooks, state_dict_hooks
+from fsdp_ext.sharding import module_changes, optimizer_hooks, state_dict_hooks, torch_state
 from fsdp_ext.sharding.arguments import (
     check_modules,
     check_placements,
+    check_ranks,
     check_types,
     device_of,
+    ensure_process_group,
     refuse_unsupported,
     resolve_bucket_bytes,
     resolve_max_message_bytes,
@@ -35,9 +37,12 @@ from fsdp_ext.sharding.module_state import (
     attributes_of,
     managed_modules,
     managed_params,
+    replicated_params,
     set_state,
     state_of,
+    unit_of,
 )
+from fsdp_ext.sharding.ranks import Ranks
 from fsdp_ext.sharding.root import abandon_forward, prepare_forward
 from fsdp_ext.sharding.settings import UnitSettings
 from fsdp_ext.sharding.unit import Unit
@@ -53,6 +58,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: None = ...,
     transport: str | Simulated | None = ...,
     bucket_bytes: int | Literal["auto"] | None = ...,
     max_message_bytes: int | None = ...,
@@ -70,6 +76,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: None = ...,
     transport: str | Simulated | None = ...,
     bucket_bytes: int | Literal["auto"] | None = ...,
     max_message_bytes: int | None = ...,
@@ -86,6 +93,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: None = None,
     transport: str | Simulated | None = None,
     bucket_bytes: int | Literal["auto"] | None = None,
     max_message_bytes: int | None = None,
@@ -102,22 +110,28 @@ def fully_shard(
     move to the device; on GPUs that is torch's current device. Parameters that are not contiguous,
     such as channels_last ones, become so.
 
-    Between steps the module's parameters are DTensors with ``Shard(0)``: rank ``r`` of ``N`` has
-    rows ``[r * c, (r + 1) * c)`` with ``c = ceil(rows / N)``, as in ``torch.chunk``. In forward and
-    backward they are plain tensors of the full shape. The arguments that
-    ``torch.distributed.fsdp.fully_shard`` also has mean the same here.
+    Between steps the module's parameters are DTensors with ``Shard(0)`` (on a 2-D mesh, with
+    ``Replicate()`` before it): rank ``r`` of ``N`` has rows ``[r * c, (r + 1) * c)`` with ``c =
+    ceil(rows / N)``, as in ``torch.chunk``. In forward and backward they are plain tensors of the
+    full shape. The arguments that ``torch.distributed.fsdp.fully_shard`` also has mean the same
+    here.
 
     Args:
         module: the module to shard in place, or a list of modules to treat as one unit.
-        mesh: 1-D device mesh to shard over. By default all ranks.
+        mesh: device mesh to shard over. By default all ranks. If there is no process group then,
+            ``init_process_group()`` makes one from the environment. A 2-D mesh shards over its
+            second dimension and replicates over its first (hybrid sharding): gradients are
+            reduce-scattered over the second, then all-reduced over the first.
         reshard_after_forward: whether to free the unsharded parameters after forward. The default
             is False for the root, because backward needs it first, and True for other units.
-        shard_placement_fn: may return None or ``Shard(0)`` for a parameter. Other placements are
-            not supported yet.
+        shard_placement_fn: may return None, ``Shard(0)`` or a ``ShardPlacementResult`` of one of
+            them and of ``mesh`` for a parameter. Other placements are not supported yet.
         mp_policy: dtypes of computation, reduction and results
             (:class:`torch.distributed.fsdp.MixedPrecisionPolicy`).
         offload_policy: ``OffloadPolicy()``, the default. Others are not supported yet.
-        ignored_params: parameters to leave as they are, neither sharded nor reduced.
+        ignored_params: parameters to leave as they are, neither sharded nor reduced. Those of
+            modules to which PyTorch's ``replicate`` was applied are left, too.
+        dp_mesh_dims: None. FSDP2's ``DataParallelMeshDims`` are not supported yet.
         transport: what collectives travel by, the same for all units of a model: "nccl" on GPUs,
             "shared_memory" or "process_group" on the host, or a :class:`fsdp_ext.Simulated` one,
             which has no peers. The default is what FSDP_EXT_TRANSPORT names. If that is not set, it
@@ -145,35 +159,40 @@ def fully_shard(
         ``module``. Its new class is a subclass of :class:`FSDPModule` and of its old class.
 
     Raises:
-        RuntimeError: if there is no process group.
+        RuntimeError: if ``mesh`` belongs to no process group.
         TypeError: if ``mesh``, ``mp_policy``, ``ignored_params`` or ``transport`` has a wrong type.
         ValueError: if another argument, a module or a parameter cannot be used. The message says
-            why.
+            why. It is an AssertionError, too, where FSDP2 raises one.
         NotImplementedError: if an argument is not supported yet. The message names it.
     """
     check_types(mesh, mp_policy, ignored_params)
-    refuse_unsupported(offload_policy, mp_policy)
+    refuse_unsupported(offload_policy, mp_policy, dp_mesh_dims)
     modules = [module] if isinstance(module, nn.Module) else list(_outermost(module))
     check_modules(modules)
     if isinstance(transport, Simulated):
         transport.init_process_group()
+    elif mesh is None:
+        ensure_process_group()
     mesh = resolve_mesh(mesh)
     transport = resolve_transport(transport, mesh.device_type)
+    ranks = Ranks(mesh)
+    check_ranks(ranks, transport)
     if isinstance(transport, Simulated):
-        transport.check_group(mesh.size(), mesh.get_local_rank())
+        transport.check_group(ranks.size, ranks.rank)
     settings = UnitSettings(
         mp_policy=mp_policy,
-        reshard_after_forward=resolve_reshard(reshard_after_forward, mesh),
+        reshard_after_forward=resolve_reshard(reshard_after_forward, ranks),
         transport=transport,
         bucket_bytes=resolve_bucket_bytes(bucket_bytes),
         max_message_bytes=resolve_max_message_bytes(max_message_bytes),
         prefetch=resolve_prefetch(prefetch),
     )
-    announce_process(mesh.get_group())
-    ignored = set(ignored_params or ())
+    for group in ranks.groups:
+        announce_process(group)
+    ignored = set(ignored_params or ()) | replicated_params(modules)
     params = managed_params(modules, ignored)
-    check_placements(shard_placement_fn, params)
-    unit = Unit(modules, params, mesh, device_of(mesh), settings)
+    check_placements(shard_placement_fn, params, mesh)
+    unit = Unit(modules, params, ranks, device_of(mesh), settings)
     unit.ignored = attributes_of(modules, ignored)
     _move_buffers(modules, unit.device)
     _mark_for_dynamo(modules)
@@ -181,10 +200,15 @@ def fully_shard(
         submodule.__class__ = fsdp_class(type(submodule))
         hooks = ForwardHooks(unit, index, prepare_forward)
         set_state(submodule, ModuleState(submodule, unit, hooks))
+    torch_state.register(unit)
     state_dict_hooks.install(unit)
     optimizer_hooks.install()
     module_changes.install()
     return cast("FSDPModule | list[FSDPModule]", module)
+
+
+# As PyTorch's function has it. It is not annotated, because users see no such attribute.
+cast(Any, fully_shard).state = torch_state.view_of
 
 
 def _outermost(modules: Any) -> Iterable[nn.Module]:
@@ -253,3 +277,28 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return output if result is None else result
 
     setattr(module, method_name, wrapped)
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Check that the modules share their streams, which those over one group of ranks always do.
+
+    Args:
+        modules: sharded modules, for example the root of each stage of a pipeline.
+
+    Raises:
+        ValueError: if ``fully_shard`` was not applied to one of them.
+        NotImplementedError: if they have different groups of ranks or transports.
+    """
+    units = [unit_of(cast(nn.Module, module)) for module in modules]
+    for module, unit in zip(modules, units, strict=True):
+        if unit is None:
+            raise ValueError(
+                f"share_comm_ctx got a {type(module).__name__} that is not sharded. Pass modules "
+                "that fully_shard was applied to."
+            )
+    lanes = {(unit.ranks.group, unit.settings.transport) for unit in units if unit is not None}
+    if len(lanes) > 1:
+        raise NotImplementedError(
+            f"share_comm_ctx got modules over {len(lanes)} groups of ranks or transports, which "
+            "cannot share streams. Leave the call out; modules of one group share theirs already."
+        )

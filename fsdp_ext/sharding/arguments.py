@@ -13,19 +13,40 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
 from fsdp_ext import _build_info
+from fsdp_ext._util.errors import MisuseError
 from fsdp_ext._util.numbers import is_at_least
+from fsdp_ext.comm.simulated import Simulated
+from fsdp_ext.comm.transports import Transport
 from fsdp_ext.sharding.module_state import has_state
+from fsdp_ext.sharding.ranks import Ranks
 from fsdp_ext.sharding.settings import AUTO, Auto
+
+
+def ensure_process_group() -> None:
+    """Make the process group that the environment describes if there is none, as FSDP2 does.
+
+    Raises:
+        ValueError: if the environment describes none.
+    """
+    if not dist.is_available() or dist.is_initialized():
+        return
+    try:
+        dist.init_process_group()
+    except ValueError as error:
+        raise ValueError(
+            "fully_shard needs a process group, and could not make one from the environment "
+            f"({error}). Start the script with torchrun, or call "
+            "torch.distributed.init_process_group first."
+        ) from error
 
 
 def resolve_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     """Return ``mesh``, or the mesh of all ranks, after checking that it can be sharded over.
 
     Raises:
-        NotImplementedError: if the mesh has two dimensions.
         RuntimeError: if there is no process group.
-        ValueError: if the mesh has more dimensions, or devices that this build does not support, or
-            if this rank is not in it.
+        ValueError: if the mesh has more than two dimensions, or devices that this build does not
+            support, or if this rank is not in it.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
@@ -35,15 +56,10 @@ def resolve_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     if mesh is None:
         on_gpu = _build_info.BUILD_KIND == "CUDA" and torch.cuda.is_available()
         mesh = init_device_mesh("cuda" if on_gpu else "cpu", (dist.get_world_size(),))
-    if mesh.ndim == 2:
-        raise NotImplementedError(
-            f"fully_shard got a 2-D mesh {tuple(mesh.shape)}; hybrid sharding is not supported "
-            f"yet. Pass one of its dimensions, e.g. {_example_of(mesh)}."
-        )
-    if mesh.ndim != 1:
+    if mesh.ndim not in (1, 2):
         raise ValueError(
             f"fully_shard got a {mesh.ndim}-D mesh {tuple(mesh.shape)}. Pass one of its "
-            f"dimensions, e.g. {_example_of(mesh)}."
+            f"dimensions, e.g. {_example_of(mesh)}, or two for hybrid sharding."
         )
     check_device_type(mesh.device_type)
     if mesh.get_coordinate() is None:
@@ -91,6 +107,24 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type)
 
 
+def check_ranks(ranks: Ranks, transport: Transport) -> None:
+    """Raise NotImplementedError for hybrid sharding that is not supported yet."""
+    if ranks.replicas == 1:
+        return
+    shape = tuple(ranks.mesh.shape)
+    if ranks.size == 1:
+        raise NotImplementedError(
+            f"fully_shard got a mesh {shape}, which replicates over its first dimension but shards "
+            "over one rank. That is not supported; use DistributedDataParallel, or a mesh whose "
+            "second dimension has at least 2 ranks."
+        )
+    if isinstance(transport, Simulated):
+        raise NotImplementedError(
+            f"fully_shard got a mesh {shape} and a simulated transport, which has no replicas yet. "
+            "Pass a 1-D mesh."
+        )
+
+
 def check_types(mesh: object, mp_policy: object, ignored_params: object) -> None:
     """Raise TypeError for arguments of ``fully_shard`` of a wrong type."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
@@ -125,8 +159,16 @@ def check_types(mesh: object, mp_policy: object, ignored_params: object) -> None
             )
 
 
-def refuse_unsupported(offload_policy: OffloadPolicy | None, policy: MixedPrecisionPolicy) -> None:
+def refuse_unsupported(
+    offload_policy: OffloadPolicy | None, policy: MixedPrecisionPolicy, dp_mesh_dims: object
+) -> None:
     """Raise NotImplementedError for arguments of ``fully_shard`` that are not supported yet."""
+    if dp_mesh_dims is not None:
+        raise NotImplementedError(
+            f"dp_mesh_dims={dp_mesh_dims!r}, for parameters that are DTensors on a larger mesh, is "
+            "not supported yet. Pass plain parameters, and one dimension of the mesh, e.g. "
+            'mesh=mesh["dp"], or two for hybrid sharding.'
+        )
     if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
         raise NotImplementedError(
             f"offload_policy={type(offload_policy).__name__} is not supported yet: shards stay on "
@@ -141,13 +183,26 @@ def refuse_unsupported(offload_policy: OffloadPolicy | None, policy: MixedPrecis
 
 
 def check_placements(
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None, params: Mapping[nn.Parameter, str]
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    params: Mapping[nn.Parameter, str],
+    mesh: DeviceMesh,
 ) -> None:
-    """Raise NotImplementedError if a parameter should be sharded by anything but its rows."""
+    """Raise NotImplementedError if a parameter should be sharded otherwise than by rows.
+
+    A parameter of another mesh than ``mesh`` is refused, too.
+    """
     if shard_placement_fn is None:
         return
     for param, name in params.items():
         placement = shard_placement_fn(param)
+        if hasattr(placement, "mesh_info"):  # a ShardPlacementResult, which torch 2.11 has not
+            if placement.mesh_info.mesh != mesh:
+                raise NotImplementedError(
+                    f"shard_placement_fn returned another mesh than fully_shard's for parameter "
+                    f"'{name}', {placement.mesh_info.mesh}, which is not supported yet. Shard it "
+                    "over fully_shard's mesh, or pass it in ignored_params."
+                )
+            placement = placement.placement
         if placement not in (None, Shard(0), Shard(-param.ndim)):
             raise NotImplementedError(
                 f"shard_placement_fn returned {placement!r} for parameter '{name}', but so far "
@@ -170,19 +225,19 @@ def check_modules(modules: Iterable[object]) -> None:
                 "Shard its elements instead."
             )
         if has_state(module):
-            raise ValueError(
+            raise MisuseError(
                 f"fully_shard got a {name} that is sharded already. Shard each module once."
             )
         if any(
             cls.__name__ in ("FSDPModule", "FullyShardedDataParallel")
             for cls in type(module).__mro__
         ):
-            raise ValueError(
+            raise MisuseError(
                 f"fully_shard got a {name} that PyTorch's own FSDP has sharded. Use one of the two."
             )
 
 
-def resolve_reshard(value: bool | int | None, mesh: DeviceMesh) -> bool | None:
+def resolve_reshard(value: bool | int | None, ranks: Ranks) -> bool | None:
     """Return ``reshard_after_forward`` as a bool, or None for the default.
 
     Raises:
@@ -193,12 +248,12 @@ def resolve_reshard(value: bool | int | None, mesh: DeviceMesh) -> bool | None:
         return value
     if not isinstance(value, int):
         raise ValueError(f"reshard_after_forward is {value!r}. Pass True, False or None.")
-    if value < 1 or mesh.size() % value != 0:
+    if value < 1 or ranks.size % value != 0:
         raise ValueError(
-            f"reshard_after_forward={value} is not a factor of the world size {mesh.size()}. Pass "
+            f"reshard_after_forward={value} is not a factor of the world size {ranks.size}. Pass "
             "True or False."
         )
-    if value == mesh.size():
+    if value == ranks.size:
         return True
     if value == 1:
         return False

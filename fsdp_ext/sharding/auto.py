@@ -58,7 +58,7 @@ def chosen_for(units: Sequence[Unit], transport: str) -> Choice | None:
     both = first.settings.bucket_bytes == AUTO and first.settings.prefetch == AUTO
     if found is not None and not both:
         found = replace(found, stays_unsharded=())
-    if found is None and first.mesh.get_local_rank() == 0:
+    if found is None and first.ranks.rank == 0:
         _logger.info(
             "settings are 'auto', but fsdp_ext.tune has not run for a model of this shape yet; the "
             "defaults are used until then"

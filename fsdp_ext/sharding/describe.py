@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from fsdp_ext._util.tables import columns, row_of_names, size
+from fsdp_ext.comm.transports import describe_lanes
 from fsdp_ext.sharding.root import Root, running_root
 
 
@@ -46,6 +47,12 @@ def _describe(root: Root) -> list[str]:
     reshards = root.settings.reshard_after_forward
     alone = zip(reshards, root.core.unsharded_bytes(), strict=True)
     largest = max([0, *(nbytes for is_resharded, nbytes in alone if is_resharded)])
+    messages = memory["message_staging_bytes"]
+    lines.append(
+        f"{root.units[0].world_size} ranks communicate over {describe_lanes(root.lanes)}"
+        + _replicas(root)
+        + (f"; messages in flight take {size(messages)}" if messages else "")
+    )
     lines.append(
         f"{len(root.units)} units in {len(buckets)} buckets (bucket_bytes="
         f"{root.settings.bucket_bytes[0]:,}); each bucket is one gather, one reduction and one slot"
@@ -55,6 +62,16 @@ def _describe(root: Root) -> list[str]:
         f"without buckets they would be {size(slots * largest)}"
     )
     return lines
+
+
+def _replicas(root: Root) -> str:
+    """Return how gradients travel between ranks with the same shard, if there are any."""
+    if root.replicas is None:
+        return ""
+    return (
+        f"; gradients are summed over {root.units[0].replicas} replicas over "
+        f"{describe_lanes(root.replicas)}"
+    )
 
 
 def _names(root: Root, numbers: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""The DTensors of a unit: rows of parameters and of gradients, sharded over one mesh dimension."""
+"""The DTensors of a unit: rows of parameters and of gradients."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from fsdp_ext import _C
+from fsdp_ext.sharding.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class GradientPlace:
     shape: torch.Size
 
 
-def row_sharded(local: torch.Tensor, mesh: DeviceMesh, shape: torch.Size) -> DTensor:
+def row_sharded(local: torch.Tensor, ranks: Ranks, shape: torch.Size) -> DTensor:
     """Return a DTensor of ``shape`` of which this rank has the rows ``local``."""
     return DTensor.from_local(
         local,
-        mesh,
-        [Shard(0)],
+        ranks.mesh,
+        ranks.placements,
         run_check=False,
         shape=shape,
         stride=_contiguous_stride(shape),
@@ -40,7 +40,7 @@ def row_sharded(local: torch.Tensor, mesh: DeviceMesh, shape: torch.Size) -> DTe
 
 
 def gradient_maker(
-    mesh: DeviceMesh, places: Sequence[GradientPlace]
+    ranks: Ranks, places: Sequence[GradientPlace]
 ) -> Callable[[torch.Tensor], list[DTensor]]:
     """Return a function that makes the sharded gradients at ``places`` of a flat gradient.
 
@@ -55,7 +55,7 @@ def gradient_maker(
                 _C.FlatTensor.part_of(
                     flat, place.offset * flat.itemsize, place.local_shape, flat.dtype
                 ),
-                mesh,
+                ranks,
                 place.shape,
             )
             for place in places

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
+from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
+from fsdp_ext._util.errors import UnsupportedError
+from fsdp_ext.sharding import torch_state
 from fsdp_ext.sharding.module_state import unit_of
+from fsdp_ext.sharding.refused_methods import override_rest
 from fsdp_ext.sharding.root import ensure_root
 from fsdp_ext.sharding.state_dict_hooks import adopt_changes, reshard
 from fsdp_ext.sharding.unit import Unit
 
+# Since torch 2.15.
+_TorchGradientReductionHandle: Any = getattr(torch_fsdp, "GradientReductionHandle", object)
 
-class UnshardHandle:
+
+class UnshardHandle(TorchUnshardHandle):
     """An all-gather in flight.
 
     Args:
@@ -32,8 +40,31 @@ class UnshardHandle:
             unit.root.wait_for_unshard(unit)
 
 
-class FSDPModule:
-    """The base class of a module's class once ``fully_shard`` was applied to the module."""
+class GradientReductionHandle(_TorchGradientReductionHandle):  # type: ignore[misc]
+    """Gradient reductions in flight.
+
+    Args:
+        unit: a unit of the model whose gradients are reduced.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        """Make the current stream wait."""
+        unit, self._unit = self._unit, None
+        if unit is not None and unit.root is not None:
+            unit.root.reduce_accumulated(wait=True)
+
+
+class FSDPModule(TorchFSDPModule):
+    """The base class of a module's class once ``fully_shard`` was applied to the module.
+
+    It is a subclass of PyTorch's, for code that asks ``isinstance(module, FSDPModule)``, but
+    inherits no behaviour: each of PyTorch's methods has one of its own here, or raises.
+    """
+
+    _orig_cls_mro_index = 3  # FSDP<Class>, this class, PyTorch's, then the original one
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make an instance of the original class, as slicing an ``nn.Sequential`` does."""
@@ -43,7 +74,7 @@ class FSDPModule:
         return self
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise NotImplementedError(
+        raise UnsupportedError(
             "a sharded module cannot be deep-copied. Copy it before fully_shard, or copy its "
             "state_dict."
         )
@@ -70,20 +101,58 @@ class FSDPModule:
         """Reshard all units and drop unreduced gradients, after an iteration that failed.
 
         The next forward does this by itself. The method exists because FSDP2 has it.
+
+        Raises:
+            RuntimeError: if this module is not the root.
         """
-        if self._unit.root is not None:
-            self._unit.root.core.reset_iteration()
+        root = self._unit.root
+        if root is None:
+            return
+        if root.number(self._unit) > 0:
+            raise RuntimeError(
+                f"reset_iter_state was called on unit '{self._unit.name}'. Call it on the root "
+                "module, which is the one that ran forward first."
+            )
+        root.core.reset_iteration()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward waits for the gradient reductions at its end.
 
         The setting is the root's, so it holds for the whole model.
         """
-        unit = self._unit
-        unit.change(is_last_backward=is_last_backward)
-        if unit.root is not None:
-            unit.root.units[0].change(is_last_backward=is_last_backward)
-            unit.root.core.set_is_last_backward(is_last_backward)
+        self._change_root(is_last_backward=is_last_backward)
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Set whether backwards leave the wait for reductions to :meth:`finalize_backward`.
+
+        The setting is the root's, so it holds for the whole model. FSDP2 has it since torch 2.15.
+        """
+        self._change_root(finalizes_by_hand=enabled)
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """End the backwards of a step: reduce what they have accumulated, and wait.
+
+        Backwards accumulate after ``set_requires_gradient_sync(False)``. Units for which this still
+        holds keep what they have.
+
+        Args:
+            async_op: return a handle at once instead of waiting. Wait for it before the optimizer's
+                step and before the next forward.
+
+        Raises:
+            RuntimeError: without :meth:`set_manual_backward_finalization`, and while forward or
+                backward runs.
+        """
+        root = self._unit.root
+        settings = self._unit.settings if root is None else root.units[0].settings
+        if not settings.finalizes_by_hand:
+            raise RuntimeError(
+                "finalize_backward was called, but backwards end by themselves. Call "
+                "set_manual_backward_finalization(True) before forward."
+            )
+        if root is not None:
+            root.reduce_accumulated(wait=not async_op)
+        return GradientReductionHandle(self._unit) if async_op else None
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -95,6 +164,19 @@ class FSDPModule:
             recurse: set it for all units below, too.
         """
         _change(self._units(recurse), requires_gradient_sync=requires_gradient_sync)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Set whether backward sums gradients over replicas, on a 2-D mesh.
+
+        Without it, gradients accumulate as they do without
+        :meth:`set_requires_gradient_sync`. FSDP2 reduces them within the ranks that share a model,
+        which takes less memory and communicates more. On a 1-D mesh this has no effect.
+
+        Args:
+            requires_all_reduce: the new value.
+            recurse: set it for all units below, too.
+        """
+        _change(self._units(recurse), requires_all_reduce=requires_all_reduce)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -165,7 +247,7 @@ class FSDPModule:
         """
         _change(self._units(recurse), reshard_after_backward=reshard_after_backward)
 
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Set what to prefetch when this unit runs forward, instead of the recorded order.
 
         Args:
@@ -174,7 +256,7 @@ class FSDPModule:
         self._unit.forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
         _change([self._unit])
 
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Set what to prefetch when this unit runs backward, instead of the reverse order.
 
         Args:
@@ -193,8 +275,82 @@ class FSDPModule:
         """Do what :meth:`set_gradient_divide_factor` does. It is FSDP2's older name for it."""
         self.set_gradient_divide_factor(factor)
 
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Do nothing, as in FSDP2 on a 1-D mesh: only hybrid sharding has an all-reduce."""
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Set whether backward gathers this unit's parameters. Not recursive.
+
+        Args:
+            unshard_in_backward: pass False if backward does not read them. That of an embedding
+                does not. If it does, it raises. Gradients do not depend on this setting.
+        """
+        _change([self._unit], unshard_in_backward=unshard_in_backward)
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Make the current stream wait for the end of an optimizer's step on another stream.
+
+        The next gathers wait for the current stream, and so for ``event``. FSDP2's wait for
+        ``event`` alone.
+
+        Args:
+            event: recorded after the step.
+
+        Raises:
+            TypeError: if ``event`` is not an event.
+        """
+        if not isinstance(event, torch.Event):
+            raise TypeError(
+                f"set_post_optim_event got {event!r}. Pass a torch.Event that was recorded after "
+                "the optimizer's step."
+            )
+        if self._unit.device.type != "cpu":  # the host has no streams of its own to wait for
+            event.wait()
+
+    # - Methods of FSDP2 that change nothing here, because it is so already
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Do nothing: reductions are sums, which gradients are scaled for in front of them."""
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Do nothing: gathers and reductions always have communicators of their own."""
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Do nothing: computation never waits for the buffer that gradients are packed into.
+
+        Packing runs on a stream of the reduce lane, so only that stream waits for a buffer.
+
+        Raises:
+            TypeError: if ``max_input_buffers`` is not an integer.
+            ValueError: if it is less than 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(
+                f"set_reduce_scatter_max_input_buffers got {max_input_buffers!r}. Pass an integer."
+            )
+        if max_input_buffers < 1:
+            raise ValueError(
+                f"set_reduce_scatter_max_input_buffers got {max_input_buffers}. Pass 1 or more."
+            )
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Do nothing: where NCCL can register buffers, the planned ones are from its allocator."""
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Do nothing: buffers on GPUs are NCCL windows already, if its version has them.
+
+        Raises:
+            ValueError: if ``backend`` is not "NCCL".
+        """
+        if backend != "NCCL":
+            raise ValueError(f"set_symm_mem_for_comm got backend={backend!r}. Pass 'NCCL'.")
+
+    def set_keep_unsharded_storage(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: unsharded parameters lie in slots that are allocated once and kept."""
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Do nothing: gathers allocate no memory, so no stream has to."""
 
     def flat_shard(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this unit's flat shard and flat gradient, for optimizers that work on them whole.
@@ -210,6 +366,11 @@ class FSDPModule:
             RuntimeError: before the first forward.
         """
         return self._unit.flat()
+
+    def _change_root(self, **settings: bool) -> None:
+        self._unit.change(**settings)
+        if self._unit.root is not None:
+            self._unit.root.change(**settings)
 
     @property
     def _unit(self) -> Unit:
@@ -228,41 +389,17 @@ class FSDPModule:
         core = self._unit.core
         if core is not None:
             core.release_gradients()  # torch.utils.swap_tensors wants to be their only holder
-        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        original: Any = super(TorchFSDPModule, self)
+        result = original._apply(*args, **kwargs)
         adopt_changes(self._unit)
         return result
 
-
-# What to do instead of calling methods of FSDP2 that are missing here.
-_INSTEAD = {
-    "set_all_reduce_hook": "Change gradients in hooks of the sharded parameters "
-    "(register_post_accumulate_grad_hook), or after backward",
-    "set_custom_all_gather": "Choose what collectives travel by with fully_shard(transport=...)",
-    "set_custom_reduce_scatter": "Choose what collectives travel by with "
-    "fully_shard(transport=...)",
-    "set_post_optim_event": "Leave the call out: gathers wait for the current stream",
-    "set_force_sum_reduction_for_comms": "Leave the call out: reductions are sums already",
-    "set_separate_reduce_scatter_group": "Leave the call out: gathers and reductions have "
-    "communicators of their own already",
-    "set_unshard_in_backward": "Call set_reshard_after_forward(False) on units that should not be "
-    "gathered in backward",
-}
-_DEFAULT_INSTEAD = "Leave the call out: results do not depend on it"
+    def _get_fsdp_state(self) -> Any:
+        """Return a view of the unit that has some of what PyTorch's ``FSDPState`` has."""
+        return torch_state.view_of(cast(nn.Module, self))
 
 
-def _unsupported(name: str) -> Callable[..., NoReturn]:
-    instead = _INSTEAD.get(name, _DEFAULT_INSTEAD)
-
-    def method(self: FSDPModule, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"FSDPModule.{name} is not supported yet. {instead}.")
-
-    return method
-
-
-# The methods of the installed PyTorch's FSDPModule that are missing here raise by name.
-for _name in vars(TorchFSDPModule):
-    if not _name.startswith("_") and not hasattr(FSDPModule, _name):
-        setattr(FSDPModule, _name, _unsupported(_name))
+override_rest(FSDPModule, TorchFSDPModule)
 
 
 def _join_empty(module: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
@@ -299,14 +436,16 @@ def _change(units: list[Unit], **settings: Any) -> None:
         root.apply(of_root, settings or ["prefetch_targets"])
 
 
-def _units_of(modules: list[FSDPModule], caller: str) -> list[Unit]:
+def _units_of(modules: Sequence[TorchFSDPModule], caller: str) -> list[Unit]:
+    units = []
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(
                 f"{caller} got a {type(module).__name__} that is not sharded. Pass modules that "
                 "fully_shard was applied to."
             )
-    return [module._unit for module in modules]
+        units.append(module._unit)
+    return units
 
 
 # - The class of a sharded module
@@ -325,5 +464,5 @@ def original_class(cls: type[Any]) -> type[Any]:
     """Return the class that a module had before ``fully_shard``; ``cls`` if it is not sharded."""
     if not issubclass(cls, FSDPModule):
         return cls
-    original: type[Any] = cls.__mro__[2]  # after FSDP<Class> and FSDPModule
+    original: type[Any] = cls.__mro__[FSDPModule._orig_cls_mro_index]
     return original

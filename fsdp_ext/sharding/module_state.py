@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, _get_registry
 
 from fsdp_ext.sharding.forward_hooks import ForwardHooks
 from fsdp_ext.sharding.param_group import ParamGroup
@@ -51,8 +52,11 @@ def has_state(module: nn.Module) -> bool:
 
 
 def is_state(attribute: str) -> bool:
-    """Return whether a module's attribute of this name is fsdp_ext's."""
-    return attribute == _KEY
+    """Return whether a module's attribute of this name says what was applied to the module.
+
+    It is fsdp_ext's own, or one in which PyTorch's functions note that they were applied.
+    """
+    return attribute in (_KEY, STATE_KEY, REGISTRY_KEY)
 
 
 def group_of(module: nn.Module) -> ParamGroup | None:
@@ -80,13 +84,13 @@ def sharded_module(model: nn.Module) -> nn.Module:
 
 
 def managed_modules(modules: list[nn.Module]) -> list[nn.Module]:
-    """Return ``modules`` and what is in them, except for nested units."""
+    """Return ``modules`` and what is in them, except for nested units and replicated modules."""
     found: dict[nn.Module, None] = {}
 
     def collect(module: nn.Module) -> None:
         found[module] = None
         for child in module.children():
-            if child not in found and group_of(child) is None:
+            if child not in found and group_of(child) is None and not _is_replicated(child):
                 collect(child)
 
     for module in modules:
@@ -111,6 +115,21 @@ def managed_params(modules: list[nn.Module], ignored: set[nn.Parameter]) -> dict
     for module in modules:
         collect(module, f"{type(module).__name__}." if len(modules) > 1 else "")
     return params
+
+
+def replicated_params(modules: list[nn.Module]) -> set[nn.Parameter]:
+    """Return the parameters of modules to which PyTorch's ``replicate`` was applied."""
+    return {
+        param
+        for module in modules
+        for submodule in module.modules()
+        if _is_replicated(submodule)
+        for param in submodule.parameters()
+    }
+
+
+def _is_replicated(module: nn.Module) -> bool:
+    return "replicate" in (_get_registry(module) or ())
 
 
 def attributes_of(

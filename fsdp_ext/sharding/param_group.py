@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from fsdp_ext import _C
+from fsdp_ext._util.errors import MisuseError
 from fsdp_ext.sharding.settings import UnitSettings
 
 # Before torch 2.15, reduce_dtype=None means param_dtype. Since then it means the parameters' own
@@ -45,13 +46,17 @@ class ParamGroup:
         name: name of the unit, for messages.
         world_size: how many ranks share the parameters.
         settings: the settings that the user asked for.
+        replicas: how many ranks have the same rows of them.
     """
 
     params: Sequence[Param]
 
-    def __init__(self, name: str, world_size: int, settings: UnitSettings) -> None:
+    def __init__(
+        self, name: str, world_size: int, settings: UnitSettings, replicas: int = 1
+    ) -> None:
         self.name = name
         self.world_size = world_size
+        self.replicas = replicas
         self.settings = settings
         # The units given to set_modules_to_forward_prefetch and to the same for backward.
         self.forward_prefetch: Sequence[ParamGroup] = ()
@@ -84,7 +89,7 @@ class ParamGroup:
         trainable = {param.name: param.dtype for param in self.params if param.requires_grad}
         if len(set(trainable.values())) > 1:
             listed = ", ".join(f"'{name}' is {dtype}" for name, dtype in trainable.items())
-            raise ValueError(
+            raise MisuseError(
                 f"unit '{self.name}' has trainable parameters of several dtypes ({listed}), but "
                 "a unit reduces gradients of one dtype only. Shard them as separate units, or "
                 "convert them."
@@ -124,7 +129,8 @@ class ParamGroup:
         Only fp32 and bf16 are divided at once. Other dtypes, above all fp16 with its small range,
         are divided by about the square root of the divisor on each side.
         """
-        factor = self.settings.gradient_divide_factor or float(self.world_size)
+        ranks = self.world_size * self.replicas
+        factor = self.settings.gradient_divide_factor or float(ranks)
         _, reduce_dtype = self.grad_dtypes()
         if reduce_dtype in (torch.float32, torch.bfloat16):
             return 1.0 / factor, 1.0

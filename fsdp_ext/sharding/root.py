@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_ext import _C
@@ -49,11 +50,19 @@ class Root(UnitTree):
                 unit.root.reshard(unit)
         first = self.units[0]
         transport = first.settings.transport
-        self.lanes = lanes_of(first.mesh.get_group(), first.device, transport)
+        replicas = first.ranks.replica_group
+        at_once = 2 if replicas is None else 4
+        self.lanes = lanes_of(first.ranks.group, first.device, transport, at_once=at_once)
+        # The lanes of ranks with the same shard: Note [replicas] in csrc/core/reducer.h.
+        self.replicas: _C.Lanes | None = None
+        if replicas is not None:
+            self.replicas = lanes_of(replicas, first.device, transport, at_once=at_once)
         self.link = typical_link(self.lanes.transport, transport, first.world_size)
         self.decision: Decision | None = None
         self.settings = self._resolve()
-        if first.settings.bucket_bytes is None and first.mesh.get_local_rank() == 0:
+        if replicas is not None:
+            self._compare_sets(replicas)
+        if first.settings.bucket_bytes is None and first.ranks.rank == 0:
             log_default(self.settings.bucket_bytes[0], self.link)
         self.core = self._build()
         # This comes last: if anything above raises, the next forward starts over.
@@ -78,7 +87,7 @@ class Root(UnitTree):
                 "the root must be a single module. Call fully_shard on the module that contains "
                 "them, too."
             )
-        meshes = {unit.mesh for unit in self.units}
+        meshes = {unit.ranks.mesh for unit in self.units}
         if len(meshes) > 1:
             raise NotImplementedError(
                 f"the units under one root have {len(meshes)} meshes, which is not supported yet. "
@@ -91,6 +100,29 @@ class Root(UnitTree):
                 f"{' and '.join(sorted(map(repr, transports)))}. Pass the same one to each "
                 "fully_shard."
             )
+
+    def _compare_sets(self, replicas: dist.ProcessGroup) -> None:
+        """Check that all sets of ranks cut the model into the same messages.
+
+        Raises:
+            ValueError: if they have other transports or other settings.
+        """
+        mine = (self.lanes.transport, self.settings)
+        of_sets: list[Any] = [None] * replicas.size()
+        dist.all_gather_object(of_sets, mine, group=replicas)
+        for number, theirs in enumerate(of_sets):
+            if theirs != mine:
+                what, here, there = (
+                    ("transports", mine[0], theirs[0])
+                    if theirs[0] != mine[0]
+                    else ("settings", mine[1], theirs[1])
+                )
+                own = dist.get_rank(replicas)
+                raise ValueError(
+                    f"the sets of ranks that shard the model have different {what}: set {own} has "
+                    f"{here} and set {number} has {there}. Pass the same transport, bucket_bytes, "
+                    "prefetch and reshard_after_forward to fully_shard on all ranks, and no 'auto'."
+                )
 
     def _check_parameters(self) -> None:
         """Check that the modules have the parameters that the units have.
@@ -136,6 +168,7 @@ class Root(UnitTree):
         """Make the C++ side for the parameters as they are now, and connect the hooks to it."""
         core = _C.TorchRoot(
             lanes=self.lanes,
+            replicas=self.replicas,
             prefetch_depth=self.settings.prefetch,
             nesting=self.nesting(),
             has_peers=has_peers(self.units[0]),
@@ -154,7 +187,7 @@ class Root(UnitTree):
             core.add_unit(unit_core, config)
         self.core = core
         self.apply(self.units)
-        core.set_is_last_backward(self.units[0].settings.is_last_backward)
+        core.set_is_last_backward(self.units[0].settings.waits_for_reductions)
         # Last: if the above raised, the next forward starts over.
         if not self.is_provisional:
             for unit, unit_core in zip(self.units, cores, strict=True):
@@ -182,7 +215,9 @@ class Root(UnitTree):
 
     @hidden_from_dynamo
     def _pre_forward_when_stale(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self.core.has_trainable_set_changed() or any(unit.has_changed() for unit in self.units):
+        if self.core.has_gradient_setting_changed() or any(
+            unit.has_changed() for unit in self.units
+        ):
             self.rebuild()
         else:  # some module was changed, perhaps in another model
             self._check_parameters()
@@ -246,8 +281,15 @@ class Root(UnitTree):
     def _set_reshard_after_backward(self, number: int, unit: Unit) -> None:
         self.core.set_reshard_after_backward(number, unit.settings.reshard_after_backward)
 
+    def _set_unshards_in_backward(self, number: int, unit: Unit) -> None:
+        self.core.set_unshards_in_backward(number, unit.settings.unshard_in_backward)
+
     def _set_requires_gradient_sync(self, number: int, unit: Unit) -> None:
-        self.core.set_requires_gradient_sync(number, unit.settings.requires_gradient_sync)
+        settings = unit.settings
+        syncs = settings.requires_gradient_sync and (
+            settings.requires_all_reduce or unit.replicas == 1
+        )
+        self.core.set_requires_gradient_sync(number, syncs)
 
     def _set_reduces_unused(self, number: int, unit: Unit) -> None:
         self.core.set_reduces_unused(number, unit.settings.reduce_scatter_unused_params)
@@ -260,6 +302,23 @@ class Root(UnitTree):
         backward = [self.number(target) for target in unit.backward_prefetch]
         self.core.set_forward_prefetch(number, forward)
         self.core.set_backward_prefetch(number, backward)
+
+    def change(self, **settings: bool) -> None:
+        """Change settings of which only the root's are used."""
+        self.units[0].change(**settings)
+        self.core.set_is_last_backward(self.units[0].settings.waits_for_reductions)
+
+    def reduce_accumulated(self, *, wait: bool) -> None:
+        """Reduce the gradients that backwards without synchronisation have accumulated.
+
+        Args:
+            wait: make the current stream wait for all reductions, earlier ones, too.
+        """
+        self.core.set_is_last_backward(wait)
+        try:
+            self.core.reduce_accumulated()
+        finally:
+            self.core.set_is_last_backward(self.units[0].settings.waits_for_reductions)
 
     def abandon_forward(self, unit: Unit) -> None:
         """Register the sharded parameters again if the outermost forward was that of ``unit``.
@@ -287,7 +346,9 @@ class Root(UnitTree):
 _SETTERS: dict[str, Callable[[Root, int, Unit], None]] = {
     "reshard_after_forward": Root._set_reshard_after_forward,
     "reshard_after_backward": Root._set_reshard_after_backward,
+    "unshard_in_backward": Root._set_unshards_in_backward,
     "requires_gradient_sync": Root._set_requires_gradient_sync,
+    "requires_all_reduce": Root._set_requires_gradient_sync,
     "reduce_scatter_unused_params": Root._set_reduces_unused,
     "gradient_divide_factor": Root._set_gradient_scales,
     "prefetch_targets": Root._set_prefetch_targets,

@@ -33,10 +33,18 @@ class UnitSettings:
     prefetch: int | Auto | None = None  # only the root's is used
 
     reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
     requires_gradient_sync: bool = True
+    requires_all_reduce: bool = True  # of units with replicas
     reduce_scatter_unused_params: bool = False
     gradient_divide_factor: float | None = None
     is_last_backward: bool = True  # only the root's is used
+    finalizes_by_hand: bool = False  # only the root's is used
+
+    @property
+    def waits_for_reductions(self) -> bool:
+        """Whether a backward waits for the reductions of gradients at its end."""
+        return self.is_last_backward and not self.finalizes_by_hand
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_ext import _C
@@ -25,6 +24,7 @@ from fsdp_ext.sharding.ownership import (
     unsharded_name,
 )
 from fsdp_ext.sharding.param_group import ParamGroup
+from fsdp_ext.sharding.ranks import Ranks
 from fsdp_ext.sharding.settings import UnitSettings
 
 
@@ -72,7 +72,7 @@ class Unit(ParamGroup):
     Args:
         modules: the modules of the call.
         params: their parameters that are in no other unit, with names for error messages.
-        mesh: the 1-D mesh over which rows are sharded.
+        ranks: those over which rows are sharded, and their replicas.
         device: this rank's device.
         settings: the settings that the user asked for.
     """
@@ -81,13 +81,13 @@ class Unit(ParamGroup):
         self,
         modules: list[nn.Module],
         params: dict[nn.Parameter, str],
-        mesh: DeviceMesh,
+        ranks: Ranks,
         device: torch.device,
         settings: UnitSettings,
     ) -> None:
-        super().__init__(type(modules[0]).__name__, mesh.size(), settings)
+        super().__init__(type(modules[0]).__name__, ranks.size, settings, ranks.replicas)
         self.modules = modules
-        self.mesh = mesh
+        self.ranks = ranks
         self.device = device
         # The Root that runs this unit, from the first forward on. root.py imports this file, so the
         # type cannot be named here.
@@ -160,11 +160,11 @@ class Unit(ParamGroup):
     def _rows(self, shape: torch.Size) -> tuple[int, int]:
         """Return the first row of a parameter that this rank has, and how many rows it has."""
         chunk = -(-shape[0] // self.world_size)
-        first = min(chunk * self.mesh.get_local_rank(), shape[0])
+        first = min(chunk * self.ranks.rank, shape[0])
         return first, min(chunk, shape[0] - first)
 
     def _to_dtensor(self, local: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
-        dtensor = row_sharded(local, self.mesh, like.shape)
+        dtensor = row_sharded(local, self.ranks, like.shape)
         return nn.Parameter(dtensor, requires_grad=like.requires_grad)
 
     @torch.inference_mode(False)
@@ -203,7 +203,7 @@ class Unit(ParamGroup):
             )
         device = torch.device(devices.pop()) if devices else self.device
         flat = zeros_for_shard(
-            layout.shard_bytes, device, self.mesh.get_group(), self.settings.transport
+            layout.shard_bytes, device, self.ranks.group, self.settings.transport
         )
         parts = self._parts_of(flat, layout)
         for param, part in zip(self.params, parts, strict=True):
@@ -339,7 +339,7 @@ class Unit(ParamGroup):
         core.bind(
             sharded=[param.sharded for param in self.params],
             unsharded=unsharded,
-            make_gradients=gradient_maker(self.mesh, self._gradient_places(layout)),
+            make_gradients=gradient_maker(self.ranks, self._gradient_places(layout)),
             attributes=[
                 (module._parameters, attribute, index)
                 for index, param in enumerate(self.params)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fsdp_ext.sharding.agreement import together
 from fsdp_ext.sharding.auto import remember
+from fsdp_ext.sharding.ranks import refuse_replicas
 from fsdp_ext.sharding.root import running_root
 from fsdp_ext.tuner.arguments import agreed_limit, check_arguments, check_state, units_of
 from fsdp_ext.tuner.candidates import TunableSettings
@@ -79,6 +80,7 @@ def tune(
             before or with all others.
     """
     units = units_of(model)
+    refuse_replicas(units[0].ranks, "tune")
     with together(units[0], "tune", "its arguments"):
         check_arguments(loss, memory_limit, optimizer_states, steps)
         check_state(model, units)
@@ -101,6 +103,6 @@ def tune(
         result.chosen.choice,
         memory_known=memory_limit is not None,
     )
-    if verbose and units[0].mesh.get_local_rank() == 0:
+    if verbose and units[0].ranks.rank == 0:
         print(result, file=sys.stdout)
     return result

@@ -86,6 +86,11 @@ def check_state(model: nn.Module, units: Sequence[Unit]) -> None:
             "tune profiles the model itself, but it was called in a with block of "
             "fsdp_ext.profile. Call it outside of the block."
         )
+    if units[0].settings.finalizes_by_hand:
+        raise ValueError(
+            "tune needs backwards that end by themselves, but the model was told otherwise. Call "
+            "set_manual_backward_finalization(False) before."
+        )
     if not units[0].settings.is_last_backward:
         raise ValueError(
             "tune needs each backward to be the last one of its step, but the model was told "

@@ -16,8 +16,9 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from fsdp_ext.comm.fit import Fit, Sample, fit
 from fsdp_ext.comm.link import Link
-from fsdp_ext.comm.measure_link import Fit, Sample, fit, link_of
+from fsdp_ext.comm.measure_link import link_of
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.profiler.api import profile
 from fsdp_ext.profiler.recording import WIRES, Iteration, copy_rates, own_compute

@@ -70,7 +70,7 @@ class Search:
         self._steps = steps
         self._optimizer_states = optimizer_states
         # The planned root refers to the copy weakly, so it is held here.
-        self._copy = units_of_sharded(root.module, root.units[0].mesh.size())
+        self._copy = units_of_sharded(root.module, root.units[0].ranks.size)
         self._planned = PlannedRoot(self._copy, root.link)
         self._layouts = [unit.layout_for(training=True) for unit in self._planned.units]
 
@@ -119,7 +119,7 @@ class Search:
         )
 
     def _log(self, what: str) -> None:
-        if self._root.units[0].mesh.get_local_rank() == 0:
+        if self._root.units[0].ranks.rank == 0:
             _logger.info("tune: %s", what)
 
     def _fitting(self, limit: int, keeps_more: bool) -> tuple[list[_Sized], int]:

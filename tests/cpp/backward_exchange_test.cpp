@@ -17,7 +17,7 @@ namespace {
 // whose buckets were reduced, in their order.
 std::vector<int> backward_without(Rank& rank, int without, bool passes_inputs) {
   const std::vector<int> order = rank.in_order();
-  const std::vector<int> calls = rank.forward(order);
+  const std::vector<CallId> calls = rank.forward(order);
   return sent_by(rank,
                  [&] {
                    rank.pipeline->begin_backward();
@@ -29,7 +29,7 @@ std::vector<int> backward_without(Rank& rank, int without, bool passes_inputs) {
                        rank.pipeline->gradient_arrived(*i, param);
                      }
                      if (passes_inputs) {
-                       rank.pipeline->post_backward(*i);
+                       rank.pipeline->post_backward(*i, calls[static_cast<std::size_t>(*i)]);
                      }
                    }
                    rank.add_gradients(0, 1.0F);
@@ -54,6 +54,32 @@ TEST(BackwardExchange, AParameterThatOneRankUsesHasAGradientOnAllRanks) {
       }
     });
   }
+}
+
+// On rank 1 no hook of unit 3 runs, and none when backward has passed a unit's inputs.
+TEST(BackwardExchange, ARankOnWhichHooksDoNotRunIssuesTheSame) {
+  on_ranks(2, 5, [&](Rank& rank, int r) {
+    rank.step(1.0F);
+    const std::vector<CallId> calls = rank.forward(rank.in_order());
+    const Sent sent = sent_by(rank, [&] {
+      rank.pipeline->begin_backward();
+      for (const int i : r == 1 ? std::vector<int>{5, 4, 2, 1} : std::vector<int>{5, 4, 3, 2, 1}) {
+        const CallId call = calls[static_cast<std::size_t>(i)];
+        rank.pipeline->pre_backward(i, call);
+        rank.unit(i).expect_unsharded();
+        rank.add_gradients(i, 1.0F);
+        if (r == 0) {
+          rank.pipeline->post_backward(i, call);
+        }
+      }
+      rank.pipeline->end_backward();
+    });
+    EXPECT_EQ(sent.backward, (std::vector<int>{3, 2, 1})) << "on rank " << r;
+    EXPECT_EQ(sent.reduced, (std::vector<int>{5, 4, 3, 2, 1, 0})) << "on rank " << r;
+    rank.unit(3).expect_gradient(0, 0.5F);
+    EXPECT_TRUE(rank.unit(3).has_sharded_gradient(0));
+    EXPECT_FALSE(rank.unit(0).has_sharded_gradient(0));
+  });
 }
 
 TEST(BackwardExchange, AParameterThatNoRankUsesHasNone) {
@@ -92,7 +118,7 @@ TEST(BackwardExchange, RanksThatRunUnitsInAnotherOrderSayWhereTheyDiffer) {
           pipeline.post_forward(unit);
         }
       }
-      const int call = pipeline.post_forward(0);
+      const CallId call = pipeline.post_forward(0);
       pipeline.end_forward();
       pipeline.begin_backward();
       pipeline.pre_backward(0, call);

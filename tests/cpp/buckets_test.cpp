@@ -92,7 +92,7 @@ TEST(Buckets, AForwardThatLeavesUnitsOutStillReducesAndReleasesSlots) {
     for (const std::vector<int>& order :
          std::vector<std::vector<int>>{{1, 3, 4, 6}, {2, 5}, {6, 5, 4, 3, 2, 1}, {1, 2, 1, 2, 5}}) {
       rank.pipeline->ledger().reset();
-      std::vector<int> calls = rank.forward(order);
+      std::vector<CallId> calls = rank.forward(order);
       std::vector<int> once;
       for (const int unit : order) {
         if (std::find(once.begin(), once.end(), unit) == once.end()) {
@@ -129,7 +129,7 @@ TEST(Buckets, UnitsThatDifferInSyncOrScaleAreReducedByThemselves) {
     rank.pipeline->set_requires_gradient_sync(1, false);
     rank.pipeline->set_requires_gradient_sync(4, false);
     for (int step = 0; step < 2; ++step) {
-      const std::vector<int> calls = rank.forward(order);
+      const std::vector<CallId> calls = rank.forward(order);
       if (step == 1) {
         rank.pipeline->set_gradient_scales(5, 1.0, 1.0);  // a sum from now on
       }
@@ -215,7 +215,7 @@ TEST(Buckets, ThatStayUnshardedAfterForwardAreReducedAndFollowNewShards) {
         }
         for (int step = 0; step < 3; ++step) {
           const std::vector<int> order = rank.in_order();
-          const std::vector<int> calls = rank.forward(order);
+          const std::vector<CallId> calls = rank.forward(order);
           for (int i = 1; i <= 4; ++i) {
             rank.unit(i).expect_unsharded();
           }
@@ -239,11 +239,11 @@ TEST(Buckets, AnAbandonedIterationLeavesNoTrace) {
     rank.pipeline->pre_forward(0);
     rank.pipeline->pre_forward(1);
     const std::vector<int> order = rank.in_order();
-    const std::vector<int> calls = rank.forward(order);
+    const std::vector<CallId> calls = rank.forward(order);
     rank.pipeline->begin_backward();
     rank.pipeline->pre_backward(6, calls[6]);
     rank.add_gradients(6, 100.0F);
-    rank.pipeline->post_backward(6);  // the gradients of unit 5 are missing
+    rank.pipeline->post_backward(6, calls[6]);  // the gradients of unit 5 are missing
     rank.backward(order, rank.forward(order), 1.0F);
     for (const auto& unit : rank.units) {
       unit->expect_gradient(0, 1.0F);

@@ -138,6 +138,8 @@ TEST(DamagedPeer, AnAddressIsReadOrRefused) {
       EXPECT_GT(address.arena.process.pid, 0);
       EXPECT_GE(address.arena.fd, 0);
       EXPECT_LT(std::strlen(address.arena.process.host), sizeof(address.arena.process.host));
+      EXPECT_LT(std::strlen(address.arena.process.host_name),
+                sizeof(address.arena.process.host_name));
       read += 1;
     });
     EXPECT_TRUE(is_utf8(message)) << message;

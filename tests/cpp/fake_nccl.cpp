@@ -93,6 +93,40 @@ using fsdp::nccl::NcclComm;
 
 namespace {
 
+// The windows of all communicators, by their begin.
+struct Registered {
+  std::size_t bytes;
+  const NcclComm* comm;
+};
+std::map<const char*, Registered>& windows() {
+  static auto* const all = new std::map<const char*, Registered>;
+  return *all;
+}
+
+bool is_in_window(const void* memory, const NcclComm* comm) {
+  const auto* address = static_cast<const char*>(memory);
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto window = windows().upper_bound(address);
+  return window != windows().begin() && (--window)->second.comm == comm &&
+         address < window->first + window->second.bytes;
+}
+
+void add_window(const void* memory, std::size_t bytes, const NcclComm* comm) {
+  const auto* address = static_cast<const char*>(memory);
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto after = windows().lower_bound(address + bytes);
+  if (after != windows().begin() &&
+      std::prev(after)->first + std::prev(after)->second.bytes > address) {
+    ++state.overlapping_windows;
+  }
+  windows()[address] = {bytes, comm};
+}
+
+void remove_window(const void* memory) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  windows().erase(static_cast<const char*>(memory));
+}
+
 // NCCL counts groups by thread. This does not use thread_local, because ThreadSanitizer does not
 // see how a library that was opened at run time allocates and frees such memory.
 struct Group {
@@ -170,6 +204,10 @@ FAKE_NCCL_API Result ncclCommSplit(Comm parent, int /*color*/, int key, Comm* ch
   const std::string name = parent->name + "/" + std::to_string(++parent->splits);
   *child = make(name, key, parent->size, config);
   state.log(config->blocking == 0 ? "non-blocking split" : "split");
+  {
+    const std::lock_guard<std::mutex> lock(state.mutex);
+    state.splits.push_back(*config);
+  }
   parent->polls = 0;
   return parent->blocking ? fsdp::nccl::kSuccess : fsdp::nccl::kInProgress;
 }
@@ -213,7 +251,9 @@ FAKE_NCCL_API Result ncclCommRevoke(Comm comm, int /*flags*/) {
     return kAborted;
   }
   retain(comm);
-  comm->aborted = true;
+  if (state.revoking_ends_calls) {
+    comm->aborted = true;
+  }
   return fsdp::nccl::kSuccess;
 }
 
@@ -240,6 +280,8 @@ FAKE_NCCL_API const char* ncclGetLastError(Comm /*comm*/) { return state.last_er
 FAKE_NCCL_API Result ncclAllGather(const void* input, void* output, std::size_t count,
                                    DataType type, Comm comm, void* stream) {
   const std::size_t bytes = count * size_of(type);
+  const bool on_windows = is_in_window(input, comm) && is_in_window(output, comm);
+  ++(on_windows ? state.windowed_gathers : state.plain_gathers);
   return run(stream, [=] {
     return exchange_inputs(comm, input, [&](const std::vector<const void*>& inputs) {
       for (std::size_t r = 0; r < inputs.size(); ++r) {
@@ -252,6 +294,8 @@ FAKE_NCCL_API Result ncclAllGather(const void* input, void* output, std::size_t 
 // fp32 only.
 FAKE_NCCL_API Result ncclReduceScatter(const void* input, void* output, std::size_t count,
                                        DataType /*type*/, int /*op*/, Comm comm, void* stream) {
+  const bool on_windows = is_in_window(input, comm) && is_in_window(output, comm);
+  ++(on_windows ? state.windowed_reductions : state.plain_reductions);
   return run(stream, [=] {
     std::vector<float> sums(count, 0.0f);
     const Result result = exchange_inputs(comm, input, [&](const std::vector<const void*>& inputs) {
@@ -316,6 +360,10 @@ FAKE_NCCL_API Result ncclGroupEnd() {
 }
 
 FAKE_NCCL_API Result ncclMemAlloc(void** memory, std::size_t bytes) {
+  if (state.allocations_to_fail > 0) {
+    --state.allocations_to_fail;
+    return fsdp::nccl::kUnhandledCudaError;
+  }
   *memory = std::malloc(bytes);
   ++state.live_buffers;
   return fsdp::nccl::kSuccess;
@@ -327,14 +375,21 @@ FAKE_NCCL_API Result ncclMemFree(void* memory) {
   return fsdp::nccl::kSuccess;
 }
 
-FAKE_NCCL_API Result ncclCommRegister(Comm /*comm*/, void* memory, std::size_t /*bytes*/,
+static Result register_for(Comm comm) {
+  return comm->rank == state.register_fails_on_rank
+             ? kAborted
+             : static_cast<Result>(state.register_result.load());
+}
+
+FAKE_NCCL_API Result ncclCommRegister(Comm comm, void* memory, std::size_t /*bytes*/,
                                       void** handle) {
   state.log("register");
-  if (state.register_result == 0) {
+  const Result result = register_for(comm);
+  if (result == fsdp::nccl::kSuccess) {
     *handle = memory;
     ++state.registered_buffers;
   }
-  return static_cast<Result>(state.register_result.load());
+  return result;
 }
 
 FAKE_NCCL_API Result ncclCommDeregister(Comm /*comm*/, void* /*handle*/) {
@@ -342,20 +397,21 @@ FAKE_NCCL_API Result ncclCommDeregister(Comm /*comm*/, void* /*handle*/) {
   return fsdp::nccl::kSuccess;
 }
 
-FAKE_NCCL_API Result ncclCommWindowRegister(Comm comm, void* memory, std::size_t /*bytes*/,
-                                            Window* window, int /*flags*/) {
-  void* handle = nullptr;
+FAKE_NCCL_API Result ncclCommWindowRegister(Comm comm, void* memory, std::size_t bytes,
+                                            Window* window, int flags) {
   state.log("window");
-  if (state.register_result == 0) {
-    handle = memory;
+  state.window_flags = flags;
+  const Result result = register_for(comm);
+  if (result == fsdp::nccl::kSuccess) {
     ++state.registered_buffers;
+    add_window(memory, bytes, comm);
   }
-  (void)comm;
-  *window = reinterpret_cast<Window>(handle);
-  return static_cast<Result>(state.register_result.load());
+  *window = result == fsdp::nccl::kSuccess ? reinterpret_cast<Window>(memory) : nullptr;
+  return result;
 }
 
-FAKE_NCCL_API Result ncclCommWindowDeregister(Comm /*comm*/, Window /*window*/) {
+FAKE_NCCL_API Result ncclCommWindowDeregister(Comm /*comm*/, Window window) {
   --state.registered_buffers;
+  remove_window(window);
   return fsdp::nccl::kSuccess;
 }

@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "comm/nccl_api.h"
+
 namespace fsdp::test {
 
 // What a test can set and read.
@@ -17,11 +19,21 @@ struct FakeNccl {
   std::atomic<int> init_result{0};        // what the polls after those return
   std::atomic<int> async_error{0};        // of every blocking communicator
   std::atomic<int> register_result{0};
+  std::atomic<int> register_fails_on_rank{-1};
+  std::atomic<int> allocations_to_fail{0};
+  std::atomic<int> window_flags{-1};  // of the last window
   std::atomic<bool> can_revoke{true};
-  std::atomic<bool> collectives_hang{false};  // until the communicator is aborted
+  std::atomic<bool> revoking_ends_calls{true};  // not those that make connections, in 2.28
+  std::atomic<bool> collectives_hang{false};    // until the communicator is aborted
   std::atomic<int> live_communicators{0};
   std::atomic<int> live_buffers{0};
   std::atomic<int> registered_buffers{0};
+  std::atomic<int> overlapping_windows{0};  // that one communicator or another has had already
+  // Of all-gathers and reduce-scatters on windows alone, and of the others.
+  std::atomic<int> windowed_gathers{0};
+  std::atomic<int> plain_gathers{0};
+  std::atomic<int> windowed_reductions{0};
+  std::atomic<int> plain_reductions{0};
   const char* last_error = "what NCCL says";
   // Runs a collective in order of its stream. If this or the stream is null, it runs in the call.
   void (*enqueue)(void* stream, std::function<void()> collective) = nullptr;
@@ -37,6 +49,7 @@ struct FakeNccl {
 
   std::mutex mutex;
   std::vector<std::string> calls;
+  std::vector<nccl::Config> splits;  // of all ranks, in order of the calls
 };
 
 // Exported by the library as "fake_nccl".

@@ -11,19 +11,15 @@
 #include <vector>
 
 #include "comm/shared_arena.h"
-#include "device/host_stream.h"
 #include "message_of.h"
+#include "published_lanes.h"
 
 namespace fsdp::test {
 namespace {
 
 using std::chrono::milliseconds;
 
-constexpr int kGather = 0;
-constexpr int kReduce = 1;
 constexpr milliseconds kUnchanged{1000};
-const std::string kLabels[] = {"the all-gather of unit 'layers.1'",
-                               "the reduce-scatter of the root"};
 const std::string kAccount =
     "ranks 0 and 1 wait for each other, so neither can go on. Now rank 0 is in " +
     kLabels[kReduce] + ", rank 1 is in " + kLabels[kGather] +
@@ -58,13 +54,8 @@ class TwoLanes : public ::testing::Test {
     return *static_cast<Mailbox*>(memory_[2 * rank + static_cast<std::size_t>(lane)].get());
   }
 
-  void begin(std::size_t rank, int lane) {
-    of(rank, lane).issuer.issue();
-    of(rank, lane).activity.begin(kLabels[lane]);
-    of(rank, lane).posted += 1;
-  }
-
-  void block(std::size_t rank, int lane) { of(rank, lane).issuer.blocked = this_thread(); }
+  void begin(std::size_t rank, int lane) { publish_begin(of(rank, lane), lane); }
+  void block(std::size_t rank, int lane) { publish_block(of(rank, lane)); }
 
   void begin_and_block(std::size_t rank, int lane) {
     begin(rank, lane);

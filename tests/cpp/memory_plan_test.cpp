@@ -106,7 +106,7 @@ TEST(MemoryPlan, SharedBuffersFitTheLargestBucket) {
                                        {buffers_of(large, GatherBy::Packing, 0), false}};
   EXPECT_EQ(plan_gathers(uses, 2).staging_bytes, 8 * 192U);
   EXPECT_FALSE(plan_gathers(uses, 2).any_in_pieces);
-  const ReduceMemory reductions = plan_reductions(uses);
+  const ReduceMemory reductions = plan_reductions(uses, /*may_pack_ahead=*/false);
   EXPECT_EQ(reductions.input_bytes, 8 * 192U);
   EXPECT_EQ(reductions.output_bytes, 192U);
 }
@@ -116,10 +116,24 @@ TEST(MemoryPlan, HalvesAreAlignedIfABucketIsInPieces) {
   const BucketUse whole{buffers_of(odd, GatherBy::Packing, 0), true};
   const BucketUse cut{buffers_of(two_parameters(8), GatherBy::Packing, 256), true};
   ASSERT_GT(cut.buffers.reduce_messages, 1U);
-  EXPECT_EQ(plan_reductions({whole}).input_bytes, 8 * 272U);
-  EXPECT_FALSE(plan_reductions({whole}).any_in_pieces);
-  EXPECT_EQ(plan_reductions({whole, cut}).input_bytes, 5 * 512U);
-  EXPECT_TRUE(plan_reductions({whole, cut}).any_in_pieces);
+  EXPECT_EQ(plan_reductions({whole}, false).input_bytes, 8 * 272U);
+  EXPECT_FALSE(plan_reductions({whole}, false).any_in_pieces);
+  EXPECT_EQ(plan_reductions({whole, cut}, false).input_bytes, 5 * 512U);
+  EXPECT_TRUE(plan_reductions({whole, cut}, false).any_in_pieces);
+}
+
+TEST(MemoryPlan, PackingAheadNeedsTwoInputsOfTheLargestMessage) {
+  const UnitLayout odd({spec(8 * 13, 5)}, 8, DType::Float32, DType::Float32);
+  const BucketUse whole{buffers_of(odd, GatherBy::Packing, 0), true};
+  const BucketUse cut{buffers_of(two_parameters(8), GatherBy::Packing, 256), true};
+  const ReduceMemory several = plan_reductions({whole, whole, cut}, /*may_pack_ahead=*/true);
+  EXPECT_TRUE(several.packs_ahead);
+  EXPECT_EQ(several.input_bytes, 2 * 2304U);  // 8 * 272 bytes, and room for the alignment
+  EXPECT_EQ(several.output_bytes, plan_reductions({whole, whole, cut}, false).output_bytes);
+  EXPECT_EQ(plan_reductions({cut}, true).input_bytes, 2 * 256U);
+  // A second input for a single message would stay empty.
+  EXPECT_FALSE(plan_reductions({whole, bucket(256)}, true).packs_ahead);
+  EXPECT_EQ(plan_reductions({whole, bucket(256)}, true).input_bytes, 8 * 272U);
 }
 
 TEST(MemoryPlan, ReductionsWriteTheGradientIfNothingIsCastOrScaled) {

@@ -7,6 +7,8 @@
 #include <cstdlib>
 #include <functional>
 #include <future>
+#include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -26,7 +28,6 @@ using test::message_of;
 using std::chrono::milliseconds;
 
 constexpr const char* kLibrary = FAKE_NCCL_LIBRARY;
-constexpr const char* kOtherLibrary = OTHER_FAKE_NCCL_LIBRARY;
 
 test::FakeNccl& fake() {
   static void* const handle = dlopen(kLibrary, RTLD_NOW);
@@ -34,64 +35,6 @@ test::FakeNccl& fake() {
 }
 
 #define EXPECT_SAYS(text, part) EXPECT_TRUE(contains(text, part)) << (text)
-
-// - The library
-
-class NcclLibrary : public ::testing::Test {
- protected:
-  void SetUp() override { setenv("FSDP_EXT_NCCL_SO", kLibrary, 1); }
-  void TearDown() override {
-    fake().version = 22809;
-    unsetenv("FSDP_EXT_NCCL_SO");
-  }
-};
-
-TEST_F(NcclLibrary, IsTheOneThatTheVariableNames) {
-  const nccl::Api api = nccl::find_library({});
-  EXPECT_EQ(api.version_text(), "2.28.9");
-  EXPECT_EQ(api.path, kLibrary);
-}
-
-TEST_F(NcclLibrary, IsTheLoadedOneWithoutTheVariable) {
-  fake();
-  unsetenv("FSDP_EXT_NCCL_SO");
-  EXPECT_EQ(nccl::find_library({"/nowhere/libnccl.so.2"}).path, kLibrary);
-}
-
-TEST_F(NcclLibrary, IsRefusedIfItDoesNotExist) {
-  setenv("FSDP_EXT_NCCL_SO", "/nowhere/libnccl.so.2", 1);
-  EXPECT_SAYS(message_of([] { nccl::find_library({}); }),
-              "FSDP_EXT_NCCL_SO='/nowhere/libnccl.so.2' is not a library that can be loaded");
-}
-
-TEST_F(NcclLibrary, IsRefusedIfItIsNotNccl) {
-  setenv("FSDP_EXT_NCCL_SO", "libm.so.6", 1);
-  EXPECT_SAYS(message_of([] { nccl::find_library({}); }), "has no ncclGetVersion that works");
-}
-
-TEST_F(NcclLibrary, IsRefusedIfItIsTooOld) {
-  fake().version = 21700;
-  EXPECT_SAYS(message_of([] { nccl::find_library({}); }),
-              "is NCCL 2.17.0, but fsdp_ext needs 2.18 or newer");
-}
-
-TEST_F(NcclLibrary, IsRefusedIfTheProcessHasTwo) {
-  void* const other = dlopen(kOtherLibrary, RTLD_NOW);
-  ASSERT_NE(other, nullptr);
-  const std::string message = message_of([] { nccl::find_library({}); });
-  dlclose(other);
-  EXPECT_SAYS(message, "The process has loaded 2 NCCL libraries");
-  EXPECT_SAYS(message, kLibrary);
-  EXPECT_SAYS(message, kOtherLibrary);
-}
-
-TEST_F(NcclLibrary, RegistersBuffersAsItsVersionCan) {
-  EXPECT_STREQ(nccl::find_library({}).registration(), "window");
-  fake().version = 22600;
-  EXPECT_STREQ(nccl::find_library({}).registration(), "register");
-}
-
-// - The communicators
 
 class NcclRanks : public ::testing::Test {
  protected:
@@ -107,6 +50,8 @@ class NcclRanks : public ::testing::Test {
     fake().async_error = 0;
     fake().init_result = 0;
     fake().register_result = 0;
+    fake().register_fails_on_rank = -1;
+    fake().revoking_ends_calls = true;
     fake().collectives_hang = false;
     fake().polls_in_progress = 2;
     fake().can_revoke = true;
@@ -128,10 +73,14 @@ class NcclRanks : public ::testing::Test {
     Stream& stream;  // the calling thread
   };
 
+  std::function<std::string(const std::string&)> ask_others_;  // NcclOptions::ask_others
+
   // Runs `body` on a thread per rank and returns the message of each.
   std::vector<std::string> run_ranks(int size, const std::function<void(Rank)>& body,
                                      milliseconds timeout = milliseconds(20000),
-                                     bool register_buffers = true) {
+                                     bool register_buffers = true,
+                                     const nccl::LaneSettings& gathers = {},
+                                     const nccl::LaneSettings& reductions = {}) {
     nccl::UniqueId id;
     api_.GetUniqueId(&id);
     std::vector<std::future<std::string>> ranks;
@@ -139,8 +88,9 @@ class NcclRanks : public ::testing::Test {
       ranks.push_back(std::async(std::launch::async, [=] {
         return message_of([&] {
           const auto device = make_host_device(milliseconds(20000));
-          const auto [gather, reduce] =
-              make_nccl_communicators(api_, *device, id, {r, size, timeout, register_buffers});
+          NcclOptions options{r, size, timeout, register_buffers, gathers, reductions};
+          options.ask_others = ask_others_;
+          const auto [gather, reduce] = make_nccl_communicators(api_, *device, id, options);
           body({r, *device, *gather, *reduce, device->compute_stream()});
         });
       }));
@@ -207,6 +157,47 @@ TEST_F(NcclRanks, JoinWithoutBlockingAndThenBlock) {
                                       "finalize", "destroy", "finalize", "destroy"}));
 }
 
+TEST_F(NcclRanks, GiveEachLaneItsSettings) {
+  fake().splits.clear();
+  nccl::LaneSettings gathers;
+  gathers.cta_policy = 1;
+  gathers.cluster_size = 2;
+  nccl::LaneSettings reductions;
+  reductions.min_ctas = 2;
+  reductions.max_ctas = 8;
+  run_ranks(1, [](Rank) {}, milliseconds(20000), true, gathers, reductions);
+  ASSERT_EQ(fake().splits.size(), 2U);
+  const nccl::Config& gather = fake().splits[0];
+  EXPECT_EQ(gather.size, sizeof(nccl::Config));
+  EXPECT_EQ(gather.version, 22800U);
+  EXPECT_EQ(gather.cta_policy, 1);
+  EXPECT_EQ(gather.cga_cluster_size, 2);
+  EXPECT_EQ(gather.max_ctas, nccl::kUndefined);
+  // What 2.18 has, no newer library takes for more.
+  const nccl::Config& reduce = fake().splits[1];
+  EXPECT_EQ(reduce.size, 48U);
+  EXPECT_EQ(reduce.version, 21800U);
+  EXPECT_EQ(reduce.min_ctas, 2);
+  EXPECT_EQ(reduce.max_ctas, 8);
+  EXPECT_EQ(reduce.cta_policy, nccl::kUndefined);
+}
+
+TEST_F(NcclRanks, RefuseAPolicyThatTheVersionLacksOrThatIsNotSafe) {
+  const auto message_with = [&](int version, int policy) {
+    api_.version = version;
+    nccl::LaneSettings gathers;
+    gathers.cta_policy = policy;
+    return run_ranks(1, [](Rank) {}, milliseconds(20000), true, gathers).front();
+  };
+  EXPECT_SAYS(message_with(22703, 1),
+              "FSDP_EXT_NCCL_GATHER has a cta_policy, which NCCL has from 2.28 on, but the process "
+              "uses NCCL 2.27.3. Upgrade NCCL, or leave cta_policy out.");
+  EXPECT_SAYS(message_with(22809, nccl::kZeroCtas),
+              "symmetric kernels of NCCL 2.28.9 may read a buffer before it is written");
+  EXPECT_EQ(message_with(22809, 1), kNothingThrown);
+  EXPECT_EQ(message_with(23007, nccl::kZeroCtas), kNothingThrown);
+}
+
 TEST_F(NcclRanks, SayThatSomeRankHasNotJoined) {
   fake().polls_in_progress = 1 << 30;
   const auto messages = run_ranks(1, [](Rank) {}, milliseconds(50));
@@ -246,6 +237,46 @@ TEST_F(NcclRanks, AbortACallThatBlocks) {
       },
       milliseconds(50));
   EXPECT_SAYS(messages[0], "waited 50 ms for the all-gather of unit 'layers.0'");
+}
+
+TEST_F(NcclRanks, ATimeoutSaysWhatTheOtherRanksAreIn) {
+  left_behind_ = 1;
+  ask_others_ = [](const std::string& what) {
+    return "When they failed, rank 0 was in " + what + ", rank 1 was in something else. ";
+  };
+  run_ranks(
+      1,
+      [](Rank rank) {
+        fake().collectives_hang = true;
+        int mine = 0;
+        rank.gather.announce("the all-gather of unit 'layers.0'", 0);
+        message_of([&] { rank.gather.all_gather(rank.stream, &mine, &mine, sizeof(int)); });
+        fake().collectives_hang = false;
+        EXPECT_SAYS(rank.gather.async_error(),
+                    "rank 0 of 1 waited 50 ms for the all-gather of unit 'layers.0'. When they "
+                    "failed, rank 0 was in the all-gather of unit 'layers.0', rank 1 was in "
+                    "something else. Communication was aborted");
+      },
+      milliseconds(50));
+}
+
+// Note [watchdog]
+TEST_F(NcclRanks, AbortACallThatStillBlocksAfterItsCommunicatorIsRevoked) {
+  fake().revoking_ends_calls = false;
+  fake().drain_calls();
+  const auto messages = run_ranks(
+      1,
+      [](Rank rank) {
+        fake().collectives_hang = true;
+        int mine = 0;
+        rank.gather.announce("the all-gather of unit 'layers.0'", 0);
+        rank.gather.all_gather(rank.stream, &mine, &mine, sizeof(int));
+      },
+      milliseconds(50));
+  EXPECT_SAYS(messages[0], "rank 0 of 1 waited 50 ms for the all-gather of unit 'layers.0'");
+  const auto calls = fake().drain_calls();
+  EXPECT_EQ(std::count(calls.begin(), calls.end(), "revoke"), 1);
+  EXPECT_EQ(std::count(calls.begin(), calls.end(), "abort"), 1);
 }
 
 // The collective is launched, but its stream does not reach it. Only the watchdog notices.
@@ -317,6 +348,89 @@ TEST_F(NcclRanks, RegisterBuffersAsTheVersionCan) {
     const auto calls = fake().drain_calls();
     EXPECT_EQ(std::count(calls.begin(), calls.end(), kind), 2) << kind;
   }
+}
+
+TEST_F(NcclRanks, PassTheFlagsOfTheirVersion) {
+  run_ranks(2, [](Rank rank) { rank.gather.allocate(rank.device, 64, BufferUse::Output); });
+  EXPECT_EQ(fake().window_flags, nccl::kWindowDefault);
+  api_.version = 23007;
+  run_ranks(2, [](Rank rank) { rank.gather.allocate(rank.device, 64, BufferUse::Output); });
+  EXPECT_EQ(fake().window_flags, nccl::kWindowCollSymmetric);
+}
+
+// See Note [windows of tensors].
+TEST_F(NcclRanks, LetTensorsOutliveThem) {
+  std::mutex mutex;
+  std::vector<std::shared_ptr<void>> kept;
+  run_ranks(2, [&](Rank rank) {
+    const auto shard = rank.gather.allocate(rank.device, 4096, BufferUse::Shard);
+    auto gradient = rank.gather.allocate(rank.device, 4096, BufferUse::Gradient);
+    const auto input = rank.gather.allocate(rank.device, 4096, BufferUse::Input);
+    EXPECT_TRUE(rank.gather.is_registered(static_cast<char*>(shard.get()) + 4095));
+    EXPECT_TRUE(rank.gather.is_registered(gradient.get()));
+    EXPECT_FALSE(rank.gather.is_registered(input.get()));  // which no tensor lies in
+    EXPECT_FALSE(rank.reduce.is_registered(gradient.get()));
+    const void* const freed = gradient.get();
+    std::thread([&gradient] { gradient.reset(); }).join();
+    EXPECT_FALSE(rank.gather.is_registered(freed));
+    EXPECT_EQ(rank.gather.registered_buffers(), 3);  // until memory is planned again
+    rank.gather.free_unused();
+    EXPECT_EQ(rank.gather.registered_buffers(), 2);
+    const std::lock_guard<std::mutex> lock(mutex);
+    kept.push_back(shard);
+  });
+  EXPECT_EQ(fake().registered_buffers, 0);
+  EXPECT_EQ(fake().live_buffers, 2);
+  EXPECT_EQ(fake().overlapping_windows, 0);
+  kept.clear();
+  EXPECT_EQ(fake().live_buffers, 0);
+}
+
+// Registering is collective, and in a step the ranks are not together.
+TEST_F(NcclRanks, RegisterNothingWithinAStep) {
+  run_ranks(2, [](Rank rank) {
+    if (rank.number == 0) {
+      EXPECT_NE(rank.gather.allocate_in_step(rank.device, 4096, BufferUse::Output), nullptr);
+      EXPECT_EQ(rank.gather.registered_buffers(), 0);
+    }
+  });
+  const auto calls = fake().drain_calls();
+  EXPECT_EQ(std::count(calls.begin(), calls.end(), "window"), 0);
+}
+
+// Torch may keep memory that it does not use.
+TEST_F(NcclRanks, AllocateOnceMoreAfterOneFailure) {
+  fake().allocations_to_fail = 1;
+  const auto messages = run_ranks(2, [](Rank rank) {
+    const auto memory = rank.gather.allocate(rank.device, 4096, BufferUse::Output);
+    EXPECT_EQ(rank.gather.registered_buffers(), 1);
+  });
+  EXPECT_EQ(messages, (std::vector<std::string>(2, kNothingThrown)));
+}
+
+// The others would wait in the registration for ever.
+TEST_F(NcclRanks, AllFailIfOneCannotAllocate) {
+  fake().allocations_to_fail = 2;  // both tries of rank 0
+  const auto messages = run_ranks(2, [](Rank rank) {
+    while (rank.number == 1 && fake().allocations_to_fail > 0) {
+      std::this_thread::yield();
+    }
+    rank.gather.allocate(rank.device, 4096, BufferUse::Output);
+  });
+  EXPECT_SAYS(messages[0], "NCCL could not allocate 4096 more bytes of GPU memory");
+  EXPECT_SAYS(messages[1], "Another rank could not allocate 4096 more bytes of GPU memory");
+}
+
+TEST_F(NcclRanks, NoneUsesARegistrationThatFailsOnOne) {
+  fake().register_fails_on_rank = 1;
+  const auto messages = run_ranks(2, [](Rank rank) {
+    const auto memory = rank.gather.allocate(rank.device, 4096, BufferUse::Output);
+    EXPECT_NE(memory, nullptr);
+    EXPECT_EQ(rank.gather.registered_buffers(), 0);
+    rank.gather.barrier(rank.stream);
+    EXPECT_EQ(fake().registered_buffers, 0);
+  });
+  EXPECT_EQ(messages, (std::vector<std::string>(2, kNothingThrown)));
 }
 
 TEST_F(NcclRanks, UseTheDevicesMemoryWithoutRegistration) {

@@ -161,14 +161,17 @@ TEST(Pipeline, AccumulatesWithoutSyncAndAddsToShardedGradients) {
 
 TEST(Pipeline, MissingGradientsAreReducedAtTheEndAndLeftWithoutAGradient) {
   on_ranks(2, 2, [](Rank& rank, int) {
-    const std::vector<int> calls = rank.forward(rank.in_order());
-    rank.pipeline->begin_backward();
+    const std::vector<CallId> calls = rank.forward(rank.in_order());
+    BackwardGraph graph;
+    graph.is_whole = false;
+    graph.calls = {calls[2]};
+    rank.pipeline->begin_backward(/*may_reshard=*/true, graph);
     rank.pipeline->pre_backward(2, calls[2]);
     rank.unit(2).add_gradient(0, 4.0F);
     rank.pipeline->gradient_arrived(2, 0);
     EXPECT_EQ(rank.pipeline->ledger().counters().reduce_scatters, 0U);
     rank.pipeline->end_backward();
-    EXPECT_EQ(rank.pipeline->ledger().counters().reduce_scatters, 1U);
+    EXPECT_EQ(rank.pipeline->ledger().counters().reduce_scatters, 2U);  // of unit 2, and the root
     rank.unit(2).expect_gradient(0, 4.0F);
     EXPECT_TRUE(rank.unit(2).has_sharded_gradient(0));
     EXPECT_FALSE(rank.unit(2).has_sharded_gradient(1));
@@ -183,7 +186,7 @@ TEST(Pipeline, AnAbandonedForwardOrBackwardLeavesNoTrace) {
     rank.pipeline->pre_forward(0);
     rank.pipeline->pre_forward(1);  // and the gather of unit 2 is in flight
     rank.step(1.0F);
-    const std::vector<int> calls = rank.forward(rank.in_order());
+    const std::vector<CallId> calls = rank.forward(rank.in_order());
     rank.pipeline->begin_backward();
     rank.pipeline->pre_backward(3, calls[3]);
     rank.unit(3).add_gradient(0, 100.0F);
@@ -219,19 +222,19 @@ TEST(Pipeline, ReentrantRecomputationsAreReducedTogether) {
   on_ranks(2, 1, [](Rank& rank, int) {
     rank.pipeline->begin_forward();
     rank.pipeline->pre_forward(0);
-    for (int call = 0; call < 2; ++call) {
+    for (int run = 0; run < 2; ++run) {
       rank.pipeline->pre_forward(1);
       rank.pipeline->post_forward(1, /*with_gradient=*/false);
     }
     rank.pipeline->post_forward(0);
     rank.pipeline->end_forward();
     rank.pipeline->begin_backward();
-    for (int call = 0; call < 2; ++call) {
+    for (int run = 0; run < 2; ++run) {
       rank.pipeline->pre_forward(1);
-      const int forward_call = rank.pipeline->post_forward(1);
-      rank.pipeline->pre_backward(1, forward_call);
+      const CallId call = rank.pipeline->post_forward(1);
+      rank.pipeline->pre_backward(1, call);
       rank.add_gradients(1, 1.0F);
-      rank.pipeline->post_backward(1);
+      rank.pipeline->post_backward(1, call);
     }
     EXPECT_EQ(rank.pipeline->ledger().counters().reduce_scatters, 1U);
     rank.pipeline->end_backward();
@@ -262,7 +265,7 @@ TEST(Pipeline, TwoSchedulesShareTheLanesAndOneMayEndWhileTheOtherRuns) {
     other->add_unit({"other", FakeUnit::make_layout(2, "other")}, unit);
     for (int step = 0; step < 3; ++step) {
       const std::vector<int> order = rank.in_order();
-      const std::vector<int> calls = rank.forward(order);
+      const std::vector<CallId> calls = rank.forward(order);
       if (other != nullptr) {
         other->begin_forward();
         other->pre_forward(0);

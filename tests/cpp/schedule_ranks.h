@@ -18,7 +18,8 @@
 
 namespace fsdp::test {
 
-constexpr std::chrono::milliseconds kTimeout{5000};
+// Of waits that end. A busy machine may stop a thread for seconds.
+constexpr std::chrono::milliseconds kTimeout{120000};
 constexpr std::int64_t kRows = 7;  // not divisible by any number of ranks
 constexpr std::int64_t kColumns = 3;
 
@@ -200,9 +201,9 @@ class Rank {
   int layers() const { return static_cast<int>(units.size()) - 1; }
   FakeUnit& unit(int i) { return *units[static_cast<std::size_t>(i)]; }
 
-  // Returns the forward call of each unit that ran.
-  std::vector<int> forward(const std::vector<int>& order) {
-    std::vector<int> calls(units.size(), -1);
+  // Returns the call of each unit that ran.
+  std::vector<CallId> forward(const std::vector<int>& order) {
+    std::vector<CallId> calls(units.size(), kNoCall);
     pipeline->begin_forward();
     pipeline->pre_forward(0);
     unit(0).expect_unsharded();
@@ -225,14 +226,14 @@ class Rank {
     return order;
   }
 
-  void backward(const std::vector<int>& order, const std::vector<int>& calls, float gradient) {
+  void backward(const std::vector<int>& order, const std::vector<CallId>& calls, float gradient) {
     pipeline->begin_backward();
     pipeline->pre_backward(0, calls[0]);
     for (auto i = order.rbegin(); i != order.rend(); ++i) {
       pipeline->pre_backward(*i, calls[static_cast<std::size_t>(*i)]);
       unit(*i).expect_unsharded();
       add_gradients(*i, gradient);
-      pipeline->post_backward(*i);
+      pipeline->post_backward(*i, calls[static_cast<std::size_t>(*i)]);
     }
     add_gradients(0, gradient);
     pipeline->end_backward();

@@ -175,6 +175,20 @@ TEST(Arena, AProcessThatCannotBeInspectedCountsAsRunning) {
   EXPECT_EQ(state, ProcessState::Runs);
 }
 
+TEST(Arena, LooksUpProcessesOfItsOwnHostAlone) {
+  const ProcessIdentity here = identity_of_this_process();
+  EXPECT_TRUE(can_look_up(here));
+  ProcessIdentity elsewhere = here;
+  elsewhere.host_name[0] = '?';  // a machine that was cloned from this one
+  EXPECT_FALSE(can_look_up(elsewhere));
+  elsewhere = here;
+  elsewhere.host[0] = '?';
+  EXPECT_FALSE(can_look_up(elsewhere));
+  elsewhere = here;
+  elsewhere.pid_namespace += 1;
+  EXPECT_FALSE(can_look_up(elsewhere));
+}
+
 TEST(ArenaView, SaysWhyAnArenaCannotBeRead) {
   const ArenaAddress here = Arena::of_this_process()->address();
   ArenaAddress elsewhere = here;

@@ -127,6 +127,18 @@ TEST_F(SimulatedCollectives, MoveAsMuchAsRealOnesWithWholeTraffic) {
   EXPECT_EQ(reduced.written_piece, 2) << "the others are only read, as for sending";
 }
 
+TEST_F(SimulatedCollectives, MoveNothingInABaseline) {
+  options_.whole_traffic = true;
+  options_.moves_memory = false;
+  const auto link = make();
+  link->all_gather(stream(), input_, output_, 1000);
+  EXPECT_TRUE(device_.transfers.at(0).moves.empty());
+  EXPECT_EQ(device_.transfers.at(0).duration, microseconds(10 + 4));
+  options_.gather = {0.0, 1e30};
+  make()->all_gather(stream(), input_, output_, 1000);
+  EXPECT_EQ(device_.transfers.size(), 1U) << "a link that takes no time launches nothing";
+}
+
 TEST_F(SimulatedCollectives, PayTheLatencyOfAGroupOnce) {
   const auto link = make();
   link->group_start();

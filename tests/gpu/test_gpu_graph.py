@@ -39,6 +39,11 @@ class _Training:
         return [p._local_tensor.clone() for p in self.model.parameters()]
 
 
+def _captured_steps() -> None:
+    for precision in ({}, {"param_dtype": torch.bfloat16}):
+        _captured_step(precision)
+
+
 def _captured_step(precision: dict[str, Any]) -> None:
     eager = _Training(precision)
     expected = [eager.step().item() for _ in range(WARMUP + STEPS)][WARMUP:]
@@ -65,9 +70,27 @@ def _captured_step(precision: dict[str, Any]) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("precision", [{}, {"param_dtype": torch.bfloat16}], ids=["fp32", "bf16"])
-def test_a_captured_step_trains_as_an_eager_one(precision: dict[str, Any]) -> None:
-    run_ranks(_captured_step, 1, precision, timeout=100.0, device="cuda")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_captured_step_trains_as_an_eager_one(world_size: int) -> None:
+    run_ranks(_captured_steps, world_size, timeout=100.0, device="cuda")
+
+
+def _changed_after_a_capture() -> None:
+    training = _Training({"param_dtype": torch.bfloat16})
+    for _ in range(WARMUP):
+        training.step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        training.step()
+    training.model.set_reshard_after_forward(False)
+    with pytest.raises(RuntimeError, match="its replays use the buffers"):
+        training.step()
+
+
+@pytest.mark.timeout(120)
+def test_a_captured_step_keeps_its_buffers() -> None:
+    run_ranks(_changed_after_a_capture, 1, timeout=100.0, device="cuda")
 
 
 def _captured_too_early() -> None:

@@ -17,15 +17,22 @@ from fsdp_ext import _C
 cupy: Any = pytest.importorskip("cupy", reason="pip install fsdp-ext[gpu]")
 
 DEVICE = torch.device("cuda", 0)
-TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "__half"}
+TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SOURCE = """
-#include <cuda_fp16.h>
+// Without cuda_fp16.h, since a machine may have CuPy but no headers of CUDA.
 struct bf16 { unsigned short bits; };
+struct fp16 { unsigned short bits; };
 __device__ float widen(float x) { return x; }
-__device__ float widen(__half x) { return __half2float(x); }
+__device__ float widen(fp16 x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+}
 __device__ float widen(bf16 x) { return __uint_as_float((unsigned)x.bits << 16); }
 __device__ void narrow(float x, float& y) { y = x; }
-__device__ void narrow(float x, __half& y) { y = __float2half_rn(x); }
+__device__ void narrow(float x, fp16& y) {
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+}
 // To nearest even: half of the last place less one is added, and one more where that place is odd.
 __device__ void narrow(float x, bf16& y) {
   unsigned bits = __float_as_uint(x);

@@ -34,6 +34,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from typing_extensions import TypeVarTuple, Unpack
 
+from bench.harness.hosts import Hosts
 from support import rank_process
 from support.rank_process import GRACE_S, Call, Place
 
@@ -66,6 +67,7 @@ def run_ranks(
     device: str = "cpu",
     fresh: bool = False,
     lost: Sequence[int] = (),
+    hosts: Hosts | None = None,
 ) -> list[T]:
     """Call `worker(*args)` on every rank of a new gloo group and return the results by rank.
 
@@ -83,6 +85,8 @@ def run_ranks(
             of fsdp_ext, or a cache that holds an answer about this process.
         lost: ranks that are to end without a result. Their results are left out, and processes are
             always fresh.
+        hosts: two hosts, each of which gets half of the ranks; None for this one. Processes are
+            always fresh.
 
     Raises:
         RanksFailed: a rank raised (the message has its traceback), ended without a result (its exit
@@ -92,8 +96,8 @@ def run_ranks(
     if world_size < 1:
         raise ValueError(f"run_ranks got {world_size} ranks. Pass at least 1.")
     call = Call(str(next(_run_ids)), timeout, pickle.dumps((worker, args)))
-    if fresh or lost or _ALWAYS_FRESH or device != "cpu":
-        pool = _Pool(world_size, device, shared=False, lost=lost)
+    if fresh or lost or hosts or _ALWAYS_FRESH or device != "cpu":
+        pool = _Pool(world_size, device, shared=False, lost=lost, hosts=hosts)
         with contextlib.closing(pool):
             answers = pool.run(call)
             pool.leave()
@@ -141,7 +145,13 @@ class _Pool:
     """Processes that run one call after another, each on all of them, until one call fails."""
 
     def __init__(
-        self, world_size: int, device: str, *, shared: bool, lost: Sequence[int] = ()
+        self,
+        world_size: int,
+        device: str,
+        *,
+        shared: bool,
+        lost: Sequence[int] = (),
+        hosts: Hosts | None = None,
     ) -> None:
         global _store
         if _store is None:
@@ -150,9 +160,10 @@ class _Pool:
         directory = self._directory.name
         self._calls = 0
         self._lost = lost
+        on_hosts = [None] * world_size if hosts is None else _places_on(hosts, world_size)
         self._ranks = [
-            self._start(Place(rank, world_size, _store.port, device, directory, shared))
-            for rank in range(world_size)
+            self._start(Place(rank, world_size, _store.port, device, directory, shared, host))
+            for rank, host in enumerate(on_hosts)
         ]
 
     def _start(self, place: Place) -> _Rank:
@@ -261,6 +272,10 @@ class _Pool:
                 "FSDP_EXT_TEST_FRESH=1 every call has processes of its own."
             )
         raise RanksFailed("\n\n".join([head, *accounts]))
+
+
+def _places_on(hosts: Hosts, world_size: int) -> list[int | None]:
+    return [hosts.pids[rank * len(hosts.pids) // world_size] for rank in range(world_size)]
 
 
 def _end_hung(ranks: Sequence[_Rank]) -> None:

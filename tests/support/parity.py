@@ -21,7 +21,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -30,7 +31,7 @@ from support.models import Batch, Subject, Unit
 
 # "fsdp2" tests the tests: FSDP2 replaces fsdp_ext, and is compared with the unsharded model.
 SYSTEM = os.environ.get("FSDP_EXT_TEST_SYSTEM", "fsdp_ext")
-STEPS = 10
+STEPS = 7  # each schedule repeats by then, and accumulation over three micro-batches, too
 
 
 Record = dict[str, "Tensor | None"]
@@ -48,7 +49,7 @@ EXACT = Tolerance(0.0, 0.0)
 DATACLASSES = (
     "torch 2.11's does not look for tensors in dataclasses" if torch.__version__ < "2.12" else None
 )
-# How much differences in the last place grow in ten steps, by the lowest precision used.
+# How much differences in the last place grow in as many steps, by the lowest precision used.
 ROUNDING = {
     torch.float64: Tolerance(1e-13, 1e-14),
     torch.float32: Tolerance(5e-6, 1e-6),
@@ -64,7 +65,7 @@ def tolerance(world_size: int, dtype: torch.dtype = torch.float32) -> Tolerance:
     does not matter whether it is applied before the sum (fsdp_ext) or after it (gloo's AVG). On 3
     ranks it does matter. On 3 and 4 ranks gloo's ring also cuts the buffer into equal segments and
     begins the sum of each with another rank, so a layout's padding changes the order of summation
-    of a few elements. Both cause errors in a few last places, which grow in ten steps.
+    of a few elements. Both cause errors in a few last places, which grow in as many steps.
 
     Args:
         world_size: number of ranks.
@@ -182,11 +183,24 @@ class Run:
         """
         record: Record = {f"value {i}": whole(value) for i, value in enumerate(values)}
         for name, parameter in self.parameters.items():
-            take = copy or (whole if parameter in self.ignored else shard)
+            take = copy or (whole if parameter in self.ignored else self.shard_of)
             gradient = parameter.grad
             record[f"gradient of {name}"] = None if gradient is None else take(gradient)
             record[name] = take(parameter)
         return record
+
+    def shard_of(self, tensor: Tensor) -> Tensor:
+        """Return a copy of this rank's chunk of rows, of a DTensor or of a whole tensor."""
+        tensor = tensor.detach()
+        hybrid = self.case.mesh is not None
+        if isinstance(tensor, DTensor):
+            expected = (Replicate(), Shard(0)) if hybrid else (Shard(0),)
+            assert tensor.placements == expected, f"{tensor.placements}"
+            return tensor.to_local().clone()
+        ranks = self.case.mesh[1] if self.case.mesh else dist.get_world_size()
+        chunks = tensor.chunk(ranks)
+        rank = dist.get_rank() % ranks
+        return (chunks[rank] if rank < len(chunks) else tensor[:0]).clone()
 
 
 StepFunction = Callable[[Run, int], "tuple[Tensor, ...]"]
@@ -215,6 +229,7 @@ class Case:
         root_options: arguments of the root's call alone.
         precision: fields of the `MixedPrecisionPolicy` of every unit.
         ignored_params: names of parameters that are not sharded.
+        mesh: shape of a 2-D mesh over all ranks: replicas and shards. None: a 1-D mesh.
         before_sharding, after_sharding: change the model before and after. Both run before the
             optimizer is made.
         fsdp2: how close FSDP2 is on 1 and 2 ranks.
@@ -224,13 +239,14 @@ class Case:
 
     fact: str
     subject: Callable[[], Subject]
-    worlds: tuple[int, ...] = (1, 2, 3, 4)
+    worlds: tuple[int, ...] = (1, 2, 3)
     step: StepFunction = train_step
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = sgd
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     root_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     precision: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     ignored_params: tuple[str, ...] = ()
+    mesh: tuple[int, int] | None = None
     before_sharding: Callable[[Run], None] | None = None
     after_sharding: Callable[[Run], None] | None = None
     fsdp2: Tolerance = EXACT
@@ -254,14 +270,22 @@ class Sharded(Run):
             options["mp_policy"] = self.system.mixed_precision_policy(**self.case.precision)
         if self.ignored:
             options["ignored_params"] = self.ignored
+        if self.case.mesh:
+            options["mesh"] = init_device_mesh(
+                device().type, self.case.mesh, mesh_dim_names=("replicate", "shard")
+            )
         for unit in self.units:
             self.system.fully_shard(unit, **options)
         self.system.fully_shard(self.model, **{**options, **self.case.root_options})
 
+    def sync(self, value: bool) -> None:
+        """Set whether backward reduces gradients."""
+        if value != self._sync:
+            self.model.set_requires_gradient_sync(value)
+            self._sync = value
+
     def backward(self, loss: Tensor, *, sync: bool = True) -> None:
-        if sync != self._sync:
-            self.model.set_requires_gradient_sync(sync)
-            self._sync = sync
+        self.sync(sync)
         loss.backward()
 
     def reshard(self) -> None:
@@ -361,17 +385,6 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
-def shard(tensor: Tensor) -> Tensor:
-    """Return a copy of this rank's chunk of rows, of a DTensor or of a whole tensor."""
-    tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
-        assert tensor.placements == (Shard(0),), f"{tensor.placements}"
-        return tensor.to_local().clone()
-    chunks = tensor.chunk(dist.get_world_size())
-    rank = dist.get_rank()
-    return (chunks[rank] if rank < len(chunks) else tensor[:0]).clone()
-
-
 def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
     if dtype is None:
         return tree
@@ -449,7 +462,7 @@ def compare_on_rank(case: Case, system_name: str) -> None:
     if case.unsharded is not None:
         references.append(("unsharded", trained(Unsharded(case)), case.unsharded))
     assert_learning(got)
-    allowed = tolerance(dist.get_world_size(), lowest_precision(run))
+    allowed = tolerance(max(case.mesh or (dist.get_world_size(),)), lowest_precision(run))
     for name, expected, at_least in references:
         assert_same_history(f"{system.name} against {name}", expected, got, max(allowed, at_least))
 
@@ -477,10 +490,12 @@ def check(case: Case, world_size: int) -> None:
     run_ranks(compare_on_rank, world_size, case, SYSTEM)
 
 
-def each(cases: Iterable[Case]) -> pytest.MarkDecorator:
+def each(cases: Iterable[Case], quick: tuple[int, ...] = (2,)) -> pytest.MarkDecorator:
     """Parametrize a test over cases and their numbers of ranks, named by the facts.
 
-    Cases on more than two ranks are exhaustive.
+    Args:
+        cases: the cases.
+        quick: numbers of ranks that `make test` runs. The others are exhaustive.
     """
     return pytest.mark.parametrize(
         ("case", "world_size"),
@@ -489,7 +504,7 @@ def each(cases: Iterable[Case]) -> pytest.MarkDecorator:
                 case,
                 world,
                 id=f"{case.fact}-{world} rank{'s' if world > 1 else ''}",
-                marks=[pytest.mark.exhaustive] if world > 2 else [],
+                marks=[] if world in quick else [pytest.mark.exhaustive],
             )
             for case in cases
             for world in case.worlds

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from bench.harness import hosts
 from support.isolation import ProcessState
 
 # For the stacks of a rank whose time is up, and for a dead rank's exit code. Then it is killed.
@@ -38,6 +39,7 @@ class Place:
     device: str
     directory: str
     shared: bool  # whether other calls may run in the process
+    host: int | None = None  # the first process of its host; None for this host
 
     @property
     def output(self) -> Path:
@@ -57,8 +59,10 @@ class Call:
 def main(place: Place, pipe: Connection) -> None:
     """Run calls until the other end closes the pipe."""
     _write_output_to(place.output)
+    if place.host is not None:
+        hosts.enter(place.host)
     _set_up(place)
-    store = dist.TCPStore("127.0.0.1", place.store_port, is_master=False)
+    store = _store_of(place)
     state = ProcessState()
     while True:
         try:
@@ -77,6 +81,12 @@ def main(place: Place, pipe: Connection) -> None:
             state.restore()
         faulthandler.cancel_dump_traceback_later()
         pipe.send_bytes(pickle.dumps(("left", b"")))
+
+
+def _store_of(place: Place) -> dist.Store:
+    if place.host is None:
+        return dist.TCPStore("127.0.0.1", place.store_port, is_master=False)
+    return dist.TCPStore(hosts.address_of(0), place.store_port, is_master=place.rank == 0)
 
 
 def _answer(place: Place, call: Call, store: dist.Store) -> tuple[str, bytes]:
@@ -112,7 +122,7 @@ def _write_output_to(path: Path) -> None:
 def _set_up(place: Place) -> None:
     torch.set_num_threads(1)
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    os.environ["GLOO_SOCKET_IFNAME"] = loopback
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback if place.host is None else hosts.INTERFACE
     os.environ["FSDP_EXT_TEST_DEVICE"] = place.device
     if place.device == "cuda":
         _share_gpu(place, loopback)

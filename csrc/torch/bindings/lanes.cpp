@@ -7,6 +7,7 @@
 
 #include "base/check.h"
 #include "comm/process_identity.h"
+#include "torch/backend_messages.h"
 #include "torch/bindings/registrations.h"
 #include "torch/transports.h"
 
@@ -19,23 +20,38 @@ std::chrono::milliseconds milliseconds(double seconds) {
   return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000));
 }
 
-// Leaves out processes on other hosts, whose state cannot be looked up.
-GroupMembers members_of(int rank, const std::map<int, std::string>& processes) {
-  GroupMembers members{rank, {}};
+GroupMembers members_of(int rank, std::vector<int> ranks,
+                        const std::map<int, std::string>& processes) {
+  GroupMembers members{rank, std::move(ranks), {}};
   for (const auto& [other, bytes] : processes) {
     const ProcessIdentity process = parse_identity(bytes);
-    if (other != rank && share_pid_namespace(process, identity_of_this_process())) {
+    if (other != rank) {
       members.processes.emplace_back(other, process);
     }
   }
   return members;
 }
 
+std::optional<std::uint64_t> composed_from(Lane& lane) {
+  const std::uint64_t bytes = lane.communicator().composed_from();
+  return bytes == kNeverComposed ? std::nullopt : std::make_optional(bytes);
+}
+
 void register_shared_memory(py::module_& m) {
   py::class_<SharedMemoryEndpoint>(m, "SharedMemoryEndpoint")
       .def(py::init<int>(), py::arg("rank"))
       .def("address",
-           [](const SharedMemoryEndpoint& endpoint) { return py::bytes(endpoint.address()); });
+           [](const SharedMemoryEndpoint& endpoint) { return py::bytes(endpoint.address()); })
+      .def(
+          "connect_on_host",
+          [](const SharedMemoryEndpoint& endpoint, const std::vector<py::bytes>& addresses,
+             const std::vector<int>& hosts, int rank, double timeout) {
+            const std::vector<std::string> texts(addresses.begin(), addresses.end());
+            const py::gil_scoped_release no_gil;
+            return endpoint.connect_on_host(texts, HostMap(hosts), rank, milliseconds(timeout));
+          },
+          py::arg("addresses"), py::arg("hosts"), py::arg("rank"), py::arg("timeout"));
+  py::class_<HostLanes>(m, "HostLanes");
   m.def("shared_zeros", &shared_zeros, py::arg("bytes"));
   m.def("shared_memory_bytes", [] { return Arena::of_this_process()->allocated_bytes(); });
 }
@@ -45,17 +61,30 @@ void register_processes(py::module_& m) {
     const ProcessIdentity identity = identity_of_this_process();
     return py::bytes(reinterpret_cast<const char*>(&identity), sizeof(identity));
   });
-  m.def("plain_text", &plain_text, py::arg("message"));
+  m.def(
+      "plain_text", [](const std::string& message) { return plain_text(message); },
+      py::arg("message"));
   // None for a process on another host, whose state cannot be looked up.
   m.def(
       "ended_process",
       [](const std::string& identity) -> std::optional<std::int64_t> {
         const ProcessIdentity process = parse_identity(identity);
-        const bool is_here = share_pid_namespace(process, identity_of_this_process());
-        const bool has_ended = is_here && state_of(process) == ProcessState::Ended;
+        const bool has_ended = can_look_up(process) && state_of(process) == ProcessState::Ended;
         return has_ended ? std::make_optional(process.pid) : std::nullopt;
       },
       py::arg("identity"));
+}
+
+nccl::LaneSettings lane_settings(const std::map<std::string, int>& given) {
+  nccl::LaneSettings settings;
+  const std::map<std::string, int*> fields = {{"min_ctas", &settings.min_ctas},
+                                              {"max_ctas", &settings.max_ctas},
+                                              {"cluster_size", &settings.cluster_size},
+                                              {"cta_policy", &settings.cta_policy}};
+  for (const auto& [name, value] : given) {
+    *fields.at(name) = value;
+  }
+  return settings;
 }
 
 void register_nccl(py::module_& m) {
@@ -75,7 +104,8 @@ void register_nccl(py::module_& m) {
       "describe_nccl",
       [](const std::vector<std::string>& libraries) {
         const nccl::Api& api = nccl::load(libraries);
-        return py::make_tuple(api.version_text(), api.path, api.registration());
+        return py::make_tuple(api.version_text(), api.path, api.registration(),
+                              api.window_flags() == nccl::kWindowCollSymmetric);
       },
       py::arg("libraries"));
 }
@@ -88,31 +118,43 @@ void register_lanes(py::module_& m) {
           "process_group",
           [](c10::intrusive_ptr<c10d::ProcessGroup> gather,
              c10::intrusive_ptr<c10d::ProcessGroup> reduce,
-             c10::intrusive_ptr<c10d::ProcessGroup> exchange, double timeout, int rank,
-             const std::map<int, std::string>& processes, bool groups_one_by_one) {
+             c10::intrusive_ptr<c10d::ProcessGroup> exchange, double timeout,
+             const std::vector<int>& ranks, const std::map<int, std::string>& processes,
+             HostLanes* on_host, bool groups_one_by_one) {
+            const int rank = ranks.at(static_cast<std::size_t>(gather->getRank()));
             return make_process_group_lanes(std::move(gather), std::move(reduce),
-                                            std::move(exchange), members_of(rank, processes),
-                                            milliseconds(timeout), groups_one_by_one);
+                                            std::move(exchange), members_of(rank, ranks, processes),
+                                            milliseconds(timeout), groups_one_by_one,
+                                            on_host != nullptr ? std::move(*on_host) : HostLanes());
           },
           py::arg("gather_group"), py::arg("reduce_group"), py::arg("exchange_group"),
-          py::arg("timeout"), py::arg("global_rank") = 0,
-          py::arg("processes") = std::map<int, std::string>(), py::arg("groups_one_by_one") = false)
+          py::arg("timeout"), py::kw_only(), py::arg("ranks"),
+          py::arg("processes") = std::map<int, std::string>(), py::arg("on_host") = nullptr,
+          py::arg("groups_one_by_one") = false)
       .def_static(
           "nccl",
           [](const std::vector<std::string>& libraries, const std::string& unique_id, int rank,
-             int size, int device, double timeout, double host_timeout, bool register_buffers) {
+             int size, int device, double timeout, double host_timeout, bool register_buffers,
+             const std::map<std::string, int>& gather_settings,
+             const std::map<std::string, int>& reduce_settings,
+             c10::intrusive_ptr<c10d::Store> store, const std::vector<int>& ranks,
+             const std::map<int, std::string>& processes) {
             const py::gil_scoped_release no_gil;
+            const int global_rank = ranks.at(static_cast<std::size_t>(rank));
             nccl::UniqueId id;
             FSDP_CHECK(unique_id.size() == sizeof(id), "The NCCL unique id has ", unique_id.size(),
                        " bytes, not ", sizeof(id), ". Pass the result of nccl_unique_id().");
             std::copy(unique_id.begin(), unique_id.end(), id.internal);
             return make_nccl_lanes(nccl::load(libraries), device, id,
-                                   {rank, size, milliseconds(timeout), register_buffers},
+                                   {rank, size, milliseconds(timeout), register_buffers,
+                                    lane_settings(gather_settings), lane_settings(reduce_settings)},
+                                   std::move(store), members_of(global_rank, ranks, processes),
                                    milliseconds(host_timeout));
           },
           py::kw_only(), py::arg("libraries"), py::arg("unique_id"), py::arg("rank"),
           py::arg("size"), py::arg("device"), py::arg("timeout"), py::arg("host_timeout"),
-          py::arg("register_buffers"))
+          py::arg("register_buffers"), py::arg("gather_settings"), py::arg("reduce_settings"),
+          py::arg("store"), py::arg("ranks"), py::arg("processes"))
       .def_static(
           "shared_memory",
           [](const SharedMemoryEndpoint& endpoint, const std::vector<py::bytes>& addresses,
@@ -128,8 +170,9 @@ void register_lanes(py::module_& m) {
           "simulated",
           [](int device, int rank, int size, std::pair<double, double> gather,
              std::pair<double, double> reduce, double jitter, std::uint64_t seed,
-             int multiprocessors, bool whole_traffic, double timeout) {
+             int multiprocessors, bool whole_traffic, bool moves_memory, double timeout) {
             SimulatedOptions options;
+            options.moves_memory = moves_memory;
             options.rank = rank;
             options.size = size;
             options.gather = {gather.first, gather.second};
@@ -144,9 +187,34 @@ void register_lanes(py::module_& m) {
           },
           py::kw_only(), py::arg("device"), py::arg("rank"), py::arg("size"), py::arg("gather"),
           py::arg("reduce"), py::arg("jitter"), py::arg("seed"), py::arg("multiprocessors"),
-          py::arg("whole_traffic"), py::arg("timeout"))
+          py::arg("whole_traffic"), py::arg("moves_memory"), py::arg("timeout"))
       .def_property_readonly("transport",
                              [](Lanes& lanes) { return lanes.gather.communicator().transport(); })
+      .def_property_readonly("hosts",
+                             [](Lanes& lanes) { return lanes.gather.communicator().hosts(); })
+      .def_property_readonly("can_compose",
+                             [](Lanes& lanes) { return lanes.gather.communicator().can_compose(); })
+      .def(
+          "compose_from",
+          [](Lanes& lanes, std::optional<std::uint64_t> gathers,
+             std::optional<std::uint64_t> reductions) {
+            lanes.gather.communicator().compose_from(gathers.value_or(kNeverComposed));
+            lanes.reduce.communicator().compose_from(reductions.value_or(kNeverComposed));
+          },
+          py::arg("gathers"), py::arg("reductions"))
+      .def_property_readonly("composed_from",
+                             [](Lanes& lanes) {
+                               return std::pair(composed_from(lanes.gather),
+                                                composed_from(lanes.reduce));
+                             })
+      .def_property_readonly("inline_bytes",
+                             [](Lanes& lanes) {
+                               return MessageStaging(lanes.gather.communicator().size(),
+                                                     MessageStaging::Use::Gathers)
+                                   .inline_bytes;
+                             })
+      .def_property_readonly("message_staging_bytes",
+                             [](Lanes& lanes) { return message_staging_bytes(lanes); })
       .def("check",
            [](Lanes& lanes) {
              lanes.gather.communicator().check();

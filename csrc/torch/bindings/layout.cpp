@@ -63,10 +63,12 @@ py::dict describe(const BucketPlan& plan) {
   result["ring_slot_bytes"] = plan.gathers.slot_bytes;
   result["staging_bytes"] = plan.gathers.staging_bytes;
   result["reduce_input_bytes"] = plan.reductions.input_bytes;
+  result["packs_ahead"] = plan.reductions.packs_ahead;
   result["reduce_output_bytes"] = plan.reduce_output_bytes;
   result["kept_bytes"] = plan.kept_bytes;
   result["gather_input_bytes"] = plan.gather_input_bytes;
   result["gradients_in_flight_bytes"] = plan.gradients_in_flight_bytes;
+  result["message_staging_bytes"] = plan.message_staging_bytes;
   return result;
 }
 
@@ -120,8 +122,8 @@ void register_layout(py::module_& m) {
       "plan_memory",
       [](const std::vector<UnitConfig>& units, const std::string& transport, bool on_gpu,
          int nesting, std::size_t prefetch_depth) {
-        return describe(
-            plan_buckets(units, {gather_by_of(transport, on_gpu), nesting, prefetch_depth}));
+        return describe(plan_buckets(units, {transport, gather_by_of(transport, on_gpu), nesting,
+                                             prefetch_depth, /*overlaps_copies=*/on_gpu}));
       },
       py::arg("units"), py::kw_only(), py::arg("transport"), py::arg("on_gpu"), py::arg("nesting"),
       py::arg("prefetch_depth"));

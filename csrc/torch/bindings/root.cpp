@@ -13,10 +13,19 @@ namespace fsdp {
 namespace {
 
 const char* name_of(Work work) {
-  static const char* const names[] = {"cast",          "gather",           "unpack",
-                                      "pack",          "reduce",           "finish reduction",
-                                      "wait (gather)", "wait (reduction)", "unit forward",
-                                      "unit backward", "forward",          "backward"};
+  static const char* const names[] = {"cast",
+                                      "gather",
+                                      "unpack",
+                                      "pack",
+                                      "reduce",
+                                      "all-reduce",
+                                      "finish reduction",
+                                      "wait (gather)",
+                                      "wait (reduction)",
+                                      "unit forward",
+                                      "unit backward",
+                                      "forward",
+                                      "backward"};
   return names[static_cast<int>(work)];
 }
 
@@ -79,6 +88,7 @@ py::dict memory_of(TorchRoot& root) {
   result["staging_bytes"] = root.pipeline().gatherer().staging_bytes();
   result["reduce_bytes"] = root.pipeline().reducer().buffer_bytes();
   result["bucket_buffer_bytes"] = of_buckets;
+  result["message_staging_bytes"] = root.message_staging_bytes();
   return result;
 }
 
@@ -87,18 +97,21 @@ py::dict memory_of(TorchRoot& root) {
 void register_root(py::module_& m) {
   register_times(m);
   py::class_<TorchRoot, std::shared_ptr<TorchRoot>>(m, "TorchRoot")
-      .def(py::init([](std::shared_ptr<Lanes> lanes, int prefetch_depth, int nesting,
-                       bool has_peers, bool check_order, py::object when_stale) {
+      .def(py::init([](std::shared_ptr<Lanes> lanes, std::shared_ptr<Lanes> replicas,
+                       int prefetch_depth, int nesting, bool has_peers, bool check_order,
+                       py::object when_stale) {
              return std::make_shared<TorchRoot>(
-                 std::move(lanes), PipelineOptions{prefetch_depth, nesting, has_peers, check_order},
+                 std::move(lanes), std::move(replicas),
+                 PipelineOptions{prefetch_depth, nesting, has_peers, check_order},
                  std::move(when_stale));
            }),
-           py::kw_only(), py::arg("lanes"), py::arg("prefetch_depth"), py::arg("nesting"),
-           py::arg("has_peers"), py::arg("check_order"), py::arg("when_stale"))
+           py::kw_only(), py::arg("lanes"), py::arg("replicas"), py::arg("prefetch_depth"),
+           py::arg("nesting"), py::arg("has_peers"), py::arg("check_order"), py::arg("when_stale"))
       .def("add_unit", &TorchRoot::add_unit, py::arg("unit"), py::arg("config"))
       .def("reset_iteration", &TorchRoot::reset_iteration)
+      .def("reduce_accumulated", &TorchRoot::reduce_accumulated)
       .def("unshard", &TorchRoot::unshard)
-      .def("has_trainable_set_changed", &TorchRoot::has_trainable_set_changed)
+      .def("has_gradient_setting_changed", &TorchRoot::has_gradient_setting_changed)
       .def("accept_module_changes", &TorchRoot::accept_module_changes)
       .def("abandon_forward",
            [](TorchRoot& root, std::size_t unit) { root.abandon_forward(*root.units().at(unit)); })
@@ -144,6 +157,10 @@ void register_root(py::module_& m) {
       .def("set_requires_gradient_sync",
            [](TorchRoot& root, int unit, bool value) {
              root.pipeline().set_requires_gradient_sync(unit, value);
+           })
+      .def("set_unshards_in_backward",
+           [](TorchRoot& root, int unit, bool value) {
+             root.pipeline().set_unshards_in_backward(unit, value);
            })
       .def("set_reduces_unused",
            [](TorchRoot& root, int unit, bool value) {

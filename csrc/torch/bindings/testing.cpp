@@ -131,6 +131,7 @@ py::dict counters_of(TorchRoot& root) {
   py::dict result;
   result["all_gathers"] = c.all_gathers;
   result["reduce_scatters"] = c.reduce_scatters;
+  result["all_reduces"] = c.all_reduces;
   result["reused_unshards"] = c.reused_unshards;
   result["overflow_slots"] = c.overflow_slots;
   result["wire_bytes"] = c.wire_bytes;
@@ -143,7 +144,7 @@ py::dict counters_of(TorchRoot& root) {
 }
 
 py::list take_log(TorchRoot& root) {
-  static const char* const ops[] = {"all_gather", "reduce_scatter"};
+  static const char* const ops[] = {"all_gather", "reduce_scatter", "all_reduce"};
   Ledger& ledger = root.pipeline().ledger();
   py::list result;
   for (const CollectiveRecord& record : ledger.log()) {

@@ -5,11 +5,15 @@
 // numbers.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <functional>
+#include <future>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "base/align.h"
 #include "stream_ranks.h"
 
 namespace fsdp::test {
@@ -21,19 +25,21 @@ INSTANTIATE_TEST_SUITE_P(Settings, CudaSchedule,
                          ::testing::Values(Setting{1, kDirectBytes}, Setting{2, kDirectBytes},
                                            Setting{2, 0}, Setting{3, 300},
                                            Setting{2, kDirectBytes, 2}, Setting{2, 300, 4},
-                                           Setting{2, 300, 2, 3}, Setting{3, 0, 4, 5}),
+                                           Setting{2, 300, 2, 3}, Setting{3, 0, 4, 5},
+                                           Setting{2, 300, 1, 0, 2}, Setting{2, 300, 2, 3, 3}),
                          [](const auto& info) {
                            return std::to_string(info.param.world_size) + "RanksDirectFrom" +
                                   std::to_string(info.param.direct_bytes) + "BucketsOf" +
                                   std::to_string(info.param.bucket_units) + "MessagesOf" +
-                                  std::to_string(info.param.message_rows);
+                                  std::to_string(info.param.message_rows) + "Sets" +
+                                  std::to_string(info.param.sets);
                          });
 
 TEST_P(CudaSchedule, StepsReadWhatTheyShould) {
   const Setting setting = GetParam();
   on_ranks(setting, [&](Rank& rank, int r) {
     for (int step = 0; step < 5; ++step) {
-      rank.step(static_cast<float>(r + 1 + step), mean_of(setting.world_size, step));
+      rank.step(static_cast<float>(r + 1 + step), mean_of(setting.ranks(), step));
       rank.optimizer_step();
     }
   });
@@ -41,13 +47,17 @@ TEST_P(CudaSchedule, StepsReadWhatTheyShould) {
 
 TEST_P(CudaSchedule, ResultsDoNotDependOnHowLateAStreamIs) {
   const Setting setting = GetParam();
-  for (const std::string late : {"gather", "reduce", "compute"}) {
+  for (const std::string late : {"gather", "reduce", "compute", "all-reduce"}) {
+    if (late == "all-reduce" && setting.sets == 1) {
+      continue;
+    }
     on_ranks(setting, [&](Rank& rank, int r) {
       for (int step = 0; step < 3; ++step) {
-        Stream& stream = late == "compute" ? rank.lanes->device->compute_stream()
-                                           : lane_named(*rank.lanes, late).stream();
+        Stream& stream = late == "compute"      ? rank.lanes->device->compute_stream()
+                         : late == "all-reduce" ? rank.replicas->reduce.stream()
+                                                : lane_named(*rank.lanes, late).stream();
         rank.lanes->device->delay(stream, std::chrono::milliseconds(15));
-        rank.step(static_cast<float>(r + 1 + step), mean_of(setting.world_size, step));
+        rank.step(static_cast<float>(r + 1 + step), mean_of(setting.ranks(), step));
         rank.lanes->device->delay(stream, std::chrono::milliseconds(15));
         rank.optimizer_step();
       }
@@ -59,7 +69,7 @@ TEST_P(CudaSchedule, ShardsThatChangeBetweenForwardAndBackwardAreReadAsTheyAre) 
   const Setting setting = GetParam();
   on_ranks(setting, [&](Rank& rank, int r) {
     for (int step = 0; step < 3; ++step) {
-      const std::vector<int> calls = rank.forward();
+      const std::vector<CallId> calls = rank.forward();
       rank.lanes->device->delay(rank.lanes->device->compute_stream(),
                                 std::chrono::milliseconds(10));
       for (std::size_t i = 1; i < rank.units.size();
@@ -68,7 +78,7 @@ TEST_P(CudaSchedule, ShardsThatChangeBetweenForwardAndBackwardAreReadAsTheyAre) 
       }
       rank.backward(calls, static_cast<float>(r + 1 + step));
       for (auto& unit : rank.units) {
-        unit->read_gradients(mean_of(setting.world_size, step));
+        unit->read_gradients(mean_of(setting.ranks(), step));
         unit->zero_grad();
       }
     }
@@ -78,6 +88,10 @@ TEST_P(CudaSchedule, ShardsThatChangeBetweenForwardAndBackwardAreReadAsTheyAre) 
 void synchronize_all(Rank& rank) {
   rank.lanes->gather.synchronize();
   rank.lanes->reduce.synchronize();
+  if (rank.replicas != nullptr) {
+    rank.replicas->gather.synchronize();
+    rank.replicas->reduce.synchronize();
+  }
   synchronize(compute_stream);
 }
 
@@ -85,11 +99,11 @@ TEST_P(CudaSchedule, TimesAreThoseOfTheStreamsAndNotOfTheHost) {
   const Setting setting = GetParam();
   on_ranks(setting, [&](Rank& rank, int r) {
     Ledger& ledger = rank.pipeline->ledger();
-    rank.step(static_cast<float>(r + 1), mean_of(setting.world_size, 0));
+    rank.step(static_cast<float>(r + 1), mean_of(setting.ranks(), 0));
     rank.pipeline->keep_times(2, /*drained=*/true);
     for (int step = 1; step < 5; ++step) {
       rank.lanes->device->delay(rank.lanes->device->compute_stream(), std::chrono::milliseconds(5));
-      rank.step(static_cast<float>(r + 1 + step), mean_of(setting.world_size, step));
+      rank.step(static_cast<float>(r + 1 + step), mean_of(setting.ranks(), step));
     }
     synchronize_all(rank);
     EXPECT_EQ(ledger.lost_iterations(), 2U);
@@ -124,10 +138,10 @@ TEST_P(CudaSchedule, AWaitOfTheComputeStreamEndsAfterItsGather) {
     GTEST_SKIP() << "one rank has nothing to gather";
   }
   on_ranks(setting, [&](Rank& rank, int r) {
-    rank.step(static_cast<float>(r + 1), mean_of(setting.world_size, 0));
+    rank.step(static_cast<float>(r + 1), mean_of(setting.ranks(), 0));
     rank.pipeline->keep_times(1, /*drained=*/true);
     rank.lanes->device->delay(rank.lanes->gather.stream(), std::chrono::milliseconds(10));
-    rank.step(static_cast<float>(r + 2), mean_of(setting.world_size, 1));
+    rank.step(static_cast<float>(r + 2), mean_of(setting.ranks(), 1));
     synchronize_all(rank);
     const std::vector<IterationTimes> iterations = rank.pipeline->ledger().take_times();
     ASSERT_EQ(iterations.size(), 1U);
@@ -169,6 +183,171 @@ TEST_P(CudaSchedule, ACaptureRecordsNoTimes) {
   });
 }
 
+// See Note [packing ahead]. A gate keeps the reduce stream, and all of its messages, from starting.
+TEST(CudaReductions, TheNextBucketIsPackedWhileOneIsOnTheWire) {
+  on_ranks({2, kDirectBytes}, [](Rank& rank, int r) {
+    rank.step(static_cast<float>(r + 1), mean_of(2, 0));
+    const auto bucket = [&rank](int unit) -> const Bucket& {
+      return rank.pipeline->bucket_of(unit);
+    };
+    std::promise<void> gate;
+    enqueue(rank.lanes->reduce.stream().native_handle(),
+            [opened = gate.get_future().share()] { opened.wait(); });
+    rank.backward(rank.forward(), static_cast<float>(r + 2), [&](int unit) {
+      if (unit != 2) {
+        return;
+      }
+      bucket(4).packed->synchronize(kTimeout, "the packing of the first bucket");
+      bucket(3).packed->synchronize(kTimeout, "the packing of the second bucket");
+      EXPECT_FALSE(bucket(4).reduced->query());
+      EXPECT_FALSE(bucket(2).packed->query());  // the first bucket still uses its input
+      gate.set_value();
+      bucket(2).packed->synchronize(kTimeout, "the packing of the third bucket");
+    });
+    for (auto& unit : rank.units) {
+      unit->read_gradients(mean_of(2, 1));
+      unit->zero_grad();
+    }
+    const std::size_t message = bucket(1).reduce_input_bytes();
+    EXPECT_EQ(rank.pipeline->reducer().buffer_bytes(),
+              2 * align_up(message, kRegionAlignment) + bucket(1).buffers.reduce_output);
+  });
+}
+
+// A message that is late has not read its input when the buckets behind it are packed.
+TEST(CudaReductions, AnInputIsNotPackedAgainBeforeItsMessageHasReadIt) {
+  on_ranks({2, kDirectBytes}, [](Rank& rank, int r) {
+    for (int step = 0; step < 2; ++step) {
+      rank.backward(rank.forward(), static_cast<float>(r + 1 + step), [&rank](int) {
+        rank.lanes->device->delay(rank.lanes->reduce.stream(), std::chrono::milliseconds(5));
+      });
+      for (auto& unit : rank.units) {
+        unit->read_gradients(mean_of(2, step));
+        unit->zero_grad();
+      }
+    }
+  });
+}
+
+// See Note [gradients of several streams]. The first gradient of a unit, or its last one, which
+// starts the reduction, comes from another stream that is late. Where the packing is late, both
+// streams reuse the memory of gradients as soon as they may.
+TEST(CudaReductions, GradientsMayArriveOnSeveralStreams) {
+  for (const std::size_t param : {std::size_t{0}, kParams - 1}) {
+    for (const std::string late : {"side", "compute", "reduce"}) {
+      on_ranks({2, kDirectBytes}, [&](Rank& rank, int r) {
+        rank.make_on_side_stream(param);
+        Device& device = *rank.lanes->device;
+        const auto delay_late = [&](int) {
+          const OnStream on(late == "side" ? rank.side_stream : compute_stream);
+          device.delay(late == "reduce" ? rank.lanes->reduce.before() : device.compute_stream(),
+                       std::chrono::milliseconds(3));
+        };
+        rank.step(static_cast<float>(r + 1), mean_of(2, 0));
+        for (int step = 1; step < 3; ++step) {
+          rank.backward(rank.forward(), static_cast<float>(r + 1 + step), delay_late);
+          for (auto& unit : rank.units) {
+            unit->read_gradients(mean_of(2, step));
+            unit->zero_grad();
+          }
+        }
+        synchronize(rank.side_stream);
+      });
+    }
+  }
+}
+
+// A message that is late reads what earlier backwards have accumulated, and the next backward
+// accumulates again. The compute stream waits for the last backward's reductions alone.
+TEST(CudaReductions, AccumulatedGradientsAreNotPackedAgainBeforeTheirMessageHasReadThem) {
+  on_ranks({2, kDirectBytes}, [](Rank& rank, int r) {
+    float sum = 0.0F;
+    for (const bool reduces : {false, true, false, true, true}) {
+      for (int unit = 0; unit < rank.pipeline->unit_count(); ++unit) {
+        rank.pipeline->set_requires_gradient_sync(unit, reduces);
+      }
+      const float pass = sum + 1;  // each backward has other gradients
+      sum += pass;
+      rank.pipeline->set_is_last_backward(sum > 15);
+      rank.lanes->device->delay(rank.lanes->reduce.stream(), std::chrono::milliseconds(5));
+      rank.backward(rank.forward(), pass * static_cast<float>(r + 1));
+    }
+    for (auto& unit : rank.units) {
+      unit->read_gradients(sum * mean_of(2, 0));
+    }
+  });
+}
+
+// See Note [shards and gradients in windows]. Without a cast, each gather reads the flat shard, and
+// each reduction writes the flat gradient.
+TEST(CudaWindows, GathersAndReductionsUseWindowsAlone) {
+  for (const int bucket_units : {1, 2}) {
+    FakeNccl& nccl = fake();
+    nccl.windowed_gathers = nccl.windowed_reductions = nccl.plain_reductions = 0;
+    std::atomic<std::uint64_t> gathers{0};
+    std::atomic<std::uint64_t> reductions{0};
+    on_ranks({2, kDirectBytes, bucket_units}, [&](Rank& rank, int r) {
+      for (int step = 0; step < 3; ++step) {
+        rank.step(static_cast<float>(r + 1 + step), mean_of(2, step));
+        rank.optimizer_step();
+      }
+      gathers += rank.pipeline->ledger().counters().all_gathers;
+      reductions += rank.pipeline->ledger().counters().reduce_scatters;
+    });
+    EXPECT_EQ(static_cast<std::uint64_t>(nccl.windowed_gathers), gathers);
+    EXPECT_EQ(static_cast<std::uint64_t>(nccl.windowed_reductions), reductions);
+    EXPECT_EQ(nccl.plain_reductions, 0);
+    EXPECT_EQ(nccl.overlapping_windows, 0);
+    EXPECT_EQ(nccl.registered_buffers, 0);
+    EXPECT_EQ(nccl.live_buffers, 0);
+  }
+}
+
+// Over sockets, for example. Reductions write the flat gradients as they do with windows.
+TEST(CudaWindows, NothingIsCopiedForWindowsThatNcclCannotRegister) {
+  std::uint64_t copied[2] = {};
+  for (const bool fails : {false, true}) {
+    fake().register_result = fails ? 3 : 0;
+    on_ranks({2, kDirectBytes}, [&](Rank& rank, int r) {
+      for (int step = 0; step < 3; ++step) {
+        rank.step(static_cast<float>(r + 1 + step), mean_of(2, step));
+      }
+      if (r == 0) {
+        copied[fails ? 1 : 0] = rank.pipeline->ledger().counters().copied_bytes;
+        EXPECT_EQ(rank.pipeline->bucket_of(2).reduces_into_window, !fails);
+      }
+    });
+  }
+  fake().register_result = 0;
+  EXPECT_GT(copied[0], 0U);
+  EXPECT_EQ(copied[0], copied[1]);
+}
+
+// One rank's user holds the gradients, so that rank has new memory for them. It must not be the
+// only rank that reduces into memory that is no window. Planning memory again gives all of them
+// windows.
+TEST(CudaWindows, AGradientThatIsHeldOnOneRankIsReducedThroughAWindow) {
+  FakeNccl& nccl = fake();
+  nccl.plain_reductions = 0;
+  on_ranks({2, kDirectBytes}, [&](Rank& rank, int r) {
+    const auto in_window = [&rank](StreamUnit& unit) {
+      return rank.lanes->reduce.communicator().is_registered(unit.flat_gradient());
+    };
+    StreamUnit& unit = *rank.units[2];
+    rank.step(static_cast<float>(r + 1), mean_of(2, 0));
+    EXPECT_TRUE(in_window(unit));
+    unit.is_gradient_held = r == 0;
+    rank.step(static_cast<float>(r + 2), mean_of(2, 1));
+    EXPECT_EQ(in_window(unit), r != 0);
+    unit.is_gradient_held = false;
+    rank.step(static_cast<float>(r + 3), mean_of(2, 2));
+    rank.pipeline->set_prefetch_depth(2);
+    rank.step(static_cast<float>(r + 4), mean_of(2, 3));
+    EXPECT_TRUE(in_window(unit));
+  });
+  EXPECT_EQ(nccl.plain_reductions, 0);
+}
+
 // See Note [graph capture].
 TEST_P(CudaSchedule, AWholeStepIsCapturedAndMayBeFollowedByOthers) {
   on_ranks(GetParam(), [](Rank& rank, int) {
@@ -198,7 +377,7 @@ TEST_P(CudaSchedule, AWholeStepIsCapturedAndMayBeFollowedByOthers) {
 TEST(CudaGraphs, ACaptureOfLessThanAStepIsRefused) {
   on_ranks({2, kDirectBytes}, [](Rank& rank, int) {
     rank.step(1.0F, 1.0F);
-    const std::vector<int> calls = rank.forward();
+    const std::vector<CallId> calls = rank.forward();
     synchronize(compute_stream);
     begin_capture(compute_stream);
     try {
@@ -214,6 +393,31 @@ TEST(CudaGraphs, ACaptureOfLessThanAStepIsRefused) {
     } catch (const Error&) {
       // The step was interrupted.
     }
+  });
+}
+
+// The replays use the slots, the staging and the reduce input.
+TEST(CudaGraphs, ACapturedStepKeepsItsBuffers) {
+  on_ranks({2, kDirectBytes}, [](Rank& rank, int) {
+    for (auto& unit : rank.units) {
+      unit->keep_gradients();
+    }
+    for (int step = 0; step < 3; ++step) {
+      rank.step(2.0F, 2.0F);
+    }
+    synchronize(compute_stream);
+    begin_capture(compute_stream);
+    rank.step(3.0F, 3.0F);
+    const FakeGraph graph = end_capture(compute_stream);
+    rank.pipeline->set_prefetch_depth(2);
+    try {
+      rank.step(3.0F, 3.0F);
+      ADD_FAILURE() << "nothing was thrown";
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find("its replays use the buffers"), std::string::npos)
+          << error.what();
+    }
+    graph.replay();
   });
 }
 

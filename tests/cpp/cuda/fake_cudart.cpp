@@ -15,7 +15,7 @@
 namespace fsdp::test {
 namespace {
 
-constexpr std::chrono::milliseconds kTimeout{20000};
+constexpr std::chrono::milliseconds kTimeout{120000};
 const std::string kWait = "another stream";
 
 struct Node {

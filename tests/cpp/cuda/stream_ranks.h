@@ -13,6 +13,7 @@
 #include <future>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "comm/nccl.h"
@@ -23,7 +24,7 @@
 
 namespace fsdp::test {
 
-constexpr std::chrono::milliseconds kTimeout{20000};
+constexpr std::chrono::milliseconds kTimeout{120000};
 constexpr std::int64_t kRows[] = {7, 9, 40};
 constexpr std::int64_t kColumns = 3;
 constexpr std::size_t kParams = 3;
@@ -47,6 +48,18 @@ inline std::shared_ptr<void> allocate(int /*device*/, std::size_t bytes) {
             });
           }};
 }
+
+// Another stream of the framework is the current one.
+class OnStream {
+ public:
+  explicit OnStream(cudaStream_t stream) : before_(std::exchange(compute_stream, stream)) {}
+  ~OnStream() { compute_stream = before_; }
+  OnStream(const OnStream&) = delete;
+  OnStream& operator=(const OnStream&) = delete;
+
+ private:
+  cudaStream_t before_;
+};
 
 inline FakeNccl& fake() {
   static void* const handle = dlopen(FAKE_NCCL_LIBRARY, RTLD_NOW);
@@ -106,12 +119,13 @@ class StreamUnit final : public UnitPort {
     return taken;
   }
   void drop_gradients() override { gradients_.assign(kParams, nullptr); }
-  bool has_held_gradients() override { return false; }
+  bool has_held_gradients() override { return is_gradient_held; }
   void renew_gradient(std::shared_ptr<void> memory) override { move_gradient(std::move(memory)); }
   bool has_sharded_gradient(std::size_t i) override { return has_gradient_[i]; }
   void import_sharded_gradient(std::size_t) override {}
   void set_sharded_gradient(std::size_t i) override { has_gradient_[i] = true; }
 
+  bool is_gradient_held = false;  // by a user, after each step
   void zero_grad() { has_gradient_.assign(kParams, false); }
 
   // As an optimizer does, on the compute stream.
@@ -135,8 +149,10 @@ class StreamUnit final : public UnitPort {
   }
 
   // As backward does: memory of the framework, filled on the compute stream. Tests of captures keep
-  // the memory, as a graph's own pool does.
+  // the memory, as a graph's own pool does. The gradients of each unit and parameter differ, or a
+  // reduction that reads another one's input would not show.
   void add_gradient(std::size_t param, float value) {
+    value *= scale_of(param);
     const auto numel = static_cast<std::size_t>(layout_.placements()[param].numel);
     std::shared_ptr<void>& memory = gradients_[param];
     if (kept_.empty()) {
@@ -158,19 +174,23 @@ class StreamUnit final : public UnitPort {
 
   // As an optimizer does, on the compute stream.
   void read_gradients(float expected) {
-    enqueue(compute_stream, [this, expected] {
+    enqueue(compute_stream, [this, expected, data = gradient()] {
       for (std::size_t param = 0; param < kParams; ++param) {
         const ParamPlacement& place = layout_.placements()[param];
         const std::int64_t count = layout_.row_count(param, rank_) * kColumns;
         for (std::int64_t i = 0; i < count; ++i) {
-          const float got = gradient()[place.grad_offset + i];
-          wrong_ += std::fabs(got - expected) <= 1e-5F * std::fabs(expected) ? 0 : 1;
+          const float got = data[place.grad_offset + i];
+          const float wanted = expected * scale_of(param);
+          wrong_ += std::fabs(got - wanted) <= 1e-5F * std::fabs(wanted) ? 0 : 1;
         }
       }
     });
   }
 
  private:
+  float scale_of(std::size_t param) const {
+    return static_cast<float>(1 + number_) + static_cast<float>(param) / 4.0F;
+  }
   std::size_t gradient_bytes() const {
     return static_cast<std::size_t>(layout_.grad_numel()) * sizeof(float);
   }
@@ -227,28 +247,35 @@ struct Setting {
   std::size_t direct_bytes;
   int bucket_units = 1;  // room in a bucket
   int message_rows = 0;  // room in a message, from each rank; 0: all
+  int sets = 1;          // of so many ranks, each of which shards the model
+
+  int ranks() const { return world_size * sets; }
+};
+
+// What ranks connect by.
+struct Ids {
+  nccl::UniqueId of_set;
+  nccl::UniqueId of_replicas;
 };
 
 class Rank {
  public:
-  Rank(int rank, Setting setting, const nccl::UniqueId& id, int layers, std::atomic<int>& wrong) {
+  // `number` is the rank's among all ranks: set after set.
+  Rank(int number, Setting setting, const Ids& ids, int layers, std::atomic<int>& wrong) {
     compute_stream = new_stream("compute");
-    auto device = make_cuda_device(0, kTimeout, {&current_stream, &allocate});
-    auto [gather, reduce] =
-        make_nccl_communicators(api(), *device, id, {rank, setting.world_size, kTimeout, true});
-    auto packer = std::make_unique<KernelPacker>(3, [](Stream& stream, std::function<void()> work) {
-      enqueue(stream.native_handle(), std::move(work));
-    });
-    lanes = std::make_unique<Lanes>(std::move(device), std::move(packer), std::move(gather),
-                                    std::move(reduce));
-    pipeline = std::make_unique<Pipeline>(*lanes, PipelineOptions{});
+    const int rank = number % setting.world_size;
+    lanes = connect(ids.of_set, rank, setting.world_size);
+    if (setting.sets > 1) {
+      replicas = connect(ids.of_replicas, number / setting.world_size, setting.sets);
+    }
+    pipeline = std::make_unique<Pipeline>(*lanes, PipelineOptions{}, replicas.get());
     for (int i = 0; i <= layers; ++i) {
       const std::string name = "unit" + std::to_string(i);
       const UnitLayout layout = make_layout(setting.world_size, name, setting.direct_bytes);
       units.push_back(std::make_unique<StreamUnit>(i, layout, rank, wrong));
       UnitConfig config{name, layout};
       config.reshard_after_forward = i != 0;
-      config.pack_scale = 1.0 / setting.world_size;
+      config.pack_scale = 1.0 / setting.ranks();
       config.parent = i == 0 ? -1 : 0;
       config.bucket_bytes = static_cast<std::size_t>(setting.bucket_units * setting.world_size) *
                             layout.gather_bytes();
@@ -264,7 +291,11 @@ class Rank {
     pipeline.reset();
     units.clear();
     lanes.reset();
+    replicas.reset();
     cudaStreamDestroy(compute_stream);  // after its work is done
+    if (side_stream != nullptr) {
+      cudaStreamDestroy(side_stream);
+    }
   }
 
   void step(float gradient, float mean) {
@@ -275,8 +306,8 @@ class Rank {
     }
   }
 
-  std::vector<int> forward() {
-    std::vector<int> calls(units.size(), -1);
+  std::vector<CallId> forward() {
+    std::vector<CallId> calls(units.size(), kNoCall);
     pipeline->begin_forward();
     for (std::size_t i = 0; i < units.size(); ++i) {
       pipeline->pre_forward(static_cast<int>(i));
@@ -290,17 +321,22 @@ class Rank {
     return calls;
   }
 
-  void backward(const std::vector<int>& calls, float gradient) {
+  // `passed` is called with each unit's number when backward has passed it.
+  void backward(
+      const std::vector<CallId>& calls, float gradient,
+      const std::function<void(int)>& passed = [](int) {}) {
     pipeline->begin_backward();
     for (int i = static_cast<int>(units.size()) - 1; i >= 0; --i) {
       StreamUnit& unit = *units[static_cast<std::size_t>(i)];
       pipeline->pre_backward(i, calls[static_cast<std::size_t>(i)]);
       unit.read_parameters();
       for (std::size_t param = 0; param < kParams; ++param) {
+        const OnStream on(param == side_param ? side_stream : compute_stream);
         unit.add_gradient(param, gradient);
         pipeline->gradient_arrived(i, param);
       }
-      pipeline->post_backward(i);
+      pipeline->post_backward(i, calls[static_cast<std::size_t>(i)]);
+      passed(i);
     }
     pipeline->end_backward();
   }
@@ -311,19 +347,48 @@ class Rank {
     }
   }
 
+  // The gradients of this parameter of each unit are made on a stream of their own.
+  void make_on_side_stream(std::size_t param) {
+    side_param = param;
+    if (side_stream == nullptr) {
+      side_stream = new_stream("side");
+    }
+  }
+
+  cudaStream_t side_stream = nullptr;
+  std::size_t side_param = kParams;
+  static std::unique_ptr<Lanes> connect(const nccl::UniqueId& id, int rank, int size) {
+    auto device = make_cuda_device(0, kTimeout, {&current_stream, &allocate});
+    auto [gather, reduce] =
+        make_nccl_communicators(api(), *device, id, {rank, size, kTimeout, true});
+    auto packer = std::make_unique<KernelPacker>(3, [](Stream& stream, std::function<void()> work) {
+      enqueue(stream.native_handle(), std::move(work));
+    });
+    return std::make_unique<Lanes>(std::move(device), std::move(packer), std::move(gather),
+                                   std::move(reduce));
+  }
+
   std::unique_ptr<Lanes> lanes;
+  std::unique_ptr<Lanes> replicas;  // null if there is one set
   std::vector<std::unique_ptr<StreamUnit>> units;
   std::unique_ptr<Pipeline> pipeline;
 };
 
 inline void on_ranks(Setting setting, const std::function<void(Rank&, int)>& body) {
-  nccl::UniqueId id;
-  api().GetUniqueId(&id);
+  std::vector<nccl::UniqueId> of_sets(static_cast<std::size_t>(setting.sets));
+  std::vector<nccl::UniqueId> of_replicas(static_cast<std::size_t>(setting.world_size));
+  for (auto* ids : {&of_sets, &of_replicas}) {
+    for (nccl::UniqueId& id : *ids) {
+      api().GetUniqueId(&id);
+    }
+  }
   std::atomic<int> wrong{0};
   std::vector<std::future<void>> ranks;
-  for (int r = 0; r < setting.world_size; ++r) {
+  for (int r = 0; r < setting.ranks(); ++r) {
     ranks.push_back(std::async(std::launch::async, [&, r] {
-      Rank rank(r, setting, id, /*layers=*/4, wrong);
+      const Ids ids{of_sets[static_cast<std::size_t>(r / setting.world_size)],
+                    of_replicas[static_cast<std::size_t>(r % setting.world_size)]};
+      Rank rank(r, setting, ids, /*layers=*/4, wrong);
       body(rank, r);
       synchronize(compute_stream);
     }));

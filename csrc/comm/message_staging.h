@@ -1,0 +1,31 @@
+// The memory for messages of composed collectives: Note [composed collectives].
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace fsdp {
+
+// The memory that one lane's collectives keep for messages. It depends on the number of ranks
+// alone.
+struct MessageStaging {
+  // What it is used for. Only reductions need room for pieces.
+  enum class Use : std::uint8_t { Gathers, Reductions };
+  static constexpr std::size_t kPiecesInFlight = 4;  // of each peer
+  static constexpr std::size_t kHeaderBytes = 192;   // of a first message
+
+  MessageStaging(int ranks, Use use);
+
+  // The size of the pieces of a payload. It does not depend on the rank, so all ranks cut alike.
+  std::size_t piece_bytes_of(std::size_t payload_bytes) const;
+
+  std::size_t inline_bytes;  // the largest payload that travels in a first message
+  std::size_t first_bytes;   // of a first message
+  std::size_t piece_bytes;   // the largest piece
+  std::size_t received;      // offsets of the parts: first messages of peers,
+  std::size_t pieces;        // pieces of peers,
+  std::size_t parts;         // and parts of inline_bytes, one for each rank
+  std::size_t bytes;         // of everything; a single rank needs none
+};
+
+}  // namespace fsdp

@@ -1,0 +1,83 @@
+// The memory of the gatherer, which is planned between iterations: core/memory_plan.h.
+#include <utility>
+
+#include "base/align.h"
+#include "core/gatherer.h"
+
+namespace fsdp {
+
+void Gatherer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, int slots) {
+  const GatherMemory memory = plan_gathers(uses_of(buckets), slots);
+  // Work in flight may still use the buffers of the plan before.
+  lane_.synchronize();
+  streams_.set_any_in_pieces(memory.any_in_pieces);
+  buckets_ = &buckets;
+  ring_ = std::make_unique<BufferRing>(
+      device_, [this](std::size_t bytes) { return lane_.allocate(bytes, BufferUse::Output); },
+      memory.slots, memory.slot_bytes);
+  const std::size_t staging = memory.staging_bytes;
+  staging_.reset(staging > 0 ? lane_.allocate(staging, BufferUse::Output) : nullptr, staging);
+  for (const auto& bucket : buckets) {
+    if (bucket->units.front()->reshard_after_forward && bucket->home != nullptr &&
+        bucket->home->users == 0) {
+      bucket->home.reset();
+    }
+  }
+  allocate_homes(buckets);
+  allocate_gather_inputs(buckets);
+  place_shards(buckets);
+  streams_.follow_compute();  // Note [memory and the compute stream]
+}
+
+// See Note [shards and gradients in windows].
+void Gatherer::place_shards(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+  std::vector<Lane::Movable> shards;
+  for (const auto& bucket : buckets) {
+    if (!bucket->layout.needs_cast() && bucket->shard_bytes() > 0) {
+      shards.push_back({bucket->flat_shard(), bucket->shard_bytes(),
+                        [&bucket = *bucket](auto memory) { bucket.move_shards(memory); }});
+    }
+  }
+  lane_.place_in_windows(shards, BufferUse::Shard);
+}
+
+// A home is used from the next forward on, so it is planned, too: ranks register it together.
+void Gatherer::allocate_homes(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+  for (const auto& bucket : buckets) {
+    if (!bucket->use().reshards_after_forward && bucket->buffers.slot > 0 &&
+        bucket->home == nullptr) {
+      make_home(*bucket, lane_.allocate(bucket->buffers.slot, BufferUse::Output));
+    }
+  }
+}
+
+void Gatherer::make_home(Bucket& bucket, std::shared_ptr<void> memory) {
+  bucket.home = std::make_unique<Slot>();
+  bucket.home->bytes = bucket.buffers.slot;
+  bucket.home->memory = std::move(memory);
+  bucket.home->released = device_.new_event();
+}
+
+// One allocation for all buckets, because each allocation is a window of its own.
+void Gatherer::allocate_gather_inputs(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+  std::size_t bytes = 0;
+  bool all_have_one = true;
+  for (const auto& bucket : buckets) {
+    bytes += align_up(bucket->buffers.gather_input, kRegionAlignment);
+    all_have_one = all_have_one && (bucket->buffers.gather_input == 0 || bucket->gather_input);
+  }
+  if (all_have_one) {
+    return;
+  }
+  const std::shared_ptr<void> memory = lane_.allocate(bytes, BufferUse::Input);
+  auto* place = static_cast<char*>(memory.get());
+  for (const auto& bucket : buckets) {
+    if (bucket->buffers.gather_input > 0) {
+      bucket->gather_input = std::shared_ptr<void>(memory, place);
+      bucket->cast_from = {};
+      place += align_up(bucket->buffers.gather_input, kRegionAlignment);
+    }
+  }
+}
+
+}  // namespace fsdp

@@ -1,0 +1,86 @@
+// The pipeline's settings. They are effective from the next use on.
+#include <utility>
+
+#include "core/pipeline.h"
+
+namespace fsdp {
+
+void Pipeline::set_reshard_after_forward(int number, bool value) {
+  Unit& unit = unit_at(number);
+  if (unit.reshard_after_forward != value) {
+    unit.reshard_after_forward = value;
+    bucket_set_.invalidate_partition();
+    bucket_set_.invalidate_memory();
+  }
+}
+
+void Pipeline::set_keeps_slot_after_evaluation(int number, bool value) {
+  unit_at(number).keeps_slot_after_evaluation = value;
+}
+
+void Pipeline::set_reshard_after_backward(int number, bool value) {
+  Unit& unit = unit_at(number);
+  if (unit.reshard_after_backward != value) {
+    unit.reshard_after_backward = value;
+    bucket_set_.invalidate_partition();
+  }
+}
+
+void Pipeline::set_unshards_in_backward(int number, bool value) {
+  Unit& unit = unit_at(number);
+  if (unit.unshards_in_backward != value) {
+    unit.unshards_in_backward = value;
+    bucket_set_.invalidate_partition();
+  }
+}
+
+void Pipeline::set_requires_gradient_sync(int number, bool value) {
+  unit_at(number).requires_gradient_sync = value;
+}
+
+void Pipeline::set_reduces_unused(int number, bool value) {
+  backward_order_.set_expected(number, value && !unit_at(number).arrived.empty());
+}
+
+void Pipeline::set_gradient_scales(int number, double pack_scale, double reduce_scale) {
+  Unit& unit = unit_at(number);
+  if (unit.pack_scale != pack_scale || unit.reduce_scale != reduce_scale) {
+    unit.pack_scale = pack_scale;
+    unit.reduce_scale = reduce_scale;
+    bucket_set_.invalidate_partition();
+  }
+}
+
+void Pipeline::set_forward_prefetch(int number, std::vector<int> targets) {
+  Unit& unit = unit_at(number);
+  if (unit.forward_prefetch != targets) {
+    unit.forward_prefetch = std::move(targets);
+    bucket_set_.invalidate_memory();
+  }
+}
+
+void Pipeline::set_backward_prefetch(int number, std::vector<int> targets) {
+  Unit& unit = unit_at(number);
+  if (unit.backward_prefetch != targets) {
+    unit.backward_prefetch = std::move(targets);
+    bucket_set_.invalidate_memory();
+  }
+}
+
+void Pipeline::set_bucket_bytes(int number, std::size_t bytes) {
+  Unit& unit = unit_at(number);
+  if (unit.bucket_bytes != bytes) {
+    unit.bucket_bytes = bytes;
+    bucket_set_.invalidate_partition();
+    bucket_set_.invalidate_comparison();
+  }
+}
+
+void Pipeline::set_prefetch_depth(int depth) {
+  if (options_.prefetch_depth != depth) {
+    options_.prefetch_depth = depth;
+    bucket_set_.invalidate_memory();
+  }
+}
+
+}  // namespace fsdp

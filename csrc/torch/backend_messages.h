@@ -1,0 +1,26 @@
+// The point-to-point messages of a torch.distributed backend for CPU tensors.
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "comm/messages.h"
+
+namespace fsdp {
+
+// Whether collectives may be composed of the backend's messages. Its messages have to travel as
+// comm/messages.h says: gloo's do. Those of other backends may be sent before their receiver has
+// asked for them, or have fewer tags.
+bool has_messages(c10d::Backend& backend);
+
+std::unique_ptr<Messages> messages_of(c10::intrusive_ptr<c10d::Backend> backend);
+
+// What an error of a backend says, without the position in a source file, the stack or the
+// traceback that some begin or end with. Empty if nothing is left.
+std::string plain_text(std::string message);
+std::string plain_text(const std::exception& error);
+
+}  // namespace fsdp

@@ -1,0 +1,192 @@
+#include "torch/failure_board.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <exception>
+#include <future>
+#include <map>
+#include <thread>
+
+#include "base/check.h"
+#include "comm/mailbox.h"
+
+namespace fsdp {
+namespace {
+
+// How long FailureBoard waits for ranks that fail later, and for the store in all.
+constexpr std::chrono::milliseconds kLongestWaitForOthers{1000};
+constexpr std::chrono::milliseconds kLongestExchange{2000};
+
+// What a rank writes on the FailureBoard, and where.
+std::string failure_of(const GroupMembers& members, const std::string& what) {
+  return detail::concat("rank ", members.global_rank, " was in ", what);
+}
+std::string key_of(int global_rank) { return detail::concat("fsdp_ext/failed_in/", global_rank); }
+
+class StoreBoard final : public Board {
+ public:
+  explicit StoreBoard(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+
+  void write(const std::string& place, const std::string& text) override {
+    store_->set(key_of(place), std::vector<std::uint8_t>(text.begin(), text.end()));
+  }
+  std::string read(const std::string& place) override {
+    if (!store_->check({key_of(place)})) {
+      return "";
+    }
+    const std::vector<std::uint8_t> text = store_->get(key_of(place));
+    return {text.begin(), text.end()};
+  }
+
+ private:
+  static std::string key_of(const std::string& place) { return "fsdp_ext/lanes/" + place; }
+
+  c10::intrusive_ptr<c10d::Store> store_;
+};
+
+}  // namespace
+
+std::string GroupMembers::name_of(int rank) const {
+  for (const auto& [other, process] : processes) {
+    if (other == rank) {
+      return detail::concat("rank ", rank, " (", fsdp::name_of(process), ")");
+    }
+  }
+  return detail::concat("rank ", rank);
+}
+
+std::string FailureBoard::exchange(const std::string& what, const GroupMembers& members) const {
+  const std::string unknown = "A rank may hang, have failed, or run other collectives. ";
+  if (store_ == nullptr) {
+    return unknown;
+  }
+  // The thread may outlive this object.
+  std::packaged_task<std::string()> task(
+      [board = *this, what, members] { return board.ask(what, members); });
+  std::future<std::string> answer = task.get_future();
+  std::thread(std::move(task)).detach();
+  try {
+    if (answer.wait_for(kLongestExchange) == std::future_status::ready) {
+      const std::string heard = answer.get();
+      return heard.empty() ? unknown : heard;
+    }
+    return detail::concat("The process group's store does not answer either. In most jobs ",
+                          members.name_of(0),
+                          " serves it. That process, or the network to it, may be down. ");
+  } catch (const std::exception&) {
+    return detail::concat("The process group's store cannot be reached either. In most jobs ",
+                          members.name_of(0), " serves it, and may have ended. ");
+  }
+}
+
+// The ranks next to this one, since many collectives go round a ring.
+std::vector<int> GroupMembers::neighbours(std::size_t most) const {
+  std::vector<int> ranks;
+  for (const auto& [rank, process] : processes) {
+    ranks.push_back(rank);
+  }
+  const auto next = std::lower_bound(ranks.begin(), ranks.end(), global_rank);
+  std::rotate(ranks.begin(), next, ranks.end());
+  if (ranks.size() > most) {
+    ranks.erase(ranks.begin() + static_cast<std::ptrdiff_t>(most / 2),
+                ranks.end() - static_cast<std::ptrdiff_t>(most - most / 2));
+  }
+  std::sort(ranks.begin(), ranks.end());
+  return ranks;
+}
+
+void FailureBoard::tell(const std::string& what, const GroupMembers& members) const {
+  if (store_ == nullptr) {
+    return;
+  }
+  // The thread may outlive this object.
+  std::packaged_task<void()> task([board = *this, what, members] { board.post(what, members); });
+  const std::future<void> is_told = task.get_future();
+  std::thread(std::move(task)).detach();
+  is_told.wait_for(kLongestExchange);
+}
+
+void FailureBoard::post(const std::string& what, const GroupMembers& members) const {
+  const std::string mine = failure_of(members, what);
+  store_->set(key_of(members.global_rank), std::vector<std::uint8_t>(mine.begin(), mine.end()));
+}
+
+std::string FailureBoard::ask(const std::string& what, const GroupMembers& members) const {
+  constexpr std::size_t kMost = 8;  // ranks in the message
+  const auto end = std::chrono::steady_clock::now() + kLongestWaitForOthers;
+  post(what, members);
+  std::map<int, std::string> answers = {{members.global_rank, failure_of(members, what)}};
+  std::string silent;
+  const std::vector<int> asked = members.neighbours(kMost);
+  for (const int rank : asked) {
+    if (has_written(key_of(rank), end)) {
+      const std::vector<std::uint8_t> text = store_->get(key_of(rank));
+      answers[rank] = text_in(reinterpret_cast<const char*>(text.data()), text.size());
+    } else {
+      silent += (silent.empty() ? "" : ", ") + members.name_of(rank);
+    }
+  }
+  std::string heard;
+  for (const auto& [rank, text] : answers) {
+    heard += (heard.empty() ? "" : ", ") + text;
+  }
+  const bool are_more = asked.size() < members.processes.size();
+  heard =
+      answers.size() < 2 ? "" : "When they failed, " + heard + (are_more ? ", and so on. " : ". ");
+  if (silent.empty()) {
+    return heard.empty() ? "" : heard + "A rank may hang, have failed, or run other collectives. ";
+  }
+  return detail::concat(heard, "No answer came from ", silent,
+                        ". A rank that does not answer may be busy or hang, it may have ended, or "
+                        "the network to it may be down. ");
+}
+
+bool FailureBoard::has_written(const std::string& key,
+                               std::chrono::steady_clock::time_point until) const {
+  constexpr std::chrono::milliseconds kInterval{20};
+  bool is_there = store_->check({key});
+  while (!is_there && std::chrono::steady_clock::now() < until) {
+    std::this_thread::sleep_for(kInterval);
+    is_there = store_->check({key});
+  }
+  return is_there;
+}
+
+std::string FailureBoard::exchange_histories(const std::vector<std::string>& labels,
+                                             int global_rank, int other) const {
+  std::string mine = detail::concat("\nThe last collectives of rank ", global_rank, ":");
+  for (const std::string& label : labels) {
+    mine += "\n  " + label;
+  }
+  if (store_ == nullptr) {
+    return mine;
+  }
+  // The thread may outlive this object.
+  std::packaged_task<std::string()> task([board = *this, mine, global_rank, other] {
+    return board.ask_history(mine, global_rank, other);
+  });
+  std::future<std::string> answer = task.get_future();
+  std::thread(std::move(task)).detach();
+  try {
+    const bool is_ready = answer.wait_for(kLongestExchange) == std::future_status::ready;
+    return mine + (is_ready ? answer.get() : "");
+  } catch (const std::exception&) {
+    return mine;  // the store cannot be reached
+  }
+}
+
+std::string FailureBoard::ask_history(const std::string& mine, int global_rank, int other) const {
+  const auto place_of = [](int rank) { return detail::concat("fsdp_ext/history/", rank); };
+  store_->set(place_of(global_rank), std::vector<std::uint8_t>(mine.begin(), mine.end()));
+  if (!has_written(place_of(other), std::chrono::steady_clock::now() + kLongestWaitForOthers)) {
+    return "";
+  }
+  const std::vector<std::uint8_t> theirs = store_->get(place_of(other));
+  return text_in(reinterpret_cast<const char*>(theirs.data()), theirs.size());
+}
+
+std::unique_ptr<Board> make_store_board(c10::intrusive_ptr<c10d::Store> store) {
+  return std::make_unique<StoreBoard>(std::move(store));
+}
+
+}  // namespace fsdp

@@ -1,0 +1,59 @@
+// What ranks of a process group tell each other, through its store, about collectives that failed.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <utility>
+#include <vector>
+
+#include "comm/deadlock_watch.h"
+#include "comm/process_identity.h"
+
+namespace fsdp {
+
+// The ranks as messages name them: by their numbers in the whole job.
+struct GroupMembers {
+  int global_rank = 0;                                     // this rank
+  std::vector<int> global_ranks;                           // all ranks of the group, in order
+  std::vector<std::pair<int, ProcessIdentity>> processes;  // those that are known, in order
+
+  std::string name_of(int rank) const;                  // such as "rank 3 (process 81 on node2)"
+  std::vector<int> neighbours(std::size_t most) const;  // at most so many, in order
+};
+
+// How ranks tell each other what they were doing when a collective failed. Both lanes of a group
+// have the same one. The process that serves the store may hang, too, so an exchange gives up after
+// a moment. Messages name the ranks that do not answer, since nothing else may say which one a
+// backend has waited for.
+class FailureBoard {
+ public:
+  // `store` is that of one of the lanes' groups; it may be null.
+  explicit FailureBoard(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+
+  // Tells the other ranks that this rank was in `what` when it failed. Returns, in sentences, what
+  // they were in, and which ones do not answer. Waits a moment for ranks that fail a little later.
+  std::string exchange(const std::string& what, const GroupMembers& members) const;
+
+  // Only tells them.
+  void tell(const std::string& what, const GroupMembers& members) const;
+
+  // Tells the other ranks the labels of this rank's last collectives. Returns them and those of
+  // rank `other`, if it does the same within a moment, in lines.
+  std::string exchange_histories(const std::vector<std::string>& labels, int global_rank,
+                                 int other) const;
+
+ private:
+  void post(const std::string& what, const GroupMembers& members) const;
+  std::string ask(const std::string& what, const GroupMembers& members) const;
+  std::string ask_history(const std::string& mine, int global_rank, int other) const;
+  bool has_written(const std::string& key, std::chrono::steady_clock::time_point until) const;
+
+  c10::intrusive_ptr<c10d::Store> store_;
+};
+
+// A board for the ranks that have the same store: Note [ranks that share no memory].
+std::unique_ptr<Board> make_store_board(c10::intrusive_ptr<c10d::Store> store);
+
+}  // namespace fsdp

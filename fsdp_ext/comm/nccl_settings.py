@@ -1,0 +1,124 @@
+"""How fsdp_ext uses NCCL: the variables of the environment, which docs/design/cuda.md lists.
+
+They are read when ranks connect, in the first forward. All ranks of a group set the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+REGISTER = "FSDP_EXT_NCCL_REGISTER"
+OF_LANES = {"gather": "FSDP_EXT_NCCL_GATHER", "reduce": "FSDP_EXT_NCCL_REDUCE"}
+
+# The least and the most of each number. NCCL has at most 64 channels.
+_RANGES = {"min_ctas": (1, 64), "max_ctas": (1, 64), "cluster_size": (0, 8)}
+_POLICIES = {"default": 0, "efficiency": 1, "zero": 2}  # NCCL_CTA_POLICY_*
+
+
+@dataclass(frozen=True)
+class NcclSettings:
+    """What the variables ask for.
+
+    Args:
+        registers_buffers: whether long-lived buffers are registered, where NCCL can.
+        gather: fields of ncclConfig_t for the gather lane, by the names that csrc/comm/nccl.h has.
+            What is not set is left to NCCL.
+        reduce: the same for the reduce lane.
+    """
+
+    registers_buffers: bool = True
+    gather: dict[str, int] = field(default_factory=dict)
+    reduce: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def most_min_ctas(self) -> int:
+        """The most thread blocks that a lane is told to have at least; 0 if none is."""
+        return max(lane.get("min_ctas", 0) for lane in (self.gather, self.reduce))
+
+    def __str__(self) -> str:
+        """Return the settings as text, which is the same on ranks that agree."""
+        return ", ".join(
+            [
+                f"{REGISTER}={int(self.registers_buffers)}",
+                f"{OF_LANES['gather']}={describe_lane(self.gather)}",
+                f"{OF_LANES['reduce']}={describe_lane(self.reduce)}",
+            ]
+        )
+
+
+def describe_lane(settings: dict[str, int]) -> str:
+    """Return a lane's settings as its variable would have them."""
+    names = {number: name for name, number in _POLICIES.items()}
+    return ",".join(
+        f"{name}={names[value] if name == 'cta_policy' else value}"
+        for name, value in sorted(settings.items())
+    )
+
+
+def nccl_settings() -> NcclSettings:
+    """Return the settings of the environment.
+
+    Raises:
+        ValueError: if a variable has another form than docs/design/cuda.md says.
+    """
+    registers = os.environ.get(REGISTER, "1") not in ("0", "")
+    gather, reduce = (_settings_of_lane(variable) for variable in OF_LANES.values())
+    if reduce.get("cta_policy") == _POLICIES["zero"]:
+        raise ValueError(
+            f"{OF_LANES['reduce']} has cta_policy=zero, but copy engines cannot add. Set it in "
+            f"{OF_LANES['gather']} only."
+        )
+    if gather.get("cta_policy") == _POLICIES["zero"] and not registers:
+        raise ValueError(
+            f"{OF_LANES['gather']} has cta_policy=zero, and copy engines need registered buffers, "
+            f"but {REGISTER}=0 turns these off. Unset one of the two."
+        )
+    return NcclSettings(registers, gather, reduce)
+
+
+def check_agreement(settings: Sequence[str], ranks: Sequence[int]) -> None:
+    """Check that all ranks have the same settings.
+
+    Args:
+        settings: the text of each rank's settings.
+        ranks: the ranks, in the same order.
+
+    Raises:
+        RuntimeError: if two ranks differ. NCCL would hang or fail.
+    """
+    for other, rank in zip(settings, ranks, strict=True):
+        if other != settings[0]:
+            raise RuntimeError(
+                f"rank {ranks[0]} has the NCCL settings {settings[0]} and rank {rank} has {other}. "
+                "Set the variables alike on all ranks."
+            )
+
+
+def _settings_of_lane(variable: str) -> dict[str, int]:
+    text = os.environ.get(variable, "")
+    found: dict[str, int] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = (part.strip() for part in item.partition("="))
+        number = _POLICIES.get(value) if name == "cta_policy" else _number(name, value)
+        if number is None or name in found:
+            raise ValueError(
+                f"{variable} is {text!r}. Pass each of these at most once, such as "
+                "'max_ctas=8,cta_policy=efficiency': min_ctas and max_ctas from 1 to 64, "
+                "cluster_size from 0 to 8, and cta_policy default, efficiency or zero."
+            )
+        found[name] = number
+    if found.get("min_ctas", 0) > found.get("max_ctas", 64):
+        raise ValueError(
+            f"{variable} is {text!r}, with a larger min_ctas than max_ctas. Lower min_ctas."
+        )
+    return found
+
+
+def _number(name: str, value: str) -> int | None:
+    """Return the value; None if there is no such setting or it is out of range."""
+    if name not in _RANGES or not (value.isascii() and value.isdigit()):
+        return None
+    least, most = _RANGES[name]
+    return int(value) if least <= int(value) <= most else None

@@ -1,0 +1,65 @@
+"""The ranks of a mesh: those that share a model, and the replicas of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A mesh by its dimensions.
+
+    Args:
+        mesh: 1-D, or 2-D for hybrid sharding. Then the ranks of the last dimension share the rows
+            of parameters, and those of the first are replicas, which have the same rows.
+    """
+
+    mesh: DeviceMesh
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that share the rows of each parameter."""
+        return self.mesh.get_group(self.mesh.ndim - 1)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in that group."""
+        return self.mesh.get_local_rank(self.mesh.ndim - 1)
+
+    @property
+    def size(self) -> int:
+        """How many ranks that group has."""
+        return self.mesh.size(self.mesh.ndim - 1)
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """The ranks that have the same rows as this one; None if there are no others."""
+        return self.mesh.get_group(0) if self.replicas > 1 else None
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks have the same rows."""
+        return self.mesh.size(0) if self.mesh.ndim == 2 else 1
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The group that shards and, if there are replicas, theirs."""
+        return [group for group in (self.group, self.replica_group) if group is not None]
+
+    @property
+    def placements(self) -> list[Placement]:
+        """The placements of sharded parameters and gradients."""
+        return [Shard(0)] if self.mesh.ndim == 1 else [Replicate(), Shard(0)]
+
+
+def refuse_replicas(ranks: Ranks, caller: str) -> None:
+    """Raise NotImplementedError if there are replicas, which ``caller`` does not know yet."""
+    if ranks.replicas > 1:
+        raise NotImplementedError(
+            f"{caller} does not support models that are sharded over a 2-D mesh yet. Use a 1-D "
+            "mesh of the ranks that share the model."
+        )

@@ -1,0 +1,42 @@
+"""Methods of PyTorch's ``FSDPModule`` that are not supported: each raises a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+# What to do instead of calling a method.
+_INSTEAD = {
+    "set_all_reduce_hook": "Change gradients in hooks of the sharded parameters "
+    "(register_post_accumulate_grad_hook), or after backward",
+    "set_custom_all_gather": "Choose what collectives travel by with fully_shard(transport=...)",
+    "set_custom_reduce_scatter": "Choose what collectives travel by with "
+    "fully_shard(transport=...)",
+}
+_DEFAULT_INSTEAD = "Leave the call out"
+
+
+def override_rest(cls: type, base: type) -> None:
+    """Give ``cls`` a method that raises for each method of ``base`` that it does not override.
+
+    PyTorch's methods would look for its own state on the module. Newer versions of PyTorch may add
+    methods, so the installed one says which there are.
+    """
+    for name, value in vars(base).items():
+        if callable(value) and name not in vars(cls) and not _is_special(name):
+            setattr(cls, name, _refusal(name))
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    instead = _INSTEAD.get(name, _DEFAULT_INSTEAD)
+
+    def method(self: object, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"FSDPModule.{name} is not supported yet. {instead}.")
+
+    method.__name__ = name
+    method.__doc__ = f"Raise NotImplementedError. {instead}."
+    return method

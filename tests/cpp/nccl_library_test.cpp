@@ -1,0 +1,98 @@
+// How csrc/comm/nccl_api finds its library, and what it makes of the version (fake_nccl.h).
+#include <dlfcn.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <string>
+#include <utility>
+
+#include "base/check.h"
+#include "comm/nccl_api.h"
+#include "fake_nccl.h"
+#include "message_of.h"
+
+namespace fsdp {
+namespace {
+
+using test::contains;
+using test::message_of;
+
+constexpr const char* kLibrary = FAKE_NCCL_LIBRARY;
+constexpr const char* kOtherLibrary = OTHER_FAKE_NCCL_LIBRARY;
+
+test::FakeNccl& fake() {
+  static void* const handle = dlopen(kLibrary, RTLD_NOW);
+  return *reinterpret_cast<test::FakeNcclFunction*>(dlsym(handle, "fake_nccl"))();
+}
+
+#define EXPECT_SAYS(text, part) EXPECT_TRUE(contains(text, part)) << (text)
+
+class NcclLibrary : public ::testing::Test {
+ protected:
+  void SetUp() override { setenv("FSDP_EXT_NCCL_SO", kLibrary, 1); }
+  void TearDown() override {
+    fake().version = 22809;
+    unsetenv("FSDP_EXT_NCCL_SO");
+  }
+};
+
+TEST_F(NcclLibrary, IsTheOneThatTheVariableNames) {
+  const nccl::Api api = nccl::find_library({});
+  EXPECT_EQ(api.version_text(), "2.28.9");
+  EXPECT_EQ(api.path, kLibrary);
+}
+
+TEST_F(NcclLibrary, IsTheLoadedOneWithoutTheVariable) {
+  fake();
+  unsetenv("FSDP_EXT_NCCL_SO");
+  EXPECT_EQ(nccl::find_library({"/nowhere/libnccl.so.2"}).path, kLibrary);
+}
+
+TEST_F(NcclLibrary, IsRefusedIfItDoesNotExist) {
+  setenv("FSDP_EXT_NCCL_SO", "/nowhere/libnccl.so.2", 1);
+  EXPECT_SAYS(message_of([] { nccl::find_library({}); }),
+              "FSDP_EXT_NCCL_SO='/nowhere/libnccl.so.2' is not a library that can be loaded");
+}
+
+TEST_F(NcclLibrary, IsRefusedIfItIsNotNccl) {
+  setenv("FSDP_EXT_NCCL_SO", "libm.so.6", 1);
+  EXPECT_SAYS(message_of([] { nccl::find_library({}); }), "has no ncclGetVersion that works");
+}
+
+TEST_F(NcclLibrary, IsRefusedIfItIsTooOld) {
+  fake().version = 21700;
+  EXPECT_SAYS(message_of([] { nccl::find_library({}); }),
+              "is NCCL 2.17.0, but fsdp_ext needs 2.18 or newer");
+}
+
+TEST_F(NcclLibrary, IsRefusedIfTheProcessHasTwo) {
+  void* const other = dlopen(kOtherLibrary, RTLD_NOW);
+  ASSERT_NE(other, nullptr);
+  const std::string message = message_of([] { nccl::find_library({}); });
+  dlclose(other);
+  EXPECT_SAYS(message, "The process has loaded 2 NCCL libraries");
+  EXPECT_SAYS(message, kLibrary);
+  EXPECT_SAYS(message, kOtherLibrary);
+}
+
+TEST_F(NcclLibrary, RegistersBuffersAsItsVersionCan) {
+  EXPECT_STREQ(nccl::find_library({}).registration(), "window");
+  fake().version = 22600;
+  EXPECT_STREQ(nccl::find_library({}).registration(), "register");
+}
+
+// Note [symmetric kernels]
+TEST_F(NcclLibrary, AsksForSymmetricKernelsOnlyWhereTheyWaitForTheStream) {
+  const std::pair<int, int> expected[] = {
+      {22707, nccl::kWindowCollSymmetric}, {22800, nccl::kWindowDefault},
+      {22809, nccl::kWindowDefault},       {23004, nccl::kWindowDefault},
+      {23006, nccl::kWindowDefault},       {23007, nccl::kWindowCollSymmetric},
+      {23100, nccl::kWindowCollSymmetric}};
+  for (const auto& [version, flags] : expected) {
+    fake().version = version;
+    EXPECT_EQ(nccl::find_library({}).window_flags(), flags) << version;
+  }
+}
+
+}  // namespace
+}  // namespace fsdp

@@ -1,0 +1,206 @@
+#include "launches.h"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/check.h"
+
+namespace fsdp::test {
+namespace {
+
+using Arguments = std::vector<std::vector<unsigned char>>;
+
+constexpr std::size_t kMostArgumentBytes = 32764;
+
+struct Configuration {
+  dim3 grid;
+  dim3 block;
+  std::size_t shared;
+  cudaStream_t stream;
+};
+
+thread_local HostQueue* stream_of_launches = nullptr;
+thread_local std::vector<Configuration> configurations;
+thread_local std::size_t launched = 0;
+std::set<std::string> launched_names;
+int driver_version = 13000;
+
+// By the address of the host's stub. nvcc's code fills it in before main() begins.
+std::map<const void*, const ptx::Kernel*>& registered() {
+  static std::map<const void*, const ptx::Kernel*> kernels;
+  return kernels;
+}
+
+const ptx::Kernel& find(const std::string& name) {
+  const auto& all = ptx::kernels();
+  const auto found = std::find_if(all.begin(), all.end(),
+                                  [&](const ptx::Kernel& kernel) { return kernel.name == name; });
+  FSDP_CHECK(found != all.end(), "The host's code registers ", name,
+             ", but the translated PTX has no such kernel.");
+  return *found;
+}
+
+// Threads and blocks run in reverse order, since none may rely on an earlier one.
+void run(const ptx::Kernel& kernel, std::uint32_t blocks, std::uint32_t threads,
+         const Arguments& arguments) {
+  ptx::Clock& clock = gpu_clock();
+  const std::uint64_t start = clock.read();
+  std::uint64_t end = start;
+  for (std::uint32_t block = blocks; block-- > 0;) {
+    for (std::uint32_t thread = threads; thread-- > 0;) {
+      clock.set(start);
+      kernel.run({thread, threads, block, blocks, &clock, &arguments});
+      end = std::max(end, clock.read());
+    }
+  }
+  clock.set(end);
+}
+
+cudaError_t launch(const ptx::Kernel& kernel, dim3 grid, dim3 block, void** from) {
+  FSDP_CHECK(stream_of_launches != nullptr, "A launch needs a stream. Construct a LaunchesOn.");
+  FSDP_CHECK(grid.x >= 1 && grid.y * grid.z == 1 && block.x >= 1 && block.x <= 1024 &&
+                 block.y * block.z == 1,
+             "A launch of ", kernel.name, " has a grid that no kernel here expects.");
+  // Exactly as large as the kernel's parameters are, so that no load passes their ends unnoticed.
+  Arguments arguments;
+  std::size_t bytes = 0;
+  for (const ptx::Parameter& parameter : kernel.parameters) {
+    const auto* begin = static_cast<const unsigned char*>(from[arguments.size()]);
+    arguments.emplace_back(begin, begin + parameter.size);
+    bytes = (bytes + parameter.alignment - 1) / parameter.alignment * parameter.alignment;
+    bytes += parameter.size;
+  }
+  const std::size_t most = driver_version >= 12010 ? kMostArgumentBytes : 4096;
+  FSDP_CHECK(bytes <= most, kernel.name, " has ", bytes, " bytes of arguments. The driver takes ",
+             most, ".");
+  ++launched;
+  launched_names.insert(kernel.name);
+  stream_of_launches->enqueue(
+      [&kernel, blocks = grid.x, threads = block.x, arguments = std::move(arguments)] {
+        run(kernel, blocks, threads, arguments);
+      });
+  return cudaSuccess;
+}
+
+}  // namespace
+
+LaunchesOn::LaunchesOn(Stream& stream) : before_(stream_of_launches) {
+  stream_of_launches = &static_cast<HostQueue&>(stream);
+}
+LaunchesOn::~LaunchesOn() { stream_of_launches = before_; }
+
+std::size_t launches() { return launched; }
+
+const std::set<std::string>& launched_kernels() { return launched_names; }
+
+void set_driver_version(int version) { driver_version = version; }
+
+ptx::Clock& gpu_clock() {
+  static thread_local ptx::Clock clock;
+  return clock;
+}
+
+}  // namespace fsdp::test
+
+using fsdp::test::configurations;
+using fsdp::test::registered;
+using fsdp::test::stream_of_launches;
+
+// ---- What nvcc's host code calls
+// -----------------------------------------------------------------
+
+extern "C" {
+
+void** __cudaRegisterFatBinary(void* /*binary*/) {
+  static void* handle = nullptr;
+  return &handle;
+}
+void __cudaRegisterFatBinaryEnd(void** /*handle*/) {}
+void __cudaUnregisterFatBinary(void** /*handle*/) {}
+
+void __cudaRegisterFunction(void** /*handle*/, const char* host, char* /*device*/, const char* name,
+                            int /*limit*/, uint3* /*thread*/, uint3* /*block*/,
+                            dim3* /*block_size*/, dim3* /*grid_size*/, int* /*warp_size*/) {
+  registered()[host] = &fsdp::test::find(name);
+}
+
+unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, std::size_t shared,
+                                     CUstream_st* stream) {
+  configurations.push_back({grid, block, shared, stream});
+  return 0;
+}
+
+cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, std::size_t* shared, void* stream) {
+  const auto last = configurations.back();
+  configurations.pop_back();
+  *grid = last.grid;
+  *block = last.block;
+  *shared = last.shared;
+  *static_cast<cudaStream_t*>(stream) = last.stream;
+  return cudaSuccess;
+}
+
+cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* host) {
+  *kernel = static_cast<cudaKernel_t>(const_cast<void*>(host));
+  return cudaSuccess;
+}
+
+// CUDA 13 launches by a kernel's handle, CUDA 12 by its address on the host. They are the same
+// here.
+cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments,
+                               std::size_t /*shared*/, cudaStream_t /*stream*/) {
+  return fsdp::test::launch(*registered().at(kernel), grid, block, arguments);
+}
+cudaError_t cudaLaunchKernel(const void* host, dim3 grid, dim3 block, void** arguments,
+                             std::size_t /*shared*/, cudaStream_t /*stream*/) {
+  return fsdp::test::launch(*registered().at(host), grid, block, arguments);
+}
+
+// ---- What csrc calls
+// -----------------------------------------------------------------------------
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int /*device*/) { return cudaSuccess; }
+
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int /*device*/) {
+  *value = attribute == cudaDevAttrMultiProcessorCount ? 2 : 0;
+  return cudaSuccess;
+}
+cudaError_t cudaDriverGetVersion(int* version) {
+  *version = fsdp::test::driver_version;
+  return cudaSuccess;
+}
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks,
+                                                                   const void* /*host*/,
+                                                                   int /*threads*/,
+                                                                   std::size_t /*shared*/,
+                                                                   unsigned /*flags*/) {
+  *blocks = 1;
+  return cudaSuccess;
+}
+cudaError_t cudaFuncSetAttribute(const void* /*host*/, cudaFuncAttribute /*attribute*/,
+                                 int /*value*/) {
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemcpyAsync(void* destination, const void* source, std::size_t bytes,
+                            cudaMemcpyKind /*kind*/, cudaStream_t /*stream*/) {
+  stream_of_launches->enqueue([=] { std::memcpy(destination, source, bytes); });
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+const char* cudaGetErrorString(cudaError_t /*error*/) { return "an error"; }
+const char* cudaGetErrorName(cudaError_t /*error*/) { return "cudaErrorUnknown"; }
+}

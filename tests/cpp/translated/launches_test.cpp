@@ -1,0 +1,101 @@
+// How many launches the packer for GPUs makes of a plan, and that it has a use for each kernel.
+#include "launches.h"
+
+#include <gtest/gtest.h>
+
+#include <numeric>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "kernels_under_test.h"
+
+namespace fsdp {
+namespace {
+
+constexpr DType kFloats[] = {DType::Float32, DType::BFloat16, DType::Float16, DType::Float64};
+
+struct OneByOne {
+  PackPlan plan;
+  std::vector<const void*> gradients;
+};
+
+// A plan of entries of one element.
+OneByOne one_by_one(int entries, const void* source, DType dtype) {
+  OneByOne made{{{}, entries, 1, nullptr}, {}};
+  for (std::int64_t i = 0; i < entries; ++i) {
+    made.plan.entries.push_back({1, 1, i});
+    made.gradients.push_back(static_cast<const char*>(source) +
+                             static_cast<std::size_t>(i) * itemsize(dtype));
+  }
+  return made;
+}
+
+std::size_t launches_of_pack(int entries) {
+  HostComputeStream compute(std::chrono::milliseconds(60000));
+  const auto packer = test::make_kernels_under_test();
+  std::vector<float> source(static_cast<std::size_t>(entries));
+  std::iota(source.begin(), source.end(), 1.0F);
+  auto [plan, gradients] = one_by_one(entries, source.data(), DType::Float32);
+  std::vector<float> packed(source.size());
+  packer->prepare(plan);
+  const std::size_t before = test::launches();
+  packer->pack(compute, plan, gradients.data(), DType::Float32, packed.data(), DType::Float32, 1.0,
+               false);
+  EXPECT_EQ(packed, source);
+  return test::launches() - before;
+}
+
+TEST(Launches, TakeManyEntriesWhereTheDriverTakesManyArguments) {
+  EXPECT_EQ(launches_of_pack(480), 1u);
+  EXPECT_EQ(launches_of_pack(4064), 1u);
+  EXPECT_EQ(launches_of_pack(4065), 2u);
+}
+
+TEST(Launches, TakeFewEntriesWithAnOlderDriver) {
+  test::set_driver_version(12000);
+  EXPECT_EQ(launches_of_pack(480), 1u);
+  EXPECT_EQ(launches_of_pack(961), 3u);
+  test::set_driver_version(13000);
+}
+
+// 4 x 4 dtypes, for few and for many entries; bytes are cast but not packed.
+TEST(Launches, EveryKernelOfThePackerIsLaunched) {
+  HostComputeStream compute(std::chrono::milliseconds(60000));
+  const auto packer = test::make_kernels_under_test();
+  constexpr int kMany = 481;
+  const std::vector<double> zeros(kMany);
+  std::vector<double> written(kMany);
+  for (const DType from : kFloats) {
+    for (const DType to : kFloats) {
+      for (const int entries : {1, kMany}) {
+        auto [plan, gradients] = one_by_one(entries, zeros.data(), from);
+        packer->prepare(plan);
+        packer->pack(compute, plan, gradients.data(), from, written.data(), to, 1.0, false);
+      }
+      CastPlan plan{{{0, 0, 1, from, to}}, nullptr};
+      packer->prepare(plan);
+      packer->cast(compute, plan, nullptr, zeros.data(), written.data(), 1.0);
+    }
+  }
+  CastPlan bytes{{{0, 0, 1, DType::Bytes, DType::Bytes}}, nullptr};
+  packer->prepare(bytes);
+  packer->cast(compute, bytes, nullptr, zeros.data(), written.data(), 1.0);
+  UnpackPlan plan{{{8, 0, 0}}, 8, 1, nullptr};
+  packer->prepare(plan);
+  packer->unpack(compute, plan, zeros.data(), written.data());
+
+  int of_packer = 0;
+  for (const ptx::Kernel& kernel : ptx::kernels()) {
+    const std::string name = kernel.name;
+    if (name.find("pack_kernel") != std::string::npos ||
+        name.find("cast_kernel") != std::string::npos) {
+      ++of_packer;
+      EXPECT_EQ(test::launched_kernels().count(name), 1u) << name;
+    }
+  }
+  EXPECT_EQ(of_packer, 50);
+}
+
+}  // namespace
+}  // namespace fsdp

@@ -1,0 +1,354 @@
+"""A 2-D mesh shards over its second dimension and replicates over its first, as with FSDP2."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from support.fsdp1_parity import BY_BLOCK, assert_equal, make, torch_fsdp, train
+from support.launcher import run_ranks
+from support.models import Stack
+from support.parity import ROUNDING, Case, Run, adamw, check, compare_on_rank, each
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy
+
+import fsdp_ext
+from bench.harness import hosts
+from fsdp_ext import MixedPrecisionPolicy, fully_shard
+
+SUMMED_IN_ANOTHER_ORDER = ROUNDING[torch.float32]
+
+
+def _accumulate(run: Run, step: int, setter: str) -> tuple[Tensor, ...]:
+    run.optimizer.zero_grad()
+    losses = []
+    for micro_batch in range(3):
+        last = micro_batch == 2
+        loss = run.loss(step, micro_batch)
+        if run.sharded:
+            getattr(run.model, setter)(last)
+            loss.backward()
+        else:
+            run.backward(loss, sync=last)
+        losses.append(loss)
+    run.optimizer.step()
+    return tuple(losses)
+
+
+def accumulate_without_sync(run: Run, step: int) -> tuple[Tensor, ...]:
+    return _accumulate(run, step, "set_requires_gradient_sync")
+
+
+def accumulate_without_all_reduce(run: Run, step: int) -> tuple[Tensor, ...]:
+    return _accumulate(run, step, "set_requires_all_reduce")
+
+
+def clip(run: Run, step: int) -> tuple[Tensor, ...]:
+    run.optimizer.zero_grad()
+    loss = run.loss(step)
+    run.backward(loss)
+    norm = nn.utils.clip_grad_norm_(run.parameters.values(), 0.1)
+    run.optimizer.step()
+    return loss, norm
+
+
+def evaluate_between_steps(run: Run, step: int) -> tuple[Tensor, ...]:
+    with torch.no_grad():
+        before = run.loss(step, micro_batch=1)
+    run.optimizer.zero_grad()
+    loss = run.loss(step)
+    run.backward(loss)
+    run.optimizer.step()
+    return before, loss
+
+
+def cut_into_messages(run: Run) -> None:
+    """Let each unit of ours be a bucket of several messages."""
+    if isinstance(run.model, fsdp_ext.FSDPModule):
+        for unit in run.model._units(recurse=True):
+            unit.change(bucket_bytes=0, max_message_bytes=2048)
+
+
+HYBRID = Case(
+    "two sets of two ranks",
+    Stack,
+    worlds=(4,),
+    mesh=(2, 2),
+    unsharded=SUMMED_IN_ANOTHER_ORDER,
+)
+BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+@each(
+    [
+        HYBRID,
+        dataclasses.replace(HYBRID, fact="one set", worlds=(2,), mesh=(1, 2)),
+        dataclasses.replace(
+            HYBRID,
+            fact="each unit is a bucket, cut into messages",
+            after_sharding=cut_into_messages,
+            optimizer=adamw,
+            step=evaluate_between_steps,
+        ),
+        dataclasses.replace(HYBRID, fact="bf16 with sums in fp32", precision=BF16, unsharded=None),
+        dataclasses.replace(
+            HYBRID,
+            fact="accumulation without synchronisation",
+            step=accumulate_without_sync,
+        ),
+        dataclasses.replace(
+            HYBRID,
+            fact="accumulation without all-reduces",
+            step=accumulate_without_all_reduce,
+            fsdp2=SUMMED_IN_ANOTHER_ORDER,
+        ),
+        dataclasses.replace(HYBRID, fact="clipped gradients", step=clip),
+    ],
+    quick=(2, 4),
+)
+def test_hybrid_sharding_trains_as_fsdp2_does(case: Case, world_size: int) -> None:
+    check(case, world_size)
+
+
+# - What no other system is compared with
+
+WIDTH = 8
+
+
+def hybrid_mesh(sets: int = 2, ranks: int = 2) -> DeviceMesh:
+    return init_device_mesh("cpu", (sets, ranks), mesh_dim_names=("replicate", "shard"))
+
+
+def shard(model: nn.Module, units: Iterable[nn.Module], mesh: DeviceMesh) -> Any:
+    for unit in units:
+        fully_shard(unit, mesh=mesh, bucket_bytes=0)
+    return fully_shard(model, mesh=mesh, bucket_bytes=0)
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _train(delayed: str | None) -> list[Tensor]:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).to(torch.bfloat16)
+    model = shard(layers, layers, hybrid_mesh())
+    for unit in model._units(recurse=True):
+        # Reductions in fp32, so that buckets take turns with the halves of the reduce output.
+        unit.change(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        root = model._unit.root
+        if delayed is not None and root is not None:
+            root.core.set_poison_released_slots(True)
+            root.core.delay_stream(delayed, 0.03)
+        model(batch(step, dist.get_rank()).bfloat16()).float().pow(2).sum().backward()
+        optimizer.step()
+    return [param.full_tensor().detach() for param in model.parameters()]
+
+
+def _compare_delayed() -> None:
+    expected = _train(None)
+    for delayed in ("gather", "reduce", "all-reduce"):
+        for want, have in zip(expected, _train(delayed), strict=True):
+            assert want.isfinite().all()
+            assert torch.equal(want, have), delayed
+
+
+def test_results_do_not_depend_on_how_long_a_stream_takes() -> None:
+    run_ranks(_compare_delayed, 4)
+
+
+class Experts(nn.Module):
+    """Experts of one unit, of which a forward uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, expert: int) -> Tensor:
+        return self.experts[expert](x)
+
+
+def _train_experts() -> None:
+    torch.manual_seed(0)
+    model = Experts()
+    copies = [copy.deepcopy(model) for _ in range(dist.get_world_size())]
+    model = shard(model, [], hybrid_mesh())
+    model(batch(0, dist.get_rank()), dist.get_rank() // 2).sum().backward()
+    for rank, unsharded in enumerate(copies):
+        unsharded(batch(0, rank), rank // 2).sum().backward()
+    for name, param in model.named_parameters():
+        grads = [dict(each.named_parameters())[name].grad for each in copies]
+        used = [grad for grad in grads if grad is not None]
+        assert (param.grad is None) == (not used), name
+        if param.grad is not None:
+            torch.testing.assert_close(param.grad.full_tensor(), sum(used) / len(copies))
+
+
+def test_a_parameter_that_one_set_uses_has_its_gradient_in_both() -> None:
+    run_ranks(_train_experts, 4)
+
+
+def _run_in_another_order() -> str:
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+    model = nn.Sequential(*layers)
+    shard(model, layers, hybrid_mesh())
+    model(batch(0, dist.get_rank())).sum().backward()
+    if dist.get_rank() >= 2:
+        model[0], model[1] = model[1], model[0]
+    try:
+        for step in (1, 2):
+            model(batch(step, dist.get_rank())).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_sets_that_run_units_in_different_orders_name_both() -> None:
+    for message in run_ranks(_run_in_another_order, 4, fresh=True):
+        assert "issued different collectives" in message
+        assert "unit '0'" in message
+        assert "unit '1'" in message
+
+
+def _differ(setting: str) -> str:
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    is_first = dist.get_rank() < 2
+    options = {}
+    if setting == "bucket_bytes":
+        options["bucket_bytes"] = 0 if is_first else 1 << 20
+    elif setting == "frozen":
+        layers[0].requires_grad_(is_first)
+    mesh = hybrid_mesh()
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    model = fully_shard(layers, mesh=mesh, **options)
+    try:
+        model(batch(0, 0)).sum().backward()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def test_sets_that_cut_the_model_differently_raise() -> None:
+    for message in run_ranks(_differ, 4, "bucket_bytes"):
+        assert "the sets of ranks that shard the model have different settings" in message
+    for message in run_ranks(_differ, 4, "frozen"):
+        assert "bytes on set" in message
+
+
+def _ask_for_what_is_not_supported() -> None:
+    with pytest.raises(NotImplementedError, match=r"mesh \(2, 1\), .* shards over one rank"):
+        fully_shard(nn.Linear(WIDTH, WIDTH), mesh=hybrid_mesh(2, 1))
+    with pytest.raises(ValueError, match="3-D mesh"):
+        fully_shard(nn.Linear(WIDTH, WIDTH), mesh=init_device_mesh("cpu", (1, 1, 2)))
+
+
+def test_meshes_that_are_not_supported_are_refused() -> None:
+    run_ranks(_ask_for_what_is_not_supported, 2)
+
+
+def _use_tools() -> str:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    shard(model, [], hybrid_mesh())
+    with torch.no_grad():
+        model(batch(0, 0))
+    for tool in (fsdp_ext.tune, fsdp_ext.profile):
+        with pytest.raises(NotImplementedError, match=f"{tool.__name__} does not support .* 2-D"):
+            tool(model, *([] if tool is fsdp_ext.profile else [lambda: None]))
+    with pytest.raises(NotImplementedError, match="2 shards have 2 replicas each"):
+        fsdp_ext.plan(model)
+    return fsdp_ext.describe_buckets(model)
+
+
+def test_tools_say_that_they_do_not_know_replicas() -> None:
+    for text in run_ranks(_use_tools, 4):
+        assert "gradients are summed over 2 replicas over shared_memory" in text
+
+
+def _checkpoint(path: str) -> None:
+    def sharded(mesh: DeviceMesh, seed: int) -> Any:
+        torch.manual_seed(seed)
+        layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
+        return shard(layers, layers, mesh)
+
+    saved = sharded(hybrid_mesh(), seed=0)
+    dcp.save(get_model_state_dict(saved), checkpoint_id=path)
+    want = get_model_state_dict(saved, options=StateDictOptions(full_state_dict=True))
+    for mesh in (hybrid_mesh(), init_device_mesh("cpu", (4,))):
+        loaded = sharded(mesh, seed=1)
+        state = get_model_state_dict(loaded)
+        dcp.load(state, checkpoint_id=path)
+        set_model_state_dict(loaded, state)
+        for name, param in loaded.named_parameters():
+            assert torch.equal(param.full_tensor(), want[name])
+    copied = copy.deepcopy(saved.state_dict())
+    for name, param in saved.named_parameters():
+        assert torch.equal(copied[name].to_local(), param.to_local())
+
+
+def test_checkpoints_load_on_meshes_of_one_and_of_two_dimensions(tmp_path: Path) -> None:
+    run_ranks(_checkpoint, 4, str(tmp_path))
+
+
+def _train_as_fsdp1_does() -> None:
+    mesh = hybrid_mesh()
+    shards, replicas = mesh.get_group(1), mesh.get_group(0)
+    for strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
+        options = {"sharding_strategy": strategy, "auto_wrap_policy": BY_BLOCK}
+        expected = make(Stack)
+        want = train(torch_fsdp(expected, process_group=(shards, replicas), **options), expected)
+        for given in ({"device_mesh": mesh}, {"process_group": (shards, replicas)}):
+            model = make(Stack, seed=dist.get_rank())
+            wrapped = fsdp_ext.FullyShardedDataParallel(
+                model, sync_module_states=True, **given, **options
+            )
+            assert_equal(train(wrapped, model), want)
+        wrapped.clip_grad_norm_(0.1)
+    with pytest.raises(ValueError, match="HYBRID_SHARD_ZERO2 got no pair of process groups"):
+        fsdp_ext.FullyShardedDataParallel(make(Stack), sharding_strategy=strategy)
+    with pytest.raises(ValueError, match="FULL_SHARD got a pair of process groups"):
+        fsdp_ext.FullyShardedDataParallel(make(Stack), process_group=(shards, replicas))
+
+    rank = dist.get_rank()
+    other = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])][0 if rank in (0, 3) else 1]
+    with pytest.raises(ValueError, match="do not have the same place in their sets"):
+        fsdp_ext.FullyShardedDataParallel(
+            make(Stack), process_group=(shards, other), sharding_strategy=strategy
+        )
+
+
+def test_hybrid_strategies_train_as_those_of_fsdp1_do() -> None:
+    run_ranks(_train_as_fsdp1_does, 4)
+
+
+def _train_on_hosts(case: Case) -> list[str]:
+    compare_on_rank(case, "fsdp_ext")
+    model = shard(nn.Linear(WIDTH, WIDTH), [], hybrid_mesh())
+    model(batch(0, 0)).sum().backward()
+    root = model._unit.root
+    return [root.lanes.transport, root.replicas.transport]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(bool(reason := hosts.why_not()), reason=reason)
+def test_sets_on_two_hosts_share_memory_within_and_send_messages_between() -> None:
+    with hosts.Hosts() as pair:
+        transports = run_ranks(_train_on_hosts, 4, HYBRID, hosts=pair)
+    assert transports == [["shared_memory", "process_group"]] * 4

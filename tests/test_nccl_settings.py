@@ -1,0 +1,75 @@
+"""The variables that say how each lane uses NCCL. They are read without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp_ext.comm.nccl_settings import NcclSettings, check_agreement, nccl_settings
+
+GATHER, REDUCE = "FSDP_EXT_NCCL_GATHER", "FSDP_EXT_NCCL_REDUCE"
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in (GATHER, REDUCE, "FSDP_EXT_NCCL_REGISTER"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+def test_what_is_not_set_is_left_to_nccl() -> None:
+    assert nccl_settings() == NcclSettings(registers_buffers=True, gather={}, reduce={})
+
+
+def test_each_lane_has_its_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GATHER, "cta_policy=zero, cluster_size=0")
+    monkeypatch.setenv(REDUCE, "min_ctas=2,max_ctas=8,cta_policy=efficiency")
+    found = nccl_settings()
+    assert found.gather == {"cta_policy": 2, "cluster_size": 0}
+    assert found.reduce == {"min_ctas": 2, "max_ctas": 8, "cta_policy": 1}
+    assert str(found) == (
+        "FSDP_EXT_NCCL_REGISTER=1, FSDP_EXT_NCCL_GATHER=cluster_size=0,cta_policy=zero, "
+        "FSDP_EXT_NCCL_REDUCE=cta_policy=efficiency,max_ctas=8,min_ctas=2"
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "max_ctas",
+        "max_ctas=0",
+        "max_ctas=65",
+        "max_ctas=8,max_ctas=9",
+        "max_ctas=-1",
+        "max_ctas=\u0664",  # a digit, but not one of ASCII
+        "ctas=2",
+        "cluster_size=9",
+        "cta_policy=1",
+        "cta_policy=fast",
+    ],
+)
+def test_a_variable_of_another_form_says_what_may_be_in_it(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv(GATHER, text)
+    with pytest.raises(ValueError, match=r"FSDP_EXT_NCCL_GATHER is .*'max_ctas=8,cta_policy="):
+        nccl_settings()
+
+
+def test_settings_that_contradict_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(REDUCE, "min_ctas=9,max_ctas=8")
+    with pytest.raises(ValueError, match="a larger min_ctas than max_ctas"):
+        nccl_settings()
+    monkeypatch.setenv(REDUCE, "cta_policy=zero")
+    with pytest.raises(ValueError, match="copy engines cannot add"):
+        nccl_settings()
+    monkeypatch.setenv(REDUCE, "")
+    monkeypatch.setenv(GATHER, "cta_policy=zero")
+    monkeypatch.setenv("FSDP_EXT_NCCL_REGISTER", "0")
+    with pytest.raises(ValueError, match="copy engines need registered buffers"):
+        nccl_settings()
+
+
+def test_ranks_that_differ_are_named() -> None:
+    one, other = str(NcclSettings()), str(NcclSettings(reduce={"max_ctas": 4}))
+    check_agreement([one, one, one], [4, 5, 6])
+    with pytest.raises(RuntimeError, match=r"rank 4 has .* and rank 6 has .*max_ctas=4\. Set"):
+        check_agreement([one, one, other], [4, 5, 6])

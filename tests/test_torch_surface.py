@@ -1,0 +1,240 @@
+"""PyTorch's own code recognises sharded modules, and runs none of FSDP2's methods on them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.launcher import run_ranks
+from support.parity import load_system
+from torch import Tensor, nn
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed._composable.contract import _get_registry
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+import fsdp_ext
+from fsdp_ext import fully_shard
+from fsdp_ext.sharding.refused_methods import override_rest
+
+
+def test_every_name_of_torch_is_exported() -> None:
+    for name in torch_fsdp.__all__:
+        assert name in fsdp_ext.__all__
+        ours, theirs = getattr(fsdp_ext, name), getattr(torch_fsdp, name)
+        assert ours is theirs or ours.__module__.startswith("fsdp_ext.")
+
+
+def test_no_method_of_torch_is_inherited() -> None:
+    ours, theirs = fsdp_ext.FSDPModule, torch_fsdp.FSDPModule
+    assert issubclass(ours, theirs)
+    methods = {name for name, value in vars(theirs).items() if callable(value)}
+    assert len(methods) > 20
+    inherited = {name for name in methods if getattr(ours, name) is getattr(theirs, name)}
+    assert inherited == set()
+    assert issubclass(fsdp_ext.UnshardHandle, torch_fsdp.UnshardHandle)
+
+
+class Theirs:
+    """A class of PyTorch's with a method that ours does not have."""
+
+    def set_something(self, value: int) -> None:
+        raise AssertionError("PyTorch's method ran")
+
+    def _finish(self) -> None:
+        raise AssertionError("PyTorch's method ran")
+
+
+class Ours(Theirs):
+    pass
+
+
+def test_methods_that_a_later_torch_has_raise_by_name() -> None:
+    override_rest(Ours, Theirs)
+    with pytest.raises(NotImplementedError, match=r"FSDPModule\.set_something is not supported"):
+        Ours().set_something(3)
+    with pytest.raises(NotImplementedError, match=r"FSDPModule\._finish is not supported"):
+        Ours()._finish()
+
+
+REFUSED = {
+    "set_all_reduce_hook",
+    "set_custom_all_gather",
+    "set_custom_reduce_scatter",
+}
+
+
+def _unsupported() -> None:
+    layer = fully_shard(nn.Linear(2, 2))
+    for name in REFUSED:
+        if hasattr(torch_fsdp.FSDPModule, name):
+            with pytest.raises(NotImplementedError, match=rf"FSDPModule\.{name} is not supported"):
+                getattr(layer, name)(None)
+
+
+def test_methods_that_are_not_supported_raise_by_name() -> None:
+    run_ranks(_unsupported, 1)
+    # Everything else does what docs/compatibility.md says.
+    ours, theirs = vars(fsdp_ext.FSDPModule), vars(torch_fsdp.FSDPModule)
+    module = override_rest.__module__
+    raising = {name for name in theirs if getattr(ours.get(name), "__module__", "") == module}
+    assert raising == REFUSED & theirs.keys()
+
+
+def _recognised() -> None:
+    layer, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    pair = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    model = nn.Sequential(fully_shard(layer), other, *fully_shard(pair))
+    fully_shard(model)
+    assert [isinstance(m, torch_fsdp.FSDPModule) for m in (model, layer, other, *pair)] == [
+        True, True, False, True, True,
+    ]  # fmt: skip
+    registry = _get_registry(layer)
+    assert registry is not None
+    assert list(registry) == ["fully_shard"]
+    assert _get_registry(other) is None
+    # The state, by each of the ways to ask for it.
+    state = layer._get_fsdp_state()
+    assert state is fully_shard.state(layer)
+    assert state is torch_fsdp.fully_shard.state(layer)
+    assert fully_shard.state(other) is None
+    assert fully_shard.state(pair[0]) is fully_shard.state(pair[1])
+    group = state._fsdp_param_group
+    assert state._fsdp_param_groups[0].modules == group.modules == (layer,)
+    assert group.mesh_info == FSDPMeshInfo(layer._unit.ranks.mesh, shard_mesh_dim=0)
+    assert [param.sharded_param for param in group.fsdp_params] == [layer.weight, layer.bias]
+    assert fully_shard.state(model)._is_root is None
+    assert state._state_ctx.all_states[0]._fsdp_param_group.modules == (layer,)
+    model(torch.ones(2, 4)).sum().backward()
+    assert fully_shard.state(model)._is_root
+    assert not state._is_root
+    modules = [view._fsdp_param_group for view in state._state_ctx.all_states]
+    assert [None if view is None else view.modules for view in modules] == [
+        (model,), (layer,), tuple(pair),
+    ]  # fmt: skip
+    root_group = fully_shard.state(model)._fsdp_param_group
+    assert root_group.post_forward_mesh_info is None
+    assert group.post_forward_mesh_info == group.mesh_info
+    layer.set_reshard_after_forward(False)
+    assert group.post_forward_mesh_info is None
+    with pytest.raises(AttributeError, match=r"only a view with .*_state_ctx.* no '_device_handle"):
+        _ = state._device_handle
+    with pytest.raises(AttributeError, match="'post_forward_mesh_info' was set in a view"):
+        group.post_forward_mesh_info = None
+    # PyTorch's fully_shard knows better than to shard it again.
+    with pytest.raises(AssertionError, match="already been applied"):
+        torch_fsdp.fully_shard(layer)
+
+
+def test_torch_recognises_a_sharded_module() -> None:
+    run_ranks(_recognised, 2)
+
+
+def _shared_streams() -> None:
+    first, second = fully_shard(nn.Linear(4, 4)), fully_shard(nn.Linear(4, 4))
+    fsdp_ext.share_comm_ctx([])
+    fsdp_ext.share_comm_ctx([first, second])
+    for module in (first, second):
+        module(torch.ones(2, 4)).sum().backward()
+    assert first._unit.root.lanes is second._unit.root.lanes
+    for wrong in (nn.Linear(4, 4), torch_fsdp.fully_shard(nn.Linear(4, 4))):
+        with pytest.raises(ValueError, match=r"got a .*Linear that is not sharded. Pass modules"):
+            fsdp_ext.share_comm_ctx([first, wrong])
+    other = fully_shard(nn.Linear(4, 4), transport="process_group")
+    with pytest.raises(NotImplementedError, match="2 groups of ranks or transports"):
+        fsdp_ext.share_comm_ctx([first, other])
+    torch_fsdp.share_comm_ctx([first, second])
+    with pytest.raises(AttributeError, match="'_comm_ctx' was set in a view"):
+        torch_fsdp.share_comm_ctx([first, other])
+
+
+def test_modules_over_one_group_share_their_streams() -> None:
+    run_ranks(_shared_streams, 2)
+
+
+class Stage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).relu()
+
+
+def _pipeline(schedule: str, stages: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    gradients: dict[str, list[Tensor]] = {}
+    for name in ("fsdp2", "fsdp_ext"):
+        shard = load_system(name).fully_shard
+        torch.manual_seed(0)
+        models = [Stage() for _ in range(stages)]
+        for model in models:
+            for layer in model.layers:
+                shard(layer, mesh=mesh["dp"])
+            shard(model, mesh=mesh["dp"])
+        parts = [
+            PipelineStage(model, index, stages, torch.device("cpu"), group=mesh.get_group("pp"))
+            for index, model in enumerate(models)
+        ]
+        run = get_schedule_class(schedule)(
+            parts if stages > 1 else parts[0], 4, loss_fn=lambda y, t: (y - t).square().sum()
+        )
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+        for step in range(3):
+            torch.manual_seed(10 * step + dist.get_rank())
+            run.step(torch.randn(8, 6), target=torch.randn(8, 6))
+            for optimizer in optimizers:
+                optimizer.step()
+            if step < 2:
+                for model in models if name == "fsdp_ext" else ():
+                    model._unit.root.core.enable_log(True)
+                    model._unit.root.core.take_log()  # of this step
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+        gradients[name] = [
+            value.detach().to_local()
+            for model in models
+            for param in model.parameters()
+            for value in (param, param.grad)
+        ]
+    for model in models:
+        core = model._unit.root.core
+        reductions = [op for op, *_ in core.take_log() if op == "reduce_scatter"]
+        assert len(reductions) == sum(bucket["reduce_bytes"] > 0 for bucket in core.buckets())
+    for theirs, ours in zip(gradients["fsdp2"], gradients["fsdp_ext"], strict=True):
+        assert torch.equal(theirs, ours)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages"),
+    [
+        ("GPipe", 1),
+        ("1F1B", 1),
+        pytest.param(
+            "Interleaved1F1B",
+            2,
+            marks=pytest.mark.skipif(
+                torch.__version__ < "2.13",
+                reason="torch 2.11 sends between stages of one rank through gloo, which refuses",
+            ),
+        ),
+    ],
+)
+def test_pipelining_reduces_once_for_all_micro_batches(schedule: str, stages: int) -> None:
+    run_ranks(_pipeline, 2, schedule, stages)
+
+
+def _indexing() -> None:
+    model: Any = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    assert type(model[:1]) is nn.Sequential
+    with pytest.raises(NotImplementedError, match="deep-copied"):
+        copy.deepcopy(model)
+
+
+def test_slicing_makes_an_instance_of_the_original_class() -> None:
+    run_ranks(_indexing, 1)
