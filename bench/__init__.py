@@ -12,6 +12,7 @@ and it may have
     fault(rows)             returns a sentence that says why the run has failed, or None
     RANKS                   the default number of ranks; --ranks asks for another one
     RANKS_OF_ALL            the numbers of ranks on which `all` runs it, one after another
+    HOSTS                   that its ranks may be on two hosts: --hosts 2 and --rate
     DEVICES                 the choices of --device, by default ("cpu", "cuda")
     TITLE                   the benchmark's name in its JSON, by default the module's name
 

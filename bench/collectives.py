@@ -7,10 +7,12 @@ several calls in a row are timed as one. Unlike there, each call has memory of i
 data of a training step is in no cache, either. Systems take turns, and the slowest rank counts.
 
 On the CPU the peer is torch.distributed's gloo. The inputs of "ours" lie where the transport keeps
-those of a model; "ours, other inputs" has ordinary tensors. "memcpy" copies half as many bytes as
+those of a model; "ours, other inputs" has ordinary tensors. "ours (process_group)" is what ranks of
+several hosts use, over gloo, too. "memcpy" copies half as many bytes as
 the operation has to read and write (S + S for a gather, S + S / N for a reduction), on all ranks at
-the same time. On a GPU the peers are torch's NCCL, and NCCL itself through CuPy. Ranks that share a
-GPU are only a functional test, and the table says so.
+the same time. On a GPU the peers are torch's NCCL, and NCCL itself through CuPy. A row "max_ctas"
+has lanes of at most that many thread blocks, which leave the other multiprocessors to the compute
+(docs/design/cuda.md). Ranks that share a GPU are only a functional test, and the table says so.
 """
 
 from __future__ import annotations
@@ -33,11 +35,13 @@ from bench.harness.runner import Keep
 from bench.harness.timing import operands_in_rotation
 from fsdp_ext import _C
 from fsdp_ext.comm.lanes import lanes_of
+from fsdp_ext.comm.nccl_settings import OF_LANES
 
 Collective = Callable[[Tensor, Tensor], None]
 OPERATIONS = ("all_gather", "reduce_scatter")
 RANKS = 2
 LEAST_IN_ROW = 2  # the fewest calls that are timed as one
+CAP = "max_ctas=8"  # of the lanes with a cap
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,20 @@ def ours(lanes: _C.Lanes) -> System:
         return lanes.input_buffer(tensor.nbytes).view(tensor.dtype).view_as(tensor).copy_(tensor)
 
     return System(lanes.all_gather, lanes.reduce_scatter, place)
+
+
+def capped_lanes(device: torch.device) -> _C.Lanes:
+    """Return lanes over a group of their own, whose collectives have few thread blocks."""
+    group = dist.new_group()
+    before = {variable: os.environ.get(variable) for variable in OF_LANES.values()}
+    os.environ |= dict.fromkeys(OF_LANES.values(), CAP)
+    try:
+        return lanes_of(group, device)
+    finally:
+        for variable, value in before.items():
+            os.environ.pop(variable)
+            if value is not None:
+                os.environ[variable] = value
 
 
 def torchs() -> System:
@@ -190,6 +208,7 @@ def systems(device: torch.device) -> tuple[dict[str, System], dict[str, str]]:
     found = {f"ours ({lanes.transport})": ours(lanes)}
     missing = {}
     if device.type == "cuda":
+        found[f"ours (nccl, {CAP})"] = ours(capped_lanes(device))
         found["torch nccl"] = torchs()
         try:
             found["NCCL through CuPy"] = raw_nccl()
@@ -197,6 +216,7 @@ def systems(device: torch.device) -> tuple[dict[str, System], dict[str, str]]:
             missing["NCCL through CuPy"] = f"{error}; pip install fsdp-ext[gpu]"
     else:
         found["ours, other inputs"] = System(lanes.all_gather, lanes.reduce_scatter)
+        found["ours (process_group)"] = ours(lanes_of(group, device, "process_group"))
         found["torch gloo"] = torchs()
     return found, missing
 
@@ -226,7 +246,7 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
     """Measure both operations at all sizes."""
     device, shared = join(args.device)
     common = {"device": device.type, "shared_gpu": shared}
-    sizes = [2**16, 2**20, 2**24] if args.quick else [2**k for k in range(12, 28, 2)]
+    sizes = [2**16, 2**20, 2**24] if args.quick else [2**k for k in range(10, 28, 2)]
     found, missing = systems(device)
     for operation in OPERATIONS:
         for size in sizes:

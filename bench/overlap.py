@@ -1,11 +1,27 @@
-"""How much communication is hidden behind compute, over a simulated link?
+"""How much communication is hidden behind compute, over a simulated link or between two hosts?
 
-In one process, a stack of linear layers, each a unit, trains steps (forward and backward) of real
-matrix products. "compute" is the step over a link that takes no time. "wire" is the time that all
-collectives of a step take by the link's figures. The simulated step runs over a link whose
-bandwidth makes our compute `ratio` times as long as the wire. All systems and settings of one ratio
-have the same link. Steps with and without the wire take turns, and each step with the wire is
-compared with the two steps around it:
+**On two hosts** (--hosts 2, --rate 4gbit): namespaces of this machine, which a virtual cable of
+that rate connects. It needs root. A transformer trains on one rank of each host, each bound to a
+core, with real messages. The batch is chosen so that the unsharded step computes `ratio` times as
+long as the wire takes. A step is forward and backward. Systems take turns, and the slowest rank of
+each step counts:
+
+  wire      = the bytes that a rank has to send in a step / the rate (if it is unlimited: / the rate
+              of plain messages, which is measured first)
+  exposed   = the step - the unsharded step of the same turn; in brackets, by fsdp_ext.profile
+  hidden    = 1 - exposed / wire (median, and quartiles); at most = min(1, compute / wire)
+  CPU ms    = CPU time of all threads - that of the unsharded step. The kernel's work for messages
+              counts only as far as it runs in a thread of the rank.
+  sent MB   = what the interface has counted; of least = divided by the bytes that a rank has to
+              send. It counts the headers of TCP, too.
+  because   = the largest causes of the exposed time, by the ledger of rank 0
+
+**Over a simulated link**, in one process, a stack of linear layers, each a unit, trains steps
+(forward and backward) of real matrix products. "compute" is the step over a link that takes no
+time. "wire" is the time that all collectives of a step take by the link's figures. The simulated
+step runs over a link whose bandwidth makes our compute `ratio` times as long as the wire. All
+systems and settings of one ratio have the same link. Steps with and without the wire take turns,
+and each step with the wire is compared with the two steps around it:
 
   exposed   = the difference; hidden = 1 - exposed / wire (median, and quartiles)
   by ledger = the same by fsdp_ext.profile of the same steps, which counts waits as exposed. It
@@ -47,9 +63,11 @@ from typing import Any
 
 import torch
 
+from bench.harness import ranks
 from bench.harness.options import UsageError, positive
 from bench.harness.output import picture, print_table
 from bench.harness.runner import Keep, Row
+from bench.models import overlap_hosts
 from bench.models.overlap_rows import link_for, row_of, settings_of
 from bench.models.overlap_systems import (
     FSDP1,
@@ -64,6 +82,7 @@ from bench.models.overlap_systems import (
 from fsdp_ext import Link
 
 TITLE = "overlap (simulated)"
+HOSTS = 2
 SWEEPS = ("ratio", "system", "prefetch", "bucket", "world_size")
 RATIOS = [4.0, 2.0, 1.0, 0.5, 0.25]
 RATIOS_OF_SYSTEMS = [2.0, 1.0, 0.5]
@@ -142,9 +161,15 @@ def sweeps(args: argparse.Namespace) -> dict[str, list[Case]]:
 
 
 def measure(args: argparse.Namespace, keep: Keep) -> None:
-    """Measure each case of each sweep."""
+    """Measure each case of each sweep, or the systems on two hosts."""
     if args.ratio is not None and args.ratio <= 0:
         raise UsageError(f"--ratio needs a positive number and got {args.ratio:g}")
+    if args.hosts > 1:
+        if args.sweep or args.world_size:
+            raise UsageError("--sweep and --world-size are for simulated links; leave them out")
+        ranks.join(args.device)
+        overlap_hosts.measure(args, keep)
+        return
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     warnings.filterwarnings("ignore", message="fsdp_ext: .*simulated")  # the tables say it
     for name, cases in sweeps(args).items():
@@ -167,7 +192,10 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
 
 
 def show(rows: list[Row]) -> None:
-    """Print a table a sweep."""
+    """Print a table a sweep, or a table a rate."""
+    if "rate" in rows[0]:
+        overlap_hosts.show(rows)
+        return
     for name in SWEEPS:
         of_sweep = [row for row in rows if row["sweep"] == name]
         if of_sweep:
@@ -265,9 +293,14 @@ def milliseconds(microseconds: float) -> str:
 def plot(rows: list[Row], path: str) -> None:
     """Draw three panels: over the ratio, over the number of ranks, over prefetch and buckets.
 
+    Of two hosts, draw a panel a rate.
+
     Raises:
         OSError: if the file cannot be written.
     """
+    if "rate" in rows[0]:
+        overlap_hosts.plot(rows, path)
+        return
     ran = [row for row in rows if "error" not in row]
     title = f"How much of a simulated wire is hidden; {LINKS}"
     with picture(path, title, columns=3, height=7.2) as panels:

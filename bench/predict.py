@@ -1,6 +1,7 @@
 """How well does fsdp_ext.plan predict the step time of a model that it was not fitted to?
 
-Two ranks (or --ranks N), each bound to a core, train over each transport of the host. First, the
+Two ranks (or --ranks N), each bound to a core, train over each transport of the host, or (--hosts
+2, --rate 4gbit) between two hosts, as `python -m bench overlap --help` describes. First, the
 cost of a collective by itself is measured, alpha + S / beta (python -m fsdp_ext measure-link).
 
 Then a transformer, the fit model, trains. The ledger of its steps gives two more costs: how many
@@ -32,20 +33,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_ext
-from bench.harness import ranks
+from bench.harness import hosts, ranks
 from bench.harness.output import bars, picture, print_table
 from bench.harness.runner import Keep
 from bench.models.training import GPT, Block, GPTConfig
 from fsdp_ext import fully_shard
+from fsdp_ext.comm.fit import fit
 from fsdp_ext.comm.lanes import lanes_of
 from fsdp_ext.comm.link import Link
-from fsdp_ext.comm.measure_link import OPERATIONS, fit, link_of
+from fsdp_ext.comm.measure_link import OPERATIONS, link_of
 from fsdp_ext.comm.measure_link import measure as measure_link
 from fsdp_ext.profiler.recording import WIRES, Iteration, copy_rates
 
 RANKS = 2
+HOSTS = 2
 DEVICES = ("cpu",)
 TRANSPORTS = ("shared_memory", "process_group")
+BETWEEN_HOSTS = ("process_group",)
 WARMUP = 4
 FITTED = "GPT, the fit model"
 BOUND = 0.10  # the largest error that predictions should have
@@ -265,22 +269,34 @@ def fit_contention(predict: Callable[[float], float], measured: float) -> float:
 def measure(args: argparse.Namespace, keep: Keep) -> None:
     """Fit to one model and predict the others, over each transport."""
     ranks.join(args.device)
-    repeats, replicas = (6, 1) if args.quick else (16, REPLICAS)
-    for transport in TRANSPORTS:
-        link = measured_link(transport, 3 if args.quick else 10)
-        contention, copies, used = 0.0, (0.0, 0.0), link
-        for case in CASES:
-            measured = run_model(case, transport, link, repeats, replicas)
-            if case.name == FITTED:
-                copies, used = measured.copies, as_in_steps(link, measured.in_steps)
-                contention = fit_contention(
-                    lambda c: step_of(predicted(case, transport, measured, used, copies, c)),  # noqa: B023
-                    measured.step,
-                )
-            plan = predicted(case, transport, measured, used, copies, contention)
-            costs = {"contention": contention, "copies_ns_a_byte": [rate * 1e9 for rate in copies]}
-            common = {"model": case.name, "transport": transport, "fitted": case.name == FITTED}
-            keep(common | row_of(measured, plan) | costs | {"link": figures_of(link)})
+    if args.hosts == 1:
+        for transport in TRANSPORTS:
+            measure_transport(transport, args.quick, {}, keep)
+        return
+    for rate in args.rate:
+        hosts.set_rate(rate)
+        dist.barrier()
+        for transport in BETWEEN_HOSTS:
+            measure_transport(transport, args.quick, {"rate": rate}, keep)
+
+
+def measure_transport(transport: str, quick: bool, place: dict[str, Any], keep: Keep) -> None:
+    """Fit to one model and predict the others. Rows begin with `place`."""
+    repeats, replicas = (6, 1) if quick else (16, REPLICAS)
+    link = measured_link(transport, 3 if quick else 10)
+    contention, copies, used = 0.0, (0.0, 0.0), link
+    for case in CASES:
+        measured = run_model(case, transport, link, repeats, replicas)
+        if case.name == FITTED:
+            copies, used = measured.copies, as_in_steps(link, measured.in_steps)
+            contention = fit_contention(
+                lambda c: step_of(predicted(case, transport, measured, used, copies, c)),  # noqa: B023
+                measured.step,
+            )
+        plan = predicted(case, transport, measured, used, copies, contention)
+        costs = {"contention": contention, "copies_ns_a_byte": [rate * 1e9 for rate in copies]}
+        common = {"model": case.name, "transport": transport, "fitted": case.name == FITTED}
+        keep(place | common | row_of(measured, plan) | costs | {"link": figures_of(link)})
 
 
 def row_of(measured: Measured, plan: fsdp_ext.Plan) -> dict[str, Any]:
@@ -313,15 +329,14 @@ def figures_of(link: Link) -> dict[str, float]:
 def show(rows: list[dict[str, Any]]) -> None:
     """Print a table for each transport."""
     header = ["model", "parameters M", "buckets", "compute ms", "step ms", "predicted ms", "off"]
-    for transport in TRANSPORTS:
-        mine = [row for row in rows if row["transport"] == transport]
-        if not mine:
-            continue
+    for place, transport in dict.fromkeys((row.get("rate"), row["transport"]) for row in rows):
+        mine = [row for row in rows if (row.get("rate"), row["transport"]) == (place, transport)]
         link = mine[0]["link"]
+        where = "" if place is None else f" on two hosts, {place}"
         print(
-            f"\n{transport}, {mine[0]['ranks']} ranks: gathers {link['alpha_us']:.0f} us + S / "
-            f"{link['beta_gb_s']:.2f} GB/s, reductions {link['reduce_alpha_us']:.0f} us + S / "
-            f"{link['reduce_beta_gb_s']:.2f} GB/s; in steps {mine[0]['in_steps'][0]:.2f} and "
+            f"\n{transport}, {mine[0]['ranks']} ranks{where}: gathers {link['alpha_us']:.0f} us "
+            f"+ S / {link['beta_gb_s']:.2f} GB/s, reductions {link['reduce_alpha_us']:.0f} us "
+            f"+ S / {link['reduce_beta_gb_s']:.2f} GB/s; in steps {mine[0]['in_steps'][0]:.2f} and "
             f"{mine[0]['in_steps'][1]:.2f} times as long; contention {mine[0]['contention']:.2f}"
         )
         print_table(
@@ -370,6 +385,7 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
     """Draw the error of each prediction."""
     others = [row for row in rows if not row["fitted"]]
     with picture(path, "error of the predicted step time") as axes:
-        names = [f"{row['model']},\n{row['transport']}" for row in others]
+        places = [row.get("rate", row["transport"]) for row in others]
+        names = [f"{row['model']},\n{place}" for row, place in zip(others, places, strict=True)]
         off_by = [abs(row["off"]) * 100 for row in others]
-        bars(axes, names, off_by, "% off", groups=[row["transport"] for row in others])
+        bars(axes, names, off_by, "% off", groups=places)

@@ -1,9 +1,10 @@
 """Are the settings that fsdp_ext.tune chooses as fast as the best of a full sweep?
 
-Models of several shapes train over a simulated link in one process, or over shared memory with
---ranks 2. Simulated times are marked as such. fsdp_ext.tune chooses the bucket size and the
-prefetch depth of a model. Then all settings of a sweep run in turns, in random order and in several
-rounds of a few steps. The median time of forward and backward on the slowest rank counts.
+Models of several shapes train over a simulated link in one process, over shared memory with
+--ranks 2, or between two hosts with --hosts 2 --rate 4gbit (`python -m bench overlap --help`
+describes the hosts). Simulated times are marked as such. fsdp_ext.tune chooses the bucket size and
+the prefetch depth of a model. Then all settings of a sweep run in turns, in random order and in
+several rounds of a few steps. The median time of forward and backward on the slowest rank counts.
 
 The fastest of many noisy medians is fast partly by chance. So the fastest few settings of the
 sweep, its slowest one, the chosen one and the default run again, for longer. The table shows only
@@ -28,13 +29,14 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_ext
-from bench.harness import ranks
+from bench.harness import hosts, ranks
 from bench.harness.output import bars, picture, print_table
 from bench.harness.runner import Keep
 from fsdp_ext import Link, Simulated, fully_shard
 from fsdp_ext.sharding.settings import Choice, Scope
 
 RANKS = 1
+HOSTS = 2
 DEVICES = ("cpu",)
 SIMULATED_RANKS = 64
 WARMUP = 2
@@ -130,8 +132,13 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
         torch.set_num_threads(1)
     else:
         ranks.join(args.device)
-    for case in CASES[:1] if args.quick else CASES:
-        keep(row_of(case, simulated, args.quick))
+    for rate in args.rate or [None]:
+        if rate is not None:
+            hosts.set_rate(rate)
+            dist.barrier()
+        for case in CASES[:1] if args.quick else CASES:
+            row = row_of(case, simulated, args.quick)
+            keep(row if rate is None else {"rate": rate, **row})
 
 
 def row_of(case: Case, simulated: bool, quick: bool) -> dict[str, Any]:
@@ -193,7 +200,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         ["model", "chosen", "predicted", "best", "default", "worst", "of best", "settings"],
         [
             [
-                row["model"],
+                ", ".join(filter(None, [row["model"], row.get("rate")])),
                 *(f"{figure(row, name):.2f}" for name in names),
                 f"{figure(row, 'of_best'):.3f}",
                 f"{row['settings']}; chosen {row['chosen']}; best {row['best']}",

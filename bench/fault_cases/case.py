@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 OURS, FSDP2 = "ours", "FSDP2"
 TRANSPORTS = ("shared_memory", "process_group")  # of ours; FSDP2 has gloo alone
-GLOO_ABORTS = "gloo aborts a process that receives a larger message than it expects"
 RANKS = 2
 DIM = 8
 Run = Callable[[nn.Module, int, int], Tensor]  # returns the loss of a model, a step and a rank

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from bench.fault_cases.case import (
     DIM,
-    GLOO_ABORTS,
     TRANSPORTS,
     Case,
     Fault,
@@ -294,10 +293,9 @@ FAULTS = [
           quick=True),
     Fault("swapped in step 4, units of one bucket", KIND, swap_units_of_a_bucket_later,
           TRANSPORTS),
-    Fault("one rank leaves out a unit in step 4", KIND, leave_out_a_unit_later, TRANSPORTS,
-          open=GLOO_ABORTS),
+    Fault("one rank leaves out a unit in step 4", KIND, leave_out_a_unit_later, TRANSPORTS),
     Fault("left out in step 4, a unit before a larger one", KIND, leave_out_a_small_unit_later,
-          TRANSPORTS, open=GLOO_ABORTS),
+          TRANSPORTS),
     Fault("left out in step 4, a unit of a larger bucket", KIND,
           leave_out_a_unit_of_a_bucket_later, TRANSPORTS),
     Fault("a parameter of a class with more than numbers", KIND, shard_a_subclass),

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import torch
 
-from bench.harness import output, ranks
+from bench.harness import hosts, output, ranks
 
 
 class UsageError(Exception):
@@ -50,9 +50,56 @@ def parser_of(name: str, module: ModuleType) -> Parser:
     )
     if hasattr(module, "RANKS"):
         parser.add_argument("--ranks", type=positive, metavar="N", help=f"default: {module.RANKS}")
+    if hasattr(module, "HOSTS"):
+        parser.add_argument(
+            "--hosts",
+            type=positive,
+            default=1,
+            choices=[1, hosts.COUNT],
+            help="2: ranks on two hosts, which are namespaces of this machine; default: 1",
+        )
+        parser.add_argument(
+            "--rate",
+            nargs="+",
+            help=f"of the cable between two hosts, one or several; default: {hosts.RATES[1]}; such "
+            f"as {', '.join(hosts.RATES)}",
+        )
     if hasattr(module, "add_arguments"):
         module.add_arguments(parser)
     return parser
+
+
+def count_of_hosts(args: argparse.Namespace) -> int:
+    """Return how many hosts the ranks are on."""
+    return getattr(args, "hosts", 1)
+
+
+def count_of_ranks(args: argparse.Namespace, module: ModuleType) -> int:
+    """Return how many ranks a benchmark has."""
+    default: int = max(getattr(module, "RANKS", 1), count_of_hosts(args))
+    return getattr(args, "ranks", None) or default
+
+
+def check_hosts(parser: Parser, args: argparse.Namespace, module: ModuleType) -> None:
+    """Exit with 2 and a sentence if the ranks cannot be on the hosts that the options ask for."""
+    if count_of_hosts(args) == 1:
+        if getattr(args, "rate", None):
+            parser.error("--rate is that of the cable between two hosts; add --hosts 2")
+        return
+    args.rate = args.rate or [hosts.RATES[1]]
+    for rate in args.rate:
+        try:
+            hosts.bytes_per_second(rate)
+        except ValueError as error:
+            parser.error(f"--rate: {error}")
+    if args.device != "cpu":
+        parser.error("--hosts 2 measures the CPU's transports; add --device cpu")
+    if ranks.under_torchrun():
+        return
+    if count_of_ranks(args, module) % hosts.COUNT:
+        parser.error(f"--hosts 2 needs an even number of --ranks, not {args.ranks}")
+    if fault := hosts.why_not():
+        parser.error(f"--hosts 2 is not possible here: {fault}")
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, target: str) -> None:
@@ -77,10 +124,11 @@ def check_arguments(parser: Parser, args: argparse.Namespace, module: ModuleType
         parser.error("--plot was given, but this benchmark draws no picture; leave it out")
     if args.plot and (fault := output.fault_of_picture(args.plot)):
         parser.error(f"--plot {fault}")
+    check_hosts(parser, args, module)
     if not ranks.under_torchrun():
         return
     there = ranks.world_size()
-    if not hasattr(module, "RANKS") and there > 1:
+    if not hasattr(module, "RANKS") and there > 1 and count_of_hosts(args) == 1:
         parser.error(
             f"torchrun started {there} ranks, but this runs on one; start it without torchrun"
         )

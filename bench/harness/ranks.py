@@ -1,4 +1,6 @@
-"""Starts the ranks of a benchmark on one host through torch.distributed.run, and ends them itself.
+"""Starts the ranks of a benchmark on one host or on two (bench/harness/hosts.py), and ends them.
+
+torch.distributed.run starts those of one host.
 
 torch.distributed.run prints a traceback of its own when it gets a signal, and when a rank exits
 with anything but 0. So this module signals the ranks itself: each rank writes its process id into a
@@ -19,7 +21,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -27,7 +30,11 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from bench.harness import hosts
+
 DIRECTORY = "FSDP_BENCH_RANKS"  # variable: where ranks write their process ids and exit code
+ON_HOSTS = "FSDP_BENCH_HOSTS"  # variable: set if the ranks are on several hosts
+STORE_PORT = 29500  # on a host of its own, where no other program has it
 # Seconds that a rank has to print its table and write its file before it is killed.
 GRACE_S = 10.0
 TIMEOUT = timedelta(minutes=5)  # of a collective, so that the failure of a rank is noticed
@@ -40,12 +47,18 @@ _stopping = threading.Event()
 class Child:
     """A process started here, with its ranks if it is torch.distributed.run."""
 
-    def __init__(self, command: Sequence[str], ranks_in: Path | None = None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        ranks_in: Path | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         """Start `command` in a session of its own, so that Ctrl-C signals only this process.
 
         Args:
             command: the program and its arguments.
             ranks_in: where ranks write their process ids; None if the process has no ranks.
+            variables: to add to the environment.
         """
         if _stopping.is_set():  # another thread is ending this process: start nothing more
             threading.Event().wait()
@@ -53,6 +66,7 @@ class Child:
         self._ended = threading.Event()
         # Ranks of one host communicate over its loopback interface.
         environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
+        environment |= variables or {}
         if ranks_in is not None:
             environment[DIRECTORY] = str(ranks_in)
         self._process = subprocess.Popen(command, env=environment, start_new_session=True)
@@ -86,6 +100,13 @@ class Child:
         return {int(text) for text in texts if text}
 
 
+class ChildOnHost(Child):
+    """A rank on another host, where its process id is another one. This host runs `nsenter`."""
+
+    def _ranks(self) -> set[int]:
+        return set(hosts.children_of(self._process.pid))
+
+
 def stop_children() -> None:
     """End all children and start no more; runs on the thread of Note [interruption]."""
     _stopping.set()
@@ -112,6 +133,50 @@ def start_ranks(module: str, arguments: Sequence[str], ranks: int) -> int:
         code = Child([*launcher, *arguments], Path(directory)).wait()
         meant = Path(directory) / "code"
         return int(meant.read_text()) if code == 0 and meant.exists() else code
+
+
+def start_ranks_on_hosts(module: str, arguments: Sequence[str], ranks: int) -> int:
+    """Do as `start_ranks`, but on two hosts, with half of the ranks on each.
+
+    Raises:
+        HostsError: if there can be no hosts here.
+    """
+    with hosts.Hosts() as pair, tempfile.TemporaryDirectory(prefix="bench-") as directory:
+        command = [sys.executable, "-m", module, *arguments]
+        on_each = ranks // hosts.COUNT
+        children = [
+            ChildOnHost(
+                [*pair.command(rank // on_each), *command],
+                Path(directory),
+                {
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(ranks),
+                    "LOCAL_RANK": str(rank % on_each),
+                    "LOCAL_WORLD_SIZE": str(on_each),
+                    "MASTER_ADDR": hosts.address_of(0),
+                    "MASTER_PORT": str(STORE_PORT),
+                    "GLOO_SOCKET_IFNAME": hosts.INTERFACE,
+                    "TORCH_CPP_LOG_LEVEL": "ERROR",  # torch warns that the hosts have no DNS
+                    ON_HOSTS: str(hosts.COUNT),
+                },
+            )
+            for rank in range(ranks)
+        ]
+        code = _wait_for_all(children)
+        meant = Path(directory) / "code"
+        return int(meant.read_text()) if code == 0 and meant.exists() else code
+
+
+def _wait_for_all(children: Sequence[Child]) -> int:
+    """Wait until all have ended; return the first exit code that is not 0. Then end the others."""
+    first = 0
+    with ThreadPoolExecutor(len(children)) as threads:
+        for ended in as_completed([threads.submit(child.wait) for child in children]):
+            if ended.result() and not first:
+                first = ended.result()
+                for child in children:
+                    child.stop()
+    return first
 
 
 def register(act: Callable[[], object]) -> None:
@@ -172,6 +237,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1")) if under_torchrun() else 1
 
 
+def on_hosts() -> bool:
+    """Return whether `start_ranks_on_hosts` has started this process."""
+    return ON_HOSTS in os.environ
+
+
 def join(device: str) -> torch.device:
     """Create the default process group of all ranks, or of this process alone.
 
@@ -206,5 +276,8 @@ def bind_to_core() -> None:
     than ranks it does nothing.
     """
     cores = sorted(os.sched_getaffinity(0))
-    if int(os.environ["LOCAL_WORLD_SIZE"]) <= len(cores):
-        os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"])]})
+    place, count = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if on_hosts():  # both hosts have the cores of this machine
+        place, count = rank(), world_size()
+    if count <= len(cores):
+        os.sched_setaffinity(0, {cores[place]})

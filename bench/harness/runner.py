@@ -20,7 +20,13 @@ import torch
 import torch.distributed as dist
 
 from bench.harness import output, ranks
-from bench.harness.options import UsageError, check_arguments, parser_of
+from bench.harness.options import (
+    UsageError,
+    check_arguments,
+    count_of_hosts,
+    count_of_ranks,
+    parser_of,
+)
 
 Row = dict[str, Any]
 
@@ -40,10 +46,12 @@ def run(name: str, module: ModuleType, arguments: Sequence[str]) -> int:
     parser = parser_of(name, module)
     args = parser.parse_args(arguments)
     check_arguments(parser, args, module)
-    wanted = (args.ranks or module.RANKS) if hasattr(module, "RANKS") else 1
+    wanted = count_of_ranks(args, module)
     if wanted > 1 and not ranks.under_torchrun():
         ranks.register(ranks.stop_children)
-        code = ranks.start_ranks("bench", [name, *arguments], wanted)
+        several = count_of_hosts(args) > 1
+        start = ranks.start_ranks_on_hosts if several else ranks.start_ranks
+        code = start("bench", [name, *arguments], wanted)
         return ranks.INTERRUPTED if ranks.stopping() and code else code
     return Run(name, module, args).run()
 
@@ -180,6 +188,8 @@ class Run:
         unwritten: list[str] = []
         if self.args.json:
             title = getattr(self.module, "TITLE", self.name)
+            if count_of_hosts(self.args) > 1:
+                title = f"{self.name} on {self.args.hosts} hosts"
             device = self.args.device
             try:
                 output.write_json(self.args.json, title, self.rows, device, interrupted=interrupted)

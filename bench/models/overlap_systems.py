@@ -129,7 +129,11 @@ def shard(case: Case, link: Link, device: torch.device, bucket_bytes: int | None
     """Return our model over a link, warmed up."""
     stack = Stack(case.shape, device)
     processors = MULTIPROCESSORS if device.type == "cuda" else 0
-    transport = Simulated(case.world_size, link, multiprocessors=processors)
+    # On a GPU the baseline would otherwise move a whole collective's bytes in no time.
+    moves_memory = link is not NO_TIME or device.type != "cuda"
+    transport = Simulated(
+        case.world_size, link, multiprocessors=processors, moves_memory=moves_memory
+    )
     for layer in stack.model:
         fully_shard(layer, transport=transport)
     fully_shard(stack.model, transport=transport, bucket_bytes=bucket_bytes, prefetch=case.prefetch)
