@@ -20,6 +20,8 @@ BENCH ?= all
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
 GPU_CHECK_ARGS ?=
+PART ?= build
+WHEELS_ARGS ?=
 CUDA_VENV ?= .venv-cuda
 PEERS_VENV ?= .venv-peers
 CUDA_TORCH ?= torch==2.11.0
@@ -29,6 +31,8 @@ JOBS := $(or $(MAX_JOBS),$(shell nproc))
 BIN := $(abspath $(VENV))/bin
 CMAKE = "$(BIN)/cmake" -S . -G Ninja -DCMAKE_MAKE_PROGRAM="$(BIN)/ninja" --no-warn-unused-cli \
   -DPython_EXECUTABLE="$(BIN)/python" -DFSDP_BUILD_TESTS=ON -DFSDP_WERROR=ON
+# Tests that follow each other in a file share processes, so a worker takes neighbours.
+PYTEST_WORKERS = -n $(JOBS) --dist worksteal
 CTEST = "$(BIN)/ctest" --output-on-failure --no-tests=error --parallel $(JOBS)
 CPP_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 CUDA_BIN := $(abspath $(CUDA_VENV))/bin
@@ -85,6 +89,12 @@ train: extension  ## train a GPT sharded over NPROC ranks (TRAIN_ARGS="--steps 2
 bench: extension  ## measure beside PyTorch's: all benchmarks, or BENCH=pack (BENCH_ARGS="--quick")
 	"$(BIN)/python" -m bench $(BENCH) $(BENCH_ARGS)
 
+.PHONY: bench-hosts
+bench-hosts: extension  ## measure between two hosts, which are namespaces of this machine; needs root
+	"$(BIN)/python" -m bench overlap --hosts 2 --rate 1gbit 4gbit 10gbit unlimited $(BENCH_ARGS)
+	"$(BIN)/python" -m bench predict --hosts 2 --rate 4gbit $(BENCH_ARGS)
+	"$(BIN)/python" -m bench tune --hosts 2 --rate 4gbit $(BENCH_ARGS)
+
 # Two of the peers build themselves against the torch that is there, and with pkg_resources, which
 # setuptools 82 has no more.
 $(PEERS_VENV)/.ready: pyproject.toml
@@ -106,10 +116,10 @@ docs-figures: extension  ## draw docs/figures anew, from steps that run (simulat
 # ---- Test ----------------------------------------------------------------------------------------
 
 # What `make test` leaves to `make test-all`.
-MORE = 3 and 4 ranks, long random programs, every benchmark, the sanitizers, the CUDA build
+MORE = 1, 3 and 4 ranks in most tests, long random programs, every benchmark, the sanitizers, the CUDA build
 
 .PHONY: test
-test:  ## run the C++ tests and pytest on 1 and 2 ranks, in less than ten minutes
+test:  ## run the C++ tests and pytest on 2 ranks, in less than ten minutes
 	@if tools/ensure_gtest.sh; then ran="the C++ tests, " not=""; \
 	elif [ -n "$(REQUIRE_CPP_TESTS)" ]; then echo "FAILED: the C++ tests need GoogleTest"; exit 1; \
 	else ran="" not="the C++ tests (GoogleTest is missing), "; fi; \
@@ -128,12 +138,12 @@ test-all: test test-exhaustive sanitize  ## run what make test runs, and the exh
 .PHONY: test-python
 test-python: $(VENV)/.test
 	@echo "=== test: the Python tests"
-	"$(BIN)/python" -m pytest $(PYTEST_ARGS)
+	"$(BIN)/python" -m pytest $(PYTEST_WORKERS) $(PYTEST_ARGS)
 
 .PHONY: test-exhaustive
 test-exhaustive: $(VENV)/.test extension
 	@echo "=== test: the exhaustive Python tests"
-	"$(BIN)/python" -m pytest -m exhaustive $(PYTEST_ARGS)
+	"$(BIN)/python" -m pytest -m exhaustive $(PYTEST_WORKERS) $(PYTEST_ARGS)
 
 .PHONY: test-cpp
 test-cpp: $(VENV)/.tools  ## run only the C++ tests, and check that the packer is vectorised
@@ -187,12 +197,28 @@ PYTHON_ALONE = bench bench_faults causes docs gpu_check imports launcher scaling
 cuda-build: cuda-install  ## make the CUDA build in .venv-cuda, look into it, run the tests on the CPU
 	cd "$(CUDA_VENV)" && "$(CUDA_BIN)/python" -m fsdp_ext
 	cd "$(CUDA_VENV)" && "$(CUDA_BIN)/python" ../tools/check_cuda_binary.py
-	"$(CUDA_BIN)/pytest" $(PYTHON_ALONE:%=--ignore=tests/test_%.py) $(PYTEST_ARGS)
+	@if tools/ensure_gtest.sh; then $(MAKE) --no-print-directory translated-kernels; else \
+	  echo "FAILED: the tests of the compiled kernels need GoogleTest"; exit 1; fi
+	"$(CUDA_BIN)/pytest" $(PYTEST_WORKERS) $(PYTHON_ALONE:%=--ignore=tests/test_%.py) $(PYTEST_ARGS)
+
+# nvcc's PTX as C++, under AddressSanitizer: tests/cpp/translated.
+.PHONY: translated-kernels
+translated-kernels: $(CUDA_VENV)/.ready  ## run the kernels that nvcc compiled, without a GPU
+	"$(CUDA_BIN)/cmake" -S . -B build/translated -G Ninja \
+	  -DCMAKE_MAKE_PROGRAM="$(CUDA_BIN)/ninja" -DPython_EXECUTABLE="$(CUDA_BIN)/python" \
+	  -DFSDP_TRANSLATED_KERNELS=ON -DFSDP_WERROR=ON
+	"$(CUDA_BIN)/cmake" --build build/translated --parallel $(JOBS)
+	"$(CUDA_BIN)/ctest" --test-dir build/translated --output-on-failure --no-tests=error
 
 # It uses what is installed: no environment of its own, no network.
 .PHONY: gpu-check
-gpu-check:  ## on a machine with one GPU: build, test, sanitize and measure, under eight minutes
-	"$(PYTHON)" tools/gpu_check.py $(GPU_CHECK_ARGS)
+gpu-check:  ## on a machine with one GPU, in three calls of nine minutes: PART=build, parity, bench
+	"$(PYTHON)" tools/gpu_check.py --part $(PART) $(GPU_CHECK_ARGS)
+
+# Wheels for users without a compiler: WHEELS_ARGS="--python 3.12 --torch 2.11 --kind cu130".
+.PHONY: wheels
+wheels:  ## build wheels for each supported torch and Python, CPU and CUDA, and try each
+	"$(PYTHON)" tools/make_wheels.py $(WHEELS_ARGS)
 
 # ---- Style ---------------------------------------------------------------------------------------
 

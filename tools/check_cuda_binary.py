@@ -1,18 +1,26 @@
 """Checks the kernels in the installed CUDA build of fsdp_ext, for each architecture. Needs no GPU.
 
 It reads the binary with cuobjdump and fails unless every kernel is there, kernels that move memory
-load and store 16 bytes at a time, and no kernel spills registers. It prints the numbers of
-registers.
+load and store 16 bytes at a time, and no kernel spills registers. It compares the machine code with
+the table in tools/cuda_kernels.tsv, and fails if a kernel has become worse. After a change that is
+worth it, `--write` writes the table anew. The columns are:
+
+    threads    threads that fit on a multiprocessor at once, given the registers
+    in_flight  bytes that a thread loads with 16-byte loads before it stores any
+    per_16     instructions of the loop that moves memory, for each 16 bytes that it stores. Paths
+               that run rarely are among them, so it is an upper bound.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
 import subprocess
 import sys
 from collections import defaultdict
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 # The number of instances. pack and cast have one for each pair of the four floating dtypes. pack
@@ -82,26 +90,170 @@ def resources(binary: str) -> dict[str, dict[str, dict[str, int]]]:
     return found
 
 
-def wide_accesses(binary: str, arch: str) -> dict[str, tuple[int, int]]:
-    """Return the numbers of 16-byte loads and stores in each instance's machine code."""
-    counts = {}
+@dataclass(frozen=True)
+class MachineCode:
+    """What the machine code of one kernel instance is like."""
+
+    registers: int
+    threads: int  # on a multiprocessor at once
+    instructions: int
+    loads: int  # of 16 bytes
+    stores: int
+    in_flight: int
+    per_16: int
+
+    def worse_than(self, other: MachineCode) -> list[str]:
+        """Return the columns in which this is worse than `other`."""
+        is_worse = {
+            "threads": self.threads < other.threads,
+            "in_flight": self.in_flight < other.in_flight,
+            "per_16": self.per_16 > other.per_16,
+        }
+        return [name for name, worse in is_worse.items() if worse]
+
+
+def threads_at_once(kernel: str, registers: int) -> int:
+    """Return how many threads of a kernel fit on a multiprocessor of 8.0, 9.0 or 10.0.
+
+    A multiprocessor has 65,536 registers and 64 warps (CUDA C++ Programming Guide, "compute
+    capabilities"). A warp gets registers in units of 256, and each quarter has as many warps.
+    """
+    block = 512 if kernel == "transfer_kernel" else 1 if kernel not in MOVES_MEMORY else 256
+    warps_of_block = (block + 31) // 32
+    of_warp = (registers * 32 + 255) // 256 * 256
+    warps = min(64, 65536 // 4 // of_warp * 4)
+    return min(32, warps // warps_of_block) * block
+
+
+def hot_loop(lines: list[tuple[int, str]]) -> list[str]:
+    """Return the innermost loop that has all the 16-byte loads that any loop has."""
+    loops = []
+    for address, text in lines:
+        jump = re.search(r"\bBRA\b.* 0x([0-9a-f]+)", text)
+        if jump and int(jump.group(1), 16) < address:
+            begin = int(jump.group(1), 16)
+            loops.append([line for at, line in lines if begin <= at <= address])
+    wide = [sum(is_wide(line, "LDG") for line in loop) for loop in loops]
+    return min((loop for loop, n in zip(loops, wide, strict=True) if n == max(wide)), key=len)
+
+
+def is_wide(line: str, name: str) -> bool:
+    """Tell whether an instruction is a 16-byte load (LDG) or store (STG) of global memory."""
+    return re.search(rf"\b{name}\.E\S*\.128", line) is not None
+
+
+def bytes_in_flight(lines: list[str]) -> int:
+    """Return the most bytes that 16-byte loads have asked for before the next store."""
+    most = loads = 0
+    for line in lines:
+        if is_wide(line, "LDG"):
+            loads += 1
+            most = max(most, loads)
+        elif re.search(r"\bSTG\b", line):
+            loads = 0
+    return most * 16
+
+
+def machine_code(
+    binary: str, arch: str, usage: dict[str, dict[str, int]]
+) -> dict[str, MachineCode]:
+    """Return the machine code of each kernel instance by its mangled name."""
+    found = {}
     text = dump(binary, "--dump-sass", "--gpu-architecture", f"sm_{arch}")
     for function in text.split("Function :")[1:]:
         symbol = function.split()[0]
-        loads = len(re.findall(r"LDG\.E\S*\.128", function))
-        stores = len(re.findall(r"STG\.E\S*\.128", function))
-        counts[symbol] = (loads, stores)
-    return counts
+        kernel = kernel_of(symbol)
+        if kernel is None or symbol not in usage:
+            continue
+        lines = [
+            (int(at, 16), line)
+            for at, line in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", function, re.M)
+            if not line.startswith("NOP")
+        ]
+        code = [line for _, line in lines]
+        stores = sum(is_wide(line, "STG") for line in code)
+        loop = hot_loop(lines) if stores else []
+        moved = sum(is_wide(line, "STG") for line in loop)
+        found[symbol] = MachineCode(
+            registers=usage[symbol]["REG"],
+            threads=threads_at_once(kernel, usage[symbol]["REG"]),
+            instructions=len(code),
+            loads=sum(is_wide(line, "LDG") for line in code),
+            stores=stores,
+            in_flight=bytes_in_flight(code),
+            per_16=round(len(loop) / moved) if moved else 0,
+        )
+    return found
 
 
-def check(binary: str, architectures: list[str]) -> list[str]:
-    """Print what was found; return what is wrong with it."""
+# ---- The table -----------------------------------------------------------------------------------
+
+TABLE = Path(__file__).with_name("cuda_kernels.tsv")
+Rows = dict[tuple[str, str], MachineCode]  # by compute capability and instance
+
+
+def instance_names(symbols: list[str]) -> dict[str, str]:
+    """Return a readable name of each mangled one, without arguments and namespaces."""
+    result = subprocess.run(
+        ["c++filt"], input="\n".join(symbols), capture_output=True, text=True, check=True
+    )
+    names = {}
+    for symbol, name in zip(symbols, result.stdout.splitlines(), strict=True):
+        match = re.search(r"(\w+_kernel(?:<.*?>)?)\(", name)
+        names[symbol] = re.sub(r"fsdp::\w+::|\s|\(int\)", "", match.group(1) if match else name)
+    return names
+
+
+def read_table() -> tuple[str, Rows]:
+    """Return the release of nvcc that the table belongs to, and its rows."""
+    first, _, *lines = TABLE.read_text(encoding="utf-8").splitlines()
+    rows = {}
+    for line in lines:
+        arch, name, *numbers = line.split("\t")
+        rows[arch, name] = MachineCode(*map(int, numbers))
+    return first.removeprefix("# nvcc "), rows
+
+
+def write_table(nvcc: str, rows: Rows) -> None:
+    """Write the table anew."""
+    header = "\t".join(["capability", "kernel", *(field.name for field in fields(MachineCode))])
+    lines = ["\t".join([*key, *map(str, astuple(rows[key]))]) for key in sorted(rows)]
+    TABLE.write_text("\n".join([f"# nvcc {nvcc}", header, *lines, ""]), encoding="utf-8")
+
+
+def compare(nvcc: str, rows: Rows) -> list[str]:
+    """Return what is worse than in the table."""
+    of_table, before = read_table()
+    if nvcc != of_table:
+        print(f"{TABLE.name} is of nvcc {of_table}, this build of {nvcc}: nothing to compare")
+        return []
     wrong = []
+    better = 0
+    for key, code in rows.items():
+        if key not in before:
+            wrong.append(f"sm_{key[0]}: {key[1]} is not in {TABLE.name}. Run with --write.")
+            continue
+        better += bool(before[key].worse_than(code))
+        wrong += [
+            f"sm_{key[0]}: {key[1]} has {name} {getattr(code, name)}, and had "
+            f"{getattr(before[key], name)}. If that is worth it, run with --write."
+            for name in code.worse_than(before[key])
+        ]
+    print(f"{TABLE.name}: {len(rows)} rows compared, {better} better, {len(wrong)} worse")
+    return wrong
+
+
+def check(binary: str, architectures: list[str]) -> tuple[list[str], Rows]:
+    """Print what was found; return what is wrong with it, and the rows of the table."""
+    wrong = []
+    rows: Rows = {}
     usage = resources(binary)
     for arch in (name.removesuffix("-real") for name in architectures if name.endswith("-real")):
         instances = usage.get(arch, {})
         counted = dict.fromkeys(KERNELS, 0)
-        wide = wide_accesses(binary, arch)
+        codes = machine_code(binary, arch, instances)
+        names = instance_names(list(codes))
+        rows.update({(arch, names[symbol]): code for symbol, code in codes.items()})
         registers = defaultdict(list)
         for symbol, used in instances.items():
             kernel = kernel_of(symbol)
@@ -112,7 +264,7 @@ def check(binary: str, architectures: list[str]) -> list[str]:
             registers[kernel].append(used["REG"])
             if used["STACK"] or used["LOCAL"]:
                 wrong.append(f"sm_{arch}: {symbol} spills: {used}")
-            if kernel in MOVES_MEMORY and 0 in wide.get(symbol, (0, 0)):
+            if kernel in MOVES_MEMORY and not (codes[symbol].loads and codes[symbol].stores):
                 wrong.append(f"sm_{arch}: {symbol} has no 16-byte loads or stores")
         for name, expected in KERNELS.items():
             if counted[name] != expected:
@@ -121,8 +273,8 @@ def check(binary: str, architectures: list[str]) -> list[str]:
             f"{name} {counted[name]} x {min(used)} to {max(used)} registers"
             for name, used in sorted(registers.items())
         )
-        loads = sum(count for count, _ in wide.values())
-        stores = sum(count for _, count in wide.values())
+        loads = sum(code.loads for code in codes.values())
+        stores = sum(code.stores for code in codes.values())
         spilling = sum(1 for used in instances.values() if used["STACK"] or used["LOCAL"])
         print(
             f"sm_{arch}: {listed}; {loads} loads and {stores} stores of 16 bytes; "
@@ -134,16 +286,23 @@ def check(binary: str, architectures: list[str]) -> list[str]:
             wrong.append(f"has no PTX of compute_{arch}, which newer GPUs need")
         else:
             print(f"compute_{arch}: PTX")
-    return wrong
+    return wrong, rows
 
 
 def main() -> int:
     """Check, print, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="write the table of machine code anew")
+    write = parser.parse_args().write
     from fsdp_ext import _C, _build_info
 
     if _build_info.BUILD_KIND != "CUDA":
         raise SystemExit(f"this is a {_build_info.BUILD_KIND} build; install a CUDA build")
-    wrong = check(_C.__file__, list(_build_info.CUDA_ARCHITECTURES))
+    wrong, rows = check(_C.__file__, list(_build_info.CUDA_ARCHITECTURES))
+    if write:
+        write_table(_build_info.CUDA_VERSION, rows)
+    else:
+        wrong += compare(_build_info.CUDA_VERSION, rows)
     for line in wrong:
         print(f"WRONG: {line}")
     return 1 if wrong else 0

@@ -1,11 +1,17 @@
-"""Build, test and measure on a machine with one GPU, in under eight minutes.
+"""Build, test and measure on a machine with one GPU, in three parts of less than nine minutes.
 
-    python tools/gpu_check.py [--out DIR] [--only STEP ...] [--minutes 8]
+    python tools/gpu_check.py --part build|parity|bench [--out DIR] [--only STEP ...]
 
-It uses the installed Python, torch, CuPy and nvcc, and no network. Each step has a time limit, and
+build   describes the machine, tries torch and NCCL without fsdp_ext, and runs kernels and tests
+parity  trains beside PyTorch's FSDP with two ranks on one card, delays streams, and runs sanitizers
+bench   measures
+
+It uses the installed Python, torch, CuPy and nvcc, and no network. Every part begins with the
+build, since each may run on a new machine. A wheel for this Python replaces it: $FSDP_WHEEL, or the
+one in dist/. Each step has a time limit, the limits of a part add up to less than nine minutes, and
 no step begins that cannot end in time. After every step the results so far are written to
-<out>/<device>-<date>.json, and all output to a .log file beside it. A table comes last. The exit
-code is 1 if a step failed.
+<out>/<device>-<part>-<date>.json, and all output to a .log file beside it. The folder is $OUT if it
+is set. A table comes last. The exit code is 1 if a step failed.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import importlib.util
 import json
 import os
 import platform
@@ -23,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +39,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # pyproject.toml configures extensions of pytest that may be missing on this machine.
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-ra"]
 PYTEST += ["--disable-warnings", "--tb=short"]
+PARTS = ("build", "parity", "bench")
+# One call on a machine that is lent ends after ten minutes.
+MINUTES = 9.0
 # Seconds between asking a late step to end, so that it reports its results, and killing it.
 GRACE_S = 20
 
@@ -43,20 +54,24 @@ class Step:
     command: list[str]
     limit: int
     environment: dict[str, str]
+    part: str = "build"
     json: bool = False  # whether it is a benchmark, which writes its rows with --json
 
 
-def steps(capability: str) -> list[Step]:
-    """Return the steps, in order."""
+def steps(capability: str, part: str) -> list[Step]:
+    """Return the steps of a part, in order."""
     sanitizer = shutil.which("compute-sanitizer") or "compute-sanitizer"
     kernels = ["tests/gpu/test_gpu_kernels.py", "tests/test_packer.py"]
     parity = "tests/gpu/test_gpu_parity.py"
-    ignored = ["--ignore", kernels[0], "--ignore", parity]
+    ordering = "tests/gpu/test_gpu_ordering.py"
+    ignored = ["--ignore", kernels[0], "--ignore", parity, "--ignore", ordering]
+    # Most tests start processes of their own, which take seconds.
+    at_once = ["-n", "4"] if importlib.util.find_spec("xdist") else []
     # Sanitizers make kernels slow, so they run few and small cases.
     few = ["-k", "(independent and False) or current_stream or entries"]
     # With an allocation of its own for each tensor, memcheck sees where a tensor ends.
     uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    build = {"FORCE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": capability}
+    deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
     def sanitize(tool: str) -> list[str]:
         options = ["--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
@@ -65,30 +80,57 @@ def steps(capability: str) -> list[Step]:
 
     def bench(name: str, limit: int, *options: str) -> Step:
         command = [sys.executable, "-m", "bench", name, "--device", "cuda", *options]
-        return Step(name, command, limit, {}, json=True)
+        return Step(name, command, limit, {}, "bench", json=True)
 
-    return [
+    planned = [
         Step(
-            "build",
-            [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"],
-            180,
-            build,
+            "environment", [sys.executable, "tools/gpu_environment.py"], 40, {}, "build"
+        ),  # before ours, so that a fault of the machine is seen as one
+        Step("describe", [sys.executable, "-m", "fsdp_ext"], 30, {}, "build"),
+        Step("kernels", [*PYTEST, *kernels], 80, {}, "build"),
+        Step(
+            "tests", [*PYTEST, *at_once, "--durations=8", "tests/gpu", *ignored], 170, {}, "build"
         ),
-        Step("describe", [sys.executable, "-m", "fsdp_ext"], 60, {}),
-        Step("kernels", [*PYTEST, *kernels], 90, {}),
-        Step("memcheck", sanitize("memcheck"), 90, uncached),
-        Step("tests", [*PYTEST, "--durations=8", "tests/gpu", *ignored], 150, {}),
-        Step("parity", [*PYTEST, parity], 150, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
-        bench("pack", 60),
-        bench("step", 90),
-        bench("host_overhead", 90, "--quick"),
-        bench("collectives", 60, "--quick"),
-        bench("overlap", 60, "--quick"),
-        bench("memory", 90),
-        bench("scaling", 30),
-        # It looks for races in shared memory. The kernels use none, so it should find nothing.
-        Step("racecheck", sanitize("racecheck"), 90, {}),
+        Step("parity", [*PYTEST, parity], 150, deterministic, "parity"),
+        Step("late streams", [*PYTEST, ordering], 60, {}, "parity"),
+        Step("memcheck", sanitize("memcheck"), 65, uncached, "parity"),
+        Step("initcheck", sanitize("initcheck"), 50, uncached, "parity"),
+        bench("pack", 50),
+        bench("step", 70),
+        bench("host_overhead", 50, "--quick"),
+        bench("collectives", 40, "--quick"),
+        bench("overlap", 50, "--quick"),
+        bench("memory", 50),
+        bench("scaling", 20),
     ]
+    return [build_step(capability), *(step for step in planned if step.part == part)]
+
+
+def build_step(capability: str) -> Step:
+    """Return the step that builds the extension in place, or takes it from a wheel."""
+    if wheel := find_wheel():
+        return Step("build", [sys.executable, __file__, "--unpack", str(wheel)], 20, {})
+    environment = {"FORCE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": capability}
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    return Step("build", command, 180, environment)
+
+
+def find_wheel() -> Path | None:
+    """Return a wheel of a CUDA build for this Python, or None."""
+    if named := os.environ.get("FSDP_WHEEL"):
+        return Path(named)
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    found = sorted((ROOT / "dist").glob(f"fsdp_ext-*cu*-{tag}-*.whl"))
+    return found[-1] if found else None
+
+
+def unpack(wheel: Path) -> None:
+    """Put what a wheel has compiled beside the sources, as a build in place does."""
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            if re.fullmatch(r"fsdp_ext/(_C\..*\.so|_build_info\.py)", name):
+                archive.extract(name, ROOT)
+                print(f"{name} of {wheel.name}")
 
 
 def run_step(step: Step, limit: float, log: Path, rows: Path, all_output: Path) -> dict[str, Any]:
@@ -194,21 +236,32 @@ def write(path: Path, document: dict[str, Any]) -> None:
 def main() -> int:
     """Run the steps and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", metavar="DIR")
+    parser.add_argument("--part", choices=PARTS, default="build")
+    results = Path(os.environ.get("OUT") or ROOT / "bench" / "results")
+    parser.add_argument("--out", type=Path, default=results, metavar="DIR")
     parser.add_argument("--only", nargs="+", metavar="STEP", help="run only these steps")
-    parser.add_argument("--minutes", type=float, default=8.0, help="limit for all steps together")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="limit for the part")
+    parser.add_argument("--unpack", type=Path, metavar="WHEEL", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.unpack is not None:
+        unpack(args.unpack)
+        return 0
     machine = describe_machine()
-    planned = steps(machine["capability"])
+    planned = steps(machine["capability"], args.part)
     unknown = set(args.only or ()) - {step.name for step in planned}
     if unknown:
         parser.error(f"--only got {sorted(unknown)}; choose of {[s.name for s in planned]}")
     name = re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
     args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"{name}-{machine['date']}.json"
-    document: dict[str, Any] = {"benchmark": "gpu-check", "machine": machine, "steps": {}}
+    path = args.out / f"{name}-{args.part}-{machine['date']}.json"
+    document: dict[str, Any] = {
+        "benchmark": "gpu-check",
+        "part": args.part,
+        "machine": machine,
+        "steps": {},
+    }
     path.with_suffix(".log").write_text("", encoding="utf-8")
-    deadline = time.monotonic() + 60 * args.minutes
+    deadline = time.monotonic() + 60 * args.minutes - GRACE_S
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as directory:
         for step in planned:
             if args.only and step.name not in args.only:
@@ -225,7 +278,8 @@ def main() -> int:
             write(path, document)
             if step.name == "build" and result["outcome"] != "ok":
                 break
-    print(f"\n=== {machine['device']}, torch {machine['torch']}, NCCL {machine['nccl']}, {path}")
+    versions = f"torch {machine['torch']}, NCCL {machine['nccl']}"
+    print(f"\n=== {args.part}: {machine['device']}, {versions}, {path}")
     for step_name, result in document["steps"].items():
         print(
             f"{step_name:<14} {result['outcome']:<28} {result['seconds']:6.1f} s  "

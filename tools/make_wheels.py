@@ -1,0 +1,181 @@
+"""Build wheels for each supported torch, Python and kind, and try each in a fresh environment.
+
+    python tools/make_wheels.py [--python 3.12 ...] [--torch 2.11 ...] [--kind cpu cu130 ...]
+
+A wheel works with the one minor version of torch that it was built against, so the build tag in its
+name says it: fsdp_ext-0.1.0-211cu130-cp312-cp312-manylinux_2_34_x86_64.whl. Its platform tag says
+which glibc the binary needs, and is never older than torch's own. Build on an old distribution to
+support old ones. A Python that is not on the PATH is left out, and so is CUDA without an nvcc of
+torch's release. The wheels lie in dist/. A table comes last. The exit code is 1 if a wheel failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DIST = ROOT / "dist"
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+TORCHES = ("2.11", "2.13", "2.15")
+KINDS = ("cpu", "cu130")
+TORCH_GLIBC = (2, 28)  # of torch's own wheels
+
+# One step over gloo with one rank, on the CPU. A CUDA build has to be importable without a GPU.
+SMOKE_TEST = """
+import torch, torch.distributed as dist
+from fsdp_ext import fully_shard, _build_info
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+expected = [p.detach().clone() for p in model.parameters()]
+x = torch.randn(4, 8)
+want = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+for layer in model:
+    fully_shard(layer)
+fully_shard(model)
+model(x).square().sum().backward()
+for parameter, gradient in zip(model.parameters(), want, strict=True):
+    assert torch.allclose(parameter.grad.to_local().view(gradient.shape), gradient)
+print("trained with", _build_info.BUILD_KIND, _build_info.TORCH_VERSION)
+dist.destroy_process_group()
+"""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One wheel."""
+
+    python: str
+    torch: str
+    kind: str
+
+    @property
+    def build_tag(self) -> str:
+        """The build tag in the wheel's name. It has to begin with a digit."""
+        return self.torch.replace(".", "") + self.kind
+
+    @property
+    def name(self) -> str:
+        """What the table calls it."""
+        return f"Python {self.python}, torch {self.torch}, {self.kind}"
+
+
+def run(*command: str | Path, **environment: str) -> str:
+    """Run a command; return its output.
+
+    Raises:
+        RuntimeError: if it fails, with the end of its output.
+    """
+    result = subprocess.run(
+        [str(part) for part in command],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if result.returncode != 0:
+        raise RuntimeError(f"{' '.join(map(str, command))} failed:\n{result.stdout[-3000:]}")
+    return result.stdout
+
+
+def why_not(target: Target) -> str | None:
+    """Return why this machine cannot build the target, or None."""
+    if shutil.which(f"python{target.python}") is None:
+        return f"there is no python{target.python} on the PATH"
+    if target.kind == "cpu":
+        return None
+    release = f"{target.kind[2:-1]}.{target.kind[-1]}"
+    if shutil.which("nvcc") is None or f"release {release}" not in run("nvcc", "--version"):
+        return f"there is no nvcc {release} on the PATH"
+    return None
+
+
+def make_environment(target: Target, directory: Path) -> Path:
+    """Make a virtual environment with torch; return its Python."""
+    run(f"python{target.python}", "-m", "venv", directory)
+    python = directory / "bin" / "python"
+    index = f"https://download.pytorch.org/whl/{target.kind}"
+    requirement = f"torch=={target.torch}.*"
+    run(python, "-m", "pip", "install", "--quiet", "--extra-index-url", index, requirement)
+    return python
+
+
+def oldest_glibc(wheel: Path) -> tuple[int, int]:
+    """Return the glibc that the wheel's binary needs, but none older than torch's."""
+    with tempfile.TemporaryDirectory() as directory, zipfile.ZipFile(wheel) as archive:
+        (name,) = [each for each in archive.namelist() if re.search(r"/_C\..*\.so$", each)]
+        symbols = run("objdump", "-T", archive.extract(name, directory))
+    found = re.findall(r"\(?GLIBC_(\d+)\.(\d+)", symbols)
+    return max(TORCH_GLIBC, *((int(major), int(minor)) for major, minor in found))
+
+
+def build(target: Target, python: Path) -> Path:
+    """Build a wheel; return its path in dist/."""
+    run(python, "-m", "pip", "install", "--quiet", "setuptools>=77", "wheel", "cmake", "ninja")
+    force = {"FORCE_CPU": "1"} if target.kind == "cpu" else {"FORCE_CUDA": "1"}
+    with tempfile.TemporaryDirectory() as directory:
+        options = ["--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", directory]
+        run(python, "-m", "pip", "wheel", *options, ROOT, **force)
+        (wheel,) = Path(directory).glob("*.whl")
+        major, minor = oldest_glibc(wheel)
+        tag = f"manylinux_{major}_{minor}_{platform.machine()}"
+        tags = ["--platform-tag", tag, "--build", target.build_tag, "--remove"]
+        renamed = run(python, "-m", "wheel", "tags", *tags, wheel).split()[-1]
+        DIST.mkdir(exist_ok=True)
+        return Path(shutil.move(Path(directory) / renamed, DIST / renamed))
+
+
+def try_out(python: Path, wheel: Path) -> None:
+    """Install a wheel without its sources, describe it, and train a step with it."""
+    run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", wheel)
+    with tempfile.TemporaryDirectory() as directory:
+        program = Path(directory) / "smoke.py"
+        program.write_text(SMOKE_TEST, encoding="utf-8")
+        for arguments in (["-m", "fsdp_ext"], [str(program)]):
+            run("env", "-C", directory, "-u", "PYTHONPATH", python, *arguments)
+
+
+def main() -> int:
+    """Build and try all wheels; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--python", nargs="+", default=PYTHONS, metavar="VERSION")
+    parser.add_argument("--torch", nargs="+", default=TORCHES, metavar="VERSION")
+    parser.add_argument("--kind", nargs="+", default=KINDS, metavar="KIND")
+    args = parser.parse_args()
+    rows = []
+    failed = 0
+    for target in (Target(p, t, k) for k in args.kind for t in args.torch for p in args.python):
+        print(f"=== {target.name}", flush=True)
+        if reason := why_not(target):
+            rows.append((target, f"left out: {reason}"))
+            continue
+        try:
+            with tempfile.TemporaryDirectory(prefix="fsdp-wheel-") as directory:
+                python = make_environment(target, Path(directory))
+                wheel = build(target, python)
+                try_out(python, wheel)
+            rows.append((target, f"ok: {wheel.relative_to(ROOT)}"))
+        except RuntimeError as error:
+            print(error)
+            rows.append((target, "FAILED"))
+            failed = 1
+    for target, outcome in rows:
+        print(f"{target.name:<36} {outcome}")
+    if not any(outcome.startswith("ok") for _, outcome in rows):
+        failed = 1
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
