@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -128,16 +130,31 @@ def test_a_benchmark_that_is_late_keeps_its_rows(
     gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     program = """
-import sys, time, types
+import pathlib, sys, time, types
 from bench.harness import runner
 endless = types.ModuleType("endless", "Never ends.")
 def measure(args, keep):
     keep({"known": 1})
+    pathlib.Path("KEPT").touch()
     time.sleep(600)
 endless.measure, endless.show = measure, print
 sys.exit(runner.run("endless", endless, sys.argv[1:]))
 """
-    late = gpu_check.Step("late", [sys.executable, "-c", program], 12, {}, json=True)
+    kept = tmp_path / "kept"
+
+    class Late(subprocess.Popen[bytes]):
+        """A process that has reached its limit as soon as it has kept a row."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout != late.limit:
+                return super().wait(timeout)
+            while self.poll() is None and not kept.exists():
+                time.sleep(0.05)
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    monkeypatch.setattr(gpu_check.subprocess, "Popen", Late)
+    command = [sys.executable, "-c", program.replace("KEPT", str(kept))]
+    late = gpu_check.Step("late", command, 12, {}, json=True)
     _, results = _check(gpu_check, monkeypatch, tmp_path, [late])
     assert results["late"]["outcome"] == "did not end within 12 s"
     assert "interrupted; kept 1 row" in results["late"]["output"]
