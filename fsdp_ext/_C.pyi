@@ -5,6 +5,7 @@ from typing import Any, TypedDict
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
+from torch.distributed.tensor import DTensor
 
 class ParamSpec:
     def __init__(
@@ -92,6 +93,7 @@ class TorchUnit:
         self,
         sharded: Sequence[torch.Tensor],
         unsharded: Sequence[torch.Tensor],
+        place_gradient: Sequence[Callable[[DTensor], DTensor] | None],
         make_gradients: Callable[[torch.Tensor], Sequence[torch.Tensor]],
         attributes: Sequence[tuple[dict[str, Any], str, int]],
     ) -> None: ...

@@ -39,6 +39,13 @@ void call_post_accumulate_hooks(const py::object& parameter) {
   }
 }
 
+at::Tensor local_tensor_of(const at::Tensor& dtensor) {
+  const py::gil_scoped_acquire gil;
+  const py::object object = py::reinterpret_steal<py::object>(THPVariable_Wrap(dtensor));
+  const py::object local = object.attr("_local_tensor");
+  return THPVariable_Unpack(local.ptr());
+}
+
 // Whether a storage can raise a message of its own when its data is accessed, and stop doing so.
 // torch 2.11 and older cannot.
 template <typename Storage, typename = void>
@@ -97,6 +104,7 @@ TorchUnit::~TorchUnit() {
   if (Py_IsInitialized() == 0) {
     for (py::object& object : sharded_) object.release();
     for (py::object& object : unsharded_objects_) object.release();
+    for (py::object& object : place_gradient_) object.release();
     for (ModuleAttribute& attribute : attributes_) {
       attribute.parameters.release();
       attribute.name.release();
@@ -107,6 +115,7 @@ TorchUnit::~TorchUnit() {
   const py::gil_scoped_acquire gil;
   sharded_.clear();
   unsharded_objects_.clear();
+  place_gradient_.clear();
   attributes_.clear();
 }
 
@@ -120,16 +129,18 @@ std::vector<at::Tensor> TorchUnit::unsharded_views() const {
   return views;
 }
 
-void TorchUnit::bind(py::list sharded, py::list unsharded, py::object make_gradients,
-                     std::vector<ModuleAttribute> attributes) {
+void TorchUnit::bind(py::list sharded, py::list unsharded, py::list place_gradient,
+                     py::object make_gradients, std::vector<ModuleAttribute> attributes) {
   const std::size_t count = layout_.params().size();
-  FSDP_CHECK(sharded.size() == count && unsharded.size() == count, "bind got ", sharded.size(),
-             " sharded parameters and ", unsharded.size(), " unsharded ones. The layout has ",
-             count, ".");
+  FSDP_CHECK(sharded.size() == count && unsharded.size() == count && place_gradient.size() == count,
+             "bind got ", sharded.size(), " sharded parameters, ", unsharded.size(),
+             " unsharded ones and ", place_gradient.size(), " functions. The layout has ", count,
+             ".");
   for (std::size_t i = 0; i < count; ++i) {
     sharded_.emplace_back(py::reinterpret_borrow<py::object>(sharded[i]));
     unsharded_objects_.emplace_back(py::reinterpret_borrow<py::object>(unsharded[i]));
     unsharded_.push_back(THPVariable_Unpack(unsharded_objects_.back().ptr()));
+    place_gradient_.emplace_back(py::reinterpret_borrow<py::object>(place_gradient[i]));
   }
   gradients_.bind(std::move(make_gradients), trainable_.size());
   for (std::size_t i = 0; i < trainable_.size(); ++i) {
@@ -206,6 +217,15 @@ std::uint64_t TorchUnit::shard_version() {
   return version;
 }
 
+// See Note [gradients of DTensors].
+void TorchUnit::place_gradient(std::size_t parameter) {
+  const py::gil_scoped_acquire gil;
+  at::Tensor& gradient = unsharded_[parameter].mutable_grad();
+  const py::object placed =
+      place_gradient_[parameter](py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient)));
+  gradient = THPVariable_Unpack(placed.ptr());
+}
+
 std::shared_ptr<void> TorchUnit::extract_gradients(const void** addresses) {
   const DType gradient_dtype = layout_.unsharded_grad_dtype();
   auto taken = std::make_shared<std::vector<at::Tensor>>();
@@ -215,6 +235,9 @@ std::shared_ptr<void> TorchUnit::extract_gradients(const void** addresses) {
     addresses[i] = nullptr;
     if (!arrived.defined()) {
       continue;
+    }
+    if (is_dtensor(trainable_[i])) {
+      arrived = local_tensor_of(arrived);
     }
     const std::string& parameter = layout_.params()[trainable_[i]].name;
     FSDP_CHECK(arrived.layout() == at::kStrided, "parameter '", parameter,
@@ -318,6 +341,10 @@ void TorchUnit::on_pre_backward(CallId call, const torch::autograd::Node* node) 
 void TorchUnit::on_gradient(std::size_t trainable) {
   if (const auto root = root_.lock()) {
     root->ensure_backward();
+    const std::size_t parameter = trainable_[trainable];
+    if (is_dtensor(parameter)) {
+      place_gradient(parameter);
+    }
     root->pipeline().gradient_arrived(number_, trainable);
   }
 }

@@ -20,6 +20,12 @@
 // the unit. Such a unit stays unsharded until backward has ended. A generator even runs its module
 // after the hook, when the parameters would be sharded.
 //
+// Note [gradients of DTensors]
+// Backward may bring partial sums for a parameter that tensor parallelism replicates, and placing
+// them is a collective. So they are placed when they arrive, in the order of autograd, which is the
+// same on all ranks that take part. Their buckets need not be the same. FSDP2 places the sum of
+// several backwards, so it may round differently.
+//
 // Note [double backward]
 // A backward with create_graph=True makes a graph that reads the parameters again, and no hook runs
 // before that. So this backward does not reshard the units that it passes. The next backward
@@ -75,11 +81,13 @@ class TorchUnit final : public UnitPort,
   // One view for each parameter. They have memory only while the unit is attached.
   std::vector<at::Tensor> unsharded_views() const;
 
-  // Called once, with the parameters and the module attributes that refer to them. `make_gradients`
+  // Called once, with the parameters and the module attributes that refer to them. place_gradient
+  // has a function for each parameter that is a DTensor while it is unsharded, and None for others.
+  // It returns a gradient of the parameter with the parameter's placements. `make_gradients`
   // returns a list of DTensors over the flat gradient that it is called with, one for each
   // trainable parameter.
-  void bind(pybind11::list sharded, pybind11::list unsharded, pybind11::object make_gradients,
-            std::vector<ModuleAttribute> attributes);
+  void bind(pybind11::list sharded, pybind11::list unsharded, pybind11::list place_gradient,
+            pybind11::object make_gradients, std::vector<ModuleAttribute> attributes);
   void join(const std::shared_ptr<TorchRoot>& root, std::string name, int number);
 
   // - Module hooks.
@@ -142,6 +150,8 @@ class TorchUnit final : public UnitPort,
   at::Device device() const { return tensors_.shard.flat().device(); }
   const at::Tensor& sharded(std::size_t parameter) const;
   void register_parameters(bool unsharded);
+  bool is_dtensor(std::size_t parameter) const { return !place_gradient_[parameter].is_none(); }
+  void place_gradient(std::size_t parameter);
   pybind11::object end_forward(TorchRoot& root, std::size_t index, pybind11::handle output);
   bool enter_module();
   bool leave_module(std::size_t index);
@@ -158,6 +168,7 @@ class TorchUnit final : public UnitPort,
   std::vector<pybind11::object> sharded_;
   std::vector<at::Tensor> unsharded_;
   std::vector<pybind11::object> unsharded_objects_;
+  std::vector<pybind11::object> place_gradient_;
   std::vector<std::size_t> trainable_;  // parameter of each trainable index
   std::vector<char> got_gradient_;      // in this backward, of each trainable index
   std::vector<ModuleAttribute> attributes_;

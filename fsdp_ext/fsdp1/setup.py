@@ -28,6 +28,7 @@ from torch.distributed.fsdp.wrap import (
 from torch.distributed.tensor import DTensor
 
 from fsdp_ext.sharding.arguments import resolve_mesh
+from fsdp_ext.sharding.ownership import is_sharded
 
 WRAPPED = "_fsdp_wrapped_module"  # FSDP1's name of the child, which other libraries look for
 CHECKPOINTED = "_checkpoint_wrapped_module"
@@ -233,6 +234,17 @@ def own_modules(root: nn.Module, ignored: set[nn.Module]) -> dict[str, nn.Module
 
     collect("", root)
     return own
+
+
+def refuse_tensor_parallel(own: dict[str, nn.Module], ignored: set[nn.Parameter]) -> None:
+    """Raise NotImplementedError if a parameter is a DTensor that no unit has made."""
+    for prefix, module in own.items():
+        for attribute, param in module.named_parameters(prefix, recurse=False):
+            if isinstance(param, DTensor) and param not in ignored and not is_sharded(param):
+                raise NotImplementedError(
+                    f"parameter '{attribute}' is a DTensor already (tensor parallelism), which "
+                    "FullyShardedDataParallel does not support. Use fully_shard, which does."
+                )
 
 
 def own_tensors(modules: Iterable[nn.Module]) -> list[torch.Tensor]:

@@ -36,6 +36,7 @@ from fsdp_ext.fsdp1.setup import (
     materialise,
     own_modules,
     own_tensors,
+    refuse_tensor_parallel,
     refuse_unsupported,
     resolve_group,
     resolve_ignored,
@@ -152,6 +153,7 @@ class FullyShardedDataParallel(nn.Module):
         self._runs_in_float32 = False
         self._ignored_modules = ignored
         own = own_modules(module, ignored)
+        refuse_tensor_parallel(own, ignored_params)
         materialise(own, param_init_fn, device or torch.device(mesh.device_type))
         tensors = [tensor for tensor in own_tensors(own.values()) if tensor not in ignored_params]
         if device is not None:

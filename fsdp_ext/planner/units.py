@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_ext.comm.link import Link
 from fsdp_ext.planner.meta_copies import meta_copy
@@ -212,6 +213,11 @@ def _shard(module: nn.Module, world_size: int, settings: UnitSettings) -> None:
     name = type(module).__name__
     for param, param_name in params.items():
         check_parameter(param_name, param, torch.device("meta"))
+        if isinstance(param, DTensor):
+            raise NotImplementedError(
+                f"plan does not support tensor parallelism yet, and parameter '{param_name}' is a "
+                "DTensor. Plan the model before parallelize_module."
+            )
     planned = [PlannedParam(param_name, param) for param, param_name in params.items()]
     for each in planned:
         mark_sharded(each.parameter, each.parameter, each.name, name)

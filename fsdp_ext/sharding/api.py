@@ -113,8 +113,9 @@ def fully_shard(
     Between steps the module's parameters are DTensors with ``Shard(0)`` (on a 2-D mesh, with
     ``Replicate()`` before it): rank ``r`` of ``N`` has rows ``[r * c, (r + 1) * c)`` with ``c =
     ceil(rows / N)``, as in ``torch.chunk``. In forward and backward they are plain tensors of the
-    full shape. The arguments that ``torch.distributed.fsdp.fully_shard`` also has mean the same
-    here.
+    full shape. Parameters that tensor parallelism has made DTensors before are sharded on both
+    meshes, and are DTensors on their own mesh in forward and backward. The arguments that
+    ``torch.distributed.fsdp.fully_shard`` also has mean the same here.
 
     Args:
         module: the module to shard in place, or a list of modules to treat as one unit.

@@ -166,8 +166,8 @@ def refuse_unsupported(
     if dp_mesh_dims is not None:
         raise NotImplementedError(
             f"dp_mesh_dims={dp_mesh_dims!r}, for parameters that are DTensors on a larger mesh, is "
-            "not supported yet. Pass plain parameters, and one dimension of the mesh, e.g. "
-            'mesh=mesh["dp"], or two for hybrid sharding.'
+            "not supported yet. Pass the dimensions of data parallelism as a mesh of their own, "
+            'e.g. mesh=mesh["dp"], and parameters that are DTensors on the other dimensions.'
         )
     if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
         raise NotImplementedError(

@@ -1,4 +1,11 @@
-"""The DTensors of a unit: rows of parameters and of gradients."""
+"""The DTensors of a unit: rows of parameters and of gradients.
+
+Note [tensor parallelism]
+A parameter may be a DTensor before it is sharded: tensor parallelism has given each rank a part of
+it. The unit shards, gathers and reduces these parts as if they were whole parameters. Only two
+things know more. The sharded DTensors lie on both meshes together. And while the unit is unsharded,
+modules have a DTensor on the mesh of tensor parallelism, whose local tensor is the gathered part.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +13,76 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp_ext import _C
 from fsdp_ext.sharding.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a tensor is spread over ranks.
+
+    Args:
+        mesh: the ranks.
+        placements: one for each dimension of the mesh.
+        shape: shape of the whole tensor.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+
+    @staticmethod
+    def of(param: torch.Tensor) -> Spread | None:
+        """Return how ``param`` is spread; None if it is a plain tensor."""
+        if not isinstance(param, DTensor):
+            return None
+        return Spread(param.device_mesh, tuple(param.placements), param.shape)
+
+    def dtensor(self, local: torch.Tensor) -> DTensor:
+        """Return the DTensor of which this rank has ``local``."""
+        stride = _contiguous_stride(self.shape)
+        return DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride
+        )
+
+    @torch.no_grad()
+    def place(self, gradient: DTensor) -> DTensor:
+        """Return ``gradient`` with these placements and a local tensor that has arrived.
+
+        Backward may bring partial sums for a parameter that is replicated.
+        """
+        if tuple(gradient.placements) != self.placements:
+            gradient = gradient.redistribute(placements=self.placements)
+        local = gradient._local_tensor
+        return self.dtensor(local.wait()) if isinstance(local, AsyncCollectiveTensor) else gradient
+
+
+def rows_of(param: torch.Tensor, ranks: Ranks) -> Spread:
+    """Return how the rows of a parameter, and of its gradient, are spread over ``ranks``.
+
+    Raises:
+        RuntimeError: if ``param`` is a DTensor whose mesh shares no root mesh with that of
+            ``ranks``, or overlaps it.
+    """
+    if not isinstance(param, DTensor):
+        return Spread(ranks.mesh, tuple(ranks.placements), param.shape)
+    *replicas, rows = ranks.placements
+    # Tensor parallelism cuts rows first, though its mesh comes last.
+    cuts = param._spec.num_shards_map[0]
+    if cuts > 1:
+        rows = _StridedShard(0, split_factor=cuts)
+    mesh = DeviceMesh._concatenate([ranks.mesh, param.device_mesh])
+    return Spread(mesh, (*replicas, rows, *param.placements), param.shape)
+
+
+def part_of_this_rank(param: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a parameter before it is sharded."""
+    return param._local_tensor if isinstance(param, DTensor) else param.detach()
 
 
 @dataclass(frozen=True)
@@ -19,29 +92,15 @@ class GradientPlace:
     Args:
         offset: its first element.
         local_shape: shape of this rank's rows.
-        shape: shape of the whole gradient.
+        spread: how the whole gradient is spread.
     """
 
     offset: int
     local_shape: torch.Size
-    shape: torch.Size
+    spread: Spread
 
 
-def row_sharded(local: torch.Tensor, ranks: Ranks, shape: torch.Size) -> DTensor:
-    """Return a DTensor of ``shape`` of which this rank has the rows ``local``."""
-    return DTensor.from_local(
-        local,
-        ranks.mesh,
-        ranks.placements,
-        run_check=False,
-        shape=shape,
-        stride=_contiguous_stride(shape),
-    )
-
-
-def gradient_maker(
-    ranks: Ranks, places: Sequence[GradientPlace]
-) -> Callable[[torch.Tensor], list[DTensor]]:
+def gradient_maker(places: Sequence[GradientPlace]) -> Callable[[torch.Tensor], list[DTensor]]:
     """Return a function that makes the sharded gradients at ``places`` of a flat gradient.
 
     The C++ unit keeps the function, so it refers to nothing that refers to the unit.
@@ -51,12 +110,10 @@ def gradient_maker(
     @torch.no_grad()
     def make(flat: torch.Tensor) -> list[DTensor]:
         return [
-            row_sharded(
+            place.spread.dtensor(
                 _C.FlatTensor.part_of(
                     flat, place.offset * flat.itemsize, place.local_shape, flat.dtype
-                ),
-                ranks,
-                place.shape,
+                )
             )
             for place in places
         ]

@@ -7,6 +7,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
+from fsdp_ext.sharding.dtensors import rows_of
+from fsdp_ext.sharding.ranks import Ranks
+
 # Set on a parameter that a unit has replaced: its name, and the name of the unit.
 _SHARDED_AS = "_fsdp_ext_sharded_as"
 # Set on the replacement: the name of the unit.
@@ -29,20 +32,16 @@ def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> Non
             f"parameter '{name}' is in the unit of {unit} already. Call fully_shard on the layers "
             "first and on the whole model last."
         )
-    if isinstance(param, DTensor):
-        raise NotImplementedError(
-            f"parameter '{name}' is a DTensor already (tensor parallelism), which is not supported "
-            "yet. Pass plain parameters."
-        )
     if isinstance(param, UninitializedParameter):
         raise ValueError(
             f"parameter '{name}' belongs to a lazy module and has no shape yet. Run one forward "
             "before fully_shard."
         )
     # Sharding makes new parameters of the rows, which would be plain ones.
-    if type(param) is not nn.Parameter:
+    kind = type(param._local_tensor) if isinstance(param, DTensor) else type(param)
+    if kind not in (nn.Parameter, torch.Tensor):
         raise NotImplementedError(
-            f"parameter '{name}' is a {type(param).__name__}, and fully_shard would lose what this "
+            f"parameter '{name}' is a {kind.__name__}, and fully_shard would lose what this "
             "class adds to a plain tensor. Convert it to an nn.Parameter, or pass it in "
             "ignored_params."
         )
@@ -66,6 +65,31 @@ def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> Non
         )
 
 
+def check_tensor_parallel(name: str, param: nn.Parameter, ranks: Ranks) -> None:
+    """Raise an error if ``param`` is a DTensor that cannot be sharded over ``ranks``."""
+    if not isinstance(param, DTensor):
+        return
+    if any(placement.is_partial() for placement in param.placements):
+        raise ValueError(
+            f"parameter '{name}' is a DTensor of partial sums, {param.placements}. Redistribute it "
+            "to Shard or Replicate before fully_shard."
+        )
+    if len(param.placements) > 2:
+        raise NotImplementedError(
+            f"parameter '{name}' is a DTensor on a {len(param.placements)}-D mesh, and FSDP can be "
+            "combined with one or two other dimensions. Use fewer, or pass it in ignored_params."
+        )
+    try:
+        rows_of(param, ranks)
+    except RuntimeError as error:
+        raise ValueError(
+            f"parameter '{name}' is a DTensor on {param.device_mesh}, and fully_shard got "
+            f"{ranks.mesh}. They have to be different dimensions of one mesh: make it with "
+            "init_device_mesh, and pass mesh['tp'] to parallelize_module and mesh['dp'] to "
+            "fully_shard."
+        ) from error
+
+
 def check_grad_dtype(name: str, param: nn.Parameter) -> None:
     """Raise NotImplementedError if gradients of ``param`` are to have another dtype than it."""
     grad_dtype = getattr(param, "grad_dtype", param.dtype)  # since torch 2.9
@@ -87,6 +111,11 @@ def replaced_as(param: nn.Parameter) -> tuple[str, str] | None:
     """Return the names of the parameter and of the unit that has replaced it, or None."""
     owner: tuple[str, str] | None = getattr(param, _SHARDED_AS, None)
     return owner
+
+
+def is_sharded(param: nn.Parameter) -> bool:
+    """Return whether a unit has ``param`` as a sharded parameter."""
+    return hasattr(param, _SHARDED_IN)
 
 
 def mark_unsharded(unsharded: nn.Parameter, name: str) -> None:

@@ -15,10 +15,17 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_ext import _C
 from fsdp_ext.comm.transports import zeros_for_shard
-from fsdp_ext.sharding.dtensors import GradientPlace, gradient_maker, row_sharded
+from fsdp_ext.sharding.dtensors import (
+    GradientPlace,
+    Spread,
+    gradient_maker,
+    part_of_this_rank,
+    rows_of,
+)
 from fsdp_ext.sharding.ownership import (
     check_grad_dtype,
     check_parameter,
+    check_tensor_parallel,
     mark_sharded,
     mark_unsharded,
     unsharded_name,
@@ -34,14 +41,19 @@ class ShardedParam:
 
     Args:
         name: its name in the unit's module, and from the first forward on in the root module.
-        shape: shape of the whole parameter.
+        shape: shape of the whole parameter, or of the part that tensor parallelism has given to
+            this rank.
         sharded: the DTensor that modules have while the unit is sharded.
+        rows: how it is spread.
+        unsharded: how the parameter was spread before; None if it was a plain tensor.
         attributes: modules and the names of their attributes.
     """
 
     name: str
     shape: torch.Size
     sharded: nn.Parameter
+    rows: Spread
+    unsharded: Spread | None
     attributes: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     @property
@@ -100,11 +112,12 @@ class Unit(ParamGroup):
         self.shard_parts: list[torch.Tensor] = []
         for param, name in params.items():
             check_parameter(name, param, device)
+            check_tensor_parallel(name, param, ranks)
+        sharded = [self._shard(param, name) for param, name in params.items()]
         if settings.max_message_bytes is not None:
             # Reductions are checked at the first forward, since parameters may still be frozen.
-            whole = [ShardedParam(name, param.shape, param) for param, name in params.items()]
-            self.check_message_bytes(whole, settings.max_message_bytes, training=False)
-        self.params: list[ShardedParam] = self._shard(params)
+            self.check_message_bytes(sharded, settings.max_message_bytes, training=False)
+        self.params: list[ShardedParam] = self._replace(params, sharded)
         self.flatten()
 
     def change(self, **settings: Any) -> None:
@@ -132,12 +145,21 @@ class Unit(ParamGroup):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _shard(self, params: dict[nn.Parameter, str]) -> list[ShardedParam]:
-        """Replace the modules' parameters with DTensors over this rank's rows."""
-        by_param = {
-            param: ShardedParam(name, param.shape, self._to_dtensor(self._rows_of(param), param))
-            for param, name in params.items()
-        }
+    def _shard(self, param: nn.Parameter, name: str) -> ShardedParam:
+        """Return a sharded parameter with this rank's rows, on meta if the parameter is there."""
+        part = part_of_this_rank(param)
+        first, count = self._rows(part.shape)
+        local = part[first : first + count].contiguous()
+        rows = rows_of(param, self.ranks)
+        dtensor = rows.dtensor(local if local.is_meta else local.to(self.device))
+        sharded = nn.Parameter(dtensor, requires_grad=param.requires_grad)
+        return ShardedParam(name, part.shape, sharded, rows, Spread.of(param))
+
+    def _replace(
+        self, params: dict[nn.Parameter, str], sharded: list[ShardedParam]
+    ) -> list[ShardedParam]:
+        """Put the sharded parameters into the modules. Return them in the layout's order."""
+        by_param = dict(zip(params, sharded, strict=True))
         for module in self.modules:
             for submodule in module.modules():
                 for attribute, value in submodule._parameters.items():
@@ -148,24 +170,13 @@ class Unit(ParamGroup):
             for submodule, attribute in found.attributes:
                 submodule._parameters[attribute] = found.sharded
             mark_sharded(param, found.sharded, found.name, self.name)
-        sharded = list(by_param.values())
         return [sharded[place] for place in self._layout_order(sharded)]
-
-    def _rows_of(self, param: nn.Parameter) -> torch.Tensor:
-        """Return this rank's rows on its device, or on meta if the parameter is there."""
-        first, count = self._rows(param.shape)
-        rows = param.detach()[first : first + count].contiguous()
-        return rows if rows.is_meta else rows.to(self.device)
 
     def _rows(self, shape: torch.Size) -> tuple[int, int]:
         """Return the first row of a parameter that this rank has, and how many rows it has."""
         chunk = -(-shape[0] // self.world_size)
         first = min(chunk * self.ranks.rank, shape[0])
         return first, min(chunk, shape[0] - first)
-
-    def _to_dtensor(self, local: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
-        dtensor = row_sharded(local, self.ranks, like.shape)
-        return nn.Parameter(dtensor, requires_grad=like.requires_grad)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -257,16 +268,19 @@ class Unit(ParamGroup):
             for module, name in param.attributes:
                 module._parameters[name] = now
         _, rows = self._rows(param.shape)
-        if param.sharded.shape != param.shape or param.local.shape != (rows, *param.shape[1:]):
+        shape = param.rows.shape
+        if param.sharded.shape != shape or param.local.shape != (rows, *param.shape[1:]):
             raise ValueError(
-                f"parameter '{param.name}' had shape {tuple(param.shape)}, {rows} rows of it on "
+                f"parameter '{param.name}' had shape {tuple(shape)}, {rows} rows of it on "
                 f"this rank, when it was sharded, but now has {tuple(param.sharded.shape)} with "
                 f"local shape {tuple(param.local.shape)}. Change shapes before fully_shard."
             )
         return replaced
 
     def _is_flat(self, layout: _C.UnitLayout) -> bool:
-        if self.flat_shard.numel() != layout.shard_bytes:
+        if self.flat_shard.numel() != layout.shard_bytes or len(self.shard_parts) != len(
+            self.params
+        ):
             return False
         return all(
             param.local.device == self.flat_shard.device
@@ -331,7 +345,10 @@ class Unit(ParamGroup):
             module_count=len(self.modules),
         )
         unsharded = [
-            nn.Parameter(view, requires_grad=param.requires_grad)
+            nn.Parameter(
+                view if param.unsharded is None else param.unsharded.dtensor(view),
+                requires_grad=param.requires_grad,
+            )
             for view, param in zip(core.unsharded_views(), self.params, strict=True)
         ]
         for view, param in zip(unsharded, self.params, strict=True):
@@ -339,7 +356,10 @@ class Unit(ParamGroup):
         core.bind(
             sharded=[param.sharded for param in self.params],
             unsharded=unsharded,
-            make_gradients=gradient_maker(self.ranks, self._gradient_places(layout)),
+            place_gradient=[
+                None if param.unsharded is None else param.unsharded.place for param in self.params
+            ],
+            make_gradients=gradient_maker(self._gradient_places(layout)),
             attributes=[
                 (module._parameters, attribute, index)
                 for index, param in enumerate(self.params)
@@ -352,7 +372,7 @@ class Unit(ParamGroup):
     def _gradient_places(self, layout: _C.UnitLayout) -> list[GradientPlace]:
         """Return where the gradients of the trainable parameters lie in the flat gradient."""
         return [
-            GradientPlace(place.grad_offset, param.local.shape, param.shape)
+            GradientPlace(place.grad_offset, param.local.shape, param.rows)
             for param, place in zip(self.params, layout.placements, strict=True)
             if param.requires_grad
         ]

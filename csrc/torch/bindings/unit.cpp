@@ -32,17 +32,18 @@ void register_unit(py::module_& m) {
       .def("unsharded_views", &TorchUnit::unsharded_views)
       .def(
           "bind",
-          [](TorchUnit& unit, py::list sharded, py::list unsharded, py::object make_gradients,
+          [](TorchUnit& unit, py::list sharded, py::list unsharded, py::list place_gradient,
+             py::object make_gradients,
              const std::vector<std::tuple<py::dict, py::str, std::size_t>>& attributes) {
             std::vector<ModuleAttribute> bound;
             for (const auto& [parameters, name, parameter] : attributes) {
               bound.push_back({parameters, name, parameter});
             }
-            unit.bind(std::move(sharded), std::move(unsharded), std::move(make_gradients),
-                      std::move(bound));
+            unit.bind(std::move(sharded), std::move(unsharded), std::move(place_gradient),
+                      std::move(make_gradients), std::move(bound));
           },
-          py::arg("sharded"), py::arg("unsharded"), py::arg("make_gradients"),
-          py::arg("attributes"))
+          py::arg("sharded"), py::arg("unsharded"), py::arg("place_gradient"),
+          py::arg("make_gradients"), py::arg("attributes"))
       .def("release_gradients", [](TorchUnit& unit) { unit.gradients().release(); })
       .def("share_flat_gradient", [](TorchUnit& unit) { return unit.gradients().share(); })
       .def("pre_forward_hook",
