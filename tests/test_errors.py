@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
 from fsdp_ext import FullyShardedDataParallel, _build_info, fully_shard
-from fsdp_ext.sharding.arguments import check_device_type
+from fsdp_ext.sharding.arguments import check_device_type, check_offload
 
 
 def raises(error: type[Exception], *words: str) -> Any:
@@ -397,8 +397,11 @@ def _arguments() -> None:
         r"Pass offload_policy=OffloadPolicy\(\)",
         "fsdp_off",
     ):
-        fully_shard(nn.Linear(2, 2), offload_policy=CPUOffloadPolicy())
+        check_offload(CPUOffloadPolicy(), "cuda")
     wrong: Any  # the types forbid it, too
+    wrong = True
+    with raises(TypeError, "offload_policy is True", r"OffloadPolicy\(\)"):
+        fully_shard(nn.Linear(2, 2), offload_policy=wrong)
     fully_shard(nn.Linear(2, 2), dp_mesh_dims=None)
     wrong = "dp"
     with raises(NotImplementedError, "dp_mesh_dims='dp'", r'e.g. mesh=mesh\["dp"\]'):

@@ -167,7 +167,7 @@ def group_arguments() -> None:
     for kwargs in (
         {"process_group": dist.group.WORLD},
         {"device_mesh": mesh},
-        {"device_id": CPU, "use_orig_params": True, "cpu_offload": CPUOffload(False)},
+        {"device_id": CPU, "use_orig_params": True, "cpu_offload": CPUOffload(True)},
         {"process_group": dist.group.WORLD, "device_id": CPU, "use_orig_params": False},
     ):
         wrapped = FSDP(make(Stack), auto_wrap_policy=BY_BLOCK, **kwargs)
@@ -213,7 +213,6 @@ def test_there_has_to_be_a_process_group() -> None:
             for strategy in ShardingStrategy
             if strategy is ShardingStrategy.NO_SHARD
         ),
-        ({"cpu_offload": CPUOffload(offload_params=True)}, "cpu_offload=CPUOffload"),
         ({"backward_prefetch": None}, "backward_prefetch=None"),
         ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, "BACKWARD_POST"),
         (

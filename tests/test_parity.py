@@ -8,6 +8,7 @@ from support.models import Stack
 from support.parity import ROUNDING, Case, Run, adamw, check, each, train_step
 from torch import Tensor
 from torch.distributed._composable import replicate
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 
 def replicate_head(run: Run) -> None:
@@ -122,6 +123,7 @@ CASES = [
     Case("a list of modules as one unit", models.GroupedModules),
     Case("units nested in units", models.NestedUnits, worlds=FOUR),
     Case("parameters in float64", models.InFloat64, before_sharding=to_float64),
+    Case("CPU offload", Stack, options={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     Case("reshard_after_forward=True", Stack, options={"reshard_after_forward": True}),
     Case("reshard_after_forward=False", Stack, options={"reshard_after_forward": False}),
     Case("reshard_after_forward=None", Stack, options={"reshard_after_forward": None}),

@@ -16,7 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
+    CPUOffloadPolicy,
     MixedPrecision,
+    OffloadPolicy,
     ShardingStrategy,
 )
 from torch.distributed.fsdp.wrap import (
@@ -49,7 +51,6 @@ def is_wrapper(module: nn.Module) -> bool:
 
 def refuse_unsupported(
     strategy: ShardingStrategy,
-    cpu_offload: CPUOffload | None,
     backward_prefetch: BackwardPrefetch | None,
     precision: MixedPrecision,
 ) -> None:
@@ -63,9 +64,6 @@ def refuse_unsupported(
     if strategy not in RESHARD_AFTER_FORWARD:
         refused = f"sharding_strategy={strategy}"
         instead = "ShardingStrategy.FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD"
-    elif cpu_offload is not None and cpu_offload.offload_params:
-        refused = "cpu_offload=CPUOffload(offload_params=True)"
-        instead = "None; with accelerate, set fsdp_offload_params to false"
     elif backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
         refused = f"backward_prefetch={backward_prefetch}"
         instead = "BackwardPrefetch.BACKWARD_PRE"
@@ -74,6 +72,12 @@ def refuse_unsupported(
         instead = "keep_low_precision_grads=False: gradients have the parameters' dtype"
     if refused:
         raise NotImplementedError(f"{refused} is not supported yet. Pass {instead}.")
+
+
+def offload_policy(cpu_offload: CPUOffload | None) -> OffloadPolicy:
+    """Return FSDP2's policy for FSDP1's ``cpu_offload``."""
+    offloads = cpu_offload is not None and cpu_offload.offload_params
+    return CPUOffloadPolicy() if offloads else OffloadPolicy()
 
 
 def resolve_ignored(

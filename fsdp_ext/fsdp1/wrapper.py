@@ -34,6 +34,7 @@ from fsdp_ext.fsdp1.setup import (
     broadcast,
     cast_buffers,
     materialise,
+    offload_policy,
     own_modules,
     own_tensors,
     refuse_tensor_parallel,
@@ -70,7 +71,8 @@ class FullyShardedDataParallel(nn.Module):
             sharding a pair: the ranks that shard the model, and those that have the same shard.
         sharding_strategy: ``FULL_SHARD`` (the default), ``SHARD_GRAD_OP``, or for hybrid sharding
             ``HYBRID_SHARD`` or ``_HYBRID_SHARD_ZERO2``.
-        cpu_offload: None or ``CPUOffload(offload_params=False)``.
+        cpu_offload: None or a ``CPUOffload``. ``offload_params=True`` is supported on CPUs only,
+            where it changes nothing.
         auto_wrap_policy: which submodules to wrap, too: a policy of
             ``torch.distributed.fsdp.wrap`` or a callable of ``module``, ``recurse`` and
             ``nonwrapped_numel``. Containers without a forward are left as they are, because
@@ -126,7 +128,7 @@ class FullyShardedDataParallel(nn.Module):
         check_modules([module])
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         precision = mixed_precision or MixedPrecision()
-        refuse_unsupported(strategy, cpu_offload, backward_prefetch, precision)
+        refuse_unsupported(strategy, backward_prefetch, precision)
         ignored, ignored_params = resolve_ignored(ignored_modules, ignored_states)
         device = None if device_id is None else torch.device(device_id)
         mesh = resolve_group(module, process_group, device_mesh, device, strategy)
@@ -172,6 +174,7 @@ class FullyShardedDataParallel(nn.Module):
                 reduce_dtype=precision.reduce_dtype or precision.param_dtype,
                 cast_forward_inputs=precision.cast_forward_inputs,
             ),
+            offload_policy=offload_policy(cpu_offload),
             ignored_params=ignored_params,
         )
         set_state(self, ModuleState(cast(nn.Module, sharded)))

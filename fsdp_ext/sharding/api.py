@@ -18,6 +18,7 @@ from fsdp_ext.comm.transports import resolve_transport
 from fsdp_ext.sharding import module_changes, optimizer_hooks, state_dict_hooks, torch_state
 from fsdp_ext.sharding.arguments import (
     check_modules,
+    check_offload,
     check_placements,
     check_ranks,
     check_types,
@@ -129,7 +130,8 @@ def fully_shard(
             them and of ``mesh`` for a parameter. Other placements are not supported yet.
         mp_policy: dtypes of computation, reduction and results
             (:class:`torch.distributed.fsdp.MixedPrecisionPolicy`).
-        offload_policy: ``OffloadPolicy()``, the default. Others are not supported yet.
+        offload_policy: ``OffloadPolicy()``, the default. On a mesh of CPUs, where everything is on
+            the host, ``CPUOffloadPolicy()`` means the same. On GPUs it is not supported yet.
         ignored_params: parameters to leave as they are, neither sharded nor reduced. Those of
             modules to which PyTorch's ``replicate`` was applied are left, too.
         dp_mesh_dims: None. FSDP2's ``DataParallelMeshDims`` are not supported yet.
@@ -167,7 +169,7 @@ def fully_shard(
         NotImplementedError: if an argument is not supported yet. The message names it.
     """
     check_types(mesh, mp_policy, ignored_params)
-    refuse_unsupported(offload_policy, mp_policy, dp_mesh_dims)
+    refuse_unsupported(mp_policy, dp_mesh_dims)
     modules = [module] if isinstance(module, nn.Module) else list(_outermost(module))
     check_modules(modules)
     if isinstance(transport, Simulated):
@@ -175,6 +177,7 @@ def fully_shard(
     elif mesh is None:
         ensure_process_group()
     mesh = resolve_mesh(mesh)
+    check_offload(offload_policy, mesh.device_type)
     transport = resolve_transport(transport, mesh.device_type)
     ranks = Ranks(mesh)
     check_ranks(ranks, transport)

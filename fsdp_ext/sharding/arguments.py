@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
 from fsdp_ext import _build_info
@@ -159,9 +159,7 @@ def check_types(mesh: object, mp_policy: object, ignored_params: object) -> None
             )
 
 
-def refuse_unsupported(
-    offload_policy: OffloadPolicy | None, policy: MixedPrecisionPolicy, dp_mesh_dims: object
-) -> None:
+def refuse_unsupported(policy: MixedPrecisionPolicy, dp_mesh_dims: object) -> None:
     """Raise NotImplementedError for arguments of ``fully_shard`` that are not supported yet."""
     if dp_mesh_dims is not None:
         raise NotImplementedError(
@@ -169,16 +167,30 @@ def refuse_unsupported(
             "not supported yet. Pass the dimensions of data parallelism as a mesh of their own, "
             'e.g. mesh=mesh["dp"], and parameters that are DTensors on the other dimensions.'
         )
-    if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
-        raise NotImplementedError(
-            f"offload_policy={type(offload_policy).__name__} is not supported yet: shards stay on "
-            "the mesh's device. Pass offload_policy=OffloadPolicy(), the default; with accelerate, "
-            "set fsdp_offload_params to false."
-        )
     if getattr(policy, "param_dtype_override_fn", None) is not None:  # since torch 2.15
         raise NotImplementedError(
             "MixedPrecisionPolicy's param_dtype_override_fn is not supported yet. Pass None for "
             "it, and shard modules that keep their dtype as units of their own."
+        )
+
+
+def check_offload(policy: object, device_type: str) -> None:
+    """Check ``offload_policy``. On a mesh of CPUs everything is on the host already.
+
+    Raises:
+        TypeError: if it is no OffloadPolicy.
+        NotImplementedError: if shards of GPUs should be on the host.
+    """
+    if policy is not None and not isinstance(policy, OffloadPolicy):
+        raise TypeError(
+            f"offload_policy is {policy!r} but must be an OffloadPolicy or None. Pass "
+            "OffloadPolicy(), the default."
+        )
+    if isinstance(policy, CPUOffloadPolicy) and device_type != "cpu":
+        raise NotImplementedError(
+            f"offload_policy=CPUOffloadPolicy on a mesh of '{device_type}' is not supported yet: "
+            "shards stay on the mesh's device. Pass offload_policy=OffloadPolicy(), the default; "
+            "with accelerate, set fsdp_offload_params to false."
         )
 
 
