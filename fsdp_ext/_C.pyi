@@ -13,6 +13,8 @@ class ParamSpec:
         *,
         name: str,
         shape: Sequence[int],
+        shard_dim: int,
+        ranks: int,
         shard_dtype: torch.dtype,
         param_dtype: torch.dtype,
         trainable: bool,

@@ -373,7 +373,7 @@ def _placements_with_a_mesh() -> None:
 
     shard(Shard(0), mesh)
     shard(None, mesh)
-    with raises(NotImplementedError, r"Shard\(dim=1\) for .* 'weight'"):
+    with raises(ValueError, r"Shard\(dim=1\) for .* 'bias', which has 1 dim"):
         shard(Shard(1), mesh)
     alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "ep"))["ep"]
     with raises(NotImplementedError, "another mesh than fully_shard's for parameter 'weight'"):
@@ -386,8 +386,8 @@ def _arguments() -> None:
     with raises(ValueError, "reshard_after_forward is 'yes'"):
         fully_shard(nn.Linear(2, 2), reshard_after_forward="yes")  # type: ignore[arg-type]
     by_columns: Any = lambda param: Shard(1) if param.ndim == 2 else None  # noqa: E731
-    with raises(NotImplementedError, r"Shard\(dim=1\) for .* 'weight'", r"None or Shard\(0\)"):
-        fully_shard(nn.Linear(2, 2), shard_placement_fn=by_columns)
+    with raises(NotImplementedError, r"Shard\(dim=1\) for .* 'weight'", "size 3", r"Shard\(0\)"):
+        fully_shard(nn.Linear(3, 2), shard_placement_fn=by_columns)
     by_rows: Any = lambda param: Shard(-2) if param.ndim == 2 else None  # noqa: E731
     fully_shard(nn.Linear(2, 2), shard_placement_fn=by_rows)
     _placements_with_a_mesh()

@@ -45,6 +45,8 @@ def layout_of(params: list[Param], *args: object) -> _C.UnitLayout:
         _C.ParamSpec(
             name=f"p{i}",
             shape=param.shape,
+            shard_dim=0,
+            ranks=1,
             shard_dtype=param.shard_dtype,
             param_dtype=param.param_dtype,
             trainable=param.trainable,

@@ -79,6 +79,10 @@ def mesh_of(*shape: int) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
+def columns(parameter: Tensor) -> Shard | None:
+    return Shard(1) if parameter.ndim == 2 else None
+
+
 @dataclasses.dataclass(frozen=True)
 class Setup:
     """How a model is parallel.
@@ -184,6 +188,12 @@ def _train_beside_fsdp2(setup: Setup, micro_batches: int) -> None:
             Setup((1, 2, 2), SEQUENCE_PARALLEL),
             1,
             id="one set of ranks",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            Setup((2, 2), TENSOR_PARALLEL, (), {"shard_placement_fn": columns}),
+            1,
+            id="columns",
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(Setup((1, 4), TENSOR_PARALLEL), 1, id="shards of one rank"),

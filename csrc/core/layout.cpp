@@ -29,10 +29,13 @@ std::size_t region_bytes_of(const ParamSpec& param, int world_size) {
 
 // See Note [gather plans].
 bool is_large(const ParamSpec& param, int world_size, std::size_t direct_bytes) {
-  return region_bytes_of(param, world_size) >= direct_bytes;
+  return param.runs == 1 && region_bytes_of(param, world_size) >= direct_bytes;
 }
 
-void check_param(const ParamSpec& param, DType grad_dtype) {
+void check_param(const ParamSpec& param, int world_size, DType grad_dtype) {
+  FSDP_CHECK(param.runs == 1 || param.rows == world_size, "Parameter '", param.name,
+             "' has chunks of ", param.runs, " runs and ", param.rows,
+             " rows. Such chunks count as one row of each of ", world_size, " ranks.");
   FSDP_CHECK(param.rows >= 0 && param.row_numel >= 0, "Parameter '", param.name, "' has ",
              param.rows, " rows of ", param.row_numel, " elements. Sizes must be 0 or more.");
   FSDP_CHECK((param.shard_dtype == DType::Bytes) == (param.param_dtype == DType::Bytes),
@@ -49,9 +52,10 @@ std::vector<std::size_t> layout_order(const std::vector<ParamSpec>& params, int 
                                       std::size_t direct_bytes) {
   std::vector<std::size_t> order(params.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
-  std::stable_partition(order.begin(), order.end(), [&](std::size_t i) {
+  const auto others = std::stable_partition(order.begin(), order.end(), [&](std::size_t i) {
     return is_large(params[i], world_size, direct_bytes);
   });
+  std::stable_partition(others, order.end(), [&](std::size_t i) { return params[i].runs == 1; });
   return order;
 }
 
@@ -68,7 +72,7 @@ UnitLayout::UnitLayout(std::vector<ParamSpec> params, int world_size, DType grad
                                       (world_size_ == 1 ? kRegionAlignment / kAlignment : 1);
   placements_.reserve(params_.size());
   for (const ParamSpec& param : params_) {
-    check_param(param, grad_dtype_);
+    check_param(param, world_size_, grad_dtype_);
     ParamPlacement place;
     place.numel = param.rows * param.row_numel;
     place.chunk_rows = chunk_rows_of(param, world_size_);
@@ -241,10 +245,19 @@ PackPlan UnitLayout::pack_plan(const LayoutPart& part) const {
   for (std::size_t i = part.first; i < part.end; ++i) {
     const ParamPlacement& place = placements_[i];
     if (place.grad_offset >= 0) {
-      plan.entries.push_back({place.numel, place.chunk_numel, place.grad_offset - begin});
+      plan.entries.push_back(
+          {place.numel, place.chunk_numel, place.grad_offset - begin, params_[i].runs});
     }
   }
   return plan;
+}
+
+std::size_t UnitLayout::first_of_several_runs(const LayoutPart& part) const {
+  std::size_t param = part.first;
+  while (param < part.end && params_[param].runs == 1) {
+    param += 1;
+  }
+  return param;
 }
 
 // See Note [gather plans].
@@ -253,7 +266,7 @@ GatherPlan UnitLayout::gather_plan(GatherBy by, const LayoutPart& part) const {
     return gather_plan_of_rows(part);
   }
   GatherPlan plan;
-  const std::size_t direct_end = by == GatherBy::Parameter ? part.end
+  const std::size_t direct_end = by == GatherBy::Parameter ? first_of_several_runs(part)
                                  : by == GatherBy::Size    ? large_count_
                                                            : 0;
   const std::size_t first_packed = std::clamp(direct_end, part.first, part.end);
@@ -271,12 +284,12 @@ GatherPlan UnitLayout::gather_plan(GatherBy by, const LayoutPart& part) const {
     if (i < first_packed) {
       plan.direct.push_back({place.gather_offset, place.unsharded_offset, chunk});
     } else {
-      plan.unpack.entries.push_back(
-          {chunk, place.gather_offset - plan.packed_offset, place.unsharded_offset, 1});
+      plan.unpack.entries.push_back({chunk, place.gather_offset - plan.packed_offset,
+                                     place.unsharded_offset, params_[i].runs});
     }
   }
   // A single parameter would be copied from staging as it is.
-  if (plan.unpack.entries.size() == 1) {
+  if (plan.unpack.entries.size() == 1 && plan.unpack.entries.front().runs == 1) {
     const UnpackEntry& alone = plan.unpack.entries.front();
     plan.direct.push_back(
         {plan.packed_offset + alone.source_offset, alone.destination_offset, alone.chunk_bytes});

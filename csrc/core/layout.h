@@ -5,6 +5,10 @@
 // c = ceil(R / N) rows, as in torch.chunk and DTensor's Shard(0). Rank r has rows
 // [r * c, min((r + 1) * c, R)). The rest of its chunk, if any, is zero padding.
 //
+// With Shard(d), d > 0, a rank's chunk is not contiguous in the parameter: Note [runs] in
+// pack/pack.h. Sizes are multiples of N then. Such a chunk counts as one row, so R is N and c is 1.
+// It is always packed, and never cut.
+//
 //   flat shard        chunk | chunk | ...               one rank's chunks, in the storage dtype
 //   gather input      chunk | chunk | ...               the same in the dtype of the wire
 //   staging           rank 0's gather input | rank 1's | ...          (rank-major)
@@ -45,7 +49,8 @@ constexpr std::size_t kRegionAlignment = 256;
 //   Size       The transport launches a group as one. Parameters of at least kDirectBytes, which
 //              the layout has first, are gathered directly. The rest is packed, in the same launch.
 //   Packing    Groups are not launched as one. All parameters are packed, except one that is alone.
-//   Parameter  A message costs little besides its copy (shared memory). Nothing is packed.
+//   Parameter  A message costs little besides its copy (shared memory). Nothing is packed, except
+//              chunks of several runs, and what the layout has behind them.
 //
 // kDirectBytes is an estimate from a GPU's copy bandwidth (2 * 4 MiB at 4 TB/s are 2 us). It was
 // not measured yet.
@@ -86,6 +91,7 @@ struct ParamSpec {
   std::string name;
   std::int64_t rows = 0;               // R
   std::int64_t row_numel = 0;          // q
+  std::int64_t runs = 1;               // of a chunk
   DType shard_dtype = DType::Float32;  // of the sharded parameter and the optimizer
   DType param_dtype = DType::Float32;  // of the unsharded parameter and the all-gather
   bool trainable = true;
@@ -103,7 +109,7 @@ struct ParamPlacement {
 
 // The order of the parameters in the layout, as indices into `params`: parameters that the
 // transport gathers directly by size come before the others, which can then travel in one message.
-// Otherwise the order is kept.
+// Those whose chunks have several runs come last. Otherwise the order is kept.
 std::vector<std::size_t> layout_order(const std::vector<ParamSpec>& params, int world_size,
                                       std::size_t direct_bytes = kDirectBytes);
 
@@ -171,6 +177,7 @@ class UnitLayout {
   std::int64_t rows_of_a_message(Wire wire, std::size_t param, std::size_t most_bytes) const;
   std::size_t end_of_gather(std::size_t end) const;
   std::int64_t end_of_gradients(std::size_t end) const;
+  std::size_t first_of_several_runs(const LayoutPart& part) const;
   GatherPlan gather_plan_of_rows(const LayoutPart& part) const;
   void place_chunk(std::size_t param);
 

@@ -45,6 +45,11 @@ class PlannedParam:
         return self.parameter.shape
 
     @property
+    def shard_dim(self) -> int:
+        """The dimension that ranks share."""
+        return 0
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype that the sharded parameter would have."""
         return self.parameter.dtype

@@ -19,7 +19,6 @@ from fsdp_ext.sharding import module_changes, optimizer_hooks, state_dict_hooks,
 from fsdp_ext.sharding.arguments import (
     check_modules,
     check_offload,
-    check_placements,
     check_ranks,
     check_types,
     device_of,
@@ -28,6 +27,7 @@ from fsdp_ext.sharding.arguments import (
     resolve_bucket_bytes,
     resolve_max_message_bytes,
     resolve_mesh,
+    resolve_placements,
     resolve_prefetch,
     resolve_reshard,
 )
@@ -126,8 +126,9 @@ def fully_shard(
             reduce-scattered over the second, then all-reduced over the first.
         reshard_after_forward: whether to free the unsharded parameters after forward. The default
             is False for the root, because backward needs it first, and True for other units.
-        shard_placement_fn: may return None, ``Shard(0)`` or a ``ShardPlacementResult`` of one of
-            them and of ``mesh`` for a parameter. Other placements are not supported yet.
+        shard_placement_fn: returns the ``Shard(dim)`` of a parameter, None for ``Shard(0)``, or a
+            ``ShardPlacementResult`` of one of them and of ``mesh``. Ranks have to divide dimensions
+            other than 0. Such parameters are always packed, and never cut into messages.
         mp_policy: dtypes of computation, reduction and results
             (:class:`torch.distributed.fsdp.MixedPrecisionPolicy`).
         offload_policy: ``OffloadPolicy()``, the default. On a mesh of CPUs, where everything is on
@@ -195,8 +196,8 @@ def fully_shard(
         announce_process(group)
     ignored = set(ignored_params or ()) | replicated_params(modules)
     params = managed_params(modules, ignored)
-    check_placements(shard_placement_fn, params, mesh)
-    unit = Unit(modules, params, ranks, device_of(mesh), settings)
+    shard_dims = resolve_placements(shard_placement_fn, params, ranks)
+    unit = Unit(modules, params, shard_dims, ranks, device_of(mesh), settings)
     unit.ignored = attributes_of(modules, ignored)
     _move_buffers(modules, unit.device)
     _mark_for_dynamo(modules)

@@ -17,6 +17,7 @@ from fsdp_ext._util.errors import MisuseError
 from fsdp_ext._util.numbers import is_at_least
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.comm.transports import Transport
+from fsdp_ext.sharding.dtensors import part_of_this_rank
 from fsdp_ext.sharding.module_state import has_state
 from fsdp_ext.sharding.ranks import Ranks
 from fsdp_ext.sharding.settings import AUTO, Auto
@@ -194,32 +195,59 @@ def check_offload(policy: object, device_type: str) -> None:
         )
 
 
-def check_placements(
+def resolve_placements(
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
     params: Mapping[nn.Parameter, str],
-    mesh: DeviceMesh,
-) -> None:
-    """Raise NotImplementedError if a parameter should be sharded otherwise than by rows.
+    ranks: Ranks,
+) -> dict[nn.Parameter, int]:
+    """Return the dimensions to share of those parameters for which that is not dimension 0.
 
-    A parameter of another mesh than ``mesh`` is refused, too.
+    Raises:
+        ValueError: if ``shard_placement_fn`` returns something else than a ``Shard`` or None, or a
+            dimension that the parameter does not have.
+        NotImplementedError: for another mesh than fully_shard's, and for shards of different sizes
+            in other dimensions than 0.
     """
-    if shard_placement_fn is None:
-        return
-    for param, name in params.items():
+    dims: dict[nn.Parameter, int] = {}
+    for param, name in params.items() if shard_placement_fn is not None else ():
+        assert shard_placement_fn is not None
         placement = shard_placement_fn(param)
         if hasattr(placement, "mesh_info"):  # a ShardPlacementResult, which torch 2.11 has not
-            if placement.mesh_info.mesh != mesh:
+            if placement.mesh_info.mesh != ranks.mesh:
                 raise NotImplementedError(
                     f"shard_placement_fn returned another mesh than fully_shard's for parameter "
                     f"'{name}', {placement.mesh_info.mesh}, which is not supported yet. Shard it "
                     "over fully_shard's mesh, or pass it in ignored_params."
                 )
             placement = placement.placement
-        if placement not in (None, Shard(0), Shard(-param.ndim)):
+        dim = _shard_dim(placement, param, name)
+        size = part_of_this_rank(param).shape[dim]
+        if dim > 0 and size % ranks.size != 0:
             raise NotImplementedError(
-                f"shard_placement_fn returned {placement!r} for parameter '{name}', but so far "
-                "parameters are sharded by rows only. Return None or Shard(0) for it."
+                f"shard_placement_fn returned {placement!r} for parameter '{name}', whose "
+                f"dimension {dim} has size {size}. Other dimensions than 0 are only shared evenly, "
+                f"so return one that {ranks.size} ranks divide, or Shard(0)."
             )
+        if dim > 0:
+            dims[param] = dim
+    return dims
+
+
+def _shard_dim(placement: object, param: nn.Parameter, name: str) -> int:
+    if placement is None:
+        return 0
+    if type(placement) is not Shard:
+        raise MisuseError(
+            f"shard_placement_fn returned {placement!r} for parameter '{name}'. Return a Shard, or "
+            "None for Shard(0)."
+        )
+    dim = placement.dim + param.ndim if placement.dim < 0 else placement.dim
+    if not 0 <= dim < param.ndim:
+        raise MisuseError(
+            f"shard_placement_fn returned {placement!r} for parameter '{name}', which has "
+            f"{param.ndim} dimensions. Return a Shard of one of them."
+        )
+    return dim
 
 
 def check_modules(modules: Iterable[object]) -> None:

@@ -1,4 +1,4 @@
-"""The DTensors of a unit: rows of parameters and of gradients.
+"""The DTensors of a unit: shards of parameters and of gradients.
 
 Note [tensor parallelism]
 A parameter may be a DTensor before it is sharded: tensor parallelism has given each rank a part of
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp_ext import _C
@@ -62,22 +62,22 @@ class Spread:
         return self.dtensor(local.wait()) if isinstance(local, AsyncCollectiveTensor) else gradient
 
 
-def rows_of(param: torch.Tensor, ranks: Ranks) -> Spread:
-    """Return how the rows of a parameter, and of its gradient, are spread over ``ranks``.
+def shards_of(param: torch.Tensor, ranks: Ranks, dim: int) -> Spread:
+    """Return how a parameter, and its gradient, are spread if ``ranks`` share dimension ``dim``.
 
     Raises:
         RuntimeError: if ``param`` is a DTensor whose mesh shares no root mesh with that of
             ``ranks``, or overlaps it.
     """
+    shard: Placement = Shard(dim)
     if not isinstance(param, DTensor):
-        return Spread(ranks.mesh, tuple(ranks.placements), param.shape)
-    *replicas, rows = ranks.placements
-    # Tensor parallelism cuts rows first, though its mesh comes last.
-    cuts = param._spec.num_shards_map[0]
+        return Spread(ranks.mesh, ranks.placements(shard), param.shape)
+    # Tensor parallelism cuts the dimension first, though its mesh comes last.
+    cuts = param._spec.num_shards_map[dim]
     if cuts > 1:
-        rows = _StridedShard(0, split_factor=cuts)
+        shard = _StridedShard(dim, split_factor=cuts)
     mesh = DeviceMesh._concatenate([ranks.mesh, param.device_mesh])
-    return Spread(mesh, (*replicas, rows, *param.placements), param.shape)
+    return Spread(mesh, (*ranks.placements(shard), *param.placements), param.shape)
 
 
 def part_of_this_rank(param: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ class GradientPlace:
 
     Args:
         offset: its first element.
-        local_shape: shape of this rank's rows.
+        local_shape: shape of this rank's shard.
         spread: how the whole gradient is spread.
     """
 

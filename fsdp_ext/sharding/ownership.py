@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from fsdp_ext.sharding.dtensors import rows_of
+from fsdp_ext.sharding.dtensors import shards_of
 from fsdp_ext.sharding.ranks import Ranks
 
 # Set on a parameter that a unit has replaced: its name, and the name of the unit.
@@ -80,7 +80,7 @@ def check_tensor_parallel(name: str, param: nn.Parameter, ranks: Ranks) -> None:
             "combined with one or two other dimensions. Use fewer, or pass it in ignored_params."
         )
     try:
-        rows_of(param, ranks)
+        shards_of(param, ranks, 0)
     except RuntimeError as error:
         raise ValueError(
             f"parameter '{name}' is a DTensor on {param.device_mesh}, and fully_shard got "

@@ -25,12 +25,18 @@ DIRECT_BYTES = _C.DIRECT_BYTES
 
 
 class Param(Protocol):
-    """What a layout needs to know of a parameter. ``dtype`` is the sharded parameter's."""
+    """What a layout needs to know of a parameter.
+
+    ``dtype`` is the sharded parameter's, and ``shard_dim`` the dimension that ranks share.
+    """
 
     name: str
 
     @property
     def shape(self) -> torch.Size: ...
+
+    @property
+    def shard_dim(self) -> int: ...
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -148,6 +154,8 @@ class ParamGroup:
             _C.ParamSpec(
                 name=param.name,
                 shape=param.shape,
+                shard_dim=param.shard_dim,
+                ranks=self.world_size,
                 shard_dtype=param.dtype,
                 param_dtype=self.compute_dtype(param.dtype),
                 trainable=training and param.requires_grad,

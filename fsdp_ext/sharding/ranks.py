@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,9 @@ class Ranks:
         """The group that shards and, if there are replicas, theirs."""
         return [group for group in (self.group, self.replica_group) if group is not None]
 
-    @property
-    def placements(self) -> list[Placement]:
-        """The placements of sharded parameters and gradients."""
-        return [Shard(0)] if self.mesh.ndim == 1 else [Replicate(), Shard(0)]
+    def placements(self, shard: Placement) -> tuple[Placement, ...]:
+        """Return the placements of parameters and gradients that ``group`` shares by ``shard``."""
+        return (shard,) if self.mesh.ndim == 1 else (Replicate(), shard)
 
 
 def refuse_replicas(ranks: Ranks, caller: str) -> None:

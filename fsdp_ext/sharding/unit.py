@@ -6,6 +6,7 @@ Everything here runs before training or between steps. ``csrc/torch`` has what r
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ from fsdp_ext.sharding.dtensors import (
     Spread,
     gradient_maker,
     part_of_this_rank,
-    rows_of,
+    shards_of,
 )
 from fsdp_ext.sharding.ownership import (
     check_grad_dtype,
@@ -44,7 +45,8 @@ class ShardedParam:
         shape: shape of the whole parameter, or of the part that tensor parallelism has given to
             this rank.
         sharded: the DTensor that modules have while the unit is sharded.
-        rows: how it is spread.
+        shard_dim: the dimension of it that ranks share.
+        spread: how the DTensor is spread.
         unsharded: how the parameter was spread before; None if it was a plain tensor.
         attributes: modules and the names of their attributes.
     """
@@ -52,13 +54,14 @@ class ShardedParam:
     name: str
     shape: torch.Size
     sharded: nn.Parameter
-    rows: Spread
+    shard_dim: int
+    spread: Spread
     unsharded: Spread | None
     attributes: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's rows of the parameter."""
+        """This rank's shard of the parameter."""
         local: torch.Tensor = self.sharded._local_tensor  # type: ignore[attr-defined]
         return local
 
@@ -84,7 +87,8 @@ class Unit(ParamGroup):
     Args:
         modules: the modules of the call.
         params: their parameters that are in no other unit, with names for error messages.
-        ranks: those over which rows are sharded, and their replicas.
+        shard_dims: the dimensions that ranks share, of parameters for which that is not 0.
+        ranks: those that share the parameters, and their replicas.
         device: this rank's device.
         settings: the settings that the user asked for.
     """
@@ -93,6 +97,7 @@ class Unit(ParamGroup):
         self,
         modules: list[nn.Module],
         params: dict[nn.Parameter, str],
+        shard_dims: Mapping[nn.Parameter, int],
         ranks: Ranks,
         device: torch.device,
         settings: UnitSettings,
@@ -113,7 +118,9 @@ class Unit(ParamGroup):
         for param, name in params.items():
             check_parameter(name, param, device)
             check_tensor_parallel(name, param, ranks)
-        sharded = [self._shard(param, name) for param, name in params.items()]
+        sharded = [
+            self._shard(param, name, shard_dims.get(param, 0)) for param, name in params.items()
+        ]
         if settings.max_message_bytes is not None:
             # Reductions are checked at the first forward, since parameters may still be frozen.
             self.check_message_bytes(sharded, settings.max_message_bytes, training=False)
@@ -145,15 +152,15 @@ class Unit(ParamGroup):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _shard(self, param: nn.Parameter, name: str) -> ShardedParam:
-        """Return a sharded parameter with this rank's rows, on meta if the parameter is there."""
+    def _shard(self, param: nn.Parameter, name: str, dim: int) -> ShardedParam:
+        """Return a sharded parameter with this rank's shard, on meta if the parameter is there."""
         part = part_of_this_rank(param)
-        first, count = self._rows(part.shape)
-        local = part[first : first + count].contiguous()
-        rows = rows_of(param, self.ranks)
-        dtensor = rows.dtensor(local if local.is_meta else local.to(self.device))
+        first, count = self._range(part.shape, dim)
+        local = part.narrow(dim, first, count).contiguous()
+        spread = shards_of(param, self.ranks, dim)
+        dtensor = spread.dtensor(local if local.is_meta else local.to(self.device))
         sharded = nn.Parameter(dtensor, requires_grad=param.requires_grad)
-        return ShardedParam(name, part.shape, sharded, rows, Spread.of(param))
+        return ShardedParam(name, part.shape, sharded, dim, spread, Spread.of(param))
 
     def _replace(
         self, params: dict[nn.Parameter, str], sharded: list[ShardedParam]
@@ -172,11 +179,11 @@ class Unit(ParamGroup):
             mark_sharded(param, found.sharded, found.name, self.name)
         return [sharded[place] for place in self._layout_order(sharded)]
 
-    def _rows(self, shape: torch.Size) -> tuple[int, int]:
-        """Return the first row of a parameter that this rank has, and how many rows it has."""
-        chunk = -(-shape[0] // self.world_size)
-        first = min(chunk * self.ranks.rank, shape[0])
-        return first, min(chunk, shape[0] - first)
+    def _range(self, shape: torch.Size, dim: int) -> tuple[int, int]:
+        """Return where this rank's shard begins in dimension ``dim``, and its size there."""
+        chunk = -(-shape[dim] // self.world_size)
+        first = min(chunk * self.ranks.rank, shape[dim])
+        return first, min(chunk, shape[dim] - first)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -267,13 +274,14 @@ class Unit(ParamGroup):
             param.sharded = now
             for module, name in param.attributes:
                 module._parameters[name] = now
-        _, rows = self._rows(param.shape)
-        shape = param.rows.shape
-        if param.sharded.shape != shape or param.local.shape != (rows, *param.shape[1:]):
+        local_shape = list(param.shape)
+        _, local_shape[param.shard_dim] = self._range(param.shape, param.shard_dim)
+        shape = param.spread.shape
+        if param.sharded.shape != shape or list(param.local.shape) != local_shape:
             raise ValueError(
-                f"parameter '{param.name}' had shape {tuple(shape)}, {rows} rows of it on "
-                f"this rank, when it was sharded, but now has {tuple(param.sharded.shape)} with "
-                f"local shape {tuple(param.local.shape)}. Change shapes before fully_shard."
+                f"parameter '{param.name}' had shape {tuple(shape)}, {tuple(local_shape)} on this "
+                f"rank, when it was sharded, but now has {tuple(param.sharded.shape)} with local "
+                f"shape {tuple(param.local.shape)}. Change shapes before fully_shard."
             )
         return replaced
 
@@ -372,7 +380,7 @@ class Unit(ParamGroup):
     def _gradient_places(self, layout: _C.UnitLayout) -> list[GradientPlace]:
         """Return where the gradients of the trainable parameters lie in the flat gradient."""
         return [
-            GradientPlace(place.grad_offset, param.local.shape, param.rows)
+            GradientPlace(place.grad_offset, param.local.shape, param.spread)
             for param, place in zip(self.params, layout.placements, strict=True)
             if param.requires_grad
         ]

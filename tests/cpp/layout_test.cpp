@@ -161,6 +161,29 @@ TEST(UnitLayout, FewerRowsThanRanksLeavesRanksWithoutRows) {
   EXPECT_EQ(layout.placements()[0].chunk_numel, 5);
 }
 
+TEST(UnitLayout, ChunksOfSeveralRunsComeLastAndAreAlwaysPacked) {
+  ParamSpec runs = spec("runs", 2, 12);
+  runs.runs = 3;
+  const std::vector<ParamSpec> params = {spec("a", 4, 4), runs, spec("b", 4, 4)};
+  EXPECT_EQ(layout_order(params, 2, /*direct_bytes=*/1), (std::vector<std::size_t>{0, 2, 1}));
+  const UnitLayout layout({params[0], params[2], params[1]}, 2, DType::Float32, DType::Float32,
+                          /*direct_bytes=*/1);
+  for (const GatherBy by : {GatherBy::Parameter, GatherBy::Size}) {
+    const GatherPlan plan = layout.gather_plan(by, layout.whole());
+    EXPECT_EQ(plan.direct.size(), 2U);
+    ASSERT_EQ(plan.unpack.entries.size(), 1U);
+    EXPECT_EQ(plan.unpack.entries[0].runs, 3);
+    EXPECT_EQ(plan.packed_bytes, 12 * sizeof(float));
+  }
+  EXPECT_EQ(layout.pack_plan(layout.whole()).entries[2].runs, 3);
+  // Even a bucket that begins with it, and a message that is smaller than it.
+  const UnitLayout joined = UnitLayout::joined({&layout, &layout});
+  const LayoutPart part{2, 6};
+  EXPECT_TRUE(joined.gather_plan(GatherBy::Parameter, part).direct.empty());
+  EXPECT_THROW(layout.parts(Wire::Gather, 2 * 12 * sizeof(float) - 1), Error);
+  EXPECT_EQ(layout.parts(Wire::Gather, 2 * 12 * sizeof(float)).size(), 3U);
+}
+
 TEST(UnitLayout, FrozenParametersHaveNoPlaceInTheReduction) {
   const UnitLayout layout({spec("a", 4, 1), spec("frozen", 8, 8, false), spec("b", 4, 1)}, 2,
                           DType::Float32, DType::BFloat16);

@@ -190,15 +190,16 @@ class Run:
         return record
 
     def shard_of(self, tensor: Tensor) -> Tensor:
-        """Return a copy of this rank's chunk of rows, of a DTensor or of a whole tensor."""
+        """Return a copy of this rank's chunk, of a DTensor or of a whole tensor."""
         tensor = tensor.detach()
-        hybrid = self.case.mesh is not None
+        placement_fn = self.case.options.get("shard_placement_fn", lambda parameter: None)
+        placement = placement_fn(tensor) or Shard(0)
         if isinstance(tensor, DTensor):
-            expected = (Replicate(), Shard(0)) if hybrid else (Shard(0),)
+            expected = (Replicate(), placement) if self.case.mesh is not None else (placement,)
             assert tensor.placements == expected, f"{tensor.placements}"
             return tensor.to_local().clone()
         ranks = self.case.mesh[1] if self.case.mesh else dist.get_world_size()
-        chunks = tensor.chunk(ranks)
+        chunks = tensor.chunk(ranks, placement.dim)
         rank = dist.get_rank() % ranks
         return (chunks[rank] if rank < len(chunks) else tensor[:0]).clone()
 

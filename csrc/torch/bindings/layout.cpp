@@ -16,14 +16,31 @@ namespace py = pybind11;
 namespace fsdp {
 namespace {
 
+std::int64_t numel_of(const std::vector<std::int64_t>& shape, std::size_t begin, std::size_t end) {
+  std::int64_t numel = 1;
+  for (std::size_t i = begin; i < end; ++i) {
+    numel *= shape[i];
+  }
+  return numel;
+}
+
+// A parameter of `shape` that `ranks` share along dimension `shard_dim`.
 ParamSpec make_param_spec(std::string name, const std::vector<std::int64_t>& shape,
-                          at::ScalarType shard_dtype, at::ScalarType param_dtype, bool trainable) {
+                          std::size_t shard_dim, int ranks, at::ScalarType shard_dtype,
+                          at::ScalarType param_dtype, bool trainable) {
   ParamSpec spec;
   spec.name = std::move(name);
-  spec.rows = shape.at(0);
-  spec.row_numel = 1;
-  for (std::size_t i = 1; i < shape.size(); ++i) {
-    spec.row_numel *= shape[i];
+  const std::int64_t runs = numel_of(shape, 0, shard_dim);
+  if (runs <= 1 || ranks == 1) {
+    spec.rows = numel_of(shape, 0, shard_dim + 1);
+    spec.row_numel = numel_of(shape, shard_dim + 1, shape.size());
+  } else {
+    FSDP_CHECK(shape.at(shard_dim) % ranks == 0, "Dimension ", shard_dim, " of parameter '",
+               spec.name, "' has size ", shape.at(shard_dim), ". ", ranks,
+               " ranks need a multiple of their number to share it.");
+    spec.runs = runs;
+    spec.rows = ranks;
+    spec.row_numel = numel_of(shape, 0, shape.size()) / ranks;
   }
   spec.shard_dtype = to_dtype(shard_dtype);
   spec.param_dtype = to_dtype(param_dtype);
@@ -94,7 +111,8 @@ void register_unit_config(py::module_& m) {
 void register_layout(py::module_& m) {
   py::class_<ParamSpec>(m, "ParamSpec")
       .def(py::init(&make_param_spec), py::kw_only(), py::arg("name"), py::arg("shape"),
-           py::arg("shard_dtype"), py::arg("param_dtype"), py::arg("trainable"));
+           py::arg("shard_dim"), py::arg("ranks"), py::arg("shard_dtype"), py::arg("param_dtype"),
+           py::arg("trainable"));
   m.def("layout_order", &layout_order, py::arg("params"), py::arg("world_size"),
         py::arg("direct_bytes") = kDirectBytes);
   py::class_<ParamPlacement>(m, "ParamPlacement")
