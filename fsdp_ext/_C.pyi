@@ -224,6 +224,7 @@ class PlannedBucket(BucketInfo):
     slot_bytes: int
     reshards_after_forward: bool
     needs_cast: bool
+    needs_reduce_output: bool
 
 class MemoryPlan(TypedDict):
     buckets: list[PlannedBucket]
@@ -245,6 +246,7 @@ def plan_memory(
     on_gpu: bool,
     nesting: int,
     prefetch_depth: int,
+    replicas: int,
 ) -> MemoryPlan: ...
 
 # profiler/recording.py's Span says what these are. Times are 0 if there is none.

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from support import models
 from support.launcher import run_ranks
 from support.matrix import exhaustive
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdp_ext
@@ -34,7 +36,7 @@ from fsdp_ext import (
     plan,
 )
 from fsdp_ext.comm.lanes import lanes_of
-from fsdp_ext.comm.link import H100_NODE
+from fsdp_ext.comm.link import ETHERNET_100G, H100_CLUSTER, H100_NODE
 from fsdp_ext.planner.cli import _parser, run
 from fsdp_ext.planner.schedule import Stage, predict
 
@@ -87,13 +89,15 @@ def make(subject: type[models.Subject], settings: str) -> Any:
     return model.bfloat16() if settings == "stored in bf16" else model
 
 
-def sharded(subject: type[models.Subject], settings: str, transport: Any) -> Any:
+def sharded(
+    subject: type[models.Subject], settings: str, transport: Any, mesh: DeviceMesh | None = None
+) -> Any:
     torch.manual_seed(0)
     of_all, of_root = SETTINGS[settings]
     model = make(subject, settings)
     for unit in model.units():
-        fully_shard(unit, transport=transport, **of_all)
-    return fully_shard(model, transport=transport, **of_all, **of_root)
+        fully_shard(unit, mesh=mesh, transport=transport, **of_all)
+    return fully_shard(model, mesh=mesh, transport=transport, **of_all, **of_root)
 
 
 def plan_before(subject: type[models.Subject], settings: str, **options: Any) -> Plan | None:
@@ -178,6 +182,34 @@ def test_many_simulated_ranks_have_what_was_planned(settings: str) -> None:
 def test_two_ranks_have_what_was_planned(settings: str) -> None:
     transports = ["process_group", None]
     assert run_ranks(_trains_as_planned, 2, settings, transports) == [2 * len(SUBJECTS)] * 2
+
+
+HYBRID = [models.NestedUnits, models.Transformer, models.FrozenUnit, models.FewRows]
+
+
+def _trains_as_planned_with_replicas(settings: str, transport: str | None) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    for subject in HYBRID:
+        model = sharded(subject, settings, transport, mesh)
+        planned = plan(model)
+        assert (planned.world_size, planned.replicas) == (4, 2)
+        before = plan_before(subject, settings, transport=transport, world_size=4, replicas=2)
+        assert before is not None
+        expect_as_planned(model, train(model), planned)
+        assert (before.memory, before.units) == (planned.memory, planned.units)
+        assert before.buckets == planned.buckets
+        for bucket in planned.buckets:
+            assert 2 * bucket.all_reduce == bucket.reduce
+    assert "on 4 cpu ranks (2 sets of 2, hybrid sharding) over" in str(planned)
+    assert "all-reduces" in str(planned)
+    elsewhere = plan(model, 12)
+    assert (elsewhere.replicas, elsewhere.units) == (2, plan(model, 6, replicas=1).units)
+
+
+@each_setting
+@pytest.mark.parametrize("transport", [None, *exhaustive("process_group")])
+def test_two_sets_of_two_ranks_have_what_was_planned(settings: str, transport: str | None) -> None:
+    run_ranks(_trains_as_planned_with_replicas, 4, settings, transport)
 
 
 def _another_world_size() -> None:
@@ -333,6 +365,40 @@ def test_the_prediction_is_the_schedules() -> None:
     assert planned.prediction.compute == pytest.approx(13.5e-3)
 
 
+def test_replicas_add_a_second_output_and_nothing_else() -> None:
+    one_set = plan(on_meta(), 8, units=Block)
+    sets = plan(on_meta(), 32, units=Block, replicas=4)
+    assert sets.memory == replace(one_set.memory, reduce_output=2 * one_set.memory.reduce_output)
+    assert sets.units == one_set.units
+    assert sets.buckets == tuple(
+        replace(bucket, all_reduce=bucket.reduce // 8) for bucket in one_set.buckets
+    )
+    in_place = plan(on_meta(), 32, units=Block, replicas=4, device_type="cpu").memory
+    assert in_place.reduce_output == 0
+
+
+def test_gradients_are_all_reduced_over_a_link_of_their_own() -> None:
+    measured = {f"blocks.{i}": (1e-3, 2e-3) for i in range(4)}
+    options = {"units": Block, "compute": measured, "bucket_bytes": 0, "replicas": 4}
+    planned = plan(on_meta(), 32, link="h100_node", replica_link=ETHERNET_100G, **options)
+    block = 2 * 4 * 64 * 64 * 4
+    root = Stage("the root", 0, 0, 512_000, 512_000, reshards=False, all_reduce_bytes=64_000)
+    stages = [
+        Stage(f"blocks.{i}", 1e-3, 2e-3, block, block, all_reduce_bytes=block // 8)
+        for i in range(4)
+    ]
+    assert planned.prediction == predict(root, stages, H100_NODE, replica_link=ETHERNET_100G)
+    assert "over 8xH100 NVLink, and 100G Ethernet between replicas" in str(planned)
+    cluster = plan(on_meta(), 32, link="h100_cluster", **options)
+    assert (cluster.link.name, cluster.replica_link) == ("8xH100 NVLink", H100_CLUSTER.across)
+    assert plan(on_meta(), 32, **options).replica_link == H100_CLUSTER.across
+    assert plan(on_meta(), 8, **options).replica_link == replace(H100_CLUSTER, across=None)
+    document = json.loads(cluster.to_json() or "")
+    assert (document["replicas"], document["replica_link"]["name"]) == (4, "400G InfiniBand")
+    with pytest.raises(ValueError, match="at most 8 ranks, and 4 replicas of 8 ranks are 32"):
+        plan(on_meta(), 32, link="h100_node", **options)
+
+
 def test_the_root_is_reduced_after_its_units() -> None:
     for starts in (True, False):
         model = on_meta()
@@ -440,6 +506,15 @@ def _tied() -> nn.Module:
             {"link": "avian"},
             ValueError,
             "link='avian'. Pass a Link or one of h100_n",
+        ),
+        (on_meta, {"replicas": 3}, ValueError, "got 3 replicas of a model on 8 ranks"),
+        (on_meta, {"replicas": 0}, ValueError, "got 0 replicas of"),
+        (on_meta, {"replica_link": "h100_node"}, ValueError, "a model without replicas"),
+        (
+            on_meta,
+            {"replicas": 2, "replica_link": "avian"},
+            ValueError,
+            "got replica_link='avian'. Pass a Link or one of",
         ),
         (on_meta, {"device_type": "tpu"}, ValueError, "got device_type='tpu'. Pass"),
         (on_meta, {"transport": "shared_memory"}, ValueError, "transport is 'shared_memory', but"),
@@ -586,6 +661,17 @@ def test_the_command_plans_a_sharded_model_with_its_own_settings(
     finally:
         dist.destroy_process_group()  # which Simulated has made
     assert "got mp_policy for a model that fully_shard was" in capsys.readouterr().err
+
+
+def test_the_command_plans_replicas(factory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan_factory:make", "--world-size", "32", "--units", "Block", "--replicas", "4"]
+    arguments += ["--batch", "4x64:int64", "--flops-per-second", "1e12"]
+    assert run([*arguments, "--link", "h100_node", "--replica-link", "ethernet_100g"]) == 0
+    printed = capsys.readouterr().out
+    assert "on 32 cuda ranks (4 sets of 8, hybrid sharding)" in printed
+    assert "over 8xH100 NVLink, and 100G Ethernet between replicas" in printed
+    assert run([*arguments, "--replica-link", "avian"]) == 2
+    assert "--replica-link 'avian' is neither" in capsys.readouterr().err
 
 
 def test_the_command_ends_with_1_where_memory_does_not_do(

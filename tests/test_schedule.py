@@ -165,6 +165,40 @@ def test_packing_ahead_overlaps_the_wire_of_the_reduction_before() -> None:
     assert serial.wire == ahead.wire
 
 
+def reduced(names: str, **options: Any) -> list[Stage]:
+    """Return stages that gather nothing. Forward takes 1 s of each, and so does backward."""
+    return [Stage(name, 1, 1, 0, 1, all_reduce_bytes=1, **options) for name in names]
+
+
+def test_replicas_sum_a_bucket_while_the_next_one_is_reduced() -> None:
+    step = predict(None, reduced("abc"), fixed(1), replica_link=fixed(2))
+    assert spans(step, "reduce") == [("c", 4, 5), ("b", 5, 6), ("a", 6, 7)]
+    assert spans(step, "all-reduce") == [("c", 5, 7), ("b", 7, 9), ("a", 9, 11)]
+    assert (step.step, step.exposed, step.wire) == (11, 5, 9)
+    stages = [replace(stage, all_reduce_bytes=0) for stage in reduced("abc")]
+    without = predict(None, stages, fixed(1), replica_link=fixed(2))
+    assert (without.step, without.wire) == (7, 3)
+    with pytest.raises(ValueError, match=r"no replica_link\. Pass the link between replicas"):
+        predict(None, reduced("a"), fixed(1))
+
+
+def test_reductions_with_replicas_take_turns_with_two_outputs() -> None:
+    chain = reduced("abc", reduces_in_place=False)
+    step = predict(None, chain, fixed(1), replica_link=fixed(5))
+    # a is reduced when c has left its output.
+    assert spans(step, "reduce") == [("c", 4, 5), ("b", 5, 6), ("a", 10, 11)]
+    assert spans(step, "all-reduce") == [("c", 5, 10), ("b", 10, 15), ("a", 15, 20)]
+
+
+def test_replicas_sum_each_message_of_a_bucket_by_itself() -> None:
+    bytes_only = Link("without latency", alpha=0.0, beta=1.0)
+    (one,) = reduced("a", reduce_messages=2)
+    one = replace(one, reduce_bytes=4, all_reduce_bytes=2)
+    step = predict(None, [one], bytes_only, replica_link=bytes_only)
+    assert spans(step, "reduce") == [("a", 2, 4), ("a", 4, 6)]
+    assert spans(step, "all-reduce") == [("a", 4, 6), ("a", 6, 8)]
+
+
 def test_copies_and_messages_take_the_lanes_time_and_launches_that_of_compute() -> None:
     one = replace(
         stage("a", 1, 1),

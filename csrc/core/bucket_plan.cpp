@@ -96,10 +96,12 @@ BucketPlan plan_buckets(const std::vector<UnitConfig>& units, const BucketPlanOp
   const int slots =
       ring_slots(options.nesting, options.prefetch_depth, units.front().reshard_after_forward);
   plan.gathers = plan_gathers(uses, slots);
-  plan.reductions = plan_reductions(uses, options.overlaps_copies && has_peers);
+  const bool has_replicas = options.replicas > 1;
+  plan.reductions = plan_reductions(uses, options.overlaps_copies && has_peers, has_replicas);
   plan.reduce_output_bytes = needs_reduce_output ? plan.reductions.output_bytes : 0;
   plan.message_staging_bytes =
-      message_staging_bytes(options.transport, units.front().layout.world_size());
+      message_staging_bytes(options.transport, units.front().layout.world_size()) +
+      (has_replicas ? message_staging_bytes(options.transport, options.replicas) : 0);
   plan.gradients_in_flight_bytes = gradients_in_flight(plan.buckets, parents);
   return plan;
 }

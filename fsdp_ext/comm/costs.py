@@ -6,7 +6,7 @@ import functools
 import logging
 
 from fsdp_ext._util.tables import size
-from fsdp_ext.comm.link import H100_NODE, INFINIBAND_400G_NODES, Link
+from fsdp_ext.comm.link import H100_CLUSTER, H100_NODE, INFINIBAND_400G_NODES, Link
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.comm.transports import Transport
 
@@ -38,6 +38,20 @@ def typical_link(name: str, transport: Transport, ranks: int) -> Link:
     if name == "nccl":
         return H100_NODE if ranks <= H100_NODE.ranks else INFINIBAND_400G_NODES
     return SHARED_MEMORY if name == "shared_memory" else PROCESS_GROUP
+
+
+def typical_replica_link(name: str, transport: Transport, shards: int, replicas: int) -> Link:
+    """Return the typical costs of all-reduces over replicas.
+
+    Args:
+        name: name of the transport in use.
+        transport: the transport that the user asked for. A simulated one has a link of its own.
+        shards: how many ranks shard the model together.
+        replicas: how many ranks have the same shard.
+    """
+    if name == "nccl":
+        return H100_CLUSTER.between_replicas(shards, replicas)
+    return typical_link(name, transport, replicas)
 
 
 def default_bucket_bytes(link: Link) -> int:

@@ -105,6 +105,28 @@ class Link:
             source=self.source,
         )
 
+    def between_replicas(self, shards: int, replicas: int) -> Link:
+        """Return the link that replicas all-reduce over, if this one connects all ranks.
+
+        That is this link if its figures hold for all ranks, and else ``across``.
+
+        Args:
+            shards: how many ranks shard the model together.
+            replicas: how many ranks have the same shard.
+
+        Raises:
+            ValueError: if this link has no figures for so many ranks.
+        """
+        if 0 < self.ranks < shards * replicas:
+            if self.across is None:
+                raise ValueError(
+                    f"link '{self.name}' has figures for at most {self.ranks} ranks, and "
+                    f"{replicas} replicas of {shards} ranks are {shards * replicas}. Pass "
+                    "replica_link=, the link between replicas."
+                )
+            return self.across.over(replicas)
+        return replace(self, across=None)
+
     def costs(self) -> tuple[tuple[float, float], tuple[float, float]]:
         """Return (alpha, beta) of all-gathers and of reductions: seconds and bytes a second."""
         return (self.alpha, self.beta), self._reduce()
@@ -113,12 +135,12 @@ class Link:
         """Return how many seconds a collective takes, without jitter.
 
         Args:
-            operation: "all_gather" or "reduce_scatter".
+            operation: "all_gather", "reduce_scatter" or "all_reduce".
             nbytes: S as above, in bytes.
         """
         gather, reduce = self.costs()
-        alpha, beta = {"all_gather": gather, "reduce_scatter": reduce}[operation]
-        return alpha + nbytes / beta
+        alpha, beta = gather if operation == "all_gather" else reduce
+        return alpha + (2 * nbytes if operation == "all_reduce" else nbytes) / beta
 
     def save(self, path: str | Path, measured: Mapping[str, Any] | None = None) -> None:
         """Write the link as JSON, whole or not at all. ``measured`` says how it was measured."""

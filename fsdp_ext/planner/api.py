@@ -22,11 +22,12 @@ from fsdp_ext.comm.costs import typical_link
 from fsdp_ext.comm.link import Link
 from fsdp_ext.comm.transports import Transport
 from fsdp_ext.planner.arguments import (
+    Links,
     Target,
     check_memory_arguments,
     check_time_arguments,
     first_unit,
-    resolve_link,
+    resolve_links,
     resolve_target,
     seconds_of_units,
 )
@@ -50,6 +51,7 @@ def plan(
     model: nn.Module,
     world_size: int | None = None,
     *,
+    replicas: int | None = None,
     units: Units | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     bucket_bytes: int | None = None,
@@ -58,6 +60,7 @@ def plan(
     reshard_after_forward: bool | None = None,
     transport: Transport = None,
     link: Link | str | None = None,
+    replica_link: Link | str | None = None,
     device_type: str | None = None,
     optimizer_states: int = 2,
     batch: Any = None,
@@ -82,7 +85,10 @@ def plan(
         model: a model that ``fully_shard`` was applied to or that ``FullyShardedDataParallel``
             wraps, which has its units and settings; or a plain model, with ``units``. It may be on
             the meta device.
-        world_size: number of ranks; by default the model's mesh or a simulated transport has it.
+        world_size: number of all ranks; by default the model's mesh or a simulated transport has
+            it.
+        replicas: how many ranks have the same shard, for hybrid sharding. ``world_size / replicas``
+            ranks then shard the model together. By default as many as the model's mesh has, or 1.
         units: for a plain model, the modules that become units besides the model itself: classes,
             modules, or a function of a module that returns whether it becomes one.
         mp_policy: for a plain model, as for :func:`fsdp_ext.fully_shard`.
@@ -95,7 +101,10 @@ def plan(
         transport: as for ``fully_shard``. It decides how gathers are laid out, and the default of
             ``bucket_bytes``.
         link: the link that times are simulated for: a Link, or the name of one of
-            ``comm.link.PRESETS``; by default a typical link of the transport.
+            ``comm.link.PRESETS``; by default a typical link of the transport. With replicas, it
+            connects the ranks that shard the model.
+        replica_link: the link between replicas, over which gradients are all-reduced. By default
+            what ``link`` has ``across``, or ``link`` itself if its figures hold for all ranks.
         device_type: "cuda" or "cpu"; by default the mesh's, or "cuda".
         optimizer_states: how many tensors of its size and dtype the optimizer keeps for each
             trainable parameter: 2 for AdamW, 1 for SGD with momentum.
@@ -122,23 +131,27 @@ def plan(
     check_memory_arguments("plan", memory_limit, optimizer_states)
     check_time_arguments(flops_per_second, batch, compute)
     unit = first_unit(model, units, mp_policy, reshard_after_forward)
-    target = resolve_target(world_size, transport, device_type, unit)
+    target = resolve_target((world_size, replicas), transport, device_type, unit)
     if unit is None:
         settings = UnitSettings(mp_policy or MixedPrecisionPolicy(), reshard_after_forward)
-        copied = units_of_plain(model, units, target.world_size, settings)
+        copied = units_of_plain(model, units, target.ranks, settings)
     else:
-        copied = units_of_sharded(model, target.world_size)
+        copied = units_of_sharded(model, target.ranks)
     overrides = {
         "bucket_bytes": resolve_bucket_bytes(bucket_bytes),
         "prefetch": resolve_prefetch(prefetch),
         "max_message_bytes": resolve_max_message_bytes(max_message_bytes),
     }
-    typical = typical_link(target.transport, target.asked, target.world_size)
+    typical = typical_link(target.transport, target.asked, target.ranks.shards)
     root = _planned_root(copied, typical, unit, overrides)
     flops = None if batch is None else count_flops(copied, batch, root.module_names())
     seconds = _seconds(root, flops, flops_per_second, compute)
-    used = resolve_link(link, typical).over(target.world_size)
-    costs = None if seconds is None else StepCosts(seconds, used, contention, copies)
+    used = resolve_links(link, replica_link, typical, target)
+    costs = (
+        None
+        if seconds is None
+        else StepCosts(seconds, used.within, contention, copies, used.between)
+    )
     result = _result(root, target, used, flops, costs, optimizer_states)
     _check_limit(result, memory_limit)
     return result
@@ -169,7 +182,7 @@ def _seconds(
 def _result(
     root: PlannedRoot,
     target: Target,
-    link: Link,
+    links: Links,
     flops: list[tuple[int, int]] | None,
     costs: StepCosts | None,
     optimizer_states: int,
@@ -178,15 +191,17 @@ def _result(
     found = find_buckets(root, layouts, target.transport, target.device_type)
     return Plan(
         model=type(root.module).__name__,
-        world_size=target.world_size,
+        world_size=target.ranks.world_size,
         device_type=target.device_type,
         transport=target.transport,
-        link=link,
+        link=links.within,
         bucket_bytes=root.settings.bucket_bytes[0],
         units=unit_sizes(root, layouts, found, flops),
         buckets=bucket_sizes(root, found),
         memory=memory_of(root, layouts, found, optimizer_states),
         prediction=None if costs is None else predict_plan(root, found, costs),
+        replicas=target.ranks.replicas,
+        replica_link=links.between,
     )
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_ext._util.numbers import is_at_least
+from fsdp_ext.comm.costs import typical_replica_link
 from fsdp_ext.comm.link import PRESETS, Link
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.comm.transports import (
@@ -18,7 +19,7 @@ from fsdp_ext.comm.transports import (
     resolve_transport,
     why_no_shared_memory,
 )
-from fsdp_ext.planner.units import Units
+from fsdp_ext.planner.units import PlannedRanks, Units
 from fsdp_ext.sharding.module_state import unit_of
 from fsdp_ext.sharding.unit import Unit
 
@@ -28,13 +29,13 @@ class Target:
     """The ranks that a training would run on.
 
     Args:
-        world_size: number of ranks.
+        ranks: how many shard the model, and how many replicas each has.
         device_type: "cuda" or "cpu".
         transport: name of the transport that the run would use.
         asked: the transport that was asked for; None for the default.
     """
 
-    world_size: int
+    ranks: PlannedRanks
     device_type: str
     transport: str
     asked: Transport
@@ -115,35 +116,51 @@ def first_unit(
 
 
 def resolve_target(
-    world_size: int | None, transport: Transport, device_type: str | None, unit: Unit | None
+    asked_ranks: tuple[int | None, int | None],
+    transport: Transport,
+    device_type: str | None,
+    unit: Unit | None,
 ) -> Target:
     """Return the ranks, devices and transport that were asked for or that the model has.
+
+    Args:
+        asked_ranks: the number of ranks and the number of replicas; None where it is left open.
+        transport: the argument of ``plan``.
+        device_type: the argument of ``plan``.
+        unit: the first unit of a sharded model.
 
     Raises:
         TypeError: if ``transport`` is of another type.
         ValueError: if an argument is unknown or out of range, or the number of ranks is not known.
     """
-    if unit is not None and unit.replicas > 1:
-        raise NotImplementedError(
-            f"plan got a model whose {unit.world_size} shards have {unit.replicas} replicas each, "
-            "which is not supported yet. Plan the model before it is sharded, for "
-            f"world_size={unit.world_size}: replicas take no more memory than a second reduce "
-            "output."
-        )
     device_type = device_type or (unit.ranks.mesh.device_type if unit is not None else "cuda")
     if transport is None and unit is not None:
         transport = unit.settings.transport
-    ranks = _resolve_world_size(world_size, unit, transport)
+    ranks = _resolve_ranks(*asked_ranks, unit, transport)
     if device_type not in ("cuda", "cpu"):
         raise ValueError(f'plan got device_type={device_type!r}. Pass "cuda" or "cpu".')
     asked = resolve_transport(transport, device_type)
     return Target(ranks, device_type, _name_of_transport(asked, device_type, unit), asked)
 
 
+def _resolve_ranks(
+    world_size: int | None, replicas: int | None, unit: Unit | None, transport: Transport
+) -> PlannedRanks:
+    ranks = _resolve_world_size(world_size, unit, transport)
+    if replicas is None:
+        replicas = 1 if unit is None else unit.replicas
+    if not isinstance(replicas, int) or replicas < 1 or ranks % replicas != 0:
+        raise ValueError(
+            f"plan got {replicas!r} replicas of a model on {ranks} ranks. Pass a number of "
+            "replicas that divides the number of ranks; the others shard the model."
+        )
+    return PlannedRanks(ranks // replicas, replicas)
+
+
 def _resolve_world_size(asked: int | None, unit: Unit | None, transport: Transport) -> int:
     simulated = transport.world_size if isinstance(transport, Simulated) else None
     if asked is None:
-        asked = simulated if unit is None else unit.ranks.size
+        asked = simulated if unit is None else unit.world_size * unit.replicas
     if asked is None:
         raise ValueError(
             "plan needs world_size, since this model has no mesh. Pass the number of ranks."
@@ -170,20 +187,55 @@ def _name_of_transport(asked: Transport, device_type: str, unit: Unit | None) ->
     return "shared_memory" if shares and not why_no_shared_memory() else "process_group"
 
 
-def resolve_link(asked: Link | str | None, typical: Link) -> Link:
-    """Return the link that times are simulated for.
+@dataclass(frozen=True)
+class Links:
+    """The links that times are simulated for, as the ranks see them.
+
+    Args:
+        within: connects the ranks that shard the model.
+        between: connects replicas; None if there are none.
+    """
+
+    within: Link
+    between: Link | None
+
+
+def resolve_links(
+    link: Link | str | None, replica_link: Link | str | None, typical: Link, target: Target
+) -> Links:
+    """Return the links that were asked for, or typical ones.
 
     Raises:
-        ValueError: if ``asked`` is neither a link nor the name of a preset.
+        ValueError: if an argument is neither a link nor the name of a preset, or if a link has no
+            figures for so many ranks.
     """
+    within, between = _link(link, "link"), _link(replica_link, "replica_link")
+    shards, replicas = target.ranks.shards, target.ranks.replicas
+    if replicas == 1:
+        if between is not None:
+            raise ValueError(
+                "plan got replica_link for a model without replicas. Pass replicas=, too, or leave "
+                "it out."
+            )
+        return Links((within or typical).over(shards), None)
+    if between is not None:
+        between = between.over(replicas)
+    elif within is not None:
+        between = within.between_replicas(shards, replicas)
+    else:
+        between = typical_replica_link(target.transport, target.asked, shards, replicas)
+    return Links((within or typical).over(shards), between)
+
+
+def _link(asked: Link | str | None, name: str) -> Link | None:
     if isinstance(asked, str) and asked in PRESETS:
         return PRESETS[asked]
     if asked is not None and not isinstance(asked, Link):
         raise ValueError(
-            f"plan got link={asked!r}. Pass a Link or one of {', '.join(PRESETS)}; Link.load reads "
-            "a measured one."
+            f"plan got {name}={asked!r}. Pass a Link or one of {', '.join(PRESETS)}; Link.load "
+            "reads a measured one."
         )
-    return asked or typical
+    return asked
 
 
 def seconds_of_units(

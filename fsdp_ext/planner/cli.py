@@ -36,6 +36,7 @@ def run(arguments: Sequence[str]) -> int:
         result = plan(
             model,
             args.world_size,
+            replicas=args.replicas,
             units=_classes(model, args.units) or None,
             mp_policy=_policy(args.param_dtype, args.reduce_dtype),
             bucket_bytes=args.bucket_bytes,
@@ -43,7 +44,8 @@ def run(arguments: Sequence[str]) -> int:
             prefetch=args.prefetch,
             reshard_after_forward=False if args.no_reshard_after_forward else None,
             transport=args.transport,
-            link=_link(args.link),
+            link=_link("--link", args.link),
+            replica_link=_link("--replica-link", args.replica_link),
             device_type=args.device_type,
             optimizer_states=args.optimizer_states,
             batch=tuple(args.batch) if args.batch else None,
@@ -123,7 +125,13 @@ def _add_settings(add: Callable[..., object]) -> None:
 
 
 def _add_ranks_and_times(add: Callable[..., object]) -> None:
-    add("--world-size", type=int, required=True, metavar="N", help="number of ranks")
+    add("--world-size", type=int, required=True, metavar="N", help="number of all ranks")
+    add(
+        "--replicas",
+        type=int,
+        metavar="N",
+        help="how many ranks have the same shard, for hybrid sharding; by default 1",
+    )
     add(
         "--device-type",
         choices=["cuda", "cpu"],
@@ -140,6 +148,11 @@ def _add_ranks_and_times(add: Callable[..., object]) -> None:
         metavar="PRESET|FILE",
         help=f"link to simulate: {', '.join(PRESETS)}, or a file that measure-link wrote; by "
         "default a typical link of the transport",
+    )
+    add(
+        "--replica-link",
+        metavar="PRESET|FILE",
+        help="link between replicas; by default the one that --link has across nodes",
     )
     add(
         "--batch",
@@ -246,11 +259,11 @@ def _classes(model: nn.Module, text: str) -> list[type[nn.Module]]:
     return [known[name] for name in asked]
 
 
-def _link(text: str | None) -> Link | None:
+def _link(option: str, text: str | None) -> Link | None:
     if text is None:
         return None
     if text in PRESETS:
         return PRESETS[text]
     if not Path(text).is_file():
-        raise ValueError(f"--link {text!r} is neither a file nor one of {', '.join(PRESETS)}.")
+        raise ValueError(f"{option} {text!r} is neither a file nor one of {', '.join(PRESETS)}.")
     return Link.load(text)

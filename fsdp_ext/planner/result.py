@@ -20,7 +20,7 @@ class Plan:
 
     Args:
         model: name of the model's class.
-        world_size: number of ranks.
+        world_size: number of all ranks.
         device_type: "cuda" or "cpu".
         transport: name of the transport.
         link: the link that times are simulated for.
@@ -29,6 +29,9 @@ class Plan:
         buckets: sizes of the buckets.
         memory: bytes that each rank holds.
         prediction: the simulated step; None unless the compute time of units is known.
+        replicas: how many ranks have the same shard.
+        replica_link: the link between replicas that times are simulated for; None if there are
+            none.
     """
 
     model: str
@@ -41,12 +44,15 @@ class Plan:
     buckets: tuple[PlannedBucketSizes, ...]
     memory: PlannedMemory
     prediction: Prediction | None
+    replicas: int = 1
+    replica_link: Link | None = None
 
     def __str__(self) -> str:
         """Return the tables of units and of memory, and the times."""
         parameters = sum(unit.parameters for unit in self.units)
         lines = [
-            f"{self.model} on {self.world_size} {self.device_type} ranks over {self.transport}: "
+            f"{self.model} on {self.world_size} {self.device_type} ranks{self._sets()} over "
+            f"{self.transport}: "
             f"{parameters:,} parameters in {len(self.units)} units, {len(self.buckets)} buckets "
             f"(bucket_bytes={self.bucket_bytes:,})",
             "",
@@ -54,9 +60,14 @@ class Plan:
             "",
             *_memory_lines(self.memory),
             "",
-            _time_line(self.prediction, self.link),
+            _time_line(self.prediction, self.link, self.replica_link),
         ]
         return "\n".join(lines)
+
+    def _sets(self) -> str:
+        if self.replicas == 1:
+            return ""
+        return f" ({self.replicas} sets of {self.world_size // self.replicas}, hybrid sharding)"
 
     def to_json(self, path: str | Path | None = None) -> str | None:
         """Return the plan as JSON, or write it to ``path``.
@@ -90,12 +101,16 @@ def _unit_lines(
 ) -> list[str]:
     has_flops = any(unit.flops is not None for unit in units)
     header = ["unit", "parameters", "shard", "padding", "bucket", "gathers", "reduces", "plan"]
+    has_replicas = any(bucket.all_reduce > 0 for bucket in buckets)
+    header[7:7] = ["all-reduces"] if has_replicas else []
     header += ["forward GFLOP", "backward"] if has_flops else []
 
     def cells(unit: PlannedUnitSizes) -> list[str]:
         bucket = buckets[unit.bucket]
         row = [f"{unit.parameters:,}", size(unit.shard), size(unit.padding)]
-        row += [size(bucket.gather), size(bucket.reduce), unit.gather_plan]
+        row += [size(bucket.gather), size(bucket.reduce)]
+        row += [size(bucket.all_reduce)] if has_replicas else []
+        row.append(unit.gather_plan)
         return row + ([f"{count / 1e9:.3g}" for count in unit.flops] if unit.flops else [])
 
     rows = []
@@ -129,13 +144,16 @@ def _memory_lines(memory: PlannedMemory) -> list[str]:
     )
 
 
-def _time_line(step: Prediction | None, link: Link) -> str:
+def _time_line(step: Prediction | None, link: Link, replica_link: Link | None) -> str:
     if step is None:
         return "No time is predicted. Pass batch and flops_per_second, or compute."
     if step.wire == 0:
         return f"simulated step {_ms(step.step)}: a single rank sends nothing"
+    over = link.name
+    if replica_link is not None:
+        over += f", and {replica_link.name} between replicas"
     return (
-        f"simulated step over {link.name}: {_ms(step.step)} = compute {_ms(step.compute)} + "
+        f"simulated step over {over}: {_ms(step.step)} = compute {_ms(step.compute)} + "
         f"exposed {_ms(step.exposed)}; communication {_ms(step.wire)}, {step.hidden:.0%} of it "
         "hidden"
     )

@@ -8,8 +8,8 @@
     print(predict(None, layers, H100_NODE).exposed)
 
 Nothing runs. ``predict`` follows the calls that csrc/core/pipeline.h makes for a chain of units,
-with one lane for gathers and one for reductions, and advances a clock from event to event. All
-times are simulated.
+with one lane for gathers, one for reductions and, with hybrid sharding, one for all-reduces over
+replicas, and advances a clock from event to event. All times are simulated.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ class Stage:
         copy_seconds_reduce: seconds of packing and of writing gradients on the reduce lane.
         gather_messages: number of messages of its gather; each costs one latency.
         reduce_messages: number of messages of its reduction.
+        all_reduce_bytes: size of its all-reduce over replicas, of one rank. With 0 there is none.
+        reduces_in_place: whether its reduction writes the flat gradient. With replicas, reductions
+            that do not do so take turns with two outputs.
 
     Raises:
         ValueError: if a number is negative.
@@ -53,6 +56,8 @@ class Stage:
     copy_seconds_reduce: float = 0.0
     gather_messages: int = 1
     reduce_messages: int = 1
+    all_reduce_bytes: int = 0
+    reduces_in_place: bool = True
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -69,9 +74,9 @@ class Stage:
 class PredictedSpan:
     """The work of one lane for one stage, in seconds after the step began.
 
-    ``lane`` is "compute", "gather" or "reduce". Each stage has two spans on "compute", one in
-    forward and one in backward. If gradients are packed ahead, it has two on "reduce": the copies
-    and the wire.
+    ``lane`` is "compute", "gather", "reduce" or, with replicas, "all-reduce". Each stage has two
+    spans on "compute", one in forward and one in backward. If gradients are packed ahead, it has
+    two on "reduce": the copies and the wire. With replicas it has one there for each message.
     """
 
     lane: str
@@ -88,7 +93,7 @@ class Prediction:
         step: the whole step.
         compute: what the step would take if communication took no time.
         exposed: the difference of the two.
-        wire: how long the two lanes work, summed, with the copies around the wire.
+        wire: how long the lanes work, summed, with the copies around the wire.
         spans: what each lane does when.
     """
 
@@ -114,6 +119,7 @@ def predict(
     contention: float = 0.0,
     launch: float = 0.0,
     packs_ahead: bool = False,
+    replica_link: Link | None = None,
 ) -> Prediction:
     """Return how long a training step takes for a chain of stages.
 
@@ -122,10 +128,12 @@ def predict(
     ``depth`` stages, as long as the ring has free slots (csrc/core/buffer_ring.h). A slot is free
     when its stage's forward has ended. Backward runs the stages in reverse. Stages whose slot has
     not been taken since forward are still there, and the others are gathered again. A stage's
-    reduction is issued when its backward has ended, and the root's at the very end. Each lane works
-    in order. The step ends when compute and all reductions have ended.
+    reduction is issued when its backward has ended, and the root's at the very end. With replicas,
+    each message is all-reduced after its reduction, while the next one is reduced (Note [replicas]
+    in csrc/core/reducer.h). Each lane works in order. The step ends when compute and all reductions
+    have ended.
 
-    While k of the two lanes work, they take the share k * contention from compute. Compute then
+    While k of the lanes work, they take the share k * contention from compute. Compute then
     runs at the rate max(0, 1 - k * contention). If k * contention exceeds 1, each lane runs at the
     rate 1 / (k * contention).
 
@@ -147,19 +155,22 @@ def predict(
             compute.
         packs_ahead: whether the copies of a reduction overlap the wire of the one before it, as on
             a GPU (Note [packing ahead] in csrc/core/reducer.h). All of them count as packing.
+        replica_link: the link of all-reduces over replicas, which take ``alpha + 2 * bytes / beta``
+            with its figures for reductions. Stages that all-reduce need it.
 
     Raises:
-        ValueError: if a number is out of range.
+        ValueError: if a number is out of range, or ``replica_link`` is missing.
     """
     slots = depth + 1 if slots is None else slots
     _check_numbers(depth, slots, contention, launch)
     chain = [*stages] if root is None else [root, *stages]
     gather_cost, reduce_cost = link.costs()
-    gathers, reductions = _Lane("gather", *gather_cost), _Lane("reduce", *reduce_cost)
+    gathers, wire = _Lane("gather", *gather_cost), _Lane("reduce", *reduce_cost)
     packing = _Lane("reduce", 0.0, math.inf) if packs_ahead else None
-    lanes = [gathers, reductions] if packing is None else [gathers, packing, reductions]
+    sums = _lane_of_replicas(chain, replica_link)
+    lanes = [lane for lane in (gathers, packing, wire, sums) if lane is not None]
     order = _Chain(chain, root is not None)
-    program = _Program(order, gathers, _Reductions(reductions, packing), _Ring(slots), depth)
+    program = _Program(order, gathers, _Reductions(wire, packing, sums), _Ring(slots), depth)
     clock = _Clock(lanes, contention)
     for task in program.run(launch):
         if isinstance(task, _Compute):
@@ -193,6 +204,17 @@ def _check_numbers(depth: int, slots: int, contention: float, launch: float) -> 
         raise ValueError(f"predict got launch={launch!r}. Pass seconds, 0 or more, such as 20e-6.")
 
 
+def _lane_of_replicas(chain: Sequence[Stage], link: Link | None) -> _Lane | None:
+    if not any(stage.all_reduce_bytes > 0 for stage in chain):
+        return None
+    if link is None:
+        raise ValueError(
+            "predict got stages that all-reduce over replicas, but no replica_link. Pass the link "
+            "between replicas."
+        )
+    return _Lane("all-reduce", *link.costs()[1])
+
+
 # - Time
 
 
@@ -202,12 +224,12 @@ class _Job:
 
     name: str
     seconds: float
-    after: _Job | None = None  # it begins when this one has ended
+    after: Sequence[_Job] = ()  # it begins when these have ended
     done: bool = False
 
     @property
     def may_begin(self) -> bool:
-        return self.after is None or self.after.done
+        return all(job.done for job in self.after)
 
 
 @dataclass(frozen=True)
@@ -231,7 +253,7 @@ class _Lane:
         self.left: float | None = None  # seconds of the first job, once it has begun
 
     def issue(
-        self, name: str, messages: int, nbytes: int, copies: float, after: _Job | None = None
+        self, name: str, messages: int, nbytes: float, copies: float, after: Sequence[_Job] = ()
     ) -> _Job:
         """Append a collective with ``copies`` seconds of copies around it."""
         wire = messages * self.alpha + nbytes / self.beta if nbytes > 0 else 0.0
@@ -329,22 +351,43 @@ class _Ring:
 
 
 class _Reductions:
-    """The lane of reductions, and the one that packs ahead of it, if any."""
+    """The lane of reductions, the one that packs ahead of it and that of replicas, if any."""
 
-    def __init__(self, wire: _Lane, packing: _Lane | None) -> None:
+    def __init__(self, wire: _Lane, packing: _Lane | None, sums: _Lane | None) -> None:
         self._wire = wire
         self._packing = packing
+        self._sums = sums
         self._last: deque[_Job] = deque(maxlen=2)  # a message for each of the two inputs
+        self._outputs: deque[_Job] = deque(maxlen=2)  # the last sum in each of the two outputs
 
     def issue(self, stage: Stage) -> None:
-        messages, nbytes = stage.reduce_messages, stage.reduce_bytes
-        copies, packed = stage.copy_seconds_reduce, None
+        copies, after = stage.copy_seconds_reduce, list[_Job]()
         if self._packing is not None and copies > 0:
-            free = self._last[0] if len(self._last) == 2 else None
-            packed = self._packing.issue(stage.name, 0, 0, copies, free)
+            free = [self._last[0]] if len(self._last) == 2 else []
+            after.append(self._packing.issue(stage.name, 0, 0, copies, free))
             copies = 0.0
-        if nbytes > 0 or copies > 0:
-            self._last.append(self._wire.issue(stage.name, messages, nbytes, copies, packed))
+        if self._sums is not None and stage.all_reduce_bytes > 0:
+            self._issue_with_sums(self._sums, stage, copies, after)
+        elif stage.reduce_bytes > 0 or copies > 0:
+            messages, nbytes = stage.reduce_messages, stage.reduce_bytes
+            self._last.append(self._wire.issue(stage.name, messages, nbytes, copies, after))
+
+    def _issue_with_sums(
+        self, sums: _Lane, stage: Stage, copies: float, after: Sequence[_Job]
+    ) -> None:
+        """Issue each message of a reduction, and its all-reduce behind it."""
+        if not stage.reduces_in_place and len(self._outputs) == 2:
+            after = [*after, self._outputs[0]]
+        count = stage.reduce_messages
+        for _ in range(count):
+            reduced = self._wire.issue(
+                stage.name, 1, stage.reduce_bytes / count, copies / count, after
+            )
+            nbytes = 2 * stage.all_reduce_bytes / count
+            summed = sums.issue(stage.name, 1, nbytes, 0.0, [reduced])
+        self._last.append(reduced)
+        if not stage.reduces_in_place:
+            self._outputs.append(summed)
 
 
 @dataclass(frozen=True)

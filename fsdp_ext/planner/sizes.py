@@ -39,8 +39,9 @@ class PlannedUnitSizes:
 class PlannedBucketSizes:
     """The sizes of one bucket: units that are gathered and reduced together.
 
-    ``gather`` and ``reduce`` are bytes on the wire, summed over all ranks. ``unsharded`` is bytes
-    of each rank.
+    ``gather`` and ``reduce`` are bytes on the wire, summed over the ranks that shard the model.
+    ``all_reduce`` is bytes of each rank, which are summed over replicas; 0 if there are none.
+    ``unsharded`` is bytes of each rank, too.
     """
 
     units: tuple[str, ...]
@@ -51,6 +52,7 @@ class PlannedBucketSizes:
     unsharded: int
     gather_plan: str
     reshards_after_forward: bool
+    all_reduce: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ def find_buckets(
         on_gpu=device_type == "cuda",
         nesting=root.nesting(),
         prefetch_depth=root.most_ahead(),
+        replicas=root.units[0].replicas,
     )
 
 
@@ -149,9 +152,16 @@ def bucket_sizes(root: PlannedRoot, found: _C.MemoryPlan) -> tuple[PlannedBucket
             unsharded=bucket["unsharded_bytes"],
             gather_plan=bucket["gather_plan"],
             reshards_after_forward=bucket["reshards_after_forward"],
+            all_reduce=all_reduce_bytes(root, bucket),
         )
         for bucket in found["buckets"]
     )
+
+
+def all_reduce_bytes(root: PlannedRoot, bucket: _C.PlannedBucket) -> int:
+    """Return the bytes of each rank that a bucket's reduction sums over replicas."""
+    first = root.units[0]
+    return bucket["reduce_bytes"] // first.world_size if first.replicas > 1 else 0
 
 
 def memory_of(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fsdp_ext import _C
 from fsdp_ext.comm.link import Link
 from fsdp_ext.planner.schedule import Prediction, Stage, predict
+from fsdp_ext.planner.sizes import all_reduce_bytes
 from fsdp_ext.planner.units import PlannedRoot
 
 
@@ -20,12 +21,14 @@ class StepCosts:
         link: the link that collectives use.
         contention: see :func:`fsdp_ext.planner.schedule.predict`.
         copies: seconds per byte of the casts and copies around gathers and around reductions.
+        replica_link: the link of all-reduces over replicas, if there are any.
     """
 
     compute: Sequence[tuple[float, float]]
     link: Link
     contention: float = 0.0
     copies: tuple[float, float] = (0.0, 0.0)
+    replica_link: Link | None = None
 
 
 def predict_plan(root: PlannedRoot, found: _C.MemoryPlan, costs: StepCosts) -> Prediction:
@@ -45,6 +48,7 @@ def predict_plan(root: PlannedRoot, found: _C.MemoryPlan, costs: StepCosts) -> P
         slots=max(1, found["ring_slots"]),
         contention=costs.contention,
         packs_ahead=found["packs_ahead"],
+        replica_link=costs.replica_link,
     )
 
 
@@ -65,4 +69,6 @@ def _stage(root: PlannedRoot, bucket: _C.PlannedBucket, costs: StepCosts) -> Sta
         copy_seconds_reduce=reduce_rate * bucket["reduce_bytes"],
         gather_messages=bucket["gather_messages"],
         reduce_messages=bucket["reduce_messages"],
+        all_reduce_bytes=all_reduce_bytes(root, bucket),
+        reduces_in_place=not bucket["needs_reduce_output"],
     )

@@ -27,6 +27,24 @@ from fsdp_ext.sharding.unit_tree import UnitTree
 Units = type[nn.Module] | Sequence[type[nn.Module] | nn.Module] | Callable[[nn.Module], bool]
 
 
+@dataclass(frozen=True)
+class PlannedRanks:
+    """The ranks of a planned training.
+
+    Args:
+        shards: how many ranks share the rows of each parameter.
+        replicas: how many ranks have the same rows.
+    """
+
+    shards: int
+    replicas: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self.shards * self.replicas
+
+
 @dataclass
 class PlannedParam:
     """A parameter without memory.
@@ -66,26 +84,28 @@ class PlannedUnit(ParamGroup):
     Args:
         name: its name in messages.
         params: its parameters, in any order.
-        world_size: number of ranks.
+        ranks: the ranks that it would be on.
         settings: the settings of its ``fully_shard`` call.
     """
 
     def __init__(
-        self, name: str, params: Sequence[PlannedParam], world_size: int, settings: UnitSettings
+        self, name: str, params: Sequence[PlannedParam], ranks: PlannedRanks, settings: UnitSettings
     ) -> None:
-        super().__init__(name, world_size, settings)
+        super().__init__(name, ranks.shards, settings, ranks.replicas)
         self.params: list[PlannedParam] = [params[place] for place in self._layout_order(params)]
 
     @classmethod
-    def like(cls, unit: Unit, world_size: int, copies: dict[nn.Module, nn.Module]) -> PlannedUnit:
-        """Return the planned counterpart of a real ``unit`` on ``world_size`` ranks."""
+    def like(
+        cls, unit: Unit, ranks: PlannedRanks, copies: dict[nn.Module, nn.Module]
+    ) -> PlannedUnit:
+        """Return the planned counterpart of a real ``unit`` on ``ranks``."""
         params: list[PlannedParam] = []
         for param in unit.params:
             module, name = param.attributes[0]
             parameter = cast(nn.Parameter, copies[module]._parameters[name])
             parameter.requires_grad_(param.requires_grad)
             params.append(PlannedParam(param.name, parameter))
-        self = cls(unit.name, params, world_size, unit.settings)
+        self = cls(unit.name, params, ranks, unit.settings)
         self.forward_prefetch = unit.forward_prefetch
         self.backward_prefetch = unit.backward_prefetch
         return self
@@ -132,8 +152,8 @@ class PlannedRoot(UnitTree):
         return max([self.settings.prefetch, *map(len, lists)])
 
 
-def units_of_sharded(model: nn.Module, world_size: int) -> nn.Module:
-    """Return a copy of a sharded model, with its units on ``world_size`` ranks.
+def units_of_sharded(model: nn.Module, ranks: PlannedRanks) -> nn.Module:
+    """Return a copy of a sharded model, with its units on ``ranks``.
 
     Raises:
         ValueError: if ``fully_shard`` was applied to a part of the model only.
@@ -149,14 +169,14 @@ def units_of_sharded(model: nn.Module, world_size: int) -> nn.Module:
         unit = unit_of(module)
         if unit is not None:
             if id(unit) not in planned:
-                planned[id(unit)] = PlannedUnit.like(unit, world_size, copies)
+                planned[id(unit)] = PlannedUnit.like(unit, ranks, copies)
             copy = copies[module]
             set_state(copy, ModuleState(copy, planned[id(unit)]))
     return copied
 
 
 def units_of_plain(
-    model: nn.Module, units: Units | None, world_size: int, settings: UnitSettings
+    model: nn.Module, units: Units | None, ranks: PlannedRanks, settings: UnitSettings
 ) -> nn.Module:
     """Return a copy of a plain model, with the units that ``fully_shard`` would make.
 
@@ -169,7 +189,7 @@ def units_of_plain(
     # Users shard inner modules first, too.
     for module in reversed(list(model.modules())):
         if module is model or module in chosen:
-            _shard(copies[module], world_size, settings)
+            _shard(copies[module], ranks, settings)
     return copied
 
 
@@ -212,7 +232,7 @@ def _check_choice(model: nn.Module, below: list[nn.Module], entry: Any) -> None:
         )
 
 
-def _shard(module: nn.Module, world_size: int, settings: UnitSettings) -> None:
+def _shard(module: nn.Module, ranks: PlannedRanks, settings: UnitSettings) -> None:
     check_modules([module])
     params = managed_params([module], set())
     name = type(module).__name__
@@ -226,4 +246,4 @@ def _shard(module: nn.Module, world_size: int, settings: UnitSettings) -> None:
     planned = [PlannedParam(param_name, param) for param, param_name in params.items()]
     for each in planned:
         mark_sharded(each.parameter, each.parameter, each.name, name)
-    set_state(module, ModuleState(module, PlannedUnit(name, planned, world_size, settings)))
+    set_state(module, ModuleState(module, PlannedUnit(name, planned, ranks, settings)))

@@ -13,7 +13,7 @@ from fsdp_ext import _C
 from fsdp_ext._util.tables import size
 from fsdp_ext.planner.sizes import find_buckets, memory_of
 from fsdp_ext.planner.times import StepCosts, predict_plan
-from fsdp_ext.planner.units import PlannedRoot, units_of_sharded
+from fsdp_ext.planner.units import PlannedRanks, PlannedRoot, units_of_sharded
 from fsdp_ext.sharding.agreement import OutOfMemory, exchange, together
 from fsdp_ext.sharding.root import Root
 from fsdp_ext.sharding.settings import Choice, Decision, Scope
@@ -70,7 +70,7 @@ class Search:
         self._steps = steps
         self._optimizer_states = optimizer_states
         # The planned root refers to the copy weakly, so it is held here.
-        self._copy = units_of_sharded(root.module, root.units[0].ranks.size)
+        self._copy = units_of_sharded(root.module, PlannedRanks(root.units[0].ranks.size))
         self._planned = PlannedRoot(self._copy, root.link)
         self._layouts = [unit.layout_for(training=True) for unit in self._planned.units]
 

@@ -66,6 +66,7 @@ py::dict describe(const PlannedBucket& bucket) {
   result["slot_bytes"] = buffers.slot;
   result["reshards_after_forward"] = bucket.use.reshards_after_forward;
   result["needs_cast"] = bucket.layout.needs_cast();
+  result["needs_reduce_output"] = bucket.needs_reduce_output;
   return result;
 }
 
@@ -139,12 +140,13 @@ void register_layout(py::module_& m) {
   m.def(
       "plan_memory",
       [](const std::vector<UnitConfig>& units, const std::string& transport, bool on_gpu,
-         int nesting, std::size_t prefetch_depth) {
-        return describe(plan_buckets(units, {transport, gather_by_of(transport, on_gpu), nesting,
-                                             prefetch_depth, /*overlaps_copies=*/on_gpu}));
+         int nesting, std::size_t prefetch_depth, int replicas) {
+        return describe(plan_buckets(
+            units, {transport, gather_by_of(transport, on_gpu), nesting, prefetch_depth,
+                    /*overlaps_copies=*/on_gpu, replicas}));
       },
       py::arg("units"), py::kw_only(), py::arg("transport"), py::arg("on_gpu"), py::arg("nesting"),
-      py::arg("prefetch_depth"));
+      py::arg("prefetch_depth"), py::arg("replicas"));
 }
 
 }  // namespace fsdp
