@@ -38,6 +38,7 @@ from bench.models.step_model import (
     fitted,
     memory_bytes,
     model_flops,
+    replica_link,
     ring,
     step_of,
     step_seconds,
@@ -54,12 +55,14 @@ def prediction_row(step: Step, stack: Stack, part: float) -> dict[str, Any]:
     """Return the row of a prediction."""
     seconds, found = step_seconds(step, part * stack.peak)
     tokens = step.tokens / seconds
+    between = replica_link(step)
     return {
         "table": "prediction (simulated)",
         "model": step.model.name,
         "gpu": stack.name,
         "strategy": "HSDP" if step.hybrid else "FSDP",
         "link": ring(step.network, step.shards).name,
+        "replica_link": between.name if between is not None else None,
         "ranks": step.ranks,
         "batch": step.batch,
         "length": step.length,

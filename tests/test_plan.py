@@ -35,7 +35,6 @@ from fsdp_ext import (
     fully_shard,
     plan,
 )
-from fsdp_ext.comm.lanes import lanes_of
 from fsdp_ext.comm.link import ETHERNET_100G, H100_CLUSTER, H100_NODE
 from fsdp_ext.planner.cli import _parser, run
 from fsdp_ext.planner.schedule import Stage, predict
@@ -93,6 +92,9 @@ def sharded(
     subject: type[models.Subject], settings: str, transport: Any, mesh: DeviceMesh | None = None
 ) -> Any:
     torch.manual_seed(0)
+    if isinstance(transport, Simulated) and transport.replicas > 1:
+        transport.init_process_group()
+        mesh = init_device_mesh("cpu", (transport.replicas, transport.shards))
     of_all, of_root = SETTINGS[settings]
     model = make(subject, settings)
     for unit in model.units():
@@ -161,8 +163,7 @@ def _trains_as_planned(settings: str, transports: list[Any]) -> int:
         planned = plan(model)
         before = plan_before(subject, settings, transport=transport, world_size=world_size)
         expect_as_planned(model, train(model), planned)
-        lanes = lanes_of(model._unit.ranks.group, torch.device("cpu"), transport)
-        assert lanes.transport == planned.transport
+        assert model._unit.root.lanes.transport == planned.transport
         assert str(plan(model)) == str(planned)  # also of a model that has run
         if before is not None:
             assert before.memory == planned.memory
@@ -175,7 +176,8 @@ def _trains_as_planned(settings: str, transports: list[Any]) -> int:
 @each_setting
 def test_many_simulated_ranks_have_what_was_planned(settings: str) -> None:
     transports = [Simulated(size, FAST) for size in (1, 3, 12)]
-    assert run_ranks(_trains_as_planned, 1, settings, transports) == [3 * len(SUBJECTS)]
+    transports.append(Simulated(12, FAST, replicas=4))
+    assert run_ranks(_trains_as_planned, 1, settings, transports) == [4 * len(SUBJECTS)]
 
 
 @each_setting

@@ -22,12 +22,13 @@ from bench.models.published import MEASUREMENTS, Measurement, Model
 from bench.models.step_memory import Transformer
 from bench.models.step_model import (
     Step,
-    all_reduce_seconds,
+    all_reduce_bytes,
     fit,
     fitted,
     layer_seconds,
     memory_bytes,
     model_flops,
+    replica_link,
     ring,
     stages,
     step_of,
@@ -189,16 +190,23 @@ def test_hsdp_gathers_within_a_node_and_reduces_across() -> None:
     assert hybrid.shards == 8
     assert STEP.shards == 64
     parameters = 10**9
-    assert all_reduce_seconds(replace(hybrid, ranks=8), parameters) == 0
-    shard = 4 * parameters / 8 / (hybrid.network.across / 8)
-    assert all_reduce_seconds(hybrid, parameters) >= 2 * 7 / 8 * shard
+    one_node = replace(hybrid, ranks=8)
+    assert (replica_link(one_node), all_reduce_bytes(one_node, parameters)) == (None, 0)
+    nbytes = all_reduce_bytes(hybrid, parameters)
+    assert nbytes == 4 * parameters / 8
+    link = replica_link(hybrid)
+    assert link is not None
+    assert link.seconds("all_reduce", nbytes) >= 2 * 7 / 8 * nbytes / (hybrid.network.across / 8)
     # Parameters, gradients and AdamW's moments are in fp32, the gathered shard is in bf16. The
-    # reduce output is that of the largest unit, the root, in fp32.
+    # reduce output is that of the largest unit, the root, in fp32, and HSDP has two.
     model = STEP.model
     of_root = (2 * model.vocabulary + 1) * model.dim
     assert memory_bytes(hybrid) - memory_bytes(STEP) == pytest.approx(
-        ((16 + 2) * model.parameters + 4 * of_root) * (1 / 8 - 1 / 64), rel=1e-3
+        (16 + 2) * model.parameters * (1 / 8 - 1 / 64) + 4 * of_root * (2 / 8 - 1 / 64), rel=1e-3
     )
+    _, found = step_seconds(hybrid, 400e12)
+    lanes = [span.lane for span in found.spans]
+    assert lanes.count("all-reduce") == lanes.count("reduce") == model.layers + 1
 
 
 def test_memory_is_what_the_plan_of_such_a_model_says() -> None:

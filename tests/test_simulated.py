@@ -116,6 +116,114 @@ def test_a_step_takes_at_least_what_its_gathers_cost() -> None:
     assert taken >= cost
 
 
+# - Replicas
+
+
+def _hybrid(transport: Simulated, *layers: nn.Module, bucket_bytes: int | None = None) -> Any:
+    warnings.simplefilter("ignore")
+    _without_a_group()
+    transport.init_process_group()
+    mesh = init_device_mesh("cpu", (transport.replicas, transport.shards))
+    model: Any = nn.Sequential(*layers)
+    for layer in model:
+        fully_shard(layer, mesh=mesh, transport=transport)
+    return fully_shard(model, mesh=mesh, transport=transport, bucket_bytes=bucket_bytes)
+
+
+def _train_as_one_of_a_set() -> dict[str, Any]:
+    transport = Simulated(1024, FAST, rank=1000, replicas=128, replica_link=FAST)
+    layers = [nn.Linear(64, 8192, bias=False), nn.ReLU(), nn.Linear(8192, 4, bias=False)]
+    model = _hybrid(transport, layers[0], layers[2], bucket_bytes=0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(3):
+        model(torch.randn(2, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            model._unit.root.core.enable_log(True)
+            model._unit.root.core.reset_counters()
+    core = model._unit.root.core
+    return {
+        "local shapes": [tuple(p.to_local().shape) for p in model.parameters()],
+        "ranks": (model._unit.ranks.rank, model._unit.ranks.rank_in_mesh),
+        "buckets": fsdp_ext.describe_buckets(model),
+        "all-reduces": [n for op, _, _, n in core.take_log() if op == "all_reduce"],
+        "reductions": core.counters()["reduce_scatters"],
+        "planned": [bucket.all_reduce for bucket in fsdp_ext.plan(model).buckets],
+    }
+
+
+def test_one_process_trains_as_one_of_a_set_with_replicas() -> None:
+    (answer,) = run_ranks(_train_as_one_of_a_set, 1)
+    assert answer["local shapes"] == [(8192 // 8, 64), (1, 8192)]
+    assert answer["ranks"] == (1000 % 8, 1000)
+    assert "8 ranks communicate over simulated; gradients are summed over 128" in answer["buckets"]
+    assert answer["reductions"] == len(answer["all-reduces"]) == 2 * 2
+    assert sorted(answer["all-reduces"]) == sorted(2 * answer["planned"][1:])
+    assert answer["planned"][1:] == [4 * 64 * 8192 // 8, 4 * 8192]
+
+
+def _all_reduces_take_time(link: Link) -> tuple[float, float]:
+    model = _hybrid(
+        Simulated(8, FAST, replicas=2, replica_link=link), *(nn.Linear(8, 8) for _ in range(4))
+    )
+    model(torch.ones(1, 8)).sum().backward()
+    model.zero_grad()
+    core = model._unit.root.core
+    core.enable_log(True)
+    start = time.monotonic()
+    model(torch.ones(1, 8)).sum().backward()
+    taken = time.monotonic() - start
+    log = core.take_log()
+    return taken, sum(link.seconds(op, n) for op, _, _, n in log if op == "all_reduce")
+
+
+def test_a_step_takes_at_least_what_its_all_reduces_cost() -> None:
+    ((taken, cost),) = run_ranks(_all_reduces_take_time, 1, Link("slow", alpha=0.05, beta=1e12))
+    assert cost >= 4 * 0.05
+    assert taken >= cost
+
+
+def test_replicas_have_a_link_of_their_own_or_the_one_across() -> None:
+    cluster = Simulated(64, H100_CLUSTER, rank=42, replicas=8)
+    assert cluster.shards == 8
+    within, between = cluster.within_set(), cluster.between_replicas()
+    assert (within.world_size, within.rank, within.replicas) == (8, 2, 1)
+    assert within.link.over(8).costs() == H100_NODE.costs()
+    assert (between.world_size, between.rank) == (8, 5)
+    assert between.link == H100_CLUSTER.across
+    given = Simulated(64, H100_NODE, replicas=8, replica_link=FAST)
+    assert given.between_replicas().link == FAST
+    in_one_node = Simulated(8, H100_NODE, replicas=2)
+    assert in_one_node.between_replicas().link.costs() == H100_NODE.costs()
+    assert FAST.seconds("all_reduce", 10**15) == 2.0
+    with pytest.raises(ValueError, match="at most 8 ranks, and 8 replicas of 8 .* replica_link="):
+        Simulated(64, H100_NODE, replicas=8)
+    with pytest.raises(ValueError, match="got 3 replicas of a model on 64 ranks. Pass a number"):
+        Simulated(64, FAST, replicas=3)
+    with pytest.raises(ValueError, match="replica_link for a model without replicas"):
+        Simulated(64, FAST, replica_link=FAST)
+    with pytest.raises(TypeError, match="got replica_link='fast'"):
+        Simulated(64, FAST, replicas=2, replica_link="fast")  # type: ignore[arg-type]
+
+
+def _meshes_that_do_not_fit() -> None:
+    _without_a_group()
+    transport = Simulated(8, FAST, replicas=2)
+    with pytest.raises(ValueError, match=r"a mesh with 1 replicas\. Pass a mesh of .* \(2, 4\)"):
+        fully_shard(nn.Linear(4, 4), transport=transport)
+    mesh = init_device_mesh("cpu", (4, 2))
+    with pytest.raises(ValueError, match=r"a mesh with 4 replicas\. Pass a mesh of .* \(2, 4\)"):
+        fully_shard(nn.Linear(4, 4), mesh=mesh, transport=transport)
+    with pytest.raises(ValueError, match="replicas=4 and a simulated transport with 2"):
+        fsdp_ext.plan(nn.Linear(4, 4), transport=transport, replicas=4)
+    assert fsdp_ext.plan(nn.Linear(4, 4), transport=transport).replicas == 2
+
+
+def test_a_mesh_of_other_replicas_is_refused() -> None:
+    run_ranks(_meshes_that_do_not_fit, 1)
+
+
 # - Groups
 
 

@@ -62,7 +62,7 @@ class Transformer(Parameters):
 
 
 @cache
-def planned_memory(model: Model, shards: int, reduce_bytes: int, depth: int) -> int:
+def planned_memory(model: Model, shards: int, replicas: int, reduce_bytes: int, depth: int) -> int:
     """Return the peak bytes of a rank by fsdp_ext.plan, without activations.
 
     Parameters, gradients and AdamW's two moments are in fp32, and gathers in bf16. Each layer is a
@@ -71,13 +71,15 @@ def planned_memory(model: Model, shards: int, reduce_bytes: int, depth: int) -> 
     Args:
         model: the model to train.
         shards: the number of ranks that share a parameter.
+        replicas: the number of ranks that have the same shard.
         reduce_bytes: bytes of an element of a gradient on the wire, 2 or 4.
         depth: units gathered ahead.
     """
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=REDUCED[reduce_bytes])
     plan = fsdp_ext.plan(
         Transformer(model),
-        shards,
+        shards * replicas,
+        replicas=replicas,
         units=Layer,
         mp_policy=policy,
         bucket_bytes=0,

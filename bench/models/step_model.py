@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bench.models.published import (
     MEASUREMENTS,
@@ -48,7 +48,7 @@ ASSUMPTIONS = (
     "gathers and reductions overlap each other, but a step takes at least the sum of their times, "
     "since they share NICs",
     f"HSDP shards within a node of {NODE}; each GPU all-reduces its gradient shards through its "
-    "own NIC (a ring or a tree), after their reduction and before the next one",
+    "own NIC (a ring or a tree, whichever is faster for a layer), while the next ones are reduced",
     "communication does not slow down compute, beyond what the fitted part of the peak includes",
     "the optimizer, the data and stragglers take no time",
     "a rank's memory is the peak of fsdp_ext.plan: fp32 state of AdamW, gathered units, gradients "
@@ -103,6 +103,11 @@ class Step:
         """The number of ranks that share a parameter."""
         return min(self.ranks, NODE) if self.hybrid else self.ranks
 
+    @property
+    def replicas(self) -> int:
+        """The number of ranks that have the same shard."""
+        return self.ranks // self.shards
+
 
 def layer_seconds(step: Step, rate: float) -> tuple[float, float]:
     """Return the compute seconds of a layer's forward and backward, at `rate` FLOP/s."""
@@ -132,19 +137,35 @@ def ring(network: Network, ranks: int) -> Link:
     )
 
 
-def all_reduce_seconds(step: Step, parameters: int) -> float:
-    """Return the seconds of HSDP's all-reduce of a unit's gradient shards; 0 within a node.
+def all_reduce_bytes(step: Step, parameters: int) -> int:
+    """Return the bytes of a rank that HSDP sums over replicas for a unit; 0 if there are none."""
+    return step.reduce_bytes * parameters // step.shards if step.replicas > 1 else 0
 
-    It is the faster one of a ring over the nodes and a tree, through one NIC of each node.
+
+def replica_link(step: Step) -> Link | None:
+    """Return the link between replicas, through one NIC of each node; None if there are none.
+
+    It is the faster one of a ring over the nodes and a tree, for the gradients of a layer.
     """
-    nodes = step.ranks // step.shards
+    nodes = step.replicas
     if nodes == 1:
-        return 0.0
-    seconds = step.reduce_bytes * parameters / step.shards / (step.network.across / NODE)
+        return None
+    rate = step.network.across / NODE
     steps = 2 * (nodes - 1)
-    ring_seconds = RING_START + steps * RING_STEP_ACROSS + steps / nodes * seconds
-    tree_seconds = 2 * math.log2(nodes) * TREE_STEP_ACROSS + 2 * seconds / TREE_PART
-    return min(ring_seconds, tree_seconds)
+    of_ring = Link(
+        f"ring over {nodes} nodes (simulated), {step.network.name}",
+        alpha=RING_START + steps * RING_STEP_ACROSS,
+        beta=rate * nodes / (nodes - 1),
+        source=step.network.source,
+    )
+    of_tree = replace(
+        of_ring,
+        name=f"tree over {nodes} nodes (simulated), {step.network.name}",
+        alpha=2 * math.log2(nodes) * TREE_STEP_ACROSS,
+        beta=rate * TREE_PART,
+    )
+    nbytes = all_reduce_bytes(step, step.model.layer_parameters)
+    return min(of_ring, of_tree, key=lambda link: link.seconds("all_reduce", nbytes))
 
 
 # - A step
@@ -164,7 +185,7 @@ def stages(step: Step, rate: float) -> tuple[Stage, list[Stage]]:
             gather_bytes=GATHER_BYTES * parameters,
             reduce_bytes=step.reduce_bytes * parameters,
             reshards=reshards,
-            copy_seconds_reduce=all_reduce_seconds(step, parameters),
+            all_reduce_bytes=all_reduce_bytes(step, parameters),
         )
 
     root = stage("root", model.root_parameters, head, 2 * head, reshards=False)
@@ -182,9 +203,10 @@ def step_seconds(step: Step, rate: float) -> tuple[float, Prediction]:
     longer.
     """
     root, layers = stages(step, rate)
-    found = predict(root, layers, ring(step.network, step.shards), depth=DEPTH)
+    within, between = ring(step.network, step.shards), replica_link(step)
+    found = predict(root, layers, within, depth=DEPTH, replica_link=between)
     # HSDP's all-reduces use the NICs; its other collectives stay within a node.
-    of_nics = sum(stage.copy_seconds_reduce for stage in [root, *layers])
+    of_nics = sum(span.end - span.begin for span in found.spans if span.lane == "all-reduce")
     return max(found.step, found.wire - of_nics), found
 
 
@@ -195,7 +217,7 @@ def tokens_per_second(step: Step, rate: float) -> float:
 
 def memory_bytes(step: Step) -> int:
     """Return the peak memory of a rank, without activations (bench/models/step_memory.py)."""
-    return planned_memory(step.model, step.shards, step.reduce_bytes, DEPTH)
+    return planned_memory(step.model, step.shards, step.replicas, step.reduce_bytes, DEPTH)
 
 
 def step_of(measured: Measurement) -> Step:

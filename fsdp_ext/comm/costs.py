@@ -34,7 +34,7 @@ def typical_link(name: str, transport: Transport, ranks: int) -> Link:
         ranks: number of ranks in the group.
     """
     if isinstance(transport, Simulated):
-        return transport.link.over(transport.world_size)
+        return transport.link.over(transport.shards)
     if name == "nccl":
         return H100_NODE if ranks <= H100_NODE.ranks else INFINIBAND_400G_NODES
     return SHARED_MEMORY if name == "shared_memory" else PROCESS_GROUP
@@ -49,6 +49,10 @@ def typical_replica_link(name: str, transport: Transport, shards: int, replicas:
         shards: how many ranks shard the model together.
         replicas: how many ranks have the same shard.
     """
+    if isinstance(transport, Simulated) and transport.replica_link is not None:
+        return transport.replica_link.over(replicas)
+    if isinstance(transport, Simulated):
+        return transport.link.between_replicas(shards, replicas)
     if name == "nccl":
         return H100_CLUSTER.between_replicas(shards, replicas)
     return typical_link(name, transport, replicas)

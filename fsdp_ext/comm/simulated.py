@@ -5,6 +5,12 @@
 
     fully_shard(model, transport=Simulated(world_size=8, link=H100_NODE))
 
+With ``replicas``, they train by hybrid sharding, over a mesh of two dimensions:
+
+    transport = Simulated(world_size=64, link=H100_CLUSTER, replicas=8)
+    transport.init_process_group()
+    fully_shard(model, mesh=init_device_mesh("cpu", (8, 8)), transport=transport)
+
 Only time and memory mean something. A step has the sizes, buffers, copies and waits of a real one,
 and each collective takes as long as the link says. But no data arrives: losses, gradients and
 parameters mean nothing.
@@ -12,7 +18,7 @@ parameters mean nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
@@ -27,13 +33,17 @@ class Simulated:
 
     Args:
         world_size: how many ranks to simulate.
-        link: the link that connects them.
+        link: the link that connects them; with replicas, those that shard the model together.
         rank: which of them this process is.
         multiprocessors: how many multiprocessors of a GPU a collective occupies while it runs, as
             NCCL's channels do. With 0, compute keeps all of them, as with copy engines.
         seed: seed of the link's jitter.
         moves_memory: whether a collective also reads and writes this device's memory. Without it,
             a link that takes no time leaves the compute alone, as a baseline.
+        replicas: how many ranks have the same shard. ``world_size / replicas`` ranks shard the
+            model together.
+        replica_link: the link between replicas, over which gradients are all-reduced. By default
+            what ``link`` has ``across``, or ``link`` itself if its figures hold for all ranks.
 
     Raises:
         ValueError: if a number is out of range, or the link has no figures for so many ranks.
@@ -46,14 +56,17 @@ class Simulated:
     multiprocessors: int = 0
     seed: int = 0
     moves_memory: bool = True
+    replicas: int = 1
+    replica_link: Link | None = None
 
     def __post_init__(self) -> None:
         """Check the arguments."""
-        if not isinstance(self.link, Link):
-            raise TypeError(
-                f"Simulated got link={self.link!r}. Pass a Link: one of "
-                "fsdp_ext.comm.link.PRESETS, or Link.load(path)."
-            )
+        for name, link in (("link", self.link), ("replica_link", self.replica_link)):
+            if not isinstance(link, Link) and (name == "link" or link is not None):
+                raise TypeError(
+                    f"Simulated got {name}={link!r}. Pass a Link: one of "
+                    "fsdp_ext.comm.link.PRESETS, or Link.load(path)."
+                )
         if not isinstance(self.world_size, int) or self.world_size < 1:
             raise ValueError(
                 f"Simulated got world_size={self.world_size!r}. Pass a positive whole number."
@@ -67,7 +80,53 @@ class Simulated:
                 f"Simulated got multiprocessors={self.multiprocessors!r}. Pass 0 or more; NCCL "
                 "takes up to about 32."
             )
-        self.link.over(self.world_size)
+        replicas = self.replicas
+        if not isinstance(replicas, int) or replicas < 1 or self.world_size % replicas != 0:
+            raise ValueError(
+                f"Simulated got {replicas!r} replicas of a model on {self.world_size} ranks. Pass a "
+                "number of replicas that divides the number of ranks; the others shard the model."
+            )
+        if replicas == 1 and self.replica_link is not None:
+            raise ValueError(
+                "Simulated got replica_link for a model without replicas. Pass replicas=, too, or "
+                "leave it out."
+            )
+        self.link.over(self.shards)
+        self._link_between_replicas()
+
+    @property
+    def shards(self) -> int:
+        """How many ranks shard the model together."""
+        return self.world_size // self.replicas
+
+    def within_set(self) -> Simulated:
+        """Return the transport of the ranks that shard the model with this one."""
+        if self.replicas == 1:
+            return self
+        return replace(
+            self,
+            world_size=self.shards,
+            rank=self.rank % self.shards,
+            replicas=1,
+            replica_link=None,
+        )
+
+    def between_replicas(self) -> Simulated:
+        """Return the transport of the ranks that have the same shard as this one."""
+        return replace(
+            self,
+            world_size=self.replicas,
+            link=self._link_between_replicas(),
+            rank=self.rank // self.shards,
+            seed=self.seed + 1,
+            replicas=1,
+            replica_link=None,
+        )
+
+    def _link_between_replicas(self) -> Link:
+        if self.replica_link is not None:
+            return self.replica_link.over(self.replicas)
+        return self.link.between_replicas(self.shards, self.replicas)
 
     def init_process_group(self) -> None:
         """Initialise a "fake" process group of the simulated ranks, unless there is a group."""
@@ -79,11 +138,16 @@ class Simulated:
             "fake", rank=self.rank, world_size=self.world_size, store=FakeStore()
         )
 
-    def check_group(self, size: int, rank: int) -> None:
-        """Raise ValueError unless the mesh has the simulated ranks."""
+    def check_mesh(self, size: int, rank: int, replicas: int) -> None:
+        """Raise ValueError unless the mesh has the simulated ranks and replicas."""
         if (size, rank) != (self.world_size, self.rank):
             raise ValueError(
                 f"transport=Simulated(world_size={self.world_size}, rank={self.rank}) got a mesh "
                 f"in which this is rank {rank} of {size}. Initialise no process group before, or a "
                 '"fake" one with the simulated ranks.'
+            )
+        if replicas != self.replicas:
+            raise ValueError(
+                f"transport=Simulated(world_size={size}, replicas={self.replicas}) got a mesh with "
+                f"{replicas} replicas. Pass a mesh of the shape ({self.replicas}, {self.shards})."
             )

@@ -147,12 +147,18 @@ def _resolve_ranks(
     world_size: int | None, replicas: int | None, unit: Unit | None, transport: Transport
 ) -> PlannedRanks:
     ranks = _resolve_world_size(world_size, unit, transport)
+    simulated = transport.replicas if isinstance(transport, Simulated) else 1
     if replicas is None:
-        replicas = 1 if unit is None else unit.replicas
+        replicas = simulated if unit is None else unit.replicas
     if not isinstance(replicas, int) or replicas < 1 or ranks % replicas != 0:
         raise ValueError(
             f"plan got {replicas!r} replicas of a model on {ranks} ranks. Pass a number of "
             "replicas that divides the number of ranks; the others shard the model."
+        )
+    if unit is None and isinstance(transport, Simulated) and replicas != simulated:
+        raise ValueError(
+            f"plan got replicas={replicas} and a simulated transport with {simulated}. Leave one of "
+            "them out."
         )
     return PlannedRanks(ranks // replicas, replicas)
 

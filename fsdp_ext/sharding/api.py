@@ -181,9 +181,9 @@ def fully_shard(
     check_offload(offload_policy, mesh.device_type)
     transport = resolve_transport(transport, mesh.device_type)
     ranks = Ranks(mesh)
-    check_ranks(ranks, transport)
+    check_ranks(ranks)
     if isinstance(transport, Simulated):
-        transport.check_group(ranks.size, ranks.rank)
+        transport.check_mesh(ranks.world_size, ranks.rank_in_mesh, ranks.replicas)
     settings = UnitSettings(
         mp_policy=mp_policy,
         reshard_after_forward=resolve_reshard(reshard_after_forward, ranks),

@@ -15,8 +15,6 @@ from torch.distributed.tensor import Shard
 from fsdp_ext import _build_info
 from fsdp_ext._util.errors import MisuseError
 from fsdp_ext._util.numbers import is_at_least
-from fsdp_ext.comm.simulated import Simulated
-from fsdp_ext.comm.transports import Transport
 from fsdp_ext.sharding.dtensors import part_of_this_rank
 from fsdp_ext.sharding.module_state import has_state
 from fsdp_ext.sharding.ranks import Ranks
@@ -108,21 +106,14 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type)
 
 
-def check_ranks(ranks: Ranks, transport: Transport) -> None:
+def check_ranks(ranks: Ranks) -> None:
     """Raise NotImplementedError for hybrid sharding that is not supported yet."""
-    if ranks.replicas == 1:
-        return
-    shape = tuple(ranks.mesh.shape)
-    if ranks.size == 1:
+    if ranks.replicas > 1 and ranks.size == 1:
+        shape = tuple(ranks.mesh.shape)
         raise NotImplementedError(
             f"fully_shard got a mesh {shape}, which replicates over its first dimension but shards "
             "over one rank. That is not supported; use DistributedDataParallel, or a mesh whose "
             "second dimension has at least 2 ranks."
-        )
-    if isinstance(transport, Simulated):
-        raise NotImplementedError(
-            f"fully_shard got a mesh {shape} and a simulated transport, which has no replicas yet. "
-            "Pass a 1-D mesh."
         )
 
 

@@ -46,6 +46,17 @@ class Ranks:
         return self.mesh.size(0) if self.mesh.ndim == 2 else 1
 
     @property
+    def world_size(self) -> int:
+        """How many ranks the mesh has."""
+        return self.size * self.replicas
+
+    @property
+    def rank_in_mesh(self) -> int:
+        """This rank's number among all ranks of the mesh, set by set."""
+        set_number = self.mesh.get_local_rank(0) if self.mesh.ndim == 2 else 0
+        return set_number * self.size + self.rank
+
+    @property
     def groups(self) -> list[dist.ProcessGroup]:
         """The group that shards and, if there are replicas, theirs."""
         return [group for group in (self.group, self.replica_group) if group is not None]

@@ -13,6 +13,7 @@ from fsdp_ext import _C
 from fsdp_ext._util.dynamo import hidden_from_dynamo
 from fsdp_ext.comm.costs import log_default, typical_link
 from fsdp_ext.comm.lanes import lanes_of
+from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.sharding import module_changes
 from fsdp_ext.sharding.agreement import has_peers
 from fsdp_ext.sharding.auto import chosen_for
@@ -49,18 +50,20 @@ class Root(UnitTree):
             if unit.root is not None:  # a provisional one
                 unit.root.reshard(unit)
         first = self.units[0]
-        transport = first.settings.transport
+        transport = between = first.settings.transport
+        if isinstance(transport, Simulated):
+            transport, between = transport.within_set(), transport.between_replicas()
         replicas = first.ranks.replica_group
         at_once = 2 if replicas is None else 4
         self.lanes = lanes_of(first.ranks.group, first.device, transport, at_once=at_once)
         # The lanes of ranks with the same shard: Note [replicas] in csrc/core/reducer.h.
         self.replicas: _C.Lanes | None = None
         if replicas is not None:
-            self.replicas = lanes_of(replicas, first.device, transport, at_once=at_once)
+            self.replicas = lanes_of(replicas, first.device, between, at_once=at_once)
         self.link = typical_link(self.lanes.transport, transport, first.world_size)
         self.decision: Decision | None = None
         self.settings = self._resolve()
-        if replicas is not None:
+        if replicas is not None and has_peers(first):
             self._compare_sets(replicas)
         if first.settings.bucket_bytes is None and first.ranks.rank == 0:
             log_default(self.settings.bucket_bytes[0], self.link)

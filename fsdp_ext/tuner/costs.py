@@ -192,7 +192,7 @@ def _contention(alone: _Figures, ahead: _Figures | None, beside: float) -> float
 def _link(root: Root, wire: dict[tuple[str, int], float]) -> Link:
     transport = root.units[0].settings.transport
     if isinstance(transport, Simulated):
-        return transport.link.over(transport.world_size)
+        return transport.link.over(transport.shards)
     fits = []
     for work, operation in _OPERATIONS.items():
         samples = [Sample(operation, n, s) for (of, n), s in wire.items() if of == work and n]
