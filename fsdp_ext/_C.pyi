@@ -247,6 +247,7 @@ def plan_memory(
     nesting: int,
     prefetch_depth: int,
     replicas: int,
+    replica_transport: str,
 ) -> MemoryPlan: ...
 
 # profiler/recording.py's Span says what these are. Times are 0 if there is none.

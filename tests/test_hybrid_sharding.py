@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from support.fsdp1_parity import BY_BLOCK, assert_equal, make, torch_fsdp, train
 from support.launcher import run_ranks
 from support.models import Stack
-from support.parity import ROUNDING, Case, Run, adamw, check, compare_on_rank, each
+from support.parity import EXACT, ROUNDING, Case, Run, adamw, check, compare_on_rank, each
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -56,6 +56,21 @@ def accumulate_without_all_reduce(run: Run, step: int) -> tuple[Tensor, ...]:
     return _accumulate(run, step, "set_requires_all_reduce")
 
 
+def accumulate_in_turns(run: Run, step: int) -> tuple[Tensor, ...]:
+    """Reduce the gradients of half of the units while the others accumulate, then those of all."""
+    run.optimizer.zero_grad()
+    losses = []
+    for micro_batch in range(3):
+        for number, unit in enumerate([run.model, *run.units]):
+            syncs = micro_batch == 2 or (micro_batch == 1 and number % 2 == 0)
+            unit.set_requires_gradient_sync(syncs, recurse=False)
+        loss = run.loss(step, micro_batch)
+        loss.backward()
+        losses.append(loss)
+    run.optimizer.step()
+    return tuple(losses)
+
+
 def clip(run: Run, step: int) -> tuple[Tensor, ...]:
     run.optimizer.zero_grad()
     loss = run.loss(step)
@@ -89,6 +104,9 @@ HYBRID = Case(
     mesh=(2, 2),
     unsharded=SUMMED_IN_ANOTHER_ORDER,
 )
+ONE_RANK = dataclasses.replace(
+    HYBRID, fact="sets of one rank", worlds=(2,), mesh=(2, 1), unsharded=EXACT
+)
 BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
@@ -96,6 +114,41 @@ BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     [
         HYBRID,
         dataclasses.replace(HYBRID, fact="one set", worlds=(2,), mesh=(1, 2)),
+        ONE_RANK,
+        dataclasses.replace(
+            ONE_RANK,
+            fact="sets of one rank, bf16 with sums in fp32",
+            precision=BF16,
+            unsharded=None,
+            optimizer=adamw,
+            after_sharding=cut_into_messages,
+            step=evaluate_between_steps,
+        ),
+        dataclasses.replace(
+            ONE_RANK,
+            fact="sets of one rank, fp16",
+            precision={"param_dtype": torch.float16, "reduce_dtype": torch.float16},
+            unsharded=None,
+        ),
+        dataclasses.replace(
+            ONE_RANK,
+            fact="sets of one rank, accumulation",
+            step=accumulate_without_sync,
+        ),
+        dataclasses.replace(
+            ONE_RANK,
+            fact="sets of one rank, units that synchronise in turns",
+            step=accumulate_in_turns,
+            unsharded=None,
+        ),
+        dataclasses.replace(
+            ONE_RANK,
+            fact="sets of one rank, bf16 accumulation",
+            precision=BF16,
+            unsharded=None,
+            step=accumulate_without_all_reduce,
+            fsdp2=SUMMED_IN_ANOTHER_ORDER,
+        ),
         dataclasses.replace(
             HYBRID,
             fact="each unit is a bucket, cut into messages",
@@ -142,35 +195,45 @@ def batch(step: int, rank: int) -> Tensor:
     return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def _train(delayed: str | None) -> list[Tensor]:
+def _train(delayed: str | None, shape: tuple[int, int], accumulates: bool) -> list[Tensor]:
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).to(torch.bfloat16)
-    model = shard(layers, layers, hybrid_mesh())
+    model = shard(layers, layers, hybrid_mesh(*shape))
     for unit in model._units(recurse=True):
         # Reductions in fp32, so that buckets take turns with the halves of the reduce output.
         unit.change(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
-        optimizer.zero_grad()
         root = model._unit.root
         if delayed is not None and root is not None:
             root.core.set_poison_released_slots(True)
             root.core.delay_stream(delayed, 0.03)
+        # Two backwards accumulate, two reduce, and only the last one waits for reductions.
+        if accumulates:
+            model.set_requires_gradient_sync(step % 2 == 1)
+            model.set_is_last_backward(step == 3)
+        else:
+            optimizer.zero_grad()
         model(batch(step, dist.get_rank()).bfloat16()).float().pow(2).sum().backward()
-        optimizer.step()
+        if not accumulates or step == 3:
+            optimizer.step()
     return [param.full_tensor().detach() for param in model.parameters()]
 
 
-def _compare_delayed() -> None:
-    expected = _train(None)
+def _compare_delayed(shape: tuple[int, int], accumulates: bool) -> None:
+    expected = _train(None, shape, accumulates)
     for delayed in ("gather", "reduce", "all-reduce"):
-        for want, have in zip(expected, _train(delayed), strict=True):
+        for want, have in zip(expected, _train(delayed, shape, accumulates), strict=True):
             assert want.isfinite().all()
             assert torch.equal(want, have), delayed
 
 
-def test_results_do_not_depend_on_how_long_a_stream_takes() -> None:
-    run_ranks(_compare_delayed, 4)
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1)])
+def test_results_do_not_depend_on_how_long_a_stream_takes(
+    shape: tuple[int, int], accumulates: bool
+) -> None:
+    run_ranks(_compare_delayed, shape[0] * shape[1], shape, accumulates)
 
 
 class Experts(nn.Module):
@@ -184,14 +247,14 @@ class Experts(nn.Module):
         return self.experts[expert](x)
 
 
-def _train_experts() -> None:
+def _train_experts(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     model = Experts()
     copies = [copy.deepcopy(model) for _ in range(dist.get_world_size())]
-    model = shard(model, [], hybrid_mesh())
-    model(batch(0, dist.get_rank()), dist.get_rank() // 2).sum().backward()
+    model = shard(model, [], hybrid_mesh(*shape))
+    model(batch(0, dist.get_rank()), dist.get_rank() // shape[1]).sum().backward()
     for rank, unsharded in enumerate(copies):
-        unsharded(batch(0, rank), rank // 2).sum().backward()
+        unsharded(batch(0, rank), rank // shape[1]).sum().backward()
     for name, param in model.named_parameters():
         grads = [dict(each.named_parameters())[name].grad for each in copies]
         used = [grad for grad in grads if grad is not None]
@@ -200,17 +263,18 @@ def _train_experts() -> None:
             torch.testing.assert_close(param.grad.full_tensor(), sum(used) / len(copies))
 
 
-def test_a_parameter_that_one_set_uses_has_its_gradient_in_both() -> None:
-    run_ranks(_train_experts, 4)
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1)])
+def test_a_parameter_that_one_set_uses_has_its_gradient_in_both(shape: tuple[int, int]) -> None:
+    run_ranks(_train_experts, shape[0] * shape[1], shape)
 
 
-def _run_in_another_order() -> str:
+def _run_in_another_order(shape: tuple[int, int]) -> str:
     torch.manual_seed(0)
     layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
     model = nn.Sequential(*layers)
-    shard(model, layers, hybrid_mesh())
+    shard(model, layers, hybrid_mesh(*shape))
     model(batch(0, dist.get_rank())).sum().backward()
-    if dist.get_rank() >= 2:
+    if dist.get_rank() >= shape[1]:
         model[0], model[1] = model[1], model[0]
     try:
         for step in (1, 2):
@@ -220,8 +284,9 @@ def _run_in_another_order() -> str:
     return ""
 
 
-def test_sets_that_run_units_in_different_orders_name_both() -> None:
-    for message in run_ranks(_run_in_another_order, 4, fresh=True):
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1)])
+def test_sets_that_run_units_in_different_orders_name_both(shape: tuple[int, int]) -> None:
+    for message in run_ranks(_run_in_another_order, shape[0] * shape[1], shape, fresh=True):
         assert "issued different collectives" in message
         assert "unit '0'" in message
         assert "unit '1'" in message
@@ -254,8 +319,6 @@ def test_sets_that_cut_the_model_differently_raise() -> None:
 
 
 def _ask_for_what_is_not_supported() -> None:
-    with pytest.raises(NotImplementedError, match=r"mesh \(2, 1\), .* shards over one rank"):
-        fully_shard(nn.Linear(WIDTH, WIDTH), mesh=hybrid_mesh(2, 1))
     with pytest.raises(ValueError, match="3-D mesh"):
         fully_shard(nn.Linear(WIDTH, WIDTH), mesh=init_device_mesh("cpu", (1, 1, 2)))
 

@@ -189,6 +189,20 @@ def test_two_ranks_have_what_was_planned(settings: str) -> None:
 HYBRID = [models.NestedUnits, models.Transformer, models.FrozenUnit, models.FewRows]
 
 
+def _sets_of_one_rank() -> None:
+    mesh = init_device_mesh("cpu", (2, 1))
+    for subject, settings in itertools.product(HYBRID, QUICK):
+        model = sharded(subject, settings, None, mesh)
+        planned = plan(model)
+        assert (planned.world_size, planned.replicas) == (2, 2)
+        expect_as_planned(model, train(model), planned)
+        assert all(bucket.all_reduce == bucket.reduce for bucket in planned.buckets)
+
+
+def test_sets_of_one_rank_have_what_was_planned() -> None:
+    run_ranks(_sets_of_one_rank, 2)
+
+
 def _trains_as_planned_with_replicas(settings: str, transport: str | None) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     for subject in HYBRID:

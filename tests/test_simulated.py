@@ -197,9 +197,9 @@ def test_replicas_have_a_link_of_their_own_or_the_one_across() -> None:
     in_one_node = Simulated(8, H100_NODE, replicas=2)
     assert in_one_node.between_replicas().link.costs() == H100_NODE.costs()
     assert FAST.seconds("all_reduce", 10**15) == 2.0
-    with pytest.raises(ValueError, match="at most 8 ranks, and 8 replicas of 8 .* replica_link="):
+    with pytest.raises(ValueError, match=r"at most 8 ranks, and 8 replicas of 8 .* replica_link="):
         Simulated(64, H100_NODE, replicas=8)
-    with pytest.raises(ValueError, match="got 3 replicas of a model on 64 ranks. Pass a number"):
+    with pytest.raises(ValueError, match=r"got 3 replicas of a model on 64 ranks\. Pass a number"):
         Simulated(64, FAST, replicas=3)
     with pytest.raises(ValueError, match="replica_link for a model without replicas"):
         Simulated(64, FAST, replica_link=FAST)

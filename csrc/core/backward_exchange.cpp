@@ -24,7 +24,7 @@ bool misses_gradients(const Unit& unit) {
 BackwardExchange::BackwardExchange(Lanes& lanes, Lanes* replicas, bool has_peers)
     : lanes_(lanes),
       replicas_(replicas),
-      has_peers_(has_peers && lanes.gather.communicator().size() > 1),
+      has_peers_(has_peers && size() > 1),
       set_received_(lanes.device->new_event()),
       received_(lanes.device->new_event()) {}
 

@@ -20,7 +20,8 @@ std::size_t gradient_bytes(const UnitLayout& layout) {
 }
 
 PlannedBucket plan_bucket(const std::vector<UnitConfig>& units, const std::vector<int>& numbers,
-                          GatherBy by) {
+                          const BucketPlanOptions& options) {
+  const GatherBy by = options.gather_by;
   std::vector<const UnitLayout*> layouts;
   layouts.reserve(numbers.size());
   for (const int number : numbers) {
@@ -31,8 +32,9 @@ PlannedBucket plan_bucket(const std::vector<UnitConfig>& units, const std::vecto
   const BucketUse use{buffers_of(layout, by, first.max_message_bytes), first.reshard_after_forward};
   const char* gather_plan =
       layout.gather_plan(by, gather_parts(layout, first.max_message_bytes).front()).name();
-  const bool needs_reduce_output = layout.world_size() > 1 && layout.trainable_count() > 0 &&
-                                   !reduces_in_place(layout, first.reduce_scale);
+  const bool is_summed = layout.world_size() > 1 || options.replicas > 1;
+  const bool needs_reduce_output =
+      is_summed && layout.trainable_count() > 0 && !reduces_in_place(layout, first.reduce_scale);
   return {numbers, std::move(layout), use, gather_plan, needs_reduce_output};
 }
 
@@ -46,7 +48,8 @@ std::vector<int> parents_of(const std::vector<UnitConfig>& units) {
 }
 
 std::vector<PlannedBucket> form_buckets(const std::vector<UnitConfig>& units,
-                                        const std::vector<int>& parents, GatherBy by) {
+                                        const std::vector<int>& parents,
+                                        const BucketPlanOptions& options) {
   std::vector<MergeTraits> traits;
   traits.reserve(units.size());
   for (const UnitConfig& unit : units) {
@@ -54,7 +57,7 @@ std::vector<PlannedBucket> form_buckets(const std::vector<UnitConfig>& units,
   }
   std::vector<PlannedBucket> buckets;
   for (const std::vector<int>& numbers : merge_units(traits, events_of_registration(parents))) {
-    buckets.push_back(plan_bucket(units, numbers, by));
+    buckets.push_back(plan_bucket(units, numbers, options));
   }
   return buckets;
 }
@@ -83,10 +86,11 @@ BucketPlan plan_buckets(const std::vector<UnitConfig>& units, const BucketPlanOp
   FSDP_CHECK(!units.empty(), "A plan got no units. Pass at least the root's.");
   const std::vector<int> parents = parents_of(units);
   BucketPlan plan;
-  plan.buckets = form_buckets(units, parents, options.gather_by);
+  plan.buckets = form_buckets(units, parents, options);
   std::vector<BucketUse> uses;
   const bool has_peers = units.front().layout.world_size() > 1;
-  bool needs_reduce_output = has_peers && keeps_reduce_output(options.transport);
+  const bool has_replicas = options.replicas > 1;
+  bool needs_reduce_output = (has_peers || has_replicas) && keeps_reduce_output(options.transport);
   for (const PlannedBucket& bucket : plan.buckets) {
     uses.push_back(bucket.use);
     plan.kept_bytes += bucket.use.reshards_after_forward ? 0 : bucket.use.buffers.slot;
@@ -96,12 +100,11 @@ BucketPlan plan_buckets(const std::vector<UnitConfig>& units, const BucketPlanOp
   const int slots =
       ring_slots(options.nesting, options.prefetch_depth, units.front().reshard_after_forward);
   plan.gathers = plan_gathers(uses, slots);
-  const bool has_replicas = options.replicas > 1;
   plan.reductions = plan_reductions(uses, options.overlaps_copies && has_peers, has_replicas);
   plan.reduce_output_bytes = needs_reduce_output ? plan.reductions.output_bytes : 0;
   plan.message_staging_bytes =
       message_staging_bytes(options.transport, units.front().layout.world_size()) +
-      (has_replicas ? message_staging_bytes(options.transport, options.replicas) : 0);
+      (has_replicas ? message_staging_bytes(options.replica_transport, options.replicas) : 0);
   plan.gradients_in_flight_bytes = gradients_in_flight(plan.buckets, parents);
   return plan;
 }

@@ -36,7 +36,9 @@ struct BucketPlanOptions {
   int nesting = 1;                 // units below the root that enclose each other, at most
   std::size_t prefetch_depth = 1;  // buckets
   bool overlaps_copies = false;    // as Device::overlaps_copies
-  int replicas = 1;                // ranks with the same shard: Note [replicas] in core/reducer.h
+  // - The ranks with the same shard: Note [replicas] in core/reducer.h
+  int replicas = 1;
+  std::string_view replica_transport;
 };
 
 // `units` are in order of registration, and so are the buckets.

@@ -75,6 +75,11 @@ OrderCheck::OrderCheck(Device& device, Lane& lane, Lane* replicas)
 
 OrderCheck::~OrderCheck() = default;
 
+bool OrderCheck::has_other_ranks() const {
+  return std::any_of(ranks_.begin(), ranks_.end(),
+                     [](const Ranks& ranks) { return ranks.announcements.size() > 1; });
+}
+
 void OrderCheck::compare(const Bucket& bucket, std::size_t bytes) {
   FSDP_CHECK(!device_.is_capturing(),
              "A CUDA graph cannot capture the first iteration, which compares the ranks. Run a few "

@@ -22,6 +22,9 @@ class OrderCheck {
   // Ranks compare on `lane` and then, if there are replicas, on theirs: Note [replicas] in
   // core/reducer.h.
   OrderCheck(Device& device, Lane& lane, Lane* replicas);
+
+  // Otherwise there is nothing to compare.
+  bool has_other_ranks() const;
   ~OrderCheck();
 
   // Whether collectives of this pass are still compared.

@@ -1,6 +1,7 @@
 #include "core/reducer.h"
 
 #include <algorithm>
+#include <chrono>
 #include <iterator>
 #include <utility>
 
@@ -64,11 +65,7 @@ Reducer::Reducer(Device& device, Packer& packer, Ledger& ledger, Over ranks, Ove
       announce_(std::move(ranks.announce)),
       replicas_(std::move(replicas)),
       input_(device),
-      output_(device) {
-  FSDP_CHECK(replicas_.lane == nullptr || lane_.communicator().size() > 1,
-             "Hybrid sharding over one rank, with replicas, has nothing to shard. Shard over at "
-             "least two ranks.");
-}
+      output_(device) {}
 
 // Work in flight uses the buffers that are freed now.
 Reducer::~Reducer() {
@@ -96,12 +93,13 @@ void Reducer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   input_.reset(input > 0 ? lane_.allocate(input, BufferUse::Input) : nullptr, input);
   output_bytes_ = memory.output_bytes;
   output_.reset(nullptr, 0);
-  const auto always_needs_output = [](const auto& bucket) {
-    return bucket->layout.world_size() > 1 &&
+  const auto always_needs_output = [has_replicas](const auto& bucket) {
+    return (bucket->layout.world_size() > 1 || has_replicas) &&
            !reduces_in_place(bucket->layout, bucket->units.front()->reduce_scale);
   };
-  if (output_bytes_ > 0 && (std::any_of(buckets.begin(), buckets.end(), always_needs_output) ||
-                            (has_peers && keeps_reduce_output(lane_.communicator().transport())))) {
+  if (output_bytes_ > 0 &&
+      (std::any_of(buckets.begin(), buckets.end(), always_needs_output) ||
+       ((has_peers || has_replicas) && keeps_reduce_output(lane_.communicator().transport())))) {
     output_.reset(lane_.allocate(output_bytes_, output_use()), output_bytes_);
   }
   place_gradients(buckets);
@@ -220,8 +218,8 @@ void Reducer::reduce(Bucket& bucket, const Units& units) {
 
 Reducer::Reduction Reducer::begin_reduction(Bucket& bucket, const Units& units, bool in_place) {
   auto* gradient = static_cast<char*>(bucket.flat_gradient());
-  const bool writes_gradient = in_place || bucket.layout.world_size() == 1;
   const bool has_replicas = replicas_.lane != nullptr;
+  const bool writes_gradient = in_place || (bucket.layout.world_size() == 1 && !has_replicas);
   const std::size_t half = has_replicas && !writes_gradient ? outputs_used_++ : 0;
   char* output = writes_gradient ? gradient : output_half(half);
   Issue issue;
@@ -259,7 +257,9 @@ void Reducer::reduce_piece(const Reduction& reduction, std::size_t number) {
   }
   release_input(bucket, half);
   if (replicas_.lane != nullptr) {
+    copy_to_output(reduction, input);
     sum_over_replicas(reduction, bucket.reductions[number]);
+    output = reduction.output;
   }
   if (output != bucket.flat_gradient()) {
     streams_.order_after(reduction.after, streams_.messages(), bucket.reduce_label);
@@ -292,6 +292,20 @@ void Reducer::sum_over_replicas(const Reduction& reduction, const ReducePiece& p
   const Timed timed(ledger_, lane.stream(), Work::AllReduce, bucket.numbers(),
                     {numel * itemsize(dtype), reduction.issue}, /*follows=*/false);
   lane.communicator().all_reduce(lane.stream(), reduction.output + offset, numel, dtype);
+}
+
+// Accumulated gradients of one rank. Other units of the bucket may go on accumulating there.
+void Reducer::copy_to_output(const Reduction& reduction, const void* input) {
+  const UnitLayout& layout = reduction.bucket.layout;
+  if (layout.world_size() > 1 || input == reduction.output) {
+    return;
+  }
+  Move move;
+  move.source = input;
+  move.destination = reduction.output;
+  move.bytes = static_cast<std::size_t>(layout.grad_numel()) * itemsize(layout.reduce_dtype());
+  device_.transfer(streams_.messages(), std::chrono::nanoseconds(0), {move}, 0);
+  ledger_.count_copied_bytes(2 * move.bytes);
 }
 
 void Reducer::end_reduction(const Reduction& reduction) {
@@ -354,8 +368,9 @@ void* Reducer::input_of(const Reduction& reduction, std::size_t piece, std::size
   if (bucket.has_accumulated) {
     return accumulated_of(bucket, piece);
   }
-  if (reduction.in_place && bucket.layout.world_size() == 1) {
-    return reduction.output;  // nothing to send: pack writes the flat gradient
+  const bool sums_output = reduction.in_place || replicas_.lane != nullptr;
+  if (sums_output && bucket.layout.world_size() == 1) {
+    return reduction.output;  // nothing to scatter: pack writes the flat gradient or the output
   }
   return packs_apart(bucket) ? input_.half_of(half) : input_.data();
 }

@@ -17,7 +17,8 @@
 // shard are replicas of each other. The result of a set's reduce-scatter is all-reduced over the
 // replicas, on a lane of its own. The cast or addition into the flat gradient follows there. So
 // while a bucket is all-reduced, the next one is reduce-scattered, into the half of the output that
-// the one before it does not use.
+// the one before it does not use. If each set is a single rank, nothing is scattered: a bucket is
+// packed into the output.
 //
 // Note [gradient lifetime]
 // Gradients leave the unsharded parameters when they are packed, which happens on a stream of the
@@ -118,6 +119,7 @@ class Reducer {
   void reduce_piece(const Reduction& reduction, std::size_t number);
   void send(const Reduction& reduction, const ReducePiece& piece, const void* input);
   void sum_over_replicas(const Reduction& reduction, const ReducePiece& piece);
+  void copy_to_output(const Reduction& reduction, const void* input);
   void end_reduction(const Reduction& reduction);
 
   // Whether the bucket is packed on another stream than the messages'.

@@ -83,8 +83,8 @@ class Simulated:
         replicas = self.replicas
         if not isinstance(replicas, int) or replicas < 1 or self.world_size % replicas != 0:
             raise ValueError(
-                f"Simulated got {replicas!r} replicas of a model on {self.world_size} ranks. Pass a "
-                "number of replicas that divides the number of ranks; the others shard the model."
+                f"Simulated got {replicas!r} replicas of a model on {self.world_size} ranks. Pass "
+                "a number of replicas that divides the number of ranks; the others shard the model."
             )
         if replicas == 1 and self.replica_link is not None:
             raise ValueError(

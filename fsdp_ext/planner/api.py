@@ -188,7 +188,8 @@ def _result(
     optimizer_states: int,
 ) -> Plan:
     layouts = [unit.layout_for(training=True) for unit in root.units]
-    found = find_buckets(root, layouts, target.transport, target.device_type)
+    transports = (target.transport, target.replica_transport)
+    found = find_buckets(root, layouts, transports, target.device_type)
     return Plan(
         model=type(root.module).__name__,
         world_size=target.ranks.world_size,

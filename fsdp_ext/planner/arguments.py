@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -32,12 +33,14 @@ class Target:
         ranks: how many shard the model, and how many replicas each has.
         device_type: "cuda" or "cpu".
         transport: name of the transport that the run would use.
+        replica_transport: name of the transport between replicas.
         asked: the transport that was asked for; None for the default.
     """
 
     ranks: PlannedRanks
     device_type: str
     transport: str
+    replica_transport: str
     asked: Transport
 
 
@@ -140,7 +143,11 @@ def resolve_target(
     if device_type not in ("cuda", "cpu"):
         raise ValueError(f'plan got device_type={device_type!r}. Pass "cuda" or "cpu".')
     asked = resolve_transport(transport, device_type)
-    return Target(ranks, device_type, _name_of_transport(asked, device_type, unit), asked)
+    within = between = _name_of_transport(asked, device_type, None)
+    if unit is not None:
+        within = _name_of_transport(asked, device_type, unit.ranks.group)
+        between = _name_of_transport(asked, device_type, unit.ranks.replica_group)
+    return Target(ranks, device_type, within, between, asked)
 
 
 def _resolve_ranks(
@@ -157,8 +164,8 @@ def _resolve_ranks(
         )
     if unit is None and isinstance(transport, Simulated) and replicas != simulated:
         raise ValueError(
-            f"plan got replicas={replicas} and a simulated transport with {simulated}. Leave one of "
-            "them out."
+            f"plan got replicas={replicas} and a simulated transport with {simulated}. Leave one "
+            "of them out."
         )
     return PlannedRanks(ranks // replicas, replicas)
 
@@ -181,15 +188,15 @@ def _resolve_world_size(asked: int | None, unit: Unit | None, transport: Transpo
     return asked
 
 
-def _name_of_transport(asked: Transport, device_type: str, unit: Unit | None) -> str:
-    """Return the name of the transport that the run would choose."""
+def _name_of_transport(asked: Transport, device_type: str, group: dist.ProcessGroup | None) -> str:
+    """Return the name of the transport that the run would choose for the group, if it is known."""
     if isinstance(asked, Simulated):
         return "simulated"
     if asked is not None:
         return asked
     if device_type == "cuda":
         return "nccl"
-    shares = unit is None or may_share_memory(unit.ranks.group, None)
+    shares = group is None or may_share_memory(group, None)
     return "shared_memory" if shares and not why_no_shared_memory() else "process_group"
 
 
@@ -229,7 +236,7 @@ def resolve_links(
     elif within is not None:
         between = within.between_replicas(shards, replicas)
     else:
-        between = typical_replica_link(target.transport, target.asked, shards, replicas)
+        between = typical_replica_link(target.replica_transport, target.asked, shards, replicas)
     return Links((within or typical).over(shards), between)
 
 

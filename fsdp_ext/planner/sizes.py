@@ -93,23 +93,28 @@ class PlannedMemory:
 
 
 def find_buckets(
-    root: PlannedRoot, layouts: Sequence[_C.UnitLayout], transport: str, device_type: str
+    root: PlannedRoot,
+    layouts: Sequence[_C.UnitLayout],
+    transports: tuple[str, str],
+    device_type: str,
 ) -> _C.MemoryPlan:
     """Return the buckets of planned units and the buffers that they need.
 
     Args:
         root: the planned units.
         layouts: the layout of each unit, for training.
-        transport: name of the transport. It decides how buckets are gathered.
+        transports: names of the transport, which decides how buckets are gathered, and of the one
+            between replicas.
         device_type: "cuda" or "cpu".
     """
     return _C.plan_memory(
         root.configs(layouts),
-        transport=transport,
+        transport=transports[0],
         on_gpu=device_type == "cuda",
         nesting=root.nesting(),
         prefetch_depth=root.most_ahead(),
         replicas=root.units[0].replicas,
+        replica_transport=transports[1],
     )
 
 

@@ -55,9 +55,11 @@ def predict_plan(root: PlannedRoot, found: _C.MemoryPlan, costs: StepCosts) -> P
 def _stage(root: PlannedRoot, bucket: _C.PlannedBucket, costs: StepCosts) -> Stage:
     units = bucket["units"]
     has_wire = root.units[0].world_size > 1
+    sums = all_reduce_bytes(root, bucket)
     # A single rank has its parameters whole already, so it copies only what it casts.
     has_copies = has_wire or bucket["needs_cast"]
-    gather_rate, reduce_rate = costs.copies if has_copies else (0.0, 0.0)
+    gather_rate = costs.copies[0] if has_copies else 0.0
+    reduce_rate = costs.copies[1] if has_copies or sums > 0 else 0.0
     return Stage(
         name=root.units[units[0]].name,
         forward=sum(costs.compute[number][0] for number in units),
@@ -69,6 +71,6 @@ def _stage(root: PlannedRoot, bucket: _C.PlannedBucket, costs: StepCosts) -> Sta
         copy_seconds_reduce=reduce_rate * bucket["reduce_bytes"],
         gather_messages=bucket["gather_messages"],
         reduce_messages=bucket["reduce_messages"],
-        all_reduce_bytes=all_reduce_bytes(root, bucket),
+        all_reduce_bytes=sums,
         reduces_in_place=not bucket["needs_reduce_output"],
     )

@@ -27,11 +27,12 @@ class OutOfMemory(RuntimeError):
 
 def has_peers(unit: Unit) -> bool:
     """Return whether the unit's mesh has other ranks; simulated ones do not count."""
-    group = unit.ranks.group
+    ranks = unit.ranks
     is_real = (
-        not isinstance(unit.settings.transport, Simulated) and dist.get_backend(group) != "fake"
+        not isinstance(unit.settings.transport, Simulated)
+        and dist.get_backend(ranks.group) != "fake"
     )
-    return is_real and group.size() > 1
+    return is_real and ranks.world_size > 1
 
 
 def exchange(unit: Unit, value: Any) -> list[Any]:

@@ -19,7 +19,6 @@ from fsdp_ext.sharding import module_changes, optimizer_hooks, state_dict_hooks,
 from fsdp_ext.sharding.arguments import (
     check_modules,
     check_offload,
-    check_ranks,
     check_types,
     device_of,
     ensure_process_group,
@@ -181,7 +180,6 @@ def fully_shard(
     check_offload(offload_policy, mesh.device_type)
     transport = resolve_transport(transport, mesh.device_type)
     ranks = Ranks(mesh)
-    check_ranks(ranks)
     if isinstance(transport, Simulated):
         transport.check_mesh(ranks.world_size, ranks.rank_in_mesh, ranks.replicas)
     settings = UnitSettings(

@@ -106,17 +106,6 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type)
 
 
-def check_ranks(ranks: Ranks) -> None:
-    """Raise NotImplementedError for hybrid sharding that is not supported yet."""
-    if ranks.replicas > 1 and ranks.size == 1:
-        shape = tuple(ranks.mesh.shape)
-        raise NotImplementedError(
-            f"fully_shard got a mesh {shape}, which replicates over its first dimension but shards "
-            "over one rank. That is not supported; use DistributedDataParallel, or a mesh whose "
-            "second dimension has at least 2 ranks."
-        )
-
-
 def check_types(mesh: object, mp_policy: object, ignored_params: object) -> None:
     """Raise TypeError for arguments of ``fully_shard`` of a wrong type."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):

@@ -157,7 +157,8 @@ class Search:
         planned, layouts = self._planned, self._layouts
         planned.decide(Decision(choice, scope))
         device_type = self._root.units[0].device.type
-        found = find_buckets(planned, layouts, self._root.lanes.transport, device_type)
+        transports = (self._root.lanes.transport,) * 2
+        found = find_buckets(planned, layouts, transports, device_type)
         memory = memory_of(planned, layouts, found, self._optimizer_states).peak
         return _Sized(choice, found, memory)
 

@@ -140,13 +140,14 @@ void register_layout(py::module_& m) {
   m.def(
       "plan_memory",
       [](const std::vector<UnitConfig>& units, const std::string& transport, bool on_gpu,
-         int nesting, std::size_t prefetch_depth, int replicas) {
+         int nesting, std::size_t prefetch_depth, int replicas,
+         const std::string& replica_transport) {
         return describe(plan_buckets(
             units, {transport, gather_by_of(transport, on_gpu), nesting, prefetch_depth,
-                    /*overlaps_copies=*/on_gpu, replicas}));
+                    /*overlaps_copies=*/on_gpu, replicas, replica_transport}));
       },
       py::arg("units"), py::kw_only(), py::arg("transport"), py::arg("on_gpu"), py::arg("nesting"),
-      py::arg("prefetch_depth"), py::arg("replicas"));
+      py::arg("prefetch_depth"), py::arg("replicas"), py::arg("replica_transport"));
 }
 
 }  // namespace fsdp
