@@ -36,6 +36,10 @@ class Communicator {
   // communicator that is not told says less about ranks that wait for each other.
   virtual void serve(Stream& /*stream*/) {}
 
+  // Whether collectives have run when these calls return, on the thread that calls: Note [inline
+  // groups]. Nothing overlaps them then.
+  virtual bool is_inline() const { return false; }
+
   // Error messages call the following collectives `what`, which must outlive them. If the transport
   // can, it checks that all ranks have the same `tag`: Note [collective tags].
   virtual void announce(const std::string& /*what*/, std::uint64_t /*tag*/) {}

@@ -105,12 +105,16 @@ class HostMoments final : public Moments {
 
 class HostDevice final : public Device {
  public:
-  explicit HostDevice(std::chrono::milliseconds timeout) : timeout_(timeout), compute_(timeout) {}
+  HostDevice(std::chrono::milliseconds timeout, HostStreams streams)
+      : timeout_(timeout), streams_(streams), compute_(timeout) {}
 
   const char* name() const override { return "cpu"; }
   Stream& compute_stream() override { return compute_; }
 
   std::unique_ptr<Stream> new_stream(const std::string& name) override {
+    if (streams_ == HostStreams::Inline) {
+      return std::make_unique<InlineStream>(name, timeout_);
+    }
     return std::make_unique<HostStream>(name, timeout_);
   }
 
@@ -154,6 +158,7 @@ class HostDevice final : public Device {
 
  private:
   std::chrono::milliseconds timeout_;
+  HostStreams streams_;
   HostComputeStream compute_;
 };
 
@@ -248,6 +253,48 @@ bool HostComputeStream::mark_and_wait(Moments& moments, std::size_t number, Even
   moments.mark(number, *this);
   completion->wait(timeout_, what, Completion::Waiter::Host);
   return true;
+}
+
+// - InlineStream
+
+template <typename Work>
+void InlineStream::run(const Work& work) {
+  if (error_) {
+    return;
+  }
+  try {
+    work();
+  } catch (...) {
+    error_ = std::current_exception();
+  }
+}
+
+void InlineStream::enqueue(std::function<void()> work) { run(work); }
+
+void InlineStream::stamp(Stamp& at) { stamp_now(at); }
+
+void InlineStream::record(Event& event) {
+  std::shared_ptr<Completion> failed;
+  if (error_) {
+    failed = std::make_shared<Completion>(nullptr);
+    failed->complete(error_);
+  }
+  as_host(event).set_newest(std::move(failed));
+}
+
+bool InlineStream::wait(Event& event, const std::string& what) {
+  const std::shared_ptr<Completion> completion = pending(event);
+  if (completion == nullptr) {
+    return false;
+  }
+  run([&] { completion->wait(timeout_, what, Completion::Waiter::Host); });
+  return true;
+}
+
+void InlineStream::synchronize() {
+  if (error_) {
+    std::rethrow_exception(error_);
+  }
 }
 
 // - HostStream
@@ -385,8 +432,8 @@ void HostStream::run_item(Item& item) {
   }
 }
 
-std::unique_ptr<Device> make_host_device(std::chrono::milliseconds timeout) {
-  return std::make_unique<HostDevice>(timeout);
+std::unique_ptr<Device> make_host_device(std::chrono::milliseconds timeout, HostStreams streams) {
+  return std::make_unique<HostDevice>(timeout, streams);
 }
 
 }  // namespace fsdp

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "device/forks.h"
 #include "device/stream.h"
@@ -106,6 +107,29 @@ class HostComputeStream final : public HostQueue {
  private:
   std::string name_ = "compute";
   std::chrono::milliseconds timeout_;
+};
+
+// The calling thread in place of a worker: work runs at once, and if it throws, the stream has
+// failed as a worker's has (Note [errors on streams]). It is not for several threads at a time.
+class InlineStream final : public HostQueue {
+ public:
+  InlineStream(std::string name, std::chrono::milliseconds timeout)
+      : name_(std::move(name)), timeout_(timeout) {}
+
+  const std::string& name() const override { return name_; }
+  void record(Event& event) override;
+  bool wait(Event& event, const std::string& what) override;
+  void synchronize() override;
+  void enqueue(std::function<void()> work) override;
+  void stamp(Stamp& at) override;
+
+ private:
+  template <typename Work>
+  void run(const Work& work);
+
+  std::string name_;
+  std::chrono::milliseconds timeout_;
+  std::exception_ptr error_;
 };
 
 // A worker thread. The destructor finishes all issued work and joins the thread. In a forked child

@@ -255,7 +255,11 @@ class Range {
   Device& device_;
 };
 
-std::unique_ptr<Device> make_host_device(std::chrono::milliseconds timeout);
+// Whether new streams of the host are worker threads, or run work on the calling thread at once.
+enum class HostStreams : bool { Threads, Inline };
+
+std::unique_ptr<Device> make_host_device(std::chrono::milliseconds timeout,
+                                         HostStreams streams = HostStreams::Threads);
 
 // What this extension uses of the framework that shares the GPU: its current stream, and its
 // allocator, so that the framework accounts for our memory.

@@ -1,9 +1,12 @@
-// Conversions between PyTorch's dtypes and the core's.
+// Conversions between PyTorch's dtypes and tensors and the core's.
 #pragma once
 
+#include <ATen/ops/from_blob.h>
 #include <c10/core/ScalarType.h>
 
 #include <array>
+#include <cstddef>
+#include <cstdint>
 #include <utility>
 
 #include "base/dtype.h"
@@ -34,6 +37,12 @@ constexpr at::ScalarType to_scalar_type(DType dtype) {
     }
   }
   return at::kByte;
+}
+
+// A 1-D tensor over memory of the host, which it does not own.
+inline at::Tensor view_of(const void* data, std::size_t numel, DType dtype) {
+  return at::from_blob(const_cast<void*>(data), {static_cast<std::int64_t>(numel)},
+                       at::TensorOptions().dtype(to_scalar_type(dtype)));
 }
 
 }  // namespace fsdp

@@ -1,6 +1,5 @@
 #include "torch/process_group.h"
 
-#include <ATen/ops/from_blob.h>
 #include <torch/headeronly/version.h>
 
 #include <algorithm>
@@ -25,11 +24,6 @@
 
 namespace fsdp {
 namespace {
-
-at::Tensor view_of(const void* data, std::size_t numel, DType dtype) {
-  return at::from_blob(const_cast<void*>(data), {static_cast<std::int64_t>(numel)},
-                       at::TensorOptions().dtype(to_scalar_type(dtype)));
-}
 
 // What host_all_gather sends first: Note [exchange group].
 struct FirstBlock {

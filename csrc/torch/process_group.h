@@ -1,4 +1,5 @@
-// A transport over any torch.distributed backend for CPU tensors (gloo, mpi, ucc, "fake").
+// A transport over torch.distributed backends for CPU tensors that serve any thread: gloo and
+// "fake". Others: torch/inline_group.h.
 #pragma once
 
 #include <memory>

@@ -19,6 +19,8 @@ namespace fsdp {
 namespace {
 
 std::atomic<std::uint64_t> optimizer_steps{0};
+thread_local std::uint64_t optimizer_steps_of_thread = 0;
+std::atomic<bool> counts_steps_by_thread{false};
 std::atomic<std::uint64_t> noted_module_changes{0};
 
 // Calls the hooks one by one. PyTorch's own way of calling them raises if one returns a value, and
@@ -75,7 +77,12 @@ void allow_access(Storage& storage, std::size_t bytes) {
 
 }  // namespace
 
-void note_optimizer_step() { optimizer_steps.fetch_add(1, std::memory_order_relaxed); }
+void note_optimizer_step() {
+  optimizer_steps.fetch_add(1, std::memory_order_relaxed);
+  optimizer_steps_of_thread += 1;
+}
+
+void count_optimizer_steps_by_thread() { counts_steps_by_thread = true; }
 
 void note_module_change() { noted_module_changes.fetch_add(1, std::memory_order_relaxed); }
 
@@ -207,7 +214,8 @@ void TorchUnit::register_parameters(bool unsharded) {
 }
 
 std::uint64_t TorchUnit::shard_version() {
-  std::uint64_t version = optimizer_steps.load(std::memory_order_relaxed);
+  std::uint64_t version = counts_steps_by_thread ? optimizer_steps_of_thread
+                                                 : optimizer_steps.load(std::memory_order_relaxed);
   for (std::size_t i = 0; i < sharded_.size(); ++i) {
     c10::TensorImpl* impl = sharded(i).unsafeGetTensorImpl();
     if (!impl->is_inference()) {

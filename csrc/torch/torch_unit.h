@@ -189,6 +189,9 @@ class TorchUnit final : public UnitPort,
 // Tells all units that their shards have changed. A hook of every optimizer calls this, because not
 // every optimizer changes the versions of the parameters.
 void note_optimizer_step();
+// From now on, only units that the calling thread runs: ranks of one group are threads of this
+// process, and the step of one rank must not make another one gather.
+void count_optimizer_steps_by_thread();
 
 // Tells all roots that some module has another parameter or child. The next outermost forward calls
 // when_stale. A hook on registrations calls this.

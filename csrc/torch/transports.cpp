@@ -146,6 +146,15 @@ std::shared_ptr<Lanes> make_process_group_lanes(c10::intrusive_ptr<c10d::Process
           LanesDeleter()};
 }
 
+std::shared_ptr<Lanes> make_inline_lanes(const pybind11::object& collectives,
+                                         const InlineRank& place,
+                                         std::chrono::milliseconds timeout) {
+  return {new Lanes(make_host_device(timeout, HostStreams::Inline), make_host_packer(),
+                    make_inline_communicator(collectives, place),
+                    make_inline_communicator(collectives, place)),
+          LanesDeleter()};
+}
+
 std::shared_ptr<Lanes> make_shared_memory_lanes(const SharedMemoryEndpoint& endpoint,
                                                 const std::vector<std::string>& addresses, int rank,
                                                 std::chrono::milliseconds timeout,

@@ -13,6 +13,7 @@
 #include "comm/shared_memory.h"
 #include "comm/simulated.h"
 #include "core/lanes.h"
+#include "torch/inline_group.h"
 #include "torch/process_group.h"
 
 namespace fsdp {
@@ -25,6 +26,12 @@ std::shared_ptr<Lanes> make_process_group_lanes(c10::intrusive_ptr<c10d::Process
                                                 const GroupMembers& members,
                                                 std::chrono::milliseconds timeout,
                                                 bool groups_one_by_one, HostLanes on_host);
+
+// On the host, on the calling thread, over a process group that no other thread may use: Note
+// [inline groups]. `timeout` limits the host's own waits.
+std::shared_ptr<Lanes> make_inline_lanes(const pybind11::object& collectives,
+                                         const InlineRank& place,
+                                         std::chrono::milliseconds timeout);
 
 // On the host, over memory that the ranks share; see comm/shared_memory.h. `timeout` limits waits
 // for peers, and `host_timeout` the host's own waits.

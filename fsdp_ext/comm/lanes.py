@@ -15,6 +15,7 @@ import torch.distributed as dist
 from fsdp_ext import _C
 from fsdp_ext._util.warn import warn_caller
 from fsdp_ext.comm.crossover import choose_crossovers
+from fsdp_ext.comm.inline_group import InlineCollectives, is_inline
 from fsdp_ext.comm.nccl_settings import check_agreement, nccl_settings
 from fsdp_ext.comm.rendezvous import Rendezvous, plain_text, processes_of
 from fsdp_ext.comm.simulated import Simulated
@@ -76,8 +77,8 @@ def _clear_at_exit() -> None:
 
 def check_lanes() -> None:
     """Raise RuntimeError if a collective of any model has failed since the last check."""
-    for of_group in _lanes.values():
-        for lanes in of_group.values():
+    for of_group in list(_lanes.values()):  # ranks that are threads may add theirs meanwhile
+        for lanes in list(of_group.values()):
             lanes.check()
 
 
@@ -86,7 +87,22 @@ def _host_lanes(group: dist.ProcessGroup, device: torch.device, transport: str |
     shared = connect_through_memory(group, transport, timeout_of(group, device))
     if shared.lanes is not None:
         return shared.lanes
+    if is_inline(group):
+        return _inline_lanes(group, device)
     return _process_group_lanes(group, device, shared.on_host)
+
+
+def _inline_lanes(group: dist.ProcessGroup, device: torch.device) -> _C.Lanes:
+    """Make lanes whose collectives run on the calling thread, over ``group`` itself."""
+    collectives = InlineCollectives(group)
+    if collectives.ranks_are_threads():
+        _C.count_optimizer_steps_by_thread()
+    return _C.Lanes.inline(
+        collectives,
+        rank=dist.get_rank(group),
+        ranks=dist.get_process_group_ranks(group),
+        timeout=(timeout_of(group, device) + GRACE).total_seconds(),
+    )
 
 
 def _process_group_lanes(

@@ -249,6 +249,8 @@ def describe_lanes(lanes: _C.Lanes) -> str:
         if nbytes is not None
     ]
     how = f", which composes {' and '.join(composed)} of messages" if composed else ""
+    if lanes.is_inline:
+        how = ", on the thread that trains"
     return f"{lanes.transport}{_describe_hosts(lanes.hosts)}{how}"
 
 

@@ -16,6 +16,7 @@ from weakref import WeakSet
 from torch import nn
 
 from fsdp_ext._util.files import write_text
+from fsdp_ext.comm.inline_group import refuse_inline
 from fsdp_ext.profiler.causes import Exposure, Lateness
 from fsdp_ext.profiler.merge import collect, compare_clocks, lateness
 from fsdp_ext.profiler.picture import draw
@@ -56,12 +57,15 @@ class profile:
     Raises:
         TypeError: if ``fully_shard`` was not applied to ``model``.
         RuntimeError: before the first forward.
+        NotImplementedError: if the model is on a 2-D mesh, or its collectives run on the thread
+            that trains.
         ValueError: if ``iterations`` is less than 1.
     """
 
     def __init__(self, model: nn.Module, iterations: int = 64) -> None:
         self._root = running_root(model, "profile")
         refuse_replicas(self._root.units[0].ranks, "profile")
+        refuse_inline(self._root.lanes, "profile")
         if not isinstance(iterations, int) or iterations < 1:
             raise ValueError(f"profile got iterations={iterations!r}. Keep at least 1 step.")
         self._core = self._root.core

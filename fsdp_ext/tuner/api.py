@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fsdp_ext.comm.inline_group import refuse_inline
 from fsdp_ext.sharding.agreement import together
 from fsdp_ext.sharding.auto import remember
 from fsdp_ext.sharding.ranks import refuse_replicas
@@ -90,6 +91,7 @@ def tune(
         trial.first_step()  # makes the root
         trial.first_step()  # makes buckets in the order of forward
         root = running_root(model, "tune")
+        refuse_inline(root.lanes, "tune")
         settings = TunableSettings(root)
         try:
             search = Search(root, settings, trial.step, steps, optimizer_states)

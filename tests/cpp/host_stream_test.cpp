@@ -524,5 +524,35 @@ TEST(HostDevice, FillRunsInTheOrderOfItsStream) {
   EXPECT_EQ(device->timeout(), kLong);
 }
 
+// - Streams without a thread
+
+TEST(InlineStreams, WorkHasRunOnTheCallingThreadWhenItIsIssued) {
+  const std::unique_ptr<Device> device = make_host_device(kLong, HostStreams::Inline);
+  const std::unique_ptr<Stream> stream = device->new_stream("lane");
+  std::uint64_t thread = 0;
+  static_cast<HostQueue&>(*stream).enqueue([&] { thread = this_thread(); });
+  EXPECT_EQ(thread, this_thread());
+  HostEvent event;
+  stream->record(event);
+  EXPECT_FALSE(device->compute_stream().wait(event, kWork)) << "there is nothing to wait for";
+}
+
+TEST(InlineStreams, WorkThatThrowsFailsTheStreamAndThoseThatWaitForIt) {
+  const std::unique_ptr<Device> device = make_host_device(kLong, HostStreams::Inline);
+  const std::unique_ptr<Stream> failed = device->new_stream("failed");
+  const std::unique_ptr<Stream> waiting = device->new_stream("waiting");
+  int ran = 0;
+  static_cast<HostQueue&>(*failed).enqueue([] { throw Error("broken"); });
+  static_cast<HostQueue&>(*failed).enqueue([&] { ran += 1; });
+  HostEvent event;
+  failed->record(event);
+  EXPECT_TRUE(waiting->wait(event, kWork));
+  static_cast<HostQueue&>(*waiting).enqueue([&] { ran += 1; });
+  EXPECT_EQ(ran, 0);
+  EXPECT_THROW(failed->synchronize(), Error);
+  EXPECT_THROW(waiting->synchronize(), Error);
+  EXPECT_THROW(device->compute_stream().wait(event, kWork), Error);
+}
+
 }  // namespace
 }  // namespace fsdp

@@ -132,6 +132,16 @@ void register_lanes(py::module_& m) {
           py::arg("processes") = std::map<int, std::string>(), py::arg("on_host") = nullptr,
           py::arg("groups_one_by_one") = false)
       .def_static(
+          "inline",
+          [](const py::object& collectives, int rank, const std::vector<int>& ranks,
+             double timeout) {
+            const InlineRank place{rank, static_cast<int>(ranks.size()),
+                                   ranks.at(static_cast<std::size_t>(rank))};
+            return make_inline_lanes(collectives, place, milliseconds(timeout));
+          },
+          py::arg("collectives"), py::kw_only(), py::arg("rank"), py::arg("ranks"),
+          py::arg("timeout"))
+      .def_static(
           "nccl",
           [](const std::vector<std::string>& libraries, const std::string& unique_id, int rank,
              int size, int device, double timeout, double host_timeout, bool register_buffers,
@@ -190,6 +200,8 @@ void register_lanes(py::module_& m) {
           py::arg("whole_traffic"), py::arg("moves_memory"), py::arg("timeout"))
       .def_property_readonly("transport",
                              [](Lanes& lanes) { return lanes.gather.communicator().transport(); })
+      .def_property_readonly("is_inline",
+                             [](Lanes& lanes) { return lanes.gather.communicator().is_inline(); })
       .def_property_readonly("hosts",
                              [](Lanes& lanes) { return lanes.gather.communicator().hosts(); })
       .def_property_readonly("can_compose",

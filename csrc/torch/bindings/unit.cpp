@@ -66,6 +66,7 @@ void register_unit(py::module_& m) {
       .def("end_skip", &TorchUnit::end_skip)
       .def_property_readonly("layout", &TorchUnit::layout);
   m.def("note_optimizer_step", &note_optimizer_step);
+  m.def("count_optimizer_steps_by_thread", &count_optimizer_steps_by_thread);
   m.def("note_module_change", &note_module_change);
 }
 

@@ -1,0 +1,169 @@
+#include "torch/inline_group.h"
+
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cstdio>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "base/check.h"
+#include "comm/mailbox.h"
+#include "device/host_stream.h"
+#include "torch/backend_messages.h"
+#include "torch/dtype.h"
+
+namespace py = pybind11;
+
+namespace fsdp {
+namespace {
+
+enum class Kind : std::uint64_t { AllGather, ReduceScatter, AllReduce, Broadcast, Barrier, Host };
+
+// What a rank says about its next collective.
+struct Next {
+  Kind kind;
+  std::uint64_t bytes;
+  std::uint64_t tag;
+  char what[104];
+};
+
+class InlineCommunicator final : public Communicator {
+ public:
+  InlineCommunicator(py::object collectives, const InlineRank& place)
+      : collectives_(std::move(collectives)), place_(place) {}
+  ~InlineCommunicator() override {
+    if (Py_IsInitialized() == 0) {
+      collectives_.release();
+      return;
+    }
+    const py::gil_scoped_acquire gil;
+    collectives_ = py::object();
+  }
+
+  const char* transport() const override { return "process_group"; }
+  int rank() const override { return place_.rank; }
+  int size() const override { return place_.size; }
+  bool is_inline() const override { return true; }
+
+  void announce(const std::string& what, std::uint64_t tag) override {
+    what_ = &what;
+    tag_ = tag;
+  }
+
+  void all_gather(Stream& stream, const void* input, void* output, std::size_t bytes) override {
+    run(stream, Kind::AllGather, bytes,
+        [this, input, output, bytes] { all_gather_now(input, output, bytes); });
+  }
+
+  void reduce_scatter(Stream& stream, const void* input, void* output, std::size_t numel,
+                      DType dtype) override {
+    run(stream, Kind::ReduceScatter, numel * itemsize(dtype), [this, input, output, numel, dtype] {
+      collectives_.attr("reduce_scatter")(
+          view_of(output, numel, dtype),
+          view_of(input, numel * static_cast<std::size_t>(size()), dtype));
+    });
+  }
+
+  void all_reduce(Stream& stream, void* data, std::size_t numel, DType dtype) override {
+    run(stream, Kind::AllReduce, numel * itemsize(dtype), [this, data, numel, dtype] {
+      collectives_.attr("all_reduce")(view_of(data, numel, dtype));
+    });
+  }
+
+  void broadcast(Stream& stream, void* data, std::size_t bytes, int root) override {
+    run(stream, Kind::Broadcast, bytes, [this, data, bytes, root] {
+      collectives_.attr("broadcast")(view_of(data, bytes, DType::Bytes), root);
+    });
+  }
+
+  void barrier(Stream& stream) override {
+    run(stream, Kind::Barrier, 0, [this] { collectives_.attr("barrier")(); });
+  }
+
+  void host_all_gather(Stream& stream, const void* input, void* output,
+                       std::size_t bytes) override {
+    tag_ = 0;  // what ranks compare is in the message
+    run(stream, Kind::Host, bytes,
+        [this, input, output, bytes] { all_gather_now(input, output, bytes); });
+  }
+
+  void abort(const std::string& reason) override {
+    if (error_.empty()) {
+      error_ = reason;
+    }
+  }
+
+  // Empty: the thread that issues a collective gets its error thrown. The check of all lanes before
+  // an optimizer's step may be made by another rank, if ranks are threads of one process.
+  std::string async_error() override { return {}; }
+
+ private:
+  template <typename Collective>
+  void run(Stream& stream, Kind kind, std::size_t bytes, const Collective& collective) {
+    static_cast<HostQueue&>(stream).enqueue([&] {
+      FSDP_CHECK(error_.empty(), "communication was aborted: ", error_);
+      const py::gil_scoped_acquire gil;
+      // Another rank may be a thread of this process, and write these tensors.
+      const c10::InferenceMode no_inference(false);
+      try {
+        meet(kind, bytes);
+        collective();
+      } catch (py::error_already_set& error) {
+        if (!error.matches(PyExc_Exception)) {
+          throw;  // a KeyboardInterrupt, say
+        }
+        abort(detail::concat("rank ", place_.global_rank, ": ", *what_,
+                             " failed over the process group: ", plain_text(error),
+                             ". Look at the output of all ranks."));
+        throw Error(error_);
+      } catch (const std::exception& error) {
+        abort(error.what());
+        throw;
+      }
+    });
+  }
+
+  // See Note [inline groups].
+  void meet(Kind kind, std::size_t bytes) {
+    if (size() == 1) {
+      return;
+    }
+    Next mine{kind, bytes, tag_, {}};
+    std::snprintf(mine.what, sizeof(mine.what), "%s", what_->c_str());
+    std::vector<Next> all(static_cast<std::size_t>(size()));
+    all_gather_now(&mine, all.data(), sizeof(mine));
+    for (std::size_t other = 0; other < all.size(); ++other) {
+      const Next& theirs = all[other];
+      FSDP_CHECK(theirs.kind == kind && theirs.bytes == bytes && theirs.tag == tag_, "rank ",
+                 place_.global_rank, ": ranks issued different collectives: this rank is in ",
+                 mine.what, ", and rank ", other, " of its group is in ",
+                 text_in(theirs.what, sizeof(theirs.what)),
+                 ". Over a process group that runs collectives on the calling thread, all ranks "
+                 "have to run the same units in the same order and use the same parameters");
+    }
+  }
+
+  void all_gather_now(const void* input, void* output, std::size_t bytes) {
+    collectives_.attr("all_gather")(
+        view_of(output, bytes * static_cast<std::size_t>(size()), DType::Bytes),
+        view_of(input, bytes, DType::Bytes));
+  }
+
+  py::object collectives_;
+  InlineRank place_;
+  const std::string unnamed_ = "a collective";
+  const std::string* what_ = &unnamed_;
+  std::uint64_t tag_ = 0;
+  std::string error_;
+};
+
+}  // namespace
+
+std::unique_ptr<Communicator> make_inline_communicator(py::object collectives,
+                                                       const InlineRank& place) {
+  return std::make_unique<InlineCommunicator>(std::move(collectives), place);
+}
+
+}  // namespace fsdp

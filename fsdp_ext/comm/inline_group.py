@@ -1,0 +1,119 @@
+"""Process groups that only the calling thread may use: Note [inline groups].
+
+The Note is in ``csrc/torch/inline_group.h``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+
+from fsdp_ext import _C
+from fsdp_ext.comm.rendezvous import host_backend
+
+# Backends of the host that are written in C++ and serve any thread.
+_SERVE_ANY_THREAD = ("gloo", "fake")
+
+# What a collective of one tensor is called. torch 2.13 renamed the methods, and a class may have
+# either name.
+_ALL_GATHER = ("all_gather_single", "_allgather_base")
+_REDUCE_SCATTER = ("reduce_scatter_single", "_reduce_scatter_base")
+
+
+def is_inline(group: dist.ProcessGroup) -> bool:
+    """Return whether collectives of ``group`` have to run on the calling thread."""
+    return type(group) is not dist.ProcessGroup or host_backend(group) not in _SERVE_ANY_THREAD
+
+
+def refuse_inline(lanes: _C.Lanes, caller: str) -> None:
+    """Raise NotImplementedError if collectives run on the thread that trains."""
+    if lanes.is_inline:
+        raise NotImplementedError(
+            f"{caller} does not support process groups whose collectives run on the thread that "
+            "trains, because nothing overlaps them: all of their time is exposed. Use gloo."
+        )
+
+
+class InlineCollectives:
+    """The collectives of a group, on the calling thread.
+
+    It does not keep the group alive, because lanes live as long as their group.
+
+    Args:
+        group: the mesh's group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._weak_group = weakref.ref(group)
+        self._all_gather = _overridden(group, _ALL_GATHER)
+        self._reduce_scatter = _overridden(group, _REDUCE_SCATTER)
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._weak_group()
+        if group is None:
+            raise RuntimeError("the process group of the model's mesh was destroyed")
+        return group
+
+    def ranks_are_threads(self) -> bool:
+        """Return whether ranks are threads of one process, as PyTorch's own tests have them.
+
+        All ranks make this call together.
+        """
+        own = torch.frombuffer(bytearray(_C.process_identity()), dtype=torch.uint8)
+        gathered = own.new_empty(self._group.size() * own.numel())
+        self.all_gather(gathered, own)
+        processes = {tuple(process) for process in gathered.view(-1, own.numel()).tolist()}
+        return len(processes) < self._group.size()
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
+        """Make ``output`` of the 1-D inputs of all ranks."""
+        group: Any = self._group
+        if type(group) is dist.ProcessGroup:
+            _single("all_gather_single", "all_gather_into_tensor")(output, input, group=group)
+        elif self._all_gather is not None:
+            getattr(group, self._all_gather)(output, input, AllgatherOptions()).wait()
+        else:
+            parts = list(output.view(group.size(), input.numel()).unbind())
+            dist.all_gather(parts, input, group=group)
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> None:
+        """Make ``output`` of the sum over all ranks of this rank's part of their 1-D inputs."""
+        group: Any = self._group
+        if type(group) is dist.ProcessGroup:
+            _single("reduce_scatter_single", "reduce_scatter_tensor")(output, input, group=group)
+        elif self._reduce_scatter is not None:
+            getattr(group, self._reduce_scatter)(output, input, ReduceScatterOptions()).wait()
+        else:
+            parts = list(input.view(group.size(), output.numel()).unbind())
+            dist.reduce_scatter(output, parts, group=group)
+
+    def all_reduce(self, data: torch.Tensor) -> None:
+        """Replace ``data`` with its sum over all ranks."""
+        dist.all_reduce(data, group=self._group)
+
+    def broadcast(self, data: torch.Tensor, root: int) -> None:
+        """Replace ``data`` with that of rank ``root`` of the group."""
+        dist.broadcast(data, group=self._group, group_src=root)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        dist.barrier(group=self._group)
+
+
+def _overridden(group: dist.ProcessGroup, names: tuple[str, ...]) -> str | None:
+    """Return the first of the methods that the group's class has of its own."""
+    for name in names:
+        own = getattr(type(group), name, None)
+        if own is not None and own is not getattr(dist.ProcessGroup, name, None):
+            return name
+    return None
+
+
+def _single(name: str, older_name: str) -> Any:
+    """Return a function of ``torch.distributed`` by its newer name, or else its older one."""
+    return getattr(dist, name, None) or getattr(dist, older_name)
