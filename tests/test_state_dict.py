@@ -175,6 +175,22 @@ def test_assigned_parameters_get_gradients() -> None:
     run_ranks(_assigned_tensors_are_the_parameters, 2)
 
 
+def _a_tied_head_is_assigned() -> None:
+    records = []
+    for assign in (False, True):
+        run = run_of(Case("", Transformer))
+        train_step(run, 0)
+        run.model.load_state_dict(copied(run.model.state_dict()), assign=assign)
+        run.renew_optimizer()
+        train_step(run, 1)
+        records.append(run.recorded())
+    assert_same("assigned", *records)
+
+
+def test_assigned_parameters_stay_tied() -> None:
+    run_ranks(_a_tied_head_is_assigned, 2)
+
+
 def _optimizer_goes_on() -> None:
     case = Case("", Stack, optimizer=adamw)
     straight = run_of(case)

@@ -206,7 +206,7 @@ class Unit(ParamGroup):
                 changed.
             RuntimeError: if only some parameters are on meta, unless ``loading``.
         """
-        replaced = [self._merge_tied(), *[self._adopt(param) for param in self.params]]
+        replaced = [self._merge_tied(), *[self._adopt(param, loading) for param in self.params]]
         layout = self.layout_for(training=False)
         if self._is_flat(layout):
             return any(replaced)
@@ -261,10 +261,14 @@ class Unit(ParamGroup):
             self.params = [param for param in self.params if param.attributes]
         return tied
 
-    def _adopt(self, param: ShardedParam) -> bool:
-        """Adopt the parameter that the module has now. Return whether it is another one."""
+    def _adopt(self, param: ShardedParam, loading: bool) -> bool:
+        """Adopt the parameter that the module has now. Return whether it is another one.
+
+        ``load_state_dict(assign=True)`` gives each attribute of a tied parameter one of its own.
+        They stay tied, to the first.
+        """
         now = param.registered()
-        replaced = now is not param.sharded
+        replaced = now is not param.sharded or (loading and self._is_untied(param))
         if replaced:
             if not (isinstance(now, nn.Parameter) and isinstance(now, DTensor)):
                 raise ValueError(
@@ -284,6 +288,11 @@ class Unit(ParamGroup):
                 f"shape {tuple(param.local.shape)}. Change shapes before fully_shard."
             )
         return replaced
+
+    def _is_untied(self, param: ShardedParam) -> bool:
+        """Return whether an attribute has another DTensor than the first, as after loading."""
+        values = [module._parameters[name] for module, name in param.attributes]
+        return any(isinstance(value, DTensor) and value is not values[0] for value in values)
 
     def _is_flat(self, layout: _C.UnitLayout) -> bool:
         if self.flat_shard.numel() != layout.shard_bytes or len(self.shard_parts) != len(
