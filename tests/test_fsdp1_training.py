@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support import models
 from support.fsdp1_parity import (
     BF16,
@@ -49,6 +50,8 @@ from fsdp_ext import FullyShardedDataParallel as FSDP
 
 
 def parity(subject: Callable[[], Subject], kwargs: dict[str, Any], with_unsharded: bool) -> None:
+    if kwargs.get("process_group") == "all ranks":
+        kwargs = {**kwargs, "process_group": dist.group.WORLD}
     model = make(subject)
     got = train(FSDP(model, **kwargs), model)
     assert any(v is not None and bool(v.any()) for n, v in got.items() if n.endswith(".grad"))
@@ -136,6 +139,26 @@ PARITY: dict[str, tuple[Callable[[], Subject], dict[str, Any], bool]] = {
         Stack,
         {"auto_wrap_policy": BY_BLOCK, "forward_prefetch": True, "limit_all_gathers": False},
         True,
+    ),
+    "no backward prefetch": (
+        Stack,
+        {"auto_wrap_policy": BY_BLOCK, "backward_prefetch": None},
+        True,
+    ),
+    "NO_SHARD": (
+        Transformer,
+        {"auto_wrap_policy": BY_BLOCK, "sharding_strategy": ShardingStrategy.NO_SHARD},
+        True,
+    ),
+    "NO_SHARD with a group and bfloat16": (
+        TakesBfloat16,
+        {
+            "auto_wrap_policy": BY_BLOCK,
+            "sharding_strategy": ShardingStrategy.NO_SHARD,
+            "process_group": "all ranks",
+            "mixed_precision": MixedPrecision(BF16),
+        },
+        False,
     ),
 }
 

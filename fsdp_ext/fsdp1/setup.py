@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,7 @@ HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 RESHARD_AFTER_FORWARD = {
     ShardingStrategy.FULL_SHARD: None,
     ShardingStrategy.SHARD_GRAD_OP: False,
+    ShardingStrategy.NO_SHARD: False,
     ShardingStrategy.HYBRID_SHARD: None,
     ShardingStrategy._HYBRID_SHARD_ZERO2: False,
 }
@@ -49,8 +51,7 @@ def is_wrapper(module: nn.Module) -> bool:
     return WRAPPED in module._modules
 
 
-def refuse_unsupported(
-    strategy: ShardingStrategy,
+def check_arguments(
     backward_prefetch: BackwardPrefetch | None,
     precision: MixedPrecision,
 ) -> None:
@@ -60,18 +61,16 @@ def refuse_unsupported(
             f"mixed_precision is {precision!r} but must be a MixedPrecision or None. Pass "
             "MixedPrecision(param_dtype=...)."
         )
-    refused = instead = ""
-    if strategy not in RESHARD_AFTER_FORWARD:
-        refused = f"sharding_strategy={strategy}"
-        instead = "ShardingStrategy.FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD"
-    elif backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
-        refused = f"backward_prefetch={backward_prefetch}"
-        instead = "BackwardPrefetch.BACKWARD_PRE"
-    elif precision.keep_low_precision_grads:
-        refused = "mixed_precision=MixedPrecision(keep_low_precision_grads=True)"
-        instead = "keep_low_precision_grads=False: gradients have the parameters' dtype"
-    if refused:
-        raise NotImplementedError(f"{refused} is not supported yet. Pass {instead}.")
+    if not (backward_prefetch is None or isinstance(backward_prefetch, BackwardPrefetch)):
+        raise TypeError(
+            f"backward_prefetch is {backward_prefetch!r} but must be a BackwardPrefetch or None. "
+            "Pass BackwardPrefetch.BACKWARD_PRE."
+        )
+    if precision.keep_low_precision_grads:
+        raise NotImplementedError(
+            "mixed_precision=MixedPrecision(keep_low_precision_grads=True) is not supported yet. "
+            "Leave it out: gradients have the parameters' dtype."
+        )
 
 
 def offload_policy(cpu_offload: CPUOffload | None) -> OffloadPolicy:
@@ -116,6 +115,9 @@ def resolve_group(
 
     All ranks call this if there are two groups.
     """
+    is_whole = strategy is ShardingStrategy.NO_SHARD
+    if is_whole and mesh is not None and mesh.ndim == 2 and mesh.size(1) == 1:
+        return resolve_mesh(mesh)  # of the wrapper around this one
     if group is not None and mesh is not None:
         raise ValueError("both process_group and device_mesh were passed. Pass one of them.")
     if mesh is not None and not isinstance(mesh, DeviceMesh):
@@ -145,7 +147,33 @@ def resolve_group(
         default = "cuda" if "nccl" in dist.get_backend(groups[0]) else "cpu"
         kind = device.type if device is not None else next(iter(kinds), default)
         mesh = _mesh_of(cast(list[dist.ProcessGroup], groups), kind)
-    return resolve_mesh(mesh)
+    mesh = resolve_mesh(mesh)
+    return _replicas_alone(mesh) if is_whole else mesh
+
+
+def _replicas_alone(mesh: DeviceMesh) -> DeviceMesh:
+    """Return a 2-D mesh of the ranks of ``mesh`` that shards over one rank each."""
+    ranks = mesh.mesh.tolist()
+    groups = [mesh.get_group(), _group_of_this_rank()]
+    return DeviceMesh.from_group(
+        groups,
+        mesh.device_type,
+        mesh=[[rank] for rank in ranks],
+        mesh_dim_names=("replicate", "shard"),
+    )
+
+
+# The group of this rank alone, by the default group that it was made under.
+_alone: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def _group_of_this_rank() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _alone:
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        _alone[world] = cast(dist.ProcessGroup, alone)
+    return _alone[world]
 
 
 def _mesh_of(groups: Sequence[dist.ProcessGroup], kind: str) -> DeviceMesh:

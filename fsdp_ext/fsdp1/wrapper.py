@@ -33,12 +33,12 @@ from fsdp_ext.fsdp1.setup import (
     Groups,
     broadcast,
     cast_buffers,
+    check_arguments,
     materialise,
     offload_policy,
     own_modules,
     own_tensors,
     refuse_tensor_parallel,
-    refuse_unsupported,
     resolve_group,
     resolve_ignored,
     wrap_children,
@@ -69,15 +69,16 @@ class FullyShardedDataParallel(nn.Module):
         module: the module to wrap; make the optimizer afterwards.
         process_group: ranks to shard over, all by default. Excludes ``device_mesh``. With hybrid
             sharding a pair: the ranks that shard the model, and those that have the same shard.
-        sharding_strategy: ``FULL_SHARD`` (the default), ``SHARD_GRAD_OP``, or for hybrid sharding
-            ``HYBRID_SHARD`` or ``_HYBRID_SHARD_ZERO2``.
+        sharding_strategy: ``FULL_SHARD`` (the default), ``SHARD_GRAD_OP``, ``NO_SHARD``, or for
+            hybrid sharding ``HYBRID_SHARD`` or ``_HYBRID_SHARD_ZERO2``.
         cpu_offload: None or a ``CPUOffload``. ``offload_params=True`` is supported on CPUs only,
             where it changes nothing.
         auto_wrap_policy: which submodules to wrap, too: a policy of
             ``torch.distributed.fsdp.wrap`` or a callable of ``module``, ``recurse`` and
             ``nonwrapped_numel``. Containers without a forward are left as they are, because
             nothing would gather their parameters.
-        backward_prefetch: ``BACKWARD_PRE``.
+        backward_prefetch: no effect: the schedule prefetches in backward as in forward. None and
+            ``BACKWARD_POST``, which would save memory, do not.
         mixed_precision: dtypes of computation, reduction and buffers. Buffers are cast at once;
             ``state_dict`` holds them in their own dtype.
         ignored_modules: modules whose parameters and buffers are left as they are.
@@ -128,7 +129,7 @@ class FullyShardedDataParallel(nn.Module):
         check_modules([module])
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         precision = mixed_precision or MixedPrecision()
-        refuse_unsupported(strategy, backward_prefetch, precision)
+        check_arguments(backward_prefetch, precision)
         ignored, ignored_params = resolve_ignored(ignored_modules, ignored_states)
         device = None if device_id is None else torch.device(device_id)
         mesh = resolve_group(module, process_group, device_mesh, device, strategy)
