@@ -404,7 +404,7 @@ def _arguments() -> None:
         fully_shard(nn.Linear(2, 2), offload_policy=wrong)
     fully_shard(nn.Linear(2, 2), dp_mesh_dims=None)
     wrong = "dp"
-    with raises(NotImplementedError, "dp_mesh_dims='dp'", r'e.g. mesh=mesh\["dp"\]'):
+    with raises(TypeError, "dp_mesh_dims is 'dp'", r"DataParallelMeshDims\(shard="):
         fully_shard(nn.Linear(2, 2), dp_mesh_dims=wrong)
     for wrong in ("cpu", torch.device("cpu"), 2):
         with raises(TypeError, "mesh is .* must be a DeviceMesh", "init_device_mesh"):

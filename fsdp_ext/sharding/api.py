@@ -45,6 +45,7 @@ from fsdp_ext.sharding.module_state import (
 from fsdp_ext.sharding.ranks import Ranks
 from fsdp_ext.sharding.root import abandon_forward, prepare_forward
 from fsdp_ext.sharding.settings import UnitSettings
+from fsdp_ext.sharding.spmd import SpmdMesh
 from fsdp_ext.sharding.unit import Unit
 
 
@@ -58,7 +59,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: None = ...,
+    dp_mesh_dims: Any = ...,
     transport: str | Simulated | None = ...,
     bucket_bytes: int | Literal["auto"] | None = ...,
     max_message_bytes: int | None = ...,
@@ -76,7 +77,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: None = ...,
+    dp_mesh_dims: Any = ...,
     transport: str | Simulated | None = ...,
     bucket_bytes: int | Literal["auto"] | None = ...,
     max_message_bytes: int | None = ...,
@@ -93,7 +94,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: None = None,
+    dp_mesh_dims: Any = None,
     transport: str | Simulated | None = None,
     bucket_bytes: int | Literal["auto"] | None = None,
     max_message_bytes: int | None = None,
@@ -134,7 +135,8 @@ def fully_shard(
             the host, ``CPUOffloadPolicy()`` means the same. On GPUs it is not supported yet.
         ignored_params: parameters to leave as they are, neither sharded nor reduced. Those of
             modules to which PyTorch's ``replicate`` was applied are left, too.
-        dp_mesh_dims: None. FSDP2's ``DataParallelMeshDims`` are not supported yet.
+        dp_mesh_dims: PyTorch's ``DataParallelMeshDims``, which names the dimensions of ``mesh``
+            that shard and those that replicate. Every parameter has to be a DTensor on ``mesh``.
         transport: what collectives travel by, the same for all units of a model: "nccl" on GPUs,
             "shared_memory" or "process_group" on the host, or a :class:`fsdp_ext.Simulated` one,
             which has no peers. The default is what FSDP_EXT_TRANSPORT names. If that is not set, it
@@ -169,17 +171,18 @@ def fully_shard(
         NotImplementedError: if an argument is not supported yet. The message names it.
     """
     check_types(mesh, mp_policy, ignored_params)
-    refuse_unsupported(mp_policy, dp_mesh_dims)
+    refuse_unsupported(mp_policy)
     modules = [module] if isinstance(module, nn.Module) else list(_outermost(module))
     check_modules(modules)
     if isinstance(transport, Simulated):
         transport.init_process_group()
     elif mesh is None:
         ensure_process_group()
-    mesh = resolve_mesh(mesh)
+    spmd = None if dp_mesh_dims is None else SpmdMesh.of(mesh, dp_mesh_dims)
+    mesh = resolve_mesh(mesh if spmd is None else spmd.data_parallel_mesh())
     check_offload(offload_policy, mesh.device_type)
     transport = resolve_transport(transport, mesh.device_type)
-    ranks = Ranks(mesh)
+    ranks = Ranks(mesh, spmd)
     if isinstance(transport, Simulated):
         transport.check_mesh(ranks.world_size, ranks.rank_in_mesh, ranks.replicas)
     settings = UnitSettings(

@@ -140,14 +140,8 @@ def check_types(mesh: object, mp_policy: object, ignored_params: object) -> None
             )
 
 
-def refuse_unsupported(policy: MixedPrecisionPolicy, dp_mesh_dims: object) -> None:
-    """Raise NotImplementedError for arguments of ``fully_shard`` that are not supported yet."""
-    if dp_mesh_dims is not None:
-        raise NotImplementedError(
-            f"dp_mesh_dims={dp_mesh_dims!r}, for parameters that are DTensors on a larger mesh, is "
-            "not supported yet. Pass the dimensions of data parallelism as a mesh of their own, "
-            'e.g. mesh=mesh["dp"], and parameters that are DTensors on the other dimensions.'
-        )
+def refuse_unsupported(policy: MixedPrecisionPolicy) -> None:
+    """Raise NotImplementedError for fields of ``mp_policy`` that are not supported yet."""
     if getattr(policy, "param_dtype_override_fn", None) is not None:  # since torch 2.15
         raise NotImplementedError(
             "MixedPrecisionPolicy's param_dtype_override_fn is not supported yet. Pass None for "

@@ -9,8 +9,9 @@ modules have a DTensor on the mesh of tensor parallelism, whose local tensor is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -20,6 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp_ext import _C
 from fsdp_ext.sharding.ranks import Ranks
+from fsdp_ext.sharding.spmd import SpmdMesh
 
 
 @dataclass(frozen=True)
@@ -30,18 +32,21 @@ class Spread:
         mesh: the ranks.
         placements: one for each dimension of the mesh.
         shape: shape of the whole tensor.
+        reduced: dimensions of the mesh over which the unit will reduce gradients.
     """
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     shape: torch.Size
+    reduced: frozenset[int] = frozenset()
 
     @staticmethod
-    def of(param: torch.Tensor) -> Spread | None:
-        """Return how ``param`` is spread; None if it is a plain tensor."""
+    def of(param: torch.Tensor, ranks: Ranks) -> Spread | None:
+        """Return how ``param``, not sharded yet, is spread; None if it is a plain tensor."""
         if not isinstance(param, DTensor):
             return None
-        return Spread(param.device_mesh, tuple(param.placements), param.shape)
+        reduced = frozenset() if ranks.spmd is None else ranks.spmd.data_parallel_indices
+        return Spread(param.device_mesh, tuple(param.placements), param.shape, reduced)
 
     def dtensor(self, local: torch.Tensor) -> DTensor:
         """Return the DTensor of which this rank has ``local``."""
@@ -54,12 +59,21 @@ class Spread:
     def place(self, gradient: DTensor) -> DTensor:
         """Return ``gradient`` with these placements and a local tensor that has arrived.
 
-        Backward may bring partial sums for a parameter that is replicated.
+        Backward may bring partial sums for a parameter that is replicated. Those over dimensions
+        that the unit reduces stay as they are.
         """
-        if tuple(gradient.placements) != self.placements:
-            gradient = gradient.redistribute(placements=self.placements)
+        placements = tuple(
+            theirs if dim in self.reduced else ours
+            for dim, (ours, theirs) in enumerate(
+                zip(self.placements, gradient.placements, strict=True)
+            )
+        )
+        if tuple(gradient.placements) != placements:
+            gradient = gradient.redistribute(placements=placements)
         local = gradient._local_tensor
-        return self.dtensor(local.wait()) if isinstance(local, AsyncCollectiveTensor) else gradient
+        if not isinstance(local, AsyncCollectiveTensor):
+            return gradient
+        return replace(self, placements=placements).dtensor(local.wait())
 
 
 def shards_of(param: torch.Tensor, ranks: Ranks, dim: int) -> Spread:
@@ -69,15 +83,43 @@ def shards_of(param: torch.Tensor, ranks: Ranks, dim: int) -> Spread:
         RuntimeError: if ``param`` is a DTensor whose mesh shares no root mesh with that of
             ``ranks``, or overlaps it.
     """
-    shard: Placement = Shard(dim)
     if not isinstance(param, DTensor):
-        return Spread(ranks.mesh, ranks.placements(shard), param.shape)
+        return Spread(ranks.mesh, ranks.placements(Shard(dim)), param.shape)
+    if ranks.spmd is not None:
+        return _shards_on(ranks.spmd, param, ranks, dim)
     # Tensor parallelism cuts the dimension first, though its mesh comes last.
-    cuts = param._spec.num_shards_map[dim]
-    if cuts > 1:
-        shard = _StridedShard(dim, split_factor=cuts)
+    shard = _shard_behind(dim, param._spec.num_shards_map[dim])
     mesh = DeviceMesh._concatenate([ranks.mesh, param.device_mesh])
     return Spread(mesh, (*ranks.placements(shard), *param.placements), param.shape)
+
+
+def _shards_on(spmd: SpmdMesh, param: DTensor, ranks: Ranks, dim: int) -> Spread:
+    """Return the same on the whole mesh. Several dimensions that shard become one, as in FSDP2."""
+    names = spmd.mesh.mesh_dim_names or ()
+    meshes: list[DeviceMesh] = []
+    placements: list[Placement] = []
+    for index, name in enumerate(names):
+        placement = param.placements[index]
+        if name == spmd.shard_names[0]:
+            behind = (other for other in range(index + 1, len(names)))
+            cuts = math.prod(spmd.mesh.size(j) for j in behind if param.placements[j].is_shard(dim))
+            placement = _shard_behind(dim, cuts)
+            if len(spmd.shard_names) > 1:
+                meshes.append(ranks.mesh)
+                placements += ranks.placements(placement)
+                continue
+        elif len(spmd.shard_names) > 1 and name in spmd.data_parallel_names:
+            continue  # in the mesh of the ranks
+        meshes.append(spmd.mesh[name])
+        placements.append(placement)
+    whole = len(spmd.shard_names) == 1
+    mesh = spmd.mesh if whole else DeviceMesh._concatenate(meshes)
+    return Spread(mesh, tuple(placements), param.shape)
+
+
+def _shard_behind(dim: int, cuts: int) -> Placement:
+    """Return the placement of a shard of what others have cut into ``cuts`` pieces."""
+    return _StridedShard(dim, split_factor=cuts) if cuts > 1 else Shard(dim)
 
 
 def part_of_this_rank(param: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from fsdp_ext.sharding.dtensors import shards_of
 from fsdp_ext.sharding.ranks import Ranks
+from fsdp_ext.sharding.spmd import SpmdMesh
 
 # Set on a parameter that a unit has replaced: its name, and the name of the unit.
 _SHARDED_AS = "_fsdp_ext_sharded_as"
@@ -67,6 +68,9 @@ def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> Non
 
 def check_tensor_parallel(name: str, param: nn.Parameter, ranks: Ranks) -> None:
     """Raise an error if ``param`` is a DTensor that cannot be sharded over ``ranks``."""
+    if ranks.spmd is not None:
+        _check_on_spmd_mesh(name, param, ranks.spmd)
+        return
     if not isinstance(param, DTensor):
         return
     if any(placement.is_partial() for placement in param.placements):
@@ -88,6 +92,22 @@ def check_tensor_parallel(name: str, param: nn.Parameter, ranks: Ranks) -> None:
             "init_device_mesh, and pass mesh['tp'] to parallelize_module and mesh['dp'] to "
             "fully_shard."
         ) from error
+
+
+def _check_on_spmd_mesh(name: str, param: nn.Parameter, spmd: SpmdMesh) -> None:
+    """Raise ValueError if ``param`` is no DTensor that data parallelism replicates."""
+    if not isinstance(param, DTensor) or param.device_mesh != spmd.mesh:
+        given = f"a DTensor on {param.device_mesh}" if isinstance(param, DTensor) else "no DTensor"
+        raise ValueError(
+            f"parameter '{name}' is {given}, and with dp_mesh_dims every parameter has to be one "
+            f"on {spmd.mesh}. Distribute it with distribute_module."
+        )
+    for index, placement in enumerate(param.placements):
+        if index in spmd.data_parallel_indices and not placement.is_replicate():
+            raise ValueError(
+                f"parameter '{name}' has {placement} on dimension {index} of its mesh, which "
+                "dp_mesh_dims names. It has to be Replicate() there; fully_shard shards it."
+            )
 
 
 def check_grad_dtype(name: str, param: nn.Parameter) -> None:

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
 
+from fsdp_ext.sharding.spmd import SpmdMesh
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -16,9 +18,11 @@ class Ranks:
     Args:
         mesh: 1-D, or 2-D for hybrid sharding. Then the ranks of the last dimension share the rows
             of parameters, and those of the first are replicas, which have the same rows.
+        spmd: the mesh that it is a part of, if the user has named data parallelism in that.
     """
 
     mesh: DeviceMesh
+    spmd: SpmdMesh | None = None
 
     @property
     def group(self) -> dist.ProcessGroup:

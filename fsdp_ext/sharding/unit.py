@@ -160,7 +160,7 @@ class Unit(ParamGroup):
         spread = shards_of(param, self.ranks, dim)
         dtensor = spread.dtensor(local if local.is_meta else local.to(self.device))
         sharded = nn.Parameter(dtensor, requires_grad=param.requires_grad)
-        return ShardedParam(name, part.shape, sharded, dim, spread, Spread.of(param))
+        return ShardedParam(name, part.shape, sharded, dim, spread, Spread.of(param, self.ranks))
 
     def _replace(
         self, params: dict[nn.Parameter, str], sharded: list[ShardedParam]

@@ -1,0 +1,147 @@
+"""`dp_mesh_dims` names data parallelism in a mesh on which all parameters are DTensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.launcher import run_ranks
+from torch import Tensor, nn
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+
+import fsdp_ext
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch_fsdp, "DataParallelMeshDims"), reason="this torch has no DataParallelMeshDims"
+)
+
+WIDTH, HIDDEN = 8, 12
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A mesh, and the names of its dimensions that shard, that replicate, and that cut layers."""
+
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    shard: str | tuple[str, ...]
+    replicate: str | None = None
+
+    def mesh(self) -> DeviceMesh:
+        return init_device_mesh("cpu", self.shape, mesh_dim_names=self.names)
+
+    def placements(self, mesh: DeviceMesh, cut: Shard | Replicate) -> list[Shard | Replicate]:
+        return [cut if name == "tp" else Replicate() for name in self.names]
+
+    def model(self, fully_shard: Callable[..., Any], mesh: DeviceMesh) -> Any:
+        cuts = {"up": Shard(0), "down": Shard(1)}
+
+        def distribute(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+            cut = cuts.get(name.rsplit(".", 1)[-1], Replicate())
+            for attribute, parameter in list(module.named_parameters(recurse=False)):
+                placements = self.placements(mesh, cut)
+                tensor = distribute_tensor(parameter.detach(), mesh, placements)
+                module.register_parameter(attribute, nn.Parameter(tensor))
+
+        torch.manual_seed(0)
+        model = distribute_module(nn.Sequential(Block(), Block()), mesh, distribute)
+        dims = torch_fsdp.DataParallelMeshDims(shard=self.shard, replicate=self.replicate)
+        for block in model:
+            fully_shard(block, mesh=mesh, dp_mesh_dims=dims)
+        return fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+
+    def batch(self, mesh: DeviceMesh, step: int) -> DTensor:
+        """Return a batch that all data-parallel ranks share."""
+        batch = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
+        placements = [Replicate() if name == "tp" else Shard(0) for name in self.names]
+        return distribute_tensor(batch, mesh, placements)
+
+
+def _train_beside_fsdp2(setup: Setup) -> None:
+    mesh = setup.mesh()
+    systems = (fsdp_ext.fully_shard, torch_fsdp.fully_shard)
+    models = [setup.model(fully_shard, mesh) for fully_shard in systems]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+    for step in range(3):
+        losses = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = model(setup.batch(mesh, step)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.full_tensor())
+        assert torch.equal(*losses)
+        parameters = zip(models[0].named_parameters(), models[1].parameters(), strict=True)
+        for (name, ours), theirs in parameters:
+            for mine, other in ((ours, theirs), (ours.grad, theirs.grad)):
+                assert mine.placements == other.placements, name
+                assert mine.device_mesh == other.device_mesh, name
+                assert torch.equal(mine.to_local(), other.to_local()), name
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        pytest.param(Setup((2, 2), ("dp", "tp"), "dp"), id="one dimension"),
+        pytest.param(
+            Setup((2, 2, 1), ("replicate", "shard", "tp"), "shard", "replicate"),
+            id="hybrid sharding",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            Setup((2, 1, 2), ("dp", "cp", "tp"), ("dp", "cp")),
+            id="several dimensions that shard",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_models_on_one_mesh_train_as_under_fsdp2(setup: Setup) -> None:
+    run_ranks(_train_beside_fsdp2, 4, setup)
+
+
+def _refusals() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    dims = torch_fsdp.DataParallelMeshDims
+
+    def shard(module: nn.Module, **names: Any) -> None:
+        fsdp_ext.fully_shard(module, mesh=mesh, dp_mesh_dims=dims(**names))
+
+    with pytest.raises(ValueError, match=r"dp_mesh_dims names \['cp'\], and the mesh .*'dp', 'tp'"):
+        shard(nn.Linear(2, 2), shard="cp")
+    with pytest.raises(ValueError, match=r"\['tp', 'dp'\], which are not neighbours"):
+        shard(nn.Linear(2, 2), shard=("tp", "dp"))
+    with pytest.raises(NotImplementedError, match="without a dimension that shards"):
+        shard(nn.Linear(2, 2), replicate="dp")
+    with pytest.raises(ValueError, match="'weight' is no DTensor, and with dp_mesh_dims"):
+        shard(nn.Linear(2, 2), shard="dp")
+    linear = nn.Linear(2, 2, bias=False)
+    rows = distribute_tensor(linear.weight.detach(), mesh, [Shard(0), Replicate()])
+    linear.weight = nn.Parameter(rows)
+    with pytest.raises(
+        ValueError, match=r"'weight' has S.* on dimension 0 .*fully_shard shards it"
+    ):
+        shard(linear, shard="dp")
+    with pytest.raises(ValueError, match="no mesh with names"):
+        fsdp_ext.fully_shard(linear, dp_mesh_dims=dims(shard="dp"))
+    assert dist.get_world_size() == 2
+
+
+def test_meshes_and_parameters_that_do_not_fit_are_refused() -> None:
+    run_ranks(_refusals, 2)
