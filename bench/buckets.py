@@ -206,7 +206,7 @@ def phases(model: Any, tokens: torch.Tensor, repeats: int) -> dict[str, list[flo
             model(tokens).float().sum().backward()
     seconds: dict[str, list[float]] = {}
     for iteration in prof.iterations:
-        for wire in WIRES:
+        for wire in ("gather", "reduce"):
             lane = iteration.lane(wire)
             whole = max(span.end for span in lane) - min(span.begin for span in lane)
             on_wire = sum(span.seconds for span in iteration.of(wire))

@@ -54,6 +54,10 @@ class Step:
         more.setdefault("issued", begin)
         return self.add("reduce", "backward", unit, begin, end, nbytes=1000, **more)
 
+    def all_reduce(self, unit: Any, begin: float, end: float, **more: Any) -> Step:
+        more.setdefault("issued", begin)
+        return self.add("all-reduce", "backward", unit, begin, end, nbytes=500, **more)
+
     def wait(self, unit: Any, begin: float, end: float) -> Step:
         return self.add("wait (gather)", "forward", unit, begin, end)
 
@@ -203,6 +207,37 @@ def test_only_the_last_reduction_is_unavoidable() -> None:
         Cause.BANDWIDTH: pytest.approx(4),
         Cause.LAST: pytest.approx(10),
     }
+
+
+def explained(step: Step) -> list[tuple[str, int, Cause, float]]:
+    """Return the operation, the unit, the cause and the milliseconds of each exposure."""
+    exposures = explain(step.end(), Context(1, False, {}, {}))
+    return [(e.operation, e.units[0], e.cause, round(e.seconds / MS, 3)) for e in exposures]
+
+
+def test_the_end_of_backward_waits_for_all_reduces_and_between_them_for_reductions() -> None:
+    step = Step().reduce(2, 41, 45).all_reduce(2, 45, 50).reduce(1, 45, 53).all_reduce(1, 53, 60)
+    step.add("finish reduction", "backward", 1, 60, 62)
+    step.wait_reduced(44, 62)
+    assert explained(step.passes(forward=40, backward=63)) == [
+        ("reduce", 2, Cause.BANDWIDTH, 1),
+        ("all-reduce", 2, Cause.BANDWIDTH, 5),
+        ("reduce", 1, Cause.LAST, 3),
+        ("all-reduce", 1, Cause.LAST, 7),
+        ("all-reduce", 1, Cause.LAST, 2),
+    ]
+
+
+def test_packing_waits_for_the_lane_of_reductions_and_else_for_all_reduces() -> None:
+    step = Step().reduce(3, 41, 45).all_reduce(3, 45, 57).reduce(2, 45, 50).reduce(1, 57, 60)
+    step.add("wait (reduction)", "backward", 1, 46, 58)
+    step.all_reduce(2, 57, 70).wait_reduced(62, 70)
+    assert explained(step.passes(forward=40, backward=71)) == [
+        ("reduce", 2, Cause.LAST, 4),
+        ("all-reduce", 3, Cause.BANDWIDTH, 7),
+        ("reduce", 1, Cause.BANDWIDTH, 1),
+        ("all-reduce", 2, Cause.LAST, 8),
+    ]
 
 
 def test_a_waiter_that_wakes_up_late_was_behind() -> None:

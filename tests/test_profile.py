@@ -16,6 +16,7 @@ import torch.distributed as dist
 from support.launcher import run_ranks
 from support.profiling import LAYERS, UNIT, WIDTH, Pause, check_sums, make, profiled, train
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_ext
 from fsdp_ext import Link, Simulated, fully_shard
@@ -124,6 +125,68 @@ def test_a_stalled_rank_is_named_by_the_others() -> None:
     assert "rank 1 comes last" in text
     late = Cause.LATE_RANK.value
     assert of_itself.get(late, 0.0) < merged[late]
+
+
+def _slow_all_reduces() -> tuple[dict[str, float], str]:
+    dist.destroy_process_group()
+    warnings.simplefilter("ignore")
+    fast, slow = Link("fast", alpha=1e-3, beta=1e12), Link("slow", alpha=PLANTED, beta=1e12)
+    transport = Simulated(16, fast, rank=9, replicas=2, replica_link=slow)
+    transport.init_process_group()
+    prof = profiled(make(transport, mesh=init_device_mesh("cpu", (2, 8))))
+    causes(prof)
+    exposed = {"gather": 0.0, "reduce": 0.0, "all-reduce": 0.0}
+    for row in prof.rows():
+        exposed[row.operation] += row.exposed
+    return exposed, str(prof)
+
+
+def test_a_slow_link_between_replicas_exposes_all_reduces() -> None:
+    ((exposed, text),) = run_ranks(_slow_all_reduces, 1)
+    assert max(exposed, key=lambda operation: exposed[operation]) == "all-reduce", exposed
+    assert exposed["all-reduce"] > (LAYERS - 1) * PLANTED / 2
+    assert "on rank 9 of 16 (2 sets of 8) over a simulated link" in text
+    assert "all-reduce  backward" in text
+
+
+def _replica_that_stalls() -> tuple[dict[str, set[int]], str, int]:
+    """Let one rank hold up its set's gathers, and with them its replica's all-reduces."""
+    warnings.simplefilter("ignore")
+    model = make(mesh=init_device_mesh("cpu", (2, 2)), compute=0.0)
+    rank = dist.get_rank()
+    late = [False]
+    model[3].register_forward_pre_hook(lambda *_: time.sleep(3 * PLANTED) if late[0] else None)
+
+    def stall(step: int) -> None:
+        late[0] = rank == 3 and step == 2
+
+    prof = profiled(model, stall)
+    check_sums(prof)
+    prof.merge()
+    check_sums(prof)
+    assert sorted(prof.ranks) == [0, 1, 2, 3]
+    held_up: dict[str, set[int]] = {}
+    for iteration in prof.iterations:
+        for place, span in enumerate(iteration.spans):
+            found = prof.late.get((iteration.number, place))
+            if found is not None and found.spread > PLANTED:
+                held_up.setdefault(span.work, set()).add(found.rank)
+    for iteration in prof.iterations:
+        assert len(iteration.of("all-reduce")) == len(iteration.of("reduce")) == LAYERS
+        assert {span.nbytes for span in iteration.of("all-reduce")} == {UNIT // 2}
+    return held_up, str(prof), prof.world_size
+
+
+def test_stragglers_are_those_of_each_group_of_ranks() -> None:
+    answers = run_ranks(_replica_that_stalls, 4)
+    assert [size for *_, size in answers] == [4] * 4
+    # Ranks 2 and 3 are a set, and so are 0 and 1. Ranks 1 and 3 are replicas.
+    held_up = [works for works, *_ in answers]
+    assert 3 in held_up[2]["gather"] <= {2, 3}
+    assert held_up[0].get("gather", set()) <= {0, 1}
+    assert 3 in held_up[1]["all-reduce"] <= {1, 3}
+    assert 2 in held_up[0]["all-reduce"] <= {0, 2}
+    assert "on rank 1 of 4 (2 sets of 2) over shared_memory" in answers[1][1]
 
 
 # - What is recorded

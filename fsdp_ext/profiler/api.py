@@ -27,7 +27,6 @@ from fsdp_ext.profiler.rows import Row, Summary, rows_of, summarise
 from fsdp_ext.profiler.slowdown import Slowdown
 from fsdp_ext.profiler.trace import trace_of
 from fsdp_ext.sharding.agreement import exchange, has_peers
-from fsdp_ext.sharding.ranks import refuse_replicas
 from fsdp_ext.sharding.root import Root, running_root
 
 # Roots that a profile is recording now.
@@ -64,7 +63,6 @@ class profile:
 
     def __init__(self, model: nn.Module, iterations: int = 64) -> None:
         self._root = running_root(model, "profile")
-        refuse_replicas(self._root.units[0].ranks, "profile")
         refuse_inline(self._root.lanes, "profile")
         if not isinstance(iterations, int) or iterations < 1:
             raise ValueError(f"profile got iterations={iterations!r}. Keep at least 1 step.")
@@ -169,7 +167,7 @@ class profile:
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """This rank's number in the mesh."""
         return self._recording.rank
 
     @property
@@ -338,8 +336,9 @@ def _nothing_yet(root: Root, kept: int) -> Recording:
         # Units with equal bytes and equally many trained elements are assumed to compute alike.
         kinds=list(zip(sizes, trainable, strict=True)),
         transport=root.lanes.transport,
-        rank=first.ranks.rank,
-        world_size=first.ranks.size,
+        rank=first.ranks.rank_in_mesh,
+        world_size=first.ranks.world_size,
         on_gpu=first.device.type == "cuda",
         kept=kept,
+        replicas=first.ranks.replicas,
     )

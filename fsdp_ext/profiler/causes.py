@@ -6,7 +6,9 @@
 # that moment, an earlier start could have hidden at most as many seconds as the lane was idle. The
 # reason for the late start follows from three times: when the collective was issued, when it was
 # first refused a slot, and when its slot was free. The rest of the wait is exposed because the wire
-# is slower than the compute beside it: the lane was busy and could not have started earlier. Two
+# is slower than the compute beside it: the lane was busy and could not have started earlier. With
+# replicas, reductions have two lanes. The end of backward waits for the all-reduces, so the other
+# lane explains only the time in which none ran. Packing waits for the lane of reductions first. Two
 # exposed parts cannot be avoided. Before the first unit of a forward or a backward there is no
 # compute yet that could hide its gather. After the last unit's gradients there is none left.
 
@@ -94,7 +96,7 @@ class Exposure:
     """A part of a wait of the compute stream, and its cause.
 
     Args:
-        operation: "gather" or "reduce".
+        operation: "gather", "reduce" or "all-reduce".
         phase: the phase that issued the awaited collective: "forward", "backward" or "other".
         units: numbers of the first and the last unit of the awaited bucket.
         begin: when the wait began, in seconds of ``time.monotonic()``.
@@ -176,7 +178,8 @@ class _Step:
             )
             for span in self.passes
         }
-        self.last_reduced = [span.units for span in iteration.of("reduce")[-1:]]
+        reductions = iteration.of("all-reduce") or iteration.of("reduce")
+        self.last_reduced = [span.units for span in reductions[-1:]]
         # Idle seconds that are already explained, by when the lane began to work after them. Waits
         # share them if their collectives follow each other without a pause.
         self.used: defaultdict[float, float] = defaultdict(float)
@@ -184,6 +187,10 @@ class _Step:
     def is_before(self, span: Span, wait: Span) -> bool:
         """Return whether the span was issued before the wait."""
         return self.place[id(span)] < self.place[id(wait)]
+
+    def operation(self, span: Span) -> str:
+        """Return the collective whose lane runs the work of a reduction."""
+        return self.iteration.lane_of(span.work) or "reduce"
 
     def pass_of(self, wait: Span) -> Span | None:
         """Return the forward or backward that contains the wait."""
@@ -204,7 +211,7 @@ class _Step:
 
 @dataclass
 class _Parts:
-    """A wait that is cut into parts: those found so far, and the seconds that are left."""
+    """A wait for a gather that is cut into parts: those found so far, and the seconds left."""
 
     wait: Span
     awaited: Span
@@ -216,7 +223,7 @@ class _Parts:
         part = min(self.left, seconds)
         if part > 0:
             self.left -= part
-            self.found.append(_exposure(self.wait, self.awaited, part, cause, rank))
+            self.found.append(_exposure("gather", self.wait, self.awaited, part, cause, rank))
 
     def cut_shares(self, seconds: float, shares: Mapping[Cause, float]) -> None:
         """Attribute ``seconds`` of what is left to several causes, in proportion to ``shares``."""
@@ -225,7 +232,7 @@ class _Parts:
         for cause, share in shares.items():
             if seconds * share > 0:
                 part = seconds * share / total
-                self.found.append(_exposure(self.wait, self.awaited, part, cause))
+                self.found.append(_exposure("gather", self.wait, self.awaited, part, cause))
 
 
 def explain(iteration: Iteration, context: Context) -> list[Exposure]:
@@ -251,12 +258,12 @@ def explain(iteration: Iteration, context: Context) -> list[Exposure]:
 def _explain_gather(step: _Step, wait: Span) -> list[Exposure]:
     messages = [span for span in step.gathers[wait.units] if step.is_before(span, wait)]
     if not messages:
-        return [_exposure(wait, wait, wait.seconds, Cause.UNKNOWN)]
+        return [_exposure("gather", wait, wait, wait.seconds, Cause.UNKNOWN)]
     # A unit waits for only one of its bucket's messages, the one that ends with the wait.
     arrived = [span for span in messages if span.end <= wait.end + PAUSE]
     awaited = (arrived or messages)[-1]
     if awaited.work == "cast":
-        return [_exposure(wait, awaited, wait.seconds, Cause.COPIES)]
+        return [_exposure("gather", wait, awaited, wait.seconds, Cause.COPIES)]
     parts = _Parts(wait, awaited, wait.seconds)
     parts.cut(_late_wakeup(step, wait, awaited), Cause.ISSUED_LATE)
     late = step.late(awaited)
@@ -335,32 +342,52 @@ def _why_not_issued(step: _Step, gather: Span) -> Cause:
 
 
 def _explain_reduction(step: _Step, wait: Span) -> list[Exposure]:
-    """Cut the wait into parts by what the reduce lane did meanwhile."""
-    lane = [span for span in step.lanes["reduce"] if step.is_before(span, wait)]
-    inside = [span for span in lane if span.end > wait.begin and span.begin < wait.end]
+    """Cut the wait into parts by what the lanes of reductions did meanwhile."""
+    is_for_all = wait.first < 0
+    names = ("all-reduce", "reduce") if is_for_all else ("reduce", "all-reduce")
+    lanes = [[span for span in step.lanes[name] if step.is_before(span, wait)] for name in names]
+    inside = _at_work(lanes, wait.begin, wait.end)
     if not inside:
-        if not lane:
-            return [_exposure(wait, wait, wait.seconds, Cause.UNKNOWN)]
-        # The lane has finished, and the waiter has not woken up yet.
-        return [_gap(step, wait, lane[-1], wait.seconds)]
+        done = [lane[-1] for lane in lanes if lane]
+        if not done:
+            return [_exposure("reduce", wait, wait, wait.seconds, Cause.UNKNOWN)]
+        # The lanes have finished, and the waiter has not woken up yet.
+        return [_gap(step, wait, done[0], wait.seconds)]
     result = []
     reached = wait.begin
-    for span in inside:
-        begin, end = max(span.begin, reached), min(span.end, wait.end)
+    for span, begin, end in inside:
         if begin > reached:
             result.append(_gap(step, wait, span, begin - reached))
-        if end > begin:
-            result += _while_reducing(step, wait, span, end - begin)
-        reached = max(reached, end)
+        result += _while_reducing(step, wait, span, end - begin)
+        reached = end
     if wait.end > reached:
-        result.append(_gap(step, wait, inside[-1], wait.end - reached))
+        result.append(_gap(step, wait, inside[-1][0], wait.end - reached))
     return result
 
 
+def _at_work(
+    lanes: Sequence[Sequence[Span]], begin: float, end: float
+) -> list[tuple[Span, float, float]]:
+    """Return when lanes worked between ``begin`` and ``end``, and on what, in order.
+
+    While a lane works, those after it do not count.
+    """
+    if not lanes:
+        return []
+    result = []
+    reached = begin
+    for span in lanes[0]:
+        low, high = max(span.begin, reached), min(span.end, end)
+        if high > low:
+            result += [*_at_work(lanes[1:], reached, low), (span, low, high)]
+            reached = high
+    return result + _at_work(lanes[1:], reached, end)
+
+
 def _gap(step: _Step, wait: Span, beside: Span, seconds: float) -> Exposure:
-    """Return the cause of idle seconds of the reduce lane next to span ``beside``."""
+    """Return the cause of idle seconds of the lanes of reductions next to span ``beside``."""
     if seconds > PAUSE:
-        return _exposure(wait, beside, seconds, Cause.ISSUED_LATE)
+        return _exposure(step.operation(beside), wait, beside, seconds, Cause.ISSUED_LATE)
     return _of_reduction(step, wait, beside, seconds)
 
 
@@ -369,7 +396,7 @@ def _while_reducing(step: _Step, wait: Span, span: Span, seconds: float) -> list
     if late is None:
         return [_of_reduction(step, wait, span, seconds)]
     part = min(seconds, late.seconds)
-    result = [_exposure(wait, span, part, Cause.LATE_RANK, late.rank)]
+    result = [_exposure(step.operation(span), wait, span, part, Cause.LATE_RANK, late.rank)]
     if seconds > part:
         result.append(_of_reduction(step, wait, span, seconds - part))
     return result
@@ -377,11 +404,13 @@ def _while_reducing(step: _Step, wait: Span, span: Span, seconds: float) -> list
 
 def _of_reduction(step: _Step, wait: Span, span: Span, seconds: float) -> Exposure:
     if not step.last_reduced:  # nothing is on the wire
-        return _exposure(wait, span, seconds, Cause.COPIES)
-    cause = Cause.LAST if span.units in step.last_reduced else Cause.BANDWIDTH
-    return _exposure(wait, span, seconds, cause)
+        cause = Cause.COPIES
+    else:
+        cause = Cause.LAST if span.units in step.last_reduced else Cause.BANDWIDTH
+    return _exposure(step.operation(span), wait, span, seconds, cause)
 
 
-def _exposure(wait: Span, awaited: Span, seconds: float, cause: Cause, rank: int = -1) -> Exposure:
-    operation = "gather" if wait.work == "wait (gather)" else "reduce"
+def _exposure(
+    operation: str, wait: Span, awaited: Span, seconds: float, cause: Cause, rank: int = -1
+) -> Exposure:
     return Exposure(operation, awaited.phase, awaited.units, wait.begin, seconds, cause, rank)

@@ -70,7 +70,7 @@ def compare_clocks(iterations: Sequence[Iteration], unit: Unit) -> Clocks:
             else statistics.median(a - b for a, b in zip(first_clock, clock, strict=True))
             for host, clock, _ in answers
         ),
-        rank=unit.ranks.rank,
+        rank=unit.ranks.rank_in_mesh,
     )
 
 
@@ -79,7 +79,8 @@ def _readings(unit: Unit) -> list[float]:
     readings = []
     for _ in range(_ROUNDS):
         if has_peers(unit):
-            dist.barrier(unit.ranks.group)
+            for group in unit.ranks.groups:
+                dist.barrier(group)
         readings.append(time.monotonic())
     return readings
 
@@ -120,26 +121,51 @@ def lateness(
 
     All ranks of ``unit``'s mesh call this. Ranks issue the collectives of each lane in one order,
     so the k-th collective of one rank is the k-th of all. Three all-reduces of one number per
-    collective suffice.
+    collective suffice, for each group of ranks.
 
     Returns:
         The lateness by iteration number and place among its spans, for the iterations in which all
         ranks recorded the same collectives.
     """
+    of_replicas = ("all-reduce",)
+    within = tuple(work for work in WIRES if work not in of_replicas)
+    found = _lateness(iterations, within, clocks, unit, unit.ranks.group)
+    if unit.ranks.replica_group is not None:
+        between = unit.ranks.replica_group
+        found |= _lateness(iterations, of_replicas, clocks, unit, between)
+    return found
+
+
+def _lateness(
+    iterations: Sequence[Iteration],
+    works: Sequence[str],
+    clocks: Clocks,
+    unit: Unit,
+    group: dist.ProcessGroup,
+) -> dict[tuple[int, int], Lateness]:
+    """Return the stragglers of the collectives of one group of ranks."""
     offset = clocks.offsets[clocks.rank]
     found = [
         (iteration.number, place, span)
         for iteration in iterations
         if iteration.number in clocks.alike
-        for work in WIRES
+        for work in works
         for place, span in enumerate(iteration.spans)
         if span.work == work
     ]
+
+    def over_ranks(values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        if not has_peers(unit):
+            return values
+        reduced = values.to(unit.device, copy=True)
+        dist.all_reduce(reduced, op=op, group=group)
+        return reduced.cpu()
+
     begins = torch.tensor([span.begin + offset for *_, span in found], dtype=torch.float64)
-    first = _over_ranks(begins, dist.ReduceOp.MIN, unit)
-    last = _over_ranks(begins, dist.ReduceOp.MAX, unit)
+    first = over_ranks(begins, dist.ReduceOp.MIN)
+    last = over_ranks(begins, dist.ReduceOp.MAX)
     ranks = torch.where(begins == last, clocks.rank, len(clocks.offsets))
-    slowest = _over_ranks(ranks, dist.ReduceOp.MIN, unit)
+    slowest = over_ranks(ranks, dist.ReduceOp.MIN)
     spreads = (last - first).tolist()
     return {
         (number, place): Lateness(max(min(end - offset, span.end) - span.begin, 0.0), rank, spread)
@@ -147,11 +173,3 @@ def lateness(
             found, last.tolist(), slowest.tolist(), spreads, strict=True
         )
     }
-
-
-def _over_ranks(values: Tensor, op: dist.ReduceOp.RedOpType, unit: Unit) -> Tensor:
-    if not has_peers(unit):
-        return values
-    reduced = values.to(unit.device, copy=True)
-    dist.all_reduce(reduced, op=op, group=unit.ranks.group)
-    return reduced.cpu()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_ext._util.files import write_bytes
-from fsdp_ext.profiler.recording import COMPUTE, LANES, WAITS, Iteration, Span
+from fsdp_ext.profiler.recording import COMPUTE, WAITS, Iteration, Span
 from fsdp_ext.profiler.result import Recording
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ _COLOURS = {
     "unit backward": "#9ecae9",
     "gather": "#54a24b",
     "reduce": "#f58518",
+    "all-reduce": "#b279a2",
     "cast": "#a6d49f",
     "unpack": "#a6d49f",
     "pack": "#ffbf79",
@@ -32,11 +33,11 @@ _LABELS = {
     "unit backward": "backward",
     "gather": "all-gather",
     "reduce": "reduce-scatter",
+    "all-reduce": "all-reduce",
     "cast": "cast, unpack",
     "pack": "pack, write gradients",
     "wait (gather)": "waiting (exposed)",
 }
-_ROWS = ("compute", "gather", "reduce")
 # A bar shows its name if there is this share of the picture's width for each character.
 _READABLE = 0.012
 _MOST_RANKS = 8
@@ -62,7 +63,8 @@ def draw(recording: Recording, path: Path, chosen: int | None) -> None:
         ) from error
     own = _chosen_step(recording.iterations, chosen)
     shown = _steps_of_ranks(recording, own.number)
-    figure = Figure(figsize=(14, 1.2 + 0.9 * len(_ROWS) * len(shown)), layout="constrained")
+    rows = sum(len(_rows_of(iteration)) for iteration in shown.values())
+    figure = Figure(figsize=(14, 1.2 + 0.9 * rows), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
     begin = min(iteration.begin for iteration in shown.values())
@@ -73,10 +75,14 @@ def draw(recording: Recording, path: Path, chosen: int | None) -> None:
             axis.set_title(f"rank {rank}", loc="left", fontsize=9)
     figure.suptitle(_title(recording, own, len(shown)), fontsize=11)
     axes[-1].set_xlabel("ms")
-    _legend(axes[0])
+    _legend(axes[0], own)
     data = io.BytesIO()
     figure.savefig(data, format=path.suffix.lstrip(".") or "png", dpi=120)
     write_bytes(path, data.getvalue())
+
+
+def _rows_of(iteration: Iteration) -> list[str]:
+    return ["compute", "gather", "reduce", *(["all-reduce"] if iteration.has_all_reduces else [])]
 
 
 def _chosen_step(iterations: list[Iteration], chosen: int | None) -> Iteration:
@@ -113,12 +119,15 @@ def _title(recording: Recording, own: Iteration, shown: int) -> str:
 
 
 def _draw_rank(recording: Recording, axis: Axes, iteration: Iteration, window: _Window) -> None:
+    rows = _rows_of(iteration)
     for span in sorted(iteration.spans, key=lambda one: (one.work in COMPUTE, one.begin)):
-        row = LANES.get(span.work) or ("compute" if span.work in (*COMPUTE, *WAITS) else None)
+        row = iteration.lane_of(span.work) or (
+            "compute" if span.work in (*COMPUTE, *WAITS) else None
+        )
         if row is None:
             continue
         left, length = (span.begin - window.begin) * 1e3, span.seconds * 1e3
-        level = len(_ROWS) - 1 - _ROWS.index(row)
+        level = len(rows) - 1 - rows.index(row)
         encloses = span.work in COMPUTE and _encloses(iteration, span)
         bottom, tall = (level + 0.42, 0.08) if encloses else (level - 0.4, 0.8)
         axis.broken_barh(
@@ -136,8 +145,8 @@ def _draw_rank(recording: Recording, axis: Axes, iteration: Iteration, window: _
             axis.text(
                 left + length / 2, level, name, ha="center", va="center", fontsize=7, zorder=4
             )
-    axis.set_yticks(range(len(_ROWS)), reversed(_ROWS))
-    axis.set_ylim(-0.6, len(_ROWS) - 0.4)
+    axis.set_yticks(range(len(rows)), reversed(rows))
+    axis.set_ylim(-0.6, len(rows) - 0.4)
     axis.spines[["top", "right"]].set_visible(False)
 
 
@@ -149,12 +158,13 @@ def _encloses(iteration: Iteration, span: Span) -> bool:
     )
 
 
-def _legend(axis: Axes) -> None:
+def _legend(axis: Axes, iteration: Iteration) -> None:
     from matplotlib.patches import Patch
 
     handles = [
         Patch(facecolor=_COLOURS[work], label=label, hatch="///" if work in WAITS else None)
         for work, label in _LABELS.items()
+        if work != "all-reduce" or iteration.has_all_reduces
     ]
     axis.legend(
         handles=handles,

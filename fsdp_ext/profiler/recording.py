@@ -7,17 +7,19 @@ from dataclasses import dataclass, field, replace
 
 from fsdp_ext import _C
 
-# The lane whose streams run each kind of work. All other work is on the compute stream.
+# The lane whose streams run each kind of work. All other work is on the compute stream. With
+# replicas, "finish reduction" is on the lane "all-reduce": Iteration.lane_of.
 LANES = {
     "cast": "gather",
     "gather": "gather",
     "unpack": "gather",
     "pack": "reduce",
     "reduce": "reduce",
+    "all-reduce": "all-reduce",
     "finish reduction": "reduce",
 }
 # Work that is on the wire: the collectives.
-WIRES = ("gather", "reduce")
+WIRES = ("gather", "reduce", "all-reduce")
 WAITS = ("wait (gather)", "wait (reduction)")
 COMPUTE = ("unit forward", "unit backward")
 PASSES = ("forward", "backward")
@@ -32,7 +34,8 @@ class Span:
         phase: the phase that issued it: "forward", "backward" or "other".
         first: number of the unit, or of the bucket's first unit in forward order; -1 for all units.
         last: number of the bucket's last unit.
-        nbytes: size of a collective, summed over all ranks; else 0.
+        nbytes: size of a collective, summed over the ranks that shard the model; of an all-reduce
+            over replicas, that of one rank; else 0.
         begin: when it began.
         end: when it ended.
         issued: when the host issued the collective.
@@ -91,9 +94,20 @@ class Iteration:
         """Return the spans of these kinds of work, each kind in order of issue."""
         return [span for work in works for span in self._by_work.get(work, [])]
 
+    @property
+    def has_all_reduces(self) -> bool:
+        """Whether gradients were all-reduced over replicas."""
+        return bool(self.of("all-reduce"))
+
+    def lane_of(self, work: str) -> str | None:
+        """Return the lane whose streams run this kind of work; None for the compute stream."""
+        if work == "finish reduction" and self.has_all_reduces:
+            return "all-reduce"
+        return LANES.get(work)
+
     def lane(self, name: str) -> list[Span]:
-        """Return the spans on the streams of lane "gather" or "reduce", sorted by their begin."""
-        works = [work for work, lane in LANES.items() if lane == name]
+        """Return the spans on the streams of one of WIRES, sorted by their begin."""
+        works = [work for work in LANES if self.lane_of(work) == name]
         return sorted(self.of(*works), key=lambda span: span.begin)
 
     @property

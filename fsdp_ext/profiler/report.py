@@ -31,9 +31,11 @@ def text_of(recording: Recording, by: str) -> str:
     summary = summarise(recording)
     rows = [_cells(row) for row in rows_of(recording, by)]
     link = "a simulated link" if recording.transport == "simulated" else recording.transport
+    replicas = recording.replicas
+    sets = f" ({replicas} sets of {recording.world_size // replicas})" if replicas > 1 else ""
     lines = [
         f"Average of {summary.iterations} steps on rank {recording.rank} of "
-        f"{recording.world_size} over {link}",
+        f"{recording.world_size}{sets} over {link}",
         "",
         *columns(_HEADER, rows, left=(0, 1, 2, len(_HEADER) - 1)),
         "",
@@ -84,6 +86,7 @@ def document_of(recording: Recording) -> dict[str, Any]:
     return {
         "transport": recording.transport,
         "world_size": recording.world_size,
+        "replicas": recording.replicas,
         "rank": recording.rank,
         "summary": asdict(summarise(recording)),
         "rows": [asdict(row) for row in rows_of(recording, "bucket")],

@@ -30,6 +30,7 @@ class Recording:
         ranks: iterations of each known rank, the oldest first.
         late: the straggler of each collective, by iteration number and place among its spans. It is
             empty until ranks are merged.
+        replicas: how many ranks have the same shard.
     """
 
     names: list[str]
@@ -45,6 +46,7 @@ class Recording:
     members: Mapping[tuple[int, int], Sequence[int]] = field(default_factory=dict)
     ranks: dict[int, list[Iteration]] = field(default_factory=dict)
     late: Mapping[tuple[int, int], Lateness] = field(default_factory=dict)
+    replicas: int = 1
 
     @property
     def iterations(self) -> list[Iteration]:

@@ -38,10 +38,11 @@ class Row:
 
     Args:
         units: names of the first and the last unit, or of the only one.
-        operation: "gather" or "reduce".
+        operation: "gather", "reduce" or, over replicas, "all-reduce".
         phase: the phase that issued it: "forward", "backward" or "other".
         collectives: number of collectives that carry it.
-        nbytes: bytes on the wire, summed over all ranks.
+        nbytes: bytes on the wire, summed over the ranks that shard the model; of an all-reduce,
+            those of one rank.
         wire: seconds on the wire.
         hidden: seconds on the wire that overlap compute.
         exposed: seconds that the compute stream waited for it, whatever delayed it.
@@ -154,7 +155,7 @@ def rows_of(recording: Recording, by: str) -> list[Row]:
         for key in costs
         for part, share in (_shares(recording, key.units) if by == "unit" else [(key.units, 1.0)])
     ]
-    found.sort(key=lambda one: (one[0], one[1].operation, _PHASES.index(one[1].phase)))
+    found.sort(key=lambda one: (one[0], WIRES.index(one[1].operation), _PHASES.index(one[1].phase)))
     return [
         _row(recording.name_of(part), key, costs[key], share, slowest.get(key))
         for part, key, share in found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fsdp_ext.profiler.recording import COMPUTE, LANES, WAITS, WIRES, Iteration, Span
@@ -23,13 +24,15 @@ def trace_of(recording: Recording) -> dict[str, Any]:
     """Return a profile in Chrome's trace event format, which Perfetto reads.
 
     Each rank is a process. Its rows are the passes, compute (units and waits), gathers, reductions,
-    and each kind of copy around them. The format is the "Trace Event Format" of the Chromium
-    project; times are microseconds since the first iteration began.
+    all-reduces over replicas, and each kind of copy around them. The format is the "Trace Event
+    Format" of the Chromium project; times are microseconds since the first iteration began.
     """
     events: list[dict[str, Any]] = []
     start = min(iteration.begin for of_rank in recording.ranks.values() for iteration in of_rank)
     for rank, iterations in recording.ranks.items():
-        events += _headings(rank, recording.transport)
+        works = {span.work for iteration in iterations for span in iteration.spans}
+        rows = [row for row in _ROWS if row != "all-reduce" or row in works]
+        events += _headings(rank, recording.transport, rows)
         for iteration in iterations:
             for place, span in enumerate(iteration.spans):
                 event = _event(recording, rank, iteration.number, span, start)
@@ -39,10 +42,11 @@ def trace_of(recording: Recording) -> dict[str, Any]:
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
-def _headings(rank: int, transport: str) -> list[dict[str, Any]]:
+def _headings(rank: int, transport: str, rows: Sequence[str]) -> list[dict[str, Any]]:
     """Return the events that name a rank's process and its rows, and that order the rows."""
     events = [_metadata("process_name", rank, 0, {"name": f"rank {rank}, {transport}"})]
-    for row, name in enumerate(_ROWS):
+    for name in rows:
+        row = _ROWS.index(name)
         events.append(_metadata("thread_name", rank, row, {"name": name}))
         events.append(_metadata("thread_sort_index", rank, row, {"sort_index": row}))
     return events

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_ext
 from fsdp_ext import fully_shard
@@ -34,13 +35,15 @@ class Pause(nn.Module):
         return y
 
 
-def make(transport: Any = None, compute: float = 0.004, **options: Any) -> Any:
+def make(
+    transport: Any = None, compute: float = 0.004, mesh: DeviceMesh | None = None, **options: Any
+) -> Any:
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(Pause(compute) for _ in range(LAYERS)))
     for layer in model:
-        fully_shard(layer, transport=transport)
+        fully_shard(layer, mesh=mesh, transport=transport)
     options.setdefault("bucket_bytes", 0)
-    return fully_shard(model, transport=transport, **options)
+    return fully_shard(model, mesh=mesh, transport=transport, **options)
 
 
 def train(model: Any, steps: int, before: Callable[[int], Any] = lambda step: None) -> None:
