@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,9 @@ import torch
 import torch.distributed as dist
 from support import models
 from support.launcher import run_ranks
+from support.matrix import exhaustive
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_ext
@@ -44,13 +47,13 @@ class Layer(nn.Module):
         return self.dropout(self.norm(self.linear(x)).relu())
 
 
-def make(transport: Any = None, **options: Any) -> Any:
+def make(transport: Any = None, mesh: DeviceMesh | None = None, **options: Any) -> Any:
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(Layer() for _ in range(LAYERS)))
     for layer in model:
-        fully_shard(layer, transport=transport)
-    return fully_shard(model, transport=transport, **options)
+        fully_shard(layer, mesh=mesh, transport=transport)
+    return fully_shard(model, mesh=mesh, transport=transport, **options)
 
 
 def make_units() -> Any:
@@ -74,6 +77,36 @@ def in_use(model: Any) -> Choice:
 
 
 # - On simulated ranks
+
+
+def _with_replicas() -> None:
+    dist.destroy_process_group()
+    between = Link("between", alpha=200e-6, beta=1e8)
+    transport = Simulated(16, LINK, rank=12, replicas=2, replica_link=between)
+    transport.init_process_group()
+    mesh = init_device_mesh("cpu", (2, 8))
+    model = make(transport, mesh)
+    result = tuned(model)
+    assert in_use(model) == result.chosen.choice
+    assert (result.costs.link, result.costs.replica_link) == (LINK, between)
+    assert "all-reduces 200 us + 2 S / 0.10 GB/s" in str(result)
+    # Six all-reduces have as many latencies, and without buckets all of them do.
+    slow = next(one for one in result.measured if one.choice == result.before.choice)
+    assert slow.predicted >= slow.buckets * between.alpha
+    planned = fsdp_ext.plan(model)
+    assert planned.memory.peak == result.chosen.memory
+    # A model of the same shape on a mesh of other replicas starts with its own defaults.
+    auto = {"bucket_bytes": "auto", "prefetch": "auto"}
+    again = make(transport, mesh, **auto)
+    again(batch())
+    assert in_use(again) == result.chosen.choice
+    model.set_requires_all_reduce(False)
+    with pytest.raises(ValueError, match=r"sum gradients over replicas.*set_requires_all_reduce"):
+        tuned(model)
+
+
+def test_all_reduces_over_replicas_are_measured_and_predicted() -> None:
+    run_ranks(_with_replicas, 1)
 
 
 def _tells_gains_from_noise(result: Tuning) -> None:
@@ -407,16 +440,20 @@ def test_a_recomputed_forward_is_of_the_phase_that_needs_it() -> None:
 # - On real ranks
 
 
-def _on_ranks() -> tuple[Choice, list[Tensor], str]:
-    model = make()
+def _make_on(shape: tuple[int, ...]) -> Any:
+    return make(mesh=init_device_mesh("cpu", shape))
+
+
+def _on_ranks(shape: tuple[int, ...]) -> tuple[Choice, list[Tensor], str]:
+    model = _make_on(shape)
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         result = fsdp_ext.tune(model, batch(), steps=2, loss=lambda y: y.square().mean())
     return in_use(model), _trained(model), out.getvalue() + str(result)
 
 
-def _without() -> list[Tensor]:
-    return _trained(make())
+def _without(shape: tuple[int, ...]) -> list[Tensor]:
+    return _trained(_make_on(shape))
 
 
 def _trained(model: Any) -> list[Tensor]:
@@ -429,12 +466,15 @@ def _trained(model: Any) -> list[Tensor]:
     return [parameter.full_tensor() for parameter in model.parameters()]
 
 
-def test_ranks_choose_the_same_and_train_as_without() -> None:
-    (choice, parameters, printed), (other, _, silent) = run_ranks(_on_ranks, 2)
-    assert choice == other
+@pytest.mark.parametrize("shape", [(2,), (2, 1), *exhaustive((2, 2))])
+def test_ranks_choose_the_same_and_train_as_without(shape: tuple[int, ...]) -> None:
+    ranks = math.prod(shape)
+    (choice, parameters, printed), *others = run_ranks(_on_ranks, ranks, shape)
     assert printed.count("settings were considered") == 2  # printed once by tune itself
-    assert silent.count("settings were considered") == 1
-    for got, want in zip(parameters, run_ranks(_without, 2)[0], strict=True):
+    for other, _, silent in others:
+        assert choice == other
+        assert silent.count("settings were considered") == 1
+    for got, want in zip(parameters, run_ranks(_without, ranks, shape)[0], strict=True):
         assert torch.equal(got, want)
 
 

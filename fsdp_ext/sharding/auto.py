@@ -29,7 +29,8 @@ def _key(units: Sequence[Unit], transport: str) -> _Key:
 
     shapes = tuple((settings_of(unit), *map(shape_of, unit.params)) for unit in units)
     first = units[0]
-    return (transport, first.settings.transport, first.world_size, first.device.type, shapes)
+    ranks = (first.world_size, first.replicas)
+    return (transport, first.settings.transport, ranks, first.device.type, shapes)
 
 
 def remember(units: Sequence[Unit], transport: str, choice: Choice, *, memory_known: bool) -> None:
@@ -58,7 +59,7 @@ def chosen_for(units: Sequence[Unit], transport: str) -> Choice | None:
     both = first.settings.bucket_bytes == AUTO and first.settings.prefetch == AUTO
     if found is not None and not both:
         found = replace(found, stays_unsharded=())
-    if found is None and first.ranks.rank == 0:
+    if found is None and first.ranks.rank_in_mesh == 0:
         _logger.info(
             "settings are 'auto', but fsdp_ext.tune has not run for a model of this shape yet; the "
             "defaults are used until then"

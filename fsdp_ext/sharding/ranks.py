@@ -68,12 +68,3 @@ class Ranks:
     def placements(self, shard: Placement) -> tuple[Placement, ...]:
         """Return the placements of parameters and gradients that ``group`` shares by ``shard``."""
         return (shard,) if self.mesh.ndim == 1 else (Replicate(), shard)
-
-
-def refuse_replicas(ranks: Ranks, caller: str) -> None:
-    """Raise NotImplementedError if there are replicas, which ``caller`` does not know yet."""
-    if ranks.replicas > 1:
-        raise NotImplementedError(
-            f"{caller} does not support models that are sharded over a 2-D mesh yet. Use a 1-D "
-            "mesh of the ranks that share the model."
-        )

@@ -65,7 +65,7 @@ class Root(UnitTree):
         self.settings = self._resolve()
         if replicas is not None and has_peers(first):
             self._compare_sets(replicas)
-        if first.settings.bucket_bytes is None and first.ranks.rank == 0:
+        if first.settings.bucket_bytes is None and first.ranks.rank_in_mesh == 0:
             log_default(self.settings.bucket_bytes[0], self.link)
         self.core = self._build()
         # This comes last: if anything above raises, the next forward starts over.

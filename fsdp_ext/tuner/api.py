@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from fsdp_ext.comm.inline_group import refuse_inline
 from fsdp_ext.sharding.agreement import together
 from fsdp_ext.sharding.auto import remember
-from fsdp_ext.sharding.ranks import refuse_replicas
 from fsdp_ext.sharding.root import running_root
 from fsdp_ext.tuner.arguments import agreed_limit, check_arguments, check_state, units_of
 from fsdp_ext.tuner.candidates import TunableSettings
@@ -81,7 +80,6 @@ def tune(
             before or with all others.
     """
     units = units_of(model)
-    refuse_replicas(units[0].ranks, "tune")
     with together(units[0], "tune", "its arguments"):
         check_arguments(loss, memory_limit, optimizer_states, steps)
         check_state(model, units)
@@ -105,6 +103,6 @@ def tune(
         result.chosen.choice,
         memory_known=memory_limit is not None,
     )
-    if verbose and units[0].ranks.rank == 0:
+    if verbose and units[0].ranks.rank_in_mesh == 0:
         print(result, file=sys.stdout)
     return result

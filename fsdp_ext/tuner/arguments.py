@@ -75,6 +75,11 @@ def check_state(model: nn.Module, units: Sequence[Unit]) -> None:
             "tune needs each backward to reduce gradients, but some units accumulate them. Call "
             "set_requires_gradient_sync(True) before."
         )
+    if not all(unit.settings.requires_all_reduce or unit.replicas == 1 for unit in units):
+        raise ValueError(
+            "tune needs each backward to sum gradients over replicas, but some units accumulate "
+            "them. Call set_requires_all_reduce(True) before."
+        )
     if not all(unit.settings.reshard_after_backward for unit in units):
         raise ValueError(
             "tune needs units that are resharded after backward, so that each step gathers them, "

@@ -4,10 +4,10 @@
 # Compute is measured while the wire is idle. Without prefetch, a unit waits for its gather before
 # it computes, so forward computes alone. With prefetch, the same unit computes beside the next
 # unit's gather. Its extra time, divided by the time that gather takes alone, is the contention that
-# schedule.predict needs. Backward always runs beside reductions, so their share, by the contention,
-# is subtracted. Buckets of two sizes give collectives of several sizes, from which alpha and beta
-# are fitted. If memory has no room for the larger buckets, units of several sizes may do; otherwise
-# a typical link of the transport is used.
+# schedule.predict needs. Backward always runs beside reductions (and with replicas all-reduces), so
+# their share, by the contention, is subtracted. Buckets of two sizes give collectives of several
+# sizes, from which alpha and beta are fitted. If memory has no room for the larger buckets, units
+# of several sizes may do; otherwise a typical link of the transport is used.
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from fsdp_ext.comm.costs import typical_replica_link
 from fsdp_ext.comm.fit import Fit, Sample, fit
 from fsdp_ext.comm.link import Link
 from fsdp_ext.comm.measure_link import link_of
@@ -41,6 +42,7 @@ class Costs:
         copies: seconds per byte of a collective for the casts and copies around gathers and around
             reductions.
         contention: share of a collective's time that compute beside it loses, 0 to 1.
+        replica_link: the fitted link of all-reduces over replicas; None if there are none.
     """
 
     compute: tuple[tuple[float, float], ...]
@@ -48,6 +50,7 @@ class Costs:
     link: Link
     copies: tuple[float, float]
     contention: float
+    replica_link: Link | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,11 @@ def measure_costs(
     shortest = {key: min(seconds) for key, seconds in wire.items()}
     sizes = [_wire_bytes(unit) for unit in root.units]
     gathers = [shortest.get(("gather", nbytes), 0.0) for nbytes, _ in sizes]
-    reductions = [shortest.get(("reduce", nbytes), 0.0) for _, nbytes in sizes]
+    reductions = [
+        shortest.get(("reduce", nbytes), 0.0)
+        + shortest.get(("all-reduce", nbytes // root.units[0].world_size), 0.0)
+        for _, nbytes in sizes
+    ]
     # The gathers of the root and of the first unit come before any compute.
     contention = statistics.median(
         _contention(first, last, sum(gathers[2:])) for first, _, last in ranks
@@ -121,6 +128,7 @@ def measure_costs(
             statistics.mean(of.copies[1] for of, *_ in ranks),
         ),
         contention=contention,
+        replica_link=_replica_link(root, shortest) if root.replicas is not None else None,
     )
 
 
@@ -131,7 +139,7 @@ def _compute_alone(
 
     Args:
         ranks: the figures of each rank without prefetch.
-        reductions: seconds of each unit's reduction.
+        reductions: seconds of each unit's reduction, with its all-reduce.
         contention: share of a reduction's time that backward beside it loses.
     """
     compute = []
@@ -201,6 +209,23 @@ def _link(root: Root, wire: dict[tuple[str, int], float]) -> Link:
         except ValueError:  # all samples may have one size
             fits.append(Fit(*root.link.costs()[WIRES.index(work)], residual=0.0))
     return link_of(f"{root.lanes.transport}, measured in steps", fits[0], fits[1])
+
+
+def _replica_link(root: Root, wire: dict[tuple[str, int], float]) -> Link:
+    assert root.replicas is not None
+    first = root.units[0]
+    transport = first.settings.transport
+    if isinstance(transport, Simulated):
+        return transport.between_replicas().link
+    # An all-reduce takes alpha + 2 S / beta.
+    samples = [Sample("all_reduce", 2 * n, s) for (of, n), s in wire.items() if of == "all-reduce"]
+    try:
+        fitted = fit(samples)
+    except ValueError:  # all samples may have one size
+        name = root.replicas.transport
+        typical = typical_replica_link(name, transport, first.world_size, first.replicas)
+        fitted = Fit(*typical.costs()[1], residual=0.0)
+    return link_of(f"{root.replicas.transport}, measured in steps", fitted, fitted)
 
 
 def _wire_bytes(unit: Unit) -> tuple[int, int]:

@@ -125,9 +125,13 @@ def _cells(candidate: Candidate, note: str) -> tuple[str, ...]:
 def _costs_line(costs: Costs) -> str:
     (alpha, beta), (reduce_alpha, reduce_beta) = costs.link.costs()
     compute = sum(map(sum, costs.compute)) + costs.between
+    sums = ""
+    if costs.replica_link is not None:
+        _, (sum_alpha, sum_beta) = costs.replica_link.costs()
+        sums = f", all-reduces {sum_alpha * 1e6:.0f} us + 2 S / {sum_beta / 1e9:.2f} GB/s"
     return (
         f"compute {compute * 1e3:.1f} ms a step; gathers {alpha * 1e6:.0f} us + S / "
         f"{beta / 1e9:.2f} GB/s, reductions {reduce_alpha * 1e6:.0f} us + S / "
-        f"{reduce_beta / 1e9:.2f} GB/s ({costs.link.name}); beside a collective, compute loses "
-        f"{costs.contention:.0%} of the collective's time"
+        f"{reduce_beta / 1e9:.2f} GB/s{sums} ({costs.link.name}); beside a collective, compute "
+        f"loses {costs.contention:.0%} of the collective's time"
     )

@@ -70,7 +70,8 @@ class Search:
         self._steps = steps
         self._optimizer_states = optimizer_states
         # The planned root refers to the copy weakly, so it is held here.
-        self._copy = units_of_sharded(root.module, PlannedRanks(root.units[0].ranks.size))
+        first = root.units[0]
+        self._copy = units_of_sharded(root.module, PlannedRanks(first.world_size, first.replicas))
         self._planned = PlannedRoot(self._copy, root.link)
         self._layouts = [unit.layout_for(training=True) for unit in self._planned.units]
 
@@ -119,7 +120,7 @@ class Search:
         )
 
     def _log(self, what: str) -> None:
-        if self._root.units[0].ranks.rank == 0:
+        if self._root.units[0].ranks.rank_in_mesh == 0:
             _logger.info("tune: %s", what)
 
     def _fitting(self, limit: int, keeps_more: bool) -> tuple[list[_Sized], int]:
@@ -157,7 +158,8 @@ class Search:
         planned, layouts = self._planned, self._layouts
         planned.decide(Decision(choice, scope))
         device_type = self._root.units[0].device.type
-        transports = (self._root.lanes.transport,) * 2
+        lanes = self._root.lanes
+        transports = (lanes.transport, (self._root.replicas or lanes).transport)
         found = find_buckets(planned, layouts, transports, device_type)
         memory = memory_of(planned, layouts, found, self._optimizer_states).peak
         return _Sized(choice, found, memory)
@@ -169,7 +171,7 @@ class Search:
         prediction = predict_plan(
             self._planned,
             sized.found,
-            StepCosts(compute, costs.link, costs.contention, costs.copies),
+            StepCosts(compute, costs.link, costs.contention, costs.copies, costs.replica_link),
         )
         return Candidate(sized.choice, len(sized.found["buckets"]), sized.memory, prediction.step)
 
