@@ -11,10 +11,12 @@ each rank without any communication, on a machine that is as busy.
 
 "transport" is what the ranks communicate over. "ours" uses shared memory between ranks of one host,
 and "ours over gloo" uses the process group that the peers use. "kept gathered" does not reshard
-after forward. "of best peer" is the time divided by that of the fastest system that is not ours.
-"loss (off)" is the loss, and its difference to the loss of unsharded after as many steps. Each peer
-has the best settings that its documentation names, and "FSDP2, defaults" has none. A system that
-cannot run here is listed with the first line of its error.
+after forward. With --ranks 4 --replicas 2, all systems that shard do so within two sets of two
+ranks, and sum gradients over the sets (hybrid sharding). "of best peer" is the time divided by that
+of the fastest system that is not ours. "loss (off)" is the loss, and its difference to the loss of
+unsharded after as many steps. Each peer has the best settings that its documentation names, and
+"FSDP2, defaults" has none. A system that cannot run here is listed with the first line of its
+error.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ import torch.distributed as dist
 
 import fsdp_ext
 from bench.harness import ranks
+from bench.harness.options import UsageError, positive
 from bench.harness.output import bars, picture, print_table
 from bench.harness.runner import Keep
 from bench.harness.timing import Timing, as_microseconds
@@ -57,9 +60,15 @@ class Case:
     """A model, and the systems that train it."""
 
     def __init__(
-        self, builds: dict[str, Build], config: GPTConfig, batch: int, device: torch.device
+        self,
+        builds: dict[str, Build],
+        config: GPTConfig,
+        batch: int,
+        device: torch.device,
+        replicas: int,
     ) -> None:
         self.builds = builds
+        self.replicas = replicas
         self.config = config
         self.batch = batch
         self.device = device
@@ -117,6 +126,7 @@ class Case:
                     "settings": found[-1]["settings"],
                     "transport": self.transports[name],
                     "ranks": dist.get_world_size(),
+                    "replicas": self.replicas,
                     "step_us": as_microseconds(Timing.of(seconds[name])),
                     "host_us": as_microseconds(Timing.of(host)),
                     "peak_bytes": found[-1]["peak_bytes"],
@@ -209,15 +219,24 @@ def run_on_gpu(case: Case, steps: int, keep: Keep) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --peers."""
+    """Add --peers and --replicas."""
     text = "also measure DeepSpeed, Megatron-FSDP and FairScale (make bench-peers installs them)"
     parser.add_argument("--peers", action="store_true", help=text)
+    text = "how many ranks have the same shard, for hybrid sharding; default: 1"
+    parser.add_argument("--replicas", type=positive, metavar="N", default=1, help=text)
 
 
 def measure(args: argparse.Namespace, keep: Keep) -> None:
     """Measure all systems that can run here."""
     device = ranks.join(args.device)
-    builds = systems_for(device, dist.get_world_size())
+    replicas = args.replicas
+    if dist.get_world_size() % replicas:
+        raise UsageError(
+            f"--replicas {replicas} does not divide the number of ranks, {dist.get_world_size()}"
+        )
+    if args.peers and replicas > 1:
+        raise UsageError("--replicas is not possible with --peers; leave one of them out")
+    builds = systems_for(device, dist.get_world_size(), replicas)
     if args.peers:
         from bench.models.peers import PEERS
 
@@ -232,7 +251,7 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
     else:
         config, batch, steps = MEDIUM, 1, 3 * STEPS_IN_ROUND
         run = run_on_host
-    run(Case(builds, config, batch, device), steps, keep)
+    run(Case(builds, config, batch, device, replicas), steps, keep)
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -241,8 +260,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     if ran:
         first = ran[0]
         tokens = f"{first['batch']} x {first['context']} tokens a rank"
-        count = f"{first['ranks']} rank{'s' if first['ranks'] > 1 else ''}"
-        print(f"{count}, {first['parameters'] / 1e6:,.1f} M parameters, {tokens}")
+        print(f"{ranks_of(first)}, {first['parameters'] / 1e6:,.1f} M parameters, {tokens}")
     table = []
     for row in rows:
         if "error" in row:
@@ -267,6 +285,13 @@ def show(rows: list[dict[str, Any]]) -> None:
     print_table(header, table, words_last=True)
 
 
+def ranks_of(row: dict[str, Any]) -> str:
+    """Return the ranks in words."""
+    count, replicas = row["ranks"], row["replicas"]
+    sets = f" in {replicas} sets of {count // replicas}" if replicas > 1 else ""
+    return f"{count} rank{'s' if count > 1 else ''}{sets}"
+
+
 def fault(rows: list[dict[str, Any]]) -> str | None:
     """Return why the run failed: ours could not run."""
     failed = [row["error"] for row in rows if row["system"] == "ours" and "error" in row]
@@ -276,8 +301,7 @@ def fault(rows: list[dict[str, Any]]) -> str | None:
 def plot(rows: list[dict[str, Any]], path: str) -> None:
     """Draw each system's step as a bar."""
     ran = [row for row in rows if "error" not in row]
-    count = f"{ran[0]['ranks']} rank{'s' if ran[0]['ranks'] > 1 else ''}"
-    title = f"a training step, {ran[0]['parameters'] / 1e6:,.1f} M parameters, {count}"
+    title = f"a training step, {ran[0]['parameters'] / 1e6:,.1f} M parameters, {ranks_of(ran[0])}"
     with picture(path, title) as axes:
         steps = [row["step_us"]["median"] / 1e3 for row in ran]
         bars(axes, [row["system"] for row in ran], steps, "ms")

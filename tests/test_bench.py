@@ -101,6 +101,16 @@ def test_all_systems_reach_the_same_loss_on_two_ranks(tmp_path: Path) -> None:
     assert len({round(row["loss"], 5) for row in rows}) == 1  # all ranks have the same tokens
 
 
+@pytest.mark.exhaustive
+def test_systems_that_shard_hybridly_reach_the_same_loss(tmp_path: Path) -> None:
+    printed, rows = _run("step", tmp_path / "step.json", "--ranks", "4", "--replicas", "2")
+    assert "4 ranks in 2 sets of 2" in printed
+    assert not [row["error"] for row in rows if "error" in row]
+    assert {"ours", "FSDP2", "FSDP1"} < {row["system"] for row in rows}
+    assert all((row["ranks"], row["replicas"]) == (4, 2) for row in rows)
+    assert len({round(row["loss"], 4) for row in rows}) == 1
+
+
 def test_systems_take_turns_in_an_order_that_changes_and_that_ranks_share() -> None:
     def order_of(seed: int) -> list[str]:
         turns: list[str] = []

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from gpt_model import GPT, Block, GPTConfig
@@ -53,13 +54,19 @@ def adamw(parameters: Any, device: torch.device) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4, fused=device.type == "cuda")
 
 
+def mesh_of(device: torch.device, replicas: int) -> DeviceMesh:
+    """Return the mesh of all ranks: 2-D with replicas, of which each set shards the model."""
+    ranks = dist.get_world_size()
+    shape = (ranks,) if replicas == 1 else (replicas, ranks // replicas)
+    names = ("shard",) if replicas == 1 else ("replicate", "shard")
+    return init_device_mesh(device.type, shape, mesh_dim_names=names)
+
+
 def _fully_shard(
-    fully_shard: Any, model: GPT, dtype: torch.dtype, device: torch.device, **settings: Any
+    fully_shard: Any, model: GPT, dtype: torch.dtype, mesh: DeviceMesh, **settings: Any
 ) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
     )
@@ -75,6 +82,7 @@ def shard_ours(
     *,
     kept: bool = False,
     transport: str | None = None,
+    replicas: int = 1,
 ) -> Sharded:
     """Shard with fsdp_ext.
 
@@ -84,10 +92,11 @@ def shard_ours(
         device: of this rank.
         kept: keep parameters gathered after forward.
         transport: of all units; None for the default.
+        replicas: how many ranks have the same shard.
     """
     from fsdp_ext import fully_shard
 
-    _fully_shard(fully_shard, model, dtype, device, transport=transport)
+    _fully_shard(fully_shard, model, dtype, mesh_of(device, replicas), transport=transport)
     settings = []
     if kept:
         model.set_reshard_after_forward(False)  # type: ignore[operator]
@@ -104,6 +113,7 @@ def shard_fsdp2(
     *,
     kept: bool = False,
     defaults: bool = False,
+    replicas: int = 1,
 ) -> Sharded:
     """Shard with PyTorch's FSDP2.
 
@@ -113,10 +123,11 @@ def shard_fsdp2(
         device: of this rank.
         kept: keep parameters gathered after forward.
         defaults: change no setting.
+        replicas: how many ranks have the same shard.
     """
     from torch.distributed.fsdp import fully_shard
 
-    _fully_shard(fully_shard, model, dtype, device)
+    _fully_shard(fully_shard, model, dtype, mesh_of(device, replicas))
     if defaults:
         return Sharded(model, "defaults")
     settings = []
@@ -144,13 +155,30 @@ def shard_fsdp2(
     return Sharded(model, ", ".join(settings))
 
 
-def shard_fsdp1(model: GPT, dtype: torch.dtype, device: torch.device) -> Sharded:
-    """Wrap with PyTorch's FSDP1."""
-    from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision
+def shard_fsdp1(
+    model: GPT, dtype: torch.dtype, device: torch.device, *, replicas: int = 1
+) -> Sharded:
+    """Wrap with PyTorch's FSDP1.
+
+    Args:
+        model: to shard.
+        dtype: of the computation.
+        device: of this rank.
+        replicas: how many ranks have the same shard.
+    """
+    from torch.distributed.fsdp import (
+        BackwardPrefetch,
+        FullyShardedDataParallel,
+        MixedPrecision,
+        ShardingStrategy,
+    )
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+    is_hybrid = replicas > 1
     wrapped = FullyShardedDataParallel(
         model,
+        device_mesh=mesh_of(device, replicas) if is_hybrid else None,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD if is_hybrid else None,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         mixed_precision=MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32),
         # FSDP1 needs it on a CPU, too: otherwise it looks for an accelerator and fails.
@@ -192,14 +220,24 @@ SYSTEMS: dict[str, Build] = {
     "DDP": replicate_ddp,
 }
 OF_ONE_RANK = ("unsharded", "ours", "FSDP2", "FSDP1")
+WHOLE = ("unsharded", "DDP")  # each rank has the whole model
 
 
-def systems_for(device: torch.device, ranks: int) -> dict[str, Build]:
-    """Return the systems to measure there, in the order of the tables."""
+def systems_for(device: torch.device, ranks: int, replicas: int = 1) -> dict[str, Build]:
+    """Return the systems to measure there, in the order of the tables.
+
+    Args:
+        device: of the ranks.
+        ranks: their number.
+        replicas: how many ranks have the same shard, for hybrid sharding.
+    """
     names = list(OF_ONE_RANK if ranks == 1 else SYSTEMS)
     if device.type != "cpu" and GLOO in names:
         names.remove(GLOO)  # a GPU's process group is NCCL
-    return {name: SYSTEMS[name] for name in names}
+    return {
+        name: SYSTEMS[name] if name in WHOLE else partial(SYSTEMS[name], replicas=replicas)
+        for name in names
+    }
 
 
 class Training:
