@@ -527,7 +527,7 @@ TEST(HostDevice, FillRunsInTheOrderOfItsStream) {
 // - Streams without a thread
 
 TEST(InlineStreams, WorkHasRunOnTheCallingThreadWhenItIsIssued) {
-  const std::unique_ptr<Device> device = make_host_device(kLong, HostStreams::Inline);
+  const std::unique_ptr<Device> device = make_host_device(kLong, fsdp::HostStreams::Inline);
   const std::unique_ptr<Stream> stream = device->new_stream("lane");
   std::uint64_t thread = 0;
   static_cast<HostQueue&>(*stream).enqueue([&] { thread = this_thread(); });
@@ -538,7 +538,7 @@ TEST(InlineStreams, WorkHasRunOnTheCallingThreadWhenItIsIssued) {
 }
 
 TEST(InlineStreams, WorkThatThrowsFailsTheStreamAndThoseThatWaitForIt) {
-  const std::unique_ptr<Device> device = make_host_device(kLong, HostStreams::Inline);
+  const std::unique_ptr<Device> device = make_host_device(kLong, fsdp::HostStreams::Inline);
   const std::unique_ptr<Stream> failed = device->new_stream("failed");
   const std::unique_ptr<Stream> waiting = device->new_stream("waiting");
   int ran = 0;
