@@ -215,19 +215,8 @@ def test_arguments_that_cannot_be_are_refused() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "state_dict_type",
-        "set_state_dict_type",
-        "get_state_dict_type",
         "summon_full_params",
         "register_comm_hook",
-        "optim_state_dict",
-        "full_optim_state_dict",
-        "sharded_optim_state_dict",
-        "optim_state_dict_to_load",
-        "shard_full_optim_state_dict",
-        "scatter_full_optim_state_dict",
-        "flatten_sharded_optim_state_dict",
-        "rekey_optim_state_dict",
     ],
 )
 def test_unsupported_methods_are_refused_by_name(name: str) -> None:

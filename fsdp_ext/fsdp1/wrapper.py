@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 from torch.distributed.fsdp.wrap import _Policy
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from fsdp_ext._util.containers import map_tensors
 from fsdp_ext.fsdp1.setup import (
@@ -43,6 +43,12 @@ from fsdp_ext.fsdp1.setup import (
     resolve_ignored,
     wrap_children,
 )
+from fsdp_ext.fsdp1.state_dicts import (
+    DEFAULT,
+    StateDictMethods,
+    convert_state_dict,
+    shard_like,
+)
 from fsdp_ext.sharding.api import fully_shard
 from fsdp_ext.sharding.arguments import check_modules
 from fsdp_ext.sharding.module_state import ModuleState, set_state, sharded_module
@@ -58,12 +64,13 @@ def _unsupported(name: str, instead: str) -> Callable[..., Any]:
     return method
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(StateDictMethods, nn.Module):
     """Shard a module's parameters, gradients and optimizer state over data-parallel ranks.
 
     It differs from FSDP1 in two ways. Parameters always are the module's own, as DTensors with
-    ``Shard(0)``. ``state_dict`` holds these (FSDP1's ``SHARDED_STATE_DICT``), and
-    ``load_state_dict`` takes DTensors and full tensors. All names are those of the unwrapped model.
+    ``Shard(0)``. ``state_dict`` holds these (``SHARDED_STATE_DICT``) until ``state_dict_type`` says
+    otherwise, and ``load_state_dict`` takes DTensors and full tensors. All names are those of the
+    unwrapped model.
 
     Args:
         module: the module to wrap; make the optimizer afterwards.
@@ -151,6 +158,7 @@ class FullyShardedDataParallel(nn.Module):
         self.process_group = Ranks(mesh).group
         self.sharding_strategy = strategy
         self.mixed_precision = precision
+        self._state_dict_settings = DEFAULT
         self._is_root = True
         self._syncs_gradients = True
         self._runs_in_float32 = False
@@ -270,7 +278,7 @@ class FullyShardedDataParallel(nn.Module):
                 written, parameters[name] = parameters[name], cast(nn.Parameter, sharded)
                 if written is not None:
                     with torch.no_grad():
-                        sharded.copy_(_shard_like(written.detach(), sharded))
+                        sharded.copy_(shard_like(written.detach(), sharded))
         return self
 
     # - FSDP1's methods
@@ -362,25 +370,10 @@ class FullyShardedDataParallel(nn.Module):
                 "the outermost one."
             )
 
-    _checkpoint = "torch.distributed.checkpoint.state_dict."
-    state_dict_type = _unsupported("state_dict_type", _checkpoint + "get_model_state_dict")
-    set_state_dict_type = _unsupported("set_state_dict_type", _checkpoint + "get_model_state_dict")
-    get_state_dict_type = _unsupported("get_state_dict_type", _checkpoint + "get_model_state_dict")
     summon_full_params = _unsupported(
         "summon_full_params", "the parameters' full_tensor(), or apply()"
     )
     register_comm_hook = _unsupported("register_comm_hook", "mixed_precision's reduce_dtype")
-    _getter = _checkpoint + "get_optimizer_state_dict"
-    optim_state_dict = _unsupported("optim_state_dict", _getter)
-    full_optim_state_dict = _unsupported("full_optim_state_dict", _getter)
-    sharded_optim_state_dict = _unsupported("sharded_optim_state_dict", _getter)
-    _setter = _checkpoint + "set_optimizer_state_dict"
-    optim_state_dict_to_load = _unsupported("optim_state_dict_to_load", _setter)
-    shard_full_optim_state_dict = _unsupported("shard_full_optim_state_dict", _setter)
-    scatter_full_optim_state_dict = _unsupported("scatter_full_optim_state_dict", _setter)
-    flatten_sharded_optim_state_dict = _unsupported("flatten_sharded_optim_state_dict", _setter)
-    rekey_optim_state_dict = _unsupported("rekey_optim_state_dict", _setter)
-    del _checkpoint, _getter, _setter
 
 
 def _norm_to_combine(
@@ -420,16 +413,10 @@ def _run_in_float32(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 # - State dicts
 
 
-def _shard_like(whole: torch.Tensor, param: DTensor) -> DTensor:
-    """Shard a tensor that all ranks have in the way of ``param``, without communication."""
-    local = whole.to(device=param.device, dtype=param.dtype)
-    return distribute_tensor(local, param.device_mesh, param.placements, src_data_rank=None)
-
-
 def _remove_wrapper_names(
     module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]
 ) -> None:
-    """After saving, use the unwrapped module's names, and the buffers' own dtypes."""
+    """After saving, use the unwrapped module's names, the buffers' own dtypes, and the set form."""
     inside = f"{prefix}{WRAPPED}."
     for entries in (state_dict, getattr(state_dict, "_metadata", {})):
         for key in [key for key in entries if f"{key}.".startswith(inside)]:
@@ -438,6 +425,9 @@ def _remove_wrapper_names(
     for name, dtype in cast(Any, module)._buffer_dtypes.items():
         if prefix + name in state_dict:
             state_dict[prefix + name] = state_dict[prefix + name].to(dtype)
+    wrapper = cast(Any, module)
+    ranks = wrapper._sharded._unit.ranks
+    convert_state_dict(wrapper._state_dict_settings, state_dict, prefix, ranks)
 
 
 def _add_wrapper_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -447,7 +437,7 @@ def _add_wrapper_names(module: nn.Module, state_dict: dict[str, Any], prefix: st
         value: Any = state_dict.get(name)
         whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
         if isinstance(param, DTensor) and whole and value.shape == param.shape:
-            state_dict[name] = _shard_like(value.detach(), param)
+            state_dict[name] = shard_like(value.detach().to(param.dtype), param)
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[f"{prefix}{WRAPPED}.{key[len(prefix) :]}"] = state_dict.pop(key)
 

@@ -1,0 +1,447 @@
+"""FSDP1's types of state dicts, and its state dicts of optimizers.
+
+A state dict is full or sharded. A full one has whole tensors, and a sharded one the DTensors of the
+parameters. Optimizers have states of the same shapes, by the names of the parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from fsdp_ext.fsdp1.setup import broadcast
+from fsdp_ext.sharding.ranks import Ranks
+
+State = dict[str, Any]
+
+DEFAULT = StateDictSettings(
+    StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()
+)
+_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
+
+
+def shard_like(whole: torch.Tensor, param: DTensor) -> DTensor:
+    """Shard a tensor that all ranks have in the way of ``param``, without communication."""
+    local = whole.to(device=param.device)
+    return distribute_tensor(local, param.device_mesh, param.placements, src_data_rank=None)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What the tensors of a state dict become: whole or sharded, where, and on which ranks."""
+
+    is_full: bool
+    offload_to_cpu: bool
+    rank0_only: bool
+
+    @staticmethod
+    def of(settings: StateDictSettings, *, optimizer: bool) -> _Form:
+        config: Any = settings.optim_state_dict_config if optimizer else settings.state_dict_config
+        is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
+        return _Form(is_full, config.offload_to_cpu, is_full and config.rank0_only)
+
+    def convert(self, value: Any) -> Any:
+        """Return one value of a state dict. All ranks call this for the same values in order."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        if self.is_full:  # a copy: training goes on while it is written
+            local = value.to_local() if isinstance(value, DTensor) else value
+            value = value.full_tensor() if isinstance(value, DTensor) else value
+            if value.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
+                value = value.clone()
+        return value.cpu() if self.offload_to_cpu else value
+
+    def keeps_on(self, ranks: Ranks) -> bool:
+        """Return whether this rank gets the state dict."""
+        return not self.rank0_only or ranks.rank_in_mesh == 0
+
+
+def convert_state_dict(
+    settings: StateDictSettings, state_dict: State, prefix: str, ranks: Ranks
+) -> None:
+    """Give the entries of a wrapper, whose names begin with ``prefix``, the form that was set."""
+    form = _Form.of(settings, optimizer=False)
+    for name in [name for name in state_dict if name.startswith(prefix)]:
+        state_dict[name] = form.convert(state_dict[name])
+    if not form.keeps_on(ranks):
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            del state_dict[name]
+
+
+class StateDictMethods:
+    """FSDP1's methods about state dicts. They are called on the class, with a module or model."""
+
+    fsdp_modules: Callable[..., list[Any]]
+
+    @classmethod
+    def set_state_dict_type(
+        cls,
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Set what ``state_dict`` and ``optim_state_dict`` return for ``module`` and those in it.
+
+        Args:
+            module: a wrapper, or a module with wrappers in it.
+            state_dict_type: ``SHARDED_STATE_DICT``, the default, or ``FULL_STATE_DICT``.
+            state_dict_config: whether tensors move to the host, and for full ones whether only rank
+                0 of the mesh gets them.
+            optim_state_dict_config: the same for optimizers.
+
+        Returns:
+            The settings before.
+
+        Raises:
+            NotImplementedError: for ``LOCAL_STATE_DICT``.
+            RuntimeError: if a configuration is one of another type.
+        """
+        if state_dict_type not in _CONFIGS:
+            raise NotImplementedError(
+                f"state_dict_type={state_dict_type} is about flat parameters, and parameters are "
+                "the original ones here. Pass StateDictType.SHARDED_STATE_DICT or "
+                "FULL_STATE_DICT."
+            )
+        model_type, optim_type = _CONFIGS[state_dict_type]
+        settings = StateDictSettings(
+            state_dict_type,
+            state_dict_config or model_type(),
+            optim_state_dict_config or optim_type(),
+        )
+        for given, needed in (
+            (settings.state_dict_config, model_type),
+            (settings.optim_state_dict_config, optim_type),
+        ):
+            if type(given) is not needed:
+                raise RuntimeError(
+                    f"{state_dict_type} got a {type(given).__name__}. Pass a {needed.__name__}."
+                )
+        before = cls.get_state_dict_type(module)
+        for wrapper in cls.fsdp_modules(module):
+            wrapper._state_dict_settings = settings
+        return before
+
+    @classmethod
+    def get_state_dict_type(cls, module: nn.Module) -> StateDictSettings:
+        """Return what was set for the wrappers in ``module``.
+
+        Raises:
+            RuntimeError: if they have different settings.
+        """
+        found = [wrapper._state_dict_settings for wrapper in cls.fsdp_modules(module)]
+        for other in found[1:]:
+            if other != found[0]:
+                raise RuntimeError(
+                    f"wrappers in the {type(module).__name__} have different types of state dicts, "
+                    f"{found[0]} and {other}. Call set_state_dict_type on the whole module."
+                )
+        return found[0] if found else DEFAULT
+
+    @classmethod
+    @contextlib.contextmanager
+    def state_dict_type(
+        cls,
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Iterator[None]:
+        """Set the same as :meth:`set_state_dict_type` in a context."""
+        before = cls.set_state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
+        try:
+            yield
+        finally:
+            for wrapper in cls.fsdp_modules(module):
+                wrapper._state_dict_settings = before
+
+    # - Optimizers
+
+    @classmethod
+    def optim_state_dict(
+        cls,
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: State | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> State:
+        """Return an optimizer's state by the names of the parameters; on all ranks.
+
+        Args:
+            model: the wrapped model.
+            optim: an optimizer of its parameters.
+            optim_state_dict: ``optim.state_dict()``, which is taken if this is None.
+            group: not used: the wrapper knows its ranks.
+
+        Returns:
+            Tensors of the form that :meth:`set_state_dict_type` has set, or an empty dict on ranks
+            that get none.
+
+        Raises:
+            ValueError: if the optimizer has a parameter that is not the model's.
+        """
+        form = _Form.of(cls.get_state_dict_type(model), optimizer=True)
+        return cls._optimizer_state(model, optim, optim_state_dict or optim.state_dict(), form)
+
+    @classmethod
+    def optim_state_dict_to_load(
+        cls,
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: State,
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> State:
+        """Return a state by names as ``optim.load_state_dict`` takes it; on all ranks.
+
+        Args:
+            model: the wrapped model.
+            optim: an optimizer of its parameters.
+            optim_state_dict: what :meth:`optim_state_dict` returned, whole or sharded. If
+                ``rank0_only`` is set, that of rank 0 is used.
+            is_named_optimizer: whether the optimizer has names as keys.
+            load_directly: whether to load it, too.
+            group: not used: the wrapper knows its ranks.
+
+        Raises:
+            ValueError: if it has a parameter that is not the optimizer's.
+        """
+        form = _Form.of(cls.get_state_dict_type(model), optimizer=True)
+        loadable = cls._to_load(
+            model, optim, optim_state_dict, from_rank_0=form.rank0_only, named=is_named_optimizer
+        )
+        if load_directly:
+            optim.load_state_dict(loadable)
+        return loadable
+
+    @classmethod
+    def full_optim_state_dict(
+        cls,
+        model: nn.Module,
+        optim: Optimizer,
+        optim_input: Any = None,
+        rank0_only: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> State:
+        """Return the whole state on the host: an older :meth:`optim_state_dict`."""
+        return cls._optimizer_state(model, optim, optim.state_dict(), _Form(True, True, rank0_only))
+
+    @classmethod
+    def sharded_optim_state_dict(
+        cls, model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None
+    ) -> State:
+        """Return the sharded state: an older :meth:`optim_state_dict`."""
+        return cls._optimizer_state(model, optim, optim.state_dict(), _Form(False, False, False))
+
+    @classmethod
+    def shard_full_optim_state_dict(
+        cls,
+        full_optim_state_dict: State,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: Optimizer | None = None,
+    ) -> State:
+        """Return a whole state that all ranks have as ``optim.load_state_dict`` takes it."""
+        return cls._to_load(model, _given(optim), full_optim_state_dict, from_rank_0=False)
+
+    @classmethod
+    def flatten_sharded_optim_state_dict(
+        cls, sharded_optim_state_dict: State, model: nn.Module, optim: Optimizer
+    ) -> State:
+        """Return a sharded state as ``optim.load_state_dict`` takes it."""
+        return cls._to_load(model, optim, sharded_optim_state_dict, from_rank_0=False)
+
+    @classmethod
+    def scatter_full_optim_state_dict(
+        cls,
+        full_optim_state_dict: State | None,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: Optimizer | None = None,
+        group: Any = None,
+    ) -> State:
+        """Return rank 0's whole state as each rank's ``optim.load_state_dict`` takes it."""
+        return cls._to_load(model, _given(optim), full_optim_state_dict or {}, from_rank_0=True)
+
+    @classmethod
+    def rekey_optim_state_dict(
+        cls,
+        optim_state_dict: State,
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: Optimizer | None = None,
+    ) -> State:
+        """Return a state with names in place of parameter numbers, or the other way round.
+
+        Args:
+            optim_state_dict: a state with either.
+            optim_state_key_type: what the result has.
+            model: any module, wrapped or not, whose parameters the optimizer has.
+            optim_input: not used.
+            optim: its optimizer. None: the parameters are numbered as the model has them.
+        """
+        params = list(model.parameters()) if optim is None else _params_of(optim)
+        names = cls._names_of(params, model)
+        keys: dict[Any, Any] = dict(enumerate(names))
+        if optim_state_key_type is OptimStateKeyType.PARAM_ID:
+            keys = {name: number for number, name in keys.items()}
+        return _with_keys(
+            optim_state_dict, lambda key: keys.get(key, key), lambda key, value: value
+        )
+
+    @classmethod
+    def _optimizer_state(
+        cls, model: nn.Module, optim: Optimizer, state: State, form: _Form
+    ) -> State:
+        names = cls._names_of(_params_of(optim), model)
+        state = _with_keys(
+            state,
+            lambda key: names[key] if isinstance(key, int) else key,
+            lambda key, value: form.convert(value),
+        )
+        return state if form.keeps_on(cls._ranks_of(model)) else {}
+
+    @classmethod
+    def _to_load(
+        cls,
+        model: nn.Module,
+        optim: Optimizer,
+        state: State,
+        *,
+        from_rank_0: bool,
+        named: bool = False,
+    ) -> State:
+        params = _params_of(optim)
+        names = cls._names_of(params, model)
+        by_name = dict(zip(names, params, strict=True))
+        if from_rank_0:
+            state = _from_rank_0(state, cls._ranks_of(model), params[0].device)
+        unknown = sorted(set(state["state"]) - set(by_name))
+        if unknown:
+            raise ValueError(
+                f"the optimizer's state has {unknown}, which are no parameters of the optimizer. "
+                "Pass what optim_state_dict returned for the same model."
+            )
+
+        def shard(name: str, value: Any) -> Any:
+            param = by_name[name]
+            if not isinstance(value, torch.Tensor):
+                return value
+            if isinstance(param, DTensor) and value.shape == param.shape and value.ndim > 0:
+                value = value if isinstance(value, DTensor) else shard_like(value, param)
+                return value.to(param.device).clone()  # a shard must not keep the whole alive
+            return value.clone()
+
+        numbers = {name: number for number, name in enumerate(names)}
+        return _with_keys(state, lambda name: name if named else numbers[name], shard)
+
+    @classmethod
+    def _names_of(cls, params: list[nn.Parameter], model: nn.Module) -> list[str]:
+        """Return the names of an optimizer's parameters in the model."""
+        for wrapper in cls.fsdp_modules(model):
+            wrapper._sharded.reshard()  # the optimizer has the sharded parameters
+        names = {param: name for name, param in model.named_parameters()}
+        if any(param not in names for param in params):
+            raise ValueError(
+                f"the optimizer has a parameter that is not one of the {type(model).__name__}. "
+                "Make the optimizer of the wrapped model's parameters, and pass that model."
+            )
+        return [names[param] for param in params]
+
+    @classmethod
+    def _ranks_of(cls, model: nn.Module) -> Ranks:
+        wrappers = cls.fsdp_modules(model)
+        if not wrappers:
+            raise ValueError(
+                f"the {type(model).__name__} has no FullyShardedDataParallel in it. Wrap it first."
+            )
+        ranks: Ranks = wrappers[0]._sharded._unit.ranks
+        return ranks
+
+
+def _given(optim: Optimizer | None) -> Optimizer:
+    if optim is None:
+        raise ValueError("optim is None. Pass the optimizer that will load the state.")
+    return optim
+
+
+def _params_of(optim: Optimizer) -> list[nn.Parameter]:
+    return [param for group in optim.param_groups for param in group["params"]]
+
+
+def _with_keys(
+    state: State, rename: Callable[[Any], Any], convert: Callable[[Any, Any], Any]
+) -> State:
+    """Return an optimizer's state with other keys of its parameters, and other values."""
+    return {
+        **state,
+        "state": {
+            rename(key): {name: convert(key, value) for name, value in values.items()}
+            for key, values in state["state"].items()
+        },
+        "param_groups": [
+            {**group, "params": [rename(key) for key in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    }
+
+
+@dataclass(frozen=True)
+class _Blank:
+    """A tensor that is sent separately."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _from_rank_0(state: State, ranks: Ranks, device: torch.device) -> State:
+    """Return the state that rank 0 of the mesh has."""
+
+    def to_blank(key: Any, value: Any) -> Any:
+        is_sent = isinstance(value, torch.Tensor) and value.ndim > 0
+        return _Blank(value.shape, value.dtype) if is_sent else value
+
+    tensors: list[torch.Tensor] = []
+
+    def to_tensor(key: Any, value: Any) -> Any:
+        if isinstance(value, _Blank):
+            tensors.append(torch.empty(value.shape, dtype=value.dtype, device=device))
+            return tensors[-1]
+        if isinstance(value, torch.Tensor) and value.ndim > 0:
+            tensors.append(value.to(device))
+            return tensors[-1]
+        return value
+
+    has_it = ranks.rank_in_mesh == 0
+    sent: list[Any] = [_with_keys(state, lambda key: key, to_blank) if has_it else None]
+    for group in reversed(ranks.groups):  # to rank 0 of each set, and then within the sets
+        dist.broadcast_object_list(sent, dist.get_global_rank(group, 0), group=group)
+    received = _with_keys(state if has_it else sent[0], lambda key: key, to_tensor)
+    broadcast(tensors, ranks.mesh)
+    return received

@@ -1,0 +1,192 @@
+"""State dicts of models and optimizers have the types of FSDP1, and load into FSDP1 and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.fsdp1_parity import BY_BLOCK, assert_equal, make, run, state, torch_fsdp
+from support.launcher import run_ranks
+from support.models import Stack
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictSettings,
+    StateDictType,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
+
+from fsdp_ext import FullyShardedDataParallel as FSDP
+
+FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
+ON_RANK_0 = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+# With offload_to_cpu or rank0_only, PyTorch 2.13 returns exp_avg_sq as exp_avg, too, on the CPU.
+FULL_ON_DEVICE = (FULL, FullStateDictConfig(), FullOptimStateDictConfig(offload_to_cpu=False))
+OPTIM_ON_RANK_0 = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
+
+
+def make_ours(**options: Any) -> tuple[Any, Optimizer]:
+    model = FSDP(make(Stack), auto_wrap_policy=BY_BLOCK, **options)
+    return model, AdamW(model.parameters(), lr=0.01)
+
+
+def make_theirs() -> tuple[Any, Optimizer]:
+    model = torch_fsdp(make(Stack), auto_wrap_policy=BY_BLOCK)
+    return model, AdamW(model.parameters(), lr=0.01)
+
+
+def train(model: Any, optimizer: Optimizer, *steps: int) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        run(model, model, step).backward()
+        optimizer.step()
+
+
+def flat(state_dict: dict[str, Any]) -> dict[str, Tensor]:
+    """Return an optimizer's state as one dict of tensors."""
+    values = state_dict["state"].items()
+    return {f"{name}.{key}": value for name, of in values for key, value in of.items()}
+
+
+def _full(options: dict[str, Any]) -> None:
+    ours, our_optimizer = make_ours(**options)
+    theirs, their_optimizer = make_theirs()
+    train(ours, our_optimizer, 0, 1)
+    train(theirs, their_optimizer, 0, 1)
+    with (
+        FSDP.state_dict_type(ours, *FULL_ON_DEVICE),
+        TorchFSDP.state_dict_type(theirs, *FULL_ON_DEVICE),
+    ):
+        got, want = ours.state_dict(), theirs.state_dict()
+        assert list(got) == list(want)
+        assert_equal(got, want)
+        got = FSDP.optim_state_dict(ours, our_optimizer)
+        want = TorchFSDP.optim_state_dict(theirs, their_optimizer)
+        assert_equal(flat(got), flat(want))
+        assert got["param_groups"][0]["params"] == want["param_groups"][0]["params"]
+    saved = got["state"]["head.weight"]["exp_avg"].clone()
+    train(ours, our_optimizer, 2)
+    assert torch.equal(got["state"]["head.weight"]["exp_avg"], saved)  # a copy
+    assert all(isinstance(value, DTensor) for value in ours.state_dict().values())
+
+
+@pytest.mark.parametrize("strategy", [None, ShardingStrategy.NO_SHARD], ids=str)
+def test_full_state_dicts_are_those_of_fsdp1(strategy: ShardingStrategy | None) -> None:
+    run_ranks(_full, 2, {} if strategy is None else {"sharding_strategy": strategy})
+
+
+def _resume() -> None:
+    ours, our_optimizer = make_ours()
+    train(ours, our_optimizer, 0, 1)
+    with FSDP.state_dict_type(ours, FULL, ON_RANK_0, OPTIM_ON_RANK_0):
+        saved = ours.state_dict()
+        saved_optimizer = FSDP.optim_state_dict(ours, our_optimizer)
+    assert bool(saved) == bool(saved_optimizer) == (dist.get_rank() == 0)
+    whole = [saved, saved_optimizer]
+    dist.broadcast_object_list(whole)
+    resumed, its_optimizer = make_ours()
+    with FSDP.state_dict_type(resumed, FULL, ON_RANK_0, OPTIM_ON_RANK_0):
+        resumed.load_state_dict(whole[0])
+        loaded = FSDP.optim_state_dict_to_load(resumed, its_optimizer, saved_optimizer)
+        its_optimizer.load_state_dict(loaded)
+    # Theirs goes on from the same state.
+    theirs, their_optimizer = make_theirs()
+    with TorchFSDP.state_dict_type(theirs, *FULL_ON_DEVICE):
+        theirs.load_state_dict(whole[0])
+        loaded = TorchFSDP.optim_state_dict_to_load(theirs, their_optimizer, whole[1])
+        their_optimizer.load_state_dict(loaded)
+    # Sharded states, and the older names.
+    sharded, sharded_optimizer = make_ours()
+    sharded.load_state_dict({name: value.clone() for name, value in ours.state_dict().items()})
+    FSDP.optim_state_dict_to_load(
+        sharded,
+        sharded_optimizer,
+        FSDP.optim_state_dict(ours, our_optimizer),
+        load_directly=True,
+    )
+    older, older_optimizer = make_ours()
+    older.load_state_dict(whole[0])
+    full = FSDP.full_optim_state_dict(ours, our_optimizer)
+    older_optimizer.load_state_dict(
+        FSDP.scatter_full_optim_state_dict(full or None, older, optim=older_optimizer)
+    )
+    train(ours, our_optimizer, 2)
+    want = state(ours)
+    for model, optimizer in (
+        (resumed, its_optimizer),
+        (sharded, sharded_optimizer),
+        (older, older_optimizer),
+        (theirs, their_optimizer),
+    ):
+        train(model, optimizer, 2)
+        assert_equal(state(model), want)
+
+
+def test_training_resumes_from_every_kind_of_state() -> None:
+    run_ranks(_resume, 2)
+
+
+def _other_keys() -> None:
+    ours, optimizer = make_ours()
+    train(ours, optimizer, 0)
+    full = FSDP.full_optim_state_dict(ours, optimizer, rank0_only=False)
+    numbered = FSDP.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, ours, optim=optimizer)
+    assert list(numbered["state"]) == list(range(len(full["state"])))
+    plain = make(Stack)
+    AdamW(plain.parameters()).load_state_dict(numbered)
+    named = FSDP.rekey_optim_state_dict(numbered, OptimStateKeyType.PARAM_NAME, plain)
+    assert_equal(flat(named), flat(full))
+    sharded = FSDP.sharded_optim_state_dict(ours, optimizer)
+    for loadable in (
+        FSDP.shard_full_optim_state_dict(full, ours, optim=optimizer),
+        FSDP.flatten_sharded_optim_state_dict(sharded, ours, optimizer),
+    ):
+        for key, values in optimizer.state_dict()["state"].items():
+            assert torch.equal(
+                loadable["state"][key]["exp_avg"].to_local(), values["exp_avg"].to_local()
+            )
+
+
+def test_a_state_is_keyed_by_names_or_numbers() -> None:
+    run_ranks(_other_keys, 2)
+
+
+def _settings() -> None:
+    ours, optimizer = make_ours()
+    around = nn.Sequential(ours)
+    default = StateDictSettings(SHARDED, ShardedStateDictConfig(), ShardedOptimStateDictConfig())
+    assert FSDP.get_state_dict_type(around) == default
+    assert FSDP.set_state_dict_type(around, FULL, ON_RANK_0) == default
+    assert FSDP.get_state_dict_type(ours.blocks[0]).state_dict_config == ON_RANK_0
+    assert bool(around.state_dict()) == (dist.get_rank() == 0)
+    with FSDP.state_dict_type(around, SHARDED):
+        assert FSDP.get_state_dict_type(around) == default
+    assert FSDP.get_state_dict_type(around).state_dict_type is FULL
+    FSDP.set_state_dict_type(ours.blocks[0], SHARDED)
+    with pytest.raises(RuntimeError, match="have different types of state dicts"):
+        FSDP.get_state_dict_type(around)
+    FSDP.set_state_dict_type(ours.blocks[0], FULL, ON_RANK_0)
+    with pytest.raises(RuntimeError, match=r"got a ShardedStateDictConfig. Pass a FullState"):
+        FSDP.set_state_dict_type(around, FULL, ShardedStateDictConfig())
+    with pytest.raises(NotImplementedError, match="LOCAL_STATE_DICT is about flat parameters"):
+        FSDP.set_state_dict_type(around, StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig())
+    other = AdamW(make(Stack).parameters())
+    with pytest.raises(ValueError, match="a parameter that is not one of the FullyShardedData"):
+        FSDP.optim_state_dict(ours, other)
+    unknown = {"state": {"no.weight": {}}, "param_groups": []}
+    with FSDP.state_dict_type(ours, SHARDED), pytest.raises(ValueError, match=r"\['no.weight'\]"):
+        FSDP.optim_state_dict_to_load(ours, optimizer, unknown)
+
+
+def test_settings_hold_for_all_wrappers_and_are_checked() -> None:
+    run_ranks(_settings, 2)
