@@ -139,7 +139,8 @@ class Link:
             nbytes: S as above, in bytes.
         """
         gather, reduce = self.costs()
-        alpha, beta = gather if operation == "all_gather" else reduce
+        costs = {"all_gather": gather, "reduce_scatter": reduce, "all_reduce": reduce}
+        alpha, beta = costs[operation]
         return alpha + (2 * nbytes if operation == "all_reduce" else nbytes) / beta
 
     def save(self, path: str | Path, measured: Mapping[str, Any] | None = None) -> None:

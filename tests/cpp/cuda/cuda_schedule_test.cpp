@@ -26,7 +26,8 @@ INSTANTIATE_TEST_SUITE_P(Settings, CudaSchedule,
                                            Setting{2, 0}, Setting{3, 300},
                                            Setting{2, kDirectBytes, 2}, Setting{2, 300, 4},
                                            Setting{2, 300, 2, 3}, Setting{3, 0, 4, 5},
-                                           Setting{2, 300, 1, 0, 2}, Setting{2, 300, 2, 3, 3}),
+                                           Setting{2, 300, 1, 0, 2}, Setting{2, 300, 2, 3, 3},
+                                           Setting{1, 300, 1, 0, 2}, Setting{1, 300, 2, 0, 3}),
                          [](const auto& info) {
                            return std::to_string(info.param.world_size) + "RanksDirectFrom" +
                                   std::to_string(info.param.direct_bytes) + "BucketsOf" +
@@ -260,7 +261,7 @@ TEST(CudaReductions, GradientsMayArriveOnSeveralStreams) {
 // A message that is late reads what earlier backwards have accumulated, and the next backward
 // accumulates again. The compute stream waits for the last backward's reductions alone.
 TEST(CudaReductions, AccumulatedGradientsAreNotPackedAgainBeforeTheirMessageHasReadThem) {
-  on_ranks({2, kDirectBytes}, [](Rank& rank, int r) {
+  const auto train = [](Rank& rank, int r, int count) {
     float sum = 0.0F;
     for (const bool reduces : {false, true, false, true, true}) {
       for (int unit = 0; unit < rank.pipeline->unit_count(); ++unit) {
@@ -269,13 +270,18 @@ TEST(CudaReductions, AccumulatedGradientsAreNotPackedAgainBeforeTheirMessageHasR
       const float pass = sum + 1;  // each backward has other gradients
       sum += pass;
       rank.pipeline->set_is_last_backward(sum > 15);
-      rank.lanes->device->delay(rank.lanes->reduce.stream(), std::chrono::milliseconds(5));
+      Lanes& late = rank.replicas != nullptr ? *rank.replicas : *rank.lanes;
+      late.device->delay(late.reduce.stream(), std::chrono::milliseconds(5));
       rank.backward(rank.forward(), pass * static_cast<float>(r + 1));
     }
     for (auto& unit : rank.units) {
-      unit->read_gradients(sum * mean_of(2, 0));
+      unit->read_gradients(sum * mean_of(count, 0));
     }
-  });
+  };
+  for (const Setting setting :
+       {Setting{2, kDirectBytes}, Setting{2, kDirectBytes, 1, 0, 2}, Setting{1, 300, 1, 0, 2}}) {
+    on_ranks(setting, [&](Rank& rank, int r) { train(rank, r, setting.ranks()); });
+  }
 }
 
 // See Note [shards and gradients in windows]. Without a cast, each gather reads the flat shard, and
