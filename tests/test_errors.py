@@ -435,10 +435,6 @@ def _arguments() -> None:
         model.set_reshard_after_forward(1)
     with raises(ValueError, "set_modules_to_forward_prefetch got a Linear that is not sharded"):
         model.set_modules_to_forward_prefetch([nn.Linear(2, 2)])
-    with raises(
-        NotImplementedError, "FSDPModule.set_all_reduce_hook is not", "register_post_accumulate"
-    ):
-        model.set_all_reduce_hook(print)
     with raises(NotImplementedError, "FSDPModule.set_custom_all_gather is", r"transport=\.\.\."):
         model.set_custom_all_gather(None)
     with raises(ValueError, "_divide_factor got -1. Pass a positive number"):

@@ -63,7 +63,6 @@ def test_methods_that_a_later_torch_has_raise_by_name() -> None:
 
 
 REFUSED = {
-    "set_all_reduce_hook",
     "set_custom_all_gather",
     "set_custom_reduce_scatter",
 }

@@ -170,7 +170,7 @@ MergeTraits merge_traits(const UnitConfig& unit) {
   const UnitLayout& layout = unit.layout;
   MergeTraits traits;
   traits.bytes = layout.gather_bytes() * static_cast<std::size_t>(layout.world_size());
-  traits.limit = layout.world_size() == 1 ? 0 : unit.bucket_bytes;
+  traits.limit = layout.world_size() == 1 || unit.reduces_alone ? 0 : unit.bucket_bytes;
   traits.max_message_bytes = unit.max_message_bytes;
   traits.trainable = layout.trainable_count() > 0;
   traits.grad_dtype = layout.grad_dtype();

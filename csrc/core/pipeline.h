@@ -127,6 +127,8 @@ class Pipeline {
   void set_requires_gradient_sync(int unit, bool value);
   void set_reduces_unused(int unit, bool value);
   void set_gradient_scales(int unit, double pack_scale, double reduce_scale);
+  // Null for none: Note [reduce hooks] in core/reduce_hook.h.
+  void set_reduce_hook(int unit, std::shared_ptr<ReduceHook> hook);
   void set_forward_prefetch(int unit, std::vector<int> targets);
   void set_backward_prefetch(int unit, std::vector<int> targets);
   void set_bucket_bytes(int unit, std::size_t bytes);

@@ -51,6 +51,17 @@ void Pipeline::set_gradient_scales(int number, double pack_scale, double reduce_
   }
 }
 
+void Pipeline::set_reduce_hook(int number, std::shared_ptr<ReduceHook> hook) {
+  Unit& unit = unit_at(number);
+  const bool reduces_alone = hook != nullptr;
+  unit.reduce_hook = std::move(hook);
+  if (unit.reduces_alone != reduces_alone) {
+    unit.reduces_alone = reduces_alone;
+    bucket_set_.invalidate_partition();
+    bucket_set_.invalidate_comparison();
+  }
+}
+
 void Pipeline::set_forward_prefetch(int number, std::vector<int> targets) {
   Unit& unit = unit_at(number);
   if (unit.forward_prefetch != targets) {

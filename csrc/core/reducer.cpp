@@ -12,8 +12,9 @@ namespace fsdp {
 namespace {
 
 bool are_alike(const Unit& a, const Unit& b) {
-  return a.requires_gradient_sync == b.requires_gradient_sync && a.pack_scale == b.pack_scale &&
-         a.reduce_scale == b.reduce_scale;
+  return &a == &b ||
+         (a.requires_gradient_sync == b.requires_gradient_sync && a.pack_scale == b.pack_scale &&
+          a.reduce_scale == b.reduce_scale && a.reduce_hook == nullptr && b.reduce_hook == nullptr);
 }
 
 bool has_accumulated(const Bucket& bucket, const Unit& unit) {
@@ -207,10 +208,14 @@ void Reducer::reduce(Bucket& bucket, const Units& units) {
   const bool in_place = prepare_finish(bucket, units);
   const Range range(device_, bucket.reduce_label);
   const Reduction reduction = begin_reduction(bucket, units, in_place);
+  void* reduced = nullptr;
   for (std::size_t i = 0; i < bucket.reductions.size(); ++i) {
-    reduce_piece(reduction, i);
+    reduced = reduce_piece(reduction, i);
   }
   reduction.before.record(*bucket.packed);
+  if (units.front()->reduce_hook != nullptr && reduced != nullptr) {
+    apply_hook(reduction, reduced);
+  }
   set_sharded_gradients(bucket, units);
   clear_accumulated(bucket, units);
   end_reduction(reduction);
@@ -241,11 +246,11 @@ Reducer::Reduction Reducer::begin_reduction(Bucket& bucket, const Units& units, 
   return {bucket, units, in_place, output, half, issue, before, after};
 }
 
-void Reducer::reduce_piece(const Reduction& reduction, std::size_t number) {
+void* Reducer::reduce_piece(const Reduction& reduction, std::size_t number) {
   Bucket& bucket = reduction.bucket;
   const std::size_t half = packs_ahead_ ? messages_ahead_++ : number;
   void* input = input_of(reduction, number, half);
-  const void* output = input;
+  void* output = input;
   if (packs_apart(bucket) && !bucket.has_accumulated) {
     input_.wait_for_half(reduction.before, half, bucket.reduce_label);
   }
@@ -261,10 +266,12 @@ void Reducer::reduce_piece(const Reduction& reduction, std::size_t number) {
     sum_over_replicas(reduction, bucket.reductions[number]);
     output = reduction.output;
   }
-  if (output != bucket.flat_gradient()) {
+  const bool has_hook = reduction.units.front()->reduce_hook != nullptr;
+  if (output != bucket.flat_gradient() && !has_hook) {
     streams_.order_after(reduction.after, streams_.messages(), bucket.reduce_label);
     finish(reduction, number, output);
   }
+  return output;
 }
 
 void Reducer::send(const Reduction& reduction, const ReducePiece& piece, const void* input) {
@@ -331,6 +338,7 @@ void Reducer::wait(const std::vector<std::unique_ptr<Bucket>>& buckets) {
     }
   }
   free_packed_gradients(0);
+  check_hooks(buckets);
 }
 
 void Reducer::discard(Bucket& bucket) {

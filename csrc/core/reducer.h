@@ -116,7 +116,10 @@ class Reducer {
   void accumulate(Bucket& bucket, const Units& units);
   void reduce(Bucket& bucket, const Units& units);
   Reduction begin_reduction(Bucket& bucket, const Units& units, bool in_place);
-  void reduce_piece(const Reduction& reduction, std::size_t number);
+  // Returns what the reduction has written, or where the whole bucket lies if there is no message.
+  void* reduce_piece(const Reduction& reduction, std::size_t number);
+  void apply_hook(const Reduction& reduction, void* reduced);
+  static void check_hooks(const std::vector<std::unique_ptr<Bucket>>& buckets);
   void send(const Reduction& reduction, const ReducePiece& piece, const void* input);
   void sum_over_replicas(const Reduction& reduction, const ReducePiece& piece);
   void copy_to_output(const Reduction& reduction, const void* input);

@@ -14,6 +14,7 @@
 #include "core/buffer_ring.h"
 #include "core/call_id.h"
 #include "core/ledger.h"
+#include "core/reduce_hook.h"
 #include "core/unit_config.h"
 #include "device/stream.h"
 
@@ -94,8 +95,9 @@ struct Unit : UnitConfig {
   // - Settings that are not in the config.
   bool requires_gradient_sync = true;
   bool keeps_slot_after_evaluation = false;
-  std::vector<int> forward_prefetch;   // empty: the recorded order
-  std::vector<int> backward_prefetch;  // empty: the reverse of forward
+  std::shared_ptr<ReduceHook> reduce_hook;  // null: none
+  std::vector<int> forward_prefetch;        // empty: the recorded order
+  std::vector<int> backward_prefetch;       // empty: the reverse of forward
 
   // - Place in the bucket.
   Bucket* bucket = nullptr;

@@ -19,6 +19,7 @@ struct UnitConfig {
   std::size_t bucket_bytes = 0;       // limit of a shared bucket (core/merging.h); 0: not shared
   std::size_t max_message_bytes = 0;  // limit of a message of its bucket; 0: none
   bool unshards_in_backward = true;
+  bool reduces_alone = false;  // it has a hook: Note [reduce hooks] in core/reduce_hook.h
 };
 
 }  // namespace fsdp

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
@@ -16,6 +16,7 @@ from fsdp_ext.sharding import torch_state
 from fsdp_ext.sharding.module_state import unit_of
 from fsdp_ext.sharding.refused_methods import override_rest
 from fsdp_ext.sharding.root import ensure_root
+from fsdp_ext.sharding.settings import AllReduceHook
 from fsdp_ext.sharding.state_dict_hooks import adopt_changes, reshard
 from fsdp_ext.sharding.unit import Unit
 
@@ -303,6 +304,37 @@ class FSDPModule(TorchFSDPModule):
             )
         if self._unit.device.type != "cpu":  # the host has no streams of its own to wait for
             event.wait()
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], object] | None, *, stream: torch.Stream | None = None
+    ) -> None:
+        """Set a function that may change this unit's reduced gradients in place. Not recursive.
+
+        It gets a 1-D tensor of the reduction's dtype after the reduce-scatter and, on a 2-D mesh,
+        after the all-reduce over replicas. So on a 1-D mesh it can be an all-reduce over other
+        ranks. The tensor has all trainable parameters of the unit, as the flat gradient of
+        :meth:`flat_shard` has them. The padding between them is zero. It is valid until the hook
+        returns.
+
+        On the host the hook runs on the thread of the reductions, while backward goes on. Its
+        collectives need a process group that this rank uses nowhere else during backward. All ranks
+        set it, before the same forward. The unit then shares no bucket.
+
+        Args:
+            hook: the function; None for none. If it raises, so does the end of backward, and the
+                sharded gradients are undefined.
+            stream: the stream to run it on. By default it is that of the reductions.
+
+        Raises:
+            TypeError: if ``hook`` is not a function.
+            ValueError: if ``stream`` is given on a 2-D mesh or without a hook.
+        """
+        if hook is not None and not callable(hook):
+            raise TypeError(f"set_all_reduce_hook got {hook!r}. Pass a function of one tensor.")
+        if stream is not None and (hook is None or self._unit.replicas > 1):
+            where = "no hook" if hook is None else "a 2-D mesh, whose all-reduce has a stream"
+            raise ValueError(f"set_all_reduce_hook got a stream and {where}. Leave stream out.")
+        _change([self._unit], all_reduce_hook=None if hook is None else AllReduceHook(hook, stream))
 
     # - Methods of FSDP2 that change nothing here, because it is so already
 

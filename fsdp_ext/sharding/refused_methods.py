@@ -7,8 +7,6 @@ from typing import Any, NoReturn
 
 # What to do instead of calling a method.
 _INSTEAD = {
-    "set_all_reduce_hook": "Change gradients in hooks of the sharded parameters "
-    "(register_post_accumulate_grad_hook), or after backward",
     "set_custom_all_gather": "Choose what collectives travel by with fully_shard(transport=...)",
     "set_custom_reduce_scatter": "Choose what collectives travel by with "
     "fully_shard(transport=...)",

@@ -300,6 +300,12 @@ class Root(UnitTree):
     def _set_gradient_scales(self, number: int, unit: Unit) -> None:
         self.core.set_gradient_scales(number, *unit.gradient_scales())
 
+    def _set_all_reduce_hook(self, number: int, unit: Unit) -> None:
+        has_hook = unit.settings.all_reduce_hook is not None
+        # The C++ side must not keep the user's function, which may refer to the model.
+        run = weakref.WeakMethod(unit.run_all_reduce_hook) if has_hook else None
+        self.core.set_reduce_hook(number, run, unit.device)
+
     def _set_prefetch_targets(self, number: int, unit: Unit) -> None:
         forward = [self.number(target) for target in unit.forward_prefetch]
         backward = [self.number(target) for target in unit.backward_prefetch]
@@ -354,6 +360,7 @@ _SETTERS: dict[str, Callable[[Root, int, Unit], None]] = {
     "requires_all_reduce": Root._set_requires_gradient_sync,
     "reduce_scatter_unused_params": Root._set_reduces_unused,
     "gradient_divide_factor": Root._set_gradient_scales,
+    "all_reduce_hook": Root._set_all_reduce_hook,
     "prefetch_targets": Root._set_prefetch_targets,
 }
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_ext.comm.transports import Transport
@@ -15,6 +18,39 @@ AUTO: Auto = "auto"
 
 # As in FSDP2: one all-gather is in flight ahead of the unit that runs.
 DEFAULT_PREFETCH = 1
+
+
+@dataclass(frozen=True)
+class AllReduceHook:
+    """See :meth:`fsdp_ext.FSDPModule.set_all_reduce_hook`.
+
+    Args:
+        function: changes a unit's reduced gradients.
+        stream: the stream to run it on; None for that of the reductions.
+    """
+
+    function: Callable[[torch.Tensor], object]
+    stream: torch.Stream | None = None
+
+    def run(self, gradients: torch.Tensor, handle: int) -> None:
+        """Call the function where its work belongs.
+
+        Args:
+            gradients: the tensor for the function.
+            handle: that of the stream of the reductions; 0 on the host, which runs this there.
+        """
+        if gradients.device.type == "cpu":
+            stream: Any = self.stream
+            with contextlib.nullcontext() if stream is None else torch.cpu.stream(stream):
+                self.function(gradients)
+            return
+        cuda: Any = torch.cuda  # its classes are not typed
+        reductions = cuda.ExternalStream(handle, device=gradients.device)
+        stream = reductions if self.stream is None else self.stream
+        stream.wait_stream(reductions)
+        with cuda.stream(stream):
+            self.function(gradients)
+        reductions.wait_stream(stream)
 
 
 @dataclass(frozen=True)
@@ -38,6 +74,7 @@ class UnitSettings:
     requires_all_reduce: bool = True  # of units with replicas
     reduce_scatter_unused_params: bool = False
     gradient_divide_factor: float | None = None
+    all_reduce_hook: AllReduceHook | None = None
     is_last_backward: bool = True  # only the root's is used
     finalizes_by_hand: bool = False  # only the root's is used
 

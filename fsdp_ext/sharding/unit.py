@@ -131,6 +131,12 @@ class Unit(ParamGroup):
         """Replace settings of this unit. :meth:`Root.apply` passes them to the schedule."""
         self.settings = dataclasses.replace(self.settings, **settings)
 
+    def run_all_reduce_hook(self, gradients: torch.Tensor, handle: int) -> None:
+        """Call the user's hook on this unit's reduced gradients. The schedule calls this."""
+        hook = self.settings.all_reduce_hook
+        if hook is not None:
+            hook.run(gradients, handle)
+
     def flat(self) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`fsdp_ext.FSDPModule.flat_shard`."""
         dtypes = {param.dtype for param in self.params}

@@ -111,6 +111,7 @@ class UnitTree:
                     reduce_scale=reduce_scale,
                     bucket_bytes=self.settings.bucket_bytes[number],
                     max_message_bytes=self.settings.max_message_bytes[number],
+                    reduces_alone=unit.settings.all_reduce_hook is not None,
                 )
             )
         return configs

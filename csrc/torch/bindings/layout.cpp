@@ -94,17 +94,24 @@ void register_unit_config(py::module_& m) {
   py::class_<UnitConfig>(m, "UnitConfig")
       .def(py::init([](std::string name, const UnitLayout& layout, int parent,
                        bool reshard_after_forward, bool reshard_after_backward, double pack_scale,
-                       double reduce_scale, std::size_t bucket_bytes,
-                       std::size_t max_message_bytes) {
-             return UnitConfig{
-                 std::move(name),        layout,     parent,       reshard_after_forward,
-                 reshard_after_backward, pack_scale, reduce_scale, bucket_bytes,
-                 max_message_bytes};
+                       double reduce_scale, std::size_t bucket_bytes, std::size_t max_message_bytes,
+                       bool reduces_alone) {
+             return UnitConfig{std::move(name),
+                               layout,
+                               parent,
+                               reshard_after_forward,
+                               reshard_after_backward,
+                               pack_scale,
+                               reduce_scale,
+                               bucket_bytes,
+                               max_message_bytes,
+                               /*unshards_in_backward=*/true,
+                               reduces_alone};
            }),
            py::kw_only(), py::arg("name"), py::arg("layout"), py::arg("parent") = -1,
            py::arg("reshard_after_forward") = true, py::arg("reshard_after_backward") = true,
            py::arg("pack_scale") = 1.0, py::arg("reduce_scale") = 1.0, py::arg("bucket_bytes") = 0,
-           py::arg("max_message_bytes") = 0);
+           py::arg("max_message_bytes") = 0, py::arg("reduces_alone") = false);
 }
 
 }  // namespace

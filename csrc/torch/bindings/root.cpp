@@ -5,6 +5,7 @@
 #include "core/ledger.h"
 #include "core/pipeline.h"
 #include "torch/bindings/registrations.h"
+#include "torch/python_reduce_hook.h"
 #include "torch/torch_root.h"
 
 namespace py = pybind11;
@@ -169,6 +170,13 @@ void register_root(py::module_& m) {
       .def("set_gradient_scales",
            [](TorchRoot& root, int unit, double pack_scale, double reduce_scale) {
              root.pipeline().set_gradient_scales(unit, pack_scale, reduce_scale);
+           })
+      .def("set_reduce_hook",
+           [](TorchRoot& root, int unit, py::object weak_function, at::Device device) {
+             root.pipeline().set_reduce_hook(
+                 unit, weak_function.is_none()
+                           ? nullptr
+                           : make_python_reduce_hook(std::move(weak_function), device));
            })
       .def("set_bucket_bytes",
            [](TorchRoot& root, int unit, std::size_t bytes) {

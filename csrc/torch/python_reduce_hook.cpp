@@ -1,0 +1,83 @@
+#include "torch/python_reduce_hook.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cstdint>
+#include <exception>
+#include <utility>
+
+#include "device/host_stream.h"
+#include "torch/dtype.h"
+
+namespace py = pybind11;
+
+namespace fsdp {
+namespace {
+
+// The work on a stream owns the hook, too, because a user may set another one meanwhile.
+class PythonReduceHook final : public ReduceHook,
+                               public std::enable_shared_from_this<PythonReduceHook> {
+ public:
+  PythonReduceHook(py::object weak_function, at::Device device)
+      : weak_function_(std::move(weak_function)), device_(device) {}
+  ~PythonReduceHook() override {
+    if (Py_IsInitialized() == 0) {
+      weak_function_.release();
+      return;
+    }
+    const py::gil_scoped_acquire gil;
+    weak_function_ = py::object();
+    error_ = nullptr;
+  }
+
+  void issue(Stream& stream, void* gradients, std::size_t numel, DType dtype) override {
+    if (device_.is_cpu()) {
+      static_cast<HostQueue&>(stream).enqueue([hook = shared_from_this(), gradients, numel, dtype] {
+        hook->call(gradients, numel, dtype, nullptr);
+      });
+    } else {
+      call(gradients, numel, dtype, stream.native_handle());
+    }
+  }
+
+  void check() override {
+    if (const std::exception_ptr error = std::exchange(error_, nullptr)) {
+      std::rethrow_exception(error);
+    }
+  }
+
+ private:
+  void call(void* gradients, std::size_t numel, DType dtype, void* stream) {
+    const py::gil_scoped_acquire gil;
+    const c10::InferenceMode no_inference(false);
+    const at::NoGradGuard no_gradients;
+    const at::Tensor tensor =
+        at::for_blob(gradients, {static_cast<std::int64_t>(numel)})
+            .options(at::TensorOptions().dtype(to_scalar_type(dtype)).device(device_))
+            .target_device(device_)
+            .make_tensor();
+    try {
+      const py::object function = weak_function_();
+      if (!function.is_none()) {
+        function(tensor, reinterpret_cast<std::uintptr_t>(stream));
+      }
+    } catch (const py::error_already_set&) {
+      error_ = error_ != nullptr ? error_ : std::current_exception();
+    }
+  }
+
+  py::object weak_function_;
+  at::Device device_;
+  std::exception_ptr error_;  // written on the stream
+};
+
+}  // namespace
+
+std::shared_ptr<ReduceHook> make_python_reduce_hook(py::object weak_function, at::Device device) {
+  return std::make_shared<PythonReduceHook>(std::move(weak_function), device);
+}
+
+}  // namespace fsdp

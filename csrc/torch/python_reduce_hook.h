@@ -1,0 +1,18 @@
+// A reduce hook that is a function of Python's.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <pybind11/pybind11.h>
+
+#include <memory>
+
+#include "core/reduce_hook.h"
+
+namespace fsdp {
+
+// `weak_function` is a weak reference: calling it returns a function, or None if its owner is gone.
+// The function takes a tensor on `device` and the handle of the stream to run on; 0 on the host.
+std::shared_ptr<ReduceHook> make_python_reduce_hook(pybind11::object weak_function,
+                                                    at::Device device);
+
+}  // namespace fsdp
