@@ -114,10 +114,11 @@ def test_a_step_of_one_thread_does_not_make_another_gather_again() -> None:
 # - Groups that are written in Python
 
 
-class ByLists(dist.ProcessGroup):
-    """Gloo with nothing but collectives over lists, as small groups in Python have them."""
+class Smallest(dist.ProcessGroup):
+    """Gloo with the fewest collectives that a group in Python may have."""
 
     threads: ClassVar[set[int]] = set()
+    called: ClassVar[set[str]] = set()
     fails = False
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any) -> None:
@@ -125,54 +126,53 @@ class ByLists(dist.ProcessGroup):
         self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
 
     def getBackendName(self) -> str:
-        return "by_lists"
+        return "of_python"
 
     @property
     def group_name(self) -> str:
         return dist.distributed_c10d._world.pg_names[self]
 
     def call(self, name: str, *args: Any) -> Any:
-        ByLists.threads.add(threading.get_ident())
-        if ByLists.fails:
+        Smallest.threads.add(threading.get_ident())
+        if Smallest.fails:
             raise RuntimeError("the cable is unplugged")
+        Smallest.called.add(name)
         return getattr(self.gloo, name)(*args)
 
     def allgather(self, *args: Any) -> Any:
         return self.call("allgather", *args)
 
-    def reduce_scatter(self, *args: Any) -> Any:
-        return self.call("reduce_scatter", *args)
-
     def allreduce(self, *args: Any) -> Any:
         return self.call("allreduce", *args)
 
-    def broadcast(self, *args: Any) -> Any:
-        return self.call("broadcast", *args)
 
-    def barrier(self, *args: Any) -> Any:
-        return self.call("barrier", *args)
+class ByLists(Smallest):
+    """One that also reduce-scatters lists."""
 
-
-def group_by_lists() -> dist.ProcessGroup:
-    dist.Backend.register_backend("by_lists", ByLists, devices=["cpu"])
-    group = dist.new_group(backend="by_lists")
-    assert isinstance(group, ByLists)
-    return group
+    def reduce_scatter(self, *args: Any) -> Any:
+        return self.call("reduce_scatter", *args)
 
 
-def train_on_group() -> None:
-    group = group_by_lists()
+def new_group(of: type[dist.ProcessGroup] = ByLists) -> dist.ProcessGroup:
+    dist.Backend.register_backend("of_python", of, devices=["cpu"])
+    return dist.new_group(backend="of_python")
+
+
+def train_on_group(of: type[Smallest], reduction: str) -> None:
+    group = new_group(of)
+    assert type(group) is of
     mesh = DeviceMesh.from_group(group, "cpu")
     theirs = train(fsdp.fully_shard, make_model(), dist.get_rank())
     ours = train(fsdp_ext.fully_shard, make_model(), dist.get_rank(), mesh=mesh)
     assert_equal(ours, theirs)
-    assert ByLists.threads == {threading.get_ident()}
+    assert of.threads == {threading.get_ident()}
+    assert of.called == {"allgather", reduction}
     names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
     assert not any(name.startswith("fsdp:") for name in names), "lanes have no threads"
 
 
 def describe_and_measure() -> str:
-    mesh = DeviceMesh.from_group(group_by_lists(), "cpu")
+    mesh = DeviceMesh.from_group(new_group(), "cpu")
     model = fsdp_ext.fully_shard(nn.Linear(4, 4), mesh=mesh)
     batch = torch.ones(1, 4)
     with pytest.raises(NotImplementedError, match="tune does not support process groups"):
@@ -182,8 +182,13 @@ def describe_and_measure() -> str:
     return str(fsdp_ext.describe_buckets(model))
 
 
-def test_a_group_in_python_is_called_on_the_thread_that_trains() -> None:
-    run_ranks(train_on_group, RANKS, fresh=True)
+@pytest.mark.parametrize(
+    ("of", "reduction"), [(ByLists, "reduce_scatter"), (Smallest, "allreduce")]
+)
+def test_a_group_in_python_is_called_on_the_thread_that_trains(
+    of: type[Smallest], reduction: str
+) -> None:
+    run_ranks(train_on_group, RANKS, of, reduction, fresh=True)
 
 
 def test_tools_that_look_for_overlap_refuse_such_a_group() -> None:
@@ -192,7 +197,7 @@ def test_tools_that_look_for_overlap_refuse_such_a_group() -> None:
 
 
 def issue_different_collectives() -> str:
-    lanes = lanes_of(group_by_lists(), CPU)
+    lanes = lanes_of(new_group(), CPU)
     part, whole = torch.ones(4), torch.ones(8)
     collective = lanes.all_gather if dist.get_rank() == 0 else lanes.reduce_scatter
     arguments = (part, whole) if dist.get_rank() == 0 else (whole, part)
@@ -209,10 +214,10 @@ def test_ranks_in_different_collectives_of_a_group_learn_it() -> None:
 
 
 def fail_in_backward() -> str:
-    mesh = DeviceMesh.from_group(group_by_lists(), "cpu")
+    mesh = DeviceMesh.from_group(new_group(), "cpu")
     model = fsdp_ext.fully_shard(nn.Linear(4, 4), mesh=mesh)
     loss = model(torch.ones(1, 4)).sum()
-    ByLists.fails = True
+    Smallest.fails = True
     with pytest.raises(RuntimeError) as raised:
         loss.backward()
     return str(raised.value)

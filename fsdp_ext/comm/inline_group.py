@@ -41,6 +41,8 @@ def refuse_inline(lanes: _C.Lanes, caller: str) -> None:
 class InlineCollectives:
     """The collectives of a group, on the calling thread.
 
+    A class in Python may have few methods. It needs all-gathers and all-reduces.
+
     It does not keep the group alive, because lanes live as long as their group.
 
     Args:
@@ -88,9 +90,13 @@ class InlineCollectives:
             _single("reduce_scatter_single", "reduce_scatter_tensor")(output, input, group=group)
         elif self._reduce_scatter is not None:
             getattr(group, self._reduce_scatter)(output, input, ReduceScatterOptions()).wait()
-        else:
+        elif _overridden(group, ("reduce_scatter",)) is not None:
             parts = list(input.view(group.size(), output.numel()).unbind())
             dist.reduce_scatter(output, parts, group=group)
+        else:
+            whole = input.clone()
+            dist.all_reduce(whole, group=group)
+            output.copy_(whole.view(group.size(), output.numel())[dist.get_rank(group)])
 
     def all_reduce(self, data: torch.Tensor) -> None:
         """Replace ``data`` with its sum over all ranks."""
