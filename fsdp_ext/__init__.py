@@ -36,7 +36,8 @@ from fsdp_ext.planner.result import Plan
 from fsdp_ext.profiler.api import profile
 from fsdp_ext.sharding.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from fsdp_ext.sharding.describe import describe_buckets
-from fsdp_ext.sharding.fsdp_module import FSDPModule, GradientReductionHandle, UnshardHandle
+from fsdp_ext.sharding.fsdp_module import FSDPModule
+from fsdp_ext.sharding.handles import GradientReductionHandle, UnshardHandle
 from fsdp_ext.tuner.api import tune
 from fsdp_ext.tuner.result import Tuning
 
