@@ -10,7 +10,7 @@ from support.launcher import run_ranks
 from support.models import Stack
 from torch import nn
 
-from fsdp_ext import fully_shard
+from fsdp_ext import MixedPrecisionPolicy, fully_shard
 
 
 def _sharded(model: Any) -> Any:
@@ -55,6 +55,22 @@ def _refuses() -> None:
     model.bias.requires_grad_(False)
     with pytest.raises(ValueError, match=r"all trained, but .* the frozen parameters \[.bias.\]"):
         model.flat_shard()
+
+
+def _pads_otherwise() -> None:
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    padded: Any = fully_shard(nn.Linear(6, 6), mp_policy=policy)
+    padded(torch.ones(1, 6))
+    with pytest.raises(ValueError, match=r"reduced in torch.bfloat16, which needs more padding"):
+        padded.flat_shard()
+    alike: Any = fully_shard(nn.Linear(16, 16), mp_policy=policy)
+    alike(torch.ones(1, 16))
+    shard, gradient = alike.flat_shard()
+    assert shard.shape == gradient.shape
+
+
+def test_gradients_that_lie_otherwise_are_no_flat_gradient() -> None:
+    run_ranks(_pads_otherwise, 2)
 
 
 def test_units_that_have_no_such_two_tensors_say_so() -> None:

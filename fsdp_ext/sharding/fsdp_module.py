@@ -356,7 +356,8 @@ class FSDPModule(TorchFSDPModule):
         the next forward or backward, which may move the memory.
 
         Raises:
-            ValueError: if the unit's parameters differ in dtype, or some are frozen.
+            ValueError: if the unit's parameters differ in dtype, some are frozen, or gradients are
+                padded otherwise because they are reduced in a smaller dtype.
             RuntimeError: before the first forward.
         """
         return self._unit.flat()

@@ -152,7 +152,18 @@ class Unit(ParamGroup):
                 f"flat_shard needs the flat gradient of unit '{self.name}', which its first "
                 "forward makes, so run a forward before."
             )
-        return self.flat_shard.view(dtypes.pop()), self.core.share_flat_gradient()
+        dtype = dtypes.pop()
+        if any(
+            place.shard_offset != place.grad_offset * dtype.itemsize
+            for place in self.core.layout.placements
+        ):
+            _, reduce_dtype = self.grad_dtypes()
+            raise ValueError(
+                f"flat_shard needs gradients that lie as their parameters do, but those of unit "
+                f"'{self.name}' are reduced in {reduce_dtype}, which needs more padding. Use its "
+                f"parameters one by one, or MixedPrecisionPolicy(reduce_dtype={dtype})."
+            )
+        return self.flat_shard.view(dtype), self.core.share_flat_gradient()
 
     # - Sharding
 
