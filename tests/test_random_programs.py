@@ -8,6 +8,7 @@ follows from the seed, which names the test.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,6 +21,7 @@ from support.launcher import run_ranks
 from support.matrix import exhaustive
 from support.parity import load_system
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -112,9 +114,10 @@ class Model(nn.Module):
 
 
 class Program:
-    """One run of a seed's program under one system."""
+    """One run of a seed's program under one system, on a mesh of a shape, or of all ranks."""
 
-    def __init__(self, seed: int, system_name: str) -> None:
+    def __init__(self, seed: int, system_name: str, shape: tuple[int, ...] | None = None) -> None:
+        shape = shape or (dist.get_world_size(),)
         self.rng = rng = random.Random(seed)
         torch.manual_seed(seed)
         self.system = load_system(system_name)
@@ -122,7 +125,9 @@ class Program:
         for parameter in self.model.parameters():
             parameter.requires_grad_(rng.random() < 0.9)
         self.model.head.requires_grad_(True)
-        options: dict[str, Any] = {}
+        names = ("replicate", "shard")[-len(shape) :]
+        self.mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        options: dict[str, Any] = {"mesh": self.mesh}
         if rng.random() < 0.3:
             options["mp_policy"] = self.system.mixed_precision_policy(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32
@@ -189,7 +194,7 @@ class Program:
         elif does == "keeps unsharded":
             self.model.set_reshard_after_backward(False)
         if self.system.name == "fsdp_ext":
-            self.disturb("gather" if coin else "reduce")
+            self.disturb("gather" if coin else "reduce" if self.mesh.ndim == 1 else "all-reduce")
         for last in (False, True) if does == "no sync" else (True,):
             self.model.set_requires_gradient_sync(last)
             self.note(f"{step}: loss", self.forward_and_backward(x, does))
@@ -232,9 +237,9 @@ class Program:
             root.core.delay_stream(stream, 0.005)
 
 
-def _same_under_both(seed: int) -> None:
-    got = Program(seed, "fsdp_ext").run()
-    expected = Program(seed, "fsdp2").run()
+def _same_under_both(seed: int, shape: tuple[int, ...]) -> None:
+    got = Program(seed, "fsdp_ext", shape).run()
+    expected = Program(seed, "fsdp2", shape).run()
     assert [name for name, _ in got] == [name for name, _ in expected]
     for (name, value), (_, want) in zip(got, expected, strict=True):
         assert (value is None) == (want is None), name
@@ -243,7 +248,13 @@ def _same_under_both(seed: int) -> None:
             assert torch.equal(value, want), f"{name} differs by {(value - want).abs().max()}"
 
 
-@pytest.mark.parametrize("ranks", [2, *exhaustive(1)])
+@pytest.mark.parametrize("shape", [(2,), *exhaustive((1,))])
 @pytest.mark.parametrize("seed", [*range(8), *exhaustive(*range(8, PROGRAMS))])
-def test_a_random_program_trains_as_under_fsdp2(seed: int, ranks: int) -> None:
-    run_ranks(_same_under_both, ranks, seed)
+def test_a_random_program_trains_as_under_fsdp2(seed: int, shape: tuple[int, ...]) -> None:
+    run_ranks(_same_under_both, math.prod(shape), seed, shape)
+
+
+@pytest.mark.parametrize("shape", [(2, 1), *exhaustive((2, 2))])
+@pytest.mark.parametrize("seed", [*range(2), *exhaustive(*range(2, PROGRAMS))])
+def test_a_random_program_trains_hybridly_as_under_fsdp2(seed: int, shape: tuple[int, ...]) -> None:
+    run_ranks(_same_under_both, math.prod(shape), seed, shape)
