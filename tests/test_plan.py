@@ -35,6 +35,7 @@ from fsdp_ext import (
     fully_shard,
     plan,
 )
+from fsdp_ext.comm.costs import SHARED_MEMORY
 from fsdp_ext.comm.link import ETHERNET_100G, H100_CLUSTER, H100_NODE
 from fsdp_ext.planner.cli import _parser, run
 from fsdp_ext.planner.schedule import Stage, predict
@@ -197,6 +198,8 @@ def _sets_of_one_rank() -> None:
         assert (planned.world_size, planned.replicas) == (2, 2)
         expect_as_planned(model, train(model), planned)
         assert all(bucket.all_reduce == bucket.reduce for bucket in planned.buckets)
+        # The default bucket size is that of the transport that gradients take.
+        assert model._unit.root.link == planned.link == SHARED_MEMORY
 
 
 def test_sets_of_one_rank_have_what_was_planned() -> None:

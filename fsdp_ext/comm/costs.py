@@ -58,6 +58,24 @@ def typical_replica_link(name: str, transport: Transport, shards: int, replicas:
     return typical_link(name, transport, replicas)
 
 
+def link_of_buckets(
+    names: tuple[str, str], transport: Transport, shards: int, replicas: int
+) -> Link:
+    """Return the typical costs that the default bucket size comes from.
+
+    If a set is a single rank, buckets travel between replicas alone.
+
+    Args:
+        names: names of the transports in use, within a set and between replicas.
+        transport: the transport that the user asked for.
+        shards: how many ranks shard the model together.
+        replicas: how many ranks have the same shard.
+    """
+    if shards == 1 and replicas > 1:
+        return typical_replica_link(names[1], transport, shards, replicas)
+    return typical_link(names[0], transport, shards)
+
+
 def default_bucket_bytes(link: Link) -> int:
     """Return the bytes, summed over all ranks, that the wire carries in `LAUNCHES` launches."""
     return round(LAUNCHES * link.alpha * link.beta)

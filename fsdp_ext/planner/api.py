@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_ext.comm.costs import typical_link
+from fsdp_ext.comm.costs import link_of_buckets
 from fsdp_ext.comm.link import Link
 from fsdp_ext.comm.transports import Transport
 from fsdp_ext.planner.arguments import (
@@ -142,7 +142,9 @@ def plan(
         "prefetch": resolve_prefetch(prefetch),
         "max_message_bytes": resolve_max_message_bytes(max_message_bytes),
     }
-    typical = typical_link(target.transport, target.asked, target.ranks.shards)
+    transports = (target.transport, target.replica_transport)
+    ranks = target.ranks
+    typical = link_of_buckets(transports, target.asked, ranks.shards, ranks.replicas)
     root = _planned_root(copied, typical, unit, overrides)
     flops = None if batch is None else count_flops(copied, batch, root.module_names())
     seconds = _seconds(root, flops, flops_per_second, compute)

@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_ext import _C
 from fsdp_ext._util.dynamo import hidden_from_dynamo
-from fsdp_ext.comm.costs import log_default, typical_link
+from fsdp_ext.comm.costs import link_of_buckets, log_default
 from fsdp_ext.comm.lanes import lanes_of
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.sharding import module_changes
@@ -60,7 +60,10 @@ class Root(UnitTree):
         self.replicas: _C.Lanes | None = None
         if replicas is not None:
             self.replicas = lanes_of(replicas, first.device, between, at_once=at_once)
-        self.link = typical_link(self.lanes.transport, transport, first.world_size)
+        names = (self.lanes.transport, (self.replicas or self.lanes).transport)
+        self.link = link_of_buckets(
+            names, first.settings.transport, first.world_size, first.replicas
+        )
         self.decision: Decision | None = None
         self.settings = self._resolve()
         if replicas is not None and has_peers(first):
