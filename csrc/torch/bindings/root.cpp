@@ -126,7 +126,11 @@ void register_root(py::module_& m) {
              const py::gil_scoped_release no_gil;
              root.pipeline().reshard(unit);
            })
-      .def("form_buckets", [](TorchRoot& root) { root.pipeline().form_buckets(); })
+      .def("form_buckets",
+           [](TorchRoot& root) {
+             const py::gil_scoped_release no_gil;  // it waits for the lanes
+             root.pipeline().form_buckets();
+           })
       .def("buckets",
            [](TorchRoot& root) {
              py::list result;
