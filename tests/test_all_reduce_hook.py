@@ -205,6 +205,32 @@ def test_an_error_of_a_hook_is_raised_at_the_end_of_backward() -> None:
     run_ranks(fail, 2)
 
 
+def fail_twice() -> None:
+    model = make()
+    fails = True
+
+    def hook(gradients: Tensor) -> None:
+        if fails:
+            raise LookupError("no such gradient")
+
+    def fail_in_backward(gradient: Tensor) -> None:
+        raise KeyError("of backward")
+
+    model[1].set_all_reduce_hook(hook)
+    x = torch.ones(2, 6, requires_grad=True)
+    x.register_hook(fail_in_backward)
+    with pytest.raises(KeyError, match="of backward"):
+        model(x).sum().backward()
+    fails = False
+    model.zero_grad()
+    model(torch.ones(2, 6)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_an_error_of_a_hook_goes_with_the_backward_that_failed() -> None:
+    run_ranks(fail_twice, 2)
+
+
 def misuse() -> None:
     model = make()
     stream = torch.cpu.Stream()

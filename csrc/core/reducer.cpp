@@ -352,6 +352,9 @@ void Reducer::discard(Bucket& bucket) {
   for (Unit* unit : bucket.units) {
     forget_arrived(*unit);
     unit->port.drop_gradients();
+    if (unit->reduce_hook != nullptr) {
+      unit->reduce_hook->forget();
+    }
   }
   free_packed_gradients(0);
 }

@@ -43,6 +43,8 @@ class PythonReduceHook final : public ReduceHook,
     }
   }
 
+  void forget() override { error_ = nullptr; }
+
   void check() override {
     if (const std::exception_ptr error = std::exchange(error_, nullptr)) {
       std::rethrow_exception(error);

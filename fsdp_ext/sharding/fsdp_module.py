@@ -278,13 +278,13 @@ class FSDPModule(TorchFSDPModule):
         :meth:`flat_shard` has them. The padding between them is zero. It is valid until the hook
         returns.
 
-        On the host the hook runs on the thread of the reductions, while backward goes on. Its
-        collectives need a process group that this rank uses nowhere else during backward. All ranks
-        set it, before the same forward. The unit then shares no bucket.
+        On the host the hook runs on the thread of the reductions, while backward goes on. If it
+        calls collectives, they need a process group that nothing else uses during backward. Set it
+        on all ranks, before the same forward. The unit then shares no bucket.
 
         Args:
-            hook: the function; None for none. If it raises, so does the end of backward, and the
-                sharded gradients are undefined.
+            hook: the function; None for none. If it raises, the end of backward raises its error,
+                on that rank only, and the unit's gradients there are undefined.
             stream: the stream to run it on. By default it is that of the reductions.
 
         Raises:
