@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffload,
     MixedPrecision,
+    ShardingStrategy,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp.wrap import (
@@ -201,6 +202,16 @@ def test_arguments_of_wrong_types_are_refused() -> None:
 def test_there_has_to_be_a_process_group() -> None:
     with pytest.raises(RuntimeError, match="initialised process group"):
         FSDP(nn.Linear(2, 2))
+
+
+def strategies_of_one_model() -> None:
+    inner = FSDP(nn.Linear(2, 2), sharding_strategy=ShardingStrategy.NO_SHARD)
+    with pytest.raises(NotImplementedError, match=r"NO_SHARD and .*FULL_SHARD, which shard over"):
+        FSDP(nn.Sequential(inner))
+
+
+def test_wrappers_of_one_model_shard_over_the_same_ranks() -> None:
+    run_ranks(strategies_of_one_model, 1)
 
 
 def test_arguments_that_cannot_be_are_refused() -> None:

@@ -175,7 +175,10 @@ def _settings() -> None:
     FSDP.set_state_dict_type(ours.blocks[0], SHARDED)
     with pytest.raises(RuntimeError, match="have different types of state dicts"):
         FSDP.get_state_dict_type(around)
-    FSDP.set_state_dict_type(ours.blocks[0], FULL, ON_RANK_0)
+    with FSDP.state_dict_type(around, FULL, ON_RANK_0):
+        assert FSDP.get_state_dict_type(around).state_dict_type is FULL
+    assert FSDP.get_state_dict_type(ours.blocks[0]).state_dict_type is SHARDED
+    FSDP.set_state_dict_type(around, FULL, ON_RANK_0)
     with pytest.raises(RuntimeError, match=r"got a ShardedStateDictConfig. Pass a FullState"):
         FSDP.set_state_dict_type(around, FULL, ShardedStateDictConfig())
     with pytest.raises(NotImplementedError, match="LOCAL_STATE_DICT is about flat parameters"):
@@ -190,3 +193,44 @@ def _settings() -> None:
 
 def test_settings_hold_for_all_wrappers_and_are_checked() -> None:
     run_ranks(_settings, 2)
+
+
+def _load_by_name() -> None:
+    ours, optimizer = make_ours()
+    train(ours, optimizer, 0)
+    saved = FSDP.full_optim_state_dict(ours, optimizer, rank0_only=False)
+    other, _ = make_ours()
+    reordered = AdamW(list(other.parameters())[::-1])
+    reordered.load_state_dict(FSDP.shard_full_optim_state_dict(saved, other, optim=reordered))
+    loaded = FSDP.full_optim_state_dict(other, reordered, rank0_only=False)
+    assert_equal({name: flat(loaded)[name] for name in flat(saved)}, flat(saved))
+
+    halves = list(ours.parameters())[:4], list(ours.parameters())[4:]
+    grouped = AdamW([{"params": halves[0], "lr": 0.5}, {"params": halves[1], "lr": 0.1}])
+    train(ours, grouped, 0)
+    saved = FSDP.full_optim_state_dict(ours, grouped, rank0_only=False)
+    halves = list(other.parameters())[:4], list(other.parameters())[4:]
+    swapped = AdamW([{"params": halves[1][::-1]}, {"params": halves[0]}])
+    swapped.load_state_dict(FSDP.shard_full_optim_state_dict(saved, other, optim=swapped))
+    assert [group["lr"] for group in swapped.param_groups] == [0.1, 0.5]
+    loaded = FSDP.full_optim_state_dict(other, swapped, rank0_only=False)
+    assert_equal({name: flat(loaded)[name] for name in flat(saved)}, flat(saved))
+    with pytest.raises(ValueError, match="the state has none of the same parameters among its 2"):
+        FSDP.shard_full_optim_state_dict(saved, other, optim=reordered)
+
+
+def test_states_are_loaded_by_name_whatever_the_order_of_parameters() -> None:
+    run_ranks(_load_by_name, 2)
+
+
+def _sharded_tensors() -> None:
+    theirs, _ = make_theirs()
+    with TorchFSDP.state_dict_type(theirs, SHARDED):
+        saved = theirs.state_dict()
+    ours, _ = make_ours()
+    with pytest.raises(NotImplementedError, match="is a ShardedTensor, which cannot be loaded"):
+        ours.load_state_dict(saved)
+
+
+def test_sharded_tensors_are_refused_by_name() -> None:
+    run_ranks(_sharded_tensors, 2)

@@ -73,6 +73,16 @@ def check_arguments(
         )
 
 
+def check_same_ranks(outer: ShardingStrategy, inner: ShardingStrategy) -> None:
+    """Raise NotImplementedError if two wrappers of one model would shard over different ranks."""
+    for kind in ((ShardingStrategy.NO_SHARD,), HYBRID):
+        if (outer in kind) != (inner in kind):
+            raise NotImplementedError(
+                f"wrappers of one model have the strategies {inner} and {outer}, which shard over "
+                "different ranks. That is not supported; pass the same sharding_strategy to each."
+            )
+
+
 def offload_policy(cpu_offload: CPUOffload | None) -> OffloadPolicy:
     """Return FSDP2's policy for FSDP1's ``cpu_offload``."""
     offloads = cpu_offload is not None and cpu_offload.offload_params

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -46,6 +47,15 @@ def shard_like(whole: torch.Tensor, param: DTensor) -> DTensor:
     """Shard a tensor that all ranks have in the way of ``param``, without communication."""
     local = whole.to(device=param.device)
     return distribute_tensor(local, param.device_mesh, param.placements, src_data_rank=None)
+
+
+def refuse_sharded_tensor(name: str, value: object) -> None:
+    """Raise NotImplementedError for a ShardedTensor, which FSDP1 makes without a device_mesh."""
+    if isinstance(value, ShardedTensor):
+        raise NotImplementedError(
+            f"'{name}' is a ShardedTensor, which cannot be loaded. Save it as FULL_STATE_DICT, or "
+            "from FSDP1 with a device_mesh, which makes DTensors."
+        )
 
 
 @dataclass(frozen=True)
@@ -113,7 +123,7 @@ class StateDictMethods:
             optim_state_dict_config: the same for optimizers.
 
         Returns:
-            The settings before.
+            The settings of the first wrapper before.
 
         Raises:
             NotImplementedError: for ``LOCAL_STATE_DICT``.
@@ -139,8 +149,9 @@ class StateDictMethods:
                 raise RuntimeError(
                     f"{state_dict_type} got a {type(given).__name__}. Pass a {needed.__name__}."
                 )
-        before = cls.get_state_dict_type(module)
-        for wrapper in cls.fsdp_modules(module):
+        wrappers = cls.fsdp_modules(module)
+        before = wrappers[0]._state_dict_settings if wrappers else DEFAULT
+        for wrapper in wrappers:
             wrapper._state_dict_settings = settings
         return before
 
@@ -154,9 +165,11 @@ class StateDictMethods:
         found = [wrapper._state_dict_settings for wrapper in cls.fsdp_modules(module)]
         for other in found[1:]:
             if other != found[0]:
+                types = [settings.state_dict_type.name for settings in (found[0], other)]
                 raise RuntimeError(
                     f"wrappers in the {type(module).__name__} have different types of state dicts, "
-                    f"{found[0]} and {other}. Call set_state_dict_type on the whole module."
+                    f"{types[0]} and {types[1]}, or configurations. Call set_state_dict_type on "
+                    "the whole module."
                 )
         return found[0] if found else DEFAULT
 
@@ -170,14 +183,13 @@ class StateDictMethods:
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
         """Set the same as :meth:`set_state_dict_type` in a context."""
-        before = cls.set_state_dict_type(
-            module, state_dict_type, state_dict_config, optim_state_dict_config
-        )
+        before = [(wrapper, wrapper._state_dict_settings) for wrapper in cls.fsdp_modules(module)]
+        cls.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
         try:
             yield
         finally:
-            for wrapper in cls.fsdp_modules(module):
-                wrapper._state_dict_settings = before
+            for wrapper, settings in before:
+                wrapper._state_dict_settings = settings
 
     # - Optimizers
 
@@ -233,7 +245,11 @@ class StateDictMethods:
         """
         form = _Form.of(cls.get_state_dict_type(model), optimizer=True)
         loadable = cls._to_load(
-            model, optim, optim_state_dict, from_rank_0=form.rank0_only, named=is_named_optimizer
+            model,
+            _groups_of(optim),
+            optim_state_dict,
+            from_rank_0=form.rank0_only,
+            named=is_named_optimizer,
         )
         if load_directly:
             optim.load_state_dict(loadable)
@@ -267,14 +283,15 @@ class StateDictMethods:
         optim: Optimizer | None = None,
     ) -> State:
         """Return a whole state that all ranks have as ``optim.load_state_dict`` takes it."""
-        return cls._to_load(model, _given(optim), full_optim_state_dict, from_rank_0=False)
+        groups = _groups_of(optim) if optim else [list(model.parameters())]
+        return cls._to_load(model, groups, full_optim_state_dict, from_rank_0=False)
 
     @classmethod
     def flatten_sharded_optim_state_dict(
         cls, sharded_optim_state_dict: State, model: nn.Module, optim: Optimizer
     ) -> State:
         """Return a sharded state as ``optim.load_state_dict`` takes it."""
-        return cls._to_load(model, optim, sharded_optim_state_dict, from_rank_0=False)
+        return cls._to_load(model, _groups_of(optim), sharded_optim_state_dict, from_rank_0=False)
 
     @classmethod
     def scatter_full_optim_state_dict(
@@ -286,7 +303,8 @@ class StateDictMethods:
         group: Any = None,
     ) -> State:
         """Return rank 0's whole state as each rank's ``optim.load_state_dict`` takes it."""
-        return cls._to_load(model, _given(optim), full_optim_state_dict or {}, from_rank_0=True)
+        groups = _groups_of(optim) if optim else [list(model.parameters())]
+        return cls._to_load(model, groups, full_optim_state_dict or {}, from_rank_0=True)
 
     @classmethod
     def rekey_optim_state_dict(
@@ -331,35 +349,39 @@ class StateDictMethods:
     def _to_load(
         cls,
         model: nn.Module,
-        optim: Optimizer,
+        groups: list[list[nn.Parameter]],
         state: State,
         *,
         from_rank_0: bool,
         named: bool = False,
     ) -> State:
-        params = _params_of(optim)
+        """Return ``state``, which is keyed by names, for an optimizer with these parameters."""
+        params = [param for group in groups for param in group]
         names = cls._names_of(params, model)
         by_name = dict(zip(names, params, strict=True))
         if from_rank_0:
             state = _from_rank_0(state, cls._ranks_of(model), params[0].device)
-        unknown = sorted(set(state["state"]) - set(by_name))
-        if unknown:
-            raise ValueError(
-                f"the optimizer's state has {unknown}, which are no parameters of the optimizer. "
-                "Pass what optim_state_dict returned for the same model."
-            )
-
-        def shard(name: str, value: Any) -> Any:
-            param = by_name[name]
-            if not isinstance(value, torch.Tensor):
-                return value
-            if isinstance(param, DTensor) and value.shape == param.shape and value.ndim > 0:
-                value = value if isinstance(value, DTensor) else shard_like(value, param)
-                return value.to(param.device).clone()  # a shard must not keep the whole alive
-            return value.clone()
-
-        numbers = {name: number for number, name in enumerate(names)}
-        return _with_keys(state, lambda name: name if named else numbers[name], shard)
+        keys: dict[str, Any] = {name: name if named else i for i, name in enumerate(names)}
+        left = iter(names)
+        names_by_group = [[next(left) for _ in group] for group in groups]
+        return {
+            **state,
+            "state": {
+                keys[name]: {
+                    key: _shard_state(f"{name}.{key}", value, by_name[name])
+                    for key, value in values.items()
+                }
+                for name, values in _known(state["state"], by_name).items()
+            },
+            "param_groups": [
+                {
+                    **_saved_group(state, of_group),
+                    # Optimizers match parameters by their places in these lists.
+                    "params": [keys[name] for name in of_group],
+                }
+                for of_group in names_by_group
+            ],
+        }
 
     @classmethod
     def _names_of(cls, params: list[nn.Parameter], model: nn.Module) -> list[str]:
@@ -385,14 +407,46 @@ class StateDictMethods:
         return ranks
 
 
-def _given(optim: Optimizer | None) -> Optimizer:
-    if optim is None:
-        raise ValueError("optim is None. Pass the optimizer that will load the state.")
-    return optim
+def _groups_of(optim: Optimizer) -> list[list[nn.Parameter]]:
+    return [group["params"] for group in optim.param_groups]
 
 
 def _params_of(optim: Optimizer) -> list[nn.Parameter]:
-    return [param for group in optim.param_groups for param in group["params"]]
+    return [param for group in _groups_of(optim) for param in group]
+
+
+def _known(values: dict[str, Any], by_name: dict[str, nn.Parameter]) -> dict[str, Any]:
+    """Return ``values``, whose keys have to be names of the optimizer's parameters."""
+    unknown = sorted(set(values) - set(by_name))
+    if unknown:
+        raise ValueError(
+            f"the optimizer's state has {unknown}, which are no parameters of the optimizer. "
+            "Pass what optim_state_dict returned for the same model."
+        )
+    return values
+
+
+def _saved_group(state: State, names: list[str]) -> dict[str, Any]:
+    """Return the group of a saved state that has exactly the parameters ``names``."""
+    for group in state["param_groups"]:
+        if set(group["params"]) == set(names):
+            return dict(group)
+    raise ValueError(
+        f"the optimizer has a group of {len(names)} parameters that begins with {names[:1]}, and "
+        f"the state has none of the same parameters among its {len(state['param_groups'])} groups. "
+        "Make the optimizer with the groups that were saved."
+    )
+
+
+def _shard_state(name: str, value: Any, param: nn.Parameter) -> Any:
+    """Return a value of an optimizer's state as this rank has it: a copy."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    refuse_sharded_tensor(name, value)
+    if isinstance(param, DTensor) and value.shape == param.shape and value.ndim > 0:
+        value = value if isinstance(value, DTensor) else shard_like(value, param)
+        return value.to(param.device).clone()  # a shard must not keep the whole alive
+    return value.clone()
 
 
 def _with_keys(

@@ -34,6 +34,7 @@ from fsdp_ext.fsdp1.setup import (
     broadcast,
     cast_buffers,
     check_arguments,
+    check_same_ranks,
     materialise,
     offload_policy,
     own_modules,
@@ -47,6 +48,7 @@ from fsdp_ext.fsdp1.state_dicts import (
     DEFAULT,
     StateDictMethods,
     convert_state_dict,
+    refuse_sharded_tensor,
     shard_like,
 )
 from fsdp_ext.sharding.api import fully_shard
@@ -153,6 +155,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
                 FullyShardedDataParallel,
             )
         for wrapper in self.fsdp_modules(module):
+            check_same_ranks(strategy, wrapper.sharding_strategy)
             wrapper._is_root = False
 
         self.process_group = Ranks(mesh).group
@@ -195,6 +198,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
     # - The module
 
     _is_root: bool
+    sharding_strategy: ShardingStrategy
 
     @property
     def _sharded(self) -> Any:
@@ -435,6 +439,7 @@ def _add_wrapper_names(module: nn.Module, state_dict: dict[str, Any], prefix: st
     cast(Any, module)._sharded.reshard()
     for name, param in module.named_parameters(prefix[:-1]):
         value: Any = state_dict.get(name)
+        refuse_sharded_tensor(name, value)
         whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
         if isinstance(param, DTensor) and whole and value.shape == param.shape:
             state_dict[name] = shard_like(value.detach().to(param.dtype), param)
