@@ -158,5 +158,15 @@ def _refusals() -> None:
         shard(Replicate())
 
 
+def _message_too_small() -> None:
+    convolution = nn.Conv1d(4, WIDTH, WIDTH)
+    with pytest.raises(ValueError, match=r"'weight' with its 2304 bytes, .* dimension 2"):
+        fully_shard(convolution, shard_placement_fn=last_dimension, max_message_bytes=400)
+
+
+def test_a_message_has_room_for_a_parameter_that_it_cannot_cut() -> None:
+    run_ranks(_message_too_small, 2)
+
+
 def test_placements_that_cannot_be_are_refused() -> None:
     run_ranks(_refusals, 2)

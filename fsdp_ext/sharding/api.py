@@ -127,8 +127,9 @@ def fully_shard(
         reshard_after_forward: whether to free the unsharded parameters after forward. The default
             is False for the root, because backward needs it first, and True for other units.
         shard_placement_fn: returns the ``Shard(dim)`` of a parameter, None for ``Shard(0)``, or a
-            ``ShardPlacementResult`` of one of them and of ``mesh``. Ranks have to divide dimensions
-            other than 0. Such parameters are always packed, and never cut into messages.
+            ``ShardPlacementResult`` of one of them and of ``mesh``. The size of a dimension
+            other than 0 has to be a multiple of the number of ranks. A message carries such a
+            parameter whole, so ``max_message_bytes`` must have room for the largest.
         mp_policy: dtypes of computation, reduction and results
             (:class:`torch.distributed.fsdp.MixedPrecisionPolicy`).
         offload_policy: ``OffloadPolicy()``, the default. On a mesh of CPUs, where everything is on

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 from fsdp_ext import _build_info
 from fsdp_ext._util.errors import MisuseError
 from fsdp_ext._util.numbers import is_at_least
-from fsdp_ext.sharding.dtensors import part_of_this_rank
+from fsdp_ext.sharding.dtensors import shards_before
 from fsdp_ext.sharding.module_state import has_state
 from fsdp_ext.sharding.ranks import Ranks
 from fsdp_ext.sharding.settings import AUTO, Auto
@@ -195,12 +195,12 @@ def resolve_placements(
                 )
             placement = placement.placement
         dim = _shard_dim(placement, param, name)
-        size = part_of_this_rank(param).shape[dim]
-        if dim > 0 and size % ranks.size != 0:
+        shares = ranks.size * shards_before(param, dim)
+        if dim > 0 and param.shape[dim] % shares != 0:
             raise NotImplementedError(
                 f"shard_placement_fn returned {placement!r} for parameter '{name}', whose "
-                f"dimension {dim} has size {size}. Other dimensions than 0 are only shared evenly, "
-                f"so return one that {ranks.size} ranks divide, or Shard(0)."
+                f"dimension {dim} has size {param.shape[dim]}. Other dimensions than 0 are only "
+                f"shared evenly, so return one that {shares} ranks divide, or Shard(0)."
             )
         if dim > 0:
             dims[param] = dim

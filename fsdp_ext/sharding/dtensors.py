@@ -88,7 +88,7 @@ def shards_of(param: torch.Tensor, ranks: Ranks, dim: int) -> Spread:
     if ranks.spmd is not None:
         return _shards_on(ranks.spmd, param, ranks, dim)
     # Tensor parallelism cuts the dimension first, though its mesh comes last.
-    shard = _shard_behind(dim, param._spec.num_shards_map[dim])
+    shard = _shard_behind(dim, shards_before(param, dim))
     mesh = DeviceMesh._concatenate([ranks.mesh, param.device_mesh])
     return Spread(mesh, (*ranks.placements(shard), *param.placements), param.shape)
 
@@ -120,6 +120,11 @@ def _shards_on(spmd: SpmdMesh, param: DTensor, ranks: Ranks, dim: int) -> Spread
 def _shard_behind(dim: int, cuts: int) -> Placement:
     """Return the placement of a shard of what others have cut into ``cuts`` pieces."""
     return _StridedShard(dim, split_factor=cuts) if cuts > 1 else Shard(dim)
+
+
+def shards_before(param: torch.Tensor, dim: int) -> int:
+    """Return into how many pieces tensor parallelism has cut dimension ``dim`` of a parameter."""
+    return param._spec.num_shards_map[dim] if isinstance(param, DTensor) else 1
 
 
 def part_of_this_rank(param: torch.Tensor) -> torch.Tensor:

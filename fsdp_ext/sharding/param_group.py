@@ -121,6 +121,12 @@ class ParamGroup:
         layout = self._layout(params, training)
         for index, param in enumerate(params):
             row = layout.row_bytes(index)
+            if row > most and param.shard_dim > 0:
+                raise ValueError(
+                    f"max_message_bytes={most} is less than parameter '{param.name}' with its "
+                    f"{row} bytes, which is sharded in dimension {param.shard_dim}, so messages "
+                    "cannot cut it. Pass at least that, or shard it by Shard(0)."
+                )
             if row > most:
                 raise ValueError(
                     f"max_message_bytes={most} is less than one row of parameter '{param.name}' "

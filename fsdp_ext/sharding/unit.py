@@ -292,6 +292,12 @@ class Unit(ParamGroup):
                     f"parameter '{param.name}' was replaced by a {type(now).__name__} after "
                     "fully_shard had made a DTensor of it. Replace parameters before fully_shard."
                 )
+            if tuple(now.placements) != param.spread.placements:
+                raise ValueError(
+                    f"parameter '{param.name}' has the placements {param.spread.placements}, and "
+                    f"was replaced by a DTensor with {tuple(now.placements)}. Redistribute that, "
+                    "or load it without assign=True."
+                )
             param.sharded = now
             for module, name in param.attributes:
                 module._parameters[name] = now
