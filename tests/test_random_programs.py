@@ -255,6 +255,6 @@ def test_a_random_program_trains_as_under_fsdp2(seed: int, shape: tuple[int, ...
 
 
 @pytest.mark.parametrize("shape", [(2, 1), *exhaustive((2, 2))])
-@pytest.mark.parametrize("seed", [*range(2), *exhaustive(*range(2, PROGRAMS))])
+@pytest.mark.parametrize("seed", [*range(2), *exhaustive(*range(2, 6))])
 def test_a_random_program_trains_hybridly_as_under_fsdp2(seed: int, shape: tuple[int, ...]) -> None:
     run_ranks(_same_under_both, math.prod(shape), seed, shape)
