@@ -13,7 +13,14 @@ from support.launcher import run_ranks
 from torch import Tensor, nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 
 import fsdp_ext
 
@@ -137,6 +144,10 @@ def _refusals() -> None:
     with pytest.raises(
         ValueError, match=r"'weight' has S.* on dimension 0 .*fully_shard shards it"
     ):
+        shard(linear, shard="dp")
+    sums = DTensor.from_local(torch.ones(2, 2), mesh, [Replicate(), Partial()])
+    linear.weight = nn.Parameter(sums)
+    with pytest.raises(ValueError, match="'weight' is a DTensor of partial sums"):
         shard(linear, shard="dp")
     with pytest.raises(ValueError, match="no mesh with names"):
         fsdp_ext.fully_shard(linear, dp_mesh_dims=dims(shard="dp"))

@@ -3,7 +3,7 @@
 Note [tensor parallelism]
 A parameter may be a DTensor before it is sharded: tensor parallelism has given each rank a part of
 it. The unit shards, gathers and reduces these parts as if they were whole parameters. Only two
-things know more. The sharded DTensors lie on both meshes together. And while the unit is unsharded,
+things differ. The sharded DTensors lie on both meshes together. And while the unit is unsharded,
 modules have a DTensor on the mesh of tensor parallelism, whose local tensor is the gathered part.
 """
 
@@ -101,7 +101,7 @@ def _shards_on(spmd: SpmdMesh, param: DTensor, ranks: Ranks, dim: int) -> Spread
     for index, name in enumerate(names):
         placement = param.placements[index]
         if name == spmd.shard_names[0]:
-            behind = (other for other in range(index + 1, len(names)))
+            behind = range(index + 1, len(names))
             cuts = math.prod(spmd.mesh.size(j) for j in behind if param.placements[j].is_shard(dim))
             placement = _shard_behind(dim, cuts)
             if len(spmd.shard_names) > 1:

@@ -68,16 +68,16 @@ def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> Non
 
 def check_tensor_parallel(name: str, param: nn.Parameter, ranks: Ranks) -> None:
     """Raise an error if ``param`` is a DTensor that cannot be sharded over ``ranks``."""
+    if isinstance(param, DTensor) and any(placement.is_partial() for placement in param.placements):
+        raise ValueError(
+            f"parameter '{name}' is a DTensor of partial sums, {param.placements}. Redistribute it "
+            "to Shard or Replicate before fully_shard."
+        )
     if ranks.spmd is not None:
         _check_on_spmd_mesh(name, param, ranks.spmd)
         return
     if not isinstance(param, DTensor):
         return
-    if any(placement.is_partial() for placement in param.placements):
-        raise ValueError(
-            f"parameter '{name}' is a DTensor of partial sums, {param.placements}. Redistribute it "
-            "to Shard or Replicate before fully_shard."
-        )
     if len(param.placements) > 2:
         raise NotImplementedError(
             f"parameter '{name}' is a DTensor on a {len(param.placements)}-D mesh, and FSDP can be "
