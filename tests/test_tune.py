@@ -90,7 +90,7 @@ def _with_replicas() -> None:
     assert in_use(model) == result.chosen.choice
     assert (result.costs.link, result.costs.replica_link) == (LINK, between)
     assert "all-reduces 200 us + 2 S / 0.10 GB/s" in str(result)
-    # Six all-reduces have as many latencies, and without buckets all of them do.
+    # Without buckets there are six all-reduces, and each of them has the latency.
     slow = next(one for one in result.measured if one.choice == result.before.choice)
     assert slow.predicted >= slow.buckets * between.alpha
     planned = fsdp_ext.plan(model)

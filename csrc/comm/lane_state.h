@@ -13,10 +13,10 @@
 // threads were blocked behind it. Nothing ends that any more.
 //
 // A rank that is merely slow does not look like that: its thread computes, or sleeps, and is not
-// blocked in a wait for a lane. If several threads of a rank have issued work, another one may
-// issue what is missing, so ranks then wait until the timeout. The observations are some time
-// apart, for threads that are about to issue their first work. A wait for copies beside the lane is
-// not published, because the copies may still end.
+// blocked in a wait for a lane. If several threads of a rank issue work, one that is not blocked
+// may issue what is missing. So then ranks wait until the timeout. The observations are some time
+// apart, because a thread may be about to issue its first work. A wait for copies beside the lane
+// is not published, because the copies may still end.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Messages between two ranks: what a transport needs so that collectives can be composed of them.
+// Messages between two ranks. A transport that has them can compose collectives of them.
 #pragma once
 
 #include <cstddef>

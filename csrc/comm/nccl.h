@@ -33,7 +33,7 @@ struct NcclOptions {
 };
 
 // Returns the communicators of the gather lane and of the reduce lane. All ranks call it at the
-// same time, with the unique id that one of them made. If options.deadlocks is set, it is started.
+// same time, with the unique id that one of them made. It starts options.deadlocks, if set.
 //
 // Throws TimeoutError if not all ranks join within the timeout, and Error with NCCL's text if NCCL
 // fails, or if its version lacks a setting.

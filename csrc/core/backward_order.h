@@ -27,8 +27,8 @@
 // prefetch. The second run pushes steps of its own, which the backward inside it takes. Each such
 // backward has gradients of its own, and the reduction waits for the last of them.
 //
-// Other checkpointing records the calls in forward. It runs them again when backward needs the
-// first tensor of the region, and then gathers the region's units. That has no place in the order:
+// Other kinds of checkpointing record the calls in forward. They run them again when backward needs
+// the first tensor of the region, which gathers the region's units. That has no place in the order:
 // if a rank's last unit of a region needs no tensor, the rank gathers the other ones later. So such
 // ranks may differ only in regions of one unit.
 #pragma once

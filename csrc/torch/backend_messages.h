@@ -11,9 +11,9 @@
 
 namespace fsdp {
 
-// Whether collectives may be composed of the backend's messages. Its messages have to travel as
-// comm/messages.h says: gloo's do. Those of other backends may be sent before their receiver has
-// asked for them, or have fewer tags.
+// Whether collectives may be composed of the backend's messages. These have to travel as
+// comm/messages.h says, and gloo's do. Other backends may send a message before its receiver has
+// asked for it, or have fewer tags.
 bool has_messages(c10d::Backend& backend);
 
 std::unique_ptr<Messages> messages_of(c10::intrusive_ptr<c10d::Backend> backend);

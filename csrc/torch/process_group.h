@@ -26,10 +26,10 @@ struct LaneGroup {
 // the direct plan (Note [gather plans]).
 //
 // Note [exchange group]
-// What ranks say about themselves travels in a composed collective if the backend has messages, so
-// that ranks that differ learn it at once. Otherwise it travels on `exchange_group`, in a first
-// block that has the same size whatever it is, because backends may end the process if a message is
-// larger than the one they expect. Null: on `group`.
+// host_all_gather is composed of messages if the backend has them, so ranks that differ learn it at
+// once. Otherwise it runs on `exchange_group`, or on `group` if that is null. It sends a block of a
+// fixed size first, because backends may end the process if a message is larger than the one they
+// expect.
 //
 // `host` has the ranks that share memory with this one: Note [groups that span hosts]. Null: there
 // are none, or the backend has no messages.

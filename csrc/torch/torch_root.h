@@ -53,7 +53,7 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   void accept_module_changes() { seen_module_changes_ = module_changes(); }
   void reset_iteration();
   // Reduces the gradients that backwards without synchronisation have accumulated. For callers that
-  // learn only after a backward that it was the last.
+  // do not know before a backward that it is the last.
   void reduce_accumulated();
   void unshard(int unit);
   // Keeps the times of the last `iterations` iterations; 0 keeps none.

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from fsdp_ext import _C
 from fsdp_ext.comm.fit import Fit, Sample, fit
 
-# Composed collectives tell ranks that differ at once what they differ in. So the backend's own are
-# chosen only where they are faster by this factor, which also outweighs the noise of a busy host.
+# If ranks differ, composed collectives raise at once and say in what; the backend's own do not. So
+# these are chosen only if they are faster by this factor, which also outweighs a busy host's noise.
 _PREFERENCE = 2.0
 _REPEATS = 7
 _WARM_UP = 2

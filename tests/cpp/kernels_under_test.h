@@ -10,8 +10,8 @@ namespace fsdp::test {
 
 std::unique_ptr<Packer> make_kernels_under_test();
 
-// Whether their conversions give one NaN for all, as a GPU's do. The others keep its sign and its
-// high bits.
+// Whether conversions turn every NaN into the same one, as a GPU's do. Other kernels keep a NaN's
+// sign and its high bits.
 bool kernels_have_one_nan();
 
 }  // namespace fsdp::test
