@@ -18,6 +18,7 @@ class ParamSpec:
         shard_dtype: torch.dtype,
         param_dtype: torch.dtype,
         trainable: bool,
+        gathered: bool = ...,
     ) -> None: ...
 
 class ParamPlacement:
@@ -69,6 +70,7 @@ class UnitConfig:
         bucket_bytes: int = ...,
         max_message_bytes: int = ...,
         reduces_alone: bool = ...,
+        reshard_group: int = ...,
     ) -> None: ...
 
 class FlatTensor:
@@ -87,6 +89,7 @@ class TorchUnit:
         flat_gradient: torch.Tensor,
         shapes: list[list[int]],
         param_dtypes: list[torch.dtype],
+        inputs: list[int],
         cast_inputs: torch.dtype | None,
         cast_outputs: torch.dtype | None,
         module_count: int,
@@ -94,10 +97,11 @@ class TorchUnit:
     def unsharded_views(self) -> list[torch.Tensor]: ...
     def bind(
         self,
-        sharded: Sequence[torch.Tensor],
-        unsharded: Sequence[torch.Tensor],
+        sharded: Sequence[torch.Tensor | None],
+        unsharded: Sequence[torch.Tensor | None],
         place_gradient: Sequence[Callable[[DTensor], DTensor] | None],
         make_gradients: Callable[[torch.Tensor], Sequence[torch.Tensor]],
+        extensions: Any,  # a UnitExtensions or None
         attributes: Sequence[tuple[dict[str, Any], str, int]],
     ) -> None: ...
     def pre_forward_hook(self, index: int) -> Callable[..., Any]: ...
@@ -147,6 +151,7 @@ class Lanes:
         register_buffers: bool,
         gather_settings: dict[str, int],
         reduce_settings: dict[str, int],
+        pack_multiprocessors: int,
         store: Store | None,
         ranks: Sequence[int],
         processes: dict[int, bytes],
@@ -170,6 +175,7 @@ class Lanes:
         jitter: float,
         seed: int,
         multiprocessors: int,
+        pack_multiprocessors: int,
         whole_traffic: bool,
         moves_memory: bool,
         timeout: float,
@@ -190,6 +196,9 @@ class Lanes:
     def inline_bytes(self) -> int: ...
     @property
     def message_staging_bytes(self) -> int: ...
+    # `group` has the lanes of this rank's smaller group.
+    def add_group(self, group: Lanes) -> None: ...
+    def has_group_of(self, ranks: int) -> bool: ...
     def check(self) -> None: ...
     def all_gather(self, input: torch.Tensor, output: torch.Tensor) -> None: ...
     def reduce_scatter(self, input: torch.Tensor, output: torch.Tensor) -> None: ...
@@ -233,6 +242,8 @@ class BucketInfo(TypedDict):
     gather_plan: str
     gather_messages: int
     reduce_messages: int
+    reshard_group: int
+    group_shard_bytes: int
 
 class PlannedBucket(BucketInfo):
     gather_input_bytes: int
@@ -251,6 +262,7 @@ class MemoryPlan(TypedDict):
     reduce_output_bytes: int
     kept_bytes: int
     gather_input_bytes: int
+    group_shard_bytes: int
     gradients_in_flight_bytes: int
     message_staging_bytes: int
 
@@ -311,6 +323,10 @@ class TorchRoot:
         when_stale: Callable[[], Callable[..., Any] | None],
     ) -> None: ...
     def add_unit(self, unit: TorchUnit, config: UnitConfig) -> None: ...
+    # "forward", "backward" or "idle"
+    def phase(self) -> str: ...
+    # See summon_full_params in fsdp1/summon.py.
+    def set_summoned(self, unit: int, value: bool) -> None: ...
     def reset_iteration(self) -> None: ...
     def reduce_accumulated(self) -> None: ...
     def unshard(self, unit: int) -> None: ...
@@ -322,7 +338,7 @@ class TorchRoot:
     def form_buckets(self) -> None: ...
     def buckets(self) -> list[BucketInfo]: ...
     def unsharded_bytes(self) -> list[int]: ...
-    def set_reshard_after_forward(self, unit: int, value: bool) -> None: ...
+    def set_reshard_after_forward(self, unit: int, value: bool, group: int) -> None: ...
     def set_keeps_slot_after_evaluation(self, unit: int, value: bool) -> None: ...
     def set_reshard_after_backward(self, unit: int, value: bool) -> None: ...
     def set_requires_gradient_sync(self, unit: int, value: bool) -> None: ...
@@ -335,6 +351,13 @@ class TorchRoot:
         self,
         unit: int,
         weak_function: Callable[[], Callable[[torch.Tensor, int], None] | None] | None,
+        device: torch.device,
+    ) -> None: ...
+    # The same. If ranks share parameters, the function also takes the packed gradients to reduce.
+    def set_communication_hook(
+        self,
+        unit: int,
+        weak_function: Callable[[], Callable[..., None] | None] | None,
         device: torch.device,
     ) -> None: ...
     def set_prefetch_depth(self, depth: int) -> None: ...
@@ -365,7 +388,7 @@ class UnpackPlan: ...
 class CastPlan: ...
 
 class Packer:
-    def __init__(self, gpu: int | None) -> None: ...
+    def __init__(self, gpu: int | None, multiprocessors: int = 0) -> None: ...
     # (elements, elements of a chunk, offset in a segment, runs)
     def pack_plan(
         self, entries: Sequence[tuple[int, int, int, int]], segment_numel: int, world_size: int

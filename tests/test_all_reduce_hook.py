@@ -46,7 +46,7 @@ def hook_all(run: Run) -> None:
 def hook_all_in_messages(run: Run) -> None:
     hook_all(run)
     if isinstance(run.model, fsdp_ext.FSDPModule):
-        for unit in run.model._units(recurse=True):
+        for unit in run.model._fsdp_ext_units(recurse=True):
             unit.change(max_message_bytes=2048)
 
 
@@ -142,7 +142,7 @@ def look() -> None:
     values = gradients[gradients != 0].float()
     assert torch.equal(values.sort().values, shards.sort().values), "and padding, which is zero"
     assert thread != threading.get_ident(), "backward goes on meanwhile"
-    buckets = [bucket["units"] for bucket in model._unit.root.core.buckets()]
+    buckets = [bucket["units"] for bucket in model._fsdp_ext_unit.root.core.buckets()]
     assert [2] in buckets, "the unit shares no bucket"
     assert len(buckets) > 1
 

@@ -112,7 +112,7 @@ def test_a_random_program_trains_the_same_in_buckets(seed: int, ranks: int) -> N
 
 def expect_memory_as_asked(program: Bucketed) -> None:
     """Unsharded memory is at most the slots of the largest bucket and what stays gathered."""
-    root = program.model._unit.root
+    root = program.model._fsdp_ext_unit.root
     memory, counters = root.core.memory(), root.core.counters()
     slot_bytes, kept = 0, 0
     for bucket in root.core.buckets():
@@ -129,7 +129,7 @@ def expect_memory_as_asked(program: Bucketed) -> None:
 
 
 def buckets_of(model: Any) -> list[list[int]]:
-    return [bucket["units"] for bucket in model._unit.root.core.buckets()]
+    return [bucket["units"] for bucket in model._fsdp_ext_unit.root.core.buckets()]
 
 
 class Layers(nn.Module):
@@ -167,7 +167,7 @@ def _collectives() -> None:
         if core is not None:
             core.enable_log(True)
         step(model, seed)
-        core = model._unit.root.core
+        core = model._fsdp_ext_unit.root.core
     assert core is not None
     assert buckets_of(model) == [[0], [1, 2, 3], [4, 5, 6], [7, 8]]
     first, second, third = "layers.0 to layers.2", "layers.3 to layers.5", "layers.6 to layers.7"
@@ -184,7 +184,7 @@ def _collectives() -> None:
         ("reduce_scatter", "backward", "the root"),  # it waits for the units inside it
     ]
     memory = core.memory()
-    layer = model.layers[0]._unit.layout_for(training=True).unsharded_bytes
+    layer = model.layers[0]._fsdp_ext_unit.layout_for(training=True).unsharded_bytes
     assert (memory["ring_slots"], memory["ring_slot_bytes"]) == (2, 3 * layer)
     counters = core.counters()
     assert counters["overflow_slots"] == 0
@@ -213,7 +213,7 @@ def _follows_the_order() -> None:
     assert addresses[0] != addresses[1]
     assert addresses[1] == addresses[3]
     apart = addresses[3][7] - addresses[3][0]
-    assert apart == -model.layers[7]._unit.layout_for(training=True).shard_bytes
+    assert apart == -model.layers[7]._fsdp_ext_unit.layout_for(training=True).shard_bytes
 
 
 def test_buckets_follow_the_order_that_forward_takes() -> None:
@@ -400,11 +400,11 @@ def _two_backwards() -> None:
     for bucket_bytes in (10**6, 0):
         model = make(bucket_bytes)
         step(model, 0)
-        model._unit.root.core.reset_counters()
+        model._fsdp_ext_unit.root.core.reset_counters()
         losses = [model(torch.ones(2, WIDTH)).sum() for _ in range(2)]
         for loss in losses:
             loss.backward()
-        wire.append(model._unit.root.core.counters())
+        wire.append(model._fsdp_ext_unit.root.core.counters())
     assert wire[0]["reduce_scatters"] == 4  # one of the root and one of the bucket in each backward
     assert wire[0]["wire_bytes"] <= wire[1]["wire_bytes"]
 
@@ -490,7 +490,7 @@ def _sent_in_pieces() -> None:
         fully_shard(layer)
     fully_shard(model, bucket_bytes=10**6, max_message_bytes=rows_of_two_layers)
     step(model, 0)
-    core = model._unit.root.core
+    core = model._fsdp_ext_unit.root.core
     core.enable_log(True)
     losses = [step(model, seed) for seed in range(1, 3)]
     log = core.take_log()
@@ -502,7 +502,7 @@ def _sent_in_pieces() -> None:
         model.layers[0].weight.grad.full_tensor(), whole.layers[0].weight.grad.full_tensor()
     )
     # Two halves of the largest message are less than the whole unit.
-    assert core.memory()["reduce_bytes"] < whole._unit.root.core.memory()["reduce_bytes"]
+    assert core.memory()["reduce_bytes"] < whole._fsdp_ext_unit.root.core.memory()["reduce_bytes"]
 
 
 def test_a_bucket_larger_than_a_message_travels_as_several() -> None:
@@ -531,10 +531,10 @@ def _one_huge_parameter(half: bool) -> None:
     model, cut = train(5000)
     _, whole = train(None)
     assert all(torch.equal(a, b) for a, b in zip(cut, whole, strict=True))
-    (bucket,) = model._unit.root.core.buckets()
+    (bucket,) = model._fsdp_ext_unit.root.core.buckets()
     assert bucket["gather_messages"] >= 1001 * 33 * (2 if half else 4) / 5000
     assert bucket["reduce_messages"] >= bucket["gather_messages"]
-    assert model._unit.root.core.memory()["staging_bytes"] < 2 * 5000 + 1000
+    assert model._fsdp_ext_unit.root.core.memory()["staging_bytes"] < 2 * 5000 + 1000
 
 
 @pytest.mark.parametrize("half", [False, True])

@@ -209,7 +209,7 @@ def _gathers_in_backward(leaves_sharded: bool) -> list[str]:
         leave_the_embedding_sharded(run)
     for step in range(2):
         train_step(run, step)
-    core = run.model._unit.root.core
+    core = run.model._fsdp_ext_unit.root.core
     core.enable_log(True)
     train_step(run, 2)
     return [

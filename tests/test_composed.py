@@ -224,7 +224,7 @@ def _chosen() -> tuple[Any, Any, str]:
     model: Any = nn.Linear(300, 300)
     fully_shard(model, transport="process_group")
     model(torch.ones(2, 300)).sum().backward()
-    root = model._unit.root
+    root = model._fsdp_ext_unit.root
     return root.lanes.composed_from, root.core.memory(), describe_buckets(model)
 
 

@@ -219,8 +219,10 @@ def test_parameters_without_memory_or_on_several_devices_are_refused() -> None:
 
 
 def _stale_optimizer() -> None:
+    fully_shard(nn.Linear(4, 4))  # so that optimizers are checked from now on
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()  # which finds nothing wrong
     fully_shard(model)
     model(torch.ones(2, 4)).sum().backward()
     with raises(RuntimeError, "has 'weight' of Linear as it was before", "after fully_shard"):
@@ -381,7 +383,7 @@ def _placements_with_a_mesh() -> None:
 
 
 def _arguments() -> None:
-    with raises(ValueError, "reshard_after_forward=3 is not a factor of the world size 2"):
+    with raises(ValueError, "reshard_after_forward=3 is not a factor of 2, the number of ranks"):
         fully_shard(nn.Linear(2, 2), reshard_after_forward=3)
     with raises(ValueError, "reshard_after_forward is 'yes'"):
         fully_shard(nn.Linear(2, 2), reshard_after_forward="yes")  # type: ignore[arg-type]

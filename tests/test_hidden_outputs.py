@@ -98,7 +98,7 @@ def _warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run.backward(run.loss(1))
-    root = run.model._unit.root
+    root = run.model._fsdp_ext_unit.root
     assert [root.core.state(number) for number in range(4)] == ["sharded"] * 4
     with torch.no_grad():
         run.loss(2)  # keeps nothing

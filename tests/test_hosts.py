@@ -282,7 +282,7 @@ def _span(is_on_hosts: bool) -> Spanning:
         model(torch.randn(2, DIM)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-    lanes: _C.Lanes = model._unit.root.lanes
+    lanes: _C.Lanes = model._fsdp_ext_unit.root.lanes
     results = [parameter.to_local().detach() for parameter in model.parameters()]
     for dtype in (torch.float32, torch.bfloat16):
         for numel in (1, 1000, 100_003):
@@ -345,7 +345,7 @@ def _choose_without_memory_on_the_last_rank() -> tuple[list[int], list[str]]:
         warnings.simplefilter("always")
         _train(model)
     said = [str(w.message) for w in caught if str(w.message).startswith("fsdp_ext")]
-    return model._unit.root.lanes.hosts, said
+    return model._fsdp_ext_unit.root.lanes.hosts, said
 
 
 @pytest.mark.exhaustive

@@ -126,7 +126,7 @@ def _log_of_a_step() -> None:
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model, optimizer, 0)
-    core = model._unit.root.core
+    core = model._fsdp_ext_unit.root.core
     layers = [f"layers.{i}" for i in range(LAYERS)]
     for seed in range(1, 4):
         core.enable_log(True)
@@ -142,7 +142,11 @@ def _log_of_a_step() -> None:
         reduced = [unit for op, _, unit, _ in log if op == "reduce_scatter"]
         assert reduced == [*reversed(layers), "the root"]
         for op, _, unit_name, size in log:
-            unit = model._unit if unit_name == "the root" else model.get_submodule(unit_name)._unit
+            unit = (
+                model._fsdp_ext_unit
+                if unit_name == "the root"
+                else model.get_submodule(unit_name)._fsdp_ext_unit
+            )
             # Shared memory gathers each parameter by itself. A reduction includes the padding.
             ranks = dist.get_world_size()
             rows = [-(-param.shape[0] // ranks) for param in unit.params]
@@ -172,13 +176,15 @@ def _memory_of_many_steps() -> None:
     memories, peaks = [], []
     for seed in range(20):
         step(model, optimizer, seed)
-        core = model._unit.root.core
+        core = model._fsdp_ext_unit.root.core
         memories.append(core.memory())
         peaks.append(
             (core.counters()["peak_unsharded_units"], core.counters()["peak_unsharded_bytes"])
         )
-    layers = [layer._unit.layout_for(training=True).unsharded_bytes for layer in model.layers]
-    root = model._unit.layout_for(training=True).unsharded_bytes
+    layers = [
+        layer._fsdp_ext_unit.layout_for(training=True).unsharded_bytes for layer in model.layers
+    ]
+    root = model._fsdp_ext_unit.layout_for(training=True).unsharded_bytes
     assert memories[2] == memories[19]
     assert memories[19]["ring_slots"] == 2
     assert memories[19]["ring_slot_bytes"] == max(layers)
@@ -194,7 +200,7 @@ def _train(delayed: str | None) -> list[Tensor]:
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = [step(model, optimizer, 0)]
-    core = model._unit.root.core
+    core = model._fsdp_ext_unit.root.core
     if delayed is not None:
         core.set_poison_released_slots(True)
     for seed in range(1, 5):
@@ -250,7 +256,7 @@ def _gathers_of(kind: str) -> tuple[list[tuple[str, str]], int, int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for seed in range(3):
         step(model, optimizer, seed)
-    core = model._unit.root.core
+    core = model._fsdp_ext_unit.root.core
     core.reset_counters()
     core.enable_log(True)
     step(model, optimizer, 3)

@@ -93,7 +93,7 @@ def evaluate_between_steps(run: Run, step: int) -> tuple[Tensor, ...]:
 def cut_into_messages(run: Run) -> None:
     """Let each unit of ours be a bucket of several messages."""
     if isinstance(run.model, fsdp_ext.FSDPModule):
-        for unit in run.model._units(recurse=True):
+        for unit in run.model._fsdp_ext_units(recurse=True):
             unit.change(bucket_bytes=0, max_message_bytes=2048)
 
 
@@ -199,12 +199,12 @@ def _train(delayed: str | None, shape: tuple[int, int], accumulates: bool) -> li
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).to(torch.bfloat16)
     model = shard(layers, layers, hybrid_mesh(*shape))
-    for unit in model._units(recurse=True):
+    for unit in model._fsdp_ext_units(recurse=True):
         # Reductions in fp32, so that buckets take turns with the halves of the reduce output.
         unit.change(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
-        root = model._unit.root
+        root = model._fsdp_ext_unit.root
         if delayed is not None and root is not None:
             root.core.set_poison_released_slots(True)
             root.core.delay_stream(delayed, 0.03)
@@ -400,7 +400,7 @@ def _train_on_hosts(case: Case) -> list[str]:
     compare_on_rank(case, "fsdp_ext")
     model = shard(nn.Linear(WIDTH, WIDTH), [], hybrid_mesh())
     model(batch(0, 0)).sum().backward()
-    root = model._unit.root
+    root = model._fsdp_ext_unit.root
     return [root.lanes.transport, root.replicas.transport]
 
 

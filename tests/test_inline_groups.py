@@ -81,6 +81,19 @@ def test_ranks_that_are_threads_train_as_fsdp2_does(shape: tuple[int, ...]) -> N
     run_ranks(train_on_threads, 1, shape, fresh=True)
 
 
+def shard_in_groups(rank: int, models: list[nn.Linear]) -> None:
+    with pytest.raises(NotImplementedError, match="reshard_after_forward=2 needs a process group"):
+        fsdp_ext.fully_shard(models[rank], reshard_after_forward=2)
+
+
+def groups_of_threads() -> None:
+    run_threads(shard_in_groups, 4, [nn.Linear(4, 4) for _ in range(4)])
+
+
+def test_threads_cannot_reshard_to_smaller_groups() -> None:
+    run_ranks(groups_of_threads, 1, fresh=True)
+
+
 def evaluate_twice_after_a_step(rank: int, models: list[nn.Linear]) -> int:
     model = fsdp_ext.fully_shard(models[rank], reshard_after_forward=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -98,7 +111,7 @@ def evaluate_twice_after_a_step(rank: int, models: list[nn.Linear]) -> int:
 
 
 def gathers_of(model: Any) -> int:
-    counters: dict[str, int] = model._unit.root.core.counters()
+    counters: dict[str, int] = model._fsdp_ext_unit.root.core.counters()
     return counters["all_gathers"]
 
 
@@ -177,6 +190,7 @@ def describe_and_measure() -> str:
     batch = torch.ones(1, 4)
     with pytest.raises(NotImplementedError, match="tune does not support process groups"):
         fsdp_ext.tune(model, batch, steps=2)
+    model(batch)
     with pytest.raises(NotImplementedError, match="profile does not support process groups"):
         fsdp_ext.profile(model)
     return str(fsdp_ext.describe_buckets(model))

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_ext.comm.nccl_settings import NcclSettings, check_agreement, nccl_settings
+from fsdp_ext.comm.nccl_settings import (
+    NcclSettings,
+    check_agreement,
+    nccl_settings,
+    pack_multiprocessors,
+)
 
 GATHER, REDUCE = "FSDP_EXT_NCCL_GATHER", "FSDP_EXT_NCCL_REDUCE"
 
@@ -73,3 +78,17 @@ def test_ranks_that_differ_are_named() -> None:
     check_agreement([one, one, one], [4, 5, 6])
     with pytest.raises(RuntimeError, match=r"rank 4 has .* and rank 6 has .*max_ctas=4\. Set"):
         check_agreement([one, one, other], [4, 5, 6])
+
+
+def test_packing_runs_on_all_multiprocessors_or_as_many_as_the_variable_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    variable = "FSDP_EXT_PACK_MULTIPROCESSORS"
+    monkeypatch.delenv(variable, raising=False)
+    assert pack_multiprocessors() == 0
+    monkeypatch.setenv(variable, "24")
+    assert pack_multiprocessors() == 24
+    for text in ("0", "-1", "all", "1.5", str(1 << 31)):
+        monkeypatch.setenv(variable, text)
+        with pytest.raises(ValueError, match=f"{variable} is '{text}'. Pass a number"):
+            pack_multiprocessors()

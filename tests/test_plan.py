@@ -124,7 +124,7 @@ def train(model: Any) -> torch.optim.Optimizer:
 
 
 def expect_as_planned(model: Any, optimizer: torch.optim.Optimizer, planned: Plan) -> None:
-    root = model._unit.root
+    root = model._fsdp_ext_unit.root
     memory, of_plan = root.core.memory(), planned.memory
     assert memory["ring_slots"] == of_plan.ring_slots
     assert memory["ring_slot_bytes"] == of_plan.ring_slot
@@ -132,7 +132,8 @@ def expect_as_planned(model: Any, optimizer: torch.optim.Optimizer, planned: Pla
     assert memory["staging_bytes"] == of_plan.staging
     assert memory["reduce_bytes"] == of_plan.reduce_input + of_plan.reduce_output
     assert memory["message_staging_bytes"] == of_plan.message_staging
-    assert memory["bucket_buffer_bytes"] == of_plan.gather_inputs + of_plan.kept_unsharded
+    in_buckets = of_plan.kept_unsharded + of_plan.group_shards
+    assert memory["bucket_buffer_bytes"] == of_plan.gather_inputs + in_buckets
     assert [unit.name for unit in root.units] == [unit.name for unit in planned.units]
     assert [unit.flat_shard.nbytes for unit in root.units] == [u.shard for u in planned.units]
     assert sum(unit.core.share_flat_gradient().nbytes for unit in root.units) == of_plan.gradients
@@ -164,7 +165,7 @@ def _trains_as_planned(settings: str, transports: list[Any]) -> int:
         planned = plan(model)
         before = plan_before(subject, settings, transport=transport, world_size=world_size)
         expect_as_planned(model, train(model), planned)
-        assert model._unit.root.lanes.transport == planned.transport
+        assert model._fsdp_ext_unit.root.lanes.transport == planned.transport
         assert str(plan(model)) == str(planned)  # also of a model that has run
         if before is not None:
             assert before.memory == planned.memory
@@ -199,7 +200,7 @@ def _sets_of_one_rank() -> None:
         expect_as_planned(model, train(model), planned)
         assert all(bucket.all_reduce == bucket.reduce for bucket in planned.buckets)
         # The default bucket size is that of the transport that gradients take.
-        assert model._unit.root.link == planned.link == SHARED_MEMORY
+        assert model._fsdp_ext_unit.root.link == planned.link == SHARED_MEMORY
 
 
 def test_sets_of_one_rank_have_what_was_planned() -> None:

@@ -231,7 +231,7 @@ class Program:
         return loss
 
     def disturb(self, stream: str) -> None:
-        root = self.model._unit.root
+        root = self.model._fsdp_ext_unit.root
         if root is not None:  # from the first forward on
             root.core.set_poison_released_slots(True)
             root.core.delay_stream(stream, 0.005)

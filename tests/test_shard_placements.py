@@ -72,7 +72,7 @@ def second_dimension(parameter: Tensor) -> Shard | None:
 def cut_into_messages(run: Run) -> None:
     """Let each unit of ours be a bucket of several messages."""
     if run.under_test:
-        for unit in run.model._units(recurse=True):  # type: ignore[operator]
+        for unit in run.model._fsdp_ext_units(recurse=True):  # type: ignore[operator]
             unit.change(bucket_bytes=0, max_message_bytes=4 * WIDTH * WIDTH * 9)
 
 

@@ -55,8 +55,8 @@ def _train(world_size: int) -> dict[str, Any]:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    core = model._unit.root.core
-    unsharded = model._unit.root.units[1]
+    core = model._fsdp_ext_unit.root.core
+    unsharded = model._fsdp_ext_unit.root.units[1]
     core.unshard(1)
     core.wait_for_unshard(1)
     weight = model[0].weight.detach()
@@ -71,7 +71,9 @@ def _train(world_size: int) -> dict[str, Any]:
         "warnings": [
             (str(w.message), Path(w.filename).name) for w in caught if "fsdp_ext" in str(w.message)
         ],
-        "transport": lanes_of(model._unit.ranks.group, torch.device("cpu"), transport).transport,
+        "transport": lanes_of(
+            model._fsdp_ext_unit.ranks.group, torch.device("cpu"), transport
+        ).transport,
     }
     core.reshard(1)
     dist.barrier()
@@ -100,7 +102,7 @@ def _step_over(link: Link) -> tuple[float, float]:
         fully_shard(layer, transport=Simulated(4, link))
     fully_shard(model, transport=Simulated(4, link), bucket_bytes=0)
     model(torch.ones(1, 8)).sum().backward()
-    core = model._unit.root.core
+    core = model._fsdp_ext_unit.root.core
     core.enable_log(True)
     start = time.monotonic()
     model(torch.ones(1, 8)).sum().backward()
@@ -140,12 +142,12 @@ def _train_as_one_of_a_set() -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         if step == 0:
-            model._unit.root.core.enable_log(True)
-            model._unit.root.core.reset_counters()
-    core = model._unit.root.core
+            model._fsdp_ext_unit.root.core.enable_log(True)
+            model._fsdp_ext_unit.root.core.reset_counters()
+    core = model._fsdp_ext_unit.root.core
     return {
         "local shapes": [tuple(p.to_local().shape) for p in model.parameters()],
-        "ranks": (model._unit.ranks.rank, model._unit.ranks.rank_in_mesh),
+        "ranks": (model._fsdp_ext_unit.ranks.rank, model._fsdp_ext_unit.ranks.rank_in_mesh),
         "buckets": fsdp_ext.describe_buckets(model),
         "all-reduces": [n for op, _, _, n in core.take_log() if op == "all_reduce"],
         "reductions": core.counters()["reduce_scatters"],
@@ -169,7 +171,7 @@ def _all_reduces_take_time(link: Link) -> tuple[float, float]:
     )
     model(torch.ones(1, 8)).sum().backward()
     model.zero_grad()
-    core = model._unit.root.core
+    core = model._fsdp_ext_unit.root.core
     core.enable_log(True)
     start = time.monotonic()
     model(torch.ones(1, 8)).sum().backward()

@@ -105,7 +105,7 @@ def _recognised() -> None:
     assert fully_shard.state(pair[0]) is fully_shard.state(pair[1])
     group = state._fsdp_param_group
     assert state._fsdp_param_groups[0].modules == group.modules == (layer,)
-    assert group.mesh_info == FSDPMeshInfo(layer._unit.ranks.mesh, shard_mesh_dim=0)
+    assert group.mesh_info == FSDPMeshInfo(layer._fsdp_ext_unit.ranks.mesh, shard_mesh_dim=0)
     assert [param.sharded_param for param in group.fsdp_params] == [layer.weight, layer.bias]
     assert fully_shard.state(model)._is_root is None
     assert state._state_ctx.all_states[0]._fsdp_param_group.modules == (layer,)
@@ -140,7 +140,7 @@ def _shared_streams() -> None:
     fsdp_ext.share_comm_ctx([first, second])
     for module in (first, second):
         module(torch.ones(2, 4)).sum().backward()
-    assert first._unit.root.lanes is second._unit.root.lanes
+    assert first._fsdp_ext_unit.root.lanes is second._fsdp_ext_unit.root.lanes
     for wrong in (nn.Linear(4, 4), torch_fsdp.fully_shard(nn.Linear(4, 4))):
         with pytest.raises(ValueError, match=r"got a .*Linear that is not sharded. Pass modules"):
             fsdp_ext.share_comm_ctx([first, wrong])
@@ -191,8 +191,8 @@ def _pipeline(schedule: str, stages: int) -> None:
                 optimizer.step()
             if step < 2:
                 for model in models if name == "fsdp_ext" else ():
-                    model._unit.root.core.enable_log(True)
-                    model._unit.root.core.take_log()  # of this step
+                    model._fsdp_ext_unit.root.core.enable_log(True)
+                    model._fsdp_ext_unit.root.core.take_log()  # of this step
                 for optimizer in optimizers:
                     optimizer.zero_grad()
         gradients[name] = [
@@ -202,7 +202,7 @@ def _pipeline(schedule: str, stages: int) -> None:
             for value in (param, param.grad)
         ]
     for model in models:
-        core = model._unit.root.core
+        core = model._fsdp_ext_unit.root.core
         reductions = [op for op, *_ in core.take_log() if op == "reduce_scatter"]
         assert len(reductions) == sum(bucket["reduce_bytes"] > 0 for bucket in core.buckets())
     for theirs, ours in zip(gradients["fsdp2"], gradients["fsdp_ext"], strict=True):
@@ -237,3 +237,26 @@ def _indexing() -> None:
 
 def test_slicing_makes_an_instance_of_the_original_class() -> None:
     run_ranks(_indexing, 1)
+
+
+class OfUnits(nn.Linear):
+    """Has attributes of names that a thin wrapper might use, too."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self._unit, self._units, self.unit = "mm", ["mm", "inch"], nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert (self._unit, self._units) == ("mm", ["mm", "inch"])
+        return self.unit(super().forward(x))
+
+
+def _names() -> None:
+    model: Any = fully_shard(OfUnits())
+    model.set_requires_gradient_sync(True)
+    model(torch.ones(1, 2)).sum().backward()
+    assert model._unit == "mm"
+
+
+def test_attributes_of_a_users_module_keep_their_meaning() -> None:
+    run_ranks(_names, 1)

@@ -200,7 +200,7 @@ def test_parameters_that_the_user_has_unsharded_stay_so() -> None:
 def _kept_slots() -> None:
     model = sharded(reshard_after_forward=False)
     expected = output_of(model)
-    core = model._unit.root.core
+    core = model._fsdp_ext_unit.root.core
     core.reset_counters()
     for _ in range(3):
         assert all_sharded(model)
@@ -341,13 +341,13 @@ def _added_after_sharding() -> None:
     del model.head.scale
     model(ones()).sum().backward()
     # Modules elsewhere change nothing.
-    core = model._unit.core
+    core = model._fsdp_ext_unit.core
     elsewhere = nn.Sequential(nn.Linear(4, 4))
     elsewhere.append(nn.Linear(4, 4))
     model(ones()).sum().backward()
     model.layers[1].note = nn.Identity()
     model(ones()).sum().backward()
-    assert model._unit.core is core
+    assert model._fsdp_ext_unit.core is core
 
 
 def test_trainable_parameters_that_are_added_after_sharding_are_refused() -> None:

@@ -72,7 +72,7 @@ def tuned(model: Any, **options: Any) -> Tuning:
 
 
 def in_use(model: Any) -> Choice:
-    settings = model._unit.root.settings
+    settings = model._fsdp_ext_unit.root.settings
     return Choice(settings.bucket_bytes[0], settings.prefetch, settings.stays_unsharded)
 
 
@@ -141,7 +141,7 @@ def _applies() -> None:
     # The next step runs as planned.
     model(batch()).sum().backward()
     model(batch()).sum().backward()
-    core = model._unit.root.core
+    core = model._fsdp_ext_unit.root.core
     assert len(core.buckets()) == result.chosen.buckets
     assert core.memory()["ring_slots"] <= result.chosen.choice.prefetch + 1
     text = str(result)
@@ -165,7 +165,7 @@ def _measured_fastest() -> None:
     def step(trial: Trial) -> float:
         of_trial(trial)
         # What each bucket waits for, however busy the machine is: two gathers and a reduction.
-        return float(3 * alpha * len(model._unit.root.core.buckets()))
+        return float(3 * alpha * len(model._fsdp_ext_unit.root.core.buckets()))
 
     of_trial = Trial.step
     with mock.patch.object(Trial, "step", step):
@@ -257,7 +257,7 @@ def _remembered() -> None:
 
     model = make(transport, **auto)
     model(batch())
-    root = model._unit.root
+    root = model._fsdp_ext_unit.root
     default = in_use(model)
     chosen = Choice(12345, 3, (1, 2))
     remember(root.units, root.lanes.transport, chosen, memory_known=True)
@@ -334,7 +334,10 @@ def _nothing_trains(fails: bool) -> None:
     assert all(torch.equal(buffer, torch.ones(WIDTH)) for buffer in buffers)
     assert x.grad is gradient
     assert torch.equal(gradient, torch.ones_like(x))
-    assert model._unit.root.decision is None or model._unit.root.decision.scope is Scope.OPEN
+    assert (
+        model._fsdp_ext_unit.root.decision is None
+        or model._fsdp_ext_unit.root.decision.scope is Scope.OPEN
+    )
     assert torch.equal(model(x), before)
 
 
@@ -358,7 +361,7 @@ class Steps:
     def __enter__(self) -> Steps:
         def step(trial: Trial) -> float:
             taken = self._step(trial)
-            core = self._model._unit.root.core
+            core = self._model._fsdp_ext_unit.root.core
             self.memory.append(core.memory()["ring_bytes"])
             self.buckets.append(len(core.buckets()))
             return taken
@@ -518,7 +521,7 @@ def _runs_out() -> tuple[list[Choice], Choice]:
 
     def step(trial: Trial) -> float:
         taken = plain(trial)
-        root = model._unit.root
+        root = model._fsdp_ext_unit.root
         decision = root.decision
         is_tried = decision is not None and decision.scope is Scope.OPEN
         tried = is_tried and decision.choice != before

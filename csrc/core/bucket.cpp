@@ -1,5 +1,6 @@
 #include "core/bucket.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "base/check.h"
@@ -97,27 +98,6 @@ void make_adjacent(const std::vector<Unit*>& units, const UnitLayout& layout, La
   }
 }
 
-std::vector<GatherPiece> gathers_of(const UnitLayout& layout, std::size_t max_message_bytes,
-                                    Lanes& lanes) {
-  std::vector<GatherPiece> pieces;
-  for (const LayoutPart& part : gather_parts(layout, max_message_bytes)) {
-    GatherPiece piece;
-    piece.part = part;
-    piece.cast_plan = layout.shard_to_gather_plan(part);
-    piece.plan = layout.gather_plan(lanes.gather.communicator().gather_by(), part);
-    piece.bytes = piece.plan.packed_bytes;
-    for (const GatherMessage& message : piece.plan.direct) {
-      piece.bytes += message.bytes;
-    }
-    piece.bytes *= static_cast<std::size_t>(layout.world_size());
-    piece.gathered = lanes.device->new_event();
-    lanes.packer->prepare(piece.cast_plan);
-    lanes.packer->prepare(piece.plan.unpack);
-    pieces.push_back(std::move(piece));
-  }
-  return pieces;
-}
-
 ReducePiece reduction_of(const UnitLayout& layout, const LayoutPart& part, Packer& packer) {
   ReducePiece piece;
   piece.part = part;
@@ -127,6 +107,13 @@ ReducePiece reduction_of(const UnitLayout& layout, const LayoutPart& part, Packe
   piece.gradient_offset =
       part.is_of_rows() ? part.first_row * layout.params()[part.first].row_numel : 0;
   piece.segment_offset = layout.first_gradient(part);
+  const std::vector<DType> dtypes = layout.unsharded_grad_dtypes();
+  for (std::size_t i = 0; i < piece.pack_plan.entries.size(); ++i) {
+    const DType dtype = dtypes[piece.first_trainable + i];
+    if (std::count(piece.gradient_dtypes.begin(), piece.gradient_dtypes.end(), dtype) == 0) {
+      piece.gradient_dtypes.push_back(dtype);
+    }
+  }
   packer.prepare(piece.pack_plan);
   packer.prepare(piece.finish_plan);
   return piece;
@@ -141,22 +128,78 @@ std::vector<ReducePiece> reductions_of(const UnitLayout& layout, std::size_t max
   return pieces;
 }
 
-// The last piece of the gather that has a parameter of each unit.
-void set_last_pieces(const std::vector<Unit*>& units, const std::vector<GatherPiece>& gathers) {
+// For each unit, the last piece of the gather that has a parameter of it.
+std::vector<std::size_t> last_pieces_of(const std::vector<Unit*>& units,
+                                        const std::vector<GatherPiece>& gathers) {
+  std::vector<std::size_t> last_pieces;
   std::size_t first_param = 0;
-  for (Unit* unit : units) {
+  for (const Unit* unit : units) {
     const std::size_t end_param = first_param + unit->layout.params().size();
-    unit->last_piece = 0;
+    last_pieces.push_back(0);
     for (std::size_t i = 0; i < gathers.size(); ++i) {
       if (gathers[i].part.first < end_param && gathers[i].part.end > first_param) {
-        unit->last_piece = i;
+        last_pieces.back() = i;
       }
     }
     first_param = end_param;
   }
+  return last_pieces;
+}
+
+// Null for the group of all ranks. All units of a bucket have the same.
+Communicator* group_of(const std::vector<Unit*>& units, Lanes& lanes) {
+  const int ranks = units.front()->reshard_group;
+  return ranks == 0 ? nullptr : &lanes.group_of(ranks).gather.communicator();
+}
+
+BucketBuffers buffers_of(const UnitLayout& layout, const std::vector<Unit*>& units, Lanes& lanes) {
+  const Communicator* group = group_of(units, lanes);
+  const GatherBy by = lanes.gather.communicator().gather_by();
+  return buffers_of(
+      layout, by, units.front()->max_message_bytes,
+      group == nullptr ? SmallerGroup{} : SmallerGroup{group->size(), group->gather_by()});
+}
+
+std::unique_ptr<GroupShard> group_shard_of(const UnitLayout& layout,
+                                           const std::vector<Unit*>& units, Lanes& lanes) {
+  Communicator* communicator = group_of(units, lanes);
+  if (communicator == nullptr) {
+    return nullptr;
+  }
+  auto group = std::make_unique<GroupShard>(*communicator, layout);
+  group->keep_plan = group->layout.keep_plan(communicator->rank());
+  lanes.packer->prepare(group->keep_plan);
+  group->gathers =
+      gathers_of(group->layout, units.front()->max_message_bytes, *communicator, lanes);
+  group->last_pieces = last_pieces_of(units, group->gathers);
+  group->gather_label = label_of(
+      detail::concat("the all-gather over ", communicator->size(), " ranks").c_str(), units);
+  group->kept = lanes.device->new_event();
+  return group;
 }
 
 }  // namespace
+
+std::vector<GatherPiece> gathers_of(const UnitLayout& layout, std::size_t max_message_bytes,
+                                    Communicator& communicator, Lanes& lanes) {
+  std::vector<GatherPiece> pieces;
+  for (const LayoutPart& part : gather_parts(layout, max_message_bytes)) {
+    GatherPiece piece;
+    piece.part = part;
+    piece.cast_plan = layout.shard_to_gather_plan(part);
+    piece.plan = layout.gather_plan(communicator.gather_by(), part);
+    piece.bytes = piece.plan.packed_bytes;
+    for (const GatherMessage& message : piece.plan.direct) {
+      piece.bytes += message.bytes;
+    }
+    piece.bytes *= static_cast<std::size_t>(layout.world_size());
+    piece.gathered = lanes.device->new_event();
+    lanes.packer->prepare(piece.cast_plan);
+    lanes.packer->prepare(piece.plan.unpack);
+    pieces.push_back(std::move(piece));
+  }
+  return pieces;
+}
 
 Bucket::Bucket(int bucket_number, std::vector<Unit*> members, Lanes& lanes)
     : number(bucket_number),
@@ -164,13 +207,15 @@ Bucket::Bucket(int bucket_number, std::vector<Unit*> members, Lanes& lanes)
       name(name_of(units)),
       layout(layout_of(units)),
       identity(identity_of(name, layout)),
-      buffers(buffers_of(layout, lanes.gather.communicator().gather_by(),
-                         units.front()->max_message_bytes)),  // the same for all units
-      gathers(gathers_of(layout, units.front()->max_message_bytes, lanes)),
+      buffers(buffers_of(layout, units, lanes)),
+      gathers(gathers_of(layout, units.front()->max_message_bytes,  // the same for all units
+                         lanes.gather.communicator(), lanes)),
       reductions(reductions_of(layout, units.front()->max_message_bytes, *lanes.packer)),
-      gradient_dtype(layout.unsharded_grad_dtype()),
+      gradient_dtypes(layout.unsharded_grad_dtypes()),
+      group(group_shard_of(layout, units, lanes)),
       accumulated_params(layout.trainable_count(), 0),
       gradients(layout.trainable_count(), nullptr),
+      gradients_of_dtype(layout.trainable_count(), nullptr),
       finish_modes(layout.trainable_count(), CastMode::Write),
       packed(lanes.device->new_event()),
       reduced(lanes.device->new_event()),
@@ -193,7 +238,10 @@ void Bucket::place_units(Lanes& lanes) {
     gradient += static_cast<std::size_t>(unit.layout.grad_numel());
     trainable += unit.layout.trainable_count();
   }
-  set_last_pieces(units, gathers);
+  const std::vector<std::size_t> last_pieces = last_pieces_of(units, gathers);
+  for (Unit* unit : units) {
+    unit->last_piece = last_pieces[unit->position];
+  }
   make_adjacent(units, layout, lanes);
 }
 
@@ -235,6 +283,7 @@ std::size_t Bucket::reduce_input_bytes() const {
 std::size_t Bucket::buffer_bytes() const {
   return (home != nullptr ? home->bytes : 0) +
          (gather_input != nullptr ? buffers.gather_input : 0) +
+         (group != nullptr && group->memory != nullptr ? buffers.group_shard : 0) +
          (accumulated != nullptr ? reduce_input_bytes() : 0);
 }
 

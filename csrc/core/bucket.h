@@ -26,6 +26,8 @@
 #include <vector>
 
 #include "core/buffer_ring.h"
+#include "core/gather_piece.h"
+#include "core/group_shard.h"
 #include "core/lanes.h"
 #include "core/layout.h"
 #include "core/ledger.h"
@@ -37,34 +39,15 @@
 
 namespace fsdp {
 
-// The state of the shards that a gather or a cast was made from.
-struct ShardStamp {
-  std::uint64_t iteration = 0;
-  std::uint64_t version = 0;  // the sum over the units' shards
-  bool valid = false;
-
-  bool matches(const ShardStamp& other) const {
-    return valid && other.valid && iteration == other.iteration && version == other.version;
-  }
-};
-
-// One message of a gather and the copies around it: Note [pieces].
-struct GatherPiece {
-  LayoutPart part;
-  CastPlan cast_plan;
-  GatherPlan plan;
-  std::size_t bytes = 0;            // on the wire, of all ranks together
-  std::unique_ptr<Event> gathered;  // and unpacked
-};
-
 // One message of a reduction and the copies around it.
 struct ReducePiece {
   LayoutPart part;
   PackPlan pack_plan;
-  CastPlan finish_plan;              // reduce output -> flat gradient, by trainable parameter
-  std::size_t first_trainable = 0;   // index among the bucket's trainable parameters
-  std::int64_t gradient_offset = 0;  // elements of the gradient before the piece's rows
-  std::int64_t segment_offset = 0;   // elements, in the bucket's segment
+  CastPlan finish_plan;                // reduce output -> flat gradient, by trainable parameter
+  std::size_t first_trainable = 0;     // index among the bucket's trainable parameters
+  std::int64_t gradient_offset = 0;    // elements of the gradient before the piece's rows
+  std::int64_t segment_offset = 0;     // elements, in the bucket's segment
+  std::vector<DType> gradient_dtypes;  // of its gradients, each once
 };
 
 struct Bucket {
@@ -92,7 +75,21 @@ struct Bucket {
   std::size_t segment_bytes() const;       // of one rank's segment of the reduce input
   std::size_t reduce_input_bytes() const;  // of all ranks'
   std::size_t reduce_input_bytes(const ReducePiece& piece) const;
-  bool gathers_in_pieces() const { return gathers.size() > 1; }
+  // Whether its gathers use separate streams for copies. If one kind of gather is in pieces, from
+  // all ranks or from a smaller group, both kinds use these streams, which keeps them in order.
+  bool gathers_in_pieces() const {
+    return gathers.size() > 1 || (group != nullptr && group->gathers.size() > 1);
+  }
+  // The pieces of the last gather, its label, and the last piece that has parameters of the unit.
+  const std::vector<GatherPiece>& last_gathers() const {
+    return is_from_group ? group->gathers : gathers;
+  }
+  const std::string& last_gather_label() const {
+    return is_from_group ? group->gather_label : gather_label;
+  }
+  const GatherPiece& last_piece(const Unit& unit) const {
+    return last_gathers()[is_from_group ? group->last_pieces[unit.position] : unit.last_piece];
+  }
   bool reduces_in_pieces() const { return reductions.size() > 1; }
   // The size of the buffers that this bucket does not share and that exist now.
   std::size_t buffer_bytes() const;
@@ -108,9 +105,9 @@ struct Bucket {
   const BucketBuffers buffers;   // their planned sizes
 
   // - Descriptors, with at least one piece each.
-  std::vector<GatherPiece> gathers;
+  std::vector<GatherPiece> gathers;  // of all ranks
   std::vector<ReducePiece> reductions;
-  const DType gradient_dtype;  // of the unsharded parameters'
+  const std::vector<DType> gradient_dtypes;  // of each trainable parameter, unsharded
 
   // - Parameters.
   Slot* slot = nullptr;        // of the last gather: in the ring, or the home
@@ -119,6 +116,8 @@ struct Bucket {
   ShardStamp gathered_from;
   std::shared_ptr<void> gather_input;  // only if the wire has another dtype than the shard
   ShardStamp cast_from;
+  std::unique_ptr<GroupShard> group;  // only if it is resharded to a smaller group
+  bool is_from_group = false;         // whether the last gather was over `group`
 
   // - Gradients. The vectors have one element for each trainable parameter.
   // The reduce input of backwards without gradient sync, one piece after another.
@@ -127,7 +126,8 @@ struct Bucket {
   bool has_accumulated = false;
   // The native handles of the streams on which gradients arrived that are not packed yet.
   std::vector<void*> gradient_streams;
-  std::vector<const void*> gradients;  // addresses, for the packer
+  std::vector<const void*> gradients;           // addresses, for the packer
+  std::vector<const void*> gradients_of_dtype;  // scratch, for pieces of several gradient dtypes
   std::vector<CastMode> finish_modes;
   std::unique_ptr<Event> packed;
   std::unique_ptr<Event> reduced;

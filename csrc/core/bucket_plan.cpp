@@ -1,5 +1,6 @@
 #include "core/bucket_plan.h"
 
+#include <set>
 #include <utility>
 
 #include "base/check.h"
@@ -29,13 +30,15 @@ PlannedBucket plan_bucket(const std::vector<UnitConfig>& units, const std::vecto
   }
   const UnitConfig& first = units[static_cast<std::size_t>(numbers.front())];
   UnitLayout layout = UnitLayout::joined(layouts);
-  const BucketUse use{buffers_of(layout, by, first.max_message_bytes), first.reshard_after_forward};
+  const BucketUse use{
+      buffers_of(layout, by, first.max_message_bytes, SmallerGroup{first.reshard_group, by}),
+      first.reshard_after_forward};
   const char* gather_plan =
       layout.gather_plan(by, gather_parts(layout, first.max_message_bytes).front()).name();
   const bool is_summed = layout.world_size() > 1 || options.replicas > 1;
   const bool needs_reduce_output =
       is_summed && layout.trainable_count() > 0 && !reduces_in_place(layout, first.reduce_scale);
-  return {numbers, std::move(layout), use, gather_plan, needs_reduce_output};
+  return {numbers, std::move(layout), use, gather_plan, needs_reduce_output, first.reshard_group};
 }
 
 std::vector<int> parents_of(const std::vector<UnitConfig>& units) {
@@ -80,6 +83,20 @@ std::size_t gradients_in_flight(const std::vector<PlannedBucket>& buckets,
   return fsdp::gradients_in_flight(bytes, enclosing);
 }
 
+// Each size of smaller groups has lanes of its own: Note [group shards].
+std::size_t message_staging_of_groups(const std::vector<UnitConfig>& units,
+                                      std::string_view transport) {
+  std::set<int> sizes;
+  for (const UnitConfig& unit : units) {
+    sizes.insert(unit.reshard_group);
+  }
+  std::size_t bytes = 0;
+  for (const int ranks : sizes) {
+    bytes += ranks > 0 ? message_staging_bytes(transport, ranks) : 0;
+  }
+  return bytes;
+}
+
 }  // namespace
 
 BucketPlan plan_buckets(const std::vector<UnitConfig>& units, const BucketPlanOptions& options) {
@@ -95,6 +112,7 @@ BucketPlan plan_buckets(const std::vector<UnitConfig>& units, const BucketPlanOp
     uses.push_back(bucket.use);
     plan.kept_bytes += bucket.use.reshards_after_forward ? 0 : bucket.use.buffers.slot;
     plan.gather_input_bytes += bucket.use.buffers.gather_input;
+    plan.group_shard_bytes += bucket.use.buffers.group_shard;
     needs_reduce_output = needs_reduce_output || bucket.needs_reduce_output;
   }
   const int slots =
@@ -104,6 +122,7 @@ BucketPlan plan_buckets(const std::vector<UnitConfig>& units, const BucketPlanOp
   plan.reduce_output_bytes = needs_reduce_output ? plan.reductions.output_bytes : 0;
   plan.message_staging_bytes =
       message_staging_bytes(options.transport, units.front().layout.world_size()) +
+      message_staging_of_groups(units, options.transport) +
       (has_replicas ? message_staging_bytes(options.replica_transport, options.replicas) : 0);
   plan.gradients_in_flight_bytes = gradients_in_flight(plan.buckets, parents);
   return plan;

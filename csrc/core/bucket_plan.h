@@ -17,6 +17,7 @@ struct PlannedBucket {
   BucketUse use;
   const char* gather_plan = "";
   bool needs_reduce_output = false;
+  int reshard_group = 0;
 };
 
 struct BucketPlan {
@@ -26,6 +27,7 @@ struct BucketPlan {
   std::size_t reduce_output_bytes = 0;  // 0 if all reductions write flat gradients
   std::size_t kept_bytes = 0;           // of buckets that stay unsharded after forward
   std::size_t gather_input_bytes = 0;
+  std::size_t group_shard_bytes = 0;  // Note [group shards]
   std::size_t gradients_in_flight_bytes = 0;
   std::size_t message_staging_bytes = 0;
 };

@@ -30,7 +30,7 @@ void BucketSet::update(const ForwardOrder& order, Gatherer& gatherer, Reducer& r
   if (partition_is_stale_) {
     const Partition next = partition(order);
     compare_ranks(next, order);
-    if (next != partition_) {
+    if (next != partition_ || has_other_groups()) {
       refuse_after_capture(gatherer);
       if (has_accumulated()) {
         return;
@@ -56,6 +56,14 @@ bool BucketSet::is_ring_in_use() const {
 bool BucketSet::has_accumulated() const {
   return std::any_of(buckets_.begin(), buckets_.end(),
                      [](const auto& bucket) { return bucket->has_accumulated; });
+}
+
+// A bucket has what it needs for its group from the start: Note [group shards].
+bool BucketSet::has_other_groups() const {
+  return std::any_of(buckets_.begin(), buckets_.end(), [](const auto& bucket) {
+    const int ranks = bucket->group != nullptr ? bucket->group->communicator.size() : 0;
+    return ranks != bucket->units.front()->reshard_group;
+  });
 }
 
 // See core/merging.h.

@@ -49,6 +49,7 @@ class BucketSet {
 
   bool is_ring_in_use() const;
   bool has_accumulated() const;
+  bool has_other_groups() const;
   Partition partition(const ForwardOrder& order) const;
   void compare_ranks(const Partition& partition, const ForwardOrder& order);
   void form(const Partition& partition, Reducer& reducer);

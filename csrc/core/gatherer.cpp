@@ -59,6 +59,9 @@ void Gatherer::join_capture() {
 // - Units
 
 bool Gatherer::is_current(Unit& unit) {
+  if (unit.layout.is_identity() && unit.port.computes_inputs()) {
+    return unit.inputs_version == unit.port.shard_version();
+  }
   return unit.layout.is_identity() || unit.layout.unsharded_bytes() == 0 ||
          (unit.bucket->gathered_from.valid && unit.gathered_version == unit.port.shard_version());
 }
@@ -74,6 +77,7 @@ bool Gatherer::unshard(Unit& unit, bool on_demand) {
 bool Gatherer::start_unshard(Unit& unit, bool on_demand) {
   Bucket& bucket = *unit.bucket;
   if (!needs_slot(bucket)) {
+    compute_inputs(unit);
     ledger_.add_unsharded_unit();
     ledger_.add_unsharded_bytes(unit.layout.unsharded_bytes());
     unit.state = UnitState::Gathering;
@@ -87,6 +91,9 @@ bool Gatherer::start_unshard(Unit& unit, bool on_demand) {
     if (slot != nullptr) {
       ledger_.count_reused_unshard();
     } else {
+      for (Unit* member : bucket.units) {
+        compute_inputs(*member);  // first, since a user's function may raise
+      }
       slot = acquire_slot(bucket, on_demand);
       record_issue(bucket, slot, on_demand);
       if (slot == nullptr) {
@@ -145,11 +152,11 @@ void Gatherer::reshard(Unit& unit) {
   if (unit.state == UnitState::Unsharded) {
     unit.port.detach();
   }
-  const std::vector<GatherPiece>& gathers = unit.bucket->gathers;
+  const GatherPiece& last = unit.bucket->last_gathers().back();
   if (unit.slot != nullptr && unit.slot->users == 1 &&
-      (unit.state == UnitState::Gathering || unit.last_piece + 1 < gathers.size())) {
+      (unit.state == UnitState::Gathering || &unit.bucket->last_piece(unit) != &last)) {
     // The next gather into the slot starts after all of this one.
-    device_.compute_stream().wait(*gathers.back().gathered, unit.bucket->gather_label);
+    device_.compute_stream().wait(*last.gathered, unit.bucket->last_gather_label());
   }
   unit.state = UnitState::Sharded;
   unit.is_speculative = false;
@@ -270,7 +277,7 @@ void Gatherer::abandon_gather(Bucket& bucket) {
   ledger_.remove_unsharded_bytes(bucket.layout.unsharded_bytes());
   device_.compute_stream().record(*slot.released);
   if (bucket.gathers_in_pieces()) {
-    streams_.messages().wait(*bucket.gathers.back().gathered, bucket.gather_label);
+    streams_.messages().wait(*bucket.last_gathers().back().gathered, bucket.last_gather_label());
   }
   slot.users = 0;
 }
@@ -293,6 +300,10 @@ void Gatherer::release_slot(Slot& slot, Bucket& bucket) {
   ledger_.remove_unsharded_bytes(bucket.layout.unsharded_bytes());
   slot.released_after = ledger_.last_compute_moment();
   bool keeps_contents = bucket.slot == &slot;  // else the bucket was gathered again elsewhere
+  const bool copies = keeps_contents && keep_group_shard(bucket, slot);
+  if (copies && (poison_ || slot.is_overflow)) {
+    compute.wait(*bucket.group->kept, bucket.group->gather_label);
+  }
   if (keeps_contents) {
     bucket.slot = nullptr;
   }
@@ -307,6 +318,59 @@ void Gatherer::release_slot(Slot& slot, Bucket& bucket) {
   } else {
     ring_->release(slot, compute, keeps_contents);
   }
+}
+
+// - Group shards
+
+void Gatherer::keep_for_backward(Unit& unit) {
+  if (unit.bucket->group != nullptr) {
+    unit.bucket->group->is_due = true;
+  }
+}
+
+template <typename Visit>
+void Gatherer::for_each_group_shard(const Visit& visit) {
+  if (buckets_ == nullptr) {
+    return;
+  }
+  for (const auto& bucket : *buckets_) {
+    if (bucket->group != nullptr) {
+      visit(*bucket->group);
+    }
+  }
+}
+
+void Gatherer::end_keeping() {
+  for_each_group_shard([](GroupShard& group) { group.is_due = false; });
+}
+
+void Gatherer::forget_group_shards() {
+  for_each_group_shard([](GroupShard& group) {
+    group.kept_from.valid = false;
+    group.is_due = false;
+  });
+}
+
+// Returns whether there is a copy that the stream of the messages still has to make. A gather that
+// overwrites the slot, or reads what is kept, comes behind it on that stream.
+bool Gatherer::keep_group_shard(Bucket& bucket, const Slot& slot) {
+  GroupShard* group = bucket.group.get();
+  if (group == nullptr || !std::exchange(group->is_due, false) || !bucket.gathered_from.valid ||
+      group->kept_from.matches(bucket.gathered_from)) {
+    return false;
+  }
+  Stream& stream = streams_.messages();
+  if (bucket.gathers_in_pieces()) {
+    stream.wait(*bucket.last_gathers().back().gathered, bucket.last_gather_label());
+  }
+  {
+    const Timed timed(ledger_, stream, Work::Keep, bucket.numbers());
+    packer_.unpack(stream, group->keep_plan, slot.data(), group->memory.get());
+  }
+  ledger_.count_copied_bytes(2 * group->layout.gather_bytes());
+  stream.record(*group->kept);
+  group->kept_from = bucket.gathered_from;
+  return true;
 }
 
 }  // namespace fsdp

@@ -51,6 +51,13 @@ class Gatherer {
   bool attach(Unit& unit);
   // Makes the unit sharded, from any state.
   void reshard(Unit& unit);
+  // When the slot of the unit's bucket is released next, its contents are kept for backward, if the
+  // user has asked for that: Note [group shards] in core/group_shard.h.
+  void keep_for_backward(Unit& unit);
+  // Slots that are released from now on are not kept.
+  void end_keeping();
+  // Marks all group shards as out of date.
+  void forget_group_shards();
   // Reshards the bucket's units that were prefetched and not used, which would retain its slot.
   void reshard_speculative(Bucket& bucket);
   // Whether the unsharded parameters match the shards, as far as versions tell.
@@ -72,7 +79,11 @@ class Gatherer {
   void abandon_gather(Bucket& bucket);
   void retain_slot(Bucket& bucket);
   void release_slot(Slot& slot, Bucket& bucket);
+  template <typename Visit>
+  void for_each_group_shard(const Visit& visit);
+  bool keep_group_shard(Bucket& bucket, const Slot& slot);
 
+  void compute_inputs(Unit& unit);
   void gather_into(Bucket& bucket, Slot& slot);
   void gather_from_ranks(Bucket& bucket, Slot& slot);
   void order_before_gather(const Bucket& bucket);
@@ -82,6 +93,7 @@ class Gatherer {
   void allocate_homes(const std::vector<std::unique_ptr<Bucket>>& buckets);
   void make_home(Bucket& bucket, std::shared_ptr<void> memory);
   void place_shards(const std::vector<std::unique_ptr<Bucket>>& buckets);
+  void allocate_group_shards(const std::vector<std::unique_ptr<Bucket>>& buckets);
   void allocate_gather_inputs(const std::vector<std::unique_ptr<Bucket>>& buckets);
   void wait_for_gather(const Unit& unit);
 

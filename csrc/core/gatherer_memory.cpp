@@ -24,6 +24,7 @@ void Gatherer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, 
     }
   }
   allocate_homes(buckets);
+  allocate_group_shards(buckets);
   allocate_gather_inputs(buckets);
   place_shards(buckets);
   streams_.follow_compute();  // Note [memory and the compute stream]
@@ -56,6 +57,34 @@ void Gatherer::make_home(Bucket& bucket, std::shared_ptr<void> memory) {
   bucket.home->bytes = bucket.buffers.slot;
   bucket.home->memory = std::move(memory);
   bucket.home->released = device_.new_event();
+}
+
+// One allocation for all buckets of a group, as for gather inputs.
+void Gatherer::allocate_group_shards(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+  for (const auto& first : buckets) {
+    Communicator* group = first->group != nullptr ? &first->group->communicator : nullptr;
+    if (group == nullptr || first->group->memory != nullptr) {
+      continue;
+    }
+    const auto each = [&buckets, group](const auto& visit) {
+      for (const auto& bucket : buckets) {
+        if (bucket->group != nullptr && &bucket->group->communicator == group) {
+          visit(*bucket);
+        }
+      }
+    };
+    std::size_t bytes = 0;
+    each([&bytes](Bucket& bucket) {
+      bytes += align_up(bucket.buffers.group_shard, kRegionAlignment);
+    });
+    const std::shared_ptr<void> memory = group->allocate(device_, bytes, BufferUse::Input);
+    auto* place = static_cast<char*>(memory.get());
+    each([&](Bucket& bucket) {
+      bucket.group->memory = std::shared_ptr<void>(memory, place);
+      bucket.group->kept_from = {};
+      place += align_up(bucket.buffers.group_shard, kRegionAlignment);
+    });
+  }
 }
 
 // One allocation for all buckets, because each allocation is a window of its own.

@@ -5,15 +5,32 @@ namespace fsdp {
 namespace {
 
 const char* message_input(const Bucket& bucket) {
-  return static_cast<const char*>(bucket.layout.needs_cast() ? bucket.gather_input.get()
-                                                             : bucket.flat_shard());
+  return static_cast<const char*>(bucket.is_from_group         ? bucket.group->memory.get()
+                                  : bucket.layout.needs_cast() ? bucket.gather_input.get()
+                                                               : bucket.flat_shard());
 }
 
 }  // namespace
 
+// Inputs of extensions are computed when shards are cast: once an iteration, and again if shards
+// have changed. They overwrite the inputs that the bucket's last gather reads, so they wait for it.
+void Gatherer::compute_inputs(Unit& unit) {
+  if (!unit.port.computes_inputs()) {
+    return;
+  }
+  const std::uint64_t version = unit.port.shard_version();
+  if (unit.inputs_iteration == iteration_ && unit.inputs_version == version) {
+    return;
+  }
+  device_.compute_stream().wait(*unit.bucket->gathers.back().gathered, unit.bucket->gather_label);
+  unit.port.compute_inputs();
+  streams_.follow_compute();
+  unit.inputs_iteration = iteration_;
+  unit.inputs_version = version;
+}
+
 void Gatherer::gather_into(Bucket& bucket, Slot& slot) {
   const UnitLayout& layout = bucket.layout;
-  const Range range(device_, bucket.gather_label);
   bool has_changed = false;  // since the iteration began
   bucket.gathered_from = {iteration_, 0, true};
   for (Unit* unit : bucket.units) {
@@ -25,6 +42,10 @@ void Gatherer::gather_into(Bucket& bucket, Slot& slot) {
       unit->gathered_version = version;
     }
   }
+  bucket.is_from_group =
+      bucket.group != nullptr && bucket.group->kept_from.matches(bucket.gathered_from);
+  const std::string& label = bucket.last_gather_label();
+  const Range range(device_, label);
   if (bucket.home != nullptr && &slot != bucket.home.get()) {
     bucket.home->contents = Slot::kNobody;  // out of date
   }
@@ -32,7 +53,7 @@ void Gatherer::gather_into(Bucket& bucket, Slot& slot) {
     streams_.follow_compute();
   }
   Stream& stream = streams_.messages();
-  stream.wait(*slot.released, bucket.gather_label);  // Note [slot lifetime]
+  stream.wait(*slot.released, label);  // Note [slot lifetime]
   if (layout.world_size() == 1) {
     const GatherPiece& whole = bucket.gathers.front();
     const Timed timed(ledger_, stream, Work::Cast, bucket.numbers());
@@ -45,23 +66,26 @@ void Gatherer::gather_into(Bucket& bucket, Slot& slot) {
   bucket.gather_issue.refused = 0;
 }
 
-// The shards are cast once an iteration: backward gathers what forward has cast. See Note [pieces].
+// The shards are cast once an iteration: backward gathers what forward has cast, or what it has
+// kept of that. See Note [pieces].
 void Gatherer::gather_from_ranks(Bucket& bucket, Slot& slot) {
   const UnitLayout& layout = bucket.layout;
   const bool in_pieces = bucket.gathers_in_pieces();
-  const bool casts = layout.needs_cast() && !bucket.cast_from.matches(bucket.gathered_from);
+  const bool casts = layout.needs_cast() && !bucket.is_from_group &&
+                     !bucket.cast_from.matches(bucket.gathered_from);
+  const std::vector<GatherPiece>& gathers = bucket.last_gathers();
   order_before_gather(bucket);
   Stream& before = streams_.before(in_pieces);
   Stream& after = streams_.after(in_pieces);
-  for (std::size_t i = 0; i < bucket.gathers.size(); ++i) {
-    const GatherPiece& piece = bucket.gathers[i];
+  for (std::size_t i = 0; i < gathers.size(); ++i) {
+    const GatherPiece& piece = gathers[i];
     if (casts) {
       cast(bucket, piece, before);
-      streams_.order_after(streams_.messages(), before, bucket.gather_label);
+      streams_.order_after(streams_.messages(), before, bucket.last_gather_label());
     }
     const bool uses_half = in_pieces && piece.plan.packed_bytes > 0;
     if (uses_half) {
-      staging_.wait_for_half(streams_.messages(), i, bucket.gather_label);
+      staging_.wait_for_half(streams_.messages(), i, bucket.last_gather_label());
     }
     gather_piece(bucket, piece, slot, in_pieces ? staging_.half_of(i) : staging_.data());
     if (uses_half) {
@@ -81,8 +105,8 @@ void Gatherer::order_before_gather(const Bucket& bucket) {
     Stream& before = streams_.before(/*in_pieces=*/true);
     streams_.order_after_compute(before);
     before.wait(*bucket.gathers.back().gathered, bucket.gather_label);
-  } else if (streams_.is_any_in_pieces() && bucket.gathers.front().plan.packed_bytes > 0) {
-    staging_.wait_for_both(streams_.messages(), bucket.gather_label);
+  } else if (streams_.is_any_in_pieces() && bucket.last_gathers().front().plan.packed_bytes > 0) {
+    staging_.wait_for_both(streams_.messages(), bucket.last_gather_label());
   }
 }
 
@@ -91,23 +115,25 @@ void Gatherer::gather_piece(const Bucket& bucket, const GatherPiece& piece, Slot
                             char* staging) {
   send(bucket, piece, static_cast<char*>(slot.data()), staging);
   Stream& after = streams_.after(bucket.gathers_in_pieces());
-  streams_.order_after(after, streams_.messages(), bucket.gather_label);
+  streams_.order_after(after, streams_.messages(), bucket.last_gather_label());
   if (piece.plan.packed_bytes > 0) {
     const Timed timed(ledger_, after, Work::Unpack, bucket.numbers());
     packer_.unpack(after, piece.plan.unpack, staging, slot.data());
     ledger_.count_copied_bytes(2 * piece.plan.packed_bytes *
-                               static_cast<std::size_t>(bucket.layout.world_size()));
+                               static_cast<std::size_t>(piece.plan.unpack.world_size));
   }
 }
 
 void Gatherer::send(const Bucket& bucket, const GatherPiece& piece, char* output, char* staging) {
   const GatherPlan& plan = piece.plan;
   const char* input = message_input(bucket);
-  Communicator& communicator = lane_.communicator();
+  Communicator& communicator =
+      bucket.is_from_group ? bucket.group->communicator : lane_.communicator();
   Stream& stream = streams_.messages();
   announce_(bucket, piece.bytes);
-  const Timed timed(ledger_, stream, Work::Gather, bucket.numbers(),
-                    {piece.bytes, bucket.gather_issue}, /*follows=*/false);
+  const Work work = bucket.is_from_group ? Work::GroupGather : Work::Gather;
+  const Timed timed(ledger_, stream, work, bucket.numbers(), {piece.bytes, bucket.gather_issue},
+                    /*follows=*/false);
   const bool in_group = plan.direct.size() + (plan.packed_bytes > 0 ? 1 : 0) > 1;
   if (in_group) {
     communicator.group_start();
@@ -133,7 +159,7 @@ void Gatherer::cast(const Bucket& bucket, const GatherPiece& piece, Stream& stre
 // Pieces arrive in order. The unit does not wait for those behind its last one.
 void Gatherer::wait_for_gather(const Unit& unit) {
   const Bucket& bucket = *unit.bucket;
-  ledger_.wait(*bucket.gathers[unit.last_piece].gathered, bucket.gather_label, Work::WaitForGather,
+  ledger_.wait(*bucket.last_piece(unit).gathered, bucket.last_gather_label(), Work::WaitForGather,
                bucket.numbers());
 }
 

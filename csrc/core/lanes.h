@@ -157,16 +157,39 @@ struct Lanes {
         gather(*device, "gather", std::move(gather_communicator)),
         reduce(*device, "reduce", std::move(reduce_communicator)) {}
 
+  // The lanes of this rank's smaller group of `ranks` ranks: Note [group shards]. All ranks add
+  // them, once for each size.
+  Lanes& group_of(int ranks) const {
+    for (const auto& group : groups) {
+      if (group->gather.communicator().size() == ranks) {
+        return *group;
+      }
+    }
+    throw Error(detail::concat("There are no lanes for groups of ", ranks,
+                               " ranks. Add them before the units that are resharded to them."));
+  }
+  bool has_group_of(int ranks) const {
+    return std::any_of(groups.begin(), groups.end(), [ranks](const auto& group) {
+      return group->gather.communicator().size() == ranks;
+    });
+  }
+
   std::unique_ptr<Device> device;
   std::unique_ptr<Packer> packer;
+  std::vector<std::shared_ptr<Lanes>> groups;  // outlive the streams below, which use them
   Lane gather;
   Lane reduce;
 };
 
-// The memory of both lanes that the transport keeps for messages in flight.
+// The memory of both lanes, and of those of smaller groups, that the transport keeps for messages
+// in flight.
 inline std::size_t message_staging_bytes(Lanes& lanes) {
-  return lanes.gather.communicator().message_staging_bytes() +
-         lanes.reduce.communicator().message_staging_bytes();
+  std::size_t bytes = lanes.gather.communicator().message_staging_bytes() +
+                      lanes.reduce.communicator().message_staging_bytes();
+  for (const auto& group : lanes.groups) {
+    bytes += message_staging_bytes(*group);
+  }
+  return bytes;
 }
 
 inline Lane& lane_named(Lanes& lanes, const std::string& name) {

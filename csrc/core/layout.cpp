@@ -22,6 +22,9 @@ std::int64_t chunk_rows_of(const ParamSpec& param, int world_size) {
 
 // Of the unsharded parameter with the padding of its chunks.
 std::size_t region_bytes_of(const ParamSpec& param, int world_size) {
+  if (!param.gathered) {
+    return 0;
+  }
   return static_cast<std::size_t>(world_size) *
          static_cast<std::size_t>(chunk_rows_of(param, world_size) * param.row_numel) *
          itemsize(param.param_dtype);
@@ -29,7 +32,7 @@ std::size_t region_bytes_of(const ParamSpec& param, int world_size) {
 
 // See Note [gather plans].
 bool is_large(const ParamSpec& param, int world_size, std::size_t direct_bytes) {
-  return param.runs == 1 && region_bytes_of(param, world_size) >= direct_bytes;
+  return param.gathered && param.runs == 1 && region_bytes_of(param, world_size) >= direct_bytes;
 }
 
 void check_param(const ParamSpec& param, int world_size, DType grad_dtype) {
@@ -38,11 +41,13 @@ void check_param(const ParamSpec& param, int world_size, DType grad_dtype) {
              " rows. Such chunks count as one row of each of ", world_size, " ranks.");
   FSDP_CHECK(param.rows >= 0 && param.row_numel >= 0, "Parameter '", param.name, "' has ",
              param.rows, " rows of ", param.row_numel, " elements. Sizes must be 0 or more.");
-  FSDP_CHECK((param.shard_dtype == DType::Bytes) == (param.param_dtype == DType::Bytes),
-             "Parameter '", param.name, "' cannot be cast from ", name(param.shard_dtype), " to ",
-             name(param.param_dtype), ". Only floating-point parameters can be cast.");
-  FSDP_CHECK(!param.trainable || param.shard_dtype == grad_dtype, "Trainable parameter '",
-             param.name, "' has dtype ", name(param.shard_dtype), ". It needs ", name(grad_dtype),
+  FSDP_CHECK(
+      !param.gathered || (param.shard_dtype == DType::Bytes) == (param.param_dtype == DType::Bytes),
+      "Parameter '", param.name, "' cannot be cast from ", name(param.shard_dtype), " to ",
+      name(param.param_dtype), ". Only floating-point parameters can be cast.");
+  const bool is_of_grad_dtype = param.shard_dtype == grad_dtype || param.param_dtype == grad_dtype;
+  FSDP_CHECK(!param.trainable || is_of_grad_dtype, "Trainable parameter '", param.name,
+             "' has dtype ", name(param.shard_dtype), ". It needs ", name(grad_dtype),
              ", the dtype of its unit's gradients.");
 }
 
@@ -83,7 +88,7 @@ UnitLayout::UnitLayout(std::vector<ParamSpec> params, int world_size, DType grad
       grad_numel_ =
           (grad_numel_ + place.chunk_numel + grad_alignment - 1) / grad_alignment * grad_alignment;
     }
-    needs_cast_ = needs_cast_ || param.shard_dtype != param.param_dtype;
+    needs_cast_ = needs_cast_ || (param.gathered && param.shard_dtype != param.param_dtype);
     placements_.push_back(place);
     place_chunk(placements_.size() - 1);
     if (large_count_ + 1 == placements_.size() && is_large(param, world_size_, direct_bytes_)) {
@@ -107,7 +112,7 @@ void UnitLayout::place_chunk(std::size_t param) {
   // On one rank all three are one buffer unless something is cast.
   const std::size_t alignment = world_size_ == 1 ? kRegionAlignment : kAlignment;
   ParamPlacement& place = placements_[param];
-  const auto chunk = static_cast<std::size_t>(place.chunk_numel);
+  const auto chunk = gathered_numel(param);
   place.shard_offset = shard_bytes_;
   shard_bytes_ = align_up(shard_bytes_ + chunk * itemsize(params_[param].shard_dtype), alignment);
   place.gather_offset = gather_bytes_;
@@ -117,13 +122,23 @@ void UnitLayout::place_chunk(std::size_t param) {
       align_up(unsharded_bytes_ + region_bytes_of(params_[param], world_size_), kRegionAlignment);
 }
 
+std::size_t UnitLayout::gathered_numel(std::size_t param) const {
+  return params_[param].gathered ? static_cast<std::size_t>(placements_[param].chunk_numel) : 0;
+}
+
 DType UnitLayout::unsharded_grad_dtype() const {
+  const std::vector<DType> dtypes = unsharded_grad_dtypes();
+  return dtypes.empty() ? DType::Float32 : dtypes.front();
+}
+
+std::vector<DType> UnitLayout::unsharded_grad_dtypes() const {
+  std::vector<DType> dtypes;
   for (const ParamSpec& param : params_) {
     if (param.trainable) {
-      return param.param_dtype;
+      dtypes.push_back(param.param_dtype);
     }
   }
-  return DType::Float32;
+  return dtypes;
 }
 
 std::int64_t UnitLayout::first_row(std::size_t param, int rank) const {
@@ -144,9 +159,9 @@ std::size_t UnitLayout::row_bytes(std::size_t param) const {
 std::size_t UnitLayout::row_bytes(Wire wire, std::size_t param) const {
   const auto numel =
       static_cast<std::size_t>(params_.at(param).row_numel) * static_cast<std::size_t>(world_size_);
-  return wire == Wire::Gather       ? numel * itemsize(params_[param].param_dtype)
-         : params_[param].trainable ? numel * itemsize(reduce_dtype_)
-                                    : 0;
+  const ParamSpec& spec = params_[param];
+  const bool travels = wire == Wire::Gather ? spec.gathered : spec.trainable;
+  return travels ? numel * itemsize(wire == Wire::Gather ? spec.param_dtype : reduce_dtype_) : 0;
 }
 
 // On the wire, of all ranks together.
@@ -280,8 +295,7 @@ GatherPlan UnitLayout::gather_plan(GatherBy by, const LayoutPart& part) const {
   plan.unpack.world_size = world_size_;
   for (std::size_t i = part.first; i < part.end; ++i) {
     const ParamPlacement& place = placements_[i];
-    const std::size_t chunk =
-        static_cast<std::size_t>(place.chunk_numel) * itemsize(params_[i].param_dtype);
+    const std::size_t chunk = gathered_numel(i) * itemsize(params_[i].param_dtype);
     if (chunk == 0) {
       continue;
     }
@@ -321,6 +335,35 @@ GatherPlan UnitLayout::gather_plan_of_rows(const LayoutPart& part) const {
   return plan;
 }
 
+// A region has the chunks of all ranks one after another. So the chunks of world_size / ranks ranks
+// together are one larger chunk. Runs do not matter, since a region is kept as it is.
+UnitLayout UnitLayout::regrouped(int ranks) const {
+  FSDP_CHECK(ranks >= 1 && world_size_ % ranks == 0, "Parameters of ", world_size_,
+             " ranks cannot be shared by groups of ", ranks, ". Use a divisor.");
+  std::vector<ParamSpec> params = params_;
+  for (std::size_t i = 0; i < params.size(); ++i) {
+    params[i].rows = placements_[i].chunk_rows * world_size_;
+    params[i].runs = 1;
+    params[i].shard_dtype = params[i].param_dtype;
+    params[i].trainable = false;
+  }
+  return {std::move(params), ranks, grad_dtype_, reduce_dtype_, direct_bytes_};
+}
+
+UnpackPlan UnitLayout::keep_plan(int rank) const {
+  UnpackPlan plan;
+  plan.segment_bytes = unsharded_bytes_;  // what may be read
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    const std::size_t chunk = gathered_numel(i) * itemsize(params_[i].param_dtype);
+    if (chunk > 0) {
+      plan.entries.push_back(
+          {chunk, placements_[i].unsharded_offset + static_cast<std::size_t>(rank) * chunk,
+           placements_[i].gather_offset, 1});
+    }
+  }
+  return plan;
+}
+
 CastPlan UnitLayout::finish_plan(const LayoutPart& part) const {
   CastPlan plan;
   for (std::size_t i = part.first; i < part.end; ++i) {
@@ -347,7 +390,7 @@ CastPlan UnitLayout::shard_to_gather_plan(const LayoutPart& part) const {
                           place.gather_offset + begin * itemsize(param.param_dtype),
                           part.is_of_rows() ? part.rows * param.row_numel : place.chunk_numel,
                           param.shard_dtype, param.param_dtype};
-    if (entry.numel == 0) {
+    if (entry.numel == 0 || !param.gathered) {
       continue;
     }
     // Entries without a gap between them are cast as one.

@@ -20,6 +20,10 @@
 // determines. If all are trainable and of one dtype, each element has the same place in the flat
 // shard and in the flat gradient.
 //
+// A parameter that is not gathered (ParamSpec::gathered) takes part in reductions only: it has zero
+// bytes in the first four buffers. Note [tensor extensions] in fsdp_ext/sharding/extensions.py says
+// what it is for.
+//
 // The first R * q elements of a parameter's region in the unsharded buffer are the parameter. It is
 // a contiguous view, also if N does not divide R. Every start is aligned to 16 bytes in every
 // buffer, and to 256 where matrix products read it.
@@ -95,6 +99,7 @@ struct ParamSpec {
   DType shard_dtype = DType::Float32;  // of the sharded parameter and the optimizer
   DType param_dtype = DType::Float32;  // of the unsharded parameter and the all-gather
   bool trainable = true;
+  bool gathered = true;
 };
 
 struct ParamPlacement {
@@ -115,8 +120,9 @@ std::vector<std::size_t> layout_order(const std::vector<ParamSpec>& params, int 
 
 class UnitLayout {
  public:
-  // `grad_dtype` is the dtype of the sharded gradients, `reduce_dtype` the one on the wire. Tests
-  // lower `direct_bytes`.
+  // `grad_dtype` is the dtype of the sharded gradients, which is the trainable parameters' or the
+  // one that they are computed with. `reduce_dtype` is the one on the wire. Tests lower
+  // `direct_bytes`.
   UnitLayout(std::vector<ParamSpec> params, int world_size, DType grad_dtype, DType reduce_dtype,
              std::size_t direct_bytes = kDirectBytes);
 
@@ -137,7 +143,9 @@ class UnitLayout {
   std::int64_t grad_numel() const { return grad_numel_; }           // of one reduce segment
 
   std::size_t trainable_count() const { return trainable_count_; }
-  // The dtype of the unsharded gradients, which is the trainable parameters'.
+  // The dtype in which each trainable parameter is computed with, which its unsharded gradient has.
+  std::vector<DType> unsharded_grad_dtypes() const;
+  // The first of these; Float32 if there are none.
   DType unsharded_grad_dtype() const;
 
   // The rows of `param` that rank `rank` has: [first, first + count).
@@ -166,6 +174,13 @@ class UnitLayout {
   CastPlan shard_to_gather_plan(const LayoutPart& part) const;
   CastPlan finish_plan(const LayoutPart& part) const;  // reduce output to flat gradient
 
+  // The layout of the same unsharded buffer, shared by `ranks` ranks, a divisor of the world size:
+  // Note [group shards] in core/group_shard.h. The gather input is what one of them keeps. Nothing
+  // is cast, and nothing is trainable.
+  UnitLayout regrouped(int ranks) const;
+  // Of a regrouped layout: copies what rank `rank` keeps of the unsharded buffer to a gather input.
+  UnpackPlan keep_plan(int rank) const;
+
   // The offset of the part's segment in the unit's, in elements.
   std::int64_t first_gradient(const LayoutPart& part) const;
   // The index of the part's first trainable parameter among the unit's.
@@ -180,6 +195,7 @@ class UnitLayout {
   std::size_t first_of_several_runs(const LayoutPart& part) const;
   GatherPlan gather_plan_of_rows(const LayoutPart& part) const;
   void place_chunk(std::size_t param);
+  std::size_t gathered_numel(std::size_t param) const;  // elements of a chunk on the wire
 
   std::vector<ParamSpec> params_;
   std::vector<ParamPlacement> placements_;

@@ -18,7 +18,8 @@ void Ledger::reset() {
 void Ledger::count_collective(Collective op, UnitRange units, std::size_t bytes) {
   (op == Collective::AllGather       ? counters_.all_gathers
    : op == Collective::ReduceScatter ? counters_.reduce_scatters
-                                     : counters_.all_reduces) += 1;
+   : op == Collective::AllReduce     ? counters_.all_reduces
+                                     : counters_.group_all_gathers) += 1;
   counters_.wire_bytes += bytes;
   if (logging_) {
     log_.push_back({op, phase_, units, bytes});

@@ -20,7 +20,7 @@
 
 namespace fsdp {
 
-enum class Collective : std::uint8_t { AllGather, ReduceScatter, AllReduce };
+enum class Collective : std::uint8_t { AllGather, ReduceScatter, AllReduce, GroupAllGather };
 enum class Phase : std::uint8_t { Forward, Backward, Other };
 
 constexpr const char* name(Phase phase) {
@@ -46,19 +46,21 @@ struct CollectiveRecord {
 struct Counters {
   std::uint64_t all_gathers = 0;
   std::uint64_t reduce_scatters = 0;
-  std::uint64_t all_reduces = 0;      // over replicas
-  std::uint64_t reused_unshards = 0;  // buckets unsharded again without a collective
-  std::uint64_t overflow_slots = 0;   // allocated outside the ring
-  std::uint64_t wire_bytes = 0;       // sum of S over all collectives
-  std::uint64_t copied_bytes = 0;     // read plus written by pack, unpack and cast
-  std::uint64_t unsharded_bytes = 0;  // of buckets with a unit that is gathering or unsharded now
+  std::uint64_t all_reduces = 0;        // over replicas
+  std::uint64_t group_all_gathers = 0;  // over a smaller group: Note [group shards]
+  std::uint64_t reused_unshards = 0;    // buckets unsharded again without a collective
+  std::uint64_t overflow_slots = 0;     // allocated outside the ring
+  std::uint64_t wire_bytes = 0;         // sum of S over all collectives
+  std::uint64_t copied_bytes = 0;       // read plus written by pack, unpack and cast
+  std::uint64_t unsharded_bytes = 0;    // of buckets with a unit that is gathering or unsharded now
   std::uint64_t peak_unsharded_bytes = 0;
   int unsharded_units = 0;  // gathering or unsharded now
   int peak_unsharded_units = 0;
 };
 
-// The kinds from Cast to FinishReduction run on the streams of the lanes, the others on the compute
-// stream. A unit's forward and backward include the units inside it and the waits.
+// The kinds from Cast to FinishReduction, GroupGather and Keep run on the streams of the lanes, the
+// others on the compute stream. A unit's forward and backward include the units inside it and the
+// waits.
 enum class Work : std::uint8_t {
   Cast,
   Gather,
@@ -73,6 +75,8 @@ enum class Work : std::uint8_t {
   UnitBackward,
   Forward,
   Backward,
+  GroupGather,  // Note [group shards] in core/group_shard.h
+  Keep,         // the copy of a slot to a group shard
 };
 
 // The issue time of a collective, and the earliest time it could have been issued.

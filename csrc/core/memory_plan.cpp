@@ -16,6 +16,16 @@ std::size_t most_bytes_of(const UnitLayout& layout, std::size_t max_message_byte
 // Pieces use two halves in turns: Note [pieces] in core/lanes.h.
 std::size_t halves(std::size_t messages) { return messages > 1 ? 2 : 1; }
 
+// The largest message that goes through staging, of all ranks together.
+std::size_t most_packed(const UnitLayout& layout, const std::vector<LayoutPart>& parts,
+                        GatherBy by) {
+  std::size_t packed = 0;
+  for (const LayoutPart& part : parts) {
+    packed = std::max(packed, layout.gather_plan(by, part).packed_bytes);
+  }
+  return packed * static_cast<std::size_t>(layout.world_size());
+}
+
 }  // namespace
 
 std::vector<LayoutPart> gather_parts(const UnitLayout& layout, std::size_t max_message_bytes) {
@@ -33,7 +43,8 @@ std::vector<LayoutPart> reduce_parts(const UnitLayout& layout, std::size_t max_m
   return parts.empty() ? std::vector<LayoutPart>{layout.whole()} : parts;
 }
 
-BucketBuffers buffers_of(const UnitLayout& layout, GatherBy by, std::size_t max_message_bytes) {
+BucketBuffers buffers_of(const UnitLayout& layout, GatherBy by, std::size_t max_message_bytes,
+                         const SmallerGroup& group) {
   const auto ranks = static_cast<std::size_t>(layout.world_size());
   const std::size_t element = itemsize(layout.reduce_dtype());
   BucketBuffers buffers;
@@ -42,13 +53,19 @@ BucketBuffers buffers_of(const UnitLayout& layout, GatherBy by, std::size_t max_
   buffers.reduce_output = static_cast<std::size_t>(layout.grad_numel()) * element;
 
   const std::vector<LayoutPart> gathers = gather_parts(layout, max_message_bytes);
-  std::size_t packed = 0;
-  for (const LayoutPart& part : gathers) {
-    packed = std::max(packed, layout.gather_plan(by, part).packed_bytes);
-  }
+  std::size_t packed = most_packed(layout, gathers, by);
   buffers.gather_messages = gathers.size();
+  std::size_t messages = gathers.size();
+  if (group.ranks > 0) {
+    const UnitLayout of_group = layout.regrouped(group.ranks);
+    const std::vector<LayoutPart> parts = gather_parts(of_group, max_message_bytes);
+    packed = std::max(packed, most_packed(of_group, parts, group.by));
+    messages = std::max(messages, parts.size());
+    buffers.group_shard = of_group.gather_bytes();
+  }
+  buffers.gathers_in_pieces = messages > 1;
   if (buffers.slot > 0) {
-    buffers.staging = align_up(packed * ranks, kRegionAlignment) * halves(gathers.size());
+    buffers.staging = align_up(packed, kRegionAlignment) * halves(messages);
   }
 
   const std::vector<LayoutPart> reductions = reduce_parts(layout, max_message_bytes);
@@ -85,7 +102,7 @@ GatherMemory plan_gathers(const std::vector<BucketUse>& buckets, int slots) {
     if (bucket.buffers.slot == 0) {
       continue;
     }
-    memory.any_in_pieces = memory.any_in_pieces || bucket.buffers.gather_messages > 1;
+    memory.any_in_pieces = memory.any_in_pieces || bucket.buffers.gathers_in_pieces;
     memory.staging_bytes = std::max(memory.staging_bytes, bucket.buffers.staging);
     if (bucket.reshards_after_forward) {
       memory.slot_bytes = std::max(memory.slot_bytes, bucket.buffers.slot);

@@ -16,9 +16,11 @@ struct BucketBuffers {
   std::size_t slot = 0;     // of unsharded parameters; 0: one rank without a cast uses its shard
   std::size_t staging = 0;  // gathered messages are unpacked from here
   std::size_t gather_input = 0;  // needed if the wire has another dtype than the shard
+  std::size_t group_shard = 0;   // kept between forward and backward: Note [group shards]
   std::size_t reduce_input = 0;
   std::size_t reduce_output = 0;
-  std::size_t gather_messages = 1;
+  std::size_t gather_messages = 1;  // of gathers over all ranks
+  bool gathers_in_pieces = false;   // over all ranks or over a smaller group
   std::size_t reduce_messages = 1;
 };
 
@@ -27,7 +29,14 @@ struct BucketBuffers {
 std::vector<LayoutPart> gather_parts(const UnitLayout& layout, std::size_t max_message_bytes);
 std::vector<LayoutPart> reduce_parts(const UnitLayout& layout, std::size_t max_message_bytes);
 
-BucketBuffers buffers_of(const UnitLayout& layout, GatherBy by, std::size_t max_message_bytes);
+// The group that a bucket is resharded to after forward: Note [group shards] in core/group_shard.h.
+struct SmallerGroup {
+  int ranks = 0;  // 0: there is none
+  GatherBy by = GatherBy::Packing;
+};
+
+BucketBuffers buffers_of(const UnitLayout& layout, GatherBy by, std::size_t max_message_bytes,
+                         const SmallerGroup& group = {});
 
 // Whether reductions can write the flat gradient if there is no gradient to add to. Otherwise they
 // write the reduce output.

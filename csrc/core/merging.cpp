@@ -24,7 +24,7 @@ struct Run {
 
 bool are_alike(const MergeTraits& a, const MergeTraits& b) {
   return a.max_message_bytes == b.max_message_bytes &&
-         a.reshard_after_forward == b.reshard_after_forward &&
+         a.reshard_after_forward == b.reshard_after_forward && a.reshard_group == b.reshard_group &&
          a.reshard_after_backward == b.reshard_after_backward &&
          a.unshards_in_backward == b.unshards_in_backward;
 }
@@ -178,6 +178,7 @@ MergeTraits merge_traits(const UnitConfig& unit) {
   traits.gradient_dtype = layout.unsharded_grad_dtype();
   traits.needs_cast = layout.needs_cast();
   traits.reshard_after_forward = unit.reshard_after_forward;
+  traits.reshard_group = unit.reshard_group;
   traits.reshard_after_backward = unit.reshard_after_backward;
   traits.unshards_in_backward = unit.unshards_in_backward;
   traits.pack_scale = unit.pack_scale;

@@ -28,6 +28,7 @@ struct MergeTraits {
   DType gradient_dtype = DType::Float32;  // of the unsharded parameters'
   bool needs_cast = false;                // does not matter if there are no bytes
   bool reshard_after_forward = true;
+  int reshard_group = 0;
   bool reshard_after_backward = true;
   bool unshards_in_backward = true;
   double pack_scale = 1.0;

@@ -11,11 +11,13 @@ namespace fsdp {
 
 struct OrderCheck::Announcement {
   std::string describe() const {
-    return detail::concat("the all-gather of unit '", unit, "' (", bytes, " bytes)");
+    const std::string over = ranks > 0 ? detail::concat(" over ", ranks, " ranks") : "";
+    return detail::concat("the all-gather", over, " of unit '", unit, "' (", bytes, " bytes)");
   }
 
   std::uint64_t sequence;
   std::uint64_t bytes;
+  std::uint64_t ranks;  // of a smaller group; 0: all
   char unit[96];
 };
 
@@ -88,6 +90,8 @@ void OrderCheck::compare(const Bucket& bucket, std::size_t bytes) {
   mine = {};
   mine.sequence = ++sequence_;
   mine.bytes = bytes;
+  mine.ranks =
+      bucket.is_from_group ? static_cast<std::uint64_t>(bucket.group->communicator.size()) : 0;
   std::snprintf(mine.unit, sizeof(mine.unit), "%s", bucket.name.c_str());
   for (Ranks& ranks : ranks_) {
     compare_announcements(ranks, bucket);

@@ -17,7 +17,9 @@ Pipeline::Pipeline(Lanes& lanes, PipelineOptions options, Lanes* replicas)
       bucket_set_(lanes, options_, units_, order_check_),
       gatherer_(device_, *lanes.packer, lanes.gather, ledger_,
                 [this](const Bucket& bucket, std::size_t bytes) {
-                  announce(Collective::AllGather, bucket, bytes);
+                  announce(
+                      bucket.is_from_group ? Collective::GroupAllGather : Collective::AllGather,
+                      bucket, bytes);
                 }),
       reducer_(device_, *lanes.packer, ledger_,
                {&lanes.reduce,
@@ -48,7 +50,7 @@ int Pipeline::add_unit(UnitConfig config, UnitPort& port) {
 
 // - Forward
 
-void Pipeline::begin_forward(int outermost) {
+void Pipeline::begin_forward(int outermost, bool with_gradient) {
   if (!is_between_passes()) {
     reset_iteration();  // the last one ended in an exception
   }
@@ -64,6 +66,7 @@ void Pipeline::begin_forward(int outermost) {
   bucket_set_.update(forward_order_, gatherer_, reducer_);
   gatherer_.begin_iteration();
   forward_order_.begin_forward(/*forgets_all=*/has_changed);
+  forward_keeps_ = with_gradient;
   state_ = PipelineState::Forward;
 }
 
@@ -96,6 +99,7 @@ void Pipeline::end_forward(bool with_gradient) {
       gatherer_.reshard(*unit);
     }
   }
+  gatherer_.end_keeping();
   if (state_ == PipelineState::Idle) {
     end_evaluation();
   }
@@ -124,16 +128,24 @@ void Pipeline::put_away_parameters() {
 
 CallId Pipeline::pre_forward(int number) {
   Unit& unit = unit_at(number);
+  if (unit.is_summoned) {
+    return in_backward() ? kNoCall : enter_forward(unit);
+  }
   if (in_backward()) {
     recompute(unit);
   } else {
     gatherer_.unshard(unit, /*on_demand=*/true);
-    if (unit.entering == kNoCall) {
-      unit.entering = forward_order_.enter(number);
-    }
+    enter_forward(unit);
     prefetch_forward(unit);
   }
   begin_computing(unit, Work::UnitForward, gatherer_.attach(unit));
+  return unit.entering;
+}
+
+CallId Pipeline::enter_forward(Unit& unit) {
+  if (unit.entering == kNoCall) {
+    unit.entering = forward_order_.enter(unit.number);
+  }
   return unit.entering;
 }
 
@@ -143,7 +155,10 @@ CallId Pipeline::post_forward(int number, bool with_gradient) {
   ledger_.close(unit.computing, device_.compute_stream());
   if (!in_backward()) {
     forward_order_.leave(call, with_gradient);
-    if (unit.reshard_after_forward) {
+    if (unit.reshard_after_forward && !unit.is_summoned) {
+      if (forward_keeps_) {
+        gatherer_.keep_for_backward(unit);
+      }
       gatherer_.reshard(unit);
       reshard_behind(unit);
     }
@@ -189,7 +204,7 @@ void Pipeline::prefetch(const Unit& unit, const std::vector<int>& targets, NextU
       return;
     }
     Unit& target = unit_at(number);
-    if (target.bucket == last) {
+    if (target.bucket == last || target.is_summoned) {
       continue;
     }
     if (!gatherer_.unshard(target, /*on_demand=*/false)) {
@@ -341,7 +356,8 @@ void Pipeline::end_backward() {
       gatherer_.reshard(unit);
     }
   }
-  exchange_.end(units_);  // before a wait for a reduction that not all ranks have issued
+  gatherer_.forget_group_shards();  // another backward may follow an optimizer's step
+  exchange_.end(units_);            // before a wait for a reduction that not all ranks have issued
   if (is_last_backward_ || device_.is_capturing()) {
     reducer_.wait(buckets());
   }
@@ -404,6 +420,7 @@ void Pipeline::reshard(int number) {
 }
 
 void Pipeline::reset_iteration() {
+  gatherer_.forget_group_shards();
   for (const auto& unit : units_) {
     gatherer_.reshard(*unit);
     unit->entering = kNoCall;
@@ -439,6 +456,7 @@ void Pipeline::keep_times(std::size_t iterations, bool drained) {
   std::size_t moments = kOfAUnit * (units_.size() + 1);
   for (const auto& bucket : buckets()) {
     moments += kOfAPiece * (bucket->gathers.size() + bucket->reductions.size());
+    moments += bucket->group != nullptr ? kOfAPiece * bucket->group->gathers.size() : 0;
   }
   ledger_.keep_times(iterations, moments, drained);
 }
@@ -459,6 +477,7 @@ const Bucket& Pipeline::bucket_of(int number) const {
 Lane& Pipeline::lane_of(Collective op) {
   switch (op) {
     case Collective::AllGather:
+    case Collective::GroupAllGather:
       return lanes_.gather;
     case Collective::ReduceScatter:
       return lanes_.reduce;
@@ -469,16 +488,20 @@ Lane& Pipeline::lane_of(Collective op) {
 }
 
 void Pipeline::announce(Collective op, const Bucket& bucket, std::size_t bytes) {
-  const bool gathers = op == Collective::AllGather;
+  const bool of_group = op == Collective::GroupAllGather;
+  const bool gathers = op == Collective::AllGather || of_group;
   if (gathers && options_.check_order && order_check_.is_due(in_backward())) {
     order_check_.compare(bucket, bytes);
   }
   Lane& lane = lane_of(op);
-  const std::string& label = gathers                           ? bucket.gather_label
+  const std::string& label = gathers                           ? bucket.last_gather_label()
                              : op == Collective::ReduceScatter ? bucket.reduce_label
                                                                : bucket.all_reduce_label;
-  const std::uint64_t identity = mix(bucket.identity, static_cast<std::uint64_t>(op));
-  lane.communicator().announce(label, lane.history().add(identity, label, bytes));
+  Communicator& communicator = of_group ? bucket.group->communicator : lane.communicator();
+  const auto ranks = static_cast<std::uint64_t>(of_group ? communicator.size() : 0);
+  const std::uint64_t identity =
+      mix(bucket.identity, static_cast<std::uint64_t>(op) + (ranks << 8));
+  communicator.announce(label, lane.history().add(identity, label, bytes));
   ledger_.count_collective(op, bucket.numbers(), bytes);
 }
 

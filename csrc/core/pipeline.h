@@ -73,8 +73,8 @@ class Pipeline {
 
   // - Forward. begin_forward and end_forward enclose the outermost unit's forward, except when it
   //   is recomputed in backward.
-  void begin_forward(int outermost = 0);
-  // `with_gradient`: autograd recorded this forward.
+  // `with_gradient` says whether autograd records this forward.
+  void begin_forward(int outermost = 0, bool with_gradient = true);
   void end_forward(bool with_gradient = true);
   // Lets users see the sharded parameters of every unit: Note [after an evaluation].
   void put_away_parameters();
@@ -117,8 +117,13 @@ class Pipeline {
   // did not end.
   void reset_iteration();
 
+  // While a unit is summoned, its modules have parameters that the pipeline does not know. Forward
+  // neither gathers nor attaches it, and no backward may come for it. The unit is resharded before.
+  void set_summoned(int unit, bool value) { unit_at(unit).is_summoned = value; }
+
   // - Settings, effective from the next use on.
-  void set_reshard_after_forward(int unit, bool value);
+  // `group`: as UnitConfig::reshard_group.
+  void set_reshard_after_forward(int unit, bool value, int group = 0);
   void set_keeps_slot_after_evaluation(int unit, bool value);
   void set_reshard_after_backward(int unit, bool value);
   // With false, the user promises that backward does not read the unit's parameters, as that of an
@@ -129,6 +134,8 @@ class Pipeline {
   void set_gradient_scales(int unit, double pack_scale, double reduce_scale);
   // Null for none: Note [reduce hooks] in core/reduce_hook.h.
   void set_reduce_hook(int unit, std::shared_ptr<ReduceHook> hook);
+  // Null for none: Note [communication hooks] there. Call it before the first forward.
+  void set_communication_hook(int unit, std::shared_ptr<ReduceHook> hook);
   void set_forward_prefetch(int unit, std::vector<int> targets);
   void set_backward_prefetch(int unit, std::vector<int> targets);
   void set_bucket_bytes(int unit, std::size_t bytes);
@@ -150,7 +157,9 @@ class Pipeline {
 
  private:
   Unit& unit_at(int number) { return *units_.at(static_cast<std::size_t>(number)); }
+  CallId enter_forward(Unit& unit);
   bool is_between_passes() const { return !in_forward() && !in_backward(); }
+  void reduce_alone_with_hooks(Unit& unit);
   void finish_recording();
   bool drop_outdated_parameters();
   void end_evaluation();
@@ -190,6 +199,7 @@ class Pipeline {
   BackwardExchange exchange_;
   IterationIndex pass_;  // the span of forward or backward
   bool is_last_backward_ = true;
+  bool forward_keeps_ = true;         // whether this forward makes group shards for a backward
   bool backward_may_reshard_ = true;  // of the backward that runs
   bool backward_accumulates_ = true;
 };

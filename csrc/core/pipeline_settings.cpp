@@ -5,10 +5,11 @@
 
 namespace fsdp {
 
-void Pipeline::set_reshard_after_forward(int number, bool value) {
+void Pipeline::set_reshard_after_forward(int number, bool value, int group) {
   Unit& unit = unit_at(number);
-  if (unit.reshard_after_forward != value) {
+  if (unit.reshard_after_forward != value || unit.reshard_group != group) {
     unit.reshard_after_forward = value;
+    unit.reshard_group = group;
     bucket_set_.invalidate_partition();
     bucket_set_.invalidate_memory();
   }
@@ -53,8 +54,18 @@ void Pipeline::set_gradient_scales(int number, double pack_scale, double reduce_
 
 void Pipeline::set_reduce_hook(int number, std::shared_ptr<ReduceHook> hook) {
   Unit& unit = unit_at(number);
-  const bool reduces_alone = hook != nullptr;
   unit.reduce_hook = std::move(hook);
+  reduce_alone_with_hooks(unit);
+}
+
+void Pipeline::set_communication_hook(int number, std::shared_ptr<ReduceHook> hook) {
+  Unit& unit = unit_at(number);
+  unit.communication_hook = std::move(hook);
+  reduce_alone_with_hooks(unit);
+}
+
+void Pipeline::reduce_alone_with_hooks(Unit& unit) {
+  const bool reduces_alone = unit.reduce_hook != nullptr || unit.communication_hook != nullptr;
   if (unit.reduces_alone != reduces_alone) {
     unit.reduces_alone = reduces_alone;
     bucket_set_.invalidate_partition();

@@ -1,4 +1,5 @@
-// What a user does to a unit's reduced gradients, before they are scaled and cast.
+// What a user does to a unit's reduced gradients, before they are scaled and cast, or in place of
+// reducing them.
 //
 // Note [reduce hooks]
 // A hook sees the whole unit at once: behind the reduce-scatter and, if there are replicas, behind
@@ -7,6 +8,13 @@
 // core/reducer.h). If it travels in pieces, they are finished when all of them have arrived.
 // A hook may call collectives of its own, so it runs in the order of the lane, on the thread of
 // the lane's stream if that has one.
+//
+// Note [communication hooks]
+// FSDP1 lets a user's hook take the place of the reduction itself. Such a hook gets the packed
+// gradients of all ranks' rows, and writes this rank's rows averaged over all ranks. If nothing is
+// sharded, it averages the gradients in place. So packing and the finish do not scale, unlike with
+// a reduce-scatter or an all-reduce. The hook is set before the first forward, and the unit travels
+// by itself in one piece.
 #pragma once
 
 #include <cstddef>
@@ -16,12 +24,22 @@
 
 namespace fsdp {
 
+// The memory that a hook may write: the gradients, and for a communication hook of ranks that share
+// parameters the packed gradients that they are reduced from.
+struct HookTensors {
+  void* gradients;
+  std::size_t numel;
+  DType dtype;
+  void* input = nullptr;
+  std::size_t input_numel = 0;
+};
+
 class ReduceHook {
  public:
   virtual ~ReduceHook() = default;
 
-  // Issues the hook to `stream`. It may write the gradients, `numel` elements of `dtype`.
-  virtual void issue(Stream& stream, void* gradients, std::size_t numel, DType dtype) = 0;
+  // Issues the hook to `stream`.
+  virtual void issue(Stream& stream, const HookTensors& tensors) = 0;
   // Throws the first error of the hook since the last call. The caller has waited for the stream,
   // which goes on after such an error, so that other ranks do not wait for this one.
   virtual void check() = 0;

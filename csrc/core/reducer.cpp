@@ -14,7 +14,7 @@ namespace {
 bool are_alike(const Unit& a, const Unit& b) {
   return &a == &b ||
          (a.requires_gradient_sync == b.requires_gradient_sync && a.pack_scale == b.pack_scale &&
-          a.reduce_scale == b.reduce_scale && a.reduce_hook == nullptr && b.reduce_hook == nullptr);
+          a.reduce_scale == b.reduce_scale && !a.reduces_alone && !b.reduces_alone);
 }
 
 bool has_accumulated(const Bucket& bucket, const Unit& unit) {
@@ -259,6 +259,10 @@ void* Reducer::reduce_piece(const Reduction& reduction, std::size_t number) {
     streams_.order_after(streams_.messages(), reduction.before, bucket.reduce_label);
     send(reduction, bucket.reductions[number], input);
     output = reduction.output;
+  } else if (replicas_.lane == nullptr) {
+    streams_.order_after(streams_.messages(), reduction.before, bucket.reduce_label);
+    communicate_by_hook(reduction, streams_.messages(), nullptr, input,
+                        static_cast<std::size_t>(bucket.layout.grad_numel()));
   }
   release_input(bucket, half);
   if (replicas_.lane != nullptr) {
@@ -274,7 +278,7 @@ void* Reducer::reduce_piece(const Reduction& reduction, std::size_t number) {
   return output;
 }
 
-void Reducer::send(const Reduction& reduction, const ReducePiece& piece, const void* input) {
+void Reducer::send(const Reduction& reduction, const ReducePiece& piece, void* input) {
   const Bucket& bucket = reduction.bucket;
   const DType dtype = bucket.layout.reduce_dtype();
   const std::size_t bytes = bucket.reduce_input_bytes(piece);
@@ -282,9 +286,11 @@ void Reducer::send(const Reduction& reduction, const ReducePiece& piece, const v
   announce_(bucket, bytes);
   const Timed timed(ledger_, streams_.messages(), Work::Reduce, bucket.numbers(),
                     {bytes, reduction.issue}, /*follows=*/!packs_apart(bucket));
-  lane_.communicator().reduce_scatter(streams_.messages(), input, reduction.output + offset,
-                                      static_cast<std::size_t>(piece.pack_plan.segment_numel),
-                                      dtype);
+  const auto numel = static_cast<std::size_t>(piece.pack_plan.segment_numel);
+  void* const output = reduction.output + offset;
+  if (!communicate_by_hook(reduction, streams_.messages(), input, output, numel)) {
+    lane_.communicator().reduce_scatter(streams_.messages(), input, output, numel, dtype);
+  }
 }
 
 // See Note [replicas].
@@ -298,7 +304,10 @@ void Reducer::sum_over_replicas(const Reduction& reduction, const ReducePiece& p
   replicas_.announce(bucket, numel * itemsize(dtype));
   const Timed timed(ledger_, lane.stream(), Work::AllReduce, bucket.numbers(),
                     {numel * itemsize(dtype), reduction.issue}, /*follows=*/false);
-  lane.communicator().all_reduce(lane.stream(), reduction.output + offset, numel, dtype);
+  void* const output = reduction.output + offset;
+  if (!communicate_by_hook(reduction, lane.stream(), nullptr, output, numel)) {
+    lane.communicator().all_reduce(lane.stream(), output, numel, dtype);
+  }
 }
 
 // Accumulated gradients of one rank. Other units of the bucket may go on accumulating there.
@@ -352,27 +361,12 @@ void Reducer::discard(Bucket& bucket) {
   for (Unit* unit : bucket.units) {
     forget_arrived(*unit);
     unit->port.drop_gradients();
-    if (unit->reduce_hook != nullptr) {
-      unit->reduce_hook->forget();
-    }
   }
+  forget_hook_errors(bucket);
   free_packed_gradients(0);
 }
 
-// - Pack and finish
-
-// Returns the stream that packs the bucket, ordered after the compute stream. Packing into the
-// accumulated gradients also waits for all messages that read them.
-Stream& Reducer::begin_packing(const Bucket& bucket, bool into_accumulated) {
-  Stream& before = streams_.before(packs_apart(bucket));
-  if (packs_apart(bucket)) {
-    streams_.order_after_compute(before);
-    if (into_accumulated) {
-      input_.wait_for_both(before, bucket.reduce_label);
-    }
-  }
-  return before;
-}
+// - Inputs, outputs, finish
 
 void* Reducer::input_of(const Reduction& reduction, std::size_t piece, std::size_t half) {
   const Bucket& bucket = reduction.bucket;
@@ -393,26 +387,6 @@ void Reducer::release_input(const Bucket& bucket, std::size_t half) {
   } else if (streams_.is_any_in_pieces()) {
     input_.release_both(streams_.messages());
   }
-}
-
-void Reducer::pack(Bucket& bucket, const Units& units, std::size_t number, void* destination,
-                   bool accumulate) {
-  const UnitLayout& layout = bucket.layout;
-  const ReducePiece& piece = bucket.reductions[number];
-  const void* const* gradients = bucket.gradients.data() + piece.first_trainable;
-  const void* first_row = nullptr;
-  if (piece.part.is_of_rows() && *gradients != nullptr) {
-    first_row = static_cast<const char*>(*gradients) +
-                static_cast<std::size_t>(piece.gradient_offset) * itemsize(bucket.gradient_dtype);
-    gradients = &first_row;
-  }
-  Stream& stream = streams_.before(packs_apart(bucket));
-  const Timed timed(ledger_, stream, Work::Pack, bucket.numbers());
-  packer_.pack(stream, piece.pack_plan, gradients, bucket.gradient_dtype, destination,
-               layout.reduce_dtype(), units.front()->pack_scale, accumulate);
-  ledger_.count_copied_bytes(static_cast<std::size_t>(piece.pack_plan.segment_numel) *
-                             static_cast<std::size_t>(layout.world_size()) *
-                             (itemsize(bucket.gradient_dtype) + itemsize(layout.reduce_dtype())));
 }
 
 // The compute stream copies from gradients of the old memory.
@@ -473,7 +447,7 @@ char* Reducer::output_half(std::size_t half) {
   return output_.half_of(half);
 }
 
-// - Gradients
+// - Accumulated gradients
 
 // Other units keep what they have accumulated.
 void Reducer::clear_accumulated(Bucket& bucket, const Units& units) {
@@ -514,55 +488,6 @@ void Reducer::clear_accumulated_of(Bucket& bucket, const Unit& unit) {
                    accumulated_of(bucket, i) + static_cast<std::size_t>(first) * element, 0,
                    static_cast<std::size_t>(end - begin) * element);
     }
-  }
-}
-
-// See Note [gradient lifetime].
-void Reducer::collect_gradients(Bucket& bucket, const Units& units) {
-  free_packed_gradients(kGradientsInFlight - 1);
-  std::fill(bucket.gradients.begin(), bucket.gradients.end(), nullptr);
-  void* const stream = device_.compute_stream().native_handle();
-  packed_gradients_.push_back({&bucket, stream, {}, {}});
-  std::copy_if(bucket.gradient_streams.begin(), bucket.gradient_streams.end(),
-               std::back_inserter(packed_gradients_.back().other_streams),
-               [stream](const void* other) { return other != stream; });
-  std::vector<std::shared_ptr<void>>& keep_alive = packed_gradients_.back().keep_alive;
-  keep_alive.reserve(units.size());
-  for (Unit* unit : units) {
-    const void** addresses = bucket.gradients.data() + unit->first_trainable;
-    keep_alive.push_back(unit->port.extract_gradients(addresses));
-    // Somebody may have put gradients there that autograd did not bring.
-    for (std::size_t i = 0; i < unit->arrived.size(); ++i) {
-      if (addresses[i] != nullptr && unit->arrived[i] == 0) {
-        unit->arrived[i] = 1;
-        unit->arrived_count += 1;
-      }
-    }
-  }
-}
-
-// Keeps the newest `keep`.
-void Reducer::free_packed_gradients(std::size_t keep) {
-  while (packed_gradients_.size() > keep) {
-    const PackedGradients& oldest = packed_gradients_.front();
-    const Bucket& bucket = *oldest.bucket;
-    if (keep > 0) {
-      ledger_.wait(*bucket.packed, bucket.reduce_label, Work::WaitForReduction, bucket.numbers());
-    } else {  // not a wait of its own: the compute stream has waited for the reductions
-      device_.compute_stream().wait(*bucket.packed, bucket.reduce_label);
-    }
-    wait_for_packing(oldest, oldest.packed_by);
-    for (void* const stream : oldest.other_streams) {
-      wait_for_packing(oldest, stream);
-    }
-    packed_gradients_.pop_front();
-  }
-}
-
-// See Note [gradients of several streams].
-void Reducer::wait_for_packing(const PackedGradients& gradients, void* stream) {
-  if (stream != device_.compute_stream().native_handle()) {
-    device_.stream_of(stream).wait(*gradients.bucket->packed, gradients.bucket->reduce_label);
   }
 }
 

@@ -119,8 +119,11 @@ class Reducer {
   // Returns what the reduction has written, or where the whole bucket lies if there is no message.
   void* reduce_piece(const Reduction& reduction, std::size_t number);
   void apply_hook(const Reduction& reduction, void* reduced);
+  bool communicate_by_hook(const Reduction& reduction, Stream& stream, void* input, void* output,
+                           std::size_t numel);
+  static void forget_hook_errors(const Bucket& bucket);
   static void check_hooks(const std::vector<std::unique_ptr<Bucket>>& buckets);
-  void send(const Reduction& reduction, const ReducePiece& piece, const void* input);
+  void send(const Reduction& reduction, const ReducePiece& piece, void* input);
   void sum_over_replicas(const Reduction& reduction, const ReducePiece& piece);
   void copy_to_output(const Reduction& reduction, const void* input);
   void end_reduction(const Reduction& reduction);
@@ -134,6 +137,8 @@ class Reducer {
   void release_input(const Bucket& bucket, std::size_t half);
   void pack(Bucket& bucket, const Units& units, std::size_t piece, void* destination,
             bool accumulate);
+  static const void* const* gradients_of(Bucket& bucket, const ReducePiece& piece,
+                                         const void* const* gradients, DType dtype);
   void leave_held_gradients(Bucket& bucket);
   // Returns whether the reduction can write the flat gradient.
   bool prepare_finish(Bucket& bucket, const Units& units);

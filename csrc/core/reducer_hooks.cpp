@@ -3,6 +3,20 @@
 #include "core/reducer.h"
 
 namespace fsdp {
+namespace {
+
+template <typename Function>
+void for_each_hook(const Bucket& bucket, const Function& function) {
+  for (const Unit* unit : bucket.units) {
+    for (ReduceHook* hook : {unit->reduce_hook.get(), unit->communication_hook.get()}) {
+      if (hook != nullptr) {
+        function(*hook);
+      }
+    }
+  }
+}
+
+}  // namespace
 
 // `reduced` is what the reductions have written, of all units of the bucket.
 void Reducer::apply_hook(const Reduction& reduction, void* reduced) {
@@ -11,8 +25,8 @@ void Reducer::apply_hook(const Reduction& reduction, void* reduced) {
   const DType dtype = bucket.layout.reduce_dtype();
   streams_.order_after(reduction.after, streams_.messages(), bucket.reduce_label);
   unit.reduce_hook->issue(reduction.after,
-                          static_cast<char*>(reduced) + unit.gradient_offset * itemsize(dtype),
-                          static_cast<std::size_t>(unit.layout.grad_numel()), dtype);
+                          {static_cast<char*>(reduced) + unit.gradient_offset * itemsize(dtype),
+                           static_cast<std::size_t>(unit.layout.grad_numel()), dtype});
   if (reduced != bucket.flat_gradient()) {
     for (std::size_t i = 0; i < bucket.reductions.size(); ++i) {
       finish(reduction, i, reduced);
@@ -20,14 +34,36 @@ void Reducer::apply_hook(const Reduction& reduction, void* reduced) {
   }
 }
 
-void Reducer::check_hooks(const std::vector<std::unique_ptr<Bucket>>& buckets) {
-  for (const auto& bucket : buckets) {
-    for (const Unit* unit : bucket->units) {
-      if (unit->reduce_hook != nullptr) {
-        unit->reduce_hook->check();
-      }
-    }
+// See Note [communication hooks].
+bool Reducer::communicate_by_hook(const Reduction& reduction, Stream& stream, void* input,
+                                  void* output, std::size_t numel) {
+  ReduceHook* const hook = reduction.units.front()->communication_hook.get();
+  if (hook == nullptr) {
+    return false;
   }
+  const UnitLayout& layout = reduction.bucket.layout;
+  const std::size_t input_numel =
+      input == nullptr ? 0 : numel * static_cast<std::size_t>(layout.world_size());
+  hook->issue(stream, {output, numel, layout.reduce_dtype(), input, input_numel});
+  return true;
+}
+
+// Throws the first error. Those of other units are of the same backward, and are forgotten with it.
+void Reducer::check_hooks(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+  try {
+    for (const auto& bucket : buckets) {
+      for_each_hook(*bucket, [](ReduceHook& hook) { hook.check(); });
+    }
+  } catch (...) {
+    for (const auto& bucket : buckets) {
+      forget_hook_errors(*bucket);
+    }
+    throw;
+  }
+}
+
+void Reducer::forget_hook_errors(const Bucket& bucket) {
+  for_each_hook(bucket, [](ReduceHook& hook) { hook.forget(); });
 }
 
 }  // namespace fsdp

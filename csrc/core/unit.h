@@ -41,6 +41,11 @@ class UnitPort {
   // Changes whenever the sharded parameters are known to have changed.
   virtual std::uint64_t shard_version() = 0;
 
+  // Whether parts of the flat shard are computed from sharded parameters that lie elsewhere: Note
+  // [tensor extensions] in fsdp_ext/sharding/extensions.py. compute_inputs writes these parts.
+  virtual bool computes_inputs() { return false; }
+  virtual void compute_inputs() {}
+
   // Moves the gradients out of the unsharded parameters. Writes their addresses, one for each
   // trainable parameter (nullptr if it has none). The result keeps them alive.
   virtual std::shared_ptr<void> extract_gradients(const void** addresses) = 0;
@@ -96,8 +101,9 @@ struct Unit : UnitConfig {
   bool requires_gradient_sync = true;
   bool keeps_slot_after_evaluation = false;
   std::shared_ptr<ReduceHook> reduce_hook;  // null: none
-  std::vector<int> forward_prefetch;        // empty: the recorded order
-  std::vector<int> backward_prefetch;       // empty: the reverse of forward
+  std::shared_ptr<ReduceHook> communication_hook;
+  std::vector<int> forward_prefetch;   // empty: the recorded order
+  std::vector<int> backward_prefetch;  // empty: the reverse of forward
 
   // - Place in the bucket.
   Bucket* bucket = nullptr;
@@ -112,9 +118,12 @@ struct Unit : UnitConfig {
   bool is_speculative = false;         // prefetched and not used yet
   bool is_put_away = false;            // unsharded, but users see the sharded parameters
   bool is_held = false;                // unsharded by the user, not by a forward
+  bool is_summoned = false;            // see Pipeline::set_summoned
   Slot* slot = nullptr;                // of the bucket, while this unit uses it
   std::uint64_t gathered_version = 0;  // of its shards, when the bucket was gathered last
   std::uint64_t followed_version = 0;  // of its shards, as the gather stream may read them
+  std::uint64_t inputs_iteration = 0;  // the gatherer's, when the port computed inputs last
+  std::uint64_t inputs_version = 0;    // of its shards, at that time
   CallId entering = kNoCall;           // the call that runs in forward
   IterationIndex computing;            // the span of its forward or backward
 

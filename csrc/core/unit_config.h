@@ -20,6 +20,7 @@ struct UnitConfig {
   std::size_t max_message_bytes = 0;  // limit of a message of its bucket; 0: none
   bool unshards_in_backward = true;
   bool reduces_alone = false;  // it has a hook: Note [reduce hooks] in core/reduce_hook.h
+  int reshard_group = 0;       // ranks; 0: all. Note [group shards] in core/group_shard.h
 };
 
 }  // namespace fsdp

@@ -4,6 +4,8 @@
 
 namespace fsdp {
 
-std::unique_ptr<Packer> make_cuda_packer(Device& /*device*/) { throw Error(kNeedsCudaBuild); }
+std::unique_ptr<Packer> make_cuda_packer(Device& /*device*/, int /*multiprocessors*/) {
+  throw Error(kNeedsCudaBuild);
+}
 
 }  // namespace fsdp

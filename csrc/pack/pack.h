@@ -128,8 +128,8 @@ struct HostPackerSettings {
 };
 
 std::unique_ptr<Packer> make_host_packer(const HostPackerSettings& settings = {});
-// The packer keeps its tables in memory of `device`. Throws in a build without CUDA
-// (no_pack_cuda.cpp).
-std::unique_ptr<Packer> make_cuda_packer(Device& device);
+// The packer keeps its tables in memory of `device`. Its kernels occupy at most `multiprocessors`
+// multiprocessors; 0 stands for all. Throws in a build without CUDA (no_pack_cuda.cpp).
+std::unique_ptr<Packer> make_cuda_packer(Device& device, int multiprocessors = 0);
 
 }  // namespace fsdp

@@ -130,9 +130,12 @@ struct DeviceCastTable {
 
 class CudaPacker final : public Packer {
  public:
-  explicit CudaPacker(Device& device) : device_(device) {
+  CudaPacker(Device& device, int multiprocessors) : device_(device) {
     FSDP_CUDA_CHECK(
         cudaDeviceGetAttribute(&processors_, cudaDevAttrMultiProcessorCount, device_.index()));
+    if (multiprocessors > 0) {
+      processors_ = std::min(processors_, multiprocessors);
+    }
     int driver = 0;
     FSDP_CUDA_CHECK(cudaDriverGetVersion(&driver));
     takes_many_ = driver >= kOldestWithMany;
@@ -249,7 +252,8 @@ class CudaPacker final : public Packer {
     } while (first < entries);
   }
 
-  // A persistent grid: as many blocks as run at once, or fewer if there are fewer tiles.
+  // The grid is persistent. It has as many blocks as can run at once on the multiprocessors that
+  // packing may use, or fewer if there are fewer tiles.
   template <typename... Parameters, typename... Arguments>
   void launch(void (*kernel)(Parameters...), Stream& stream, std::uint64_t tiles,
               const Arguments&... arguments) {
@@ -287,8 +291,8 @@ class CudaPacker final : public Packer {
 
 }  // namespace
 
-std::unique_ptr<Packer> make_cuda_packer(Device& device) {
-  return std::make_unique<CudaPacker>(device);
+std::unique_ptr<Packer> make_cuda_packer(Device& device, int multiprocessors) {
+  return std::make_unique<CudaPacker>(device, multiprocessors);
 }
 
 }  // namespace fsdp

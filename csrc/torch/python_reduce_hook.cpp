@@ -33,13 +33,12 @@ class PythonReduceHook final : public ReduceHook,
     error_ = nullptr;
   }
 
-  void issue(Stream& stream, void* gradients, std::size_t numel, DType dtype) override {
+  void issue(Stream& stream, const HookTensors& tensors) override {
     if (device_.is_cpu()) {
-      static_cast<HostQueue&>(stream).enqueue([hook = shared_from_this(), gradients, numel, dtype] {
-        hook->call(gradients, numel, dtype, nullptr);
-      });
+      static_cast<HostQueue&>(stream).enqueue(
+          [hook = shared_from_this(), tensors] { hook->call(tensors, nullptr); });
     } else {
-      call(gradients, numel, dtype, stream.native_handle());
+      call(tensors, stream.native_handle());
     }
   }
 
@@ -52,19 +51,25 @@ class PythonReduceHook final : public ReduceHook,
   }
 
  private:
-  void call(void* gradients, std::size_t numel, DType dtype, void* stream) {
+  at::Tensor tensor_over(void* data, std::size_t numel, DType dtype) const {
+    return at::for_blob(data, {static_cast<std::int64_t>(numel)})
+        .options(at::TensorOptions().dtype(to_scalar_type(dtype)).device(device_))
+        .target_device(device_)
+        .make_tensor();
+  }
+
+  void call(const HookTensors& tensors, void* stream) {
     const py::gil_scoped_acquire gil;
     const c10::InferenceMode no_inference(false);
     const at::NoGradGuard no_gradients;
-    const at::Tensor tensor =
-        at::for_blob(gradients, {static_cast<std::int64_t>(numel)})
-            .options(at::TensorOptions().dtype(to_scalar_type(dtype)).device(device_))
-            .target_device(device_)
-            .make_tensor();
+    const at::Tensor gradients = tensor_over(tensors.gradients, tensors.numel, tensors.dtype);
+    const auto handle = reinterpret_cast<std::uintptr_t>(stream);
     try {
       const py::object function = weak_function_();
-      if (!function.is_none()) {
-        function(tensor, reinterpret_cast<std::uintptr_t>(stream));
+      if (!function.is_none() && tensors.input == nullptr) {
+        function(gradients, handle);
+      } else if (!function.is_none()) {
+        function(gradients, handle, tensor_over(tensors.input, tensors.input_numel, tensors.dtype));
       }
     } catch (const py::error_already_set&) {
       error_ = error_ != nullptr ? error_ : std::current_exception();

@@ -80,8 +80,9 @@ bool TorchRoot::enter_forward(TorchUnit& unit) {
   outermost_ = &unit;
   passes_ += 1;
   backward_failed_ = false;
+  const bool with_gradient = at::GradMode::is_enabled();
   const py::gil_scoped_release no_gil;
-  pipeline_->begin_forward(unit.number());
+  pipeline_->begin_forward(unit.number(), with_gradient);
   graph_calls_.forget_before(pipeline_->first_call());
   return true;
 }
@@ -141,6 +142,13 @@ void TorchRoot::abandon_backward(std::uint64_t pass) noexcept {
 bool TorchRoot::has_failed() const {
   const bool forward_failed = pipeline_->in_forward() && outermost_ == nullptr;
   return forward_failed || (pipeline_->in_backward() && backward_failed_);
+}
+
+const char* TorchRoot::phase() const {
+  if (has_failed()) {
+    return "idle";
+  }
+  return pipeline_->in_backward() ? "backward" : pipeline_->in_forward() ? "forward" : "idle";
 }
 
 void TorchRoot::ensure_backward(const torch::autograd::Node* node) {

@@ -51,6 +51,8 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   bool has_gradient_setting_changed() const;
   // Python has looked at the modules as they are now.
   void accept_module_changes() { seen_module_changes_ = module_changes(); }
+  // "forward" or "backward" if one runs and has not failed, and otherwise "idle".
+  const char* phase() const;
   void reset_iteration();
   // Reduces the gradients that backwards without synchronisation have accumulated. For callers that
   // do not know before a backward that it is the last.

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <atomic>
 #include <type_traits>
 #include <utility>
@@ -23,15 +24,12 @@ thread_local std::uint64_t optimizer_steps_of_thread = 0;
 std::atomic<bool> counts_steps_by_thread{false};
 std::atomic<std::uint64_t> noted_module_changes{0};
 
-// Calls the hooks one by one. PyTorch's own way of calling them raises if one returns a value, and
-// FSDP2 ignores the value.
-void call_post_accumulate_hooks(const py::object& parameter) {
+// Calls `call`, which runs Python, on a thread that may be autograd's.
+template <typename Call>
+void with_python(Call call) {
   const py::gil_scoped_acquire gil;
   try {
-    const py::list hooks(parameter.attr("_post_accumulate_grad_hooks").attr("values")());
-    for (const py::handle hook : hooks) {
-      hook(parameter);
-    }
+    call();
   } catch (py::error_already_set& error) {
     // Autograd keeps the type of errors of this class only.
     error.restore();
@@ -39,6 +37,17 @@ void call_post_accumulate_hooks(const py::object& parameter) {
     kept.persist();
     throw std::move(kept);
   }
+}
+
+// Calls the hooks one by one. PyTorch's own way of calling them raises if one returns a value, and
+// FSDP2 ignores the value.
+void call_post_accumulate_hooks(const py::object& parameter) {
+  with_python([&parameter] {
+    const py::list hooks(parameter.attr("_post_accumulate_grad_hooks").attr("values")());
+    for (const py::handle hook : hooks) {
+      hook(parameter);
+    }
+  });
 }
 
 at::Tensor local_tensor_of(const at::Tensor& dtensor) {
@@ -75,6 +84,12 @@ void allow_access(Storage& storage, std::size_t bytes) {
   storage.set_nbytes(bytes);
 }
 
+c10::intrusive_ptr<c10::StorageImpl> empty_storage(at::Device device) {
+  return c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(),
+                                               /*size_bytes=*/0, at::DataPtr(nullptr, device),
+                                               /*allocator=*/nullptr, /*resizable=*/false);
+}
+
 }  // namespace
 
 void note_optimizer_step() {
@@ -94,9 +109,7 @@ TorchUnit::TorchUnit(UnitLayout layout, UnitTensors tensors, ForwardCasts casts,
       tensors_(std::move(tensors)),
       gradients_(std::move(tensors_.flat_gradient)),
       casts_(casts),
-      storage_(c10::make_intrusive<c10::StorageImpl>(
-          c10::StorageImpl::use_byte_size_t(), /*size_bytes=*/0, at::DataPtr(nullptr, device()),
-          /*allocator=*/nullptr, /*resizable=*/false)),
+      storage_(empty_storage(device())),
       handled_(module_count, nullptr),
       pending_(module_count, 0) {
   for (std::size_t i = 0; i < layout_.params().size(); ++i) {
@@ -105,6 +118,14 @@ TorchUnit::TorchUnit(UnitLayout layout, UnitTensors tensors, ForwardCasts casts,
     }
   }
   got_gradient_.assign(trainable_.size(), 0);
+  for (const std::size_t i : tensors_.inputs) {
+    std::size_t bytes = c10::elementSize(tensors_.param_dtypes.at(i));
+    for (const std::int64_t size : tensors_.shapes.at(i)) {
+      bytes *= static_cast<std::size_t>(size);
+    }
+    inputs_.push_back(
+        {i, empty_storage(device()), layout_.placements().at(i).unsharded_offset, bytes});
+  }
 }
 
 TorchUnit::~TorchUnit() {
@@ -112,6 +133,7 @@ TorchUnit::~TorchUnit() {
     for (py::object& object : sharded_) object.release();
     for (py::object& object : unsharded_objects_) object.release();
     for (py::object& object : place_gradient_) object.release();
+    extensions_.release();
     for (ModuleAttribute& attribute : attributes_) {
       attribute.parameters.release();
       attribute.name.release();
@@ -123,6 +145,7 @@ TorchUnit::~TorchUnit() {
   sharded_.clear();
   unsharded_objects_.clear();
   place_gradient_.clear();
+  extensions_ = py::object();
   attributes_.clear();
 }
 
@@ -133,11 +156,16 @@ std::vector<at::Tensor> TorchUnit::unsharded_views() const {
     views.push_back(view_of_storage(storage_, layout_.placements()[i].unsharded_offset,
                                     tensors_.shapes[i], tensors_.param_dtypes[i], device()));
   }
+  for (const GatheredInput& input : inputs_) {
+    views[input.parameter] = view_of_storage(input.storage, 0, tensors_.shapes[input.parameter],
+                                             tensors_.param_dtypes[input.parameter], device());
+  }
   return views;
 }
 
 void TorchUnit::bind(py::list sharded, py::list unsharded, py::list place_gradient,
-                     py::object make_gradients, std::vector<ModuleAttribute> attributes) {
+                     py::object make_gradients, py::object extensions,
+                     std::vector<ModuleAttribute> attributes) {
   const std::size_t count = layout_.params().size();
   FSDP_CHECK(sharded.size() == count && unsharded.size() == count && place_gradient.size() == count,
              "bind got ", sharded.size(), " sharded parameters, ", unsharded.size(),
@@ -146,13 +174,19 @@ void TorchUnit::bind(py::list sharded, py::list unsharded, py::list place_gradie
   for (std::size_t i = 0; i < count; ++i) {
     sharded_.emplace_back(py::reinterpret_borrow<py::object>(sharded[i]));
     unsharded_objects_.emplace_back(py::reinterpret_borrow<py::object>(unsharded[i]));
-    unsharded_.push_back(THPVariable_Unpack(unsharded_objects_.back().ptr()));
+    unsharded_.push_back(unsharded_objects_.back().is_none()
+                             ? at::Tensor()
+                             : THPVariable_Unpack(unsharded_objects_.back().ptr()));
     place_gradient_.emplace_back(py::reinterpret_borrow<py::object>(place_gradient[i]));
   }
   gradients_.bind(std::move(make_gradients), trainable_.size());
   for (std::size_t i = 0; i < trainable_.size(); ++i) {
-    set_gradient_hook(unsharded_[trainable_[i]], weak_from_this(), i);
+    if (unsharded_[trainable_[i]].defined()) {
+      set_gradient_hook(unsharded_[trainable_[i]], weak_from_this(), i);
+    }
   }
+  has_extensions_ = !extensions.is_none();
+  extensions_ = std::move(extensions);
   attributes_ = std::move(attributes);
 }
 
@@ -163,7 +197,7 @@ void TorchUnit::join(const std::shared_ptr<TorchRoot>& root, std::string name, i
   when_freed_ = detail::concat("An unsharded parameter of unit '", name_,
                                "' was read while it is freed. Read parameters in the forward of "
                                "their module, or call unshard() on it before.");
-  forbid_access(*storage_, when_freed_);
+  free_storages();
 }
 
 const at::Tensor& TorchUnit::sharded(std::size_t parameter) const {
@@ -173,9 +207,35 @@ const at::Tensor& TorchUnit::sharded(std::size_t parameter) const {
 
 // - UnitPort
 
+// See Note [one pointer swap].
+void TorchUnit::point_storages(void* unsharded) {
+  const auto point = [&](c10::StorageImpl& storage, std::size_t offset, std::size_t bytes) {
+    void* const data = unsharded == nullptr ? nullptr : static_cast<char*>(unsharded) + offset;
+    storage.set_data_ptr_noswap(at::DataPtr(data, device()));
+    allow_access(storage, bytes);
+  };
+  point(*storage_, 0, layout_.unsharded_bytes());
+  for (const GatheredInput& input : inputs_) {
+    point(*input.storage, input.offset, input.bytes);
+  }
+}
+
+void TorchUnit::free_storages() {
+  const auto free = [&](c10::StorageImpl& storage) {
+    storage.set_data_ptr_noswap(at::DataPtr(nullptr, device()));
+    forbid_access(storage, when_freed_);
+  };
+  free(*storage_);
+  for (const GatheredInput& input : inputs_) {
+    free(*input.storage);
+  }
+}
+
 void TorchUnit::attach(void* unsharded) {
-  storage_->set_data_ptr_noswap(at::DataPtr(unsharded, device()));
-  allow_access(*storage_, layout_.unsharded_bytes());
+  point_storages(unsharded);
+  if (has_extensions_) {
+    attach_extensions();
+  }
   for (const std::size_t parameter : trainable_) {
     const bool requires_grad = sharded(parameter).requires_grad();
     if (unsharded_[parameter].requires_grad() != requires_grad) {
@@ -185,9 +245,37 @@ void TorchUnit::attach(void* unsharded) {
   register_parameters(/*unsharded=*/true);
 }
 
+// The first call makes the unsharded parameters. If a method raises, the unit stays detached.
+void TorchUnit::attach_extensions() {
+  try {
+    with_python([this] {
+      const py::dict made = extensions_.attr("attach")();
+      for (const auto& [place, parameter] : made) {
+        const auto index = place.cast<std::size_t>();
+        unsharded_objects_.at(index) = py::reinterpret_borrow<py::object>(parameter);
+        unsharded_.at(index) = THPVariable_Unpack(parameter.ptr());
+        const auto found = std::find(trainable_.begin(), trainable_.end(), index);
+        if (found != trainable_.end()) {
+          set_gradient_hook(unsharded_[index], weak_from_this(),
+                            static_cast<std::size_t>(found - trainable_.begin()));
+        }
+      }
+    });
+  } catch (...) {
+    free_storages();
+    throw;
+  }
+}
+
+void TorchUnit::compute_inputs() {
+  with_python([this] { extensions_.attr("compute_inputs")(); });
+}
+
 void TorchUnit::detach() {
-  storage_->set_data_ptr_noswap(at::DataPtr(nullptr, device()));
-  forbid_access(*storage_, when_freed_);
+  if (has_extensions_) {
+    with_python([this] { extensions_.attr("detach")(); });
+  }
+  free_storages();
   register_parameters(/*unsharded=*/false);
 }
 
@@ -217,6 +305,9 @@ std::uint64_t TorchUnit::shard_version() {
   std::uint64_t version = counts_steps_by_thread ? optimizer_steps_of_thread
                                                  : optimizer_steps.load(std::memory_order_relaxed);
   for (std::size_t i = 0; i < sharded_.size(); ++i) {
+    if (sharded_[i].is_none()) {
+      continue;
+    }
     c10::TensorImpl* impl = sharded(i).unsafeGetTensorImpl();
     if (!impl->is_inference()) {
       version += impl->version_counter().current_version();
@@ -235,15 +326,14 @@ void TorchUnit::place_gradient(std::size_t parameter) {
 }
 
 std::shared_ptr<void> TorchUnit::extract_gradients(const void** addresses) {
-  const DType gradient_dtype = layout_.unsharded_grad_dtype();
   auto taken = std::make_shared<std::vector<at::Tensor>>();
   taken->reserve(trainable_.size());
   for (std::size_t i = 0; i < trainable_.size(); ++i) {
-    at::Tensor& arrived = unsharded_[trainable_[i]].mutable_grad();
     addresses[i] = nullptr;
-    if (!arrived.defined()) {
+    if (!has_gradient(trainable_[i])) {
       continue;
     }
+    at::Tensor& arrived = unsharded_[trainable_[i]].mutable_grad();
     if (is_dtensor(trainable_[i])) {
       arrived = local_tensor_of(arrived);
     }
@@ -251,6 +341,10 @@ std::shared_ptr<void> TorchUnit::extract_gradients(const void** addresses) {
     FSDP_CHECK(arrived.layout() == at::kStrided, "parameter '", parameter,
                "' got a sparse gradient, but only dense ones can be reduced. Pass sparse=False to "
                "its module.");
+    FSDP_CHECK(!arrived.key_set().has(c10::DispatchKey::Python), "parameter '", parameter,
+               "' got a gradient of a tensor subclass, but only plain tensors can be reduced. "
+               "Return a plain tensor from its class's backward.");
+    const DType gradient_dtype = layout_.params()[trainable_[i]].param_dtype;
     FSDP_CHECK(to_dtype(arrived.scalar_type()) == gradient_dtype, "parameter '", parameter,
                "' got a gradient of dtype ", fsdp::name(to_dtype(arrived.scalar_type())),
                ", but it computes in ", fsdp::name(gradient_dtype),
@@ -269,7 +363,9 @@ std::shared_ptr<void> TorchUnit::extract_gradients(const void** addresses) {
 
 void TorchUnit::drop_gradients() {
   for (const std::size_t parameter : trainable_) {
-    unsharded_[parameter].mutable_grad() = at::Tensor();
+    if (has_gradient(parameter)) {
+      unsharded_[parameter].mutable_grad() = at::Tensor();
+    }
   }
 }
 
@@ -321,6 +417,9 @@ void TorchUnit::run_post_accumulate_hooks() {
 
 bool TorchUnit::has_gradient_setting_changed() const {
   for (std::size_t i = 0; i < sharded_.size(); ++i) {
+    if (sharded_[i].is_none()) {
+      continue;
+    }
     const at::Tensor& parameter = sharded(i);
     const bool trainable = layout_.params()[i].trainable;
     if (parameter.requires_grad() != trainable ||
@@ -359,7 +458,7 @@ void TorchUnit::on_gradient(std::size_t trainable) {
 
 void TorchUnit::adopt_gradients() {
   for (std::size_t i = 0; i < trainable_.size(); ++i) {
-    if (unsharded_[trainable_[i]].grad().defined()) {
+    if (has_gradient(trainable_[i])) {
       on_gradient(i);
     }
   }

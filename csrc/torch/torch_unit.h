@@ -6,7 +6,9 @@
 // such as a transposed weight. While the storage is detached it refuses every access, with an error
 // that names the unit. With torch 2.11, which cannot do that, its size is 0: operators that ask for
 // a typed pointer or make views raise PyTorch's own errors, but elementwise kernels crash, as they
-// do on a storage that FSDP2 has freed. No operator reads stale numbers.
+// do on a storage that FSDP2 has freed. No operator reads stale numbers. Each input of an extension
+// (Note [tensor extensions] in fsdp_ext/sharding/extensions.py) has a storage of its own. attach()
+// points it at the slot, too, and detach() at nothing.
 //
 // Note [registered parameters]
 // While a unit is unsharded, its modules have the unsharded parameters as attributes, and otherwise
@@ -63,6 +65,7 @@ struct UnitTensors {
   at::Tensor flat_gradient;  // moves on to ShardedGradients
   std::vector<std::vector<std::int64_t>> shapes;
   std::vector<at::ScalarType> param_dtypes;
+  std::vector<std::size_t> inputs;  // which of the parameters are inputs of extensions
 };
 
 // The dtypes to which forward casts floating-point inputs and outputs, if any.
@@ -85,9 +88,12 @@ class TorchUnit final : public UnitPort,
   // has a function for each parameter that is a DTensor while it is unsharded, and None for others.
   // It returns a gradient of the parameter with the parameter's placements. `make_gradients`
   // returns a list of DTensors over the flat gradient that it is called with, one for each
-  // trainable parameter.
+  // trainable parameter. `extensions` is None, or a UnitExtensions: Note [tensor extensions] in
+  // fsdp_ext/sharding/extensions.py. For parameters of extensions `unsharded` has None, and for
+  // their inputs all lists have None.
   void bind(pybind11::list sharded, pybind11::list unsharded, pybind11::list place_gradient,
-            pybind11::object make_gradients, std::vector<ModuleAttribute> attributes);
+            pybind11::object make_gradients, pybind11::object extensions,
+            std::vector<ModuleAttribute> attributes);
   void join(const std::shared_ptr<TorchRoot>& root, std::string name, int number);
 
   // - Module hooks.
@@ -112,6 +118,8 @@ class TorchUnit final : public UnitPort,
   void move_shard(std::shared_ptr<void> memory) override { tensors_.shard.move(std::move(memory)); }
   void move_gradient(std::shared_ptr<void> memory) override { gradients_.move(std::move(memory)); }
   std::uint64_t shard_version() override;
+  bool computes_inputs() override { return has_extensions_; }
+  void compute_inputs() override;
   std::shared_ptr<void> extract_gradients(const void** addresses) override;
   void drop_gradients() override;
   bool has_held_gradients() override;
@@ -147,12 +155,29 @@ class TorchUnit final : public UnitPort,
   int number() const { return number_; }
 
  private:
+  // An input of an extension: a part of the slot with a storage of its own. The class may rely on a
+  // storage offset of 0, which FSDP2's tensors have.
+  struct GatheredInput {
+    std::size_t parameter;
+    c10::intrusive_ptr<c10::StorageImpl> storage;
+    std::size_t offset;
+    std::size_t bytes;
+  };
+
   at::Device device() const { return tensors_.shard.flat().device(); }
+  void point_storages(void* unsharded);
+  void free_storages();
   const at::Tensor& sharded(std::size_t parameter) const;
   void register_parameters(bool unsharded);
+  void attach_extensions();
+  bool has_gradient(std::size_t parameter) const {
+    // An extension's parameter does not exist before it is first attached.
+    return unsharded_[parameter].defined() && unsharded_[parameter].grad().defined();
+  }
   bool is_dtensor(std::size_t parameter) const { return !place_gradient_[parameter].is_none(); }
   void place_gradient(std::size_t parameter);
   pybind11::object end_forward(TorchRoot& root, std::size_t index, pybind11::handle output);
+  bool is_summoned(TorchRoot& root) const;
   bool enter_module();
   bool leave_module(std::size_t index);
   pybind11::object cast(pybind11::handle object, std::optional<at::ScalarType> dtype) const;
@@ -164,11 +189,14 @@ class TorchUnit final : public UnitPort,
   ShardedGradients gradients_;
   ForwardCasts casts_;
   c10::intrusive_ptr<c10::StorageImpl> storage_;
+  std::vector<GatheredInput> inputs_;
 
   std::vector<pybind11::object> sharded_;
   std::vector<at::Tensor> unsharded_;
   std::vector<pybind11::object> unsharded_objects_;
   std::vector<pybind11::object> place_gradient_;
+  pybind11::object extensions_;
+  bool has_extensions_ = false;
   std::vector<std::size_t> trainable_;  // parameter of each trainable index
   std::vector<char> got_gradient_;      // in this backward, of each trainable index
   std::vector<ModuleAttribute> attributes_;

@@ -56,9 +56,11 @@ py::object TorchUnit::pre_forward(std::size_t index, py::handle module, py::hand
   if (!device().is_cpu() && !recomputing && root->is_outermost(*this)) {
     inputs = to_device(inputs, device());
   }
-  inputs = cast(inputs, casts_.inputs);
-  if (entering && at::GradMode::is_enabled()) {
-    inputs = watch_inputs(inputs, call);
+  if (!is_summoned(*root)) {
+    inputs = cast(inputs, casts_.inputs);
+    if (entering && at::GradMode::is_enabled()) {
+      inputs = watch_inputs(inputs, call);
+    }
   }
   return inputs.is(original) ? py::object(py::none()) : inputs;
 }
@@ -84,9 +86,16 @@ py::object TorchUnit::end_forward(TorchRoot& root, std::size_t index, py::handle
   const bool outermost = !recomputing && root.is_outermost(*this);
   const bool last_of_group = recomputing || leave_module(index) || outermost;
   CallId call = root.pipeline().unit(number_).entering;
+  const bool summoned = is_summoned(root);
   if (last_of_group) {
     const py::gil_scoped_release no_gil;
-    call = root.pipeline().post_forward(number_, at::GradMode::is_enabled());
+    call = root.pipeline().post_forward(number_, at::GradMode::is_enabled() && !summoned);
+  }
+  if (summoned) {
+    if (outermost) {
+      root.leave_forward(output);
+    }
+    return py::none();
   }
   GraphCalls* calls = recomputing ? nullptr : &root.graph_calls();
   if (!watch_outputs(output, call, calls) && last_of_group && !recomputing) {
@@ -134,6 +143,10 @@ void TorchUnit::end_skip(std::size_t index, const at::Tensor& tensor) {
     add_pre_backward_hook(tensor, weak_from_this(), call,
                           recomputing ? nullptr : &root->graph_calls());
   }
+}
+
+bool TorchUnit::is_summoned(TorchRoot& root) const {
+  return root.pipeline().unit(number_).is_summoned;
 }
 
 // Returns whether forward enters the unit here. It enters a group of modules with its first one.

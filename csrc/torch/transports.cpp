@@ -166,12 +166,14 @@ std::shared_ptr<Lanes> make_shared_memory_lanes(const SharedMemoryEndpoint& endp
 }
 
 std::shared_ptr<Lanes> make_simulated_lanes(int device_index, const SimulatedOptions& options,
+                                            int pack_multiprocessors,
                                             std::chrono::milliseconds timeout) {
   const bool on_host = device_index < 0;
   std::unique_ptr<Device> device = on_host
                                        ? make_host_device(timeout)
                                        : make_cuda_device(device_index, timeout, cuda_framework());
-  std::unique_ptr<Packer> packer = on_host ? make_host_packer() : make_cuda_packer(*device);
+  std::unique_ptr<Packer> packer =
+      on_host ? make_host_packer() : make_cuda_packer(*device, pack_multiprocessors);
   SimulatedOptions of_reduce = options;
   of_reduce.seed += 1;
   auto gather = make_simulated_communicator(*device, options);
@@ -197,13 +199,13 @@ at::Tensor shared_zeros(std::int64_t bytes) {
 std::shared_ptr<Lanes> make_nccl_lanes(const nccl::Api& api, int device_index,
                                        const nccl::UniqueId& id, NcclOptions options,
                                        c10::intrusive_ptr<c10d::Store> store,
-                                       const GroupMembers& members,
+                                       const GroupMembers& members, int pack_multiprocessors,
                                        std::chrono::milliseconds timeout) {
   std::unique_ptr<Device> device = make_cuda_device(device_index, timeout, cuda_framework());
   FSDP_CHECK(!device->is_capturing(),
              "A CUDA graph cannot capture the set-up in the first iteration. Run a few whole "
              "steps before capturing one.");
-  std::unique_ptr<Packer> packer = make_cuda_packer(*device);
+  std::unique_ptr<Packer> packer = make_cuda_packer(*device, pack_multiprocessors);
   if (options.size > 1 && store != nullptr) {
     options.lanes = std::make_shared<DeviceLanes>();
     options.deadlocks = std::make_shared<DeadlockThread>(make_store_board(store), options.lanes,

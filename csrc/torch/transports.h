@@ -47,15 +47,18 @@ at::Tensor input_buffer(Lanes& lanes, std::int64_t bytes);
 // Returns a uint8 tensor of zeros that other ranks of the host can read.
 at::Tensor shared_zeros(std::int64_t bytes);
 
-// Without peers (comm/simulated.h), on GPU `device`, or on the host if `device` is negative.
+// Without peers (comm/simulated.h), on GPU `device`, or on the host if `device` is negative. On a
+// GPU, packing occupies at most `pack_multiprocessors` multiprocessors; 0 stands for all.
 std::shared_ptr<Lanes> make_simulated_lanes(int device, const SimulatedOptions& options,
+                                            int pack_multiprocessors,
                                             std::chrono::milliseconds timeout);
 
 // On GPU `device`, over NCCL with `options`. The members tell each other through `store`, which is
-// theirs alone, what they wait for; it may be null. `timeout` limits the host's own waits.
+// theirs alone, what they wait for; it may be null. Packing occupies at most `pack_multiprocessors`
+// multiprocessors; 0 stands for all. `timeout` limits the host's own waits.
 std::shared_ptr<Lanes> make_nccl_lanes(const nccl::Api& api, int device, const nccl::UniqueId& id,
                                        NcclOptions options, c10::intrusive_ptr<c10d::Store> store,
-                                       const GroupMembers& members,
+                                       const GroupMembers& members, int pack_multiprocessors,
                                        std::chrono::milliseconds timeout);
 
 // One collective, after the compute stream's earlier work and before its later work. Shapes are as

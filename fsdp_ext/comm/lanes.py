@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import os
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from fsdp_ext import _C
 from fsdp_ext._util.warn import warn_caller
 from fsdp_ext.comm.crossover import choose_crossovers
 from fsdp_ext.comm.inline_group import InlineCollectives, is_inline
-from fsdp_ext.comm.nccl_settings import check_agreement, nccl_settings
+from fsdp_ext.comm.nccl_settings import check_agreement, nccl_settings, pack_multiprocessors
 from fsdp_ext.comm.rendezvous import Rendezvous, plain_text, processes_of
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.comm.transports import (
@@ -67,6 +68,69 @@ def lanes_of(
             of_group[key] = _host_lanes(group, device, transport)
         log_choice(of_group[key], group)
     return of_group[key]
+
+
+# For each process group, this rank's smaller groups of consecutive ranks, by their size.
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def add_group_lanes(
+    lanes: _C.Lanes,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    transport: Transport,
+    ranks: int,
+) -> None:
+    """Give ``lanes`` the lanes of smaller groups, if they have none. All ranks call this.
+
+    See Note [group shards] in ``csrc/core/group_shard.h``.
+
+    Args:
+        lanes: those of ``group``.
+        group: the mesh's group.
+        device: this rank's device.
+        transport: as for ``lanes_of``.
+        ranks: how many consecutive ranks of ``group`` are in each of the smaller groups.
+
+    Raises:
+        RuntimeError: as ``lanes_of``.
+        ValueError: if a simulated link has no figures for so few ranks.
+    """
+    if lanes.has_group_of(ranks):
+        return
+    if isinstance(transport, Simulated):
+        smaller = replace(transport, world_size=ranks, rank=transport.rank % ranks)
+        lanes.add_group(lanes_of(group, device, smaller))
+    else:
+        lanes.add_group(lanes_of(_group_of(group, device, ranks), device, transport))
+
+
+def _group_of(group: dist.ProcessGroup, device: torch.device, ranks: int) -> dist.ProcessGroup:
+    """Return this rank's group of ``ranks`` consecutive ranks of ``group``.
+
+    On GPUs it is a gloo group, because NCCL's lanes need no more than a store. Some versions of
+    PyTorch split a group of NCCL off the default group, and all ranks would have to take part.
+    """
+    made = _groups.setdefault(group, {})
+    if ranks not in made:
+        first = dist.get_rank(group) // ranks * ranks
+        try:
+            made[ranks] = dist.new_group(
+                dist.get_process_group_ranks(group)[first : first + ranks],
+                timeout=timeout_of(group, device),
+                backend=dist.get_backend(group) if device.type == "cpu" else "gloo",
+                use_local_synchronization=True,
+                group_desc=f"fsdp_ext_reshard_{ranks}",
+            )
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {dist.get_rank()} could not make a process group for "
+                f"reshard_after_forward={ranks}: {plain_text(error)}. Another rank may hang or "
+                "may have failed. Look at the output of all ranks."
+            ) from error
+    return made[ranks]
 
 
 @functools.cache
@@ -165,6 +229,7 @@ def _simulated_lanes(
         jitter=link.jitter,
         seed=2 * transport.seed,
         multiprocessors=transport.multiprocessors,
+        pack_multiprocessors=pack_multiprocessors() if on_gpu else 0,
         whole_traffic=on_gpu,
         moves_memory=transport.moves_memory,
         timeout=(timeout_of(group, device) + GRACE).total_seconds(),
@@ -196,6 +261,7 @@ def _nccl_lanes(group: dist.ProcessGroup, device: torch.device, at_once: int) ->
         register_buffers=settings.registers_buffers,
         gather_settings=settings.gather,
         reduce_settings=settings.reduce,
+        pack_multiprocessors=pack_multiprocessors(),
         store=rendezvous.private_store(),
         ranks=rendezvous.ranks,
         processes=processes_of(group),

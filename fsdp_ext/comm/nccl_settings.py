@@ -1,6 +1,7 @@
-"""How fsdp_ext uses NCCL: the variables of the environment, which docs/design/cuda.md lists.
+"""The variables of the environment that say how NCCL and GPUs are used: docs/design/cuda.md.
 
-They are read when ranks connect, in the first forward. All ranks of a group set the same.
+They are read when ranks connect, in the first forward. All ranks of a group set the same, except
+for ``FSDP_EXT_PACK_MULTIPROCESSORS``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 
 REGISTER = "FSDP_EXT_NCCL_REGISTER"
 OF_LANES = {"gather": "FSDP_EXT_NCCL_GATHER", "reduce": "FSDP_EXT_NCCL_REDUCE"}
+PACK_MULTIPROCESSORS = "FSDP_EXT_PACK_MULTIPROCESSORS"
 
 # The least and the most of each number. NCCL has at most 64 channels.
 _RANGES = {"min_ctas": (1, 64), "max_ctas": (1, 64), "cluster_size": (0, 8)}
@@ -76,6 +78,25 @@ def nccl_settings() -> NcclSettings:
             f"but {REGISTER}=0 turns these off. Unset one of the two."
         )
     return NcclSettings(registers, gather, reduce)
+
+
+def pack_multiprocessors() -> int:
+    """Return the most multiprocessors of a GPU that packing kernels use; 0 stands for all.
+
+    Ranks may have different values.
+
+    Raises:
+        ValueError: if the variable is not a positive number.
+    """
+    text = os.environ.get(PACK_MULTIPROCESSORS, "")
+    if not text:
+        return 0
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 1 << 31):
+        raise ValueError(
+            f"{PACK_MULTIPROCESSORS} is {text!r}. Pass a number of multiprocessors, 1 or more, or "
+            "unset it to use all."
+        )
+    return int(text)
 
 
 def check_agreement(settings: Sequence[str], ranks: Sequence[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import logging
@@ -112,11 +113,12 @@ def zeros_for_shard(
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """Return the timeout of the group's backend, or PyTorch's default."""
-    try:
-        timeout = group._get_backend(device).options._timeout
-    except (AttributeError, RuntimeError):
-        return _DEFAULT_TIMEOUT
-    return timeout if isinstance(timeout, timedelta) else _DEFAULT_TIMEOUT
+    for place in (device, torch.device("cpu")):
+        with contextlib.suppress(AttributeError, RuntimeError):
+            timeout = group._get_backend(place).options._timeout
+            if isinstance(timeout, timedelta):
+                return timeout
+    return _DEFAULT_TIMEOUT
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,11 @@ from fsdp_ext.comm.transports import Transport
 from fsdp_ext.planner.arguments import (
     Links,
     Target,
+    check_groups,
     check_memory_arguments,
     check_time_arguments,
     first_unit,
+    refuse_groups,
     resolve_links,
     resolve_target,
     seconds_of_units,
@@ -38,6 +40,7 @@ from fsdp_ext.planner.times import StepCosts, predict_plan
 from fsdp_ext.planner.units import PlannedRoot, Units, units_of_plain, units_of_sharded
 from fsdp_ext.sharding.arguments import (
     check_types,
+    reshard_over,
     resolve_bucket_bytes,
     resolve_max_message_bytes,
     resolve_prefetch,
@@ -57,7 +60,7 @@ def plan(
     bucket_bytes: int | None = None,
     max_message_bytes: int | None = None,
     prefetch: int | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     transport: Transport = None,
     link: Link | str | None = None,
     replica_link: Link | str | None = None,
@@ -97,7 +100,7 @@ def plan(
         prefetch: as for ``fully_shard``; it replaces the root's setting. Calls of
             ``set_modules_to_forward_prefetch`` and ``set_modules_to_backward_prefetch`` may ask for
             more.
-        reshard_after_forward: for a plain model, as for ``fully_shard``, for each unit.
+        reshard_after_forward: for a plain model, the setting of each unit, as for ``fully_shard``.
         transport: as for ``fully_shard``. It decides how gathers are laid out, and the default of
             ``bucket_bytes``.
         link: the link that times are simulated for: a Link, or the name of one of
@@ -122,6 +125,8 @@ def plan(
 
     Raises:
         TypeError: if an argument has the wrong type.
+        NotImplementedError: if times are asked for and a unit is resharded to a smaller group, or
+            if a parameter has ``fsdp_pre_all_gather``.
         ValueError: if an argument or a parameter does not fit, or if the plan exceeds
             ``memory_limit``; that message has the table.
     """
@@ -133,7 +138,8 @@ def plan(
     unit = first_unit(model, units, mp_policy, reshard_after_forward)
     target = resolve_target((world_size, replicas), transport, device_type, unit)
     if unit is None:
-        settings = UnitSettings(mp_policy or MixedPrecisionPolicy(), reshard_after_forward)
+        reshard = reshard_over(reshard_after_forward, target.ranks.shards)
+        settings = UnitSettings(mp_policy or MixedPrecisionPolicy(), reshard)
         copied = units_of_plain(model, units, target.ranks, settings)
     else:
         copied = units_of_sharded(model, target.ranks)
@@ -146,8 +152,11 @@ def plan(
     ranks = target.ranks
     typical = link_of_buckets(transports, target.asked, ranks.shards, ranks.replicas)
     root = _planned_root(copied, typical, unit, overrides)
+    check_groups(root.units)
     flops = None if batch is None else count_flops(copied, batch, root.module_names())
     seconds = _seconds(root, flops, flops_per_second, compute)
+    if seconds is not None:
+        refuse_groups(root.units)
     used = resolve_links(link, replica_link, typical, target)
     costs = (
         None

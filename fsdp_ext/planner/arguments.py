@@ -22,6 +22,7 @@ from fsdp_ext.comm.transports import (
 )
 from fsdp_ext.planner.units import PlannedRanks, Units
 from fsdp_ext.sharding.module_state import unit_of
+from fsdp_ext.sharding.param_group import ParamGroup
 from fsdp_ext.sharding.unit import Unit
 
 
@@ -91,7 +92,7 @@ def first_unit(
     model: object,
     units: Units | None,
     mp_policy: MixedPrecisionPolicy | None,
-    reshard_after_forward: bool | None,
+    reshard_after_forward: bool | int | None,
 ) -> Unit | None:
     """Return the first unit of a sharded model; None for a plain model.
 
@@ -198,6 +199,35 @@ def _name_of_transport(asked: Transport, device_type: str, group: dist.ProcessGr
         return "nccl"
     shares = group is None or may_share_memory(group, None)
     return "shared_memory" if shares and not why_no_shared_memory() else "process_group"
+
+
+def check_groups(units: Sequence[ParamGroup]) -> None:
+    """Check that the planned number of ranks consists of the groups that units are resharded to.
+
+    Raises:
+        ValueError: if it does not.
+    """
+    for unit in units:
+        group = unit.settings.reshard_group
+        if group > 0 and (unit.world_size % group != 0 or unit.world_size == group):
+            raise ValueError(
+                f"plan got {unit.world_size} ranks that share the model, but unit '{unit.name}' "
+                f"has reshard_after_forward={group}. Pass a larger multiple of {group}."
+            )
+
+
+def refuse_groups(units: Sequence[ParamGroup]) -> None:
+    """Raise NotImplementedError if a unit is resharded to a smaller group.
+
+    Gathers of that group may travel over a link for which there are no figures.
+    """
+    for unit in units:
+        group = unit.settings.reshard_group
+        if group > 0:
+            raise NotImplementedError(
+                f"plan cannot predict times with reshard_after_forward={group} yet, which unit "
+                f"'{unit.name}' has. Leave out flops_per_second and compute to plan its memory."
+            )
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,7 @@ def _memory_lines(memory: PlannedMemory) -> list[str]:
         ("gradients", memory.gradients),
         ("optimizer states", memory.optimizer_states),
         ("gather inputs in the wire's dtype", memory.gather_inputs),
+        *([("kept for backward by groups", memory.group_shards)] if memory.group_shards else []),
         (f"ring, {memory.ring_slots} slots of {size(memory.ring_slot)}", memory.ring),
         ("staging", memory.staging),
         ("reduce input", memory.reduce_input),

@@ -59,6 +59,7 @@ class PlannedBucketSizes:
 class PlannedMemory:
     """Bytes of the first rank, which has the most rows. docs/design/memory.md explains each.
 
+    ``group_shards`` is what units with ``reshard_after_forward=k`` keep for backward.
     ``gradients_in_flight`` is the most that unsharded gradients take before they are packed. The
     figures assume that each backward reduces and that gradients are set to None between steps.
     Adding to existing gradients needs the reduce output, too, and units that accumulate without
@@ -69,6 +70,7 @@ class PlannedMemory:
     gradients: int
     optimizer_states: int
     gather_inputs: int
+    group_shards: int
     ring_slots: int
     ring_slot: int
     staging: int
@@ -88,7 +90,7 @@ class PlannedMemory:
         """The sum, without activations, inputs, module buffers and unused allocator memory."""
         of_units = self.shards + self.gradients + self.optimizer_states + self.gather_inputs
         buffers = self.ring + self.staging + self.reduce_input + self.reduce_output
-        buffers += self.message_staging
+        buffers += self.message_staging + self.group_shards
         return of_units + buffers + self.kept_unsharded + self.gradients_in_flight
 
 
@@ -185,6 +187,7 @@ def memory_of(
         gradients=gradients,
         optimizer_states=optimizer_states * trained,
         gather_inputs=found["gather_input_bytes"],
+        group_shards=found["group_shard_bytes"],
         ring_slots=found["ring_slots"],
         ring_slot=found["ring_slot_bytes"],
         staging=found["staging_bytes"],

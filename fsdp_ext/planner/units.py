@@ -17,8 +17,8 @@ from fsdp_ext.comm.link import Link
 from fsdp_ext.planner.meta_copies import meta_copy
 from fsdp_ext.sharding.arguments import check_modules
 from fsdp_ext.sharding.module_state import ModuleState, managed_params, set_state, unit_of
-from fsdp_ext.sharding.ownership import check_parameter, mark_sharded
-from fsdp_ext.sharding.param_group import ParamGroup
+from fsdp_ext.sharding.ownership import check_parameter, is_extension, mark_sharded
+from fsdp_ext.sharding.param_group import ParamGroup, keeps_dtype
 from fsdp_ext.sharding.settings import Decision, UnitSettings
 from fsdp_ext.sharding.unit import Unit
 from fsdp_ext.sharding.unit_tree import UnitTree
@@ -52,10 +52,12 @@ class PlannedParam:
     Args:
         name: its name, from the root of the copy.
         parameter: the whole parameter of the copy.
+        keeps_dtype: whether it would be computed with in its own dtype.
     """
 
     name: str
     parameter: nn.Parameter
+    keeps_dtype: bool
 
     @property
     def shape(self) -> torch.Size:
@@ -66,6 +68,11 @@ class PlannedParam:
     def shard_dim(self) -> int:
         """The dimension that ranks share."""
         return 0
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether its rows are gathered as they are."""
+        return True
 
     @property
     def dtype(self) -> torch.dtype:
@@ -104,7 +111,7 @@ class PlannedUnit(ParamGroup):
             module, name = param.attributes[0]
             parameter = cast(nn.Parameter, copies[module]._parameters[name])
             parameter.requires_grad_(param.requires_grad)
-            params.append(PlannedParam(param.name, parameter))
+            params.append(PlannedParam(param.name, parameter, param.keeps_dtype))
         self = cls(unit.name, params, ranks, unit.settings)
         self.forward_prefetch = unit.forward_prefetch
         self.backward_prefetch = unit.backward_prefetch
@@ -157,7 +164,9 @@ def units_of_sharded(model: nn.Module, ranks: PlannedRanks) -> nn.Module:
 
     Raises:
         ValueError: if ``fully_shard`` was applied to a part of the model only.
+        NotImplementedError: if the class of a parameter says how it is gathered.
     """
+    _refuse_extensions(model)
     copied, copies = meta_copy(model)
     if unit_of(model) is None:
         raise ValueError(
@@ -183,14 +192,27 @@ def units_of_plain(
     Raises:
         TypeError: if ``units`` is of another type.
         ValueError: if a module or a parameter cannot be sharded.
+        NotImplementedError: if the class of a parameter says how it is gathered.
     """
     chosen = set(_chosen(model, units))
+    _refuse_extensions(model)
     copied, copies = meta_copy(model)
     # Users shard inner modules first, too.
     for module in reversed(list(model.modules())):
         if module is model or module in chosen:
             _shard(copies[module], ranks, settings)
     return copied
+
+
+def _refuse_extensions(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        part = param._local_tensor if isinstance(param, DTensor) else param
+        if is_extension(name, part):
+            raise NotImplementedError(
+                f"parameter '{name}' is a {type(part).__name__}. Its fsdp_pre_all_gather decides "
+                "only when it runs what is gathered, so plan cannot know. Plan the model with "
+                "plain parameters."
+            )
 
 
 def _chosen(model: nn.Module, units: Units | None) -> list[nn.Module]:
@@ -243,7 +265,10 @@ def _shard(module: nn.Module, ranks: PlannedRanks, settings: UnitSettings) -> No
                 f"plan does not support tensor parallelism yet, and parameter '{param_name}' is a "
                 "DTensor. Plan the model before parallelize_module."
             )
-    planned = [PlannedParam(param_name, param) for param, param_name in params.items()]
+    planned = [
+        PlannedParam(param_name, param, keeps_dtype(settings.mp_policy, param_name, param))
+        for param, param_name in params.items()
+    ]
     for each in planned:
         mark_sharded(each.parameter, each.parameter, each.name, name)
     set_state(module, ModuleState(module, PlannedUnit(name, planned, ranks, settings)))

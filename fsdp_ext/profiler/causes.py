@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_ext.profiler.recording import (
+    COLLECTIVES,
     COMPUTE,
     PASSES,
     WAITS,
@@ -31,6 +32,7 @@ from fsdp_ext.profiler.recording import (
     merged_intervals,
 )
 
+_GATHERS = ("gather", "group gather")
 # Seconds. A lane that pauses for less is not idle: its thread wakes up, or a kernel is launched.
 PAUSE = 50e-6
 # Seconds. A GPU that reaches a unit this soon after the host issued it has waited for the host.
@@ -96,7 +98,7 @@ class Exposure:
     """A part of a wait of the compute stream, and its cause.
 
     Args:
-        operation: "gather", "reduce" or "all-reduce".
+        operation: "gather", "group gather", "reduce" or "all-reduce".
         phase: the phase that issued the awaited collective: "forward", "backward" or "other".
         units: numbers of the first and the last unit of the awaited bucket.
         begin: when the wait began, in seconds of ``time.monotonic()``.
@@ -152,7 +154,7 @@ def typical_seconds(iterations: Sequence[Iteration]) -> dict[tuple[str, int], fl
     """Return the median seconds of collectives, by operation and bytes."""
     taken: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for iteration in iterations:
-        for span in iteration.of(*WIRES):
+        for span in iteration.of(*COLLECTIVES):
             taken[span.work, span.nbytes].append(span.seconds)
     return {key: statistics.median(seconds) for key, seconds in taken.items()}
 
@@ -169,7 +171,8 @@ class _Step:
         self.passes = iteration.of(*PASSES)
         # Gathers of each bucket in order of issue; casts instead if nothing is on the wire.
         self.gathers: defaultdict[tuple[int, int], list[Span]] = defaultdict(list)
-        for span in iteration.of("gather") or iteration.of("cast"):
+        gathers = sorted(iteration.of(*_GATHERS), key=lambda span: self.place[id(span)])
+        for span in gathers or iteration.of("cast"):
             self.gathers[span.units].append(span)
         ends = {name: iteration.of(f"unit {name}") for name in PASSES}
         self.first_end = {
@@ -204,7 +207,7 @@ class _Step:
             found = context.late.get((self.iteration.number, self.place[id(span)]))
             return found if found is not None and found.seconds > PAUSE else None
         usual = context.typical.get((span.work, span.nbytes), span.seconds)
-        if span.work in WIRES and span.seconds > HELD_UP * usual + PAUSE:
+        if span.work in COLLECTIVES and span.seconds > HELD_UP * usual + PAUSE:
             return Lateness(span.seconds - usual, -1)
         return None
 
@@ -223,7 +226,9 @@ class _Parts:
         part = min(self.left, seconds)
         if part > 0:
             self.left -= part
-            self.found.append(_exposure("gather", self.wait, self.awaited, part, cause, rank))
+            self.found.append(
+                _exposure(self.awaited.work, self.wait, self.awaited, part, cause, rank)
+            )
 
     def cut_shares(self, seconds: float, shares: Mapping[Cause, float]) -> None:
         """Attribute ``seconds`` of what is left to several causes, in proportion to ``shares``."""
@@ -232,7 +237,9 @@ class _Parts:
         for cause, share in shares.items():
             if seconds * share > 0:
                 part = seconds * share / total
-                self.found.append(_exposure("gather", self.wait, self.awaited, part, cause))
+                self.found.append(
+                    _exposure(self.awaited.work, self.wait, self.awaited, part, cause)
+                )
 
 
 def explain(iteration: Iteration, context: Context) -> list[Exposure]:
@@ -313,7 +320,7 @@ def _idle_before(step: _Step, awaited: Span, wait: Span) -> tuple[float, dict[Ca
     if start <= lower:
         return start, {}
     lane = step.lanes["gather"]
-    first = next(span for span in lane if span.begin >= start and span.work in WIRES)
+    first = next(span for span in lane if span.begin >= start and span.work in COLLECTIVES)
     issued = min(max(first.issued, lower), start)
     slot_free = min(max(first.possible, issued), start)
     refused = min(max(first.refused, lower), issued) if first.refused > 0 else issued

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_ext.profiler.causes import Lateness
-from fsdp_ext.profiler.recording import WIRES, Iteration
+from fsdp_ext.profiler.recording import COLLECTIVES, WIRES, Iteration
 from fsdp_ext.sharding.agreement import exchange, has_peers
 from fsdp_ext.sharding.unit import Unit
 
@@ -50,7 +50,9 @@ def compare_clocks(iterations: Sequence[Iteration], unit: Unit) -> Clocks:
     # All processes of one boot of one machine share a clock.
     boot = Path("/proc/sys/kernel/random/boot_id")
     host = boot.read_text() if boot.exists() else ""
-    counts: _Counts = {one.number: tuple(len(one.of(work)) for work in WIRES) for one in iterations}
+    counts: _Counts = {
+        one.number: tuple(len(one.of(work)) for work in COLLECTIVES) for one in iterations
+    }
     answers: list[tuple[str, list[float], _Counts]]
     answers = exchange(unit, (host, _readings(unit), counts))
     common = frozenset.intersection(*(frozenset(of_rank) for *_, of_rank in answers))
@@ -121,7 +123,7 @@ def lateness(
 
     All ranks of ``unit``'s mesh call this. Ranks issue the collectives of each lane in one order,
     so the k-th collective of one rank is the k-th of all. Three all-reduces of one number per
-    collective suffice, for each group of ranks.
+    collective suffice, for each group of ranks. Gathers of smaller groups are left out.
 
     Returns:
         The lateness by iteration number and place among its spans, for the iterations in which all

@@ -12,14 +12,17 @@ from fsdp_ext import _C
 LANES = {
     "cast": "gather",
     "gather": "gather",
+    "group gather": "gather",  # of a smaller group: Note [group shards] in csrc/core/group_shard.h
     "unpack": "gather",
+    "keep": "gather",
     "pack": "reduce",
     "reduce": "reduce",
     "all-reduce": "all-reduce",
     "finish reduction": "reduce",
 }
-# Work that is on the wire: the collectives.
+# WIRES are the lanes, and COLLECTIVES the kinds of work on the wire.
 WIRES = ("gather", "reduce", "all-reduce")
+COLLECTIVES = ("gather", "group gather", "reduce", "all-reduce")
 WAITS = ("wait (gather)", "wait (reduction)")
 COMPUTE = ("unit forward", "unit backward")
 PASSES = ("forward", "backward")
@@ -34,8 +37,9 @@ class Span:
         phase: the phase that issued it: "forward", "backward" or "other".
         first: number of the unit, or of the bucket's first unit in forward order; -1 for all units.
         last: number of the bucket's last unit.
-        nbytes: size of a collective, summed over the ranks that shard the model; of an all-reduce
-            over replicas, that of one rank; else 0.
+        nbytes: size of a collective, summed over the ranks that shard the model or, for a group
+            gather, over the ranks of the group; of an all-reduce over replicas, that of one rank;
+            else 0.
         begin: when it began.
         end: when it ended.
         issued: when the host issued the collective.
@@ -143,7 +147,7 @@ class Iteration:
     @property
     def wire(self) -> float:
         """Seconds that collectives took, summed."""
-        return sum(span.seconds for span in self.of(*WIRES))
+        return sum(span.seconds for span in self.of(*COLLECTIVES))
 
 
 def copy_rates(iterations: Sequence[Iteration]) -> tuple[float, float]:
@@ -153,9 +157,10 @@ def copy_rates(iterations: Sequence[Iteration]) -> tuple[float, float]:
     """
 
     def rate(wire: str) -> float:
-        works = [work for work, lane in LANES.items() if lane == wire and work != wire]
-        seconds = sum(span.seconds for one in iterations for span in one.of(*works))
-        nbytes = sum(span.nbytes for one in iterations for span in one.of(wire))
+        works = [work for work, lane in LANES.items() if lane == wire]
+        copies = [work for work in works if work not in COLLECTIVES]
+        seconds = sum(span.seconds for one in iterations for span in one.of(*copies))
+        nbytes = sum(span.nbytes for one in iterations for span in one.of(*works))
         return seconds / nbytes if nbytes else 0.0
 
     return rate("gather"), rate("reduce")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_ext.profiler.causes import PAUSE
-from fsdp_ext.profiler.recording import WIRES, Span
+from fsdp_ext.profiler.recording import COLLECTIVES, Span
 from fsdp_ext.profiler.result import Recording
 
 # A smaller factor between compute beside communication and compute alone is noise.
@@ -38,7 +38,8 @@ class Row:
 
     Args:
         units: names of the first and the last unit, or of the only one.
-        operation: "gather", "reduce" or, over replicas, "all-reduce".
+        operation: "gather", "reduce", "group gather" of units with ``reshard_after_forward=k``, or,
+            over replicas, "all-reduce".
         phase: the phase that issued it: "forward", "backward" or "other".
         collectives: number of collectives that carry it.
         nbytes: bytes on the wire, summed over the ranks that shard the model; of an all-reduce,
@@ -155,7 +156,9 @@ def rows_of(recording: Recording, by: str) -> list[Row]:
         for key in costs
         for part, share in (_shares(recording, key.units) if by == "unit" else [(key.units, 1.0)])
     ]
-    found.sort(key=lambda one: (one[0], WIRES.index(one[1].operation), _PHASES.index(one[1].phase)))
+    found.sort(
+        key=lambda one: (one[0], COLLECTIVES.index(one[1].operation), _PHASES.index(one[1].phase))
+    )
     return [
         _row(recording.name_of(part), key, costs[key], share, slowest.get(key))
         for part, key, share in found
@@ -166,7 +169,7 @@ def _costs(recording: Recording) -> dict[_Key, _Cost]:
     count = len(recording.iterations)
     costs: defaultdict[_Key, _Cost] = defaultdict(_Cost)
     for iteration in recording.iterations:
-        for span in iteration.of(*WIRES):
+        for span in iteration.of(*COLLECTIVES):
             cost = costs[_Key.of(span)]
             cost.collectives += 1 / count
             cost.nbytes += span.nbytes / count

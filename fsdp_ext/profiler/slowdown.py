@@ -8,7 +8,13 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from fsdp_ext.profiler.recording import WIRES, Iteration, merged_intervals, overlap, own_compute
+from fsdp_ext.profiler.recording import (
+    COLLECTIVES,
+    Iteration,
+    merged_intervals,
+    overlap,
+    own_compute,
+)
 
 # A unit computed alone if the wire was busy for at most the first share of its time, and beside
 # communication if it was busy for at least the second share.
@@ -44,7 +50,9 @@ def slowdown(iterations: Sequence[Iteration], kinds: Sequence[Hashable]) -> Slow
     alone: defaultdict[tuple[str, Hashable], dict[int, list[float]]] = defaultdict(dict)
     beside: defaultdict[tuple[str, Hashable], list[float]] = defaultdict(list)
     for iteration in iterations:
-        wires = merged_intervals(sorted(iteration.of(*WIRES), key=lambda span: span.begin), 0.0)
+        wires = merged_intervals(
+            sorted(iteration.of(*COLLECTIVES), key=lambda span: span.begin), 0.0
+        )
         for span, own in own_compute(iteration):
             if span.seconds <= 0 or own < 0.5 * span.seconds:
                 continue  # mostly other units inside it, which are compared themselves

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fsdp_ext.profiler.recording import COMPUTE, LANES, WAITS, WIRES, Iteration, Span
+from fsdp_ext.profiler.recording import COLLECTIVES, COMPUTE, LANES, WAITS, Iteration, Span
 from fsdp_ext.profiler.result import Recording
 
 # Rows of a trace from top to bottom. Viewers need spans of one row to follow or enclose each other.
 # Copies of one kind run in order, but copies of different kinds may overlap.
-_COPIES = tuple(work for work in LANES if work not in WIRES)
-_ROWS = ("passes", "compute", *WIRES, *_COPIES)
+_COPIES = tuple(work for work in LANES if work not in COLLECTIVES)
+_ROWS = ("passes", "compute", *COLLECTIVES, *_COPIES)
+# Rows that are there only if they have spans.
+_OPTIONAL = ("group gather", "all-reduce", "keep")
 
 
 def _row_of(span: Span) -> str:
@@ -31,7 +33,7 @@ def trace_of(recording: Recording) -> dict[str, Any]:
     start = min(iteration.begin for of_rank in recording.ranks.values() for iteration in of_rank)
     for rank, iterations in recording.ranks.items():
         works = {span.work for iteration in iterations for span in iteration.spans}
-        rows = [row for row in _ROWS if row != "all-reduce" or row in works]
+        rows = [row for row in _ROWS if row not in _OPTIONAL or row in works]
         events += _headings(rank, recording.transport, rows)
         for iteration in iterations:
             for place, span in enumerate(iteration.spans):

@@ -19,10 +19,10 @@ from fsdp_ext.sharding import module_changes, optimizer_hooks, state_dict_hooks,
 from fsdp_ext.sharding.arguments import (
     check_modules,
     check_offload,
+    check_resharded,
     check_types,
     device_of,
     ensure_process_group,
-    refuse_unsupported,
     resolve_bucket_bytes,
     resolve_max_message_bytes,
     resolve_mesh,
@@ -115,8 +115,10 @@ def fully_shard(
     ``Replicate()`` before it): rank ``r`` of ``N`` has rows ``[r * c, (r + 1) * c)`` with ``c =
     ceil(rows / N)``, as in ``torch.chunk``. In forward and backward they are plain tensors of the
     full shape. Parameters that tensor parallelism has made DTensors before are sharded on both
-    meshes, and are DTensors on their own mesh in forward and backward. The arguments that
-    ``torch.distributed.fsdp.fully_shard`` also has mean the same here.
+    meshes, and are DTensors on their own mesh in forward and backward. Those of a class with
+    ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, such as quantised ones, are gathered as
+    these methods say. The arguments that ``torch.distributed.fsdp.fully_shard`` also has mean the
+    same here.
 
     Args:
         module: the module to shard in place, or a list of modules to treat as one unit.
@@ -125,7 +127,10 @@ def fully_shard(
             second dimension and replicates over its first (hybrid sharding): gradients are
             reduce-scattered over the second, then all-reduced over the first.
         reshard_after_forward: whether to free the unsharded parameters after forward. The default
-            is False for the root, because backward needs it first, and True for other units.
+            is False for the root, because backward needs it first, and True for other units. A
+            number ``k`` has to be a factor of the number of ranks that share the parameters. Each
+            of ``k`` consecutive ranks, for example those of one host, then keeps one ``k``-th of
+            the unsharded parameters, and backward gathers over these ranks only.
         shard_placement_fn: returns the ``Shard(dim)`` of a parameter, None for ``Shard(0)``, or a
             ``ShardPlacementResult`` of one of them and of ``mesh``. The size of a dimension
             other than 0 has to be a multiple of the number of ranks. A message carries such a
@@ -172,7 +177,6 @@ def fully_shard(
         NotImplementedError: if an argument is not supported yet. The message names it.
     """
     check_types(mesh, mp_policy, ignored_params)
-    refuse_unsupported(mp_policy)
     modules = [module] if isinstance(module, nn.Module) else list(_outermost(module))
     check_modules(modules)
     if isinstance(transport, Simulated):
@@ -198,6 +202,7 @@ def fully_shard(
         announce_process(group)
     ignored = set(ignored_params or ()) | replicated_params(modules)
     params = managed_params(modules, ignored)
+    check_resharded(settings.reshard_after_forward, params)
     shard_dims = resolve_placements(shard_placement_fn, params, ranks)
     unit = Unit(modules, params, shard_dims, ranks, device_of(mesh), settings)
     unit.ignored = attributes_of(modules, ignored)
@@ -209,7 +214,7 @@ def fully_shard(
         set_state(submodule, ModuleState(submodule, unit, hooks))
     torch_state.register(unit)
     state_dict_hooks.install(unit)
-    optimizer_hooks.install()
+    optimizer_hooks.watch_optimizers()
     module_changes.install()
     return cast("FSDPModule | list[FSDPModule]", module)
 
@@ -268,7 +273,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     assert state is not None
     assert state.hooks is not None
     hooks = state.hooks
-    unit = module._unit
+    unit = module._fsdp_ext_unit
 
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_ext import _build_info
 from fsdp_ext._util.errors import MisuseError
 from fsdp_ext._util.numbers import is_at_least
+from fsdp_ext.comm.inline_group import is_inline
 from fsdp_ext.sharding.dtensors import shards_before
 from fsdp_ext.sharding.module_state import has_state
 from fsdp_ext.sharding.ranks import Ranks
@@ -140,15 +141,6 @@ def check_types(mesh: object, mp_policy: object, ignored_params: object) -> None
             )
 
 
-def refuse_unsupported(policy: MixedPrecisionPolicy) -> None:
-    """Raise NotImplementedError for fields of ``mp_policy`` that are not supported yet."""
-    if getattr(policy, "param_dtype_override_fn", None) is not None:  # since torch 2.15
-        raise NotImplementedError(
-            "MixedPrecisionPolicy's param_dtype_override_fn is not supported yet. Pass None for "
-            "it, and shard modules that keep their dtype as units of their own."
-        )
-
-
 def check_offload(policy: object, device_type: str) -> None:
     """Check ``offload_policy``. On a mesh of CPUs everything is on the host already.
 
@@ -251,30 +243,61 @@ def check_modules(modules: Iterable[object]) -> None:
             )
 
 
-def resolve_reshard(value: bool | int | None, ranks: Ranks) -> bool | None:
-    """Return ``reshard_after_forward`` as a bool, or None for the default.
+def reshard_over(value: bool | int | None, ranks: int) -> bool | int | None:
+    """Return ``reshard_after_forward`` for a unit that ``ranks`` ranks share, or raise ValueError.
 
-    Raises:
-        NotImplementedError: for a number of ranks between 1 and all.
-        ValueError: for anything else that is not a bool, a factor of the world size or None.
+    A number in the result is between 1 and ``ranks``.
     """
     if value is None or isinstance(value, bool):
         return value
     if not isinstance(value, int):
-        raise ValueError(f"reshard_after_forward is {value!r}. Pass True, False or None.")
-    if value < 1 or ranks.size % value != 0:
         raise ValueError(
-            f"reshard_after_forward={value} is not a factor of the world size {ranks.size}. Pass "
-            "True or False."
+            f"reshard_after_forward is {value!r}. Pass True, False, None or a number of ranks."
         )
-    if value == ranks.size:
+    if value < 1 or ranks % value != 0:
+        raise ValueError(
+            f"reshard_after_forward={value} is not a factor of {ranks}, the number of ranks that "
+            "share the parameters. Pass a factor, True or False."
+        )
+    if value == ranks:
         return True
-    if value == 1:
-        return False
-    raise NotImplementedError(
-        f"reshard_after_forward={value}, resharding to a smaller group, is not supported yet. Pass "
-        "True or False."
-    )
+    return False if value == 1 else value
+
+
+def resolve_reshard(value: bool | int | None, ranks: Ranks) -> bool | int | None:
+    """Return ``reshard_after_forward``: a bool, a number between 1 and all ranks, or None.
+
+    Raises:
+        NotImplementedError: for a number between 1 and all ranks, with ``dp_mesh_dims`` or over a
+            process group whose collectives run on the thread that trains.
+        ValueError: for anything else that is not a bool, a factor of the world size or None.
+    """
+    value = reshard_over(value, ranks.size)
+    if value is None or isinstance(value, bool):
+        return value
+    if ranks.spmd is not None:
+        raise NotImplementedError(
+            f"reshard_after_forward={value} is not supported with dp_mesh_dims. FSDP2 does not "
+            "support it, either. Pass True or False."
+        )
+    if is_inline(ranks.group):
+        raise NotImplementedError(
+            f"reshard_after_forward={value} needs a process group that serves any thread, and "
+            f"'{dist.get_backend(ranks.group)}' does not. Use gloo, or pass True or False."
+        )
+    return value
+
+
+def check_resharded(value: bool | int | None, params: Mapping[nn.Parameter, str]) -> None:
+    """Raise NotImplementedError for DTensors in a unit that is resharded to a smaller group."""
+    if value is None or isinstance(value, bool):
+        return
+    for param, name in params.items():
+        if isinstance(param, DTensor):
+            raise NotImplementedError(
+                f"reshard_after_forward={value} is not supported for parameter '{name}', which is "
+                "a DTensor. FSDP2 does not support it, either. Pass True or False."
+            )
 
 
 def resolve_bucket_bytes(value: int | Auto | None) -> int | Auto | None:

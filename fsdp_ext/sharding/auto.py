@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fsdp_ext.sharding.settings import AUTO, Choice
-from fsdp_ext.sharding.unit import ShardedParam, Unit
+from fsdp_ext.sharding.sharded_param import ShardedParam
+from fsdp_ext.sharding.unit import Unit
 
 # What two models of one shape have in common.
 _Key = tuple[object, ...]

@@ -57,6 +57,12 @@ def _describe(root: Root) -> list[str]:
         f"{len(root.units)} units in {len(buckets)} buckets (bucket_bytes="
         f"{root.settings.bucket_bytes[0]:,}); each bucket is one gather, one reduction and one slot"
     )
+    groups = sorted({bucket["reshard_group"] for bucket in buckets} - {0})
+    if groups:
+        lines.append(
+            f"backward gathers over groups of {' and '.join(map(str, groups))} ranks; what a rank "
+            f"keeps for that is {size(sum(bucket['group_shard_bytes'] for bucket in buckets))}"
+        )
     lines.append(
         f"{slots} slots of {size(memory['ring_slot_bytes'])} are {size(memory['ring_bytes'])}; "
         f"without buckets they would be {size(slots * largest)}"

@@ -17,6 +17,7 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp_ext import _C
@@ -54,6 +55,13 @@ class Spread:
         return DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride
         )
+
+    def wrap(self, local: torch.Tensor) -> DTensor:
+        """Return a DTensor with ``local`` itself inside, because its class may have no views."""
+        stride = _contiguous_stride(self.shape)
+        meta = TensorMeta(self.shape, stride, local.dtype)
+        spec = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
+        return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def place(self, gradient: DTensor) -> DTensor:

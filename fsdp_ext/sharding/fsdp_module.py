@@ -44,7 +44,7 @@ class FSDPModule(TorchFSDPModule):
 
     def reshard(self) -> None:
         """Free this unit's unsharded parameters and register the sharded ones. Not recursive."""
-        reshard(self._unit)
+        reshard(self._fsdp_ext_unit)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters, following its mixed-precision policy. Not recursive.
@@ -52,7 +52,9 @@ class FSDPModule(TorchFSDPModule):
         Args:
             async_op: return a handle at once instead of waiting. Forward waits by itself.
         """
-        unit = self._unit
+        unit = self._fsdp_ext_unit
+        if unit.is_summoned:  # its parameters are whole already
+            return UnshardHandle(None) if async_op else None
         ensure_root(unit).unshard(unit)
         handle = UnshardHandle(unit)
         if async_op:
@@ -68,13 +70,13 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             RuntimeError: if this module is not the root.
         """
-        root = self._unit.root
+        root = self._fsdp_ext_unit.root
         if root is None:
             return
-        if root.number(self._unit) > 0:
+        if root.number(self._fsdp_ext_unit) > 0:
             raise RuntimeError(
-                f"reset_iter_state was called on unit '{self._unit.name}'. Call it on the root "
-                "module, which is the one that ran forward first."
+                f"reset_iter_state was called on unit '{self._fsdp_ext_unit.name}'. Call it on the "
+                "root module, which is the one that ran forward first."
             )
         root.core.reset_iteration()
 
@@ -106,8 +108,8 @@ class FSDPModule(TorchFSDPModule):
             RuntimeError: without :meth:`set_manual_backward_finalization`, and while forward or
                 backward runs.
         """
-        root = self._unit.root
-        settings = self._unit.settings if root is None else root.units[0].settings
+        root = self._fsdp_ext_unit.root
+        settings = self._fsdp_ext_unit.settings if root is None else root.units[0].settings
         if not settings.finalizes_by_hand:
             raise RuntimeError(
                 "finalize_backward was called, but backwards end by themselves. Call "
@@ -115,7 +117,7 @@ class FSDPModule(TorchFSDPModule):
             )
         if root is not None:
             root.reduce_accumulated(wait=not async_op)
-        return GradientReductionHandle(self._unit) if async_op else None
+        return GradientReductionHandle(self._fsdp_ext_unit) if async_op else None
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -126,7 +128,7 @@ class FSDPModule(TorchFSDPModule):
             requires_gradient_sync: False has the effect of FSDP1's ``no_sync``.
             recurse: set it for all units below, too.
         """
-        _change(self._units(recurse), requires_gradient_sync=requires_gradient_sync)
+        _change(self._fsdp_ext_units(recurse), requires_gradient_sync=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward sums gradients over replicas, on a 2-D mesh.
@@ -139,7 +141,7 @@ class FSDPModule(TorchFSDPModule):
             requires_all_reduce: the new value.
             recurse: set it for all units below, too.
         """
-        _change(self._units(recurse), requires_all_reduce=requires_all_reduce)
+        _change(self._fsdp_ext_units(recurse), requires_all_reduce=requires_all_reduce)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -155,7 +157,9 @@ class FSDPModule(TorchFSDPModule):
                 no gradient on this rank, sends zeros.
             recurse: set it for all units below, too.
         """
-        _change(self._units(recurse), reduce_scatter_unused_params=reduce_scatter_unused_params)
+        _change(
+            self._fsdp_ext_units(recurse), reduce_scatter_unused_params=reduce_scatter_unused_params
+        )
 
     def join_empty(self, tensor: torch.Tensor) -> torch.Tensor:
         """Take part in what other ranks do while they run this module, without running it.
@@ -196,7 +200,7 @@ class FSDPModule(TorchFSDPModule):
             raise ValueError(
                 f"set_reshard_after_forward got {reshard_after_forward!r}. Pass True or False."
             )
-        _change(self._units(recurse), reshard_after_forward=reshard_after_forward)
+        _change(self._fsdp_ext_units(recurse), reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -208,7 +212,7 @@ class FSDPModule(TorchFSDPModule):
                 accumulated, and costs the memory of the unsharded parameters.
             recurse: set it for all units below, too.
         """
-        _change(self._units(recurse), reshard_after_backward=reshard_after_backward)
+        _change(self._fsdp_ext_units(recurse), reshard_after_backward=reshard_after_backward)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Set what to prefetch when this unit runs forward, instead of the recorded order.
@@ -216,8 +220,8 @@ class FSDPModule(TorchFSDPModule):
         Args:
             modules: sharded modules; each needs a slot of the ring while it is ahead.
         """
-        self._unit.forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
-        _change([self._unit])
+        self._fsdp_ext_unit.forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
+        _change([self._fsdp_ext_unit])
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Set what to prefetch when this unit runs backward, instead of the reverse order.
@@ -225,14 +229,16 @@ class FSDPModule(TorchFSDPModule):
         Args:
             modules: sharded modules; each needs a slot of the ring while it is ahead.
         """
-        self._unit.backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
-        _change([self._unit])
+        self._fsdp_ext_unit.backward_prefetch = _units_of(
+            modules, "set_modules_to_backward_prefetch"
+        )
+        _change([self._fsdp_ext_unit])
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Set the divisor of this unit's summed gradients, instead of the world size."""
         if not isinstance(factor, (int, float)) or not factor > 0:
             raise ValueError(f"set_gradient_divide_factor got {factor!r}. Pass a positive number.")
-        _change([self._unit], gradient_divide_factor=float(factor))
+        _change([self._fsdp_ext_unit], gradient_divide_factor=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Do what :meth:`set_gradient_divide_factor` does. It is FSDP2's older name for it."""
@@ -245,7 +251,7 @@ class FSDPModule(TorchFSDPModule):
             unshard_in_backward: pass False if backward does not read them. That of an embedding
                 does not. If it does, it raises. Gradients do not depend on this setting.
         """
-        _change([self._unit], unshard_in_backward=unshard_in_backward)
+        _change([self._fsdp_ext_unit], unshard_in_backward=unshard_in_backward)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Make the current stream wait for the end of an optimizer's step on another stream.
@@ -264,7 +270,8 @@ class FSDPModule(TorchFSDPModule):
                 f"set_post_optim_event got {event!r}. Pass a torch.Event that was recorded after "
                 "the optimizer's step."
             )
-        if self._unit.device.type != "cpu":  # the host has no streams of its own to wait for
+        # The host has no streams of its own to wait for.
+        if self._fsdp_ext_unit.device.type != "cpu":
             event.wait()
 
     def set_all_reduce_hook(
@@ -293,10 +300,13 @@ class FSDPModule(TorchFSDPModule):
         """
         if hook is not None and not callable(hook):
             raise TypeError(f"set_all_reduce_hook got {hook!r}. Pass a function of one tensor.")
-        if stream is not None and (hook is None or self._unit.replicas > 1):
+        if stream is not None and (hook is None or self._fsdp_ext_unit.replicas > 1):
             where = "no hook" if hook is None else "a 2-D mesh, whose all-reduce has a stream"
             raise ValueError(f"set_all_reduce_hook got a stream and {where}. Leave stream out.")
-        _change([self._unit], all_reduce_hook=None if hook is None else AllReduceHook(hook, stream))
+        _change(
+            [self._fsdp_ext_unit],
+            all_reduce_hook=None if hook is None else AllReduceHook(hook, stream),
+        )
 
     # - Methods of FSDP2 that change nothing here, because it is so already
 
@@ -360,20 +370,20 @@ class FSDPModule(TorchFSDPModule):
                 padded otherwise because they are reduced in a smaller dtype.
             RuntimeError: before the first forward.
         """
-        return self._unit.flat()
+        return self._fsdp_ext_unit.flat()
 
     def _change_root(self, **settings: bool) -> None:
-        self._unit.change(**settings)
-        if self._unit.root is not None:
-            self._unit.root.change(**settings)
+        self._fsdp_ext_unit.change(**settings)
+        if self._fsdp_ext_unit.root is not None:
+            self._fsdp_ext_unit.root.change(**settings)
 
     @property
-    def _unit(self) -> Unit:
+    def _fsdp_ext_unit(self) -> Unit:
         unit = unit_of(cast(nn.Module, self))
         assert unit is not None
         return unit
 
-    def _units(self, recurse: bool) -> list[Unit]:
+    def _fsdp_ext_units(self, recurse: bool) -> list[Unit]:
         modules = cast(nn.Module, self).modules() if recurse else [cast(nn.Module, self)]
         units = (unit_of(module) for module in modules)
         return list(dict.fromkeys(unit for unit in units if unit is not None))
@@ -381,12 +391,12 @@ class FSDPModule(TorchFSDPModule):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # module.to(), to_empty() and the like work on the sharded parameters and may replace them.
         self.reshard()
-        core = self._unit.core
+        core = self._fsdp_ext_unit.core
         if core is not None:
             core.release_gradients()  # torch.utils.swap_tensors wants to be their only holder
         original: Any = super(TorchFSDPModule, self)
         result = original._apply(*args, **kwargs)
-        adopt_changes(self._unit)
+        adopt_changes(self._fsdp_ext_unit)
         return result
 
     def _get_fsdp_state(self) -> Any:
@@ -439,7 +449,7 @@ def _units_of(modules: Sequence[TorchFSDPModule], caller: str) -> list[Unit]:
                 f"{caller} got a {type(module).__name__} that is not sharded. Pass modules that "
                 "fully_shard was applied to."
             )
-        units.append(module._unit)
+        units.append(module._fsdp_ext_unit)
     return units
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -14,26 +17,49 @@ from torch.optim.optimizer import (
 
 from fsdp_ext import _C
 from fsdp_ext.comm.lanes import check_lanes
-from fsdp_ext.sharding.ownership import replaced_as, unsharded_name
+from fsdp_ext.sharding.ownership import (
+    goes_on_as,
+    is_any_overwritten,
+    replaced_as,
+    unsharded_name,
+)
 
-# How many parameters an optimizer had when it was checked. add_param_group() adds more.
+# How many parameters an optimizer had when it was checked. add_param_group() adds more, and
+# fully_shard may replace those that it has.
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
+def watch_optimizers() -> None:
+    """Have all optimizers of the process checked before their next step, and their steps noted.
+
+    Each ``fully_shard`` calls this.
+    """
+    _register()
+    check_again()
+
+
 @functools.cache
-def install() -> None:
-    """Register the hooks for all optimizers of the process. Later calls do nothing."""
+def _register() -> None:
     register_optimizer_step_pre_hook(_check_optimizer)
     register_optimizer_step_post_hook(_note_step)
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     check_lanes()
+    if is_any_overwritten(param for group in optimizer.param_groups for param in group["params"]):
+        raise RuntimeError(
+            "an optimizer's step was called inside summon_full_params, and leaving that would "
+            "overwrite its result. Call step() outside, or pass writeback=False."
+        )
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if _checked.get(optimizer) == count:
         return
     for group in optimizer.param_groups:
-        for param in group["params"]:
+        for index, param in enumerate(group["params"]):
+            successor = goes_on_as(param)
+            if successor is not None:
+                _go_on(optimizer, group, index, successor)
+                continue
             owner = replaced_as(param)
             if owner is not None:
                 raise RuntimeError(
@@ -48,6 +74,44 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
                     "the first forward, or after reshard()."
                 )
     _checked[optimizer] = count
+
+
+def check_again() -> None:
+    """Have all optimizers checked again, since parameters that they have may be replaced."""
+    _checked.clear()
+
+
+def let_optimizers_go_on() -> None:
+    """Give the optimizers that exist already the sharded parameters of those that they have.
+
+    So what is done with an optimizer before its first step concerns these, too: ``zero_grad``,
+    state dicts, gradient scalers.
+    """
+    for found in gc.get_objects():
+        if not issubclass(type(found), torch.optim.Optimizer):  # isinstance would ask proxies
+            continue
+        for group in getattr(found, "param_groups", ()):
+            for index, param in enumerate(group["params"]):
+                successor = goes_on_as(param)
+                if successor is not None:
+                    _go_on(found, group, index, successor)
+
+
+@torch.no_grad()
+def _go_on(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], index: int, sharded: nn.Parameter
+) -> None:
+    """Put a sharded parameter in place of the original, and shard what the optimizer has for it."""
+    state = optimizer.state.pop(group["params"][index], {})
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.shape == sharded.shape:
+            whole, param = value.to(sharded.device), cast(DTensor, sharded)
+            state[name] = distribute_tensor(
+                whole, param.device_mesh, param.placements, src_data_rank=None
+            ).clone()
+    if state:
+        optimizer.state[sharded] = state
+    group["params"][index] = sharded
 
 
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

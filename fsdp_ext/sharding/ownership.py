@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
+from fsdp_ext._util.errors import MisuseError
 from fsdp_ext.sharding.dtensors import shards_of
 from fsdp_ext.sharding.ranks import Ranks
 from fsdp_ext.sharding.spmd import SpmdMesh
 
 # Set on a parameter that a unit has replaced: its name, and the name of the unit.
 _SHARDED_AS = "_fsdp_ext_sharded_as"
+# Set on such a parameter if optimizers may go on with its replacement: the replacement. It is not a
+# weak reference, because torch.utils.swap_tensors refuses those, and module.to() calls it.
+_GOES_ON_AS = "_fsdp_ext_goes_on_as"
 # Set on the replacement: the name of the unit.
 _SHARDED_IN = "_fsdp_ext_sharded_in"
 # Set on an unsharded parameter, which modules have only while forward and backward run: its name.
@@ -38,14 +44,9 @@ def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> Non
             f"parameter '{name}' belongs to a lazy module and has no shape yet. Run one forward "
             "before fully_shard."
         )
-    # Sharding makes new parameters of the rows, which would be plain ones.
-    kind = type(param._local_tensor) if isinstance(param, DTensor) else type(param)
-    if kind not in (nn.Parameter, torch.Tensor):
-        raise NotImplementedError(
-            f"parameter '{name}' is a {kind.__name__}, and fully_shard would lose what this "
-            "class adds to a plain tensor. Convert it to an nn.Parameter, or pass it in "
-            "ignored_params."
-        )
+    part = param._local_tensor if isinstance(param, DTensor) else param
+    if not is_extension(name, part):
+        _check_plain(name, part)
     check_grad_dtype(name, param)
     if param.ndim == 0:
         raise ValueError(
@@ -63,6 +64,33 @@ def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> Non
         raise ValueError(
             f"parameter '{name}' is on {param.device}, but the mesh is of {device}. Move the "
             f"module to {device} (or meta) first."
+        )
+
+
+def is_extension(name: str, tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's class says how it is gathered: Note [tensor extensions].
+
+    Raises:
+        MisuseError: if it has only one of the two methods.
+    """
+    methods = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+    found = [method for method in methods if hasattr(tensor, method)]
+    if len(found) == 1:
+        raise MisuseError(
+            f"parameter '{name}' is a {type(tensor).__name__}, which has {found[0]} only. A class "
+            f"that says how it is gathered needs both {methods[0]} and {methods[1]}."
+        )
+    return len(found) == 2
+
+
+def _check_plain(name: str, tensor: torch.Tensor) -> None:
+    """Raise NotImplementedError if ``tensor`` is of a subclass, which copies of its rows lose."""
+    kind = type(tensor)
+    if kind not in (nn.Parameter, torch.Tensor):
+        raise NotImplementedError(
+            f"parameter '{name}' is a {kind.__name__}, and fully_shard would lose what this "
+            "class adds to a plain tensor. Convert it to an nn.Parameter, or pass it in "
+            "ignored_params."
         )
 
 
@@ -131,6 +159,43 @@ def replaced_as(param: nn.Parameter) -> tuple[str, str] | None:
     """Return the names of the parameter and of the unit that has replaced it, or None."""
     owner: tuple[str, str] | None = getattr(param, _SHARDED_AS, None)
     return owner
+
+
+def mark_goes_on_as(param: nn.Parameter, sharded: nn.Parameter) -> None:
+    """Let optimizers that have ``param`` go on with ``sharded``."""
+    setattr(param, _GOES_ON_AS, sharded)
+    if hasattr(sharded, _GOES_ON_AS):  # it was replaced before, and is back
+        delattr(sharded, _GOES_ON_AS)
+
+
+def hand_over(param: nn.Parameter, sharded: nn.Parameter) -> None:
+    """Let optimizers that have ``param`` go on with ``sharded``, which has replaced it.
+
+    ``param`` gives up its memory.
+    """
+    mark_goes_on_as(param, sharded)
+    param.data = param.data.new_empty(0)
+
+
+def goes_on_as(param: nn.Parameter) -> nn.Parameter | None:
+    """Return what an optimizer that has ``param`` goes on with; None if it may not."""
+    sharded: nn.Parameter | None = getattr(param, _GOES_ON_AS, None)
+    later = None if sharded is None else goes_on_as(sharded)
+    return sharded if later is None else later
+
+
+# The ids of sharded parameters that summoned ones will be written into.
+_overwritten: set[int] = set()
+
+
+def mark_overwritten(sharded: nn.Parameter, value: bool) -> None:
+    """Remember whether ``sharded`` is summoned, and will be written when that ends."""
+    (_overwritten.add if value else _overwritten.discard)(id(sharded))
+
+
+def is_any_overwritten(params: Iterable[nn.Parameter]) -> bool:
+    """Return whether what is written into some of ``params`` now will be lost."""
+    return bool(_overwritten) and any(id(goes_on_as(p) or p) in _overwritten for p in params)
 
 
 def is_sharded(param: nn.Parameter) -> bool:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_ext import _C
 from fsdp_ext._util.errors import MisuseError
@@ -28,9 +30,13 @@ class Param(Protocol):
     """What a layout needs to know of a parameter.
 
     ``dtype`` is the sharded parameter's, and ``shard_dim`` the dimension that ranks share.
+    ``keeps_dtype`` says whether it keeps its own dtype in computation, whatever ``param_dtype`` is.
+    A parameter that is not gathered is only reduced: Note [tensor extensions] in
+    sharding/extensions.py.
     """
 
     name: str
+    keeps_dtype: bool
 
     @property
     def shape(self) -> torch.Size: ...
@@ -43,6 +49,32 @@ class Param(Protocol):
 
     @property
     def requires_grad(self) -> bool: ...
+
+    @property
+    def is_gathered(self) -> bool: ...
+
+
+def keeps_dtype(policy: MixedPrecisionPolicy, name: str, param: nn.Parameter) -> bool:
+    """Return whether the policy's ``param_dtype_override_fn`` leaves ``param`` in its own dtype.
+
+    Args:
+        policy: the unit's policy. PyTorch's has that function since 2.15.
+        name: the parameter's name, for messages.
+        param: the parameter before it is sharded.
+
+    Raises:
+        ValueError: if the function returns something else than None, ``param_dtype`` or the
+            parameter's dtype.
+    """
+    override = getattr(policy, "param_dtype_override_fn", None)
+    dtype = None if override is None else override(param)
+    if dtype not in (None, policy.param_dtype, param.dtype):
+        raise ValueError(
+            f"param_dtype_override_fn returned {dtype!r} for parameter '{name}'. Return None or "
+            f"param_dtype ({policy.param_dtype}) to cast it, or its own dtype ({param.dtype}) to "
+            "keep that."
+        )
+    return dtype is not None and dtype == param.dtype
 
 
 class ParamGroup:
@@ -68,26 +100,35 @@ class ParamGroup:
         self.forward_prefetch: Sequence[ParamGroup] = ()
         self.backward_prefetch: Sequence[ParamGroup] = ()
 
+    @property
+    def entries(self) -> Sequence[Param]:
+        """What the layout has a place for, in its order."""
+        return self.params
+
     def layout_for(self, training: bool) -> _C.UnitLayout:
         """Return where parameters, and in training gradients, lie in shards and buffers.
 
         Raises:
             ValueError: if trainable parameters have several dtypes.
         """
-        return self._layout(self.params, training)
+        return self._layout(self.entries, training)
 
     def _layout(self, params: Sequence[Param], training: bool) -> _C.UnitLayout:
         grad_dtype, reduce_dtype = self.grad_dtypes() if training else (torch.float32,) * 2
         specs = self._specs(params, training)
         return _C.UnitLayout(specs, self.world_size, grad_dtype, reduce_dtype, DIRECT_BYTES)
 
-    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which parameters of ``dtype`` are gathered and computed with."""
-        param_dtype = self.settings.mp_policy.param_dtype
-        return param_dtype if param_dtype is not None and dtype.is_floating_point else dtype
+    def compute_dtype(self, param: Param) -> torch.dtype:
+        """Return the dtype in which ``param`` is gathered and computed with."""
+        dtype = self.settings.mp_policy.param_dtype
+        is_cast = dtype is not None and param.dtype.is_floating_point and not param.keeps_dtype
+        return dtype if dtype is not None and is_cast else param.dtype
 
     def grad_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtypes of the sharded gradients and of their reduction.
+
+        Sharded gradients have the dtype of the sharded parameters or, if low-precision gradients
+        are kept, the one that parameters are computed with.
 
         Raises:
             ValueError: if trainable parameters have several dtypes.
@@ -103,7 +144,10 @@ class ParamGroup:
         grad_dtype = next(iter(trainable.values()), torch.float32)
         policy = self.settings.mp_policy
         computed = policy.param_dtype if _REDUCES_AS_COMPUTED else None
-        return grad_dtype, policy.reduce_dtype or computed or grad_dtype
+        reduce_dtype = policy.reduce_dtype or computed or grad_dtype
+        if self.settings.keep_low_precision_grads:
+            grad_dtype = policy.param_dtype or grad_dtype
+        return grad_dtype, reduce_dtype
 
     def check_message_bytes(self, params: Sequence[Param], most: int, *, training: bool) -> None:
         """Check that a message of ``most`` bytes has room for one row of a parameter of each rank.
@@ -141,6 +185,8 @@ class ParamGroup:
         Only fp32 and bf16 are divided at once. Other dtypes, above all fp16 with its small range,
         are divided by about the square root of the divisor on each side.
         """
+        if self.settings.communication_hook is not None:
+            return 1.0, 1.0  # it averages
         ranks = self.world_size * self.replicas
         factor = self.settings.gradient_divide_factor or float(ranks)
         _, reduce_dtype = self.grad_dtypes()
@@ -163,8 +209,9 @@ class ParamGroup:
                 shard_dim=param.shard_dim,
                 ranks=self.world_size,
                 shard_dtype=param.dtype,
-                param_dtype=self.compute_dtype(param.dtype),
+                param_dtype=self.compute_dtype(param),
                 trainable=training and param.requires_grad,
+                gathered=param.is_gathered,
             )
             for param in params
         ]

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
 
+from fsdp_ext._util.errors import MisuseError
 from fsdp_ext.sharding.spmd import SpmdMesh
 
 
@@ -28,6 +29,18 @@ class Ranks:
     def group(self) -> dist.ProcessGroup:
         """The ranks that share the rows of each parameter."""
         return self.mesh.get_group(self.mesh.ndim - 1)
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The mesh of that group."""
+        if self.mesh.ndim == 1:
+            return self.mesh
+        if self.mesh.mesh_dim_names is None:
+            raise MisuseError(
+                "parameters whose class has fsdp_pre_all_gather need a 2-D mesh with names. Pass "
+                "mesh_dim_names to init_device_mesh."
+            )
+        return self.mesh[self.mesh.mesh_dim_names[-1]]
 
     @property
     def rank(self) -> int:

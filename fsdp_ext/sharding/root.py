@@ -12,7 +12,7 @@ from torch import nn
 from fsdp_ext import _C
 from fsdp_ext._util.dynamo import hidden_from_dynamo
 from fsdp_ext.comm.costs import link_of_buckets, log_default
-from fsdp_ext.comm.lanes import lanes_of
+from fsdp_ext.comm.lanes import add_group_lanes, lanes_of
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.sharding import module_changes
 from fsdp_ext.sharding.agreement import has_peers
@@ -56,6 +56,8 @@ class Root(UnitTree):
         replicas = first.ranks.replica_group
         at_once = 2 if replicas is None else 4
         self.lanes = lanes_of(first.ranks.group, first.device, transport, at_once=at_once)
+        for ranks in sorted({unit.settings.reshard_group for unit in self.units} - {0}):
+            add_group_lanes(self.lanes, first.ranks.group, first.device, transport, ranks)
         # The lanes of ranks with the same shard: Note [replicas] in csrc/core/reducer.h.
         self.replicas: _C.Lanes | None = None
         if replicas is not None:
@@ -279,7 +281,7 @@ class Root(UnitTree):
 
     def _set_reshard_after_forward(self, number: int, unit: Unit) -> None:
         value = self.settings.reshard_after_forward[number]
-        self.core.set_reshard_after_forward(number, value)
+        self.core.set_reshard_after_forward(number, value, self.settings.reshard_groups[number])
         # Note [after an evaluation] in csrc/core/unit.h
         was_asked_for = unit.settings.reshard_after_forward is False
         self.core.set_keeps_slot_after_evaluation(number, was_asked_for)
@@ -309,11 +311,19 @@ class Root(UnitTree):
         run = weakref.WeakMethod(unit.run_all_reduce_hook) if has_hook else None
         self.core.set_reduce_hook(number, run, unit.device)
 
+    def _set_communication_hook(self, number: int, unit: Unit) -> None:
+        has_hook = unit.settings.communication_hook is not None
+        run = weakref.WeakMethod(unit.run_communication_hook) if has_hook else None
+        self.core.set_communication_hook(number, run, unit.device)
+
     def _set_prefetch_targets(self, number: int, unit: Unit) -> None:
         forward = [self.number(target) for target in unit.forward_prefetch]
         backward = [self.number(target) for target in unit.backward_prefetch]
         self.core.set_forward_prefetch(number, forward)
         self.core.set_backward_prefetch(number, backward)
+
+    def _set_summoned(self, number: int, unit: Unit) -> None:
+        self.core.set_summoned(number, unit.is_summoned)
 
     def change(self, **settings: bool) -> None:
         """Change settings of which only the root's are used."""
@@ -364,7 +374,9 @@ _SETTERS: dict[str, Callable[[Root, int, Unit], None]] = {
     "reduce_scatter_unused_params": Root._set_reduces_unused,
     "gradient_divide_factor": Root._set_gradient_scales,
     "all_reduce_hook": Root._set_all_reduce_hook,
+    "communication_hook": Root._set_communication_hook,
     "prefetch_targets": Root._set_prefetch_targets,
+    "is_summoned": Root._set_summoned,
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,18 +39,62 @@ class AllReduceHook:
             gradients: the tensor for the function.
             handle: that of the stream of the reductions; 0 on the host, which runs this there.
         """
-        if gradients.device.type == "cpu":
-            stream: Any = self.stream
-            with contextlib.nullcontext() if stream is None else torch.cpu.stream(stream):
-                self.function(gradients)
-            return
-        cuda: Any = torch.cuda  # its classes are not typed
-        reductions = cuda.ExternalStream(handle, device=gradients.device)
-        stream = reductions if self.stream is None else self.stream
-        stream.wait_stream(reductions)
-        with cuda.stream(stream):
+        with _on_stream(gradients.device, handle, self.stream):
             self.function(gradients)
-        reductions.wait_stream(stream)
+
+
+@dataclass(frozen=True)
+class CommunicationHook:
+    """See ``register_comm_hook`` of :class:`fsdp_ext.FullyShardedDataParallel`.
+
+    Args:
+        function: reduces a unit's gradients in place of a collective.
+        state: its first argument.
+    """
+
+    function: Callable[..., object]
+    state: object
+
+    def run(self, gradients: torch.Tensor, handle: int, source: torch.Tensor | None = None) -> None:
+        """Call the function where its work belongs.
+
+        Args:
+            gradients: where the reduced gradients go. Without ``source`` it has those to reduce.
+            handle: that of the stream of the reductions; 0 on the host, which runs this there.
+            source: the gradients to reduce, if ranks share parameters: the rows of each rank, one
+                rank after the other.
+        """
+        result = gradients.detach()
+        with _on_stream(gradients.device, handle, None):
+            if source is None:
+                self.function(self.state, result)
+            else:
+                self.function(self.state, source, result)
+            if result.data_ptr() != gradients.data_ptr():
+                gradients.copy_(result)  # PyTorch's hooks that compress set result.data
+
+
+@contextlib.contextmanager
+def _on_stream(device: torch.device, handle: int, stream: torch.Stream | None) -> Iterator[None]:
+    """Run the block on ``stream``, ordered after and before work on the stream of reductions.
+
+    Args:
+        device: the device of the gradients.
+        handle: the native handle of the stream of reductions; unused on the host.
+        stream: where the block runs; None stands for the stream of reductions.
+    """
+    if device.type == "cpu":
+        cpu_stream: Any = stream
+        with contextlib.nullcontext() if stream is None else torch.cpu.stream(cpu_stream):
+            yield
+        return
+    cuda: Any = torch.cuda  # its classes are not typed
+    reductions = cuda.ExternalStream(handle, device=device)
+    chosen = reductions if stream is None else stream
+    chosen.wait_stream(reductions)
+    with cuda.stream(chosen):
+        yield
+    reductions.wait_stream(chosen)
 
 
 @dataclass(frozen=True)
@@ -62,11 +106,12 @@ class UnitSettings:
     """
 
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009 - frozen
-    reshard_after_forward: bool | None = None
+    reshard_after_forward: bool | int | None = None  # a number is the size of a smaller group
     transport: Transport = None
     bucket_bytes: int | Auto | None = None
     max_message_bytes: int | None = None
     prefetch: int | Auto | None = None  # only the root's is used
+    keep_low_precision_grads: bool = False  # of FSDP1's mixed precision
 
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
@@ -75,8 +120,20 @@ class UnitSettings:
     reduce_scatter_unused_params: bool = False
     gradient_divide_factor: float | None = None
     all_reduce_hook: AllReduceHook | None = None
+    communication_hook: CommunicationHook | None = None
     is_last_backward: bool = True  # only the root's is used
     finalizes_by_hand: bool = False  # only the root's is used
+
+    @property
+    def reshard_group(self) -> int:
+        """How many ranks share the parameters between forward and backward; 0 stands for all."""
+        asked = self.reshard_after_forward
+        return 0 if asked is None or isinstance(asked, bool) else asked
+
+    @property
+    def has_hook(self) -> bool:
+        """Whether the user's code sees gradients when they are reduced."""
+        return self.all_reduce_hook is not None or self.communication_hook is not None
 
     @property
     def waits_for_reductions(self) -> bool:
@@ -93,12 +150,14 @@ class RootSettings:
         bucket_bytes: for each unit, the size up to which its bucket may grow.
         max_message_bytes: for each unit, the size of its largest message; 0 for any size.
         reshard_after_forward: for each unit, whether it is resharded after forward.
+        reshard_groups: for each unit, over how many ranks; 0 for all.
     """
 
     prefetch: int
     bucket_bytes: tuple[int, ...]
     max_message_bytes: tuple[int, ...]
     reshard_after_forward: tuple[bool, ...]
+    reshard_groups: tuple[int, ...]
 
     @property
     def stays_unsharded(self) -> tuple[int, ...]:

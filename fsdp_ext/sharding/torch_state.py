@@ -19,7 +19,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPM
 
 from fsdp_ext.sharding.forward_hooks import ForwardHooks
 from fsdp_ext.sharding.module_state import state_of
-from fsdp_ext.sharding.unit import ShardedParam, Unit
+from fsdp_ext.sharding.sharded_param import ShardedParam
+from fsdp_ext.sharding.unit import Unit
 
 # PyTorch's registries have the function inside the decorator as their key.
 _FUNCTION: Any = torch_fully_shard.__wrapped__  # type: ignore[attr-defined]
@@ -96,6 +97,11 @@ class ParamGroupView(_View):
         if reshards is None:
             root = self._unit.root
             reshards = root is None or root.number(self._unit) > 0
+        if self._unit.settings.reshard_group > 0:
+            raise NotImplementedError(
+                f"the groups of reshard_after_forward={reshards} have no DeviceMesh. Compute their "
+                "ranks from the mesh: they are consecutive."
+            )
         return self.mesh_info if reshards else None
 
     @property

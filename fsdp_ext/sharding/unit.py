@@ -6,8 +6,7 @@ Everything here runs before training or between steps. ``csrc/torch`` has what r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,69 +15,30 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_ext import _C
 from fsdp_ext.comm.transports import zeros_for_shard
-from fsdp_ext.sharding.dtensors import (
-    GradientPlace,
-    Spread,
-    gradient_maker,
-    part_of_this_rank,
-    shards_of,
-)
+from fsdp_ext.sharding import optimizer_hooks
+from fsdp_ext.sharding.dtensors import Spread, gradient_maker, part_of_this_rank, shards_of
+from fsdp_ext.sharding.extensions import Extension, GatherInput, OwnRows, UnitExtensions
 from fsdp_ext.sharding.ownership import (
     check_grad_dtype,
     check_parameter,
     check_tensor_parallel,
+    is_extension,
+    mark_goes_on_as,
     mark_sharded,
-    mark_unsharded,
     unsharded_name,
 )
-from fsdp_ext.sharding.param_group import ParamGroup
+from fsdp_ext.sharding.param_group import ParamGroup, keeps_dtype
 from fsdp_ext.sharding.ranks import Ranks
 from fsdp_ext.sharding.settings import UnitSettings
-
-
-@dataclass
-class ShardedParam:
-    """One parameter of a unit and every module attribute that refers to it (tied ones, too).
-
-    Args:
-        name: its name in the unit's module, and from the first forward on in the root module.
-        shape: shape of the whole parameter, or of the part that tensor parallelism has given to
-            this rank.
-        sharded: the DTensor that modules have while the unit is sharded.
-        shard_dim: the dimension of it that ranks share.
-        spread: how the DTensor is spread.
-        unsharded: how the parameter was spread before; None if it was a plain tensor.
-        attributes: modules and the names of their attributes.
-    """
-
-    name: str
-    shape: torch.Size
-    sharded: nn.Parameter
-    shard_dim: int
-    spread: Spread
-    unsharded: Spread | None
-    attributes: list[tuple[nn.Module, str]] = field(default_factory=list)
-
-    @property
-    def local(self) -> torch.Tensor:
-        """This rank's shard of the parameter."""
-        local: torch.Tensor = self.sharded._local_tensor  # type: ignore[attr-defined]
-        return local
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the sharded parameter."""
-        return self.sharded.dtype
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether it is trained."""
-        return self.sharded.requires_grad
-
-    def registered(self) -> nn.Parameter | None:
-        """Return the present value of the first attribute."""
-        module, name = self.attributes[0]
-        return module._parameters[name]
+from fsdp_ext.sharding.sharded_param import (
+    Entry,
+    ShardedParam,
+    gradient_places,
+    kind_of_part,
+    lies_in,
+    shape_of_view,
+    unsharded_parameter,
+)
 
 
 class Unit(ParamGroup):
@@ -110,11 +70,15 @@ class Unit(ParamGroup):
         # type cannot be named here.
         self.root: Any = None
         self.core: _C.TorchUnit | None = None
+        # Whether the modules have whole parameters, by FSDP1's summon_full_params or apply.
+        self.is_summoned = False
         # Modules and the names of their attributes that were passed as ignored_params.
         self.ignored: set[tuple[nn.Module, str]] = set()
         self.flat_shard = torch.empty(0, dtype=torch.uint8, device=device)
-        # Each parameter's part of it. See Note [own storages] in csrc/torch/flat_tensor.h.
+        # Each entry's part of it. See Note [own storages] in csrc/torch/flat_tensor.h.
         self.shard_parts: list[torch.Tensor] = []
+        # What extensions gather; empty until the C++ side is made: Note [tensor extensions].
+        self.inputs: list[GatherInput] = []
         for param, name in params.items():
             check_parameter(name, param, device)
             check_tensor_parallel(name, param, ranks)
@@ -127,6 +91,14 @@ class Unit(ParamGroup):
         self.params: list[ShardedParam] = self._replace(params, sharded)
         self.flatten()
 
+    @property
+    def entries(self) -> Sequence[Entry]:
+        """The parameters and what extensions gather, in the layout's order."""
+        if not self.inputs:
+            return self.params
+        entries: list[Entry] = [*self.params, *self.inputs]
+        return [entries[place] for place in self._layout_order(entries)]
+
     def change(self, **settings: Any) -> None:
         """Replace settings of this unit. :meth:`Root.apply` passes them to the schedule."""
         self.settings = dataclasses.replace(self.settings, **settings)
@@ -137,10 +109,25 @@ class Unit(ParamGroup):
         if hook is not None:
             hook.run(gradients, handle)
 
+    def run_communication_hook(
+        self, gradients: torch.Tensor, handle: int, source: torch.Tensor | None = None
+    ) -> None:
+        """Let the user's hook reduce this unit's gradients. The schedule calls this."""
+        hook = self.settings.communication_hook
+        if hook is not None:
+            hook.run(gradients, handle, source)
+
     def flat(self) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`fsdp_ext.FSDPModule.flat_shard`."""
         dtypes = {param.dtype for param in self.params}
         frozen = [param.name for param in self.params if not param.requires_grad]
+        own = [param.name for param in self.params if not param.is_gathered]
+        if own:
+            raise ValueError(
+                f"flat_shard needs parameters that lie in the flat shard, but those of unit "
+                f"'{self.name}' named {own} have memory of their own, since their class has "
+                "fsdp_pre_all_gather. Use its parameters one by one."
+            )
         if len(dtypes) != 1 or frozen:
             raise ValueError(
                 "flat_shard needs a unit whose parameters have one dtype and are all trained, but "
@@ -171,13 +158,36 @@ class Unit(ParamGroup):
     @torch.no_grad()
     def _shard(self, param: nn.Parameter, name: str, dim: int) -> ShardedParam:
         """Return a sharded parameter with this rank's shard, on meta if the parameter is there."""
+        extension = self._shard_extension(param, name, dim)
+        if extension is not None:
+            return extension
         part = part_of_this_rank(param)
         first, count = self._range(part.shape, dim)
         local = part.narrow(dim, first, count).contiguous()
         spread = shards_of(param, self.ranks, dim)
         dtensor = spread.dtensor(local if local.is_meta else local.to(self.device))
         sharded = nn.Parameter(dtensor, requires_grad=param.requires_grad)
-        return ShardedParam(name, part.shape, sharded, dim, spread, Spread.of(param, self.ranks))
+        unsharded = Spread.of(param, self.ranks)
+        keeps = keeps_dtype(self.settings.mp_policy, name, param)
+        return ShardedParam(name, part.shape, sharded, dim, spread, unsharded, keeps)
+
+    def _shard_extension(self, param: nn.Parameter, name: str, dim: int) -> ShardedParam | None:
+        """Return a sharded parameter if its class says how it is gathered, and otherwise None."""
+        part = param._local_tensor if isinstance(param, DTensor) else param
+        if not is_extension(name, part):
+            return None
+        if dim > 0:
+            raise NotImplementedError(
+                f"shard_placement_fn returned Shard({dim}) for parameter '{name}', a "
+                f"{type(part).__name__}. Parameters whose class has fsdp_pre_all_gather are only "
+                "shared along dimension 0, so return Shard(0)."
+            )
+        own = OwnRows.of(part, name, self.ranks, self.device)
+        spread = shards_of(param, self.ranks, dim)
+        sharded = nn.Parameter(spread.wrap(own.local), requires_grad=param.requires_grad)
+        before = Spread.of(param, self.ranks)
+        keeps = keeps_dtype(self.settings.mp_policy, name, param)
+        return ShardedParam(name, part.shape, sharded, dim, spread, before, keeps, own)
 
     def _replace(
         self, params: dict[nn.Parameter, str], sharded: list[ShardedParam]
@@ -223,9 +233,18 @@ class Unit(ParamGroup):
                 changed.
             RuntimeError: if only some parameters are on meta, unless ``loading``.
         """
-        replaced = [self._merge_tied(), *[self._adopt(param, loading) for param in self.params]]
+        if self.is_summoned:
+            return False
+        try:
+            replaced = [self._merge_tied(), *[self._adopt(param, loading) for param in self.params]]
+        except ValueError:
+            for param in self.params:  # so that the model is as it was before
+                for module, name in param.attributes:
+                    module._parameters[name] = param.sharded
+            raise
         layout = self.layout_for(training=False)
-        if self._is_flat(layout):
+        entries = self.entries
+        if self._is_flat(entries, layout):
             return any(replaced)
         devices = {param.local.device.type for param in self.params}
         if loading and len(devices) > 1:
@@ -240,11 +259,12 @@ class Unit(ParamGroup):
         flat = zeros_for_shard(
             layout.shard_bytes, device, self.ranks.group, self.settings.transport
         )
-        parts = self._parts_of(flat, layout)
-        for param, part in zip(self.params, parts, strict=True):
-            if not param.local.is_meta:
-                part.copy_(param.local)
-            param.sharded._local_tensor = part  # type: ignore[attr-defined]
+        parts = self._parts_of(flat, entries, layout)
+        for entry, part in zip(entries, parts, strict=True):
+            if isinstance(entry, ShardedParam) and entry.is_gathered:
+                if not entry.local.is_meta:
+                    part.copy_(entry.local)
+                entry.sharded._local_tensor = part  # type: ignore[attr-defined]
         self.flat_shard, self.shard_parts = flat, parts
         return True
 
@@ -252,8 +272,17 @@ class Unit(ParamGroup):
         """Return the modules and names of all attributes that refer to its parameters."""
         return [place for param in self.params for place in param.attributes]
 
+    def phase(self) -> str:
+        """Return which pass of its model runs: "forward", "backward" or "idle"."""
+        if self.root is None or self.core is None:
+            return "idle"
+        phase: str = self.root.core.phase()
+        return phase
+
     def has_changed(self) -> bool:
         """Return whether an attribute refers to another parameter than when it was sharded."""
+        if self.is_summoned:
+            return False
         for param in self.params:
             for module, name in param.attributes:
                 now = module._parameters.get(name)
@@ -298,6 +327,9 @@ class Unit(ParamGroup):
                     f"was replaced by a DTensor with {tuple(now.placements)}. Redistribute that, "
                     "or load it without assign=True."
                 )
+            if now is not param.sharded:
+                mark_goes_on_as(param.sharded, now)
+                optimizer_hooks.check_again()
             param.sharded = now
             for module, name in param.attributes:
                 module._parameters[name] = now
@@ -310,6 +342,13 @@ class Unit(ParamGroup):
                 f"rank, when it was sharded, but now has {tuple(param.sharded.shape)} with local "
                 f"shape {tuple(param.local.shape)}. Change shapes before fully_shard."
             )
+        if param.own is not None:
+            return param.own.adopt(param.sharded, param.name) or replaced
+        if is_extension(param.name, param.local):
+            raise ValueError(
+                f"parameter '{param.name}' was replaced by a {type(param.local).__name__} after "
+                "fully_shard, which made it a plain one. Replace parameters before fully_shard."
+            )
         return replaced
 
     def _is_untied(self, param: ShardedParam) -> bool:
@@ -317,31 +356,28 @@ class Unit(ParamGroup):
         values = [module._parameters[name] for module, name in param.attributes]
         return any(isinstance(value, DTensor) and value is not values[0] for value in values)
 
-    def _is_flat(self, layout: _C.UnitLayout) -> bool:
-        if self.flat_shard.numel() != layout.shard_bytes or len(self.shard_parts) != len(
-            self.params
-        ):
+    def _is_flat(self, entries: Sequence[Entry], layout: _C.UnitLayout) -> bool:
+        if self.flat_shard.numel() != layout.shard_bytes or len(self.shard_parts) != len(entries):
             return False
         return all(
-            param.local.device == self.flat_shard.device
-            and not param.local.is_meta
-            and param.local.is_contiguous()
-            and param.local.dtype == part.dtype
-            and param.local.untyped_storage()._cdata == part.untyped_storage()._cdata
-            and param.local.storage_offset() == 0
+            lies_in(entry, part, self.flat_shard)
             and _address(part) == _address(self.flat_shard) + place.shard_offset
-            for param, part, place in zip(
-                self.params, self.shard_parts, layout.placements, strict=True
-            )
+            for entry, part, place in zip(entries, self.shard_parts, layout.placements, strict=True)
         )
 
-    def _parts_of(self, flat: torch.Tensor, layout: _C.UnitLayout) -> list[torch.Tensor]:
-        """Return each parameter's part of a flat shard, without values on meta."""
+    def _parts_of(
+        self,
+        flat: torch.Tensor,
+        entries: Sequence[Entry],
+        layout: _C.UnitLayout,
+    ) -> list[torch.Tensor]:
+        """Return each entry's part of a flat shard, without values on meta."""
+        kinds = [kind_of_part(entry) for entry in entries]
         if flat.is_meta:
-            return [torch.empty_like(param.local, device=flat.device) for param in self.params]
+            return [torch.empty(shape, dtype=dtype, device=flat.device) for shape, dtype in kinds]
         return [
-            _C.FlatTensor.part_of(flat, place.shard_offset, param.local.shape, param.dtype)
-            for param, place in zip(self.params, layout.placements, strict=True)
+            _C.FlatTensor.part_of(flat, place.shard_offset, shape, dtype)
+            for (shape, dtype), place in zip(kinds, layout.placements, strict=True)
         ]
 
     # - The C++ side
@@ -370,7 +406,9 @@ class Unit(ParamGroup):
                 f"parameters {on_meta} are on the meta device, without memory. Call "
                 "module.to_empty(device=...) and initialise them before the first forward."
             )
+        extensions = self._find_extensions()
         layout = self.layout_for(training=True)
+        entries = self.entries
         grad_dtype, _ = self.grad_dtypes()
         policy = self.settings.mp_policy
         flat_gradient = torch.empty(layout.grad_numel, dtype=grad_dtype, device=self.device)
@@ -378,44 +416,70 @@ class Unit(ParamGroup):
             layout=layout,
             shard=_C.FlatTensor(self.flat_shard, self.shard_parts),
             flat_gradient=flat_gradient,
-            shapes=[list(param.shape) for param in self.params],
-            param_dtypes=[self.compute_dtype(param.dtype) for param in self.params],
+            shapes=[shape_of_view(entry) for entry in entries],
+            param_dtypes=[
+                entry.input_dtype if isinstance(entry, GatherInput) else self.compute_dtype(entry)
+                for entry in entries
+            ],
+            inputs=[i for i, entry in enumerate(entries) if isinstance(entry, GatherInput)],
             cast_inputs=policy.param_dtype if policy.cast_forward_inputs else None,
             cast_outputs=policy.output_dtype,
             module_count=len(self.modules),
         )
-        unsharded = [
-            nn.Parameter(
-                view if param.unsharded is None else param.unsharded.dtensor(view),
-                requires_grad=param.requires_grad,
-            )
-            for view, param in zip(core.unsharded_views(), self.params, strict=True)
-        ]
-        for view, param in zip(unsharded, self.params, strict=True):
-            mark_unsharded(view, param.name)
+        params = [entry if isinstance(entry, ShardedParam) else None for entry in entries]
+        views = core.unsharded_views()
         core.bind(
-            sharded=[param.sharded for param in self.params],
-            unsharded=unsharded,
-            place_gradient=[
-                None if param.unsharded is None else param.unsharded.place for param in self.params
+            sharded=[None if param is None else param.sharded for param in params],
+            unsharded=[
+                unsharded_parameter(param, view)
+                if param is not None and param.is_gathered
+                else None
+                for param, view in zip(params, views, strict=True)
             ],
-            make_gradients=gradient_maker(self._gradient_places(layout)),
+            place_gradient=[
+                None if param is None or param.unsharded is None else param.unsharded.place
+                for param in params
+            ],
+            make_gradients=gradient_maker(gradient_places(params, layout)),
+            extensions=self._place_extensions(extensions, entries, views),
             attributes=[
                 (module._parameters, attribute, index)
-                for index, param in enumerate(self.params)
+                for index, param in enumerate(params)
+                if param is not None
                 for module, attribute in param.attributes
             ],
         )
         self.core = core
         return core
 
-    def _gradient_places(self, layout: _C.UnitLayout) -> list[GradientPlace]:
-        """Return where the gradients of the trainable parameters lie in the flat gradient."""
-        return [
-            GradientPlace(place.grad_offset, param.local.shape, param.spread)
-            for param, place in zip(self.params, layout.placements, strict=True)
-            if param.requires_grad
+    def _find_extensions(self) -> list[Extension]:
+        """Return the extensions, with places for what they gather in the flat shard."""
+        policy = self.settings.mp_policy
+        extensions = [
+            Extension(param, self.ranks, policy, self.compute_dtype(param))
+            for param in self.params
+            if not param.is_gathered
         ]
+        self.inputs = [each for extension in extensions for each in extension.inputs]
+        self.flatten()
+        return extensions
+
+    def _place_extensions(
+        self,
+        extensions: Sequence[Extension],
+        entries: Sequence[Entry],
+        views: Sequence[torch.Tensor],
+    ) -> UnitExtensions | None:
+        """Tell the extensions where their tensors lie. Return None if there are none."""
+        if not extensions:
+            return None
+        for entry, part, view in zip(entries, self.shard_parts, views, strict=True):
+            if isinstance(entry, GatherInput):
+                entry.part, entry.output = part, view
+        places = [place for place, entry in enumerate(entries) if not entry.is_gathered]
+        for extension, place in zip(extensions, places, strict=True):
+            extension.place = place
+        return UnitExtensions(extensions)
 
 
 def _address(tensor: torch.Tensor) -> int:

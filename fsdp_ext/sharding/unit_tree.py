@@ -111,7 +111,8 @@ class UnitTree:
                     reduce_scale=reduce_scale,
                     bucket_bytes=self.settings.bucket_bytes[number],
                     max_message_bytes=self.settings.max_message_bytes[number],
-                    reduces_alone=unit.settings.all_reduce_hook is not None,
+                    reduces_alone=unit.settings.has_hook,
+                    reshard_group=self.settings.reshard_groups[number],
                 )
             )
         return configs
@@ -139,9 +140,10 @@ class UnitTree:
             reshard_after_forward=tuple(
                 number > 0 and number not in stays
                 if unit.settings.reshard_after_forward is None
-                else unit.settings.reshard_after_forward
+                else bool(unit.settings.reshard_after_forward)
                 for number, unit in enumerate(self.units)
             ),
+            reshard_groups=tuple(unit.settings.reshard_group for unit in self.units),
         )
 
     def _bucket_bytes(self, unit: ParamGroup, link: Link, decision: Decision | None) -> int:
@@ -157,5 +159,5 @@ class UnitTree:
         asked = unit.settings.max_message_bytes or self.units[0].settings.max_message_bytes
         if asked is None or unit.world_size == 1:
             return 0
-        unit.check_message_bytes(unit.params, asked, training=True)
+        unit.check_message_bytes(unit.entries, asked, training=True)
         return asked

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fsdp_ext.comm.inline_group import refuse_inline
+from fsdp_ext.comm.inline_group import refuse_inline_group
 from fsdp_ext.sharding.agreement import together
 from fsdp_ext.sharding.auto import remember
 from fsdp_ext.sharding.root import running_root
@@ -80,6 +80,7 @@ def tune(
             before or with all others.
     """
     units = units_of(model)
+    refuse_inline_group(units[0].ranks.group, units[0].device, "tune")
     with together(units[0], "tune", "its arguments"):
         check_arguments(loss, memory_limit, optimizer_states, steps)
         check_state(model, units)
@@ -89,7 +90,6 @@ def tune(
         trial.first_step()  # makes the root
         trial.first_step()  # makes buckets in the order of forward
         root = running_root(model, "tune")
-        refuse_inline(root.lanes, "tune")
         settings = TunableSettings(root)
         try:
             search = Search(root, settings, trial.step, steps, optimizer_states)

@@ -55,6 +55,8 @@ def check_state(model: nn.Module, units: Sequence[Unit]) -> None:
     """Check that ``tune`` can run steps on the model and leave nothing behind.
 
     Raises:
+        NotImplementedError: if a unit is resharded to a smaller group, whose gathers it cannot
+            predict.
         ValueError: if it is not the root, has gradients, would accumulate them or stay unsharded
             after backward, or is being profiled.
     """
@@ -64,6 +66,13 @@ def check_state(model: nn.Module, units: Sequence[Unit]) -> None:
         raise ValueError(
             f"tune got a {type(sharded).__name__} inside a {type(root.module).__name__}, which is "
             "the root. Pass the root module."
+        )
+    smaller = [unit for unit in units if unit.settings.reshard_group > 0]
+    if smaller:
+        raise NotImplementedError(
+            f"tune cannot predict gathers of smaller groups yet, but unit '{smaller[0].name}' has "
+            f"reshard_after_forward={smaller[0].settings.reshard_group}. Shard the model with "
+            "True or False, or choose settings by hand."
         )
     if any(parameter.grad is not None for parameter in model.parameters()):
         raise ValueError(

@@ -37,6 +37,7 @@ UnitLayout random_layout(std::mt19937& random, bool casts) {
     ParamSpec param = spec("w", pick(random, 0, 70), pick(random, 0, 25), pick(random, 0, 1) == 1);
     param.shard_dtype = param.trainable ? grad_dtype : dtype();
     param.param_dtype = casts ? dtype() : param.shard_dtype;
+    param.gathered = pick(random, 0, 4) > 0;
     if (!param.trainable && pick(random, 0, 1) == 1) {
       param.shard_dtype = param.param_dtype = DType::Bytes;
     }
@@ -57,6 +58,41 @@ bool claim(std::vector<bool>& places, std::size_t start, std::size_t count) {
   return is_free;
 }
 
+TEST(UnitLayout, GroupsOfEverySizeShareTheUnshardedBufferAsItIs) {
+  std::mt19937 random(7);
+  for (int i = 0; i < 300; ++i) {
+    const UnitLayout layout = random_layout(random, /*casts=*/true);
+    for (int ranks = 2; ranks < layout.world_size(); ++ranks) {
+      if (layout.world_size() % ranks != 0) {
+        continue;
+      }
+      const UnitLayout group = layout.regrouped(ranks);
+      ASSERT_EQ(group.unsharded_bytes(), layout.unsharded_bytes());
+      EXPECT_FALSE(group.needs_cast());
+      std::vector<bool> kept(layout.unsharded_bytes(), false);
+      for (int rank = 0; rank < ranks; ++rank) {
+        std::vector<bool> input(group.gather_bytes(), false);
+        for (const UnpackEntry& entry : group.keep_plan(rank).entries) {
+          ASSERT_TRUE(claim(kept, entry.source_offset, entry.chunk_bytes));
+          ASSERT_TRUE(claim(input, entry.destination_offset, entry.chunk_bytes));
+        }
+      }
+      for (std::size_t p = 0; p < layout.params().size(); ++p) {
+        const ParamPlacement& place = layout.placements()[p];
+        ASSERT_EQ(group.placements()[p].unsharded_offset, place.unsharded_offset);
+        if (!layout.params()[p].gathered) {
+          continue;
+        }
+        const std::size_t bytes =
+            static_cast<std::size_t>(place.numel) * itemsize(layout.params()[p].param_dtype);
+        const auto begin = kept.begin() + static_cast<std::ptrdiff_t>(place.unsharded_offset);
+        EXPECT_EQ(std::count(begin, begin + static_cast<std::ptrdiff_t>(bytes), false), 0)
+            << "some of parameter " << p << " is kept by nobody";
+      }
+    }
+  }
+}
+
 TEST(UnitLayout, ChunksAndRegionsDoNotOverlapAndStartAligned) {
   std::mt19937 random(1);
   for (int i = 0; i < 300; ++i) {
@@ -70,11 +106,12 @@ TEST(UnitLayout, ChunksAndRegionsDoNotOverlapAndStartAligned) {
       const ParamSpec& param = layout.params()[p];
       const ParamPlacement& place = layout.placements()[p];
       const auto numel = static_cast<std::size_t>(place.chunk_numel);
-      const std::size_t chunk = numel * itemsize(param.param_dtype);
+      const std::size_t gathered = param.gathered ? numel : 0;
+      const std::size_t chunk = gathered * itemsize(param.param_dtype);
       EXPECT_EQ(place.shard_offset % kAlignment, 0U);
       EXPECT_EQ(place.gather_offset % kAlignment, 0U);
       EXPECT_EQ(place.unsharded_offset % kRegionAlignment, 0U);
-      EXPECT_TRUE(claim(shard, place.shard_offset, numel * itemsize(param.shard_dtype)));
+      EXPECT_TRUE(claim(shard, place.shard_offset, gathered * itemsize(param.shard_dtype)));
       EXPECT_TRUE(claim(gather, place.gather_offset, chunk));
       EXPECT_TRUE(claim(unsharded, place.unsharded_offset, ranks * chunk));
       if (!param.trainable) {
@@ -98,7 +135,10 @@ TEST(UnitLayout, GatheringTheChunksOfAllRanksGivesEachParameterBack) {
   std::mt19937 random(2);
   for (int i = 0; i < 150; ++i) {
     const UnitLayout layout = random_layout(random, /*casts=*/false);
-    const auto bytes_of = [&layout](std::size_t p, std::int64_t rows) {
+    const auto bytes_of = [&layout](std::size_t p, std::int64_t rows) -> std::ptrdiff_t {
+      if (!layout.params()[p].gathered) {
+        return 0;
+      }
       return static_cast<std::ptrdiff_t>(rows * layout.params()[p].row_numel) *
              static_cast<std::ptrdiff_t>(itemsize(layout.params()[p].param_dtype));
     };
@@ -191,6 +231,31 @@ TEST(UnitLayout, FrozenParametersHaveNoPlaceInTheReduction) {
   EXPECT_EQ(layout.placements()[2].grad_offset, 8);  // 16 bytes of bfloat16
   EXPECT_EQ(layout.pack_plan(layout.whole()).entries.size(), 2U);
   EXPECT_EQ(layout.gather_plan(GatherBy::Packing, layout.whole()).unpack.entries.size(), 3U);
+}
+
+TEST(UnitLayout, WhatIsNotGatheredHasAPlaceInTheReductionOnly) {
+  ParamSpec reduced = spec("reduced", 5, 3);
+  reduced.gathered = false;
+  reduced.param_dtype = DType::BFloat16;
+  const UnitLayout layout({reduced, spec("a", 4, 3), reduced}, 2, DType::Float32, DType::Float32,
+                          /*direct_bytes=*/1);
+  EXPECT_FALSE(layout.needs_cast());
+  EXPECT_EQ(layout.shard_bytes(), 32U);  // 2 * 3 elements, aligned
+  EXPECT_EQ(layout.gather_bytes(), 32U);
+  EXPECT_EQ(layout.unsharded_bytes(), kRegionAlignment);
+  EXPECT_EQ(layout.shard_to_gather_plan(layout.whole()).entries.size(), 1U);
+  for (const GatherBy by : {GatherBy::Packing, GatherBy::Size, GatherBy::Parameter}) {
+    const GatherPlan plan = layout.gather_plan(by, layout.whole());
+    ASSERT_EQ(plan.direct.size(), 1U);
+    EXPECT_EQ(plan.direct[0].source_offset, 0U);
+    EXPECT_EQ(plan.direct[0].destination_offset, 0U);
+    EXPECT_EQ(plan.packed_bytes, 0U);
+  }
+  EXPECT_EQ(layout.pack_plan(layout.whole()).entries.size(), 3U);
+  EXPECT_EQ(layout.row_bytes(0), 2 * 3 * sizeof(float));
+  // Messages of the gather do not count it, however small they are.
+  EXPECT_EQ(layout.parts(Wire::Gather, 2 * 6 * sizeof(float)).size(), 1U);
+  EXPECT_EQ(layout.parts(Wire::Reduce, 2 * 9 * sizeof(float)).size(), 3U);
 }
 
 TEST(UnitLayout, NeighboursAreCastInOneRun) {

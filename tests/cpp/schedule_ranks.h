@@ -226,8 +226,9 @@ class Rank {
     return order;
   }
 
-  void backward(const std::vector<int>& order, const std::vector<CallId>& calls, float gradient) {
-    pipeline->begin_backward();
+  void backward(const std::vector<int>& order, const std::vector<CallId>& calls, float gradient,
+                const BackwardGraph& graph = {}) {
+    pipeline->begin_backward(/*may_reshard=*/true, graph);
     pipeline->pre_backward(0, calls[0]);
     for (auto i = order.rbegin(); i != order.rend(); ++i) {
       pipeline->pre_backward(*i, calls[static_cast<std::size_t>(*i)]);

@@ -36,8 +36,8 @@ def _train(
         generator = torch.Generator(device="cuda").manual_seed(step)
         tokens = torch.randint(0, 1001, (32,), device="cuda", generator=generator)
         if step > 0:  # the root exists after the first forward
-            model._unit.root.core.set_poison_released_slots(True)
-            model._unit.root.core.delay_stream("gather" if step % 2 else "reduce", 0.005)
+            model._fsdp_ext_unit.root.core.set_poison_released_slots(True)
+            model._fsdp_ext_unit.root.core.delay_stream("gather" if step % 2 else "reduce", 0.005)
         loss = model(tokens).float().square().mean()
         loss.backward()
         optimizer.step()
@@ -58,7 +58,7 @@ def _compare_in(half: bool) -> None:
     for max_message_bytes in (None, 40_000, 4_000):
         model, got = _train(half, 60_000, max_message_bytes)
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-        core, alone = model._unit.root.core, expected_model._unit.root.core
+        core, alone = model._fsdp_ext_unit.root.core, expected_model._fsdp_ext_unit.root.core
         assert len(core.buckets()) < len(alone.buckets())
         messages = sum(bucket["gather_messages"] for bucket in core.buckets())
         assert (messages > len(core.buckets())) == (max_message_bytes is not None)

@@ -34,7 +34,7 @@ def _uses_torchs_library() -> None:
         loaded = {line.split()[-1] for line in maps if "libnccl.so" in line}
     assert loaded == {os.path.realpath(path)} or loaded == {path}
     model = _forward()
-    lanes = lanes_of(model._unit.ranks.group, torch.device("cuda", 0))
+    lanes = lanes_of(model._fsdp_ext_unit.ranks.group, torch.device("cuda", 0))
     assert lanes.transport == "nccl"
     lanes.check()
 
@@ -94,7 +94,7 @@ def _registration(enabled: str) -> tuple[list[float], int]:
     os.environ["FSDP_EXT_NCCL_REGISTER"] = enabled
     torch.manual_seed(0)
     model = _forward()
-    lanes = lanes_of(model._unit.ranks.group, torch.device("cuda", 0))
+    lanes = lanes_of(model._fsdp_ext_unit.ranks.group, torch.device("cuda", 0))
     sums = [p.grad._local_tensor.sum().item() for p in model.parameters()]
     return sums, lanes.registered_buffers
 

@@ -53,7 +53,7 @@ def _train(delay: Callable[[nn.Module], None] | None) -> list[Tensor]:
         args, kwargs = model.batch(generator)
         if delay is not None and step == 1:
             root: Any = model
-            root._unit.root.core.set_poison_released_slots(True)
+            root._fsdp_ext_unit.root.core.set_poison_released_slots(True)
             for block in [*model.blocks, model]:
                 block.register_forward_pre_hook(lambda module, args: delay(module))
                 block.register_full_backward_pre_hook(lambda module, grads: delay(module))
@@ -83,7 +83,7 @@ def _delay(stream: str, module: nn.Module) -> None:
 
 
 def _mesh_group(module: Any) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = module._unit.ranks.group
+    group: dist.ProcessGroup = module._fsdp_ext_unit.ranks.group
     return group
 
 

@@ -146,7 +146,7 @@ void register_lanes(py::module_& m) {
           [](const std::vector<std::string>& libraries, const std::string& unique_id, int rank,
              int size, int device, double timeout, double host_timeout, bool register_buffers,
              const std::map<std::string, int>& gather_settings,
-             const std::map<std::string, int>& reduce_settings,
+             const std::map<std::string, int>& reduce_settings, int pack_multiprocessors,
              c10::intrusive_ptr<c10d::Store> store, const std::vector<int>& ranks,
              const std::map<int, std::string>& processes) {
             const py::gil_scoped_release no_gil;
@@ -159,12 +159,12 @@ void register_lanes(py::module_& m) {
                                    {rank, size, milliseconds(timeout), register_buffers,
                                     lane_settings(gather_settings), lane_settings(reduce_settings)},
                                    std::move(store), members_of(global_rank, ranks, processes),
-                                   milliseconds(host_timeout));
+                                   pack_multiprocessors, milliseconds(host_timeout));
           },
           py::kw_only(), py::arg("libraries"), py::arg("unique_id"), py::arg("rank"),
           py::arg("size"), py::arg("device"), py::arg("timeout"), py::arg("host_timeout"),
           py::arg("register_buffers"), py::arg("gather_settings"), py::arg("reduce_settings"),
-          py::arg("store"), py::arg("ranks"), py::arg("processes"))
+          py::arg("pack_multiprocessors"), py::arg("store"), py::arg("ranks"), py::arg("processes"))
       .def_static(
           "shared_memory",
           [](const SharedMemoryEndpoint& endpoint, const std::vector<py::bytes>& addresses,
@@ -180,7 +180,8 @@ void register_lanes(py::module_& m) {
           "simulated",
           [](int device, int rank, int size, std::pair<double, double> gather,
              std::pair<double, double> reduce, double jitter, std::uint64_t seed,
-             int multiprocessors, bool whole_traffic, bool moves_memory, double timeout) {
+             int multiprocessors, int pack_multiprocessors, bool whole_traffic, bool moves_memory,
+             double timeout) {
             SimulatedOptions options;
             options.moves_memory = moves_memory;
             options.rank = rank;
@@ -193,11 +194,13 @@ void register_lanes(py::module_& m) {
             options.gather_by = gather_by_of("simulated", /*on_gpu=*/device >= 0);
             options.whole_traffic = whole_traffic;
             const py::gil_scoped_release no_gil;
-            return make_simulated_lanes(device, options, milliseconds(timeout));
+            return make_simulated_lanes(device, options, pack_multiprocessors,
+                                        milliseconds(timeout));
           },
           py::kw_only(), py::arg("device"), py::arg("rank"), py::arg("size"), py::arg("gather"),
           py::arg("reduce"), py::arg("jitter"), py::arg("seed"), py::arg("multiprocessors"),
-          py::arg("whole_traffic"), py::arg("moves_memory"), py::arg("timeout"))
+          py::arg("pack_multiprocessors"), py::arg("whole_traffic"), py::arg("moves_memory"),
+          py::arg("timeout"))
       .def_property_readonly("transport",
                              [](Lanes& lanes) { return lanes.gather.communicator().transport(); })
       .def_property_readonly("is_inline",
@@ -227,6 +230,11 @@ void register_lanes(py::module_& m) {
                              })
       .def_property_readonly("message_staging_bytes",
                              [](Lanes& lanes) { return message_staging_bytes(lanes); })
+      .def(
+          "add_group",
+          [](Lanes& lanes, const std::shared_ptr<Lanes>& group) { lanes.groups.push_back(group); },
+          py::arg("group"))
+      .def("has_group_of", &Lanes::has_group_of, py::arg("ranks"))
       .def("check",
            [](Lanes& lanes) {
              lanes.gather.communicator().check();

@@ -27,7 +27,7 @@ std::int64_t numel_of(const std::vector<std::int64_t>& shape, std::size_t begin,
 // A parameter of `shape` that `ranks` share along dimension `shard_dim`.
 ParamSpec make_param_spec(std::string name, const std::vector<std::int64_t>& shape,
                           std::size_t shard_dim, int ranks, at::ScalarType shard_dtype,
-                          at::ScalarType param_dtype, bool trainable) {
+                          at::ScalarType param_dtype, bool trainable, bool gathered) {
   ParamSpec spec;
   spec.name = std::move(name);
   const std::int64_t runs = numel_of(shape, 0, shard_dim);
@@ -48,6 +48,7 @@ ParamSpec make_param_spec(std::string name, const std::vector<std::int64_t>& sha
     spec.row_numel *= static_cast<std::int64_t>(c10::elementSize(shard_dtype));
   }
   spec.trainable = trainable;
+  spec.gathered = gathered;
   return spec;
 }
 
@@ -62,8 +63,10 @@ py::dict describe(const PlannedBucket& bucket) {
   result["gather_plan"] = bucket.gather_plan;
   result["gather_messages"] = buffers.gather_messages;
   result["reduce_messages"] = buffers.reduce_messages;
+  result["reshard_group"] = bucket.reshard_group;
   result["gather_input_bytes"] = buffers.gather_input;
   result["slot_bytes"] = buffers.slot;
+  result["group_shard_bytes"] = buffers.group_shard;
   result["reshards_after_forward"] = bucket.use.reshards_after_forward;
   result["needs_cast"] = bucket.layout.needs_cast();
   result["needs_reduce_output"] = bucket.needs_reduce_output;
@@ -85,6 +88,7 @@ py::dict describe(const BucketPlan& plan) {
   result["reduce_output_bytes"] = plan.reduce_output_bytes;
   result["kept_bytes"] = plan.kept_bytes;
   result["gather_input_bytes"] = plan.gather_input_bytes;
+  result["group_shard_bytes"] = plan.group_shard_bytes;
   result["gradients_in_flight_bytes"] = plan.gradients_in_flight_bytes;
   result["message_staging_bytes"] = plan.message_staging_bytes;
   return result;
@@ -95,7 +99,7 @@ void register_unit_config(py::module_& m) {
       .def(py::init([](std::string name, const UnitLayout& layout, int parent,
                        bool reshard_after_forward, bool reshard_after_backward, double pack_scale,
                        double reduce_scale, std::size_t bucket_bytes, std::size_t max_message_bytes,
-                       bool reduces_alone) {
+                       bool reduces_alone, int reshard_group) {
              return UnitConfig{std::move(name),
                                layout,
                                parent,
@@ -106,12 +110,14 @@ void register_unit_config(py::module_& m) {
                                bucket_bytes,
                                max_message_bytes,
                                /*unshards_in_backward=*/true,
-                               reduces_alone};
+                               reduces_alone,
+                               reshard_group};
            }),
            py::kw_only(), py::arg("name"), py::arg("layout"), py::arg("parent") = -1,
            py::arg("reshard_after_forward") = true, py::arg("reshard_after_backward") = true,
            py::arg("pack_scale") = 1.0, py::arg("reduce_scale") = 1.0, py::arg("bucket_bytes") = 0,
-           py::arg("max_message_bytes") = 0, py::arg("reduces_alone") = false);
+           py::arg("max_message_bytes") = 0, py::arg("reduces_alone") = false,
+           py::arg("reshard_group") = 0);
 }
 
 }  // namespace
@@ -120,7 +126,7 @@ void register_layout(py::module_& m) {
   py::class_<ParamSpec>(m, "ParamSpec")
       .def(py::init(&make_param_spec), py::kw_only(), py::arg("name"), py::arg("shape"),
            py::arg("shard_dim"), py::arg("ranks"), py::arg("shard_dtype"), py::arg("param_dtype"),
-           py::arg("trainable"));
+           py::arg("trainable"), py::arg("gathered") = true);
   m.def("layout_order", &layout_order, py::arg("params"), py::arg("world_size"),
         py::arg("direct_bytes") = kDirectBytes);
   py::class_<ParamPlacement>(m, "ParamPlacement")

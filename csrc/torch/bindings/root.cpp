@@ -26,7 +26,9 @@ const char* name_of(Work work) {
                                       "unit forward",
                                       "unit backward",
                                       "forward",
-                                      "backward"};
+                                      "backward",
+                                      "group gather",
+                                      "keep"};
   return names[static_cast<int>(work)];
 }
 
@@ -73,6 +75,8 @@ py::dict describe(const Bucket& bucket) {
   result["gather_plan"] = bucket.gathers.front().plan.name();
   result["gather_messages"] = bucket.gathers.size();
   result["reduce_messages"] = bucket.reductions.size();
+  result["reshard_group"] = bucket.group != nullptr ? bucket.group->communicator.size() : 0;
+  result["group_shard_bytes"] = bucket.buffers.group_shard;
   return result;
 }
 
@@ -109,6 +113,9 @@ void register_root(py::module_& m) {
            py::kw_only(), py::arg("lanes"), py::arg("replicas"), py::arg("prefetch_depth"),
            py::arg("nesting"), py::arg("has_peers"), py::arg("check_order"), py::arg("when_stale"))
       .def("add_unit", &TorchRoot::add_unit, py::arg("unit"), py::arg("config"))
+      .def("phase", &TorchRoot::phase)
+      .def("set_summoned",
+           [](TorchRoot& root, int unit, bool value) { root.pipeline().set_summoned(unit, value); })
       .def("reset_iteration", &TorchRoot::reset_iteration)
       .def("reduce_accumulated", &TorchRoot::reduce_accumulated)
       .def("unshard", &TorchRoot::unshard)
@@ -148,8 +155,8 @@ void register_root(py::module_& m) {
              return result;
            })
       .def("set_reshard_after_forward",
-           [](TorchRoot& root, int unit, bool value) {
-             root.pipeline().set_reshard_after_forward(unit, value);
+           [](TorchRoot& root, int unit, bool value, int group) {
+             root.pipeline().set_reshard_after_forward(unit, value, group);
            })
       .def("set_keeps_slot_after_evaluation",
            [](TorchRoot& root, int unit, bool value) {
@@ -178,6 +185,13 @@ void register_root(py::module_& m) {
       .def("set_reduce_hook",
            [](TorchRoot& root, int unit, py::object weak_function, at::Device device) {
              root.pipeline().set_reduce_hook(
+                 unit, weak_function.is_none()
+                           ? nullptr
+                           : make_python_reduce_hook(std::move(weak_function), device));
+           })
+      .def("set_communication_hook",
+           [](TorchRoot& root, int unit, py::object weak_function, at::Device device) {
+             root.pipeline().set_communication_hook(
                  unit, weak_function.is_none()
                            ? nullptr
                            : make_python_reduce_hook(std::move(weak_function), device));

@@ -22,10 +22,10 @@ namespace {
 // A packer with a device of its own. Its work goes to the current stream.
 class PyPacker {
  public:
-  explicit PyPacker(std::optional<int> gpu) {
+  PyPacker(std::optional<int> gpu, int multiprocessors) {
     const auto timeout = std::chrono::milliseconds(60000);
     device_ = gpu ? make_cuda_device(*gpu, timeout, cuda_framework()) : make_host_device(timeout);
-    packer_ = gpu ? make_cuda_packer(*device_) : make_host_packer();
+    packer_ = gpu ? make_cuda_packer(*device_, multiprocessors) : make_host_packer();
   }
 
   template <typename Plan>
@@ -76,7 +76,7 @@ void register_packer(py::module_& m) {
   py::class_<UnpackPlan, std::shared_ptr<UnpackPlan>>(m, "UnpackPlan");
   py::class_<CastPlan, std::shared_ptr<CastPlan>>(m, "CastPlan");
   py::class_<PyPacker>(m, "Packer")
-      .def(py::init<std::optional<int>>(), py::arg("gpu"))
+      .def(py::init<std::optional<int>, int>(), py::arg("gpu"), py::arg("multiprocessors") = 0)
       .def(
           "pack_plan",
           [](PyPacker& packer, const std::vector<PyPackEntry>& entries, std::int64_t segment_numel,
@@ -132,6 +132,7 @@ py::dict counters_of(TorchRoot& root) {
   result["all_gathers"] = c.all_gathers;
   result["reduce_scatters"] = c.reduce_scatters;
   result["all_reduces"] = c.all_reduces;
+  result["group_all_gathers"] = c.group_all_gathers;
   result["reused_unshards"] = c.reused_unshards;
   result["overflow_slots"] = c.overflow_slots;
   result["wire_bytes"] = c.wire_bytes;
@@ -144,7 +145,8 @@ py::dict counters_of(TorchRoot& root) {
 }
 
 py::list take_log(TorchRoot& root) {
-  static const char* const ops[] = {"all_gather", "reduce_scatter", "all_reduce"};
+  static const char* const ops[] = {"all_gather", "reduce_scatter", "all_reduce",
+                                    "group_all_gather"};
   Ledger& ledger = root.pipeline().ledger();
   py::list result;
   for (const CollectiveRecord& record : ledger.log()) {

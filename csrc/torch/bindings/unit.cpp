@@ -17,33 +17,33 @@ void register_unit(py::module_& m) {
   py::class_<TorchUnit, std::shared_ptr<TorchUnit>>(m, "TorchUnit")
       .def(py::init([](const UnitLayout& layout, FlatTensor shard, at::Tensor flat_gradient,
                        std::vector<std::vector<std::int64_t>> shapes,
-                       std::vector<at::ScalarType> param_dtypes,
+                       std::vector<at::ScalarType> param_dtypes, std::vector<std::size_t> inputs,
                        std::optional<at::ScalarType> cast_inputs,
                        std::optional<at::ScalarType> cast_outputs, std::size_t module_count) {
              return std::make_shared<TorchUnit>(
                  layout,
                  UnitTensors{std::move(shard), std::move(flat_gradient), std::move(shapes),
-                             std::move(param_dtypes)},
+                             std::move(param_dtypes), std::move(inputs)},
                  ForwardCasts{cast_inputs, cast_outputs}, module_count);
            }),
            py::kw_only(), py::arg("layout"), py::arg("shard"), py::arg("flat_gradient"),
-           py::arg("shapes"), py::arg("param_dtypes"), py::arg("cast_inputs"),
+           py::arg("shapes"), py::arg("param_dtypes"), py::arg("inputs"), py::arg("cast_inputs"),
            py::arg("cast_outputs"), py::arg("module_count"))
       .def("unsharded_views", &TorchUnit::unsharded_views)
       .def(
           "bind",
           [](TorchUnit& unit, py::list sharded, py::list unsharded, py::list place_gradient,
-             py::object make_gradients,
+             py::object make_gradients, py::object extensions,
              const std::vector<std::tuple<py::dict, py::str, std::size_t>>& attributes) {
             std::vector<ModuleAttribute> bound;
             for (const auto& [parameters, name, parameter] : attributes) {
               bound.push_back({parameters, name, parameter});
             }
             unit.bind(std::move(sharded), std::move(unsharded), std::move(place_gradient),
-                      std::move(make_gradients), std::move(bound));
+                      std::move(make_gradients), std::move(extensions), std::move(bound));
           },
           py::arg("sharded"), py::arg("unsharded"), py::arg("place_gradient"),
-          py::arg("make_gradients"), py::arg("attributes"))
+          py::arg("make_gradients"), py::arg("extensions"), py::arg("attributes"))
       .def("release_gradients", [](TorchUnit& unit) { unit.gradients().release(); })
       .def("share_flat_gradient", [](TorchUnit& unit) { return unit.gradients().share(); })
       .def("pre_forward_hook",

@@ -27,13 +27,16 @@ INSTANTIATE_TEST_SUITE_P(Settings, CudaSchedule,
                                            Setting{2, kDirectBytes, 2}, Setting{2, 300, 4},
                                            Setting{2, 300, 2, 3}, Setting{3, 0, 4, 5},
                                            Setting{2, 300, 1, 0, 2}, Setting{2, 300, 2, 3, 3},
-                                           Setting{1, 300, 1, 0, 2}, Setting{1, 300, 2, 0, 3}),
+                                           Setting{1, 300, 1, 0, 2}, Setting{1, 300, 2, 0, 3},
+                                           Setting{4, 300, 1, 0, 1, 2}, Setting{4, 0, 2, 3, 1, 2},
+                                           Setting{4, kDirectBytes, 1, 0, 2, 2}),
                          [](const auto& info) {
                            return std::to_string(info.param.world_size) + "RanksDirectFrom" +
                                   std::to_string(info.param.direct_bytes) + "BucketsOf" +
                                   std::to_string(info.param.bucket_units) + "MessagesOf" +
                                   std::to_string(info.param.message_rows) + "Sets" +
-                                  std::to_string(info.param.sets);
+                                  std::to_string(info.param.sets) +
+                                  (info.param.group > 0 ? "InGroups" : "");
                          });
 
 TEST_P(CudaSchedule, StepsReadWhatTheyShould) {

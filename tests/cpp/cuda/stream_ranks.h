@@ -5,6 +5,7 @@
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
@@ -248,6 +249,7 @@ struct Setting {
   int bucket_units = 1;  // room in a bucket
   int message_rows = 0;  // room in a message, from each rank; 0: all
   int sets = 1;          // of so many ranks, each of which shards the model
+  int group = 0;         // the ranks that units below the root are resharded to; 0: all
 
   int ranks() const { return world_size * sets; }
 };
@@ -256,6 +258,7 @@ struct Setting {
 struct Ids {
   nccl::UniqueId of_set;
   nccl::UniqueId of_replicas;
+  nccl::UniqueId of_group;
 };
 
 class Rank {
@@ -268,6 +271,9 @@ class Rank {
     if (setting.sets > 1) {
       replicas = connect(ids.of_replicas, number / setting.world_size, setting.sets);
     }
+    if (setting.group > 0) {
+      lanes->groups.push_back(connect(ids.of_group, rank % setting.group, setting.group));
+    }
     pipeline = std::make_unique<Pipeline>(*lanes, PipelineOptions{}, replicas.get());
     for (int i = 0; i <= layers; ++i) {
       const std::string name = "unit" + std::to_string(i);
@@ -275,6 +281,7 @@ class Rank {
       units.push_back(std::make_unique<StreamUnit>(i, layout, rank, wrong));
       UnitConfig config{name, layout};
       config.reshard_after_forward = i != 0;
+      config.reshard_group = i != 0 ? setting.group : 0;
       config.pack_scale = 1.0 / setting.ranks();
       config.parent = i == 0 ? -1 : 0;
       config.bucket_bytes = static_cast<std::size_t>(setting.bucket_units * setting.world_size) *
@@ -377,7 +384,8 @@ class Rank {
 inline void on_ranks(Setting setting, const std::function<void(Rank&, int)>& body) {
   std::vector<nccl::UniqueId> of_sets(static_cast<std::size_t>(setting.sets));
   std::vector<nccl::UniqueId> of_replicas(static_cast<std::size_t>(setting.world_size));
-  for (auto* ids : {&of_sets, &of_replicas}) {
+  std::vector<nccl::UniqueId> of_groups(static_cast<std::size_t>(setting.ranks()));
+  for (auto* ids : {&of_sets, &of_replicas, &of_groups}) {
     for (nccl::UniqueId& id : *ids) {
       api().GetUniqueId(&id);
     }
@@ -387,7 +395,8 @@ inline void on_ranks(Setting setting, const std::function<void(Rank&, int)>& bod
   for (int r = 0; r < setting.ranks(); ++r) {
     ranks.push_back(std::async(std::launch::async, [&, r] {
       const Ids ids{of_sets[static_cast<std::size_t>(r / setting.world_size)],
-                    of_replicas[static_cast<std::size_t>(r % setting.world_size)]};
+                    of_replicas[static_cast<std::size_t>(r % setting.world_size)],
+                    of_groups[static_cast<std::size_t>(r / std::max(setting.group, 1))]};
       Rank rank(r, setting, ids, /*layers=*/4, wrong);
       body(rank, r);
       synchronize(compute_stream);

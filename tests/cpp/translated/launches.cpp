@@ -30,6 +30,7 @@ struct Configuration {
 thread_local HostQueue* stream_of_launches = nullptr;
 thread_local std::vector<Configuration> configurations;
 thread_local std::size_t launched = 0;
+thread_local unsigned blocks_launched = 0;
 std::set<std::string> launched_names;
 int driver_version = 13000;
 
@@ -82,6 +83,7 @@ cudaError_t launch(const ptx::Kernel& kernel, dim3 grid, dim3 block, void** from
   FSDP_CHECK(bytes <= most, kernel.name, " has ", bytes, " bytes of arguments. The driver takes ",
              most, ".");
   ++launched;
+  blocks_launched = grid.x;
   launched_names.insert(kernel.name);
   stream_of_launches->enqueue(
       [&kernel, blocks = grid.x, threads = block.x, arguments = std::move(arguments)] {
@@ -98,6 +100,8 @@ LaunchesOn::LaunchesOn(Stream& stream) : before_(stream_of_launches) {
 LaunchesOn::~LaunchesOn() { stream_of_launches = before_; }
 
 std::size_t launches() { return launched; }
+
+unsigned blocks_of_last_launch() { return blocks_launched; }
 
 const std::set<std::string>& launched_kernels() { return launched_names; }
 

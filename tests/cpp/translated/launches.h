@@ -26,6 +26,7 @@ class LaunchesOn {
 
 // How many launches of the calling thread there were so far.
 std::size_t launches();
+unsigned blocks_of_last_launch();
 // The mangled names of all kernels that were launched so far.
 const std::set<std::string>& launched_kernels();
 

@@ -6,6 +6,7 @@
 #include <numeric>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels_under_test.h"
@@ -57,6 +58,25 @@ TEST(Launches, TakeFewEntriesWithAnOlderDriver) {
   EXPECT_EQ(launches_of_pack(480), 1u);
   EXPECT_EQ(launches_of_pack(961), 3u);
   test::set_driver_version(13000);
+}
+
+// The GPU has two multiprocessors here, and each runs one block at once.
+TEST(Launches, OccupyNoMoreMultiprocessorsThanPackingMay) {
+  HostComputeStream compute(std::chrono::milliseconds(60000));
+  const auto device = make_host_device(std::chrono::milliseconds(60000));
+  const test::LaunchesOn here(compute);
+  constexpr std::int64_t kBytes = 1 << 20;
+  const std::vector<char> staging(kBytes, 'x');
+  for (const auto& [multiprocessors, blocks] : {std::pair(0, 2U), std::pair(1, 1U)}) {
+    const auto packer = make_cuda_packer(*device, multiprocessors);
+    std::vector<char> unsharded(kBytes);
+    UnpackPlan plan{{{kBytes, 0, 0}}, kBytes, 1, nullptr};
+    packer->prepare(plan);
+    packer->unpack(compute, plan, staging.data(), unsharded.data());
+    compute.synchronize();
+    EXPECT_EQ(test::blocks_of_last_launch(), blocks);
+    EXPECT_EQ(unsharded, staging);
+  }
 }
 
 // 4 x 4 dtypes, for few and for many entries; bytes are cast but not packed.
