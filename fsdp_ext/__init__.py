@@ -31,6 +31,7 @@ from fsdp_ext._build_info import VERSION as __version__
 from fsdp_ext.comm.link import Link
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.fsdp1.wrapper import FullyShardedDataParallel
+from fsdp_ext.patching.api import patch
 from fsdp_ext.planner.api import plan
 from fsdp_ext.planner.result import Plan
 from fsdp_ext.profiler.api import profile
@@ -72,6 +73,7 @@ __all__ = [
     "__version__",
     "describe_buckets",
     "fully_shard",
+    "patch",
     "plan",
     "profile",
     "register_fsdp_forward_method",

@@ -23,7 +23,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffload,
-    MixedPrecision,
     ShardingStrategy,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
@@ -215,24 +214,9 @@ def test_wrappers_of_one_model_shard_over_the_same_ranks() -> None:
 
 
 def test_arguments_that_cannot_be_are_refused() -> None:
-    keeps = MixedPrecision(keep_low_precision_grads=True)
-    with pytest.raises(NotImplementedError, match="keep_low_precision_grads"):
-        FSDP(nn.Linear(2, 2), mixed_precision=keeps)
     wrong: Any = "pre"
     with pytest.raises(TypeError, match=r"backward_prefetch is 'pre'.*BACKWARD_PRE"):
         FSDP(nn.Linear(2, 2), backward_prefetch=wrong)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "summon_full_params",
-        "register_comm_hook",
-    ],
-)
-def test_unsupported_methods_are_refused_by_name(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=rf"FullyShardedDataParallel\.{name} is not"):
-        getattr(FSDP, name)(nn.Linear(2, 2), None)
 
 
 def test_no_public_method_of_fsdp1_is_missing() -> None:

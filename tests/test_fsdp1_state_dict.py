@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import io
+
 import pytest
 import torch
+import torch.distributed as dist
 from support.fsdp1_parity import (
     BY_BLOCK,
     assert_equal,
@@ -11,17 +15,20 @@ from support.fsdp1_parity import (
     make,
     run,
     state,
+    torch_fsdp,
     whole,
 )
 from support.launcher import run_ranks
 from support.models import DIM, Mlp, Stack
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import MixedPrecision, StateDictType
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
@@ -82,7 +89,8 @@ def loading() -> None:
     assert not torch.equal(after, before)
     torch.testing.assert_close(after, plain(*args), rtol=0, atol=0)
 
-    sharded = wrapped.state_dict()
+    with FSDP.state_dict_type(wrapped, StateDictType.SHARDED_STATE_DICT):
+        sharded = wrapped.state_dict()
     for other in (
         FSDP(make(WithBuffers), auto_wrap_policy=BY_BLOCK),
         nn.Sequential(FSDP(make(WithBuffers))),
@@ -120,6 +128,11 @@ def checkpoint_api() -> None:
 
     wrapped, optimizer = trained(2)
     saved = get_model_state_dict(wrapped), get_optimizer_state_dict(wrapped, optimizer)
+    assert all(isinstance(value, DTensor) for value in saved[0].values())
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    gathered = get_model_state_dict(wrapped, options=options)
+    whole_on_all = wrapped.state_dict()
+    assert_equal(gathered, whole_on_all if dist.get_rank() == 0 else {})
     saved = tree_map_only(Tensor, torch.clone, saved)  # otherwise they would share optimizer state
     assert set(saved[1]["state"]) == {n for n, _ in make(Stack).named_parameters()}
     resumed, its_optimizer = trained(1)
@@ -133,3 +146,33 @@ def checkpoint_api() -> None:
 
 def test_checkpoint_state_dicts_resume_training() -> None:
     run_ranks(checkpoint_api, 2)
+
+
+def default_form() -> None:
+    precision = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    for options in ({}, {"mixed_precision": precision}):
+        ours = FSDP(make(WithBuffers), auto_wrap_policy=BY_BLOCK, **options)
+        theirs = torch_fsdp(make(WithBuffers), auto_wrap_policy=BY_BLOCK, **options)
+        for model in (ours, theirs):
+            run(model.train(), model, 0).backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        got, want = ours.state_dict(), theirs.state_dict()
+        assert list(got) == list(want)
+        assert all(type(value) is Tensor for value in got.values())
+        assert_equal(got, want)
+        kept = copy.deepcopy(got)
+        file = io.BytesIO()
+        torch.save(got, file)
+        file.seek(0)
+        assert_equal(torch.load(file), kept)
+        run(ours, ours, 1).backward()
+        torch.optim.SGD(ours.parameters(), lr=0.1).step()
+        assert_equal(got, kept)  # a copy
+        theirs.load_state_dict(got)
+        ours.load_state_dict(got)
+        assert_equal(ours.state_dict(), kept)
+        assert_equal(theirs.state_dict(), kept)
+
+
+def test_state_dicts_are_full_on_all_ranks_as_those_of_fsdp1() -> None:
+    run_ranks(default_form, 2)

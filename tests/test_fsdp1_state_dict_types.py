@@ -77,7 +77,8 @@ def _full(options: dict[str, Any]) -> None:
     saved = got["state"]["head.weight"]["exp_avg"].clone()
     train(ours, our_optimizer, 2)
     assert torch.equal(got["state"]["head.weight"]["exp_avg"], saved)  # a copy
-    assert all(isinstance(value, DTensor) for value in ours.state_dict().values())
+    with FSDP.state_dict_type(ours, SHARDED):
+        assert all(isinstance(value, DTensor) for value in ours.state_dict().values())
 
 
 @pytest.mark.parametrize("strategy", [None, ShardingStrategy.NO_SHARD], ids=str)
@@ -107,13 +108,14 @@ def _resume() -> None:
         their_optimizer.load_state_dict(loaded)
     # Sharded states, and the older names.
     sharded, sharded_optimizer = make_ours()
-    sharded.load_state_dict({name: value.clone() for name, value in ours.state_dict().items()})
-    FSDP.optim_state_dict_to_load(
-        sharded,
-        sharded_optimizer,
-        FSDP.optim_state_dict(ours, our_optimizer),
-        load_directly=True,
-    )
+    with FSDP.state_dict_type(ours, SHARDED), FSDP.state_dict_type(sharded, SHARDED):
+        sharded.load_state_dict({name: value.clone() for name, value in ours.state_dict().items()})
+        FSDP.optim_state_dict_to_load(
+            sharded,
+            sharded_optimizer,
+            FSDP.optim_state_dict(ours, our_optimizer),
+            load_directly=True,
+        )
     older, older_optimizer = make_ours()
     older.load_state_dict(whole[0])
     full = FSDP.full_optim_state_dict(ours, our_optimizer)
@@ -164,13 +166,16 @@ def test_a_state_is_keyed_by_names_or_numbers() -> None:
 def _settings() -> None:
     ours, optimizer = make_ours()
     around = nn.Sequential(ours)
-    default = StateDictSettings(SHARDED, ShardedStateDictConfig(), ShardedOptimStateDictConfig())
+    default = StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())
+    assert default == TorchFSDP.get_state_dict_type(torch_fsdp(make(Stack)))
     assert FSDP.get_state_dict_type(around) == default
     assert FSDP.set_state_dict_type(around, FULL, ON_RANK_0) == default
     assert FSDP.get_state_dict_type(ours.blocks[0]).state_dict_config == ON_RANK_0
     assert bool(around.state_dict()) == (dist.get_rank() == 0)
     with FSDP.state_dict_type(around, SHARDED):
-        assert FSDP.get_state_dict_type(around) == default
+        assert FSDP.get_state_dict_type(around) == StateDictSettings(
+            SHARDED, ShardedStateDictConfig(), ShardedOptimStateDictConfig()
+        )
     assert FSDP.get_state_dict_type(around).state_dict_type is FULL
     FSDP.set_state_dict_type(ours.blocks[0], SHARDED)
     with pytest.raises(RuntimeError, match="have different types of state dicts"):

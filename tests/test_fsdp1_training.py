@@ -14,7 +14,9 @@ from support.fsdp1_parity import (
     BF16,
     BY_BLOCK,
     CPU,
+    STEPS,
     assert_equal,
+    average_gradients,
     make,
     run,
     torch_fsdp,
@@ -161,6 +163,70 @@ PARITY: dict[str, tuple[Callable[[], Subject], dict[str, Any], bool]] = {
         False,
     ),
 }
+
+
+def low_precision_gradients(reduce_dtype: torch.dtype, backwards: int) -> None:
+    """FSDP1 has no summon_full_params(with_grads=True) for them, so parameters are compared."""
+    results = []
+    for make_wrapper in (FSDP, torch_fsdp):
+        model: Any = make_wrapper(
+            make(Stack),
+            auto_wrap_policy=BY_BLOCK,
+            mixed_precision=MixedPrecision(BF16, reduce_dtype, keep_low_precision_grads=True),
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(STEPS):
+            run(model, model, step).backward()
+            if (step + 1) % backwards == 0:
+                optimizer.step()
+                assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {BF16}
+                optimizer.zero_grad()
+        results.append(model.state_dict())
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("reduce_dtype", "backwards"), [(torch.float32, 1), (BF16, 1), (BF16, 2)], ids=str
+)
+def test_gradients_stay_in_low_precision_as_under_fsdp1(
+    reduce_dtype: torch.dtype, backwards: int
+) -> None:
+    run_ranks(low_precision_gradients, 2, reduce_dtype, backwards)
+
+
+def optimizer_before(warm_up: bool) -> None:
+    """With ``warm_up``, the optimizer has states of the whole parameters already."""
+    results = []
+    # FSDP1 has states of other shapes, and does not step with those of whole parameters.
+    for make_wrapper in (FSDP, None) if warm_up else (FSDP, None, torch_fsdp):
+        model: Any = make(Transformer)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if warm_up:
+            run(model, model, 7).backward()
+            average_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        if make_wrapper is FSDP:
+            model = FSDP(model, auto_wrap_policy=BY_BLOCK, use_orig_params=True)
+        elif make_wrapper is not None:
+            model = make_wrapper(model, auto_wrap_policy=BY_BLOCK)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            run(model, model, step).backward()
+            if make_wrapper is None:
+                average_gradients(model)
+            optimizer.step()
+        results.append(model.state_dict())
+    ours, plain, *theirs = results
+    for expected in theirs:
+        assert_equal(ours, expected)
+    for name, value in plain.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("warm_up", [False, True])
+def test_an_optimizer_made_before_wrapping_goes_on_with_use_orig_params(warm_up: bool) -> None:
+    run_ranks(optimizer_before, 2, warm_up)
 
 
 @pytest.mark.parametrize("case", PARITY)

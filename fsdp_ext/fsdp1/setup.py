@@ -7,6 +7,7 @@ and broadcasts the tensors of the unit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -22,6 +23,9 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     ShardingStrategy,
 )
+from torch.distributed.fsdp.fully_sharded_data_parallel import (
+    FullyShardedDataParallel as TorchFSDP,
+)
 from torch.distributed.fsdp.wrap import (
     _construct_wrap_fn,
     _Policy,
@@ -30,8 +34,9 @@ from torch.distributed.fsdp.wrap import (
 )
 from torch.distributed.tensor import DTensor
 
+from fsdp_ext._util.errors import MisuseError
 from fsdp_ext.sharding.arguments import resolve_mesh
-from fsdp_ext.sharding.ownership import is_sharded
+from fsdp_ext.sharding.ownership import is_extension, is_sharded
 
 WRAPPED = "_fsdp_wrapped_module"  # FSDP1's name of the child, which other libraries look for
 CHECKPOINTED = "_checkpoint_wrapped_module"
@@ -66,11 +71,31 @@ def check_arguments(
             f"backward_prefetch is {backward_prefetch!r} but must be a BackwardPrefetch or None. "
             "Pass BackwardPrefetch.BACKWARD_PRE."
         )
-    if precision.keep_low_precision_grads:
-        raise NotImplementedError(
-            "mixed_precision=MixedPrecision(keep_low_precision_grads=True) is not supported yet. "
-            "Leave it out: gradients have the parameters' dtype."
+
+
+def check_communication_hook(is_root: bool, wrappers: Iterable[Any], hook: object) -> None:
+    """Raise for a communication hook that cannot be set, or not now."""
+    if not callable(hook):
+        raise ValueError(f"register_comm_hook got {hook!r}. Pass a function.")
+    if not is_root:
+        raise MisuseError(
+            "register_comm_hook was called on a FullyShardedDataParallel inside another one. Call "
+            "it on the outermost one."
         )
+    for wrapper in wrappers:
+        if wrapper.sharding_strategy in HYBRID:
+            raise MisuseError(
+                f"register_comm_hook was called on wrappers with {wrapper.sharding_strategy}, "
+                "whose gradients are reduced in two steps. Use another strategy."
+            )
+        if wrapper._comm_hook is not None:
+            raise MisuseError(
+                "register_comm_hook was called twice. Register one hook that does both."
+            )
+        if wrapper._sharded._fsdp_ext_unit.root is not None:
+            raise RuntimeError(
+                "register_comm_hook was called after the first forward. Call it before."
+            )
 
 
 def check_same_ranks(outer: ShardingStrategy, inner: ShardingStrategy) -> None:
@@ -206,6 +231,14 @@ def _mesh_of(groups: Sequence[dist.ProcessGroup], kind: str) -> DeviceMesh:
     )
 
 
+_children_are_wrapped: ContextVar[bool] = ContextVar("children_are_wrapped", default=False)
+
+
+def are_children_wrapped() -> bool:
+    """Return whether a wrapper is made by the policy of another one around it."""
+    return _children_are_wrapped.get()
+
+
 def wrap_children(
     root: nn.Module,
     policy: Callable[..., bool] | _Policy,
@@ -259,7 +292,11 @@ def wrap_children(
         wrapper.__dict__["_runs_in_float32"] = module in in_float32
         return wrapper
 
-    _post_order_apply(root, _construct_wrap_fn(root, targets, wrap))
+    token = _children_are_wrapped.set(True)
+    try:
+        _post_order_apply(root, _construct_wrap_fn(root, targets, wrap))
+    finally:
+        _children_are_wrapped.reset(token)
 
 
 def own_modules(root: nn.Module, ignored: set[nn.Module]) -> dict[str, nn.Module]:
@@ -278,14 +315,30 @@ def own_modules(root: nn.Module, ignored: set[nn.Module]) -> dict[str, nn.Module
     return own
 
 
-def refuse_tensor_parallel(own: dict[str, nn.Module], ignored: set[nn.Parameter]) -> None:
-    """Raise NotImplementedError if a parameter is a DTensor that no unit has made."""
+def refuse_torchs_wrappers(module: nn.Module) -> None:
+    """Raise MisuseError if PyTorch's FSDP1 wraps something in ``module``."""
+    for name, inside in module.named_modules():
+        if isinstance(inside, TorchFSDP):
+            raise MisuseError(
+                f"'{name or type(module).__name__}' is wrapped by PyTorch's "
+                "FullyShardedDataParallel. Use one of the two systems for a whole model."
+            )
+
+
+def refuse_subclasses(own: dict[str, nn.Module], ignored: set[nn.Parameter]) -> None:
+    """Raise NotImplementedError if a parameter that no unit has made needs ``fully_shard``."""
     for prefix, module in own.items():
         for attribute, param in module.named_parameters(prefix, recurse=False):
             if isinstance(param, DTensor) and param not in ignored and not is_sharded(param):
                 raise NotImplementedError(
                     f"parameter '{attribute}' is a DTensor already (tensor parallelism), which "
                     "FullyShardedDataParallel does not support. Use fully_shard, which does."
+                )
+            if param not in ignored and not is_sharded(param) and is_extension(attribute, param):
+                raise NotImplementedError(
+                    f"parameter '{attribute}' is a {type(param).__name__}, whose "
+                    "fsdp_pre_all_gather FullyShardedDataParallel does not call. Use fully_shard, "
+                    "which does."
                 )
 
 
@@ -296,6 +349,16 @@ def own_tensors(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
         found.update(dict.fromkeys(module.parameters(recurse=False)))
         found.update(dict.fromkeys(module.buffers(recurse=False)))
     return [tensor for tensor in found if not isinstance(tensor, DTensor)]
+
+
+def own_parameters(modules: Iterable[nn.Module]) -> dict[tuple[nn.Module, str], nn.Parameter]:
+    """Return the parameters that these modules own themselves, by module and attribute."""
+    return {
+        (module, name): param
+        for module in modules
+        for name, param in module._parameters.items()
+        if param is not None
+    }
 
 
 def materialise(

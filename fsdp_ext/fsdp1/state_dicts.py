@@ -1,7 +1,6 @@
-"""FSDP1's types of state dicts, and its state dicts of optimizers.
+"""FSDP1's methods about state dicts of models and optimizers.
 
-A state dict is full or sharded. A full one has whole tensors, and a sharded one the DTensors of the
-parameters. Optimizers have states of the same shapes, by the names of the parameters.
+An optimizer's state has the names and the shapes of the parameters that it belongs to.
 """
 
 from __future__ import annotations
@@ -14,96 +13,37 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
     OptimStateDictConfig,
     OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_ext.fsdp1.setup import broadcast
-from fsdp_ext.sharding.ranks import Ranks
-
-State = dict[str, Any]
-
-DEFAULT = StateDictSettings(
-    StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()
+from fsdp_ext.fsdp1.state_dict_forms import (
+    CONFIGS,
+    DEFAULT,
+    Form,
+    State,
+    refuse_sharded_tensor,
 )
-_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
-    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
-    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
-}
-
-
-def shard_like(whole: torch.Tensor, param: DTensor) -> DTensor:
-    """Shard a tensor that all ranks have in the way of ``param``, without communication."""
-    local = whole.to(device=param.device)
-    return distribute_tensor(local, param.device_mesh, param.placements, src_data_rank=None)
-
-
-def refuse_sharded_tensor(name: str, value: object) -> None:
-    """Raise NotImplementedError for a ShardedTensor, which FSDP1 makes without a device_mesh."""
-    if isinstance(value, ShardedTensor):
-        raise NotImplementedError(
-            f"'{name}' is a ShardedTensor, which cannot be loaded. Save it as FULL_STATE_DICT, or "
-            "from FSDP1 with a device_mesh, which makes DTensors."
-        )
-
-
-@dataclass(frozen=True)
-class _Form:
-    """What the tensors of a state dict become: whole or sharded, where, and on which ranks."""
-
-    is_full: bool
-    offload_to_cpu: bool
-    rank0_only: bool
-
-    @staticmethod
-    def of(settings: StateDictSettings, *, optimizer: bool) -> _Form:
-        config: Any = settings.optim_state_dict_config if optimizer else settings.state_dict_config
-        is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
-        return _Form(is_full, config.offload_to_cpu, is_full and config.rank0_only)
-
-    def convert(self, value: Any) -> Any:
-        """Return one value of a state dict. All ranks call this for the same values in order."""
-        if not isinstance(value, torch.Tensor):
-            return value
-        if self.is_full:  # a copy: training goes on while it is written
-            local = value.to_local() if isinstance(value, DTensor) else value
-            value = value.full_tensor() if isinstance(value, DTensor) else value
-            if value.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
-                value = value.clone()
-        return value.cpu() if self.offload_to_cpu else value
-
-    def keeps_on(self, ranks: Ranks) -> bool:
-        """Return whether this rank gets the state dict."""
-        return not self.rank0_only or ranks.rank_in_mesh == 0
-
-
-def convert_state_dict(
-    settings: StateDictSettings, state_dict: State, prefix: str, ranks: Ranks
-) -> None:
-    """Give the entries of a wrapper, whose names begin with ``prefix``, the form that was set."""
-    form = _Form.of(settings, optimizer=False)
-    for name in [name for name in state_dict if name.startswith(prefix)]:
-        state_dict[name] = form.convert(state_dict[name])
-    if not form.keeps_on(ranks):
-        for name in [name for name in state_dict if name.startswith(prefix)]:
-            del state_dict[name]
+from fsdp_ext.fsdp1.whole_tensors import shard_like
+from fsdp_ext.sharding.ranks import Ranks
 
 
 class StateDictMethods:
     """FSDP1's methods about state dicts. They are called on the class, with a module or model."""
 
     fsdp_modules: Callable[..., list[Any]]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state as ``nn.Module`` does, in the form of ``state_dict_type``."""
+        with torch.inference_mode(False):  # DTensors cannot be detached there
+            return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
     @classmethod
     def set_state_dict_type(
@@ -117,7 +57,7 @@ class StateDictMethods:
 
         Args:
             module: a wrapper, or a module with wrappers in it.
-            state_dict_type: ``SHARDED_STATE_DICT``, the default, or ``FULL_STATE_DICT``.
+            state_dict_type: ``FULL_STATE_DICT``, the default, or ``SHARDED_STATE_DICT``.
             state_dict_config: whether tensors move to the host, and for full ones whether only rank
                 0 of the mesh gets them.
             optim_state_dict_config: the same for optimizers.
@@ -129,13 +69,13 @@ class StateDictMethods:
             NotImplementedError: for ``LOCAL_STATE_DICT``.
             RuntimeError: if a configuration is one of another type.
         """
-        if state_dict_type not in _CONFIGS:
+        if state_dict_type not in CONFIGS:
             raise NotImplementedError(
                 f"state_dict_type={state_dict_type} is about flat parameters, and parameters are "
                 "the original ones here. Pass StateDictType.SHARDED_STATE_DICT or "
                 "FULL_STATE_DICT."
             )
-        model_type, optim_type = _CONFIGS[state_dict_type]
+        model_type, optim_type = CONFIGS[state_dict_type]
         settings = StateDictSettings(
             state_dict_type,
             state_dict_config or model_type(),
@@ -216,7 +156,7 @@ class StateDictMethods:
         Raises:
             ValueError: if the optimizer has a parameter that is not the model's.
         """
-        form = _Form.of(cls.get_state_dict_type(model), optimizer=True)
+        form = Form.of(cls.get_state_dict_type(model), optimizer=True)
         return cls._optimizer_state(model, optim, optim_state_dict or optim.state_dict(), form)
 
     @classmethod
@@ -243,7 +183,7 @@ class StateDictMethods:
         Raises:
             ValueError: if it has a parameter that is not the optimizer's.
         """
-        form = _Form.of(cls.get_state_dict_type(model), optimizer=True)
+        form = Form.of(cls.get_state_dict_type(model), optimizer=True)
         loadable = cls._to_load(
             model,
             _groups_of(optim),
@@ -265,14 +205,14 @@ class StateDictMethods:
         group: dist.ProcessGroup | None = None,
     ) -> State:
         """Return the whole state on the host: an older :meth:`optim_state_dict`."""
-        return cls._optimizer_state(model, optim, optim.state_dict(), _Form(True, True, rank0_only))
+        return cls._optimizer_state(model, optim, optim.state_dict(), Form(True, True, rank0_only))
 
     @classmethod
     def sharded_optim_state_dict(
         cls, model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None
     ) -> State:
         """Return the sharded state: an older :meth:`optim_state_dict`."""
-        return cls._optimizer_state(model, optim, optim.state_dict(), _Form(False, False, False))
+        return cls._optimizer_state(model, optim, optim.state_dict(), Form(False, False, False))
 
     @classmethod
     def shard_full_optim_state_dict(
@@ -335,7 +275,7 @@ class StateDictMethods:
 
     @classmethod
     def _optimizer_state(
-        cls, model: nn.Module, optim: Optimizer, state: State, form: _Form
+        cls, model: nn.Module, optim: Optimizer, state: State, form: Form
     ) -> State:
         names = cls._names_of(_params_of(optim), model)
         state = _with_keys(
@@ -403,7 +343,7 @@ class StateDictMethods:
             raise ValueError(
                 f"the {type(model).__name__} has no FullyShardedDataParallel in it. Wrap it first."
             )
-        ranks: Ranks = wrappers[0]._sharded._unit.ranks
+        ranks: Ranks = wrappers[0]._sharded._fsdp_ext_unit.ranks
         return ranks
 
 

@@ -31,51 +31,52 @@ from fsdp_ext.fsdp1.setup import (
     RESHARD_AFTER_FORWARD,
     WRAPPED,
     Groups,
+    are_children_wrapped,
     broadcast,
     cast_buffers,
     check_arguments,
+    check_communication_hook,
     check_same_ranks,
     materialise,
     offload_policy,
     own_modules,
+    own_parameters,
     own_tensors,
-    refuse_tensor_parallel,
+    refuse_subclasses,
+    refuse_torchs_wrappers,
     resolve_group,
     resolve_ignored,
     wrap_children,
 )
-from fsdp_ext.fsdp1.state_dicts import (
-    DEFAULT,
-    StateDictMethods,
-    convert_state_dict,
-    refuse_sharded_tensor,
-    shard_like,
+from fsdp_ext.fsdp1.state_dict_forms import DEFAULT
+from fsdp_ext.fsdp1.state_dict_hooks import (
+    add_wrapper_names,
+    clean_incompatible_keys,
+    remove_wrapper_names,
+    shard_whole_parameters,
 )
+from fsdp_ext.fsdp1.state_dicts import StateDictMethods
+from fsdp_ext.fsdp1.summon import Summoning, SummonMethods, summon
+from fsdp_ext.fsdp1.views import WrapperViews, mark_flattened
 from fsdp_ext.sharding.api import fully_shard
 from fsdp_ext.sharding.arguments import check_modules
 from fsdp_ext.sharding.module_state import ModuleState, set_state, sharded_module
+from fsdp_ext.sharding.optimizer_hooks import let_optimizers_go_on
+from fsdp_ext.sharding.ownership import hand_over, is_sharded
 from fsdp_ext.sharding.ranks import Ranks
+from fsdp_ext.sharding.settings import CommunicationHook
 
 
-def _unsupported(name: str, instead: str) -> Callable[..., Any]:
-    def method(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(
-            f"FullyShardedDataParallel.{name} is not supported yet. Use {instead}."
-        )
-
-    return method
-
-
-class FullyShardedDataParallel(StateDictMethods, nn.Module):
+class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn.Module):
     """Shard a module's parameters, gradients and optimizer state over data-parallel ranks.
 
-    It differs from FSDP1 in two ways. Parameters always are the module's own, as DTensors with
-    ``Shard(0)``. ``state_dict`` holds these (``SHARDED_STATE_DICT``) until ``state_dict_type`` says
-    otherwise, and ``load_state_dict`` takes DTensors and full tensors. All names are those of the
+    Unlike FSDP1's wrapper, it has no flat parameters: the module's own parameters are DTensors with
+    ``Shard(0)``. ``state_dict`` holds full tensors on all ranks until ``state_dict_type`` says
+    otherwise, and ``load_state_dict`` takes these and DTensors. All names are those of the
     unwrapped model.
 
     Args:
-        module: the module to wrap; make the optimizer afterwards.
+        module: the module to wrap. Make the optimizer afterwards, or see ``use_orig_params``.
         process_group: ranks to shard over, all by default. Excludes ``device_mesh``. With hybrid
             sharding a pair: the ranks that shard the model, and those that have the same shard.
         sharding_strategy: ``FULL_SHARD`` (the default), ``SHARD_GRAD_OP``, ``NO_SHARD``, or for
@@ -89,7 +90,8 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         backward_prefetch: no effect: the schedule prefetches in backward as in forward. None and
             ``BACKWARD_POST``, which would save memory, do not.
         mixed_precision: dtypes of computation, reduction and buffers. Buffers are cast at once;
-            ``state_dict`` holds them in their own dtype.
+            ``state_dict`` holds them in their own dtype. With ``keep_low_precision_grads``,
+            gradients have ``param_dtype``.
         ignored_modules: modules whose parameters and buffers are left as they are.
         param_init_fn: called with each module of a unit that has tensors on meta; gives memory
             and values to the tensors that the module itself owns. By default ``to_empty`` and
@@ -98,8 +100,8 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         sync_module_states: start from the parameters and buffers of the group's rank 0.
         forward_prefetch: no effect: the schedule always prefetches.
         limit_all_gathers: no effect: the ring of gather buffers always limits them.
-        use_orig_params: no effect: parameters always are the original ones. False, FSDP1's
-            default, is accepted, too, so that nobody has to pass it.
+        use_orig_params: whether optimizers that were made before wrapping get the sharded
+            parameters. ``parameters()`` has the sharded ones either way.
         ignored_states: ``ignored_modules`` that may also be parameters; pass one of the two.
         device_mesh: 1-D device mesh to shard over; with hybrid sharding a 2-D mesh, which
             replicates over its first dimension and shards over its second.
@@ -136,6 +138,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         kwargs = {k: v for k, v in locals().items() if k not in ("self", "module", "__class__")}
         super().__init__()
         check_modules([module])
+        refuse_torchs_wrappers(module)
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         precision = mixed_precision or MixedPrecision()
         check_arguments(backward_prefetch, precision)
@@ -158,16 +161,24 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             check_same_ranks(strategy, wrapper.sharding_strategy)
             wrapper._is_root = False
 
-        self.process_group = Ranks(mesh).group
+        whole = strategy is ShardingStrategy.NO_SHARD
+        self.process_group = mesh.get_group(0) if whole else Ranks(mesh).group
         self.sharding_strategy = strategy
         self.mixed_precision = precision
+        self.cpu_offload = cpu_offload or CPUOffload()
+        self.backward_prefetch = backward_prefetch
+        self.forward_prefetch = forward_prefetch
+        self.limit_all_gathers = limit_all_gathers
+        self._device_mesh = device_mesh
+        self._comm_hook: Callable[..., object] | None = None
+        self._comm_hook_state: object = None
         self._state_dict_settings = DEFAULT
         self._is_root = True
-        self._syncs_gradients = True
         self._runs_in_float32 = False
         self._ignored_modules = ignored
+        self._ignored_params = ignored_params
         own = own_modules(module, ignored)
-        refuse_tensor_parallel(own, ignored_params)
+        refuse_subclasses(own, ignored_params)
         materialise(own, param_init_fn, device or torch.device(mesh.device_type))
         tensors = [tensor for tensor in own_tensors(own.values()) if tensor not in ignored_params]
         if device is not None:
@@ -177,6 +188,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             broadcast(tensors, mesh)
         self._buffer_dtypes = cast_buffers(own, precision.buffer_dtype)
         self.add_module(WRAPPED, module)
+        originals = own_parameters(own.values()) if use_orig_params else {}
         sharded = fully_shard(
             module,
             mesh=mesh,
@@ -190,10 +202,22 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             ignored_params=ignored_params,
         )
         set_state(self, ModuleState(cast(nn.Module, sharded)))
+        self._sharded._fsdp_ext_unit.change(
+            keep_low_precision_grads=precision.keep_low_precision_grads
+        )
+        mark_flattened(self._sharded._fsdp_ext_unit)
+        for (owner, name), param in originals.items():
+            now = owner._parameters[name]
+            if now is not None and is_sharded(now):
+                hand_over(param, now)
+        if use_orig_params and not are_children_wrapped():
+            let_optimizers_go_on()
         hooked: Any = self  # torch leaves these three untyped
-        hooked.register_state_dict_post_hook(_remove_wrapper_names)
-        hooked.register_load_state_dict_pre_hook(_add_wrapper_names)
-        hooked.register_load_state_dict_post_hook(_clean_incompatible_keys)
+        hooked.register_state_dict_post_hook(remove_wrapper_names)
+        hooked.register_load_state_dict_pre_hook(add_wrapper_names)
+        hooked.register_load_state_dict_post_hook(clean_incompatible_keys)
+        for owner in {owner for owner, _ in self._sharded._fsdp_ext_unit.places()}:
+            owner.register_load_state_dict_pre_hook(shard_whole_parameters)
 
     # - The module
 
@@ -219,7 +243,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         # The unit cannot do this: it is made before it is known whether it is the root's.
         if self._is_root and self.mixed_precision.cast_root_forward_inputs:
             dtype = self.mixed_precision.param_dtype
-            if dtype is not None:
+            if dtype is not None and not self._sharded._fsdp_ext_unit.is_summoned:
                 args, kwargs = _map_floating(lambda x: x.to(dtype), (args, kwargs))
         return module(*args, **kwargs)
 
@@ -255,6 +279,11 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
                 inside = prefix if name == WRAPPED else f"{prefix}.{name}" if prefix else name
                 yield from child.named_modules(memo, inside, remove_duplicate)
 
+    def _apply(self, *args: Any, **kwargs: Any) -> FullyShardedDataParallel:
+        super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        mark_flattened(self._sharded._fsdp_ext_unit)  # module.to() may have made new parameters
+        return self
+
     def _fqn_modifiers(self) -> dict[str, str]:
         # torch.distributed.checkpoint drops the values of this dict from its names.
         return {"": WRAPPED}
@@ -264,25 +293,8 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
 
         ``fn`` sees whole parameters. Afterwards each rank keeps its own shard of them.
         """
-        self._sharded.reshard()
-        whole: dict[nn.Parameter, nn.Parameter] = {}
-        attributes: list[tuple[dict[str, nn.Parameter | None], str, DTensor]] = []
-        for module in own_modules(self._sharded, self._ignored_modules).values():
-            for name, param in module._parameters.items():
-                if isinstance(param, DTensor):
-                    if param not in whole:
-                        value = param.detach().full_tensor()
-                        whole[param] = nn.Parameter(value, requires_grad=param.requires_grad)
-                    module._parameters[name] = whole[param]
-                    attributes.append((module._parameters, name, param))
-        try:
+        with summon(self._sharded._fsdp_ext_unit, Summoning(), "apply"):
             super().apply(fn)
-        finally:
-            for parameters, name, sharded in attributes:
-                written, parameters[name] = parameters[name], cast(nn.Parameter, sharded)
-                if written is not None:
-                    with torch.no_grad():
-                        sharded.copy_(shard_like(written.detach(), sharded))
         return self
 
     # - FSDP1's methods
@@ -305,16 +317,12 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             RuntimeError: if this is not the root.
         """
         self._expect_root("no_sync")
-        before = self._syncs_gradients
-        self._set_syncs_gradients(False)
+        before = self._sync_gradients
+        self._sharded.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            self._set_syncs_gradients(before)
-
-    def _set_syncs_gradients(self, value: bool) -> None:
-        self._syncs_gradients = value
-        self._sharded.set_requires_gradient_sync(value)
+            self._sharded.set_requires_gradient_sync(before)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -354,10 +362,10 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             elif param.grad is not None:
                 plain.append(param.grad)
 
-        device = self._sharded._unit.device
+        device = self._sharded._fsdp_ext_unit.device
         total = _norm_to_combine(sharded, norm_type, dtype, device)
         op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
-        dist.all_reduce(total, op, group=self.process_group)
+        dist.all_reduce(total, op, group=self._sharded._fsdp_ext_unit.ranks.group)
         own = _norm_to_combine(plain, norm_type, dtype, device)
         total = torch.maximum(total, own) if is_max else total + own
         total = total if is_max else total ** (1 / norm_type)
@@ -374,10 +382,37 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
                 "the outermost one."
             )
 
-    summon_full_params = _unsupported(
-        "summon_full_params", "the parameters' full_tensor(), or apply()"
-    )
-    register_comm_hook = _unsupported("register_comm_hook", "mixed_precision's reduce_dtype")
+    def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
+        """Let ``hook`` reduce the gradients of all wrappers, each by itself.
+
+        Wrappers that share parameters call ``hook(state, input, output)``. ``input`` has this
+        rank's gradients of the rows of each rank, one rank after the other, as a reduce-scatter
+        takes them, and ``output`` gets the average of this rank's rows over all ranks. With
+        ``NO_SHARD``, and on a single rank, they call ``hook(state, gradients)``, which averages in
+        place. All are 1-D and have the dtype of reductions.
+
+        On the host the hook runs on the thread of the reductions, while backward goes on. Its
+        collectives need a process group that nothing else uses during backward. PyTorch's hooks in
+        ``torch.distributed.algorithms._comm_hooks.default_hooks`` can be used. Those of them that
+        compress need GPUs, as under FSDP1.
+
+        Args:
+            state: the first argument of the hook.
+            hook: the function. If it raises, the end of backward raises its error.
+
+        Raises:
+            MisuseError: if this is not the root, or has a hook already, and for hybrid sharding. It
+                is an AssertionError, as FSDP1's.
+            RuntimeError: after the first forward.
+            ValueError: if the hook is not a function.
+        """
+        wrappers = self.fsdp_modules(self)
+        check_communication_hook(self._is_root, wrappers, hook)
+        for wrapper in wrappers:
+            wrapper._comm_hook, wrapper._comm_hook_state = hook, state
+            wrapper._sharded._fsdp_ext_unit.change(
+                communication_hook=CommunicationHook(hook, state)
+            )
 
 
 def _norm_to_combine(
@@ -412,42 +447,3 @@ def _run_in_float32(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     args, kwargs = _map_floating(to_float32, (args, kwargs))
     output = module(*args, **kwargs)
     return _map_floating(lambda x: x.to(dtypes[0]), output) if dtypes else output
-
-
-# - State dicts
-
-
-def _remove_wrapper_names(
-    module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]
-) -> None:
-    """After saving, use the unwrapped module's names, the buffers' own dtypes, and the set form."""
-    inside = f"{prefix}{WRAPPED}."
-    for entries in (state_dict, getattr(state_dict, "_metadata", {})):
-        for key in [key for key in entries if f"{key}.".startswith(inside)]:
-            name = f"{key}."[len(inside) :]
-            entries[(prefix + name)[:-1]] = entries.pop(key)
-    for name, dtype in cast(Any, module)._buffer_dtypes.items():
-        if prefix + name in state_dict:
-            state_dict[prefix + name] = state_dict[prefix + name].to(dtype)
-    wrapper = cast(Any, module)
-    ranks = wrapper._sharded._unit.ranks
-    convert_state_dict(wrapper._state_dict_settings, state_dict, prefix, ranks)
-
-
-def _add_wrapper_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before loading, add the wrapper's name to all names, and shard whole parameters."""
-    cast(Any, module)._sharded.reshard()
-    for name, param in module.named_parameters(prefix[:-1]):
-        value: Any = state_dict.get(name)
-        refuse_sharded_tensor(name, value)
-        whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-        if isinstance(param, DTensor) and whole and value.shape == param.shape:
-            state_dict[name] = shard_like(value.detach().to(param.dtype), param)
-    for key in [key for key in state_dict if key.startswith(prefix)]:
-        state_dict[f"{prefix}{WRAPPED}.{key[len(prefix) :]}"] = state_dict.pop(key)
-
-
-def _clean_incompatible_keys(module: nn.Module, keys: Any) -> None:
-    """After loading, report names without the wrapper's."""
-    for names in (keys.missing_keys, keys.unexpected_keys):
-        names[:] = [name.replace(f"{WRAPPED}.", "") for name in names]

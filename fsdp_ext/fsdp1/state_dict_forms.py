@@ -1,0 +1,113 @@
+"""The forms of FSDP1's state dicts.
+
+A state dict is full or sharded. A full one, the default, has whole tensors on all ranks or on one.
+A sharded one has the DTensors of the parameters.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from torch.distributed.tensor import DTensor
+
+from fsdp_ext.fsdp1.whole_tensors import whole_copy
+from fsdp_ext.sharding.ranks import Ranks
+
+State = dict[str, Any]
+
+DEFAULT = StateDictSettings(
+    StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
+)
+CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
+_CHECKPOINTING = "torch.distributed.checkpoint.state_dict"
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the tensors of a state dict become: whole or sharded, where, and on which ranks."""
+
+    is_full: bool
+    offload_to_cpu: bool
+    rank0_only: bool
+
+    @staticmethod
+    def of(settings: StateDictSettings, *, optimizer: bool) -> Form:
+        """Return the form that was set, of models or of optimizers."""
+        config: Any = settings.optim_state_dict_config if optimizer else settings.state_dict_config
+        is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
+        return Form(is_full, config.offload_to_cpu, is_full and config.rank0_only)
+
+    @staticmethod
+    def of_model(settings: StateDictSettings) -> Form:
+        """Return the form of a ``state_dict`` that is being made.
+
+        ``get_model_state_dict`` and similar functions need the DTensors of the parameters, which
+        they gather or move as their own options say. They set FSDP1's types on PyTorch's class
+        only, so nothing but the call stack distinguishes them from other callers.
+        """
+        return _SHARDED if _is_called_by(_CHECKPOINTING) else Form.of(settings, optimizer=False)
+
+    def convert(self, value: Any) -> Any:
+        """Return one value of a state dict. All ranks call this for the same values in order."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        if self.is_full:  # a copy: training goes on while it is written
+            value = whole_copy(value) if isinstance(value, DTensor) else value.clone()
+        return value.cpu() if self.offload_to_cpu else value
+
+    def convert_all(self, state_dict: State, names: Iterable[str], ranks: Ranks) -> None:
+        """Convert the entries ``names`` of a model's state dict, one after the other.
+
+        Ranks that do not get them drop each one at once, so they need memory for one only.
+        """
+        keeps = self.keeps_on(ranks)
+        for name in names:
+            value = self.convert(state_dict[name])
+            if keeps:
+                state_dict[name] = value
+            else:
+                del state_dict[name]
+
+    def keeps_on(self, ranks: Ranks) -> bool:
+        """Return whether this rank gets the state dict."""
+        return not self.rank0_only or ranks.rank_in_mesh == 0
+
+
+_SHARDED = Form(is_full=False, offload_to_cpu=False, rank0_only=False)
+
+
+def _is_called_by(module: str) -> bool:
+    """Return whether the call stack has a function of the Python module of this name."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_globals.get("__name__") == module:
+            return True
+    return False
+
+
+def refuse_sharded_tensor(name: str, value: object) -> None:
+    """Raise NotImplementedError for a ShardedTensor, which FSDP1 makes without a device_mesh."""
+    if isinstance(value, ShardedTensor):
+        raise NotImplementedError(
+            f"'{name}' is a ShardedTensor, which cannot be loaded. Save it as FULL_STATE_DICT, or "
+            "from FSDP1 with a device_mesh, which makes DTensors."
+        )

@@ -1,0 +1,101 @@
+"""A wrapper's hooks of ``state_dict`` and ``load_state_dict``, which convert names and forms."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_ext.fsdp1.setup import WRAPPED, is_wrapper
+from fsdp_ext.fsdp1.state_dict_forms import Form, refuse_sharded_tensor
+from fsdp_ext.fsdp1.summon import stands_for
+from fsdp_ext.fsdp1.views import mark_flattened
+from fsdp_ext.fsdp1.whole_tensors import shard_like, whole_copy
+
+
+def remove_wrapper_names(
+    module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]
+) -> None:
+    """After saving, use the unwrapped module's names, the buffers' own dtypes, and the set form."""
+    inside = f"{prefix}{WRAPPED}."
+    for entries in (state_dict, getattr(state_dict, "_metadata", {})):
+        for key in [key for key in entries if f"{key}.".startswith(inside)]:
+            name = f"{key}."[len(inside) :]
+            entries[(prefix + name)[:-1]] = entries.pop(key)
+    wrapper = cast(Any, module)
+    for name, dtype in wrapper._buffer_dtypes.items():
+        if prefix + name in state_dict:
+            state_dict[prefix + name] = state_dict[prefix + name].to(dtype)
+    form = Form.of_model(wrapper._state_dict_settings)
+    names = _own_names(wrapper, state_dict, prefix)
+    if wrapper._sharded._fsdp_ext_unit.is_summoned:
+        _take_summoned(module, state_dict, prefix, names, form)
+    form.convert_all(state_dict, names, wrapper._sharded._fsdp_ext_unit.ranks)
+
+
+def _own_names(wrapper: nn.Module, state_dict: Any, prefix: str) -> list[str]:
+    """Return the names of a wrapper's entries, without those of wrappers inside of it.
+
+    Hooks of the wrappers inside run first, so the entries of those are converted already.
+    """
+    inside = tuple(
+        f"{name}."
+        for name, module in wrapper.named_modules(prefix=prefix[:-1], remove_duplicate=False)
+        if is_wrapper(module) and module is not wrapper
+    )
+    return [name for name in state_dict if name.startswith(prefix) and not name.startswith(inside)]
+
+
+def _take_summoned(
+    module: nn.Module, state_dict: Any, prefix: str, names: list[str], form: Form
+) -> None:
+    """Replace the whole parameters of ``summon_full_params`` if shards of them are wanted.
+
+    Raises:
+        RuntimeError: if they are wanted whole on a rank that does not have them. They cannot be
+            gathered, because other ranks need not take part here.
+    """
+    for name, param in module.named_parameters(prefix[:-1], remove_duplicate=False):
+        sharded = stands_for(param)
+        if name in names and form.is_full and isinstance(param, DTensor):
+            raise RuntimeError(
+                "state_dict was called in summon_full_params(rank0_only=True) on another rank than "
+                "0, which has no whole parameters. Call it on rank 0 only."
+            )
+        if name in names and not form.is_full and sharded is not None:
+            state_dict[name] = shard_like(state_dict[name], sharded)
+
+
+def add_wrapper_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before loading, add the wrapper's name to all names, and gather what is summoned."""
+    cast(Any, module)._sharded.reshard()
+    for name, param in module.named_parameters(prefix[:-1], remove_duplicate=False):
+        value: Any = state_dict.get(name)
+        refuse_sharded_tensor(name, value)
+        if stands_for(param) is not None and isinstance(value, DTensor):
+            state_dict[name] = whole_copy(value)
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        state_dict[f"{prefix}{WRAPPED}.{key[len(prefix) :]}"] = state_dict.pop(key)
+
+
+def shard_whole_parameters(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """Before a module inside loads its own parameters, shard those that are whole.
+
+    Hooks of the user's, which come before this one, may have renamed or joined them.
+    """
+    for name, param in module._parameters.items():
+        value: Any = state_dict.get(prefix + name)
+        whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        if isinstance(param, DTensor) and whole and value.shape == param.shape:
+            state_dict[prefix + name] = shard_like(value.detach().to(param.dtype), param)
+
+
+def clean_incompatible_keys(module: nn.Module, keys: Any) -> None:
+    """After loading, report names without the wrapper's."""
+    mark_flattened(cast(Any, module)._sharded._fsdp_ext_unit)  # assign=True has made new parameters
+    for names in (keys.missing_keys, keys.unexpected_keys):
+        names[:] = [name.replace(f"{WRAPPED}.", "") for name in names]

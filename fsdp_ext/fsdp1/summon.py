@@ -1,0 +1,252 @@
+"""Whole parameters in the modules for a while: ``summon_full_params`` and ``apply``.
+
+Inside the context the modules of a unit have plain parameters that the unit does not know. Forward
+runs them as they are, and neither gathers nor casts for the unit. Afterwards the modules have the
+sharded parameters again, with the values that were written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_ext._util.errors import MisuseError
+from fsdp_ext._util.warn import warn_caller
+from fsdp_ext.fsdp1.whole_tensors import shard_like, whole_copy
+from fsdp_ext.sharding.ownership import mark_goes_on_as, mark_overwritten
+from fsdp_ext.sharding.sharded_param import ShardedParam
+from fsdp_ext.sharding.state_dict_hooks import reshard
+from fsdp_ext.sharding.unit import Unit
+
+# Set on a whole parameter: the sharded one that it stands for.
+_STANDS_FOR = "_fsdp_ext_stands_for"
+
+
+@dataclass(frozen=True)
+class Summoning:
+    """How parameters are summoned: the arguments of ``summon_full_params``."""
+
+    writeback: bool = True
+    rank0_only: bool = False
+    offload_to_cpu: bool = False
+    with_grads: bool = False
+
+    def check(self) -> None:
+        """Raise NotImplementedError for a combination that FSDP1 refuses, too."""
+        if self.with_grads and self.offload_to_cpu:
+            raise NotImplementedError(
+                "summon_full_params got with_grads=True and offload_to_cpu=True, which are not "
+                "supported together. Move the gradients inside the context."
+            )
+        if self.writeback and self.rank0_only:
+            raise NotImplementedError(
+                "summon_full_params got rank0_only=True and writeback=True, but other ranks would "
+                "not see what rank 0 writes. Pass writeback=False, or rank0_only=False and write "
+                "the same values on all ranks."
+            )
+        if self.offload_to_cpu and not self.rank0_only:
+            warn_caller(
+                "summon_full_params got offload_to_cpu=True and rank0_only=False, so every rank of "
+                "a host has a copy of the parameters there. Pass rank0_only=True, too, if one "
+                "copy is enough."
+            )
+
+
+class _Stand:
+    """A whole parameter that stands for a sharded one in the modules."""
+
+    def __init__(self, param: ShardedParam, whole: nn.Parameter) -> None:
+        self._param = param
+        self._whole = whole
+        self._places = [(module._parameters, name) for module, name in param.attributes]
+        setattr(whole, _STANDS_FOR, param.sharded)
+        mark_goes_on_as(whole, param.sharded)  # optimizers may be made of whole parameters
+        if whole.requires_grad:
+            hooked: Any = whole  # torch leaves this untyped
+            hooked.register_post_accumulate_grad_hook(_refuse_backward)
+
+    def put(self, *, overwrites: bool) -> None:
+        mark_overwritten(self._param.sharded, overwrites)
+        for parameters, name in self._places:
+            parameters[name] = self._whole
+
+    def take_away(self) -> nn.Parameter:
+        """Give the modules the sharded parameter again. Return the whole one that they had."""
+        mark_overwritten(self._param.sharded, False)
+        found = self._whole
+        for parameters, name in self._places:
+            now = parameters.get(name)
+            if now is not None and now is not self._whole:
+                found = now  # the user has assigned another one
+            parameters[name] = self._param.sharded
+        return found
+
+    def check_shape(self, written: nn.Parameter) -> None:
+        if written.shape != self._param.sharded.shape:
+            raise ValueError(
+                f"parameter '{self._param.name}' had shape {tuple(self._param.sharded.shape)}, but "
+                f"was given shape {tuple(written.shape)} while it was summoned. Its values are "
+                "dropped. Change shapes before wrapping."
+            )
+
+    @torch.no_grad()
+    def write_back(self, written: nn.Parameter, *, with_grads: bool) -> None:
+        sharded = self._param.sharded
+        sharded.copy_(shard_like(written.detach(), cast(DTensor, sharded)))
+        sharded.requires_grad_(written.requires_grad)
+        if not with_grads:
+            return
+        if written.grad is None:
+            sharded.grad = None
+            return
+        grad = shard_like(written.grad, cast(DTensor, sharded))
+        if sharded.grad is None:
+            sharded.grad = grad.clone()  # a shard must not keep the whole alive
+        else:
+            sharded.grad.copy_(grad)
+
+
+def _refuse_backward(param: torch.Tensor) -> NoReturn:
+    raise RuntimeError(
+        "backward reached a whole parameter of summon_full_params, whose gradient nothing would "
+        "reduce. Run forward and backward outside of the context."
+    )
+
+
+@contextlib.contextmanager
+def summon(unit: Unit, how: Summoning, caller: str) -> Iterator[None]:
+    """Give the modules of ``unit`` whole parameters. All ranks enter this.
+
+    Args:
+        unit: the unit; units inside of it stay as they are.
+        how: what is summoned, and where.
+        caller: name of the public function, for messages.
+
+    Raises:
+        MisuseError: in forward or backward, and if the unit is summoned already.
+        ValueError: if a parameter was given another shape inside.
+    """
+    if unit.is_summoned:
+        raise MisuseError(
+            f"{caller} was called on unit '{unit.name}', whose parameters are summoned already. "
+            "Use the parameters that its modules have now, or leave the first context."
+        )
+    phase = unit.phase()
+    if phase != "idle":
+        raise MisuseError(
+            f"{caller} was called on unit '{unit.name}' while {phase} runs. Call it between steps."
+        )
+    reshard(unit)
+    stands = _gather(unit, how)
+    if how.rank0_only and unit.ranks.rank_in_mesh != 0:
+        stands = []
+    _set_summoned(unit, True)
+    for stand in stands:
+        stand.put(overwrites=how.writeback)
+    try:
+        yield
+    finally:
+        written = [stand.take_away() for stand in stands]
+        _set_summoned(unit, False)
+        if how.writeback:
+            for stand, param in zip(stands, written, strict=True):
+                stand.check_shape(param)
+            for stand, param in zip(stands, written, strict=True):
+                stand.write_back(param, with_grads=how.with_grads)
+
+
+def _set_summoned(unit: Unit, value: bool) -> None:
+    unit.is_summoned = value
+    if unit.root is not None and unit.core is not None:
+        unit.root.apply([unit], ["is_summoned"])
+
+
+@torch.inference_mode(False)
+def _gather(unit: Unit, how: Summoning) -> list[_Stand]:
+    grads = _sharded_gradients(unit) if how.with_grads else [None] * len(unit.params)
+    stands = []
+    for param, grad in zip(unit.params, grads, strict=True):
+        value = whole_copy(cast(DTensor, param.sharded))
+        value = value.cpu() if how.offload_to_cpu else value
+        whole = nn.Parameter(value, requires_grad=param.requires_grad)
+        if grad is not None:
+            whole.grad_dtype = None  # it may be that of keep_low_precision_grads
+            whole.grad = whole_copy(grad)
+        stands.append(_Stand(param, whole))
+    return stands
+
+
+@torch.no_grad()
+def _sharded_gradients(unit: Unit) -> list[DTensor | None]:
+    """Return the gradients of the unit, and zeros if only other ranks have one, as FSDP1 does."""
+    own = [cast("DTensor | None", param.sharded.grad) for param in unit.params]
+    if not own:
+        return own
+    exists = torch.tensor([int(grad is not None) for grad in own], device=unit.device)
+    dist.all_reduce(exists, dist.ReduceOp.MAX, group=unit.ranks.group)
+    return [
+        cast(DTensor, torch.zeros_like(param.sharded)) if grad is None and anywhere else grad
+        for param, grad, anywhere in zip(unit.params, own, exists.tolist(), strict=True)
+    ]
+
+
+def stands_for(param: nn.Parameter) -> DTensor | None:
+    """Return the sharded parameter that a summoned one stands for; None for other parameters."""
+    sharded: DTensor | None = getattr(param, _STANDS_FOR, None)
+    return sharded
+
+
+class SummonMethods:
+    """FSDP1's method that shows whole parameters. It is called on the class, with a module."""
+
+    fsdp_modules: Callable[..., list[Any]]
+
+    @classmethod
+    @contextlib.contextmanager
+    def summon_full_params(
+        cls,
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Give the modules of wrappers whole parameters, which are plain tensors; on all ranks.
+
+        They have the dtype of the sharded parameters, whatever mixed precision says. Forward may
+        run inside, and computes with them. Backward may not.
+
+        Args:
+            module: a wrapper, or a module with wrappers in it.
+            recurse: summon the parameters of all wrappers in ``module``. False means those of
+                ``module`` itself, without the wrappers inside, which gather in forward.
+            writeback: keep what is written into them. Each rank keeps its own shard of what it has
+                written, so all have to write the same.
+            rank0_only: only rank 0 of the mesh gets them; the others have the sharded ones.
+            offload_to_cpu: put them on the host.
+            with_grads: gather gradients, too, and with ``writeback`` keep what is written there.
+
+        Raises:
+            MisuseError: in forward or backward, and for wrappers whose parameters are summoned
+                already. It is an AssertionError, as FSDP1's.
+            NotImplementedError: for ``writeback`` with ``rank0_only``, and for ``with_grads`` with
+                ``offload_to_cpu``.
+            ValueError: if a parameter was given another shape inside.
+        """
+        how = Summoning(writeback, rank0_only, offload_to_cpu, with_grads)
+        how.check()
+        wrappers = cls.fsdp_modules(module) if recurse or isinstance(module, cls) else []
+        with contextlib.ExitStack() as stack:
+            for wrapper in wrappers if recurse else wrappers[:1]:
+                stack.enter_context(
+                    summon(wrapper._sharded._fsdp_ext_unit, how, "summon_full_params")
+                )
+            yield

@@ -1,0 +1,290 @@
+"""Attributes of FSDP1's wrapper and of its flat parameter that libraries read.
+
+Everything here is a view, which reads the unit each time. ``parameters()`` has no flat parameter.
+The view of one stands for this rank's shards of a unit's parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffload,
+    MixedPrecision,
+    OptimStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from torch.distributed.fsdp._common_utils import (
+    FSDP_FLATTENED,
+    TrainingState,
+    _FSDPDeviceHandle,
+)
+from torch.distributed.tensor import DTensor
+
+from fsdp_ext.fsdp1.setup import HYBRID
+from fsdp_ext.sharding.handles import UnshardHandle
+from fsdp_ext.sharding.sharded_param import ShardedParam
+from fsdp_ext.sharding.state_dict_hooks import adopt_changes, reshard
+from fsdp_ext.sharding.unit import Unit
+
+
+class _View:
+    """A view whose error for any other attribute lists those that it has."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        known = sorted(name for name in dir(type(self)) if not name.startswith("__"))
+        raise AttributeError(
+            f"fsdp_ext has no flat parameters, only views with {', '.join(known)}, so there is no "
+            f"'{name}'. Use the module's parameters, which are DTensors."
+        )
+
+
+class FlatParamView(_View):
+    """The parameters of a unit, as FSDP1's ``FlatParameter``."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    @property
+    def _fqns(self) -> tuple[str, ...]:
+        """The name of each parameter in the unit's module. A tied parameter has one name."""
+        names = {
+            param: name
+            for module in self._unit.modules
+            for name, param in module.named_parameters()
+        }
+        registered = [param.registered() for param in self._unit.params]
+        return tuple(names[param] for param in registered if param is not None)
+
+    @property
+    def _params(self) -> list[nn.Parameter]:
+        """The sharded parameters."""
+        return [param.sharded for param in self._unit.params]
+
+    @property
+    def _shapes(self) -> tuple[torch.Size, ...]:
+        """Shapes of the whole parameters."""
+        return tuple(param.shape for param in self._unit.params)
+
+    @property
+    def _numels(self) -> tuple[int, ...]:
+        """Numbers of elements of the whole parameters."""
+        return tuple(shape.numel() for shape in self._shapes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameters. They need to have one dtype, as under FSDP1."""
+        dtypes = {param.dtype for param in self._unit.params}
+        if len(dtypes) != 1:
+            raise ValueError(
+                f"unit '{self._unit.name}' has parameters of the dtypes "
+                f"{sorted(map(str, dtypes))}, so it has no flat parameter. Use its parameters one "
+                "by one."
+            )
+        return dtypes.pop()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the shards are."""
+        return self._unit.flat_shard.device
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether any of the parameters is trained."""
+        return any(param.requires_grad for param in self._unit.params)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """This rank's shards in one 1-D tensor, with padding between parameters.
+
+        It may be set to a tensor of the same length, of any dtype.
+        """
+        return self._unit.flat_shard.view(self.dtype)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        now = self.data
+        if value.shape != now.shape:
+            raise ValueError(
+                f"the flat parameter of unit '{self._unit.name}' has shape {tuple(now.shape)} and "
+                f"was set to a tensor of shape {tuple(value.shape)}. Pass one of the same shape."
+            )
+        placements = self._unit.layout_for(training=False).placements
+        changed: dict[torch.Tensor, DTensor] = {
+            param.sharded: _shard_in(value, param, place.shard_offset // now.itemsize)
+            for param, place in zip(self._unit.params, placements, strict=True)
+        }
+        modules = {module for param in self._unit.params for module, _ in param.attributes}
+        for module in modules:
+            # Not module._apply: the units' own method would convert the units inside, too.
+            cast(Any, nn.Module)._apply(module, lambda t: changed.get(t, t), recurse=False)
+        adopt_changes(self._unit)
+
+
+def _shard_in(flat: torch.Tensor, param: ShardedParam, offset: int) -> DTensor:
+    """Return the shard of ``param`` that begins at an element of a flat parameter."""
+    count = param.local.numel()
+    return param.spread.dtensor(flat[offset : offset + count].view(param.local.shape))
+
+
+class HandleView(_View):
+    """A unit, as FSDP1's ``FlatParamHandle``."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    @property
+    def flat_param(self) -> FlatParamView:
+        """The unit's parameters."""
+        return FlatParamView(self._unit)
+
+    @property
+    def uses_sharded_strategy(self) -> bool:
+        """Whether ranks share the parameters."""
+        return self._unit.ranks.size > 1
+
+    @property
+    def _use_orig_params(self) -> bool:
+        return True
+
+    @property
+    def _offload_params(self) -> bool:
+        return False
+
+    @property
+    def _orig_param_dtype(self) -> torch.dtype:
+        return self.flat_param.dtype
+
+    @_orig_param_dtype.setter
+    def _orig_param_dtype(self, value: torch.dtype) -> None:
+        # Code that has set `flat_param.data` to another dtype also says so here.
+        if value != self._orig_param_dtype:
+            raise ValueError(
+                f"_orig_param_dtype was set to {value}, but the parameters of unit "
+                f"'{self._unit.name}' are {self._orig_param_dtype}. Set flat_param.data before."
+            )
+
+    def reshard(self, free_unsharded_flat_param: bool = True) -> None:
+        """Give the modules the sharded parameters."""
+        reshard(self._unit)
+
+
+class WrapperViews:
+    """Attributes of FSDP1's wrapper that other code reads."""
+
+    mixed_precision: MixedPrecision
+    sharding_strategy: ShardingStrategy
+    process_group: dist.ProcessGroup
+    cpu_offload: CPUOffload
+    fsdp_modules: Callable[[Any], list[Any]]
+    _sharded: Any
+    _state_dict_settings: StateDictSettings
+
+    _fsdp_extension = None
+    _use_orig_params = True  # whatever was passed: there are no flat parameters
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in ``process_group``."""
+        return self.process_group.rank()
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks in ``process_group``."""
+        return self.process_group.size()
+
+    @property
+    def _inter_node_pg(self) -> dist.ProcessGroup | None:
+        if self.sharding_strategy not in HYBRID:
+            return None
+        group: dist.ProcessGroup = self._sharded._fsdp_ext_unit.ranks.mesh.get_group(0)
+        return group
+
+    @property
+    def compute_device(self) -> torch.device:
+        """The device that this rank computes on."""
+        device: torch.device = self._sharded._fsdp_ext_unit.device
+        return device
+
+    @property
+    def _device_handle(self) -> _FSDPDeviceHandle:
+        return _FSDPDeviceHandle.from_device(self.compute_device)
+
+    @property
+    def training_state(self) -> TrainingState:
+        """Whether the model runs, is idle, or has whole parameters in ``summon_full_params``."""
+        unit: Unit = self._sharded._fsdp_ext_unit
+        if unit.is_summoned:
+            return TrainingState.SUMMON_FULL_PARAMS
+        return TrainingState.IDLE if unit.phase() == "idle" else TrainingState.FORWARD_BACKWARD
+
+    def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
+        states = [state] if isinstance(state, TrainingState) else state
+        if self.training_state not in states:
+            raise ValueError(
+                f"the wrapper is in the state {self.training_state}, but the caller needs one of "
+                f"{states}. Call it when the wrapper is in such a state."
+            )
+
+    @property
+    def _has_params(self) -> bool:
+        return bool(self._sharded._fsdp_ext_unit.params)
+
+    @property
+    def _handle(self) -> HandleView | None:
+        return HandleView(self._sharded._fsdp_ext_unit) if self._has_params else None
+
+    @property
+    def _flat_param(self) -> FlatParamView | None:
+        handle = self._handle
+        return None if handle is None else handle.flat_param
+
+    @property
+    def _all_fsdp_states(self) -> list[Any]:
+        return self.fsdp_modules(self)
+
+    @property
+    def _all_handles(self) -> list[HandleView]:
+        handles = [wrapper._handle for wrapper in self.fsdp_modules(self)]
+        return [handle for handle in handles if handle is not None]
+
+    @property
+    def _sync_gradients(self) -> bool:
+        syncs: bool = self._sharded._fsdp_ext_unit.settings.requires_gradient_sync
+        return syncs
+
+    @_sync_gradients.setter
+    def _sync_gradients(self, value: bool) -> None:
+        self._sharded.set_requires_gradient_sync(value, recurse=False)
+
+    @property
+    def _state_dict_type(self) -> StateDictType:
+        return self._state_dict_settings.state_dict_type
+
+    @property
+    def _state_dict_config(self) -> StateDictConfig:
+        return self._state_dict_settings.state_dict_config
+
+    @property
+    def _optim_state_dict_config(self) -> OptimStateDictConfig:
+        return self._state_dict_settings.optim_state_dict_config
+
+    def _mixed_precision_enabled_for_buffers(self) -> bool:
+        return self.mixed_precision.buffer_dtype is not None
+
+    def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        handle: UnshardHandle | None = self._sharded.unshard(async_op)
+        return handle
+
+
+def mark_flattened(unit: Unit) -> None:
+    """Mark the parameters as FSDP1 marks those of its flat parameters, which trainers look for."""
+    for param in unit.params:
+        setattr(param.sharded, FSDP_FLATTENED, True)

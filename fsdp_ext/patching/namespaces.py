@@ -1,0 +1,98 @@
+"""The modules of PyTorch that have the names of FSDP, and what they give to code outside.
+
+While the patch lasts, these modules have a class of their own. An import reads an attribute of a
+module, and this class then returns fsdp_ext's object in place of PyTorch's. The modules' globals do
+not change, so PyTorch's functions inside still find PyTorch's objects. Code that took one of these
+functions before the patch needs that: PyTorch's ``fully_shard`` calls itself by its global name,
+and its ``FullyShardedDataParallel`` wraps children in the class of that name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFullyShardedDataParallel
+from torch.distributed.fsdp import _init_utils, fully_sharded_data_parallel
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from fsdp_ext.fsdp1.wrapper import FullyShardedDataParallel
+from fsdp_ext.sharding.api import fully_shard
+
+NAMESPACES = (
+    "torch.distributed.fsdp",
+    "torch.distributed.fsdp._fully_shard",
+    "torch.distributed.fsdp._fully_shard._fully_shard",
+    "torch.distributed.fsdp.fully_sharded_data_parallel",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.fsdp.fully_shard",
+)
+# Modules of PyTorch that take a name at import and have to get PyTorch's. With that, their code
+# serves models of both systems. With ours, it would treat PyTorch's models as plain ones.
+_USERS_OF_BOTH = (
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.optim.named_optimizer",
+    "torch.distributed.pipelining.stage",
+)
+# (PyTorch's, ours) by name.
+_OBJECTS: dict[str, tuple[Any, Any]] = {
+    "fully_shard": (torch_fully_shard, fully_shard),
+    "FullyShardedDataParallel": (TorchFullyShardedDataParallel, FullyShardedDataParallel),
+}
+
+
+class _Namespace(ModuleType):
+    """A module of PyTorch with fsdp_ext's names in place of PyTorch's."""
+
+    # A property would not do: CPython may cache an attribute of a module past the module's class.
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        torchs, ours = _OBJECTS.get(name, (None, None))
+        return ours if torchs is not None and value is torchs else value
+
+
+_unpatched: dict[str, dict[str, Any]] = {}  # the objects that had the names, by module
+
+
+def import_users_of_both() -> None:
+    """Import the modules that have to get PyTorch's names, before the patch."""
+    for name in _USERS_OF_BOTH:
+        importlib.import_module(name)
+
+
+def put_ours() -> None:
+    """Let the namespaces give fsdp_ext's objects to code outside."""
+    for name in NAMESPACES:
+        module = importlib.import_module(name)
+        _unpatched[name] = {key: vars(module)[key] for key in _OBJECTS if key in vars(module)}
+        module.__class__ = _Namespace
+    # PyTorch's wrapper reads its class from outside, as an attribute of the module.
+    vars(_init_utils)["fsdp_file"] = SimpleNamespace(
+        FullyShardedDataParallel=TorchFullyShardedDataParallel
+    )
+
+
+def put_torchs() -> None:
+    """Undo :func:`put_ours`, and what others have assigned to the names since."""
+    for name, objects in _unpatched.items():
+        module = sys.modules[name]
+        module.__class__ = ModuleType
+        vars(module).update(objects)
+    _unpatched.clear()
+    vars(_init_utils)["fsdp_file"] = fully_sharded_data_parallel
+
+
+def holders() -> list[str]:
+    """Return the names under which modules other than PyTorch's hold PyTorch's objects."""
+    torchs = {id(pair[0]) for pair in _OBJECTS.values()}
+    found = []
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("torch", "fsdp_ext") or not isinstance(module, ModuleType):
+            continue
+        # Not vars(module): that would load modules that are imported lazily.
+        for key, value in list(object.__getattribute__(module, "__dict__").items()):
+            if id(value) in torchs:
+                found.append(f"{name}.{key}")
+    return found

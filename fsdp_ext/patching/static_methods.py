@@ -1,0 +1,61 @@
+"""FSDP1's static methods for models of both: wrapped by fsdp_ext, or by PyTorch, or not at all.
+
+Libraries call them on the class, with any model. Lightning, for example, calls
+``rekey_optim_state_dict`` with models that are not wrapped.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFullyShardedDataParallel
+
+from fsdp_ext.fsdp1.wrapper import FullyShardedDataParallel
+
+# The methods that were defined in the class itself, not in one of its bases.
+_own: dict[str, Any] = {}
+_fsdp_modules = FullyShardedDataParallel.fsdp_modules
+
+
+def _names() -> list[str]:
+    return [
+        name
+        for name, value in vars(TorchFullyShardedDataParallel).items()
+        if isinstance(value, (staticmethod, classmethod))
+        and not name.startswith("_")
+        and hasattr(FullyShardedDataParallel, name)
+    ]
+
+
+def serve_both() -> None:
+    """Let the static methods call PyTorch's for models without fsdp_ext's wrappers."""
+    for name in _names():
+        if name in vars(FullyShardedDataParallel):
+            _own[name] = vars(FullyShardedDataParallel)[name]
+        method = _of_both(getattr(FullyShardedDataParallel, name), name)
+        setattr(FullyShardedDataParallel, name, staticmethod(method))
+
+
+def serve_ours() -> None:
+    """Undo :func:`serve_both`."""
+    for name in _names():
+        if name in _own:
+            setattr(FullyShardedDataParallel, name, _own.pop(name))
+        else:
+            delattr(FullyShardedDataParallel, name)
+
+
+def _of_both(ours: Callable[..., Any], name: str) -> Callable[..., Any]:
+    torchs: Callable[..., Any] = getattr(TorchFullyShardedDataParallel, name)
+    signature = inspect.signature(torchs)
+    key = "model" if "model" in signature.parameters else "module"
+
+    @functools.wraps(ours)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        model = signature.bind(*args, **kwargs).arguments[key]
+        return (ours if _fsdp_modules(model) else torchs)(*args, **kwargs)
+
+    return call

@@ -1,0 +1,191 @@
+"""What other libraries read of FSDP1's wrapper is there, and is what FSDP1 has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.fsdp1_parity import BF16, BY_BLOCK, CPU, assert_equal, make, run, torch_fsdp, whole
+from support.launcher import run_ranks
+from support.models import Stack, Transformer
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy
+from torch.distributed.fsdp._common_utils import FSDP_FLATTENED, TrainingState
+from torch.distributed.tensor import DTensor
+
+from fsdp_ext import FullyShardedDataParallel as FSDP
+
+SAME = """
+    rank world_size compute_device cpu_offload limit_all_gathers forward_prefetch backward_prefetch
+    sharding_strategy training_state _use_orig_params _has_params _fsdp_extension _comm_hook
+    _sync_gradients _state_dict_type _state_dict_config _optim_state_dict_config
+    _is_fsdp_managed_module
+"""
+
+
+def _same() -> None:
+    for options in (
+        {},
+        {"sharding_strategy": ShardingStrategy.NO_SHARD, "limit_all_gathers": False},
+        {"backward_prefetch": BackwardPrefetch.BACKWARD_POST, "forward_prefetch": True},
+        {"cpu_offload": CPUOffload(offload_params=True)},
+    ):
+        models = [
+            wrap(make(Transformer), auto_wrap_policy=BY_BLOCK, **options)
+            for wrap in (FSDP, torch_fsdp)
+        ]
+        wrappers = [type(model).fsdp_modules(model) for model in models]
+        for ours, theirs in zip(*wrappers, strict=True):
+            for name in SAME.split():
+                assert getattr(ours, name) == getattr(theirs, name), name
+            assert ours._flat_param._fqns == tuple(theirs._flat_param._fqns)
+            assert ours._flat_param._shapes == tuple(theirs._flat_param._shapes)
+            for name in ("dtype", "device", "requires_grad"):
+                assert getattr(ours._flat_param, name) == getattr(theirs._flat_param, name)
+            assert ours._handle.uses_sharded_strategy == theirs._handle.uses_sharded_strategy
+            assert ours.process_group.size() == theirs.process_group.size()
+
+
+def test_attributes_are_those_of_fsdp1() -> None:
+    run_ranks(_same, 2)
+
+
+def _of_groups() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for model in (
+        FSDP(nn.Linear(4, 4), sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh),
+        torch_fsdp(
+            nn.Linear(4, 4), sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh
+        ),
+    ):
+        assert (model.rank, model.world_size) == (mesh.get_local_rank(1), 2)
+        assert model._inter_node_pg is mesh.get_group(0)
+        assert model._device_mesh is mesh
+
+
+def test_groups_of_hybrid_sharding_are_those_of_fsdp1() -> None:
+    run_ranks(_of_groups, 4)
+
+
+class Watched(Stack):
+    states: Any = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.note()
+        x = self.stem(x)
+        x.register_hook(self.note)
+        return self.head(x)
+
+    def note(self, *_: Any) -> None:
+        self.states.append(self.wrapper[0].training_state)
+
+
+def _states() -> None:
+    for wrap in (FSDP, torch_fsdp):
+        model = make(Watched)
+        wrapped = wrap(model, auto_wrap_policy=BY_BLOCK)
+        model.wrapper, model.states = (wrapped,), []  # type: ignore[assignment]
+        assert wrapped.training_state is TrainingState.IDLE
+        run(wrapped, model, 0).backward()
+        assert model.states == [TrainingState.FORWARD_BACKWARD] * 2
+        assert wrapped.training_state is TrainingState.IDLE
+        with type(wrapped).summon_full_params(wrapped):
+            assert wrapped.training_state is TrainingState.SUMMON_FULL_PARAMS
+            wrapped._assert_state(TrainingState.SUMMON_FULL_PARAMS)
+            with pytest.raises(ValueError, match="state"):
+                wrapped._assert_state([TrainingState.IDLE])
+        assert wrapped.training_state is TrainingState.IDLE
+
+
+def test_the_training_state_follows_the_model() -> None:
+    run_ranks(_states, 2)
+
+
+def _marked() -> None:
+    model = FSDP(make(Stack), auto_wrap_policy=BY_BLOCK)
+
+    def marked() -> bool:
+        return all(getattr(param, FSDP_FLATTENED, False) for param in model.parameters())
+
+    assert marked()
+    model.to(BF16)
+    assert marked()
+    model.load_state_dict(
+        {name: value.clone() for name, value in sharded(model).items()}, assign=True
+    )
+    assert marked()
+
+
+def sharded(model: Any) -> dict[str, Tensor]:
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def test_parameters_are_marked_for_trainers() -> None:
+    run_ranks(_marked, 2)
+
+
+def _upcast() -> None:
+    """What accelerate does to models in a lower precision."""
+    model = FSDP(make(Stack).to(BF16), auto_wrap_policy=BY_BLOCK)
+    before = {name: whole(param) for name, param in model.named_parameters()}
+    params = dict(model.named_parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for module in FSDP.fsdp_modules(model):
+        if not module._has_params:
+            continue
+        param = module._flat_param
+        if param.dtype != torch.float32 and param.device != torch.device("meta"):
+            assert ", ".join(param._fqns)
+            param.data = param.data.to(torch.float32)
+            module._handle._orig_param_dtype = torch.float32
+    assert dict(model.named_parameters()).keys() == params.keys()
+    assert all(params[name] is param for name, param in model.named_parameters())
+    plain = make(Stack)
+    plain.load_state_dict({name: value.float() for name, value in before.items()})
+    assert_equal(model.state_dict(), plain.state_dict())
+    run(model, model, 0).backward()
+    optimizer.step()
+    assert not torch.equal(whole(model.stem.weight), plain.stem.weight)
+    with pytest.raises(ValueError, match=r"has shape .* was set to a tensor of shape \(3,\)"):
+        model._flat_param.data = torch.ones(3)
+    with pytest.raises(ValueError, match=r"_orig_param_dtype was set to torch\.bfloat16"):
+        model._handle._orig_param_dtype = BF16
+
+
+def test_a_flat_parameter_can_be_cast_as_accelerate_does() -> None:
+    run_ranks(_upcast, 2)
+
+
+def _small() -> None:
+    model = FSDP(make(Stack), auto_wrap_policy=BY_BLOCK)
+    run(model, model, 0)
+    assert not isinstance(model.stem.weight, DTensor)
+    model._handle.reshard(True)
+    assert isinstance(model.stem.weight, DTensor)
+    model._unshard()
+    assert not isinstance(model.stem.weight, DTensor)
+    model._handle.reshard(True)
+    assert len(model._all_handles) == len(model._all_fsdp_states) == 4
+    assert model._all_fsdp_states[0] is model
+    with model.no_sync():
+        assert not model._sync_gradients
+        assert not model.blocks[0]._sync_gradients
+    assert model.blocks[0]._sync_gradients
+    model._sync_gradients = False
+    assert (model._sync_gradients, model.blocks[0]._sync_gradients) == (False, True)
+    empty = FSDP(nn.ReLU(), device_id=CPU)
+    assert not empty._has_params
+    assert empty._flat_param is None
+    with pytest.raises(
+        AttributeError, match=r"only views with .*_fqns.* there is no '_local_shard'"
+    ):
+        model._flat_param._local_shard  # noqa: B018
+    assert model._device_handle.current_stream() is not None
+    assert dist.get_rank() == model.rank
+
+
+def test_small_methods_do_what_they_do_in_fsdp1() -> None:
+    run_ranks(_small, 2)

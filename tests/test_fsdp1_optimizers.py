@@ -1,0 +1,127 @@
+"""Optimizers go on with the parameters that a wrapper shards, summons or loads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.launcher import run_ranks
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from fsdp_ext import FullyShardedDataParallel as FSDP
+
+WIDTH = 6
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
+
+
+def wrap(model: nn.Module, **options: Any) -> Any:
+    return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **options)
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    torch.manual_seed(10 * step + dist.get_rank())
+    loss: Tensor = model(torch.randn(4, WIDTH)).square().mean()
+    return loss
+
+
+def values(model: Any) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert ours.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=0)
+
+
+def before_first_step() -> None:
+    results, asked = [], []
+    for made_before in (False, True):
+        model: Any = make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1) if made_before else None
+        model = wrap(model, use_orig_params=True)
+        optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.1)
+        loss_of(model, 0).backward()
+        optimizer.zero_grad()  # as after a step that was skipped
+        asked.append(sorted(get_state_dict(model, optimizer)[1]["state"]))
+        loss_of(model, 1).backward()
+        optimizer.step()
+        results.append(values(model))
+    assert_same(results[1], results[0])
+    assert asked[0] == asked[1] == sorted(values(model))
+
+
+def test_zero_grad_and_state_dicts_know_the_shards_before_the_first_step() -> None:
+    run_ranks(before_first_step, 2)
+
+
+def made_while_summoned() -> None:
+    results = []
+    for inside in (False, True):
+        model = wrap(make())
+        if inside:
+            with FSDP.summon_full_params(model):
+                matrices = [p for p in model.parameters() if p.ndim == 2]
+                others = [p for p in model.parameters() if p.ndim < 2]
+        else:
+            matrices = [p for p in model.parameters() if p.ndim == 2]
+            others = [p for p in model.parameters() if p.ndim < 2]
+        groups = [{"params": matrices}, {"params": others, "lr": 0.01}]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        for step in range(2):
+            loss_of(model, step).backward()
+            optimizer.step()
+            model.zero_grad()
+        results.append(values(model))
+    assert_same(results[1], results[0])
+
+
+def test_an_optimizer_of_summoned_parameters_trains_the_shards() -> None:
+    run_ranks(made_while_summoned, 2)
+
+
+def step_while_summoned() -> None:
+    model = wrap(make())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, 0).backward()
+    with (
+        FSDP.summon_full_params(model, with_grads=True),
+        pytest.raises(RuntimeError, match=r"step was called inside summon_full_params"),
+    ):
+        optimizer.step()
+    before = values(model)
+    optimizer.step()
+    assert any(not torch.equal(before[name], value) for name, value in values(model).items())
+
+
+def test_a_step_that_leaving_the_context_would_undo_is_refused() -> None:
+    run_ranks(step_while_summoned, 2)
+
+
+def assigned() -> None:
+    results = []
+    for assign in (False, True):
+        model = wrap(make())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss_of(model, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with FSDP.state_dict_type(model, torch.distributed.fsdp.StateDictType.SHARDED_STATE_DICT):
+            saved = {name: value.clone() for name, value in model.state_dict().items()}
+            model.load_state_dict(saved, assign=assign)
+        loss_of(model, 1).backward()
+        optimizer.step()
+        results.append(values(model))
+    assert_same(results[1], results[0])
+
+
+def test_an_optimizer_goes_on_with_parameters_that_loading_has_assigned() -> None:
+    run_ranks(assigned, 2)

@@ -1,0 +1,348 @@
+"""`fsdp_ext.patch()` puts fsdp_ext in the place of PyTorch's FSDP, and takes it out again."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import subprocess
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.launcher import run_ranks
+from torch import Tensor, nn
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import OptimStateKeyType, StateDictType
+from torch.distributed.fsdp import _init_utils as of_fsdp1
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+import fsdp_ext
+from fsdp_ext.patching import api as patching_api
+from fsdp_ext.patching import namespaces
+from fsdp_ext.patching.command import run_command
+
+NAMESPACES = {
+    "torch.distributed.fsdp": {"fully_shard", "FullyShardedDataParallel"},
+    "torch.distributed.fsdp._fully_shard": {"fully_shard"},
+    "torch.distributed.fsdp._fully_shard._fully_shard": {"fully_shard"},
+    "torch.distributed.fsdp.fully_sharded_data_parallel": {"FullyShardedDataParallel"},
+    "torch.distributed._composable.fsdp": {"fully_shard"},
+    "torch.distributed._composable.fsdp.fully_shard": {"fully_shard"},
+}
+# As libraries hold them that were imported before the patch.
+TORCHS = types.SimpleNamespace(
+    fully_shard=torch_fsdp.fully_shard,
+    FullyShardedDataParallel=torch_fsdp.FullyShardedDataParallel,
+)
+
+
+def given() -> dict[str, Any]:
+    """Return what imports from PyTorch get."""
+    found = {}
+    for namespace, names in NAMESPACES.items():
+        for name in names:
+            taken: dict[str, Any] = {}
+            exec(f"from {namespace} import {name}", taken)
+            assert getattr(importlib.import_module(namespace), name) is taken[name]
+            found[f"{namespace}.{name}"] = taken[name]
+    return found
+
+
+@contextlib.contextmanager
+def patched() -> Iterator[None]:
+    """Patch without the warning about this file, which holds PyTorch's names on purpose."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "fsdp_ext.patch")
+        with fsdp_ext.patch():
+            yield
+
+
+def are_ours(found: dict[str, Any]) -> bool:
+    """Return whether all names are ours; fail if only some are."""
+    ours = [value is getattr(fsdp_ext, name.rpartition(".")[2]) for name, value in found.items()]
+    torchs = [value is vars(TORCHS)[name.rpartition(".")[2]] for name, value in found.items()]
+    assert all(ours) or all(torchs)
+    return all(ours)
+
+
+def state_of_torch() -> dict[str, Any]:
+    """Return everything that a patch could leave changed."""
+    state: dict[str, Any] = {"fsdp_file": of_fsdp1.fsdp_file}
+    for name in NAMESPACES:
+        module = importlib.import_module(name)
+        state |= {name: type(module)} | {f"{name}.{k}": v for k, v in vars(module).items()}
+    methods = fsdp_ext.FullyShardedDataParallel
+    return state | {f"ours.{name}": value for name, value in vars(methods).items()}
+
+
+def test_all_namespaces_of_torch_that_have_a_name_are_known() -> None:
+    importlib.import_module("torch.distributed.tensor.parallel.fsdp")
+    users = set(namespaces._USERS_OF_BOTH)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.") and name not in users and isinstance(module, types.ModuleType):
+            of_it = {k for k, v in vars(TORCHS).items() if module.__dict__.get(k) is v}
+            assert of_it == NAMESPACES.get(name, set()), name
+    assert set(namespaces.NAMESPACES) == NAMESPACES.keys()
+
+
+def test_imports_from_torch_give_ours_until_the_block_ends() -> None:
+    before = state_of_torch()
+    assert not are_ours(given())
+    with patched():
+        assert are_ours(given())
+    assert not are_ours(given())
+    assert state_of_torch() == before
+
+
+def test_an_exception_ends_the_patch_and_passes() -> None:
+    before = state_of_torch()
+    with pytest.raises(KeyError, match="mine"), patched():
+        raise KeyError("mine")
+    assert state_of_torch() == before
+
+
+def test_the_last_of_nested_patches_undoes_them_in_whichever_order_they_end() -> None:
+    before = state_of_torch()
+    with patched(), patched():
+        assert are_ours(given())
+    assert state_of_torch() == before
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        first, second = fsdp_ext.patch(), fsdp_ext.patch()
+    with second:
+        with first:
+            pass
+        first.__exit__(None, None, None)  # has no effect a second time
+        assert are_ours(given())
+    assert state_of_torch() == before
+
+
+def test_names_that_others_assign_hold_until_the_patch_ends() -> None:
+    before = state_of_torch()
+    with patched():
+        with pytest.MonkeyPatch.context() as context:
+            context.setattr(torch_fsdp, "fully_shard", print)
+            assert torch_fsdp.fully_shard is print
+        assert torch_fsdp.fully_shard is fsdp_ext.fully_shard
+        torch_fsdp.fully_shard = print
+    assert state_of_torch() == before
+
+
+def test_torchs_own_modules_keep_torchs_names() -> None:
+    with patched():
+        for name, key in (
+            ("torch.distributed.checkpoint.state_dict", "FSDP"),
+            ("torch.distributed.optim.named_optimizer", "FSDP"),
+        ):
+            assert vars(sys.modules[name])[key] is TORCHS.FullyShardedDataParallel
+        stage = sys.modules["torch.distributed.pipelining.stage"]
+        # torch 2.15 does not have it there any more.
+        assert getattr(stage, "fully_shard", TORCHS.fully_shard) is TORCHS.fully_shard
+
+
+def test_a_warning_names_the_modules_that_have_torchs_names() -> None:
+    library: Any = types.ModuleType("some_library.models")
+    library.FSDP = TORCHS.FullyShardedDataParallel
+    library.shard = TORCHS.fully_shard
+    library.other = torch_fsdp.FSDPModule  # serves modules of both
+    with pytest.MonkeyPatch.context() as context:
+        context.setitem(sys.modules, "some_library.models", library)
+        # Test files that this process has imported hold PyTorch's names, too.
+        context.setattr(patching_api, "_SHOWN", 1000)
+        with pytest.warns(UserWarning, match="came too late for") as caught, fsdp_ext.patch():
+            pass
+    (warning,) = caught
+    assert warning.filename == __file__
+    message = str(warning.message)
+    assert "some_library.models.FSDP" in message
+    assert "some_library.models.shard" in message
+    assert "some_library.models.other" not in message
+    assert "torch." not in message
+    assert "Call fsdp_ext.patch() before the imports" in message
+
+
+def _steps(model: nn.Module) -> list[Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(1 + dist.get_rank())
+    losses = []
+    for _ in range(3):
+        loss = model(torch.randn(4, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+
+def _shard_all(shard: Any) -> nn.Module:
+    model = _model()
+    for layer in (model[0], model[2]):
+        shard(layer)
+    module: nn.Module = shard(model)
+    return module
+
+
+# What a library has that takes the names where it needs them.
+LIBRARY = """
+def by_function(model):
+    from torch.distributed._composable.fsdp import fully_shard
+    from torch.distributed.fsdp import register_fsdp_forward_method
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    fully_shard(model)
+    register_fsdp_forward_method(model, "extra_repr")
+    return model
+
+def by_wrapper(model, policy):
+    from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
+    return FSDP(model, auto_wrap_policy=policy, device_id="cpu")
+"""
+
+
+def _trains() -> None:
+    library: dict[str, Any] = {}
+    exec(LIBRARY, library)
+    policy = ModuleWrapPolicy({nn.Linear})
+    with patched():
+        models = [library["by_function"](_model()), library["by_wrapper"](_model(), policy)]
+        # Code that took PyTorch's names before the patch.
+        own = _shard_all(TORCHS.fully_shard)
+        wrapped = TORCHS.FullyShardedDataParallel(
+            _model(), auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True
+        )
+        assert all(isinstance(model, torch_fsdp.FSDPModule) for model in (models[0], own))
+        torch_fsdp.register_fsdp_forward_method(own, "extra_repr")
+        assert isinstance(models[1], torch_fsdp.FullyShardedDataParallel)
+        losses = [_steps(model) for model in (*models, own, wrapped)]
+    assert isinstance(models[0], fsdp_ext.FSDPModule)
+    assert isinstance(models[1], fsdp_ext.FullyShardedDataParallel)
+    assert not isinstance(own, fsdp_ext.FSDPModule)
+    kinds = {type(module) for module in wrapped.modules()}
+    assert TORCHS.FullyShardedDataParallel in kinds
+    assert fsdp_ext.FullyShardedDataParallel not in kinds
+    for other in losses[1:]:
+        assert other == losses[0]
+
+
+def test_code_that_imports_from_torch_trains_with_ours_and_holders_with_torchs() -> None:
+    run_ranks(_trains, 2)
+
+
+def _static_methods() -> None:
+    settings = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear}), "device_id": torch.device("cpu")}
+    make = TORCHS.FullyShardedDataParallel
+    theirs = make(_model(), use_orig_params=True, **settings)
+    plain = _model()
+    with patched():
+        fsdp = torch_fsdp.FullyShardedDataParallel
+        ours = fsdp(_model(), **settings)
+        full: list[dict[str, Any]] = []
+        for model in (ours, theirs):
+            _steps(model)
+            assert len(fsdp.fsdp_modules(model)) == 3
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            with fsdp.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+                kind = fsdp.get_state_dict_type(model).state_dict_type
+                assert kind is StateDictType.FULL_STATE_DICT
+                full += [model.state_dict(), fsdp.optim_state_dict(model, optimizer)["state"]]
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+        _steps(plain)
+        plain(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        state = fsdp.rekey_optim_state_dict(
+            optimizer.state_dict(), OptimStateKeyType.PARAM_NAME, plain
+        )
+        assert state["state"].keys() == dict(plain.named_parameters()).keys()
+        # DCP takes its way for DTensors with ours, and its way for wrappers with PyTorch's.
+        options = StateDictOptions(full_state_dict=True)
+        full += [get_model_state_dict(model, options=options) for model in (ours, theirs)]
+    weights, moments, their_weights, their_moments, by_dcp, theirs_by_dcp = full
+    for one in (their_weights, by_dcp, theirs_by_dcp):
+        assert one.keys() == weights.keys()
+        assert all(torch.equal(one[name], value) for name, value in weights.items())
+    assert moments.keys() == their_moments.keys()
+    for name, values in moments.items():
+        assert torch.equal(values["momentum_buffer"], their_moments[name]["momentum_buffer"])
+
+
+def test_static_methods_of_fsdp1_serve_models_of_both() -> None:
+    run_ranks(_static_methods, 2)
+
+
+# - The command
+
+SCRIPT = """
+import multiprocessing, os, sys
+import neighbour
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+def show(where):
+    print(where, fully_shard.__module__.split(".")[0],
+          FullyShardedDataParallel.__module__.split(".")[0], neighbour.VALUE, flush=True)
+
+if __name__ == "__main__":
+    show("main")
+    print(sys.argv[1:], os.path.basename(__file__), os.path.basename(sys.argv[0]), __package__)
+    for method in ("spawn", "forkserver"):
+        process = multiprocessing.get_context(method).Process(target=show, args=(method,))
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+    sys.exit(3)
+"""
+
+
+def test_the_command_runs_a_script_and_the_processes_that_it_starts(tmp_path: Path) -> None:
+    (tmp_path / "neighbour.py").write_text("VALUE = 7")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    script = f"{tmp_path.name}/script.py"
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdp_ext.patch", script, "-m", "--steps"],
+        cwd=tmp_path.parent,
+        env={**os.environ, "PYTHONPATH": str(Path(fsdp_ext.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 3, done.stderr
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        "main fsdp_ext fsdp_ext 7",
+        "['-m', '--steps'] script.py script.py ",
+        "spawn fsdp_ext fsdp_ext 7",
+        "forkserver fsdp_ext fsdp_ext 7",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [([], "got no script"), (["-x"], "got -x"), (["not_there.py"], "there is no file not_there")],
+)
+def test_the_command_explains_wrong_arguments(
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["patch.py", *arguments])
+    with pytest.raises(SystemExit) as raised:
+        run_command({})
+    assert raised.value.code == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert "usage: python -m fsdp_ext.patch script.py" in printed
