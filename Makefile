@@ -24,6 +24,7 @@ PART ?= build
 WHEELS_ARGS ?=
 CUDA_VENV ?= .venv-cuda
 PEERS_VENV ?= .venv-peers
+ECOSYSTEM_VENV ?= .venv-ecosystem
 CUDA_TORCH ?= torch==2.11.0
 REQUIRE_CPP_TESTS ?=
 
@@ -37,6 +38,7 @@ CTEST = "$(BIN)/ctest" --output-on-failure --no-tests=error --parallel $(JOBS)
 CPP_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 CUDA_BIN := $(abspath $(CUDA_VENV))/bin
 PEERS_BIN := $(abspath $(PEERS_VENV))/bin
+ECOSYSTEM_BIN := $(abspath $(ECOSYSTEM_VENV))/bin
 
 .PHONY: help
 help:  ## list the targets
@@ -116,7 +118,7 @@ docs-figures: extension  ## draw docs/figures anew, from steps that run (simulat
 # ---- Test ----------------------------------------------------------------------------------------
 
 # What `make test` leaves to `make test-all`.
-MORE = 1, 3 and 4 ranks in most tests, long random programs, every benchmark, the sanitizers, the CUDA build
+MORE = 1, 3 and 4 ranks in most tests, long random programs, every benchmark, libraries that use FSDP, the sanitizers, the CUDA build
 
 .PHONY: test
 test:  ## run the C++ tests and pytest on 2 ranks, in less than ten minutes
@@ -129,7 +131,7 @@ test:  ## run the C++ tests and pytest on 2 ranks, in less than ten minutes
 	echo "make test ran $${ran}the Python tests. It did not run $${not}$(MORE): make test-all does."
 
 .PHONY: test-all
-test-all: test test-exhaustive sanitize  ## run what make test runs, and the exhaustive matrix
+test-all: test test-exhaustive test-ecosystem sanitize  ## run what make test runs, the exhaustive matrix, libraries, sanitizers
 	@if command -v nvcc >/dev/null; then \
 	  $(MAKE) --no-print-directory cuda-build; \
 	  echo "make test-all ran everything."; \
@@ -144,6 +146,23 @@ test-python: $(VENV)/.test
 test-exhaustive: $(VENV)/.test extension
 	@echo "=== test: the exhaustive Python tests"
 	"$(BIN)/python" -m pytest -m exhaustive $(PYTEST_WORKERS) $(PYTEST_ARGS)
+
+# The libraries lie in an environment of their own, which sees .venv's packages as well: so .venv
+# stays as users of torch alone have it, and torch is not installed twice.
+PURELIB = import sysconfig; print(sysconfig.get_path("purelib"))
+$(ECOSYSTEM_VENV)/.ready: $(VENV)/.test tests/ecosystem/requirements.txt
+	@echo "=== set-up: libraries that train with FSDP into $(ECOSYSTEM_VENV)"
+	test -x "$(ECOSYSTEM_BIN)/python" || "$(BIN)/python" -m venv "$(ECOSYSTEM_VENV)"
+	echo "import site; site.addsitedir('$$("$(BIN)/python" -c '$(PURELIB)')')" \
+	  > "$$("$(ECOSYSTEM_BIN)/python" -c '$(PURELIB)')/of_venv.pth"
+	"$(ECOSYSTEM_BIN)/python" -m pip install --quiet --requirement tests/ecosystem/requirements.txt
+	touch "$@"
+
+.PHONY: test-ecosystem
+test-ecosystem: $(ECOSYSTEM_VENV)/.ready extension  ## train with transformers, accelerate, Lightning and others
+	@echo "=== test: libraries that train with FSDP"
+	@# Not in parallel: the tests share one pair of ranks, which imports the libraries once.
+	"$(ECOSYSTEM_BIN)/python" -m pytest tests/ecosystem $(PYTEST_ARGS)
 
 .PHONY: test-cpp
 test-cpp: $(VENV)/.tools  ## run only the C++ tests, and check that the packer is vectorised
@@ -239,6 +258,6 @@ format: $(VENV)/.dev  ## rewrite the sources as lint wants them
 
 .PHONY: clean
 clean:  ## remove everything that was built, .venv included
-	rm -rf build dist *.egg-info .venv .venv-cuda .venv-peers .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info .venv .venv-cuda .venv-peers .venv-ecosystem .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -f fsdp_ext/*.so fsdp_ext/_build_info.py
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

@@ -13,7 +13,7 @@ from torch.distributed import fsdp as torch_fsdp
 TESTS = Path(__file__).resolve().parent
 PAGE = TESTS.parent / "docs" / "compatibility.md"
 STATUSES = {"same", "nothing to do", "partly", "refused"}
-SHOWN = re.compile(r"^\[`(test_\w+)`\]\(\.\./tests/(test_\w+\.py)\)$")
+SHOWN = re.compile(r"^\[`(test_\w+)`\]\(\.\./tests/((?:ecosystem/)?test_\w+\.py)\)$")
 
 
 class Row(NamedTuple):
@@ -58,7 +58,9 @@ def test_each_method_of_torch_has_a_row() -> None:
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("heading", ["Names", "Arguments", "Methods", "What other code"])
+@pytest.mark.parametrize(
+    "heading", ["Names", "Arguments", "Methods", "FSDP1", "What other code", "Libraries"]
+)
 def test_each_row_has_a_status_and_a_test_that_exists(heading: str) -> None:
     for row in rows(heading):
         assert row.status in STATUSES, row
