@@ -74,7 +74,7 @@ class Training:
         self.input = torch.randn(1, shape.dim)
         for _ in range(WARMUP):
             self.step()
-        self.core = self.model._unit.root.core
+        self.core = self.model._fsdp_ext_unit.root.core
 
     def step(self) -> float:
         """Run forward and backward; return the seconds."""
@@ -238,7 +238,7 @@ def measure_cut(
             model, transport=transport, mp_policy=policy, max_message_bytes=max_message_bytes
         )
         model(tokens).float().sum().backward()
-        core = model._unit.root.core
+        core = model._fsdp_ext_unit.root.core
         seconds = phases(model, tokens, repeats)
         row = {name: statistics.median(values) for name, values in seconds.items()}
         memory = core.memory()

@@ -58,7 +58,7 @@ def shard_ours(model: nn.Sequential, buckets: int | None = None) -> nn.Module:
     from fsdp_ext import fully_shard
 
     sharded: list[Any] = [fully_shard(unit) for unit in model]
-    layout = sharded[0]._unit.layout_for(training=True)
+    layout = sharded[0]._fsdp_ext_unit.layout_for(training=True)
     units = len(sharded) // buckets if buckets else 0
     fully_shard(model, bucket_bytes=units * layout.gather_bytes * layout.world_size)
     return model
@@ -181,7 +181,7 @@ def measure_ledger(
         return Timing.of(seconds[KEPT:]).low / LEDGER_UNITS
 
     block(sharded)
-    core = sharded._unit.root.core
+    core = sharded._fsdp_ext_unit.root.core
     order = random.Random(0)
     added, own = [], []
     for _ in range(repeats):

@@ -9,7 +9,9 @@ each step counts:
   wire      = the bytes that a rank has to send in a step / the rate (if it is unlimited: / the rate
               of plain messages, which is measured first)
   exposed   = the step - the unsharded step of the same turn; in brackets, by fsdp_ext.profile
-  hidden    = 1 - exposed / wire (median, and quartiles); at most = min(1, compute / wire)
+  hidden    = 1 - exposed / wire (median, and quartiles)
+  at most   = min(compute / wire, 1 - the processor time of plain messages of as many bytes / wire),
+              since a core that handles messages does not compute
   CPU ms    = CPU time of all threads - that of the unsharded step. The kernel's work for messages
               counts only as far as it runs in a thread of the rank.
   sent MB   = what the interface has counted; of least = divided by the bytes that a rank has to

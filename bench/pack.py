@@ -5,7 +5,8 @@ as many bytes in the same run; 1.00 is as fast. "of torch" is PyTorch's time div
 the operators that FSDP2 uses: _chunk_cat, split_with_sizes_copy and _foreach_copy_. "#wrong" counts
 elements that differ from PyTorch's result. All calls take turns, on several operands if a single
 one would stay in a cache. The table has medians and quartiles. --quick divides the sizes of a block
-by 16.
+by 16. On a GPU one row packs on a quarter of the multiprocessors, a limit that training gets from
+FSDP_EXT_PACK_MULTIPROCESSORS. The row shows how much slower packing is then.
 """
 
 from __future__ import annotations
@@ -165,6 +166,15 @@ def cast_operation(
     return Operation(name, ours, with_torch, "_foreach_copy_", moved, count_wrong)
 
 
+def pack_on_few(shapes: list[tuple[int, ...]], world_size: int, device: torch.device) -> Operation:
+    """Pack on a quarter of a GPU's multiprocessors."""
+    few = torch.cuda.get_device_properties(device).multi_processor_count // 4
+    packer = _C.Packer(gpu=0, multiprocessors=few)
+    operation = pack_operation(packer, shapes, world_size, torch.bfloat16, torch.float32, device)
+    operation.name += f", on {few} multiprocessors"
+    return operation
+
+
 def short(dtype: torch.dtype) -> str:
     """Return a dtype's name as tables have it."""
     return {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
@@ -176,13 +186,16 @@ def operations(
     """Return a function for each operation, which makes it on memory of its own."""
     packer = _C.Packer(gpu=0 if device.type == "cuda" else None)
     bf16, fp32 = torch.bfloat16, torch.float32
-    return [
+    makers = [
         partial(pack_operation, packer, shapes, world_size, bf16, bf16, device),
         partial(pack_operation, packer, shapes, world_size, bf16, fp32, device),
         partial(unpack_operation, packer, shapes, world_size, bf16, device),
         # A shard of many ranks would fit into a cache, so this casts the shard of a single rank.
         partial(cast_operation, packer, shapes, 1, fp32, bf16, device),
     ]
+    if device.type == "cuda":
+        makers.append(partial(pack_on_few, shapes, world_size, device))
+    return makers
 
 
 def measure_one(

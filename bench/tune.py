@@ -95,7 +95,7 @@ class Training:
 
 def settings(training: Training) -> list[Choice]:
     """Return the settings of the sweep: bucket sizes (halvings of the model, and 0) and depths."""
-    root = training.model._unit.root
+    root = training.model._fsdp_ext_unit.root
     total = sum(bucket["gather_bytes"] for bucket in root.core.buckets())
     sizes = [0]
     while total > sum(root.core.unsharded_bytes()) // len(root.units):
@@ -108,7 +108,7 @@ def sweep(
     training: Training, choices: Sequence[Choice], rounds: int, steps: int
 ) -> dict[Choice, float]:
     """Measure all settings in turns; return the median seconds of each."""
-    root = training.model._unit.root
+    root = training.model._fsdp_ext_unit.root
     order = random.Random(0)  # the same on all ranks
     taken: dict[Choice, list[float]] = {choice: [] for choice in choices}
     for _ in range(rounds):
@@ -148,7 +148,7 @@ def row_of(case: Case, simulated: bool, quick: bool) -> dict[str, Any]:
     for _ in range(WARMUP):
         training.step()
     training.model.zero_grad()
-    before = training.model._unit.root.settings
+    before = training.model._fsdp_ext_unit.root.settings
     default = Choice(before.bucket_bytes[0], before.prefetch)
     tuned = fsdp_ext.tune(training.model, training.batch, steps=3 if quick else 8, verbose=False)
     chosen = tuned.chosen.choice
@@ -166,7 +166,7 @@ def row_of(case: Case, simulated: bool, quick: bool) -> dict[str, Any]:
 
     return {
         "model": case.name if simulated else case.name.partition(",")[0],
-        "transport": training.model._unit.root.lanes.transport,
+        "transport": training.model._fsdp_ext_unit.root.lanes.transport,
         "ranks": SIMULATED_RANKS if simulated else dist.get_world_size(),
         "chosen": str(chosen),
         "best": str(best),

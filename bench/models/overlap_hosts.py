@@ -60,7 +60,7 @@ def shard_ours_by_gloo(model: GPT, dtype: torch.dtype, device: torch.device) -> 
     sharded = shard_ours(model, dtype, device, transport=transport)
     root: Any = sharded.model
     # The lanes of a transport that is asked for by name are not those of the default.
-    lanes_of(root._unit.ranks.group, device, transport).compose_from(None, None)
+    lanes_of(root._fsdp_ext_unit.ranks.group, device, transport).compose_from(None, None)
     return sharded
 
 
@@ -138,7 +138,7 @@ class System:
         return (2 * whole + bytes_of_blocks(self.config)) * others()
 
     def _collectives(self, tokens: Tensor) -> list[tuple[str, int]]:
-        core: Any = self.model._unit.root.core  # type: ignore[union-attr]
+        core: Any = self.model._fsdp_ext_unit.root.core  # type: ignore[union-attr]
         core.enable_log(True)
         self.step(tokens)
         log = core.take_log()
@@ -163,15 +163,28 @@ def measure(args: Any, keep: Keep) -> None:
     for rate in args.rate:
         hosts.set_rate(rate)
         dist.barrier()
-        carried = cable_rate()
-        limit = hosts.bytes_per_second(rate) or carried
+        cable = measure_cable()
+        limit = hosts.bytes_per_second(rate) or cable.rate
         config = SLOW_MODEL if limit < SLOW else MODEL
         ratios = [args.ratio] if args.ratio else RATIOS
         if args.quick:
             config = QUICK_MODEL
             ratios = ratios if args.ratio else QUICK_RATIOS
-        common = {"rate": rate, "limit_mb_s": limit / 1e6, "carried_mb_s": carried / 1e6}
-        measure_rate(Case(config, limit, args.quick), ratios, common, keep)
+        common = {
+            "rate": rate,
+            "limit_mb_s": limit / 1e6,
+            "carried_mb_s": cable.rate / 1e6,
+            "message_cpu_us_a_mb": cable.cpu_seconds_a_byte * 1e12,
+        }
+        measure_rate(Case(config, limit, cable, args.quick), ratios, common, keep)
+
+
+@dataclass(frozen=True)
+class Cable:
+    """What plain messages do on a cable, without a model."""
+
+    rate: float  # bytes a second in each direction at once
+    cpu_seconds_a_byte: float  # of those that a rank sends while it receives as many
 
 
 @dataclass(frozen=True)
@@ -180,6 +193,7 @@ class Case:
 
     config: GPTConfig
     limit: float  # bytes a second in each direction
+    cable: Cable
     quick: bool
 
 
@@ -202,7 +216,7 @@ def measure_rate(case: Case, ratios: Sequence[float], common: Row, keep: Keep) -
         settings = {"ratio": ratio, "batch": batch, "context": CONTEXT}
         settings["other_programs_cores"] = others_busy.cores()
         for system in systems:
-            row = row_of(system, taken, case.limit, system.least_bytes(tokens))
+            row = row_of(system, taken, case, system.least_bytes(tokens))
             keep(common | settings | row | ledgers.get(system.name, {}))
 
 
@@ -270,8 +284,8 @@ class OtherPrograms:
         return max(0.0, (all_programs - ranks.item()) / seconds)
 
 
-def cable_rate() -> float:
-    """Return the bytes a second that plain messages carry in each direction at once.
+def measure_cable() -> Cable:
+    """Return what plain messages carry, and the processor time that they take.
 
     Rank r and its partner on the other host, half of the ranks further on, exchange messages.
     """
@@ -279,19 +293,25 @@ def cable_rate() -> float:
     partner = (dist.get_rank() + size // 2) % size
     sent = torch.zeros(PROBE_BYTES // PROBE_MESSAGES // 4)
     received = [torch.empty_like(sent) for _ in range(PROBE_MESSAGES)]
-    seconds = []
+    seconds, cpu_seconds = [], []
     for _ in range(PROBES + 1):
         dist.barrier()
-        start = time.perf_counter()
+        cpu, start = time.process_time(), time.perf_counter()
         works = [dist.irecv(part, partner) for part in received]
         works += [dist.isend(sent, partner) for _ in received]
         for work in works:
             assert work is not None
             work.wait()
         seconds.append(time.perf_counter() - start)
+        cpu_seconds.append(time.process_time() - cpu)
     slowest = torch.tensor(seconds[1:], dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return PROBE_BYTES * (size // 2) / slowest.median().item()
+    mean = torch.tensor(cpu_seconds[1:], dtype=torch.float64)
+    dist.all_reduce(mean)
+    return Cable(
+        rate=PROBE_BYTES * (size // 2) / slowest.median().item(),
+        cpu_seconds_a_byte=mean.median().item() / size / PROBE_BYTES,
+    )
 
 
 def run_in_turns(
@@ -348,7 +368,7 @@ def by_ledger(ledger: fsdp_ext.profile) -> Row:
     }
 
 
-def row_of(system: System, taken: dict[str, list[Taken]], limit: float, least: float) -> Row:
+def row_of(system: System, taken: dict[str, list[Taken]], case: Case, least: float) -> Row:
     """Return what a row says of one system's steps, beside those of the unsharded model."""
     mine, unsharded = taken[system.name], taken[UNSHARDED]
     compute = statistics.median(step.seconds for step in unsharded)
@@ -368,7 +388,9 @@ def row_of(system: System, taken: dict[str, list[Taken]], limit: float, least: f
         return row
     pairs = list(zip(mine, unsharded, strict=True))  # of one turn
     exposed = [step.seconds - alone.seconds for step, alone in pairs]
-    wire = least / limit
+    wire = least / case.limit
+    # A core that handles messages does not compute.
+    messages = least * case.cable.cpu_seconds_a_byte
     hidden = Timing.of([1 - seconds / wire for seconds in exposed])
     return row | {
         "wire_us": wire * 1e6,
@@ -377,7 +399,7 @@ def row_of(system: System, taken: dict[str, list[Taken]], limit: float, least: f
         "hidden": hidden.median,
         "hidden_low": hidden.low,
         "hidden_high": hidden.high,
-        "hidden_at_most": min(1.0, compute / wire),
+        "hidden_at_most": min(max(0.0, 1 - messages / wire), compute / wire),
         "communication_cpu_us": as_microseconds(
             Timing.of([step.cpu_seconds - alone.cpu_seconds for step, alone in pairs])
         ),
@@ -399,8 +421,9 @@ def show(rows: list[Row]) -> None:
         size = f"{first['parameters'] / 1e6:.1f} M parameters in {first['layers'] + 1} units"
         print(
             f"{rate}: {first['ranks']} ranks on two hosts, {size}; plain messages carry "
-            f"{first['carried_mb_s']:.0f} MB/s each way; other programs kept up to {busy:.2f} "
-            "cores busy"
+            f"{first['carried_mb_s']:.0f} MB/s each way, and take "
+            f"{first['message_cpu_us_a_mb'] / 1e3:.2f} ms of a core for each MB; other programs "
+            f"kept up to {busy:.2f} cores busy"
         )
         header = ["compute / wire, system", "transport", "wire ms", "step ms", "quartiles"]
         header += ["of unsharded", "exposed ms (by ledger)", "hidden", "quartiles", "at most"]

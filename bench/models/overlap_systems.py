@@ -146,7 +146,7 @@ def open_ours(case: Case, link: Link, device: torch.device) -> Iterator[Opened]:
     """Build ours, with two wires: one for gathers and one for reductions."""
     end_process_group()
     wired = shard(case, link, device, case.bucket_bytes)
-    root = wired.model._unit.root
+    root = wired.model._fsdp_ext_unit.root
     # The default depends on the link, so the other model gets this model's size.
     bucket_bytes = root.settings.bucket_bytes[0]
     free = shard(case, NO_TIME, device, bucket_bytes)
@@ -167,7 +167,7 @@ def open_ours(case: Case, link: Link, device: torch.device) -> Iterator[Opened]:
 
 def sent_by(stack: Stack) -> list[tuple[str, int]]:
     """Return the collectives of a step of ours, from the schedule's log."""
-    core = stack.model._unit.root.core
+    core = stack.model._fsdp_ext_unit.root.core
     core.enable_log(True)
     stack.step()
     log = core.take_log()
