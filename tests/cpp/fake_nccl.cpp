@@ -24,7 +24,9 @@ namespace {
 
 constexpr auto kAborted = static_cast<Result>(3);  // ncclInternalError
 
-fsdp::test::FakeNccl state;
+// Never destroyed, as the other state of this file: threads that close communicators may outlive
+// main.
+fsdp::test::FakeNccl& state = *new fsdp::test::FakeNccl;
 
 // A barrier between the ranks of one communicator, with the address of each rank's input.
 class Barrier {
@@ -59,8 +61,8 @@ class Barrier {
   int round_ = 0;
 };
 
-std::mutex mutex;  // guards the maps and lists of this file
-std::map<std::string, std::shared_ptr<Barrier>> barriers;
+std::mutex& mutex = *new std::mutex;  // guards the maps and lists of this file
+auto& barriers = *new std::map<std::string, std::shared_ptr<Barrier>>;
 
 std::shared_ptr<Barrier> barrier_of(const std::string& name, int size) {
   const std::lock_guard<std::mutex> lock(mutex);
@@ -223,8 +225,8 @@ FAKE_NCCL_API Result ncclCommFinalize(Comm comm) {
 
 FAKE_NCCL_API Result ncclCommDestroy(Comm comm) {
   state.log("destroy");
-  --state.live_communicators;
   delete comm;
+  --state.live_communicators;
   return fsdp::nccl::kSuccess;
 }
 
