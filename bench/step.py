@@ -14,7 +14,10 @@ and "ours over gloo" uses the process group that the peers use. "kept gathered" 
 after forward. With --ranks 4 --replicas 2, all systems that shard do so within two sets of two
 ranks, and sum gradients over the sets (hybrid sharding). "of best peer" is the time divided by that
 of the fastest system that is not ours. "loss (off)" is the loss, and its difference to the loss of
-unsharded after as many steps. Each peer has the best settings that its documentation names, and
+unsharded after as many steps. --compile measures unsharded, ours and FSDP2, each with and without
+torch.compile of its blocks; "of eager" is then the time divided by the same system's without it,
+and "graphs" says how many graphs Dynamo compiled, and how many of them after the second step.
+Each peer has the best settings that its documentation names, and
 "FSDP2, defaults" has none. A system that cannot run here is listed with the first line of its
 error.
 """
@@ -39,6 +42,7 @@ from bench.harness.output import bars, picture, print_table
 from bench.harness.runner import Keep
 from bench.harness.timing import Timing, as_microseconds
 from bench.models.training import (
+    COMPILED,
     LARGE,
     MEDIUM,
     SMALL,
@@ -47,11 +51,13 @@ from bench.models.training import (
     Build,
     GPTConfig,
     Training,
+    compiled_systems,
     systems_for,
 )
 
 RANKS = 1
 RANKS_OF_ALL = (1, 2)
+STEPS_THAT_COMPILE = 2  # graphs after these are recompilations
 STEPS_IN_ROUND = 8  # steps of each system; rows are kept after each round
 Results = dict[str, list[dict[str, Any]]]  # of each system, one result a round
 
@@ -74,6 +80,7 @@ class Case:
         self.device = device
         self.errors: dict[str, str] = {}
         self.transports: dict[str, str] = {}
+        self.graphs: dict[str, int] = {}  # those that Dynamo compiled in the first two steps
 
     def start(self, name: str) -> Training | None:
         """Build and warm up a system; if a rank cannot, note the error and return None."""
@@ -81,8 +88,11 @@ class Case:
         training = None
         try:
             training = Training(self.builds[name], self.config, self.batch, self.device)
-            for _ in range(WARMUP):
+            before = count_graphs()
+            for step in range(WARMUP):
                 training.timed_step()
+                if step < STEPS_THAT_COMPILE:
+                    self.graphs[name] = count_graphs() - before
         except Exception as raised:  # a peer that cannot run here is listed with its own error
             if name in SYSTEMS:
                 traceback.print_exc()
@@ -119,6 +129,7 @@ class Case:
                 return medians[name] / medians[peer] if peer in medians else None
 
             found = results[name]
+            late = sum(result["graphs"] for result in found)
             host = [s for result in found for s in result["host_seconds"]]
             rows.append(
                 {
@@ -138,6 +149,9 @@ class Case:
                     "context": self.config.context,
                     "of_unsharded": ratio("unsharded"),
                     "of_fsdp2": ratio("FSDP2"),
+                    "of_eager": ratio(name.removesuffix(COMPILED)),
+                    "graphs": self.graphs[name],
+                    "recompiled": late,
                     "of_best_peer": ratio(best),
                     "best_peer": best,
                 }
@@ -157,10 +171,13 @@ def run_in_turns(
             a collective.
     """
     taken: dict[str, list[tuple[float, float, torch.Tensor]]] = {name: [] for name in trainings}
+    graphs = dict.fromkeys(trainings, 0)
     for _ in range(steps):
         # The order is random: a system finds caches and threads as the one before left them.
         for name in order.sample(list(trainings), len(trainings)):
+            before = count_graphs()
             taken[name].append(trainings[name].timed_step())
+            graphs[name] += count_graphs() - before
     results = {}
     for name, training in trainings.items():
         seconds = torch.tensor([(whole, host) for whole, host, _ in taken[name]]).double()
@@ -170,11 +187,19 @@ def run_in_turns(
             "seconds": seconds[:, 0].tolist(),
             "host_seconds": seconds[:, 1].tolist(),
             "loss": taken[name][-1][2].item(),
+            "graphs": graphs[name],
             "parameters": training.parameters,
             "settings": training.sharded.settings,
             "peak_bytes": None,
         }
     return results
+
+
+def count_graphs() -> int:
+    """Return how many graphs Dynamo has compiled in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
 
 
 def transport_of(training: Training) -> str:
@@ -219,10 +244,12 @@ def run_on_gpu(case: Case, steps: int, keep: Keep) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --peers and --replicas."""
+    """Add --peers, --compile and --replicas."""
     text = "also measure DeepSpeed, Megatron-FSDP and FairScale (make bench-peers installs them)"
     parser.add_argument("--peers", action="store_true", help=text)
     text = "how many ranks have the same shard, for hybrid sharding; default: 1"
+    text = "measure unsharded, ours and FSDP2 with and without torch.compile of each block"
+    parser.add_argument("--compile", action="store_true", help=text)
     parser.add_argument("--replicas", type=positive, metavar="N", default=1, help=text)
 
 
@@ -234,9 +261,13 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
         raise UsageError(
             f"--replicas {replicas} does not divide the number of ranks, {dist.get_world_size()}"
         )
+    if args.compile and (args.peers or replicas > 1):
+        raise UsageError("--compile is not possible with --peers or --replicas; leave one out")
     if args.peers and replicas > 1:
         raise UsageError("--replicas is not possible with --peers; leave one of them out")
     builds = systems_for(device, dist.get_world_size(), replicas)
+    if args.compile:
+        builds = compiled_systems(builds)
     if args.peers:
         from bench.models.peers import PEERS
 
@@ -261,12 +292,14 @@ def show(rows: list[dict[str, Any]]) -> None:
         first = ran[0]
         tokens = f"{first['batch']} x {first['context']} tokens a rank"
         print(f"{ranks_of(first)}, {first['parameters'] / 1e6:,.1f} M parameters, {tokens}")
+    is_compiled = any(row["system"].endswith(COMPILED) for row in rows)
+    ratio_names = ["of_unsharded", "of_fsdp2", "of_eager" if is_compiled else "of_best_peer"]
     table = []
     for row in rows:
         if "error" in row:
-            table.append([row["system"], *[""] * 9, row["error"][:100]])
+            table.append([row["system"], *[""] * (9 + is_compiled), row["error"][:100]])
             continue
-        ratios = [row[name] for name in ("of_unsharded", "of_fsdp2", "of_best_peer")]
+        ratios = [row[name] for name in ratio_names]
         table.append(
             [
                 row["system"],
@@ -277,11 +310,13 @@ def show(rows: list[dict[str, Any]]) -> None:
                 "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.2f}",
                 *("" if ratio is None else f"{ratio:.3f}" for ratio in ratios),
                 f"{row['loss']:.4f} ({row['loss_off']:+.0e})",
+                *([f"{row['graphs']}, {row['recompiled']} later"] if is_compiled else []),
                 row["settings"],
             ]
         )
     header = ["system", "transport", "step ms", "quartiles", "host ms", "peak GiB", "of unsharded"]
-    header += ["of FSDP2", "of best peer", "loss (off)", "settings, or error"]
+    header += ["of FSDP2", "of eager" if is_compiled else "of best peer", "loss (off)"]
+    header += ["graphs"] * is_compiled + ["settings, or error"]
     print_table(header, table, words_last=True)
 
 

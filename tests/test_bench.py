@@ -111,6 +111,17 @@ def test_systems_that_shard_hybridly_reach_the_same_loss(tmp_path: Path) -> None
     assert len({round(row["loss"], 4) for row in rows}) == 1
 
 
+@pytest.mark.exhaustive
+def test_compiled_blocks_reach_the_same_loss_and_are_not_compiled_again(tmp_path: Path) -> None:
+    printed, rows = _run("step", tmp_path / "step.json", "--compile")
+    assert "of eager" in printed
+    assert not [row["error"] for row in rows if "error" in row]
+    compiled = [row for row in rows if row["system"].endswith(", compiled blocks")]
+    assert [row["system"].split(",")[0] for row in compiled] == ["unsharded", "ours", "FSDP2"]
+    assert all(row["graphs"] > 0 and row["recompiled"] == 0 for row in compiled)
+    assert len({round(row["loss"], 4) for row in rows}) == 1
+
+
 def test_systems_take_turns_in_an_order_that_changes_and_that_ranks_share() -> None:
     def order_of(seed: int) -> list[str]:
         turns: list[str] = []

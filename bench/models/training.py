@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ SMALL = GPTConfig(vocabulary=256, context=64, dim=128, layers=4, heads=4)
 WARMUP = 3
 KEPT = ", kept gathered"
 GLOO = "ours over gloo"
+COMPILED = ", compiled blocks"
 PREFETCHED = 2  # units that FSDP2 gathers ahead
 REDUCE_BUFFERS = 2  # FSDP2's reductions that may be in flight; its docstring recommends 2
 
@@ -238,6 +239,27 @@ def systems_for(device: torch.device, ranks: int, replicas: int = 1) -> dict[str
         name: SYSTEMS[name] if name in WHOLE else partial(SYSTEMS[name], replicas=replicas)
         for name in names
     }
+
+
+def with_compiled_blocks(build: Build) -> Build:
+    """Return a system that compiles each block with torch.compile before it shards the model."""
+
+    def build_compiled(model: GPT, dtype: torch.dtype, device: torch.device) -> Sharded:
+        for block in model.blocks:
+            block.compile()
+        sharded = build(model, dtype, device)
+        return replace(sharded, settings=f"{sharded.settings}, compiled blocks")
+
+    return build_compiled
+
+
+def compiled_systems(builds: dict[str, Build]) -> dict[str, Build]:
+    """Return unsharded, ours and FSDP2, each with and without compiled blocks."""
+    systems: dict[str, Build] = {}
+    for name in ("unsharded", "ours", "FSDP2"):
+        systems[name] = builds[name]
+        systems[name + COMPILED] = with_compiled_blocks(builds[name])
+    return systems
 
 
 class Training:
