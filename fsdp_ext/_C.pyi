@@ -39,6 +39,7 @@ class UnitLayout:
         grad_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         direct_bytes: int = ...,
+        is_offloaded: bool = ...,
     ) -> None: ...
     @property
     def world_size(self) -> int: ...
@@ -90,6 +91,7 @@ class TorchUnit:
         shapes: list[list[int]],
         param_dtypes: list[torch.dtype],
         inputs: list[int],
+        device: torch.device,
         cast_inputs: torch.dtype | None,
         cast_outputs: torch.dtype | None,
         module_count: int,

@@ -15,13 +15,13 @@ from support.launcher import RanksFailed, run_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
 from fsdp_ext import FullyShardedDataParallel, _build_info, fully_shard
-from fsdp_ext.sharding.arguments import check_device_type, check_offload
+from fsdp_ext.sharding.arguments import check_device_type
 
 
 def raises(error: type[Exception], *words: str) -> Any:
@@ -393,13 +393,6 @@ def _arguments() -> None:
     by_rows: Any = lambda param: Shard(-2) if param.ndim == 2 else None  # noqa: E731
     fully_shard(nn.Linear(2, 2), shard_placement_fn=by_rows)
     _placements_with_a_mesh()
-    with raises(
-        NotImplementedError,
-        "CPUOffloadPolicy",
-        r"Pass offload_policy=OffloadPolicy\(\)",
-        "fsdp_off",
-    ):
-        check_offload(CPUOffloadPolicy(), "cuda")
     wrong: Any  # the types forbid it, too
     wrong = True
     with raises(TypeError, "offload_policy is True", r"OffloadPolicy\(\)"):

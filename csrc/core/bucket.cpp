@@ -87,14 +87,24 @@ void move_into(const std::vector<Unit*>& units, const FlatMemory& flat,
   }
 }
 
+std::shared_ptr<void> allocate_gradients(const UnitLayout& layout, Device& device) {
+  const std::size_t bytes = kGradients.bytes(layout);
+  return layout.is_offloaded() ? device.allocate_on_host(bytes) : device.allocate(bytes);
+}
+
+std::shared_ptr<void> allocate_shards(const UnitLayout& layout, Lanes& lanes) {
+  const std::size_t bytes = kShards.bytes(layout);
+  return layout.is_offloaded() ? lanes.device->allocate_on_host(bytes)
+                               : lanes.gather.allocate_in_step(bytes, BufferUse::Shard);
+}
+
 // See Note [moving shards].
 void make_adjacent(const std::vector<Unit*>& units, const UnitLayout& layout, Lanes& lanes) {
   if (!are_adjacent(units, kShards)) {
-    move_into(units, kShards,
-              lanes.gather.allocate_in_step(layout.shard_bytes(), BufferUse::Shard));
+    move_into(units, kShards, allocate_shards(layout, lanes));
   }
   if (!are_adjacent(units, kGradients)) {
-    move_into(units, kGradients, lanes.device->allocate(kGradients.bytes(layout)));
+    move_into(units, kGradients, allocate_gradients(layout, *lanes.device));
   }
 }
 
@@ -255,7 +265,7 @@ void Bucket::move_gradients(const std::shared_ptr<void>& memory) {
 }
 
 void Bucket::renew_gradients(Device& device) {
-  const std::shared_ptr<void> memory = device.allocate(gradient_bytes());
+  const std::shared_ptr<void> memory = allocate_gradients(layout, device);
   auto* place = static_cast<char*>(memory.get());
   for (Unit* unit : units) {
     unit->port.renew_gradient(std::shared_ptr<void>(memory, place));

@@ -37,6 +37,8 @@ class Gatherer {
   // Gathers from now on start after the work of the compute stream so far (the optimizer's).
   // Parameters that were gathered earlier are out of date.
   void begin_iteration();
+  // Blocks until no gather reads the host's memory: Note [offloaded units] in core/layout.h.
+  void finish_reading_host(const std::vector<std::unique_ptr<Bucket>>& buckets);
   // In a CUDA graph capture, makes the compute stream wait for all gathers.
   void join_capture();
   // Whether a CUDA graph has captured a step, whose buffers must stay.

@@ -1,4 +1,5 @@
 // The messages of the gatherer, and the copies around them.
+#include "base/check.h"
 #include "core/gatherer.h"
 
 namespace fsdp {
@@ -154,6 +155,17 @@ void Gatherer::cast(const Bucket& bucket, const GatherPiece& piece, Stream& stre
   const Timed timed(ledger_, stream, Work::Cast, bucket.numbers());
   packer_.cast(stream, piece.cast_plan, nullptr, bucket.flat_shard(), bucket.gather_input.get(),
                1.0);
+}
+
+void Gatherer::finish_reading_host(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+  for (const auto& bucket : buckets) {
+    if (bucket->layout.is_offloaded()) {
+      FSDP_CHECK(!device_.is_capturing(), "A CUDA graph would capture unit '", bucket->name,
+                 "', which is offloaded to the host, and a graph cannot wait for the host. Run "
+                 "without a capture, or without CPUOffloadPolicy.");
+      bucket->gathers.back().gathered->synchronize(device_.timeout(), bucket->gather_label);
+    }
+  }
 }
 
 // Pieces arrive in order. The unit does not wait for those behind its last one.

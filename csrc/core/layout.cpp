@@ -65,12 +65,14 @@ std::vector<std::size_t> layout_order(const std::vector<ParamSpec>& params, int 
 }
 
 UnitLayout::UnitLayout(std::vector<ParamSpec> params, int world_size, DType grad_dtype,
-                       DType reduce_dtype, std::size_t direct_bytes)
+                       DType reduce_dtype, std::size_t direct_bytes, bool is_offloaded)
     : params_(std::move(params)),
       world_size_(world_size),
       grad_dtype_(grad_dtype),
       reduce_dtype_(reduce_dtype),
-      direct_bytes_(direct_bytes) {
+      direct_bytes_(direct_bytes),
+      is_offloaded_(is_offloaded),
+      needs_cast_(is_offloaded) {
   FSDP_CHECK(world_size_ >= 1, "A layout cannot have world size ", world_size_,
              ". It needs at least 1.");
   const std::int64_t grad_alignment = common_alignment(grad_dtype_, reduce_dtype_) *
@@ -105,7 +107,7 @@ UnitLayout UnitLayout::joined(const std::vector<const UnitLayout*>& layouts) {
     like = like->trainable_count_ == 0 ? layout : like;
   }
   return {std::move(params), like->world_size_, like->grad_dtype_, like->reduce_dtype_,
-          like->direct_bytes_};
+          like->direct_bytes_, like->is_offloaded_};
 }
 
 void UnitLayout::place_chunk(std::size_t param) {

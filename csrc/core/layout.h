@@ -24,6 +24,14 @@
 // bytes in the first four buffers. Note [tensor extensions] in fsdp_ext/sharding/extensions.py says
 // what it is for.
 //
+// Note [offloaded units]
+// The flat shard and the flat gradient of an offloaded unit are in the host's memory, so that an
+// optimizer steps there (CPUOffloadPolicy). Everything else is on the device. The copies are those
+// that a cast makes, too: gathers send from a gather input that a kernel has filled from the shard,
+// and the reduction's output is written to the gradient by a kernel. Kernels read and write pinned
+// memory of the host as their own. Only the host needs more: events do not order its work. So a
+// forward ends when shards have been read, and a backward when gradients have been written.
+//
 // The first R * q elements of a parameter's region in the unsharded buffer are the parameter. It is
 // a contiguous view, also if N does not divide R. Every start is aligned to 16 bytes in every
 // buffer, and to 256 where matrix products read it.
@@ -124,7 +132,7 @@ class UnitLayout {
   // one that they are computed with. `reduce_dtype` is the one on the wire. Tests lower
   // `direct_bytes`.
   UnitLayout(std::vector<ParamSpec> params, int world_size, DType grad_dtype, DType reduce_dtype,
-             std::size_t direct_bytes = kDirectBytes);
+             std::size_t direct_bytes = kDirectBytes, bool is_offloaded = false);
 
   // The layout of a bucket: the parameters of several units in their order. Each unit's flat shard,
   // gather input, unsharded buffer and segment lie in the joined ones unchanged, one after another.
@@ -156,7 +164,10 @@ class UnitLayout {
   // more. No message can be smaller.
   std::size_t row_bytes(std::size_t param) const;
 
-  // Whether the wire has another dtype than the flat shard.
+  // See Note [offloaded units].
+  bool is_offloaded() const { return is_offloaded_; }
+  // Whether the gather input is not the flat shard: the wire has another dtype, or the shard is in
+  // the host's memory.
   bool needs_cast() const { return needs_cast_; }
   // One rank and no cast: the flat shard has the unsharded layout already.
   bool is_identity() const { return world_size_ == 1 && !needs_cast_; }
@@ -209,6 +220,7 @@ class UnitLayout {
   std::size_t unsharded_bytes_ = 0;
   std::int64_t grad_numel_ = 0;
   std::size_t trainable_count_ = 0;
+  bool is_offloaded_ = false;
   bool needs_cast_ = false;
 };
 

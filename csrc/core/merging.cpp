@@ -23,7 +23,7 @@ struct Run {
 };
 
 bool are_alike(const MergeTraits& a, const MergeTraits& b) {
-  return a.max_message_bytes == b.max_message_bytes &&
+  return a.max_message_bytes == b.max_message_bytes && a.is_offloaded == b.is_offloaded &&
          a.reshard_after_forward == b.reshard_after_forward && a.reshard_group == b.reshard_group &&
          a.reshard_after_backward == b.reshard_after_backward &&
          a.unshards_in_backward == b.unshards_in_backward;
@@ -176,6 +176,7 @@ MergeTraits merge_traits(const UnitConfig& unit) {
   traits.grad_dtype = layout.grad_dtype();
   traits.reduce_dtype = layout.reduce_dtype();
   traits.gradient_dtype = layout.unsharded_grad_dtype();
+  traits.is_offloaded = layout.is_offloaded();
   traits.needs_cast = layout.needs_cast();
   traits.reshard_after_forward = unit.reshard_after_forward;
   traits.reshard_group = unit.reshard_group;

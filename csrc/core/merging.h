@@ -26,6 +26,7 @@ struct MergeTraits {
   DType grad_dtype = DType::Float32;
   DType reduce_dtype = DType::Float32;
   DType gradient_dtype = DType::Float32;  // of the unsharded parameters'
+  bool is_offloaded = false;
   bool needs_cast = false;                // does not matter if there are no bytes
   bool reshard_after_forward = true;
   int reshard_group = 0;

@@ -103,6 +103,7 @@ void Pipeline::end_forward(bool with_gradient) {
   if (state_ == PipelineState::Idle) {
     end_evaluation();
   }
+  gatherer_.finish_reading_host(buckets());
   gatherer_.join_capture();
 }
 

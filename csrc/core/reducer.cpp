@@ -204,6 +204,9 @@ void Reducer::accumulate(Bucket& bucket, const Units& units) {
 // - Reduction
 
 void Reducer::reduce(Bucket& bucket, const Units& units) {
+  if (bucket.reduction_pending && bucket.layout.is_offloaded()) {
+    wait_for_gradients(bucket);  // the host may copy gradients of the reduction before this one
+  }
   leave_held_gradients(bucket);
   const bool in_place = prepare_finish(bucket, units);
   const Range range(device_, bucket.reduce_label);
@@ -336,18 +339,26 @@ void Reducer::end_reduction(const Reduction& reduction) {
 }
 
 void Reducer::wait(const std::vector<std::unique_ptr<Bucket>>& buckets) {
-  Stream& compute = device_.compute_stream();
   {
-    const Timed timed(ledger_, compute, Work::WaitForReduction, kAllUnits);
+    const Timed timed(ledger_, device_.compute_stream(), Work::WaitForReduction, kAllUnits);
     for (const auto& bucket : buckets) {
       if (bucket->reduction_pending) {
         bucket->reduction_pending = false;
-        compute.wait(*bucket->reduced, bucket->reduce_label);
+        wait_for_gradients(*bucket);
       }
     }
   }
   free_packed_gradients(0);
   check_hooks(buckets);
+}
+
+// The compute stream waits for gradients on the device, and the host for those of its own memory.
+void Reducer::wait_for_gradients(const Bucket& bucket) {
+  if (bucket.layout.is_offloaded()) {
+    bucket.reduced->synchronize(device_.timeout(), bucket.reduce_label);
+  } else {
+    device_.compute_stream().wait(*bucket.reduced, bucket.reduce_label);
+  }
 }
 
 void Reducer::discard(Bucket& bucket) {

@@ -80,7 +80,8 @@ class Reducer {
   // gradients, reduces over the ranks and sets the sharded gradients. For the others, it
   // accumulates.
   void pack_and_reduce(Bucket& bucket);
-  // Makes the compute stream wait for every reduction that was issued so far.
+  // Makes the compute stream, and the host if it has the gradients, wait for every reduction that
+  // was issued so far.
   void wait(const std::vector<std::unique_ptr<Bucket>>& buckets);
   // Drops all gradients that are not reduced yet, after a backward that failed.
   void discard(Bucket& bucket);
@@ -139,6 +140,7 @@ class Reducer {
             bool accumulate);
   static const void* const* gradients_of(Bucket& bucket, const ReducePiece& piece,
                                          const void* const* gradients, DType dtype);
+  void wait_for_gradients(const Bucket& bucket);
   void leave_held_gradients(Bucket& bucket);
   // Returns whether the reduction can write the flat gradient.
   bool prepare_finish(Bucket& bucket, const Units& units);

@@ -66,6 +66,7 @@ struct UnitTensors {
   std::vector<std::vector<std::int64_t>> shapes;
   std::vector<at::ScalarType> param_dtypes;
   std::vector<std::size_t> inputs;  // which of the parameters are inputs of extensions
+  at::Device device;                // of the unsharded parameters
 };
 
 // The dtypes to which forward casts floating-point inputs and outputs, if any.
@@ -164,7 +165,7 @@ class TorchUnit final : public UnitPort,
     std::size_t bytes;
   };
 
-  at::Device device() const { return tensors_.shard.flat().device(); }
+  at::Device device() const { return tensors_.device; }
   void point_storages(void* unsharded);
   void free_storages();
   const at::Tensor& sharded(std::size_t parameter) const;

@@ -102,9 +102,19 @@ def may_share_memory(group: dist.ProcessGroup, transport: Transport) -> bool:
 
 
 def zeros_for_shard(
-    nbytes: int, device: torch.device, group: dist.ProcessGroup, transport: Transport
+    nbytes: int,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    transport: Transport,
+    *,
+    pin_memory: bool,
 ) -> torch.Tensor:
-    """Return zeros (uint8) for a flat shard, in shared memory if the transport may be that."""
+    """Return zeros (uint8) for a flat shard, in shared memory if the transport may be that.
+
+    ``pin_memory`` is for units of GPUs that are offloaded to the host.
+    """
+    if pin_memory:
+        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
     on_host = device.type == "cpu"
     if on_host and may_share_memory(group, transport) and not why_no_shared_memory():
         return _C.shared_zeros(nbytes)

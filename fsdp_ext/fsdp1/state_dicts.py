@@ -32,6 +32,7 @@ from fsdp_ext.fsdp1.state_dict_forms import (
     refuse_sharded_tensor,
 )
 from fsdp_ext.fsdp1.whole_tensors import shard_like
+from fsdp_ext.sharding.arguments import device_of
 from fsdp_ext.sharding.ranks import Ranks
 
 
@@ -300,7 +301,8 @@ class StateDictMethods:
         names = cls._names_of(params, model)
         by_name = dict(zip(names, params, strict=True))
         if from_rank_0:
-            state = _from_rank_0(state, cls._ranks_of(model), params[0].device)
+            ranks = cls._ranks_of(model)
+            state = _from_rank_0(state, ranks, device_of(ranks.mesh))
         keys: dict[str, Any] = {name: name if named else i for i, name in enumerate(names)}
         left = iter(names)
         names_by_group = [[next(left) for _ in group] for group in groups]

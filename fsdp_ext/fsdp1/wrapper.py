@@ -81,8 +81,8 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
             sharding a pair: the ranks that shard the model, and those that have the same shard.
         sharding_strategy: ``FULL_SHARD`` (the default), ``SHARD_GRAD_OP``, ``NO_SHARD``, or for
             hybrid sharding ``HYBRID_SHARD`` or ``_HYBRID_SHARD_ZERO2``.
-        cpu_offload: None or a ``CPUOffload``. ``offload_params=True`` is supported on CPUs only,
-            where it changes nothing.
+        cpu_offload: None or a ``CPUOffload``. ``offload_params=True`` is fully_shard's
+            ``CPUOffloadPolicy()``.
         auto_wrap_policy: which submodules to wrap, too: a policy of
             ``torch.distributed.fsdp.wrap`` or a callable of ``module``, ``recurse`` and
             ``nonwrapped_numel``. Containers without a forward are left as they are, because
@@ -363,16 +363,16 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
                 plain.append(param.grad)
 
         device = self._sharded._fsdp_ext_unit.device
-        total = _norm_to_combine(sharded, norm_type, dtype, device)
+        total = _norm_to_combine(sharded, norm_type, dtype, device).to(device)
         op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
         dist.all_reduce(total, op, group=self._sharded._fsdp_ext_unit.ranks.group)
-        own = _norm_to_combine(plain, norm_type, dtype, device)
+        own = _norm_to_combine(plain, norm_type, dtype, device).to(device)
         total = torch.maximum(total, own) if is_max else total + own
         total = total if is_max else total ** (1 / norm_type)
         scale = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
         for grads in (sharded, plain):
             if grads:
-                torch._foreach_mul_(grads, scale)
+                torch._foreach_mul_(grads, scale.to(grads[0].device))
         return total.to(returned or dtype)
 
     def _expect_root(self, method: str) -> None:

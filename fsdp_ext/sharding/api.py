@@ -18,7 +18,6 @@ from fsdp_ext.comm.transports import resolve_transport
 from fsdp_ext.sharding import module_changes, optimizer_hooks, state_dict_hooks, torch_state
 from fsdp_ext.sharding.arguments import (
     check_modules,
-    check_offload,
     check_resharded,
     check_types,
     device_of,
@@ -26,6 +25,7 @@ from fsdp_ext.sharding.arguments import (
     resolve_bucket_bytes,
     resolve_max_message_bytes,
     resolve_mesh,
+    resolve_offload,
     resolve_placements,
     resolve_prefetch,
     resolve_reshard,
@@ -137,8 +137,10 @@ def fully_shard(
             parameter whole, so ``max_message_bytes`` must have room for the largest.
         mp_policy: dtypes of computation, reduction and results
             (:class:`torch.distributed.fsdp.MixedPrecisionPolicy`).
-        offload_policy: ``OffloadPolicy()``, the default. On a mesh of CPUs, where everything is on
-            the host, ``CPUOffloadPolicy()`` means the same. On GPUs it is not supported yet.
+        offload_policy: ``OffloadPolicy()``, the default, or ``CPUOffloadPolicy()``. On GPUs the
+            latter keeps sharded parameters, their gradients and so the optimizer in the host's
+            pinned memory. Meta parameters then materialise with ``to_empty(device="cpu")``. On a
+            mesh of CPUs, where everything is on the host, both mean the same.
         ignored_params: parameters to leave as they are, neither sharded nor reduced. Those of
             modules to which PyTorch's ``replicate`` was applied are left, too.
         dp_mesh_dims: PyTorch's ``DataParallelMeshDims``, which names the dimensions of ``mesh``
@@ -185,7 +187,7 @@ def fully_shard(
         ensure_process_group()
     spmd = None if dp_mesh_dims is None else SpmdMesh.of(mesh, dp_mesh_dims)
     mesh = resolve_mesh(mesh if spmd is None else spmd.data_parallel_mesh())
-    check_offload(offload_policy, mesh.device_type)
+    offloads = resolve_offload(offload_policy, mesh.device_type)
     transport = resolve_transport(transport, mesh.device_type)
     ranks = Ranks(mesh, spmd)
     if isinstance(transport, Simulated):
@@ -197,6 +199,7 @@ def fully_shard(
         bucket_bytes=resolve_bucket_bytes(bucket_bytes),
         max_message_bytes=resolve_max_message_bytes(max_message_bytes),
         prefetch=resolve_prefetch(prefetch),
+        offloads=offloads,
     )
     for group in ranks.groups:
         announce_process(group)

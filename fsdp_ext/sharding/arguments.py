@@ -141,24 +141,26 @@ def check_types(mesh: object, mp_policy: object, ignored_params: object) -> None
             )
 
 
-def check_offload(policy: object, device_type: str) -> None:
-    """Check ``offload_policy``. On a mesh of CPUs everything is on the host already.
+def resolve_offload(policy: object, device_type: str) -> bool:
+    """Return whether the shards of GPUs are on the host. Those of CPUs are there anyway.
 
     Raises:
-        TypeError: if it is no OffloadPolicy.
-        NotImplementedError: if shards of GPUs should be on the host.
+        TypeError: if ``policy`` is no OffloadPolicy.
+        NotImplementedError: if the host's memory should not be pinned.
     """
     if policy is not None and not isinstance(policy, OffloadPolicy):
         raise TypeError(
             f"offload_policy is {policy!r} but must be an OffloadPolicy or None. Pass "
             "OffloadPolicy(), the default."
         )
-    if isinstance(policy, CPUOffloadPolicy) and device_type != "cpu":
+    if not isinstance(policy, CPUOffloadPolicy) or device_type == "cpu":
+        return False
+    if not policy.pin_memory:
         raise NotImplementedError(
-            f"offload_policy=CPUOffloadPolicy on a mesh of '{device_type}' is not supported yet: "
-            "shards stay on the mesh's device. Pass offload_policy=OffloadPolicy(), the default; "
-            "with accelerate, set fsdp_offload_params to false."
+            "offload_policy is CPUOffloadPolicy(pin_memory=False), but GPUs can only read pinned "
+            "memory of the host. Pass CPUOffloadPolicy()."
         )
+    return True
 
 
 def resolve_placements(

@@ -116,7 +116,14 @@ class ParamGroup:
     def _layout(self, params: Sequence[Param], training: bool) -> _C.UnitLayout:
         grad_dtype, reduce_dtype = self.grad_dtypes() if training else (torch.float32,) * 2
         specs = self._specs(params, training)
-        return _C.UnitLayout(specs, self.world_size, grad_dtype, reduce_dtype, DIRECT_BYTES)
+        return _C.UnitLayout(
+            specs,
+            self.world_size,
+            grad_dtype,
+            reduce_dtype,
+            DIRECT_BYTES,
+            is_offloaded=self.settings.offloads,
+        )
 
     def compute_dtype(self, param: Param) -> torch.dtype:
         """Return the dtype in which ``param`` is gathered and computed with."""

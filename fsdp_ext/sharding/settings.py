@@ -112,6 +112,7 @@ class UnitSettings:
     max_message_bytes: int | None = None
     prefetch: int | Auto | None = None  # only the root's is used
     keep_low_precision_grads: bool = False  # of FSDP1's mixed precision
+    offloads: bool = False  # shards and gradients are on the host, and the rest is not
 
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True

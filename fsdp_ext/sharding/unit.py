@@ -74,7 +74,9 @@ class Unit(ParamGroup):
         self.is_summoned = False
         # Modules and the names of their attributes that were passed as ignored_params.
         self.ignored: set[tuple[nn.Module, str]] = set()
-        self.flat_shard = torch.empty(0, dtype=torch.uint8, device=device)
+        self.shard_device = torch.device("cpu") if settings.offloads else device
+        self.pins_memory = settings.offloads and device.type == "cuda"
+        self.flat_shard = torch.empty(0, dtype=torch.uint8, device=self.shard_device)
         # Each entry's part of it. See Note [own storages] in csrc/torch/flat_tensor.h.
         self.shard_parts: list[torch.Tensor] = []
         # What extensions gather; empty until the C++ side is made: Note [tensor extensions].
@@ -165,7 +167,7 @@ class Unit(ParamGroup):
         first, count = self._range(part.shape, dim)
         local = part.narrow(dim, first, count).contiguous()
         spread = shards_of(param, self.ranks, dim)
-        dtensor = spread.dtensor(local if local.is_meta else local.to(self.device))
+        dtensor = spread.dtensor(local if local.is_meta else local.to(self.shard_device))
         sharded = nn.Parameter(dtensor, requires_grad=param.requires_grad)
         unsharded = Spread.of(param, self.ranks)
         keeps = keeps_dtype(self.settings.mp_policy, name, param)
@@ -176,6 +178,12 @@ class Unit(ParamGroup):
         part = param._local_tensor if isinstance(param, DTensor) else param
         if not is_extension(name, part):
             return None
+        if self.settings.offloads:
+            raise NotImplementedError(
+                f"offload_policy is CPUOffloadPolicy, but parameter '{name}' is a "
+                f"{type(part).__name__}, whose methods gather it on the device. Pass "
+                "OffloadPolicy() for its module."
+            )
         if dim > 0:
             raise NotImplementedError(
                 f"shard_placement_fn returned Shard({dim}) for parameter '{name}', a "
@@ -255,9 +263,19 @@ class Unit(ParamGroup):
                 f"unit '{self.name}' has parameters on {sorted(devices)}, of which {on_meta} "
                 "are on meta. Materialise all of them with to_empty(device=...)."
             )
-        device = torch.device(devices.pop()) if devices else self.device
+        device = torch.device(devices.pop()) if devices else self.shard_device
+        if self.settings.offloads and device.type not in ("cpu", "meta"):
+            raise RuntimeError(
+                f"unit '{self.name}' is offloaded to the host, but its parameters are on {device}. "
+                'Move them back by module.to("cpu"), or materialise them by '
+                'module.to_empty(device="cpu").'
+            )
         flat = zeros_for_shard(
-            layout.shard_bytes, device, self.ranks.group, self.settings.transport
+            layout.shard_bytes,
+            device,
+            self.ranks.group,
+            self.settings.transport,
+            pin_memory=self.pins_memory and device.type == "cpu",
         )
         parts = self._parts_of(flat, entries, layout)
         for entry, part in zip(entries, parts, strict=True):
@@ -411,7 +429,12 @@ class Unit(ParamGroup):
         entries = self.entries
         grad_dtype, _ = self.grad_dtypes()
         policy = self.settings.mp_policy
-        flat_gradient = torch.empty(layout.grad_numel, dtype=grad_dtype, device=self.device)
+        flat_gradient = torch.empty(
+            layout.grad_numel,
+            dtype=grad_dtype,
+            device=self.shard_device,
+            pin_memory=self.pins_memory,
+        )
         core = _C.TorchUnit(
             layout=layout,
             shard=_C.FlatTensor(self.flat_shard, self.shard_parts),
@@ -422,6 +445,7 @@ class Unit(ParamGroup):
                 for entry in entries
             ],
             inputs=[i for i, entry in enumerate(entries) if isinstance(entry, GatherInput)],
+            device=self.device,
             cast_inputs=policy.param_dtype if policy.cast_forward_inputs else None,
             cast_outputs=policy.output_dtype,
             module_count=len(self.modules),

@@ -134,12 +134,13 @@ void register_layout(py::module_& m) {
       .def_readonly("grad_offset", &ParamPlacement::grad_offset);
   py::class_<UnitLayout>(m, "UnitLayout")
       .def(py::init([](std::vector<ParamSpec> params, int world_size, at::ScalarType grad_dtype,
-                       at::ScalarType reduce_dtype, std::size_t direct_bytes) {
+                       at::ScalarType reduce_dtype, std::size_t direct_bytes,
+                       bool is_offloaded) {
              return UnitLayout(std::move(params), world_size, to_dtype(grad_dtype),
-                               to_dtype(reduce_dtype), direct_bytes);
+                               to_dtype(reduce_dtype), direct_bytes, is_offloaded);
            }),
            py::arg("params"), py::arg("world_size"), py::arg("grad_dtype"), py::arg("reduce_dtype"),
-           py::arg("direct_bytes") = kDirectBytes)
+           py::arg("direct_bytes") = kDirectBytes, py::arg("is_offloaded") = false)
       .def_property_readonly("world_size", &UnitLayout::world_size)
       .def_property_readonly("placements", &UnitLayout::placements)
       .def_property_readonly("shard_bytes", &UnitLayout::shard_bytes)

@@ -92,9 +92,9 @@ class StreamUnit final : public UnitPort {
         rank_(rank),
         wrong_(wrong),
         layout_(std::move(layout)),
-        shard_(allocate(0, layout_.shard_bytes())),
-        gradient_(allocate(0, gradient_bytes())) {
-    enqueue(compute_stream, [gradient = gradient(), numel = layout_.grad_numel()] {
+        shard_(flat_memory(layout_.shard_bytes())),
+        gradient_(flat_memory(gradient_bytes())) {
+    run_where_flat([gradient = gradient(), numel = layout_.grad_numel()] {
       std::fill_n(gradient, numel, NAN);
     });
     write_shard();
@@ -131,7 +131,7 @@ class StreamUnit final : public UnitPort {
   bool is_gradient_held = false;  // by a user, after each step
   void zero_grad() { has_gradient_.assign(kParams, false); }
 
-  // As an optimizer does, on the compute stream.
+  // As an optimizer does: on the compute stream, or on the host if the unit is offloaded.
   void change_shard() {
     version_ += 1;
     write_shard();
@@ -175,9 +175,9 @@ class StreamUnit final : public UnitPort {
     }
   }
 
-  // As an optimizer does, on the compute stream.
+  // As an optimizer does, like change_shard.
   void read_gradients(float expected) {
-    enqueue(compute_stream, [this, expected, data = gradient()] {
+    run_where_flat([this, expected, data = gradient()] {
       for (std::size_t param = 0; param < kParams; ++param) {
         const ParamPlacement& place = layout_.placements()[param];
         const std::int64_t count = layout_.row_count(param, rank_) * kColumns;
@@ -199,14 +199,27 @@ class StreamUnit final : public UnitPort {
   }
   float* gradient() const { return static_cast<float*>(gradient_.get()); }
 
+  // The shard's or the gradient's. See Note [offloaded units] in core/layout.h.
+  std::shared_ptr<void> flat_memory(std::size_t bytes) const {
+    return layout_.is_offloaded() ? std::shared_ptr<void>(std::malloc(bytes), &std::free)
+                                  : allocate(0, bytes);
+  }
+  void run_where_flat(std::function<void()> work) const {
+    if (layout_.is_offloaded()) {
+      work();
+    } else {
+      enqueue(compute_stream, std::move(work));
+    }
+  }
+
   // The old memory is freed after it was read.
-  static void move(std::shared_ptr<void>& from, std::shared_ptr<void> to, std::size_t bytes) {
-    enqueue(compute_stream, [from, to, bytes] { std::memcpy(to.get(), from.get(), bytes); });
+  void move(std::shared_ptr<void>& from, std::shared_ptr<void> to, std::size_t bytes) const {
+    run_where_flat([from, to, bytes] { std::memcpy(to.get(), from.get(), bytes); });
     from = std::move(to);
   }
 
   void write_shard() {
-    enqueue(compute_stream, [this, version = version_, shard = shard_] {
+    run_where_flat([this, version = version_, shard = shard_] {
       for (std::size_t param = 0; param < kParams; ++param) {
         const ParamPlacement& place = layout_.placements()[param];
         const std::int64_t first = layout_.first_row(param, rank_) * kColumns;
@@ -235,14 +248,15 @@ class StreamUnit final : public UnitPort {
 
 // - One rank
 
-inline UnitLayout make_layout(int world_size, const std::string& prefix, std::size_t direct_bytes) {
+inline UnitLayout make_layout(int world_size, const std::string& prefix, std::size_t direct_bytes,
+                              bool is_offloaded) {
   std::vector<ParamSpec> params(kParams);
   for (std::size_t i = 0; i < kParams; ++i) {
     params[i].name = prefix + std::to_string(i);
     params[i].rows = kRows[kParams - 1 - i];  // large ones first
     params[i].row_numel = kColumns;
   }
-  return {params, world_size, DType::Float32, DType::Float32, direct_bytes};
+  return {params, world_size, DType::Float32, DType::Float32, direct_bytes, is_offloaded};
 }
 
 struct Setting {
@@ -252,6 +266,7 @@ struct Setting {
   int message_rows = 0;  // room in a message, from each rank; 0: all
   int sets = 1;          // of so many ranks, each of which shards the model
   int group = 0;         // the ranks that units below the root are resharded to; 0: all
+  bool is_offloaded = false;
 
   int ranks() const { return world_size * sets; }
 };
@@ -279,7 +294,7 @@ class Rank {
     pipeline = std::make_unique<Pipeline>(*lanes, PipelineOptions{}, replicas.get());
     for (int i = 0; i <= layers; ++i) {
       const std::string name = "unit" + std::to_string(i);
-      const UnitLayout layout = make_layout(setting.world_size, name, setting.direct_bytes);
+      const UnitLayout layout = make_layout(setting.world_size, name, setting.direct_bytes, setting.is_offloaded);
       units.push_back(std::make_unique<StreamUnit>(i, layout, rank, wrong));
       UnitConfig config{name, layout};
       config.reshard_after_forward = i != 0;
