@@ -1,0 +1,58 @@
+"""Offloaded units train as those on the GPU, and take less of its memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.launcher import run_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+from fsdp_ext import fully_shard
+
+WIDTH = 1024
+LAYERS = 4
+STEPS = 4
+
+
+def _train(policy: OffloadPolicy) -> tuple[list[Tensor], list[Tensor], int]:
+    """Return the losses, this rank's gradients of the first step, and the GPU's memory."""
+    torch.manual_seed(0)
+    before = torch.cuda.memory_allocated()
+    model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    for layer in model:
+        fully_shard(layer, offload_policy=policy)
+    fully_shard(model, offload_policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1)).cuda()
+    losses, gradients = [], []
+    for _ in range(STEPS):
+        loss = model(x).square().mean()
+        loss.backward()
+        losses.append(loss.detach().cpu())
+        gradients = gradients or [p.grad.to_local().cpu().clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    on_host = isinstance(policy, CPUOffloadPolicy)
+    for parameter in model.parameters():
+        local = parameter.to_local()
+        assert (local.device.type == "cpu") == on_host
+        assert local.is_pinned() == on_host
+    return losses, gradients, torch.cuda.memory_allocated() - before
+
+
+def _compare() -> None:
+    losses, gradients, on_gpu = _train(OffloadPolicy())
+    theirs, of_first_step, offloaded = _train(CPUOffloadPolicy())
+    for mine, other in zip(of_first_step, gradients, strict=True):
+        assert torch.equal(mine, other)
+    torch.testing.assert_close(theirs, losses)  # optimizers may round differently there
+    assert offloaded < on_gpu
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_offloaded_units_train_as_others(world_size: int) -> None:
+    run_ranks(_compare, world_size)
