@@ -106,8 +106,8 @@ UnitLayout UnitLayout::joined(const std::vector<const UnitLayout*>& layouts) {
     params.insert(params.end(), layout->params_.begin(), layout->params_.end());
     like = like->trainable_count_ == 0 ? layout : like;
   }
-  return {std::move(params), like->world_size_, like->grad_dtype_, like->reduce_dtype_,
-          like->direct_bytes_, like->is_offloaded_};
+  return {std::move(params),   like->world_size_,   like->grad_dtype_,
+          like->reduce_dtype_, like->direct_bytes_, like->is_offloaded_};
 }
 
 void UnitLayout::place_chunk(std::size_t param) {

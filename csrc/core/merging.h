@@ -27,7 +27,7 @@ struct MergeTraits {
   DType reduce_dtype = DType::Float32;
   DType gradient_dtype = DType::Float32;  // of the unsharded parameters'
   bool is_offloaded = false;
-  bool needs_cast = false;                // does not matter if there are no bytes
+  bool needs_cast = false;  // does not matter if there are no bytes
   bool reshard_after_forward = true;
   int reshard_group = 0;
   bool reshard_after_backward = true;

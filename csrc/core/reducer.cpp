@@ -400,18 +400,6 @@ void Reducer::release_input(const Bucket& bucket, std::size_t half) {
   }
 }
 
-// The compute stream copies from gradients of the old memory.
-void Reducer::leave_held_gradients(Bucket& bucket) {
-  const auto is_held = [](const Unit* unit) { return unit->port.has_held_gradients(); };
-  if (std::none_of(bucket.units.begin(), bucket.units.end(), is_held)) {
-    return;
-  }
-  if (bucket.reduction_pending) {
-    device_.compute_stream().wait(*bucket.reduced, bucket.reduce_label);
-  }
-  bucket.renew_gradients(device_);
-}
-
 // The reduction writes the flat gradient itself if nothing is cast or scaled, no sharded gradient
 // exists to add to, and it is a window as on the other ranks. Otherwise each parameter's chunk is
 // cast or added from the reduce output.

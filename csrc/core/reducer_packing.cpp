@@ -6,6 +6,18 @@
 
 namespace fsdp {
 
+// The compute stream copies from gradients of the old memory.
+void Reducer::leave_held_gradients(Bucket& bucket) {
+  const auto is_held = [](const Unit* unit) { return unit->port.has_held_gradients(); };
+  if (std::none_of(bucket.units.begin(), bucket.units.end(), is_held)) {
+    return;
+  }
+  if (bucket.reduction_pending) {
+    device_.compute_stream().wait(*bucket.reduced, bucket.reduce_label);
+  }
+  bucket.renew_gradients(device_);
+}
+
 // Returns the stream that packs the bucket, ordered after the compute stream. Packing into the
 // accumulated gradients also waits for all messages that read them.
 Stream& Reducer::begin_packing(const Bucket& bucket, bool into_accumulated) {

@@ -330,6 +330,31 @@ class UnitExtensions:
             extension.detach()
 
 
+def place_extensions(
+    extensions: Sequence[Extension],
+    entries: Sequence[Any],
+    parts: Sequence[torch.Tensor],
+    views: Sequence[torch.Tensor],
+) -> UnitExtensions | None:
+    """Tell the extensions of a unit where their tensors lie. Return None if there are none.
+
+    Args:
+        extensions: one for each parameter that is not gathered itself.
+        entries: the unit's parameters and gather inputs, in the layout's order.
+        parts: the part of the flat shard of each.
+        views: the unsharded view of each.
+    """
+    if not extensions:
+        return None
+    for entry, part, view in zip(entries, parts, views, strict=True):
+        if isinstance(entry, GatherInput):
+            entry.part, entry.output = part, view
+    places = [place for place, entry in enumerate(entries) if not entry.is_gathered]
+    for extension, place in zip(extensions, places, strict=True):
+        extension.place = place
+    return UnitExtensions(extensions)
+
+
 def _resize(tensor: torch.Tensor, nbytes: int) -> None:
     storage = tensor.untyped_storage()
     if storage.size() != nbytes:

@@ -17,7 +17,7 @@ from fsdp_ext import _C
 from fsdp_ext.comm.transports import zeros_for_shard
 from fsdp_ext.sharding import optimizer_hooks
 from fsdp_ext.sharding.dtensors import Spread, gradient_maker, part_of_this_rank, shards_of
-from fsdp_ext.sharding.extensions import Extension, GatherInput, OwnRows, UnitExtensions
+from fsdp_ext.sharding.extensions import Extension, GatherInput, OwnRows, place_extensions
 from fsdp_ext.sharding.ownership import (
     check_grad_dtype,
     check_parameter,
@@ -465,7 +465,7 @@ class Unit(ParamGroup):
                 for param in params
             ],
             make_gradients=gradient_maker(gradient_places(params, layout)),
-            extensions=self._place_extensions(extensions, entries, views),
+            extensions=place_extensions(extensions, entries, self.shard_parts, views),
             attributes=[
                 (module._parameters, attribute, index)
                 for index, param in enumerate(params)
@@ -487,23 +487,6 @@ class Unit(ParamGroup):
         self.inputs = [each for extension in extensions for each in extension.inputs]
         self.flatten()
         return extensions
-
-    def _place_extensions(
-        self,
-        extensions: Sequence[Extension],
-        entries: Sequence[Entry],
-        views: Sequence[torch.Tensor],
-    ) -> UnitExtensions | None:
-        """Tell the extensions where their tensors lie. Return None if there are none."""
-        if not extensions:
-            return None
-        for entry, part, view in zip(entries, self.shard_parts, views, strict=True):
-            if isinstance(entry, GatherInput):
-                entry.part, entry.output = part, view
-        places = [place for place, entry in enumerate(entries) if not entry.is_gathered]
-        for extension, place in zip(extensions, places, strict=True):
-            extension.place = place
-        return UnitExtensions(extensions)
 
 
 def _address(tensor: torch.Tensor) -> int:

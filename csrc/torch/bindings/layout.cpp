@@ -134,8 +134,7 @@ void register_layout(py::module_& m) {
       .def_readonly("grad_offset", &ParamPlacement::grad_offset);
   py::class_<UnitLayout>(m, "UnitLayout")
       .def(py::init([](std::vector<ParamSpec> params, int world_size, at::ScalarType grad_dtype,
-                       at::ScalarType reduce_dtype, std::size_t direct_bytes,
-                       bool is_offloaded) {
+                       at::ScalarType reduce_dtype, std::size_t direct_bytes, bool is_offloaded) {
              return UnitLayout(std::move(params), world_size, to_dtype(grad_dtype),
                                to_dtype(reduce_dtype), direct_bytes, is_offloaded);
            }),

@@ -18,8 +18,7 @@ void register_unit(py::module_& m) {
       .def(py::init([](const UnitLayout& layout, FlatTensor shard, at::Tensor flat_gradient,
                        std::vector<std::vector<std::int64_t>> shapes,
                        std::vector<at::ScalarType> param_dtypes, std::vector<std::size_t> inputs,
-                       at::Device device,
-                       std::optional<at::ScalarType> cast_inputs,
+                       at::Device device, std::optional<at::ScalarType> cast_inputs,
                        std::optional<at::ScalarType> cast_outputs, std::size_t module_count) {
              return std::make_shared<TorchUnit>(
                  layout,
@@ -28,8 +27,8 @@ void register_unit(py::module_& m) {
                  ForwardCasts{cast_inputs, cast_outputs}, module_count);
            }),
            py::kw_only(), py::arg("layout"), py::arg("shard"), py::arg("flat_gradient"),
-           py::arg("shapes"), py::arg("param_dtypes"), py::arg("inputs"), py::arg("device"), py::arg("cast_inputs"),
-           py::arg("cast_outputs"), py::arg("module_count"))
+           py::arg("shapes"), py::arg("param_dtypes"), py::arg("inputs"), py::arg("device"),
+           py::arg("cast_inputs"), py::arg("cast_outputs"), py::arg("module_count"))
       .def("unsharded_views", &TorchUnit::unsharded_views)
       .def(
           "bind",

@@ -1,6 +1,6 @@
 // Units whose shards and gradients are in the host's memory, where no event orders what reads and
-// writes them: Note [offloaded units] in core/layout.h. As in cuda_schedule_test.cpp, streams run in
-// parallel to the host. Here the optimizer runs on the host.
+// writes them: Note [offloaded units] in core/layout.h. As in cuda_schedule_test.cpp, streams run
+// in parallel to the host. Here the optimizer runs on the host.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -18,13 +18,11 @@ Setting offloaded(Setting setting) {
   return setting;
 }
 
-INSTANTIATE_TEST_SUITE_P(Settings, CudaOffload,
-                         ::testing::Values(offloaded({1, kDirectBytes}),
-                                           offloaded({2, kDirectBytes}), offloaded({2, 0}),
-                                           offloaded({2, 300, 4}), offloaded({3, 0, 4, 5}),
-                                           offloaded({2, 300, 2, 3, 2}),
-                                           offloaded({1, 300, 1, 0, 2}),
-                                           offloaded({4, 0, 2, 3, 1, 2})));
+INSTANTIATE_TEST_SUITE_P(
+    Settings, CudaOffload,
+    ::testing::Values(offloaded({1, kDirectBytes}), offloaded({2, kDirectBytes}), offloaded({2, 0}),
+                      offloaded({2, 300, 4}), offloaded({3, 0, 4, 5}), offloaded({2, 300, 2, 3, 2}),
+                      offloaded({1, 300, 1, 0, 2}), offloaded({4, 0, 2, 3, 1, 2})));
 
 std::vector<Stream*> streams_of(Rank& rank) {
   std::vector<Stream*> streams{&rank.lanes->device->compute_stream(), &rank.lanes->gather.stream(),

@@ -294,7 +294,8 @@ class Rank {
     pipeline = std::make_unique<Pipeline>(*lanes, PipelineOptions{}, replicas.get());
     for (int i = 0; i <= layers; ++i) {
       const std::string name = "unit" + std::to_string(i);
-      const UnitLayout layout = make_layout(setting.world_size, name, setting.direct_bytes, setting.is_offloaded);
+      const UnitLayout layout =
+          make_layout(setting.world_size, name, setting.direct_bytes, setting.is_offloaded);
       units.push_back(std::make_unique<StreamUnit>(i, layout, rank, wrong));
       UnitConfig config{name, layout};
       config.reshard_after_forward = i != 0;
