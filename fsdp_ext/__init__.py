@@ -41,6 +41,8 @@ from fsdp_ext.sharding.fsdp_module import FSDPModule
 from fsdp_ext.sharding.handles import GradientReductionHandle, UnshardHandle
 from fsdp_ext.tuner.api import tune
 from fsdp_ext.tuner.result import Tuning
+from fsdp_ext.verifier.api import verify
+from fsdp_ext.verifier.result import Verification
 
 __all__ = [
     "BackwardPrefetch",
@@ -70,6 +72,7 @@ __all__ = [
     "StateDictType",
     "Tuning",
     "UnshardHandle",
+    "Verification",
     "__version__",
     "describe_buckets",
     "fully_shard",
@@ -79,6 +82,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "tune",
+    "verify",
 ]
 
 if hasattr(_torch_fsdp, "DataParallelMeshDims"):  # not in torch 2.11

@@ -21,7 +21,7 @@ PACKAGES = [
     ["comm"],
     ["sharding"],
     ["fsdp1", "profiler", "planner"],
-    ["tuner", "patching"],
+    ["tuner", "patching", "verifier"],
 ]
 FOLDERS = [["base"], ["device"], ["pack", "comm"], ["core"], ["torch"]]
 # What has no package: the extension and what the build says about itself.

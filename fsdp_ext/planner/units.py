@@ -194,7 +194,7 @@ def units_of_plain(
         ValueError: if a module or a parameter cannot be sharded.
         NotImplementedError: if the class of a parameter says how it is gathered.
     """
-    chosen = set(_chosen(model, units))
+    chosen = set(chosen_modules(model, units, "plan"))
     _refuse_extensions(model)
     copied, copies = meta_copy(model)
     # Users shard inner modules first, too.
@@ -215,7 +215,13 @@ def _refuse_extensions(model: nn.Module) -> None:
             )
 
 
-def _chosen(model: nn.Module, units: Units | None) -> list[nn.Module]:
+def chosen_modules(model: nn.Module, units: Units | None, caller: str) -> list[nn.Module]:
+    """Return the modules below ``model`` that ``units`` names.
+
+    Raises:
+        TypeError: if ``units`` is of another type; the message is that of ``caller``.
+        ValueError: if the model has no such module.
+    """
     below = [module for module in model.modules() if module is not model]
     if units is None:
         return []
@@ -225,31 +231,31 @@ def _chosen(model: nn.Module, units: Units | None) -> list[nn.Module]:
         classes = tuple(entry for entry in units if isinstance(entry, type))
         modules = [entry for entry in units if isinstance(entry, nn.Module)]
         for entry in units:
-            _check_choice(model, below, entry)
+            _check_choice(model, below, entry, caller)
         return [*modules, *(module for module in below if isinstance(module, classes))]
     if not callable(units):
         raise TypeError(
-            f"plan got units={units!r}. Pass module classes, modules of the model, or a function "
-            "of a module, such as units=Block."
+            f"{caller} got units={units!r}. Pass module classes, modules of the model, or a "
+            "function of a module, such as units=Block."
         )
     return [module for module in below if units(module)]
 
 
-def _check_choice(model: nn.Module, below: list[nn.Module], entry: Any) -> None:
+def _check_choice(model: nn.Module, below: list[nn.Module], entry: Any, caller: str) -> None:
     is_class = isinstance(entry, type) and issubclass(entry, nn.Module)
     if not is_class and not isinstance(entry, nn.Module):
         raise TypeError(
-            f"plan got {entry!r} in units. Pass module classes or modules of the model, such as "
-            "units=[Block]."
+            f"{caller} got {entry!r} in units. Pass module classes or modules of the model, such "
+            "as units=[Block]."
         )
     if is_class and not any(isinstance(module, entry) for module in [model, *below]):
         raise ValueError(
-            f"plan got the class {entry.__name__} in units, but {type(model).__name__} has no such "
-            f"module. It has {', '.join(sorted({type(m).__name__ for m in below}))}."
+            f"{caller} got the class {entry.__name__} in units, but {type(model).__name__} has no "
+            f"such module. It has {', '.join(sorted({type(m).__name__ for m in below}))}."
         )
     if not is_class and not any(module is entry for module in [model, *below]):
         raise ValueError(
-            f"plan got a {type(entry).__name__} in units that is not a module of "
+            f"{caller} got a {type(entry).__name__} in units that is not a module of "
             f"{type(model).__name__}. Take it from model.modules()."
         )
 

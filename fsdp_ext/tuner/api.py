@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
+from fsdp_ext._util.losses import mean_of_output
 from fsdp_ext.comm.inline_group import refuse_inline_group
 from fsdp_ext.sharding.agreement import together
 from fsdp_ext.sharding.auto import remember
@@ -16,7 +18,7 @@ from fsdp_ext.tuner.arguments import agreed_limit, check_arguments, check_state,
 from fsdp_ext.tuner.candidates import TunableSettings
 from fsdp_ext.tuner.result import Tuning
 from fsdp_ext.tuner.search import Search
-from fsdp_ext.tuner.trial import Trial, left_as_it_was, mean_of_output
+from fsdp_ext.tuner.trial import Trial, left_as_it_was
 
 
 def tune(
@@ -85,7 +87,7 @@ def tune(
         check_arguments(loss, memory_limit, optimizer_states, steps)
         check_state(model, units)
     memory_limit = agreed_limit(units[0], memory_limit, optimizer_states, steps)
-    trial = Trial(model, batch, loss or mean_of_output, units[0])
+    trial = Trial(model, batch, loss or functools.partial(mean_of_output, caller="tune"), units[0])
     with left_as_it_was(model, batch, units):
         trial.first_step()  # makes the root
         trial.first_step()  # makes buckets in the order of forward

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_ext._util.losses import check_loss
 from fsdp_ext.sharding.agreement import together
 from fsdp_ext.sharding.unit import Unit
 
@@ -58,7 +59,7 @@ class Trial:
             output = self._forward()
         with together(self._unit, "tune", "the loss"):
             loss = self._loss(output)
-            _check_loss(loss)
+            check_loss(loss, "tune")
         with together(self._unit, "tune", "backward"):
             torch.autograd.backward(loss)
             self._synchronize()
@@ -73,39 +74,6 @@ class Trial:
     def _synchronize(self) -> None:
         if self._unit.device.type == "cuda":
             torch.cuda.synchronize(self._unit.device)
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, Tensor):
-        raise TypeError(
-            f"tune got a {type(loss).__name__} from loss. Return the scalar tensor that backward "
-            "starts from."
-        )
-    if loss.numel() != 1 or not loss.requires_grad:
-        raise ValueError(
-            f"tune got a tensor of shape {tuple(loss.shape)} with requires_grad="
-            f"{loss.requires_grad} from loss. Return a scalar that is computed from the model's "
-            "output."
-        )
-
-
-def mean_of_output(output: Any) -> Tensor:
-    """Return the means of the output's floating-point tensors, summed: the default loss.
-
-    Raises:
-        ValueError: if none of them requires a gradient.
-    """
-    tensors = [
-        leaf
-        for leaf in torch.utils._pytree.tree_leaves(output)
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.requires_grad
-    ]
-    if not tensors:
-        raise ValueError(
-            "tune found no floating-point tensor that requires a gradient in the model's output. "
-            "Pass loss=, a function that makes a scalar of the output."
-        )
-    return torch.stack([tensor.float().mean() for tensor in tensors]).sum()
 
 
 # - Restoring the model

@@ -1,0 +1,47 @@
+"""The scalar that backward starts from, in functions that run a user's model themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def check_loss(loss: Any, caller: str) -> None:
+    """Check what a user's loss function returned to the public function ``caller``.
+
+    Raises:
+        TypeError: if the loss is not a tensor.
+        ValueError: if it is not a scalar that requires a gradient.
+    """
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"{caller} got a {type(loss).__name__} from loss. Return the scalar tensor that "
+            "backward starts from."
+        )
+    if loss.numel() != 1 or not loss.requires_grad:
+        raise ValueError(
+            f"{caller} got a tensor of shape {tuple(loss.shape)} with requires_grad="
+            f"{loss.requires_grad} from loss. Return a scalar that is computed from the model's "
+            "output."
+        )
+
+
+def mean_of_output(output: Any, caller: str) -> Tensor:
+    """Return the means of the output's floating-point tensors, summed: the default loss.
+
+    Raises:
+        ValueError: if none of them requires a gradient.
+    """
+    tensors = [
+        leaf
+        for leaf in torch.utils._pytree.tree_leaves(output)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.requires_grad
+    ]
+    if not tensors:
+        raise ValueError(
+            f"{caller} found no floating-point tensor that requires a gradient in the model's "
+            "output. Pass loss=, a function that makes a scalar of the output."
+        )
+    return torch.stack([tensor.float().mean() for tensor in tensors]).sum()

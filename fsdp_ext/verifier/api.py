@@ -1,0 +1,168 @@
+"""``fsdp_ext.verify``: shows whether a model trains sharded as it does unsharded.
+
+fsdp_ext.verify(model, batch, units=Block)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_ext._util.losses import mean_of_output
+from fsdp_ext.comm.simulated import Simulated
+from fsdp_ext.planner.units import Units
+from fsdp_ext.sharding.arguments import device_of, resolve_mesh
+from fsdp_ext.verifier import checks
+from fsdp_ext.verifier.arguments import (
+    check_copy,
+    check_loss_function,
+    check_model,
+    names_of_units,
+    resolve_ranks,
+)
+from fsdp_ext.verifier.checks import Site
+from fsdp_ext.verifier.peers import GroupPeers, PeersInTurns
+from fsdp_ext.verifier.random_state import RandomState
+from fsdp_ext.verifier.result import Check, Verification
+from fsdp_ext.verifier.subject import Subject
+from fsdp_ext.verifier.turns import Turns, run_in_turns
+
+
+def verify(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    units: Units | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
+    reshard_after_forward: bool | int | None = None,
+    transport: str | None = None,
+    bucket_bytes: int | Literal["auto"] | None = None,
+    max_message_bytes: int | None = None,
+    prefetch: int | Literal["auto"] | None = None,
+    ranks: int | None = None,
+    verbose: bool = True,
+) -> Verification:
+    """Train sharded copies of a model beside unsharded ones, and tell what differs first.
+
+    On every rank, an unsharded copy takes the same steps (forward, backward, plain SGD) as the
+    sharded one. Losses, gradients of the batch, buffers and parameters have to agree bit for bit,
+    and so do averaged gradients where the transport fixes the order of additions: over shared
+    memory, composed collectives and threads, and on one or two ranks with fp32 or fp64. Elsewhere
+    gradients of N ranks may differ by ``2 N (eps_reduce + eps_grad)`` times the sum of the ranks'
+    magnitudes, which bounds two sums of different order. Then the same is tried with released slots
+    filled with NaN and streams that pause, with a unit that half of the ranks do not use (as
+    threads: all ranks), with two forwards before a backward, and twice, to compare two runs.
+
+    With a process group, all ranks call this together. Without one, ``ranks`` threads of this
+    process take turns as ranks. A check with streams that pause runs on one rank then, since
+    collectives of such threads overlap nothing.
+
+    Everything runs on copies: a rank needs memory for about three unsharded models and the
+    activations of a step. The model, its gradients and buffers, the batch and the random generators
+    are the same afterwards. Losses of ranks are multiplied by different factors, so that no rank's
+    own gradient is the average.
+
+    Args:
+        model: the model before ``fully_shard``, with the same parameters on all ranks.
+        batch: the model's arguments: a tensor, a tuple, or a mapping of keywords. Ranks may have
+            different ones.
+        loss: makes a scalar of the model's output; by default the mean of its floating-point
+            tensors. It does not change its argument.
+        units: the modules that become units besides the model itself: classes, modules, or a
+            function of a module that returns whether it becomes one.
+        mp_policy: as for ``fully_shard``. The unsharded copy computes in the same dtypes.
+        reshard_after_forward: as for ``fully_shard``; of all units.
+        transport: a name, as for ``fully_shard``.
+        bucket_bytes: as for ``fully_shard``.
+        max_message_bytes: as for ``fully_shard``.
+        prefetch: as for ``fully_shard``.
+        ranks: how many threads are ranks if there is no process group; 2 by default.
+        verbose: print the result on the first rank.
+
+    Returns:
+        What was tried, what differs, and whether it is ``ok``. It is the same on all ranks, except
+        for the numbers of values.
+
+    Raises:
+        TypeError: if an argument has a wrong type, or the loss is not a tensor.
+        ValueError: if the model is sharded already, has parameters on meta, or cannot be copied,
+            or another argument cannot be used, or ranks have different parameters.
+        Exception: what the unsharded model raises.
+    """
+    check_model(model)
+    check_loss_function(loss)
+    if isinstance(transport, Simulated):
+        raise TypeError(
+            "verify got a Simulated transport, which moves no data, so nothing could be compared. "
+            "Leave transport out: without a process group, threads are the ranks."
+        )
+    size = resolve_ranks(ranks, model)
+    has_group = dist.is_available() and dist.is_initialized()
+    mesh = resolve_mesh(None) if has_group else None
+    subject = Subject(
+        model=model,
+        batch=batch,
+        loss=loss or functools.partial(mean_of_output, caller="verify"),
+        unit_names=names_of_units(model, units),
+        settings={
+            "mp_policy": mp_policy,
+            "reshard_after_forward": reshard_after_forward,
+            "transport": transport if has_group else "process_group",
+            "bucket_bytes": bucket_bytes,
+            "max_message_bytes": max_message_bytes,
+            "prefetch": prefetch,
+        },
+        device=torch.device("cpu") if mesh is None else device_of(mesh),
+    )
+    check_copy(lambda: subject.plain(lambda copied: None), model)
+    with _random_state_kept():
+        found = _in_group(subject, mesh) if mesh is not None else _in_this_process(subject, size)
+    result = Verification(type(model).__name__, size, len(subject.unit_names) + 1, tuple(found))
+    if verbose and (mesh is None or dist.get_rank() == 0):
+        print(result, file=sys.stdout)
+    return result
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    state = RandomState.now()
+    try:
+        yield
+    finally:
+        state.restore()
+
+
+def _in_group(subject: Subject, mesh: DeviceMesh) -> list[Check]:
+    site = Site(subject, GroupPeers(), mesh)
+    checks.check_same_parameters(site)
+    checks.check_first_loss(site)
+    return list(checks.run_checks(site, checks.ALL))
+
+
+def _in_this_process(subject: Subject, size: int) -> list[Check]:
+    """Check on threads, and on one rank whose lanes have streams of their own."""
+
+    def on_thread(rank: int, turns: Turns) -> list[Check]:
+        mesh = init_device_mesh("cpu", (size,))
+        site = Site(subject, PeersInTurns(rank, turns), mesh)
+        checks.check_first_loss(site)
+        return list(checks.run_checks(site, checks.ALL))
+
+    found = run_in_turns(on_thread, size)[0]
+    dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
+    try:
+        site = Site(subject, GroupPeers(), init_device_mesh("cpu", (1,)))
+        return [*found, *checks.run_checks(site, checks.WITH_STREAMS)]
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,118 @@
+"""Checks of what ``verify`` is called with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.tensor import DTensor
+
+from fsdp_ext._util.numbers import is_at_least
+from fsdp_ext.planner.units import Units, chosen_modules
+from fsdp_ext.sharding.module_state import has_state
+
+
+def check_model(model: Any) -> None:
+    """Check that ``verify`` can copy and shard the model.
+
+    Raises:
+        TypeError: if it is no module.
+        ValueError: if it is sharded, or parameters are on meta or DTensors.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"verify got a {type(model).__name__}. Pass an nn.Module.")
+    name = type(model).__name__
+    is_sharded = any(
+        has_state(module) or isinstance(module, (TorchFSDPModule, TorchFSDP))
+        for module in model.modules()
+    )
+    if is_sharded:
+        raise ValueError(
+            f"verify got a {name} that is sharded already, so there is nothing to compare it with. "
+            "Call verify before fully_shard, and name its units with units=."
+        )
+    for param_name, param in [*model.named_parameters(), *model.named_buffers()]:
+        if param.is_meta:
+            raise ValueError(
+                f"verify got a {name} whose '{param_name}' is on the meta device, so it has no "
+                "values to train with. Materialise the model first, with to_empty() and its "
+                "initialisation."
+            )
+        if isinstance(param, DTensor):
+            raise ValueError(
+                f"verify got a {name} whose '{param_name}' is a DTensor, which has no unsharded "
+                "counterpart on one rank. Call verify before parallelize_module."
+            )
+
+
+def check_loss_function(loss: object) -> None:
+    """Check that the loss can be called.
+
+    Raises:
+        TypeError: if it cannot.
+    """
+    if loss is not None and not callable(loss):
+        raise TypeError(
+            f"verify got loss={loss!r}. Pass a function of the model's output, or leave it out to "
+            "use the mean."
+        )
+
+
+def resolve_ranks(ranks: int | None, model: nn.Module) -> int:
+    """Return how many ranks check the model.
+
+    Raises:
+        ValueError: if it is no positive number, or not that of the process group, or the model is
+            on a GPU and there is no process group.
+    """
+    if ranks is not None and not is_at_least(ranks, 1):
+        raise ValueError(f"verify got ranks={ranks!r}. Pass a positive whole number; 2 is usual.")
+    if dist.is_available() and dist.is_initialized():
+        if ranks not in (None, dist.get_world_size()):
+            raise ValueError(
+                f"verify got ranks={ranks}, but the process group has {dist.get_world_size()}. "
+                "Leave ranks out to use all of them."
+            )
+        return dist.get_world_size()
+    for name, param in model.named_parameters():
+        if param.device.type != "cpu":
+            raise ValueError(
+                f"verify got a model whose '{name}' is on {param.device}, and there is no process "
+                "group. Start the script with torchrun, or move the model to the CPU, where "
+                "threads can be ranks."
+            )
+    return 2 if ranks is None else ranks
+
+
+def names_of_units(model: nn.Module, units: Units | None) -> tuple[str, ...]:
+    """Return the names of the modules that become units, in the order of sharding.
+
+    Raises:
+        TypeError: if ``units`` has a wrong type.
+        ValueError: if the model has no such module.
+    """
+    chosen = set(chosen_modules(model, units, "verify"))
+    names = [name for name, module in model.named_modules() if module in chosen and name]
+    return tuple(reversed(names))  # users shard inner modules first, too
+
+
+def check_copy(copy: Callable[[], nn.Module], model: nn.Module) -> None:
+    """Check that the model can be copied.
+
+    Raises:
+        ValueError: if it cannot.
+    """
+    try:
+        with torch.no_grad():
+            copy()
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise ValueError(
+            f"verify trains copies of the {type(model).__name__}, but copy.deepcopy of it raised "
+            f"{type(error).__name__}: {error} Remove what cannot be copied, such as locks, "
+            "handles and tensors with a history, from its modules."
+        ) from error

@@ -1,0 +1,85 @@
+"""The gradients that ranks should get from those of unsharded models, and when they are exact.
+
+Note [what is exact]
+Every rank trains an unsharded copy beside its sharded one. What each rank computes alone has to
+agree bit for bit: losses, buffers, gradients of the batch, and parameters after the optimizer,
+since a gather changes no bit. Gradients are averages over ranks, so they depend on the order of
+additions. Over shared memory, composed collectives and threads, ranks are added in the order of
+their numbers. The expected gradient is computed in that order, and agrees bit for bit. It also
+does in any order on one or two ranks with fp32 or fp64, since a + b = b + a. Elsewhere (NCCL,
+gloo's own collectives) a sum of N terms in any order differs from the exact one by less than
+(N - 1) eps sum(|terms|), so two such sums differ by less than twice that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fsdp_ext.sharding.root import Root
+from fsdp_ext.sharding.unit import Unit
+from fsdp_ext.verifier.turns import rank_order_sum
+
+_WIDE = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How a unit reduces its gradients.
+
+    Args:
+        before: the factor before the reduction.
+        after: the factor after it.
+        reduce_dtype: the dtype of the reduction.
+        grad_dtype: the dtype of the result.
+        is_exact: whether the order of additions is known: Note [what is exact].
+    """
+
+    before: float
+    after: float
+    reduce_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    is_exact: bool
+
+    @classmethod
+    def of(cls, unit: Unit, root: Root) -> Reduction:
+        """Return how ``unit`` reduces."""
+        grad_dtype, reduce_dtype = unit.grad_dtypes()
+        return cls(*unit.gradient_scales(), reduce_dtype, grad_dtype, _is_exact(root, reduce_dtype))
+
+    def result(self, gradients: Sequence[Tensor | None], like: Tensor) -> Tensor:
+        """Return the gradient after the reduction; a rank without one counts as zero."""
+        total = rank_order_sum(self._terms(gradients, like))
+        return _times(total, self.after, self.grad_dtype)
+
+    def bound(self, gradients: Sequence[Tensor | None], like: Tensor) -> Tensor:
+        """Return by how much each element may differ if the order of additions is unknown."""
+        terms = self._terms(gradients, like)
+        magnitude = torch.stack([term.abs().double() for term in terms]).sum(0) * self.after
+        eps = torch.finfo(self.reduce_dtype).eps + torch.finfo(self.grad_dtype).eps
+        return 2 * len(terms) * eps * magnitude
+
+    def _terms(self, gradients: Sequence[Tensor | None], like: Tensor) -> list[Tensor]:
+        zero = torch.zeros(like.shape, dtype=self.reduce_dtype, device=like.device)
+        return [
+            zero if each is None else _times(each, self.before, self.reduce_dtype)
+            for each in gradients
+        ]
+
+
+def _times(tensor: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
+    """Return the product, rounded once to ``dtype``."""
+    wide = tensor.double() if torch.float64 in (tensor.dtype, dtype) else tensor.float()
+    return (wide * factor).to(dtype)
+
+
+def _is_exact(root: Root, reduce_dtype: torch.dtype) -> bool:
+    lanes = root.lanes
+    if root.units[0].ranks.size == 1 or lanes.transport == "shared_memory" or lanes.is_inline:
+        return True
+    composed_from = lanes.composed_from[1]
+    is_composed = lanes.transport == "process_group" and composed_from == 0
+    return is_composed or (root.units[0].ranks.size == 2 and reduce_dtype in _WIDE)

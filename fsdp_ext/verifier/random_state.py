@@ -1,0 +1,54 @@
+"""The state of the random generators of a process, which models draw from in forward."""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The generators of Python, torch and, if it is loaded, NumPy at one moment.
+
+    Args:
+        of_python: that of ``random``.
+        of_torch: that of torch's generator of the host.
+        of_device: that of the generator of the current GPU; None without one.
+        of_numpy: that of ``numpy.random``; None if NumPy is not loaded.
+    """
+
+    of_python: Any
+    of_torch: torch.Tensor
+    of_device: torch.Tensor | None
+    of_numpy: Any
+
+    @classmethod
+    def now(cls) -> RandomState:
+        """Return the present state."""
+        cuda: Any = torch.cuda
+        on_gpu = cuda.is_available() and cuda.is_initialized()
+        numpy = _numpy_random()
+        return cls(
+            random.getstate(),
+            torch.get_rng_state(),
+            torch.cuda.get_rng_state() if on_gpu else None,
+            None if numpy is None else numpy.get_state(),
+        )
+
+    def restore(self) -> None:
+        """Let the generators continue from this state."""
+        random.setstate(self.of_python)
+        torch.set_rng_state(self.of_torch)
+        if self.of_device is not None:
+            torch.cuda.set_rng_state(self.of_device)
+        numpy = _numpy_random()
+        if numpy is not None and self.of_numpy is not None:
+            numpy.set_state(self.of_numpy)
+
+
+def _numpy_random() -> Any:
+    return sys.modules.get("numpy.random")

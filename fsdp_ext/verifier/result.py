@@ -1,0 +1,88 @@
+"""What ``verify`` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdp_ext._util.tables import columns
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was tried.
+
+    Args:
+        name: what was tried.
+        ok: whether it went well; None if it was not tried.
+        detail: what differs, or why it was not tried; empty if everything agreed.
+        parameter: the first parameter, buffer or other tensor that differs; None if none does.
+        values: how many elements the first rank compared.
+        is_exact: whether they were compared bit for bit.
+        transport: what collectives travelled by; empty if it compares without any.
+    """
+
+    name: str
+    ok: bool | None
+    detail: str = ""
+    parameter: str | None = None
+    values: int = 0
+    is_exact: bool = True
+    transport: str = ""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What :func:`fsdp_ext.verify` has found. Printing it shows a table.
+
+    Args:
+        model: the name of the model's class.
+        ranks: how many ranks there were.
+        units: how many units the model had.
+        checks: what was tried, in order.
+    """
+
+    model: str
+    ranks: int
+    units: int
+    checks: tuple[Check, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing that was tried differs."""
+        return all(check.ok is not False for check in self.checks)
+
+    @property
+    def first_difference(self) -> Check | None:
+        """The first check that failed; None if all went well."""
+        return next((check for check in self.checks if check.ok is False), None)
+
+    def __str__(self) -> str:
+        """Return the table."""
+        rows = [(check.name, f"{check.values:,}", _result(check)) for check in self.checks]
+        table = columns(("tried", "values compared", "result"), rows, left=(0, 2))
+        return "\n".join([self._head(), *table, *self._notes()])
+
+    def _head(self) -> str:
+        s = "" if self.units == 1 else "s"
+        transports = [check.transport for check in self.checks if check.transport] or ["none"]
+        verdict = "trains as it does unsharded" if self.ok else "DIFFERS from the unsharded model"
+        return (
+            f"verify: {self.model} {verdict} ({self.units} unit{s}, {self.ranks} ranks over "
+            f"{' and '.join(dict.fromkeys(transports))})"
+        )
+
+    def _notes(self) -> list[str]:
+        if all(check.is_exact for check in self.checks):
+            return []
+        return [
+            "Gradients were compared within the rounding of a sum over ranks, whose order the "
+            "transport does not fix, and everything else bit for bit."
+        ]
+
+
+def _result(check: Check) -> str:
+    if check.ok is None:
+        return f"not tried: {check.detail}"
+    if check.ok:
+        return "equal" if check.is_exact else "equal up to rounding"
+    return f"FAILED: {check.detail.splitlines()[0]}"  # errors may list what came before
