@@ -246,8 +246,9 @@ def _arguments() -> None:
         model.set_reduce_scatter_max_input_buffers(0)
     model.set_keep_unsharded_storage(True)
     model.set_post_optim_event(torch.Event(device="cpu"))
-    with pytest.raises(TypeError, match=r"got None. Pass a torch.Event"):
-        model.set_post_optim_event(None)
+    model.set_post_optim_event(torch.cpu.current_stream().record_event())
+    with pytest.raises(TypeError, match=r"got 1. Pass a torch.Event"):
+        model.set_post_optim_event(1)
     with pytest.raises(RuntimeError, match=r"Call set_manual_backward_finalization\(True\)"):
         model.finalize_backward()
     model.set_manual_backward_finalization(True)

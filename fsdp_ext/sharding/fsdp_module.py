@@ -253,18 +253,21 @@ class FSDPModule(TorchFSDPModule):
         """
         _change([self._fsdp_ext_unit], unshard_in_backward=unshard_in_backward)
 
-    def set_post_optim_event(self, event: torch.Event) -> None:
+    def set_post_optim_event(self, event: torch.Event | None) -> None:
         """Make the current stream wait for the end of an optimizer's step on another stream.
 
         The next gathers wait for the current stream, and so for ``event``. FSDP2's wait for
         ``event`` alone.
 
         Args:
-            event: recorded after the step.
+            event: recorded after the step. None waits for nothing: ``record_event()`` of the CPU's
+                streams returns it.
 
         Raises:
-            TypeError: if ``event`` is not an event.
+            TypeError: if ``event`` is neither an event nor None.
         """
+        if event is None:
+            return
         if not isinstance(event, torch.Event):
             raise TypeError(
                 f"set_post_optim_event got {event!r}. Pass a torch.Event that was recorded after "
