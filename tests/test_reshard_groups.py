@@ -102,6 +102,20 @@ def fail_in_backward_first(run: Run, step: int) -> tuple[Tensor, ...]:
     return train_step(run, step)
 
 
+def write_unnoticed_before_backward(run: Run, step: int) -> tuple[Tensor, ...]:
+    """Change parameters in a way that no version tells, and say so by ``reshard()``."""
+    run.optimizer.zero_grad()
+    loss = run.loss(step)
+    for name in ("blocks.0.down.weight", "blocks.2.up.weight"):
+        run.parameters[name].data.mul_(1.25)
+    if run.sharded:
+        run.model.blocks[0].reshard()
+        run.model.blocks[2].reshard()
+    run.backward(loss)
+    run.optimizer.step()
+    return (loss,)
+
+
 def scale_a_parameter_before_backward(run: Run, step: int) -> tuple[Tensor, ...]:
     run.optimizer.zero_grad()
     loss = run.loss(step)
@@ -184,6 +198,18 @@ UNSHARDED_BEFORE_BACKWARD = _like(
     step=unshard_and_reshard_before_backward,
     after_sharding=one_unit_a_bucket,
 )
+RESHARDED_BY_THE_USER = _like(
+    "the user reshards units",
+    step=write_unnoticed_before_backward,
+    after_sharding=one_unit_a_bucket,
+)
+AFTER_FORWARD = dataclasses.replace(
+    RESHARDED_BY_THE_USER, worlds=(2,), options={"reshard_after_forward": True}
+)
+IN_BF16 = dataclasses.replace(
+    RESHARDED_BY_THE_USER, after_sharding=two_units_a_bucket, precision=BF16, unsharded=None
+)
+IN_ONE_BUCKET = dataclasses.replace(AFTER_FORWARD, after_sharding=None)
 
 
 def _trained(case: Case, poisoned: bool) -> tuple[list[Any], int]:
@@ -238,6 +264,14 @@ def test_units_in_groups_train_bit_for_bit_as_over_all_ranks(cases: list[Case]) 
 
 def test_after_an_unshard_of_the_user_backward_gathers_from_all_ranks() -> None:
     run_ranks(_bitwise, RANKS, [UNSHARDED_BEFORE_BACKWARD], False)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [RESHARDED_BY_THE_USER, IN_BF16, *exhaustive(IN_ONE_BUCKET, AFTER_FORWARD)],
+)
+def test_after_a_reshard_of_the_user_backward_reads_what_was_written_before(case: Case) -> None:
+    run_ranks(compare_on_rank, case.worlds[0], case, "fsdp_ext")
 
 
 @pytest.mark.parametrize("case", [ALONE, *exhaustive(CASES[2], CASES[3], CASES[8])])
@@ -425,19 +459,41 @@ def test_what_groups_do_not_support_is_refused() -> None:
     run_ranks(_refused, RANKS)
 
 
-def _disagree() -> str:
+def _train_with_other_groups() -> str:
     torch.manual_seed(0)
     model: Any = Stack()
-    for unit in model.units():
-        # Both ranks of a group agree, or they would wait for each other when they connect.
-        fully_shard(unit, reshard_after_forward=GROUP if dist.get_rank() < GROUP else True)
+    for number, unit in enumerate(model.units()):
+        other = number == 1 and dist.get_rank() == 1
+        fully_shard(unit, reshard_after_forward=True if other else GROUP)
     fully_shard(model, bucket_bytes=0)
-    with pytest.raises(RuntimeError) as error:
+    with pytest.raises(ValueError, match="reshard_after_forward") as error:
         train(model)
     return str(error.value)
 
 
-def test_ranks_that_disagree_about_groups_get_an_error() -> None:
-    for message in run_ranks(_disagree, RANKS, fresh=True):
+def test_ranks_that_disagree_about_groups_get_an_error_before_they_connect() -> None:
+    errors = run_ranks(_train_with_other_groups, RANKS)
+    assert errors == RANKS * [
+        "reshard_after_forward of unit 'blocks.1' is True, False or None on rank 1 and 2 on ranks "
+        "0, 2, 3. Pass the same to fully_shard on all ranks."
+    ]
+
+
+def _reshard_on_some_ranks() -> str:
+    torch.manual_seed(0)
+    model: Any = Stack()
+    for unit in model.units():
+        fully_shard(unit, reshard_after_forward=GROUP)
+    fully_shard(model, bucket_bytes=0)
+    loss = model(*model.batch(torch.Generator().manual_seed(0))[0]).sum()
+    if dist.get_rank() < GROUP:
+        model.blocks[0].reshard()
+    with pytest.raises(RuntimeError) as error:
+        loss.backward()
+    return str(error.value)
+
+
+def test_ranks_of_which_some_reshard_before_backward_get_an_error() -> None:
+    for message in run_ranks(_reshard_on_some_ranks, RANKS, fresh=True):
         assert "the all-gather over 2 ranks of unit 'blocks.0'" in message
         assert "issues the all-gather of unit 'blocks.0'" in message

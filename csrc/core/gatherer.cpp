@@ -351,6 +351,18 @@ void Gatherer::forget_group_shards() {
   });
 }
 
+void Gatherer::forget(Bucket& bucket) {
+  bucket.gathered_from.valid = false;
+  bucket.cast_from.valid = false;
+  if (bucket.group != nullptr) {
+    bucket.group->kept_from.valid = false;
+  }
+  for (Unit* unit : bucket.units) {
+    unit->inputs_iteration = 0;
+  }
+  streams_.follow_compute();  // no version tells that the shards have changed
+}
+
 // Returns whether there is a copy that the stream of the messages still has to make. A gather that
 // overwrites the slot, or reads what is kept, comes behind it on that stream.
 bool Gatherer::keep_group_shard(Bucket& bucket, const Slot& slot) {

@@ -5,7 +5,8 @@
 // A bucket can be unsharded again without a collective if no other bucket has used its released
 // slot, the iteration is the same and its shards have not changed. Nothing is reused across
 // iterations, because not every change of the shards is visible: writes through `.data`,
-// torch._foreach_ functions and fused optimizers do not change a DTensor's version.
+// torch._foreach_ functions and fused optimizers do not change a DTensor's version. After such a
+// change within an iteration, users call reshard(), which forgets what was gathered.
 #pragma once
 
 #include <cstddef>
@@ -60,6 +61,8 @@ class Gatherer {
   void end_keeping();
   // Marks all group shards as out of date.
   void forget_group_shards();
+  // Marks all that was gathered, cast and kept of the bucket's shards as out of date.
+  void forget(Bucket& bucket);
   // Reshards the bucket's units that were prefetched and not used, which would retain its slot.
   void reshard_speculative(Bucket& bucket);
   // Whether the unsharded parameters match the shards, as far as versions tell.

@@ -14,7 +14,8 @@
 //   own. All ranks issue the gathers of all groups at the same place in the order of that lane,
 //   whose history, comparisons and tags cover them.
 // - What is kept is valid as long as a slot's contents are (Note [lazy reshard]), and for one
-//   backward. It is never made in a forward without gradients, because no backward follows.
+//   backward. A reshard() of the user ends that, since a write through `.data` may be the reason
+//   for it. What is kept is never made in a forward without gradients, because no backward follows.
 #pragma once
 
 #include <cstddef>

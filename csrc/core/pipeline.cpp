@@ -420,6 +420,13 @@ void Pipeline::reshard(int number) {
   }
 }
 
+void Pipeline::forget(int number) {
+  Bucket* bucket = unit_at(number).bucket;
+  if (bucket != nullptr) {
+    gatherer_.forget(*bucket);
+  }
+}
+
 void Pipeline::reset_iteration() {
   gatherer_.forget_group_shards();
   for (const auto& unit : units_) {

@@ -112,6 +112,9 @@ class Pipeline {
   void unshard(int unit);           // issues the gather
   void wait_for_unshard(int unit);  // makes the compute stream wait, attaches
   void reshard(int unit);
+  // The next gather of the unit's bucket is over all ranks and reads the shards as they are now, in
+  // the middle of an iteration, too. All ranks call it, because it may add a gather.
+  void forget(int unit);
   // Call it after an exception in forward or backward. It waits for work in flight, reshards every
   // unit and drops gradients that are not reduced. begin_forward calls it if the last iteration
   // did not end.

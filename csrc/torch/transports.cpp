@@ -114,6 +114,28 @@ void run_barrier(Lanes& lanes) {
               [&](Communicator& communicator, Stream& stream) { communicator.barrier(stream); });
 }
 
+std::string exchange_messages(Lanes& lanes, const std::string& mine) {
+  static const std::string what = "the comparison of settings";
+  struct Buffers {
+    std::string mine;
+    std::string all;
+    std::unique_ptr<Event> done;
+  };
+  Lane& lane = lanes.gather;
+  const auto ranks = static_cast<std::size_t>(lane.communicator().size());
+  // They are freed only after a wait that succeeds. A wait that timed out leaves them in use.
+  auto* buffers =
+      new Buffers{mine, std::string(ranks * mine.size(), '\0'), lanes.device->new_event()};
+  lane.communicator().announce(what, 0);
+  lane.communicator().host_all_gather(lane.stream(), buffers->mine.data(), buffers->all.data(),
+                                      mine.size());
+  lane.stream().record(*buffers->done);
+  buffers->done->synchronize(lanes.device->timeout(), what);
+  const std::unique_ptr<Buffers> owned(buffers);
+  lane.communicator().check();
+  return std::move(buffers->all);
+}
+
 std::shared_ptr<Lanes> make_process_group_lanes(c10::intrusive_ptr<c10d::ProcessGroup> gather,
                                                 c10::intrusive_ptr<c10d::ProcessGroup> reduce,
                                                 c10::intrusive_ptr<c10d::ProcessGroup> exchange,

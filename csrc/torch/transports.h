@@ -69,4 +69,8 @@ void run_all_reduce(Lanes& lanes, at::Tensor& data);
 void run_broadcast(Lanes& lanes, at::Tensor& data, int root);
 void run_barrier(Lanes& lanes);
 
+// Blocks until all ranks have sent a message of the same length, and returns the messages, one
+// after another. For set-up.
+std::string exchange_messages(Lanes& lanes, const std::string& mine);
+
 }  // namespace fsdp

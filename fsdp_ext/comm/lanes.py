@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import hashlib
 import importlib.util
 import os
 import weakref
@@ -68,6 +69,27 @@ def lanes_of(
             of_group[key] = _host_lanes(group, device, transport)
         log_choice(of_group[key], group)
     return of_group[key]
+
+
+def what_ranks_say(lanes: _C.Lanes, mine: str) -> list[str] | None:
+    """Return what each rank says, or None if all say the same. All ranks call this together.
+
+    Args:
+        lanes: those of the ranks.
+        mine: what this rank says.
+    """
+    said = mine.encode()
+    heads = _exchange(lanes, hashlib.sha256(said).digest() + len(said).to_bytes(8, "little"))
+    if all(head == heads[0] for head in heads):
+        return None
+    longest = max(int.from_bytes(head[-8:], "little") for head in heads)
+    texts = _exchange(lanes, said.ljust(longest, b"\0"))
+    return [text.rstrip(b"\0").decode() for text in texts]
+
+
+def _exchange(lanes: _C.Lanes, mine: bytes) -> list[bytes]:
+    together, size = lanes.exchange_messages(mine), len(mine)
+    return [together[start : start + size] for start in range(0, len(together), size)]
 
 
 # For each process group, this rank's smaller groups of consecutive ranks, by their size.

@@ -43,8 +43,15 @@ class FSDPModule(TorchFSDPModule):
         )
 
     def reshard(self) -> None:
-        """Free this unit's unsharded parameters and register the sharded ones. Not recursive."""
-        reshard(self._fsdp_ext_unit)
+        """Free this unit's unsharded parameters and register the sharded ones. Not recursive.
+
+        The next use gathers them from all ranks again, so it sees whatever was written into the
+        sharded parameters before this call. Call it on all ranks.
+        """
+        unit = self._fsdp_ext_unit
+        reshard(unit)
+        if unit.root is not None:
+            unit.root.forget(unit)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters, following its mixed-precision policy. Not recursive.

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from fsdp_ext import _C
@@ -17,6 +16,7 @@ from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.sharding import module_changes
 from fsdp_ext.sharding.agreement import has_peers
 from fsdp_ext.sharding.auto import chosen_for
+from fsdp_ext.sharding.comparisons import compare_groups, compare_sets
 from fsdp_ext.sharding.module_state import hooks_of, sharded_module, unit_of
 from fsdp_ext.sharding.settings import AUTO, Choice, Decision, RootSettings, Scope
 from fsdp_ext.sharding.unit import Unit
@@ -56,6 +56,8 @@ class Root(UnitTree):
         replicas = first.ranks.replica_group
         at_once = 2 if replicas is None else 4
         self.lanes = lanes_of(first.ranks.group, first.device, transport, at_once=at_once)
+        if has_peers(first):
+            compare_groups(self.lanes, self.units, self.module_names())
         for ranks in sorted({unit.settings.reshard_group for unit in self.units} - {0}):
             add_group_lanes(self.lanes, first.ranks.group, first.device, transport, ranks)
         # The lanes of ranks with the same shard: Note [replicas] in csrc/core/reducer.h.
@@ -69,7 +71,7 @@ class Root(UnitTree):
         self.decision: Decision | None = None
         self.settings = self._resolve()
         if replicas is not None and has_peers(first):
-            self._compare_sets(replicas)
+            compare_sets(replicas, self.lanes.transport, self.settings)
         if first.settings.bucket_bytes is None and first.ranks.rank_in_mesh == 0:
             log_default(self.settings.bucket_bytes[0], self.link)
         self.core = self._build()
@@ -108,29 +110,6 @@ class Root(UnitTree):
                 f"{' and '.join(sorted(map(repr, transports)))}. Pass the same one to each "
                 "fully_shard."
             )
-
-    def _compare_sets(self, replicas: dist.ProcessGroup) -> None:
-        """Check that all sets of ranks cut the model into the same messages.
-
-        Raises:
-            ValueError: if they have other transports or other settings.
-        """
-        mine = (self.lanes.transport, self.settings)
-        of_sets: list[Any] = [None] * replicas.size()
-        dist.all_gather_object(of_sets, mine, group=replicas)
-        for number, theirs in enumerate(of_sets):
-            if theirs != mine:
-                what, here, there = (
-                    ("transports", mine[0], theirs[0])
-                    if theirs[0] != mine[0]
-                    else ("settings", mine[1], theirs[1])
-                )
-                own = dist.get_rank(replicas)
-                raise ValueError(
-                    f"the sets of ranks that shard the model have different {what}: set {own} has "
-                    f"{here} and set {number} has {there}. Pass the same transport, bucket_bytes, "
-                    "prefetch and reshard_after_forward to fully_shard on all ranks, and no 'auto'."
-                )
 
     def _check_parameters(self) -> None:
         """Check that the modules have the parameters that the units have.
@@ -354,6 +333,14 @@ class Root(UnitTree):
     def reshard(self, unit: Unit) -> None:
         """Free the unit's unsharded parameters and register the sharded ones."""
         self.core.reshard(self.number(unit))
+
+    def forget(self, unit: Unit) -> None:
+        """Have the next gather of the unit's bucket read the sharded parameters of all ranks.
+
+        Within an iteration, parameters would otherwise be reused if their slot or a group of ranks
+        has them still, and no version tells that the sharded ones were changed.
+        """
+        self.core.forget(self.number(unit))
 
     def unshard(self, unit: Unit) -> None:
         """Issue the gather of the unit's parameters."""

@@ -254,6 +254,17 @@ void register_lanes(py::module_& m) {
             run_reduce_scatter(lanes, input, output);
           },
           py::arg("input"), py::arg("output"))
+      .def(
+          "exchange_messages",
+          [](Lanes& lanes, const std::string& mine) {
+            std::string all;
+            {
+              const py::gil_scoped_release no_gil;
+              all = exchange_messages(lanes, mine);
+            }
+            return py::bytes(all);
+          },
+          py::arg("mine"))
       .def("input_buffer", &input_buffer, py::arg("bytes"));
   register_shared_memory(m);
   register_processes(m);

@@ -133,6 +133,7 @@ void register_root(py::module_& m) {
              const py::gil_scoped_release no_gil;
              root.pipeline().reshard(unit);
            })
+      .def("forget", [](TorchRoot& root, int unit) { root.pipeline().forget(unit); })
       .def("form_buckets",
            [](TorchRoot& root) {
              const py::gil_scoped_release no_gil;  // it waits for the lanes
