@@ -17,9 +17,9 @@ of the fastest system that is not ours. "loss (off)" is the loss, and its differ
 unsharded after as many steps. --compile measures unsharded, ours and FSDP2, each with and without
 torch.compile of its blocks; "of eager" is then the time divided by the same system's without it,
 and "graphs" says how many graphs Dynamo compiled, and how many of them after the second step.
-Each peer has the best settings that its documentation names, and
-"FSDP2, defaults" has none. A system that cannot run here is listed with the first line of its
-error.
+--offload does the same for CPUOffloadPolicy, which on CPUs changes nothing for ours. Each peer has
+the best settings that its documentation names, and "FSDP2, defaults" has none. A system that cannot
+run here is listed with the first line of its error.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from bench.models.training import (
     GPTConfig,
     Training,
     compiled_systems,
+    offloaded_systems,
     systems_for,
 )
 
@@ -244,9 +245,11 @@ def run_on_gpu(case: Case, steps: int, keep: Keep) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --peers, --compile and --replicas."""
+    """Add --peers, --compile, --offload and --replicas."""
     text = "also measure DeepSpeed, Megatron-FSDP and FairScale (make bench-peers installs them)"
     parser.add_argument("--peers", action="store_true", help=text)
+    text = "measure unsharded, ours and FSDP2 with shards and gradients on the host, and without"
+    parser.add_argument("--offload", action="store_true", help=text)
     text = "how many ranks have the same shard, for hybrid sharding; default: 1"
     text = "measure unsharded, ours and FSDP2 with and without torch.compile of each block"
     parser.add_argument("--compile", action="store_true", help=text)
@@ -261,13 +264,15 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
         raise UsageError(
             f"--replicas {replicas} does not divide the number of ranks, {dist.get_world_size()}"
         )
-    if args.compile and (args.peers or replicas > 1):
-        raise UsageError("--compile is not possible with --peers or --replicas; leave one out")
-    if args.peers and replicas > 1:
-        raise UsageError("--replicas is not possible with --peers; leave one of them out")
+    if args.compile + args.offload + args.peers + (replicas > 1) > 1:
+        raise UsageError(
+            "--compile, --offload, --peers and --replicas exclude each other; pass one"
+        )
     builds = systems_for(device, dist.get_world_size(), replicas)
     if args.compile:
         builds = compiled_systems(builds)
+    if args.offload:
+        builds = offloaded_systems(builds)
     if args.peers:
         from bench.models.peers import PEERS
 

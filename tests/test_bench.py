@@ -122,6 +122,15 @@ def test_compiled_blocks_reach_the_same_loss_and_are_not_compiled_again(tmp_path
     assert len({round(row["loss"], 4) for row in rows}) == 1
 
 
+@pytest.mark.exhaustive
+def test_offloaded_systems_reach_the_same_loss(tmp_path: Path) -> None:
+    _, rows = _run("step", tmp_path / "step.json", "--ranks", "2", "--offload")
+    offloaded = {row["system"] for row in rows if row["system"].endswith(", offloaded")}
+    assert offloaded == {"ours, offloaded", "ours over gloo, offloaded", "FSDP2, offloaded"}
+    assert not [row["error"] for row in rows if "error" in row]
+    assert len({round(row["loss"], 4) for row in rows}) == 1
+
+
 def test_systems_take_turns_in_an_order_that_changes_and_that_ranks_share() -> None:
     def order_of(seed: int) -> list[str]:
         turns: list[str] = []

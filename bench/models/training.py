@@ -76,6 +76,12 @@ def _fully_shard(
     fully_shard(model, mesh=mesh, mp_policy=policy, **settings)
 
 
+def _offload_policy(device: torch.device, offload: bool) -> Any:
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+    return CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy()
+
+
 def shard_ours(
     model: GPT,
     dtype: torch.dtype,
@@ -84,6 +90,7 @@ def shard_ours(
     kept: bool = False,
     transport: str | None = None,
     replicas: int = 1,
+    offload: bool = False,
 ) -> Sharded:
     """Shard with fsdp_ext.
 
@@ -94,11 +101,14 @@ def shard_ours(
         kept: keep parameters gathered after forward.
         transport: of all units; None for the default.
         replicas: how many ranks have the same shard.
+        offload: have shards and gradients on the host.
     """
     from fsdp_ext import fully_shard
 
-    _fully_shard(fully_shard, model, dtype, mesh_of(device, replicas), transport=transport)
-    settings = []
+    policy = _offload_policy(device, offload)
+    mesh = mesh_of(device, replicas)
+    _fully_shard(fully_shard, model, dtype, mesh, transport=transport, offload_policy=policy)
+    settings = ["CPUOffloadPolicy"] if offload else []
     if kept:
         model.set_reshard_after_forward(False)  # type: ignore[operator]
         settings.append("no reshard after forward")
@@ -115,6 +125,7 @@ def shard_fsdp2(
     kept: bool = False,
     defaults: bool = False,
     replicas: int = 1,
+    offload: bool = False,
 ) -> Sharded:
     """Shard with PyTorch's FSDP2.
 
@@ -125,13 +136,15 @@ def shard_fsdp2(
         kept: keep parameters gathered after forward.
         defaults: change no setting.
         replicas: how many ranks have the same shard.
+        offload: have shards and gradients on the host.
     """
     from torch.distributed.fsdp import fully_shard
 
-    _fully_shard(fully_shard, model, dtype, mesh_of(device, replicas))
+    policy = _offload_policy(device, offload)
+    _fully_shard(fully_shard, model, dtype, mesh_of(device, replicas), offload_policy=policy)
     if defaults:
         return Sharded(model, "defaults")
-    settings = []
+    settings = ["CPUOffloadPolicy"] if offload else []
     root: Any = model
     if kept:
         root.set_reshard_after_forward(False)
@@ -259,6 +272,16 @@ def compiled_systems(builds: dict[str, Build]) -> dict[str, Build]:
     for name in ("unsharded", "ours", "FSDP2"):
         systems[name] = builds[name]
         systems[name + COMPILED] = with_compiled_blocks(builds[name])
+    return systems
+
+
+def offloaded_systems(builds: dict[str, Build]) -> dict[str, Build]:
+    """Return the systems that can offload, each with and without, beside unsharded."""
+    systems = {"unsharded": builds["unsharded"]}
+    for name in ("ours", GLOO, "FSDP2"):
+        if name in builds:
+            systems[name] = builds[name]
+            systems[f"{name}, offloaded"] = partial(builds[name], offload=True)
     return systems
 
 
