@@ -23,6 +23,7 @@ from support.launcher import run_ranks
 from support.matrix import exhaustive
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdp_ext
@@ -356,6 +357,22 @@ def test_over_nccl_the_reduce_output_is_always_there() -> None:
         for ranks, device in ((8, "cpu"), (8, "cuda"), (1, "cuda"))
     )
     assert (on_host, on_gpu, alone) == (0, 64 * 1000 * 2 * 4 // 8, 0)
+
+
+def test_offloaded_units_have_shards_gradients_and_states_on_the_host() -> None:
+    model = on_meta()
+    arguments: dict[str, Any] = {"units": Block, "mp_policy": HALF}
+    on_gpu = plan(model, 8, **arguments).memory
+    offloaded = plan(model, 8, **arguments, offload_policy=CPUOffloadPolicy())
+    memory = offloaded.memory
+    assert memory.on_host == on_gpu.shards + on_gpu.gradients + on_gpu.optimizer_states > 0
+    assert (memory.shards, memory.gradients, memory.optimizer_states) == (0, 0, 0)
+    assert memory.gather_inputs == on_gpu.gather_inputs
+    assert memory.peak == on_gpu.peak - memory.on_host
+    assert "in the host's memory" in str(offloaded)
+    assert plan(model, 8, **arguments, device_type="cpu", offload_policy=CPUOffloadPolicy()) == (
+        plan(model, 8, **arguments, device_type="cpu")
+    )
 
 
 def test_flops_are_those_of_each_unit() -> None:

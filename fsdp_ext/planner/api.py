@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp_ext.comm.costs import link_of_buckets
 from fsdp_ext.comm.link import Link
@@ -43,6 +43,7 @@ from fsdp_ext.sharding.arguments import (
     reshard_over,
     resolve_bucket_bytes,
     resolve_max_message_bytes,
+    resolve_offload,
     resolve_prefetch,
 )
 from fsdp_ext.sharding.module_state import sharded_module
@@ -61,6 +62,7 @@ def plan(
     max_message_bytes: int | None = None,
     prefetch: int | None = None,
     reshard_after_forward: bool | int | None = None,
+    offload_policy: OffloadPolicy | None = None,
     transport: Transport = None,
     link: Link | str | None = None,
     replica_link: Link | str | None = None,
@@ -101,6 +103,7 @@ def plan(
             ``set_modules_to_forward_prefetch`` and ``set_modules_to_backward_prefetch`` may ask for
             more.
         reshard_after_forward: for a plain model, the setting of each unit, as for ``fully_shard``.
+        offload_policy: for a plain model, as for ``fully_shard``.
         transport: as for ``fully_shard``. It decides how gathers are laid out, and the default of
             ``bucket_bytes``.
         link: the link that times are simulated for: a Link, or the name of one of
@@ -120,7 +123,7 @@ def plan(
             name is "the root".
         contention: see :func:`fsdp_ext.planner.schedule.predict`.
         copies: seconds per byte of casts and unpacking around gathers, and of packing around
-            reductions.
+            reductions. With an ``offload_policy`` copies from and to the host are among them.
         memory_limit: bytes that a rank has.
 
     Raises:
@@ -135,11 +138,21 @@ def plan(
     check_types(None, mp_policy or MixedPrecisionPolicy(), None)
     check_memory_arguments("plan", memory_limit, optimizer_states)
     check_time_arguments(flops_per_second, batch, compute)
-    unit = first_unit(model, units, mp_policy, reshard_after_forward)
+    unit = first_unit(
+        model,
+        units=units,
+        mp_policy=mp_policy,
+        reshard_after_forward=reshard_after_forward,
+        offload_policy=offload_policy,
+    )
     target = resolve_target((world_size, replicas), transport, device_type, unit)
     if unit is None:
         reshard = reshard_over(reshard_after_forward, target.ranks.shards)
-        settings = UnitSettings(mp_policy or MixedPrecisionPolicy(), reshard)
+        settings = UnitSettings(
+            mp_policy or MixedPrecisionPolicy(),
+            reshard,
+            offloads=resolve_offload(offload_policy, target.device_type),
+        )
         copied = units_of_plain(model, units, target.ranks, settings)
     else:
         copied = units_of_sharded(model, target.ranks)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_ext._util.numbers import is_at_least
 from fsdp_ext.comm.costs import typical_replica_link
@@ -20,7 +19,7 @@ from fsdp_ext.comm.transports import (
     resolve_transport,
     why_no_shared_memory,
 )
-from fsdp_ext.planner.units import PlannedRanks, Units
+from fsdp_ext.planner.units import PlannedRanks
 from fsdp_ext.sharding.module_state import unit_of
 from fsdp_ext.sharding.param_group import ParamGroup
 from fsdp_ext.sharding.unit import Unit
@@ -88,13 +87,10 @@ def check_time_arguments(flops_per_second: float | None, batch: Any, compute: ob
         )
 
 
-def first_unit(
-    model: object,
-    units: Units | None,
-    mp_policy: MixedPrecisionPolicy | None,
-    reshard_after_forward: bool | int | None,
-) -> Unit | None:
+def first_unit(model: object, **settings: object) -> Unit | None:
     """Return the first unit of a sharded model; None for a plain model.
+
+    ``settings`` are arguments of ``plan`` that are for plain models only.
 
     Raises:
         TypeError: if ``model`` is not a module.
@@ -105,12 +101,7 @@ def first_unit(
     unit = next((unit for m in model.modules() if (unit := unit_of(m)) is not None), None)
     if unit is None:
         return None
-    own = {
-        "units": units,
-        "mp_policy": mp_policy,
-        "reshard_after_forward": reshard_after_forward,
-    }
-    given = [name for name, value in own.items() if value is not None]
+    given = [name for name, value in settings.items() if value is not None]
     if given:
         raise ValueError(
             f"plan got {' and '.join(given)} for a model that fully_shard was applied to. Leave "

@@ -138,6 +138,7 @@ def _memory_lines(memory: PlannedMemory) -> list[str]:
         ("gradients in flight, at most", memory.gradients_in_flight),
         ("messages in flight", memory.message_staging),
         ("peak without activations", memory.peak),
+        *([("in the host's memory", memory.on_host)] if memory.on_host else []),
     ]
     return columns(
         ("memory of each rank", "size", "bytes"),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_ext import _C
-from fsdp_ext.planner.units import PlannedRoot
+from fsdp_ext.planner.units import PlannedRoot, PlannedUnit
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ class PlannedMemory:
     ``gradients_in_flight`` is the most that unsharded gradients take before they are packed. The
     figures assume that each backward reduces and that gradients are set to None between steps.
     Adding to existing gradients needs the reduce output, too, and units that accumulate without
-    reducing need a reduce input of their own.
+    reducing need a reduce input of their own. ``on_host`` is what offloaded units have in the
+    host's memory, and not on the GPU: shards, gradients and optimizer states.
     """
 
     shards: int
@@ -79,6 +80,7 @@ class PlannedMemory:
     kept_unsharded: int
     gradients_in_flight: int
     message_staging: int
+    on_host: int = 0
 
     @property
     def ring(self) -> int:
@@ -175,17 +177,23 @@ def memory_of(
     root: PlannedRoot, layouts: list[_C.UnitLayout], found: _C.MemoryPlan, optimizer_states: int
 ) -> PlannedMemory:
     """Return the memory of the first rank."""
-    gradients, trained = 0, 0
+    shards, gradients, states, on_host = 0, 0, 0, 0
     for unit, layout in zip(root.units, layouts, strict=True):
-        gradients += layout.grad_numel * unit.grad_dtypes()[0].itemsize
-        for i, param in enumerate(unit.params):
-            if param.requires_grad:
-                rows = layout.row_count(i, 0)
-                trained += rows * param.shape[1:].numel() * param.dtype.itemsize
+        of_unit = (
+            layout.shard_bytes,
+            layout.grad_numel * unit.grad_dtypes()[0].itemsize,
+            optimizer_states * _trained_bytes(unit, layout),
+        )
+        if unit.settings.offloads:
+            on_host += sum(of_unit)
+        else:
+            shards, gradients, states = (
+                total + own for total, own in zip((shards, gradients, states), of_unit, strict=True)
+            )
     return PlannedMemory(
-        shards=sum(layout.shard_bytes for layout in layouts),
+        shards=shards,
         gradients=gradients,
-        optimizer_states=optimizer_states * trained,
+        optimizer_states=states,
         gather_inputs=found["gather_input_bytes"],
         group_shards=found["group_shard_bytes"],
         ring_slots=found["ring_slots"],
@@ -196,4 +204,14 @@ def memory_of(
         kept_unsharded=found["kept_bytes"],
         gradients_in_flight=found["gradients_in_flight_bytes"],
         message_staging=found["message_staging_bytes"],
+        on_host=on_host,
+    )
+
+
+def _trained_bytes(unit: PlannedUnit, layout: _C.UnitLayout) -> int:
+    """Return the bytes of the rows that the first rank trains."""
+    return sum(
+        layout.row_count(i, 0) * param.shape[1:].numel() * param.dtype.itemsize
+        for i, param in enumerate(unit.params)
+        if param.requires_grad
     )
