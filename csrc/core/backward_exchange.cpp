@@ -180,12 +180,25 @@ void BackwardExchange::set_gradients_of_others(const std::vector<std::unique_ptr
   std::size_t bit = 0;
   for (const auto& unit : units) {
     for (std::size_t i = 0; i < unit->used.size(); ++i, ++bit) {
-      if (unit->is_reduced && unit->used[i] == 0 && bit / 8 < used_by_any_.size() &&
-          has_bit(used_by_any_.data(), bit)) {
+      if (unit->is_reduced && unit->used[i] == 0 && is_used(*unit, bit)) {
         unit->port.set_sharded_gradient(i);
       }
     }
   }
+}
+
+// Whether any rank of the unit's mesh used the parameter: Note [several meshes] in core/lanes.h.
+bool BackwardExchange::is_used(const Unit& unit, std::size_t bit) const {
+  if (bit / 8 >= used_by_any_.size()) {
+    return false;  // no messages were sent yet
+  }
+  const Mesh* mesh = lanes_.mesh(unit.mesh);
+  if (mesh == nullptr) {
+    return has_bit(used_by_any_.data(), bit);
+  }
+  return std::any_of(mesh->ranks.begin(), mesh->ranks.end(), [this, bit](int rank) {
+    return has_bit(message_of(static_cast<std::size_t>(rank)) + sizeof(Hashes), bit);
+  });
 }
 
 // Allocates for the first message, and again only if units were added.

@@ -6,7 +6,8 @@
 // A rank that did not use a parameter, such as an expert, sends zeros for it. So the sum is right
 // on every rank, but it does not tell whether the parameter has a gradient. It has one if any rank
 // used it. Otherwise its .grad stays as it is, for example None, and the optimizer leaves the
-// parameter alone. So each rank sends one bit for each trainable parameter. A rank that used every
+// parameter alone. So each rank sends one bit for each trainable parameter. Ranks of other meshes
+// have other parameters, and do not count: Note [several meshes]. A rank that used every
 // parameter needs no answer, and on a GPU its host does not wait for one.
 #pragma once
 
@@ -52,6 +53,7 @@ class BackwardExchange {
   void compare_hashes();
   [[noreturn]] void throw_difference(std::size_t other);
   void set_gradients_of_others(const std::vector<std::unique_ptr<Unit>>& units);
+  bool is_used(const Unit& unit, std::size_t bit) const;
   void resize(const std::vector<std::unique_ptr<Unit>>& units);
   char* message_of(std::size_t rank) const;
   void drain();

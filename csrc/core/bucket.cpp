@@ -29,6 +29,11 @@ std::string label_of(const char* what, const std::vector<Unit*>& units) {
                         "'");
 }
 
+// The lanes of the units' mesh, which is the same for all of them.
+Lanes& mesh_of(const std::vector<Unit*>& units, Lanes& lanes) {
+  return lanes.of_mesh(units.front()->mesh);
+}
+
 UnitLayout layout_of(const std::vector<Unit*>& units) {
   std::vector<const UnitLayout*> layouts;
   layouts.reserve(units.size());
@@ -92,16 +97,18 @@ std::shared_ptr<void> allocate_gradients(const UnitLayout& layout, Device& devic
   return layout.is_offloaded() ? device.allocate_on_host(bytes) : device.allocate(bytes);
 }
 
-std::shared_ptr<void> allocate_shards(const UnitLayout& layout, Lanes& lanes) {
+std::shared_ptr<void> allocate_shards(const UnitLayout& layout, Communicator& communicator,
+                                      Device& device) {
   const std::size_t bytes = kShards.bytes(layout);
-  return layout.is_offloaded() ? lanes.device->allocate_on_host(bytes)
-                               : lanes.gather.allocate_in_step(bytes, BufferUse::Shard);
+  return layout.is_offloaded() ? device.allocate_on_host(bytes)
+                               : communicator.allocate_in_step(device, bytes, BufferUse::Shard);
 }
 
 // See Note [moving shards].
 void make_adjacent(const std::vector<Unit*>& units, const UnitLayout& layout, Lanes& lanes) {
   if (!are_adjacent(units, kShards)) {
-    move_into(units, kShards, allocate_shards(layout, lanes));
+    Communicator& communicator = mesh_of(units, lanes).gather.communicator();
+    move_into(units, kShards, allocate_shards(layout, communicator, *lanes.device));
   }
   if (!are_adjacent(units, kGradients)) {
     move_into(units, kGradients, allocate_gradients(layout, *lanes.device));
@@ -159,12 +166,12 @@ std::vector<std::size_t> last_pieces_of(const std::vector<Unit*>& units,
 // Null for the group of all ranks. All units of a bucket have the same.
 Communicator* group_of(const std::vector<Unit*>& units, Lanes& lanes) {
   const int ranks = units.front()->reshard_group;
-  return ranks == 0 ? nullptr : &lanes.group_of(ranks).gather.communicator();
+  return ranks == 0 ? nullptr : &mesh_of(units, lanes).group_of(ranks).gather.communicator();
 }
 
 BucketBuffers buffers_of(const UnitLayout& layout, const std::vector<Unit*>& units, Lanes& lanes) {
   const Communicator* group = group_of(units, lanes);
-  const GatherBy by = lanes.gather.communicator().gather_by();
+  const GatherBy by = mesh_of(units, lanes).gather.communicator().gather_by();
   return buffers_of(
       layout, by, units.front()->max_message_bytes,
       group == nullptr ? SmallerGroup{} : SmallerGroup{group->size(), group->gather_by()});
@@ -217,9 +224,12 @@ Bucket::Bucket(int bucket_number, std::vector<Unit*> members, Lanes& lanes)
       name(name_of(units)),
       layout(layout_of(units)),
       identity(identity_of(name, layout)),
+      mesh(lanes.mesh(units.front()->mesh)),
+      gathers_over(mesh_of(units, lanes).gather.communicator()),
+      reduces_over(mesh_of(units, lanes).reduce.communicator()),
       buffers(buffers_of(layout, units, lanes)),
       gathers(gathers_of(layout, units.front()->max_message_bytes,  // the same for all units
-                         lanes.gather.communicator(), lanes)),
+                         gathers_over, lanes)),
       reductions(reductions_of(layout, units.front()->max_message_bytes, *lanes.packer)),
       gradient_dtypes(layout.unsharded_grad_dtypes()),
       group(group_shard_of(layout, units, lanes)),

@@ -102,7 +102,10 @@ struct Bucket {
   const std::string name;
   const UnitLayout layout;
   const std::uint64_t identity;  // the same on all ranks: Note [collective tags]
-  const BucketBuffers buffers;   // their planned sizes
+  const Mesh* const mesh;        // of all units; null: the root's. Note [several meshes]
+  Communicator& gathers_over;    // the ranks of that mesh
+  Communicator& reduces_over;
+  const BucketBuffers buffers;  // their planned sizes
 
   // - Descriptors, with at least one piece each.
   std::vector<GatherPiece> gathers;  // of all ranks

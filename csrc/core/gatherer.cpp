@@ -227,7 +227,8 @@ Slot* Gatherer::acquire_slot(Bucket& bucket, bool on_demand) {
 // Null while a unit still uses the parameters that were gathered there before.
 Slot* Gatherer::acquire_home(Bucket& bucket) {
   if (bucket.home == nullptr) {
-    make_home(bucket, lane_.allocate_in_step(bucket.buffers.slot, BufferUse::Output));
+    make_home(bucket, bucket.gathers_over.allocate_in_step(device_, bucket.buffers.slot,
+                                                           BufferUse::Output));
     streams_.follow_compute();
   }
   if (bucket.home->users > 0) {

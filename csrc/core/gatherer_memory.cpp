@@ -34,7 +34,7 @@ void Gatherer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, 
 void Gatherer::place_shards(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   std::vector<Lane::Movable> shards;
   for (const auto& bucket : buckets) {
-    if (!bucket->layout.needs_cast() && bucket->shard_bytes() > 0) {
+    if (bucket->mesh == nullptr && !bucket->layout.needs_cast() && bucket->shard_bytes() > 0) {
       shards.push_back({bucket->flat_shard(), bucket->shard_bytes(),
                         [&bucket = *bucket](auto memory) { bucket.move_shards(memory); }});
     }
@@ -47,7 +47,8 @@ void Gatherer::allocate_homes(const std::vector<std::unique_ptr<Bucket>>& bucket
   for (const auto& bucket : buckets) {
     if (!bucket->use().reshards_after_forward && bucket->buffers.slot > 0 &&
         bucket->home == nullptr) {
-      make_home(*bucket, lane_.allocate(bucket->buffers.slot, BufferUse::Output));
+      make_home(*bucket,
+                bucket->gathers_over.allocate(device_, bucket->buffers.slot, BufferUse::Output));
     }
   }
 }

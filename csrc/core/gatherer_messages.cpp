@@ -129,7 +129,7 @@ void Gatherer::send(const Bucket& bucket, const GatherPiece& piece, char* output
   const GatherPlan& plan = piece.plan;
   const char* input = message_input(bucket);
   Communicator& communicator =
-      bucket.is_from_group ? bucket.group->communicator : lane_.communicator();
+      bucket.is_from_group ? bucket.group->communicator : bucket.gathers_over;
   Stream& stream = streams_.messages();
   announce_(bucket, piece.bytes);
   const Work work = bucket.is_from_group ? Work::GroupGather : Work::Gather;

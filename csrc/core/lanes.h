@@ -24,11 +24,27 @@
 // (Note [held gradients]), all ranks move theirs. Until then that rank reduces into the reduce
 // output, which is a window, too: whether a buffer is one has to be the same on all ranks.
 // Where NCCL can register nothing, no rank has windows, and all reduce into the flat gradients.
+//
+// Note [several meshes]
+// A unit may be shared by fewer ranks than the root. The experts of one layer, for example, are
+// other parameters on each rank of expert parallelism, and only ranks with the same experts share
+// them. The mesh of such a unit consists of ranks of the root's mesh, and so do the meshes of the
+// root's other ranks, of which each rank has one. Collectives of the unit run on the streams of the
+// root's lanes, over communicators of their own. All ranks of the root issue the collectives of all
+// units in one order, so no two ranks wait for each other, and the schedule is that of one mesh.
+//
+// - A bucket has units of one mesh, and divides gradients by the size of that mesh.
+// - All ranks of the root compare their orders, and exchange which parameters they used. They do
+//   not compare sizes with ranks of other meshes, which may have more experts. A parameter has a
+//   gradient if a rank of its own mesh used it.
+// - Buffers that all buckets share are registered with the root's communicators alone. Shards and
+//   gradients of other meshes have no windows.
 #pragma once
 
 #include <algorithm>
 #include <chrono>
 #include <cstddef>
+#include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -148,6 +164,14 @@ class Lane {
   std::unique_ptr<Stream> after_;
 };
 
+struct Lanes;
+
+// The ranks of units that the root shares with more ranks: Note [several meshes].
+struct Mesh {
+  std::shared_ptr<Lanes> lanes;  // whose streams are idle
+  std::vector<int> ranks;        // among those of the root
+};
+
 struct Lanes {
   Lanes(std::unique_ptr<Device> a_device, std::unique_ptr<Packer> a_packer,
         std::unique_ptr<Communicator> gather_communicator,
@@ -174,20 +198,32 @@ struct Lanes {
     });
   }
 
+  // The mesh of a unit (UnitConfig::mesh). Null for that of these lanes, the root's.
+  const Mesh* mesh(int number) const {
+    return number == 0 ? nullptr : &meshes.at(static_cast<std::size_t>(number) - 1);
+  }
+  // The lanes over the ranks of that mesh.
+  Lanes& of_mesh(int number) { return number == 0 ? *this : *mesh(number)->lanes; }
+
   std::unique_ptr<Device> device;
   std::unique_ptr<Packer> packer;
-  std::vector<std::shared_ptr<Lanes>> groups;  // outlive the streams below, which use them
+  // Both outlive the streams below, which use them.
+  std::vector<std::shared_ptr<Lanes>> groups;
+  std::deque<Mesh> meshes;
   Lane gather;
   Lane reduce;
 };
 
-// The memory of both lanes, and of those of smaller groups, that the transport keeps for messages
-// in flight.
+// The memory of both lanes, and of those of smaller groups and other meshes, that the transport
+// keeps for messages in flight.
 inline std::size_t message_staging_bytes(Lanes& lanes) {
   std::size_t bytes = lanes.gather.communicator().message_staging_bytes() +
                       lanes.reduce.communicator().message_staging_bytes();
   for (const auto& group : lanes.groups) {
     bytes += message_staging_bytes(*group);
+  }
+  for (const Mesh& mesh : lanes.meshes) {
+    bytes += message_staging_bytes(*mesh.lanes);
   }
   return bytes;
 }

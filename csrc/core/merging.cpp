@@ -23,8 +23,9 @@ struct Run {
 };
 
 bool are_alike(const MergeTraits& a, const MergeTraits& b) {
-  return a.max_message_bytes == b.max_message_bytes && a.is_offloaded == b.is_offloaded &&
-         a.reshard_after_forward == b.reshard_after_forward && a.reshard_group == b.reshard_group &&
+  return a.mesh == b.mesh && a.max_message_bytes == b.max_message_bytes &&
+         a.is_offloaded == b.is_offloaded && a.reshard_after_forward == b.reshard_after_forward &&
+         a.reshard_group == b.reshard_group &&
          a.reshard_after_backward == b.reshard_after_backward &&
          a.unshards_in_backward == b.unshards_in_backward;
 }
@@ -180,6 +181,7 @@ MergeTraits merge_traits(const UnitConfig& unit) {
   traits.needs_cast = layout.needs_cast();
   traits.reshard_after_forward = unit.reshard_after_forward;
   traits.reshard_group = unit.reshard_group;
+  traits.mesh = unit.mesh;
   traits.reshard_after_backward = unit.reshard_after_backward;
   traits.unshards_in_backward = unit.unshards_in_backward;
   traits.pack_scale = unit.pack_scale;

@@ -30,6 +30,7 @@ struct MergeTraits {
   bool needs_cast = false;  // does not matter if there are no bytes
   bool reshard_after_forward = true;
   int reshard_group = 0;
+  int mesh = 0;
   bool reshard_after_backward = true;
   bool unshards_in_backward = true;
   double pack_scale = 1.0;

@@ -10,6 +10,10 @@
 namespace fsdp {
 
 struct OrderCheck::Announcement {
+  bool is_in_step_with(const Announcement& other) const {
+    return sequence == other.sequence && ranks == other.ranks && std::strcmp(unit, other.unit) == 0;
+  }
+
   std::string describe() const {
     const std::string over = ranks > 0 ? detail::concat(" over ", ranks, " ranks") : "";
     return detail::concat("the all-gather", over, " of unit '", unit, "' (", bytes, " bytes)");
@@ -17,7 +21,8 @@ struct OrderCheck::Announcement {
 
   std::uint64_t sequence;
   std::uint64_t bytes;
-  std::uint64_t ranks;  // of a smaller group; 0: all
+  std::uint64_t ranks;  // of a smaller group or another mesh; 0: all
+  std::uint64_t mesh;   // the first rank of another mesh; 0 for the root's
   char unit[96];
 };
 
@@ -29,10 +34,12 @@ struct OrderCheck::Order {
 
   struct Entry {
     std::int64_t unit = kNone;
-    std::uint64_t gradient_bytes = 0;  // of all ranks, in the reduction
+    std::uint64_t gradient_bytes = 0;  // of all ranks, in the reduction; 0 on other meshes
+    std::uint64_t trained = 0;         // parameters
 
     bool operator==(const Entry& other) const {
-      return unit == other.unit && gradient_bytes == other.gradient_bytes;
+      return unit == other.unit && gradient_bytes == other.gradient_bytes &&
+             trained == other.trained;
     }
   };
 
@@ -41,16 +48,19 @@ struct OrderCheck::Order {
     std::size_t count = 0;
     const auto add = [&](const Entry& entry) {
       hash = mix(mix(hash, static_cast<std::uint64_t>(entry.unit)), entry.gradient_bytes);
+      hash = mix(hash, entry.trained);
       if (count < kMost) {
         entries[count++] = entry;
       }
     };
     for (const std::vector<int>& bucket : partition) {
       for (const int number : bucket) {
-        const UnitLayout& layout = units.at(static_cast<std::size_t>(number))->layout;
+        const Unit& unit = *units.at(static_cast<std::size_t>(number));
+        const UnitLayout& layout = unit.layout;
         const auto elements = static_cast<std::uint64_t>(layout.grad_numel());
         const auto ranks = static_cast<std::uint64_t>(layout.world_size());
-        add({number, elements * ranks * itemsize(layout.reduce_dtype())});
+        const std::uint64_t bytes = elements * ranks * itemsize(layout.reduce_dtype());
+        add({number, unit.mesh == 0 ? bytes : 0, layout.trainable_count()});
       }
       add({kNextBucket});
     }
@@ -90,8 +100,11 @@ void OrderCheck::compare(const Bucket& bucket, std::size_t bytes) {
   mine = {};
   mine.sequence = ++sequence_;
   mine.bytes = bytes;
-  mine.ranks =
-      bucket.is_from_group ? static_cast<std::uint64_t>(bucket.group->communicator.size()) : 0;
+  const Communicator& over =
+      bucket.is_from_group ? bucket.group->communicator : bucket.gathers_over;
+  const bool of_all = !bucket.is_from_group && bucket.mesh == nullptr;
+  mine.ranks = of_all ? 0 : static_cast<std::uint64_t>(over.size());
+  mine.mesh = bucket.mesh == nullptr ? 0 : static_cast<std::uint64_t>(bucket.mesh->ranks.front());
   std::snprintf(mine.unit, sizeof(mine.unit), "%s", bucket.name.c_str());
   for (Ranks& ranks : ranks_) {
     compare_announcements(ranks, bucket);
@@ -114,11 +127,16 @@ void OrderCheck::compare_announcements(Ranks& ranks, const Bucket& bucket) {
   compared_->synchronize(device_.timeout(),
                          "the comparison of " + mine.describe() + " on all ranks");
   lane.communicator().check();
+  const auto own = static_cast<std::size_t>(lane.communicator().rank());
   for (std::size_t rank = 0; rank < ranks.announcements.size(); ++rank) {
     const Announcement& theirs = ranks.announcements[rank];
-    FSDP_CHECK(std::memcmp(&theirs, &mine, sizeof(mine)) == 0, "As all-gather ", mine.sequence,
-               " of the first iteration, ", ranks.own_name(), " issues ", mine.describe(), " but ",
-               ranks.name(rank), " issues ", theirs.describe(),
+    // Ranks of another mesh may gather other sizes than this one, but all of them the same.
+    const bool is_elsewhere = theirs.mesh != mine.mesh && theirs.is_in_step_with(mine);
+    const std::size_t like = is_elsewhere ? static_cast<std::size_t>(theirs.mesh) : own;
+    const Announcement& expected = ranks.announcements[like];
+    FSDP_CHECK(theirs.is_in_step_with(expected) && theirs.bytes == expected.bytes, "As all-gather ",
+               mine.sequence, " of the first iteration, ", ranks.name(like), " issues ",
+               expected.describe(), " but ", ranks.name(rank), " issues ", theirs.describe(),
                ". All ranks must run the same units, in the same order and of the same sizes. Make "
                "the model and its control flow the same on every rank.");
   }
@@ -161,13 +179,21 @@ std::string OrderCheck::describe_difference(const Ranks& ranks, std::size_t rank
   const auto* const end = my_order_->entries + Order::kMost;
   const auto [mine, other] =
       std::mismatch(static_cast<const Order::Entry*>(my_order_->entries), end, theirs.entries);
-  if (mine != end && mine->unit == other->unit) {
+  const bool is_same_unit = mine != end && mine->unit == other->unit;
+  if (is_same_unit && mine->gradient_bytes != other->gradient_bytes) {
     return detail::concat("All ranks must reduce the same gradients, but those of unit ",
                           name(*mine), " have ", mine->gradient_bytes, " bytes on ",
                           ranks.own_name(), " and ", other->gradient_bytes, " on ",
                           ranks.name(rank),
                           ". Make its modules, fully_shard calls, frozen parameters and mp_policy "
                           "the same on every rank.");
+  }
+  if (is_same_unit) {
+    return detail::concat("All ranks must train as many parameters, but ", ranks.own_name(),
+                          " trains ", mine->trained, " of unit ", name(*mine), " and ",
+                          ranks.name(rank), " trains ", other->trained,
+                          ". Make its modules and its frozen parameters the same on every rank, "
+                          "also where experts differ.");
   }
   return detail::concat(
       "All ranks must run the same units in the same order and put them into the same buckets, "

@@ -37,7 +37,7 @@ Pipeline::Pipeline(Lanes& lanes, PipelineOptions options, Lanes* replicas)
 }
 
 int Pipeline::add_unit(UnitConfig config, UnitPort& port) {
-  const int world_size = lanes_.gather.communicator().size();
+  const int world_size = lanes_.of_mesh(config.mesh).gather.communicator().size();
   FSDP_CHECK(config.layout.world_size() == world_size, "Unit '", config.name, "' has a layout for ",
              config.layout.world_size(), " ranks. It needs one for ", world_size, ".");
   FSDP_CHECK(config.parent < unit_count(), "Unit '", config.name,
@@ -480,37 +480,6 @@ const Bucket& Pipeline::bucket_of(int number) const {
   FSDP_CHECK(asked.bucket != nullptr, "Unit '", asked.name,
              "' has no bucket yet. Call form_buckets() before.");
   return *asked.bucket;
-}
-
-Lane& Pipeline::lane_of(Collective op) {
-  switch (op) {
-    case Collective::AllGather:
-    case Collective::GroupAllGather:
-      return lanes_.gather;
-    case Collective::ReduceScatter:
-      return lanes_.reduce;
-    case Collective::AllReduce:
-      break;
-  }
-  return replicas_->reduce;
-}
-
-void Pipeline::announce(Collective op, const Bucket& bucket, std::size_t bytes) {
-  const bool of_group = op == Collective::GroupAllGather;
-  const bool gathers = op == Collective::AllGather || of_group;
-  if (gathers && options_.check_order && order_check_.is_due(in_backward())) {
-    order_check_.compare(bucket, bytes);
-  }
-  Lane& lane = lane_of(op);
-  const std::string& label = gathers                           ? bucket.last_gather_label()
-                             : op == Collective::ReduceScatter ? bucket.reduce_label
-                                                               : bucket.all_reduce_label;
-  Communicator& communicator = of_group ? bucket.group->communicator : lane.communicator();
-  const auto ranks = static_cast<std::uint64_t>(of_group ? communicator.size() : 0);
-  const std::uint64_t identity =
-      mix(bucket.identity, static_cast<std::uint64_t>(op) + (ranks << 8));
-  communicator.announce(label, lane.history().add(identity, label, bytes));
-  ledger_.count_collective(op, bucket.numbers(), bytes);
 }
 
 }  // namespace fsdp

@@ -181,6 +181,7 @@ class Pipeline {
   void announce(Collective op, const Bucket& bucket, std::size_t bytes);
 
   Lane& lane_of(Collective op);
+  Communicator& communicator_of(Collective op, const Bucket& bucket);
 
   Lanes& lanes_;
   Lanes* replicas_;

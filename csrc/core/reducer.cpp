@@ -111,14 +111,16 @@ void Reducer::place_gradients(const std::vector<std::unique_ptr<Bucket>>& bucket
   std::vector<Lane::Movable> gradients;
   for (const auto& bucket : buckets) {
     // The scale may change before memory is planned again.
-    if (bucket->gradient_bytes() > 0 && reduces_in_place(bucket->layout, /*reduce_scale=*/1.0)) {
+    if (bucket->mesh == nullptr && bucket->gradient_bytes() > 0 &&
+        reduces_in_place(bucket->layout, /*reduce_scale=*/1.0)) {
       gradients.push_back({bucket->flat_gradient(), bucket->gradient_bytes(),
                            [&bucket = *bucket](auto memory) { bucket.move_gradients(memory); }});
     }
   }
   lane_.place_in_windows(gradients, BufferUse::Gradient);
   for (const auto& bucket : buckets) {
-    bucket->reduces_into_window = lane_.communicator().is_registered(bucket->flat_gradient());
+    bucket->reduces_into_window =
+        bucket->mesh == nullptr && lane_.communicator().is_registered(bucket->flat_gradient());
   }
 }
 
@@ -185,7 +187,8 @@ void Reducer::pack_and_reduce_alike(Bucket& bucket, const Units& units) {
 
 void Reducer::accumulate(Bucket& bucket, const Units& units) {
   if (bucket.accumulated == nullptr) {
-    bucket.accumulated = lane_.allocate_in_step(bucket.reduce_input_bytes(), BufferUse::Input);
+    bucket.accumulated = bucket.reduces_over.allocate_in_step(device_, bucket.reduce_input_bytes(),
+                                                              BufferUse::Input);
   }
   streams_.follow_compute();
   Stream& before = begin_packing(bucket, /*into_accumulated=*/true);
@@ -218,6 +221,9 @@ void Reducer::reduce(Bucket& bucket, const Units& units) {
   reduction.before.record(*bucket.packed);
   if (units.front()->reduce_hook != nullptr && reduced != nullptr) {
     apply_hook(reduction, reduced);
+  }
+  if (bucket.layout.world_size() == 1) {  // its gradient was finished from the input
+    release_input(bucket, 0);
   }
   set_sharded_gradients(bucket, units);
   clear_accumulated(bucket, units);
@@ -267,7 +273,9 @@ void* Reducer::reduce_piece(const Reduction& reduction, std::size_t number) {
     communicate_by_hook(reduction, streams_.messages(), nullptr, input,
                         static_cast<std::size_t>(bucket.layout.grad_numel()));
   }
-  release_input(bucket, half);
+  if (bucket.layout.world_size() > 1) {
+    release_input(bucket, half);
+  }
   if (replicas_.lane != nullptr) {
     copy_to_output(reduction, input);
     sum_over_replicas(reduction, bucket.reductions[number]);
@@ -292,7 +300,7 @@ void Reducer::send(const Reduction& reduction, const ReducePiece& piece, void* i
   const auto numel = static_cast<std::size_t>(piece.pack_plan.segment_numel);
   void* const output = reduction.output + offset;
   if (!communicate_by_hook(reduction, streams_.messages(), input, output, numel)) {
-    lane_.communicator().reduce_scatter(streams_.messages(), input, output, numel, dtype);
+    bucket.reduces_over.reduce_scatter(streams_.messages(), input, output, numel, dtype);
   }
 }
 
@@ -389,15 +397,6 @@ void* Reducer::input_of(const Reduction& reduction, std::size_t piece, std::size
     return reduction.output;  // nothing to scatter: pack writes the flat gradient or the output
   }
   return packs_apart(bucket) ? input_.half_of(half) : input_.data();
-}
-
-// The messages issued so far are the last to read the piece's input.
-void Reducer::release_input(const Bucket& bucket, std::size_t half) {
-  if (packs_apart(bucket)) {
-    input_.release_half(streams_.messages(), half);
-  } else if (streams_.is_any_in_pieces()) {
-    input_.release_both(streams_.messages());
-  }
 }
 
 // The reduction writes the flat gradient itself if nothing is cast or scaled, no sharded gradient

@@ -69,6 +69,15 @@ const void* const* Reducer::gradients_of(Bucket& bucket, const ReducePiece& piec
   return bucket.gradients_of_dtype.data();
 }
 
+// The messages issued so far are the last to read the piece's input.
+void Reducer::release_input(const Bucket& bucket, std::size_t half) {
+  if (packs_apart(bucket)) {
+    input_.release_half(streams_.messages(), half);
+  } else if (packs_ahead_ || streams_.is_any_in_pieces()) {
+    input_.release_both(streams_.messages());
+  }
+}
+
 // See Note [gradient lifetime].
 void Reducer::collect_gradients(Bucket& bucket, const Units& units) {
   free_packed_gradients(kGradientsInFlight - 1);

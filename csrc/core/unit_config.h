@@ -21,6 +21,7 @@ struct UnitConfig {
   bool unshards_in_backward = true;
   bool reduces_alone = false;  // it has a hook: Note [reduce hooks] in core/reduce_hook.h
   int reshard_group = 0;       // ranks; 0: all. Note [group shards] in core/group_shard.h
+  int mesh = 0;                // in Lanes::meshes, from 1; 0: the root's. Note [several meshes]
 };
 
 }  // namespace fsdp

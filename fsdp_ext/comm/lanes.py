@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import os
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,8 +93,9 @@ def _exchange(lanes: _C.Lanes, mine: bytes) -> list[bytes]:
     return [together[start : start + size] for start in range(0, len(together), size)]
 
 
-# For each process group, this rank's smaller groups of consecutive ranks, by their size.
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = (
+# For each process group, this rank's groups of some of its ranks, by these.
+_Ranks = tuple[int, ...]
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Ranks, dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -125,34 +127,87 @@ def add_group_lanes(
     if isinstance(transport, Simulated):
         smaller = replace(transport, world_size=ranks, rank=transport.rank % ranks)
         lanes.add_group(lanes_of(group, device, smaller))
-    else:
-        lanes.add_group(lanes_of(_group_of(group, device, ranks), device, transport))
+        return
+    first = dist.get_rank(group) // ranks * ranks
+    of_group = dist.get_process_group_ranks(group)[first : first + ranks]
+    why = f"reshard_after_forward={ranks}"
+    lanes.add_group(lanes_of(_group_of(group, device, of_group, why), device, transport))
 
 
-def _group_of(group: dist.ProcessGroup, device: torch.device, ranks: int) -> dist.ProcessGroup:
-    """Return this rank's group of ``ranks`` consecutive ranks of ``group``.
+def add_mesh_lanes(
+    lanes: _C.Lanes,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    transport: Transport,
+    of_mesh: dist.ProcessGroup,
+) -> int:
+    """Give ``lanes`` those of another mesh, if they have none. All ranks of ``group`` call this.
+
+    See Note [several meshes] in ``csrc/core/lanes.h``.
+
+    Args:
+        lanes: those of ``group``.
+        group: the root mesh's group.
+        device: this rank's device.
+        transport: as for ``lanes_of``.
+        of_mesh: the group of the other mesh. All its ranks are in ``group``.
+
+    Returns:
+        The number of the mesh among those of ``lanes``, from 1.
+
+    Raises:
+        RuntimeError: as ``lanes_of``.
+    """
+    ranks = dist.get_process_group_ranks(of_mesh)
+    places = [dist.get_group_rank(group, rank) for rank in ranks]
+    number = lanes.mesh_of(places)
+    if number is None:
+        number = lanes.add_mesh(lanes_of_mesh(group, device, transport, of_mesh), places)
+    return number
+
+
+def lanes_of_mesh(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    transport: Transport,
+    of_mesh: dist.ProcessGroup,
+) -> _C.Lanes:
+    """Return the lanes of another mesh below a root over ``group``. The first call is collective.
+
+    They are not those of ``of_mesh``, which models whose root is over that use, on other streams.
+    """
+    if is_inline(of_mesh):
+        return lanes_of(of_mesh, device, transport)
+    ranks = dist.get_process_group_ranks(of_mesh)
+    return lanes_of(_group_of(group, device, ranks, "another mesh"), device, transport)
+
+
+def _group_of(
+    group: dist.ProcessGroup, device: torch.device, ranks: Sequence[int], why: str
+) -> dist.ProcessGroup:
+    """Return a group of ``ranks``, some of those of ``group``, that no stream but its lanes' uses.
 
     On GPUs it is a gloo group, because NCCL's lanes need no more than a store. Some versions of
     PyTorch split a group of NCCL off the default group, and all ranks would have to take part.
     """
     made = _groups.setdefault(group, {})
-    if ranks not in made:
-        first = dist.get_rank(group) // ranks * ranks
+    key = tuple(ranks)
+    if key not in made:
         try:
-            made[ranks] = dist.new_group(
-                dist.get_process_group_ranks(group)[first : first + ranks],
+            made[key] = dist.new_group(
+                list(ranks),
                 timeout=timeout_of(group, device),
                 backend=dist.get_backend(group) if device.type == "cpu" else "gloo",
                 use_local_synchronization=True,
-                group_desc=f"fsdp_ext_reshard_{ranks}",
+                group_desc=f"fsdp_ext_part_{len(ranks)}",
             )
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {dist.get_rank()} could not make a process group for "
-                f"reshard_after_forward={ranks}: {plain_text(error)}. Another rank may hang or "
-                "may have failed. Look at the output of all ranks."
+                f"rank {dist.get_rank()} could not make a process group for {why}: "
+                f"{plain_text(error)}. Another rank may hang or may have failed. Look at the "
+                "output of all ranks."
             ) from error
-    return made[ranks]
+    return made[key]
 
 
 @functools.cache

@@ -128,8 +128,8 @@ def plan(
 
     Raises:
         TypeError: if an argument has the wrong type.
-        NotImplementedError: if times are asked for and a unit is resharded to a smaller group, or
-            if a parameter has ``fsdp_pre_all_gather``.
+        NotImplementedError: if times are asked for and a unit is resharded to a smaller group, if
+            units have several meshes, or if a parameter has ``fsdp_pre_all_gather``.
         ValueError: if an argument or a parameter does not fit, or if the plan exceeds
             ``memory_limit``; that message has the table.
     """

@@ -20,6 +20,7 @@ from fsdp_ext.comm.transports import (
     why_no_shared_memory,
 )
 from fsdp_ext.planner.units import PlannedRanks
+from fsdp_ext.sharding.meshes import refuse_several_meshes
 from fsdp_ext.sharding.module_state import unit_of
 from fsdp_ext.sharding.param_group import ParamGroup
 from fsdp_ext.sharding.unit import Unit
@@ -94,13 +95,16 @@ def first_unit(model: object, **settings: object) -> Unit | None:
 
     Raises:
         TypeError: if ``model`` is not a module.
+        NotImplementedError: if the units of a sharded model have several meshes.
         ValueError: if a sharded model is given settings that its units have already.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"plan got {model!r}. Pass the model, a torch.nn.Module.")
-    unit = next((unit for m in model.modules() if (unit := unit_of(m)) is not None), None)
-    if unit is None:
+    found = [unit for m in model.modules() if (unit := unit_of(m)) is not None]
+    if not found:
         return None
+    unit = found[0]
+    refuse_several_meshes(found, "plan")
     given = [name for name, value in settings.items() if value is not None]
     if given:
         raise ValueError(

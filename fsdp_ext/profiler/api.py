@@ -27,6 +27,7 @@ from fsdp_ext.profiler.rows import Row, Summary, rows_of, summarise
 from fsdp_ext.profiler.slowdown import Slowdown
 from fsdp_ext.profiler.trace import trace_of
 from fsdp_ext.sharding.agreement import exchange, has_peers
+from fsdp_ext.sharding.meshes import refuse_several_meshes
 from fsdp_ext.sharding.root import Root, running_root
 
 # Roots that a profile is recording now.
@@ -56,14 +57,15 @@ class profile:
     Raises:
         TypeError: if ``fully_shard`` was not applied to ``model``.
         RuntimeError: before the first forward.
-        NotImplementedError: if the model is on a 2-D mesh, or its collectives run on the thread
-            that trains.
+        NotImplementedError: if the model is on a 2-D mesh or on several meshes, or its collectives
+            run on the thread that trains.
         ValueError: if ``iterations`` is less than 1.
     """
 
     def __init__(self, model: nn.Module, iterations: int = 64) -> None:
         self._root = running_root(model, "profile")
         refuse_inline(self._root.lanes, "profile")
+        refuse_several_meshes(self._root.units, "profile")
         if not isinstance(iterations, int) or iterations < 1:
             raise ValueError(f"profile got iterations={iterations!r}. Keep at least 1 step.")
         self._core = self._root.core

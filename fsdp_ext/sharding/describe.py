@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from fsdp_ext._util.tables import columns, row_of_names, size
+from fsdp_ext.comm.lanes import lanes_of_mesh
 from fsdp_ext.comm.transports import describe_lanes
 from fsdp_ext.sharding.root import Root, running_root
 
@@ -51,6 +52,7 @@ def _describe(root: Root) -> list[str]:
     lines.append(
         f"{root.units[0].world_size} ranks communicate over {describe_lanes(root.lanes)}"
         + _replicas(root)
+        + _meshes(root)
         + (f"; messages in flight take {size(messages)}" if messages else "")
     )
     lines.append(
@@ -78,6 +80,20 @@ def _replicas(root: Root) -> str:
         f"; gradients are summed over {root.units[0].replicas} replicas over "
         f"{describe_lanes(root.replicas)}"
     )
+
+
+def _meshes(root: Root) -> str:
+    """Return over what the units of other meshes than the root's communicate, if there are any."""
+    texts = []
+    for mesh in sorted(set(root.meshes) - {0}):
+        on_mesh = zip(root.units, root.meshes, strict=True)
+        units = [unit for unit, number in on_mesh if number == mesh]
+        root_unit, unit = root.units[0], units[0]
+        transport = unit.settings.transport
+        lanes = lanes_of_mesh(root_unit.ranks.group, unit.device, transport, unit.ranks.group)
+        count = f"{len(units)} units" if len(units) > 1 else "1 unit"
+        texts.append(f"; {unit.world_size} ranks share {count} over {describe_lanes(lanes)}")
+    return "".join(texts)
 
 
 def _names(root: Root, numbers: list[int]) -> str:

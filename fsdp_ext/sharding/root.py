@@ -17,6 +17,7 @@ from fsdp_ext.sharding import module_changes
 from fsdp_ext.sharding.agreement import has_peers
 from fsdp_ext.sharding.auto import chosen_for
 from fsdp_ext.sharding.comparisons import compare_groups, compare_sets
+from fsdp_ext.sharding.meshes import add_meshes, check_meshes
 from fsdp_ext.sharding.module_state import hooks_of, sharded_module, unit_of
 from fsdp_ext.sharding.settings import AUTO, Choice, Decision, RootSettings, Scope
 from fsdp_ext.sharding.unit import Unit
@@ -35,7 +36,7 @@ class Root(UnitTree):
 
     Raises:
         RuntimeError: if a unit below ``module`` ran forward before, as a root of its own.
-        NotImplementedError: if the units have different meshes.
+        NotImplementedError: if the units have several meshes that cannot be used together.
         ValueError: if the units have different transports.
     """
 
@@ -58,6 +59,7 @@ class Root(UnitTree):
         self.lanes = lanes_of(first.ranks.group, first.device, transport, at_once=at_once)
         if has_peers(first):
             compare_groups(self.lanes, self.units, self.module_names())
+        self.meshes = add_meshes(self.lanes, self.units)
         for ranks in sorted({unit.settings.reshard_group for unit in self.units} - {0}):
             add_group_lanes(self.lanes, first.ranks.group, first.device, transport, ranks)
         # The lanes of ranks with the same shard: Note [replicas] in csrc/core/reducer.h.
@@ -97,12 +99,7 @@ class Root(UnitTree):
                 "the root must be a single module. Call fully_shard on the module that contains "
                 "them, too."
             )
-        meshes = {unit.ranks.mesh for unit in self.units}
-        if len(meshes) > 1:
-            raise NotImplementedError(
-                f"the units under one root have {len(meshes)} meshes, which is not supported yet. "
-                "Pass the same mesh to each fully_shard."
-            )
+        check_meshes(self.units, [names[unit] or "the root" for unit in self.units])
         transports = {unit.settings.transport for unit in self.units}
         if len(transports) > 1:
             raise ValueError(
@@ -169,7 +166,7 @@ class Root(UnitTree):
             unit.build(modules[0] or "the root", names)
             for unit, modules in zip(self.units, self.module_names(), strict=True)
         ]
-        configs = self.configs([unit_core.layout for unit_core in cores])
+        configs = self.configs([unit_core.layout for unit_core in cores], self.meshes)
         for unit_core, config in zip(cores, configs, strict=True):
             core.add_unit(unit_core, config)
         self.core = core

@@ -89,11 +89,14 @@ class UnitTree:
 
         return max(1, depth(self.module, frozenset()))
 
-    def configs(self, layouts: Sequence[_C.UnitLayout]) -> list[_C.UnitConfig]:
+    def configs(
+        self, layouts: Sequence[_C.UnitLayout], meshes: Sequence[int] = ()
+    ) -> list[_C.UnitConfig]:
         """Return the C++ settings of each unit.
 
         Args:
             layouts: the units' layouts for training.
+            meshes: the number of each unit's mesh among those of the lanes; by default the root's.
         """
         configs = []
         for number, (unit, layout, parent) in enumerate(
@@ -113,6 +116,7 @@ class UnitTree:
                     max_message_bytes=self.settings.max_message_bytes[number],
                     reduces_alone=unit.settings.has_hook,
                     reshard_group=self.settings.reshard_groups[number],
+                    mesh=meshes[number] if meshes else 0,
                 )
             )
         return configs

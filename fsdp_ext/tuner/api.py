@@ -13,6 +13,7 @@ from fsdp_ext._util.losses import mean_of_output
 from fsdp_ext.comm.inline_group import refuse_inline_group
 from fsdp_ext.sharding.agreement import together
 from fsdp_ext.sharding.auto import remember
+from fsdp_ext.sharding.meshes import refuse_several_meshes
 from fsdp_ext.sharding.root import running_root
 from fsdp_ext.tuner.arguments import agreed_limit, check_arguments, check_state, units_of
 from fsdp_ext.tuner.candidates import TunableSettings
@@ -75,6 +76,7 @@ def tune(
     Raises:
         TypeError: if ``fully_shard`` was not applied to the model, an argument has the wrong type,
             or the loss is not a tensor.
+        NotImplementedError: if the model has several meshes.
         ValueError: if parameters have gradients, gradients are not reduced, the model is not the
             root, no setting fits ``memory_limit``, a number is out of range or differs between
             ranks, or the loss is not a scalar.
@@ -83,6 +85,7 @@ def tune(
     """
     units = units_of(model)
     refuse_inline_group(units[0].ranks.group, units[0].device, "tune")
+    refuse_several_meshes(units, "tune")
     with together(units[0], "tune", "its arguments"):
         check_arguments(loss, memory_limit, optimizer_states, steps)
         check_state(model, units)

@@ -235,6 +235,24 @@ void register_lanes(py::module_& m) {
           [](Lanes& lanes, const std::shared_ptr<Lanes>& group) { lanes.groups.push_back(group); },
           py::arg("group"))
       .def("has_group_of", &Lanes::has_group_of, py::arg("ranks"))
+      .def(
+          "add_mesh",
+          [](Lanes& lanes, const std::shared_ptr<Lanes>& mesh, std::vector<int> ranks) {
+            lanes.meshes.push_back({mesh, std::move(ranks)});
+            return lanes.meshes.size();
+          },
+          py::arg("lanes"), py::arg("ranks"))
+      .def(
+          "mesh_of",
+          [](Lanes& lanes, const std::vector<int>& ranks) -> std::optional<std::size_t> {
+            for (std::size_t i = 0; i < lanes.meshes.size(); ++i) {
+              if (lanes.meshes[i].ranks == ranks) {
+                return i + 1;
+              }
+            }
+            return std::nullopt;
+          },
+          py::arg("ranks"))
       .def("check",
            [](Lanes& lanes) {
              lanes.gather.communicator().check();

@@ -99,7 +99,7 @@ void register_unit_config(py::module_& m) {
       .def(py::init([](std::string name, const UnitLayout& layout, int parent,
                        bool reshard_after_forward, bool reshard_after_backward, double pack_scale,
                        double reduce_scale, std::size_t bucket_bytes, std::size_t max_message_bytes,
-                       bool reduces_alone, int reshard_group) {
+                       bool reduces_alone, int reshard_group, int mesh) {
              return UnitConfig{std::move(name),
                                layout,
                                parent,
@@ -111,13 +111,14 @@ void register_unit_config(py::module_& m) {
                                max_message_bytes,
                                /*unshards_in_backward=*/true,
                                reduces_alone,
-                               reshard_group};
+                               reshard_group,
+                               mesh};
            }),
            py::kw_only(), py::arg("name"), py::arg("layout"), py::arg("parent") = -1,
            py::arg("reshard_after_forward") = true, py::arg("reshard_after_backward") = true,
            py::arg("pack_scale") = 1.0, py::arg("reduce_scale") = 1.0, py::arg("bucket_bytes") = 0,
            py::arg("max_message_bytes") = 0, py::arg("reduces_alone") = false,
-           py::arg("reshard_group") = 0);
+           py::arg("reshard_group") = 0, py::arg("mesh") = 0);
 }
 
 }  // namespace

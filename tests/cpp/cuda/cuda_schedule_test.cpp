@@ -187,6 +187,56 @@ TEST_P(CudaSchedule, ACaptureRecordsNoTimes) {
   });
 }
 
+// - Units 2 and 3 are shared by fewer ranks than the others: Note [several meshes].
+
+class CudaMeshes : public ::testing::TestWithParam<Setting> {};
+
+INSTANTIATE_TEST_SUITE_P(Settings, CudaMeshes,
+                         ::testing::Values(Setting{4, 300, 1, 0, 1, 0, 2},
+                                           Setting{4, kDirectBytes, 2, 0, 1, 0, 2},
+                                           Setting{4, 0, 2, 3, 1, 0, 2},
+                                           Setting{4, kDirectBytes, 1, 0, 1, 0, 1},
+                                           Setting{4, 0, 2, 3, 1, 0, 1}),
+                         [](const auto& info) {
+                           return std::to_string(info.param.experts) + "RanksDirectFrom" +
+                                  std::to_string(info.param.direct_bytes) + "BucketsOf" +
+                                  std::to_string(info.param.bucket_units) + "MessagesOf" +
+                                  std::to_string(info.param.message_rows);
+                         });
+
+// The mean of r + 1 over the ranks that share the unit.
+float mean_of_unit(const Setting& setting, int unit, int rank) {
+  const int size = setting.is_expert(unit) ? setting.experts : setting.world_size;
+  return static_cast<float>(rank / size * size) + static_cast<float>(size + 1) / 2.0F;
+}
+
+TEST_P(CudaMeshes, GradientsAreThoseOfTheUnitsMeshHoweverLateAStreamIs) {
+  const Setting setting = GetParam();
+  for (const std::string late : {"gather", "reduce", "compute"}) {
+    on_ranks(setting, [&](Rank& rank, int r) {
+      Device& device = *rank.lanes->device;
+      Stream& stream =
+          late == "compute" ? device.compute_stream() : lane_named(*rank.lanes, late).stream();
+      for (int step = 0; step < 2; ++step) {
+        for (const float times : {1.0F, 2.0F}) {  // the second backward adds to the first one's
+          device.delay(stream, std::chrono::milliseconds(10));
+          rank.backward(rank.forward(), static_cast<float>(r + 1));
+          for (int i = 0; i < static_cast<int>(rank.units.size()); ++i) {
+            rank.units[static_cast<std::size_t>(i)]->read_gradients(times *
+                                                                    mean_of_unit(setting, i, r));
+          }
+        }
+        for (auto& unit : rank.units) {
+          unit->zero_grad();
+        }
+        rank.optimizer_step();
+      }
+    });
+  }
+}
+
+// - Reductions
+
 // See Note [packing ahead]. A gate keeps the reduce stream, and all of its messages, from starting.
 TEST(CudaReductions, TheNextBucketIsPackedWhileOneIsOnTheWire) {
   on_ranks({2, kDirectBytes}, [](Rank& rank, int r) {

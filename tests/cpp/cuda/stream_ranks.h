@@ -266,9 +266,11 @@ struct Setting {
   int message_rows = 0;  // room in a message, from each rank; 0: all
   int sets = 1;          // of so many ranks, each of which shards the model
   int group = 0;         // the ranks that units below the root are resharded to; 0: all
+  int experts = 0;       // the ranks that share units 2 and 3: Note [several meshes]; 0: all
   bool is_offloaded = false;
 
   int ranks() const { return world_size * sets; }
+  bool is_expert(int unit) const { return experts > 0 && (unit == 2 || unit == 3); }
 };
 
 // What ranks connect by.
@@ -276,6 +278,7 @@ struct Ids {
   nccl::UniqueId of_set;
   nccl::UniqueId of_replicas;
   nccl::UniqueId of_group;
+  nccl::UniqueId of_experts;
 };
 
 class Rank {
@@ -291,19 +294,24 @@ class Rank {
     if (setting.group > 0) {
       lanes->groups.push_back(connect(ids.of_group, rank % setting.group, setting.group));
     }
+    if (setting.experts > 0) {
+      add_experts(ids, rank, setting);
+    }
     pipeline = std::make_unique<Pipeline>(*lanes, PipelineOptions{}, replicas.get());
     for (int i = 0; i <= layers; ++i) {
+      const bool is_expert = setting.is_expert(i);
+      const int size = is_expert ? setting.experts : setting.world_size;
       const std::string name = "unit" + std::to_string(i);
-      const UnitLayout layout =
-          make_layout(setting.world_size, name, setting.direct_bytes, setting.is_offloaded);
-      units.push_back(std::make_unique<StreamUnit>(i, layout, rank, wrong));
+      const UnitLayout layout = make_layout(size, name, setting.direct_bytes, setting.is_offloaded);
+      units.push_back(std::make_unique<StreamUnit>(i, layout, rank % size, wrong));
       UnitConfig config{name, layout};
+      config.mesh = is_expert ? 1 : 0;
       config.reshard_after_forward = i != 0;
       config.reshard_group = i != 0 ? setting.group : 0;
-      config.pack_scale = 1.0 / setting.ranks();
+      config.pack_scale = 1.0 / (size * setting.sets);
       config.parent = i == 0 ? -1 : 0;
-      config.bucket_bytes = static_cast<std::size_t>(setting.bucket_units * setting.world_size) *
-                            layout.gather_bytes();
+      config.bucket_bytes =
+          static_cast<std::size_t>(setting.bucket_units * size) * layout.gather_bytes();
       config.max_message_bytes =
           static_cast<std::size_t>(setting.message_rows * setting.world_size * kColumns) *
           sizeof(float);
@@ -380,6 +388,16 @@ class Rank {
     }
   }
 
+  // Ranks share experts with their neighbours.
+  void add_experts(const Ids& ids, int rank, const Setting& setting) {
+    std::vector<int> members;
+    for (int place = 0; place < setting.experts; ++place) {
+      members.push_back(rank / setting.experts * setting.experts + place);
+    }
+    lanes->meshes.push_back(
+        {connect(ids.of_experts, rank % setting.experts, setting.experts), members});
+  }
+
   cudaStream_t side_stream = nullptr;
   std::size_t side_param = kParams;
   static std::unique_ptr<Lanes> connect(const nccl::UniqueId& id, int rank, int size) {
@@ -414,7 +432,8 @@ inline void on_ranks(Setting setting, const std::function<void(Rank&, int)>& bod
   std::vector<nccl::UniqueId> of_sets(static_cast<std::size_t>(setting.sets));
   std::vector<nccl::UniqueId> of_replicas(static_cast<std::size_t>(setting.world_size));
   std::vector<nccl::UniqueId> of_groups(static_cast<std::size_t>(setting.ranks()));
-  for (auto* ids : {&of_sets, &of_replicas, &of_groups}) {
+  std::vector<nccl::UniqueId> of_experts(static_cast<std::size_t>(setting.ranks()));
+  for (auto* ids : {&of_sets, &of_replicas, &of_groups, &of_experts}) {
     for (nccl::UniqueId& id : *ids) {
       api().GetUniqueId(&id);
     }
@@ -425,7 +444,8 @@ inline void on_ranks(Setting setting, const std::function<void(Rank&, int)>& bod
     ranks.push_back(std::async(std::launch::async, [&, r] {
       const Ids ids{of_sets[static_cast<std::size_t>(r / setting.world_size)],
                     of_replicas[static_cast<std::size_t>(r % setting.world_size)],
-                    of_groups[static_cast<std::size_t>(r / std::max(setting.group, 1))]};
+                    of_groups[static_cast<std::size_t>(r / std::max(setting.group, 1))],
+                    of_experts[static_cast<std::size_t>(r / std::max(setting.experts, 1))]};
       Rank rank(r, setting, ids, /*layers=*/4, wrong);
       body(rank, r);
       synchronize(compute_stream);

@@ -1,0 +1,57 @@
+// What the pipeline tells the ranks, the ledger and error messages before each collective.
+#include "base/mix.h"
+#include "core/pipeline.h"
+
+namespace fsdp {
+
+Lane& Pipeline::lane_of(Collective op) {
+  switch (op) {
+    case Collective::AllGather:
+    case Collective::GroupAllGather:
+      return lanes_.gather;
+    case Collective::ReduceScatter:
+      return lanes_.reduce;
+    case Collective::AllReduce:
+      break;
+  }
+  return replicas_->reduce;
+}
+
+Communicator& Pipeline::communicator_of(Collective op, const Bucket& bucket) {
+  switch (op) {
+    case Collective::AllGather:
+      return bucket.gathers_over;
+    case Collective::GroupAllGather:
+      return bucket.group->communicator;
+    case Collective::ReduceScatter:
+      return bucket.reduces_over;
+    case Collective::AllReduce:
+      break;
+  }
+  return replicas_->reduce.communicator();
+}
+
+void Pipeline::announce(Collective op, const Bucket& bucket, std::size_t bytes) {
+  const bool of_group = op == Collective::GroupAllGather;
+  const bool gathers = op == Collective::AllGather || of_group;
+  if (gathers && options_.check_order && order_check_.is_due(in_backward())) {
+    order_check_.compare(bucket, bytes);
+  }
+  Lane& lane = lane_of(op);
+  const std::string& label = gathers                           ? bucket.last_gather_label()
+                             : op == Collective::ReduceScatter ? bucket.reduce_label
+                                                               : bucket.all_reduce_label;
+  Communicator& communicator = communicator_of(op, bucket);
+  const bool of_some = of_group || bucket.mesh != nullptr;
+  const auto ranks = static_cast<std::uint64_t>(of_some ? communicator.size() : 0);
+  const std::uint64_t identity =
+      mix(bucket.identity, static_cast<std::uint64_t>(op) + (ranks << 8));
+  if (bucket.mesh == nullptr) {
+    communicator.announce(label, lane.history().add(identity, label, bytes));
+  } else {  // other meshes may have other sizes
+    communicator.announce(label, mix(lane.history().add(identity, label, 0), bytes));
+  }
+  ledger_.count_collective(op, bucket.numbers(), bytes);
+}
+
+}  // namespace fsdp

@@ -1,0 +1,414 @@
+"""Units over several meshes, such as experts, train in one model as under FSDP2."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from support.launcher import run_ranks
+from support.matrix import exhaustive
+from support.parity import EXACT, ROUNDING, Tolerance
+from support.threads import run_threads
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fsdp_ext
+from fsdp_ext import MixedPrecisionPolicy, Simulated
+from fsdp_ext.comm.link import PRESETS
+
+WIDTH, EXPERTS, STEPS = 6, 4, 5
+RANKS = 4
+System = Callable[..., Any]
+
+
+class Experts(nn.Module):
+    """This rank's experts. They see all its tokens, and their outputs are added up."""
+
+    def __init__(self, count: int, uses_scale: bool = True) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(count, WIDTH, 5) / 4)
+        self.down = nn.Parameter(torch.randn(count, 5, WIDTH) / 4)
+        self.scale = nn.Parameter(torch.ones(3, WIDTH))
+        self.uses_scale = uses_scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, down, scale = (
+            parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            for parameter in (self.up, self.down, self.scale)
+        )
+        y = torch.einsum("beh,ehw->bw", torch.tanh(torch.einsum("bw,ewh->beh", x, up)), down)
+        return y * scale.sum(0) if self.uses_scale else y
+
+
+class Block(nn.Module):
+    def __init__(self, count: int, uses_scale: bool) -> None:
+        super().__init__()
+        self.dense = nn.Linear(WIDTH, WIDTH)
+        self.experts = Experts(count, uses_scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.tanh(self.dense(x))
+        return x + self.experts(x)
+
+
+class Model(nn.Module):
+    def __init__(self, count: int, uses_scale: bool = True) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(count, uses_scale) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def train_step(model: Any, loss: Callable[[int], Tensor]) -> list[Tensor]:
+    value = loss(0)
+    value.backward()
+    return [value]
+
+
+def accumulate(model: Any, loss: Callable[[int], Tensor]) -> list[Tensor]:
+    values = []
+    for micro_batch in range(3):
+        model.set_requires_gradient_sync(micro_batch == 2)
+        values += train_step(model, lambda _, place=micro_batch: loss(place))  # type: ignore[misc]
+    return values
+
+
+def experts_accumulate_alone(model: Any, loss: Callable[[int], Tensor]) -> list[Tensor]:
+    """Reduce the gradients of dense layers in each backward, and those of experts in the last."""
+    values = []
+    for micro_batch in range(2):
+        for block in model.blocks:
+            block.experts.set_requires_gradient_sync(micro_batch == 1)
+        values += train_step(model, lambda _, place=micro_batch: loss(place))  # type: ignore[misc]
+    return values
+
+
+def evaluate_between(model: Any, loss: Callable[[int], Tensor]) -> list[Tensor]:
+    with torch.no_grad():
+        before = loss(1)
+    return [before, *train_step(model, loss)]
+
+
+def clip_by_mesh(model: Any, loss: Callable[[int], Tensor]) -> list[Tensor]:
+    values = train_step(model, loss)
+    by_mesh: dict[DeviceMesh, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        by_mesh.setdefault(parameter.device_mesh, []).append(parameter)
+    assert len(by_mesh) > 1
+    norms = [nn.utils.clip_grad_norm_(same, 0.1) for same in by_mesh.values()]
+    return [*values, *(norm.full_tensor() for norm in norms)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """How a model is sharded and trained.
+
+    Attributes:
+        shape: the ranks of expert parallelism, and those that have the same experts.
+        kind: what experts are before they are sharded: "plain" parameters or "dtensor"s.
+        options: more arguments of each `fully_shard`.
+        ours: arguments of ours alone.
+        step: trains one step and returns values to compare.
+        frozen: whether everything but the experts is frozen. Then no sum has more than two terms.
+        unused_on: places in expert parallelism that leave one of the parameters unused.
+        divides_by: gradients of experts are divided by this instead of the number of ranks.
+        allowed: how much our results may differ from FSDP2's.
+    """
+
+    shape: tuple[int, int] = (2, 2)
+    kind: str = "plain"
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    ours: dict[str, Any] = dataclasses.field(default_factory=dict)
+    step: Callable[[Any, Callable[[int], Tensor]], list[Tensor]] = train_step
+    frozen: bool = False
+    unused_on: tuple[int, ...] = ()
+    divides_by: float | None = None
+    allowed: Tolerance = ROUNDING[torch.float32]
+
+    def mesh(self) -> DeviceMesh:
+        sizes = dict(zip(("ep", "dp_ep"), self.shape, strict=True))
+        # PyTorch takes norms of DTensors only if the dimension of fully_shard comes first.
+        names = ("dp_ep", "ep") if self.kind == "dtensor" else ("ep", "dp_ep")
+        return init_device_mesh("cpu", [sizes[n] for n in names], mesh_dim_names=names)
+
+    def plain(self, mesh: DeviceMesh) -> Model:
+        place = mesh.get_local_rank("ep")
+        torch.manual_seed(0)
+        whole = Model(EXPERTS)
+        model = Model(EXPERTS // self.shape[0], place not in self.unused_on)
+        own = slice(place * EXPERTS // self.shape[0], (place + 1) * EXPERTS // self.shape[0])
+        with torch.no_grad():
+            for (name, parameter), value in zip(
+                model.named_parameters(), whole.parameters(), strict=True
+            ):
+                parameter.copy_(value[own] if name.endswith(("up", "down")) else value)
+                parameter.requires_grad_(not self.frozen or "experts" in name)
+        if self.kind == "dtensor":
+            for block in model.blocks:
+                for name in ("up", "down"):
+                    local = getattr(block.experts, name).detach()
+                    spread = DTensor.from_local(local, mesh["ep"], [Shard(0)], run_check=False)
+                    setattr(block.experts, name, nn.Parameter(spread))
+        return model
+
+    def model(
+        self, fully_shard: System, mesh: DeviceMesh, plain: Model | None = None, **options: Any
+    ) -> Any:
+        model: Any = self.plain(mesh) if plain is None else plain
+        options = {**self.options, **options}
+        flat = mesh._flatten("dp")
+        for block in model.blocks:
+            fully_shard(block.experts, mesh=mesh["dp_ep"], **options)
+            if self.divides_by is not None:
+                block.experts.set_gradient_divide_factor(self.divides_by)
+                if fully_shard is fsdp.fully_shard:  # gloo cannot scale
+                    block.experts.set_force_sum_reduction_for_comms(True)
+            fully_shard(block, mesh=flat, **options)
+        return fully_shard(model, mesh=flat, **options)
+
+
+def batch(step: int, micro_batch: int) -> Tensor:
+    seed = (step * 10 + micro_batch) * 10 + dist.get_rank()
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def train(setup: Setup, model: Any, begin_step: Callable[[], None] = lambda: None) -> list[Any]:
+    """Return what this rank has after each step: values, gradients and parameters."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.01)
+    seen: list[Any] = []
+    for step in range(STEPS):
+        begin_step()
+        values = setup.step(
+            model, lambda place, step=step: (model(batch(step, place)) - 1).square().mean()
+        )
+        seen += [value.detach().clone() for value in values]
+        seen += [local_of(parameter.grad) for parameter in trained]
+        optimizer.step()
+        optimizer.zero_grad()
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+    return [*seen, *map(local_of, model.parameters())]
+
+
+def local_of(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None:
+        return None
+    tensor = tensor.detach()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def assert_same(ours: list[Any], theirs: list[Any], allowed: Tolerance) -> None:
+    assert len(ours) == len(theirs)
+    assert any(value is not None and bool(value.any()) for value in ours)
+    for place, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert (a is None) == (b is None), f"only one has value {place}"
+        if a is None:
+            continue
+        same = (
+            torch.equal(a, b)
+            if allowed == EXACT
+            else torch.allclose(a, b, rtol=allowed.relative, atol=allowed.absolute)
+        )
+        assert same, f"value {place} differs by up to {(a - b).abs().max():.3g}"
+
+
+def compare_with_fsdp2(setup: Setup) -> None:
+    mesh = setup.mesh()
+    theirs = train(setup, setup.model(fsdp.fully_shard, mesh))
+    model = setup.model(fsdp_ext.fully_shard, mesh, **setup.ours)
+    model.blocks[0].experts.unshard()  # makes a root for the experts alone
+    model.blocks[0].experts.reshard()
+    with torch.no_grad():
+        model(batch(0, 0))  # makes the root
+    core = model._fsdp_ext_unit.root.core
+    core.set_poison_released_slots(True)
+    streams = ("gather", "reduce")
+
+    def delay() -> None:
+        core.delay_stream(streams[dist.get_rank() % 2], 0.002)
+
+    ours = train(setup, model, delay)
+    assert_same(ours, theirs, setup.allowed)
+
+
+def compare_all(setups: list[Setup]) -> None:
+    for setup in setups:
+        compare_with_fsdp2(setup)
+
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+GLOO = {"transport": "process_group"}
+FROZEN = Setup(frozen=True, allowed=EXACT)
+QUICK = [
+    Setup(),
+    FROZEN,
+    dataclasses.replace(FROZEN, ours=GLOO, step=accumulate),
+    Setup(step=accumulate, options={"reshard_after_forward": False}),
+    Setup(kind="dtensor", ours={"bucket_bytes": 0}),
+    Setup(unused_on=(1,), divides_by=4.0),
+]
+MORE = [
+    Setup(ours=GLOO),
+    Setup(options={"reshard_after_forward": True}, ours=GLOO, step=evaluate_between),
+    Setup(options={"reshard_after_forward": False}, ours=GLOO, kind="dtensor"),
+    Setup(kind="dtensor", step=clip_by_mesh),
+    Setup(ours={"bucket_bytes": 0, "max_message_bytes": 1000}, step=accumulate),
+    Setup(options={"mp_policy": BF16}, ours={"max_message_bytes": 1000},
+          allowed=ROUNDING[torch.bfloat16]),
+    dataclasses.replace(FROZEN, options={"mp_policy": BF16, "reshard_after_forward": False}),
+    dataclasses.replace(FROZEN, kind="dtensor", unused_on=(0,), step=evaluate_between),
+    Setup(step=experts_accumulate_alone),
+    Setup(shape=(4, 1)),
+    Setup(shape=(1, 4)),
+]  # fmt: skip
+TWO_RANKS = [
+    Setup(shape=(2, 1), allowed=EXACT),
+    Setup(shape=(2, 1), allowed=EXACT, ours=GLOO, step=accumulate, kind="dtensor"),
+    Setup(shape=(2, 1), allowed=EXACT, step=experts_accumulate_alone,
+          options={"reshard_after_forward": False}),
+    Setup(shape=(2, 1), allowed=EXACT, options={"mp_policy": BF16}, step=accumulate,
+          ours={"max_message_bytes": 1000}),
+    Setup(shape=(1, 2), allowed=EXACT),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("setups", [QUICK, *exhaustive(MORE)], ids=["quick", "more"])
+def test_experts_on_a_mesh_of_their_own_train_as_under_fsdp2(setups: list[Setup]) -> None:
+    run_ranks(compare_all, RANKS, setups)
+
+
+def test_experts_that_no_other_rank_has_train_as_under_fsdp2() -> None:
+    run_ranks(compare_all, 2, TWO_RANKS)
+
+
+def _save_and_load(path: str) -> None:
+    setup = Setup(kind="dtensor")
+    mesh = setup.mesh()
+    saved, loaded, theirs = (
+        setup.model(fully_shard, mesh)
+        for fully_shard in (fsdp_ext.fully_shard, fsdp_ext.fully_shard, fsdp.fully_shard)
+    )
+    torch.manual_seed(0)
+    whole = dict(Model(EXPERTS).named_parameters())
+    for (name, ours), like in zip(saved.named_parameters(), theirs.parameters(), strict=True):
+        assert ours.placements == like.placements
+        assert ours.device_mesh == like.device_mesh
+        assert torch.equal(ours.full_tensor(), whole[name])
+    with torch.no_grad():
+        saved(batch(0, 0))
+        loaded(batch(0, 0))
+    assert loaded._fsdp_ext_unit.root.lanes is saved._fsdp_ext_unit.root.lanes
+    assert loaded._fsdp_ext_unit.root.meshes == saved._fsdp_ext_unit.root.meshes
+    for module in (*saved.modules(), *loaded.modules()):
+        if isinstance(module, fsdp_ext.FSDPModule):
+            module.reshard()
+    train(setup, saved)
+    dcp.save(get_model_state_dict(saved), checkpoint_id=path)
+    state = get_model_state_dict(loaded)
+    dcp.load(state, checkpoint_id=path)
+    set_model_state_dict(loaded, state)
+    for (name, ours), like in zip(loaded.named_parameters(), saved.parameters(), strict=True):
+        if "scale" not in name:  # each rank of expert parallelism has another one of this name
+            assert torch.equal(ours.to_local(), like.to_local()), name
+
+
+def test_checkpoints_have_the_experts_of_all_ranks(tmp_path: Path) -> None:
+    run_ranks(_save_and_load, RANKS, str(tmp_path / "checkpoint"))
+
+
+def _ask_for_what_is_not_supported() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp_ep"))
+    flat = mesh._flatten("dp")
+    x = torch.ones(1, 4)
+
+    def sharded(inner: DeviceMesh, outer: DeviceMesh, **options: Any) -> Any:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fsdp_ext.fully_shard(model[0], mesh=inner, **options)
+        return fsdp_ext.fully_shard(model, mesh=outer, **options)
+
+    with pytest.raises(NotImplementedError, match=r"that of '0' is 2-D, \(2, 2\). Pass 1-D"):
+        sharded(mesh, flat)(x)
+    with pytest.raises(NotImplementedError, match=r"unit '0' .* over ranks \[0, 1, 2, 3\], and"):
+        sharded(flat, mesh["dp_ep"])(x)
+    own = mesh["dp_ep" if dist.get_rank() == 0 else "ep"]
+    with pytest.raises(ValueError, match="ranks disagree on the mesh of unit 1 of the model"):
+        sharded(own, flat)(x)
+    model = sharded(mesh["dp_ep"], flat)
+    with pytest.raises(NotImplementedError, match="plan got a model whose units have 2 meshes"):
+        fsdp_ext.plan(model)
+    with pytest.raises(NotImplementedError, match="tune got a model whose units have 2 meshes"):
+        fsdp_ext.tune(model, x)
+    model(x).sum().backward()
+    with pytest.raises(NotImplementedError, match="profile got a model whose units have 2 meshes"):
+        fsdp_ext.profile(model)
+    text = fsdp_ext.describe_buckets(model)
+    assert "4 ranks communicate over shared_memory" in text
+    assert "2 ranks share 1 unit over shared_memory" in text
+    for fully_shard in (fsdp.fully_shard, fsdp_ext.fully_shard):  # PyTorch has no such norm
+        model = Setup().model(fully_shard, mesh)
+        model(batch(0, 0)).sum().backward()
+        with pytest.raises(RuntimeError, match="must have the same mesh"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_what_is_not_supported_with_several_meshes_is_refused() -> None:
+    run_ranks(_ask_for_what_is_not_supported, RANKS)
+
+
+def _ask_without_peers() -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("ep", "dp_ep"))
+
+    def sharded(**options: Any) -> Any:
+        model = nn.Sequential(nn.Linear(8, 8))
+        fsdp_ext.fully_shard(model[0], mesh=mesh["dp_ep"], **options)
+        return fsdp_ext.fully_shard(model, mesh=mesh._flatten("dp"))
+
+    sharded()(torch.ones(1, 8)).sum().backward()
+    with pytest.raises(NotImplementedError, match="unit '0' has reshard_after_forward=2 and ano"):
+        sharded(reshard_after_forward=2)(torch.ones(1, 8))
+    model = nn.Sequential(nn.Linear(8, 8))
+    for unit, part in ((model[0], mesh["dp_ep"]), (model, mesh._flatten("dp"))):
+        transport = Simulated(world_size=part.size(), link=PRESETS["infiniband_400g_nodes"])
+        fsdp_ext.fully_shard(unit, mesh=part, transport=transport)
+    with pytest.raises(NotImplementedError, match="a Simulated transport supports one"):
+        model(torch.ones(1, 8))
+
+
+def test_smaller_groups_and_simulated_links_are_refused_with_several_meshes() -> None:
+    run_ranks(_ask_without_peers, 1, fresh=True)
+
+
+def _compare_on_thread(rank: int) -> None:
+    setup = Setup(step=accumulate)
+    mesh = setup.mesh()
+    plain = setup.plain(mesh)  # threads share the random numbers, so each has another one
+    theirs = train(setup, setup.model(fsdp.fully_shard, mesh, copy.deepcopy(plain)))
+    ours = train(setup, setup.model(fsdp_ext.fully_shard, mesh, plain))
+    assert_same(ours, theirs, setup.allowed)
+
+
+def _compare_on_threads() -> None:
+    run_threads(_compare_on_thread, RANKS)
+
+
+def test_experts_train_on_ranks_that_are_threads() -> None:
+    run_ranks(_compare_on_threads, 1, fresh=True)
