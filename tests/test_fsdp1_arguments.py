@@ -60,10 +60,10 @@ def ignored() -> None:
     model = make(Stack)
     with pytest.raises(ValueError, match="both ignored_modules and ignored_states"):
         FSDP(model, ignored_modules=[model.head], ignored_states=[model.stem])
-    with pytest.raises(TypeError, match="a Parameter cannot be ignored"):
+    with pytest.raises(ValueError, match="a Parameter cannot be ignored"):
         FSDP(model, ignored_modules=[model.head.weight])
     model.head = FSDP(model.head)
-    with pytest.raises(TypeError, match="a FullyShardedDataParallel cannot be ignored"):
+    with pytest.raises(ValueError, match="a FullyShardedDataParallel cannot be ignored"):
         FSDP(model, ignored_modules=[model.head])
 
 

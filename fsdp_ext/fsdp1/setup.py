@@ -129,7 +129,7 @@ def resolve_ignored(
         elif isinstance(state, nn.Parameter) and modules is None:
             params.add(state)
         else:
-            raise TypeError(
+            raise ValueError(
                 f"a {type(state).__name__} cannot be ignored. Pass modules that are not wrapped as "
                 "ignored_modules, or modules and parameters as ignored_states."
             )
