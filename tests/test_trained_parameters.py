@@ -406,30 +406,3 @@ def _classes_of_parameters() -> None:
 
 def test_parameters_of_classes_that_sharding_would_lose_are_refused() -> None:
     run_ranks(_classes_of_parameters, 2)
-
-
-@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
-def test_a_grad_dtype_of_its_own_is_refused() -> None:
-    run_ranks(_grad_dtypes, 2)
-
-
-def _grad_dtypes() -> None:
-    layer = nn.Linear(4, 4)
-    layer.weight.grad_dtype = torch.bfloat16
-    message = "'weight' is torch.float32 but has grad_dtype=torch.bfloat16.*reduce_dtype"
-    with pytest.raises(NotImplementedError, match=message):
-        fully_shard(layer)
-    layer.weight.grad_dtype = torch.float32
-    fully_shard(layer)
-    layer.weight.grad_dtype = None
-    with pytest.raises(NotImplementedError, match=r"'weight' .* has grad_dtype=None"):
-        layer(ones())
-    layer.weight.grad_dtype = torch.float32
-    layer(ones()).sum().backward()
-    layer.zero_grad()
-    layer.weight.grad_dtype = torch.bfloat16
-    with pytest.raises(NotImplementedError, match=message):
-        layer(ones())
-    layer.weight.grad_dtype = torch.float32
-    layer(ones()).sum().backward()
-    assert layer.weight.grad is not None

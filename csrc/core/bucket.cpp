@@ -52,10 +52,7 @@ struct FlatMemory {
 
 const FlatMemory kShards{[](const UnitLayout& layout) { return layout.shard_bytes(); },
                          &UnitPort::flat_shard, &UnitPort::move_shard};
-const FlatMemory kGradients{[](const UnitLayout& layout) {
-                              return static_cast<std::size_t>(layout.grad_numel()) *
-                                     itemsize(layout.grad_dtype());
-                            },
+const FlatMemory kGradients{[](const UnitLayout& layout) { return layout.gradient_bytes(); },
                             &UnitPort::flat_gradient, &UnitPort::move_gradient};
 
 // The address of the first unit's memory that is not empty.

@@ -10,11 +10,12 @@ namespace fsdp {
 namespace {
 
 std::size_t gradient_bytes(const UnitLayout& layout) {
+  const std::vector<DType> dtypes = layout.unsharded_grad_dtypes();
+  std::size_t trained = 0;
   std::size_t bytes = 0;
   for (std::size_t i = 0; i < layout.params().size(); ++i) {
     if (layout.params()[i].trainable) {
-      bytes += static_cast<std::size_t>(layout.placements()[i].numel) *
-               itemsize(layout.params()[i].param_dtype);
+      bytes += static_cast<std::size_t>(layout.placements()[i].numel) * itemsize(dtypes[trained++]);
     }
   }
   return bytes;

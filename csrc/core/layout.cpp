@@ -10,8 +10,8 @@
 namespace fsdp {
 namespace {
 
-// In elements, aligned to 16 bytes in both dtypes: a gradient has the same element offset on the
-// wire and in the flat gradient.
+// In elements, aligned to 16 bytes in both dtypes: if all gradients have one dtype, each has the
+// same element offset on the wire and in the flat gradient.
 std::int64_t common_alignment(DType a, DType b) {
   return static_cast<std::int64_t>(kAlignment / std::min(itemsize(a), itemsize(b)));
 }
@@ -45,7 +45,8 @@ void check_param(const ParamSpec& param, int world_size, DType grad_dtype) {
       !param.gathered || (param.shard_dtype == DType::Bytes) == (param.param_dtype == DType::Bytes),
       "Parameter '", param.name, "' cannot be cast from ", name(param.shard_dtype), " to ",
       name(param.param_dtype), ". Only floating-point parameters can be cast.");
-  const bool is_of_grad_dtype = param.shard_dtype == grad_dtype || param.param_dtype == grad_dtype;
+  const bool is_of_grad_dtype = param.grad_dtype.has_value() || param.shard_dtype == grad_dtype ||
+                                param.param_dtype == grad_dtype;
   FSDP_CHECK(!param.trainable || is_of_grad_dtype, "Trainable parameter '", param.name,
              "' has dtype ", name(param.shard_dtype), ". It needs ", name(grad_dtype),
              ", the dtype of its unit's gradients.");
@@ -86,9 +87,12 @@ UnitLayout::UnitLayout(std::vector<ParamSpec> params, int world_size, DType grad
     place.chunk_numel = place.chunk_rows * param.row_numel;
     if (param.trainable) {
       trainable_count_ += 1;
+      const std::int64_t padded =
+          (place.chunk_numel + grad_alignment - 1) / grad_alignment * grad_alignment;
       place.grad_offset = grad_numel_;
-      grad_numel_ =
-          (grad_numel_ + place.chunk_numel + grad_alignment - 1) / grad_alignment * grad_alignment;
+      place.flat_gradient_offset = gradient_bytes_;
+      grad_numel_ += padded;
+      gradient_bytes_ += static_cast<std::size_t>(padded) * itemsize(grad_dtype_of(param));
     }
     needs_cast_ = needs_cast_ || (param.gathered && param.shard_dtype != param.param_dtype);
     placements_.push_back(place);
@@ -128,6 +132,12 @@ std::size_t UnitLayout::gathered_numel(std::size_t param) const {
   return params_[param].gathered ? static_cast<std::size_t>(placements_[param].chunk_numel) : 0;
 }
 
+bool UnitLayout::reduces_in_grad_dtype() const {
+  return std::all_of(params_.begin(), params_.end(), [this](const ParamSpec& param) {
+    return !param.trainable || grad_dtype_of(param) == reduce_dtype_;
+  });
+}
+
 DType UnitLayout::unsharded_grad_dtype() const {
   const std::vector<DType> dtypes = unsharded_grad_dtypes();
   return dtypes.empty() ? DType::Float32 : dtypes.front();
@@ -137,7 +147,7 @@ std::vector<DType> UnitLayout::unsharded_grad_dtypes() const {
   std::vector<DType> dtypes;
   for (const ParamSpec& param : params_) {
     if (param.trainable) {
-      dtypes.push_back(param.param_dtype);
+      dtypes.push_back(param.unsharded_grad_dtype.value_or(param.param_dtype));
     }
   }
   return dtypes;
@@ -372,11 +382,12 @@ CastPlan UnitLayout::finish_plan(const LayoutPart& part) const {
     const ParamPlacement& place = placements_[i];
     if (place.grad_offset >= 0) {
       const std::int64_t begin = part.first_row * params_[i].row_numel;
-      const auto offset = static_cast<std::size_t>(place.grad_offset + begin);
+      const DType grad_dtype = grad_dtype_of(params_[i]);
       plan.entries.push_back(
-          {offset * itemsize(reduce_dtype_), offset * itemsize(grad_dtype_),
+          {static_cast<std::size_t>(place.grad_offset + begin) * itemsize(reduce_dtype_),
+           place.flat_gradient_offset + static_cast<std::size_t>(begin) * itemsize(grad_dtype),
            part.is_of_rows() ? part.rows * params_[i].row_numel : place.chunk_numel, reduce_dtype_,
-           grad_dtype_});
+           grad_dtype});
     }
   }
   return plan;

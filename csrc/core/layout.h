@@ -39,6 +39,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -108,16 +109,19 @@ struct ParamSpec {
   DType param_dtype = DType::Float32;  // of the unsharded parameter and the all-gather
   bool trainable = true;
   bool gathered = true;
+  std::optional<DType> grad_dtype;            // of the sharded gradient; none: the layout's
+  std::optional<DType> unsharded_grad_dtype;  // of the one that autograd brings; none: param_dtype
 };
 
 struct ParamPlacement {
-  std::int64_t numel = 0;            // R * q
-  std::int64_t chunk_rows = 0;       // c
-  std::int64_t chunk_numel = 0;      // c * q
-  std::size_t shard_offset = 0;      // bytes, in the flat shard
-  std::size_t gather_offset = 0;     // bytes, in the gather input
-  std::size_t unsharded_offset = 0;  // bytes, of the region in the unsharded buffer
-  std::int64_t grad_offset = -1;     // elements, in a reduce segment; -1 if not trainable
+  std::int64_t numel = 0;                // R * q
+  std::int64_t chunk_rows = 0;           // c
+  std::int64_t chunk_numel = 0;          // c * q
+  std::size_t shard_offset = 0;          // bytes, in the flat shard
+  std::size_t gather_offset = 0;         // bytes, in the gather input
+  std::size_t unsharded_offset = 0;      // bytes, of the region in the unsharded buffer
+  std::int64_t grad_offset = -1;         // elements, in a reduce segment; -1 if not trainable
+  std::size_t flat_gradient_offset = 0;  // bytes
 };
 
 // The order of the parameters in the layout, as indices into `params`: parameters that the
@@ -129,8 +133,8 @@ std::vector<std::size_t> layout_order(const std::vector<ParamSpec>& params, int 
 class UnitLayout {
  public:
   // `grad_dtype` is the dtype of the sharded gradients, which is the trainable parameters' or the
-  // one that they are computed with. `reduce_dtype` is the one on the wire. Tests lower
-  // `direct_bytes`.
+  // one that they are computed with. If they have several, it is the smallest, and parameters name
+  // the others. `reduce_dtype` is the one on the wire. Tests lower `direct_bytes`.
   UnitLayout(std::vector<ParamSpec> params, int world_size, DType grad_dtype, DType reduce_dtype,
              std::size_t direct_bytes = kDirectBytes, bool is_offloaded = false);
 
@@ -149,9 +153,12 @@ class UnitLayout {
   std::size_t gather_bytes() const { return gather_bytes_; }        // of one rank's gather input
   std::size_t unsharded_bytes() const { return unsharded_bytes_; }  // of the unsharded buffer
   std::int64_t grad_numel() const { return grad_numel_; }           // of one reduce segment
+  std::size_t gradient_bytes() const { return gradient_bytes_; }    // of the flat gradient
 
   std::size_t trainable_count() const { return trainable_count_; }
-  // The dtype in which each trainable parameter is computed with, which its unsharded gradient has.
+  // Whether all sharded gradients have the dtype that they are reduced in.
+  bool reduces_in_grad_dtype() const;
+  // The dtype of each trainable parameter's unsharded gradient.
   std::vector<DType> unsharded_grad_dtypes() const;
   // The first of these; Float32 if there are none.
   DType unsharded_grad_dtype() const;
@@ -207,6 +214,9 @@ class UnitLayout {
   GatherPlan gather_plan_of_rows(const LayoutPart& part) const;
   void place_chunk(std::size_t param);
   std::size_t gathered_numel(std::size_t param) const;  // elements of a chunk on the wire
+  DType grad_dtype_of(const ParamSpec& param) const {
+    return param.grad_dtype.value_or(grad_dtype_);
+  }
 
   std::vector<ParamSpec> params_;
   std::vector<ParamPlacement> placements_;
@@ -219,6 +229,7 @@ class UnitLayout {
   std::size_t large_count_ = 0;  // of the first parameters that are gathered directly by size
   std::size_t unsharded_bytes_ = 0;
   std::int64_t grad_numel_ = 0;
+  std::size_t gradient_bytes_ = 0;
   std::size_t trainable_count_ = 0;
   bool is_offloaded_ = false;
   bool needs_cast_ = false;

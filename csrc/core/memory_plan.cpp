@@ -82,8 +82,7 @@ BucketBuffers buffers_of(const UnitLayout& layout, GatherBy by, std::size_t max_
 }
 
 bool reduces_in_place(const UnitLayout& layout, double reduce_scale) {
-  return layout.reduce_dtype() == layout.grad_dtype() && reduce_scale == 1.0 &&
-         !layout.is_offloaded();
+  return layout.reduces_in_grad_dtype() && reduce_scale == 1.0 && !layout.is_offloaded();
 }
 
 bool keeps_reduce_output(std::string_view transport) { return transport == "nccl"; }

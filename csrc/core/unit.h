@@ -32,7 +32,7 @@ class UnitPort {
   virtual void show_unsharded() = 0;  // as after attach
 
   virtual void* flat_shard() = 0;     // layout.shard_bytes()
-  virtual void* flat_gradient() = 0;  // layout.grad_numel() elements of layout.grad_dtype()
+  virtual void* flat_gradient() = 0;  // layout.gradient_bytes()
 
   // Copies the content into `memory`, where it stays from now on: Note [moving shards].
   virtual void move_shard(std::shared_ptr<void> memory) = 0;

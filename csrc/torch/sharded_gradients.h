@@ -24,7 +24,7 @@ namespace fsdp {
 
 class ShardedGradients {
  public:
-  // `flat` has layout.grad_numel() elements of layout.grad_dtype().
+  // `flat` has layout.gradient_bytes().
   explicit ShardedGradients(at::Tensor flat) : flat_(std::move(flat), {}) {}
   ~ShardedGradients();
 

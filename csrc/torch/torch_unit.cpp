@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <optional>
 #include <type_traits>
 #include <utility>
 
@@ -48,6 +49,14 @@ void call_post_accumulate_hooks(const py::object& parameter) {
       hook(parameter);
     }
   });
+}
+
+// The dtype that gradients of the parameter are to have, if the user has set another one than its
+// own.
+std::optional<DType> grad_dtype_of(const at::Tensor& parameter) {
+  const auto asked = torch::autograd::impl::get_autograd_meta(parameter)->grad_dtype(parameter);
+  const bool is_set = asked.has_value() && *asked != parameter.scalar_type();
+  return is_set ? std::make_optional(to_dtype(*asked)) : std::nullopt;
 }
 
 at::Tensor local_tensor_of(const at::Tensor& dtensor) {
@@ -344,10 +353,11 @@ std::shared_ptr<void> TorchUnit::extract_gradients(const void** addresses) {
     FSDP_CHECK(!arrived.key_set().has(c10::DispatchKey::Python), "parameter '", parameter,
                "' got a gradient of a tensor subclass, but only plain tensors can be reduced. "
                "Return a plain tensor from its class's backward.");
-    const DType gradient_dtype = layout_.params()[trainable_[i]].param_dtype;
+    const ParamSpec& spec = layout_.params()[trainable_[i]];
+    const DType gradient_dtype = spec.unsharded_grad_dtype.value_or(spec.param_dtype);
     FSDP_CHECK(to_dtype(arrived.scalar_type()) == gradient_dtype, "parameter '", parameter,
                "' got a gradient of dtype ", fsdp::name(to_dtype(arrived.scalar_type())),
-               ", but it computes in ", fsdp::name(gradient_dtype),
+               ", but it needs one of dtype ", fsdp::name(gradient_dtype),
                ". Remove the hook that converts its gradient.");
     at::Tensor gradient = std::move(arrived);
     arrived = at::Tensor();
@@ -421,10 +431,9 @@ bool TorchUnit::has_gradient_setting_changed() const {
       continue;
     }
     const at::Tensor& parameter = sharded(i);
-    const bool trainable = layout_.params()[i].trainable;
-    if (parameter.requires_grad() != trainable ||
-        (trainable && torch::autograd::impl::get_autograd_meta(parameter)->grad_dtype(parameter) !=
-                          parameter.scalar_type())) {
+    const ParamSpec& spec = layout_.params()[i];
+    if (parameter.requires_grad() != spec.trainable ||
+        (spec.trainable && grad_dtype_of(parameter) != spec.unsharded_grad_dtype)) {
       return true;
     }
   }

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fsdp_ext.sharding.fsdp_module import original_class
 from fsdp_ext.sharding.module_state import is_state
+from fsdp_ext.sharding.ownership import own_grad_dtype
 
 # Attributes with hooks. Hooks, those of fully_shard above all, belong to the original model.
 _HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
@@ -42,7 +43,11 @@ def meta_copy(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
 def _without_memory(tensor: Tensor) -> Tensor:
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        copied = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        grad_dtype = own_grad_dtype(tensor)
+        if grad_dtype is not None:
+            copied.grad_dtype = grad_dtype
+        return copied
     return empty
 
 

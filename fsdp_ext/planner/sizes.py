@@ -181,7 +181,7 @@ def memory_of(
     for unit, layout in zip(root.units, layouts, strict=True):
         of_unit = (
             layout.shard_bytes,
-            layout.grad_numel * unit.grad_dtypes()[0].itemsize,
+            layout.gradient_bytes,
             optimizer_states * _trained_bytes(unit, layout),
         )
         if unit.settings.offloads:

@@ -17,7 +17,12 @@ from fsdp_ext.comm.link import Link
 from fsdp_ext.planner.meta_copies import meta_copy
 from fsdp_ext.sharding.arguments import check_modules
 from fsdp_ext.sharding.module_state import ModuleState, managed_params, set_state, unit_of
-from fsdp_ext.sharding.ownership import check_parameter, is_extension, mark_sharded
+from fsdp_ext.sharding.ownership import (
+    check_parameter,
+    is_extension,
+    mark_sharded,
+    own_grad_dtype,
+)
 from fsdp_ext.sharding.param_group import ParamGroup, keeps_dtype
 from fsdp_ext.sharding.settings import Decision, UnitSettings
 from fsdp_ext.sharding.unit import Unit
@@ -78,6 +83,11 @@ class PlannedParam:
     def dtype(self) -> torch.dtype:
         """The dtype that the sharded parameter would have."""
         return self.parameter.dtype
+
+    @property
+    def grad_dtype(self) -> torch.dtype | None:
+        """The dtype that the user wants for its gradients; None if that is its own."""
+        return own_grad_dtype(self.parameter)
 
     @property
     def requires_grad(self) -> bool:

@@ -145,13 +145,15 @@ class GradientPlace:
     """Where a sharded gradient lies in the flat gradient.
 
     Args:
-        offset: its first element.
+        offset: its first byte.
         local_shape: shape of this rank's shard.
+        dtype: its dtype.
         spread: how the whole gradient is spread.
     """
 
     offset: int
     local_shape: torch.Size
+    dtype: torch.dtype
     spread: Spread
 
 
@@ -166,9 +168,7 @@ def gradient_maker(places: Sequence[GradientPlace]) -> Callable[[torch.Tensor], 
     def make(flat: torch.Tensor) -> list[DTensor]:
         return [
             place.spread.dtensor(
-                _C.FlatTensor.part_of(
-                    flat, place.offset * flat.itemsize, place.local_shape, flat.dtype
-                )
+                _C.FlatTensor.part_of(flat, place.offset, place.local_shape, place.dtype)
             )
             for place in places
         ]

@@ -125,6 +125,7 @@ class GatherInput:
     keeps_dtype = True
     dtype = torch.uint8
     requires_grad = False
+    grad_dtype: torch.dtype | None = None
     is_gathered = True
 
     def __init__(self, name: str, like: torch.Tensor, ranks: int) -> None:

@@ -45,9 +45,10 @@ def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> Non
             "before fully_shard."
         )
     part = param._local_tensor if isinstance(param, DTensor) else param
-    if not is_extension(name, part):
+    has_extension = is_extension(name, part)
+    if not has_extension:
         _check_plain(name, part)
-    check_grad_dtype(name, param)
+    check_grad_dtype(name, param, is_extension=has_extension)
     if param.ndim == 0:
         raise ValueError(
             f"parameter '{name}' is a scalar, which has no rows to shard. Make it a 1-D tensor "
@@ -138,14 +139,36 @@ def _check_on_spmd_mesh(name: str, param: nn.Parameter, spmd: SpmdMesh) -> None:
             )
 
 
-def check_grad_dtype(name: str, param: nn.Parameter) -> None:
-    """Raise NotImplementedError if gradients of ``param`` are to have another dtype than it."""
-    grad_dtype = getattr(param, "grad_dtype", param.dtype)  # since torch 2.9
-    if param.requires_grad and grad_dtype != param.dtype:
+def own_grad_dtype(param: nn.Parameter) -> torch.dtype | None:
+    """Return the dtype that the user wants for gradients of ``param``; None if that is its own."""
+    dtype: torch.dtype | None = getattr(param, "grad_dtype", None)  # since torch 2.9
+    return dtype if param.requires_grad and dtype != param.dtype else None
+
+
+def check_grad_dtype(name: str, param: nn.Parameter, *, is_extension: bool = False) -> None:
+    """Raise an error if gradients of ``param`` cannot have the dtype that the user wants.
+
+    Args:
+        name: its name, for messages.
+        param: the parameter, sharded or not.
+        is_extension: whether its class says how it is gathered.
+
+    Raises:
+        ValueError: if that is no floating-point dtype of two bytes or more.
+        NotImplementedError: if ``is_extension``.
+    """
+    dtype = own_grad_dtype(param)
+    if dtype is None:
+        return
+    if is_extension:
         raise NotImplementedError(
-            f"parameter '{name}' is {param.dtype} but has grad_dtype={grad_dtype}, which is not "
-            "supported. Leave grad_dtype as it is; MixedPrecisionPolicy(reduce_dtype=...) sets the "
-            "dtype in which gradients are reduced."
+            f"parameter '{name}' has grad_dtype={dtype}, which is not supported for parameters "
+            "whose class has fsdp_pre_all_gather. Leave grad_dtype as it is."
+        )
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ValueError(
+            f"parameter '{name}' has grad_dtype={dtype}, in which gradients cannot be added. Pass "
+            "float16, bfloat16, float32 or float64."
         )
 
 

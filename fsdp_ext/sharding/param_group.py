@@ -5,6 +5,7 @@ A unit that trains and a unit that is only planned (``planner/units.py``) follow
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -13,7 +14,6 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_ext import _C
-from fsdp_ext._util.errors import MisuseError
 from fsdp_ext.sharding.settings import UnitSettings
 
 # Before torch 2.15, reduce_dtype=None means param_dtype. Since then it means the parameters' own
@@ -31,6 +31,7 @@ class Param(Protocol):
 
     ``dtype`` is the sharded parameter's, and ``shard_dim`` the dimension that ranks share.
     ``keeps_dtype`` says whether it keeps its own dtype in computation, whatever ``param_dtype`` is.
+    ``grad_dtype`` is the dtype that the user wants for its gradients, if that is not its own.
     A parameter that is not gathered is only reduced: Note [tensor extensions] in
     sharding/extensions.py.
     """
@@ -49,6 +50,9 @@ class Param(Protocol):
 
     @property
     def requires_grad(self) -> bool: ...
+
+    @property
+    def grad_dtype(self) -> torch.dtype | None: ...
 
     @property
     def is_gathered(self) -> bool: ...
@@ -106,11 +110,7 @@ class ParamGroup:
         return self.params
 
     def layout_for(self, training: bool) -> _C.UnitLayout:
-        """Return where parameters, and in training gradients, lie in shards and buffers.
-
-        Raises:
-            ValueError: if trainable parameters have several dtypes.
-        """
+        """Return where parameters, and in training gradients, lie in shards and buffers."""
         return self._layout(self.entries, training)
 
     def _layout(self, params: Sequence[Param], training: bool) -> _C.UnitLayout:
@@ -131,30 +131,30 @@ class ParamGroup:
         is_cast = dtype is not None and param.dtype.is_floating_point and not param.keeps_dtype
         return dtype if dtype is not None and is_cast else param.dtype
 
-    def grad_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        """Return the dtypes of the sharded gradients and of their reduction.
+    def grad_dtype(self, param: Param) -> torch.dtype:
+        """Return the dtype of the sharded gradient of ``param``.
 
-        Sharded gradients have the dtype of the sharded parameters or, if low-precision gradients
-        are kept, the one that parameters are computed with.
-
-        Raises:
-            ValueError: if trainable parameters have several dtypes.
+        It is the sharded parameter's or, if low-precision gradients are kept, the one that
+        ``param`` is computed with. A ``grad_dtype`` of its own comes first.
         """
-        trainable = {param.name: param.dtype for param in self.params if param.requires_grad}
-        if len(set(trainable.values())) > 1:
-            listed = ", ".join(f"'{name}' is {dtype}" for name, dtype in trainable.items())
-            raise MisuseError(
-                f"unit '{self.name}' has trainable parameters of several dtypes ({listed}), but "
-                "a unit reduces gradients of one dtype only. Shard them as separate units, or "
-                "convert them."
-            )
-        grad_dtype = next(iter(trainable.values()), torch.float32)
+        keeps_low = self.settings.keep_low_precision_grads
+        return param.grad_dtype or (self.compute_dtype(param) if keeps_low else param.dtype)
+
+    def grad_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """Return the smallest dtype of the sharded gradients, and the dtype of their reduction.
+
+        If no ``reduce_dtype`` says otherwise, gradients of several dtypes are reduced in one that
+        holds the values of all of them.
+        """
+        trainable = [param for param in self.params if param.requires_grad]
+        sharded = [self.grad_dtype(param) for param in trainable]
         policy = self.settings.mp_policy
         computed = policy.param_dtype if _REDUCES_AS_COMPUTED else None
-        reduce_dtype = policy.reduce_dtype or computed or grad_dtype
-        if self.settings.keep_low_precision_grads:
-            grad_dtype = policy.param_dtype or grad_dtype
-        return grad_dtype, reduce_dtype
+        arriving = [param.grad_dtype or computed or param.dtype for param in trainable]
+        reduce_dtype = policy.reduce_dtype or functools.reduce(
+            torch.promote_types, arriving or [computed or torch.float32]
+        )
+        return min(sharded, key=lambda dtype: dtype.itemsize, default=torch.float32), reduce_dtype
 
     def check_message_bytes(self, params: Sequence[Param], most: int, *, training: bool) -> None:
         """Check that a message of ``most`` bytes has room for one row of a parameter of each rank.
@@ -165,7 +165,7 @@ class ParamGroup:
             training: whether reductions are checked, too, and not only gathers.
 
         Raises:
-            ValueError: if it has not, or if trainable parameters have several dtypes.
+            ValueError: if it has not.
         """
         if self.world_size == 1:
             return
@@ -209,16 +209,18 @@ class ParamGroup:
         return _C.layout_order(self._specs(params, False), self.world_size, DIRECT_BYTES)
 
     def _specs(self, params: Sequence[Param], training: bool) -> list[_C.ParamSpec]:
-        return [
-            _C.ParamSpec(
-                name=param.name,
-                shape=param.shape,
-                shard_dim=param.shard_dim,
-                ranks=self.world_size,
-                shard_dtype=param.dtype,
-                param_dtype=self.compute_dtype(param),
-                trainable=training and param.requires_grad,
-                gathered=param.is_gathered,
-            )
-            for param in params
-        ]
+        return [self._spec(param, training and param.requires_grad) for param in params]
+
+    def _spec(self, param: Param, is_trained: bool) -> _C.ParamSpec:
+        return _C.ParamSpec(
+            name=param.name,
+            shape=param.shape,
+            shard_dim=param.shard_dim,
+            ranks=self.world_size,
+            shard_dtype=param.dtype,
+            param_dtype=self.compute_dtype(param),
+            trainable=is_trained,
+            gathered=param.is_gathered,
+            grad_dtype=self.grad_dtype(param) if is_trained else None,
+            unsharded_grad_dtype=param.grad_dtype if is_trained else None,
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from fsdp_ext import _C
 from fsdp_ext.sharding.dtensors import GradientPlace, Spread
 from fsdp_ext.sharding.extensions import GatherInput, OwnRows
-from fsdp_ext.sharding.ownership import mark_unsharded
+from fsdp_ext.sharding.ownership import mark_unsharded, own_grad_dtype
 
 
 @dataclass
@@ -59,6 +59,11 @@ class ShardedParam:
         return self.sharded.dtype
 
     @property
+    def grad_dtype(self) -> torch.dtype | None:
+        """The dtype that the user wants for its gradients; None if that is its own."""
+        return own_grad_dtype(self.sharded)
+
+    @property
     def requires_grad(self) -> bool:
         """Whether it is trained."""
         return self.sharded.requires_grad
@@ -77,16 +82,26 @@ def unsharded_parameter(param: ShardedParam, view: torch.Tensor) -> nn.Parameter
     """Return the unsharded parameter over a view of the slot."""
     whole = view if param.unsharded is None else param.unsharded.dtensor(view)
     unsharded = nn.Parameter(whole, requires_grad=param.requires_grad)
+    if param.grad_dtype is not None:
+        unsharded.grad_dtype = param.grad_dtype
     mark_unsharded(unsharded, param.name)
     return unsharded
 
 
 def gradient_places(
-    params: Sequence[ShardedParam | None], layout: _C.UnitLayout
+    params: Sequence[ShardedParam | None],
+    layout: _C.UnitLayout,
+    dtype_of: Callable[[ShardedParam], torch.dtype],
 ) -> list[GradientPlace]:
-    """Return where the gradients of the trainable parameters lie in the flat gradient."""
+    """Return where the gradients of the trainable parameters lie in the flat gradient.
+
+    Args:
+        params: what the layout has places for; None stands for what extensions gather.
+        layout: the unit's.
+        dtype_of: returns the dtype of a parameter's gradient.
+    """
     return [
-        GradientPlace(place.grad_offset, param.local.shape, param.spread)
+        GradientPlace(place.flat_gradient_offset, param.local.shape, dtype_of(param), param.spread)
         for param, place in zip(params, layout.placements, strict=True)
         if param is not None and param.requires_grad
     ]

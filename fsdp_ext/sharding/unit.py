@@ -25,6 +25,7 @@ from fsdp_ext.sharding.ownership import (
     is_extension,
     mark_goes_on_as,
     mark_sharded,
+    own_grad_dtype,
     unsharded_name,
 )
 from fsdp_ext.sharding.param_group import ParamGroup, keeps_dtype
@@ -122,6 +123,7 @@ class Unit(ParamGroup):
     def flat(self) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`fsdp_ext.FSDPModule.flat_shard`."""
         dtypes = {param.dtype for param in self.params}
+        grad_dtypes = {self.grad_dtype(param) for param in self.params}
         frozen = [param.name for param in self.params if not param.requires_grad]
         own = [param.name for param in self.params if not param.is_gathered]
         if own:
@@ -130,11 +132,11 @@ class Unit(ParamGroup):
                 f"'{self.name}' named {own} have memory of their own, since their class has "
                 "fsdp_pre_all_gather. Use its parameters one by one."
             )
-        if len(dtypes) != 1 or frozen:
+        if len(dtypes) != 1 or len(grad_dtypes) != 1 or frozen:
             raise ValueError(
                 "flat_shard needs a unit whose parameters have one dtype and are all trained, but "
-                f"'{self.name}' has dtypes {sorted(map(str, dtypes))} and the frozen parameters "
-                f"{frozen}. Use its parameters one by one."
+                f"'{self.name}' has dtypes {sorted(map(str, dtypes | grad_dtypes))} and the frozen "
+                f"parameters {frozen}. Use its parameters one by one."
             )
         if self.core is None:
             raise RuntimeError(
@@ -152,7 +154,7 @@ class Unit(ParamGroup):
                 f"'{self.name}' are reduced in {reduce_dtype}, which needs more padding. Use its "
                 f"parameters one by one, or MixedPrecisionPolicy(reduce_dtype={dtype})."
             )
-        return self.flat_shard.view(dtype), self.core.share_flat_gradient()
+        return self.flat_shard.view(dtype), self.core.share_flat_gradient().view(grad_dtypes.pop())
 
     # - Sharding
 
@@ -169,6 +171,9 @@ class Unit(ParamGroup):
         spread = shards_of(param, self.ranks, dim)
         dtensor = spread.dtensor(local if local.is_meta else local.to(self.shard_device))
         sharded = nn.Parameter(dtensor, requires_grad=param.requires_grad)
+        grad_dtype = own_grad_dtype(param)
+        if grad_dtype is not None:
+            sharded.grad_dtype = grad_dtype
         unsharded = Spread.of(param, self.ranks)
         keeps = keeps_dtype(self.settings.mp_policy, name, param)
         return ShardedParam(name, part.shape, sharded, dim, spread, unsharded, keeps)
@@ -347,6 +352,8 @@ class Unit(ParamGroup):
                 )
             if now is not param.sharded:
                 mark_goes_on_as(param.sharded, now)
+                if param.grad_dtype is not None and own_grad_dtype(now) is None:
+                    now.grad_dtype = param.grad_dtype
                 optimizer_hooks.check_again()
             param.sharded = now
             for module, name in param.attributes:
@@ -417,7 +424,7 @@ class Unit(ParamGroup):
         self.flatten()
         for param in self.params:
             param.name = names.get(param.sharded, param.name)
-            check_grad_dtype(param.name, param.sharded)
+            check_grad_dtype(param.name, param.sharded, is_extension=not param.is_gathered)
         on_meta = [param.name for param in self.params if param.local.is_meta]
         if on_meta:
             raise RuntimeError(
@@ -427,11 +434,10 @@ class Unit(ParamGroup):
         extensions = self._find_extensions()
         layout = self.layout_for(training=True)
         entries = self.entries
-        grad_dtype, _ = self.grad_dtypes()
         policy = self.settings.mp_policy
         flat_gradient = torch.empty(
-            layout.grad_numel,
-            dtype=grad_dtype,
+            layout.gradient_bytes,
+            dtype=torch.uint8,
             device=self.shard_device,
             pin_memory=self.pins_memory,
         )
@@ -464,7 +470,7 @@ class Unit(ParamGroup):
                 None if param is None or param.unsharded is None else param.unsharded.place
                 for param in params
             ],
-            make_gradients=gradient_maker(gradient_places(params, layout)),
+            make_gradients=gradient_maker(gradient_places(params, layout, self.grad_dtype)),
             extensions=place_extensions(extensions, entries, self.shard_parts, views),
             attributes=[
                 (module._parameters, attribute, index)

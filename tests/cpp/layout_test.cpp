@@ -38,6 +38,9 @@ UnitLayout random_layout(std::mt19937& random, bool casts) {
     param.shard_dtype = param.trainable ? grad_dtype : dtype();
     param.param_dtype = casts ? dtype() : param.shard_dtype;
     param.gathered = pick(random, 0, 4) > 0;
+    if (param.trainable && pick(random, 0, 2) == 0) {  // the layout's is the smallest
+      param.grad_dtype = pick(random, 0, 1) == 1 ? DType::Float64 : grad_dtype;
+    }
     if (!param.trainable && pick(random, 0, 1) == 1) {
       param.shard_dtype = param.param_dtype = DType::Bytes;
     }
@@ -102,6 +105,7 @@ TEST(UnitLayout, ChunksAndRegionsDoNotOverlapAndStartAligned) {
     std::vector<bool> gather(layout.gather_bytes());
     std::vector<bool> unsharded(layout.unsharded_bytes());
     std::vector<bool> gradients(static_cast<std::size_t>(layout.grad_numel()));
+    std::vector<bool> flat_gradient(layout.gradient_bytes());
     for (std::size_t p = 0; p < layout.params().size(); ++p) {
       const ParamSpec& param = layout.params()[p];
       const ParamPlacement& place = layout.placements()[p];
@@ -122,6 +126,9 @@ TEST(UnitLayout, ChunksAndRegionsDoNotOverlapAndStartAligned) {
       EXPECT_EQ(offset * itemsize(layout.grad_dtype()) % kAlignment, 0U);
       EXPECT_EQ(offset * itemsize(layout.reduce_dtype()) % kAlignment, 0U);
       EXPECT_TRUE(claim(gradients, offset, numel));
+      const DType kept = param.grad_dtype.value_or(layout.grad_dtype());
+      EXPECT_EQ(place.flat_gradient_offset % kAlignment, 0U);
+      EXPECT_TRUE(claim(flat_gradient, place.flat_gradient_offset, numel * itemsize(kept)));
     }
     const std::size_t padding = ranks == 1 ? kRegionAlignment : kAlignment;
     const auto used = static_cast<std::size_t>(std::count(shard.begin(), shard.end(), true));

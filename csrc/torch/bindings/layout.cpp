@@ -27,7 +27,9 @@ std::int64_t numel_of(const std::vector<std::int64_t>& shape, std::size_t begin,
 // A parameter of `shape` that `ranks` share along dimension `shard_dim`.
 ParamSpec make_param_spec(std::string name, const std::vector<std::int64_t>& shape,
                           std::size_t shard_dim, int ranks, at::ScalarType shard_dtype,
-                          at::ScalarType param_dtype, bool trainable, bool gathered) {
+                          at::ScalarType param_dtype, bool trainable, bool gathered,
+                          std::optional<at::ScalarType> grad_dtype,
+                          std::optional<at::ScalarType> unsharded_grad_dtype) {
   ParamSpec spec;
   spec.name = std::move(name);
   const std::int64_t runs = numel_of(shape, 0, shard_dim);
@@ -49,6 +51,12 @@ ParamSpec make_param_spec(std::string name, const std::vector<std::int64_t>& sha
   }
   spec.trainable = trainable;
   spec.gathered = gathered;
+  if (grad_dtype.has_value()) {
+    spec.grad_dtype = to_dtype(*grad_dtype);
+  }
+  if (unsharded_grad_dtype.has_value()) {
+    spec.unsharded_grad_dtype = to_dtype(*unsharded_grad_dtype);
+  }
   return spec;
 }
 
@@ -127,12 +135,14 @@ void register_layout(py::module_& m) {
   py::class_<ParamSpec>(m, "ParamSpec")
       .def(py::init(&make_param_spec), py::kw_only(), py::arg("name"), py::arg("shape"),
            py::arg("shard_dim"), py::arg("ranks"), py::arg("shard_dtype"), py::arg("param_dtype"),
-           py::arg("trainable"), py::arg("gathered") = true);
+           py::arg("trainable"), py::arg("gathered") = true, py::arg("grad_dtype") = std::nullopt,
+           py::arg("unsharded_grad_dtype") = std::nullopt);
   m.def("layout_order", &layout_order, py::arg("params"), py::arg("world_size"),
         py::arg("direct_bytes") = kDirectBytes);
   py::class_<ParamPlacement>(m, "ParamPlacement")
       .def_readonly("shard_offset", &ParamPlacement::shard_offset)
-      .def_readonly("grad_offset", &ParamPlacement::grad_offset);
+      .def_readonly("grad_offset", &ParamPlacement::grad_offset)
+      .def_readonly("flat_gradient_offset", &ParamPlacement::flat_gradient_offset);
   py::class_<UnitLayout>(m, "UnitLayout")
       .def(py::init([](std::vector<ParamSpec> params, int world_size, at::ScalarType grad_dtype,
                        at::ScalarType reduce_dtype, std::size_t direct_bytes, bool is_offloaded) {
@@ -147,6 +157,7 @@ void register_layout(py::module_& m) {
       .def_property_readonly("gather_bytes", &UnitLayout::gather_bytes)
       .def_property_readonly("unsharded_bytes", &UnitLayout::unsharded_bytes)
       .def_property_readonly("grad_numel", &UnitLayout::grad_numel)
+      .def_property_readonly("gradient_bytes", &UnitLayout::gradient_bytes)
       .def("row_bytes", py::overload_cast<std::size_t>(&UnitLayout::row_bytes, py::const_))
       .def("row_count", &UnitLayout::row_count);
   m.attr("DIRECT_BYTES") = kDirectBytes;
