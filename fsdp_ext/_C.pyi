@@ -374,6 +374,19 @@ class TorchRoot:
         weak_function: Callable[[], Callable[..., None] | None] | None,
         device: torch.device,
     ) -> None: ...
+    # The function takes the output, the handle of the stream to run on, and the input.
+    def set_gather_hook(
+        self,
+        unit: int,
+        weak_function: Callable[[], Callable[..., None] | None] | None,
+        device: torch.device,
+    ) -> None: ...
+    def set_scatter_hook(
+        self,
+        unit: int,
+        weak_function: Callable[[], Callable[..., None] | None] | None,
+        device: torch.device,
+    ) -> None: ...
     def set_prefetch_depth(self, depth: int) -> None: ...
     def set_is_last_backward(self, value: bool) -> None: ...
     def set_forward_prefetch(self, unit: int, targets: list[int]) -> None: ...

@@ -416,8 +416,6 @@ def _arguments() -> None:
         model.set_reshard_after_forward(1)
     with raises(ValueError, "set_modules_to_forward_prefetch got a Linear that is not sharded"):
         model.set_modules_to_forward_prefetch([nn.Linear(2, 2)])
-    with raises(NotImplementedError, "FSDPModule.set_custom_all_gather is", r"transport=\.\.\."):
-        model.set_custom_all_gather(None)
     with raises(ValueError, "_divide_factor got -1. Pass a positive number"):
         model.set_reduce_scatter_divide_factor(-1)
     for wrong in (0, "two"):

@@ -11,6 +11,24 @@ const char* message_input(const Bucket& bucket) {
                                                                : bucket.flat_shard());
 }
 
+// See Note [custom collectives] in core/reduce_hook.h.
+ReduceHook* gather_hook_of(const Bucket& bucket) {
+  const bool may_have_one = bucket.units.size() == 1 && !bucket.is_from_group;
+  return may_have_one ? bucket.units.front()->gather_hook.get() : nullptr;
+}
+
+// The tensors have the parameters' dtype if all have the same, and are bytes otherwise, as FSDP2's.
+void gather_by_hook(ReduceHook& hook, Stream& stream, const UnitLayout& layout,
+                    const LayoutPart& part, const char* input, char* output, std::size_t bytes) {
+  DType dtype = layout.params()[part.first].param_dtype;
+  for (std::size_t i = part.first; i < part.end; ++i) {
+    dtype = layout.params()[i].param_dtype == dtype ? dtype : DType::Bytes;
+  }
+  const std::size_t numel = bytes / itemsize(dtype);
+  hook.issue(stream, {output, numel * static_cast<std::size_t>(layout.world_size()), dtype,
+                      const_cast<char*>(input), numel});
+}
+
 }  // namespace
 
 // Inputs of extensions are computed when shards are cast: once an iteration, and again if shards
@@ -135,16 +153,23 @@ void Gatherer::send(const Bucket& bucket, const GatherPiece& piece, char* output
   const Work work = bucket.is_from_group ? Work::GroupGather : Work::Gather;
   const Timed timed(ledger_, stream, work, bucket.numbers(), {piece.bytes, bucket.gather_issue},
                     /*follows=*/false);
-  const bool in_group = plan.direct.size() + (plan.packed_bytes > 0 ? 1 : 0) > 1;
+  ReduceHook* const hook = gather_hook_of(bucket);
+  const auto all_gather = [&](const char* from, char* to, std::size_t bytes) {
+    if (hook != nullptr) {
+      gather_by_hook(*hook, stream, bucket.layout, piece.part, from, to, bytes);
+    } else {
+      communicator.all_gather(stream, from, to, bytes);
+    }
+  };
+  const bool in_group = hook == nullptr && plan.direct.size() + (plan.packed_bytes > 0 ? 1 : 0) > 1;
   if (in_group) {
     communicator.group_start();
   }
   for (const GatherMessage& message : plan.direct) {
-    communicator.all_gather(stream, input + message.source_offset,
-                            output + message.destination_offset, message.bytes);
+    all_gather(input + message.source_offset, output + message.destination_offset, message.bytes);
   }
   if (plan.packed_bytes > 0) {
-    communicator.all_gather(stream, input + plan.packed_offset, staging, plan.packed_bytes);
+    all_gather(input + plan.packed_offset, staging, plan.packed_bytes);
   }
   if (in_group) {
     communicator.group_end();
@@ -173,6 +198,9 @@ void Gatherer::wait_for_gather(const Unit& unit) {
   const Bucket& bucket = *unit.bucket;
   ledger_.wait(*bucket.last_piece(unit).gathered, bucket.last_gather_label(), Work::WaitForGather,
                bucket.numbers());
+  if (ReduceHook* const hook = gather_hook_of(bucket)) {
+    hook->check();
+  }
 }
 
 }  // namespace fsdp

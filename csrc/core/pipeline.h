@@ -139,6 +139,9 @@ class Pipeline {
   void set_reduce_hook(int unit, std::shared_ptr<ReduceHook> hook);
   // Null for none: Note [communication hooks] there. Call it before the first forward.
   void set_communication_hook(int unit, std::shared_ptr<ReduceHook> hook);
+  // Null for none: Note [custom collectives] in core/reduce_hook.h.
+  void set_gather_hook(int unit, std::shared_ptr<ReduceHook> hook);
+  void set_scatter_hook(int unit, std::shared_ptr<ReduceHook> hook);
   void set_forward_prefetch(int unit, std::vector<int> targets);
   void set_backward_prefetch(int unit, std::vector<int> targets);
   void set_bucket_bytes(int unit, std::size_t bytes);

@@ -64,8 +64,21 @@ void Pipeline::set_communication_hook(int number, std::shared_ptr<ReduceHook> ho
   reduce_alone_with_hooks(unit);
 }
 
+void Pipeline::set_gather_hook(int number, std::shared_ptr<ReduceHook> hook) {
+  Unit& unit = unit_at(number);
+  unit.gather_hook = std::move(hook);
+  reduce_alone_with_hooks(unit);
+}
+
+void Pipeline::set_scatter_hook(int number, std::shared_ptr<ReduceHook> hook) {
+  Unit& unit = unit_at(number);
+  unit.scatter_hook = std::move(hook);
+  reduce_alone_with_hooks(unit);
+}
+
 void Pipeline::reduce_alone_with_hooks(Unit& unit) {
-  const bool reduces_alone = unit.reduce_hook != nullptr || unit.communication_hook != nullptr;
+  const bool reduces_alone = unit.reduce_hook != nullptr || unit.communication_hook != nullptr ||
+                             unit.gather_hook != nullptr || unit.scatter_hook != nullptr;
   if (unit.reduces_alone != reduces_alone) {
     unit.reduces_alone = reduces_alone;
     bucket_set_.invalidate_partition();

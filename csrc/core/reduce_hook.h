@@ -15,6 +15,14 @@
 // sharded, it averages the gradients in place. So packing and the finish do not scale, unlike with
 // a reduce-scatter or an all-reduce. The hook is set before the first forward, and the unit travels
 // by itself in one piece.
+//
+// Note [custom collectives]
+// FSDP2 lets objects of the user take the place of the all-gather and of the reduce-scatter. Each
+// message of a unit that has one is such an object's, in the order of the lane and on its stream,
+// and everything else stays as it is: copies, casts, scales, comparisons of ranks. So gradients are
+// scaled before they are summed. Gathers of smaller groups (Note [group shards]) stay the lane's.
+// Errors of a reduce-scatter are raised at the end of backward, and those of an all-gather where
+// the unit waits for it.
 #pragma once
 
 #include <cstddef>
@@ -25,7 +33,8 @@
 namespace fsdp {
 
 // The memory that a hook may write: the gradients, and for a communication hook of ranks that share
-// parameters the packed gradients that they are reduced from.
+// parameters the packed gradients that they are reduced from. For a custom collective: its output
+// and its input.
 struct HookTensors {
   void* gradients;
   std::size_t numel;

@@ -299,7 +299,8 @@ void Reducer::send(const Reduction& reduction, const ReducePiece& piece, void* i
                     {bytes, reduction.issue}, /*follows=*/!packs_apart(bucket));
   const auto numel = static_cast<std::size_t>(piece.pack_plan.segment_numel);
   void* const output = reduction.output + offset;
-  if (!communicate_by_hook(reduction, streams_.messages(), input, output, numel)) {
+  if (!communicate_by_hook(reduction, streams_.messages(), input, output, numel) &&
+      !scatter_by_hook(reduction, input, output, numel)) {
     bucket.reduces_over.reduce_scatter(streams_.messages(), input, output, numel, dtype);
   }
 }

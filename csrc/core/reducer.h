@@ -120,6 +120,7 @@ class Reducer {
   // Returns what the reduction has written, or where the whole bucket lies if there is no message.
   void* reduce_piece(const Reduction& reduction, std::size_t number);
   void apply_hook(const Reduction& reduction, void* reduced);
+  bool scatter_by_hook(const Reduction& reduction, void* input, void* output, std::size_t numel);
   bool communicate_by_hook(const Reduction& reduction, Stream& stream, void* input, void* output,
                            std::size_t numel);
   static void forget_hook_errors(const Bucket& bucket);

@@ -8,7 +8,8 @@ namespace {
 template <typename Function>
 void for_each_hook(const Bucket& bucket, const Function& function) {
   for (const Unit* unit : bucket.units) {
-    for (ReduceHook* hook : {unit->reduce_hook.get(), unit->communication_hook.get()}) {
+    for (ReduceHook* hook :
+         {unit->reduce_hook.get(), unit->communication_hook.get(), unit->scatter_hook.get()}) {
       if (hook != nullptr) {
         function(*hook);
       }
@@ -45,6 +46,19 @@ bool Reducer::communicate_by_hook(const Reduction& reduction, Stream& stream, vo
   const std::size_t input_numel =
       input == nullptr ? 0 : numel * static_cast<std::size_t>(layout.world_size());
   hook->issue(stream, {output, numel, layout.reduce_dtype(), input, input_numel});
+  return true;
+}
+
+// See Note [custom collectives].
+bool Reducer::scatter_by_hook(const Reduction& reduction, void* input, void* output,
+                              std::size_t numel) {
+  ReduceHook* const hook = reduction.units.front()->scatter_hook.get();
+  if (hook == nullptr) {
+    return false;
+  }
+  const UnitLayout& layout = reduction.bucket.layout;
+  hook->issue(streams_.messages(), {output, numel, layout.reduce_dtype(), input,
+                                    numel * static_cast<std::size_t>(layout.world_size())});
   return true;
 }
 

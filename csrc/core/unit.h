@@ -102,6 +102,8 @@ struct Unit : UnitConfig {
   bool keeps_slot_after_evaluation = false;
   std::shared_ptr<ReduceHook> reduce_hook;  // null: none
   std::shared_ptr<ReduceHook> communication_hook;
+  std::shared_ptr<ReduceHook> gather_hook;  // Note [custom collectives]
+  std::shared_ptr<ReduceHook> scatter_hook;
   std::vector<int> forward_prefetch;   // empty: the recorded order
   std::vector<int> backward_prefetch;  // empty: the reverse of forward
 

@@ -12,7 +12,8 @@ namespace fsdp {
 
 // `weak_function` is a weak reference: calling it returns a function, or None if its owner is gone.
 // The function takes a tensor on `device` and the handle of the stream to run on; 0 on the host. A
-// communication hook of ranks that share parameters also takes the packed gradients to reduce.
+// communication hook of ranks that share parameters also takes the packed gradients to reduce, and
+// a custom collective its input.
 std::shared_ptr<ReduceHook> make_python_reduce_hook(pybind11::object weak_function,
                                                     at::Device device);
 

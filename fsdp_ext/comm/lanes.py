@@ -210,6 +210,47 @@ def _group_of(
     return made[key]
 
 
+# For each process group, groups of the same ranks, by what alone uses them.
+_beside: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def group_beside(group: dist.ProcessGroup, device: torch.device, user: str) -> dist.ProcessGroup:
+    """Return a group of the same ranks for ``user`` alone: Note [private groups].
+
+    The first call is collective. A group that serves one thread has nothing beside it, because
+    everything runs in the order of that thread.
+
+    Args:
+        group: the mesh's group.
+        device: this rank's device.
+        user: what uses the group.
+
+    Raises:
+        RuntimeError: if a rank does not come within the group's timeout.
+    """
+    if is_inline(group):
+        return group
+    made = _beside.setdefault(group, {})
+    if user not in made:
+        try:
+            made[user] = dist.new_group(
+                dist.get_process_group_ranks(group),
+                timeout=timeout_of(group, device),
+                backend=dist.get_backend(group),
+                use_local_synchronization=True,
+                group_desc=f"fsdp_ext_{user}",
+            )
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {dist.get_rank()} could not make a process group for {user}: "
+                f"{plain_text(error)}. Another rank may hang or may have failed. Look at the "
+                "output of all ranks."
+            ) from error
+    return made[user]
+
+
 @functools.cache
 def _clear_at_exit() -> None:
     """Free the lanes at exit, while torch and the devices still exist."""

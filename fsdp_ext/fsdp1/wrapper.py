@@ -64,7 +64,7 @@ from fsdp_ext.sharding.module_state import ModuleState, set_state, sharded_modul
 from fsdp_ext.sharding.optimizer_hooks import let_optimizers_go_on
 from fsdp_ext.sharding.ownership import hand_over, is_sharded
 from fsdp_ext.sharding.ranks import Ranks
-from fsdp_ext.sharding.settings import CommunicationHook
+from fsdp_ext.sharding.user_hooks import CommunicationHook
 
 
 class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn.Module):

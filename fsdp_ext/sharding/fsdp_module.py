@@ -8,16 +8,18 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from fsdp_ext._util.errors import UnsupportedError
 from fsdp_ext.sharding import torch_state
+from fsdp_ext.sharding.empty_forward import join_empty
 from fsdp_ext.sharding.handles import GradientReductionHandle, UnshardHandle
 from fsdp_ext.sharding.module_state import unit_of
 from fsdp_ext.sharding.refused_methods import override_rest
 from fsdp_ext.sharding.root import ensure_root
-from fsdp_ext.sharding.settings import AllReduceHook
 from fsdp_ext.sharding.state_dict_hooks import adopt_changes, reshard
 from fsdp_ext.sharding.unit import Unit
+from fsdp_ext.sharding.user_hooks import AllReduceHook, check_comm
 
 
 class FSDPModule(TorchFSDPModule):
@@ -191,7 +193,7 @@ class FSDPModule(TorchFSDPModule):
             raise TypeError(
                 f"join_empty got {got}. Pass a floating-point tensor that the loss depends on."
             )
-        return _join_empty(cast(nn.Module, self), tensor)
+        return join_empty(cast(nn.Module, self), tensor)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether forward frees the unsharded parameters at its end.
@@ -318,6 +320,40 @@ class FSDPModule(TorchFSDPModule):
             all_reduce_hook=None if hook is None else AllReduceHook(hook, stream),
         )
 
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Set an object that gathers this unit's parameters. Not recursive.
+
+        It is called for each message of the unit, which travels by itself. Over shared memory each
+        parameter is a message, and over NCCL a large one is. It runs in the order of the gathers:
+        on their stream on GPUs, and on their thread on the host. Its ``group`` has the ranks of the
+        mesh and is for such objects alone. Its tensors are those that it has allocated. The input
+        is this rank's part of the output. Set it on all ranks, before the same forward.
+
+        Args:
+            comm: implements PyTorch's ``AllGather``.
+
+        Raises:
+            TypeError: if ``comm`` cannot be called or has no ``allocate``.
+        """
+        check_comm("set_custom_all_gather", comm)
+        _change([self._fsdp_ext_unit], custom_all_gather=comm)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Set an object that adds up this unit's gradients over the ranks. Not recursive.
+
+        What :meth:`set_custom_all_gather` says about messages, streams, ``group`` and tensors holds
+        here, too. ``op`` is SUM, because gradients are scaled before. On a 2-D mesh, the all-reduce
+        over replicas follows.
+
+        Args:
+            comm: implements PyTorch's ``ReduceScatter``.
+
+        Raises:
+            TypeError: if ``comm`` cannot be called or has no ``allocate``.
+        """
+        check_comm("set_custom_reduce_scatter", comm)
+        _change([self._fsdp_ext_unit], custom_reduce_scatter=comm)
+
     # - Methods of FSDP2 that change nothing here, because it is so already
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
@@ -415,26 +451,6 @@ class FSDPModule(TorchFSDPModule):
 
 
 override_rest(FSDPModule, TorchFSDPModule)
-
-
-def _join_empty(module: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
-    unit = unit_of(module)
-    if unit is None:
-        return _join_children(module, tensor)
-    if unit.core is None:
-        raise RuntimeError(
-            f"join_empty was called on unit '{unit.name}' before the first forward of the root "
-            "module. Call it in that forward."
-        )
-    tensor = _join_children(module, unit.core.begin_skip(tensor))
-    unit.core.end_skip(unit.modules.index(module), tensor)
-    return tensor
-
-
-def _join_children(module: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
-    for child in module.children():
-        tensor = _join_empty(child, tensor)
-    return tensor
 
 
 def _change(units: list[Unit], **settings: Any) -> None:

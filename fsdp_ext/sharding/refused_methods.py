@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-# What to do instead of calling a method.
-_INSTEAD = {
-    "set_custom_all_gather": "Choose what collectives travel by with fully_shard(transport=...)",
-    "set_custom_reduce_scatter": "Choose what collectives travel by with "
-    "fully_shard(transport=...)",
-}
-_DEFAULT_INSTEAD = "Leave the call out"
+_INSTEAD = "Leave the call out"
 
 
 def override_rest(cls: type, base: type) -> None:
@@ -30,11 +24,9 @@ def _is_special(name: str) -> bool:
 
 
 def _refusal(name: str) -> Callable[..., NoReturn]:
-    instead = _INSTEAD.get(name, _DEFAULT_INSTEAD)
-
     def method(self: object, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"FSDPModule.{name} is not supported yet. {instead}.")
+        raise NotImplementedError(f"FSDPModule.{name} is not supported yet. {_INSTEAD}.")
 
     method.__name__ = name
-    method.__doc__ = f"Raise NotImplementedError. {instead}."
+    method.__doc__ = f"Raise NotImplementedError. {_INSTEAD}."
     return method

@@ -10,8 +10,9 @@ from torch import nn
 
 from fsdp_ext import _C
 from fsdp_ext._util.dynamo import hidden_from_dynamo
+from fsdp_ext._util.errors import UnsupportedError
 from fsdp_ext.comm.costs import link_of_buckets, log_default
-from fsdp_ext.comm.lanes import add_group_lanes, lanes_of
+from fsdp_ext.comm.lanes import add_group_lanes, group_beside, lanes_of
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.sharding import module_changes
 from fsdp_ext.sharding.agreement import has_peers
@@ -22,6 +23,7 @@ from fsdp_ext.sharding.module_state import hooks_of, sharded_module, unit_of
 from fsdp_ext.sharding.settings import AUTO, Choice, Decision, RootSettings, Scope
 from fsdp_ext.sharding.unit import Unit
 from fsdp_ext.sharding.unit_tree import UnitTree
+from fsdp_ext.sharding.user_hooks import CustomCollective
 
 
 class Root(UnitTree):
@@ -292,6 +294,42 @@ class Root(UnitTree):
         run = weakref.WeakMethod(unit.run_communication_hook) if has_hook else None
         self.core.set_communication_hook(number, run, unit.device)
 
+    def _set_custom_all_gather(self, number: int, unit: Unit) -> None:
+        runner = self._custom_collective(unit, "custom_all_gather")
+        run = None if runner is None else weakref.WeakMethod(runner.gather)
+        self.core.set_gather_hook(number, run, unit.device)
+
+    def _set_custom_reduce_scatter(self, number: int, unit: Unit) -> None:
+        runner = self._custom_collective(unit, "custom_reduce_scatter")
+        run = None if runner is None else weakref.WeakMethod(runner.reduce)
+        self.core.set_scatter_hook(number, run, unit.device)
+
+    def _custom_collective(self, unit: Unit, setting: str) -> CustomCollective | None:
+        """Return what runs the user's object, which units share, and keep it with the unit.
+
+        Raises:
+            NotImplementedError: without other ranks, and for gathers of smaller groups.
+        """
+        comm = getattr(unit.settings, setting)
+        if comm is None or unit.ranks.size == 1:
+            return None
+        if not has_peers(unit):
+            raise UnsupportedError(
+                f"unit '{unit.name}' has a {setting}, which cannot run on simulated ranks. Leave "
+                f"set_{setting} out."
+            )
+        if setting == "custom_all_gather" and unit.settings.reshard_group > 0:
+            raise UnsupportedError(
+                f"unit '{unit.name}' has a custom_all_gather, which is not supported with "
+                f"reshard_after_forward={unit.settings.reshard_group}. Pass True or False."
+            )
+        of_units = (other.collectives.get(setting) for other in self.units)
+        found = next((each for each in of_units if each is not None and each.comm is comm), None)
+        if found is None:
+            found = CustomCollective(comm, group_beside(unit.ranks.group, unit.device, setting))
+        unit.collectives[setting] = found
+        return found
+
     def _set_prefetch_targets(self, number: int, unit: Unit) -> None:
         forward = [self.number(target) for target in unit.forward_prefetch]
         backward = [self.number(target) for target in unit.backward_prefetch]
@@ -359,6 +397,8 @@ _SETTERS: dict[str, Callable[[Root, int, Unit], None]] = {
     "gradient_divide_factor": Root._set_gradient_scales,
     "all_reduce_hook": Root._set_all_reduce_hook,
     "communication_hook": Root._set_communication_hook,
+    "custom_all_gather": Root._set_custom_all_gather,
+    "custom_reduce_scatter": Root._set_custom_reduce_scatter,
     "prefetch_targets": Root._set_prefetch_targets,
     "is_summoned": Root._set_summoned,
 }

@@ -2,99 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_ext.comm.transports import Transport
+from fsdp_ext.sharding.user_hooks import AllReduceHook, CommunicationHook
 
 Auto = Literal["auto"]
 AUTO: Auto = "auto"
 
 # As in FSDP2: one all-gather is in flight ahead of the unit that runs.
 DEFAULT_PREFETCH = 1
-
-
-@dataclass(frozen=True)
-class AllReduceHook:
-    """See :meth:`fsdp_ext.FSDPModule.set_all_reduce_hook`.
-
-    Args:
-        function: changes a unit's reduced gradients.
-        stream: the stream to run it on; None for that of the reductions.
-    """
-
-    function: Callable[[torch.Tensor], object]
-    stream: torch.Stream | None = None
-
-    def run(self, gradients: torch.Tensor, handle: int) -> None:
-        """Call the function where its work belongs.
-
-        Args:
-            gradients: the tensor for the function.
-            handle: that of the stream of the reductions; 0 on the host, which runs this there.
-        """
-        with _on_stream(gradients.device, handle, self.stream):
-            self.function(gradients)
-
-
-@dataclass(frozen=True)
-class CommunicationHook:
-    """See ``register_comm_hook`` of :class:`fsdp_ext.FullyShardedDataParallel`.
-
-    Args:
-        function: reduces a unit's gradients in place of a collective.
-        state: its first argument.
-    """
-
-    function: Callable[..., object]
-    state: object
-
-    def run(self, gradients: torch.Tensor, handle: int, source: torch.Tensor | None = None) -> None:
-        """Call the function where its work belongs.
-
-        Args:
-            gradients: where the reduced gradients go. Without ``source`` it has those to reduce.
-            handle: that of the stream of the reductions; 0 on the host, which runs this there.
-            source: the gradients to reduce, if ranks share parameters: the rows of each rank, one
-                rank after the other.
-        """
-        result = gradients.detach()
-        with _on_stream(gradients.device, handle, None):
-            if source is None:
-                self.function(self.state, result)
-            else:
-                self.function(self.state, source, result)
-            if result.data_ptr() != gradients.data_ptr():
-                gradients.copy_(result)  # PyTorch's hooks that compress set result.data
-
-
-@contextlib.contextmanager
-def _on_stream(device: torch.device, handle: int, stream: torch.Stream | None) -> Iterator[None]:
-    """Run the block on ``stream``, ordered after and before work on the stream of reductions.
-
-    Args:
-        device: the device of the gradients.
-        handle: the native handle of the stream of reductions; unused on the host.
-        stream: where the block runs; None stands for the stream of reductions.
-    """
-    if device.type == "cpu":
-        cpu_stream: Any = stream
-        with contextlib.nullcontext() if stream is None else torch.cpu.stream(cpu_stream):
-            yield
-        return
-    cuda: Any = torch.cuda  # its classes are not typed
-    reductions = cuda.ExternalStream(handle, device=device)
-    chosen = reductions if stream is None else stream
-    chosen.wait_stream(reductions)
-    with cuda.stream(chosen):
-        yield
-    reductions.wait_stream(chosen)
 
 
 @dataclass(frozen=True)
@@ -122,6 +44,8 @@ class UnitSettings:
     gradient_divide_factor: float | None = None
     all_reduce_hook: AllReduceHook | None = None
     communication_hook: CommunicationHook | None = None
+    custom_all_gather: Callable[..., object] | None = None
+    custom_reduce_scatter: Callable[..., object] | None = None
     is_last_backward: bool = True  # only the root's is used
     finalizes_by_hand: bool = False  # only the root's is used
 
@@ -133,8 +57,14 @@ class UnitSettings:
 
     @property
     def has_hook(self) -> bool:
-        """Whether the user's code sees gradients when they are reduced."""
-        return self.all_reduce_hook is not None or self.communication_hook is not None
+        """Whether the user's code runs in gathers or reductions, which carry the unit alone."""
+        hooks = (
+            self.all_reduce_hook,
+            self.communication_hook,
+            self.custom_all_gather,
+            self.custom_reduce_scatter,
+        )
+        return any(hook is not None for hook in hooks)
 
     @property
     def waits_for_reductions(self) -> bool:

@@ -40,6 +40,7 @@ from fsdp_ext.sharding.sharded_param import (
     shape_of_view,
     unsharded_parameter,
 )
+from fsdp_ext.sharding.user_hooks import CustomCollective
 
 
 class Unit(ParamGroup):
@@ -73,6 +74,8 @@ class Unit(ParamGroup):
         self.core: _C.TorchUnit | None = None
         # Whether the modules have whole parameters, by FSDP1's summon_full_params or apply.
         self.is_summoned = False
+        # What runs the user's collectives, by the name of the setting.
+        self.collectives: dict[str, CustomCollective] = {}
         # Modules and the names of their attributes that were passed as ignored_params.
         self.ignored: set[tuple[nn.Module, str]] = set()
         self.shard_device = torch.device("cpu") if settings.offloads else device

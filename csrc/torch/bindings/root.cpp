@@ -97,6 +97,11 @@ py::dict memory_of(TorchRoot& root) {
   return result;
 }
 
+std::shared_ptr<ReduceHook> hook_of(py::object weak_function, at::Device device) {
+  return weak_function.is_none() ? nullptr
+                                 : make_python_reduce_hook(std::move(weak_function), device);
+}
+
 }  // namespace
 
 void register_root(py::module_& m) {
@@ -185,17 +190,20 @@ void register_root(py::module_& m) {
            })
       .def("set_reduce_hook",
            [](TorchRoot& root, int unit, py::object weak_function, at::Device device) {
-             root.pipeline().set_reduce_hook(
-                 unit, weak_function.is_none()
-                           ? nullptr
-                           : make_python_reduce_hook(std::move(weak_function), device));
+             root.pipeline().set_reduce_hook(unit, hook_of(std::move(weak_function), device));
            })
       .def("set_communication_hook",
            [](TorchRoot& root, int unit, py::object weak_function, at::Device device) {
-             root.pipeline().set_communication_hook(
-                 unit, weak_function.is_none()
-                           ? nullptr
-                           : make_python_reduce_hook(std::move(weak_function), device));
+             root.pipeline().set_communication_hook(unit,
+                                                    hook_of(std::move(weak_function), device));
+           })
+      .def("set_gather_hook",
+           [](TorchRoot& root, int unit, py::object weak_function, at::Device device) {
+             root.pipeline().set_gather_hook(unit, hook_of(std::move(weak_function), device));
+           })
+      .def("set_scatter_hook",
+           [](TorchRoot& root, int unit, py::object weak_function, at::Device device) {
+             root.pipeline().set_scatter_hook(unit, hook_of(std::move(weak_function), device));
            })
       .def("set_bucket_bytes",
            [](TorchRoot& root, int unit, std::size_t bytes) {
