@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -75,6 +77,44 @@ def _memory() -> None:
 
 def test_memory_of_an_unsharded_extension_is_freed_when_its_unit_is_resharded() -> None:
     run_ranks(_memory, 2)
+
+
+class WithModule(HalfWeight):
+    """Passes the module on, and the shard itself."""
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        inputs, metadata = super().fsdp_pre_all_gather(
+            mesh, outer_size, outer_stride, module, mp_policy
+        )
+        return inputs, (metadata, module, self)
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None
+    ) -> Any:
+        metadata, module, _ = metadata
+        assert isinstance(module, nn.Linear)
+        return super().fsdp_post_all_gather(outputs, metadata, param_dtype, out=out)
+
+
+def _freed() -> None:
+    model = nn.Sequential(
+        linear_of(WithModule(torch.ones(4, 4))), linear_of(WithModule(torch.ones(4, 4)))
+    )
+    for layer in model:
+        fsdp_ext.fully_shard(layer)
+    fsdp_ext.fully_shard(model)
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+    alive = [weakref.ref(layer) for layer in model]
+    del model, layer
+    gc.collect()
+    assert [layer() for layer in alive] == [None, None]
+
+
+def test_metadata_that_refers_to_the_module_does_not_keep_the_model_alive() -> None:
+    run_ranks(_freed, 2)
 
 
 # - Errors

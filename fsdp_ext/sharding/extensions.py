@@ -52,10 +52,12 @@ class OwnRows:
     Args:
         size: size of that memory, which is the same on all ranks.
         local: the rows, which begin it.
+        metadata: what ``fsdp_pre_all_gather`` has returned for ``fsdp_post_all_gather``.
     """
 
     size: torch.Size
     local: torch.Tensor
+    metadata: Any = None
 
     @staticmethod
     def of(part: torch.Tensor, name: str, ranks: Ranks, device: torch.device) -> OwnRows:
@@ -159,7 +161,9 @@ class ExtendedParam(Protocol):
 class Extension:
     """The two methods of one parameter's class, for the life of a C++ unit.
 
-    The C++ unit keeps this, so it refers to nothing that refers to the unit.
+    The C++ unit keeps this, so it refers to nothing that refers to the unit. The metadata may refer
+    to a module, and so to the unit. It lies in the rows, which only objects of Python keep, so the
+    garbage collector finds the cycle.
 
     Args:
         param: the parameter, whose class has both methods.
@@ -180,7 +184,7 @@ class Extension:
         self._spread = param.unsharded
         self._mesh = ranks.shard_mesh
         self._policy, self._dtype = policy, dtype
-        self._metadata: Any = None
+        self._rows = weakref.ref(param.own)
         self._unsharded: nn.Parameter | None = None
         self._is_new = False  # whether the C++ unit has yet to take the unsharded parameter
         self._own: list[torch.Tensor] = []  # the unsharded parameter's tensors outside of the slot
@@ -232,10 +236,12 @@ class Extension:
 
     def _run_post_hook(self, outputs: Sequence[torch.Tensor]) -> None:
         local: Any = self._local
+        rows = self._rows()
+        metadata = None if rows is None else rows.metadata
         if self._unsharded is not None:
-            local.fsdp_post_all_gather(outputs, self._metadata, self._dtype, out=self._unsharded)
+            local.fsdp_post_all_gather(outputs, metadata, self._dtype, out=self._unsharded)
             return
-        tensor, inner = local.fsdp_post_all_gather(outputs, self._metadata, self._dtype)
+        tensor, inner = local.fsdp_post_all_gather(outputs, metadata, self._dtype)
         self._check_dtype(tensor)
         in_slot = {output.untyped_storage()._cdata for output in outputs}
         self._own = [each for each in inner if each.untyped_storage()._cdata not in in_slot]
@@ -261,10 +267,10 @@ class Extension:
         signature = inspect.signature(local.fsdp_pre_all_gather)
         inputs: Sequence[torch.Tensor]
         if len(signature.parameters) == 1:
-            inputs, self._metadata = local.fsdp_pre_all_gather(self._mesh)
+            inputs, metadata = local.fsdp_pre_all_gather(self._mesh)
         elif len(signature.parameters) == 5:
             stride = _contiguous_stride(self._shape)
-            inputs, self._metadata = local.fsdp_pre_all_gather(
+            inputs, metadata = local.fsdp_pre_all_gather(
                 self._mesh, self._shape, stride, self._module(), self._policy
             )
         else:
@@ -280,6 +286,9 @@ class Extension:
                 f"{sizes}. Ranks have different numbers of its rows, so each tensor needs the "
                 f"padded size, {tuple(self._padded)}."
             )
+        rows = self._rows()
+        if rows is not None:
+            rows.metadata = metadata
         return inputs
 
     def _check_dtype(self, tensor: torch.Tensor) -> None:
