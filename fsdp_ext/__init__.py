@@ -38,6 +38,7 @@ from fsdp_ext.profiler.api import profile
 from fsdp_ext.sharding.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from fsdp_ext.sharding.describe import describe_buckets
 from fsdp_ext.sharding.fsdp_module import FSDPModule
+from fsdp_ext.sharding.gradient_health import Health, UnitHealth, health
 from fsdp_ext.sharding.handles import GradientReductionHandle, UnshardHandle
 from fsdp_ext.tuner.api import tune
 from fsdp_ext.tuner.result import Tuning
@@ -54,6 +55,7 @@ __all__ = [
     "FullStateDictConfig",
     "FullyShardedDataParallel",
     "GradientReductionHandle",
+    "Health",
     "Link",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
@@ -71,11 +73,13 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "Tuning",
+    "UnitHealth",
     "UnshardHandle",
     "Verification",
     "__version__",
     "describe_buckets",
     "fully_shard",
+    "health",
     "patch",
     "plan",
     "profile",

@@ -71,6 +71,32 @@ void BackwardExchange::gather_from_all(const std::string& what, const void* mine
   across.stream().record(*received_);
 }
 
+std::vector<std::string> BackwardExchange::all_gather(const std::string& what,
+                                                      const std::string& mine) {
+  if (!has_peers_) {
+    return {mine};
+  }
+  const std::string& label = *labels_.insert(what).first;
+  const std::size_t bytes = mine.size();
+  const auto in_set = static_cast<std::size_t>(lanes_.gather.communicator().size());
+  const std::shared_ptr<void> sent = lanes_.device->allocate_on_host(bytes);
+  const std::shared_ptr<void> of_set = lanes_.device->allocate_on_host(bytes * in_set);
+  const std::shared_ptr<void> received = lanes_.device->allocate_on_host(bytes * size());
+  std::memcpy(sent.get(), mine.data(), bytes);
+  try {
+    gather_from_all(label, sent.get(), of_set.get(), received.get(), bytes);
+    received_->synchronize(lanes_.device->timeout(), label);
+  } catch (...) {
+    drain();  // it may still write here
+    throw;
+  }
+  std::vector<std::string> messages;
+  for (std::size_t rank = 0; rank < size(); ++rank) {
+    messages.emplace_back(static_cast<const char*>(received.get()) + rank * bytes, bytes);
+  }
+  return messages;
+}
+
 void BackwardExchange::begin(const std::vector<std::unique_ptr<Unit>>& units) {
   const auto is_reduced = [](const auto& unit) { return unit->is_reduced; };
   // A captured graph replays one step, whose ranks were compared in the steps before.
@@ -154,22 +180,17 @@ void BackwardExchange::throw_difference(std::size_t other) {
   if (replicas_ != nullptr) {
     mine.all_reduce = replicas_->reduce.history().records();
   }
-  std::vector<Histories> of_set(static_cast<std::size_t>(lanes_.gather.communicator().size()));
-  std::vector<Histories> all(size());
-  try {
-    gather_from_all(kHistories, &mine, of_set.data(), all.data(), sizeof(Histories));
-    received_->synchronize(lanes_.device->timeout(), kHistories);
-  } catch (...) {
-    drain();  // it may still write here
-    throw;
-  }
+  std::string message(sizeof(Histories), 0);
+  std::memcpy(message.data(), &mine, sizeof(Histories));
+  Histories others;
+  std::memcpy(&others, all_gather(kHistories, message)[other].data(), sizeof(Histories));
   Hashes ours;
   Hashes theirs;
   std::memcpy(&ours, message_of(rank()), sizeof(ours));
   std::memcpy(&theirs, message_of(other), sizeof(theirs));
   const auto describe = [&](const char* lane, CollectiveHistory::Records Histories::* records) {
     return describe_difference(lane, static_cast<int>(rank()), mine.*records,
-                               static_cast<int>(other), all[other].*records);
+                               static_cast<int>(other), others.*records);
   };
   throw Error(ours.gather != theirs.gather   ? describe("gather", &Histories::gather)
               : ours.reduce != theirs.reduce ? describe("reduce", &Histories::reduce)

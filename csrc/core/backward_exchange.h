@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -40,6 +41,11 @@ class BackwardExchange {
   // not wait for the answer, the next backward throws.
   void begin(const std::vector<std::unique_ptr<Unit>>& units);
   void end(const std::vector<std::unique_ptr<Unit>>& units);
+
+  // Sends a message of the same size from every rank to all ranks, between passes. Returns the
+  // messages of all ranks, set after set, each in order of rank. Errors and timeouts name it as
+  // `what`. Without peers it returns `mine` alone.
+  std::vector<std::string> all_gather(const std::string& what, const std::string& mine);
 
  private:
   struct Hashes {
@@ -71,6 +77,7 @@ class BackwardExchange {
   bool has_peers_;
   std::unique_ptr<Event> set_received_;
   std::unique_ptr<Event> received_;
+  std::set<std::string> labels_;  // of messages: communicators refer to them
   bool is_in_flight_ = false;
   std::size_t message_bytes_ = 0;
   std::shared_ptr<void> mine_;     // this rank's message: hashes, then bits

@@ -104,6 +104,8 @@ class Pipeline {
   bool in_forward() const {
     return state_ == PipelineState::Forward || state_ == PipelineState::BackwardInForward;
   }
+  // Whether a backward is to follow the last forward.
+  bool awaits_backward() const { return state_ == PipelineState::AwaitingBackward; }
   bool in_backward() const {
     return state_ == PipelineState::Backward || state_ == PipelineState::BackwardInForward;
   }
@@ -158,6 +160,7 @@ class Pipeline {
   Ledger& ledger() { return ledger_; }
   // See Ledger::keep_times.
   void keep_times(std::size_t iterations, bool drained);
+  BackwardExchange& exchange() { return exchange_; }
   Gatherer& gatherer() { return gatherer_; }
   Reducer& reducer() { return reducer_; }
 

@@ -32,11 +32,13 @@ struct TorchRoot::BackwardGuard {
 };
 
 TorchRoot::TorchRoot(std::shared_ptr<Lanes> lanes, std::shared_ptr<Lanes> replicas,
-                     PipelineOptions options, py::object when_stale)
+                     PipelineOptions options, py::object when_stale,
+                     std::shared_ptr<StepChecks> checks)
     : lanes_(std::move(lanes)),
       replicas_(std::move(replicas)),
       pipeline_(std::make_unique<Pipeline>(*lanes_, options, replicas_.get())),
-      when_stale_(std::move(when_stale)) {}
+      when_stale_(std::move(when_stale)),
+      checks_(std::move(checks)) {}
 
 TorchRoot::~TorchRoot() {
   if (Py_IsInitialized() == 0) {
@@ -81,8 +83,12 @@ bool TorchRoot::enter_forward(TorchUnit& unit) {
   passes_ += 1;
   backward_failed_ = false;
   const bool with_gradient = at::GradMode::is_enabled();
+  const bool begins_step = checks_ != nullptr && with_gradient && !pipeline_->awaits_backward();
   const py::gil_scoped_release no_gil;
   pipeline_->begin_forward(unit.number(), with_gradient);
+  if (begins_step) {
+    begin_step();
+  }
   graph_calls_.forget_before(pipeline_->first_call());
   return true;
 }
@@ -174,10 +180,38 @@ void TorchRoot::ensure_backward(const torch::autograd::Node* node) {
 
 void TorchRoot::end_backward() {
   pipeline_->end_backward();
+  if (is_checking_ && !pipeline_->in_forward()) {
+    end_step();
+  }
   for (const auto& unit : units_) {
     unit->run_post_accumulate_hooks();
     unit->forget_pending();
   }
+}
+
+// A CUDA graph would replay the looks of its step, and nobody would read them.
+void TorchRoot::begin_step() {
+  const bool is_due = checks_->begin_step() && !lanes_->device->is_capturing();
+  if (!is_due && !is_checking_) {
+    return;
+  }
+  is_checking_ = is_due;
+  for (const auto& unit : units_) {
+    if (is_due) {
+      unit->begin_look();
+    } else {
+      unit->drop_look();  // of a step that ended in an exception
+    }
+  }
+}
+
+void TorchRoot::end_step() {
+  is_checking_ = false;
+  std::vector<UnitLook::Numbers> numbers;
+  for (const auto& unit : units_) {
+    numbers.push_back(unit->end_look());
+  }
+  checks_->compare(numbers);
 }
 
 void TorchRoot::reset_iteration() {

@@ -12,6 +12,7 @@
 #include "core/lanes.h"
 #include "core/pipeline.h"
 #include "torch/autograd_hooks.h"
+#include "torch/step_checks.h"
 #include "torch/torch_unit.h"
 
 namespace fsdp {
@@ -20,9 +21,10 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
  public:
   // `when_stale` is a weak reference to a method of Python's root: calling it returns the method,
   // or None if the root is gone. `replicas` is as in Pipeline. Forward calls that method instead of
-  // a unit's pre_forward if parameters were frozen or unfrozen, or modules have changed.
+  // a unit's pre_forward if parameters were frozen or unfrozen, or modules have changed. `checks`
+  // is null if no step is checked.
   TorchRoot(std::shared_ptr<Lanes> lanes, std::shared_ptr<Lanes> replicas, PipelineOptions options,
-            pybind11::object when_stale);
+            pybind11::object when_stale, std::shared_ptr<StepChecks> checks);
   ~TorchRoot();
 
   void add_unit(const std::shared_ptr<TorchUnit>& unit, UnitConfig config);
@@ -72,6 +74,8 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
  private:
   struct BackwardGuard;
   void end_backward();
+  void begin_step();
+  void end_step();
   void abandon_backward(std::uint64_t pass) noexcept;
   bool has_failed() const;
 
@@ -82,6 +86,8 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   GraphCalls graph_calls_;
   pybind11::object when_stale_;
   std::uint64_t seen_module_changes_ = module_changes();
+  std::shared_ptr<StepChecks> checks_;  // may be null
+  bool is_checking_ = false;            // in a checked step
   TorchUnit* outermost_ = nullptr;
   std::atomic<bool> backward_failed_ = false;
   std::atomic<std::uint64_t> passes_ = 0;  // forwards and backwards that have begun

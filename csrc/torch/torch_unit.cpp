@@ -1,7 +1,6 @@
 #include "torch/torch_unit.h"
 
 #include <ATen/core/grad_mode.h>
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -14,6 +13,7 @@
 #include "base/check.h"
 #include "torch/dtype.h"
 #include "torch/torch_root.h"
+#include "torch/with_python.h"
 
 namespace py = pybind11;
 
@@ -24,21 +24,6 @@ std::atomic<std::uint64_t> optimizer_steps{0};
 thread_local std::uint64_t optimizer_steps_of_thread = 0;
 std::atomic<bool> counts_steps_by_thread{false};
 std::atomic<std::uint64_t> noted_module_changes{0};
-
-// Calls `call`, which runs Python, on a thread that may be autograd's.
-template <typename Call>
-void with_python(Call call) {
-  const py::gil_scoped_acquire gil;
-  try {
-    call();
-  } catch (py::error_already_set& error) {
-    // Autograd keeps the type of errors of this class only.
-    error.restore();
-    python_error kept;
-    kept.persist();
-    throw std::move(kept);
-  }
-}
 
 // Calls the hooks one by one. PyTorch's own way of calling them raises if one returns a value, and
 // FSDP2 ignores the value.
@@ -57,13 +42,6 @@ std::optional<DType> grad_dtype_of(const at::Tensor& parameter) {
   const auto asked = torch::autograd::impl::get_autograd_meta(parameter)->grad_dtype(parameter);
   const bool is_set = asked.has_value() && *asked != parameter.scalar_type();
   return is_set ? std::make_optional(to_dtype(*asked)) : std::nullopt;
-}
-
-at::Tensor local_tensor_of(const at::Tensor& dtensor) {
-  const py::gil_scoped_acquire gil;
-  const py::object object = py::reinterpret_steal<py::object>(THPVariable_Wrap(dtensor));
-  const py::object local = object.attr("_local_tensor");
-  return THPVariable_Unpack(local.ptr());
 }
 
 // Whether a storage can raise a message of its own when its data is accessed, and stop doing so.
@@ -100,6 +78,13 @@ c10::intrusive_ptr<c10::StorageImpl> empty_storage(at::Device device) {
 }
 
 }  // namespace
+
+at::Tensor local_tensor_of(const at::Tensor& dtensor) {
+  const py::gil_scoped_acquire gil;
+  const py::object object = py::reinterpret_steal<py::object>(THPVariable_Wrap(dtensor));
+  const py::object local = object.attr("_local_tensor");
+  return THPVariable_Unpack(local.ptr());
+}
 
 void note_optimizer_step() {
   optimizer_steps.fetch_add(1, std::memory_order_relaxed);
@@ -281,6 +266,9 @@ void TorchUnit::compute_inputs() {
 }
 
 void TorchUnit::detach() {
+  if (look_ != nullptr) {
+    look_at_parameters();
+  }
   if (has_extensions_) {
     with_python([this] { extensions_.attr("detach")(); });
   }
@@ -367,6 +355,9 @@ std::shared_ptr<void> TorchUnit::extract_gradients(const void** addresses) {
     }
     addresses[i] = gradient.data_ptr();
     taken->push_back(std::move(gradient));
+  }
+  if (look_ != nullptr) {
+    look_->add_gradients(*taken);
   }
   return taken;
 }

@@ -48,6 +48,7 @@
 #include "torch/autograd_hooks.h"
 #include "torch/flat_tensor.h"
 #include "torch/sharded_gradients.h"
+#include "torch/unit_look.h"
 
 namespace fsdp {
 
@@ -143,6 +144,10 @@ class TorchUnit final : public UnitPort,
   void run_post_accumulate_hooks();
   // Whether a parameter was frozen, unfrozen or given a grad_dtype since the unit was made.
   bool has_gradient_setting_changed() const;
+  // Enclose a checked step: Note [checked steps] in torch/unit_look.h.
+  void begin_look();
+  UnitLook::Numbers end_look();
+  void drop_look() { look_.reset(); }
   // Undoes share_memory_() on shards and gradients: see FlatTensor::reclaim.
   void reclaim_memory();
   // Whether forward has run some modules of the group, but not all.
@@ -178,6 +183,8 @@ class TorchUnit final : public UnitPort,
   bool is_dtensor(std::size_t parameter) const { return !place_gradient_[parameter].is_none(); }
   void place_gradient(std::size_t parameter);
   pybind11::object end_forward(TorchRoot& root, std::size_t index, pybind11::handle output);
+  void look_at_parameters();
+  at::Tensor hash_of_shard() const;
   bool is_summoned(TorchRoot& root) const;
   bool enter_module();
   bool leave_module(std::size_t index);
@@ -202,6 +209,7 @@ class TorchUnit final : public UnitPort,
   std::vector<char> got_gradient_;      // in this backward, of each trainable index
   std::vector<ModuleAttribute> attributes_;
   bool unsharded_registered_ = false;
+  std::unique_ptr<UnitLook> look_;  // in a checked step only
 
   // The exception that was being handled when forward entered each module. Not owned.
   std::vector<const PyObject*> handled_;
@@ -214,6 +222,9 @@ class TorchUnit final : public UnitPort,
   std::string when_freed_;  // the error of reading an unsharded parameter while detached
   int number_ = -1;
 };
+
+// This rank's rows of a DTensor. Takes the GIL.
+at::Tensor local_tensor_of(const at::Tensor& dtensor);
 
 // Tells all units that their shards have changed. A hook of every optimizer calls this, because not
 // every optimizer changes the versions of the parameters.

@@ -105,6 +105,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         ignored_states: ``ignored_modules`` that may also be parameters; pass one of the two.
         device_mesh: 1-D device mesh to shard over; with hybrid sharding a 2-D mesh, which
             replicates over its first dimension and shards over its second.
+        check_every: as for :func:`fsdp_ext.fully_shard`. PyTorch's class does not have it.
 
     Raises:
         NotImplementedError: for what is not supported yet, by name.
@@ -133,6 +134,8 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         use_orig_params: bool = False,
         ignored_states: Iterable[nn.Module] | Iterable[nn.Parameter] | None = None,
         device_mesh: DeviceMesh | None = None,
+        *,
+        check_every: int | None = None,
     ) -> None:
         # The arguments for the wrappers of children, read before there are other local variables.
         kwargs = {k: v for k, v in locals().items() if k not in ("self", "module", "__class__")}
@@ -200,6 +203,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
             ),
             offload_policy=offload_policy(cpu_offload),
             ignored_params=ignored_params,
+            check_every=check_every,
         )
         set_state(self, ModuleState(cast(nn.Module, sharded)))
         self._sharded._fsdp_ext_unit.change(

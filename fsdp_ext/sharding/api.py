@@ -23,6 +23,7 @@ from fsdp_ext.sharding.arguments import (
     device_of,
     ensure_process_group,
     resolve_bucket_bytes,
+    resolve_check_every,
     resolve_max_message_bytes,
     resolve_mesh,
     resolve_offload,
@@ -64,6 +65,7 @@ def fully_shard(
     bucket_bytes: int | Literal["auto"] | None = ...,
     max_message_bytes: int | None = ...,
     prefetch: int | Literal["auto"] | None = ...,
+    check_every: int | None = ...,
 ) -> FSDPModule: ...
 
 
@@ -82,6 +84,7 @@ def fully_shard(
     bucket_bytes: int | Literal["auto"] | None = ...,
     max_message_bytes: int | None = ...,
     prefetch: int | Literal["auto"] | None = ...,
+    check_every: int | None = ...,
 ) -> list[FSDPModule]: ...
 
 
@@ -99,6 +102,7 @@ def fully_shard(
     bucket_bytes: int | Literal["auto"] | None = None,
     max_message_bytes: int | None = None,
     prefetch: int | Literal["auto"] | None = None,
+    check_every: int | None = None,
 ) -> FSDPModule | list[FSDPModule]:
     """Shard ``module``'s parameters, gradients and optimizer state over data-parallel ranks.
 
@@ -168,6 +172,12 @@ def fully_shard(
             and in backward. Only the root's value is used; the default is 1. Each one needs a slot
             as large as the largest bucket. With 0, a unit is gathered when it needs its parameters.
             "auto" is the choice of :func:`fsdp_ext.tune`, as for ``bucket_bytes``.
+        check_every: every how many steps all ranks compare what they hold: gathered parameters,
+            and with hybrid sharding the shards of replicas. A difference, or a shard that nothing
+            wrote and that changed, raises RuntimeError at the end of that step's backward and names
+            the ranks, the unit and the step. :func:`fsdp_ext.health` then also knows on which rank
+            a NaN was born. Only the root's value is used, and it has to be the same on all ranks.
+            By default nothing is compared. See ``docs/reliability.md``.
 
     Returns:
         ``module``. Its new class is a subclass of :class:`FSDPModule` and of its old class.
@@ -201,6 +211,7 @@ def fully_shard(
         max_message_bytes=resolve_max_message_bytes(max_message_bytes),
         prefetch=resolve_prefetch(prefetch),
         offloads=offloads,
+        check_every=resolve_check_every(check_every),
     )
     for group in ranks.groups:
         announce_process(group)

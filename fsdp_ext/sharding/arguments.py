@@ -330,3 +330,13 @@ def resolve_max_message_bytes(value: int | None) -> int | None:
         f"max_message_bytes is {value!r}. Pass a positive number of bytes, or None for messages of "
         "any size."
     )
+
+
+def resolve_check_every(value: int | None) -> int | None:
+    """Return ``check_every`` unchanged, or raise ValueError."""
+    if value is None or is_at_least(value, 1):
+        return value
+    raise ValueError(
+        f"check_every is {value!r}. Pass a number of steps (100 is usual, 1 checks every step), or "
+        "None for no checks."
+    )

@@ -21,6 +21,7 @@ from fsdp_ext.sharding.comparisons import compare_groups, compare_sets
 from fsdp_ext.sharding.meshes import add_meshes, check_meshes
 from fsdp_ext.sharding.module_state import hooks_of, sharded_module, unit_of
 from fsdp_ext.sharding.settings import AUTO, Choice, Decision, RootSettings, Scope
+from fsdp_ext.sharding.step_checks import Place, StepChecks, agree
 from fsdp_ext.sharding.unit import Unit
 from fsdp_ext.sharding.unit_tree import UnitTree
 from fsdp_ext.sharding.user_hooks import CustomCollective
@@ -78,6 +79,8 @@ class Root(UnitTree):
             compare_sets(replicas, self.lanes.transport, self.settings)
         if first.settings.bucket_bytes is None and first.ranks.rank_in_mesh == 0:
             log_default(self.settings.bucket_bytes[0], self.link)
+        self.place = Place(self._ranks(), first.ranks.size)
+        self.checks = self._make_checks()
         self.core = self._build()
         # This comes last: if anything above raises, the next forward starts over.
         for unit in self.units:
@@ -160,7 +163,10 @@ class Root(UnitTree):
             has_peers=has_peers(self.units[0]),
             check_order=self._needs_order_check,
             when_stale=weakref.WeakMethod(self._pre_forward_when_stale),
+            checks=None if self.checks is None else self.checks.core,
         )
+        if self._needs_order_check and not self.is_provisional:
+            agree(self.units[0].settings.check_every, self.place, core.all_gather)
         self._check_parameters()
         module_changes.watch(self.module.modules())
         names = {param: name for name, param in self.module.named_parameters()}
@@ -213,6 +219,25 @@ class Root(UnitTree):
         assert unit is not None
         assert unit.core is not None
         return unit.core.pre_forward_hook(unit.modules.index(module))(module, args, kwargs)
+
+    # - Checked steps
+
+    def _ranks(self) -> list[int]:
+        """Return the global ranks that this one compares with, set by set, or its own."""
+        unit = self.units[0]
+        ranks: list[int] = unit.ranks.mesh.mesh.flatten().tolist()
+        return ranks if has_peers(unit) else [ranks[unit.ranks.rank_in_mesh]]
+
+    def _make_checks(self) -> StepChecks | None:
+        every = self.units[0].settings.check_every
+        if every is None:
+            return None
+        return StepChecks(every, self.place, weakref.WeakMethod(self._compare_step))
+
+    def _compare_step(self, step: int, numbers: list[list[int]]) -> None:
+        assert self.checks is not None
+        names = [unit.name for unit in self.units]
+        self.checks.compare(step, numbers, names, self.core.all_gather)
 
     # - Settings
 

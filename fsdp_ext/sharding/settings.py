@@ -33,6 +33,7 @@ class UnitSettings:
     bucket_bytes: int | Auto | None = None
     max_message_bytes: int | None = None
     prefetch: int | Auto | None = None  # only the root's is used
+    check_every: int | None = None  # only the root's is used
     keep_low_precision_grads: bool = False  # of FSDP1's mixed precision
     offloads: bool = False  # shards and gradients are on the host, and the rest is not
 

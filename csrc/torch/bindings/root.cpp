@@ -1,4 +1,6 @@
 #include <cstdint>
+#include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -102,21 +104,39 @@ std::shared_ptr<ReduceHook> hook_of(py::object weak_function, at::Device device)
                                  : make_python_reduce_hook(std::move(weak_function), device);
 }
 
+py::list all_gather(TorchRoot& root, const std::string& what, const std::string& mine) {
+  std::vector<std::string> messages;
+  {
+    const py::gil_scoped_release no_gil;
+    messages = root.pipeline().exchange().all_gather(what, mine);
+  }
+  py::list result;
+  for (const std::string& message : messages) {
+    result.append(py::bytes(message));
+  }
+  return result;
+}
+
 }  // namespace
 
 void register_root(py::module_& m) {
   register_times(m);
+  py::class_<StepChecks, std::shared_ptr<StepChecks>>(m, "StepChecks")
+      .def(py::init<std::int64_t, py::object>(), py::kw_only(), py::arg("every"),
+           py::arg("compare"))
+      .def_property_readonly("step", &StepChecks::step);
   py::class_<TorchRoot, std::shared_ptr<TorchRoot>>(m, "TorchRoot")
       .def(py::init([](std::shared_ptr<Lanes> lanes, std::shared_ptr<Lanes> replicas,
                        int prefetch_depth, int nesting, bool has_peers, bool check_order,
-                       py::object when_stale) {
+                       py::object when_stale, std::shared_ptr<StepChecks> checks) {
              return std::make_shared<TorchRoot>(
                  std::move(lanes), std::move(replicas),
                  PipelineOptions{prefetch_depth, nesting, has_peers, check_order},
-                 std::move(when_stale));
+                 std::move(when_stale), std::move(checks));
            }),
            py::kw_only(), py::arg("lanes"), py::arg("replicas"), py::arg("prefetch_depth"),
-           py::arg("nesting"), py::arg("has_peers"), py::arg("check_order"), py::arg("when_stale"))
+           py::arg("nesting"), py::arg("has_peers"), py::arg("check_order"), py::arg("when_stale"),
+           py::arg("checks"))
       .def("add_unit", &TorchRoot::add_unit, py::arg("unit"), py::arg("config"))
       .def("phase", &TorchRoot::phase)
       .def("set_summoned",
@@ -229,7 +249,8 @@ void register_root(py::module_& m) {
           },
           py::arg("iterations"))
       .def("take_times", &take_times)
-      .def("memory", &memory_of);
+      .def("memory", &memory_of)
+      .def("all_gather", &all_gather, py::arg("what"), py::arg("mine"));
 }
 
 }  // namespace fsdp

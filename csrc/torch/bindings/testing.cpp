@@ -13,6 +13,7 @@
 #include "torch/dtype.h"
 #include "torch/torch_root.h"
 #include "torch/transports.h"
+#include "torch/unit_look.h"
 
 namespace py = pybind11;
 
@@ -225,6 +226,9 @@ void extend_root(py::module_& m) {
 
 void register_testing(py::module_& m) {
   m.def("to_device", &to_device, py::arg("object"), py::arg("device"));
+  m.def("hash_of", [](const at::Tensor& tensor) { return hash_of(tensor); }, py::arg("tensor"));
+  m.def("hash_by_operators", &hash_by_operators, py::arg("tensor"));
+  m.def("count_nonfinite", &count_nonfinite, py::arg("tensor"));
   register_packer(m);
   extend_lanes(m);
   extend_root(m);

@@ -1,0 +1,39 @@
+// Counts the steps of a root and says which of them are checked: Note [checked steps] in
+// torch/unit_look.h.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "torch/unit_look.h"
+
+namespace fsdp {
+
+// The roots of a model have the same one, one after the other, so that the steps of all count.
+class StepChecks {
+ public:
+  // `compare` is a weak reference to a method that takes the number of a step and the numbers of
+  // each unit. It compares them with those of other ranks.
+  StepChecks(std::int64_t every, pybind11::object compare)
+      : every_(every), compare_(std::move(compare)) {}
+  ~StepChecks();
+
+  StepChecks(const StepChecks&) = delete;
+  StepChecks& operator=(const StepChecks&) = delete;
+
+  // Returns whether the step that begins now is checked. The first step has the number 1.
+  bool begin_step() { return ++step_ % every_ == 0; }
+  std::int64_t step() const { return step_; }
+
+  void compare(const std::vector<UnitLook::Numbers>& units) const;
+
+ private:
+  std::int64_t every_;
+  std::int64_t step_ = 0;
+  pybind11::object compare_;
+};
+
+}  // namespace fsdp

@@ -1,0 +1,57 @@
+// What a unit contributes to a checked step: Note [checked steps] in torch/unit_look.h.
+#include <utility>
+#include <vector>
+
+#include "torch/torch_root.h"
+#include "torch/torch_unit.h"
+
+namespace fsdp {
+
+void TorchUnit::begin_look() {
+  look_ = std::make_unique<UnitLook>();
+  look_->shard_version = shard_version();
+  look_->shard = hash_of_shard();
+}
+
+// The compute stream has waited for the step, so reading numbers waits for little.
+UnitLook::Numbers TorchUnit::end_look() {
+  look_at_parameters();  // of a unit that stays unsharded
+  const std::unique_ptr<UnitLook> look = std::move(look_);
+  const auto value_of = [](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.item<std::int64_t>() : 0;
+  };
+  const bool is_written = look->shard_version != shard_version();
+  const std::int64_t shard = value_of(look->shard);
+  return {value_of(look->forward), value_of(look->backward), shard,
+          !is_written && shard != value_of(hash_of_shard()) ? 1 : 0, value_of(look->nonfinite)};
+}
+
+// Only the first time in each pass: ranks may differ in how often they gather a unit.
+void TorchUnit::look_at_parameters() {
+  const auto root = root_.lock();
+  if (look_ == nullptr || root == nullptr ||
+      root->pipeline().unit(number_).state != UnitState::Unsharded) {
+    return;
+  }
+  at::Tensor& hash = root->pipeline().in_forward() ? look_->forward : look_->backward;
+  if (!hash.defined()) {
+    hash = hash_of(unsharded_views());
+  }
+}
+
+// Padding between the parameters may have any values. Parameters of extensions have no plain
+// memory.
+at::Tensor TorchUnit::hash_of_shard() const {
+  std::vector<at::Tensor> rows;
+  for (std::size_t i = 0; i < sharded_.size(); ++i) {
+    if (!sharded_[i].is_none()) {
+      at::Tensor local = local_tensor_of(sharded(i));
+      if (!local.key_set().has(c10::DispatchKey::Python)) {
+        rows.push_back(std::move(local));
+      }
+    }
+  }
+  return hash_of(rows);
+}
+
+}  // namespace fsdp

@@ -1,0 +1,107 @@
+#include "torch/unit_look.h"
+
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "base/check.h"
+#include "base/hash_bytes.h"
+
+namespace fsdp {
+namespace {
+
+constexpr std::int64_t kOdd = 0x1e3779b97f4a7c15;  // half of the bits are set, and it is odd
+// Words that are weighted at a time, so that the memory for that stays small.
+constexpr std::int64_t kWordsAtOnce = std::int64_t{1} << 20;
+
+at::Tensor number(std::int64_t value) {
+  return at::scalar_tensor(value, at::TensorOptions().dtype(at::kLong));
+}
+
+// The tensor's bytes as integers, the widest that fit.
+at::Tensor words_of(const at::Tensor& any) {
+  const at::Tensor tensor = any.contiguous();
+  const std::int64_t first = tensor.storage_offset() * tensor.element_size();
+  const auto bytes = static_cast<std::int64_t>(tensor.nbytes());
+  const auto fits = [&](std::int64_t size) { return first % size == 0 && bytes % size == 0; };
+  const at::Tensor flat = tensor.detach().reshape({-1});
+  return flat.view(fits(8) ? at::kLong : fits(4) ? at::kInt : fits(2) ? at::kShort : at::kChar);
+}
+
+// As mix() in base/mix.h, twice, so that every bit of a word has an effect on about half of the
+// bits of the result. There is no unsigned shift, so the sign is masked.
+at::Tensor mix_words(const at::Tensor& words, const at::Tensor& places) {
+  at::Tensor mixed = places.bitwise_xor(words);
+  for (const int shift : {29, 32}) {
+    const std::int64_t without_sign = (std::int64_t{1} << (64 - shift)) - 1;
+    mixed.mul_(kOdd);
+    mixed.bitwise_xor_(mixed.bitwise_right_shift(shift).bitwise_and_(without_sign));
+  }
+  return mixed.mul_(kOdd);
+}
+
+at::ScalarType sum_dtype(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+}  // namespace
+
+// A polynomial in kOdd of sums of words, each mixed with its place. Mixing maps different words to
+// different ones, so a changed word changes its sum.
+at::Tensor hash_by_operators(const at::Tensor& tensor) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor words = words_of(tensor);
+  const auto options = words.options().dtype(at::kLong);
+  const at::Tensor places = at::arange(std::min(words.numel(), kWordsAtOnce), options).mul_(kOdd);
+  at::Tensor hash = at::full({}, words.numel(), options);
+  for (std::int64_t first = 0; first < words.numel(); first += kWordsAtOnce) {
+    const std::int64_t count = std::min(kWordsAtOnce, words.numel() - first);
+    const at::Tensor some = words.narrow(0, first, count);
+    hash.mul_(kOdd).add_(mix_words(some, places.narrow(0, 0, count)).sum());
+  }
+  return hash;
+}
+
+at::Tensor hash_of(const at::Tensor& tensor) {
+  if (!tensor.is_cpu()) {
+    return hash_by_operators(tensor);
+  }
+  const at::Tensor whole = tensor.contiguous();
+  const std::uint64_t hash = hash_bytes(whole.const_data_ptr(), whole.nbytes());
+  return number(static_cast<std::int64_t>(hash));
+}
+
+at::Tensor hash_of(const std::vector<at::Tensor>& tensors) {
+  const at::NoGradGuard no_grad;
+  at::Tensor hash;
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.numel() > 0) {
+      const at::Tensor next = hash_of(tensor);
+      hash = hash.defined() ? hash.mul_(kOdd).add_(next) : next;
+    }
+  }
+  return hash;
+}
+
+// The host can look at the sum first, which is finite if all elements are, but for an overflow. A
+// GPU would have to wait for it.
+at::Tensor count_nonfinite(const at::Tensor& tensor) {
+  const at::NoGradGuard no_grad;
+  if (tensor.is_cpu() && std::isfinite(tensor.sum(sum_dtype(tensor)).item<double>())) {
+    return number(0);
+  }
+  return tensor.isfinite().logical_not_().sum();
+}
+
+void UnitLook::add_gradients(const std::vector<at::Tensor>& gradients) {
+  const at::NoGradGuard no_grad;
+  for (const at::Tensor& gradient : gradients) {
+    const at::Tensor count = count_nonfinite(gradient);
+    nonfinite = nonfinite.defined() ? nonfinite.add_(count) : count;
+  }
+}
+
+}  // namespace fsdp

@@ -1,0 +1,52 @@
+// What a checked step sees of one unit.
+//
+// Note [checked steps]
+// With fully_shard(check_every=k), the schedule looks at every k-th step. A step begins with a
+// forward that autograd records, and ends with the first backward after it. The bytes of each
+// unit's unsharded parameters are hashed when the unit is resharded, in forward and again in
+// backward. So the hash covers the gather and all the time that the slot was in use. The sharded
+// parameters are hashed when the step begins and when it ends. Elements of gradients that are not
+// finite are counted before they are packed, when they are still those of this rank alone. At the
+// end of the step all ranks exchange these numbers, and fsdp_ext/sharding/step_checks.py compares
+// them.
+//
+// All of this runs on the compute stream, where the parameters are whole and nobody writes them. On
+// a GPU the numbers stay there until the end of the step. Other steps do nothing but count, and
+// test one pointer for each unit that is resharded or reduced.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+namespace fsdp {
+
+// A tensor with one int64, a hash of the elements' bytes. A flipped bit always changes it. Ranks
+// with the same kind of device have the same hash of the same bytes.
+at::Tensor hash_of(const at::Tensor& tensor);
+// The same by operators that every device has, for GPUs.
+at::Tensor hash_by_operators(const at::Tensor& tensor);
+// The same for several tensors together. Not defined if they have no elements.
+at::Tensor hash_of(const std::vector<at::Tensor>& tensors);
+
+// A tensor with one int64: how many elements are NaN or Inf.
+at::Tensor count_nonfinite(const at::Tensor& tensor);
+
+// A tensor that is not defined stands for something that the step did not see.
+struct UnitLook {
+  // In the order of fsdp_ext/sharding/step_checks.py: forward, backward, shard, whether the shard
+  // has changed although nobody wrote it, non-finite elements. A hash of 0 stands for none.
+  using Numbers = std::array<std::int64_t, 5>;
+
+  at::Tensor forward;  // hashes of the unsharded parameters
+  at::Tensor backward;
+  at::Tensor shard;  // a hash, when the step began
+  std::uint64_t shard_version = 0;
+  at::Tensor nonfinite;
+
+  void add_gradients(const std::vector<at::Tensor>& gradients);
+};
+
+}  // namespace fsdp

@@ -1,0 +1,155 @@
+"""``health``: the norm and the finiteness of each unit's gradients, and where a NaN was born."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fsdp_ext._util.tables import columns
+from fsdp_ext.sharding.root import Root, running_root
+from fsdp_ext.sharding.unit import Unit
+
+_EXCHANGE = "the exchange of health"
+
+
+@dataclass(frozen=True)
+class UnitHealth:
+    """The gradients of one unit.
+
+    Args:
+        name: the unit's name in the root module.
+        gradient_norm: the 2-norm of its reduced gradients, over all ranks.
+        nonfinite: how many elements of its reduced gradients are NaN or Inf, over all ranks.
+        born_on: the ranks whose own gradients, before they were reduced, had a NaN or Inf. It is
+            only known of a checked step.
+    """
+
+    name: str
+    gradient_norm: float
+    nonfinite: int
+    born_on: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Health:
+    """What :func:`fsdp_ext.health` returns. Printing it shows a table.
+
+    Args:
+        units: the units, in the order in which backward completes them.
+        checked_step: the number of the last step if ``check_every`` has looked at it; else None.
+    """
+
+    units: tuple[UnitHealth, ...]
+    checked_step: int | None
+
+    @property
+    def gradient_norm(self) -> float:
+        """The 2-norm of all gradients, which ``clip_grad_norm_`` also returns."""
+        return math.hypot(*(unit.gradient_norm for unit in self.units))
+
+    @property
+    def first_nonfinite(self) -> UnitHealth | None:
+        """The first unit in backward with a NaN or Inf; None if there is none."""
+        return next((unit for unit in self.units if unit.born_on or unit.nonfinite), None)
+
+    def __str__(self) -> str:
+        """Return a table of the units, and a sentence about the first one that is not finite."""
+        header = ("unit", "gradient norm", "not finite", "born on ranks")
+        rows = [
+            (
+                unit.name,
+                f"{unit.gradient_norm:.6g}",
+                f"{unit.nonfinite:,}",
+                ", ".join(map(str, unit.born_on)) or "-",
+            )
+            for unit in self.units
+        ]
+        return "\n".join([*columns(header, rows), self._verdict()])
+
+    def _verdict(self) -> str:
+        first = self.first_nonfinite
+        if first is None:
+            return f"All gradients are finite. Their norm is {self.gradient_norm:.6g}."
+        where = f"The first unit in backward with NaN or Inf is '{first.name}'"
+        if first.born_on:
+            ranks = " and ".join(map(str, first.born_on))
+            return f"{where}, on rank {ranks} (step {self.checked_step})."
+        if self.checked_step is not None:
+            return f"{where}: it overflowed when the gradients of all ranks were added."
+        return (
+            f"{where}. This step was not checked, so the rank is not known. Run it again from a "
+            "checkpoint with check_every=1."
+        )
+
+
+def health(model: nn.Module) -> Health:
+    """Return norms and counts of what is not finite, for the gradients of the last backward.
+
+    All ranks call it, after a backward and before ``zero_grad``. It reads each rank's own shards
+    once, and exchanges two numbers for each unit. Gradients that were not reduced, as without
+    gradient sync, do not count. With tensor parallelism the numbers are those of the ranks that
+    share this rank's part.
+
+    Args:
+        model: the root module, which has run forward, or FSDP1's wrapper of one.
+
+    Raises:
+        TypeError: if ``fully_shard`` was not applied to ``model``.
+        RuntimeError: before the first forward, or while reductions are in flight.
+    """
+    root = running_root(model, "health")
+    if not root.units[0].settings.waits_for_reductions:
+        raise RuntimeError(
+            "health needs reduced gradients, but the model's backward does not wait for them. Call "
+            "set_is_last_backward(True) before the backward."
+        )
+    mine = array("d", [number for unit in root.units for number in _numbers_of(unit)])
+    of_set = root.core.all_gather(_EXCHANGE, mine.tobytes())[: root.place.in_set]
+    of_ranks = [array("d", message) for message in of_set]
+    counts = [] if root.checks is None else root.checks.nonfinite()
+    units = []
+    for number in _backward_order(root):
+        norm = math.hypot(*(numbers[2 * number] for numbers in of_ranks))
+        nonfinite = sum(numbers[2 * number + 1] for numbers in of_ranks)
+        born_on = tuple(
+            rank
+            for rank, of_rank in zip(root.place.ranks, counts, strict=False)
+            if of_rank[number] > 0
+        )
+        name = root.units[number].name
+        units.append(UnitHealth(name, norm, int(nonfinite), born_on))
+    step = root.checks.core.step if root.checks is not None and counts else None
+    return Health(tuple(units), step)
+
+
+@torch.no_grad()
+def _numbers_of(unit: Unit) -> tuple[float, float]:
+    """Return the norm of this rank's shards of gradients, and how much is not finite."""
+    gradients = [
+        param.sharded.grad.to_local()  # type: ignore[attr-defined]
+        for param in unit.params
+        if param.sharded.grad is not None
+    ]
+    norms = [
+        torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
+        for gradient in gradients
+        if gradient.numel() > 0
+    ]
+    if not norms:
+        return 0.0, 0.0
+    norm = math.hypot(*torch.stack(norms).tolist())
+    if math.isfinite(norm):
+        return norm, 0.0
+    counts = [(~gradient.isfinite()).sum() for gradient in gradients]
+    return norm, float(torch.stack(counts).sum().item())
+
+
+def _backward_order(root: Root) -> list[int]:
+    """Return the units' numbers in the reverse of the order in which forward runs them."""
+    root.core.form_buckets()  # there may be none yet after parameters were replaced
+    order = [number for bucket in root.core.buckets() for number in bucket["units"]]
+    return order[::-1]

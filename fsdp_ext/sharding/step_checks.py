@@ -1,0 +1,197 @@
+"""``check_every``: what ranks compare at the end of a checked step.
+
+Note [checked steps] in ``csrc/torch/unit_look.h`` says what is looked at, and
+``docs/reliability.md`` what that finds.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fsdp_ext import _C
+
+_COMPARISON = "the comparison of all ranks at the end of a checked step"
+_AGREEMENT = "the comparison of check_every in the first forward"
+_NAMED = 5  # findings that an error lists
+
+# Returns the messages of all ranks: the name for errors, this rank's message.
+AllGather = Callable[[str, bytes], list[bytes]]
+
+
+@dataclass(frozen=True)
+class UnitLook:
+    """What one rank has seen of a unit in a checked step: ``UnitLook::Numbers`` in C++.
+
+    Args:
+        forward: hash of the unsharded parameters at the end of forward; 0 for none.
+        backward: the same for backward.
+        shard: hash of the flat shard when the step began; 0 for none.
+        shard_changed: whether the shard has changed in the step although nothing wrote it.
+        nonfinite: elements of this rank's gradients, before they were reduced, that are not finite.
+    """
+
+    forward: int
+    backward: int
+    shard: int
+    shard_changed: int
+    nonfinite: int
+
+
+Looks = list[list[UnitLook]]  # by rank, then by unit
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the ranks of a mesh lie.
+
+    Args:
+        ranks: the global rank of each, set by set.
+        in_set: how many ranks share the parameters.
+    """
+
+    ranks: Sequence[int]
+    in_set: int
+
+    def named(self, numbers: Iterable[int]) -> str:
+        """Return the global ranks of ``numbers`` in words."""
+        names = [str(self.ranks[number]) for number in numbers]
+        if len(names) == 1:
+            return f"rank {names[0]}"
+        return f"ranks {', '.join(names[:-1])} and {names[-1]}"
+
+
+def findings(looks: Looks, names: Sequence[str], place: Place) -> list[str]:
+    """Return what differs although it must not, in words. What is most specific comes first."""
+    found = []
+    everyone = range(len(looks))
+    for unit, name in enumerate(names):
+        changed = [rank for rank in everyone if looks[rank][unit].shard_changed]
+        if changed:
+            found.append(
+                f"the shard of unit '{name}' on {place.named(changed)} changed between the step's "
+                "beginning and its end, and nothing wrote it"
+            )
+    for first in range(place.in_set):
+        replicas = everyone[first :: place.in_set]
+        for unit, name in enumerate(names):
+            hashes = {rank: looks[rank][unit].shard for rank in replicas}
+            found += _odd(f"the shard of unit '{name}'", hashes, place)
+    for unit, name in enumerate(names):
+        what = f"the gathered parameters of unit '{name}' in"
+        forward = _odd(f"{what} forward", {r: looks[r][unit].forward for r in everyone}, place)
+        backward = _odd(f"{what} backward", {r: looks[r][unit].backward for r in everyone}, place)
+        found += forward or backward  # backward may use what forward has gathered
+    return found
+
+
+def _odd(what: str, hashes: dict[int, int], place: Place) -> list[str]:
+    """Return which ranks have another hash than most, in words, if there are any."""
+    seen = {rank: value for rank, value in hashes.items() if value != 0}
+    counts = Counter(seen.values()).most_common()
+    if len(counts) < 2:
+        return []
+    value, count = counts[0]
+    if 2 * count <= len(seen):
+        return [f"{place.named(seen)} differ in {what}, and no majority says which is wrong"]
+    odd = [rank for rank, other in seen.items() if other != value]
+    verb = "differs" if len(odd) == 1 else "differ"
+    return [f"{place.named(odd)} {verb} from the other {count} ranks in {what}"]
+
+
+class StepChecks:
+    """The checks of one model.
+
+    Args:
+        every: every how many steps.
+        place: where the ranks lie.
+        compare: a weak reference to a method that calls :meth:`compare`. The schedule calls it at
+            the end of a checked step, with the step's number and this rank's numbers of each unit.
+    """
+
+    def __init__(
+        self,
+        every: int,
+        place: Place,
+        compare: Callable[[], Callable[[int, list[list[int]]], None] | None],
+    ) -> None:
+        self.every = every
+        self.place = place
+        self.core = _C.StepChecks(every=every, compare=compare)
+        self._compared = 0  # the last step that was compared
+        self._nonfinite: list[list[int]] = []  # in that step, by rank and unit
+
+    def nonfinite(self) -> list[list[int]]:
+        """Return the counts of the last step, by rank and unit; empty if it was not checked."""
+        return self._nonfinite if self._compared == self.core.step else []
+
+    def compare(
+        self,
+        step: int,
+        numbers: list[list[int]],
+        names: Sequence[str],
+        all_gather: AllGather,
+    ) -> None:
+        """Compare this rank's numbers of a step with those of the other ranks.
+
+        Args:
+            step: the step's number. The first one is 1.
+            numbers: what this rank has seen of each unit.
+            names: the units' names.
+            all_gather: exchanges messages.
+
+        Raises:
+            RuntimeError: if a rank's memory differs from that of others.
+        """
+        mine = array("q", [number for unit in numbers for number in unit]).tobytes()
+        messages = all_gather(_COMPARISON, mine)
+        of_all = torch.frombuffer(bytearray(b"".join(messages)), dtype=torch.int64)
+        of_all = of_all.view(len(messages), len(numbers), -1)
+        self._compared = step
+        self._nonfinite = of_all[:, :, -1].tolist()
+        if _are_alike(of_all, self.place):
+            return
+        looks = [[UnitLook(*unit) for unit in of_rank] for of_rank in of_all.tolist()]
+        found = findings(looks, names, self.place)
+        if found:
+            more = len(found) - _NAMED
+            listed = found[:_NAMED] + ([f"and {more} more"] if more > 0 else [])
+            raise RuntimeError(
+                f"check_every={self.every} found memory that is wrong in step {step}: "
+                f"{'; '.join(listed)}. Do not train on: take the machine of a rank that is wrong "
+                "out, and go on from an older checkpoint."
+            )
+
+
+def _are_alike(numbers: torch.Tensor, place: Place) -> bool:
+    """Return whether there is nothing to find, which is fast with many ranks.
+
+    Args:
+        numbers: by rank, unit and field of :class:`UnitLook`.
+        place: where the ranks lie.
+    """
+    gathered, shards, changed = numbers[:, :, :2], numbers[:, :, 2], numbers[:, :, 3]
+    by_set = shards.reshape(-1, min(place.in_set, len(shards)), shards.shape[1])
+    alike = (gathered == gathered[0]).all() & (by_set == by_set[0]).all() & (changed == 0).all()
+    return bool(alike)
+
+
+def agree(check_every: int | None, place: Place, all_gather: AllGather) -> None:
+    """Check that all ranks have the same ``check_every``.
+
+    Raises:
+        ValueError: if they have not. The message names two values.
+    """
+    mine = array("q", [check_every or 0]).tobytes()
+    of_ranks = all_gather(_AGREEMENT, mine)
+    for rank, theirs in enumerate(of_ranks):
+        if theirs != of_ranks[0]:
+            first, other = (array("q", message)[0] or None for message in (of_ranks[0], theirs))
+            raise ValueError(
+                f"check_every is {first} on {place.named([0])} and {other} on "
+                f"{place.named([rank])}. Pass the same value to fully_shard on all ranks."
+            )
