@@ -18,7 +18,7 @@ from fsdp_ext.sharding import module_changes
 from fsdp_ext.sharding.agreement import has_peers
 from fsdp_ext.sharding.auto import chosen_for
 from fsdp_ext.sharding.comparisons import compare_groups, compare_sets
-from fsdp_ext.sharding.meshes import add_meshes, check_meshes
+from fsdp_ext.sharding.meshes import add_meshes, check_meshes, refuse_several_meshes
 from fsdp_ext.sharding.module_state import hooks_of, sharded_module, unit_of
 from fsdp_ext.sharding.settings import AUTO, Choice, Decision, RootSettings, Scope
 from fsdp_ext.sharding.step_checks import Place, StepChecks, agree
@@ -232,6 +232,7 @@ class Root(UnitTree):
         every = self.units[0].settings.check_every
         if every is None:
             return None
+        refuse_several_meshes(self.units, "check_every")
         return StepChecks(every, self.place, weakref.WeakMethod(self._compare_step))
 
     def _compare_step(self, step: int, numbers: list[list[int]]) -> None:
