@@ -178,6 +178,7 @@ def low_precision_gradients(reduce_dtype: torch.dtype, backwards: int) -> None:
         for step in range(STEPS):
             run(model, model, step).backward()
             if (step + 1) % backwards == 0:
+                assert model.clip_grad_norm_(1e6).dtype == BF16
                 optimizer.step()
                 assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {BF16}
                 optimizer.zero_grad()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import reduce
 from typing import Any, cast
 
 import torch
@@ -340,7 +341,8 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
 
         Returns:
             The norm before scaling: a plain scalar, equal on all ranks, computed in at least
-            float32 and returned in the dtype that the parameters' dtypes promote to.
+            float32 and returned in the dtype that this rank's gradients promote to, or its
+            parameters if it has no gradients.
 
         Raises:
             RuntimeError: if this is not the root.
@@ -355,11 +357,9 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         is_max = norm_type == math.inf
         # The dtype follows the parameters: a rank may have no gradients, but all reduce one dtype.
         dtype = torch.float32
-        returned = None
         sharded: list[torch.Tensor] = []
         plain: list[torch.Tensor] = []
         for param in self.parameters():
-            returned = torch.promote_types(returned or param.dtype, param.dtype)
             dtype = torch.promote_types(dtype, param.dtype)
             if isinstance(param.grad, DTensor):
                 sharded.append(param.grad.to_local())
@@ -377,7 +377,8 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         for grads in (sharded, plain):
             if grads:
                 torch._foreach_mul_(grads, scale.to(grads[0].device))
-        return total.to(returned or dtype)
+        dtypes = [tensor.dtype for tensor in sharded + plain or self.parameters()]
+        return total.to(reduce(torch.promote_types, dtypes, dtypes[0]) if dtypes else dtype)
 
     def _expect_root(self, method: str) -> None:
         if not self._is_root:
