@@ -27,6 +27,7 @@ NAMES = {
     "buckets",
     "collectives",
     "faults",
+    "health",
     "host_overhead",
     "memory",
     "overlap",
@@ -129,6 +130,14 @@ def test_offloaded_systems_reach_the_same_loss(tmp_path: Path) -> None:
     assert offloaded == {"ours, offloaded", "ours over gloo, offloaded", "FSDP2, offloaded"}
     assert not [row["error"] for row in rows if "error" in row]
     assert len({round(row["loss"], 4) for row in rows}) == 1
+
+
+def test_the_cost_of_checked_steps_is_measured(tmp_path: Path) -> None:
+    printed, rows = _run("health", tmp_path / "health.json", "--ranks", "1")
+    assert [row["system"] for row in rows] == ["no checks", "not checked", "checked", "health"]
+    assert [row["check_every"] for row in rows] == [None, 10**9, 1, None]
+    assert all(row["step_us"]["median"] > 0 for row in rows)
+    assert "one checked step and one call of health in 100 steps add" in printed
 
 
 def test_systems_take_turns_in_an_order_that_changes_and_that_ranks_share() -> None:
