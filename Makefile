@@ -118,7 +118,7 @@ docs-figures: extension  ## draw docs/figures anew, from steps that run (simulat
 # ---- Test ----------------------------------------------------------------------------------------
 
 # What `make test` leaves to `make test-all`.
-MORE = 1, 3 and 4 ranks in most tests, long random programs, every benchmark, libraries that use FSDP, the sanitizers, the CUDA build
+MORE = 1, 3 and 4 ranks in most tests, long random programs, soak, fuzz, every benchmark, libraries that use FSDP, the sanitizers, the CUDA build
 
 .PHONY: test
 test:  ## run the C++ tests and pytest on 2 ranks, in less than ten minutes
@@ -146,6 +146,20 @@ test-python: $(VENV)/.test
 test-exhaustive: $(VENV)/.test extension
 	@echo "=== test: the exhaustive Python tests"
 	"$(BIN)/python" -m pytest -m exhaustive $(PYTEST_WORKERS) $(PYTEST_ARGS)
+
+# Both run with a small budget in test-exhaustive, too.
+SOAK_STEPS ?= 3000
+FUZZ_SECONDS ?= 3600
+
+.PHONY: soak
+soak: $(VENV)/.test extension  ## train at random for SOAK_STEPS steps; memory and the like stay flat
+	FSDP_EXT_SOAK_STEPS=$(SOAK_STEPS) "$(BIN)/python" -m pytest -s -m exhaustive tests/test_soak.py \
+	  $(PYTEST_ARGS)
+
+.PHONY: fuzz
+fuzz: $(VENV)/.test extension  ## train random models beside unsharded ones for FUZZ_SECONDS
+	FSDP_EXT_FUZZ_SECONDS=$(FUZZ_SECONDS) "$(BIN)/python" -m pytest -s -m exhaustive \
+	  tests/test_fuzz.py $(PYTEST_ARGS)
 
 # The libraries lie in an environment of their own, which sees .venv's packages as well: so .venv
 # stays as users of torch alone have it, and torch is not installed twice.
