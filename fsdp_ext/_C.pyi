@@ -21,6 +21,7 @@ class ParamSpec:
         gathered: bool = ...,
         grad_dtype: torch.dtype | None = ...,
         unsharded_grad_dtype: torch.dtype | None = ...,
+        is_uniform: bool = ...,
     ) -> None: ...
 
 class ParamPlacement:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import hypothesis.strategies as st
@@ -40,16 +41,17 @@ def units(draw: st.DrawFn) -> tuple[list[Param], int, torch.dtype, torch.dtype]:
     return params, draw(st.integers(1, 64)), grad_dtype, draw(st.sampled_from(FLOATS))
 
 
-def layout_of(params: list[Param], *args: object) -> _C.UnitLayout:
+def layout_of(params: list[Param], *args: object, is_uniform: bool = False) -> _C.UnitLayout:
     specs = [
         _C.ParamSpec(
             name=f"p{i}",
             shape=param.shape,
             shard_dim=0,
-            ranks=1,
+            ranks=args[0] if is_uniform else 1,  # type: ignore[arg-type]
             shard_dtype=param.shard_dtype,
             param_dtype=param.param_dtype,
             trainable=param.trainable,
+            is_uniform=is_uniform,
         )
         for i, param in enumerate(params)
     ]
@@ -69,6 +71,25 @@ def test_ranks_have_the_rows_that_torch_chunk_gives_them(
         chunks += [rows[:0]] * (world_size - len(chunks))
         counts = [layout.row_count(index, rank) for rank in range(world_size)]
         assert counts == [len(chunk) for chunk in chunks]
+
+
+@given(st.lists(st.tuples(st.integers(0, 70), st.integers(0, 5)), max_size=5), st.integers(1, 8))
+@settings(max_examples=100, deadline=None)
+def test_uniform_layouts_have_each_element_in_one_place_in_all_dtypes(
+    shapes: list[tuple[int, int]], world_size: int
+) -> None:
+    places = set()
+    for dtype, computed, reduced in itertools.product(FLOATS, repeat=3):
+        params = [Param(shape, dtype, computed, True) for shape in shapes]
+        layout = layout_of(params, world_size, dtype, reduced, is_uniform=True)
+        offsets = tuple(place.grad_offset for place in layout.placements)
+        assert [place.shard_offset for place in layout.placements] == [
+            offset * dtype.itemsize for offset in offsets
+        ]
+        assert layout.shard_bytes == layout.grad_numel * dtype.itemsize
+        assert all(offset * min(dtype.itemsize, reduced.itemsize) % 16 == 0 for offset in offsets)
+        places.add((offsets, layout.grad_numel))
+    assert len(places) == 1
 
 
 def _round_trip(seed: int) -> None:

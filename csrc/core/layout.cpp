@@ -16,6 +16,10 @@ std::int64_t common_alignment(DType a, DType b) {
   return static_cast<std::int64_t>(kAlignment / std::min(itemsize(a), itemsize(b)));
 }
 
+std::int64_t padded_to(std::int64_t numel, std::int64_t multiple) {
+  return (numel + multiple - 1) / multiple * multiple;
+}
+
 std::int64_t chunk_rows_of(const ParamSpec& param, int world_size) {
   return (param.rows + world_size - 1) / world_size;
 }
@@ -88,7 +92,7 @@ UnitLayout::UnitLayout(std::vector<ParamSpec> params, int world_size, DType grad
     if (param.trainable) {
       trainable_count_ += 1;
       const std::int64_t padded =
-          (place.chunk_numel + grad_alignment - 1) / grad_alignment * grad_alignment;
+          padded_to(padded_to(place.chunk_numel, param.chunk_multiple), grad_alignment);
       place.grad_offset = grad_numel_;
       place.flat_gradient_offset = gradient_bytes_;
       grad_numel_ += padded;
@@ -118,14 +122,20 @@ void UnitLayout::place_chunk(std::size_t param) {
   // On one rank all three are one buffer unless something is cast.
   const std::size_t alignment = world_size_ == 1 ? kRegionAlignment : kAlignment;
   ParamPlacement& place = placements_[param];
-  const auto chunk = gathered_numel(param);
+  const std::size_t chunk = padded_numel(param);
   place.shard_offset = shard_bytes_;
   shard_bytes_ = align_up(shard_bytes_ + chunk * itemsize(params_[param].shard_dtype), alignment);
   place.gather_offset = gather_bytes_;
   gather_bytes_ = align_up(gather_bytes_ + chunk * itemsize(params_[param].param_dtype), alignment);
   place.unsharded_offset = unsharded_bytes_;
-  unsharded_bytes_ =
-      align_up(unsharded_bytes_ + region_bytes_of(params_[param], world_size_), kRegionAlignment);
+  const std::size_t region = world_size_ == 1 ? chunk * itemsize(params_[param].param_dtype)
+                                              : region_bytes_of(params_[param], world_size_);
+  unsharded_bytes_ = align_up(unsharded_bytes_ + region, kRegionAlignment);
+}
+
+std::size_t UnitLayout::padded_numel(std::size_t param) const {
+  return static_cast<std::size_t>(
+      padded_to(static_cast<std::int64_t>(gathered_numel(param)), params_[param].chunk_multiple));
 }
 
 std::size_t UnitLayout::gathered_numel(std::size_t param) const {
@@ -358,6 +368,7 @@ UnitLayout UnitLayout::regrouped(int ranks) const {
     params[i].runs = 1;
     params[i].shard_dtype = params[i].param_dtype;
     params[i].trainable = false;
+    params[i].chunk_multiple = world_size_ == 1 ? params[i].chunk_multiple : 1;
   }
   return {std::move(params), ranks, grad_dtype_, reduce_dtype_, direct_bytes_};
 }

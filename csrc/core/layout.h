@@ -24,6 +24,10 @@
 // bytes in the first four buffers. Note [tensor extensions] in fsdp_ext/sharding/extensions.py says
 // what it is for.
 //
+// A chunk may be padded to a multiple of some number of elements (ParamSpec::chunk_multiple). If
+// all chunks are, each element has the same place in the flat shard and in the flat gradient
+// whatever the dtypes are. FSDP1's flat parameters need that.
+//
 // Note [offloaded units]
 // The flat shard and the flat gradient of an offloaded unit are in the host's memory, so that an
 // optimizer steps there (CPUOffloadPolicy). Everything else is on the device. The copies are those
@@ -111,7 +115,13 @@ struct ParamSpec {
   bool gathered = true;
   std::optional<DType> grad_dtype;            // of the sharded gradient; none: the layout's
   std::optional<DType> unsharded_grad_dtype;  // of the one that autograd brings; none: param_dtype
+  std::int64_t chunk_multiple = 1;            // elements, a power of two
 };
+
+// The multiple with which every start is aligned in all dtypes.
+constexpr std::int64_t uniform_multiple(int world_size) {
+  return static_cast<std::int64_t>(world_size == 1 ? kRegionAlignment : kAlignment);
+}
 
 struct ParamPlacement {
   std::int64_t numel = 0;                // R * q
@@ -217,6 +227,7 @@ class UnitLayout {
   DType grad_dtype_of(const ParamSpec& param) const {
     return param.grad_dtype.value_or(grad_dtype_);
   }
+  std::size_t padded_numel(std::size_t param) const;  // the same with the padding of the chunk
 
   std::vector<ParamSpec> params_;
   std::vector<ParamPlacement> placements_;

@@ -29,7 +29,7 @@ ParamSpec make_param_spec(std::string name, const std::vector<std::int64_t>& sha
                           std::size_t shard_dim, int ranks, at::ScalarType shard_dtype,
                           at::ScalarType param_dtype, bool trainable, bool gathered,
                           std::optional<at::ScalarType> grad_dtype,
-                          std::optional<at::ScalarType> unsharded_grad_dtype) {
+                          std::optional<at::ScalarType> unsharded_grad_dtype, bool is_uniform) {
   ParamSpec spec;
   spec.name = std::move(name);
   const std::int64_t runs = numel_of(shape, 0, shard_dim);
@@ -57,6 +57,7 @@ ParamSpec make_param_spec(std::string name, const std::vector<std::int64_t>& sha
   if (unsharded_grad_dtype.has_value()) {
     spec.unsharded_grad_dtype = to_dtype(*unsharded_grad_dtype);
   }
+  spec.chunk_multiple = is_uniform ? uniform_multiple(ranks) : 1;
   return spec;
 }
 
@@ -136,7 +137,7 @@ void register_layout(py::module_& m) {
       .def(py::init(&make_param_spec), py::kw_only(), py::arg("name"), py::arg("shape"),
            py::arg("shard_dim"), py::arg("ranks"), py::arg("shard_dtype"), py::arg("param_dtype"),
            py::arg("trainable"), py::arg("gathered") = true, py::arg("grad_dtype") = std::nullopt,
-           py::arg("unsharded_grad_dtype") = std::nullopt);
+           py::arg("unsharded_grad_dtype") = std::nullopt, py::arg("is_uniform") = false);
   m.def("layout_order", &layout_order, py::arg("params"), py::arg("world_size"),
         py::arg("direct_bytes") = kDirectBytes);
   py::class_<ParamPlacement>(m, "ParamPlacement")
