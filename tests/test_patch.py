@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import os
+import pickle
 import subprocess
 import sys
 import types
@@ -100,6 +102,18 @@ def test_imports_from_torch_give_ours_until_the_block_ends() -> None:
         assert are_ours(given())
     assert not are_ours(given())
     assert state_of_torch() == before
+
+
+def test_classes_of_torch_are_pickled_while_patched() -> None:
+    with patched():
+        theirs = namespaces.TorchFullyShardedDataParallel
+        saved = io.BytesIO()
+        torch.save([theirs], saved)
+        saved.seek(0)
+        assert torch.load(saved, weights_only=False) == [theirs]
+        assert pickle._loads(pickle._dumps(theirs)) is theirs
+    saved.seek(0)
+    assert torch.load(saved, weights_only=False) == [theirs]
 
 
 def test_an_exception_ends_the_patch_and_passes() -> None:

@@ -36,6 +36,8 @@ _USERS_OF_BOTH = (
     "torch.distributed.optim.named_optimizer",
     "torch.distributed.pipelining.stage",
 )
+# Modules of Python and PyTorch that save and load objects.
+_PICKLERS = ("torch.serialization", "torch._weights_only_unpickler", "pickle")
 # (PyTorch's, ours) by name.
 _OBJECTS: dict[str, tuple[Any, Any]] = {
     "fully_shard": (torch_fully_shard, fully_shard),
@@ -50,7 +52,10 @@ class _Namespace(ModuleType):
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
         torchs, ours = _OBJECTS.get(name, (None, None))
-        return ours if torchs is not None and value is torchs else value
+        if torchs is None or value is not torchs:
+            return value
+        # A pickle names a class by its module, and has to find the same class there.
+        return value if sys._getframe(1).f_globals.get("__name__") in _PICKLERS else ours
 
 
 _unpatched: dict[str, dict[str, Any]] = {}  # the objects that had the names, by module
