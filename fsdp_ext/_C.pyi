@@ -1,9 +1,11 @@
 # What csrc/torch/bindings registers.
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypedDict
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import Store
 from torch.distributed.tensor import DTensor
 
@@ -112,7 +114,8 @@ class TorchUnit:
         place_gradient: Sequence[Callable[[DTensor], DTensor] | None],
         make_gradients: Callable[[torch.Tensor], Sequence[torch.Tensor]],
         extensions: Any,  # a UnitExtensions or None
-        attributes: Sequence[tuple[dict[str, Any], str, int]],
+        flat_parameter: torch.Tensor | None,
+        attributes: Sequence[tuple[dict[str, Any] | weakref.ref[nn.Module], str, int]],
     ) -> None: ...
     def pre_forward_hook(self, index: int) -> Callable[..., Any]: ...
     def post_forward_hook(self, index: int) -> Callable[..., Any]: ...

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from support.fsdp1_parity import (
     BY_BLOCK,
     CPU,
+    FSDP,
     assert_equal,
     make,
     run,
@@ -30,8 +31,6 @@ from torch.distributed.fsdp.wrap import (
     ModuleWrapPolicy,
 )
 from torch.distributed.tensor import DTensor, Shard
-
-from fsdp_ext import FullyShardedDataParallel as FSDP
 
 
 def ignored() -> None:
@@ -166,7 +165,7 @@ def group_arguments() -> None:
         {"process_group": dist.group.WORLD},
         {"device_mesh": mesh},
         {"device_id": CPU, "use_orig_params": True, "cpu_offload": CPUOffload(True)},
-        {"process_group": dist.group.WORLD, "device_id": CPU, "use_orig_params": False},
+        {"process_group": dist.group.WORLD, "device_id": CPU},
     ):
         wrapped = FSDP(make(Stack), auto_wrap_policy=BY_BLOCK, **kwargs)
         assert dist.get_process_group_ranks(wrapped.process_group) == [0, 1]

@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.fsdp1_parity import BF16, BY_BLOCK, CPU, assert_equal, make, run, torch_fsdp, whole
+from support.fsdp1_parity import (
+    BF16,
+    BY_BLOCK,
+    CPU,
+    FSDP,
+    assert_equal,
+    make,
+    run,
+    torch_fsdp,
+    whole,
+)
 from support.launcher import run_ranks
 from support.models import Stack, Transformer
 from torch import Tensor, nn
@@ -15,8 +25,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy
 from torch.distributed.fsdp._common_utils import FSDP_FLATTENED, TrainingState
 from torch.distributed.tensor import DTensor
-
-from fsdp_ext import FullyShardedDataParallel as FSDP
 
 SAME = """
     rank world_size compute_device cpu_offload limit_all_gathers forward_prefetch backward_prefetch

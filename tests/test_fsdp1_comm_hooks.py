@@ -8,14 +8,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.fsdp1_parity import BF16, BY_BLOCK, assert_equal, make, run, state, torch_fsdp, train
+from support.fsdp1_parity import (
+    BF16,
+    BY_BLOCK,
+    FSDP,
+    assert_equal,
+    make,
+    run,
+    state,
+    torch_fsdp,
+    train,
+)
 from support.launcher import run_ranks
 from support.models import FewRows, Stack
 from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
-
-from fsdp_ext import FullyShardedDataParallel as FSDP
 
 NO_SHARD = {"sharding_strategy": ShardingStrategy.NO_SHARD}
 

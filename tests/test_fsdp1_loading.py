@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.fsdp1_parity import FSDP
 from support.launcher import run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Replicate
-
-from fsdp_ext import FullyShardedDataParallel as FSDP
 
 
 class Joined(nn.Module):

@@ -13,6 +13,7 @@ from support import models
 from support.fsdp1_parity import (
     BF16,
     BY_BLOCK,
+    FSDP,
     Values,
     assert_equal,
     average_gradients,
@@ -29,8 +30,6 @@ from torch.distributed.fsdp.wrap import (
     always_wrap_policy,
 )
 from torch.distributed.tensor import DTensor
-
-from fsdp_ext import FullyShardedDataParallel as FSDP
 
 
 def fails_after_backward(wrapped: FSDP) -> None:

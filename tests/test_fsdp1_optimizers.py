@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.fsdp1_parity import FSDP
 from support.launcher import run_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-from fsdp_ext import FullyShardedDataParallel as FSDP
 
 WIDTH = 6
 

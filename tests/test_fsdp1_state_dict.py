@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from support.fsdp1_parity import (
     BY_BLOCK,
+    FSDP,
     assert_equal,
     batch,
     make,
@@ -31,8 +32,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import MixedPrecision, StateDictType
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
-
-from fsdp_ext import FullyShardedDataParallel as FSDP
 
 
 class WithBuffers(Stack):

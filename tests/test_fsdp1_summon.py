@@ -12,6 +12,7 @@ from support import models
 from support.fsdp1_parity import (
     BF16,
     BY_BLOCK,
+    FSDP,
     assert_equal,
     average_gradients,
     make,
@@ -26,8 +27,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType
 from torch.distributed.tensor import DTensor
-
-from fsdp_ext import FullyShardedDataParallel as FSDP
 
 
 def both(subject: Any = Stack, **options: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:

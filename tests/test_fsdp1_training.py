@@ -14,6 +14,7 @@ from support.fsdp1_parity import (
     BF16,
     BY_BLOCK,
     CPU,
+    FSDP,
     STEPS,
     assert_equal,
     average_gradients,
@@ -45,8 +46,6 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
     wrap,
 )
-
-from fsdp_ext import FullyShardedDataParallel as FSDP
 
 # - Training
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.fsdp1_parity import BY_BLOCK, assert_equal, make, torch_fsdp, train
+from support.fsdp1_parity import BY_BLOCK, FSDP, assert_equal, make, run, torch_fsdp, train
 from support.launcher import run_ranks
-from support.models import Stack
+from support.models import DIM, Stack
 from support.parity import EXACT, ROUNDING, Case, Run, adamw, check, compare_on_rank, each
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import FullStateDictConfig, ShardingStrategy, StateDictType
 
 import fsdp_ext
 from bench.harness import hosts
@@ -374,9 +374,7 @@ def _train_as_fsdp1_does() -> None:
         want = train(torch_fsdp(expected, process_group=(shards, replicas), **options), expected)
         for given in ({"device_mesh": mesh}, {"process_group": (shards, replicas)}):
             model = make(Stack, seed=dist.get_rank())
-            wrapped = fsdp_ext.FullyShardedDataParallel(
-                model, sync_module_states=True, **given, **options
-            )
+            wrapped = FSDP(model, sync_module_states=True, **given, **options)
             assert_equal(train(wrapped, model), want)
         wrapped.clip_grad_norm_(0.1)
     with pytest.raises(ValueError, match="HYBRID_SHARD_ZERO2 got no pair of process groups"):
@@ -394,6 +392,30 @@ def _train_as_fsdp1_does() -> None:
 
 def test_hybrid_strategies_train_as_those_of_fsdp1_do() -> None:
     run_ranks(_train_as_fsdp1_does, 4)
+
+
+def _show_rank_0_of_each_set() -> None:
+    groups = (hybrid_mesh().get_group(1), hybrid_mesh().get_group(0))
+    config = FullStateDictConfig(rank0_only=True)
+    found = []
+    for system in (fsdp_ext.FullyShardedDataParallel, torch_fsdp):
+        model = make(Stack)
+        wrapped = system(
+            model, process_group=groups, sharding_strategy=ShardingStrategy.HYBRID_SHARD
+        )
+        run(wrapped, model, 0)
+        with type(wrapped).state_dict_type(wrapped, StateDictType.FULL_STATE_DICT, config):
+            names = sorted(wrapped.state_dict())
+        with type(wrapped).summon_full_params(wrapped, writeback=False, rank0_only=True):
+            found.append((names, model.stem.weight.shape == (DIM, DIM)))
+    assert found[0][0] == found[1][0]
+    assert bool(found[0][0]) == (dist.get_rank(groups[0]) == 0)
+    if dist.get_rank(groups[0]) == 0:
+        assert found == [found[0]] * 2
+
+
+def test_each_set_of_ranks_has_a_rank_0_as_with_fsdp1() -> None:
+    run_ranks(_show_rank_0_of_each_set, 4)
 
 
 def _train_on_hosts(case: Case) -> list[str]:

@@ -255,13 +255,15 @@ def test_a_sharded_model_can_be_planned_for_other_ranks() -> None:
 
 
 def _wrapped_as_fsdp1() -> None:
-    model = FullyShardedDataParallel(
-        models.Stack(),
-        auto_wrap_policy=ModuleWrapPolicy({models.Mlp}),
-        device_id=torch.device("cpu"),
-    )
-    planned = plan(model)
-    assert len(planned.units) == 4
+    for use_orig_params in (False, True):
+        model = FullyShardedDataParallel(
+            models.Stack(),
+            auto_wrap_policy=ModuleWrapPolicy({models.Mlp}),
+            device_id=torch.device("cpu"),
+            use_orig_params=use_orig_params,
+        )
+        planned = plan(model)
+        assert len(planned.units) == 4
     expect_as_planned(model.module, train(model), planned)
 
 

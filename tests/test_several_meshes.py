@@ -383,10 +383,10 @@ def _ask_without_peers() -> None:
         return fsdp_ext.fully_shard(model, mesh=mesh._flatten("dp"))
 
     sharded()(torch.ones(1, 8)).sum().backward()
+    checked = nn.Sequential(nn.Linear(8, 8))
+    fsdp_ext.fully_shard(checked[0], mesh=mesh["dp_ep"])
+    fsdp_ext.fully_shard(checked, mesh=mesh._flatten("dp"), check_every=2)
     with pytest.raises(NotImplementedError, match="check_every got a model whose units have 2 me"):
-        checked = nn.Sequential(nn.Linear(8, 8))
-        fsdp_ext.fully_shard(checked[0], mesh=mesh["dp_ep"])
-        fsdp_ext.fully_shard(checked, mesh=mesh._flatten("dp"), check_every=2)
         checked(torch.ones(1, 8))
     with pytest.raises(NotImplementedError, match="unit '0' has reshard_after_forward=2 and ano"):
         sharded(reshard_after_forward=2)(torch.ones(1, 8))

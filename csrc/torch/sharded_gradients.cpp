@@ -8,6 +8,14 @@
 namespace py = pybind11;
 
 namespace fsdp {
+namespace {
+
+// A plain tensor, the gradient of a flat parameter, has no other one inside.
+py::object local_tensor(py::handle gradient) {
+  return py::getattr(gradient, "_local_tensor", gradient);
+}
+
+}  // namespace
 
 ShardedGradients::~ShardedGradients() {
   if (Py_IsInitialized() == 0) {
@@ -23,9 +31,11 @@ ShardedGradients::~ShardedGradients() {
   make_ = py::object();
 }
 
-void ShardedGradients::bind(py::object make, std::size_t count) {
+void ShardedGradients::bind(py::object make, std::size_t count, bool is_of_flat_parameter) {
   make_ = std::move(make);
   count_ = count;
+  is_of_flat_parameter_ = is_of_flat_parameter;
+  clear_padding();
   this->make();
 }
 
@@ -41,11 +51,10 @@ void ShardedGradients::make() {
   {
     const py::list made = make_(flat_.flat());
     FSDP_CHECK(made.size() == count_, "A unit got ", made.size(), " sharded gradients. It has ",
-               count_, " trainable parameters.");
+               count_, " parameters with a gradient.");
     for (const py::handle gradient : made) {
       gradients_.push_back({THPVariable_Unpack(gradient.ptr()),
-                            py::reinterpret_borrow<py::object>(gradient),
-                            gradient.attr("_local_tensor")});
+                            py::reinterpret_borrow<py::object>(gradient), local_tensor(gradient)});
     }
   }
   {
@@ -70,6 +79,7 @@ void ShardedGradients::renew(std::shared_ptr<void> memory) {
     flat_.move(std::move(memory));
   } else {
     flat_ = FlatTensor(FlatTensor::like(flat_.flat(), std::move(memory)), {});
+    clear_padding();
   }
   if (!is_shared_ || gradients_.empty()) {
     make();
@@ -80,7 +90,15 @@ void ShardedGradients::copy_from(std::size_t i, const at::Tensor& gradient) {
   const py::gil_scoped_acquire gil;
   const at::NoGradGuard no_grad;
   const py::object theirs = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient));
-  gradients_[i].local.attr("copy_")(theirs.attr("_local_tensor"));
+  gradients_[i].local.attr("copy_")(local_tensor(theirs));
+}
+
+// See Note [flat parameters].
+void ShardedGradients::clear_padding() {
+  if (is_of_flat_parameter_) {
+    const at::NoGradGuard no_grad;
+    flat_.flat().zero_();
+  }
 }
 
 at::Tensor ShardedGradients::share() {

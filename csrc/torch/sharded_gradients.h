@@ -8,6 +8,11 @@
 // counted. If there are more than the unit's own, somebody holds the gradient. The holders keep the
 // memory, and the units of the bucket get a new flat gradient. If the user has asked for the flat
 // gradient of a unit, nothing is counted.
+//
+// Note [flat parameters]
+// FSDP1 with use_orig_params=False shows one flat parameter for each unit. Its gradient is the
+// whole flat gradient, as one plain tensor in place of the DTensors. The padding in it stays zero,
+// because optimizers and norms take all elements.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,10 +36,11 @@ class ShardedGradients {
   ShardedGradients(const ShardedGradients&) = delete;
   ShardedGradients& operator=(const ShardedGradients&) = delete;
 
-  // Called once. `make` returns a list of `count` DTensors over the flat gradient that it is called
-  // with.
-  void bind(pybind11::object make, std::size_t count);
+  // Called once. `make` returns a list of `count` tensors over the flat gradient that it is called
+  // with: DTensors, or the plain one of a flat parameter.
+  void bind(pybind11::object make, std::size_t count, bool is_of_flat_parameter);
 
+  std::size_t count() const { return count_; }
   const at::Tensor& at(std::size_t i) const { return gradients_[i].tensor; }
   void* data() const { return flat_.data(); }
 
@@ -70,12 +76,14 @@ class ShardedGradients {
   };
 
   void make();
+  void clear_padding();
 
   FlatTensor flat_;
   std::size_t count_ = 0;
   pybind11::object make_;
   std::vector<Gradient> gradients_;  // empty after release
   bool is_shared_ = false;
+  bool is_of_flat_parameter_ = false;
 };
 
 }  // namespace fsdp

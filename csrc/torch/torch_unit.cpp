@@ -44,6 +44,11 @@ std::optional<DType> grad_dtype_of(const at::Tensor& parameter) {
   return is_set ? std::make_optional(to_dtype(*asked)) : std::nullopt;
 }
 
+// The dict that has a module's parameters: ModuleAttribute.
+py::object dict_of(const py::object& holder) {
+  return PyWeakref_Check(holder.ptr()) != 0 ? holder().attr("__dict__") : holder;
+}
+
 // Whether a storage can raise a message of its own when its data is accessed, and stop doing so.
 // torch 2.11 and older cannot.
 template <typename Storage, typename = void>
@@ -69,6 +74,12 @@ void allow_access(Storage& storage, std::size_t bytes) {
     storage.clear_data_ptr_access_error_msg_();
   }
   storage.set_nbytes(bytes);
+}
+
+// Whether a parameter's gradient settings are other ones than when its unit was made.
+bool differs(const at::Tensor& parameter, bool trainable, std::optional<DType> grad_dtype) {
+  return parameter.requires_grad() != trainable ||
+         (trainable && grad_dtype_of(parameter) != grad_dtype);
 }
 
 c10::intrusive_ptr<c10::StorageImpl> empty_storage(at::Device device) {
@@ -128,8 +139,9 @@ TorchUnit::~TorchUnit() {
     for (py::object& object : unsharded_objects_) object.release();
     for (py::object& object : place_gradient_) object.release();
     extensions_.release();
+    flat_parameter_.release();
     for (ModuleAttribute& attribute : attributes_) {
-      attribute.parameters.release();
+      attribute.holder.release();
       attribute.name.release();
     }
     return;
@@ -140,6 +152,7 @@ TorchUnit::~TorchUnit() {
   unsharded_objects_.clear();
   place_gradient_.clear();
   extensions_ = py::object();
+  flat_parameter_ = py::object();
   attributes_.clear();
 }
 
@@ -158,7 +171,7 @@ std::vector<at::Tensor> TorchUnit::unsharded_views() const {
 }
 
 void TorchUnit::bind(py::list sharded, py::list unsharded, py::list place_gradient,
-                     py::object make_gradients, py::object extensions,
+                     py::object make_gradients, py::object extensions, py::object flat_parameter,
                      std::vector<ModuleAttribute> attributes) {
   const std::size_t count = layout_.params().size();
   FSDP_CHECK(sharded.size() == count && unsharded.size() == count && place_gradient.size() == count,
@@ -173,7 +186,10 @@ void TorchUnit::bind(py::list sharded, py::list unsharded, py::list place_gradie
                              : THPVariable_Unpack(unsharded_objects_.back().ptr()));
     place_gradient_.emplace_back(py::reinterpret_borrow<py::object>(place_gradient[i]));
   }
-  gradients_.bind(std::move(make_gradients), trainable_.size());
+  has_flat_ = !flat_parameter.is_none();
+  flat_parameter_ = std::move(flat_parameter);
+  const std::size_t gradients = has_flat_ && !trainable_.empty() ? 1 : trainable_.size();
+  gradients_.bind(std::move(make_gradients), gradients, has_flat_);
   for (std::size_t i = 0; i < trainable_.size(); ++i) {
     if (unsharded_[trainable_[i]].defined()) {
       set_gradient_hook(unsharded_[trainable_[i]], weak_from_this(), i);
@@ -182,6 +198,10 @@ void TorchUnit::bind(py::list sharded, py::list unsharded, py::list place_gradie
   has_extensions_ = !extensions.is_none();
   extensions_ = std::move(extensions);
   attributes_ = std::move(attributes);
+}
+
+const at::Tensor& TorchUnit::gradient_owner(std::size_t trainable) const {
+  return has_flat_ ? THPVariable_Unpack(flat_parameter_.ptr()) : sharded(trainable_[trainable]);
 }
 
 void TorchUnit::join(const std::shared_ptr<TorchRoot>& root, std::string name, int number) {
@@ -285,12 +305,13 @@ void TorchUnit::register_parameters(bool unsharded) {
   for (const ModuleAttribute& attribute : attributes_) {
     PyObject* sharded_object = sharded_[attribute.parameter].ptr();
     PyObject* unsharded_object = unsharded_objects_[attribute.parameter].ptr();
-    PyObject* now = PyDict_GetItem(attribute.parameters.ptr(), attribute.name.ptr());
+    const py::object parameters = dict_of(attribute.holder);
+    PyObject* now = PyDict_GetItem(parameters.ptr(), attribute.name.ptr());
     FSDP_CHECK(now == (unsharded ? sharded_object : unsharded_object), "parameter '",
                layout_.params()[attribute.parameter].name, "' of unit '", name_,
                "' was replaced after fully_shard. Change parameters in place, "
                "or through load_state_dict or module.to().");
-    if (PyDict_SetItem(attribute.parameters.ptr(), attribute.name.ptr(),
+    if (PyDict_SetItem(parameters.ptr(), attribute.name.ptr(),
                        unsharded ? unsharded_object : sharded_object) != 0) {
       throw py::error_already_set();
     }
@@ -301,14 +322,19 @@ void TorchUnit::register_parameters(bool unsharded) {
 std::uint64_t TorchUnit::shard_version() {
   std::uint64_t version = counts_steps_by_thread ? optimizer_steps_of_thread
                                                  : optimizer_steps.load(std::memory_order_relaxed);
-  for (std::size_t i = 0; i < sharded_.size(); ++i) {
-    if (sharded_[i].is_none()) {
-      continue;
-    }
-    c10::TensorImpl* impl = sharded(i).unsafeGetTensorImpl();
+  const auto add = [&version](const at::Tensor& tensor) {
+    c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
     if (!impl->is_inference()) {
       version += impl->version_counter().current_version();
     }
+  };
+  for (std::size_t i = 0; i < sharded_.size(); ++i) {
+    if (!sharded_[i].is_none()) {
+      add(sharded(i));
+    }
+  }
+  if (has_flat_) {
+    add(THPVariable_Unpack(flat_parameter_.ptr()));
   }
   return version;
 }
@@ -378,8 +404,8 @@ bool TorchUnit::has_held_gradients() {
   if (gradients_.is_shared()) {
     return false;
   }
-  for (std::size_t i = 0; i < trainable_.size(); ++i) {
-    const bool has_ours = sharded(trainable_[i]).grad().is_same(gradients_.at(i));
+  for (std::size_t i = 0; i < gradients_.count(); ++i) {
+    const bool has_ours = gradient_owner(i).grad().is_same(gradients_.at(i));
     if (!has_ours && gradients_.is_held(i)) {
       return true;
     }
@@ -387,21 +413,21 @@ bool TorchUnit::has_held_gradients() {
   return false;
 }
 
-bool TorchUnit::has_sharded_gradient(std::size_t i) {
-  return sharded(trainable_[i]).grad().defined();
-}
+bool TorchUnit::has_sharded_gradient(std::size_t i) { return gradient_owner(i).grad().defined(); }
 
 void TorchUnit::import_sharded_gradient(std::size_t i) {
-  const at::Tensor& gradient = sharded(trainable_[i]).grad();
-  if (!gradient.is_same(gradients_.at(i))) {
-    gradients_.copy_from(i, gradient);
-    sharded(trainable_[i]).mutable_grad() = gradients_.at(i);
+  const std::size_t place = gradient_place(i);
+  const at::Tensor& gradient = gradient_owner(i).grad();
+  if (!gradient.is_same(gradients_.at(place))) {
+    gradients_.copy_from(place, gradient);
+    gradient_owner(i).mutable_grad() = gradients_.at(place);
   }
 }
 
 void TorchUnit::set_sharded_gradient(std::size_t i) {
-  sharded(trainable_[i]).mutable_grad() = gradients_.at(i);
-  got_gradient_[i] = 1;
+  const std::size_t place = gradient_place(i);
+  gradient_owner(i).mutable_grad() = gradients_.at(place);
+  got_gradient_[place] = 1;
 }
 
 void TorchUnit::run_post_accumulate_hooks() {
@@ -410,21 +436,21 @@ void TorchUnit::run_post_accumulate_hooks() {
       continue;
     }
     got_gradient_[i] = 0;
-    if (torch::autograd::impl::post_acc_grad_hooks(sharded(trainable_[i])) != nullptr) {
-      call_post_accumulate_hooks(sharded_[trainable_[i]]);
+    if (torch::autograd::impl::post_acc_grad_hooks(gradient_owner(i)) != nullptr) {
+      call_post_accumulate_hooks(has_flat_ ? flat_parameter_ : sharded_[trainable_[i]]);
     }
   }
 }
 
 bool TorchUnit::has_gradient_setting_changed() const {
+  if (has_flat_) {
+    const at::Tensor& flat = THPVariable_Unpack(flat_parameter_.ptr());
+    return differs(flat, !trainable_.empty(), std::nullopt) ||
+           !flat.storage().is_alias_of(tensors_.shard.flat().storage());
+  }
   for (std::size_t i = 0; i < sharded_.size(); ++i) {
-    if (sharded_[i].is_none()) {
-      continue;
-    }
-    const at::Tensor& parameter = sharded(i);
     const ParamSpec& spec = layout_.params()[i];
-    if (parameter.requires_grad() != spec.trainable ||
-        (spec.trainable && grad_dtype_of(parameter) != spec.unsharded_grad_dtype)) {
+    if (!sharded_[i].is_none() && differs(sharded(i), spec.trainable, spec.unsharded_grad_dtype)) {
       return true;
     }
   }

@@ -55,7 +55,9 @@ namespace fsdp {
 class TorchRoot;
 
 struct ModuleAttribute {
-  pybind11::dict parameters;  // module._parameters
+  // module._parameters. With a flat parameter it is a weak reference to the module, for its
+  // __dict__. That refers to the module's hooks, which refer to the unit.
+  pybind11::object holder;
   pybind11::str name;
   std::size_t parameter;  // index in the unit
 };
@@ -92,10 +94,12 @@ class TorchUnit final : public UnitPort,
   // returns a list of DTensors over the flat gradient that it is called with, one for each
   // trainable parameter. `extensions` is None, or a UnitExtensions: Note [tensor extensions] in
   // fsdp_ext/sharding/extensions.py. For parameters of extensions `unsharded` has None, and for
-  // their inputs all lists have None.
+  // their inputs all lists have None. `flat_parameter` is None, or the flat parameter, over the
+  // flat shard, which has the gradient in place of the sharded parameters: Note [flat parameters]
+  // in sharded_gradients.h. make_gradients then returns this one.
   void bind(pybind11::list sharded, pybind11::list unsharded, pybind11::list place_gradient,
             pybind11::object make_gradients, pybind11::object extensions,
-            std::vector<ModuleAttribute> attributes);
+            pybind11::object flat_parameter, std::vector<ModuleAttribute> attributes);
   void join(const std::shared_ptr<TorchRoot>& root, std::string name, int number);
 
   // - Module hooks.
@@ -142,7 +146,8 @@ class TorchUnit final : public UnitPort,
   void adopt_gradients();
   // Runs users' hooks on the sharded parameters that got a gradient in this backward.
   void run_post_accumulate_hooks();
-  // Whether a parameter was frozen, unfrozen or given a grad_dtype since the unit was made.
+  // Whether a parameter was frozen, unfrozen or given a grad_dtype since the unit was made, or the
+  // flat parameter was given other memory.
   bool has_gradient_setting_changed() const;
   // Enclose a checked step: Note [checked steps] in torch/unit_look.h.
   void begin_look();
@@ -174,6 +179,9 @@ class TorchUnit final : public UnitPort,
   void point_storages(void* unsharded);
   void free_storages();
   const at::Tensor& sharded(std::size_t parameter) const;
+  // What has the gradient of a trainable parameter, and the gradient's place: see bind.
+  const at::Tensor& gradient_owner(std::size_t trainable) const;
+  std::size_t gradient_place(std::size_t trainable) const { return has_flat_ ? 0 : trainable; }
   void register_parameters(bool unsharded);
   void attach_extensions();
   bool has_gradient(std::size_t parameter) const {
@@ -205,6 +213,8 @@ class TorchUnit final : public UnitPort,
   std::vector<pybind11::object> place_gradient_;
   pybind11::object extensions_;
   bool has_extensions_ = false;
+  pybind11::object flat_parameter_;
+  bool has_flat_ = false;
   std::vector<std::size_t> trainable_;  // parameter of each trainable index
   std::vector<char> got_gradient_;      // in this backward, of each trainable index
   std::vector<ModuleAttribute> attributes_;

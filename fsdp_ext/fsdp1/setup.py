@@ -342,6 +342,40 @@ def refuse_subclasses(own: dict[str, nn.Module], ignored: set[nn.Parameter]) -> 
                 )
 
 
+def check_flattened(own: dict[str, nn.Module], ignored: set[nn.Parameter]) -> None:
+    """Raise ValueError if these modules' parameters cannot be one flat parameter.
+
+    FSDP1 raises the same type.
+    """
+    params = {
+        param: f"{prefix}.{attribute}" if prefix else attribute
+        for prefix, module in own.items()
+        for attribute, param in module.named_parameters(recurse=False)
+        if param not in ignored
+    }
+    for kind, others in (
+        ("dtypes", {param.dtype for param in params}),
+        ("requires_grad", {param.requires_grad for param in params}),
+    ):
+        if len(others) > 1:
+            first = next(iter(params))
+            differs = next(
+                name
+                for param, name in params.items()
+                if (param.dtype, param.requires_grad) != (first.dtype, first.requires_grad)
+            )
+            raise ValueError(
+                f"use_orig_params=False makes one parameter of '{params[first]}' and '{differs}', "
+                f"which differ in {kind}. Pass use_orig_params=True, or wrap their modules apart."
+            )
+    integer = [name for param, name in params.items() if not param.is_floating_point()]
+    if integer:
+        raise ValueError(
+            f"use_orig_params=False cannot make a flat parameter of '{integer[0]}', which has "
+            "integers. Pass use_orig_params=True, or ignore it."
+        )
+
+
 def own_tensors(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
     """Return the tensors that these modules own themselves, each once."""
     found: dict[torch.Tensor, None] = {}

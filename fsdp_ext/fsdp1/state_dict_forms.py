@@ -1,14 +1,15 @@
 """The forms of FSDP1's state dicts.
 
-A state dict is full or sharded. A full one, the default, has whole tensors on all ranks or on one.
-A sharded one has the DTensors of the parameters.
+A state dict is full, sharded or local. A full one, the default, has whole tensors on all ranks or
+on one. A sharded one has the DTensors of the parameters, and a local one flat parameters.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
     OptimStateDictConfig,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
@@ -36,6 +39,7 @@ DEFAULT = StateDictSettings(
 CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
     StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
 }
 _CHECKPOINTING = "torch.distributed.checkpoint.state_dict"
 
@@ -47,13 +51,15 @@ class Form:
     is_full: bool
     offload_to_cpu: bool
     rank0_only: bool
+    is_local: bool = False
 
     @staticmethod
     def of(settings: StateDictSettings, *, optimizer: bool) -> Form:
         """Return the form that was set, of models or of optimizers."""
         config: Any = settings.optim_state_dict_config if optimizer else settings.state_dict_config
         is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
-        return Form(is_full, config.offload_to_cpu, is_full and config.rank0_only)
+        is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
+        return Form(is_full, config.offload_to_cpu, is_full and config.rank0_only, is_local)
 
     @staticmethod
     def of_model(settings: StateDictSettings) -> Form:
@@ -78,7 +84,7 @@ class Form:
 
         Ranks that do not get them drop each one at once, so they need memory for one only.
         """
-        keeps = self.keeps_on(ranks)
+        keeps = not self.rank0_only or is_rank_0(ranks)
         for name in names:
             value = self.convert(state_dict[name])
             if keeps:
@@ -86,9 +92,13 @@ class Form:
             else:
                 del state_dict[name]
 
-    def keeps_on(self, ranks: Ranks) -> bool:
-        """Return whether this rank gets the state dict."""
-        return not self.rank0_only or ranks.rank_in_mesh == 0
+
+def is_rank_0(ranks: Ranks) -> bool:
+    """Return whether this rank is the first in FSDP1's ``process_group``.
+
+    With hybrid sharding, that is the group that shards, so each set of ranks has a first one.
+    """
+    return (ranks.rank if ranks.size > 1 else ranks.rank_in_mesh) == 0
 
 
 _SHARDED = Form(is_full=False, offload_to_cpu=False, rank0_only=False)
@@ -96,12 +106,29 @@ _SHARDED = Form(is_full=False, offload_to_cpu=False, rank0_only=False)
 
 def _is_called_by(module: str) -> bool:
     """Return whether the call stack has a function of the Python module of this name."""
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
+    return next(_calls_of(module), None) is not None
+
+
+def _calls_of(module: str) -> Iterator[FrameType]:
+    frame = sys._getframe().f_back
+    while frame is not None:
         if frame.f_globals.get("__name__") == module:
-            return True
-    return False
+            yield frame
+        frame = frame.f_back
+
+
+def refuse_optimizers_of_flat_parameters() -> None:
+    """Raise NotImplementedError in a function of torch.distributed.checkpoint for optimizers.
+
+    It takes the names and shapes of optimizer states from those of the optimizer's parameters, so
+    it would save and load flat parameters as if they were equal on all ranks.
+    """
+    if any(frame.f_locals.get("optims") for frame in _calls_of(_CHECKPOINTING)):
+        raise NotImplementedError(
+            "torch.distributed.checkpoint.state_dict got an optimizer of flat parameters, whose "
+            "state it cannot name. Call FullyShardedDataParallel.optim_state_dict and "
+            "optim_state_dict_to_load instead, or wrap with use_orig_params=True."
+        )
 
 
 def refuse_sharded_tensor(name: str, value: object) -> None:

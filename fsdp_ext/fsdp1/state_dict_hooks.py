@@ -13,6 +13,9 @@ from fsdp_ext.fsdp1.state_dict_forms import Form, refuse_sharded_tensor
 from fsdp_ext.fsdp1.summon import stands_for
 from fsdp_ext.fsdp1.views import mark_flattened
 from fsdp_ext.fsdp1.whole_tensors import shard_like, whole_copy
+from fsdp_ext.sharding.flat_parameter import NAME as FLAT
+from fsdp_ext.sharding.flat_parameter import show_flat
+from fsdp_ext.sharding.state_dict_hooks import settle
 
 
 def remove_wrapper_names(
@@ -32,6 +35,9 @@ def remove_wrapper_names(
     names = _own_names(wrapper, state_dict, prefix)
     if wrapper._sharded._fsdp_ext_unit.is_summoned:
         _take_summoned(module, state_dict, prefix, names, form)
+    flat = wrapper._sharded._fsdp_ext_unit.flat_param
+    if form.is_local and flat is not None:
+        state_dict[prefix + FLAT] = flat.local_shard(state_dict[prefix + FLAT])
     form.convert_all(state_dict, names, wrapper._sharded._fsdp_ext_unit.ranks)
 
 
@@ -70,7 +76,14 @@ def _take_summoned(
 
 def add_wrapper_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before loading, add the wrapper's name to all names, and gather what is summoned."""
-    cast(Any, module)._sharded.reshard()
+    wrapper = cast(Any, module)
+    settle(wrapper._sharded._fsdp_ext_unit)
+    flat = wrapper._sharded._fsdp_ext_unit.flat_param
+    if flat is not None and not Form.of_model(wrapper._state_dict_settings).is_local:
+        flat.hide()
+    local: Any = state_dict.get(prefix + FLAT)
+    if isinstance(local, DTensor):
+        state_dict[prefix + FLAT] = local.to_local()
     for name, param in module.named_parameters(prefix[:-1], remove_duplicate=False):
         value: Any = state_dict.get(name)
         refuse_sharded_tensor(name, value)
@@ -96,6 +109,8 @@ def shard_whole_parameters(
 
 def clean_incompatible_keys(module: nn.Module, keys: Any) -> None:
     """After loading, report names without the wrapper's."""
-    mark_flattened(cast(Any, module)._sharded._fsdp_ext_unit)  # assign=True has made new parameters
+    unit = cast(Any, module)._sharded._fsdp_ext_unit
+    show_flat(unit)
+    mark_flattened(unit)  # assign=True has made new parameters
     for names in (keys.missing_keys, keys.unexpected_keys):
         names[:] = [name.replace(f"{WRAPPED}.", "") for name in names]

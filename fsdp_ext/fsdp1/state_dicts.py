@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fsdp_ext.fsdp1.flat_optimizer_states import FlatParameters
 from fsdp_ext.fsdp1.setup import broadcast
 from fsdp_ext.fsdp1.state_dict_forms import (
     CONFIGS,
@@ -33,7 +34,9 @@ from fsdp_ext.fsdp1.state_dict_forms import (
 )
 from fsdp_ext.fsdp1.whole_tensors import shard_like
 from fsdp_ext.sharding.arguments import device_of
+from fsdp_ext.sharding.flat_parameter import own_parameters_shown, show_flat
 from fsdp_ext.sharding.ranks import Ranks
+from fsdp_ext.sharding.state_dict_hooks import settle
 
 
 class StateDictMethods:
@@ -43,8 +46,21 @@ class StateDictMethods:
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state as ``nn.Module`` does, in the form of ``state_dict_type``."""
-        with torch.inference_mode(False):  # DTensors cannot be detached there
+        wrapper: Any = self
+        unit = wrapper._sharded._fsdp_ext_unit
+        settle(unit)
+        is_local = Form.of_model(wrapper._state_dict_settings).is_local
+        names = contextlib.nullcontext() if is_local else own_parameters_shown(unit)
+        with torch.inference_mode(False), names:  # DTensors cannot be detached there
             return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load what ``state_dict`` returned in the form of ``state_dict_type``, or full."""
+        try:
+            return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+        finally:  # after an error, too
+            for wrapper in self.fsdp_modules(self):
+                show_flat(wrapper._sharded._fsdp_ext_unit)
 
     @classmethod
     def set_state_dict_type(
@@ -58,7 +74,8 @@ class StateDictMethods:
 
         Args:
             module: a wrapper, or a module with wrappers in it.
-            state_dict_type: ``FULL_STATE_DICT``, the default, or ``SHARDED_STATE_DICT``.
+            state_dict_type: ``FULL_STATE_DICT``, the default, ``SHARDED_STATE_DICT`` or
+                ``LOCAL_STATE_DICT``, which has flat parameters.
             state_dict_config: whether tensors move to the host, and for full ones whether only rank
                 0 of the mesh gets them.
             optim_state_dict_config: the same for optimizers.
@@ -67,13 +84,15 @@ class StateDictMethods:
             The settings of the first wrapper before.
 
         Raises:
-            NotImplementedError: for ``LOCAL_STATE_DICT``.
+            NotImplementedError: for ``LOCAL_STATE_DICT`` with ``use_orig_params=True``.
             RuntimeError: if a configuration is one of another type.
         """
-        if state_dict_type not in CONFIGS:
+        wrappers = cls.fsdp_modules(module)
+        is_local = state_dict_type is StateDictType.LOCAL_STATE_DICT
+        if is_local and any(wrapper._use_orig_params for wrapper in wrappers):
             raise NotImplementedError(
-                f"state_dict_type={state_dict_type} is about flat parameters, and parameters are "
-                "the original ones here. Pass StateDictType.SHARDED_STATE_DICT or "
+                f"state_dict_type={state_dict_type} is about flat parameters, and with "
+                "use_orig_params=True there are none. Pass StateDictType.SHARDED_STATE_DICT or "
                 "FULL_STATE_DICT."
             )
         model_type, optim_type = CONFIGS[state_dict_type]
@@ -90,7 +109,6 @@ class StateDictMethods:
                 raise RuntimeError(
                     f"{state_dict_type} got a {type(given).__name__}. Pass a {needed.__name__}."
                 )
-        wrappers = cls.fsdp_modules(module)
         before = wrappers[0]._state_dict_settings if wrappers else DEFAULT
         for wrapper in wrappers:
             wrapper._state_dict_settings = settings
@@ -278,13 +296,17 @@ class StateDictMethods:
     def _optimizer_state(
         cls, model: nn.Module, optim: Optimizer, state: State, form: Form
     ) -> State:
-        names = cls._names_of(_params_of(optim), model)
+        params = _params_of(optim)
+        names = cls._names_of(params, model)
         state = _with_keys(
             state,
             lambda key: names[key] if isinstance(key, int) else key,
-            lambda key, value: form.convert(value),
+            lambda key, value: value,
         )
-        return state if form.keeps_on(cls._ranks_of(model)) else {}
+        state = cls._flat_parameters(names, params, model).split(state)
+        state = _with_keys(state, lambda key: key, lambda key, value: form.convert(value))
+        is_first = cls._ranks_of(model).rank_in_mesh == 0  # also with hybrid sharding, as in FSDP1
+        return state if is_first or not form.rank0_only else {}
 
     @classmethod
     def _to_load(
@@ -299,31 +321,43 @@ class StateDictMethods:
         """Return ``state``, which is keyed by names, for an optimizer with these parameters."""
         params = [param for group in groups for param in group]
         names = cls._names_of(params, model)
-        by_name = dict(zip(names, params, strict=True))
+        flats = cls._flat_parameters(names, params, model)
+        by_name: dict[str, nn.Parameter] = {}
+        for name, param in zip(names, params, strict=True):
+            by_name |= flats.own_parameters(name, param)
         if from_rank_0:
             ranks = cls._ranks_of(model)
             state = _from_rank_0(state, ranks, device_of(ranks.mesh))
         keys: dict[str, Any] = {name: name if named else i for i, name in enumerate(names)}
         left = iter(names)
         names_by_group = [[next(left) for _ in group] for group in groups]
+        states = {
+            name: {
+                key: _shard_state(f"{name}.{key}", value, by_name[name])
+                for key, value in values.items()
+            }
+            for name, values in _known(state["state"], by_name).items()
+        }
         return {
             **state,
-            "state": {
-                keys[name]: {
-                    key: _shard_state(f"{name}.{key}", value, by_name[name])
-                    for key, value in values.items()
-                }
-                for name, values in _known(state["state"], by_name).items()
-            },
+            "state": {keys[name]: values for name, values in flats.join(states).items()},
             "param_groups": [
                 {
-                    **_saved_group(state, of_group),
+                    **_saved_group(state, [own for n in of_group for own in flats.own_names(n)]),
                     # Optimizers match parameters by their places in these lists.
                     "params": [keys[name] for name in of_group],
                 }
                 for of_group in names_by_group
             ],
         }
+
+    @classmethod
+    def _flat_parameters(
+        cls, names: list[str], params: list[nn.Parameter], model: nn.Module
+    ) -> FlatParameters:
+        units = [wrapper._sharded._fsdp_ext_unit for wrapper in cls.fsdp_modules(model)]
+        flats = [unit.flat_param for unit in units if unit.flat_param is not None]
+        return FlatParameters(names, params, flats)
 
     @classmethod
     def _names_of(cls, params: list[nn.Parameter], model: nn.Module) -> list[str]:

@@ -19,10 +19,12 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_ext._util.errors import MisuseError
 from fsdp_ext._util.warn import warn_caller
+from fsdp_ext.fsdp1.state_dict_forms import is_rank_0
 from fsdp_ext.fsdp1.whole_tensors import shard_like, whole_copy
-from fsdp_ext.sharding.ownership import mark_goes_on_as, mark_overwritten
+from fsdp_ext.sharding.flat_parameter import own_parameters_shown
+from fsdp_ext.sharding.ownership import mark_goes_on_as, mark_overwritten, mark_unsharded
 from fsdp_ext.sharding.sharded_param import ShardedParam
-from fsdp_ext.sharding.state_dict_hooks import reshard
+from fsdp_ext.sharding.state_dict_hooks import settle
 from fsdp_ext.sharding.unit import Unit
 
 # Set on a whole parameter: the sharded one that it stands for.
@@ -62,12 +64,16 @@ class Summoning:
 class _Stand:
     """A whole parameter that stands for a sharded one in the modules."""
 
-    def __init__(self, param: ShardedParam, whole: nn.Parameter) -> None:
+    def __init__(self, param: ShardedParam, whole: nn.Parameter, *, is_flat: bool) -> None:
         self._param = param
         self._whole = whole
+        self._is_flat = is_flat
         self._places = [(module._parameters, name) for module, name in param.attributes]
         setattr(whole, _STANDS_FOR, param.sharded)
-        mark_goes_on_as(whole, param.sharded)  # optimizers may be made of whole parameters
+        if is_flat:
+            mark_unsharded(whole, param.name)  # no optimizer can train it
+        else:
+            mark_goes_on_as(whole, param.sharded)  # optimizers may be made of whole parameters
         if whole.requires_grad:
             hooked: Any = whole  # torch leaves this untyped
             hooked.register_post_accumulate_grad_hook(_refuse_backward)
@@ -100,7 +106,8 @@ class _Stand:
     def write_back(self, written: nn.Parameter, *, with_grads: bool) -> None:
         sharded = self._param.sharded
         sharded.copy_(shard_like(written.detach(), cast(DTensor, sharded)))
-        sharded.requires_grad_(written.requires_grad)
+        if not self._is_flat:
+            sharded.requires_grad_(written.requires_grad)
         if not with_grads:
             return
         if written.grad is None:
@@ -143,17 +150,32 @@ def summon(unit: Unit, how: Summoning, caller: str) -> Iterator[None]:
         raise MisuseError(
             f"{caller} was called on unit '{unit.name}' while {phase} runs. Call it between steps."
         )
-    reshard(unit)
+    if how.with_grads and unit.flat_param is not None:
+        raise NotImplementedError(
+            f"{caller} got with_grads=True on unit '{unit.name}', which has a flat parameter. Wrap "
+            "with use_orig_params=True."
+        )
+    settle(unit)
+    with own_parameters_shown(unit):
+        yield from _put_whole(unit, how)
+
+
+def _put_whole(unit: Unit, how: Summoning) -> Iterator[None]:
     stands = _gather(unit, how)
-    if how.rank0_only and unit.ranks.rank_in_mesh != 0:
+    if how.rank0_only and not is_rank_0(unit.ranks):
         stands = []
+    flat = unit.flat_param
     _set_summoned(unit, True)
     for stand in stands:
         stand.put(overwrites=how.writeback)
+    if flat is not None:
+        mark_overwritten(flat.param, how.writeback)
     try:
         yield
     finally:
         written = [stand.take_away() for stand in stands]
+        if flat is not None:
+            mark_overwritten(flat.param, False)
         _set_summoned(unit, False)
         if how.writeback:
             for stand, param in zip(stands, written, strict=True):
@@ -179,7 +201,7 @@ def _gather(unit: Unit, how: Summoning) -> list[_Stand]:
         if grad is not None:
             whole.grad_dtype = None  # it may be that of keep_low_precision_grads
             whole.grad = whole_copy(grad)
-        stands.append(_Stand(param, whole))
+        stands.append(_Stand(param, whole, is_flat=unit.flat_param is not None))
     return stands
 
 
@@ -230,7 +252,8 @@ class SummonMethods:
                 ``module`` itself, without the wrappers inside, which gather in forward.
             writeback: keep what is written into them. Each rank keeps its own shard of what it has
                 written, so all have to write the same.
-            rank0_only: only rank 0 of the mesh gets them; the others have the sharded ones.
+            rank0_only: only rank 0 of ``process_group`` gets them; the others have the sharded
+                ones.
             offload_to_cpu: put them on the host.
             with_grads: gather gradients, too, and with ``writeback`` keep what is written there.
 
@@ -238,7 +261,7 @@ class SummonMethods:
             MisuseError: in forward or backward, and for wrappers whose parameters are summoned
                 already. It is an AssertionError, as FSDP1's.
             NotImplementedError: for ``writeback`` with ``rank0_only``, and for ``with_grads`` with
-                ``offload_to_cpu``.
+                ``offload_to_cpu`` or without ``use_orig_params``.
             ValueError: if a parameter was given another shape inside.
         """
         how = Summoning(writeback, rank0_only, offload_to_cpu, with_grads)

@@ -28,8 +28,10 @@ from torch.distributed.fsdp._common_utils import (
 )
 from torch.distributed.tensor import DTensor
 
-from fsdp_ext.fsdp1.setup import HYBRID
+from fsdp_ext.fsdp1.setup import CHECKPOINTED, HYBRID
+from fsdp_ext.sharding.flat_parameter import make_flat
 from fsdp_ext.sharding.handles import UnshardHandle
+from fsdp_ext.sharding.module_state import managed_modules
 from fsdp_ext.sharding.sharded_param import ShardedParam
 from fsdp_ext.sharding.state_dict_hooks import adopt_changes, reshard
 from fsdp_ext.sharding.unit import Unit
@@ -41,8 +43,9 @@ class _View:
     def __getattr__(self, name: str) -> NoReturn:
         known = sorted(name for name in dir(type(self)) if not name.startswith("__"))
         raise AttributeError(
-            f"fsdp_ext has no flat parameters, only views with {', '.join(known)}, so there is no "
-            f"'{name}'. Use the module's parameters, which are DTensors."
+            f"with use_orig_params=True, fsdp_ext has no flat parameters, only views with "
+            f"{', '.join(known)}, so there is no '{name}'. Use the module's parameters, which are "
+            "DTensors."
         )
 
 
@@ -55,13 +58,7 @@ class FlatParamView(_View):
     @property
     def _fqns(self) -> tuple[str, ...]:
         """The name of each parameter in the unit's module. A tied parameter has one name."""
-        names = {
-            param: name
-            for module in self._unit.modules
-            for name, param in module.named_parameters()
-        }
-        registered = [param.registered() for param in self._unit.params]
-        return tuple(names[param] for param in registered if param is not None)
+        return names_in_module(self._unit)
 
     @property
     def _params(self) -> list[nn.Parameter]:
@@ -141,9 +138,10 @@ class HandleView(_View):
         self._unit = unit
 
     @property
-    def flat_param(self) -> FlatParamView:
-        """The unit's parameters."""
-        return FlatParamView(self._unit)
+    def flat_param(self) -> Any:
+        """The unit's flat parameter, or a view of its parameters."""
+        flat = self._unit.flat_param
+        return FlatParamView(self._unit) if flat is None else flat.param
 
     @property
     def uses_sharded_strategy(self) -> bool:
@@ -152,7 +150,7 @@ class HandleView(_View):
 
     @property
     def _use_orig_params(self) -> bool:
-        return True
+        return self._unit.flat_param is None
 
     @property
     def _offload_params(self) -> bool:
@@ -160,7 +158,8 @@ class HandleView(_View):
 
     @property
     def _orig_param_dtype(self) -> torch.dtype:
-        return self.flat_param.dtype
+        dtype: torch.dtype = self.flat_param.dtype
+        return dtype
 
     @_orig_param_dtype.setter
     def _orig_param_dtype(self, value: torch.dtype) -> None:
@@ -188,7 +187,7 @@ class WrapperViews:
     _state_dict_settings: StateDictSettings
 
     _fsdp_extension = None
-    _use_orig_params = True  # whatever was passed: there are no flat parameters
+    _use_orig_params: bool
 
     @property
     def rank(self) -> int:
@@ -242,7 +241,7 @@ class WrapperViews:
         return HandleView(self._sharded._fsdp_ext_unit) if self._has_params else None
 
     @property
-    def _flat_param(self) -> FlatParamView | None:
+    def _flat_param(self) -> Any:
         handle = self._handle
         return None if handle is None else handle.flat_param
 
@@ -288,3 +287,30 @@ def mark_flattened(unit: Unit) -> None:
     """Mark the parameters as FSDP1 marks those of its flat parameters, which trainers look for."""
     for param in unit.params:
         setattr(param.sharded, FSDP_FLATTENED, True)
+
+
+def flatten_unit(unit: Unit) -> None:
+    """Give a unit a flat parameter, with what libraries read of FSDP1's."""
+    make_flat(unit)
+    if unit.flat_param is None:
+        return
+    flat: Any = unit.flat_param.param
+    setattr(flat, FSDP_FLATTENED, True)
+    flat._fqns = names_in_module(unit)
+    flat._params = None
+    flat._shapes = tuple(param.shape for param in unit.params)
+    flat._numels = tuple(shape.numel() for shape in flat._shapes)
+    for module in managed_modules(unit.modules):
+        cast(Any, module)._fsdp_use_orig_params = False
+
+
+def names_in_module(unit: Unit) -> tuple[str, ...]:
+    """Return the name of each parameter in the unit's module. A tied parameter has one name."""
+    prefixes = {
+        module: f"{name}." if name else ""
+        for top in unit.modules
+        for name, module in top.named_modules()
+    }
+    places = [param.attributes[0] for param in unit.params]
+    names = (prefixes[module] + name for module, name in places)
+    return tuple(name.replace(f"{CHECKPOINTED}.", "") for name in names)

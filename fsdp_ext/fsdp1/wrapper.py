@@ -37,6 +37,7 @@ from fsdp_ext.fsdp1.setup import (
     cast_buffers,
     check_arguments,
     check_communication_hook,
+    check_flattened,
     check_same_ranks,
     materialise,
     offload_policy,
@@ -49,7 +50,7 @@ from fsdp_ext.fsdp1.setup import (
     resolve_ignored,
     wrap_children,
 )
-from fsdp_ext.fsdp1.state_dict_forms import DEFAULT
+from fsdp_ext.fsdp1.state_dict_forms import DEFAULT, refuse_optimizers_of_flat_parameters
 from fsdp_ext.fsdp1.state_dict_hooks import (
     add_wrapper_names,
     clean_incompatible_keys,
@@ -58,9 +59,10 @@ from fsdp_ext.fsdp1.state_dict_hooks import (
 )
 from fsdp_ext.fsdp1.state_dicts import StateDictMethods
 from fsdp_ext.fsdp1.summon import Summoning, SummonMethods, summon
-from fsdp_ext.fsdp1.views import WrapperViews, mark_flattened
+from fsdp_ext.fsdp1.views import WrapperViews, flatten_unit, mark_flattened
 from fsdp_ext.sharding.api import fully_shard
 from fsdp_ext.sharding.arguments import check_modules
+from fsdp_ext.sharding.flat_parameter import is_flat
 from fsdp_ext.sharding.module_state import ModuleState, set_state, sharded_module
 from fsdp_ext.sharding.optimizer_hooks import let_optimizers_go_on
 from fsdp_ext.sharding.ownership import hand_over, is_sharded
@@ -71,10 +73,11 @@ from fsdp_ext.sharding.user_hooks import CommunicationHook
 class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn.Module):
     """Shard a module's parameters, gradients and optimizer state over data-parallel ranks.
 
-    Unlike FSDP1's wrapper, it has no flat parameters: the module's own parameters are DTensors with
-    ``Shard(0)``. ``state_dict`` holds full tensors on all ranks until ``state_dict_type`` says
-    otherwise, and ``load_state_dict`` takes these and DTensors. All names are those of the
-    unwrapped model.
+    With ``use_orig_params=True``, the module's own parameters are DTensors with ``Shard(0)``.
+    Otherwise optimizers see one flat parameter for each wrapper. ``state_dict`` holds full tensors
+    on all ranks until ``state_dict_type`` says otherwise, and ``load_state_dict`` takes these and
+    DTensors. All names are those of the unwrapped model, and of a flat parameter
+    ``<wrapped module>._flat_param``.
 
     Args:
         module: the module to wrap. Make the optimizer afterwards, or see ``use_orig_params``.
@@ -101,8 +104,10 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         sync_module_states: start from the parameters and buffers of the group's rank 0.
         forward_prefetch: no effect: the schedule always prefetches.
         limit_all_gathers: no effect: the ring of gather buffers always limits them.
-        use_orig_params: whether optimizers that were made before wrapping get the sharded
-            parameters. ``parameters()`` has the sharded ones either way.
+        use_orig_params: whether ``parameters()`` has the module's own parameters, as DTensors.
+            Optimizers that were made before wrapping then go on with these. With False, the
+            default, it has a 1-D parameter for each wrapper, over this rank's flat shard. Then all
+            parameters of a wrapper need one dtype, and all or none of them are trained.
         ignored_states: ``ignored_modules`` that may also be parameters; pass one of the two.
         device_mesh: 1-D device mesh to shard over; with hybrid sharding a 2-D mesh, which
             replicates over its first dimension and shards over its second.
@@ -191,6 +196,8 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         if sync_module_states:
             broadcast(tensors, mesh)
         self._buffer_dtypes = cast_buffers(own, precision.buffer_dtype)
+        if not use_orig_params:
+            check_flattened(own, ignored_params)
         self.add_module(WRAPPED, module)
         originals = own_parameters(own.values()) if use_orig_params else {}
         sharded = fully_shard(
@@ -210,10 +217,13 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         self._sharded._fsdp_ext_unit.change(
             keep_low_precision_grads=precision.keep_low_precision_grads
         )
+        self._use_orig_params = use_orig_params
+        if not use_orig_params:
+            flatten_unit(self._sharded._fsdp_ext_unit)
         mark_flattened(self._sharded._fsdp_ext_unit)
         for (owner, name), param in originals.items():
             now = owner._parameters[name]
-            if now is not None and is_sharded(now):
+            if now is not None and now is not param and is_sharded(now):
                 hand_over(param, now)
         if use_orig_params and not are_children_wrapped():
             let_optimizers_go_on()
@@ -291,6 +301,8 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
 
     def _fqn_modifiers(self) -> dict[str, str]:
         # torch.distributed.checkpoint drops the values of this dict from its names.
+        if not self._use_orig_params:
+            refuse_optimizers_of_flat_parameters()
         return {"": WRAPPED}
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
@@ -363,6 +375,8 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
             dtype = torch.promote_types(dtype, param.dtype)
             if isinstance(param.grad, DTensor):
                 sharded.append(param.grad.to_local())
+            elif param.grad is not None and is_flat(param):
+                sharded.append(param.grad)  # its padding is zero
             elif param.grad is not None:
                 plain.append(param.grad)
 

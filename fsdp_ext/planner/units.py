@@ -5,6 +5,7 @@ The rules are those of training: ``sharding/param_group.py`` and ``sharding/unit
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_ext.comm.link import Link
 from fsdp_ext.planner.meta_copies import meta_copy
 from fsdp_ext.sharding.arguments import check_modules
+from fsdp_ext.sharding.flat_parameter import own_parameters_shown
 from fsdp_ext.sharding.module_state import ModuleState, managed_params, set_state, unit_of
 from fsdp_ext.sharding.ownership import (
     check_parameter,
@@ -25,6 +27,7 @@ from fsdp_ext.sharding.ownership import (
 )
 from fsdp_ext.sharding.param_group import ParamGroup, keeps_dtype
 from fsdp_ext.sharding.settings import Decision, UnitSettings
+from fsdp_ext.sharding.state_dict_hooks import settle
 from fsdp_ext.sharding.unit import Unit
 from fsdp_ext.sharding.unit_tree import UnitTree
 
@@ -177,7 +180,12 @@ def units_of_sharded(model: nn.Module, ranks: PlannedRanks) -> nn.Module:
         NotImplementedError: if the class of a parameter says how it is gathered.
     """
     _refuse_extensions(model)
-    copied, copies = meta_copy(model)
+    units = {unit for module in model.modules() if (unit := unit_of(module)) is not None}
+    with contextlib.ExitStack() as shown:
+        for unit in units:
+            settle(unit)
+            shown.enter_context(own_parameters_shown(unit))
+        copied, copies = meta_copy(model)
     if unit_of(model) is None:
         raise ValueError(
             f"plan got a {type(model).__name__} in which only modules inside are sharded. Call "
@@ -185,12 +193,12 @@ def units_of_sharded(model: nn.Module, ranks: PlannedRanks) -> nn.Module:
         )
     planned: dict[int, PlannedUnit] = {}
     for module in model.modules():
-        unit = unit_of(module)
-        if unit is not None:
-            if id(unit) not in planned:
-                planned[id(unit)] = PlannedUnit.like(unit, ranks, copies)
+        its_unit = unit_of(module)
+        if its_unit is not None:
+            if id(its_unit) not in planned:
+                planned[id(its_unit)] = PlannedUnit.like(its_unit, ranks, copies)
             copy = copies[module]
-            set_state(copy, ModuleState(copy, planned[id(unit)]))
+            set_state(copy, ModuleState(copy, planned[id(its_unit)]))
     return copied
 
 

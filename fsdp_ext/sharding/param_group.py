@@ -223,4 +223,5 @@ class ParamGroup:
             gathered=param.is_gathered,
             grad_dtype=self.grad_dtype(param) if is_trained else None,
             unsharded_grad_dtype=param.grad_dtype if is_trained else None,
+            is_uniform=self.settings.is_flat,
         )

@@ -18,6 +18,7 @@ from fsdp_ext.sharding import module_changes
 from fsdp_ext.sharding.agreement import has_peers
 from fsdp_ext.sharding.auto import chosen_for
 from fsdp_ext.sharding.comparisons import compare_groups, compare_sets
+from fsdp_ext.sharding.flat_parameter import is_flat
 from fsdp_ext.sharding.meshes import add_meshes, check_meshes, refuse_several_meshes
 from fsdp_ext.sharding.module_state import hooks_of, sharded_module, unit_of
 from fsdp_ext.sharding.settings import AUTO, Choice, Decision, RootSettings, Scope
@@ -127,7 +128,7 @@ class Root(UnitTree):
             for attribute, param in module._parameters.items():
                 place = (module, attribute)
                 name = f"{prefix}.{attribute}" if prefix else attribute
-                if param is None or place in ignored:
+                if param is None or place in ignored or is_flat(param):
                     continue
                 owner, unit = owners.get(param), places.get(place)
                 if owner is not None and unit is not None and owner is not unit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 from fsdp_ext import _C
 from fsdp_ext.sharding.dtensors import GradientPlace, Spread
 from fsdp_ext.sharding.extensions import GatherInput, OwnRows
+from fsdp_ext.sharding.flat_parameter import registered
 from fsdp_ext.sharding.ownership import mark_unsharded, own_grad_dtype
 
 
@@ -68,10 +70,10 @@ class ShardedParam:
         """Whether it is trained."""
         return self.sharded.requires_grad
 
-    def registered(self) -> nn.Parameter | None:
+    def registered(self) -> Any:
         """Return the present value of the first attribute."""
         module, name = self.attributes[0]
-        return module._parameters[name]
+        return registered(module, name)
 
 
 # What the layout has a place for: parameters, and what extensions gather.
@@ -121,8 +123,10 @@ def kind_of_part(entry: Entry) -> tuple[torch.Size, torch.dtype]:
     return (entry.local.shape, entry.dtype) if entry.is_gathered else (torch.Size([0]), torch.uint8)
 
 
-def lies_in(entry: Entry, part: torch.Tensor, flat: torch.Tensor) -> bool:
-    """Return whether ``part`` is what the entry has in the flat shard."""
+def lies_in(entry: Entry, part: torch.Tensor, flat: torch.Tensor, offset: int) -> bool:
+    """Return whether ``part``, at a byte of the flat shard, is what the entry has in it."""
+    if _address(part) != _address(flat) + offset:
+        return False
     if isinstance(entry, GatherInput):
         return (part.shape, part.dtype) == kind_of_part(entry)
     local = entry.local
@@ -136,3 +140,8 @@ def lies_in(entry: Entry, part: torch.Tensor, flat: torch.Tensor) -> bool:
         and local.untyped_storage()._cdata == part.untyped_storage()._cdata
         and local.storage_offset() == 0
     )
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return where a tensor's storage begins. ``Tensor.data_ptr`` is 0 if it has no elements."""
+    return tensor.untyped_storage().data_ptr()

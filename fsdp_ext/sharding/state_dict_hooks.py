@@ -32,6 +32,13 @@ def reshard(unit: Unit) -> None:
         unit.root.reshard(unit)
 
 
+def settle(unit: Unit) -> None:
+    """Reshard the unit, and adopt what its flat parameter was given, if it has one."""
+    reshard(unit)
+    if unit.flat_param is not None:
+        adopt_changes(unit)
+
+
 def adopt_changes(unit: Unit) -> None:
     """Adopt sharded parameters that were replaced, converted or moved."""
     if unit.flatten(loading=True) and unit.root is not None:

@@ -6,6 +6,7 @@ Everything here runs before training or between steps. ``csrc/torch`` has what r
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from fsdp_ext.comm.transports import zeros_for_shard
 from fsdp_ext.sharding import optimizer_hooks
 from fsdp_ext.sharding.dtensors import Spread, gradient_maker, part_of_this_rank, shards_of
 from fsdp_ext.sharding.extensions import Extension, GatherInput, OwnRows, place_extensions
+from fsdp_ext.sharding.flat_parameter import FlatParameter, flat_gradient_maker, registered
 from fsdp_ext.sharding.ownership import (
     check_grad_dtype,
     check_parameter,
@@ -78,6 +80,8 @@ class Unit(ParamGroup):
         self.collectives: dict[str, CustomCollective] = {}
         # Modules and the names of their attributes that were passed as ignored_params.
         self.ignored: set[tuple[nn.Module, str]] = set()
+        # With FSDP1's use_orig_params=False: Note [flat parameters in Python].
+        self.flat_param: FlatParameter | None = None
         self.shard_device = torch.device("cpu") if settings.offloads else device
         self.pins_memory = settings.offloads and device.type == "cuda"
         self.flat_shard = torch.empty(0, dtype=torch.uint8, device=self.shard_device)
@@ -252,11 +256,12 @@ class Unit(ParamGroup):
         if self.is_summoned:
             return False
         try:
+            if self.flat_param is not None:
+                self.flat_param.adopt()
             replaced = [self._merge_tied(), *[self._adopt(param, loading) for param in self.params]]
         except ValueError:
             for param in self.params:  # so that the model is as it was before
-                for module, name in param.attributes:
-                    module._parameters[name] = param.sharded
+                self._register(param)
             raise
         layout = self.layout_for(training=False)
         entries = self.entries
@@ -292,6 +297,8 @@ class Unit(ParamGroup):
                     part.copy_(entry.local)
                 entry.sharded._local_tensor = part  # type: ignore[attr-defined]
         self.flat_shard, self.shard_parts = flat, parts
+        if self.flat_param is not None:
+            self.flat_param.follow()
         return True
 
     def places(self) -> list[tuple[nn.Module, str]]:
@@ -311,7 +318,7 @@ class Unit(ParamGroup):
             return False
         for param in self.params:
             for module, name in param.attributes:
-                now = module._parameters.get(name)
+                now = registered(module, name)
                 if now is not param.sharded and (now is None or unsharded_name(now) is None):
                     return True
         return False
@@ -323,7 +330,7 @@ class Unit(ParamGroup):
         for param in self.params:
             for attribute in list(param.attributes):
                 module, name = attribute
-                now = module._parameters.get(name)
+                now = registered(module, name)
                 other = None if now is None else by_sharded.get(now)
                 if other is not None and other is not param:
                     param.attributes.remove(attribute)
@@ -359,8 +366,7 @@ class Unit(ParamGroup):
                     now.grad_dtype = param.grad_dtype
                 optimizer_hooks.check_again()
             param.sharded = now
-            for module, name in param.attributes:
-                module._parameters[name] = now
+            self._register(param)
         local_shape = list(param.shape)
         _, local_shape[param.shard_dim] = self._range(param.shape, param.shard_dim)
         shape = param.spread.shape
@@ -379,17 +385,22 @@ class Unit(ParamGroup):
             )
         return replaced
 
+    def _register(self, param: ShardedParam) -> None:
+        """Let all modules have a sharded parameter."""
+        flat = self.flat_param
+        for module, name in param.attributes:
+            (module._parameters if flat is None else flat.home(module))[name] = param.sharded
+
     def _is_untied(self, param: ShardedParam) -> bool:
         """Return whether an attribute has another DTensor than the first, as after loading."""
-        values = [module._parameters[name] for module, name in param.attributes]
+        values = [registered(module, name) for module, name in param.attributes]
         return any(isinstance(value, DTensor) and value is not values[0] for value in values)
 
     def _is_flat(self, entries: Sequence[Entry], layout: _C.UnitLayout) -> bool:
         if self.flat_shard.numel() != layout.shard_bytes or len(self.shard_parts) != len(entries):
             return False
         return all(
-            lies_in(entry, part, self.flat_shard)
-            and _address(part) == _address(self.flat_shard) + place.shard_offset
+            lies_in(entry, part, self.flat_shard, place.shard_offset)
             for entry, part, place in zip(entries, self.shard_parts, layout.placements, strict=True)
         )
 
@@ -425,6 +436,9 @@ class Unit(ParamGroup):
         """
         self.name = name
         self.flatten()
+        flat = self.flat_param
+        if flat is not None:
+            flat.freeze()
         for param in self.params:
             param.name = names.get(param.sharded, param.name)
             check_grad_dtype(param.name, param.sharded, is_extension=not param.is_gathered)
@@ -473,10 +487,13 @@ class Unit(ParamGroup):
                 None if param is None or param.unsharded is None else param.unsharded.place
                 for param in params
             ],
-            make_gradients=gradient_maker(gradient_places(params, layout, self.grad_dtype)),
+            make_gradients=gradient_maker(gradient_places(params, layout, self.grad_dtype))
+            if flat is None
+            else flat_gradient_maker(self.grad_dtype(self.params[0]), flat.param),
             extensions=place_extensions(extensions, entries, self.shard_parts, views),
+            flat_parameter=None if flat is None else flat.param,
             attributes=[
-                (module._parameters, attribute, index)
+                (module._parameters if flat is None else weakref.ref(module), attribute, index)
                 for index, param in enumerate(params)
                 if param is not None
                 for module, attribute in param.attributes
@@ -496,8 +513,3 @@ class Unit(ParamGroup):
         self.inputs = [each for extension in extensions for each in extension.inputs]
         self.flatten()
         return extensions
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Return where a tensor's storage begins. ``Tensor.data_ptr`` is 0 if it has no elements."""
-    return tensor.untyped_storage().data_ptr()

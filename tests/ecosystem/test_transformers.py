@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from ecosystem.families import FAMILIES, LENGTH, VOCABULARY, subject
-from support.fsdp1_parity import torch_fsdp, train
+from support.fsdp1_parity import FSDP, torch_fsdp, train
 from support.launcher import run_ranks
 from support.parity import (
     EXACT,
@@ -28,8 +28,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-import fsdp_ext
 
 # Gradients are sums of more than two terms: the unsharded model adds them up in another order.
 ROUGH = Tolerance(1e-4, 1e-5)
@@ -84,7 +82,7 @@ def test_trains_as_unsharded_and_as_fsdp2(case: Case) -> None:
 
 def _by_wrapper(name: str) -> None:
     histories = []
-    for wrap in (torch_fsdp, fsdp_ext.FullyShardedDataParallel):
+    for wrap in (torch_fsdp, FSDP):
         torch.manual_seed(0)
         model = subject(name)
         policy = ModuleWrapPolicy({type(unit) for unit in model.units()})

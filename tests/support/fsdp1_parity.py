@@ -18,6 +18,7 @@ from torch.distributed.fsdp.wrap import (
 )
 from torch.distributed.tensor import DTensor
 
+import fsdp_ext
 from support.models import Mlp, Subject, TransformerBlock
 
 BF16 = torch.bfloat16
@@ -25,6 +26,20 @@ STEPS = 4
 CPU = torch.device("cpu")
 BY_BLOCK = ModuleWrapPolicy({Mlp, TransformerBlock})
 Values = dict[str, "Tensor | None"]
+
+
+class _AllOfOurs(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, fsdp_ext.FullyShardedDataParallel)
+
+
+class FSDP(fsdp_ext.FullyShardedDataParallel, metaclass=_AllOfOurs):
+    """Ours, with the original parameters unless `use_orig_params` says otherwise."""
+
+    def __init__(self, module: nn.Module, *, use_orig_params: bool = True, **kwargs: Any) -> None:
+        super().__init__(module, use_orig_params=use_orig_params, **kwargs)
+        # As its children, which have that class.
+        self.__class__ = fsdp_ext.FullyShardedDataParallel  # type: ignore[assignment]
 
 
 def make(subject: Callable[[], Subject], seed: int = 0) -> Subject:

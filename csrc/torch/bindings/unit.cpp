@@ -33,17 +33,19 @@ void register_unit(py::module_& m) {
       .def(
           "bind",
           [](TorchUnit& unit, py::list sharded, py::list unsharded, py::list place_gradient,
-             py::object make_gradients, py::object extensions,
-             const std::vector<std::tuple<py::dict, py::str, std::size_t>>& attributes) {
+             py::object make_gradients, py::object extensions, py::object flat_parameter,
+             const std::vector<std::tuple<py::object, py::str, std::size_t>>& attributes) {
             std::vector<ModuleAttribute> bound;
-            for (const auto& [parameters, name, parameter] : attributes) {
-              bound.push_back({parameters, name, parameter});
+            for (const auto& [holder, name, parameter] : attributes) {
+              bound.push_back({holder, name, parameter});
             }
             unit.bind(std::move(sharded), std::move(unsharded), std::move(place_gradient),
-                      std::move(make_gradients), std::move(extensions), std::move(bound));
+                      std::move(make_gradients), std::move(extensions), std::move(flat_parameter),
+                      std::move(bound));
           },
           py::arg("sharded"), py::arg("unsharded"), py::arg("place_gradient"),
-          py::arg("make_gradients"), py::arg("extensions"), py::arg("attributes"))
+          py::arg("make_gradients"), py::arg("extensions"), py::arg("flat_parameter"),
+          py::arg("attributes"))
       .def("release_gradients", [](TorchUnit& unit) { unit.gradients().release(); })
       .def("share_flat_gradient", [](TorchUnit& unit) { return unit.gradients().share(); })
       .def("pre_forward_hook",

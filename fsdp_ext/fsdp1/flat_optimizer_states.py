@@ -1,0 +1,113 @@
+"""States of optimizers that have flat parameters, converted to the parameters' own and back.
+
+A saved state has the names and shapes of the original parameters, whatever ``use_orig_params`` is.
+So both kinds of wrappers load what the other has saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_ext.sharding.flat_parameter import NAME, FlatParameter
+
+State = dict[str, Any]
+
+
+class FlatParameters:
+    """The flat parameters of an optimizer, and the names of the parameters in them.
+
+    Args:
+        names: the names of the optimizer's parameters in the model.
+        params: these parameters.
+        flats: the model's flat parameters.
+    """
+
+    def __init__(
+        self,
+        names: Iterable[str],
+        params: Iterable[nn.Parameter],
+        flats: Iterable[FlatParameter],
+    ) -> None:
+        by_param = {flat.param: flat for flat in flats}
+        self._flats = {
+            name: by_param[param]
+            for name, param in zip(names, params, strict=True)
+            if param in by_param
+        }
+
+    def own_names(self, name: str) -> list[str]:
+        """Return the names of the parameters in a flat one; that of another one as it is."""
+        if name not in self._flats:
+            return [name]
+        flat: Any = self._flats[name].param
+        return [name.removesuffix(NAME) + own for own in flat._fqns]
+
+    def own_parameters(self, name: str, param: nn.Parameter) -> dict[str, nn.Parameter]:
+        """Return the sharded parameters in a flat one by name; another one as it is."""
+        flat = self._flats.get(name)
+        own = [param] if flat is None else [each.sharded for each in flat.params]
+        return dict(zip(self.own_names(name), own, strict=True))
+
+    def split(self, state: State) -> State:
+        """Return a state that is keyed by names with the parameters in flat ones in their place."""
+        states: State = {}
+        for name, values in state["state"].items():
+            flat = self._flats.get(name)
+            if flat is None:
+                states[name] = values
+                continue
+            own_states: list[State] = [{} for _ in flat.params]
+            for key, value in values.items():
+                for own_state, part in zip(own_states, _split(value, flat), strict=True):
+                    own_state[key] = part
+            states.update(zip(self.own_names(name), own_states, strict=True))
+        groups = [
+            {**group, "params": [own for name in group["params"] for own in self.own_names(name)]}
+            for group in state["param_groups"]
+        ]
+        return {**state, "state": states, "param_groups": groups}
+
+    def join(self, states: State) -> State:
+        """Return the values of :meth:`split`, as shards, with flat ones in their place again.
+
+        Raises:
+            ValueError: if some of the parameters in a flat one have no values, and others have.
+        """
+        joined = dict(states)
+        for name, flat in self._flats.items():
+            own = self.own_names(name)
+            missing = [each for each in own if each not in states]
+            if len(missing) == len(own):
+                continue
+            if missing:
+                raise ValueError(
+                    f"the optimizer's state has none for {missing}, which are in one flat "
+                    "parameter with others. Save the state of all parameters of a wrapper, or use "
+                    "use_orig_params=True."
+                )
+            own_states = [joined.pop(each) for each in own]
+            joined[name] = {
+                key: _join([values[key] for values in own_states], flat) for key in own_states[0]
+            }
+        return joined
+
+
+def _split(value: Any, flat: FlatParameter) -> list[Any]:
+    if isinstance(value, torch.Tensor) and value.shape == flat.param.shape:
+        # Copies, because a checkpoint writes the whole storage of a tensor.
+        return [param.spread.dtensor(part.clone()) for param, part in flat.parts(value)]
+    return [value for _ in flat.params]
+
+
+def _join(values: list[Any], flat: FlatParameter) -> Any:
+    if not isinstance(values[0], DTensor):
+        return values[0]
+    joined = torch.zeros(flat.param.shape, dtype=values[0].dtype, device=values[0].device)
+    for value, (_, part) in zip(values, flat.parts(joined), strict=True):
+        part.copy_(value.to_local())
+    return joined

@@ -1,0 +1,168 @@
+"""State dicts of models with flat parameters, and of their optimizers, have the original ones."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support import models
+from support.fsdp1_flat import WRAPPERS, adamw, flat_of, sgd, torchs, train
+from support.fsdp1_parity import BY_BLOCK, assert_equal, make
+from support.launcher import run_ranks
+from support.models import Stack
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import StateDictType
+from torch.distributed.tensor import DTensor
+
+from fsdp_ext import FullyShardedDataParallel as FSDP
+
+
+def state_dicts() -> None:
+    found = []
+    for wrap in WRAPPERS:
+        model = make(models.FewRows)
+        wrapped = wrap(model, auto_wrap_policy=BY_BLOCK)
+        train(wrapped, model, sgd(wrapped.parameters()), steps=1)
+        found.append(wrapped.state_dict())
+    assert list(found[0]) == list(found[1])
+    assert_equal(*found)
+    full = found[0]
+
+    with FSDP.state_dict_type(wrapped := wrapped_anew(), StateDictType.SHARDED_STATE_DICT):
+        wrapped.load_state_dict(full)
+        sharded = copy.deepcopy(wrapped.state_dict())
+        assert all(isinstance(value, DTensor) for value in sharded.values())
+        assert list(sharded) == list(full)
+    assert list(get_model_state_dict(wrapped)) == list(full)
+    other = wrapped_anew()
+    other.load_state_dict(sharded)
+    assert_equal(other.state_dict(), full)
+    assert len(flat_of(other)) == len(list(other.parameters()))
+
+
+def wrapped_anew() -> FSDP:
+    return FSDP(make(models.FewRows, seed=1), auto_wrap_policy=BY_BLOCK)
+
+
+def test_full_and_sharded_state_dicts_have_the_original_parameters() -> None:
+    run_ranks(state_dicts, 2)
+
+
+def local_state_dicts() -> None:
+    model = make(models.FewRows)
+    wrapped = FSDP(model, auto_wrap_policy=BY_BLOCK)
+    with FSDP.state_dict_type(wrapped, StateDictType.LOCAL_STATE_DICT):
+        local = copy.deepcopy(wrapped.state_dict())
+    theirs = torchs(make(models.FewRows), auto_wrap_policy=BY_BLOCK)
+    with TorchFSDP.state_dict_type(theirs, StateDictType.LOCAL_STATE_DICT):
+        assert list(local) == list(theirs.state_dict())
+    for name, param in wrapped.named_parameters():
+        assert torch.equal(local[name].to_local(), param)
+    other = wrapped_anew()
+    with FSDP.state_dict_type(other, StateDictType.LOCAL_STATE_DICT):
+        other.load_state_dict(local)
+    assert_equal(other.state_dict(), wrapped.state_dict())
+    with_originals = FSDP(make(Stack), use_orig_params=True)
+    with pytest.raises(NotImplementedError, match="use_orig_params=True there are none"):
+        FSDP.set_state_dict_type(with_originals, StateDictType.LOCAL_STATE_DICT)
+
+
+def test_local_state_dicts_have_flat_parameters() -> None:
+    run_ranks(local_state_dicts, 2)
+
+
+class Nested(nn.Module):
+    """A plain module around a wrapper, through which state dicts go, too."""
+
+    def __init__(self, wrapped: nn.Module) -> None:
+        super().__init__()
+        self.inner = wrapped
+
+
+def failed_loading() -> None:
+    wrapped = wrapped_anew()
+    full = wrapped.state_dict()
+    for model in (wrapped, outer := Nested(wrapped)):
+        with pytest.raises(RuntimeError, match="Missing key"):
+            model.load_state_dict({})
+        assert len(flat_of(wrapped)) == len(list(wrapped.parameters()))
+    outer.load_state_dict({f"inner.{name}": value + 1 for name, value in full.items()})
+    assert list(outer.state_dict()) == [f"inner.{name}" for name in full]
+    assert_equal(wrapped.state_dict(), {name: value + 1 for name, value in full.items()})
+
+
+def test_an_error_in_loading_leaves_the_flat_parameters() -> None:
+    run_ranks(failed_loading, 2)
+
+
+def optimizer_states() -> None:
+    found, states = [], []
+    for wrap, kind, flat in ((FSDP, FSDP, False), (FSDP, FSDP, True), (torchs, TorchFSDP, False)):
+        model = make(models.FewRows)
+        wrapped: Any = wrap(model, auto_wrap_policy=BY_BLOCK, use_orig_params=flat)
+        optimizer = adamw(wrapped.parameters())
+        train(wrapped, model, optimizer, steps=2)
+        states.append(kind.optim_state_dict(wrapped, optimizer))
+        found.append(train(wrapped, model, optimizer, first=2, steps=2))
+        if wrap is FSDP and not flat:
+            middle = model, wrapped
+    assert_equal(found[0], found[2])
+    for other in states[1:]:
+        assert states[0]["state"].keys() == other["state"].keys()
+        for name, values in other["state"].items():
+            assert_equal(states[0]["state"][name], values)
+        assert [sorted(g["params"]) for g in states[0]["param_groups"]] == [
+            sorted(g["params"]) for g in other["param_groups"]
+        ]
+    del middle
+
+
+def test_states_of_optimizers_are_those_of_the_original_parameters() -> None:
+    run_ranks(optimizer_states, 2)
+
+
+def loaded_optimizer_states(kind: StateDictType) -> None:
+    """Train, save, load into wrappers with and without flat parameters, and go on."""
+    for saves_flat in (True, False):
+        model = make(models.FewRows)
+        wrapped = FSDP(model, auto_wrap_policy=BY_BLOCK, use_orig_params=not saves_flat)
+        optimizer = adamw(wrapped.parameters())
+        train(wrapped, model, optimizer, steps=2)
+        FSDP.set_state_dict_type(wrapped, kind)
+        saved = wrapped.state_dict()
+        # Sharded values are those that train.
+        saved = {name: value.clone() for name, value in saved.items()}
+        state = copy.deepcopy(FSDP.optim_state_dict(wrapped, optimizer))
+        FSDP.set_state_dict_type(wrapped, StateDictType.FULL_STATE_DICT)
+        want = train(wrapped, model, optimizer, first=2, steps=2)
+        for loads_flat in (True, False):
+            model = make(models.FewRows, seed=1)
+            other = FSDP(model, auto_wrap_policy=BY_BLOCK, use_orig_params=not loads_flat)
+            optimizer = adamw(other.parameters())
+            with FSDP.state_dict_type(other, kind):
+                other.load_state_dict(saved)
+                loadable = FSDP.optim_state_dict_to_load(other, optimizer, state)
+            optimizer.load_state_dict(loadable)
+            assert_equal(train(other, model, optimizer, first=2, steps=2), want)
+
+
+@pytest.mark.parametrize("kind", [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT])
+def test_training_goes_on_from_what_either_kind_of_wrapper_has_saved(kind: StateDictType) -> None:
+    run_ranks(loaded_optimizer_states, 2, kind)
+
+
+def distributed_checkpoint() -> None:
+    model = make(Stack)
+    wrapped = FSDP(model)
+    optimizer = adamw(wrapped.parameters())
+    train(wrapped, model, optimizer, steps=1)
+    with pytest.raises(NotImplementedError, match=r"Call FullyShardedDataParallel\.optim_state"):
+        get_optimizer_state_dict(wrapped, optimizer)
+
+
+def test_distributed_checkpoint_refuses_optimizers_of_flat_parameters() -> None:
+    run_ranks(distributed_checkpoint, 2)
