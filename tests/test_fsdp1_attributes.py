@@ -21,8 +21,10 @@ from support.fsdp1_parity import (
 from support.launcher import run_ranks
 from support.models import Stack, Transformer
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp._common_utils import FSDP_FLATTENED, TrainingState
 from torch.distributed.tensor import DTensor
 
@@ -197,3 +199,47 @@ def _small() -> None:
 
 def test_small_methods_do_what_they_do_in_fsdp1() -> None:
     run_ranks(_small, 2)
+
+
+def set_views() -> None:
+    model = FSDP(nn.Linear(4, 4))
+    for view, name in (
+        (model._handle, "anything"),
+        (model._flat_param, "_post_backward_hook_state"),
+        (model, "_flat_param"),
+        (model, "_handle"),
+    ):
+        with pytest.raises(AttributeError, match=name):
+            setattr(view, name, nn.Parameter(torch.zeros(3)))
+    assert len(list(model.parameters())) == 2
+
+
+def test_attributes_that_a_view_would_forget_cannot_be_set() -> None:
+    run_ranks(set_views, 2)
+
+
+def torchs_methods() -> None:
+    model = FSDP(make(Transformer), auto_wrap_policy=BY_BLOCK)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kind = StateDictType.FULL_STATE_DICT
+    outer = nn.Sequential(model)
+    for name, arguments in (
+        ("set_state_dict_type", (outer, kind)),
+        ("get_state_dict_type", (outer,)),
+        ("optim_state_dict", (model, optimizer)),
+        ("optim_state_dict_to_load", (model, optimizer, {})),
+    ):
+        with pytest.raises(AssertionError, match=rf"fsdp_ext.FullyShardedDataParallel.{name}"):
+            getattr(TorchFSDP, name)(*arguments)
+    for context in (TorchFSDP.state_dict_type(outer, kind), TorchFSDP.summon_full_params(outer)):
+        with pytest.raises(AssertionError, match=r"fsdp_ext\.patch\(\)"), context:
+            pass
+    assert TorchFSDP.fsdp_modules(outer) == []
+    # torch.distributed.checkpoint asks PyTorch's class, too.
+    assert sorted(get_model_state_dict(model)) == sorted(model.state_dict())
+    theirs = torch_fsdp(make(Transformer))
+    assert TorchFSDP.fsdp_modules(theirs) == [theirs]
+
+
+def test_static_methods_of_torchs_class_say_that_they_do_not_serve_ours() -> None:
+    run_ranks(torchs_methods, 2)

@@ -372,3 +372,20 @@ def _misused() -> None:
 
 def test_wrong_uses_raise_errors_that_say_what_to_do() -> None:
     run_ranks(_misused, 2)
+
+
+def assigned_inside() -> None:
+    model = make(Stack)
+    wrapped = FSDP(model)
+    with FSDP.summon_full_params(wrapped):
+        kept = nn.Parameter(torch.ones_like(model.stem.weight))
+        model.stem.weight = kept
+        with pytest.raises(RuntimeError, match="nothing would reduce"):
+            run(wrapped, model, 0).backward()
+    kept.grad = None
+    kept.sum().backward()  # outside, it is a parameter as any other
+    assert kept.grad is not None
+
+
+def test_backward_into_a_parameter_that_was_assigned_inside_is_refused() -> None:
+    run_ranks(assigned_inside, 2)

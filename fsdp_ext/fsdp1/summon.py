@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from fsdp_ext._util.errors import MisuseError
 from fsdp_ext._util.warn import warn_caller
@@ -68,7 +69,7 @@ class _Stand:
         self._param = param
         self._whole = whole
         self._is_flat = is_flat
-        self._places = [(module._parameters, name) for module, name in param.attributes]
+        self.places = [(module._parameters, name) for module, name in param.attributes]
         setattr(whole, _STANDS_FOR, param.sharded)
         if is_flat:
             mark_unsharded(whole, param.name)  # no optimizer can train it
@@ -80,14 +81,14 @@ class _Stand:
 
     def put(self, *, overwrites: bool) -> None:
         mark_overwritten(self._param.sharded, overwrites)
-        for parameters, name in self._places:
+        for parameters, name in self.places:
             parameters[name] = self._whole
 
     def take_away(self) -> nn.Parameter:
         """Give the modules the sharded parameter again. Return the whole one that they had."""
         mark_overwritten(self._param.sharded, False)
         found = self._whole
-        for parameters, name in self._places:
+        for parameters, name in self.places:
             now = parameters.get(name)
             if now is not None and now is not self._whole:
                 found = now  # the user has assigned another one
@@ -118,6 +119,25 @@ class _Stand:
             sharded.grad = grad.clone()  # a shard must not keep the whole alive
         else:
             sharded.grad.copy_(grad)
+
+
+@contextlib.contextmanager
+def _refused_backward(stands: list[_Stand]) -> Iterator[None]:
+    """Let backward raise, too, that reaches a parameter that the user assigns in the block."""
+    places = {(id(parameters), name) for stand in stands for parameters, name in stand.places}
+    handles: list[Any] = []
+
+    def watch(module: nn.Module, name: str, value: nn.Parameter | None) -> None:
+        if value is not None and value.requires_grad and (id(module._parameters), name) in places:
+            hooked: Any = value
+            handles.append(hooked.register_post_accumulate_grad_hook(_refuse_backward))
+
+    handles.append(register_module_parameter_registration_hook(watch))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _refuse_backward(param: torch.Tensor) -> NoReturn:
@@ -171,7 +191,8 @@ def _put_whole(unit: Unit, how: Summoning) -> Iterator[None]:
     if flat is not None:
         mark_overwritten(flat.param, how.writeback)
     try:
-        yield
+        with _refused_backward(stands):
+            yield
     finally:
         written = [stand.take_away() for stand in stands]
         if flat is not None:

@@ -48,6 +48,16 @@ class _View:
             "DTensors."
         )
 
+    def __setattr__(self, name: str, value: object) -> None:
+        found = getattr(type(self), name, None)
+        is_settable = isinstance(found, property) and found.fset is not None
+        if name != "_unit" and not is_settable:
+            raise AttributeError(
+                f"'{name}' was set on a view of fsdp_ext's, which is made anew each time and would "
+                "forget it. Set it on an object of your own."
+            )
+        super().__setattr__(name, value)
+
 
 class FlatParamView(_View):
     """The parameters of a unit, as FSDP1's ``FlatParameter``."""
@@ -177,6 +187,16 @@ class HandleView(_View):
 
 class WrapperViews:
     """Attributes of FSDP1's wrapper that other code reads."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        found = getattr(WrapperViews, name, None)
+        if isinstance(found, property) and found.fset is None:
+            # nn.Module would register a parameter or a module that nothing reads.
+            raise AttributeError(
+                f"'{name}' of FullyShardedDataParallel is a view of its unit and cannot be set. "
+                "Leave it as it is."
+            )
+        super().__setattr__(name, value)
 
     mixed_precision: MixedPrecision
     sharding_strategy: ShardingStrategy

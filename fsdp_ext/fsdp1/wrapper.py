@@ -59,6 +59,7 @@ from fsdp_ext.fsdp1.state_dict_hooks import (
 )
 from fsdp_ext.fsdp1.state_dicts import StateDictMethods
 from fsdp_ext.fsdp1.summon import Summoning, SummonMethods, summon
+from fsdp_ext.fsdp1.torchs_methods import refuse_torchs_methods
 from fsdp_ext.fsdp1.views import WrapperViews, flatten_unit, mark_flattened
 from fsdp_ext.sharding.api import fully_shard
 from fsdp_ext.sharding.arguments import check_modules
@@ -227,6 +228,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
                 hand_over(param, now)
         if use_orig_params and not are_children_wrapped():
             let_optimizers_go_on()
+        refuse_torchs_methods(self)
         hooked: Any = self  # torch leaves these three untyped
         hooked.register_state_dict_post_hook(remove_wrapper_names)
         hooked.register_load_state_dict_pre_hook(add_wrapper_names)

@@ -1,0 +1,50 @@
+"""An error for PyTorch's static methods of ``FullyShardedDataParallel`` on wrappers of fsdp_ext.
+
+PyTorch's methods, such as ``state_dict_type`` and ``summon_full_params``, ask each module for its
+state, and pass over modules without one. They would do nothing on fsdp_ext's wrappers, and say
+nothing. So a wrapper has an entry in the table that they ask, which raises.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+from torch.distributed import _composable_state
+
+from fsdp_ext._util.errors import MisuseError
+
+_TORCHS = "torch.distributed.fsdp.fully_sharded_data_parallel"
+_LOOKS_ONLY = "fsdp_modules"  # torch.distributed.checkpoint calls it with models of all kinds
+
+
+class _NoState(_composable_state._State):
+    """The state of a wrapper that PyTorch's FSDP does not manage."""
+
+
+_no_state = _NoState()
+
+
+def _state_for_torch() -> _composable_state._State:
+    """Return a state that says nothing, or raise if a method of PyTorch's FSDP1 asks for it."""
+    called = None
+    frame = sys._getframe().f_back
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _TORCHS:
+            called = frame.f_code.co_name
+        frame = frame.f_back
+    if called in (None, _LOOKS_ONLY):
+        return _no_state
+    raise MisuseError(
+        f"PyTorch's FullyShardedDataParallel.{called} was called with a model that fsdp_ext's "
+        f"FullyShardedDataParallel wraps. Call fsdp_ext.FullyShardedDataParallel.{called}, or call "
+        "fsdp_ext.patch() before the imports."
+    )
+
+
+def refuse_torchs_methods(wrapper: nn.Module) -> None:
+    """Let PyTorch's static methods raise for models with ``wrapper`` in them."""
+    # PyTorch has weak references in this table, and calls them.
+    table: Any = _composable_state._module_state_mapping
+    table[wrapper] = _state_for_torch
