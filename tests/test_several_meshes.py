@@ -126,6 +126,7 @@ class Setup:
         step: trains one step and returns values to compare.
         frozen: whether everything but the experts is frozen. Then no sum has more than two terms.
         unused_on: places in expert parallelism that leave one of the parameters unused.
+        head: the dimension of the mesh that the last layer is sharded over; None for all ranks.
         divides_by: gradients of experts are divided by this instead of the number of ranks.
         allowed: how much our results may differ from FSDP2's.
     """
@@ -137,6 +138,7 @@ class Setup:
     step: Callable[[Any, Callable[[int], Tensor]], list[Tensor]] = train_step
     frozen: bool = False
     unused_on: tuple[int, ...] = ()
+    head: str | None = None
     divides_by: float | None = None
     allowed: Tolerance = ROUNDING[torch.float32]
 
@@ -179,6 +181,8 @@ class Setup:
                 if fully_shard is fsdp.fully_shard:  # gloo cannot scale
                     block.experts.set_force_sum_reduction_for_comms(True)
             fully_shard(block, mesh=flat, **options)
+        if self.head is not None:
+            fully_shard(model.head, mesh=mesh[self.head], **options)
         return fully_shard(model, mesh=flat, **options)
 
 
@@ -262,7 +266,7 @@ QUICK = [
     dataclasses.replace(FROZEN, ours=GLOO, step=accumulate),
     Setup(step=accumulate, options={"reshard_after_forward": False}),
     Setup(kind="dtensor", ours={"bucket_bytes": 0}),
-    Setup(unused_on=(1,), divides_by=4.0),
+    Setup(unused_on=(1,), divides_by=4.0, head="ep"),
 ]
 MORE = [
     Setup(ours=GLOO),

@@ -36,6 +36,7 @@ struct Setting {
   int message_rows = 0;
   int sets = 2;
   std::function<std::int64_t(int rank)> more_rows = [](int) { return 0; };  // of an expert
+  std::function<bool(int rank)> freezes_one = [](int) { return false; };  // parameter of an expert
 };
 
 // A rank with a root and six units below it. A bucket has room for two.
@@ -84,6 +85,7 @@ class MeshRank : public Rank {
       params[i].rows =
           kRows + static_cast<std::int64_t>(i) + (of_set ? setting.more_rows(rank_) : 0);
       params[i].row_numel = kColumns;
+      params[i].trainable = i == 0 || !of_set || !setting.freezes_one(rank_);
     }
     const UnitLayout layout(params, size, DType::Float32, DType::Float32, /*direct_bytes=*/0);
     const int values = unit + (of_set ? 10 * set() : 0);  // other parameters in each set
@@ -278,6 +280,20 @@ TEST(SeveralMeshes, RanksOfOneMeshWithOtherSizesAreFoundByAllRanks) {
     } catch (const Error& error) {
       expect_contains(error.what(), r == 3 ? "but rank 1 issues" : "but rank 3 issues");
       expect_contains(error.what(), "the all-gather over 2 ranks of unit 'unit3 to unit4'");
+    }
+  });
+}
+
+TEST(SeveralMeshes, AllRanksTrainAsManyParameters) {
+  Setting setting;
+  setting.freezes_one = [](int rank) { return rank % 2 == 1; };
+  on_meshes(setting, [](MeshRank& rank, int) {
+    try {
+      rank.forward(rank.in_order());
+      ADD_FAILURE() << "no exception";
+    } catch (const Error& error) {
+      expect_contains(error.what(), "All ranks must train as many parameters, but rank");
+      expect_contains(error.what(), "of unit 'unit3'");
     }
   });
 }
