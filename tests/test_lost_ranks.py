@@ -81,7 +81,7 @@ def test_a_rank_that_ends_before_the_first_comparison_is_named_at_once() -> None
     (message,) = run_ranks(_end_after_connecting, 2, timeout=30.0, lost=[1])
     assert re.fullmatch(
         r"rank 0: rank 1 \(process \d+\) has ended before or during the comparison of "
-        r"check_every in the first forward\. Its last output may say why\.",
+        r"settings\. Its last output may say why\.",
         message,
     ), message
 
