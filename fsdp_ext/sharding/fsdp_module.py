@@ -13,6 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from fsdp_ext._util.errors import UnsupportedError
 from fsdp_ext.sharding import torch_state
 from fsdp_ext.sharding.empty_forward import join_empty
+from fsdp_ext.sharding.flat_tensors import flat_tensors
 from fsdp_ext.sharding.handles import GradientReductionHandle, UnshardHandle
 from fsdp_ext.sharding.module_state import unit_of
 from fsdp_ext.sharding.refused_methods import override_rest
@@ -416,7 +417,7 @@ class FSDPModule(TorchFSDPModule):
                 padded otherwise because they are reduced in a smaller dtype.
             RuntimeError: before the first forward.
         """
-        return self._fsdp_ext_unit.flat()
+        return flat_tensors(self._fsdp_ext_unit)
 
     def _change_root(self, **settings: bool) -> None:
         self._fsdp_ext_unit.change(**settings)

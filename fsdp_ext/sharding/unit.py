@@ -127,42 +127,6 @@ class Unit(ParamGroup):
         if hook is not None:
             hook.run(gradients, handle, source)
 
-    def flat(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :meth:`fsdp_ext.FSDPModule.flat_shard`."""
-        dtypes = {param.dtype for param in self.params}
-        grad_dtypes = {self.grad_dtype(param) for param in self.params}
-        frozen = [param.name for param in self.params if not param.requires_grad]
-        own = [param.name for param in self.params if not param.is_gathered]
-        if own:
-            raise ValueError(
-                f"flat_shard needs parameters that lie in the flat shard, but those of unit "
-                f"'{self.name}' named {own} have memory of their own, since their class has "
-                "fsdp_pre_all_gather. Use its parameters one by one."
-            )
-        if len(dtypes) != 1 or len(grad_dtypes) != 1 or frozen:
-            raise ValueError(
-                "flat_shard needs a unit whose parameters have one dtype and are all trained, but "
-                f"'{self.name}' has dtypes {sorted(map(str, dtypes | grad_dtypes))} and the frozen "
-                f"parameters {frozen}. Use its parameters one by one."
-            )
-        if self.core is None:
-            raise RuntimeError(
-                f"flat_shard needs the flat gradient of unit '{self.name}', which its first "
-                "forward makes, so run a forward before."
-            )
-        dtype = dtypes.pop()
-        if any(
-            place.shard_offset != place.grad_offset * dtype.itemsize
-            for place in self.core.layout.placements
-        ):
-            _, reduce_dtype = self.grad_dtypes()
-            raise ValueError(
-                f"flat_shard needs gradients that lie as their parameters do, but those of unit "
-                f"'{self.name}' are reduced in {reduce_dtype}, which needs more padding. Use its "
-                f"parameters one by one, or MixedPrecisionPolicy(reduce_dtype={dtype})."
-            )
-        return self.flat_shard.view(dtype), self.core.share_flat_gradient().view(grad_dtypes.pop())
-
     # - Sharding
 
     @torch.inference_mode(False)
