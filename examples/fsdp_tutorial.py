@@ -93,7 +93,8 @@ def wrap(system: str, model: nn.Module, device: torch.device) -> nn.Module:
     wrapped: nn.Module = fsdp.FullyShardedDataParallel(
         model,
         auto_wrap_policy=functools.partial(size_based_auto_wrap_policy, min_num_params=20_000),
-        # From GPUs it needs a process group for the host, too. PyTorch's FSDP1 cannot from CPUs.
+        # PyTorch's FSDP1 does not offload on CPUs. On GPUs, whole state dicts of offloaded
+        # parameters would need a process group for the host as well.
         cpu_offload=CPUOffload(offload_params=system == "fsdp_ext" and device.type == "cpu"),
         device_id=device,
     )

@@ -331,6 +331,7 @@ def _wrapper() -> tuple[str, str]:
 
     fine = error_of(lambda: step(model))
     assert "All gradients are finite." in str(fsdp_ext.health(model))
+    assert fsdp_ext.health(model).gradient_norm > 0
     model.module[1].module.register_forward_pre_hook(spoil)
     return fine, error_of(lambda: step(model))
 

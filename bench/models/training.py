@@ -261,7 +261,7 @@ def with_compiled_blocks(build: Build) -> Build:
         for block in model.blocks:
             block.compile()
         sharded = build(model, dtype, device)
-        return replace(sharded, settings=f"{sharded.settings}, compiled blocks")
+        return replace(sharded, settings=f"{sharded.settings}{COMPILED}")
 
     return build_compiled
 

@@ -28,10 +28,10 @@
 // Note [several meshes]
 // A unit may be shared by fewer ranks than the root. The experts of one layer, for example, are
 // other parameters on each rank of expert parallelism, and only ranks with the same experts share
-// them. The mesh of such a unit consists of ranks of the root's mesh, and so do the meshes of the
-// root's other ranks, of which each rank has one. Collectives of the unit run on the streams of the
-// root's lanes, over communicators of their own. All ranks of the root issue the collectives of all
-// units in one order, so no two ranks wait for each other, and the schedule is that of one mesh.
+// them. Such units divide the ranks of the root's mesh into meshes, and each rank is in one of
+// them. Collectives of the unit run on the streams of the root's lanes, over communicators of their
+// own. All ranks of the root issue the collectives of all units in one order, so no two ranks wait
+// for each other, and the schedule is that of one mesh.
 //
 // - A bucket has units of one mesh, and divides gradients by the size of that mesh.
 // - All ranks of the root compare their orders, and exchange which parameters they used. They do

@@ -1,4 +1,4 @@
-// What the pipeline tells the ranks, the ledger and error messages before each collective.
+// Announces each collective to the other ranks, to the ledger and to error messages.
 #include "base/mix.h"
 #include "core/pipeline.h"
 

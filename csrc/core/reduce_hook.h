@@ -17,10 +17,10 @@
 // by itself in one piece.
 //
 // Note [custom collectives]
-// FSDP2 lets objects of the user take the place of the all-gather and of the reduce-scatter. Each
-// message of a unit that has one is such an object's, in the order of the lane and on its stream,
-// and everything else stays as it is: copies, casts, scales, comparisons of ranks. So gradients are
-// scaled before they are summed. Gathers of smaller groups (Note [group shards]) stay the lane's.
+// FSDP2 lets objects of the user take the place of the all-gather and of the reduce-scatter. If a
+// unit has such an object, it sends each message of the unit, in the order of the lane and on its
+// stream. Copies, casts, scales and comparisons of ranks stay as they are, so gradients are scaled
+// before they are summed. A custom all-gather with smaller groups (Note [group shards]) is refused.
 // Errors of a reduce-scatter are raised at the end of backward, and those of an all-gather where
 // the unit waits for it.
 #pragma once

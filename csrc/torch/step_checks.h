@@ -12,7 +12,7 @@
 
 namespace fsdp {
 
-// The roots of a model have the same one, one after the other, so that the steps of all count.
+// A TorchRoot that replaces another one of the model takes over its checks, so steps count on.
 class StepChecks {
  public:
   // `compare` is a weak reference to a method that takes the number of a step and the numbers of

@@ -174,7 +174,7 @@ def lanes_of_mesh(
 ) -> _C.Lanes:
     """Return the lanes of another mesh below a root over ``group``. The first call is collective.
 
-    They are not those of ``of_mesh``, which models whose root is over that use, on other streams.
+    Models with a root over ``of_mesh`` itself use other lanes, on other streams.
     """
     if is_inline(of_mesh):
         return lanes_of(of_mesh, device, transport)
@@ -210,7 +210,7 @@ def _group_of(
     return made[key]
 
 
-# For each process group, groups of the same ranks, by what alone uses them.
+# For each process group, further groups of the same ranks. The key names the only user.
 _beside: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )

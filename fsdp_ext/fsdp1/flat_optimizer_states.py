@@ -73,7 +73,7 @@ class FlatParameters:
         return {**state, "state": states, "param_groups": groups}
 
     def join(self, states: State) -> State:
-        """Return the values of :meth:`split`, as shards, with flat ones in their place again.
+        """Return the states of flat parameters, joined from the shards of states of their parts.
 
         Raises:
             ValueError: if some of the parameters in a flat one have no values, and others have.

@@ -1,7 +1,7 @@
 """Attributes of FSDP1's wrapper and of its flat parameter that libraries read.
 
-Everything here is a view, which reads the unit each time. ``parameters()`` has no flat parameter.
-The view of one stands for this rank's shards of a unit's parameters.
+Everything here is a view, which reads the unit each time. With ``use_orig_params=True`` there is no
+flat parameter, and a view stands for this rank's shards of a unit's parameters.
 """
 
 from __future__ import annotations

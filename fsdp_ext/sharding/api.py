@@ -172,11 +172,12 @@ def fully_shard(
             and in backward. Only the root's value is used; the default is 1. Each one needs a slot
             as large as the largest bucket. With 0, a unit is gathered when it needs its parameters.
             "auto" is the choice of :func:`fsdp_ext.tune`, as for ``bucket_bytes``.
-        check_every: every how many steps all ranks compare what they hold: gathered parameters,
-            and with hybrid sharding the shards of replicas. A difference, or a shard that nothing
-            wrote and that changed, raises RuntimeError at the end of that step's backward and names
-            the ranks, the unit and the step. :func:`fsdp_ext.health` then also knows on which rank
-            a NaN was born. Only the root's value is used, and it has to be the same on all ranks.
+        check_every: the number of steps from one checked step to the next. In a checked step all
+            ranks compare gathered parameters, and with hybrid sharding the shards of replicas. A
+            difference, or a shard that changed although nothing wrote it, raises RuntimeError at
+            the end of backward, which names the ranks, the unit and the step. For that step
+            :func:`fsdp_ext.health` also names the rank on which a NaN was born. Only the root's
+            value is used, and it has to be the same on all ranks.
             By default nothing is compared. See ``docs/reliability.md``.
 
     Returns:

@@ -110,13 +110,13 @@ class FlatParameter:
                 self.home(module)[name] = sharded
 
     def follow(self) -> None:
-        """Lie in the unit's flat shard, and train or not as it says."""
+        """Move into the unit's flat shard, if it lies elsewhere."""
         unit = self._unit
         if not self._lies_in_shard():
             self.param.data = unit.flat_shard.view(unit.params[0].dtype)
 
     def freeze(self) -> None:
-        """Freeze the unit's parameters, or train them, as the flat one.
+        """Give the unit's parameters the ``requires_grad`` of the flat one.
 
         Raises:
             NotImplementedError: if the flat parameter was given a grad_dtype.

@@ -324,11 +324,11 @@ class FSDPModule(TorchFSDPModule):
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Set an object that gathers this unit's parameters. Not recursive.
 
-        It is called for each message of the unit, which travels by itself. Over shared memory each
-        parameter is a message, and over NCCL a large one is. It runs in the order of the gathers:
-        on their stream on GPUs, and on their thread on the host. Its ``group`` has the ranks of the
-        mesh and is for such objects alone. Its tensors are those that it has allocated. The input
-        is this rank's part of the output. Set it on all ranks, before the same forward.
+        The unit shares no bucket then, and ``comm`` is called for each of its messages. Over shared
+        memory each parameter is a message, and over NCCL each large one. Calls are in the order of
+        gathers: on their stream on GPUs, on their thread on the host. ``group`` has the ranks of
+        the mesh, and only such objects use it. ``comm`` gets tensors that it has allocated; the
+        input is this rank's part of the output. Set it on all ranks, before the same forward.
 
         Args:
             comm: implements PyTorch's ``AllGather``.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_ext._util.tables import columns
 from fsdp_ext.sharding.root import Root, running_root
@@ -129,10 +130,12 @@ def health(model: nn.Module) -> Health:
 @torch.no_grad()
 def _numbers_of(unit: Unit) -> tuple[float, float]:
     """Return the norm of this rank's shards of gradients, and how much is not finite."""
+    flat = unit.flat_param  # its padding is zero
+    owners = [param.sharded for param in unit.params] if flat is None else [flat.param]
     gradients = [
-        param.sharded.grad.to_local()  # type: ignore[attr-defined]
-        for param in unit.params
-        if param.sharded.grad is not None
+        owner.grad.to_local() if isinstance(owner.grad, DTensor) else owner.grad
+        for owner in owners
+        if owner.grad is not None
     ]
     norms = [
         torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))

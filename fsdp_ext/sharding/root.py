@@ -350,10 +350,10 @@ class Root(UnitTree):
                 f"unit '{unit.name}' has a custom_all_gather, which is not supported with "
                 f"reshard_after_forward={unit.settings.reshard_group}. Pass True or False."
             )
+        group = group_beside(unit.ranks.group, unit.device, setting)
         of_units = (other.collectives.get(setting) for other in self.units)
-        found = next((each for each in of_units if each is not None and each.comm is comm), None)
-        if found is None:
-            found = CustomCollective(comm, group_beside(unit.ranks.group, unit.device, setting))
+        alike = (c for c in of_units if c is not None and c.comm is comm and c.group is group)
+        found = next(alike, None) or CustomCollective(comm, group)
         unit.collectives[setting] = found
         return found
 

@@ -162,8 +162,8 @@ class StepChecks:
             listed = found[:_NAMED] + ([f"and {more} more"] if more > 0 else [])
             raise RuntimeError(
                 f"check_every={self.every} found memory that is wrong in step {step}: "
-                f"{'; '.join(listed)}. Do not train on: take the machine of a rank that is wrong "
-                "out, and go on from an older checkpoint."
+                f"{'; '.join(listed)}. Do not train on: replace the machine of the rank that is "
+                "wrong, and resume from an older checkpoint."
             )
 
 

@@ -143,12 +143,12 @@ def _finish(work: Any) -> None:
 
 @contextlib.contextmanager
 def _on_stream(device: torch.device, handle: int, stream: torch.Stream | None) -> Iterator[None]:
-    """Run the block on ``stream``, ordered after and before work on the stream of reductions.
+    """Run the block on ``stream``, ordered after and before work on the lane's stream.
 
     Args:
-        device: the device of the gradients.
-        handle: the native handle of the stream of reductions; unused on the host.
-        stream: where the block runs; None stands for the stream of reductions.
+        device: the device of the tensors.
+        handle: the native handle of the lane's stream; unused on the host.
+        stream: where the block runs; None stands for the lane's stream.
     """
     if device.type == "cpu":
         cpu_stream: Any = stream
@@ -156,9 +156,9 @@ def _on_stream(device: torch.device, handle: int, stream: torch.Stream | None) -
             yield
         return
     cuda: Any = torch.cuda  # its classes are not typed
-    reductions = cuda.ExternalStream(handle, device=device)
-    chosen = reductions if stream is None else stream
-    chosen.wait_stream(reductions)
+    of_lane = cuda.ExternalStream(handle, device=device)
+    chosen = of_lane if stream is None else stream
+    chosen.wait_stream(of_lane)
     with cuda.stream(chosen):
         yield
-    reductions.wait_stream(chosen)
+    of_lane.wait_stream(chosen)

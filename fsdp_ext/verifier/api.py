@@ -61,8 +61,8 @@ def verify(
     memory, composed collectives and threads, and on one or two ranks with fp32 or fp64. Elsewhere
     gradients of N ranks may differ by ``2 N (eps_reduce + eps_grad)`` times the sum of the ranks'
     magnitudes, which bounds two sums of different order. Then the same is tried with released slots
-    filled with NaN and streams that pause, with a unit that half of the ranks do not use (as
-    threads: all ranks), with two forwards before a backward, and twice, to compare two runs.
+    filled with NaN and streams that pause, with a unit that half of the ranks do not use (if ranks
+    are threads, all of them), with two forwards before a backward, and twice, to compare two runs.
 
     With a process group, all ranks call this together. Without one, ``ranks`` threads of this
     process take turns as ranks. A check with streams that pause runs on one rank then, since

@@ -215,7 +215,7 @@ def _cuttable_unit(site: Site) -> str:
     for number, name in enumerate(names):
         if all(answer[number] for answer in answers):
             return name
-    raise _NotTried("without any one of its first units, the loss needs no gradient")
+    raise _NotTried("a loss without any one of the first units has no gradient")
 
 
 def _can_be_cut(site: Site, name: str) -> bool:

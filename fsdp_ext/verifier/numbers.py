@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fsdp_ext.sharding.root import Root
+from fsdp_ext.sharding.sharded_param import ShardedParam
 from fsdp_ext.sharding.unit import Unit
 from fsdp_ext.verifier.turns import rank_order_sum
 
@@ -45,10 +46,11 @@ class Reduction:
     is_exact: bool
 
     @classmethod
-    def of(cls, unit: Unit, root: Root) -> Reduction:
-        """Return how ``unit`` reduces."""
-        grad_dtype, reduce_dtype = unit.grad_dtypes()
-        return cls(*unit.gradient_scales(), reduce_dtype, grad_dtype, _is_exact(root, reduce_dtype))
+    def of(cls, unit: Unit, param: ShardedParam, root: Root) -> Reduction:
+        """Return how ``unit`` reduces the gradient of ``param``."""
+        _, reduce_dtype = unit.grad_dtypes()
+        is_exact = _is_exact(root, reduce_dtype)
+        return cls(*unit.gradient_scales(), reduce_dtype, unit.grad_dtype(param), is_exact)
 
     def result(self, gradients: Sequence[Tensor | None], like: Tensor) -> Tensor:
         """Return the gradient after the reduction; a rank without one counts as zero."""

@@ -28,7 +28,7 @@ from fsdp_ext.verifier.subject import (
 )
 
 # Called with the sharded copy's root before forward and before backward; None before the first one.
-Disturbance = Callable[[Root | None], None]
+Disturb = Callable[[Root | None], None]
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Way:
     """
 
     prepare: Preparation = lambda model: None
-    disturb: Disturbance = lambda root: None
+    disturb: Disturb = lambda root: None
     forwards: int = 1
     steps: int = 2
 

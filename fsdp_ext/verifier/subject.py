@@ -160,7 +160,7 @@ def root_of(model: nn.Module) -> Root:
 def reductions_of(root: Root) -> dict[nn.Parameter, Reduction]:
     """Return how each sharded parameter's gradient is reduced."""
     return {
-        param.sharded: Reduction.of(unit, root)
+        param.sharded: Reduction.of(unit, param, root)
         for unit in root.units
         for param in unit.params
         if param.requires_grad
