@@ -149,11 +149,12 @@ def alone(function: Callable[[], Any]) -> Any:
 # - Models that train right
 
 
-def assert_all_equal(result: fsdp_ext.Verification, ranks: int) -> None:
+def assert_all_equal(result: fsdp_ext.Verification, ranks: int, *, is_exact: bool = True) -> None:
     assert result.ok, str(result)
     assert result.ranks == ranks
     assert [check.ok for check in result.checks] == [True] * len(result.checks)
-    assert all(check.is_exact and check.values > 0 for check in result.checks)
+    assert all(check.values > 0 for check in result.checks)
+    assert all(check.is_exact for check in result.checks) or not is_exact
     assert "trains as it does unsharded" in str(result)
 
 
@@ -185,7 +186,9 @@ def verify_in_the_group(transport: str, dtype: torch.dtype) -> None:
     result = fsdp_ext.verify(
         model, batch, loss=square, units=Block, transport=transport, verbose=False
     )
-    assert_all_equal(result, dist.get_world_size())
+    # gloo's own reductions add more than two ranks in another order. Composed ones do not.
+    is_exact = transport == "shared_memory" or dist.get_world_size() <= 2
+    assert_all_equal(result, dist.get_world_size(), is_exact=is_exact)
     assert result.checks[1].transport == transport
 
 

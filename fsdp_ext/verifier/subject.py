@@ -20,7 +20,9 @@ from fsdp_ext.sharding.param_group import keeps_dtype
 from fsdp_ext.sharding.root import Root
 from fsdp_ext.verifier.numbers import Reduction
 
-LR = 1e-3  # of the plain SGD step after each backward
+# Of the plain SGD step after each backward. A power of two, so that the product with a gradient is
+# exact: in half precision, operators round it in the tail of a tensor and not before.
+LR = 2.0**-10
 
 # Prepares a copy before its forward, for example with hooks.
 Preparation = Callable[[nn.Module], None]
