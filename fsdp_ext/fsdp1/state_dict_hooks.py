@@ -84,11 +84,15 @@ def add_wrapper_names(module: nn.Module, state_dict: dict[str, Any], prefix: str
     local: Any = state_dict.get(prefix + FLAT)
     if isinstance(local, DTensor):
         state_dict[prefix + FLAT] = local.to_local()
-    for name, param in module.named_parameters(prefix[:-1], remove_duplicate=False):
-        value: Any = state_dict.get(name)
-        refuse_sharded_tensor(name, value)
-        if stands_for(param) is not None and isinstance(value, DTensor):
-            state_dict[name] = whole_copy(value)
+    try:
+        for name, param in module.named_parameters(prefix[:-1], remove_duplicate=False):
+            value: Any = state_dict.get(name)
+            refuse_sharded_tensor(name, value)
+            if stands_for(param) is not None and isinstance(value, DTensor):
+                state_dict[name] = whole_copy(value)
+    except Exception:
+        show_flat(wrapper._sharded._fsdp_ext_unit)
+        raise
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[f"{prefix}{WRAPPED}.{key[len(prefix) :]}"] = state_dict.pop(key)
 

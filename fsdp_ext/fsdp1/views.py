@@ -164,7 +164,8 @@ class HandleView(_View):
 
     @property
     def _offload_params(self) -> bool:
-        return False
+        offloads: bool = self._unit.settings.offloads
+        return offloads
 
     @property
     def _orig_param_dtype(self) -> torch.dtype:

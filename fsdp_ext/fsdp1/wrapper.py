@@ -383,16 +383,17 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
                 plain.append(param.grad)
 
         device = self._sharded._fsdp_ext_unit.device
-        total = _norm_to_combine(sharded, norm_type, dtype, device).to(device)
+        total = _norm_to_combine(sharded, norm_type, dtype, device)
         op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
         dist.all_reduce(total, op, group=self._sharded._fsdp_ext_unit.ranks.group)
-        own = _norm_to_combine(plain, norm_type, dtype, device).to(device)
+        own = _norm_to_combine(plain, norm_type, dtype, device)
         total = torch.maximum(total, own) if is_max else total + own
         total = total if is_max else total ** (1 / norm_type)
         scale = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
         for grads in (sharded, plain):
-            if grads:
-                torch._foreach_mul_(grads, scale.to(grads[0].device))
+            for place in {grad.device for grad in grads}:  # some may be offloaded
+                there = [grad for grad in grads if grad.device == place]
+                torch._foreach_mul_(there, scale.to(place))
         dtypes = [tensor.dtype for tensor in sharded + plain or self.parameters()]
         return total.to(reduce(torch.promote_types, dtypes, dtypes[0]) if dtypes else dtype)
 
@@ -441,7 +442,9 @@ def _norm_to_combine(
 ) -> torch.Tensor:
     """Return the p-th power of the norm, which ranks add up; for p = inf the maximum."""
     # Shards may be empty, and the maximum of nothing is an error.
-    norms = [torch.linalg.vector_norm(g, norm_type, dtype=dtype) for g in grads if g.numel()]
+    norms = [
+        torch.linalg.vector_norm(g, norm_type, dtype=dtype).to(device) for g in grads if g.numel()
+    ]
     if not norms:
         return torch.zeros((), dtype=dtype, device=device)
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)

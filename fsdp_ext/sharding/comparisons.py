@@ -16,7 +16,7 @@ from fsdp_ext.sharding.unit import Unit
 def compare_groups(
     lanes: _C.Lanes, units: Sequence[Unit], module_names: Sequence[Sequence[str]]
 ) -> None:
-    """Check that ranks agree on smaller groups. If not, they would wait for each other to join.
+    """Check that ranks agree on meshes and smaller groups, which they are about to join.
 
     Args:
         lanes: those of the ranks that share the units.
@@ -24,18 +24,26 @@ def compare_groups(
         module_names: the names of each unit's modules.
 
     Raises:
-        ValueError: if ranks reshard a unit to groups of different sizes.
+        ValueError: if a unit has meshes or groups of different sizes on different ranks.
     """
-    said = what_ranks_say(lanes, " ".join(str(unit.settings.reshard_group) for unit in units))
+    mine = " ".join(f"{unit.settings.reshard_group}/{unit.ranks.size}" for unit in units)
+    said = what_ranks_say(lanes, mine)
     if said is None:
         return
     by_unit = zip(*(text.split() for text in said), strict=False)
-    for names, sizes in zip(module_names, by_unit, strict=False):
-        if len(set(sizes)) > 1:
-            groups = " and ".join(_ranks_that_pass(size, sizes) for size in sorted(set(sizes)))
+    for names, of_ranks in zip(module_names, by_unit, strict=False):
+        groups, meshes = zip(*(text.split("/") for text in of_ranks), strict=True)
+        if len(set(groups)) > 1:
+            values = " and ".join(_ranks_that_pass(size, groups) for size in sorted(set(groups)))
             raise ValueError(
-                f"reshard_after_forward of unit '{names[0] or 'the root'}' is {groups}. Pass the "
+                f"reshard_after_forward of unit '{names[0] or 'the root'}' is {values}. Pass the "
                 "same to fully_shard on all ranks."
+            )
+        if len(set(meshes)) > 1:
+            raise ValueError(
+                f"the mesh of unit '{names[0] or 'the root'}' has {', '.join(meshes)} ranks, "
+                "seen from one rank after the other. Pass one dimension of the same mesh to "
+                "fully_shard on all ranks."
             )
 
 

@@ -49,6 +49,8 @@ class Root(UnitTree):
     def __init__(self, module: nn.Module, *, is_provisional: bool = False) -> None:
         super().__init__(module)
         self.is_provisional = is_provisional
+        # All that units have had: work that is queued still calls those that were replaced.
+        self._collectives: list[CustomCollective] = []
         self._needs_order_check = True  # of the first iteration's collectives
         self._check_units()
         for unit in self.units:
@@ -354,6 +356,7 @@ class Root(UnitTree):
         of_units = (other.collectives.get(setting) for other in self.units)
         alike = (c for c in of_units if c is not None and c.comm is comm and c.group is group)
         found = next(alike, None) or CustomCollective(comm, group)
+        self._collectives.append(found)
         unit.collectives[setting] = found
         return found
 

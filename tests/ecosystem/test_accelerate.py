@@ -17,7 +17,7 @@ from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlu
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from ecosystem.families import FAMILIES, subject
 from support.launcher import run_ranks
-from support.parity import EXACT, Tolerance, assert_same, whole
+from support.parity import EXACT, ROUNDING, Tolerance, assert_same, whole
 from torch import Tensor, nn
 
 import fsdp_ext
@@ -148,9 +148,10 @@ def compare(setting: Setting, folder: str) -> None:
     )
     assert len(ours) == STEPS * (setting.accumulate + 1)
     # FSDP1 adds up norms in another order. Gradients are scaled by them, so a few parameters are
-    # rounded to another number of bfloat16.
+    # rounded to another number of bfloat16, and how far that grows in six steps is up to the CPU.
     by_fsdp1 = setting.plugin["fsdp_version"] == 1
-    up_to_rounding = Tolerance(1e-4 if setting.precision == "bf16" else 1e-6, 0.0)
+    is_half = setting.precision == "bf16"
+    up_to_rounding = ROUNDING[torch.bfloat16] if is_half else Tolerance(1e-6, 0.0)
     assert_same("PyTorch's", theirs, ours, up_to_rounding if by_fsdp1 else EXACT)
     if not by_fsdp1:
         assert_same("PyTorch's", their_state, state)
