@@ -98,6 +98,7 @@ def verify(
         TypeError: if an argument has a wrong type, or the loss is not a tensor.
         ValueError: if the model is sharded already, has parameters on meta, or cannot be copied,
             or another argument cannot be used, or ranks have different parameters.
+        NotImplementedError: without a process group, with PyTorch 2.11.
         Exception: what the unsharded model raises.
     """
     check_model(model)
@@ -109,6 +110,11 @@ def verify(
         )
     size = resolve_ranks(ranks, model)
     has_group = dist.is_available() and dist.is_initialized()
+    if not has_group and torch.__version__ < "2.12":
+        raise NotImplementedError(
+            "verify without a process group has threads as ranks, and DTensors of PyTorch 2.11 "
+            "crash there. Call it on ranks that torchrun has started, after init_process_group()."
+        )
     mesh = resolve_mesh(None) if has_group else None
     subject = Subject(
         model=model,
