@@ -208,7 +208,8 @@ void BackwardExchange::set_gradients_of_others(const std::vector<std::unique_ptr
   }
 }
 
-// Whether any rank of the unit's mesh used the parameter: Note [several meshes] in core/lanes.h.
+// Whether any rank of the unit's mesh used the parameter. See Note [several meshes] in
+// core/lanes.h.
 bool BackwardExchange::is_used(const Unit& unit, std::size_t bit) const {
   if (bit / 8 >= used_by_any_.size()) {
     return false;  // no messages were sent yet

@@ -9,7 +9,7 @@
 // gathers of the iteration need only the ranks of one group, and their results are the same bits.
 //
 // - The copy runs on the stream of the messages, after the gather and before any later gather into
-//   the slot. The compute stream waits for it only before it writes to the slot or frees it.
+//   the slot. The compute stream waits for the copy only before writing to the slot or freeing it.
 // - Gathers of a group run on the stream of the gather lane, too, but over a communicator of their
 //   own. All ranks issue the gathers of all groups at the same place in the order of that lane,
 //   whose history, comparisons and tags cover them.

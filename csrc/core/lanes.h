@@ -214,8 +214,8 @@ struct Lanes {
   Lane reduce;
 };
 
-// The memory of both lanes, and of those of smaller groups and other meshes, that the transport
-// keeps for messages in flight.
+// The memory that the transport keeps for messages in flight: for both lanes, and for the lanes of
+// smaller groups and other meshes.
 inline std::size_t message_staging_bytes(Lanes& lanes) {
   std::size_t bytes = lanes.gather.communicator().message_staging_bytes() +
                       lanes.reduce.communicator().message_staging_bytes();

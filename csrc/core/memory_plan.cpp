@@ -16,7 +16,7 @@ std::size_t most_bytes_of(const UnitLayout& layout, std::size_t max_message_byte
 // Pieces use two halves in turns: Note [pieces] in core/lanes.h.
 std::size_t halves(std::size_t messages) { return messages > 1 ? 2 : 1; }
 
-// The largest message that goes through staging, of all ranks together.
+// The size of the largest packed message, which staging has to hold, summed over all ranks.
 std::size_t most_packed(const UnitLayout& layout, const std::vector<LayoutPart>& parts,
                         GatherBy by) {
   std::size_t packed = 0;

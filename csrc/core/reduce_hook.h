@@ -12,9 +12,9 @@
 // Note [communication hooks]
 // FSDP1 lets a user's hook take the place of the reduction itself. Such a hook gets the packed
 // gradients of all ranks' rows, and writes this rank's rows averaged over all ranks. If nothing is
-// sharded, it averages the gradients in place. So packing and the finish do not scale, unlike with
-// a reduce-scatter or an all-reduce. The hook is set before the first forward, and the unit travels
-// by itself in one piece.
+// sharded, it averages the gradients in place. The hook averages, so gradients are not scaled when
+// they are packed or finished. For other reductions they are. The hook is set before the first
+// forward, and the unit shares no bucket and is reduced in one piece.
 //
 // Note [custom collectives]
 // FSDP2 lets objects of the user take the place of the all-gather and of the reduce-scatter. If a

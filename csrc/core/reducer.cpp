@@ -386,7 +386,7 @@ void Reducer::discard(Bucket& bucket) {
   free_packed_gradients(0);
 }
 
-// - Inputs, outputs, finish
+// - The reduce input and output, and the copy into the flat gradient
 
 void* Reducer::input_of(const Reduction& reduction, std::size_t piece, std::size_t half) {
   const Bucket& bucket = reduction.bucket;

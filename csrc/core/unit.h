@@ -42,7 +42,8 @@ class UnitPort {
   virtual std::uint64_t shard_version() = 0;
 
   // Whether parts of the flat shard are computed from sharded parameters that lie elsewhere: Note
-  // [tensor extensions] in fsdp_ext/sharding/extensions.py. compute_inputs writes these parts.
+  // [tensor extensions] in fsdp_ext/sharding/extensions.py. If so, compute_inputs() writes
+  // these parts.
   virtual bool computes_inputs() { return false; }
   virtual void compute_inputs() {}
 

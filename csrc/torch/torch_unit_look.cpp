@@ -26,7 +26,8 @@ UnitLook::Numbers TorchUnit::end_look() {
           !is_written && shard != value_of(hash_of_shard()) ? 1 : 0, value_of(look->nonfinite)};
 }
 
-// Only the first time in each pass: ranks may differ in how often they gather a unit.
+// Hashes the parameters only the first time in each pass, because ranks may differ in how often
+// they gather a unit.
 void TorchUnit::look_at_parameters() {
   const auto root = root_.lock();
   if (look_ == nullptr || root == nullptr ||

@@ -36,8 +36,9 @@ at::Tensor count_nonfinite(const at::Tensor& tensor);
 
 // A tensor that is not defined stands for something that the step did not see.
 struct UnitLook {
-  // In the order of fsdp_ext/sharding/step_checks.py: forward, backward, shard, whether the shard
-  // has changed although nobody wrote it, non-finite elements. A hash of 0 stands for none.
+  // The numbers that ranks exchange, as step_checks.py in fsdp_ext/sharding reads them: the hashes
+  // of forward, backward and the shard (0 if there is none), then 1 if the shard has changed
+  // although nothing wrote it, then the number of non-finite elements.
   using Numbers = std::array<std::int64_t, 5>;
 
   at::Tensor forward;  // hashes of the unsharded parameters

@@ -20,8 +20,9 @@ from fsdp_ext.sharding.param_group import keeps_dtype
 from fsdp_ext.sharding.root import Root
 from fsdp_ext.verifier.numbers import Reduction
 
-# Of the plain SGD step after each backward. A power of two, so that the product with a gradient is
-# exact: in half precision, operators round it in the tail of a tensor and not before.
+# The learning rate of the plain SGD step after each backward. It is a power of two, so that its
+# product with a gradient is exact. Otherwise vectorised code and the code for the last elements of
+# a tensor round differently in half precision, and shards end elsewhere than whole parameters.
 LR = 2.0**-10
 
 # Prepares a copy before its forward, for example with hooks.

@@ -49,7 +49,7 @@ def accumulate_and_clip(run: Run, step: int) -> tuple[Tensor, ...]:
     return (*losses, whole(norm))
 
 
-# Every family in fp32, each setting with several families.
+# All families train in fp32. Each of the other settings has a few families.
 CASES = [
     *(Case(name, partial(subject, name), unsharded=ROUGH) for name in FAMILIES),
     *(
