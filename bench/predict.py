@@ -25,7 +25,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ from fsdp_ext.comm.lanes import lanes_of
 from fsdp_ext.comm.link import Link
 from fsdp_ext.comm.measure_link import OPERATIONS, link_of
 from fsdp_ext.comm.measure_link import measure as measure_link
-from fsdp_ext.profiler.recording import Iteration, copy_rates
+from fsdp_ext.profiler.recording import Iteration, copy_rates, wire_seconds
 
 RANKS = 2
 HOSTS = 2
@@ -188,9 +188,9 @@ def in_steps_of(steps: list[tuple[Iteration, ...]], link: Link) -> tuple[float, 
     for lane, operation in zip(("gather", "reduce"), OPERATIONS, strict=True):
         ratios = []
         for iterations in steps:
-            spans = list(zip(*(iteration.of(lane) for iteration in iterations), strict=True))
-            taken = sum(min(span.seconds for span in of_ranks) for of_ranks in spans)
-            alone = sum(link.seconds(operation, of_ranks[0].nbytes) for of_ranks in spans)
+            of_ranks = [wire_seconds(iteration, lane, link.one_wire) for iteration in iterations]
+            taken = sum(map(min, zip(*of_ranks, strict=True)))
+            alone = sum(link.seconds(operation, span.nbytes) for span in iterations[0].of(lane))
             ratios.append(taken / alone)
         found.append(statistics.median(ratios))
     return found[0], found[1]
@@ -199,8 +199,9 @@ def in_steps_of(steps: list[tuple[Iteration, ...]], link: Link) -> tuple[float, 
 def as_in_steps(link: Link, times: tuple[float, float]) -> Link:
     """Return a link whose gathers and reductions take `times` as long."""
     (alpha, beta), (reduce_alpha, reduce_beta) = link.costs()
-    return Link(
-        f"{link.name}, in steps",
+    return replace(
+        link,
+        name=f"{link.name}, in steps",
         alpha=alpha * times[0],
         beta=beta / times[0],
         reduce_alpha=reduce_alpha * times[1],
@@ -283,7 +284,7 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
 def measure_transport(transport: str, quick: bool, place: dict[str, Any], keep: Keep) -> None:
     """Fit to one model and predict the others. Rows begin with `place`."""
     repeats, replicas = (6, 1) if quick else (16, REPLICAS)
-    link = measured_link(transport, 3 if quick else 10)
+    link = replace(measured_link(transport, 3 if quick else 10), one_wire="rate" in place)
     contention, copies, used = 0.0, (0.0, 0.0), link
     for case in CASES:
         measured = run_model(case, transport, link, repeats, replicas)

@@ -264,6 +264,8 @@ def test_arguments_that_do_not_fit() -> None:
     for wrong in ({"beta": 0.0}, {"beta": math.inf}, {"reduce_beta": -1.0}):
         with pytest.raises(ValueError, match="Pass positive bandwidths"):
             replace(FAST, **wrong)
+    with pytest.raises(ValueError, match=r"one_wire=True, but simulated .* have a wire each"):
+        Simulated(8, replace(FAST, one_wire=True))
     with pytest.raises(ValueError, match=r"jitter=-0\.1. Pass 0 or more"):
         replace(FAST, jitter=-0.1)
     with pytest.raises(ValueError, match="Pass how many ranks it connects"):

@@ -421,6 +421,18 @@ def test_recomputation_is_part_of_backward() -> None:
     assert figures.between == 1
 
 
+def test_time_on_a_wire_that_both_lanes_share_counts_half() -> None:
+    spans = (
+        Span("forward", "forward", -1, -1, 0, 1, 5),
+        Span("gather", "forward", 1, 1, 100, 1, 3),
+        Span("backward", "backward", -1, -1, 0, 6, 20),
+        Span("reduce", "backward", 2, 2, 50, 8, 14),
+        Span("gather", "backward", 1, 1, 200, 8, 12),
+    )
+    wire = {("gather", 100): 2, ("gather", 200): 2, ("reduce", 50): 4}
+    assert _figures([Iteration(1, spans, 21)], one_wire=True).wire == wire
+
+
 def _recomputes() -> None:
     dist.destroy_process_group()
     model: Any = models.Recomputed(inside=False, around=True, use_reentrant=False)

@@ -33,6 +33,8 @@ class Link:
         ranks: the largest number of ranks for which the figures hold; 0 for any number.
         across: the link between groups of ``ranks`` ranks, from each rank to its peers in the
             other groups. A collective over more than ``ranks`` ranks uses both links in turn.
+        one_wire: whether a gather and a reduction at the same time share the bandwidth, as messages
+            between hosts do. Otherwise each has it for itself.
         source: where the figures are from.
 
     Raises:
@@ -47,6 +49,7 @@ class Link:
     jitter: float = 0.0
     ranks: int = 0
     across: Link | None = None
+    one_wire: bool = False
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -73,6 +76,8 @@ class Link:
                 f"link '{self.name}' has another link across but ranks={self.ranks!r}. Pass how "
                 "many ranks it connects itself, for example ranks=8."
             )
+        if not isinstance(self.one_wire, bool):
+            raise ValueError(f"link '{self.name}' has one_wire={self.one_wire!r}. Pass a bool.")
 
     def over(self, world_size: int) -> Link:
         """Return the link that ``world_size`` ranks see: this one, or this one and ``across``.
@@ -102,6 +107,7 @@ class Link:
             reduce_alpha=self._reduce()[0] + far._reduce()[0],
             reduce_beta=joined(self._reduce()[1], far._reduce()[1]),
             jitter=max(self.jitter, far.jitter),
+            one_wire=self.one_wire or far.one_wire,
             source=self.source,
         )
 

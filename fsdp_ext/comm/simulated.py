@@ -91,7 +91,11 @@ class Simulated:
                 "Simulated got replica_link for a model without replicas. Pass replicas=, too, or "
                 "leave it out."
             )
-        self.link.over(self.shards)
+        if self.link.over(self.shards).one_wire:
+            raise ValueError(
+                f"Simulated got the link '{self.link.name}' with one_wire=True, but simulated "
+                "gathers and reductions have a wire each. Pass a link with one_wire=False."
+            )
         self._link_between_replicas()
 
     @property

@@ -135,7 +135,8 @@ def predict(
 
     While k of the lanes work, they take the share k * contention from compute. Compute then
     runs at the rate max(0, 1 - k * contention). If k * contention exceeds 1, each lane runs at the
-    rate 1 / (k * contention).
+    rate 1 / (k * contention). If the link has ``one_wire``, a gather and a reduction that run at
+    the same time have half the rate each, and count as one of the k lanes.
 
     The host is assumed to keep step with compute, as it does on the CPU. Ahead of a GPU it issues
     gathers sooner, but they wait for their slots; with ``depth + 1`` slots the result is the same.
@@ -171,7 +172,7 @@ def predict(
     lanes = [lane for lane in (gathers, packing, wire, sums) if lane is not None]
     order = _Chain(chain, root is not None)
     program = _Program(order, gathers, _Reductions(wire, packing, sums), _Ring(slots), depth)
-    clock = _Clock(lanes, contention)
+    clock = _Clock(lanes, contention, one_wire=(gathers, wire) if link.one_wire else ())
     for task in program.run(launch):
         if isinstance(task, _Compute):
             clock.compute(task)
@@ -266,11 +267,14 @@ class _Lane:
 class _Clock:
     """Advances time from event to event; an event is the end of a job or of the current compute."""
 
-    def __init__(self, lanes: list[_Lane], contention: float) -> None:
+    def __init__(
+        self, lanes: list[_Lane], contention: float, one_wire: Sequence[_Lane] = ()
+    ) -> None:
         self.now = 0.0
         self.spans: list[PredictedSpan] = []
         self._lanes = lanes
         self._contention = contention
+        self._one_wire = one_wire  # the lanes that share its bandwidth
 
     def compute(self, task: _Compute) -> None:
         begin, left = self.now, task.seconds
@@ -290,16 +294,18 @@ class _Clock:
     def _advance(self, compute: float) -> float:
         """Advance to the next event; return what is left of ``compute`` seconds of compute."""
         at_work = self._begin_jobs()
-        taken = len(at_work) * self._contention
+        sharing = max(1, sum(lane in self._one_wire for lane in at_work))
+        taken = (len(at_work) - sharing + 1) * self._contention if at_work else 0.0
         rate = max(0.0, 1.0 - taken)
-        lane_rate = 1.0 if taken <= 1 else 1.0 / taken
+        # How many times as long each lane takes as alone.
+        slower = [max(1.0, taken) * (sharing if lane in self._one_wire else 1) for lane in at_work]
         # The first lane to end has exactly this much left, so it ends without a remainder.
-        ends = [lane.left / lane_rate for lane in at_work if lane.left is not None]
+        ends = [(lane.left or 0.0) * by for lane, by in zip(at_work, slower, strict=True)]
         computed = compute / rate if rate > 0 else math.inf
         passed = min([computed, *ends])
         self.now += passed
-        for lane, end in zip(at_work, ends, strict=True):
-            lane.left = (end - passed) * lane_rate
+        for lane, by, end in zip(at_work, slower, ends, strict=True):
+            lane.left = (end - passed) / by
             if end == passed:
                 self._end_job(lane)
         return 0.0 if passed == computed else max(0.0, compute - passed * rate)

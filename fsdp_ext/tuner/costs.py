@@ -14,7 +14,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdp_ext.comm.costs import typical_replica_link
 from fsdp_ext.comm.fit import Fit, Sample, fit
@@ -22,7 +22,7 @@ from fsdp_ext.comm.link import Link
 from fsdp_ext.comm.measure_link import link_of
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.profiler.api import profile
-from fsdp_ext.profiler.recording import WIRES, Iteration, copy_rates, own_compute
+from fsdp_ext.profiler.recording import WIRES, Iteration, copy_rates, own_compute, wire_seconds
 from fsdp_ext.sharding.agreement import exchange, together
 from fsdp_ext.sharding.root import Root
 from fsdp_ext.sharding.unit import Unit
@@ -158,10 +158,15 @@ def _run(root: Root, step: Callable[[], object], steps: int) -> _Figures:
     with profile(root.module, iterations=steps) as prof:
         for _ in range(steps):
             step()
-    return _figures(prof.iterations)
+    return _figures(prof.iterations, one_wire=_has_one_wire(root))
 
 
-def _figures(iterations: Sequence[Iteration]) -> _Figures:
+def _has_one_wire(root: Root) -> bool:
+    """Whether gathers and reductions share a wire: those that are composed of messages do."""
+    return root.lanes.composed_from != (None, None)
+
+
+def _figures(iterations: Sequence[Iteration], one_wire: bool = False) -> _Figures:
     compute: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     wire: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     between = []
@@ -173,8 +178,10 @@ def _figures(iterations: Sequence[Iteration]) -> _Figures:
             of_units["unit backward" if recomputed else span.work, span.first] += own
         for key, own in of_units.items():
             compute[key].append(own)
-        for span in iteration.of(*WIRES):
-            wire[span.work, span.nbytes].append(span.seconds)
+        for lane in WIRES:
+            taken = wire_seconds(iteration, lane, one_wire)
+            for span, seconds in zip(iteration.of(lane), taken, strict=True):
+                wire[lane, span.nbytes].append(seconds)
         forward, backward = iteration.of("forward"), iteration.of("backward")
         between.append(backward[0].begin - forward[-1].end)
     return _Figures(
@@ -208,7 +215,8 @@ def _link(root: Root, wire: dict[tuple[str, int], float]) -> Link:
             fits.append(fit(samples))
         except ValueError:  # all samples may have one size
             fits.append(Fit(*root.link.costs()[WIRES.index(work)], residual=0.0))
-    return link_of(f"{root.lanes.transport}, measured in steps", fits[0], fits[1])
+    link = link_of(f"{root.lanes.transport}, measured in steps", fits[0], fits[1])
+    return replace(link, one_wire=_has_one_wire(root))
 
 
 def _replica_link(root: Root, wire: dict[tuple[str, int], float]) -> Link:
