@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from ecosystem.families import FAMILIES, subject
+from ecosystem.systems import fsdp_of, set_variables_of_torchrun
 from support.launcher import run_ranks
 from support.parity import EXACT, ROUNDING, Tolerance, assert_same, whole
 from torch import Tensor, nn
@@ -45,20 +45,9 @@ class Setting:
 
 
 @contextlib.contextmanager
-def fsdp_of(system: str) -> Iterator[None]:
-    """Let imports of PyTorch's FSDP give a system's."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with fsdp_ext.patch() if system == "fsdp_ext" else contextlib.nullcontext():
-            yield
-
-
-@contextlib.contextmanager
 def accelerator_of(setting: Setting) -> Iterator[Accelerator]:
     """Return an accelerator over the ranks of this test."""
-    ranks = {"RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
-    for name, value in ranks.items():
-        os.environ |= {name: str(value), f"LOCAL_{name}": str(value)}
+    set_variables_of_torchrun()
     os.environ["ACCELERATE_USE_FSDP"] = "true"
     try:
         plugin = FullyShardedDataParallelPlugin(
@@ -137,9 +126,10 @@ def train(setting: Setting, system: str, folder: Path) -> tuple[dict[str, Tensor
 
 def _assert_is_of(model: nn.Module, state: dict[str, Tensor]) -> None:
     """Check that rank 0 has the model's whole parameters."""
-    whole = {name: param.detach().full_tensor() for name, param in model.named_parameters()}
-    if dist.get_rank() == 0:
-        assert all(torch.equal(state[name], value) for name, value in whole.items())
+    with fsdp_ext.FullyShardedDataParallel.summon_full_params(model):
+        for name, param in model.named_parameters():
+            if dist.get_rank() == 0:
+                assert torch.equal(state[name.replace("_checkpoint_wrapped_module.", "")], param)
 
 
 def compare(setting: Setting, folder: str) -> None:
@@ -182,6 +172,18 @@ VERSION_1: dict[str, Setting] = {
     "accumulated": Setting("gpt2", accumulate=2),
     "full states": Setting(plugin={"state_dict_type": "FULL_STATE_DICT"}, saves=True),
     "sharded states": Setting(plugin={"state_dict_type": "SHARDED_STATE_DICT"}, saves=True),
+    "activation checkpointing": Setting("gpt2", plugin={"activation_checkpointing": True}),
+    "flat": Setting(
+        precision="bf16",
+        accumulate=2,
+        plugin={"use_orig_params": False, "activation_checkpointing": True},
+    ),
+    "flat, full states": Setting(
+        plugin={"use_orig_params": False, "state_dict_type": "FULL_STATE_DICT"}, saves=True
+    ),
+    "flat, sharded states": Setting(
+        plugin={"use_orig_params": False, "state_dict_type": "SHARDED_STATE_DICT"}, saves=True
+    ),
 }
 
 

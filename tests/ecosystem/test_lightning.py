@@ -1,36 +1,27 @@
-"""Lightning Fabric trains with fsdp_ext as with FSDP2, once it is patched."""
+"""Lightning Fabric trains with fsdp_ext as with PyTorch's FSDP, once it is patched."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from ecosystem.families import subject
+from ecosystem.systems import fsdp_of, set_variables_of_torchrun
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
-from lightning.fabric.strategies import ModelParallelStrategy
+from lightning.fabric.strategies import FSDPStrategy, ModelParallelStrategy
 from support.launcher import run_ranks
-from support.parity import assert_same, whole
+from support.parity import EXACT, ROUNDING, Tolerance, assert_same, whole
 from torch import Tensor, nn
 
 import fsdp_ext
 
 STEPS = 4
-
-
-@contextlib.contextmanager
-def fsdp_of(system: str) -> Iterator[None]:
-    """Let imports of PyTorch's FSDP give a system's."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with fsdp_ext.patch() if system == "fsdp_ext" else contextlib.nullcontext():
-            yield
+CPU = torch.device("cpu")
 
 
 def parallelize(model: Any, mesh: Any) -> nn.Module:
@@ -42,58 +33,134 @@ def parallelize(model: Any, mesh: Any) -> nn.Module:
     return module
 
 
-def fabric() -> Fabric:
+class Fsdp1OnCpus(FSDPStrategy):
+    """Lightning's strategy for FSDP1. Lightning itself runs that class on GPUs only."""
+
+    is_wrapping = False
+
+    @property
+    def root_device(self) -> Any:
+        # FSDP1 takes its index as the device, and needs one if there are no GPUs.
+        return SimpleNamespace(type="cpu", index=CPU) if self.is_wrapping else CPU
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        self.is_wrapping = True
+        try:
+            return super().setup_module(module)
+        finally:
+            self.is_wrapping = False
+
+
+def fabric(strategy: Any, **options: Any) -> Fabric:
     """Return Fabric over the ranks of this test."""
-    for name, value in (("RANK", dist.get_rank()), ("WORLD_SIZE", dist.get_world_size())):
-        os.environ |= {name: str(value), f"LOCAL_{name}": str(value)}
-    ranks = dist.get_world_size()
-    strategy = ModelParallelStrategy(parallelize, data_parallel_size=ranks, tensor_parallel_size=1)
-    return Fabric(
+    set_variables_of_torchrun()
+    made = Fabric(
         accelerator="cpu",
-        devices=ranks,
+        devices=dist.get_world_size(),
         strategy=strategy,
         plugins=[TorchElasticEnvironment()],
+        **options,
     )
+    made.launch()
+    return made
 
 
-def train(system: str, folder: Path) -> dict[str, Tensor]:
-    """Return losses, norms and the whole parameters at the end."""
+def train(trainer: Fabric, folder: Path | None) -> tuple[Any, dict[str, Tensor]]:
+    """Return the set up model, and losses and norms.
+
+    In the middle, the state is saved to the folder and loaded again, if there is a folder.
+    """
+    torch.manual_seed(0)
+    inner = subject("llama")
+    model = trainer.setup_module(inner)
+    optimizer = trainer.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.01))
     found = {}
+    for step in range(STEPS):
+        for micro in range(2):
+            seed = 100 * (2 * step + micro) + dist.get_rank()
+            _, batch = inner.batch(torch.Generator().manual_seed(seed))
+            with trainer.no_backward_sync(model, enabled=micro == 0):
+                loss = model(**batch).loss
+                trainer.backward(loss)
+            found[f"loss {step}.{micro}"] = loss.detach()
+        norm = trainer.clip_gradients(model, optimizer, max_norm=1.0)
+        found[f"norm {step}"] = whole(norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1 and folder is not None:
+            state = {"model": model, "optimizer": optimizer, "step": step}
+            trainer.save(folder, state)
+            spoil(model.parameters(), optimizer)
+            trainer.load(folder, state)
+            assert state["step"] == step
+    return model, found
+
+
+@torch.no_grad()
+def spoil(params: Any, optimizer: Any) -> None:
+    for param in params:
+        param.mul_(0.5)
+        for value in optimizer.state[param].values():
+            value.mul_(0.5)
+
+
+def train_as_fsdp2(system: str, folder: Path) -> dict[str, Tensor]:
+    ranks = dist.get_world_size()
     with fsdp_of(system):
-        trainer = fabric()
-        trainer.launch()
-        torch.manual_seed(0)
-        inner = subject("llama")
-        model = trainer.setup_module(inner)
-        optimizer = trainer.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.01))
+        strategy = ModelParallelStrategy(
+            parallelize, data_parallel_size=ranks, tensor_parallel_size=1
+        )
+        model, found = train(fabric(strategy), folder / system)
+        inner = model.module
         assert isinstance(inner, fsdp_ext.FSDPModule) == (system == "fsdp_ext")
-        for step in range(STEPS):
-            for micro in range(2):
-                seed = 100 * (2 * step + micro) + dist.get_rank()
-                _, batch = inner.batch(torch.Generator().manual_seed(seed))
-                with trainer.no_backward_sync(model, enabled=micro == 0):
-                    loss = model(**batch).loss
-                    trainer.backward(loss)
-                found[f"loss {step}.{micro}"] = loss.detach()
-            norm = trainer.clip_gradients(model, optimizer, max_norm=1.0)
-            found[f"norm {step}"] = whole(norm)
-            optimizer.step()
-            optimizer.zero_grad()
-            if step == 1:
-                state = {"model": model, "optimizer": optimizer, "step": step}
-                trainer.save(folder / system, state)
-                with torch.no_grad():
-                    for param in model.parameters():
-                        param.mul_(0.5)
-                trainer.load(folder / system, state)
-                assert state["step"] == step
         return found | {name: whole(param) for name, param in inner.named_parameters()}
 
 
-def compare(folder: str) -> None:
-    theirs, ours = (train(system, Path(folder)) for system in ("torch", "fsdp_ext"))
+def compare_fsdp2(folder: str) -> None:
+    theirs, ours = (train_as_fsdp2(system, Path(folder)) for system in ("torch", "fsdp_ext"))
     assert_same("PyTorch's", theirs, ours)
 
 
 def test_fabric_accumulates_clips_saves_and_loads_as_with_fsdp2(tmp_path: Path) -> None:
-    run_ranks(compare, 2, str(tmp_path))
+    run_ranks(compare_fsdp2, 2, str(tmp_path))
+
+
+def train_as_fsdp1(
+    system: str, precision: Any, folder: Path | None, **options: Any
+) -> dict[str, Tensor]:
+    with fsdp_of(system):
+        strategy = Fsdp1OnCpus(auto_wrap_policy={type(subject("llama").units()[0])}, **options)
+        model, found = train(fabric(strategy, precision=precision), folder)
+        is_ours = isinstance(model._forward_module, fsdp_ext.FullyShardedDataParallel)
+        assert is_ours == (system == "fsdp_ext")
+        return found
+
+
+def compare_fsdp1(precision: str, options: dict[str, Any], folder: str) -> None:
+    # PyTorch's FSDP1 crashes in state dicts that are offloaded from the CPU, so it saves nothing.
+    theirs = train_as_fsdp1("torch", precision, None, **options)
+    ours = train_as_fsdp1("fsdp_ext", precision, None, **options)
+    # FSDP1 adds up norms in another order, and gradients are scaled by them.
+    rounding = Tolerance(1e-6, 0.0) if precision == "32-true" else ROUNDING[torch.bfloat16]
+    assert_same("PyTorch's", theirs, ours, rounding)
+    saved = train_as_fsdp1("fsdp_ext", precision, Path(folder) / "checkpoint", **options)
+    assert_same("without saving", ours, saved, EXACT)
+
+
+@pytest.mark.parametrize(
+    ("precision", "options"),
+    [
+        pytest.param("32-true", {"state_dict_type": "full"}, id="full states"),
+        pytest.param("bf16-mixed", {"state_dict_type": "sharded"}, id="bf16, sharded states"),
+        pytest.param(
+            "32-true", {"state_dict_type": "full", "use_orig_params": False}, id="flat, full states"
+        ),
+        pytest.param(
+            "32-true", {"state_dict_type": "sharded", "use_orig_params": False}, id="flat, sharded"
+        ),
+    ],
+)
+def test_fabric_accumulates_clips_saves_and_loads_as_with_fsdp1(
+    precision: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    run_ranks(compare_fsdp1, 2, precision, options, str(tmp_path))

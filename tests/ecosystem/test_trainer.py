@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import DistributedType
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from ecosystem.families import FAMILIES, LENGTH, VOCABULARY, subject
+from ecosystem.systems import fsdp_of, set_variables_of_torchrun
 from support.launcher import run_ranks
 from support.parity import assert_same
 from torch import Tensor
@@ -40,13 +38,10 @@ class Sequences(Dataset[dict[str, Tensor]]):
 @contextlib.contextmanager
 def environment(system: str) -> Iterator[None]:
     """Let imports of PyTorch's FSDP give a system's, in ranks that are accelerate's."""
-    for name, value in (("RANK", dist.get_rank()), ("WORLD_SIZE", dist.get_world_size())):
-        os.environ |= {name: str(value), f"LOCAL_{name}": str(value)}
+    set_variables_of_torchrun()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with fsdp_ext.patch() if system == "fsdp_ext" else contextlib.nullcontext():
-                yield
+        with fsdp_of(system):
+            yield
     finally:
         for state in (AcceleratorState, PartialState, GradientState):
             state._reset_state()

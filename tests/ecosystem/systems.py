@@ -1,0 +1,27 @@
+"""What libraries need on each rank of these tests: environment variables, and a system's FSDP."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+import fsdp_ext
+
+
+@contextlib.contextmanager
+def fsdp_of(system: str) -> Iterator[None]:
+    """Let imports of PyTorch's FSDP give a system's, "torch" or "fsdp_ext"."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with fsdp_ext.patch() if system == "fsdp_ext" else contextlib.nullcontext():
+            yield
+
+
+def set_variables_of_torchrun() -> None:
+    """Set the environment variables from which libraries learn this rank's place."""
+    for name, value in (("RANK", dist.get_rank()), ("WORLD_SIZE", dist.get_world_size())):
+        os.environ |= {name: str(value), f"LOCAL_{name}": str(value)}
