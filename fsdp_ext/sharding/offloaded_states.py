@@ -1,0 +1,228 @@
+"""Optimizer states that lie in the host's memory, while the optimizer steps on the GPU.
+
+Note [offloaded states]
+A *portion* is some units in a row whose parameters are stepped together. All its states lie in one
+pinned tensor on the host, so a copy moves them all. The GPU has two staging tensors of the largest
+portion's size, which portions take in turns:
+
+    stream in       | in 0 | in 1 |        in 2 |        in 3 |
+    compute stream         | step 0 | step 1 |   | step 2 |   | step 3 |
+    stream back                     | back 0 | back 1 |  | back 2 |  | back 3 |
+
+Before a portion is stepped, the optimizer's states are replaced with DTensors over the staging
+tensor, and afterwards with the ones on the host again. All these DTensors exist beforehand. The
+optimizer's own step runs for each portion, with the parameters of this portion alone in its groups.
+Scalars, such as Adam's count of steps, stay where the optimizer has made them.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fsdp_ext.sharding.copy_streams import CopyStreams
+from fsdp_ext.sharding.state_portion import Portion, all_same, is_offloaded
+from fsdp_ext.sharding.unit import Unit
+
+
+class OffloadedStates:
+    """Steps an optimizer portion by portion: Note [offloaded states].
+
+    Args:
+        optimizer: gets another ``step``.
+        units: those of the model.
+        device: where the optimizer steps.
+    """
+
+    def __init__(self, optimizer: Optimizer, units: list[Unit], device: torch.device) -> None:
+        self._units = units
+        self._device = device
+        self._streams = CopyStreams(device)
+        self._portions: list[Portion] = []
+        self._params: list[list[nn.Parameter]] = []  # as the portions have them
+        self._staging: list[torch.Tensor] = []
+        step: Any = type(optimizer).step
+        # Hooks run once a step, and not once a portion.
+        self._step_of_class: Callable[..., Any] = step.__wrapped__
+        scheduled = vars(optimizer).get("step")
+
+        def step_in_portions(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return self._step(optimizer, *args, **kwargs)
+
+        stepped: Any = Optimizer.profile_hook_step(step_in_portions)
+        stepped.hooked = True
+        if scheduled is not None:  # schedulers that exist look for this mark
+            stepped._wrapped_by_lr_sched = True
+        optimizer.step = types.MethodType(stepped, optimizer)  # type: ignore[method-assign]
+        optimizer.register_load_state_dict_pre_hook(self._hold_loaded)
+        optimizer.register_load_state_dict_post_hook(self._take_loaded, prepend=True)
+        self._plan(optimizer)
+        for portion in self._sharded():
+            portion.settle(optimizer.state)
+
+    # - A step
+
+    def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
+        self._streams.check_not_captured()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._is_plan_of(params_by_group(optimizer)):
+            self._plan(optimizer)
+        for portion in self._sharded():
+            if not portion.has_only(optimizer.state, portion.on_host):
+                portion.settle(optimizer.state)  # someone else has changed them
+        self._place()
+        lists = params_by_group(optimizer)
+        try:
+            self._step_portions(optimizer)
+        finally:
+            for group, params in zip(optimizer.param_groups, lists, strict=True):
+                group["params"] = params
+            self._streams.wait_on_host()
+        return loss
+
+    def _step_portions(self, optimizer: Optimizer) -> None:
+        waiting = deque(portion for portion in self._portions if portion.nbytes)
+        if waiting:
+            self._streams.copy_in(waiting[0])
+        for portion in self._portions:
+            moves = portion.nbytes > 0
+            if moves:
+                self._streams.wait_for_copy_in()
+                waiting.popleft()
+                if waiting:
+                    self._streams.copy_in(waiting[0])
+                portion.put(portion.on_device)
+            for group, params in zip(optimizer.param_groups, portion.by_group, strict=True):
+                group["params"] = params
+            is_done = False
+            try:
+                self._step_of_class(optimizer)
+                is_done = True
+            finally:
+                if is_done and portion.has_only(optimizer.state, portion.on_device):
+                    if moves:
+                        self._streams.copy_back(portion)
+                        portion.put(portion.on_host)
+                elif portion.is_sharded:
+                    portion.settle(optimizer.state)  # the optimizer has made states, or failed
+
+    # - Portions
+
+    def _sharded(self) -> Iterator[Portion]:
+        return (portion for portion in self._portions if portion.is_sharded)
+
+    def _is_plan_of(self, params: list[list[nn.Parameter]]) -> bool:
+        return len(params) == len(self._params) and all(
+            len(now) == len(then) and all_same(iter(now), then)
+            for now, then in zip(params, self._params, strict=True)
+        )
+
+    def _plan(self, optimizer: Optimizer) -> None:
+        """Divide the optimizer's parameters into portions, the rest of them last."""
+        self._params = [list(params) for params in params_by_group(optimizer)]
+        owners = owners_of(self._units)
+        of_optimizer = set(chain.from_iterable(self._params))
+        sizes = dict.fromkeys(self._units, 0)
+        for param, unit in owners.items():
+            # Of all ranks' shards, so that ranks whose shards differ have the same portions.
+            sizes[unit] += param.numel() * param.element_size() if param in of_optimizer else 0
+        numbers: dict[Unit, int] = {}
+        most, in_portion, number = max(sizes.values()), 0, 0
+        for unit, nbytes in sizes.items():
+            if in_portion + nbytes > most:
+                number, in_portion = number + 1, 0
+            in_portion += nbytes
+            numbers[unit] = number
+        number_of = {param: numbers[unit] for param, unit in owners.items()}
+        self._portions = []
+        for index in range(number + 2):
+            by_group = [
+                [param for param in params if number_of.get(param, number + 1) == index]
+                for params in self._params
+            ]
+            self._portions.append(Portion(by_group, is_sharded=index <= number))
+
+    def _place(self) -> None:
+        """Make the staging tensors as large as needed, and portions over them."""
+        moving = [portion for portion in self._portions if portion.nbytes]
+        if all(portion.device is not None for portion in moving):
+            return
+        most = max(portion.nbytes for portion in moving)
+        turns = min(2, len(moving))
+        if len(self._staging) < turns or self._staging[0].numel() < most:
+            for portion in moving:
+                portion.leave()
+            self._staging = []  # now that nothing views it, its memory is free
+            self._staging = [
+                torch.empty(most, dtype=torch.uint8, device=self._device) for _ in range(turns)
+            ]
+            self._streams.take_over()
+        for turn, portion in enumerate(moving):
+            portion.place(self._staging[turn % turns])
+
+    # - State dicts
+
+    def _hold_loaded(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Keep load_state_dict from moving all states to the GPU at once."""
+        states = {
+            key: {
+                name: _Held(value) if is_offloaded(value) else value
+                for name, value in values.items()
+            }
+            if isinstance(values, dict)
+            else values
+            for key, values in state_dict["state"].items()
+        }
+        return {**state_dict, "state": states}
+
+    def _take_loaded(self, optimizer: Optimizer) -> None:
+        owners = owners_of(self._units)
+        for param, values in optimizer.state.items():
+            for name, value in values.items() if isinstance(values, dict) else ():
+                if isinstance(value, _Held):
+                    values[name] = _as_torch_loads(param, value.value, moves=param not in owners)
+        for portion in self._sharded():
+            portion.settle(optimizer.state)
+
+
+def _as_torch_loads(param: Any, value: torch.Tensor, *, moves: bool) -> torch.Tensor:
+    """Return a loaded state in the dtype that load_state_dict gives it, and on its device.
+
+    Args:
+        param: the state's parameter.
+        value: the state.
+        moves: whether it goes to the parameter's device.
+    """
+    is_cast = isinstance(param, torch.Tensor) and param.is_floating_point()
+    if is_cast:
+        value = value.to(param.dtype)
+    return value.to(param.device) if moves and isinstance(param, torch.Tensor) else value
+
+
+def params_by_group(optimizer: Optimizer) -> list[list[nn.Parameter]]:
+    return [group["params"] for group in optimizer.param_groups]
+
+
+def owners_of(units: list[Unit]) -> dict[nn.Parameter, Unit]:
+    """Return the unit of each parameter that an optimizer may have."""
+    owners = {param.sharded: unit for unit in units for param in unit.params}
+    flat = {unit.flat_param.param: unit for unit in units if unit.flat_param is not None}
+    return {**owners, **flat}
+
+
+class _Held:
+    """A state that load_state_dict shall not move to the GPU."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
