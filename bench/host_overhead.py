@@ -9,7 +9,8 @@ On the CPU the process group is "fake": collectives take no time and move no dat
 host's work is left. On a GPU it is NCCL with one rank. There the benchmark times the host alone,
 which issues an iteration to an idle GPU.
 
-The lines "ledger" say what fsdp_ext.profile adds to each unit while it records. This does not
+The lines "ledger" say what fsdp_ext.profile adds to each unit while it records, and the lines
+"flight record" what the record of the newest collectives adds, which is always on. This does not
 depend on the unit's parameters. It is measured on units of two parameters, whose steps are short
 enough to show it, and compared with the overhead of such a unit and of a unit of 16 parameters.
 A figure whose quartiles include zero is shown as "not distinguishable from zero".
@@ -41,7 +42,7 @@ WORLD_SIZE = 8
 UNITS = 24
 WIDTH = 8
 BATCH = 2
-LEDGER_LAYERS, LEDGER_UNITS = 1, 96  # of the model that measures the ledger: layers a unit, units
+RECORD_LAYERS, RECORD_UNITS = 1, 96  # of the model that measures records: layers a unit, units
 KEPT = 64  # iterations that the ledger keeps, as fsdp_ext.profile does by default
 BLOCK = 20  # iterations of a block that count, after KEPT that do not
 
@@ -157,47 +158,66 @@ def measure_size(
     return rows
 
 
-def measure_ledger(
-    name: str, repeats: int, overhead_us: float, device: torch.device
-) -> dict[str, Any]:
-    """Return what fsdp_ext.profile adds to a unit's host overhead while it records.
+def keep_ledger(model: Any, on: bool) -> None:
+    """Record times as fsdp_ext.profile does, or do not."""
+    model._fsdp_ext_unit.root.core.keep_times(KEPT if on else 0)
 
-    Blocks of iterations with and without the ledger take turns on one model. A pair of blocks gives
+
+def keep_flights(model: Any, on: bool) -> None:
+    """Record collectives for flight records, or do not."""
+    model._fsdp_ext_unit.root.lanes.flights.turn(on)
+
+
+RECORDS: dict[str, Callable[[Any, bool], None]] = {
+    "ledger": keep_ledger,
+    "flight record": keep_flights,
+}
+
+
+def measure_record(
+    name: str, record: str, repeats: int, overhead_us: float, device: torch.device
+) -> dict[str, Any]:
+    """Return what a record adds to a unit's host overhead.
+
+    Blocks of iterations with and without the record take turns on one model. A pair of blocks gives
     one difference, that of their first quartiles, since other load on the machine changes these
     least. The first iterations of each block allocate buffers and fill caches, and do not count.
 
     Args:
         name: the system.
+        record: one of `RECORDS`.
         repeats: pairs of blocks.
         overhead_us: the overhead of a unit of 16 parameters, in microseconds, for the ratio.
         device: where the model is.
     """
     batch = torch.randn(BATCH, WIDTH, device=device)
-    unsharded = make_model(LEDGER_LAYERS, LEDGER_UNITS).to(device)
-    sharded: Any = SYSTEMS[name](make_model(LEDGER_LAYERS, LEDGER_UNITS).to(device))
+    unsharded = make_model(RECORD_LAYERS, RECORD_UNITS).to(device)
+    sharded: Any = SYSTEMS[name](make_model(RECORD_LAYERS, RECORD_UNITS).to(device))
 
     def block(model: nn.Module) -> float:
         seconds = [timed(model, batch) for _ in range(KEPT + BLOCK)]
-        return Timing.of(seconds[KEPT:]).low / LEDGER_UNITS
+        return Timing.of(seconds[KEPT:]).low / RECORD_UNITS
 
     block(sharded)
-    core = sharded._fsdp_ext_unit.root.core
+    keep_flights(sharded, False)  # the ledger's figures are of the ledger alone
+    switch = RECORDS[record]
     order = random.Random(0)
     added, own = [], []
     for _ in range(repeats):
         found = {}
-        for kept in order.sample([0, KEPT], 2):
-            core.keep_times(kept)
-            found[kept] = block(sharded)
-        added.append(found[KEPT] - found[0])
-        own.append(found[0] - block(unsharded))
-    core.keep_times(0)
+        for on in order.sample([False, True], 2):
+            switch(sharded, on)
+            found[on] = block(sharded)
+        added.append(found[True] - found[False])
+        own.append(found[False] - block(unsharded))
+    keep_ledger(sharded, False)
+    keep_flights(sharded, True)
     timing = Timing.of(added)
     own_us = statistics.median(own) * 1e6
     return {
-        "system": f"{name}, ledger",
-        "parameters_per_unit": 2 * LEDGER_LAYERS,
-        "units": LEDGER_UNITS,
+        "system": f"{name}, {record}",
+        "parameters_per_unit": 2 * RECORD_LAYERS,
+        "units": RECORD_UNITS,
         "device": device.type,
         "added_us": as_microseconds(timing),
         "added_standard_error_us": statistics.stdev(added) / math.sqrt(len(added)) * 1e6,
@@ -209,7 +229,7 @@ def measure_ledger(
 
 
 def measure(args: argparse.Namespace, keep: Keep) -> None:
-    """Measure many small units, fewer units with more parameters each, and the ledger."""
+    """Measure many small units, fewer units with more parameters each, and the records."""
     device = torch.device(args.device)
     if device.type == "cuda":
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
@@ -225,7 +245,8 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
             keep(row)
     for name in ("ours", "ours, two buckets"):
         if name in without:
-            keep(measure_ledger(name, 2 * repeats, without[name], device))
+            for record in RECORDS:
+                keep(measure_record(name, record, 2 * repeats, without[name], device))
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -244,7 +265,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     print_table(["system", "parameters/unit", "us/unit", "quartiles", "of FSDP2"], table)
     for row in rows:
         if "added_us" in row:
-            print(ledger_line(row))
+            print(record_line(row))
 
 
 def cells_of(row: dict[str, Any]) -> list[str]:
@@ -259,8 +280,8 @@ def cells_of(row: dict[str, Any]) -> list[str]:
     return [f"{overhead['median']:,.0f}", quartiles, times]
 
 
-def ledger_line(row: dict[str, Any]) -> str:
-    """Return what the ledger adds to a unit, in a sentence."""
+def record_line(row: dict[str, Any]) -> str:
+    """Return what a record adds to a unit, in a sentence."""
     added = row["added_us"]
     quartiles = f"quartiles of pairs {added['low']:.2f} to {added['high']:.2f} us"
     if includes_zero(added):

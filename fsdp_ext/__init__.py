@@ -37,9 +37,11 @@ from fsdp_ext.planner.result import Plan
 from fsdp_ext.profiler.api import profile
 from fsdp_ext.sharding.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from fsdp_ext.sharding.describe import describe_buckets
+from fsdp_ext.sharding.flight_record import write_flight_record
 from fsdp_ext.sharding.fsdp_module import FSDPModule
 from fsdp_ext.sharding.gradient_health import Health, UnitHealth, health
 from fsdp_ext.sharding.handles import GradientReductionHandle, UnshardHandle
+from fsdp_ext.sharding.offloading import offload_optimizer
 from fsdp_ext.tuner.api import tune
 from fsdp_ext.tuner.result import Tuning
 from fsdp_ext.verifier.api import verify
@@ -80,6 +82,7 @@ __all__ = [
     "describe_buckets",
     "fully_shard",
     "health",
+    "offload_optimizer",
     "patch",
     "plan",
     "profile",
@@ -87,6 +90,7 @@ __all__ = [
     "share_comm_ctx",
     "tune",
     "verify",
+    "write_flight_record",
 ]
 
 if hasattr(_torch_fsdp, "DataParallelMeshDims"):  # not in torch 2.11

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,11 @@ pytest.register_assert_rewrite("support.parity", "support.fsdp1_parity", "suppor
 # For `import bench`. It comes last, because the checkout's own fsdp_ext may be unbuilt, or built
 # for another torch.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+
+# Ranks that fail on purpose write flight records. The processes of ranks inherit this.
+_records = tempfile.TemporaryDirectory(prefix="fsdp_ext_flight_records_")
+os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{_records.name}/rank_"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
+import threading
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -17,6 +20,7 @@ from support.models import Stack
 from support.parity import Case, Run, compare_on_rank
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.tensor import DTensor
 
 import fsdp_ext
 from fsdp_ext import fully_shard
@@ -150,6 +154,71 @@ def _called() -> None:
 
 def test_objects_get_tensors_of_their_own_and_their_errors_are_raised() -> None:
     run_ranks(_called, 2)
+
+
+class FailingOnce(Rounding):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.calls:
+            self.calls.append((torch.float32, True))
+            raise KeyError("of the object")
+        return super().__call__(*args, **kwargs)
+
+
+def _gathers_again() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4)
+    whole = [param.detach().clone().bfloat16().float() for param in layer.parameters()]
+    model: Any = fully_shard(layer)
+    model.set_custom_all_gather(FailingOnce())
+    with pytest.raises(KeyError, match="of the object"):
+        model.unshard()
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    model.unshard()
+    for have, want in zip(model.parameters(), whole, strict=True):
+        assert torch.equal(have, want)
+    model.reshard()
+
+
+def test_parameters_are_gathered_again_after_an_error_that_was_caught() -> None:
+    run_ranks(_gathers_again, 2)
+
+
+class Waiting(Rounding):
+    """Gathers once it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_run = threading.Event()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.may_run.wait(60)
+        return super().__call__(*args, **kwargs)
+
+
+def _are_freed() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4)
+    whole = [param.detach().clone().bfloat16().float() for param in layer.parameters()]
+    model: Any = fully_shard(layer)
+    gathers = [Waiting() for _ in range(3)]
+    freed = [weakref.ref(gather) for gather in gathers]
+    while gathers:
+        gather = gathers.pop()
+        model.set_custom_all_gather(gather)
+        handle = model.unshard(async_op=True)
+        model.set_custom_all_gather(Rounding())  # the one that is queued stays till it has run
+        gather.may_run.set()
+        del gather
+        handle.wait()
+        for have, want in zip(model.parameters(), whole, strict=True):
+            assert torch.equal(have, want)
+        model.reshard()
+    gc.collect()
+    assert [ref() for ref in freed] == [None] * 3
+
+
+def test_objects_that_are_replaced_are_freed_after_their_last_call() -> None:
+    run_ranks(_are_freed, 2)
 
 
 def _in_groups() -> None:

@@ -5,8 +5,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/check.h"
@@ -23,6 +25,15 @@ enum class BufferUse : std::uint8_t { Input, Output, Shard, Gradient };
 
 // More bytes than any collective has.
 constexpr std::uint64_t kNeverComposed = ~std::uint64_t{0};
+
+// The ranks of a communicator, as flight records describe them: Note [flight records].
+struct FlightGroup {
+  std::string name;  // the same on all its ranks, and no other communicator of a rank has it
+  std::string description;
+  std::string backend;     // as PyTorch's tools call the transport
+  std::vector<int> ranks;  // by their numbers in the whole job, in order
+  std::uint64_t issued = 0;
+};
 
 class Communicator {
  public:
@@ -65,6 +76,9 @@ class Communicator {
   virtual void free_unused() {}
   // Whether all ranks pass true. They call it together.
   virtual bool all_agree(bool mine) { return mine; }
+  // If `allocate` registers memory, the largest number that any rank passes, and otherwise `mine`.
+  // All ranks call it together.
+  virtual std::uint64_t most(std::uint64_t mine) { return mine; }
 
   // The number of buffers from `allocate` that are registered with the transport now.
   virtual int registered_buffers() const { return 0; }
@@ -109,6 +123,17 @@ class Communicator {
   virtual void host_all_gather(Stream& stream, const void* input, void* output,
                                std::size_t bytes) = 0;
 
+  // Collectives are recorded once a group is set: Note [flight records] in core/flight_tape.h.
+  void set_flight_group(FlightGroup group) {
+    flight_group_ = std::make_shared<FlightGroup>(std::move(group));
+  }
+  std::shared_ptr<const FlightGroup> flight_group() const { return flight_group_; }
+  // The number of the next recorded collective, from 1.
+  std::uint64_t count_flight() const { return ++flight_group_->issued; }
+  // `write` writes a flight record and returns a sentence that says where it is. A transport that
+  // ends collectives by itself calls it before it ends them, on any thread. Others never call it.
+  virtual void set_flight_writer(std::function<std::string()> /*write*/) {}
+
   // Throws if a collective has failed on this rank or, as far as is known, on another.
   void check() {
     const std::string error = async_error();
@@ -122,6 +147,9 @@ class Communicator {
 
   // Why communication has failed; empty if it has not.
   virtual std::string async_error() = 0;
+
+ private:
+  std::shared_ptr<FlightGroup> flight_group_;
 };
 
 }  // namespace fsdp

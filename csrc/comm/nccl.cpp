@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdio>
+#include <functional>
 #include <future>
 #include <memory>
 #include <string>
@@ -86,6 +87,13 @@ class NcclCommunicator final : public Communicator {
 
   void announce(const std::string& what, std::uint64_t /*tag*/) override { what_ = what; }
 
+  void set_flight_writer(std::function<std::string()> write) override {
+    watchdog_.set_flight_writer(std::move(write));
+  }
+  std::string with_flight_record(const std::string& reason) {
+    return watchdog_.with_flight_record(reason);
+  }
+
   void group_start() override {
     check();
     throw_on_error(api_.GroupStart(), "start a group");
@@ -151,6 +159,9 @@ class NcclCommunicator final : public Communicator {
 
   std::shared_ptr<void> allocate(Device& device, std::size_t bytes, BufferUse use) override;
   bool all_agree(bool mine) override { return least(mine ? 1 : 0) != 0; }
+  std::uint64_t most(std::uint64_t mine) override {
+    return registers_buffers() ? ~least(~mine) : mine;
+  }
   std::uint64_t least(std::uint64_t mine);
   // Registering is collective, so a step does not do it.
   std::shared_ptr<void> allocate_in_step(Device& device, std::size_t bytes,
@@ -292,18 +303,19 @@ std::pair<std::unique_ptr<Communicator>, std::unique_ptr<Communicator>> make_ncc
     const Api& api, Device& device, const nccl::UniqueId& id, const NcclOptions& options) {
   const std::shared_ptr<void> guard = device.make_current();
   NcclJoined joined = join_nccl_ranks(api, id, options);
-  auto make = [&](NcclCommGuard& comm, int lane) {
+  const auto make = [&](NcclCommGuard& comm, int lane) {
     auto made = std::make_unique<NcclCommunicator>(api, device, comm.get(), options, lane);
     comm.release();
     return made;
   };
-  std::unique_ptr<Communicator> gather = make(joined.gather, 0);
-  std::unique_ptr<Communicator> reduce = make(joined.reduce, 1);
+  std::unique_ptr<NcclCommunicator> gather = make(joined.gather, 0);
+  std::unique_ptr<NcclCommunicator> reduce = make(joined.reduce, 1);
   if (options.deadlocks != nullptr) {
     options.deadlocks->start([a = gather.get(), b = reduce.get()](const std::string& account) {
-      print_failure(account);
-      a->abort(account);
-      b->abort(account);
+      const std::string whole = a->with_flight_record(account);
+      print_failure(whole);
+      a->abort(whole);
+      b->abort(whole);
     });
   }
   return {std::move(gather), std::move(reduce)};

@@ -78,6 +78,21 @@ void NcclWatchdog::watch_collective(Stream& stream, const std::string& what, End
   newest.pending = true;
 }
 
+void NcclWatchdog::set_flight_writer(std::function<std::string()> write) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  write_flights_ = std::move(write);
+}
+
+std::string NcclWatchdog::with_flight_record(const std::string& reason) {
+  std::function<std::string()> write;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    write = write_flights_;
+  }
+  const std::string where = write != nullptr ? write() : "";
+  return where.empty() ? reason : reason + " " + where;
+}
+
 void NcclWatchdog::abort(const std::string& reason) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -128,7 +143,8 @@ void NcclWatchdog::run() {
       const Finding found = failed_ ? Finding{} : look();
       if (!found.error.empty() || !found.late.empty()) {
         lock.unlock();
-        const std::string reason = found.late.empty() ? found.error : timeout_message(found.late);
+        const std::string reason =
+            with_flight_record(found.late.empty() ? found.error : timeout_message(found.late));
         print_failure(reason);
         abort(reason);
         lock.lock();

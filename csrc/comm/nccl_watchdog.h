@@ -15,6 +15,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -57,6 +58,11 @@ class NcclWatchdog {
 
   // Watches the collective that was just issued to `stream`. Messages call it `what`.
   void watch_collective(Stream& stream, const std::string& what, Ends ends);
+
+  // `write` is called before the watchdog ends a collective: Communicator::set_flight_writer.
+  void set_flight_writer(std::function<std::string()> write);
+  // Writes a flight record, and returns `reason` and a sentence that says where the record is.
+  std::string with_flight_record(const std::string& reason);
 
   // Revokes or aborts the communicator, and prints nothing. Only the first call has an effect.
   void abort(const std::string& reason);
@@ -106,6 +112,7 @@ class NcclWatchdog {
   std::condition_variable stop_;
   bool stopping_ = false;
   std::string error_;
+  std::function<std::string()> write_flights_;  // may be null
   bool in_call_ = false;
   std::string call_;
   std::chrono::steady_clock::time_point call_since_;

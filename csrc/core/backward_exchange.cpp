@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/flight_recorder.h"
+
 namespace fsdp {
 namespace {
 
@@ -55,9 +57,7 @@ std::size_t BackwardExchange::rank() const {
 void BackwardExchange::gather_from_all(const std::string& what, const void* mine, void* of_set,
                                        void* all, std::size_t bytes) {
   Lane& lane = lanes_.gather;
-  lane.communicator().announce(what, 0);
-  lane.communicator().host_all_gather(lane.stream(), mine, replicas_ != nullptr ? of_set : all,
-                                      bytes);
+  lane.host_all_gather(what, what, mine, replicas_ != nullptr ? of_set : all, bytes);
   if (replicas_ == nullptr) {
     lane.stream().record(*received_);
     return;
@@ -65,9 +65,8 @@ void BackwardExchange::gather_from_all(const std::string& what, const void* mine
   lane.stream().record(*set_received_);
   Lane& across = replicas_->gather;
   across.stream().wait(*set_received_, what);
-  across.communicator().announce(what, 0);
-  across.communicator().host_all_gather(
-      across.stream(), of_set, all, bytes * static_cast<std::size_t>(lane.communicator().size()));
+  across.host_all_gather(what, what, of_set, all,
+                         bytes * static_cast<std::size_t>(lane.communicator().size()));
   across.stream().record(*received_);
 }
 
@@ -192,9 +191,10 @@ void BackwardExchange::throw_difference(std::size_t other) {
     return describe_difference(lane, static_cast<int>(rank()), mine.*records,
                                static_cast<int>(other), others.*records);
   };
-  throw Error(ours.gather != theirs.gather   ? describe("gather", &Histories::gather)
-              : ours.reduce != theirs.reduce ? describe("reduce", &Histories::reduce)
-                                             : describe("all-reduce", &Histories::all_reduce));
+  throw RanksDiffer(ours.gather != theirs.gather ? describe("gather", &Histories::gather)
+                    : ours.reduce != theirs.reduce
+                        ? describe("reduce", &Histories::reduce)
+                        : describe("all-reduce", &Histories::all_reduce));
 }
 
 void BackwardExchange::set_gradients_of_others(const std::vector<std::unique_ptr<Unit>>& units) {

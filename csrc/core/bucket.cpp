@@ -313,4 +313,9 @@ std::vector<BucketUse> uses_of(const std::vector<std::unique_ptr<Bucket>>& bucke
   return uses;
 }
 
+bool has_several_meshes(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+  return std::any_of(buckets.begin(), buckets.end(),
+                     [](const auto& bucket) { return bucket->mesh != nullptr; });
+}
+
 }  // namespace fsdp

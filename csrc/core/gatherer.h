@@ -39,7 +39,7 @@ class Gatherer {
   // Parameters that were gathered earlier are out of date.
   void begin_iteration();
   // Blocks until no gather reads the host's memory: Note [offloaded units] in core/layout.h.
-  void finish_reading_host(const std::vector<std::unique_ptr<Bucket>>& buckets);
+  void finish_reading_host();
   // In a CUDA graph capture, makes the compute stream wait for all gathers.
   void join_capture();
   // Whether a CUDA graph has captured a step, whose buffers must stay.
@@ -100,7 +100,8 @@ class Gatherer {
   void place_shards(const std::vector<std::unique_ptr<Bucket>>& buckets);
   void allocate_group_shards(const std::vector<std::unique_ptr<Bucket>>& buckets);
   void allocate_gather_inputs(const std::vector<std::unique_ptr<Bucket>>& buckets);
-  void wait_for_gather(const Unit& unit);
+  void wait_for_gather(Unit& unit);
+  void drop_failed_gather(Bucket& bucket);
 
   Device& device_;
   Packer& packer_;
@@ -109,6 +110,7 @@ class Gatherer {
   Ledger& ledger_;
   Announce announce_;
   const std::vector<std::unique_ptr<Bucket>>* buckets_ = nullptr;
+  bool is_any_offloaded_ = false;
   bool has_been_captured_ = false;
   std::unique_ptr<BufferRing> ring_;
   HalvedBuffer staging_;  // rank-major

@@ -1,4 +1,5 @@
 // The memory of the gatherer, which is planned between iterations: core/memory_plan.h.
+#include <algorithm>
 #include <utility>
 
 #include "base/align.h"
@@ -7,11 +8,17 @@
 namespace fsdp {
 
 void Gatherer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, int slots) {
-  const GatherMemory memory = plan_gathers(uses_of(buckets), slots);
+  GatherMemory memory = plan_gathers(uses_of(buckets), slots);
   // Work in flight may still use the buffers of the plan before.
   lane_.synchronize();
+  const bool may_differ = has_several_meshes(buckets);
+  memory.slots = static_cast<int>(lane_.most(static_cast<std::size_t>(memory.slots), may_differ));
+  memory.slot_bytes = lane_.most(memory.slot_bytes, may_differ);
+  memory.staging_bytes = lane_.most(memory.staging_bytes, may_differ);
   streams_.set_any_in_pieces(memory.any_in_pieces);
   buckets_ = &buckets;
+  is_any_offloaded_ = std::any_of(buckets.begin(), buckets.end(),
+                                  [](const auto& bucket) { return bucket->layout.is_offloaded(); });
   ring_ = std::make_unique<BufferRing>(
       device_, [this](std::size_t bytes) { return lane_.allocate(bytes, BufferUse::Output); },
       memory.slots, memory.slot_bytes);
@@ -96,9 +103,11 @@ void Gatherer::allocate_gather_inputs(const std::vector<std::unique_ptr<Bucket>>
     bytes += align_up(bucket->buffers.gather_input, kRegionAlignment);
     all_have_one = all_have_one && (bucket->buffers.gather_input == 0 || bucket->gather_input);
   }
-  if (all_have_one) {
+  const bool may_differ = has_several_meshes(buckets);
+  if (lane_.most(all_have_one ? 0 : 1, may_differ) == 0) {
     return;
   }
+  bytes = lane_.most(bytes, may_differ);
   const std::shared_ptr<void> memory = lane_.allocate(bytes, BufferUse::Input);
   auto* place = static_cast<char*>(memory.get());
   for (const auto& bucket : buckets) {

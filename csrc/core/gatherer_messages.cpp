@@ -150,6 +150,10 @@ void Gatherer::send(const Bucket& bucket, const GatherPiece& piece, char* output
       bucket.is_from_group ? bucket.group->communicator : bucket.gathers_over;
   Stream& stream = streams_.messages();
   announce_(bucket, piece.bytes);
+  const InFlight flight(lane_.flights(), stream, communicator,
+                        {bucket.is_from_group ? Collective::GroupAllGather : Collective::AllGather,
+                         ledger_.phase(), piece.bytes, DType::Bytes},
+                        bucket.last_gather_label());
   const Work work = bucket.is_from_group ? Work::GroupGather : Work::Gather;
   const Timed timed(ledger_, stream, work, bucket.numbers(), {piece.bytes, bucket.gather_issue},
                     /*follows=*/false);
@@ -182,8 +186,11 @@ void Gatherer::cast(const Bucket& bucket, const GatherPiece& piece, Stream& stre
                1.0);
 }
 
-void Gatherer::finish_reading_host(const std::vector<std::unique_ptr<Bucket>>& buckets) {
-  for (const auto& bucket : buckets) {
+void Gatherer::finish_reading_host() {
+  if (!is_any_offloaded_) {
+    return;
+  }
+  for (const auto& bucket : *buckets_) {
     if (bucket->layout.is_offloaded()) {
       FSDP_CHECK(!device_.is_capturing(), "A CUDA graph would capture unit '", bucket->name,
                  "', which is offloaded to the host, and a graph cannot wait for the host. Run "
@@ -194,12 +201,27 @@ void Gatherer::finish_reading_host(const std::vector<std::unique_ptr<Bucket>>& b
 }
 
 // Pieces arrive in order. The unit does not wait for those behind its last one.
-void Gatherer::wait_for_gather(const Unit& unit) {
-  const Bucket& bucket = *unit.bucket;
+void Gatherer::wait_for_gather(Unit& unit) {
+  Bucket& bucket = *unit.bucket;
   ledger_.wait(*bucket.last_piece(unit).gathered, bucket.last_gather_label(), Work::WaitForGather,
                bucket.numbers());
   if (ReduceHook* const hook = gather_hook_of(bucket)) {
-    hook->check();
+    try {
+      hook->check();
+    } catch (...) {
+      drop_failed_gather(bucket);
+      throw;
+    }
+  }
+}
+
+// Nobody knows what the slot has, so the next use gathers again.
+void Gatherer::drop_failed_gather(Bucket& bucket) {
+  forget(bucket);
+  for (Unit* unit : bucket.units) {
+    if (unit->state == UnitState::Gathering) {
+      reshard(*unit);
+    }
   }
 }
 

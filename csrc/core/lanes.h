@@ -37,8 +37,9 @@
 // - All ranks of the root compare their orders, and exchange which parameters they used. They do
 //   not compare sizes with ranks of other meshes, which may have more experts. A parameter has a
 //   gradient if a rank of its own mesh used it.
-// - Buffers that all buckets share are registered with the root's communicators alone. Shards and
-//   gradients of other meshes have no windows.
+// - Buffers that all buckets share are registered with the root's communicators alone. Registering
+//   needs the same buffers on all ranks, so their number and their sizes are the largest that any
+//   rank needs (Lane::most). Shards and gradients of other meshes have no windows.
 #pragma once
 
 #include <algorithm>
@@ -55,10 +56,13 @@
 #include "base/check.h"
 #include "comm/communicator.h"
 #include "core/collective_history.h"
+#include "core/flight_tape.h"
 #include "device/stream.h"
 #include "pack/pack.h"
 
 namespace fsdp {
+
+class FlightRecorder;
 
 class Lane {
  public:
@@ -74,6 +78,20 @@ class Lane {
   Communicator& communicator() { return *communicator_; }
   Stream& stream() { return *stream_; }
   CollectiveHistory& history() { return history_; }
+  // Null if nothing is recorded.
+  FlightTape* flights() const { return flights_.get(); }
+  void record_in(std::shared_ptr<FlightTape> flights) { flights_ = std::move(flights); }
+
+  // Sends a few bytes of host memory to all ranks. Errors call it `what`, which must outlive it,
+  // and flight records `label`.
+  void host_all_gather(const std::string& what, const std::string& label, const void* input,
+                       void* output, std::size_t bytes) {
+    communicator_->announce(what, 0);
+    const std::size_t of_all = bytes * static_cast<std::size_t>(communicator_->size());
+    const InFlight flight(flights(), *stream_, *communicator_,
+                          {Collective::AllGather, Phase::Other, of_all, DType::Bytes}, label);
+    communicator_->host_all_gather(*stream_, input, output, bytes);
+  }
 
   // Makes `before` and `after`: Note [pieces].
   void make_copy_streams() {
@@ -100,7 +118,13 @@ class Lane {
     return communicator_->allocate(device_, bytes, use);
   }
 
-  // The same within a step, where ranks do not make this call together.
+  // The largest number that a rank passes, for buffers that all ranks have to make alike: Note
+  // [several meshes]. `may_differ` is the same on all ranks, which make this call together.
+  std::size_t most(std::size_t mine, bool may_differ) {
+    return may_differ ? static_cast<std::size_t>(communicator_->most(mine)) : mine;
+  }
+
+  // As allocate, within a step, where ranks do not make this call together.
   std::shared_ptr<void> allocate_in_step(std::size_t bytes, BufferUse use) {
     return communicator_->allocate_in_step(device_, bytes, use);
   }
@@ -159,6 +183,7 @@ class Lane {
   std::unique_ptr<Event> drained_;
   std::chrono::milliseconds timeout_;
   CollectiveHistory history_;
+  std::shared_ptr<FlightTape> flights_;
   std::unique_ptr<Stream> stream_;  // destroyed before the members above, which its work uses
   std::unique_ptr<Stream> before_;
   std::unique_ptr<Stream> after_;
@@ -207,6 +232,7 @@ struct Lanes {
 
   std::unique_ptr<Device> device;
   std::unique_ptr<Packer> packer;
+  std::shared_ptr<FlightRecorder> flights;  // null: nothing is recorded
   // Both outlive the streams below, which use them.
   std::vector<std::shared_ptr<Lanes>> groups;
   std::deque<Mesh> meshes;

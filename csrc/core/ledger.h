@@ -149,6 +149,7 @@ class Ledger {
 
   // Work issued from now on belongs to `phase`.
   void enter_phase(Phase phase) { phase_ = phase; }
+  Phase phase() const { return phase_; }
 
   // - Times. The ledger keeps the last `iterations` iterations, from the next one on; 0: none.
   // `moments` is roughly how many each of them marks. Pass `drained` if no stream has work left.

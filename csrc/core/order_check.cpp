@@ -6,6 +6,7 @@
 #include <string>
 
 #include "base/check.h"
+#include "core/flight_recorder.h"
 
 namespace fsdp {
 
@@ -120,9 +121,9 @@ std::string OrderCheck::Ranks::own_name() const {
 void OrderCheck::compare_announcements(Ranks& ranks, const Bucket& bucket) {
   const Announcement& mine = *mine_;
   Lane& lane = *ranks.lane;
-  lane.communicator().announce(bucket.gather_label, 0);
-  lane.communicator().host_all_gather(lane.stream(), &mine, ranks.announcements.data(),
-                                      sizeof(mine));
+  static const std::string kLabel = "the comparison of the next all-gather";
+  lane.host_all_gather(bucket.gather_label, kLabel, &mine, ranks.announcements.data(),
+                       sizeof(mine));
   lane.stream().record(*compared_);
   compared_->synchronize(device_.timeout(),
                          "the comparison of " + mine.describe() + " on all ranks");
@@ -134,11 +135,13 @@ void OrderCheck::compare_announcements(Ranks& ranks, const Bucket& bucket) {
     const bool is_elsewhere = theirs.mesh != mine.mesh && theirs.is_in_step_with(mine);
     const std::size_t like = is_elsewhere ? static_cast<std::size_t>(theirs.mesh) : own;
     const Announcement& expected = ranks.announcements[like];
-    FSDP_CHECK(theirs.is_in_step_with(expected) && theirs.bytes == expected.bytes, "As all-gather ",
-               mine.sequence, " of the first iteration, ", ranks.name(like), " issues ",
-               expected.describe(), " but ", ranks.name(rank), " issues ", theirs.describe(),
-               ". All ranks must run the same units, in the same order and of the same sizes. Make "
-               "the model and its control flow the same on every rank.");
+    if (!theirs.is_in_step_with(expected) || theirs.bytes != expected.bytes) {
+      throw RanksDiffer(detail::concat(
+          "As all-gather ", mine.sequence, " of the first iteration, ", ranks.name(like),
+          " issues ", expected.describe(), " but ", ranks.name(rank), " issues ", theirs.describe(),
+          ". All ranks must run the same units, in the same order and of the same sizes. Make "
+          "the model and its control flow the same on every rank."));
+    }
   }
 }
 
@@ -153,15 +156,13 @@ void OrderCheck::compare(const Partition& partition,
 void OrderCheck::compare_orders(Ranks& ranks, const std::vector<std::unique_ptr<Unit>>& units) {
   static const std::string kWhat = "the comparison of the buckets";
   Lane& lane = *ranks.lane;
-  lane.communicator().announce(kWhat, 0);
-  lane.communicator().host_all_gather(lane.stream(), my_order_.get(), ranks.orders.data(),
-                                      sizeof(Order));
+  lane.host_all_gather(kWhat, kWhat, my_order_.get(), ranks.orders.data(), sizeof(Order));
   lane.stream().record(*compared_);
   compared_->synchronize(device_.timeout(), kWhat);
   lane.communicator().check();
   for (std::size_t rank = 0; rank < ranks.orders.size(); ++rank) {
     if (ranks.orders[rank].hash != my_order_->hash) {
-      throw Error(describe_difference(ranks, rank, units));
+      throw RanksDiffer(describe_difference(ranks, rank, units));
     }
   }
 }

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "core/flight_recorder.h"
 
 namespace fsdp {
 
@@ -50,7 +51,7 @@ int Pipeline::add_unit(UnitConfig config, UnitPort& port) {
 
 // - Forward
 
-void Pipeline::begin_forward(int outermost, bool with_gradient) {
+void Pipeline::begin_forward(int outermost, bool with_gradient) try {
   if (!is_between_passes()) {
     reset_iteration();  // the last one ended in an exception
   }
@@ -68,6 +69,8 @@ void Pipeline::begin_forward(int outermost, bool with_gradient) {
   forward_order_.begin_forward(/*forgets_all=*/has_changed);
   forward_keeps_ = with_gradient;
   state_ = PipelineState::Forward;
+} catch (const Error& error) {
+  fail(error);
 }
 
 // Units that stayed unsharded since an earlier forward are gathered again if their shards changed.
@@ -86,7 +89,7 @@ bool Pipeline::drop_outdated_parameters() {
   return has_changed;
 }
 
-void Pipeline::end_forward(bool with_gradient) {
+void Pipeline::end_forward(bool with_gradient) try {
   state_ = in_backward()   ? PipelineState::Backward
            : with_gradient ? PipelineState::AwaitingBackward
                            : PipelineState::Idle;
@@ -103,8 +106,10 @@ void Pipeline::end_forward(bool with_gradient) {
   if (state_ == PipelineState::Idle) {
     end_evaluation();
   }
-  gatherer_.finish_reading_host(buckets());
+  gatherer_.finish_reading_host();
   gatherer_.join_capture();
+} catch (const Error& error) {
+  fail(error);
 }
 
 // See Note [after an evaluation].
@@ -127,7 +132,7 @@ void Pipeline::put_away_parameters() {
   }
 }
 
-CallId Pipeline::pre_forward(int number) {
+CallId Pipeline::pre_forward(int number) try {
   Unit& unit = unit_at(number);
   if (unit.is_summoned) {
     return in_backward() ? kNoCall : enter_forward(unit);
@@ -141,6 +146,8 @@ CallId Pipeline::pre_forward(int number) {
   }
   begin_computing(unit, Work::UnitForward, gatherer_.attach(unit));
   return unit.entering;
+} catch (const Error& error) {
+  fail(error);
 }
 
 CallId Pipeline::enter_forward(Unit& unit) {
@@ -150,7 +157,7 @@ CallId Pipeline::enter_forward(Unit& unit) {
   return unit.entering;
 }
 
-CallId Pipeline::post_forward(int number, bool with_gradient) {
+CallId Pipeline::post_forward(int number, bool with_gradient) try {
   Unit& unit = unit_at(number);
   const CallId call = std::exchange(unit.entering, kNoCall);
   ledger_.close(unit.computing, device_.compute_stream());
@@ -171,6 +178,8 @@ CallId Pipeline::post_forward(int number, bool with_gradient) {
     return kNoCall;
   }
   return call;
+} catch (const Error& error) {
+  fail(error);
 }
 
 void Pipeline::skip(int number) {
@@ -245,7 +254,7 @@ void Pipeline::begin_backward(bool may_reshard, const BackwardGraph& graph) {
   pass_ = ledger_.open(device_.compute_stream(), Work::Backward, kAllUnits);
 }
 
-void Pipeline::pre_backward(int number, CallId call) {
+void Pipeline::pre_backward(int number, CallId call) try {
   Unit& unit = unit_at(number);
   if (unit.gathers_left > 0) {
     take_steps(backward_order_.until_gather(call));
@@ -253,15 +262,19 @@ void Pipeline::pre_backward(int number, CallId call) {
   if (unit.state != UnitState::Unsharded || unit.is_put_away) {  // the call has no step
     gather_in_backward(unit);
   }
+} catch (const Error& error) {
+  fail(error);
 }
 
-void Pipeline::gradient_arrived(int number, std::size_t trainable) {
+void Pipeline::gradient_arrived(int number, std::size_t trainable) try {
   Unit& unit = unit_at(number);
   reducer_.note_arrival(*unit.bucket);
   reduction_order_.gradient_arrived(unit, trainable);
+} catch (const Error& error) {
+  fail(error);
 }
 
-void Pipeline::post_backward(int number, CallId call) {
+void Pipeline::post_backward(int number, CallId call) try {
   Unit& unit = unit_at(number);
   if (unit.passes_left > 0) {
     take_steps(backward_order_.until_pass(call));
@@ -269,7 +282,12 @@ void Pipeline::post_backward(int number, CallId call) {
   if (unit.passes_left == 0) {  // and otherwise if the call has no step
     reshard_in_backward(unit);
   }
+} catch (const Error& error) {
+  fail(error);
 }
+
+// Ranks that do not answer, or differ, are found in any call that waits.
+void Pipeline::fail(const Error& error) { throw_with_flight_record(error, lanes_, replicas_); }
 
 void Pipeline::take_steps(std::size_t count) {
   for (; count > 0; --count) {
@@ -346,7 +364,7 @@ void Pipeline::recompute(Unit& unit) {
   }
 }
 
-void Pipeline::end_backward() {
+void Pipeline::end_backward() try {
   take_steps(backward_order_.steps().size());
   reduction_order_.end_backward();
   exchange_.begin(units_);
@@ -370,6 +388,8 @@ void Pipeline::end_backward() {
   if (!forward_order_.is_recorded()) {
     finish_recording();
   }
+} catch (const Error& error) {
+  fail(error);
 }
 
 void Pipeline::finish_recording() {
@@ -392,7 +412,7 @@ void Pipeline::begin_computing(Unit& unit, Work work, bool has_waited) {
 
 // - unshard() and reshard(), called by the user
 
-void Pipeline::unshard(int number) {
+void Pipeline::unshard(int number) try {
   if (is_between_passes()) {
     bucket_set_.update(forward_order_, gatherer_, reducer_);
   }
@@ -404,12 +424,16 @@ void Pipeline::unshard(int number) {
     gatherer_.begin_iteration();  // the shards may have changed since the last one
   }
   gatherer_.unshard(unit, /*on_demand=*/true);
+} catch (const Error& error) {
+  fail(error);
 }
 
-void Pipeline::wait_for_unshard(int number) {
+void Pipeline::wait_for_unshard(int number) try {
   Unit& unit = unit_at(number);
   gatherer_.attach(unit);
   unit.is_held = is_between_passes();
+} catch (const Error& error) {
+  fail(error);
 }
 
 void Pipeline::reshard(int number) {
@@ -427,7 +451,7 @@ void Pipeline::forget(int number) {
   }
 }
 
-void Pipeline::reset_iteration() {
+void Pipeline::reset_iteration() try {
   gatherer_.forget_group_shards();
   for (const auto& unit : units_) {
     gatherer_.reshard(*unit);
@@ -442,6 +466,8 @@ void Pipeline::reset_iteration() {
   ledger_.leave_iteration();
   ledger_.enter_phase(Phase::Other);
   forward_order_.reset();
+} catch (const Error& error) {
+  fail(error);
 }
 
 // - Measurements and checks
@@ -454,32 +480,6 @@ void Pipeline::begin_times() {
       bucket->gather_issue = {};
     }
   }
-}
-
-// The number of moments is an estimate: each unit's forward, backward and waits, and each piece's
-// copies and message.
-void Pipeline::keep_times(std::size_t iterations, bool drained) {
-  constexpr std::size_t kOfAUnit = 12;
-  constexpr std::size_t kOfAPiece = 8;
-  std::size_t moments = kOfAUnit * (units_.size() + 1);
-  for (const auto& bucket : buckets()) {
-    moments += kOfAPiece * (bucket->gathers.size() + bucket->reductions.size());
-    moments += bucket->group != nullptr ? kOfAPiece * bucket->group->gathers.size() : 0;
-  }
-  ledger_.keep_times(iterations, moments, drained);
-}
-
-void Pipeline::form_buckets() {
-  if (!units_.empty() && units_.front()->bucket == nullptr) {
-    bucket_set_.form(forward_order_, reducer_);
-  }
-}
-
-const Bucket& Pipeline::bucket_of(int number) const {
-  const Unit& asked = unit(number);
-  FSDP_CHECK(asked.bucket != nullptr, "Unit '", asked.name,
-             "' has no bucket yet. Call form_buckets() before.");
-  return *asked.bucket;
 }
 
 }  // namespace fsdp

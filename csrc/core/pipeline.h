@@ -167,6 +167,7 @@ class Pipeline {
  private:
   Unit& unit_at(int number) { return *units_.at(static_cast<std::size_t>(number)); }
   CallId enter_forward(Unit& unit);
+  [[noreturn]] void fail(const Error& error);
   bool is_between_passes() const { return !in_forward() && !in_backward(); }
   void reduce_alone_with_hooks(Unit& unit);
   void finish_recording();

@@ -1,6 +1,8 @@
-// The pipeline's settings. They are effective from the next use on.
+// The pipeline's settings, which are effective from the next use on, and what is asked between
+// steps.
 #include <utility>
 
+#include "base/check.h"
 #include "core/pipeline.h"
 
 namespace fsdp {
@@ -116,6 +118,36 @@ void Pipeline::set_prefetch_depth(int depth) {
     options_.prefetch_depth = depth;
     bucket_set_.invalidate_memory();
   }
+}
+
+// - Measurements and buckets
+
+// The number of moments is an estimate: each unit's forward, backward and waits, and each piece's
+// copies and message.
+void Pipeline::keep_times(std::size_t iterations, bool drained) {
+  constexpr std::size_t kOfAUnit = 12;
+  constexpr std::size_t kOfAPiece = 8;
+  std::size_t moments = kOfAUnit * (units_.size() + 1);
+  for (const auto& bucket : buckets()) {
+    moments += kOfAPiece * (bucket->gathers.size() + bucket->reductions.size());
+    moments += bucket->group != nullptr ? kOfAPiece * bucket->group->gathers.size() : 0;
+  }
+  ledger_.keep_times(iterations, moments, drained);
+}
+
+void Pipeline::form_buckets() try {
+  if (!units_.empty() && units_.front()->bucket == nullptr) {
+    bucket_set_.form(forward_order_, reducer_);
+  }
+} catch (const Error& error) {
+  fail(error);
+}
+
+const Bucket& Pipeline::bucket_of(int number) const {
+  const Unit& asked = unit(number);
+  FSDP_CHECK(asked.bucket != nullptr, "Unit '", asked.name,
+             "' has no bucket yet. Call form_buckets() before.");
+  return *asked.bucket;
 }
 
 }  // namespace fsdp

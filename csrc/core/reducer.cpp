@@ -83,8 +83,11 @@ void Reducer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets) {
     replicas_.lane->synchronize();
   }
   const bool has_peers = lane_.communicator().size() > 1;
-  const ReduceMemory memory =
+  ReduceMemory memory =
       plan_reductions(uses_of(buckets), device_.overlaps_copies() && has_peers, has_replicas);
+  const bool may_differ = has_several_meshes(buckets);
+  memory.input_bytes = lane_.most(memory.input_bytes, may_differ);
+  memory.output_bytes = lane_.most(memory.output_bytes, may_differ);
   streams_.set_any_in_pieces(memory.any_in_pieces);
   packs_ahead_ = memory.packs_ahead;
   if (packs_ahead_) {
@@ -98,9 +101,10 @@ void Reducer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets) {
     return (bucket->layout.world_size() > 1 || has_replicas) &&
            !reduces_in_place(bucket->layout, bucket->units.front()->reduce_scale);
   };
-  if (output_bytes_ > 0 &&
-      (std::any_of(buckets.begin(), buckets.end(), always_needs_output) ||
-       ((has_peers || has_replicas) && keeps_reduce_output(lane_.communicator().transport())))) {
+  const bool needs_output =
+      std::any_of(buckets.begin(), buckets.end(), always_needs_output) ||
+      ((has_peers || has_replicas) && keeps_reduce_output(lane_.communicator().transport()));
+  if (output_bytes_ > 0 && lane_.most(needs_output ? 1 : 0, may_differ) > 0) {
     output_.reset(lane_.allocate(output_bytes_, output_use()), output_bytes_);
   }
   place_gradients(buckets);
@@ -295,6 +299,9 @@ void Reducer::send(const Reduction& reduction, const ReducePiece& piece, void* i
   const std::size_t bytes = bucket.reduce_input_bytes(piece);
   const std::size_t offset = static_cast<std::size_t>(piece.segment_offset) * itemsize(dtype);
   announce_(bucket, bytes);
+  const InFlight flight(lane_.flights(), streams_.messages(), bucket.reduces_over,
+                        {Collective::ReduceScatter, ledger_.phase(), bytes, dtype},
+                        bucket.reduce_label);
   const Timed timed(ledger_, streams_.messages(), Work::Reduce, bucket.numbers(),
                     {bytes, reduction.issue}, /*follows=*/!packs_apart(bucket));
   const auto numel = static_cast<std::size_t>(piece.pack_plan.segment_numel);
@@ -314,6 +321,9 @@ void Reducer::sum_over_replicas(const Reduction& reduction, const ReducePiece& p
   Lane& lane = *replicas_.lane;
   streams_.order_after(lane.stream(), streams_.messages(), bucket.reduce_label);
   replicas_.announce(bucket, numel * itemsize(dtype));
+  const InFlight flight(lane.flights(), lane.stream(), lane.communicator(),
+                        {Collective::AllReduce, ledger_.phase(), numel * itemsize(dtype), dtype},
+                        bucket.all_reduce_label);
   const Timed timed(ledger_, lane.stream(), Work::AllReduce, bucket.numbers(),
                     {numel * itemsize(dtype), reduction.issue}, /*follows=*/false);
   void* const output = reduction.output + offset;

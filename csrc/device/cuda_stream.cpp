@@ -140,6 +140,15 @@ class CudaMoments final : public Moments {
     return static_cast<double>(milliseconds) / 1e3;
   }
 
+  // Nothing is known about a device that has failed. cudaGetLastError clears the error.
+  bool is_reached(std::size_t number) const override {
+    const cudaError_t result = cudaEventQuery(events_[number]);
+    if (result != cudaSuccess) {
+      cudaGetLastError();
+    }
+    return result == cudaSuccess;
+  }
+
   double lead(std::size_t number, double reached) const override {
     return reached - host_clock::seconds(marked_[number]);
   }

@@ -68,13 +68,18 @@ void sleep_until(std::chrono::steady_clock::time_point time) {
   }
 }
 
-void stamp_now(Stamp& at) { at.store(host_clock::now(), std::memory_order_relaxed); }
+void stamp_now(Stamp& at, bool has_failed = false) {
+  const std::int64_t now = host_clock::now();
+  at.store(has_failed ? -now : now, std::memory_order_relaxed);
+}
 
 class HostMoments final : public Moments {
  public:
   void mark(std::size_t number, Stream& stream) override {
     reserve(number + 1);
-    static_cast<HostQueue&>(stream).stamp(stamp_of(number));
+    Stamp& stamp = stamp_of(number);
+    stamp.store(0, std::memory_order_relaxed);
+    static_cast<HostQueue&>(stream).stamp(stamp);
   }
   void reserve(std::size_t count) override {
     while (chunks_.size() * kChunk < count) {
@@ -84,6 +89,10 @@ class HostMoments final : public Moments {
 
   double seconds_to(std::size_t number, const Moments& later, std::size_t other) const override {
     return static_cast<const HostMoments&>(later).seconds(other) - seconds(number);
+  }
+  bool is_reached(std::size_t number) const override { return ticks(number) != 0; }
+  std::int64_t ticks(std::size_t number) const override {
+    return std::max<std::int64_t>(0, stamp_of(number).load(std::memory_order_relaxed));
   }
   double lead(std::size_t /*number*/, double /*reached*/) const override { return 0.0; }
   double anchor() override {
@@ -96,8 +105,9 @@ class HostMoments final : public Moments {
   static constexpr std::size_t kChunk = 1024;
 
   Stamp& stamp_of(std::size_t number) const { return chunks_[number / kChunk][number % kChunk]; }
+  // Works for a stream that has failed, too, whose stamps are negative.
   double seconds(std::size_t number) const {
-    return host_clock::seconds(stamp_of(number).load(std::memory_order_relaxed));
+    return host_clock::seconds(std::abs(stamp_of(number).load(std::memory_order_relaxed)));
   }
 
   std::vector<std::unique_ptr<Stamp[]>> chunks_;  // a stamp never moves
@@ -271,7 +281,7 @@ void InlineStream::run(const Work& work) {
 
 void InlineStream::enqueue(std::function<void()> work) { run(work); }
 
-void InlineStream::stamp(Stamp& at) { stamp_now(at); }
+void InlineStream::stamp(Stamp& at) { stamp_now(at, error_ != nullptr); }
 
 void InlineStream::record(Event& event) {
   std::shared_ptr<Completion> failed;
@@ -406,7 +416,7 @@ bool HostStream::wait_for_batch(std::deque<Item>& batch) {
 void HostStream::execute(Item item) {
   for (Stamp* stamp : item.stamps) {
     if (stamp != nullptr) {
-      stamp_now(*stamp);
+      stamp_now(*stamp, error_ != nullptr);
     }
   }
   if (item.record != nullptr) {

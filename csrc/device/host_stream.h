@@ -77,14 +77,15 @@ class HostEvent final : public Event {
   std::shared_ptr<Completion> newest_;
 };
 
-// When the worker reached a point: ticks of device/host_clock.h.
+// When the worker reached a point: ticks of device/host_clock.h, negative if the stream has failed.
 using Stamp = std::atomic<std::int64_t>;
 
 // A stream of the host accepts any callable as work.
 class HostQueue : public Stream {
  public:
   virtual void enqueue(std::function<void()> work) = 0;
-  // Stores the time at which the stream reaches the next item that is queued. Almost free.
+  // Stores the time at which the stream reaches the next item that is queued, as its negative if
+  // the stream has failed. Almost free.
   virtual void stamp(Stamp& at) = 0;
   // From the next record on, waits are published in `blocked`, which outlives the stream.
   virtual void publish_waits(BlockedThread& /*blocked*/) {}
@@ -158,7 +159,8 @@ class HostStream final : public HostQueue {
 
  private:
   // The number of stamps that one item can carry. Further stamps get an empty item of their own.
-  static constexpr int kStamps = 2;
+  // Between two collectives, the ledger and a flight tape each mark one end and one begin.
+  static constexpr int kStamps = 4;
 
   // Work, a record, a wait, or nothing. The stamps are written before it.
   struct Item {

@@ -118,6 +118,13 @@ class Moments {
   // The time from moment `number` to moment `other` of `later`, which may be this object. Waits
   // until both are reached.
   virtual double seconds_to(std::size_t number, const Moments& later, std::size_t other) const = 0;
+  // Whether the stream has reached moment `number` since it was marked last. It does not wait. A
+  // stream of the host that has failed reaches no moment.
+  virtual bool is_reached(std::size_t number) const = 0;
+  // When the stream reached moment `number`, in ticks of device/host_clock.h. 0 if it has not, or
+  // if the device has a clock of its own.
+  virtual std::int64_t ticks(std::size_t /*number*/) const { return 0; }
+
   // How far the host was ahead: the time from marking a moment to `reached`, when the stream
   // reached it. 0 on the host.
   virtual double lead(std::size_t number, double reached) const = 0;

@@ -3,16 +3,17 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/from_blob.h>
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
 namespace fsdp {
 namespace {
 
+void release(void* kept_owner) { delete static_cast<std::shared_ptr<void>*>(kept_owner); }
+
 at::DataPtr data_ptr_of(void* data, std::shared_ptr<void> owner, at::Device device) {
-  auto* kept = new std::shared_ptr<void>(std::move(owner));
-  return {data, kept,
-          [](void* kept_owner) { delete static_cast<std::shared_ptr<void>*>(kept_owner); }, device};
+  return {data, new std::shared_ptr<void>(std::move(owner)), &release, device};
 }
 
 void* data_of(const c10::Storage& storage) {
@@ -24,9 +25,20 @@ void set_data(const c10::Storage& storage, void* data, std::shared_ptr<void> own
       data_ptr_of(data, std::move(owner), storage.device()));
 }
 
-// Keeps the memory of a tensor alive. The memory is that of its storage as it is now.
+// Keeps the memory of a tensor alive. On the host it is the memory itself, because share_memory_()
+// gives a storage other memory and frees what it had.
 std::shared_ptr<void> owner_of(const at::Tensor& tensor) {
-  return std::make_shared<c10::Storage>(tensor.storage());
+  const c10::Storage& storage = tensor.storage();
+  if (!tensor.is_cpu()) {
+    return std::make_shared<c10::Storage>(storage);
+  }
+  data_of(storage);  // ends lazy copies
+  c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
+  if (impl->data_ptr().get_deleter() != &release) {
+    auto memory = std::make_shared<at::DataPtr>(impl->set_data_ptr(at::DataPtr()));
+    set_data(storage, memory->get(), memory);
+  }
+  return *static_cast<std::shared_ptr<void>*>(impl->data_ptr().get_context());
 }
 
 char* at_byte(void* data, std::size_t offset) { return static_cast<char*>(data) + offset; }
@@ -47,8 +59,8 @@ at::Tensor view_of_storage(const c10::intrusive_ptr<c10::StorageImpl>& storage, 
 }
 
 FlatTensor::FlatTensor(at::Tensor flat, const std::vector<at::Tensor>& parts)
-    : flat_(std::move(flat)) {
-  const char* begin = at_byte(data_of(flat_.storage()), 0);
+    : flat_(std::move(flat)), data_(data_of(flat_.storage())), owner_(owner_of(flat_)) {
+  const char* begin = at_byte(data_, 0);
   for (const at::Tensor& part : parts) {
     const char* place = at_byte(data_of(part.storage()), 0);
     parts_.push_back({part.storage(), static_cast<std::size_t>(place - begin)});
@@ -82,24 +94,34 @@ at::Tensor FlatTensor::like(const at::Tensor& flat, std::shared_ptr<void> memory
 void FlatTensor::move(std::shared_ptr<void> memory) {
   reclaim();
   const at::NoGradGuard no_grad;
-  void* data = memory.get();
-  at::from_blob(data, flat_.sizes(), flat_.options()).copy_(flat_);
-  set_data(flat_.storage(), data, memory);
+  at::from_blob(memory.get(), flat_.sizes(), flat_.options()).copy_(flat_);
+  data_ = memory.get();
+  owner_ = std::move(memory);
+  set_data(flat_.storage(), data_, owner_);
   for (const Part& part : parts_) {
-    set_data(part.storage, at_byte(data, part.offset), memory);
+    set_data(part.storage, at_byte(data_, part.offset), owner_);
   }
 }
 
-void FlatTensor::reclaim() {
-  void* const data = data_of(flat_.storage());
-  for (const Part& part : parts_) {
-    void* const own = at_byte(data, part.offset);
-    void* const now = data_of(part.storage);
-    if (own != now && flat_.is_cpu()) {
-      std::memcpy(own, now, part.storage.nbytes());
-      set_data(part.storage, own, owner_of(flat_));
-    }
+void FlatTensor::reclaim(bool parts_are_newer) {
+  if (!flat_.defined() || !flat_.is_cpu()) {
+    return;
   }
+  take_back(flat_.storage(), data_, /*with_content=*/true);
+  for (const Part& part : parts_) {
+    take_back(part.storage, at_byte(data_, part.offset), parts_are_newer);
+  }
+}
+
+void FlatTensor::take_back(const c10::Storage& storage, void* own, bool with_content) const {
+  const void* const now = data_of(storage);
+  if (own == now) {
+    return;
+  }
+  if (with_content) {
+    std::memcpy(own, now, std::min(storage.nbytes(), flat_.nbytes()));
+  }
+  set_data(storage, own, owner_);
 }
 
 }  // namespace fsdp

@@ -40,9 +40,10 @@ class FlatTensor {
 
   // Copies the content into `memory`, where it stays from now on.
   void move(std::shared_ptr<void> memory);
-  // Takes parts back to which share_memory_() gave other memory, with their content. It compares
-  // one pointer for each part, so every forward can call it.
-  void reclaim();
+  // Takes the tensor and its parts back to their own memory, with their content, if share_memory_()
+  // gave them other memory. It compares one pointer for each part, so every forward can call it.
+  // If the whole tensor is the one that is written, as a flat parameter is, parts may be older.
+  void reclaim(bool parts_are_newer = true);
 
  private:
   struct Part {
@@ -50,7 +51,11 @@ class FlatTensor {
     std::size_t offset;  // bytes
   };
 
+  void take_back(const c10::Storage& storage, void* own, bool with_content) const;
+
   at::Tensor flat_;
+  void* data_ = nullptr;
+  std::shared_ptr<void> owner_;  // of the memory at `data_`, whatever memory the storages have now
   std::vector<Part> parts_;
 };
 

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <utility>
 
 #include "device/host_stream.h"
@@ -17,7 +18,21 @@ namespace py = pybind11;
 namespace fsdp {
 namespace {
 
-// The work on a stream owns the hook, too, because a user may set another one meanwhile.
+// Frees a Python object on any thread.
+struct ReleaseWithGil {
+  void operator()(py::object* object) const {
+    if (Py_IsInitialized() == 0) {
+      object->release();
+    } else {
+      const py::gil_scoped_acquire gil;
+      *object = py::object();
+    }
+    delete object;
+  }
+};
+
+// The work on a stream owns the hook and the user's function, too, because a user may set another
+// one meanwhile.
 class PythonReduceHook final : public ReduceHook,
                                public std::enable_shared_from_this<PythonReduceHook> {
  public:
@@ -34,11 +49,13 @@ class PythonReduceHook final : public ReduceHook,
   }
 
   void issue(Stream& stream, const HookTensors& tensors) override {
+    const std::shared_ptr<py::object> function = this->function();
     if (device_.is_cpu()) {
-      static_cast<HostQueue&>(stream).enqueue(
-          [hook = shared_from_this(), tensors] { hook->call(tensors, nullptr); });
+      static_cast<HostQueue&>(stream).enqueue([hook = shared_from_this(), function, tensors] {
+        hook->call(*function, tensors, nullptr);
+      });
     } else {
-      call(tensors, stream.native_handle());
+      call(*function, tensors, stream.native_handle());
     }
   }
 
@@ -58,14 +75,19 @@ class PythonReduceHook final : public ReduceHook,
         .make_tensor();
   }
 
-  void call(const HookTensors& tensors, void* stream) {
+  // Returns None if the user's function has been freed.
+  std::shared_ptr<py::object> function() const {
+    const py::gil_scoped_acquire gil;
+    return {new py::object(weak_function_()), ReleaseWithGil()};
+  }
+
+  void call(const py::object& function, const HookTensors& tensors, void* stream) {
     const py::gil_scoped_acquire gil;
     const c10::InferenceMode no_inference(false);
     const at::NoGradGuard no_gradients;
     const at::Tensor gradients = tensor_over(tensors.gradients, tensors.numel, tensors.dtype);
     const auto handle = reinterpret_cast<std::uintptr_t>(stream);
     try {
-      const py::object function = weak_function_();
       if (!function.is_none() && tensors.input == nullptr) {
         function(gradients, handle);
       } else if (!function.is_none()) {

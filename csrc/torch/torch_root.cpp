@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "core/flight_recorder.h"
 
 namespace py = pybind11;
 
@@ -269,7 +270,7 @@ void TorchRoot::keep_times(std::size_t iterations) {
   pipeline_->keep_times(iterations, drained);
 }
 
-void TorchRoot::synchronize() {
+void TorchRoot::synchronize() try {
   lanes_->gather.synchronize();
   lanes_->reduce.synchronize();
   if (replicas_ != nullptr) {
@@ -277,6 +278,15 @@ void TorchRoot::synchronize() {
     replicas_->reduce.synchronize();
   }
   lanes_->device->compute_stream().synchronize();
+} catch (const Error& error) {
+  throw_with_flight_record(error, *lanes_, replicas_.get());
+}
+
+std::vector<std::string> TorchRoot::all_gather(const std::string& what,
+                                               const std::string& mine) try {
+  return pipeline_->exchange().all_gather(what, mine);
+} catch (const Error& error) {
+  throw_with_flight_record(error, *lanes_, replicas_.get());
 }
 
 void TorchRoot::delay_stream(const std::string& stream, double seconds) {

@@ -64,6 +64,8 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   void keep_times(std::size_t iterations);
   // Blocks until all work issued so far is done.
   void synchronize();
+  // See BackwardExchange::all_gather.
+  std::vector<std::string> all_gather(const std::string& what, const std::string& mine);
 
   // For tests: `stream` ("gather", "reduce" or "all-reduce") pauses after the work that it has now.
   void delay_stream(const std::string& stream, double seconds);

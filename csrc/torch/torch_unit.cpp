@@ -44,9 +44,9 @@ std::optional<DType> grad_dtype_of(const at::Tensor& parameter) {
   return is_set ? std::make_optional(to_dtype(*asked)) : std::nullopt;
 }
 
-// The dict that has a module's parameters: ModuleAttribute.
-py::object dict_of(const py::object& holder) {
-  return PyWeakref_Check(holder.ptr()) != 0 ? holder().attr("__dict__") : holder;
+// The dict that has a module's parameters: ModuleAttribute. The module keeps the dict alive.
+PyObject* dict_of(const py::object& holder) {
+  return PyDict_Check(holder.ptr()) ? holder.ptr() : py::object(holder().attr("__dict__")).ptr();
 }
 
 // Whether a storage can raise a message of its own when its data is accessed, and stop doing so.
@@ -305,13 +305,13 @@ void TorchUnit::register_parameters(bool unsharded) {
   for (const ModuleAttribute& attribute : attributes_) {
     PyObject* sharded_object = sharded_[attribute.parameter].ptr();
     PyObject* unsharded_object = unsharded_objects_[attribute.parameter].ptr();
-    const py::object parameters = dict_of(attribute.holder);
-    PyObject* now = PyDict_GetItem(parameters.ptr(), attribute.name.ptr());
+    PyObject* const parameters = dict_of(attribute.holder);
+    PyObject* now = PyDict_GetItem(parameters, attribute.name.ptr());
     FSDP_CHECK(now == (unsharded ? sharded_object : unsharded_object), "parameter '",
                layout_.params()[attribute.parameter].name, "' of unit '", name_,
                "' was replaced after fully_shard. Change parameters in place, "
                "or through load_state_dict or module.to().");
-    if (PyDict_SetItem(parameters.ptr(), attribute.name.ptr(),
+    if (PyDict_SetItem(parameters, attribute.name.ptr(),
                        unsharded ? unsharded_object : sharded_object) != 0) {
       throw py::error_already_set();
     }
@@ -458,7 +458,7 @@ bool TorchUnit::has_gradient_setting_changed() const {
 }
 
 void TorchUnit::reclaim_memory() {
-  tensors_.shard.reclaim();
+  tensors_.shard.reclaim(/*parts_are_newer=*/!has_flat_);
   gradients_.reclaim();
 }
 

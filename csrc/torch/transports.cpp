@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "core/flight_recorder.h"
 #include "device/forks.h"
 #include "torch/cuda_framework.h"
 #include "torch/dtype.h"
@@ -126,14 +127,16 @@ std::string exchange_messages(Lanes& lanes, const std::string& mine) {
   // They are freed only after a wait that succeeds. A wait that timed out leaves them in use.
   auto* buffers =
       new Buffers{mine, std::string(ranks * mine.size(), '\0'), lanes.device->new_event()};
-  lane.communicator().announce(what, 0);
-  lane.communicator().host_all_gather(lane.stream(), buffers->mine.data(), buffers->all.data(),
-                                      mine.size());
-  lane.stream().record(*buffers->done);
-  buffers->done->synchronize(lanes.device->timeout(), what);
-  const std::unique_ptr<Buffers> owned(buffers);
-  lane.communicator().check();
-  return std::move(buffers->all);
+  try {
+    lane.host_all_gather(what, what, buffers->mine.data(), buffers->all.data(), mine.size());
+    lane.stream().record(*buffers->done);
+    buffers->done->synchronize(lanes.device->timeout(), what);
+    const std::unique_ptr<Buffers> owned(buffers);
+    lane.communicator().check();
+    return std::move(buffers->all);
+  } catch (const Error& error) {
+    throw_with_flight_record(error, lanes, nullptr);
+  }
 }
 
 std::shared_ptr<Lanes> make_process_group_lanes(c10::intrusive_ptr<c10d::ProcessGroup> gather,

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from fsdp_ext import _C
 from fsdp_ext._util.warn import warn_caller
 from fsdp_ext.comm.crossover import choose_crossovers
+from fsdp_ext.comm.flights import record_flights
 from fsdp_ext.comm.inline_group import InlineCollectives, is_inline
 from fsdp_ext.comm.nccl_settings import check_agreement, nccl_settings, pack_multiprocessors
 from fsdp_ext.comm.rendezvous import Rendezvous, plain_text, processes_of
@@ -62,13 +63,17 @@ def lanes_of(
     of_group = _lanes.setdefault(group, {})
     key = (device, transport)
     if key not in of_group:
+        ranks = dist.get_process_group_ranks(group)
         if isinstance(transport, Simulated):
-            of_group[key] = _simulated_lanes(group, device, transport)
+            lanes = _simulated_lanes(group, device, transport)
+            ranks = list(range(transport.world_size))
         elif device.type == "cuda":
-            of_group[key] = _nccl_lanes(group, device, at_once)
+            lanes = _nccl_lanes(group, device, at_once)
         else:
-            of_group[key] = _host_lanes(group, device, transport)
-        log_choice(of_group[key], group)
+            lanes = _host_lanes(group, device, transport)
+        record_flights(lanes, group, ranks)
+        log_choice(lanes, group)
+        of_group[key] = lanes
     return of_group[key]
 
 

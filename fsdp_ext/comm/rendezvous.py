@@ -29,8 +29,8 @@ _VERSION_BYTES = 32
 _PROCESS_KEY = "fsdp_ext/process"
 
 # Seconds between two looks at the store. They become longer while nothing comes.
-_SHORTEST_PAUSE = 0.001
-_LONGEST_PAUSE = 0.05
+SHORTEST_PAUSE = 0.001
+LONGEST_PAUSE = 0.05
 # Seconds between two looks at whether a rank's process still exists.
 _PROCESS_CHECK_INTERVAL = 0.2
 # Seconds between two looks at whether the store still answers.
@@ -69,7 +69,7 @@ def machine() -> str:
         return ""
 
 
-def _store_of(group: dist.ProcessGroup) -> Store | None:
+def store_of(group: dist.ProcessGroup) -> Store | None:
     """Return the group's store; None if it has none."""
     backend = host_backend(group) or dist.get_backend(group)
     if backend == "fake":
@@ -88,7 +88,7 @@ def announce_process(group: dist.ProcessGroup) -> None:
     if group in _announced:
         return
     _announced[group] = os.getpid()
-    store = _store_of(group) if group.size() > 1 else None
+    store = store_of(group) if group.size() > 1 else None
     if store is None:
         return
     # After an error the others only wait longer.
@@ -98,7 +98,7 @@ def announce_process(group: dist.ProcessGroup) -> None:
 
 def processes_of(group: dist.ProcessGroup) -> dict[int, bytes]:
     """Return the processes of the group's ranks that have announced theirs, by global rank."""
-    store = _store_of(group) if group.size() > 1 else None
+    store = store_of(group) if group.size() > 1 else None
     found: dict[int, bytes] = {}
     if store is None:
         return found
@@ -141,7 +141,7 @@ class Rendezvous:
     """
 
     def __init__(self, group: dist.ProcessGroup, offer: bytes, timeout: timedelta) -> None:
-        store = _store_of(group)
+        store = store_of(group)
         if store is None:
             backend = host_backend(group) or dist.get_backend(group)
             raise RuntimeError(
@@ -262,7 +262,7 @@ class Rendezvous:
         """Wait for a key of the rank at `place`. Store.wait would not notice that the rank ends."""
         start = time.monotonic()
         looked = start
-        pause = _SHORTEST_PAUSE
+        pause = SHORTEST_PAUSE
         while not self._store.check([key]):
             now = self._answered = time.monotonic()
             if now - looked >= _PROCESS_CHECK_INTERVAL:
@@ -278,7 +278,7 @@ class Rendezvous:
                     "connect. Run the same model on all ranks."
                 )
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            pause = min(2 * pause, LONGEST_PAUSE)
 
     def _raise_lost_store(self, error: RuntimeError) -> NoReturn:
         """Raise the error of a store that is gone. A process served it, perhaps a rank's."""
@@ -287,7 +287,7 @@ class Rendezvous:
             for place in self._processes:
                 if (process := self._ended_process(place)) is not None:
                     self._raise_ended(place, process)
-            time.sleep(_LONGEST_PAUSE)
+            time.sleep(LONGEST_PAUSE)
         raise RuntimeError(
             f"rank {self._global_rank} cannot reach the process group's store any more: "
             f"{plain_text(error)}. The process that served it, often rank 0, has ended. Its last "

@@ -247,6 +247,23 @@ def overlap(begin: float, end: float, intervals: Sequence[tuple[float, float]]) 
     return sum(max(0.0, min(end, high) - max(begin, low)) for low, high in intervals)
 
 
+def wire_seconds(iteration: Iteration, lane: str, one_wire: bool) -> list[float]:
+    """Return how long each gather or each reduction would take with the wire for itself.
+
+    Args:
+        iteration: one iteration on one rank.
+        lane: "gather", "reduce", or "all-reduce", which shares no wire.
+        one_wire: whether both share the bandwidth (``Link.one_wire``). Then the time during which
+            both travel counts half.
+    """
+    spans = iteration.of(lane)
+    if not one_wire or lane == "all-reduce":
+        return [span.seconds for span in spans]
+    other = sorted(iteration.of("reduce" if lane == "gather" else "gather"), key=lambda s: s.begin)
+    beside = merged_intervals(other, gap=0.0)
+    return [span.seconds - overlap(span.begin, span.end, beside) / 2 for span in spans]
+
+
 def own_compute(iteration: Iteration) -> Iterator[tuple[Span, float]]:
     """Yield each unit's compute spans, each with its seconds outside of waits and other units."""
     spans = sorted(iteration.of(*COMPUTE, *WAITS), key=lambda span: (span.begin, -span.end))

@@ -54,8 +54,7 @@ def resolve_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
             "torch.distributed.init_process_group first; torchrun sets what it needs."
         )
     if mesh is None:
-        on_gpu = _build_info.BUILD_KIND == "CUDA" and torch.cuda.is_available()
-        mesh = init_device_mesh("cuda" if on_gpu else "cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh(default_device_type(), (dist.get_world_size(),))
     if mesh.ndim not in (1, 2):
         raise ValueError(
             f"fully_shard got a {mesh.ndim}-D mesh {tuple(mesh.shape)}. Pass one of its "
@@ -76,6 +75,12 @@ def _example_of(mesh: DeviceMesh) -> str:
     if not names:
         return 'mesh["dp"] of a mesh made with mesh_dim_names=("dp", ...)'
     return f'mesh["{next((name for name in names if "shard" in name), names[0])}"]'
+
+
+def default_device_type() -> str:
+    """Return the kind of devices of a mesh that is made without one."""
+    on_gpu = _build_info.BUILD_KIND == "CUDA" and torch.cuda.is_available()
+    return "cuda" if on_gpu else "cpu"
 
 
 def check_device_type(device_type: str) -> None:

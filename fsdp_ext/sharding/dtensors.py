@@ -50,7 +50,9 @@ class Spread:
         return Spread(param.device_mesh, tuple(param.placements), param.shape, reduced)
 
     def dtensor(self, local: torch.Tensor) -> DTensor:
-        """Return the DTensor of which this rank has ``local``."""
+        """Return the DTensor of which this rank has ``local``, on whatever device that is."""
+        if local.device.type not in (self.mesh.device_type, "meta"):
+            return self.wrap(local.view_as(local))  # from_local would move it: it is offloaded
         stride = _contiguous_stride(self.shape)
         return DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride

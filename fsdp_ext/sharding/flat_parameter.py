@@ -88,12 +88,23 @@ class FlatParameter:
     def adopt(self) -> None:
         """Give the unit's parameters the values of the flat one if that has got other memory.
 
-        ``module.to()`` and assignments to ``data`` do that.
+        ``module.to()``, ``share_memory_()`` and assignments to ``data`` do that. A parameter that
+        took its place, as by ``load_state_dict(assign=True)``, gives its memory to the flat one.
 
         Raises:
-            ValueError: if it has another length.
+            ValueError: if it has another length, or was removed.
         """
-        unit, flat = self._unit, self.param.detach()
+        unit = self._unit
+        if self.is_replaced():
+            given = self._module._parameters.get(NAME)
+            self._module._parameters[NAME] = self.param
+            if given is None:
+                raise ValueError(
+                    f"the flat parameter of unit '{unit.name}' was removed. Leave it there, or set "
+                    "its data."
+                )
+            self.param.data = given.detach()
+        flat = self.param.detach()
         if self._lies_in_shard():
             return
         itemsize = unit.params[0].dtype.itemsize
@@ -108,6 +119,10 @@ class FlatParameter:
             mark_sharded(param.sharded, sharded, param.name, unit.name)
             for module, name in param.attributes:
                 self.home(module)[name] = sharded
+
+    def is_replaced(self) -> bool:
+        """Return whether the module has another parameter in its place."""
+        return self.is_shown and self._module._parameters.get(NAME) is not self.param
 
     def follow(self) -> None:
         """Move into the unit's flat shard, if it lies elsewhere."""
@@ -146,8 +161,14 @@ class FlatParameter:
 
     def _lies_in_shard(self) -> bool:
         ours, theirs = self._unit.flat_shard.untyped_storage(), self.param.untyped_storage()
-        same_dtype: bool = self.param.dtype == self._unit.params[0].dtype
-        return same_dtype and ours._cdata == theirs._cdata
+        if self.param.dtype != self._unit.params[0].dtype or ours._cdata != theirs._cdata:
+            return False
+        # share_memory_() gives either of them other memory. While it is shown, it is the newer one.
+        return not self.is_shown or all(
+            param.local.data_ptr() == part.data_ptr()
+            for param, part in self.parts(self.param.detach())
+            if part.numel() > 0 and not part.is_meta
+        )
 
 
 def make_flat(unit: Unit) -> None:

@@ -49,8 +49,6 @@ class Root(UnitTree):
     def __init__(self, module: nn.Module, *, is_provisional: bool = False) -> None:
         super().__init__(module)
         self.is_provisional = is_provisional
-        # All that units have had: work that is queued still calls those that were replaced.
-        self._collectives: list[CustomCollective] = []
         self._needs_order_check = True  # of the first iteration's collectives
         self._check_units()
         for unit in self.units:
@@ -336,10 +334,13 @@ class Root(UnitTree):
     def _custom_collective(self, unit: Unit, setting: str) -> CustomCollective | None:
         """Return what runs the user's object, which units share, and keep it with the unit.
 
+        Work that is queued keeps those that are replaced.
+
         Raises:
             NotImplementedError: without other ranks, and for gathers of smaller groups.
         """
         comm = getattr(unit.settings, setting)
+        before = unit.collectives.pop(setting, None)
         if comm is None or unit.ranks.size == 1:
             return None
         if not has_peers(unit):
@@ -353,10 +354,9 @@ class Root(UnitTree):
                 f"reshard_after_forward={unit.settings.reshard_group}. Pass True or False."
             )
         group = group_beside(unit.ranks.group, unit.device, setting)
-        of_units = (other.collectives.get(setting) for other in self.units)
+        of_units = (before, *(other.collectives.get(setting) for other in self.units))
         alike = (c for c in of_units if c is not None and c.comm is comm and c.group is group)
         found = next(alike, None) or CustomCollective(comm, group)
-        self._collectives.append(found)
         unit.collectives[setting] = found
         return found
 

@@ -280,6 +280,8 @@ class Unit(ParamGroup):
         """Return whether an attribute refers to another parameter than when it was sharded."""
         if self.is_summoned:
             return False
+        if self.flat_param is not None and self.flat_param.is_replaced():
+            return True
         for param in self.params:
             for module, name in param.attributes:
                 now = registered(module, name)

@@ -260,6 +260,30 @@ TEST_F(NcclRanks, ATimeoutSaysWhatTheOtherRanksAreIn) {
       milliseconds(50));
 }
 
+// Note [flight records]
+TEST_F(NcclRanks, WriteAFlightRecordBeforeTheyEndACollective) {
+  left_behind_ = 1;
+  fake().drain_calls();
+  run_ranks(
+      1,
+      [](Rank rank) {
+        std::size_t calls_before = 0;
+        rank.gather.set_flight_writer([&calls_before] {
+          calls_before = fake().drain_calls().size();
+          return "It is in a file.";
+        });
+        fake().collectives_hang = true;
+        int mine = 0;
+        message_of([&] { rank.gather.all_gather(rank.stream, &mine, &mine, sizeof(int)); });
+        fake().collectives_hang = false;
+        EXPECT_SAYS(rank.gather.async_error(), "look at the output of all ranks. It is in a file.");
+        const auto calls = fake().drain_calls();
+        EXPECT_GT(calls_before, 0U);
+        EXPECT_EQ(std::count(calls.begin(), calls.end(), "revoke"), 1);
+      },
+      milliseconds(50));
+}
+
 // Note [watchdog]
 TEST_F(NcclRanks, AbortACallThatStillBlocksAfterItsCommunicatorIsRevoked) {
   fake().revoking_ends_calls = false;

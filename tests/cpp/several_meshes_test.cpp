@@ -270,6 +270,29 @@ TEST(SeveralMeshes, SetsMayHaveExpertsOfOtherSizes) {
   on_meshes(setting, [](MeshRank& rank, int r) { expect_meshes_train(rank, r); });
 }
 
+// A transport that registers buffers waits for as many of the same sizes on each rank.
+TEST(SeveralMeshes, AllRanksMakeTheSameBuffersForExpertsOfOtherSizes) {
+  Setting setting;
+  setting.more_rows = [](int rank) { return 5 * (rank % 2); };
+  std::vector<std::vector<std::size_t>> gathers(kRanks);
+  std::vector<std::vector<std::size_t>> reductions(kRanks);
+  on_meshes(setting, [&](MeshRank& rank, int r) {
+    auto& gather = static_cast<ThreadsCommunicator&>(rank.lanes.gather.communicator());
+    auto& reduce = static_cast<ThreadsCommunicator&>(rank.lanes.reduce.communicator());
+    gather.make_buffers_alike();
+    reduce.make_buffers_alike();
+    expect_meshes_train(rank, r);
+    gathers[static_cast<std::size_t>(r)] = gather.allocated();
+    reductions[static_cast<std::size_t>(r)] = reduce.allocated();
+  });
+  EXPECT_FALSE(gathers[0].empty());
+  EXPECT_FALSE(reductions[0].empty());
+  for (std::size_t r = 1; r < kRanks; ++r) {
+    EXPECT_EQ(gathers[r], gathers[0]);
+    EXPECT_EQ(reductions[r], reductions[0]);
+  }
+}
+
 TEST(SeveralMeshes, RanksOfOneMeshWithOtherSizesAreFoundByAllRanks) {
   Setting setting;
   setting.more_rows = [](int rank) { return rank == 3 ? 1 : 0; };

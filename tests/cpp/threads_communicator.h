@@ -3,7 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <condition_variable>
+#include <cstdint>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -74,6 +76,29 @@ class ThreadsCommunicator final : public Communicator {
     return groups_ended_;
   }
 
+  // As NCCL does with buffers that it registers: ranks make them together.
+  void make_buffers_alike() { makes_alike_ = true; }
+  const std::vector<std::size_t>& allocated() const { return allocated_; }
+  std::shared_ptr<void> allocate(Device& device, std::size_t bytes, BufferUse use) override {
+    allocated_.push_back(bytes);
+    return Communicator::allocate(device, bytes, use);
+  }
+  std::shared_ptr<void> allocate_in_step(Device& device, std::size_t bytes,
+                                         BufferUse /*use*/) override {
+    return device.allocate(bytes);
+  }
+  std::uint64_t most(std::uint64_t mine) override {
+    std::uint64_t most = mine;
+    if (makes_alike_) {
+      point_->meet(rank_, &mine, [&](const std::vector<const void*>& all) {
+        for (const void* theirs : all) {
+          most = std::max(most, *static_cast<const std::uint64_t*>(theirs));
+        }
+      });
+    }
+    return most;
+  }
+
   void all_gather(Stream& stream, const void* input, void* output, std::size_t bytes) override {
     enqueue(stream, [=] {
       point_->meet(rank_, input, [&](const std::vector<const void*>& inputs) {
@@ -135,6 +160,8 @@ class ThreadsCommunicator final : public Communicator {
   std::shared_ptr<MeetingPoint> point_;
   int rank_;
   GatherBy gather_by_;
+  bool makes_alike_ = false;
+  std::vector<std::size_t> allocated_;
   int groups_started_ = 0;
   int groups_ended_ = 0;
   std::string failure_;

@@ -99,10 +99,20 @@ class ProcessState:
         torch.use_deterministic_algorithms(False)
         torch.set_rng_state(self._torch_random)
         # Their entries have meshes, which compare equal to those of the next call's groups.
-        _clear_sharding_prop_cache()
-        clear_planners = getattr(_redistribute, "clear_redistribute_planner_cache", None)
-        if clear_planners is not None:  # not in every torch
-            clear_planners()
+        clear_sharding_caches()
+
+
+def clear_sharding_caches() -> None:
+    """Forget how DTensors are sharded by operators and redistributed, which torch keeps for ever.
+
+    torch computes it anew when it is needed. Its names for this are private, and the last one is
+    not in every torch.
+    """
+    _clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    clear_planners = getattr(_redistribute, "clear_redistribute_planner_cache", None)
+    if clear_planners is not None:
+        clear_planners()
 
 
 def _logger_state(name: str) -> tuple[int, list[logging.Handler]]:

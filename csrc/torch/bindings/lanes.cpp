@@ -7,6 +7,7 @@
 
 #include "base/check.h"
 #include "comm/process_identity.h"
+#include "core/flight_recorder.h"
 #include "torch/backend_messages.h"
 #include "torch/bindings/registrations.h"
 #include "torch/transports.h"
@@ -30,6 +31,40 @@ GroupMembers members_of(int rank, std::vector<int> ranks,
     }
   }
   return members;
+}
+
+FlightGroup flight_group(const Communicator& communicator, const std::string& name,
+                         const std::string& what, const std::string& backend,
+                         const std::vector<int>& ranks) {
+  return {detail::concat(name, ".", what),
+          detail::concat("fsdp_ext ", what, " over ", communicator.transport()), backend, ranks, 0};
+}
+
+void register_flights(py::module_& m) {
+  py::class_<FlightRecorder, std::shared_ptr<FlightRecorder>>(m, "FlightRecorder")
+      .def(py::init<int, std::size_t, std::string>(), py::kw_only(), py::arg("rank"),
+           py::arg("entries"), py::arg("prefix"))
+      .def(
+          "record",
+          [](FlightRecorder& recorder, Lanes& lanes, const std::string& name,
+             const std::string& backend, const std::vector<int>& ranks) {
+            for (Lane* lane : {&lanes.gather, &lanes.reduce}) {
+              const bool gathers = lane == &lanes.gather;
+              lane->communicator().set_flight_group(flight_group(
+                  lane->communicator(), name, gathers ? "gather" : "reduce", backend, ranks));
+            }
+            recorder.record(lanes);
+          },
+          py::arg("lanes"), py::kw_only(), py::arg("name"), py::arg("backend"), py::arg("ranks"))
+      .def_property_readonly("path", &FlightRecorder::path)
+      .def(
+          "write",
+          [](const FlightRecorder& recorder, const std::string& path) {
+            const py::gil_scoped_release no_gil;
+            recorder.write(path);
+          },
+          py::arg("path"))
+      .def("turn", &FlightRecorder::turn, py::arg("on"));
 }
 
 std::optional<std::uint64_t> composed_from(Lane& lane) {
@@ -113,6 +148,7 @@ void register_nccl(py::module_& m) {
 }  // namespace
 
 void register_lanes(py::module_& m) {
+  register_flights(m);
   py::class_<Lanes, std::shared_ptr<Lanes>>(m, "Lanes")
       .def_static(
           "process_group",
@@ -201,6 +237,7 @@ void register_lanes(py::module_& m) {
           py::arg("reduce"), py::arg("jitter"), py::arg("seed"), py::arg("multiprocessors"),
           py::arg("pack_multiprocessors"), py::arg("whole_traffic"), py::arg("moves_memory"),
           py::arg("timeout"))
+      .def_property_readonly("flights", [](Lanes& lanes) { return lanes.flights; })
       .def_property_readonly("transport",
                              [](Lanes& lanes) { return lanes.gather.communicator().transport(); })
       .def_property_readonly("is_inline",
@@ -255,8 +292,12 @@ void register_lanes(py::module_& m) {
           py::arg("ranks"))
       .def("check",
            [](Lanes& lanes) {
-             lanes.gather.communicator().check();
-             lanes.reduce.communicator().check();
+             try {
+               lanes.gather.communicator().check();
+               lanes.reduce.communicator().check();
+             } catch (const Error& error) {
+               throw_with_flight_record(error, lanes, nullptr);
+             }
            })
       .def(
           "all_gather",

@@ -108,7 +108,7 @@ py::list all_gather(TorchRoot& root, const std::string& what, const std::string&
   std::vector<std::string> messages;
   {
     const py::gil_scoped_release no_gil;
-    messages = root.pipeline().exchange().all_gather(what, mine);
+    messages = root.all_gather(what, mine);
   }
   py::list result;
   for (const std::string& message : messages) {

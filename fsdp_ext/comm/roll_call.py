@@ -1,0 +1,171 @@
+"""Roll calls: before a collective call, the ranks check that all of them make the same call.
+
+Without a roll call, ranks wait in the call's first collective and fail by the backend's timeout,
+which does not say what the other ranks should have called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from datetime import timedelta
+from typing import NoReturn
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from fsdp_ext import _C
+from fsdp_ext.comm.rendezvous import LONGEST_PAUSE, SHORTEST_PAUSE, processes_of, store_of
+
+# Seconds until a rank that waits looks at what others do: at least, and for each rank, since a look
+# asks the store for each of them. And the longest time between two looks.
+_FIRST_LOOK = 0.5
+_FIRST_LOOK_PER_RANK = 0.02
+_LONGEST_INTERVAL = 30.0
+_KEY = "fsdp_ext/roll_call"
+_GAVE_UP = "-"  # before the call of a rank that did not wait any longer
+
+# How many roll calls each group has had. One that fails counts only if ranks made different calls.
+_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_is_called: ContextVar[bool] = ContextVar("is_called", default=False)
+
+
+@contextlib.contextmanager
+def called_by_all(
+    groups: Sequence[dist.ProcessGroup], caller: str, timeout: timedelta
+) -> Iterator[None]:
+    """Run the block once all ranks of ``groups`` have made the call.
+
+    A call inside the block of another one does not wait.
+
+    Args:
+        groups: the ranks that take part in the block's collectives.
+        caller: the public function that they call, for messages.
+        timeout: the longest wait for another rank.
+
+    Raises:
+        RuntimeError: if a rank makes another call, has ended, or does not come within the timeout.
+            The message names it.
+    """
+    if _is_called.get() or not groups:
+        yield
+        return
+    for group in groups:
+        _call_roll(group, caller, timeout)
+    token = _is_called.set(True)
+    try:
+        yield
+    finally:
+        _is_called.reset(token)
+
+
+def _call_roll(group: dist.ProcessGroup, caller: str, timeout: timedelta) -> None:
+    store = store_of(group) if group.size() > 1 else None
+    if store is not None:
+        _RollCall(group, store, _counts.get(group, 0), caller).wait(timeout)
+
+
+class _RollCall:
+    """One roll call. A count says that all have come, so no rank looks at the keys of all others.
+
+    The key of a rank says which call it makes. It is looked at if others wait for long. The last
+    rank that leaves deletes all keys.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, store: Store, number: int, caller: str) -> None:
+        self._group = group
+        self._store = store
+        self._caller = caller
+        self._place = dist.get_rank(group)
+        self._ranks = dist.get_process_group_ranks(group)
+        self._number = number
+
+    def wait(self, timeout: timedelta) -> None:
+        """Wait until all ranks have come."""
+        self._store.set(self._rank_key(self._place), self._caller)
+        if self._store.add(self._key("count"), 1) == len(self._ranks):
+            self._store.set(self._key("all"), "")
+        try:
+            self._wait_for_others(timeout.total_seconds())
+        except BaseException:
+            self._store.add(self._key("count"), -1)
+            raise
+        _counts[self._group] = self._number + 1
+        self._leave()
+
+    def _wait_for_others(self, timeout: float) -> None:
+        start = time.monotonic()
+        next_look = max(_FIRST_LOOK, _FIRST_LOOK_PER_RANK * len(self._ranks))
+        pause = SHORTEST_PAUSE
+        while not self._store.check([self._key("all")]):
+            waited = time.monotonic() - start
+            is_late = waited >= timeout
+            if is_late or waited >= next_look:
+                next_look = min(2 * waited, waited + _LONGEST_INTERVAL)
+                callers = self._callers()
+                self._look_at_others(callers)
+                if is_late:
+                    self._give_up(callers, timeout)
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _look_at_others(self, callers: dict[int, str]) -> None:
+        for place, caller in callers.items():
+            if caller != self._caller and not caller.startswith(_GAVE_UP):
+                # All ranks of this roll call learn it, so the next one has another number.
+                _counts[self._group] = self._number + 1
+                self._fail(
+                    f"called {self._caller}, and rank {self._ranks[place]} called {caller}. Call "
+                    "them in the same order on all ranks."
+                )
+        for rank, process in processes_of(self._group).items():
+            ended = _C.ended_process(process)
+            if ended is not None and self._ranks.index(rank) not in callers:
+                self._fail(
+                    f"waits in {self._caller} for rank {rank} (process {ended}), which has ended. "
+                    "Its last output may say why."
+                )
+
+    def _give_up(self, callers: dict[int, str], timeout: float) -> NoReturn:
+        """Raise because ranks have not come. This rank may come again, under the same number."""
+        self._store.set(self._rank_key(self._place), _GAVE_UP + self._caller)
+        came = {
+            place
+            for place, caller in callers.items()
+            if caller.removeprefix(_GAVE_UP) == self._caller
+        }
+        missing = [rank for place, rank in enumerate(self._ranks) if place not in came]
+        self._fail(
+            f"waited {timeout:.0f} s in {self._caller} for ranks {missing}, which have not called "
+            f"it. All of the ranks {self._ranks} have to call {self._caller}, also if only rank 0 "
+            "uses the result."
+        )
+
+    def _fail(self, what: str) -> NoReturn:
+        raise RuntimeError(f"rank {self._ranks[self._place]} {what}")
+
+    def _callers(self) -> dict[int, str]:
+        """Return what the ranks that have come have called, by their places in the group."""
+        keys = {place: self._rank_key(place) for place in range(len(self._ranks))}
+        return {
+            place: self._store.get(key).decode()
+            for place, key in keys.items()
+            if self._store.check([key])
+        }
+
+    def _leave(self) -> None:
+        """Delete the keys if all others have left, so that nobody looks at them any more."""
+        if self._store.add(self._key("left"), 1) == len(self._ranks):
+            for place in range(len(self._ranks)):
+                self._store.delete_key(self._rank_key(place))
+            for what in ("count", "all", "left"):
+                self._store.delete_key(self._key(what))
+
+    def _key(self, what: str) -> str:
+        return f"{_KEY}/{self._number}/{what}/{self._caller}"
+
+    def _rank_key(self, place: int) -> str:
+        return f"{_KEY}/{self._number}/rank/{place}"
