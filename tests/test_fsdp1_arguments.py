@@ -16,6 +16,7 @@ from support.fsdp1_parity import (
     assert_equal,
     make,
     run,
+    torch_fsdp,
     whole,
 )
 from support.launcher import run_ranks
@@ -178,6 +179,12 @@ def group_arguments() -> None:
         FSDP(model, auto_wrap_policy=BY_BLOCK)
     with pytest.raises(ValueError, match="got a FullyShardedDataParallel that is sharded already"):
         FSDP(FSDP(nn.Linear(2, 2)))
+    FSDP(wrapped_before := nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="got a FSDPLinear that is sharded already"):
+        FSDP(wrapped_before)
+    for container in (nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})):
+        with pytest.raises(ValueError, match=r"no forward that would gather .* Shard its elements"):
+            FSDP(container)
 
 
 def test_arguments_of_where_to_shard() -> None:
@@ -188,6 +195,20 @@ def wrong_types() -> None:
     wrong: Any = torch.bfloat16
     with pytest.raises(TypeError, match=r"mixed_precision is .* must be a MixedPrecision or None"):
         FSDP(nn.Linear(2, 2), mixed_precision=wrong)
+    wrong = "FULL_SHARD"
+    with pytest.raises(TypeError, match="sharding_strategy is 'FULL_SHARD' but must be"):
+        FSDP(nn.Linear(2, 2), sharding_strategy=wrong)
+    wrong = True
+    with pytest.raises(TypeError, match="cpu_offload is True but must be a CPUOffload or None"):
+        FSDP(nn.Linear(2, 2), cpu_offload=wrong)
+    wrong = 42
+    for system in (FSDP, torch_fsdp):
+        with torch.device("meta"):
+            module = nn.Linear(2, 2)
+        with pytest.raises(ValueError, match="42"):
+            system(module, param_init_fn=wrong)
+    with pytest.raises(ValueError, match="param_init_fn is 42, which cannot be called"):
+        FSDP(nn.Linear(2, 2), param_init_fn=wrong)
     wrong = "cpu"
     with pytest.raises(TypeError, match="device_mesh is 'cpu' but must be a DeviceMesh or None"):
         FSDP(nn.Linear(2, 2), device_mesh=wrong)

@@ -169,6 +169,28 @@ def test_a_flat_parameter_can_be_cast_as_accelerate_does() -> None:
     run_ranks(_upcast, 2)
 
 
+PRIVATE = (
+    "_unshard_stream",
+    "_wait_unshard_streams_on_current_stream",
+    "_deregister_orig_params_ctx",
+    "_use_training_state",
+    "_lazy_init",
+    "_exec_order_data",
+    "_fully_sharded_module_to_handle",
+)
+
+
+def _no_private_names() -> None:
+    wrapped = FSDP(make(Stack), auto_wrap_policy=BY_BLOCK)
+    for name in PRIVATE:
+        with pytest.raises(AttributeError, match=name):
+            getattr(wrapped, name)
+
+
+def test_private_names_of_streams_and_handles_do_not_exist() -> None:
+    run_ranks(_no_private_names, 1)
+
+
 def _small() -> None:
     model = FSDP(make(Stack), auto_wrap_policy=BY_BLOCK)
     run(model, model, 0)

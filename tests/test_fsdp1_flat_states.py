@@ -75,6 +75,72 @@ def test_local_state_dicts_have_flat_parameters() -> None:
     run_ranks(local_state_dicts, 2)
 
 
+def assigned_local_state_dict() -> None:
+    model = make(models.FewRows)
+    wrapped = FSDP(model, auto_wrap_policy=BY_BLOCK)
+    other, copied = wrapped_anew(), wrapped_anew()
+    flats = flat_of(other)
+    for loaded, assign in ((other, True), (copied, False)):
+        with FSDP.state_dict_type(wrapped, StateDictType.LOCAL_STATE_DICT):
+            local = copy.deepcopy(wrapped.state_dict())
+        with FSDP.state_dict_type(loaded, StateDictType.LOCAL_STATE_DICT):
+            loaded.load_state_dict(local, assign=assign)
+    assert [id(flat) for flat in flat_of(other)] == [id(flat) for flat in flats]
+    assert_equal(other.state_dict(), wrapped.state_dict())
+    results = [train(each, each, sgd(each.parameters())) for each in (other, copied)]
+    assert_equal(*results)
+    inner: Any = other.module
+    inner._flat_param = nn.Parameter(torch.ones_like(inner._flat_param))
+    assert all(bool((value == 1).all()) for value in own_values(other).values())
+    del inner._parameters["_flat_param"]
+    with pytest.raises(ValueError, match=r"flat parameter of unit .* was removed"):
+        other.state_dict()
+
+
+def own_values(wrapped: FSDP) -> dict[str, torch.Tensor]:
+    inside = tuple(f"{name}." for name, m in wrapped.named_modules() if name and type(m) is FSDP)
+    return {n: v for n, v in wrapped.state_dict().items() if not n.startswith(inside)}
+
+
+def test_flat_parameters_of_local_state_dicts_can_be_assigned() -> None:
+    run_ranks(assigned_local_state_dict, 2)
+
+
+def shared_memory() -> None:
+    found = []
+    for shares in (False, True):
+        model = make(models.FewRows)
+        wrapped = FSDP(model, auto_wrap_policy=BY_BLOCK)
+        optimizer = sgd(wrapped.parameters())
+
+        def share(wrapped: FSDP = wrapped, shares: bool = shares) -> None:
+            for flat in flat_of(wrapped) if shares else ():
+                flat.data.share_memory_()
+
+        share()
+        saved = [wrapped.state_dict()]
+        for step in range(4):
+            optimizer.zero_grad()
+            model.loss(wrapped(*model.batch(torch.Generator().manual_seed(step))[0])).backward()
+            share()
+            if step == 2 and shares:  # shards of the parameters, too
+                with FSDP.state_dict_type(wrapped, StateDictType.SHARDED_STATE_DICT):
+                    for value in wrapped.state_dict().values():
+                        value.to_local().share_memory_()
+            if shares:
+                torch.full((1 << 16,), 7.0)  # takes memory that was freed
+            optimizer.step()
+            if step % 2:
+                saved.append(wrapped.state_dict())
+        found.append(saved)
+    for got, want in zip(*found, strict=True):
+        assert_equal(got, want)
+
+
+def test_flat_parameters_in_shared_memory_lose_no_step() -> None:
+    run_ranks(shared_memory, 2)
+
+
 class Nested(nn.Module):
     """A plain module around a wrapper, through which state dicts go, too."""
 

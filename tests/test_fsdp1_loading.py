@@ -93,3 +93,29 @@ def around_torchs() -> None:
 
 def test_a_module_with_torchs_wrapper_inside_is_refused() -> None:
     run_ranks(around_torchs, 2)
+
+
+class Lazy:
+    """A tensor that is read when it is used, as Lightning has them. It is none of PyTorch's."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value, self.shape = value, value.shape
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        read = [arg.value if isinstance(arg, Lazy) else arg for arg in args]
+        return func(*read, **(kwargs or {}))
+
+
+def lazy() -> None:
+    torch.manual_seed(0)
+    values = {"0.weight": torch.randn(5, 4), "0.bias": torch.randn(5)}
+    for use_orig_params in (True, False):
+        model = FSDP(nn.Sequential(nn.Linear(4, 5)), use_orig_params=use_orig_params)
+        model.load_state_dict({name: Lazy(value) for name, value in values.items()})
+        loaded = model.state_dict()
+        assert all(torch.equal(loaded[name], value) for name, value in values.items())
+
+
+def test_tensors_that_are_read_when_they_are_used_are_loaded() -> None:
+    run_ranks(lazy, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from support.fsdp1_parity import BY_BLOCK, FSDP, assert_equal, make, run, state,
 from support.launcher import run_ranks
 from support.models import Stack
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -25,6 +27,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
+
+from fsdp_ext.fsdp1 import whole_tensors
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 ON_RANK_0 = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
@@ -227,13 +231,51 @@ def test_states_are_loaded_by_name_whatever_the_order_of_parameters() -> None:
 
 
 def _sharded_tensors() -> None:
-    theirs, _ = make_theirs()
-    with TorchFSDP.state_dict_type(theirs, SHARDED):
+    theirs, their_optimizer = make_theirs()
+    train(theirs, their_optimizer, 0, 1)
+    with TorchFSDP.state_dict_type(theirs, SHARDED, ShardedStateDictConfig()):
         saved = theirs.state_dict()
-    ours, _ = make_ours()
-    with pytest.raises(NotImplementedError, match="is a ShardedTensor, which cannot be loaded"):
+        saved_states = TorchFSDP.optim_state_dict(theirs, their_optimizer)
+    assert all(isinstance(value, ShardedTensor) for value in saved.values())
+    for flat_parameters in (False, True):
+        ours = FSDP(make(Stack, 1), auto_wrap_policy=BY_BLOCK, use_orig_params=not flat_parameters)
+        optimizer = AdamW(ours.parameters(), lr=0.01)
         ours.load_state_dict(saved)
+        with FSDP.state_dict_type(ours, SHARDED):
+            states = FSDP.optim_state_dict_to_load(ours, optimizer, saved_states)
+        optimizer.load_state_dict(states)
+        train(ours, optimizer, 2)
+        if not flat_parameters:
+            train(theirs, their_optimizer, 2)
+        with FSDP.summon_full_params(ours):
+            assert_equal(state_without_gradients(ours), state_without_gradients(theirs))
+    in_sets_of_one = FSDP(
+        make(Stack), auto_wrap_policy=BY_BLOCK, sharding_strategy=ShardingStrategy.NO_SHARD
+    )
+    with pytest.raises(NotImplementedError, match=r"is a ShardedTensor of .* The parameter"):
+        in_sets_of_one.load_state_dict(saved)
+    ignoring = make(Stack)
+    ignoring = FSDP(ignoring, ignored_states=[ignoring.head.weight])
+    with pytest.raises(NotImplementedError, match="ShardedTensor, and the parameter is not shar"):
+        ignoring.load_state_dict(saved)
 
 
-def test_sharded_tensors_are_refused_by_name() -> None:
+def state_without_gradients(model: Any) -> dict[str, Any]:
+    return {name: value for name, value in state(model).items() if not name.endswith(".grad")}
+
+
+def test_sharded_tensors_of_fsdp1_are_loaded_on_as_many_ranks() -> None:
     run_ranks(_sharded_tensors, 2)
+
+
+def without_a_host_backend() -> None:
+    model = make(Stack)
+    wrapped = FSDP(model, auto_wrap_policy=BY_BLOCK)
+    want = wrapped.state_dict()
+    with mock.patch.object(whole_tensors, "host_backend", return_value="") as asked:
+        assert_equal(wrapped.state_dict(), want)
+    assert asked.called
+
+
+def test_shards_are_gathered_where_their_group_sends() -> None:
+    run_ranks(without_a_host_backend, 2)

@@ -164,3 +164,53 @@ def _converted_with_gradients(convert: str) -> None:
 @pytest.mark.parametrize("convert", ["at once", "twice"])
 def test_a_model_with_gradients_can_be_converted(convert: str) -> None:
     run_ranks(_converted_with_gradients, 2, convert)
+
+
+def _seen(model: Any, params: dict[str, Any]) -> list[list[float] | None]:
+    """Return the gradients of the parameters that the model has now, and of the sharded ones."""
+    seen = []
+    for param in [*model.parameters(), *params.values()]:
+        gradient: Any = param.grad
+        seen.append(None if gradient is None else _numbers(gradient).flatten().tolist())
+    return seen
+
+
+def _between_passes(system: Any, **options: Any) -> list[Any]:
+    model = Model()
+    for layer in model.layers:
+        system(layer, **options)
+    system(model, **options)
+    params = dict(model.named_parameters())
+    seen = []
+
+    def look(*_: Any) -> None:
+        seen.append(_seen(model, params))
+
+    def clear_kept() -> None:
+        for param in params.values():
+            param.grad = None
+
+    def set_module() -> None:
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+
+    model.layers[1].register_forward_hook(look)
+    for between in (lambda: None, model.zero_grad, clear_kept, set_module):
+        output = model(ones())
+        look()
+        between()
+        look()
+        output.sum().backward()
+        look()
+    return seen
+
+
+def _are_seen_as_under_fsdp2() -> None:
+    for options in ({}, {"reshard_after_forward": False}, {"reshard_after_forward": True}):
+        ours = _between_passes(fully_shard, **options)
+        assert ours == _between_passes(torch_fully_shard, **options)
+        assert any(gradient for seen in ours for gradient in seen)
+
+
+def test_gradients_between_forward_and_backward_are_those_of_fsdp2() -> None:
+    run_ranks(_are_seen_as_under_fsdp2, 1)

@@ -377,8 +377,10 @@ def _train_as_fsdp1_does() -> None:
             wrapped = FSDP(model, sync_module_states=True, **given, **options)
             assert_equal(train(wrapped, model), want)
         wrapped.clip_grad_norm_(0.1)
-    with pytest.raises(ValueError, match="HYBRID_SHARD_ZERO2 got no pair of process groups"):
-        fsdp_ext.FullyShardedDataParallel(make(Stack), sharding_strategy=strategy)
+    with pytest.raises(ValueError, match="HYBRID_SHARD_ZERO2 got one process group"):
+        fsdp_ext.FullyShardedDataParallel(
+            make(Stack), process_group=dist.group.WORLD, sharding_strategy=strategy
+        )
     with pytest.raises(ValueError, match="FULL_SHARD got a pair of process groups"):
         fsdp_ext.FullyShardedDataParallel(make(Stack), process_group=(shards, replicas))
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from support.launcher import run_ranks
 from torch import Tensor, nn
 from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.checkpoint import state_dict as torchs_checkpointing
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 from torch.distributed.fsdp import _init_utils as of_fsdp1
@@ -78,6 +79,7 @@ def are_ours(found: dict[str, Any]) -> bool:
 def state_of_torch() -> dict[str, Any]:
     """Return everything that a patch could leave changed."""
     state: dict[str, Any] = {"fsdp_file": of_fsdp1.fsdp_file}
+    state["set_model_state_dict"] = torchs_checkpointing.set_model_state_dict
     for name in NAMESPACES:
         module = importlib.import_module(name)
         state |= {name: type(module)} | {f"{name}.{k}": v for k, v in vars(module).items()}
@@ -296,6 +298,30 @@ def _static_methods() -> None:
 
 def test_static_methods_of_fsdp1_serve_models_of_both() -> None:
     run_ranks(_static_methods, 2)
+
+
+class Lazy:
+    """A tensor that is read when it is used, as Lightning has them. It cannot be pickled."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value, self.file = value, open(os.devnull)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*(arg.value if isinstance(arg, Lazy) else arg for arg in args))
+
+
+def _lazy() -> None:
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    value = torch.arange(12.0).view(3, 4)
+    with patched():
+        model = fsdp_ext.FullyShardedDataParallel(nn.Linear(4, 3, bias=False), use_orig_params=True)
+        torchs_checkpointing.set_model_state_dict(model, {"weight": Lazy(value)}, options=options)
+    assert torch.equal(model.state_dict()["weight"], value)
+
+
+def test_checkpoints_that_are_read_when_they_are_used_are_loaded_by_set_model_state_dict() -> None:
+    run_ranks(_lazy, 2)
 
 
 # - The command

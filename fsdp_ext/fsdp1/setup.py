@@ -6,10 +6,9 @@ and broadcasts the tensors of the unit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -35,13 +34,12 @@ from torch.distributed.fsdp.wrap import (
 from torch.distributed.tensor import DTensor
 
 from fsdp_ext._util.errors import MisuseError
-from fsdp_ext.sharding.arguments import resolve_mesh
+from fsdp_ext.fsdp1.groups import HYBRID
 from fsdp_ext.sharding.ownership import is_extension, is_sharded
 
 WRAPPED = "_fsdp_wrapped_module"  # FSDP1's name of the child, which other libraries look for
 CHECKPOINTED = "_checkpoint_wrapped_module"
 # None frees the parameters after forward, except the root's, as FSDP1 does.
-HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 RESHARD_AFTER_FORWARD = {
     ShardingStrategy.FULL_SHARD: None,
     ShardingStrategy.SHARD_GRAD_OP: False,
@@ -57,10 +55,28 @@ def is_wrapper(module: nn.Module) -> bool:
 
 
 def check_arguments(
+    strategy: ShardingStrategy,
+    cpu_offload: CPUOffload | None,
     backward_prefetch: BackwardPrefetch | None,
     precision: MixedPrecision,
+    param_init_fn: Callable[[nn.Module], None] | None,
 ) -> None:
-    """Raise for arguments of FSDP1 that are of a wrong type or not supported yet."""
+    """Raise TypeError, or ValueError where FSDP1 does, for arguments of a wrong type."""
+    if not isinstance(strategy, ShardingStrategy):
+        raise TypeError(
+            f"sharding_strategy is {strategy!r} but must be a ShardingStrategy or None. Pass "
+            "ShardingStrategy.FULL_SHARD."
+        )
+    if not (cpu_offload is None or isinstance(cpu_offload, CPUOffload)):
+        raise TypeError(
+            f"cpu_offload is {cpu_offload!r} but must be a CPUOffload or None. Pass "
+            "CPUOffload(offload_params=True)."
+        )
+    if not (param_init_fn is None or callable(param_init_fn)):
+        raise ValueError(
+            f"param_init_fn is {param_init_fn!r}, which cannot be called. Pass a function of a "
+            "module, or None."
+        )
     if not isinstance(precision, MixedPrecision):
         raise TypeError(
             f"mixed_precision is {precision!r} but must be a MixedPrecision or None. Pass "
@@ -134,101 +150,6 @@ def resolve_ignored(
                 "ignored_modules, or modules and parameters as ignored_states."
             )
     return ignored, params
-
-
-Groups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
-
-
-def resolve_group(
-    module: nn.Module,
-    group: Groups,
-    mesh: DeviceMesh | None,
-    device: torch.device | None,
-    strategy: ShardingStrategy,
-) -> DeviceMesh:
-    """Return the mesh that the groups or the mesh argument stand for.
-
-    All ranks call this if there are two groups.
-    """
-    is_whole = strategy is ShardingStrategy.NO_SHARD
-    if is_whole and mesh is not None and mesh.ndim == 2 and mesh.size(1) == 1:
-        return resolve_mesh(mesh)  # of the wrapper around this one
-    if group is not None and mesh is not None:
-        raise ValueError("both process_group and device_mesh were passed. Pass one of them.")
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise TypeError(
-            f"device_mesh is {mesh!r} but must be a DeviceMesh or None. Make one with "
-            "torch.distributed.device_mesh.init_device_mesh."
-        )
-    groups = group if isinstance(group, (list, tuple)) else [group]
-    if group is not None and not all(isinstance(one, dist.ProcessGroup) for one in groups):
-        raise TypeError(
-            f"process_group is {group!r}. Pass a process group or, for HYBRID_SHARD, a pair: the "
-            "ranks that shard the model, and those that have the same shard."
-        )
-    dimensions = mesh.ndim if mesh is not None else len(groups)
-    if dimensions != (2 if strategy in HYBRID else 1):
-        given = "no pair of process groups" if len(groups) == 1 else "a pair of process groups"
-        needed = (
-            "a 2-D device_mesh, or a pair of process groups: the ranks that shard the model, and "
-            "those that have the same shard"
-            if strategy in HYBRID
-            else "a 1-D mesh or one group, or use ShardingStrategy.HYBRID_SHARD"
-        )
-        given = given if mesh is None else f"a {mesh.ndim}-D mesh {tuple(mesh.shape)}"
-        raise ValueError(f"{strategy} got {given}. Pass {needed}.")
-    if group is not None:
-        kinds = {param.device.type for param in module.parameters()} - {"cpu", "meta"}
-        default = "cuda" if "nccl" in dist.get_backend(groups[0]) else "cpu"
-        kind = device.type if device is not None else next(iter(kinds), default)
-        mesh = _mesh_of(cast(list[dist.ProcessGroup], groups), kind)
-    mesh = resolve_mesh(mesh)
-    return _replicas_alone(mesh) if is_whole else mesh
-
-
-def _replicas_alone(mesh: DeviceMesh) -> DeviceMesh:
-    """Return a 2-D mesh of the ranks of ``mesh`` that shards over one rank each."""
-    ranks = mesh.mesh.tolist()
-    groups = [mesh.get_group(), _group_of_this_rank()]
-    return DeviceMesh.from_group(
-        groups,
-        mesh.device_type,
-        mesh=[[rank] for rank in ranks],
-        mesh_dim_names=("replicate", "shard"),
-    )
-
-
-# The group of this rank alone, by the default group that it was made under.
-_alone: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-
-
-def _group_of_this_rank() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None
-    if world not in _alone:
-        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        _alone[world] = cast(dist.ProcessGroup, alone)
-    return _alone[world]
-
-
-def _mesh_of(groups: Sequence[dist.ProcessGroup], kind: str) -> DeviceMesh:
-    """Return the mesh of a group, or of the ranks that shard and those with the same shard."""
-    if len(groups) == 1:
-        return DeviceMesh.from_group(groups[0], kind)
-    shards, replicas = groups
-    sets: list[list[int]] = [[] for _ in range(replicas.size())]
-    dist.all_gather_object(sets, dist.get_process_group_ranks(shards), group=replicas)
-    place = dist.get_rank(shards)
-    given = dist.get_process_group_ranks(replicas)
-    if len({len(ranks) for ranks in sets}) > 1 or [ranks[place] for ranks in sets] != given:
-        raise ValueError(
-            f"process_group is a pair of ranks {sets} that shard the model, one set after the "
-            f"other, and of ranks {given}, which do not have the same place in their sets. Pass "
-            "the groups of one 2-D mesh."
-        )
-    return DeviceMesh.from_group(
-        [replicas, shards], kind, mesh=sets, mesh_dim_names=("replicate", "shard")
-    )
 
 
 _children_are_wrapped: ContextVar[bool] = ContextVar("children_are_wrapped", default=False)

@@ -13,7 +13,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -128,13 +127,4 @@ def refuse_optimizers_of_flat_parameters() -> None:
             "torch.distributed.checkpoint.state_dict got an optimizer of flat parameters, whose "
             "state it cannot name. Call FullyShardedDataParallel.optim_state_dict and "
             "optim_state_dict_to_load instead, or wrap with use_orig_params=True."
-        )
-
-
-def refuse_sharded_tensor(name: str, value: object) -> None:
-    """Raise NotImplementedError for a ShardedTensor, which FSDP1 makes without a device_mesh."""
-    if isinstance(value, ShardedTensor):
-        raise NotImplementedError(
-            f"'{name}' is a ShardedTensor, which cannot be loaded. Save it as FULL_STATE_DICT, or "
-            "from FSDP1 with a device_mesh, which makes DTensors."
         )

@@ -9,13 +9,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_ext.fsdp1.setup import WRAPPED, is_wrapper
-from fsdp_ext.fsdp1.state_dict_forms import Form, refuse_sharded_tensor
+from fsdp_ext.fsdp1.state_dict_forms import Form
 from fsdp_ext.fsdp1.summon import stands_for
 from fsdp_ext.fsdp1.views import mark_flattened
-from fsdp_ext.fsdp1.whole_tensors import shard_like, whole_copy
+from fsdp_ext.fsdp1.whole_tensors import shard_like, whole_copy, without_sharded_tensor
 from fsdp_ext.sharding.flat_parameter import NAME as FLAT
 from fsdp_ext.sharding.flat_parameter import show_flat
-from fsdp_ext.sharding.state_dict_hooks import settle
+from fsdp_ext.sharding.state_dict_hooks import adopt_changes, settle
 
 
 def remove_wrapper_names(
@@ -86,10 +86,14 @@ def add_wrapper_names(module: nn.Module, state_dict: dict[str, Any], prefix: str
         state_dict[prefix + FLAT] = local.to_local()
     try:
         for name, param in module.named_parameters(prefix[:-1], remove_duplicate=False):
-            value: Any = state_dict.get(name)
-            refuse_sharded_tensor(name, value)
-            if stands_for(param) is not None and isinstance(value, DTensor):
-                state_dict[name] = whole_copy(value)
+            if name not in state_dict:
+                continue
+            sharded = stands_for(param)
+            value = without_sharded_tensor(
+                name, state_dict[name], param if sharded is None else sharded
+            )
+            is_summoned = sharded is not None and isinstance(value, DTensor)
+            state_dict[name] = whole_copy(value) if is_summoned else value
     except Exception:
         show_flat(wrapper._sharded._fsdp_ext_unit)
         raise
@@ -106,15 +110,17 @@ def shard_whole_parameters(
     """
     for name, param in module._parameters.items():
         value: Any = state_dict.get(prefix + name)
-        whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        # Libraries have classes of tensors that are read from a file when they are used.
+        whole = hasattr(value, "__torch_function__") and not isinstance(value, DTensor)
         if isinstance(param, DTensor) and whole and value.shape == param.shape:
-            state_dict[prefix + name] = shard_like(value.detach().to(param.dtype), param)
+            state_dict[prefix + name] = shard_like(torch.detach(value).to(param.dtype), param)
 
 
 def clean_incompatible_keys(module: nn.Module, keys: Any) -> None:
     """After loading, report names without the wrapper's."""
     unit = cast(Any, module)._sharded._fsdp_ext_unit
     show_flat(unit)
-    mark_flattened(unit)  # assign=True has made new parameters
+    adopt_changes(unit)  # assign=True has made a new flat parameter, or others
+    mark_flattened(unit)
     for names in (keys.missing_keys, keys.unexpected_keys):
         names[:] = [name.replace(f"{WRAPPED}.", "") for name in names]

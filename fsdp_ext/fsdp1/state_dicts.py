@@ -25,18 +25,13 @@ from torch.optim import Optimizer
 
 from fsdp_ext.fsdp1.flat_optimizer_states import FlatParameters
 from fsdp_ext.fsdp1.setup import broadcast
-from fsdp_ext.fsdp1.state_dict_forms import (
-    CONFIGS,
-    DEFAULT,
-    Form,
-    State,
-    refuse_sharded_tensor,
-)
-from fsdp_ext.fsdp1.whole_tensors import shard_like
+from fsdp_ext.fsdp1.state_dict_forms import CONFIGS, DEFAULT, Form, State
+from fsdp_ext.fsdp1.whole_tensors import gathered_by_all, shard_like, without_sharded_tensor
 from fsdp_ext.sharding.arguments import device_of
 from fsdp_ext.sharding.flat_parameter import own_parameters_shown, show_flat
 from fsdp_ext.sharding.ranks import Ranks
 from fsdp_ext.sharding.state_dict_hooks import settle
+from fsdp_ext.sharding.unit import Unit
 
 
 class StateDictMethods:
@@ -45,13 +40,21 @@ class StateDictMethods:
     fsdp_modules: Callable[..., list[Any]]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state as ``nn.Module`` does, in the form of ``state_dict_type``."""
+        """Return the state as ``nn.Module`` does, in the form of ``state_dict_type``.
+
+        All ranks call this if the form is full, also with ``rank0_only``.
+
+        Raises:
+            RuntimeError: if a rank does not call it within the timeout of the process group.
+        """
         wrapper: Any = self
         unit = wrapper._sharded._fsdp_ext_unit
         settle(unit)
-        is_local = Form.of_model(wrapper._state_dict_settings).is_local
-        names = contextlib.nullcontext() if is_local else own_parameters_shown(unit)
-        with torch.inference_mode(False), names:  # DTensors cannot be detached there
+        form = Form.of_model(wrapper._state_dict_settings)
+        names = contextlib.nullcontext() if form.is_local else own_parameters_shown(unit)
+        gathers = form.is_full and unit.params and not unit.is_summoned
+        together = gathered_by_all([unit] if gathers else [], "state_dict")
+        with together, torch.inference_mode(False), names:  # DTensors cannot be detached there
             return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +179,8 @@ class StateDictMethods:
             ValueError: if the optimizer has a parameter that is not the model's.
         """
         form = Form.of(cls.get_state_dict_type(model), optimizer=True)
-        return cls._optimizer_state(model, optim, optim_state_dict or optim.state_dict(), form)
+        state = optim_state_dict or optim.state_dict()
+        return cls._optimizer_state(model, optim, state, form, "optim_state_dict")
 
     @classmethod
     def optim_state_dict_to_load(
@@ -224,14 +228,18 @@ class StateDictMethods:
         group: dist.ProcessGroup | None = None,
     ) -> State:
         """Return the whole state on the host: an older :meth:`optim_state_dict`."""
-        return cls._optimizer_state(model, optim, optim.state_dict(), Form(True, True, rank0_only))
+        form = Form(True, True, rank0_only)
+        state = optim.state_dict()
+        return cls._optimizer_state(model, optim, state, form, "full_optim_state_dict")
 
     @classmethod
     def sharded_optim_state_dict(
         cls, model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None
     ) -> State:
         """Return the sharded state: an older :meth:`optim_state_dict`."""
-        return cls._optimizer_state(model, optim, optim.state_dict(), Form(False, False, False))
+        form = Form(False, False, False)
+        state = optim.state_dict()
+        return cls._optimizer_state(model, optim, state, form, "sharded_optim_state_dict")
 
     @classmethod
     def shard_full_optim_state_dict(
@@ -294,7 +302,7 @@ class StateDictMethods:
 
     @classmethod
     def _optimizer_state(
-        cls, model: nn.Module, optim: Optimizer, state: State, form: Form
+        cls, model: nn.Module, optim: Optimizer, state: State, form: Form, caller: str
     ) -> State:
         params = _params_of(optim)
         names = cls._names_of(params, model)
@@ -304,8 +312,10 @@ class StateDictMethods:
             lambda key, value: value,
         )
         state = cls._flat_parameters(names, params, model).split(state)
-        state = _with_keys(state, lambda key: key, lambda key, value: form.convert(value))
-        is_first = cls._ranks_of(model).rank_in_mesh == 0  # also with hybrid sharding, as in FSDP1
+        unit = cls._unit_of(model)
+        with gathered_by_all([unit] if form.is_full else [], caller):
+            state = _with_keys(state, lambda key: key, lambda key, value: form.convert(value))
+        is_first = unit.ranks.rank_in_mesh == 0  # also with hybrid sharding, as in FSDP1
         return state if is_first or not form.rank0_only else {}
 
     @classmethod
@@ -326,8 +336,9 @@ class StateDictMethods:
         for name, param in zip(names, params, strict=True):
             by_name |= flats.own_parameters(name, param)
         if from_rank_0:
-            ranks = cls._ranks_of(model)
-            state = _from_rank_0(state, ranks, device_of(ranks.mesh))
+            unit = cls._unit_of(model)
+            with gathered_by_all([unit], "the loading of rank 0's state", with_replicas=True):
+                state = _from_rank_0(state, unit.ranks, device_of(unit.ranks.mesh))
         keys: dict[str, Any] = {name: name if named else i for i, name in enumerate(names)}
         left = iter(names)
         names_by_group = [[next(left) for _ in group] for group in groups]
@@ -373,14 +384,15 @@ class StateDictMethods:
         return [names[param] for param in params]
 
     @classmethod
-    def _ranks_of(cls, model: nn.Module) -> Ranks:
+    def _unit_of(cls, model: nn.Module) -> Unit:
+        """Return a unit of the model: the outermost one."""
         wrappers = cls.fsdp_modules(model)
         if not wrappers:
             raise ValueError(
                 f"the {type(model).__name__} has no FullyShardedDataParallel in it. Wrap it first."
             )
-        ranks: Ranks = wrappers[0]._sharded._fsdp_ext_unit.ranks
-        return ranks
+        unit: Unit = wrappers[0]._sharded._fsdp_ext_unit
+        return unit
 
 
 def _groups_of(optim: Optimizer) -> list[list[nn.Parameter]]:
@@ -418,7 +430,7 @@ def _shard_state(name: str, value: Any, param: nn.Parameter) -> Any:
     """Return a value of an optimizer's state as this rank has it: a copy."""
     if not isinstance(value, torch.Tensor):
         return value
-    refuse_sharded_tensor(name, value)
+    value = without_sharded_tensor(name, value, param)
     if isinstance(param, DTensor) and value.shape == param.shape and value.ndim > 0:
         value = value if isinstance(value, DTensor) else shard_like(value, param)
         return value.to(param.device).clone()  # a shard must not keep the whole alive

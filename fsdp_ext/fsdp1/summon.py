@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from fsdp_ext._util.errors import MisuseError
 from fsdp_ext._util.warn import warn_caller
 from fsdp_ext.fsdp1.state_dict_forms import is_rank_0
-from fsdp_ext.fsdp1.whole_tensors import shard_like, whole_copy
+from fsdp_ext.fsdp1.whole_tensors import gathered_by_all, shard_like, whole_copy
 from fsdp_ext.sharding.flat_parameter import own_parameters_shown
 from fsdp_ext.sharding.ownership import mark_goes_on_as, mark_overwritten, mark_unsharded
 from fsdp_ext.sharding.sharded_param import ShardedParam
@@ -147,19 +147,8 @@ def _refuse_backward(param: torch.Tensor) -> NoReturn:
     )
 
 
-@contextlib.contextmanager
-def summon(unit: Unit, how: Summoning, caller: str) -> Iterator[None]:
-    """Give the modules of ``unit`` whole parameters. All ranks enter this.
-
-    Args:
-        unit: the unit; units inside of it stay as they are.
-        how: what is summoned, and where.
-        caller: name of the public function, for messages.
-
-    Raises:
-        MisuseError: in forward or backward, and if the unit is summoned already.
-        ValueError: if a parameter was given another shape inside.
-    """
+def check_summons(unit: Unit, how: Summoning, caller: str) -> None:
+    """Raise MisuseError or NotImplementedError if ``unit`` cannot be summoned now."""
     if unit.is_summoned:
         raise MisuseError(
             f"{caller} was called on unit '{unit.name}', whose parameters are summoned already. "
@@ -175,6 +164,22 @@ def summon(unit: Unit, how: Summoning, caller: str) -> Iterator[None]:
             f"{caller} got with_grads=True on unit '{unit.name}', which has a flat parameter. Wrap "
             "with use_orig_params=True."
         )
+
+
+@contextlib.contextmanager
+def summon(unit: Unit, how: Summoning, caller: str) -> Iterator[None]:
+    """Give the modules of ``unit`` whole parameters. All ranks enter this.
+
+    Args:
+        unit: the unit; units inside of it stay as they are.
+        how: what is summoned, and where.
+        caller: name of the public function, for messages.
+
+    Raises:
+        MisuseError: in forward or backward, and if the unit is summoned already.
+        ValueError: if a parameter was given another shape inside.
+    """
+    check_summons(unit, how, caller)
     settle(unit)
     with own_parameters_shown(unit):
         yield from _put_whole(unit, how)
@@ -283,14 +288,18 @@ class SummonMethods:
                 already. It is an AssertionError, as FSDP1's.
             NotImplementedError: for ``writeback`` with ``rank0_only``, and for ``with_grads`` with
                 ``offload_to_cpu`` or without ``use_orig_params``.
+            RuntimeError: if a rank does not call it within the timeout of the process group.
             ValueError: if a parameter was given another shape inside.
         """
         how = Summoning(writeback, rank0_only, offload_to_cpu, with_grads)
         how.check()
         wrappers = cls.fsdp_modules(module) if recurse or isinstance(module, cls) else []
+        units = [each._sharded._fsdp_ext_unit for each in (wrappers if recurse else wrappers[:1])]
+        for unit in units:
+            check_summons(unit, how, "summon_full_params")
+        with gathered_by_all(units, "summon_full_params"):
+            pass  # the block of the user may be another one on each rank
         with contextlib.ExitStack() as stack:
-            for wrapper in wrappers if recurse else wrappers[:1]:
-                stack.enter_context(
-                    summon(wrapper._sharded._fsdp_ext_unit, how, "summon_full_params")
-                )
+            for unit in units:
+                stack.enter_context(summon(unit, how, "summon_full_params"))
             yield

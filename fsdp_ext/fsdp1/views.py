@@ -28,7 +28,8 @@ from torch.distributed.fsdp._common_utils import (
 )
 from torch.distributed.tensor import DTensor
 
-from fsdp_ext.fsdp1.setup import CHECKPOINTED, HYBRID
+from fsdp_ext.fsdp1.groups import HYBRID
+from fsdp_ext.fsdp1.setup import CHECKPOINTED
 from fsdp_ext.sharding.flat_parameter import make_flat
 from fsdp_ext.sharding.handles import UnshardHandle
 from fsdp_ext.sharding.module_state import managed_modules

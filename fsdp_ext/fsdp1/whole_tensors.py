@@ -2,8 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
 import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from fsdp_ext.comm.rendezvous import host_backend
+from fsdp_ext.comm.roll_call import called_by_all
+from fsdp_ext.comm.transports import timeout_of
+from fsdp_ext.sharding.agreement import has_peers
+from fsdp_ext.sharding.unit import Unit
+
+
+def gathered_by_all(
+    units: Iterable[Unit], caller: str, *, with_replicas: bool = False
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context that begins once all ranks of the units have made the same call.
+
+    Args:
+        units: the units that are gathered; none if this rank sends nothing.
+        caller: the public function, for messages.
+        with_replicas: whether all ranks of the mesh take part.
+
+    Raises:
+        RuntimeError: if a rank does not call it; the message names the rank.
+    """
+    groups: dict[dist.ProcessGroup, Unit] = {}
+    for unit in units:
+        if has_peers(unit):
+            taking_part = unit.ranks.groups if with_replicas else [unit.ranks.group]
+            groups.update(dict.fromkeys(taking_part, unit))
+    longest = [timeout_of(group, unit.device) for group, unit in groups.items()]
+    return called_by_all(list(groups), caller, max(longest, default=timedelta()))
 
 
 @torch.inference_mode(False)  # so that training can use the result
@@ -11,13 +47,72 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 def whole_copy(sharded: DTensor) -> torch.Tensor:
     """Return the whole tensor in memory of its own. All ranks that share it call this."""
     local = sharded.to_local()
-    whole = sharded.full_tensor()
+    whole = _where_its_group_sends(sharded).full_tensor().to(local.device)
     if whole.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
         whole = whole.clone()  # on one rank, a shard is the whole tensor
     return whole
+
+
+def _where_its_group_sends(sharded: DTensor) -> DTensor:
+    """Return an offloaded shard on the GPU if its process group has no backend for the host."""
+    mesh, local = sharded.device_mesh, sharded.to_local()
+    groups = [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
+    if local.device.type != "cpu" or all(host_backend(group) for group in groups):
+        return sharded
+    return DTensor.from_local(
+        local.to(mesh.device_type),
+        mesh,
+        sharded.placements,
+        run_check=False,
+        shape=sharded.shape,
+        stride=sharded.stride(),
+    )
 
 
 def shard_like(whole: torch.Tensor, param: DTensor) -> DTensor:
     """Shard a tensor, which all ranks have, as ``param`` is sharded, without communication."""
     local = whole.to(device=param.device)
     return distribute_tensor(local, param.device_mesh, param.placements, src_data_rank=None)
+
+
+def without_sharded_tensor(name: str, value: Any, param: object) -> Any:
+    """Return a ShardedTensor, which FSDP1 makes without a device_mesh, as a DTensor.
+
+    It shares memory with the ShardedTensor. Any other value is returned as it is.
+
+    Args:
+        name: of the value.
+        value: from a state dict.
+        param: that it belongs to.
+
+    Raises:
+        NotImplementedError: if this rank has another part of it than of ``param``.
+    """
+    if not isinstance(value, ShardedTensor):
+        return value
+    if not isinstance(param, DTensor):
+        raise NotImplementedError(
+            f"'{name}' is a ShardedTensor, and the parameter is not sharded. Save it as "
+            "FULL_STATE_DICT."
+        )
+    size, offset = compute_local_shape_and_global_offset(
+        param.shape, param.device_mesh, param.placements
+    )
+    shards = value.local_shards()
+    parts = [(shard.metadata.shard_sizes, shard.metadata.shard_offsets) for shard in shards]
+    needed = [(list(size), list(offset))] if 0 not in size else []
+    if value.shape != param.shape or [part for part in parts if 0 not in part[0]] != needed:
+        raise NotImplementedError(
+            f"'{name}' is a ShardedTensor of {tuple(value.shape)} with the parts (sizes, offsets) "
+            f"{parts} on this rank. The parameter of {tuple(param.shape)} has {needed} here. Load "
+            "it on as many ranks as have saved it, or save it as FULL_STATE_DICT."
+        )
+    local = shards[0].tensor if needed else param.to_local().new_empty(size, dtype=value.dtype)
+    return DTensor.from_local(
+        local.detach().to(param.device),
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )

@@ -27,11 +27,11 @@ from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.tensor import DTensor
 
 from fsdp_ext._util.containers import map_tensors
+from fsdp_ext.fsdp1.groups import Groups, resolve_group
 from fsdp_ext.fsdp1.setup import (
     CHECKPOINTED,
     RESHARD_AFTER_FORWARD,
     WRAPPED,
-    Groups,
     are_children_wrapped,
     broadcast,
     cast_buffers,
@@ -46,7 +46,6 @@ from fsdp_ext.fsdp1.setup import (
     own_tensors,
     refuse_subclasses,
     refuse_torchs_wrappers,
-    resolve_group,
     resolve_ignored,
     wrap_children,
 )
@@ -58,9 +57,10 @@ from fsdp_ext.fsdp1.state_dict_hooks import (
     shard_whole_parameters,
 )
 from fsdp_ext.fsdp1.state_dicts import StateDictMethods
-from fsdp_ext.fsdp1.summon import Summoning, SummonMethods, summon
+from fsdp_ext.fsdp1.summon import Summoning, SummonMethods, check_summons, summon
 from fsdp_ext.fsdp1.torchs_methods import refuse_torchs_methods
 from fsdp_ext.fsdp1.views import WrapperViews, flatten_unit, mark_flattened
+from fsdp_ext.fsdp1.whole_tensors import gathered_by_all
 from fsdp_ext.sharding.api import fully_shard
 from fsdp_ext.sharding.arguments import check_modules
 from fsdp_ext.sharding.flat_parameter import is_flat
@@ -83,7 +83,8 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
     Args:
         module: the module to wrap. Make the optimizer afterwards, or see ``use_orig_params``.
         process_group: ranks to shard over, all by default. Excludes ``device_mesh``. With hybrid
-            sharding a pair: the ranks that shard the model, and those that have the same shard.
+            sharding a pair: the ranks that shard the model, and those that have the same shard. By
+            default the ranks of each host shard it (``LOCAL_WORLD_SIZE`` if a launcher sets that).
         sharding_strategy: ``FULL_SHARD`` (the default), ``SHARD_GRAD_OP``, ``NO_SHARD``, or for
             hybrid sharding ``HYBRID_SHARD`` or ``_HYBRID_SHARD_ZERO2``.
         cpu_offload: None or a ``CPUOffload``. ``offload_params=True`` is fully_shard's
@@ -151,7 +152,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         refuse_torchs_wrappers(module)
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         precision = mixed_precision or MixedPrecision()
-        check_arguments(backward_prefetch, precision)
+        check_arguments(strategy, cpu_offload, backward_prefetch, precision, param_init_fn)
         ignored, ignored_params = resolve_ignored(ignored_modules, ignored_states)
         device = None if device_id is None else torch.device(device_id)
         mesh = resolve_group(module, process_group, device_mesh, device, strategy)
@@ -312,7 +313,11 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
 
         ``fn`` sees whole parameters. Afterwards each rank keeps its own shard of them.
         """
-        with summon(self._sharded._fsdp_ext_unit, Summoning(), "apply"):
+        unit = self._sharded._fsdp_ext_unit
+        check_summons(unit, Summoning(), "apply")
+        with gathered_by_all([unit], "apply"):
+            pass  # the function may have collectives of its own
+        with summon(unit, Summoning(), "apply"):
             super().apply(fn)
         return self
 

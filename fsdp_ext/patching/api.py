@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 
 from fsdp_ext._util.warn import warn_caller
-from fsdp_ext.patching import namespaces, static_methods
+from fsdp_ext.patching import lazy_tensors, namespaces, static_methods
 
 _SHOWN = 8  # names in a warning
 
@@ -22,6 +22,7 @@ class Patch:
             _warn_about(namespaces.holders())
             namespaces.put_ours()
             static_methods.serve_both()
+            lazy_tensors.read_when_set()
         _patches += 1
         self._is_undone = False
 
@@ -43,6 +44,7 @@ class Patch:
         self._is_undone = True
         _patches -= 1
         if _patches == 0:
+            lazy_tensors.pass_on()
             static_methods.serve_ours()
             namespaces.put_torchs()
 
