@@ -149,12 +149,15 @@ test-exhaustive: $(VENV)/.test extension
 
 # Both run with a small budget in test-exhaustive, too.
 SOAK_STEPS ?= 3000
+SOAK_SEED ?= 0
+SOAK_SYSTEM ?= fsdp_ext
 FUZZ_SECONDS ?= 3600
 
 .PHONY: soak
 soak: $(VENV)/.test extension  ## train at random for SOAK_STEPS steps; memory and the like stay flat
-	FSDP_EXT_SOAK_STEPS=$(SOAK_STEPS) "$(BIN)/python" -m pytest -s -m exhaustive tests/test_soak.py \
-	  $(PYTEST_ARGS)
+	FSDP_EXT_SOAK_STEPS=$(SOAK_STEPS) FSDP_EXT_SOAK_SEED=$(SOAK_SEED) \
+	  FSDP_EXT_SOAK_SYSTEM=$(SOAK_SYSTEM) \
+	  "$(BIN)/python" -m pytest -s -m exhaustive tests/test_soak.py $(PYTEST_ARGS)
 
 .PHONY: fuzz
 fuzz: $(VENV)/.test extension  ## train random models beside unsharded ones for FUZZ_SECONDS

@@ -66,6 +66,34 @@ def test_compiled_models_train_the_same(case: tuple[int, str]) -> None:
     run_ranks(_compiled, world_size, *CASES[name], fresh=True)  # Dynamo keeps a thread
 
 
+def _full_graphs() -> None:
+    losses: list[list[Tensor]] = []
+    for system in ("fsdp2", SYSTEM):
+        for way in ("model", "blocks", "forwards"):
+            torch._dynamo.reset()
+            run = Sharded(load_system(system), Case("", Stack))
+            if way == "model":
+                run.model.compile(backend="eager", fullgraph=True)
+                with pytest.raises(torch._dynamo.exc.Unsupported):
+                    run.loss(0)
+                continue
+            for block in run.model.blocks:
+                if way == "blocks":
+                    block.compile(backend="eager", fullgraph=True)
+                else:
+                    block.forward = torch.compile(block.forward, backend="eager", fullgraph=True)
+            losses.append([train_step(run, step)[0] for step in range(STEPS)])
+    assert len(losses) == 4
+    for step in zip(*losses, strict=True):
+        assert all(torch.equal(loss, step[0]) for loss in step)
+
+
+# Dynamo takes seconds for each way.
+@pytest.mark.exhaustive
+def test_full_graphs_are_those_of_blocks_as_under_fsdp2() -> None:
+    run_ranks(_full_graphs, 1, fresh=True)
+
+
 def _marks() -> None:
     models = []
     for system in ("fsdp2", SYSTEM):

@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from support.launcher import run_ranks
 from support.models import Stack, Transformer
 from support.parity import ROUNDING, Case, Run, adamw, check, each, train_step
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard
 
 from fsdp_ext.sharding import api
 from fsdp_ext.sharding.arguments import resolve_offload
+from fsdp_ext.sharding.dtensors import Spread
 
 FOUR = (2, 4)
 
@@ -89,6 +92,19 @@ CASES = [
 @each(CASES, quick=(2, 4))
 def test_offloaded_units_train_as_unsharded_and_as_fsdp2(case: Case, world_size: int) -> None:
     check(case, world_size)
+
+
+def _on_a_mesh_of_gpus() -> None:
+    mesh = DeviceMesh("cuda", [0], _init_backend=False)
+    local = torch.ones(2, 3)
+    dtensor = Spread(mesh, (Shard(0),), torch.Size([2, 3])).dtensor(local)
+    assert dtensor._local_tensor.data_ptr() == local.data_ptr()
+    assert dtensor.shape == (2, 3)
+    assert dtensor.placements == (Shard(0),)
+
+
+def test_dtensors_of_a_mesh_of_gpus_may_lie_on_the_host() -> None:
+    run_ranks(_on_a_mesh_of_gpus, 1)
 
 
 def test_pageable_memory_is_refused() -> None:

@@ -53,6 +53,24 @@ def test_compute_waits_for_a_slow_wire_and_backward_gathers_what_is_gone() -> No
     assert step.step == 20
 
 
+def test_a_gather_and_a_reduction_share_one_wire() -> None:
+    stages = [stage(name, 1, 1) for name in "abc"]
+    step = predict(None, stages, replace(fixed(3), one_wire=True))
+    assert spans(step, "gather") == [("a", 0, 3), ("b", 3, 6), ("c", 6, 9), ("a", 11, 17)]
+    # Both travel from 11 to 17, at half the rate.
+    assert spans(step, "reduce") == [("c", 11, 17), ("b", 17, 20), ("a", 20, 23)]
+    assert step.step == 23
+
+
+def test_two_lanes_on_one_wire_take_as_much_of_compute_as_one() -> None:
+    chain = [stage(name, 8, 8) for name in "abc"]
+    step = predict(None, chain, replace(fixed(2), one_wire=True), contention=0.5)
+    # From 36 to 40 both travel, and 2 of the 8 seconds of b's backward are computed.
+    assert spans(step, "gather")[-1] == ("a", 36, 40)
+    assert spans(step, "reduce")[0] == ("c", 36, 40)
+    assert spans(step, "compute")[-2] == ("b", 36, 46)
+
+
 def test_copies_without_a_wire_take_their_lane_but_no_latency() -> None:
     cast = Stage("a", 2, 4, 0, 0, copy_seconds_gather=1, copy_seconds_reduce=3)
     step = predict(None, [cast], fixed(100))

@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fsdp_ext
+from fsdp_ext.sharding.ownership import own_grad_dtype
 from fsdp_ext.verifier import numbers
 from fsdp_ext.verifier.numbers import Reduction
 from fsdp_ext.verifier.result import Check
+from fsdp_ext.verifier.subject import Subject
 
 WIDTH = 6
 
@@ -206,6 +208,42 @@ def test_a_model_verifies_on_all_ranks_of_a_group(
     ranks: int, transport: str, dtype: torch.dtype
 ) -> None:
     run_ranks(verify_in_the_group, ranks, transport, dtype)
+
+
+def verify_grad_dtypes() -> None:
+    policies = [None, fsdp_ext.MixedPrecisionPolicy(torch.bfloat16, torch.float32)]
+    for grad_dtype, policy in zip((torch.bfloat16, torch.float32), policies, strict=True):
+        model = make(Block).to(torch.float32 if policy is None else torch.bfloat16)
+        for param in model.layers[1].parameters():
+            param.grad_dtype = grad_dtype
+        copies: list[nn.Module] = []
+        batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).to(
+            model.head.weight.dtype
+        )
+        plain = Subject.plain
+
+        def noted(self: Subject, prepare: Any, plain: Any = plain, copies: Any = copies) -> Any:
+            copies.append(plain(self, prepare))
+            return copies[-1]
+
+        vars_of_class: Any = Subject
+        vars_of_class.plain = noted
+        try:
+            settings = {} if policy is None else {"mp_policy": policy}
+            result = fsdp_ext.verify(
+                model, batch, loss=square, units=Block, verbose=False, **settings
+            )
+        finally:
+            vars_of_class.plain = plain
+        assert_all_equal(result, dist.get_world_size())
+        assert copies
+        for copied in copies if policy is None else ():  # others compute with cast parameters
+            assert own_grad_dtype(cast(Any, copied).layers[1].first.weight) == grad_dtype
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="not in this PyTorch")
+def test_copies_have_the_grad_dtype_of_the_model() -> None:
+    run_ranks(verify_grad_dtypes, 2)
 
 
 def verify_in_any_order() -> None:

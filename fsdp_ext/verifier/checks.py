@@ -130,7 +130,7 @@ def unused(site: Site) -> Compared:
             model.get_submodule(name).register_forward_hook(_detach_output)
 
     disturbance = Disturbance()
-    return site.beside(Way(cut, disturbance))
+    return site.beside(Way(cut, disturbance, reaches_all=not peers.may_differ))
 
 
 def two_forwards(site: Site) -> Compared:

@@ -90,12 +90,15 @@ class Way:
         disturb: disturbs a sharded copy.
         forwards: how many forwards come before a backward.
         steps: how many steps are taken.
+        reaches_all: whether backward reaches the same units on every rank. If not, a rank sends
+            zeros for the units that its backward does not reach.
     """
 
     prepare: Preparation = lambda model: None
     disturb: Disturb = lambda root: None
     forwards: int = 1
     steps: int = 2
+    reaches_all: bool = True
 
 
 class Trainee:
@@ -161,6 +164,9 @@ def train_beside(subject: Subject, peers: Peers, mesh: DeviceMesh, way: Way) -> 
     weight = 1 + peers.rank % 4 / 4  # exact in every dtype
     plain = Trainee(subject.plain(way.prepare), subject, way, weight)
     sharded = Trainee(subject.sharded(way.prepare, mesh), subject, way, weight)
+    if not way.reaches_all:
+        root: Any = sharded.model
+        root.set_reduce_scatter_unused_params(True)
     compared = Compared()
     for step in range(1, way.steps + 1):
         state = RandomState.now()
@@ -299,7 +305,7 @@ def _compare_gradient(
     comparison.add(name, "its gradient", _rows(result, shard), seen, bound)
     if not reduction.is_exact and isinstance(shard.grad, DTensor):
         return shard.grad.full_tensor()  # so that rounding does not add up over steps
-    return result.to(param.dtype)
+    return result
 
 
 def _dtype_of_gradients(comparison: Comparison, param: nn.Parameter) -> torch.dtype:

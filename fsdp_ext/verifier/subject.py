@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp_ext.sharding.api import fully_shard
 from fsdp_ext.sharding.module_state import unit_of
+from fsdp_ext.sharding.ownership import own_grad_dtype
 from fsdp_ext.sharding.param_group import keeps_dtype
 from fsdp_ext.sharding.root import Root
 from fsdp_ext.verifier.numbers import Reduction
@@ -24,6 +25,9 @@ from fsdp_ext.verifier.numbers import Reduction
 # product with a gradient is exact. Otherwise vectorised code and the code for the last elements of
 # a tensor round differently in half precision, and shards end elsewhere than whole parameters.
 LR = 2.0**-10
+
+# The attribute of a copy's parameter that says which grad_dtype the model's own one has.
+_GRAD_DTYPE = "_fsdp_ext_grad_dtype"
 
 # Prepares a copy before its forward, for example with hooks.
 Preparation = Callable[[nn.Module], None]
@@ -86,6 +90,7 @@ class Subject:
     def plain(self, prepare: Preparation) -> nn.Module:
         """Return an unsharded copy that computes in the dtypes of the policy."""
         copied = copy.deepcopy(self.model).to(self.device)
+        _copy_grad_dtypes(self.model, copied)
         prepare(copied)
         policy = self.policy
         for name in [*self.unit_names, ""]:
@@ -99,10 +104,20 @@ class Subject:
     def sharded(self, prepare: Preparation, mesh: DeviceMesh) -> nn.Module:
         """Return a sharded copy."""
         copied = copy.deepcopy(self.model)
+        _copy_grad_dtypes(self.model, copied)
         prepare(copied)
         for name in [*self.unit_names, ""]:
             fully_shard(copied.get_submodule(name), mesh=mesh, **self.settings)
         return copied
+
+
+def _copy_grad_dtypes(model: nn.Module, copied: nn.Module) -> None:
+    """Give the copy's parameters the ``grad_dtype`` of the model's, which a deep copy loses."""
+    for param, of_copy in zip(model.parameters(), copied.parameters(), strict=True):
+        dtype = own_grad_dtype(param)
+        if dtype is not None:
+            of_copy.grad_dtype = dtype
+            vars(of_copy)[_GRAD_DTYPE] = dtype
 
 
 def _cast_inputs(dtype: torch.dtype) -> Callable[..., Any]:
@@ -139,6 +154,8 @@ def computing_in(model: nn.Module, policy: MixedPrecisionPolicy) -> Iterator[Non
             if param not in cast_of:
                 narrow = param.detach().to(policy.param_dtype)
                 cast_of[param] = nn.Parameter(narrow, requires_grad=param.requires_grad)
+                if _GRAD_DTYPE in vars(param):
+                    cast_of[param].grad_dtype = vars(param)[_GRAD_DTYPE]
             places.append((module, name, param))
             module._parameters[name] = cast_of[param]
     try:
