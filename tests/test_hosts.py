@@ -164,15 +164,13 @@ def test_ranks_of_two_hosts_that_run_units_in_different_orders_name_each_other(
 ) -> None:
     with Hosts() as pair:
         messages = run_ranks(_run_in_another_order, world_size, timeout=30.0, hosts=pair)
+    # Either lane may meet the other order first. Messages that go by the backend's own collectives
+    # have no tags, so the exchange at the end of backward finds it then.
     for message in messages:
-        assert "ranks issued different collectives: this rank i" in message
-        # Both lanes meet the other order at about the same time.
-        kind = "the (all-gather|reduce-scatter) of unit"
-        found = re.search(
-            f"this rank (is in|issued) {kind} '([12])'.* and rank .* {kind} '([12])'", message
-        )
-        assert found, message
-        assert found[3] != found[5], message
+        sentence = message.split("\n")[0]
+        assert re.search("[Rr]anks (. and . )?issued different collectives", sentence), message
+        named = re.findall("the (?:all-gather|reduce-scatter) of unit '(.)'", sentence)
+        assert sorted(named) == ["1", "2"], message
 
 
 def _ask_for_different_transports() -> str:
