@@ -19,14 +19,14 @@ bool are_alike(const Unit& a, const Unit& b) {
 
 bool has_accumulated(const Bucket& bucket, const Unit& unit) {
   const auto first =
-      bucket.accumulated_params.begin() + static_cast<std::ptrdiff_t>(unit.first_trainable);
+      bucket.accumulated_since.begin() + static_cast<std::ptrdiff_t>(unit.first_trainable);
   return std::any_of(first, first + static_cast<std::ptrdiff_t>(unit.arrived.size()),
-                     [](char accumulated) { return accumulated != 0; });
+                     [](std::uint64_t since) { return since != 0; });
 }
 
 // Whether trainable parameter i of the unit has a gradient to reduce.
 bool has_gradient(const Bucket& bucket, const Unit& unit, std::size_t i) {
-  return unit.arrived[i] != 0 || bucket.accumulated_params[unit.first_trainable + i] != 0;
+  return unit.arrived[i] != 0 || bucket.accumulated_since[unit.first_trainable + i] != 0;
 }
 
 // Parameters without a gradient on this rank may have one on another:
@@ -108,6 +108,7 @@ void Reducer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets) {
     output_.reset(lane_.allocate(output_bytes_, output_use()), output_bytes_);
   }
   place_gradients(buckets);
+  place_marks(buckets);
 }
 
 // See Note [shards and gradients in windows].
@@ -178,6 +179,7 @@ void Reducer::pack_and_reduce_by_setting(Bucket& bucket) {
 }
 
 void Reducer::pack_and_reduce_alike(Bucket& bucket, const Units& units) {
+  packings_ += 1;
   collect_gradients(bucket, units);
   if (units.front()->requires_gradient_sync) {
     reduce(bucket, units);
@@ -202,7 +204,10 @@ void Reducer::accumulate(Bucket& bucket, const Units& units) {
   before.record(*bucket.packed);
   for (const Unit* unit : units) {
     for (std::size_t i = 0; i < unit->arrived.size(); ++i) {
-      bucket.accumulated_params[unit->first_trainable + i] |= unit->arrived[i];
+      std::uint64_t& since = bucket.accumulated_since[unit->first_trainable + i];
+      if (unit->arrived[i] != 0 && since == 0) {
+        since = packings_;
+      }
     }
   }
   bucket.has_accumulated = true;
@@ -385,7 +390,7 @@ void Reducer::discard(Bucket& bucket) {
     bucket.reduction_pending = false;
     bucket.reduced->synchronize(device_.timeout(), bucket.reduce_label);
   }
-  std::fill(bucket.accumulated_params.begin(), bucket.accumulated_params.end(), 0);
+  std::fill(bucket.accumulated_since.begin(), bucket.accumulated_since.end(), 0);
   bucket.has_accumulated = false;
   bucket.gradient_streams.clear();
   for (Unit* unit : bucket.units) {
@@ -426,7 +431,12 @@ bool Reducer::prepare_finish(Bucket& bucket, const Units& units) {
         unit->port.import_sharded_gradient(i);
         in_place = false;
       }
-      bucket.finish_modes[unit->first_trainable + i] = adds ? CastMode::Add : CastMode::Write;
+      const std::size_t at = unit->first_trainable + i;
+      bucket.finish_modes[at] = adds ? CastMode::Add : CastMode::Write;
+      const std::uint64_t accumulated = bucket.accumulated_since[at];
+      bucket.reduced_since[at] = accumulated != 0        ? accumulated
+                                 : unit->arrived[i] != 0 ? packings_
+                                                         : kNoPacking;
     }
   }
   return in_place;
@@ -465,12 +475,12 @@ void Reducer::clear_accumulated(Bucket& bucket, const Units& units) {
   }
   for (const Unit* unit : units) {
     const auto first =
-        bucket.accumulated_params.begin() + static_cast<std::ptrdiff_t>(unit->first_trainable);
+        bucket.accumulated_since.begin() + static_cast<std::ptrdiff_t>(unit->first_trainable);
     std::fill(first, first + static_cast<std::ptrdiff_t>(unit->arrived.size()), 0);
   }
   bucket.has_accumulated =
-      std::any_of(bucket.accumulated_params.begin(), bucket.accumulated_params.end(),
-                  [](char accumulated) { return accumulated != 0; });
+      std::any_of(bucket.accumulated_since.begin(), bucket.accumulated_since.end(),
+                  [](std::uint64_t since) { return since != 0; });
   if (!bucket.has_accumulated) {
     return;
   }

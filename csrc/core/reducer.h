@@ -40,9 +40,16 @@
 // Each set of units with equal settings is then reduced or accumulated separately. A message of the
 // bucket carries zeros, or what they have accumulated, for its other units. These keep their
 // accumulated gradients.
+//
+// Note [NaN and Inf]
+// Packing marks each parameter whose own gradient, before it is reduced, has NaN or Inf. The mark
+// is the number of the packing, so nothing has to be cleared. fsdp_ext.health compares it with the
+// first packing whose gradients are in the sharded gradient. Replays of a CUDA graph all write the
+// mark of its capture, so they tell which gradients have not been finite in any replay so far.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <memory>
 #include <vector>
@@ -86,6 +93,11 @@ class Reducer {
   // Drops all gradients that are not reduced yet, after a backward that failed.
   void discard(Bucket& bucket);
 
+  // Whether each of `units` units has had NaN or Inf in this rank's own gradients, of those that
+  // are in its sharded gradients by the last reduction: Note [NaN and Inf]. Waits for the device.
+  std::vector<char> units_with_nonfinite(const std::vector<std::unique_ptr<Bucket>>& buckets,
+                                         std::size_t units) const;
+
   std::size_t buffer_bytes() const { return input_.bytes() + output_.bytes(); }
 
  private:
@@ -111,6 +123,7 @@ class Reducer {
   };
 
   void place_gradients(const std::vector<std::unique_ptr<Bucket>>& buckets);
+  void place_marks(const std::vector<std::unique_ptr<Bucket>>& buckets);
   void follow_arrivals(const Bucket& bucket);
   void pack_and_reduce_by_setting(Bucket& bucket);
   void pack_and_reduce_alike(Bucket& bucket, const Units& units);
@@ -173,6 +186,9 @@ class Reducer {
   std::size_t output_bytes_ = 0;
   std::size_t outputs_used_ = 0;  // so far; they use the halves in turns
   std::deque<PackedGradients> packed_gradients_;
+  std::uint64_t packings_ = 0;   // so far
+  std::shared_ptr<void> marks_;  // of all buckets, one after another
+  std::size_t marks_count_ = 0;
 };
 
 }  // namespace fsdp

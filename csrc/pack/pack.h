@@ -83,6 +83,13 @@ enum class CastMode : std::uint8_t {
   Skip,
 };
 
+// Where pack notes that a gradient has an element that is NaN or Inf. It reads all of them anyway,
+// so this costs no other pass.
+struct NonfiniteMarks {
+  std::uint64_t* of_entries = nullptr;  // on the packer's device; nullptr: nothing is noted
+  std::uint64_t mark = 0;  // what an entry with such an element gets; others keep theirs
+};
+
 // All implementations compute the same: an element is widened to fp32 (fp64 if either side is
 // fp64), multiplied by `scale`, and rounded to nearest even in the destination's dtype. To
 // accumulate, the rounded element and the destination are widened, added, and the sum is rounded.
@@ -103,7 +110,7 @@ class Packer {
   // written, and padding becomes zero. With it, only elements that have a gradient change.
   virtual void pack(Stream& stream, const PackPlan& plan, const void* const* gradients,
                     DType gradient_dtype, void* reduce_input, DType reduce_dtype, double scale,
-                    bool accumulate) = 0;
+                    bool accumulate, const NonfiniteMarks& marks) = 0;
 
   // Copies the rank-major staging buffer to one contiguous region for each parameter.
   virtual void unpack(Stream& stream, const UnpackPlan& plan, const void* staging,

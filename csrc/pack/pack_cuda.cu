@@ -160,14 +160,15 @@ class CudaPacker final : public Packer {
 
   void pack(Stream& stream, const PackPlan& plan, const void* const* gradients,
             DType gradient_dtype, void* reduce_input, DType reduce_dtype, double scale,
-            bool accumulate) override {
+            bool accumulate, const NonfiniteMarks& marks) override {
     check_pack(gradient_dtype, reduce_dtype);
     const PackWork work{prepared<DeviceTable>(plan.table).all(),
                         plan.segment_numel,
                         plan.world_size,
                         reduce_input,
                         scale,
-                        accumulate};
+                        accumulate,
+                        marks};
     with_floats(gradient_dtype, reduce_dtype, [&](auto from, auto to) {
       using S = decltype(from);
       using D = decltype(to);

@@ -187,13 +187,33 @@ struct Group {
   static constexpr int kParts = 4 * (kSourceWords + 1);
 };
 
-template <typename S, typename D, typename Runs>
+// - What a lane looks for in the elements that it moves
+
+struct NoLook {
+  template <typename S>
+  FSDP_HOST_DEVICE void at(S /*element*/) {}
+};
+
+// A finite element times zero is zero. NaN and Inf become NaN, and so does the sum.
+template <typename S>
+class NonfiniteLook {
+ public:
+  FSDP_HOST_DEVICE void at(S element) { sum_ += element::widen(element) * Wide{0}; }
+  FSDP_HOST_DEVICE bool found() const { return sum_ != Wide{0}; }
+
+ private:
+  using Wide = body::Wide<S, S>;
+
+  Wide sum_{0};
+};
+
+template <typename S, typename D, typename Runs, typename Look>
 class TileMover {
  public:
   using G = Group<S, D>;
 
-  FSDP_HOST_DEVICE TileMover(const Source<S, Runs>& source, const Target<D, S>& target)
-      : source_(source), target_(target) {}
+  FSDP_HOST_DEVICE TileMover(const Source<S, Runs>& source, const Target<D, S>& target, Look& look)
+      : source_(source), target_(target), look_(look) {}
 
   // Moves the tile that starts `start` elements after the last multiple of 16 bytes before the
   // target.
@@ -313,12 +333,16 @@ class TileMover {
         words[w] = load_word(reinterpret_cast<const char*>(target) + w * kWordBytes);
       }
     }
+    S from[G::kSize];
+    std::memcpy(from, parts, sizeof(from));
+    FSDP_UNROLL
+    for (int i = 0; i < G::kSize; ++i) {
+      look_.at(from[i]);
+    }
     if (std::is_same_v<S, D> && target_.action == Action::Copy) {
       std::memcpy(words, parts, sizeof(words));
     } else {
-      S from[G::kSize];
       D to[G::kSize];
-      std::memcpy(from, parts, sizeof(from));
       std::memcpy(to, words, sizeof(to));
       FSDP_UNROLL
       for (int i = 0; i < G::kSize; ++i) {
@@ -356,6 +380,7 @@ class TileMover {
       D* target = target_.base + position;
       if (position < target_.valid) {
         const S from = *source_of(at(position));
+        look_.at(from);
         if (target_.action == Action::Add) {
           *target = accumulate_or_copy<D>(*target, from, target_.scale);
         } else if (target_.action == Action::Write) {
@@ -371,6 +396,7 @@ class TileMover {
 
   const Source<S, Runs>& source_;
   const Target<D, S>& target_;
+  Look& look_;
 };
 
 template <typename S, typename D>
@@ -389,9 +415,11 @@ struct PackWork {
   void* reduce_input;
   double scale;
   bool accumulate;
+  NonfiniteMarks marks;
 };
 
-// `gradients(entry)` returns the address from the launch.
+// Lanes that find something in one entry write the same. `gradients(entry)` returns the address
+// from the launch.
 template <typename S, typename D, typename Gradients>
 FSDP_HOST_DEVICE inline void pack(const PackWork& work, const Gradients& gradients, Place place) {
   const std::uint64_t tiles =
@@ -418,9 +446,13 @@ FSDP_HOST_DEVICE inline void pack(const PackWork& work, const Gradients& gradien
                             : body::elements_of_rank(range.numel, range.chunk, range.stride,
                                                      static_cast<int>(rank)),
         action_of<S, D>(work.accumulate, work.scale), static_cast<body::Wide<S, D>>(work.scale)};
-    TileMover<S, D, StridedRuns>(source, target)
+    NonfiniteLook<S> look;
+    TileMover<S, D, StridedRuns, NonfiniteLook<S>>(source, target, look)
         .move(static_cast<std::int64_t>(in_segment - range.first_tile) * kTileElements,
               kTileElements, place.lane);
+    if (look.found() && work.marks.of_entries != nullptr) {
+      work.marks.of_entries[range.entry] = work.marks.mark;
+    }
   }
 }
 
@@ -444,7 +476,8 @@ FSDP_HOST_DEVICE inline void unpack(const UnpackWork& work, Place place) {
         {range.source, work.segment_bytes, range.run, work.world_size}};
     const Target<Byte, Byte> target{static_cast<Byte*>(work.unsharded) + range.destination,
                                     range.extent, range.extent, Action::Copy, 1.0f};
-    TileMover<Byte, Byte, RankMajorRuns>(source, target)
+    NoLook look;
+    TileMover<Byte, Byte, RankMajorRuns, NoLook>(source, target, look)
         .move(static_cast<std::int64_t>(tile - range.first_tile) * kUnpackTileBytes,
               kUnpackTileBytes, place.lane);
   }
@@ -474,7 +507,8 @@ FSDP_HOST_DEVICE inline void cast(const CastWork& work, const Modes& modes, Plac
         reinterpret_cast<D*>(static_cast<char*>(work.destination) + range.destination),
         range.extent, range.numel, action_of<S, D>(mode == CastMode::Add, work.scale),
         static_cast<body::Wide<S, D>>(work.scale)};
-    TileMover<S, D, StridedRuns>(source, target)
+    NoLook look;
+    TileMover<S, D, StridedRuns, NoLook>(source, target, look)
         .move(static_cast<std::int64_t>(tile - range.first_tile) * kTileElements, kTileElements,
               place.lane);
   }

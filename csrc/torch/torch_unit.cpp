@@ -382,9 +382,6 @@ std::shared_ptr<void> TorchUnit::extract_gradients(const void** addresses) {
     addresses[i] = gradient.data_ptr();
     taken->push_back(std::move(gradient));
   }
-  if (look_ != nullptr) {
-    look_->add_gradients(*taken);
-  }
   return taken;
 }
 

@@ -23,7 +23,7 @@ UnitLook::Numbers TorchUnit::end_look() {
   const bool is_written = look->shard_version != shard_version();
   const std::int64_t shard = value_of(look->shard);
   return {value_of(look->forward), value_of(look->backward), shard,
-          !is_written && shard != value_of(hash_of_shard()) ? 1 : 0, value_of(look->nonfinite)};
+          !is_written && shard != value_of(hash_of_shard()) ? 1 : 0};
 }
 
 // Hashes the parameters only the first time in each pass, because ranks may differ in how often

@@ -4,7 +4,6 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 
 #include "base/check.h"
@@ -41,10 +40,6 @@ at::Tensor mix_words(const at::Tensor& words, const at::Tensor& places) {
     mixed.bitwise_xor_(mixed.bitwise_right_shift(shift).bitwise_and_(without_sign));
   }
   return mixed.mul_(kOdd);
-}
-
-at::ScalarType sum_dtype(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
 }  // namespace
@@ -84,24 +79,6 @@ at::Tensor hash_of(const std::vector<at::Tensor>& tensors) {
     }
   }
   return hash;
-}
-
-// The host can look at the sum first, which is finite if all elements are, but for an overflow. A
-// GPU would have to wait for it.
-at::Tensor count_nonfinite(const at::Tensor& tensor) {
-  const at::NoGradGuard no_grad;
-  if (tensor.is_cpu() && std::isfinite(tensor.sum(sum_dtype(tensor)).item<double>())) {
-    return number(0);
-  }
-  return tensor.isfinite().logical_not_().sum();
-}
-
-void UnitLook::add_gradients(const std::vector<at::Tensor>& gradients) {
-  const at::NoGradGuard no_grad;
-  for (const at::Tensor& gradient : gradients) {
-    const at::Tensor count = count_nonfinite(gradient);
-    nonfinite = nonfinite.defined() ? nonfinite.add_(count) : count;
-  }
 }
 
 }  // namespace fsdp

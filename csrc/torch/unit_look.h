@@ -5,14 +5,12 @@
 // forward that autograd records, and ends with the first backward after it. The bytes of each
 // unit's unsharded parameters are hashed when the unit is resharded, in forward and again in
 // backward. So the hash covers the gather and all the time that the slot was in use. The sharded
-// parameters are hashed when the step begins and when it ends. Elements of gradients that are not
-// finite are counted before they are packed, when they are still those of this rank alone. At the
-// end of the step all ranks exchange these numbers, and fsdp_ext/sharding/step_checks.py compares
-// them.
+// parameters are hashed when the step begins and when it ends. At the end of the step all ranks
+// exchange these numbers, and fsdp_ext/sharding/step_checks.py compares them.
 //
 // All of this runs on the compute stream, where the parameters are whole and nobody writes them. On
 // a GPU the numbers stay there until the end of the step. Other steps do nothing but count, and
-// test one pointer for each unit that is resharded or reduced.
+// test one pointer for each unit that is resharded.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,23 +29,17 @@ at::Tensor hash_by_operators(const at::Tensor& tensor);
 // The same for several tensors together. Not defined if they have no elements.
 at::Tensor hash_of(const std::vector<at::Tensor>& tensors);
 
-// A tensor with one int64: how many elements are NaN or Inf.
-at::Tensor count_nonfinite(const at::Tensor& tensor);
-
 // A tensor that is not defined stands for something that the step did not see.
 struct UnitLook {
   // The numbers that ranks exchange, as step_checks.py in fsdp_ext/sharding reads them: the hashes
   // of forward, backward and the shard (0 if there is none), then 1 if the shard has changed
-  // although nothing wrote it, then the number of non-finite elements.
-  using Numbers = std::array<std::int64_t, 5>;
+  // although nothing wrote it.
+  using Numbers = std::array<std::int64_t, 4>;
 
   at::Tensor forward;  // hashes of the unsharded parameters
   at::Tensor backward;
   at::Tensor shard;  // a hash, when the step began
   std::uint64_t shard_version = 0;
-  at::Tensor nonfinite;
-
-  void add_gradients(const std::vector<at::Tensor>& gradients);
 };
 
 }  // namespace fsdp

@@ -175,10 +175,9 @@ def fully_shard(
         check_every: the number of steps from one checked step to the next. In a checked step all
             ranks compare gathered parameters, and with hybrid sharding the shards of replicas. A
             difference, or a shard that changed although nothing wrote it, raises RuntimeError at
-            the end of backward, which names the ranks, the unit and the step. For that step
-            :func:`fsdp_ext.health` also names the rank on which a NaN was born. Only the root's
-            value is used, and it has to be the same on all ranks.
-            By default nothing is compared. See ``docs/reliability.md``.
+            the end of backward, which names the ranks, the unit and the step. Only the root's value
+            is used, and it has to be the same on all ranks. By default nothing is compared. See
+            ``docs/reliability.md``.
 
     Returns:
         ``module``. Its new class is a subclass of :class:`FSDPModule` and of its old class.

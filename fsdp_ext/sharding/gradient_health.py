@@ -25,8 +25,8 @@ class UnitHealth:
         name: the unit's name in the root module.
         gradient_norm: the 2-norm of its reduced gradients, over all ranks.
         nonfinite: how many elements of its reduced gradients are NaN or Inf, over all ranks.
-        born_on: the ranks whose own gradients, before they were reduced, had a NaN or Inf. It is
-            only known of a checked step.
+        born_on: the ranks whose own gradients, before they were reduced, had a NaN or Inf. Packing
+            has seen them.
     """
 
     name: str
@@ -41,11 +41,9 @@ class Health:
 
     Args:
         units: the units, in the order in which backward completes them.
-        checked_step: the number of the last step if ``check_every`` has looked at it; else None.
     """
 
     units: tuple[UnitHealth, ...]
-    checked_step: int | None
 
     @property
     def gradient_norm(self) -> float:
@@ -55,7 +53,7 @@ class Health:
     @property
     def first_nonfinite(self) -> UnitHealth | None:
         """The first unit in backward with a NaN or Inf; None if there is none."""
-        return next((unit for unit in self.units if unit.born_on or unit.nonfinite), None)
+        return next((unit for unit in self.units if unit.nonfinite), None)
 
     def __str__(self) -> str:
         """Return a table of the units, and a sentence about the first one that is not finite."""
@@ -78,12 +76,10 @@ class Health:
         where = f"The first unit in backward with NaN or Inf is '{first.name}'"
         if first.born_on:
             ranks = " and ".join(map(str, first.born_on))
-            return f"{where}, on rank {ranks} (step {self.checked_step})."
-        if self.checked_step is not None:
-            return f"{where}: it overflowed when the gradients of all ranks were added."
+            return f"{where}, on rank {ranks}."
         return (
-            f"{where}. This step was not checked, so the rank is not known. Run it again from a "
-            "checkpoint with check_every=1."
+            f"{where}, but no rank's own gradients had one in the last backward. The sum over "
+            "ranks overflowed, or an earlier backward's gradients were not finite."
         )
 
 
@@ -91,7 +87,7 @@ def health(model: nn.Module) -> Health:
     """Return norms and counts of what is not finite, for the gradients of the last backward.
 
     All ranks call it, after a backward and before ``zero_grad``. It reads each rank's own shards
-    once, and exchanges two numbers for each unit. Gradients that were not reduced, as without
+    once, and exchanges three numbers for each unit. Gradients that were not reduced, as without
     gradient sync, do not count. With tensor parallelism the numbers are those of the ranks that
     share this rank's part.
 
@@ -108,23 +104,23 @@ def health(model: nn.Module) -> Health:
             "health needs reduced gradients, but the model's backward does not wait for them. Call "
             "set_is_last_backward(True) before the backward."
         )
-    mine = array("d", [number for unit in root.units for number in _numbers_of(unit)])
-    of_set = root.core.all_gather(_EXCHANGE, mine.tobytes())[: root.place.in_set]
-    of_ranks = [array("d", message) for message in of_set]
-    counts = [] if root.checks is None else root.checks.nonfinite()
+    mine = array("d")
+    for unit, is_born in zip(root.units, root.core.units_with_nonfinite(), strict=True):
+        mine.extend((*_numbers_of(unit), is_born))
+    of_ranks = [array("d", message) for message in root.core.all_gather(_EXCHANGE, mine.tobytes())]
     units = []
     for number in _backward_order(root):
-        norm = math.hypot(*(numbers[2 * number] for numbers in of_ranks))
-        nonfinite = sum(numbers[2 * number + 1] for numbers in of_ranks)
+        of_unit = [numbers[3 * number : 3 * number + 3] for numbers in of_ranks]
+        of_set = of_unit[: root.place.in_set]  # its ranks have all shards
+        norm = math.hypot(*(norm for norm, _, _ in of_set))
+        nonfinite = int(sum(count for _, count, _ in of_set))
         born_on = tuple(
             rank
-            for rank, of_rank in zip(root.place.ranks, counts, strict=False)
-            if of_rank[number] > 0
+            for rank, (_, _, is_born) in zip(root.place.ranks, of_unit, strict=False)
+            if is_born and nonfinite > 0
         )
-        name = root.units[number].name
-        units.append(UnitHealth(name, norm, int(nonfinite), born_on))
-    step = root.checks.core.step if root.checks is not None and counts else None
-    return Health(tuple(units), step)
+        units.append(UnitHealth(root.units[number].name, norm, nonfinite, born_on))
+    return Health(tuple(units))
 
 
 @torch.no_grad()

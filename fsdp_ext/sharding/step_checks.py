@@ -32,14 +32,12 @@ class UnitLook:
         backward: the same for backward.
         shard: hash of the flat shard when the step began; 0 for none.
         shard_changed: whether the shard has changed in the step although nothing wrote it.
-        nonfinite: elements of this rank's gradients, before they were reduced, that are not finite.
     """
 
     forward: int
     backward: int
     shard: int
     shard_changed: int
-    nonfinite: int
 
 
 Looks = list[list[UnitLook]]  # by rank, then by unit
@@ -122,12 +120,6 @@ class StepChecks:
         self.every = every
         self.place = place
         self.core = _C.StepChecks(every=every, compare=compare)
-        self._compared = 0  # the last step that was compared
-        self._nonfinite: list[list[int]] = []  # in that step, by rank and unit
-
-    def nonfinite(self) -> list[list[int]]:
-        """Return the counts of the last step, by rank and unit; empty if it was not checked."""
-        return self._nonfinite if self._compared == self.core.step else []
 
     def compare(
         self,
@@ -151,8 +143,6 @@ class StepChecks:
         messages = all_gather(_COMPARISON, mine)
         of_all = torch.frombuffer(bytearray(b"".join(messages)), dtype=torch.int64)
         of_all = of_all.view(len(messages), len(numbers), -1)
-        self._compared = step
-        self._nonfinite = of_all[:, :, -1].tolist()
         if _are_alike(of_all, self.place):
             return
         looks = [[UnitLook(*unit) for unit in of_rank] for of_rank in of_all.tolist()]

@@ -36,7 +36,7 @@ class KernelPacker final : public Packer {
 
   void pack(Stream& stream, const PackPlan& plan, const void* const* gradients,
             DType gradient_dtype, void* reduce_input, DType reduce_dtype, double scale,
-            bool accumulate) override {
+            bool accumulate, const NonfiniteMarks& marks) override {
     check_pack(gradient_dtype, reduce_dtype);
     const auto& table = *static_cast<const TileTable*>(plan.table.get());
     const std::vector<const void*> addresses(gradients, gradients + plan.entries.size());
@@ -50,7 +50,8 @@ class KernelPacker final : public Packer {
                                    plan.world_size,
                                    reduce_input,
                                    scale,
-                                   accumulate};
+                                   accumulate,
+                                   marks};
       enqueue_(stream, [=] {
         with_floats(gradient_dtype, reduce_dtype, [&](auto from, auto to) {
           for_each_lane([&](kernels::Place place) {

@@ -144,6 +144,23 @@ void reference_element(DType from, const void* source, std::int64_t source_index
   }
 }
 
+bool is_packed(const PackEntry& place, int world_size, std::int64_t i) {
+  return place.stride == 0 ||
+         (i / place.stride < world_size && i % place.stride < place.chunk_numel);
+}
+
+// Whether any element of entry `entry` that is packed is NaN or Inf.
+bool reference_look(const PackPlan& plan, const std::vector<const void*>& gradients, DType from,
+                    std::size_t entry) {
+  const PackEntry& place = plan.entries[entry];
+  for (std::int64_t i = 0; gradients[entry] != nullptr && i < place.numel; ++i) {
+    if (is_packed(place, plan.world_size, i) && !std::isfinite(get(from, gradients[entry], i))) {
+      return true;
+    }
+  }
+  return false;
+}
+
 void reference_pack(const PackPlan& plan, const std::vector<const void*>& gradients, DType from,
                     void* reduce_input, DType to, double scale, bool accumulate) {
   if (!accumulate) {
@@ -154,7 +171,7 @@ void reference_pack(const PackPlan& plan, const std::vector<const void*>& gradie
     const std::int64_t run = std::max<std::int64_t>(place.chunk_numel / place.runs, 1);
     for (std::int64_t i = 0; gradients[entry] != nullptr && i < place.numel; ++i) {
       if (place.stride != 0) {
-        if (i / place.stride < plan.world_size && i % place.stride < place.chunk_numel) {
+        if (is_packed(place, plan.world_size, i)) {
           reference_element(from, gradients[entry], i, to, reduce_input,
                             i / place.stride * plan.segment_numel + place.offset + i % place.stride,
                             scale, accumulate);
@@ -264,9 +281,9 @@ class PackerTest : public ::testing::Test {
 
   // These run on the calling thread.
   void run_pack(PackPlan plan, const void* const* gradients, DType from, void* reduce_input,
-                DType to, double scale, bool accumulate) {
+                DType to, double scale, bool accumulate, const NonfiniteMarks& marks = {}) {
     packer_->prepare(plan);
-    packer_->pack(compute_, plan, gradients, from, reduce_input, to, scale, accumulate);
+    packer_->pack(compute_, plan, gradients, from, reduce_input, to, scale, accumulate, marks);
   }
 
   void run_unpack(UnpackPlan plan, const void* staging, void* unsharded) {
@@ -407,6 +424,73 @@ TEST_P(PackOnRanks, PutsEveryElementWhereTheReferenceDoes) {
     run_pack(made.plan, made.gradients.data(), from, actual.data(), to, scale, accumulate);
     EXPECT_TRUE(guard_is_untouched(actual));
     ASSERT_EQ(first_difference(to, actual, expected), "");
+  }
+}
+
+TEST_P(PackOnRanks, MarksTheGradientsThatHaveNaNOrInf) {
+  const int world_size = this->world_size();
+  const double specials[] = {std::nan(""), HUGE_VAL, -HUGE_VAL};
+  for (int seed = 0; seed < 150; ++seed) {
+    std::mt19937_64 random(seed * 1000 + world_size);
+    const DType from = kFloats[pick(random, 0, 3)];
+    const DType to = kFloats[pick(random, 0, 3)];
+    const double scale = pick(random, 0, 1) == 1 ? 1.0 : 1.0 / world_size;
+    const bool accumulate = pick(random, 0, 1) == 1;
+    SCOPED_TRACE(detail::concat("seed ", seed, ", ", describe(from, to, scale, accumulate)));
+    const RandomPack made = random_pack(world_size, from, /*may_be_absent=*/true, random);
+    // Many gradients have special values at random. These get one in a single place.
+    for (std::size_t i = 0; i < made.gradients.size(); ++i) {
+      const std::int64_t numel = made.plan.entries[i].numel;
+      if (made.gradients[i] != nullptr && numel > 0 && pick(random, 0, 2) == 0) {
+        auto* gradient = const_cast<void*>(made.gradients[i]);
+        std::memset(gradient, 0, static_cast<std::size_t>(numel) * itemsize(from));
+        put(from, gradient, pick(random, std::int64_t{0}, numel - 1), specials[pick(random, 0, 2)]);
+      }
+    }
+    std::vector<std::uint64_t> marks(made.gradients.size() + 1, 7);
+    std::vector<std::uint64_t> expected = marks;
+    for (std::size_t i = 0; i < made.gradients.size(); ++i) {
+      expected[i] = reference_look(made.plan, made.gradients, from, i) ? 9 : 7;
+    }
+    Buffer packed(made.plan.segment_numel * world_size * itemsize(to), 0);
+    run_pack(made.plan, made.gradients.data(), from, packed.data(), to, scale, accumulate,
+             {marks.data(), 9});
+    ASSERT_EQ(marks, expected);
+  }
+}
+
+// The largest finite values of each dtype, and the bits of NaN and Inf next to them.
+TEST_P(AnyPacker, TellsTheLargestFiniteValuesFromNaNAndInf) {
+  const auto is_marked = [this](DType dtype, const std::vector<unsigned char>& bytes) {
+    PackPlan plan{{{static_cast<std::int64_t>(bytes.size() / itemsize(dtype)),
+                    static_cast<std::int64_t>(bytes.size() / itemsize(dtype)), 0}},
+                  static_cast<std::int64_t>(bytes.size() / itemsize(dtype)),
+                  1,
+                  nullptr};
+    const void* const gradients[] = {bytes.data()};
+    std::vector<double> packed(bytes.size());
+    std::uint64_t mark = 0;
+    run_pack(plan, gradients, dtype, packed.data(), DType::Float64, 1.0, false, {&mark, 1});
+    return mark == 1;
+  };
+  for (const DType dtype : kFloats) {
+    const std::size_t size = itemsize(dtype);
+    Buffer infinity(size);
+    put(dtype, infinity.data(), 0, HUGE_VAL);
+    std::uint64_t bits = 0;
+    std::memcpy(&bits, infinity.data(), size);  // little-endian
+    const std::uint64_t sign = std::uint64_t{1} << (8 * size - 1);
+    for (std::int64_t place = 0; place < 200; ++place) {
+      Buffer values(200 * size, 0);
+      for (const auto& [pattern, marked] :
+           {std::pair(bits, true), std::pair(bits + 1, true), std::pair(bits | sign, true),
+            std::pair(bits - 1, false), std::pair((bits - 1) | sign, false),
+            std::pair(std::uint64_t{1}, false)}) {
+        std::memcpy(values.data() + static_cast<std::size_t>(place) * size, &pattern, size);
+        ASSERT_EQ(is_marked(dtype, values), marked)
+            << name(dtype) << ", bits " << pattern << " at " << place;
+      }
+    }
   }
 }
 
@@ -878,7 +962,7 @@ TEST_P(AnyPacker, WorksInTheOrderOfItsStreamAndReturnsAtOnce) {
   packer_->prepare(cast_plan);
   stream.enqueue([future = opened.get_future().share()] { future.wait(); });
   packer_->pack(stream, pack_plan, gradients, DType::Float32, staging.data(), DType::Float32, 1.0,
-                false);
+                false, {});
   packer_->unpack(stream, unpack_plan, staging.data(), unsharded.data());
   packer_->cast(stream, cast_plan, nullptr, unsharded.data(), wide.data(), 2.0);
   HostEvent done;

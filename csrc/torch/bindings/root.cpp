@@ -164,6 +164,14 @@ void register_root(py::module_& m) {
              const py::gil_scoped_release no_gil;  // it waits for the lanes
              root.pipeline().form_buckets();
            })
+      .def("units_with_nonfinite",
+           [](TorchRoot& root) {
+             const py::gil_scoped_release no_gil;  // it waits for the device
+             Pipeline& pipeline = root.pipeline();
+             const auto units = static_cast<std::size_t>(pipeline.unit_count());
+             const auto found = pipeline.reducer().units_with_nonfinite(pipeline.buckets(), units);
+             return std::vector<bool>(found.begin(), found.end());
+           })
       .def("buckets",
            [](TorchRoot& root) {
              py::list result;

@@ -36,8 +36,8 @@ class PyPacker {
   }
 
   void pack(const PackPlan& plan, const std::vector<std::optional<at::Tensor>>& gradients,
-            at::ScalarType gradient_dtype, at::Tensor& reduce_input, double scale,
-            bool accumulate) {
+            at::ScalarType gradient_dtype, at::Tensor& reduce_input, double scale, bool accumulate,
+            const std::optional<at::Tensor>& marks) {
     FSDP_CHECK(gradients.size() == plan.entries.size(), "pack got ", gradients.size(),
                " gradients. The plan has ", plan.entries.size(), ".");
     std::vector<const void*> addresses;
@@ -46,7 +46,8 @@ class PyPacker {
     }
     packer_->pack(device_->compute_stream(), plan, addresses.data(), to_dtype(gradient_dtype),
                   reduce_input.mutable_data_ptr(), to_dtype(reduce_input.scalar_type()), scale,
-                  accumulate);
+                  accumulate,
+                  {marks ? static_cast<std::uint64_t*>(marks->mutable_data_ptr()) : nullptr, 1});
   }
 
   void unpack(const UnpackPlan& plan, const at::Tensor& staging, at::Tensor& unsharded) {
@@ -116,7 +117,7 @@ void register_packer(py::module_& m) {
           py::arg("entries"))
       .def("pack", &PyPacker::pack, py::arg("plan"), py::arg("gradients"),
            py::arg("gradient_dtype"), py::arg("reduce_input"), py::arg("scale"),
-           py::arg("accumulate"))
+           py::arg("accumulate"), py::arg("marks") = std::nullopt)
       .def("unpack", &PyPacker::unpack, py::arg("plan"), py::arg("staging"), py::arg("unsharded"))
       .def("cast", &PyPacker::cast, py::arg("plan"), py::arg("source"), py::arg("destination"),
            py::arg("scale"), py::arg("accumulate"));
@@ -228,7 +229,6 @@ void register_testing(py::module_& m) {
   m.def("to_device", &to_device, py::arg("object"), py::arg("device"));
   m.def("hash_of", [](const at::Tensor& tensor) { return hash_of(tensor); }, py::arg("tensor"));
   m.def("hash_by_operators", &hash_by_operators, py::arg("tensor"));
-  m.def("count_nonfinite", &count_nonfinite, py::arg("tensor"));
   register_packer(m);
   extend_lanes(m);
   extend_root(m);

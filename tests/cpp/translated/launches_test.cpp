@@ -42,7 +42,7 @@ std::size_t launches_of_pack(int entries) {
   packer->prepare(plan);
   const std::size_t before = test::launches();
   packer->pack(compute, plan, gradients.data(), DType::Float32, packed.data(), DType::Float32, 1.0,
-               false);
+               false, {});
   EXPECT_EQ(packed, source);
   return test::launches() - before;
 }
@@ -91,7 +91,7 @@ TEST(Launches, EveryKernelOfThePackerIsLaunched) {
       for (const int entries : {1, kMany}) {
         auto [plan, gradients] = one_by_one(entries, zeros.data(), from);
         packer->prepare(plan);
-        packer->pack(compute, plan, gradients.data(), from, written.data(), to, 1.0, false);
+        packer->pack(compute, plan, gradients.data(), from, written.data(), to, 1.0, false, {});
       }
       CastPlan plan{{{0, 0, 1, from, to}}, nullptr};
       packer->prepare(plan);

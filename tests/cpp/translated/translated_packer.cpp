@@ -14,10 +14,10 @@ class TranslatedPacker final : public Packer {
 
   void pack(Stream& stream, const PackPlan& plan, const void* const* gradients,
             DType gradient_dtype, void* reduce_input, DType reduce_dtype, double scale,
-            bool accumulate) override {
+            bool accumulate, const NonfiniteMarks& marks) override {
     const LaunchesOn here(stream);
     packer_->pack(stream, plan, gradients, gradient_dtype, reduce_input, reduce_dtype, scale,
-                  accumulate);
+                  accumulate, marks);
   }
   void unpack(Stream& stream, const UnpackPlan& plan, const void* staging,
               void* unsharded) override {
