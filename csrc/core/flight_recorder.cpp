@@ -9,7 +9,9 @@
 #include <cstring>
 #include <exception>
 #include <filesystem>
+#include <future>
 #include <system_error>
+#include <thread>
 #include <utility>
 
 #include "core/flight_file.h"
@@ -51,8 +53,12 @@ void replace_file(const std::string& path, const std::string& content) {
 
 }  // namespace
 
-FlightRecorder::FlightRecorder(int rank, std::size_t entries, std::string prefix)
-    : rank_(rank), entries_(entries), path_(detail::concat(prefix, rank)) {}
+FlightRecorder::FlightRecorder(int rank, std::size_t entries, std::string prefix,
+                               std::chrono::milliseconds longest_write)
+    : rank_(rank),
+      entries_(entries),
+      path_(detail::concat(prefix, rank)),
+      longest_write_(longest_write) {}
 
 void FlightRecorder::record(Lanes& lanes) {
   const auto tape = std::make_shared<FlightTape>(*lanes.device, entries_);
@@ -124,10 +130,19 @@ std::string FlightRecorder::account() const noexcept {
         return said_;
       }
     }
-    const bool is_partial = write(path_);
+    std::packaged_task<bool()> task(
+        [recorder = shared_from_this()] { return recorder->write(recorder->path_); });
+    std::future<bool> is_partial = task.get_future();
+    std::thread(std::move(task)).detach();
+    if (is_partial.wait_for(longest_write_) != std::future_status::ready) {
+      return detail::concat("There is no flight record yet: fsdp_ext has waited ",
+                            longest_write_.count(), " ms for ", path_,
+                            " to be written. Set TORCH_FR_DUMP_TEMP_FILE to the beginning of a "
+                            "path on a local disk.");
+    }
     return detail::concat(
         "The flight record of rank ", rank_, " is in ", path_, ".",
-        is_partial ? " It lacks lanes that a blocked call to the device holds." : "");
+        is_partial.get() ? " It lacks lanes that a blocked call to the device holds." : "");
   } catch (const std::exception& error) {
     return detail::concat("There is no flight record: ", error.what());
   }

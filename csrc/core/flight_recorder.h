@@ -2,6 +2,7 @@
 // Note [flight records] in core/flight_tape.h.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -25,8 +26,10 @@ class RanksDiffer : public Error {
 class FlightRecorder : public std::enable_shared_from_this<FlightRecorder> {
  public:
   // Each pair of lanes keeps its newest `entries` collectives. `prefix` is how the path of a record
-  // begins, and the rank's number is how it ends.
-  FlightRecorder(int rank, std::size_t entries, std::string prefix);
+  // begins, and the rank's number is how it ends. An error waits `longest_write` for its record, so
+  // a file system that hangs does not keep it from being raised.
+  FlightRecorder(int rank, std::size_t entries, std::string prefix,
+                 std::chrono::milliseconds longest_write = std::chrono::seconds(10));
 
   // Records the collectives of `lanes` from now on. Their communicators have flight groups.
   void record(Lanes& lanes);
@@ -52,6 +55,7 @@ class FlightRecorder : public std::enable_shared_from_this<FlightRecorder> {
   const int rank_;
   const std::size_t entries_;
   const std::string path_;
+  const std::chrono::milliseconds longest_write_;
   mutable std::mutex mutex_;  // guards what follows
   std::vector<std::weak_ptr<FlightTape>> tapes_;
   std::string said_;  // by account_before_abort

@@ -1,7 +1,9 @@
 // Flight records: how far each collective is, what is kept, and when a record is written.
 #include "core/flight_recorder.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -246,6 +248,34 @@ TEST_F(FlightRecords, ThatCannotBeWrittenLeaveTheError) {
   expect_contains(message, "50 ms for the all-gather of unit 'lonely'");
   expect_contains(message, "There is no flight record: fsdp_ext could not write the flight record");
   expect_contains(message, "Not a directory");
+}
+
+// Opening a pipe for writing blocks until somebody reads it.
+TEST_F(FlightRecords, ThatTakeTooLongDoNotHoldUpTheError) {
+  std::filesystem::create_directories(folder_ / "sub");
+  std::vector<std::string> pipes;
+  for (int i = 1; i < 100; ++i) {
+    pipes.push_back(
+        (folder_ / "sub" / detail::concat(".unfinished_flights_", ::getpid(), "_", i)).string());
+    ASSERT_EQ(::mkfifo(pipes.back().c_str(), 0600), 0);
+  }
+  const auto recorder = std::make_shared<FlightRecorder>(0, kEntries, prefix(), milliseconds(30));
+  Lonely rank(milliseconds(50));
+  record(*recorder, rank.lanes);
+  const std::string message = rank.error_of_forward();
+  expect_contains(message, "50 ms for the all-gather of unit 'lonely'");
+  expect_contains(message, "There is no flight record yet: fsdp_ext has waited 30 ms for " +
+                               recorder->path() + " to be written.");
+  std::vector<int> readers;
+  for (const std::string& pipe : pipes) {
+    readers.push_back(::open(pipe.c_str(), O_RDONLY | O_NONBLOCK));
+  }
+  while (!std::filesystem::exists(recorder->path())) {
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  for (const int reader : readers) {
+    ::close(reader);
+  }
 }
 
 TEST_F(FlightRecords, AreNotWrittenForOtherErrors) {
