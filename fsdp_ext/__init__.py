@@ -31,6 +31,7 @@ from fsdp_ext._build_info import VERSION as __version__
 from fsdp_ext.comm.link import Link
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.fsdp1.wrapper import FullyShardedDataParallel
+from fsdp_ext.offloading.api import offload_optimizer
 from fsdp_ext.patching.api import patch
 from fsdp_ext.planner.api import plan
 from fsdp_ext.planner.result import Plan
@@ -41,7 +42,6 @@ from fsdp_ext.sharding.flight_record import write_flight_record
 from fsdp_ext.sharding.fsdp_module import FSDPModule
 from fsdp_ext.sharding.gradient_health import Health, UnitHealth, health
 from fsdp_ext.sharding.handles import GradientReductionHandle, UnshardHandle
-from fsdp_ext.sharding.offloading import offload_optimizer
 from fsdp_ext.tuner.api import tune
 from fsdp_ext.tuner.result import Tuning
 from fsdp_ext.verifier.api import verify

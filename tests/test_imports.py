@@ -20,7 +20,7 @@ PACKAGES = [
     ["_util"],
     ["comm"],
     ["sharding"],
-    ["fsdp1", "profiler", "planner"],
+    ["fsdp1", "profiler", "planner", "offloading"],
     ["tuner", "patching", "verifier"],
 ]
 FOLDERS = [["base"], ["device"], ["pack", "comm"], ["core"], ["torch"]]

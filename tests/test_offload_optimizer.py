@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from fsdp_ext import FullyShardedDataParallel, fully_shard, offload_optimizer
-from fsdp_ext.sharding import offloading
-from fsdp_ext.sharding.offloaded_states import OffloadedStates
+from fsdp_ext.offloading import api as offloading
+from fsdp_ext.offloading.states import OffloadedStates
 
 
 def offload(optimizer: Optimizer, model: nn.Module, **options: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fsdp_ext.sharding.state_portion import Portion
+from fsdp_ext.offloading.portion import Portion
 
 
 class CopyStreams:

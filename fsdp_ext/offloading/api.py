@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_ext._util.errors import UnsupportedError
+from fsdp_ext.offloading.states import OffloadedStates, owners_of, params_by_group
 from fsdp_ext.sharding.module_state import sharded_module
-from fsdp_ext.sharding.offloaded_states import OffloadedStates, owners_of, params_by_group
 from fsdp_ext.sharding.unit import Unit
 from fsdp_ext.sharding.unit_tree import UnitTree
 

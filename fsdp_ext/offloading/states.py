@@ -27,8 +27,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp_ext.sharding.copy_streams import CopyStreams
-from fsdp_ext.sharding.state_portion import Portion, all_same, is_offloaded
+from fsdp_ext.offloading.copy_streams import CopyStreams
+from fsdp_ext.offloading.portion import Portion, all_same, is_offloaded
 from fsdp_ext.sharding.unit import Unit
 
 
