@@ -127,7 +127,7 @@ class Communicator {
   void set_flight_group(FlightGroup group) {
     flight_group_ = std::make_shared<FlightGroup>(std::move(group));
   }
-  std::shared_ptr<const FlightGroup> flight_group() const { return flight_group_; }
+  const std::shared_ptr<FlightGroup>& flight_group() const { return flight_group_; }
   // The number of the next recorded collective, from 1.
   std::uint64_t count_flight() const { return ++flight_group_->issued; }
   // `write` writes a flight record and returns a sentence that says where it is. A transport that

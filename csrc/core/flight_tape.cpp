@@ -24,7 +24,9 @@ std::uint64_t FlightTape::begin(Stream& stream, const Communicator& over, const 
   const std::lock_guard<std::mutex> lock(mutex_);
   const std::uint64_t number = ++issued_;
   Flight& flight = entry(number);
-  flight.group = over.flight_group();
+  if (flight.group != over.flight_group()) {  // comparing is cheaper than counting owners
+    flight.group = over.flight_group();
+  }
   flight.number = number;
   flight.sequence = over.count_flight();
   flight.issued = host_clock::now();

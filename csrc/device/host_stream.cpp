@@ -31,12 +31,6 @@ void poll_until(const Condition& condition, std::chrono::microseconds longest) {
 
 HostEvent& as_host(Event& event) { return static_cast<HostEvent&>(event); }
 
-// What a wait for the event has to wait for; nullptr if nothing.
-std::shared_ptr<Completion> pending(Event& event) {
-  std::shared_ptr<Completion> completion = as_host(event).newest();
-  return completion != nullptr && completion->is_success() ? nullptr : completion;
-}
-
 void copy_pieces(const Move& move) {
   for (int piece = 0; piece < move.count; ++piece) {
     if (move.writes(piece)) {
@@ -223,9 +217,9 @@ void HostEvent::set_newest(std::shared_ptr<Completion> completion) {
   newest_ = std::move(completion);
 }
 
-std::shared_ptr<Completion> HostEvent::newest() const {
+std::shared_ptr<Completion> HostEvent::pending() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return newest_;
+  return newest_ == nullptr || newest_->is_success() ? nullptr : newest_;
 }
 
 bool HostEvent::query() const {
@@ -234,7 +228,7 @@ bool HostEvent::query() const {
 }
 
 void HostEvent::synchronize(std::chrono::milliseconds timeout, const std::string& what) {
-  if (const auto completion = newest()) {
+  if (const auto completion = pending()) {
     completion->wait(timeout, what, Completion::Waiter::Host);
   }
 }
@@ -246,7 +240,7 @@ void HostComputeStream::record(Event& event) { as_host(event).set_newest(nullptr
 void HostComputeStream::stamp(Stamp& at) { stamp_now(at); }
 
 bool HostComputeStream::wait(Event& event, const std::string& what) {
-  const std::shared_ptr<Completion> completion = pending(event);
+  const std::shared_ptr<Completion> completion = as_host(event).pending();
   if (completion == nullptr) {
     return false;
   }
@@ -256,7 +250,7 @@ bool HostComputeStream::wait(Event& event, const std::string& what) {
 
 bool HostComputeStream::mark_and_wait(Moments& moments, std::size_t number, Event& event,
                                       const std::string& what) {
-  const std::shared_ptr<Completion> completion = pending(event);
+  const std::shared_ptr<Completion> completion = as_host(event).pending();
   if (completion == nullptr) {
     return false;
   }
@@ -293,7 +287,7 @@ void InlineStream::record(Event& event) {
 }
 
 bool InlineStream::wait(Event& event, const std::string& what) {
-  const std::shared_ptr<Completion> completion = pending(event);
+  const std::shared_ptr<Completion> completion = as_host(event).pending();
   if (completion == nullptr) {
     return false;
   }
@@ -349,7 +343,7 @@ void HostStream::record(Event& event) {
 }
 
 bool HostStream::wait(Event& event, const std::string& what) {
-  std::shared_ptr<Completion> completion = pending(event);
+  std::shared_ptr<Completion> completion = as_host(event).pending();
   if (completion == nullptr) {
     return false;
   }
@@ -366,7 +360,7 @@ void HostStream::synchronize() {
   done.synchronize(timeout_, "stream '" + name_ + "'");
 }
 
-void HostStream::push(Item item, Ring ring) {
+void HostStream::push(Item&& item, Ring ring) {
   forks_.check();
   for (int i = 0; i < kStamps; ++i) {
     item.stamps[i] = next_stamps_[i].load(std::memory_order_relaxed);

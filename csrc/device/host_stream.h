@@ -70,7 +70,8 @@ class HostEvent final : public Event {
 
   // For streams only. nullptr stands for a record that is already reached.
   void set_newest(std::shared_ptr<Completion> completion);
-  std::shared_ptr<Completion> newest() const;
+  // What a wait for the event has to wait for; nullptr if nothing.
+  std::shared_ptr<Completion> pending() const;
 
  private:
   mutable std::mutex mutex_;
@@ -173,7 +174,7 @@ class HostStream final : public HostQueue {
 
   enum class Ring : bool { No, Yes };
 
-  void push(Item item, Ring ring);
+  void push(Item&& item, Ring ring);
   void run();
   bool wait_for_batch(std::deque<Item>& batch);
   void execute(Item item);

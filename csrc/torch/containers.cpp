@@ -34,26 +34,36 @@ py::object map_tuple(py::handle object, const TensorMap& map) {
 
 py::object map_list(py::handle object, const TensorMap& map) {
   const auto list = py::reinterpret_borrow<py::list>(object);
-  py::list result;
-  bool changed = false;
-  for (const py::handle item : list) {
+  py::object result = list;  // a copy from the first element on that changes
+  for (std::size_t i = 0; i < list.size(); ++i) {
+    const py::object item = list[i];
     const py::object mapped = map_tensors(item, map);
-    changed = changed || !mapped.is(item);
-    result.append(mapped);
+    if (mapped.is(item)) {
+      continue;
+    }
+    if (result.is(list)) {
+      result = py::reinterpret_steal<py::object>(
+          PyList_GetSlice(list.ptr(), 0, static_cast<Py_ssize_t>(list.size())));
+    }
+    result[py::int_(i)] = mapped;
   }
-  return changed ? py::object(result) : py::object(list);
+  return result;
 }
 
 py::object map_dict(py::handle object, const TensorMap& map) {
   const auto dict = py::reinterpret_borrow<py::dict>(object);
-  py::dict result;
-  bool changed = false;
+  py::object result = dict;  // a copy from the first element on that changes
   for (const auto& [key, item] : dict) {
     const py::object mapped = map_tensors(item, map);
-    changed = changed || !mapped.is(item);
+    if (mapped.is(item)) {
+      continue;
+    }
+    if (result.is(dict)) {
+      result = py::reinterpret_steal<py::object>(PyDict_Copy(dict.ptr()));
+    }
     result[key] = mapped;
   }
-  return changed ? py::object(result) : py::object(dict);
+  return result;
 }
 
 py::object python_helper(const char* name) {
@@ -67,14 +77,7 @@ py::object map_tensors(py::handle object, const TensorMap& map) {
   if (is_leaf(raw)) {
     return py::reinterpret_borrow<py::object>(object);
   }
-  if (THPVariable_Check(raw)) {
-    const at::Tensor& tensor = THPVariable_Unpack(raw);
-    at::Tensor mapped = map(tensor);
-    if (mapped.is_same(tensor)) {
-      return py::reinterpret_borrow<py::object>(object);
-    }
-    return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(mapped)));
-  }
+  // Containers come first, because THPVariable_Check runs Python code for what is no tensor.
   if (PyTuple_CheckExact(raw)) {
     return map_tuple(object, map);
   }
@@ -83,6 +86,14 @@ py::object map_tensors(py::handle object, const TensorMap& map) {
   }
   if (PyDict_CheckExact(raw)) {
     return map_dict(object, map);
+  }
+  if (THPVariable_Check(raw)) {
+    const at::Tensor& tensor = THPVariable_Unpack(raw);
+    at::Tensor mapped = map(tensor);
+    if (mapped.is_same(tensor)) {
+      return py::reinterpret_borrow<py::object>(object);
+    }
+    return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(mapped)));
   }
   static PyObject* const map_other = python_helper("map_tensors").release().ptr();
   return py::handle(map_other)(

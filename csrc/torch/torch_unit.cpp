@@ -306,7 +306,7 @@ void TorchUnit::register_parameters(bool unsharded) {
     PyObject* sharded_object = sharded_[attribute.parameter].ptr();
     PyObject* unsharded_object = unsharded_objects_[attribute.parameter].ptr();
     PyObject* const parameters = dict_of(attribute.holder);
-    PyObject* now = PyDict_GetItem(parameters, attribute.name.ptr());
+    PyObject* now = PyDict_GetItemWithError(parameters, attribute.name.ptr());
     FSDP_CHECK(now == (unsharded ? sharded_object : unsharded_object), "parameter '",
                layout_.params()[attribute.parameter].name, "' of unit '", name_,
                "' was replaced after fully_shard. Change parameters in place, "
