@@ -126,6 +126,7 @@ class Setup:
         step: trains one step and returns values to compare.
         frozen: whether everything but the experts is frozen. Then no sum has more than two terms.
         unused_on: places in expert parallelism that leave one of the parameters unused.
+        counts: the experts at each place in expert parallelism; None for equal numbers.
         head: the dimension of the mesh that the last layer is sharded over; None for all ranks.
         divides_by: gradients of experts are divided by this instead of the number of ranks.
         allowed: how much our results may differ from FSDP2's.
@@ -138,6 +139,7 @@ class Setup:
     step: Callable[[Any, Callable[[int], Tensor]], list[Tensor]] = train_step
     frozen: bool = False
     unused_on: tuple[int, ...] = ()
+    counts: tuple[int, ...] | None = None
     head: str | None = None
     divides_by: float | None = None
     allowed: Tolerance = ROUNDING[torch.float32]
@@ -152,8 +154,9 @@ class Setup:
         place = mesh.get_local_rank("ep")
         torch.manual_seed(0)
         whole = Model(EXPERTS)
-        model = Model(EXPERTS // self.shape[0], place not in self.unused_on)
-        own = slice(place * EXPERTS // self.shape[0], (place + 1) * EXPERTS // self.shape[0])
+        counts = self.counts or (EXPERTS // self.shape[0],) * self.shape[0]
+        model = Model(counts[place], place not in self.unused_on)
+        own = slice(sum(counts[:place]), sum(counts[: place + 1]))
         with torch.no_grad():
             for (name, parameter), value in zip(
                 model.named_parameters(), whole.parameters(), strict=True
@@ -267,6 +270,8 @@ QUICK = [
     Setup(step=accumulate, options={"reshard_after_forward": False}),
     Setup(kind="dtensor", ours={"bucket_bytes": 0}),
     Setup(unused_on=(1,), divides_by=4.0, head="ep"),
+    # Ranks send their experts in different numbers of messages.
+    Setup(counts=(1, 3), ours={"bucket_bytes": 0, "max_message_bytes": 500}),
 ]
 MORE = [
     Setup(ours=GLOO),
@@ -279,6 +284,8 @@ MORE = [
     dataclasses.replace(FROZEN, options={"mp_policy": BF16, "reshard_after_forward": False}),
     dataclasses.replace(FROZEN, kind="dtensor", unused_on=(0,), step=evaluate_between),
     Setup(step=experts_accumulate_alone),
+    Setup(counts=(1, 3), options={"mp_policy": BF16}, allowed=ROUNDING[torch.bfloat16],
+          ours={"max_message_bytes": 1000, **GLOO}, step=accumulate),
     Setup(shape=(4, 1)),
     Setup(shape=(1, 4)),
 ]  # fmt: skip

@@ -39,6 +39,9 @@ class CollectiveHistory {
   std::uint64_t add(std::uint64_t identity, const std::string& label, std::size_t bytes);
   void end_iteration() { iteration_ += 1; }
 
+  // The tag of the collective that was added last.
+  std::uint64_t last_tag() const { return records_[(count_ - 1) % kKept].tag; }
+
   std::uint64_t hash() const { return hash_; }
   // They are not in order; IssuedRecord::number has it.
   const Records& records() const { return records_; }

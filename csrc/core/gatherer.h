@@ -92,8 +92,8 @@ class Gatherer {
   void gather_into(Bucket& bucket, Slot& slot);
   void gather_from_ranks(Bucket& bucket, Slot& slot);
   void order_before_gather(const Bucket& bucket);
-  void gather_piece(const Bucket& bucket, const GatherPiece& piece, Slot& slot, char* staging);
-  void send(const Bucket& bucket, const GatherPiece& piece, char* output, char* staging);
+  void gather_piece(const Bucket& bucket, std::size_t number, Slot& slot, char* staging);
+  void send(const Bucket& bucket, std::size_t number, char* output, char* staging);
   void cast(const Bucket& bucket, const GatherPiece& piece, Stream& stream);
   void allocate_homes(const std::vector<std::unique_ptr<Bucket>>& buckets);
   void make_home(Bucket& bucket, std::shared_ptr<void> memory);

@@ -106,7 +106,7 @@ void Gatherer::gather_from_ranks(Bucket& bucket, Slot& slot) {
     if (uses_half) {
       staging_.wait_for_half(streams_.messages(), i, bucket.last_gather_label());
     }
-    gather_piece(bucket, piece, slot, in_pieces ? staging_.half_of(i) : staging_.data());
+    gather_piece(bucket, i, slot, in_pieces ? staging_.half_of(i) : staging_.data());
     if (uses_half) {
       staging_.release_half(after, i);
     }
@@ -130,9 +130,9 @@ void Gatherer::order_before_gather(const Bucket& bucket) {
 }
 
 // See Note [gather plans].
-void Gatherer::gather_piece(const Bucket& bucket, const GatherPiece& piece, Slot& slot,
-                            char* staging) {
-  send(bucket, piece, static_cast<char*>(slot.data()), staging);
+void Gatherer::gather_piece(const Bucket& bucket, std::size_t number, Slot& slot, char* staging) {
+  const GatherPiece& piece = bucket.last_gathers()[number];
+  send(bucket, number, static_cast<char*>(slot.data()), staging);
   Stream& after = streams_.after(bucket.gathers_in_pieces());
   streams_.order_after(after, streams_.messages(), bucket.last_gather_label());
   if (piece.plan.packed_bytes > 0) {
@@ -143,13 +143,14 @@ void Gatherer::gather_piece(const Bucket& bucket, const GatherPiece& piece, Slot
   }
 }
 
-void Gatherer::send(const Bucket& bucket, const GatherPiece& piece, char* output, char* staging) {
+void Gatherer::send(const Bucket& bucket, std::size_t number, char* output, char* staging) {
+  const GatherPiece& piece = bucket.last_gathers()[number];
   const GatherPlan& plan = piece.plan;
   const char* input = message_input(bucket);
   Communicator& communicator =
       bucket.is_from_group ? bucket.group->communicator : bucket.gathers_over;
   Stream& stream = streams_.messages();
-  announce_(bucket, piece.bytes);
+  announce_(bucket, {number, piece.bytes});
   const InFlight flight(lane_.flights(), stream, communicator,
                         {bucket.is_from_group ? Collective::GroupAllGather : Collective::AllGather,
                          ledger_.phase(), piece.bytes, DType::Bytes},

@@ -14,14 +14,20 @@ struct OrderCheck::Announcement {
   bool is_in_step_with(const Announcement& other) const {
     return sequence == other.sequence && ranks == other.ranks && std::strcmp(unit, other.unit) == 0;
   }
+  bool has_size_of(const Announcement& other) const {
+    return bytes == other.bytes && pieces == other.pieces;
+  }
 
   std::string describe() const {
     const std::string over = ranks > 0 ? detail::concat(" over ", ranks, " ranks") : "";
-    return detail::concat("the all-gather", over, " of unit '", unit, "' (", bytes, " bytes)");
+    const std::string in = pieces > 1 ? detail::concat(" in ", pieces, " messages") : "";
+    return detail::concat("the all-gather", over, " of unit '", unit, "' (", bytes, " bytes", in,
+                          ")");
   }
 
   std::uint64_t sequence;
-  std::uint64_t bytes;
+  std::uint64_t bytes;  // of all pieces
+  std::uint64_t pieces;
   std::uint64_t ranks;  // of a smaller group or another mesh; 0: all
   std::uint64_t mesh;   // the first rank of another mesh; 0 for the root's
   char unit[96];
@@ -93,14 +99,17 @@ bool OrderCheck::has_other_ranks() const {
                      [](const Ranks& ranks) { return ranks.announcements.size() > 1; });
 }
 
-void OrderCheck::compare(const Bucket& bucket, std::size_t bytes) {
+void OrderCheck::compare(const Bucket& bucket) {
   FSDP_CHECK(!device_.is_capturing(),
              "A CUDA graph cannot capture the first iteration, which compares the ranks. Run a few "
              "whole steps before capturing one.");
   Announcement& mine = *mine_;
   mine = {};
   mine.sequence = ++sequence_;
-  mine.bytes = bytes;
+  mine.pieces = bucket.last_gathers().size();
+  for (const GatherPiece& piece : bucket.last_gathers()) {
+    mine.bytes += piece.bytes;
+  }
   const Communicator& over =
       bucket.is_from_group ? bucket.group->communicator : bucket.gathers_over;
   const bool of_all = !bucket.is_from_group && bucket.mesh == nullptr;
@@ -135,7 +144,7 @@ void OrderCheck::compare_announcements(Ranks& ranks, const Bucket& bucket) {
     const bool is_elsewhere = theirs.mesh != mine.mesh && theirs.is_in_step_with(mine);
     const std::size_t like = is_elsewhere ? static_cast<std::size_t>(theirs.mesh) : own;
     const Announcement& expected = ranks.announcements[like];
-    if (!theirs.is_in_step_with(expected) || theirs.bytes != expected.bytes) {
+    if (!theirs.is_in_step_with(expected) || !theirs.has_size_of(expected)) {
       throw RanksDiffer(detail::concat(
           "As all-gather ", mine.sequence, " of the first iteration, ", ranks.name(like),
           " issues ", expected.describe(), " but ", ranks.name(rank), " issues ", theirs.describe(),

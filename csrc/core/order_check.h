@@ -35,7 +35,7 @@ class OrderCheck {
   void end_backward() { backward_is_compared_ = true; }
 
   // Blocks until all ranks have said what their next gather is. Throws if they differ.
-  void compare(const Bucket& bucket, std::size_t bytes);
+  void compare(const Bucket& bucket);
   // Does the same for the buckets that are about to be formed.
   void compare(const Partition& partition, const std::vector<std::unique_ptr<Unit>>& units);
 

@@ -17,8 +17,12 @@ namespace fsdp {
 
 struct Bucket;
 
-// Called right before a collective is issued.
-using Announce = std::function<void(const Bucket&, std::size_t bytes)>;
+// A message that is about to be issued. `piece` counts those of one gather or reduction from 0.
+struct NextMessage {
+  std::size_t piece;
+  std::size_t bytes;
+};
+using Announce = std::function<void(const Bucket&, const NextMessage&)>;
 
 class LaneStreams {
  public:

@@ -17,19 +17,19 @@ Pipeline::Pipeline(Lanes& lanes, PipelineOptions options, Lanes* replicas)
       order_check_(device_, lanes.gather, replicas == nullptr ? nullptr : &replicas->gather),
       bucket_set_(lanes, options_, units_, order_check_),
       gatherer_(device_, *lanes.packer, lanes.gather, ledger_,
-                [this](const Bucket& bucket, std::size_t bytes) {
+                [this](const Bucket& bucket, const NextMessage& message) {
                   announce(
                       bucket.is_from_group ? Collective::GroupAllGather : Collective::AllGather,
-                      bucket, bytes);
+                      bucket, message);
                 }),
       reducer_(device_, *lanes.packer, ledger_,
                {&lanes.reduce,
-                [this](const Bucket& bucket, std::size_t bytes) {
-                  announce(Collective::ReduceScatter, bucket, bytes);
+                [this](const Bucket& bucket, const NextMessage& message) {
+                  announce(Collective::ReduceScatter, bucket, message);
                 }},
                {replicas == nullptr ? nullptr : &replicas->reduce,
-                [this](const Bucket& bucket, std::size_t bytes) {
-                  announce(Collective::AllReduce, bucket, bytes);
+                [this](const Bucket& bucket, const NextMessage& message) {
+                  announce(Collective::AllReduce, bucket, message);
                 }}),
       reduction_order_(units_, reducer_),
       exchange_(lanes, replicas, options_.has_peers) {

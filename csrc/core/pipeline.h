@@ -185,7 +185,7 @@ class Pipeline {
   void recompute(Unit& unit);
   void begin_times();
   void begin_computing(Unit& unit, Work work, bool has_waited);
-  void announce(Collective op, const Bucket& bucket, std::size_t bytes);
+  void announce(Collective op, const Bucket& bucket, const NextMessage& message);
 
   Lane& lane_of(Collective op);
   Communicator& communicator_of(Collective op, const Bucket& bucket);

@@ -31,11 +31,14 @@ Communicator& Pipeline::communicator_of(Collective op, const Bucket& bucket) {
   return replicas_->reduce.communicator();
 }
 
-void Pipeline::announce(Collective op, const Bucket& bucket, std::size_t bytes) {
+// Ranks of another mesh may send other sizes, and so a bucket in more or fewer pieces: Note
+// [several meshes]. They share the history, so it has one entry for all pieces of such a bucket.
+void Pipeline::announce(Collective op, const Bucket& bucket, const NextMessage& message) {
   const bool of_group = op == Collective::GroupAllGather;
   const bool gathers = op == Collective::AllGather || of_group;
-  if (gathers && options_.check_order && order_check_.is_due(in_backward())) {
-    order_check_.compare(bucket, bytes);
+  const bool is_first = message.piece == 0;
+  if (gathers && is_first && options_.check_order && order_check_.is_due(in_backward())) {
+    order_check_.compare(bucket);
   }
   Lane& lane = lane_of(op);
   const std::string& label = gathers                           ? bucket.last_gather_label()
@@ -47,11 +50,13 @@ void Pipeline::announce(Collective op, const Bucket& bucket, std::size_t bytes) 
   const std::uint64_t identity =
       mix(bucket.identity, static_cast<std::uint64_t>(op) + (ranks << 8));
   if (bucket.mesh == nullptr) {
-    communicator.announce(label, lane.history().add(identity, label, bytes));
-  } else {  // other meshes may have other sizes
-    communicator.announce(label, mix(lane.history().add(identity, label, 0), bytes));
+    communicator.announce(label, lane.history().add(identity, label, message.bytes));
+  } else {
+    CollectiveHistory& history = lane.history();
+    const std::uint64_t tag = is_first ? history.add(identity, label, 0) : history.last_tag();
+    communicator.announce(label, mix(mix(tag, message.piece), message.bytes));
   }
-  ledger_.count_collective(op, bucket.numbers(), bytes);
+  ledger_.count_collective(op, bucket.numbers(), message.bytes);
 }
 
 }  // namespace fsdp

@@ -275,7 +275,7 @@ void* Reducer::reduce_piece(const Reduction& reduction, std::size_t number) {
   pack(bucket, reduction.units, number, input, bucket.has_accumulated);
   if (bucket.layout.world_size() > 1) {
     streams_.order_after(streams_.messages(), reduction.before, bucket.reduce_label);
-    send(reduction, bucket.reductions[number], input);
+    send(reduction, number, input);
     output = reduction.output;
   } else if (replicas_.lane == nullptr) {
     streams_.order_after(streams_.messages(), reduction.before, bucket.reduce_label);
@@ -287,7 +287,7 @@ void* Reducer::reduce_piece(const Reduction& reduction, std::size_t number) {
   }
   if (replicas_.lane != nullptr) {
     copy_to_output(reduction, input);
-    sum_over_replicas(reduction, bucket.reductions[number]);
+    sum_over_replicas(reduction, number);
     output = reduction.output;
   }
   const bool has_hook = reduction.units.front()->reduce_hook != nullptr;
@@ -298,12 +298,13 @@ void* Reducer::reduce_piece(const Reduction& reduction, std::size_t number) {
   return output;
 }
 
-void Reducer::send(const Reduction& reduction, const ReducePiece& piece, void* input) {
+void Reducer::send(const Reduction& reduction, std::size_t number, void* input) {
   const Bucket& bucket = reduction.bucket;
+  const ReducePiece& piece = bucket.reductions[number];
   const DType dtype = bucket.layout.reduce_dtype();
   const std::size_t bytes = bucket.reduce_input_bytes(piece);
   const std::size_t offset = static_cast<std::size_t>(piece.segment_offset) * itemsize(dtype);
-  announce_(bucket, bytes);
+  announce_(bucket, {number, bytes});
   const InFlight flight(lane_.flights(), streams_.messages(), bucket.reduces_over,
                         {Collective::ReduceScatter, ledger_.phase(), bytes, dtype},
                         bucket.reduce_label);
@@ -318,14 +319,15 @@ void Reducer::send(const Reduction& reduction, const ReducePiece& piece, void* i
 }
 
 // See Note [replicas].
-void Reducer::sum_over_replicas(const Reduction& reduction, const ReducePiece& piece) {
+void Reducer::sum_over_replicas(const Reduction& reduction, std::size_t number) {
   const Bucket& bucket = reduction.bucket;
+  const ReducePiece& piece = bucket.reductions[number];
   const DType dtype = bucket.layout.reduce_dtype();
   const auto numel = static_cast<std::size_t>(piece.pack_plan.segment_numel);
   const std::size_t offset = static_cast<std::size_t>(piece.segment_offset) * itemsize(dtype);
   Lane& lane = *replicas_.lane;
   streams_.order_after(lane.stream(), streams_.messages(), bucket.reduce_label);
-  replicas_.announce(bucket, numel * itemsize(dtype));
+  replicas_.announce(bucket, {number, numel * itemsize(dtype)});
   const InFlight flight(lane.flights(), lane.stream(), lane.communicator(),
                         {Collective::AllReduce, ledger_.phase(), numel * itemsize(dtype), dtype},
                         bucket.all_reduce_label);

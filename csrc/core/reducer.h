@@ -138,8 +138,8 @@ class Reducer {
                            std::size_t numel);
   static void forget_hook_errors(const Bucket& bucket);
   static void check_hooks(const std::vector<std::unique_ptr<Bucket>>& buckets);
-  void send(const Reduction& reduction, const ReducePiece& piece, void* input);
-  void sum_over_replicas(const Reduction& reduction, const ReducePiece& piece);
+  void send(const Reduction& reduction, std::size_t number, void* input);
+  void sum_over_replicas(const Reduction& reduction, std::size_t number);
   void copy_to_output(const Reduction& reduction, const void* input);
   void end_reduction(const Reduction& reduction);
 

@@ -264,10 +264,17 @@ TEST(SeveralMeshes, AParameterHasAGradientIfARankOfItsMeshUsedIt) {
   });
 }
 
+// So in messages of one or two rows, their gathers and reductions are in more or fewer pieces.
 TEST(SeveralMeshes, SetsMayHaveExpertsOfOtherSizes) {
-  Setting setting;
-  setting.more_rows = [](int rank) { return 5 * (rank % 2); };
-  on_meshes(setting, [](MeshRank& rank, int r) { expect_meshes_train(rank, r); });
+  for (const GatherBy by : kAllWaysToGather) {
+    for (const int message_rows : {0, 1, 2}) {
+      Setting setting;
+      setting.gather_by = by;
+      setting.message_rows = message_rows;
+      setting.more_rows = [](int rank) { return 5 * (rank % 2); };
+      on_meshes(setting, [](MeshRank& rank, int r) { expect_meshes_train(rank, r); });
+    }
+  }
 }
 
 // A transport that registers buffers waits for as many of the same sizes on each rank.
