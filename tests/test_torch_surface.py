@@ -15,6 +15,7 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -84,6 +85,8 @@ def _recognised() -> None:
     state = layer._get_fsdp_state()
     assert state is fully_shard.state(layer)
     assert state is torch_fsdp.fully_shard.state(layer)
+    assert state is _get_module_fsdp_state(layer)
+    assert _get_module_fsdp_state(other) is None
     assert fully_shard.state(other) is None
     assert fully_shard.state(pair[0]) is fully_shard.state(pair[1])
     group = state._fsdp_param_group

@@ -402,6 +402,11 @@ def _classes_of_parameters() -> None:
         assert model.weight is weight
     with pytest.raises(ValueError, match=r"'weight' belongs to a lazy module.*Run one"):
         fully_shard(nn.LazyLinear(4))
+    annotated: Any = nn.Linear(4, 4)
+    annotated.weight._local_type = {"tp": "R"}  # as spmd_types.assert_type sets it
+    with pytest.raises(NotImplementedError, match=r"'weight' has a type of spmd_types.*DTensor"):
+        fully_shard(annotated)
+    fully_shard(annotated, ignored_params={annotated.weight})
 
 
 def test_parameters_of_classes_that_sharding_would_lose_are_refused() -> None:

@@ -1,6 +1,7 @@
 #include "torch/torch_root.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -86,6 +87,10 @@ bool TorchRoot::enter_forward(TorchUnit& unit) {
   const bool with_gradient = at::GradMode::is_enabled();
   const bool begins_step = checks_ != nullptr && with_gradient && !pipeline_->awaits_backward();
   const py::gil_scoped_release no_gil;
+  // Inside of torch.func's transforms, what moves shards would be an operator of the user.
+  const c10::impl::ExcludeDispatchKeyGuard no_transforms(
+      c10::DispatchKeySet({c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                           c10::DispatchKey::FuncTorchDynamicLayerBackMode}));
   pipeline_->begin_forward(unit.number(), with_gradient);
   if (begins_step) {
     begin_step();

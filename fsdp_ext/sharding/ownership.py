@@ -23,6 +23,8 @@ _GOES_ON_AS = "_fsdp_ext_goes_on_as"
 _SHARDED_IN = "_fsdp_ext_sharded_in"
 # Set on an unsharded parameter, which modules have only while forward and backward run: its name.
 _UNSHARDED = "_fsdp_ext_unsharded"
+# Set by spmd_types on a tensor that it has annotated: a type for each dimension of a mesh.
+_SPMD_TYPE = "_local_type"
 
 
 def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> None:
@@ -85,7 +87,13 @@ def is_extension(name: str, tensor: torch.Tensor) -> bool:
 
 
 def _check_plain(name: str, tensor: torch.Tensor) -> None:
-    """Raise NotImplementedError if ``tensor`` is of a subclass, which copies of its rows lose."""
+    """Raise NotImplementedError if ``tensor`` has more than numbers, which shards would lose."""
+    if getattr(tensor, _SPMD_TYPE, None):
+        raise NotImplementedError(
+            f"parameter '{name}' has a type of spmd_types, which says how its gradients are "
+            "reduced, and fully_shard would lose it. Make the parameter a DTensor with "
+            "distribute_module, and do without spmd_types."
+        )
     kind = type(tensor)
     if kind not in (nn.Parameter, torch.Tensor):
         raise NotImplementedError(

@@ -11,6 +11,7 @@ from torch import nn
 from fsdp_ext import _C
 from fsdp_ext._util.dynamo import hidden_from_dynamo
 from fsdp_ext._util.errors import UnsupportedError
+from fsdp_ext._util.transforms import outside_of_transforms
 from fsdp_ext.comm.costs import link_of_buckets, log_default
 from fsdp_ext.comm.lanes import add_group_lanes, group_beside, lanes_of
 from fsdp_ext.comm.simulated import Simulated
@@ -188,6 +189,7 @@ class Root(UnitTree):
                     hooks.connect(unit_core)
         return core
 
+    @outside_of_transforms
     def rebuild(self) -> None:
         """Start over after parameters were replaced, converted, frozen or unfrozen."""
         for unit in self.units:
@@ -434,6 +436,7 @@ _SETTERS: dict[str, Callable[[Root, int, Unit], None]] = {
 }
 
 
+@outside_of_transforms
 def prepare_forward(unit: Unit, module: nn.Module) -> None:
     """Make the C++ side of ``unit`` before a forward of ``module``, and the root if need be."""
     if unit.root is None or unit.root.is_provisional:

@@ -7,15 +7,18 @@ which read the unit when they are asked.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+import weakref
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from fsdp_ext.sharding.forward_hooks import ForwardHooks
 from fsdp_ext.sharding.module_state import state_of
@@ -151,6 +154,11 @@ class _StateContextView(_View):
 class StateView(_View):
     """A unit, as ``FSDPState``."""
 
+    # PyTorch's _get_module_fsdp_state asks isinstance. A subclass would inherit its behaviour.
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return FSDPState
+
     @property
     def _fsdp_param_groups(self) -> list[ParamGroupView]:
         return [ParamGroupView(self._unit)] if self._unit.params else []
@@ -205,6 +213,7 @@ def register(unit: Unit) -> None:
     for module in unit.modules:
         module.__dict__.setdefault(STATE_KEY, {})[_FUNCTION] = view
         module.__dict__.setdefault(REGISTRY_KEY, {})[_FUNCTION.__name__] = item
+        _module_state_mapping[module] = weakref.ref(cast(FSDPState, view))
 
 
 def view_of(module: nn.Module) -> StateView | None:
