@@ -384,7 +384,7 @@ void HostStream::push(Item&& item, Ring ring) {
 }
 
 void HostStream::run() {
-  std::deque<Item> batch;
+  std::vector<Item> batch;
   while (wait_for_batch(batch)) {
     for (Item& item : batch) {
       execute(std::move(item));
@@ -394,7 +394,7 @@ void HostStream::run() {
 }
 
 // Waits for a ring and moves all queued items to `batch`. Returns false at the end of the stream.
-bool HostStream::wait_for_batch(std::deque<Item>& batch) {
+bool HostStream::wait_for_batch(std::vector<Item>& batch) {
   poll_until([this] { return rung_.load(std::memory_order_acquire); }, kWorkerPolling);
   std::unique_lock<std::mutex> lock(mutex_);
   asleep_ = true;

@@ -6,7 +6,6 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -14,6 +13,7 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "device/forks.h"
 #include "device/stream.h"
@@ -176,7 +176,7 @@ class HostStream final : public HostQueue {
 
   void push(Item&& item, Ring ring);
   void run();
-  bool wait_for_batch(std::deque<Item>& batch);
+  bool wait_for_batch(std::vector<Item>& batch);
   void execute(Item item);
   void run_item(Item& item);
 
@@ -186,7 +186,7 @@ class HostStream final : public HostQueue {
   ForkGuard forks_;
   std::mutex mutex_;
   std::condition_variable work_available_;
-  std::deque<Item> items_;
+  std::vector<Item> items_;  // swapped with the worker's, so that both keep their memory
   std::atomic<Stamp*> next_stamps_[kStamps] = {};  // for the next item
   std::atomic<bool> rung_{false};  // since the worker last emptied the queue; set under mutex_
   bool asleep_ = false;
