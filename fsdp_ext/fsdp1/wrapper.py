@@ -364,7 +364,8 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
             parameters if it has no gradients.
 
         Raises:
-            RuntimeError: if this is not the root.
+            RuntimeError: if this is not the root, or if the reduction of the norm fails, for
+                example because another rank did not call this within the timeout.
             ValueError: if ``norm_type`` is not positive.
         """
         self._expect_root("clip_grad_norm_")
@@ -390,7 +391,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         device = self._sharded._fsdp_ext_unit.device
         total = _norm_to_combine(sharded, norm_type, dtype, device)
         op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
-        dist.all_reduce(total, op, group=self._sharded._fsdp_ext_unit.ranks.group)
+        _combine(total, op, self._sharded._fsdp_ext_unit.ranks.group)
         own = _norm_to_combine(plain, norm_type, dtype, device)
         total = torch.maximum(total, own) if is_max else total + own
         total = total if is_max else total ** (1 / norm_type)
@@ -454,6 +455,18 @@ def _norm_to_combine(
         return torch.zeros((), dtype=dtype, device=device)
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return norm if norm_type == math.inf else norm.pow(norm_type)
+
+
+def _combine(total: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
+    """Reduce the norm over all ranks. There is no roll call, because each step calls this."""
+    try:
+        dist.all_reduce(total, op, group=group)
+    except RuntimeError as error:  # on the host; over NCCL its watchdog ends the process
+        raise RuntimeError(
+            f"rank {dist.get_rank()} could not reduce the norm in clip_grad_norm_. All of the ranks "
+            f"{dist.get_process_group_ranks(group)} have to call it in the same step. The backend "
+            f"says: {error}"
+        ) from error
 
 
 # - Inputs and outputs

@@ -19,6 +19,7 @@ LENGTH = 10
 ROWS = 3
 PIXELS = 16
 LABELS = 5
+FEW = 3
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Family:
         config: name of the configuration's class.
         block: name of the class of its layers, each of which is a unit.
         settings: of the configuration.
-        inputs: what its batches hold: "tokens" or "pixels".
+        inputs: what its batches hold: "tokens", "few tokens" of the vocabulary, which leave experts
+            unused, or "pixels".
     """
 
     model: str
@@ -68,12 +70,14 @@ FAMILIES = {
         _GROUPED
         | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
         | {"decoder_sparse_step": 1, "output_router_logits": True},
+        inputs="few tokens",
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
         "MixtralConfig",
         "MixtralDecoderLayer",
         _GROUPED | {"num_local_experts": 6, "num_experts_per_tok": 1},
+        inputs="few tokens",
     ),
     "t5": Family(
         "T5ForConditionalGeneration",
@@ -116,6 +120,8 @@ class _Subject(Subject):
             labels = torch.randint(LABELS, (ROWS,), generator=generator)
             return (), {"pixel_values": pixels, "labels": labels}
         tokens = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=generator)
+        if self.family.inputs == "few tokens":
+            tokens = tokens[0, tokens % FEW]
         return (), {"input_ids": tokens, "labels": tokens.clone()}
 
     def loss(self, output: Any) -> Tensor:

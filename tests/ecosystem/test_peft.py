@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ecosystem.families import subject
-from ecosystem.test_transformers import ROUGH, accumulate_and_clip
+from ecosystem.training import ROUGH, accumulate_and_clip
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from support.launcher import run_ranks
 from support.models import Batch, Subject, Unit

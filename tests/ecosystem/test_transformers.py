@@ -1,4 +1,8 @@
-"""Models of transformers train under `fully_shard` as unsharded and as under FSDP2."""
+"""Models of transformers train under `fully_shard` as unsharded and as under FSDP2.
+
+Each family meets both dtypes, both kinds of activation checkpointing, and accumulation with
+clipping. test_transformers_fsdp1.py has the other pairs of dtype and checkpointing.
+"""
 
 from __future__ import annotations
 
@@ -8,69 +12,46 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import transformers
-from ecosystem.families import FAMILIES, LENGTH, VOCABULARY, subject
-from support.fsdp1_parity import FSDP, torch_fsdp, train
-from support.launcher import run_ranks
-from support.parity import (
-    EXACT,
-    Case,
-    Run,
-    Tolerance,
-    adamw,
-    assert_same,
-    check,
-    load_system,
-    whole,
+from ecosystem.families import FAMILIES, subject
+from ecosystem.training import (
+    BF16,
+    ROUGH,
+    ROUGH_IN_BF16,
+    STEPS,
+    WRITERS,
+    accumulate_and_clip,
+    assert_loads,
+    checkpointed,
+    text_of,
 )
-from torch import Tensor, nn
+from support.launcher import run_ranks
+from support.parity import Case, assert_same, check, load_system
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import register_fsdp_forward_method
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-# Gradients are sums of more than two terms: the unsharded model adds them up in another order.
-ROUGH = Tolerance(1e-4, 1e-5)
-BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-
-
-def checkpointed(run: Run) -> None:
-    run.model.activation_checkpointing_enable()
-
-
-def accumulate_and_clip(run: Run, step: int) -> tuple[Tensor, ...]:
-    run.optimizer.zero_grad()
-    losses = [run.loss(step, 0)]
-    run.backward(losses[0] / 2, sync=False)
-    losses.append(run.loss(step, 1))
-    run.backward(losses[1] / 2)
-    norm = nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
-    run.optimizer.step()
-    return (*losses, whole(norm))
-
-
-# All families train in fp32. Each of the other settings has a few families.
 CASES = [
-    *(Case(name, partial(subject, name), unsharded=ROUGH) for name in FAMILIES),
     *(
         Case(
-            f"{name} in bf16, with activation checkpointing",
+            f"{name}, accumulated and clipped, reentrant checkpointing",
             partial(subject, name),
-            optimizer=adamw,
-            precision=BF16,
-            before_sharding=checkpointed,
-            unsharded=None,
+            step=accumulate_and_clip,
+            before_sharding=partial(checkpointed, reentrant=True),
+            unsharded=ROUGH,
+            steps=STEPS,
         )
-        for name in ("llama", "gpt2", "qwen3_moe", "bert", "vit", "t5")
+        for name in FAMILIES
     ),
     *(
         Case(
-            f"{name}, gradients accumulated and clipped",
+            f"{name} in bf16, checkpointing that is not reentrant",
             partial(subject, name),
-            step=accumulate_and_clip,
-            unsharded=ROUGH,
+            precision=BF16,
+            before_sharding=partial(checkpointed, reentrant=False),
+            unsharded=ROUGH_IN_BF16,
+            steps=STEPS,
         )
-        for name in ("llama", "gpt2", "mixtral", "mamba")
+        for name in FAMILIES
     ),
 ]
 
@@ -78,22 +59,6 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.fact)
 def test_trains_as_unsharded_and_as_fsdp2(case: Case) -> None:
     check(case, 2)
-
-
-def _by_wrapper(name: str) -> None:
-    histories = []
-    for wrap in (torch_fsdp, FSDP):
-        torch.manual_seed(0)
-        model = subject(name)
-        policy = ModuleWrapPolicy({type(unit) for unit in model.units()})
-        histories.append(train(wrap(model, auto_wrap_policy=policy), model))
-    # T5 uses its embedding three times, and FSDP1 adds up the three gradients in another order.
-    assert_same(name, *histories, ROUGH if name == "t5" else EXACT)
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "vit"])
-def test_trains_under_the_wrapper_as_under_fsdp1(name: str) -> None:
-    run_ranks(_by_wrapper, 2, name)
 
 
 def _sharded(name: str, system: str) -> Any:
@@ -104,46 +69,62 @@ def _sharded(name: str, system: str) -> Any:
         for unit in model.units():
             shard(unit)
         shard(model)
-        register_fsdp_forward_method(model, "generate")
+        if name in WRITERS:
+            register_fsdp_forward_method(model, "generate")
     return model
 
 
-def _steps_and_texts(model: Any) -> dict[str, Tensor]:
+def _steps_and_texts(name: str, model: Any) -> dict[str, Tensor]:
     """Train with batches that all ranks share, and return losses and texts."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    prompt = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(9))
     found = {}
-    for step in range(3):
+    for step in range(STEPS):
         _, batch = model.batch(torch.Generator().manual_seed(step))
         loss = model.eval()(**batch).loss  # without dropout
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         found[f"loss {step}"] = loss.detach()
-        found[f"text {step}"] = model.generate(prompt, max_new_tokens=5, do_sample=False)
+        if name in WRITERS:
+            found[f"text {step}"] = text_of(model)
     return found
 
 
-def _generates(name: str, directory: str) -> None:
+def _generates(name: str, folder: str) -> None:
     systems = ("unsharded", "fsdp2", "fsdp_ext")
     models = {system: _sharded(name, system) for system in systems}
-    found = {system: _steps_and_texts(model) for system, model in models.items()}
+    found = {system: _steps_and_texts(name, model) for system, model in models.items()}
     assert_same("unsharded", found["unsharded"], found["fsdp_ext"], ROUGH)
     assert_same("FSDP2", found["fsdp2"], found["fsdp_ext"])
     ours = models["fsdp_ext"]
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(ours, options=options)
-    if dist.get_rank() == 0:
-        ours.save_pretrained(directory, state_dict=state)
-    dist.barrier()
-    loaded = getattr(transformers, FAMILIES[name].model).from_pretrained(directory)
-    _, batch = ours.batch(torch.Generator().manual_seed(7))
-    with torch.no_grad():
-        assert torch.equal(loaded.eval()(**batch).loss, ours(**batch).loss)
+    assert_loads(name, ours, ours, get_model_state_dict(ours, options=options), folder)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "mamba"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_generates_between_steps_and_saves_what_from_pretrained_loads(
     name: str, tmp_path: Path
 ) -> None:
     run_ranks(_generates, 2, name, str(tmp_path))
+
+
+def _unused_experts(name: str, rank: int) -> set[tuple[str, int]]:
+    """Return the experts that a rank's first batch does not reach."""
+    torch.manual_seed(0)
+    model = subject(name)
+    _, batch = model.batch(torch.Generator().manual_seed(rank))  # as Run.batch does it
+    model(**batch).loss.backward()
+    return {
+        (param_name, expert)
+        for param_name, param in model.named_parameters()
+        if ".experts." in param_name
+        for expert in range(len(param))
+        if not param.grad[expert].any()
+    }
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_ranks_leave_experts_unused_that_the_other_rank_uses(name: str) -> None:
+    unused = [_unused_experts(name, rank) for rank in range(2)]
+    assert unused[0] - unused[1]
+    assert unused[1] - unused[0]

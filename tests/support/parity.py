@@ -166,6 +166,10 @@ class Run:
     def backward(self, loss: Tensor, *, sync: bool = True) -> None:
         raise NotImplementedError
 
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale all gradients down to a total norm of at most `max_norm`; return the norm."""
+        return whole(nn.utils.clip_grad_norm_(self.model.parameters(), max_norm))
+
     def reshard(self) -> None:
         """Reshard all parameters."""
 
@@ -236,6 +240,7 @@ class Case:
         fsdp2: how close FSDP2 is on 1 and 2 ranks.
         unsharded: how close the unsharded model is there. None: it is not compared.
         fsdp2_fails: why FSDP2 cannot do this. Then only the unsharded model is compared.
+        steps: number of training steps.
     """
 
     fact: str
@@ -253,6 +258,7 @@ class Case:
     fsdp2: Tolerance = EXACT
     unsharded: Tolerance | None = EXACT
     fsdp2_fails: str | None = None
+    steps: int = STEPS
 
 
 class Sharded(Run):
@@ -432,9 +438,9 @@ def assert_same(who: str, expected: Record, got: Record, allowed: Tolerance = EX
         raise AssertionError("\n".join([f"{who} (tolerance {allowed.relative:g}):", *lines]))
 
 
-def trained(run: Run, steps: int = STEPS) -> list[Record]:
+def trained(run: Run) -> list[Record]:
     """Train, and return a record after each step, and one of whole tensors at the end."""
-    history = [run.recorded(run.case.step(run, step)) for step in range(steps)]
+    history = [run.recorded(run.case.step(run, step)) for step in range(run.case.steps)]
     run.reshard()
     assert dict(run.model.named_parameters()) == run.parameters
     return [*history, run.recorded(copy=whole)]
