@@ -128,3 +128,34 @@ def test_a_rank_that_has_ended_is_named_long_before_the_timeout() -> None:
     (message,) = run_ranks(lose_rank_1, 2, timeout=60.0, lost=[1])
     assert message.startswith("rank 0 waits in state_dict for rank 1 (process "), message
     assert message.endswith("), which has ended. Its last output may say why.")
+
+
+def clipped_by_rank_0() -> None:
+    wrapped, _ = wrapped_over(SHORT)
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError) as caught:
+            wrapped.clip_grad_norm_(1.0)
+        assert str(caught.value).startswith(
+            "rank 0 could not reduce the norm in clip_grad_norm_. All of the ranks [0, 1] have to "
+            "call it in the same step. The backend says: "
+        )
+
+
+def test_the_error_of_a_rank_that_clips_alone_names_the_call() -> None:
+    run_ranks(clipped_by_rank_0, 2, fresh=True)  # the group's connection is broken afterwards
+
+
+def loaded_by_one_rank_after_the_other() -> None:
+    wrapped, _ = wrapped_over(SHORT)
+    FSDP.set_state_dict_type(wrapped, StateDictType.FULL_STATE_DICT)
+    want = {name: value + 1 for name, value in wrapped.state_dict().items()}
+    for rank in range(2):
+        if dist.get_rank() == rank:
+            wrapped.load_state_dict(want)
+        dist.barrier()
+    got = wrapped.state_dict()
+    assert all(torch.equal(got[name], value) for name, value in want.items())
+
+
+def test_a_rank_loads_whole_tensors_without_the_others() -> None:
+    run_ranks(loaded_by_one_rank_after_the_other, 2)

@@ -463,9 +463,9 @@ def _combine(total: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.Proce
         dist.all_reduce(total, op, group=group)
     except RuntimeError as error:  # on the host; over NCCL its watchdog ends the process
         raise RuntimeError(
-            f"rank {dist.get_rank()} could not reduce the norm in clip_grad_norm_. All of the ranks "
-            f"{dist.get_process_group_ranks(group)} have to call it in the same step. The backend "
-            f"says: {error}"
+            f"rank {dist.get_rank()} could not reduce the norm in clip_grad_norm_. All of the "
+            f"ranks {dist.get_process_group_ranks(group)} have to call it in the same step. The "
+            f"backend says: {error}"
         ) from error
 
 
