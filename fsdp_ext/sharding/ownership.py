@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -86,6 +87,20 @@ def is_extension(name: str, tensor: torch.Tensor) -> bool:
     return len(found) == 2
 
 
+def quantization_of(tensor: torch.Tensor) -> Any:
+    """Return how bitsandbytes has quantized a weight to 4 bits; None for any other tensor.
+
+    The weight holds packed numbers, whose rows can be shared like any others. What else its class
+    has is this object, which each rank keeps, and which the layer's forward reads.
+    """
+    return getattr(tensor, "quant_state", None) if _is_of_4_bits(tensor) else None
+
+
+def _is_of_4_bits(tensor: torch.Tensor) -> bool:
+    kind = type(tensor)  # known by its name, so that bitsandbytes need not be imported
+    return kind.__name__ == "Params4bit" and kind.__module__.startswith("bitsandbytes")
+
+
 def _check_plain(name: str, tensor: torch.Tensor) -> None:
     """Raise NotImplementedError if ``tensor`` has more than numbers, which shards would lose."""
     if getattr(tensor, _SPMD_TYPE, None):
@@ -95,6 +110,13 @@ def _check_plain(name: str, tensor: torch.Tensor) -> None:
             "distribute_module, and do without spmd_types."
         )
     kind = type(tensor)
+    if quantization_of(tensor) is not None:
+        return
+    if _is_of_4_bits(tensor):
+        raise NotImplementedError(
+            f"parameter '{name}' is a Params4bit that is not quantized yet. Move its module to its "
+            "device first, which quantizes it."
+        )
     if kind not in (nn.Parameter, torch.Tensor):
         raise NotImplementedError(
             f"parameter '{name}' is a {kind.__name__}, and fully_shard would lose what this "

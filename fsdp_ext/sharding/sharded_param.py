@@ -32,6 +32,7 @@ class ShardedParam:
         own: this rank's rows, if the parameter's class says how it is gathered: Note [tensor
             extensions] in sharding/extensions.py. None for others, which lie in the flat shard.
         attributes: modules and the names of their attributes.
+        quantization: what bitsandbytes needs to compute with it; None for other parameters.
     """
 
     name: str
@@ -43,6 +44,7 @@ class ShardedParam:
     keeps_dtype: bool
     own: OwnRows | None = None
     attributes: list[tuple[nn.Module, str]] = field(default_factory=list)
+    quantization: Any = None
 
     @property
     def local(self) -> torch.Tensor:
@@ -86,6 +88,9 @@ def unsharded_parameter(param: ShardedParam, view: torch.Tensor) -> nn.Parameter
     unsharded = nn.Parameter(whole, requires_grad=param.requires_grad)
     if param.grad_dtype is not None:
         unsharded.grad_dtype = param.grad_dtype
+    if param.quantization is not None:
+        # Without it, bitsandbytes' layers put another parameter in place of this one.
+        unsharded.quant_state = param.quantization  # type: ignore[attr-defined]
     mark_unsharded(unsharded, param.name)
     return unsharded
 

@@ -28,6 +28,7 @@ from fsdp_ext.sharding.ownership import (
     mark_goes_on_as,
     mark_sharded,
     own_grad_dtype,
+    quantization_of,
     unsharded_name,
 )
 from fsdp_ext.sharding.param_group import ParamGroup, keeps_dtype
@@ -146,8 +147,11 @@ class Unit(ParamGroup):
         if grad_dtype is not None:
             sharded.grad_dtype = grad_dtype
         unsharded = Spread.of(param, self.ranks)
-        keeps = keeps_dtype(self.settings.mp_policy, name, param)
-        return ShardedParam(name, part.shape, sharded, dim, spread, unsharded, keeps)
+        quantization = quantization_of(param)
+        keeps = quantization is not None or keeps_dtype(self.settings.mp_policy, name, param)
+        return ShardedParam(
+            name, part.shape, sharded, dim, spread, unsharded, keeps, quantization=quantization
+        )
 
     def _shard_extension(self, param: nn.Parameter, name: str, dim: int) -> ShardedParam | None:
         """Return a sharded parameter if its class says how it is gathered, and otherwise None."""
@@ -187,6 +191,9 @@ class Unit(ParamGroup):
         for param, found in by_param.items():
             for submodule, attribute in found.attributes:
                 submodule._parameters[attribute] = found.sharded
+                if found.quantization is not None:
+                    # Packing for the CPU would give the weight other memory than the slot's.
+                    submodule.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
             mark_sharded(param, found.sharded, found.name, self.name)
         return [sharded[place] for place in self._layout_order(sharded)]
 

@@ -478,7 +478,7 @@ def lowest_precision(run: Run) -> torch.dtype:
     """Return the lowest precision that gradients are computed, summed or kept in."""
     policy = run.case.precision
     dtypes = {policy[name] for name in ("param_dtype", "reduce_dtype") if name in policy}
-    dtypes |= {parameter.dtype for parameter in run.parameters.values()}
+    dtypes |= {p.dtype for p in run.parameters.values() if p.is_floating_point()}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
 
