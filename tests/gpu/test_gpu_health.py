@@ -1,4 +1,4 @@
-"""Checked steps on a GPU find what they find on the host, and hashes there are the host's."""
+"""Checks and health on a GPU find what they find on the host, and hashes are the host's."""
 
 from __future__ import annotations
 
@@ -34,6 +34,30 @@ def _flip_in_a_shard() -> tuple[str, str]:
     with pytest.raises(RuntimeError) as raised:
         loss.backward()
     return shown, str(raised.value)
+
+
+def _nan() -> fsdp_ext.Health:
+    torch.manual_seed(0)
+    model: Any = Stack().cuda()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    x = torch.ones(2, 10, device="cuda")
+    model(x).sum().backward()
+    model.zero_grad()
+    model.blocks[1].up.register_forward_hook(
+        lambda module, args, output: output.register_hook(lambda g: g * float("nan")) and None
+    )
+    model(x).sum().backward()
+    return fsdp_ext.health(model)
+
+
+def test_packing_marks_the_units_with_nan() -> None:
+    (health,) = run_ranks(_nan, 1, device="cuda")
+    assert health.first_nonfinite is not None
+    assert (health.first_nonfinite.name, health.first_nonfinite.born_on) == ("blocks.1", (0,))
+    by_name = {unit.name: unit for unit in health.units}
+    assert by_name["blocks.2"].born_on == ()
 
 
 def test_a_flipped_bit_in_a_shard_is_found() -> None:

@@ -98,9 +98,14 @@ def test_packs_as_an_independent_kernel_does(
         scale = (1.0, 1 / 3, 0.125)[seed % 3]
         _pack_with_cupy(case, expected, dtype, scale, accumulate)
         plan = packer.pack_plan(case.entries, case.segment_numel, world_size)
-        packer.pack(plan, case.gradients, dtype, got, scale, accumulate)
+        marks = torch.zeros(len(case.gradients), dtype=torch.int64, device=DEVICE)
+        packer.pack(plan, case.gradients, dtype, got, scale, accumulate, marks)
         torch.cuda.synchronize()
         same_bits(got, expected)
+        assert marks.tolist() == [
+            int(gradient is not None and not gradient.isfinite().all())
+            for gradient in case.gradients
+        ]
 
 
 def test_more_than_two_to_the_31_elements_are_packed() -> None:
