@@ -250,9 +250,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peers", action="store_true", help=text)
     text = "measure unsharded, ours and FSDP2 with shards and gradients on the host, and without"
     parser.add_argument("--offload", action="store_true", help=text)
-    text = "how many ranks have the same shard, for hybrid sharding; default: 1"
     text = "measure unsharded, ours and FSDP2 with and without torch.compile of each block"
     parser.add_argument("--compile", action="store_true", help=text)
+    text = "how many ranks have the same shard, for hybrid sharding; default: 1"
     parser.add_argument("--replicas", type=positive, metavar="N", default=1, help=text)
 
 

@@ -6,7 +6,8 @@ A wheel works with the one minor version of torch that it was built against, so 
 name says it: fsdp_ext-0.1.0-211cu130-cp312-cp312-manylinux_2_34_x86_64.whl. Its platform tag says
 which glibc the binary needs, and is never older than torch's own. Build on an old distribution to
 support old ones. A Python that is not on the PATH is left out, and so is CUDA without an nvcc of
-torch's release. The wheels lie in dist/. A table comes last. The exit code is 1 if a wheel failed.
+torch's release. With ccache on the PATH, objects that need neither torch nor Python compile once.
+The wheels lie in dist/. A table comes last. The exit code is 1 if a wheel failed.
 """
 
 from __future__ import annotations
@@ -123,10 +124,14 @@ def oldest_glibc(wheel: Path) -> tuple[int, int]:
 def build(target: Target, python: Path) -> Path:
     """Build a wheel; return its path in dist/."""
     run(python, "-m", "pip", "install", "--quiet", "setuptools>=77", "wheel", "cmake", "ninja")
-    force = {"FORCE_CPU": "1"} if target.kind == "cpu" else {"FORCE_CUDA": "1"}
+    environment = {"FORCE_CPU": "1"} if target.kind == "cpu" else {"FORCE_CUDA": "1"}
+    if shutil.which("ccache") is not None:  # most objects are the same in all wheels
+        environment |= dict.fromkeys(
+            ("CMAKE_CXX_COMPILER_LAUNCHER", "CMAKE_CUDA_COMPILER_LAUNCHER"), "ccache"
+        )
     with tempfile.TemporaryDirectory() as directory:
         options = ["--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", directory]
-        run(python, "-m", "pip", "wheel", *options, ROOT, **force)
+        run(python, "-m", "pip", "wheel", *options, ROOT, **environment)
         (wheel,) = Path(directory).glob("*.whl")
         major, minor = oldest_glibc(wheel)
         tag = f"manylinux_{major}_{minor}_{platform.machine()}"
