@@ -192,9 +192,9 @@ def test_assigned_parameters_stay_tied() -> None:
 
 
 def _optimizer_goes_on() -> None:
-    case = Case("", Stack, optimizer=adamw)
+    case = Case("", Stack, optimizer=adamw, steps=6)
     straight = run_of(case)
-    history = trained(straight, steps=6)
+    history = trained(straight)
 
     first = run_of(case)
     for step in range(3):
