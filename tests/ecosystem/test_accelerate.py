@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import PartialState
+from ecosystem.accelerates import accelerate_on_these_ranks, present_cpus_as_gpus
 from ecosystem.families import FAMILIES, subject
-from ecosystem.systems import fsdp_of, set_variables_of_torchrun
+from ecosystem.systems import fsdp_of
 from support.launcher import run_ranks
 from support.parity import EXACT, ROUNDING, Tolerance, assert_same, whole
 from torch import Tensor, nn
@@ -47,27 +48,21 @@ class Setting:
 @contextlib.contextmanager
 def accelerator_of(setting: Setting) -> Iterator[Accelerator]:
     """Return an accelerator over the ranks of this test."""
-    set_variables_of_torchrun()
-    os.environ["ACCELERATE_USE_FSDP"] = "true"
-    try:
+    with accelerate_on_these_ranks():
+        os.environ["ACCELERATE_USE_FSDP"] = "true"
         plugin = FullyShardedDataParallelPlugin(
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=[FAMILIES[setting.family].block],
             **setting.plugin,
         )
-        # accelerate shards on GPUs only, so its state says that the ranks of the CPU have GPUs.
         PartialState(cpu=True)
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-        PartialState._shared_state["device"] = torch.device("cpu")
+        present_cpus_as_gpus()
         yield Accelerator(
             cpu=True,
             fsdp_plugin=plugin,
             mixed_precision=setting.precision,
             gradient_accumulation_steps=setting.accumulate,
         )
-    finally:
-        for state in (AcceleratorState, PartialState, GradientState):
-            state._reset_state()
 
 
 class Training:

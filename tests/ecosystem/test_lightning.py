@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ecosystem.families import subject
-from ecosystem.systems import fsdp_of, set_variables_of_torchrun
+from ecosystem.lightnings import Fsdp1OnCpusMixin, on_these_ranks
+from ecosystem.systems import fsdp_of
 from lightning.fabric import Fabric
-from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.strategies import FSDPStrategy, ModelParallelStrategy
 from support.launcher import run_ranks
 from support.parity import EXACT, ROUNDING, Tolerance, assert_same, whole
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 import fsdp_ext
 
 STEPS = 4
-CPU = torch.device("cpu")
 
 
 def parallelize(model: Any, mesh: Any) -> nn.Module:
@@ -33,34 +31,17 @@ def parallelize(model: Any, mesh: Any) -> nn.Module:
     return module
 
 
-class Fsdp1OnCpus(FSDPStrategy):
-    """Lightning's strategy for FSDP1. Lightning itself runs that class on GPUs only."""
-
-    is_wrapping = False
-
-    @property
-    def root_device(self) -> Any:
-        # FSDP1 takes its index as the device, and needs one if there are no GPUs.
-        return SimpleNamespace(type="cpu", index=CPU) if self.is_wrapping else CPU
+class Fsdp1OnCpus(Fsdp1OnCpusMixin, FSDPStrategy):
+    """Fabric's strategy for FSDP1."""
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        self.is_wrapping = True
-        try:
+        with self.wrapping():
             return super().setup_module(module)
-        finally:
-            self.is_wrapping = False
 
 
 def fabric(strategy: Any, **options: Any) -> Fabric:
     """Return Fabric over the ranks of this test."""
-    set_variables_of_torchrun()
-    made = Fabric(
-        accelerator="cpu",
-        devices=dist.get_world_size(),
-        strategy=strategy,
-        plugins=[TorchElasticEnvironment()],
-        **options,
-    )
+    made = Fabric(strategy=strategy, **on_these_ranks(), **options)
     made.launch()
     return made
 

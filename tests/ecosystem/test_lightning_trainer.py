@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ecosystem.families import LENGTH, VOCABULARY, subject
-from ecosystem.systems import fsdp_of, set_variables_of_torchrun
-from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from ecosystem.lightnings import Fsdp1OnCpusMixin, on_these_ranks
+from ecosystem.systems import fsdp_of
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from support.launcher import run_ranks
@@ -23,7 +22,6 @@ from torch.utils.data import DataLoader
 
 import fsdp_ext
 
-CPU = torch.device("cpu")
 EPOCHS = 2
 
 
@@ -62,31 +60,18 @@ class Learner(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-class Fsdp1OnCpus(FSDPStrategy):
-    """Lightning's strategy for FSDP1. Lightning itself runs that class on GPUs only."""
-
-    is_wrapping = False
-
-    @property
-    def root_device(self) -> Any:
-        # FSDP1 takes its index as the device, and needs one if there are no GPUs.
-        return SimpleNamespace(type="cpu", index=CPU) if self.is_wrapping else CPU
+class Fsdp1OnCpus(Fsdp1OnCpusMixin, FSDPStrategy):
+    """The Trainer's strategy for FSDP1."""
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
-        self.is_wrapping = True
-        try:
+        with self.wrapping():
             return super()._setup_model(model)
-        finally:
-            self.is_wrapping = False
 
 
 def trainer(strategy: Any, **options: Any) -> Trainer:
-    set_variables_of_torchrun()
     return Trainer(
-        accelerator="cpu",
-        devices=dist.get_world_size(),
         strategy=strategy,
-        plugins=[TorchElasticEnvironment()],
+        **on_these_ranks(),
         accumulate_grad_batches=3,
         logger=False,
         enable_checkpointing=False,

@@ -182,4 +182,4 @@ def _not_quantized() -> None:
 
 
 def test_4_bit_weights_that_are_not_quantized_yet_are_refused() -> None:
-    run_ranks(_not_quantized, 1)
+    run_ranks(_not_quantized, 2)

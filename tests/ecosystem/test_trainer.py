@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import DistributedType
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from ecosystem.accelerates import accelerate_on_these_ranks, present_cpus_as_gpus
 from ecosystem.families import FAMILIES, LENGTH, VOCABULARY, subject
-from ecosystem.systems import fsdp_of, set_variables_of_torchrun
+from ecosystem.systems import fsdp_of
 from support.launcher import run_ranks
 from support.parity import assert_same
 from torch import Tensor
@@ -35,21 +32,9 @@ class Sequences(Dataset[dict[str, Tensor]]):
         return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
 
 
-@contextlib.contextmanager
-def environment(system: str) -> Iterator[None]:
-    """Let imports of PyTorch's FSDP give a system's, in ranks that are accelerate's."""
-    set_variables_of_torchrun()
-    try:
-        with fsdp_of(system):
-            yield
-    finally:
-        for state in (AcceleratorState, PartialState, GradientState):
-            state._reset_state()
-
-
 def train(system: str, folder: Path) -> dict[str, Any]:
     """Return the logged losses and norms, and the saved model's parameters."""
-    with environment(system):
+    with accelerate_on_these_ranks(), fsdp_of(system):
         torch.manual_seed(0)
         model = subject("llama")
         arguments = TrainingArguments(
@@ -72,9 +57,7 @@ def train(system: str, folder: Path) -> dict[str, Any]:
             },
         )
         assert arguments.device.type == "cpu"  # makes accelerate's state
-        # accelerate shards on GPUs only, so its state says that the ranks of the CPU have GPUs.
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-        PartialState._shared_state["device"] = torch.device("cpu")
+        present_cpus_as_gpus()
         trainer = Trainer(model=model, args=arguments, train_dataset=Sequences())
         trainer.train()
         assert isinstance(trainer.model_wrapped, fsdp_ext.FSDPModule) == (system == "fsdp_ext")

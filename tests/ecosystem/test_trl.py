@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import DistributedType
-from accelerate.state import PartialState
 from datasets import Dataset
+from ecosystem.accelerates import accelerate_on_these_ranks, present_cpus_as_gpus
 from ecosystem.families import FAMILIES, VOCABULARY, subject
-from ecosystem.test_trainer import environment
+from ecosystem.systems import fsdp_of
 from support.launcher import run_ranks
 from support.parity import EXACT, Tolerance, assert_same
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -45,7 +44,7 @@ def texts() -> Dataset:
 
 def train(system: str, version: int, folder: Path) -> dict[str, Any]:
     """Return the logged losses and norms."""
-    with environment(system):
+    with accelerate_on_these_ranks(), fsdp_of(system):
         torch.manual_seed(0)
         arguments = SFTConfig(
             output_dir=str(folder / system),
@@ -72,9 +71,7 @@ def train(system: str, version: int, folder: Path) -> dict[str, Any]:
             },
         )
         assert arguments.device.type == "cpu"  # makes accelerate's state
-        # accelerate shards on GPUs only, so its state says that the ranks of the CPU have GPUs.
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-        PartialState._shared_state["device"] = torch.device("cpu")
+        present_cpus_as_gpus()
         trainer = SFTTrainer(
             model=subject("llama"),
             args=arguments,
