@@ -177,8 +177,6 @@ def group_arguments() -> None:
         ValueError, match=r"'blocks\.0' is wrapped already. Pass a policy, or wrap modules yourself"
     ):
         FSDP(model, auto_wrap_policy=BY_BLOCK)
-    with pytest.raises(ValueError, match="got a FullyShardedDataParallel that is sharded already"):
-        FSDP(FSDP(nn.Linear(2, 2)))
     FSDP(wrapped_before := nn.Linear(2, 2))
     with pytest.raises(ValueError, match="got a FSDPLinear that is sharded already"):
         FSDP(wrapped_before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,9 +24,16 @@ from support.models import Stack, Transformer
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy, StateDictType
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    ShardingStrategy,
+    StateDictType,
+    _runtime_utils,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp._common_utils import FSDP_FLATTENED, TrainingState
+from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.tensor import DTensor
 
 SAME = """
@@ -189,6 +197,29 @@ def _no_private_names() -> None:
 
 def test_private_names_of_streams_and_handles_do_not_exist() -> None:
     run_ranks(_no_private_names, 1)
+
+
+def _torchs_runtime() -> None:
+    model = make(Stack)
+    wrapped: Any = FSDP(model, auto_wrap_policy=BY_BLOCK)
+    handle = wrapped._handle
+    assert not isinstance(handle, FlatParamHandle)
+    _runtime_utils._lazy_init(wrapped, wrapped)  # verl calls it
+    calls: list[Callable[[], object]] = [
+        lambda: _runtime_utils._unshard(wrapped, handle, None, None),
+        lambda: _runtime_utils._reshard(wrapped, handle, True),
+        lambda: _runtime_utils._root_pre_forward(wrapped, wrapped, (), {}),
+        lambda: _runtime_utils._post_backward_final_callback(wrapped, wrapped),
+    ]
+    for call in calls:
+        with pytest.raises(AttributeError):
+            call()
+    run(wrapped, model, 0).backward()
+    assert all(param.grad is not None for param in wrapped.parameters())
+
+
+def test_functions_of_torchs_runtime_find_no_handles() -> None:
+    run_ranks(_torchs_runtime, 2)
 
 
 def _small() -> None:

@@ -28,6 +28,8 @@ def remove_wrapper_names(
             name = f"{key}."[len(inside) :]
             entries[(prefix + name)[:-1]] = entries.pop(key)
     wrapper = cast(Any, module)
+    if wrapper._wraps_wrapper:
+        return  # the wrapper inside has converted everything
     for name, dtype in wrapper._buffer_dtypes.items():
         if prefix + name in state_dict:
             state_dict[prefix + name] = state_dict[prefix + name].to(dtype)
@@ -76,6 +78,13 @@ def _take_summoned(
 
 def add_wrapper_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before loading, add the wrapper's name to all names, and gather what is summoned."""
+    if not cast(Any, module)._wraps_wrapper:
+        _convert_to_load(module, state_dict, prefix)
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        state_dict[f"{prefix}{WRAPPED}.{key[len(prefix) :]}"] = state_dict.pop(key)
+
+
+def _convert_to_load(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
     wrapper = cast(Any, module)
     settle(wrapper._sharded._fsdp_ext_unit)
     flat = wrapper._sharded._fsdp_ext_unit.flat_param
@@ -97,8 +106,6 @@ def add_wrapper_names(module: nn.Module, state_dict: dict[str, Any], prefix: str
     except Exception:
         show_flat(wrapper._sharded._fsdp_ext_unit)
         raise
-    for key in [key for key in state_dict if key.startswith(prefix)]:
-        state_dict[f"{prefix}{WRAPPED}.{key[len(prefix) :]}"] = state_dict.pop(key)
 
 
 def shard_whole_parameters(

@@ -367,7 +367,7 @@ class StateDictMethods:
         cls, names: list[str], params: list[nn.Parameter], model: nn.Module
     ) -> FlatParameters:
         units = [wrapper._sharded._fsdp_ext_unit for wrapper in cls.fsdp_modules(model)]
-        flats = [unit.flat_param for unit in units if unit.flat_param is not None]
+        flats = [unit.flat_param for unit in dict.fromkeys(units) if unit.flat_param is not None]
         return FlatParameters(names, params, flats)
 
     @classmethod

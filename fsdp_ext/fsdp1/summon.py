@@ -294,7 +294,9 @@ class SummonMethods:
         how = Summoning(writeback, rank0_only, offload_to_cpu, with_grads)
         how.check()
         wrappers = cls.fsdp_modules(module) if recurse or isinstance(module, cls) else []
-        units = [each._sharded._fsdp_ext_unit for each in (wrappers if recurse else wrappers[:1])]
+        taken = wrappers if recurse else wrappers[:1]
+        # A wrapper around a wrapper has the unit of that one.
+        units = list(dict.fromkeys(wrapper._sharded._fsdp_ext_unit for wrapper in taken))
         for unit in units:
             check_summons(unit, how, "summon_full_params")
         with gathered_by_all(units, "summon_full_params"):

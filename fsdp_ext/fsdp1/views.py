@@ -210,6 +210,7 @@ class WrapperViews:
 
     _fsdp_extension = None
     _use_orig_params: bool
+    _wraps_wrapper: bool
 
     @property
     def rank(self) -> int:
@@ -256,7 +257,7 @@ class WrapperViews:
 
     @property
     def _has_params(self) -> bool:
-        return bool(self._sharded._fsdp_ext_unit.params)
+        return not self._wraps_wrapper and bool(self._sharded._fsdp_ext_unit.params)
 
     @property
     def _handle(self) -> HandleView | None:

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_ext._util.containers import map_tensors
 from fsdp_ext.fsdp1.groups import Groups, resolve_group
+from fsdp_ext.fsdp1.norms import combine_norms, norm_to_combine
 from fsdp_ext.fsdp1.setup import (
     CHECKPOINTED,
     RESHARD_AFTER_FORWARD,
@@ -81,7 +82,8 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
     ``<wrapped module>._flat_param``.
 
     Args:
-        module: the module to wrap. Make the optimizer afterwards, or see ``use_orig_params``.
+        module: the module to wrap. Make the optimizer afterwards, or see ``use_orig_params``. A
+            wrapper may be wrapped again, which shards nothing more.
         process_group: ranks to shard over, all by default. Excludes ``device_mesh``. With hybrid
             sharding a pair: the ranks that shard the model, and those that have the same shard. By
             default the ranks of each host shard it (``LOCAL_WORLD_SIZE`` if a launcher sets that).
@@ -148,7 +150,10 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         # The arguments for the wrappers of children, read before there are other local variables.
         kwargs = {k: v for k, v in locals().items() if k not in ("self", "module", "__class__")}
         super().__init__()
-        check_modules([module])
+        # A wrapper around a wrapper has no unit of its own, since it would have no parameters.
+        self._wraps_wrapper = isinstance(module, FullyShardedDataParallel)
+        if not self._wraps_wrapper:
+            check_modules([module])
         refuse_torchs_wrappers(module)
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         precision = mixed_precision or MixedPrecision()
@@ -201,6 +206,15 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         if not use_orig_params:
             check_flattened(own, ignored_params)
         self.add_module(WRAPPED, module)
+        hooked: Any = self  # torch leaves these three untyped
+        hooked.register_state_dict_post_hook(remove_wrapper_names)
+        hooked.register_load_state_dict_pre_hook(add_wrapper_names)
+        hooked.register_load_state_dict_post_hook(clean_incompatible_keys)
+        if isinstance(module, FullyShardedDataParallel):
+            set_state(self, ModuleState(module._sharded))
+            self._use_orig_params = module._use_orig_params
+            refuse_torchs_methods(self)
+            return
         originals = own_parameters(own.values()) if use_orig_params else {}
         sharded = fully_shard(
             module,
@@ -230,10 +244,6 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         if use_orig_params and not are_children_wrapped():
             let_optimizers_go_on()
         refuse_torchs_methods(self)
-        hooked: Any = self  # torch leaves these three untyped
-        hooked.register_state_dict_post_hook(remove_wrapper_names)
-        hooked.register_load_state_dict_pre_hook(add_wrapper_names)
-        hooked.register_load_state_dict_post_hook(clean_incompatible_keys)
         for owner in {owner for owner, _ in self._sharded._fsdp_ext_unit.places()}:
             owner.register_load_state_dict_pre_hook(shard_whole_parameters)
 
@@ -314,6 +324,9 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         ``fn`` sees whole parameters. Afterwards each rank keeps its own shard of them.
         """
         unit = self._sharded._fsdp_ext_unit
+        if self._wraps_wrapper:
+            super().apply(fn)
+            return self
         check_summons(unit, Summoning(), "apply")
         with gathered_by_all([unit], "apply"):
             pass  # the function may have collectives of its own
@@ -389,10 +402,10 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
                 plain.append(param.grad)
 
         device = self._sharded._fsdp_ext_unit.device
-        total = _norm_to_combine(sharded, norm_type, dtype, device)
+        total = norm_to_combine(sharded, norm_type, dtype, device)
         op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
-        _combine(total, op, self._sharded._fsdp_ext_unit.ranks.group)
-        own = _norm_to_combine(plain, norm_type, dtype, device)
+        combine_norms(total, op, self._sharded._fsdp_ext_unit.ranks.group)
+        own = norm_to_combine(plain, norm_type, dtype, device)
         total = torch.maximum(total, own) if is_max else total + own
         total = total if is_max else total ** (1 / norm_type)
         scale = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
@@ -441,32 +454,6 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
             wrapper._sharded._fsdp_ext_unit.change(
                 communication_hook=CommunicationHook(hook, state)
             )
-
-
-def _norm_to_combine(
-    grads: list[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Return the p-th power of the norm, which ranks add up; for p = inf the maximum."""
-    # Shards may be empty, and the maximum of nothing is an error.
-    norms = [
-        torch.linalg.vector_norm(g, norm_type, dtype=dtype).to(device) for g in grads if g.numel()
-    ]
-    if not norms:
-        return torch.zeros((), dtype=dtype, device=device)
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    return norm if norm_type == math.inf else norm.pow(norm_type)
-
-
-def _combine(total: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
-    """Reduce the norm over all ranks. There is no roll call, because each step calls this."""
-    try:
-        dist.all_reduce(total, op, group=group)
-    except RuntimeError as error:  # on the host; over NCCL its watchdog ends the process
-        raise RuntimeError(
-            f"rank {dist.get_rank()} could not reduce the norm in clip_grad_norm_. All of the "
-            f"ranks {dist.get_process_group_ranks(group)} have to call it in the same step. The "
-            f"backend says: {error}"
-        ) from error
 
 
 # - Inputs and outputs

@@ -1,0 +1,116 @@
+"""A wrapper that is wrapped again trains, clips, saves and loads as FSDP1's does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.fsdp1_parity import BY_BLOCK, CPU, assert_equal, make, run, state
+from support.launcher import run_ranks
+from support.models import Stack
+from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import MixedPrecision, StateDictType
+
+from fsdp_ext import FullyShardedDataParallel as FSDP
+
+PRECISION = MixedPrecision(torch.bfloat16)
+
+
+def wrapped_twice(cls: Any, *, use_orig_params: bool) -> Any:
+    options = {"device_id": CPU, "use_orig_params": use_orig_params, "mixed_precision": PRECISION}
+    inner = cls(make(Stack), auto_wrap_policy=BY_BLOCK, **options)
+    return cls(inner, **options)
+
+
+def trained(cls: Any, *, use_orig_params: bool) -> tuple[Any, dict[str, Tensor | None]]:
+    """Return the model, and losses and whole parameters of a few steps, two of them accumulated."""
+    model = wrapped_twice(cls, use_orig_params=use_orig_params)
+    stack = model.module.module
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    found: dict[str, Tensor | None] = {}
+    for step in range(3):
+        optimizer.zero_grad()
+        with model.no_sync():
+            run(model, stack, 10 + step).backward()
+        loss = run(model, stack, step)
+        loss.backward()
+        assert model.clip_grad_norm_(1e6) > 0  # does not clip: norms are added in other orders
+        optimizer.step()
+        found[f"loss {step}"] = loss.detach()
+    with cls.summon_full_params(model):
+        for name, param in stack.named_parameters():
+            clean = name.replace("_fsdp_wrapped_module.", "")
+            found[clean] = param.detach().clone()
+    return model, found
+
+
+def _as_fsdp1(use_orig_params: bool) -> None:
+    model, found = trained(FSDP, use_orig_params=use_orig_params)
+    theirs, expected = trained(TorchFSDP, use_orig_params=use_orig_params)
+    assert_equal(found, expected)
+    assert len(FSDP.fsdp_modules(model)) == len(TorchFSDP.fsdp_modules(theirs))
+    assert [w._has_params for w in FSDP.fsdp_modules(model)] == [
+        w._has_params for w in TorchFSDP.fsdp_modules(theirs)
+    ]
+    assert FSDP.fsdp_modules(model, root_only=True) == [model]
+    assert_equal(model.state_dict(), theirs.state_dict())
+    assert_equal(model.module.state_dict(), theirs.module.state_dict())
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_a_wrapper_that_is_wrapped_again_trains_as_under_fsdp1(use_orig_params: bool) -> None:
+    run_ranks(_as_fsdp1, 2, use_orig_params)
+
+
+def _resumes(kind: StateDictType, use_orig_params: bool) -> None:
+    model, _ = trained(FSDP, use_orig_params=use_orig_params)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    run(model, model.module.module, 0).backward()
+    optimizer.step()
+    with FSDP.state_dict_type(model, kind):
+        saved = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+        other = wrapped_twice(FSDP, use_orig_params=use_orig_params)
+        result = other.load_state_dict(saved[0])
+        assert not result.missing_keys
+        assert not result.unexpected_keys
+        with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "stem.weight"'):
+            other.load_state_dict({k: v for k, v in saved[0].items() if k != "stem.weight"})
+        again = torch.optim.Adam(other.parameters(), lr=0.1)
+        again.load_state_dict(FSDP.optim_state_dict_to_load(other, again, saved[1]))
+    for each, its in ((model, optimizer), (other, again)):
+        its.zero_grad()
+        run(each, each.module.module, 1).backward()
+        its.step()
+    assert_equal(other.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("kind", [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT])
+def test_a_wrapper_that_is_wrapped_again_saves_and_loads(
+    kind: StateDictType, use_orig_params: bool
+) -> None:
+    run_ranks(_resumes, 2, kind, use_orig_params)
+
+
+def _applied() -> None:
+    model = FSDP(FSDP(make(Stack), auto_wrap_policy=BY_BLOCK, use_orig_params=True))
+    seen: list[str] = []
+
+    def double(module: torch.nn.Module) -> None:
+        seen.append(type(module).__name__)
+        if hasattr(module, "bias"):
+            with torch.no_grad():
+                module.bias.add_(1)
+
+    want = make(Stack)
+    want.apply(double)
+    seen.clear()
+    model.apply(double)
+    assert seen.count("FullyShardedDataParallel") == 5
+    assert_equal(state(model), state(want))
+
+
+def test_functions_are_applied_once_to_each_module() -> None:
+    run_ranks(_applied, 2)
