@@ -12,6 +12,7 @@ from support.models import Stack
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import MixedPrecision, StateDictType
+from torch.distributed.tensor import DTensor
 
 from fsdp_ext import FullyShardedDataParallel as FSDP
 
@@ -86,12 +87,52 @@ def _resumes(kind: StateDictType, use_orig_params: bool) -> None:
     assert_equal(other.state_dict(), model.state_dict())
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("kind", [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT])
+@pytest.mark.parametrize(
+    ("kind", "use_orig_params"),
+    [
+        (StateDictType.FULL_STATE_DICT, True),
+        (StateDictType.FULL_STATE_DICT, False),
+        (StateDictType.SHARDED_STATE_DICT, True),
+        (StateDictType.SHARDED_STATE_DICT, False),
+    ],
+)
 def test_a_wrapper_that_is_wrapped_again_saves_and_loads(
     kind: StateDictType, use_orig_params: bool
 ) -> None:
     run_ranks(_resumes, 2, kind, use_orig_params)
+
+
+def _local_state() -> None:
+    model, _ = trained(FSDP, use_orig_params=False)
+    other = wrapped_twice(FSDP, use_orig_params=False)
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        saved = model.state_dict()
+    assert set(saved) == {"_flat_param", *(f"blocks.{i}._flat_param" for i in range(3))}
+    with FSDP.state_dict_type(other, StateDictType.LOCAL_STATE_DICT):
+        other.load_state_dict(saved)
+    assert_equal(other.state_dict(), model.state_dict())
+
+
+def test_a_wrapper_that_is_wrapped_again_has_local_state_dicts() -> None:
+    run_ranks(_local_state, 2)
+
+
+def _summoned_without_those_inside() -> None:
+    for cls in (FSDP, TorchFSDP):
+        model = wrapped_twice(cls, use_orig_params=True)
+        weight = make(Stack).stem.weight
+        with cls.summon_full_params(model, recurse=False):
+            assert not _is_whole(model.module.module.stem.weight, weight)
+        with cls.summon_full_params(model.module, recurse=False):
+            assert _is_whole(model.module.module.stem.weight, weight)
+
+
+def _is_whole(param: Tensor, whole: Tensor) -> bool:
+    return not isinstance(param, DTensor) and param.shape == whole.shape
+
+
+def test_the_outer_wrapper_has_no_parameters_to_summon() -> None:
+    run_ranks(_summoned_without_those_inside, 2)
 
 
 def _applied() -> None:
