@@ -139,16 +139,16 @@ def _applied() -> None:
     model = FSDP(FSDP(make(Stack), auto_wrap_policy=BY_BLOCK, use_orig_params=True))
     seen: list[str] = []
 
-    def double(module: torch.nn.Module) -> None:
+    def add_one(module: torch.nn.Module) -> None:
         seen.append(type(module).__name__)
         if hasattr(module, "bias"):
             with torch.no_grad():
                 module.bias.add_(1)
 
     want = make(Stack)
-    want.apply(double)
+    want.apply(add_one)
     seen.clear()
-    model.apply(double)
+    model.apply(add_one)
     assert seen.count("FullyShardedDataParallel") == 5
     assert_equal(state(model), state(want))
 

@@ -164,8 +164,8 @@ def test_ranks_of_two_hosts_that_run_units_in_different_orders_name_each_other(
 ) -> None:
     with Hosts() as pair:
         messages = run_ranks(_run_in_another_order, world_size, timeout=30.0, hosts=pair)
-    # Either lane may meet the other order first. Messages that go by the backend's own collectives
-    # have no tags, so the exchange at the end of backward finds it then.
+    # Either lane may meet the other order first. The backend's own collectives have no tags, so
+    # with them the exchange at the end of backward finds the difference.
     for message in messages:
         sentence = message.split("\n")[0]
         assert re.search("[Rr]anks (. and . )?issued different collectives", sentence), message

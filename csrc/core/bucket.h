@@ -50,6 +50,7 @@ struct ReducePiece {
   std::vector<DType> gradient_dtypes;  // of its gradients, each once
 };
 
+// Larger than the number of any packing.
 constexpr std::uint64_t kNoPacking = ~std::uint64_t{0};
 
 struct Bucket {
@@ -127,7 +128,7 @@ struct Bucket {
   // - Gradients. The vectors have one element for each trainable parameter.
   // The reduce input of backwards without gradient sync, one piece after another.
   std::shared_ptr<void> accumulated;
-  std::vector<std::uint64_t> accumulated_since;  // the first of these packings; 0: no gradient
+  std::vector<std::uint64_t> accumulated_since;  // the first packing that they hold; 0: none
   bool has_accumulated = false;
   // The native handles of the streams on which gradients arrived that are not packed yet.
   std::vector<void*> gradient_streams;
@@ -135,7 +136,7 @@ struct Bucket {
   std::vector<const void*> gradients_of_dtype;  // scratch, for pieces of several gradient dtypes
   std::vector<CastMode> finish_modes;
   std::uint64_t* nonfinite_marks = nullptr;  // on the device: Note [NaN and Inf] in core/reducer.h
-  std::vector<std::uint64_t> reduced_since;  // kNoPacking: no gradient
+  std::vector<std::uint64_t> reduced_since;  // the first packing in the last reduction
   std::unique_ptr<Event> packed;
   std::unique_ptr<Event> reduced;
   bool reduction_pending = false;    // the compute stream has not waited for `reduced` yet

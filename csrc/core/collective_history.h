@@ -3,9 +3,10 @@
 // Note [collective tags]
 // Ranks match collectives by their order on a lane. If ranks run units of equal size in different
 // orders, every transport would add up gradients of different units, and nothing would fail. So
-// each collective has a tag: a hash of its units, operation, dtypes, size and iteration. Shared
-// memory and composed collectives compare the tags when ranks meet. Other transports cannot, so all
-// ranks compare hashes of all their tags once in each backward (core/backward_exchange.h).
+// each collective has a tag: a hash of its units, operation, dtypes, size and iteration. On other
+// meshes than the root's, the history has no sizes, and one entry for all pieces of a bucket.
+// Shared memory and composed collectives compare the tags when ranks meet. Other transports cannot,
+// so all ranks compare hashes of all their tags once in each backward (core/backward_exchange.h).
 //
 // An iteration ends with a backward that reduced gradients. Forwards do not count, because one rank
 // alone may run some if its parameters stay unsharded.

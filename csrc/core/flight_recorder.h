@@ -26,8 +26,9 @@ class RanksDiffer : public Error {
 class FlightRecorder : public std::enable_shared_from_this<FlightRecorder> {
  public:
   // Each pair of lanes keeps its newest `entries` collectives. `prefix` is how the path of a record
-  // begins, and the rank's number is how it ends. An error waits `longest_write` for its record, so
-  // a file system that hangs does not keep it from being raised.
+  // begins, and the rank's number is how it ends. Errors and
+  // watchdogs wait at most `longest_write` for a record, so a file system that hangs does not hold
+  // them up.
   FlightRecorder(int rank, std::size_t entries, std::string prefix,
                  std::chrono::milliseconds longest_write = std::chrono::seconds(10));
 

@@ -31,8 +31,9 @@ Communicator& Pipeline::communicator_of(Collective op, const Bucket& bucket) {
   return replicas_->reduce.communicator();
 }
 
-// Ranks of another mesh may send other sizes, and so a bucket in more or fewer pieces: Note
-// [several meshes]. They share the history, so it has one entry for all pieces of such a bucket.
+// Ranks of another mesh may send other sizes, and may cut a bucket into more or fewer pieces: Note
+// [several meshes]. All ranks compare one history, so it has one entry for all pieces of such a
+// bucket, without their sizes.
 void Pipeline::announce(Collective op, const Bucket& bucket, const NextMessage& message) {
   const bool of_group = op == Collective::GroupAllGather;
   const bool gathers = op == Collective::AllGather || of_group;

@@ -43,9 +43,10 @@
 //
 // Note [NaN and Inf]
 // Packing marks each parameter whose own gradient, before it is reduced, has NaN or Inf. The mark
-// is the number of the packing, so nothing has to be cleared. fsdp_ext.health compares it with the
-// first packing whose gradients are in the sharded gradient. Replays of a CUDA graph all write the
-// mark of its capture, so they tell which gradients have not been finite in any replay so far.
+// is the number of the packing, so nothing has to be cleared. units_with_nonfinite compares it with
+// the number of the first packing in the last reduction. A sharded gradient that was added to also
+// has earlier reductions, which do not count. Replays of a CUDA graph all write the mark of its
+// capture, so they tell which gradients have not been finite in any replay so far.
 #pragma once
 
 #include <cstddef>
@@ -93,8 +94,8 @@ class Reducer {
   // Drops all gradients that are not reduced yet, after a backward that failed.
   void discard(Bucket& bucket);
 
-  // Whether each of `units` units has had NaN or Inf in this rank's own gradients, of those that
-  // are in its sharded gradients by the last reduction: Note [NaN and Inf]. Waits for the device.
+  // For each of the `units` units, whether this rank's own gradients in the unit's last reduction
+  // had NaN or Inf: Note [NaN and Inf]. Waits for the device.
   std::vector<char> units_with_nonfinite(const std::vector<std::unique_ptr<Bucket>>& buckets,
                                          std::size_t units) const;
 

@@ -70,7 +70,7 @@ class HostEvent final : public Event {
 
   // For streams only. nullptr stands for a record that is already reached.
   void set_newest(std::shared_ptr<Completion> completion);
-  // What a wait for the event has to wait for; nullptr if nothing.
+  // What is recorded and not reached yet; nullptr for nothing. A wait waits for it.
   std::shared_ptr<Completion> pending() const;
 
  private:

@@ -83,11 +83,11 @@ enum class CastMode : std::uint8_t {
   Skip,
 };
 
-// Where pack notes that a gradient has an element that is NaN or Inf. It reads all of them anyway,
-// so this costs no other pass.
+// Where pack marks the gradients that have NaN or Inf. Pack reads every element anyway, so this
+// needs no pass of its own.
 struct NonfiniteMarks {
   std::uint64_t* of_entries = nullptr;  // on the packer's device; nullptr: nothing is noted
-  std::uint64_t mark = 0;  // what an entry with such an element gets; others keep theirs
+  std::uint64_t mark = 0;  // written for each entry with NaN or Inf; others keep theirs
 };
 
 // All implementations compute the same: an element is widened to fp32 (fp64 if either side is

@@ -82,7 +82,7 @@ FSDP_ALWAYS_INLINE Seen<Source> look(Source element) {
   return ExponentOf<Source>::look(element::bit_cast<Seen<Source>>(element));
 }
 
-// A word of a pair of bf16, as for one of them.
+// Merges what was seen of both halves of a word.
 FSDP_ALWAYS_INLINE Seen<BFloat16> either(std::uint32_t seen) {
   return static_cast<Seen<BFloat16>>(seen | seen >> 16);
 }
@@ -108,7 +108,7 @@ struct ConvertLoop {
   }
 };
 
-// Changes no bit of a NaN.
+// Copies bits, so that a NaN keeps its own.
 template <typename Element>
 struct CopyLoop {
   static FSDP_ALWAYS_INLINE void run(const Element* __restrict source,
@@ -188,12 +188,12 @@ struct AccumulateLoop<BFloat16, BFloat16> {
   }
 };
 
-// Another loop with non-temporal stores, for whole blocks of a destination that begins a cache
+// Runs `Loop` with non-temporal stores, for whole blocks of a destination that begins a cache
 // line. A block is a few cache lines: with more, the processor no longer overlaps the arithmetic of
 // one block with the stores of another.
 constexpr std::int64_t kBlock = 64;
 
-// The source is prefetched so many bytes before it is converted. The processor's own prefetching is
+// The source is prefetched so many bytes before it is read. The processor's own prefetching is
 // not enough: it left a cast from fp32 to bf16 at three quarters of this speed.
 constexpr std::int64_t kPrefetchAhead = 4096;
 
@@ -248,7 +248,7 @@ void run_best_loop(InstructionSet set, const Source* source, Destination* destin
   }
 }
 
-// Runs a loop that only writes, past the caches if the run is large.
+// Runs a loop that does not read its destination. Writes past the caches if the run is large.
 template <typename Loop, typename Source, typename Destination, typename Scale>
 void write_run(const Source* source, Destination* destination, std::int64_t numel, Scale scale,
                const RunSettings& settings, Seen<Source>* seen) {

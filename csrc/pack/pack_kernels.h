@@ -418,8 +418,8 @@ struct PackWork {
   NonfiniteMarks marks;
 };
 
-// Lanes that find something in one entry write the same. `gradients(entry)` returns the address
-// from the launch.
+// All lanes that find NaN or Inf in an entry write the same mark. `gradients(entry)` returns the
+// address from the launch.
 template <typename S, typename D, typename Gradients>
 FSDP_HOST_DEVICE inline void pack(const PackWork& work, const Gradients& gradients, Place place) {
   const std::uint64_t tiles =

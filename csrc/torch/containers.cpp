@@ -34,7 +34,7 @@ py::object map_tuple(py::handle object, const TensorMap& map) {
 
 py::object map_list(py::handle object, const TensorMap& map) {
   const auto list = py::reinterpret_borrow<py::list>(object);
-  py::object result = list;  // a copy from the first element on that changes
+  py::object result = list;  // replaced by a copy at the first change
   for (std::size_t i = 0; i < list.size(); ++i) {
     const py::object item = list[i];
     const py::object mapped = map_tensors(item, map);
@@ -52,7 +52,7 @@ py::object map_list(py::handle object, const TensorMap& map) {
 
 py::object map_dict(py::handle object, const TensorMap& map) {
   const auto dict = py::reinterpret_borrow<py::dict>(object);
-  py::object result = dict;  // a copy from the first element on that changes
+  py::object result = dict;  // replaced by a copy at the first change
   for (const auto& [key, item] : dict) {
     const py::object mapped = map_tensors(item, map);
     if (mapped.is(item)) {
@@ -77,7 +77,8 @@ py::object map_tensors(py::handle object, const TensorMap& map) {
   if (is_leaf(raw)) {
     return py::reinterpret_borrow<py::object>(object);
   }
-  // Containers come first, because THPVariable_Check runs Python code for what is no tensor.
+  // Containers come first, because THPVariable_Check runs Python code for objects that are not
+  // tensors.
   if (PyTuple_CheckExact(raw)) {
     return map_tuple(object, map);
   }

@@ -87,7 +87,7 @@ bool TorchRoot::enter_forward(TorchUnit& unit) {
   const bool with_gradient = at::GradMode::is_enabled();
   const bool begins_step = checks_ != nullptr && with_gradient && !pipeline_->awaits_backward();
   const py::gil_scoped_release no_gil;
-  // Inside of torch.func's transforms, what moves shards would be an operator of the user.
+  // A transform of torch.func would take the copies that move shards for operators of the user.
   const c10::impl::ExcludeDispatchKeyGuard no_transforms(
       c10::DispatchKeySet({c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
                            c10::DispatchKey::FuncTorchDynamicLayerBackMode}));

@@ -85,6 +85,7 @@ def add_wrapper_names(module: nn.Module, state_dict: dict[str, Any], prefix: str
 
 
 def _convert_to_load(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """Bring a wrapper's own entries into the form that its parameters load."""
     wrapper = cast(Any, module)
     settle(wrapper._sharded._fsdp_ext_unit)
     flat = wrapper._sharded._fsdp_ext_unit.flat_param

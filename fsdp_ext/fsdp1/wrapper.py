@@ -83,7 +83,8 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
 
     Args:
         module: the module to wrap. Make the optimizer afterwards, or see ``use_orig_params``. A
-            wrapper may be wrapped again, which shards nothing more.
+            wrapper may be wrapped again, which shards nothing more: the outer one's settings have
+            no effect.
         process_group: ranks to shard over, all by default. Excludes ``device_mesh``. With hybrid
             sharding a pair: the ranks that shard the model, and those that have the same shard. By
             default the ranks of each host shard it (``LOCAL_WORLD_SIZE`` if a launcher sets that).

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_ext._util.tables import columns
 from fsdp_ext.sharding.root import Root, running_root
+from fsdp_ext.sharding.step_checks import in_words
 from fsdp_ext.sharding.unit import Unit
 
 _EXCHANGE = "the exchange of health"
@@ -25,8 +26,8 @@ class UnitHealth:
         name: the unit's name in the root module.
         gradient_norm: the 2-norm of its reduced gradients, over all ranks.
         nonfinite: how many elements of its reduced gradients are NaN or Inf, over all ranks.
-        born_on: the ranks whose own gradients, before they were reduced, had a NaN or Inf. Packing
-            has seen them.
+        born_on: the ranks whose own gradients, before they were reduced, had a NaN or Inf, as
+            packing has marked: Note [NaN and Inf] in ``csrc/core/reducer.h``.
     """
 
     name: str
@@ -75,8 +76,7 @@ class Health:
             return f"All gradients are finite. Their norm is {self.gradient_norm:.6g}."
         where = f"The first unit in backward with NaN or Inf is '{first.name}'"
         if first.born_on:
-            ranks = " and ".join(map(str, first.born_on))
-            return f"{where}, on rank {ranks}."
+            return f"{where}, on {in_words(first.born_on)}."
         return (
             f"{where}, but no rank's own gradients had one in the last backward. The sum over "
             "ranks overflowed, or an earlier backward's gradients were not finite."
@@ -87,9 +87,9 @@ def health(model: nn.Module) -> Health:
     """Return norms and counts of what is not finite, for the gradients of the last backward.
 
     All ranks call it, after a backward and before ``zero_grad``. It reads each rank's own shards
-    once, and exchanges three numbers for each unit. Gradients that were not reduced, as without
-    gradient sync, do not count. With tensor parallelism the numbers are those of the ranks that
-    share this rank's part.
+    once, and exchanges three numbers for each unit. Gradients that are not reduced yet, as after a
+    backward without gradient sync, do not count. With tensor parallelism the numbers are those of
+    the ranks that share this rank's part.
 
     Args:
         model: the root module, which has run forward, or FSDP1's wrapper of one.

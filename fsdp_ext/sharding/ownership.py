@@ -90,8 +90,8 @@ def is_extension(name: str, tensor: torch.Tensor) -> bool:
 def quantization_of(tensor: torch.Tensor) -> Any:
     """Return how bitsandbytes has quantized a weight to 4 bits; None for any other tensor.
 
-    The weight holds packed numbers, whose rows can be shared like any others. What else its class
-    has is this object, which each rank keeps, and which the layer's forward reads.
+    The weight holds packed numbers, whose rows can be sharded like any others. Its scales are in
+    this object. Each rank keeps the whole object, and the layer's forward reads it.
     """
     return getattr(tensor, "quant_state", None) if _is_of_4_bits(tensor) else None
 
@@ -114,8 +114,8 @@ def _check_plain(name: str, tensor: torch.Tensor) -> None:
         return
     if _is_of_4_bits(tensor):
         raise NotImplementedError(
-            f"parameter '{name}' is a Params4bit that is not quantized yet. Move its module to its "
-            "device first, which quantizes it."
+            f"parameter '{name}' is a Params4bit that is not quantized yet. Move the module to its "
+            "device before fully_shard: bitsandbytes quantizes the weight then."
         )
     if kind not in (nn.Parameter, torch.Tensor):
         raise NotImplementedError(

@@ -57,10 +57,13 @@ class Place:
 
     def named(self, numbers: Iterable[int]) -> str:
         """Return the global ranks of ``numbers`` in words."""
-        names = [str(self.ranks[number]) for number in numbers]
-        if len(names) == 1:
-            return f"rank {names[0]}"
-        return f"ranks {', '.join(names[:-1])} and {names[-1]}"
+        return in_words([self.ranks[number] for number in numbers])
+
+
+def in_words(ranks: Iterable[int]) -> str:
+    """Return global ranks in words, such as "ranks 1, 2 and 5"."""
+    *others, last = map(str, ranks)
+    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
 
 def findings(looks: Looks, names: Sequence[str], place: Place) -> list[str]:

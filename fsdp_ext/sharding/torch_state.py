@@ -1,8 +1,8 @@
 """What code written for PyTorch's FSDP2 finds of a unit where it looks for PyTorch's own state.
 
-``torch.distributed.pipelining``, trainers and the like call ``fully_shard.state(module)`` or
-``module._get_fsdp_state()``, and look into the registry of composable functions. They find views,
-which read the unit when they are asked.
+``torch.distributed.pipelining``, trainers and the like call ``fully_shard.state(module)``,
+``module._get_fsdp_state()`` or ``_get_module_fsdp_state(module)``, and look into the registry of
+composable functions. They find views, which read the unit when they are asked.
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ class _StateContextView(_View):
 class StateView(_View):
     """A unit, as ``FSDPState``."""
 
-    # PyTorch's _get_module_fsdp_state asks isinstance. A subclass would inherit its behaviour.
+    # PyTorch's _get_module_fsdp_state checks isinstance(state, FSDPState). A real subclass would
+    # inherit FSDPState's behaviour.
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         return FSDPState

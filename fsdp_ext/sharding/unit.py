@@ -192,7 +192,7 @@ class Unit(ParamGroup):
             for submodule, attribute in found.attributes:
                 submodule._parameters[attribute] = found.sharded
                 if found.quantization is not None:
-                    # Packing for the CPU would give the weight other memory than the slot's.
+                    # bitsandbytes would convert it into memory of its own, outside of the slot.
                     submodule.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
             mark_sharded(param, found.sharded, found.name, self.name)
         return [sharded[place] for place in self._layout_order(sharded)]
