@@ -288,6 +288,29 @@ def _other_size() -> None:
     _shard_two(TwoUnits(reverse=False, width=4 + 2 * dist.get_rank()))(torch.ones(2, 4))
 
 
+class TwoWeights(nn.Module):
+    def __init__(self, rows: tuple[int, int]) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(rows[0], 4))
+        self.second = nn.Parameter(torch.ones(rows[1], 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.first.sum() * self.second.sum()
+
+
+def _other_messages() -> None:
+    rows = (40, 8) if dist.get_rank() == 0 else (8, 40)  # as many bytes in as many messages
+    fully_shard(TwoWeights(rows), max_message_bytes=512)(torch.ones(2, 4))
+
+
+def test_ranks_whose_messages_have_other_sizes_are_told() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(_other_messages, 2, fresh=True)
+    message = str(caught.value)
+    assert "in 3 messages, the first of 512) but rank 1 issues" in message
+    assert "in 3 messages, the first of 128)" in message
+
+
 def test_ranks_that_run_units_in_another_order_say_which_rank_and_unit() -> None:
     with pytest.raises(RanksFailed) as caught:
         run_ranks(_other_order, 2, fresh=True)

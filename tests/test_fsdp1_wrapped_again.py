@@ -155,3 +155,12 @@ def _applied() -> None:
 
 def test_functions_are_applied_once_to_each_module() -> None:
     run_ranks(_applied, 2)
+
+
+def _check_every_of_the_outer() -> None:
+    with pytest.raises(ValueError, match=r"check_every=2 .* Pass it to the wrapper inside"):
+        FSDP(FSDP(make(Stack)), check_every=2)
+
+
+def test_an_outer_wrapper_refuses_what_only_units_do() -> None:
+    run_ranks(_check_every_of_the_outer, 1)

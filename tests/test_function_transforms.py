@@ -10,8 +10,9 @@ import torch
 from support.launcher import run_ranks
 from support.parity import whole
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 
 from fsdp_ext import fully_shard
 
@@ -63,6 +64,78 @@ def _transformed(transform: str) -> None:
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms_over_a_model_are_those_of_fsdp2(transform: str) -> None:
     run_ranks(_transformed, 2, transform)
+
+
+SECOND: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "hessian": lambda f, x: hessian(f)(x),
+    "jvp of grad": lambda f, x: jvp(grad(f), (x,), (torch.ones_like(x),))[1],
+    "jacrev of jacrev": lambda f, x: jacrev(jacrev(f))(x),
+    "grad of grad": lambda f, x: grad(lambda x: grad(f)(x).square().sum())(x),
+}
+
+
+def _derivatives_of_derivatives() -> None:
+    plain, sharded = make(lambda module: module), make(fully_shard)
+    x = torch.randn(4, generator=torch.Generator().manual_seed(0))
+    for name, transform in SECOND.items():
+        expected = transform(lambda x: plain(x).square().sum(), x)
+        got = transform(lambda x: sharded(x).square().sum(), x)
+        assert torch.allclose(got, expected, atol=1e-6), name
+        assert expected.abs().max() > 1e-3
+
+
+def test_second_derivatives_are_those_of_the_unsharded_model() -> None:
+    run_ranks(_derivatives_of_derivatives, 2)
+
+
+THROUGH: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "grad": lambda model, x: grad(lambda x: model(x).square().sum())(x),
+    "vjp": lambda model, x: vjp(model, x)[1](x)[0],
+    "vmap of grad": lambda model, x: vmap(grad(lambda x: model(x).square().sum()))(x),
+    "value of vjp": lambda model, x: vjp(model, x)[0],
+    "jvp": lambda model, x: jvp(model, (x,), (x,))[1],
+    "vmap": lambda model, x: vmap(model)(x),
+}
+HIDDEN = ("value of vjp", "jvp", "vmap")  # whose outputs no unit's hook sees
+
+
+def _backward_through(keeps: bool) -> None:
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    for name, transform in THROUGH.items():
+        plain, sharded = make(lambda module: module), make(fully_shard)
+        if keeps:
+            for module in (sharded, sharded[0], sharded[2]):
+                module.set_reshard_after_forward(False)
+        transform(plain, x).square().sum().backward()
+        loss = transform(sharded, x).square().sum()
+        if name in HIDDEN and not keeps:
+            with pytest.raises(RuntimeError, match="was read while it is freed"):
+                loss.backward()
+            continue
+        loss.backward()
+        for mine, expected in zip(sharded.parameters(), plain.parameters(), strict=True):
+            assert (mine.grad is None) == (expected.grad is None), name
+            if expected.grad is not None:
+                assert torch.allclose(whole(mine.grad), expected.grad, atol=1e-5), name
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_backward_goes_through_what_a_transform_returns(keeps: bool) -> None:
+    run_ranks(_backward_through, 2, keeps)
+
+
+def _tangent() -> None:
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    tangents = []
+    for system in (lambda module: module, fully_shard):
+        with forward_ad.dual_level():
+            output = make(system)(forward_ad.make_dual(x, torch.ones_like(x)))
+            tangents.append(forward_ad.unpack_dual(output).tangent)
+    assert torch.allclose(*tangents)
+
+
+def test_forward_mode_autograd_gives_the_tangent() -> None:
+    run_ranks(_tangent, 2)
 
 
 def _vmap_inside_of_grad() -> None:

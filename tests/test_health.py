@@ -54,7 +54,7 @@ def _spoil(model: Any, block: int, value: float) -> None:
     """Let the gradient of a block's output have one element that is not finite, on rank 1."""
 
     def spoil(module: Any, args: Any, output: Tensor) -> None:
-        if dist.get_rank() == 1:
+        if dist.get_rank() == 1 and output.requires_grad:
             output.register_hook(lambda gradient: gradient.clone().fill_(value))
 
     model.blocks[block].up.register_forward_hook(spoil)
@@ -121,6 +121,42 @@ def test_a_nan_counts_from_the_first_backward_that_is_reduced_to_the_last() -> N
     added = [(), (-1,), (), (1,), ()]
     accumulated = [(), (1,), (), (1,), ()]
     assert run_ranks(_steps_around_a_nan, 2) == [[added, accumulated]] * 2
+
+
+def _evaluated_afterwards() -> list[tuple[int, ...]]:
+    model = sharded()
+    _spoil(model, 1, float("nan"))
+    seen = []
+    for _ in range(2):
+        step(model)
+        model.blocks[2].set_reshard_after_forward(False)  # memory is planned again
+        with torch.no_grad():
+            model(torch.ones(2, 10))
+        found = fsdp_ext.health(model).first_nonfinite
+        assert found is not None
+        seen.append(found.born_on)
+        model.zero_grad()
+    return seen
+
+
+def test_ranks_are_known_after_memory_was_planned_again() -> None:
+    assert run_ranks(_evaluated_afterwards, 2) == [[(1,)] * 2] * 2
+
+
+def _unreduced() -> None:
+    model = sharded()
+    step(model)
+    model.set_requires_gradient_sync(False)
+    step(model)
+    with pytest.raises(RuntimeError, match="a backward without gradient sync has left some"):
+        fsdp_ext.health(model)
+    model.set_requires_gradient_sync(True)
+    step(model)
+    assert fsdp_ext.health(model).first_nonfinite is None
+
+
+def test_unreduced_gradients_are_refused() -> None:
+    run_ranks(_unreduced, 2)
 
 
 def _born_in_a_replica() -> fsdp_ext.Health:

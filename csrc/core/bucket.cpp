@@ -234,7 +234,6 @@ Bucket::Bucket(int bucket_number, std::vector<Unit*> members, Lanes& lanes)
       gradients(layout.trainable_count(), nullptr),
       gradients_of_dtype(layout.trainable_count(), nullptr),
       finish_modes(layout.trainable_count(), CastMode::Write),
-      reduced_since(layout.trainable_count(), kNoPacking),
       packed(lanes.device->new_event()),
       reduced(lanes.device->new_event()),
       gather_label(label_of("the all-gather", units)),

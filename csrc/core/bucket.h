@@ -50,9 +50,6 @@ struct ReducePiece {
   std::vector<DType> gradient_dtypes;  // of its gradients, each once
 };
 
-// Larger than the number of any packing.
-constexpr std::uint64_t kNoPacking = ~std::uint64_t{0};
-
 struct Bucket {
   Bucket(int number, std::vector<Unit*> units, Lanes& lanes);
 
@@ -135,8 +132,7 @@ struct Bucket {
   std::vector<const void*> gradients;           // addresses, for the packer
   std::vector<const void*> gradients_of_dtype;  // scratch, for pieces of several gradient dtypes
   std::vector<CastMode> finish_modes;
-  std::uint64_t* nonfinite_marks = nullptr;  // on the device: Note [NaN and Inf] in core/reducer.h
-  std::vector<std::uint64_t> reduced_since;  // the first packing in the last reduction
+  std::uint64_t* nonfinite_marks = nullptr;  // of all units: Note [NaN and Inf] in core/reducer.h
   std::unique_ptr<Event> packed;
   std::unique_ptr<Event> reduced;
   bool reduction_pending = false;    // the compute stream has not waited for `reduced` yet

@@ -122,6 +122,24 @@ bool FlightRecorder::write(const std::string& path) const {
   return unread > 0;
 }
 
+// While a write hangs, no other one is begun.
+std::shared_future<bool> FlightRecorder::write_on_thread() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (newest_write_.valid() &&
+      newest_write_.wait_for(std::chrono::seconds(0)) != std::future_status::ready) {
+    return newest_write_;
+  }
+  std::packaged_task<bool()> task([recorder = shared_from_this()] {
+    for (const auto& tape : recorder->tapes()) {
+      tape->enter_thread();
+    }
+    return recorder->write(recorder->path_);
+  });
+  newest_write_ = task.get_future().share();
+  std::thread(std::move(task)).detach();
+  return newest_write_;
+}
+
 std::string FlightRecorder::account() const noexcept {
   try {
     {
@@ -130,10 +148,7 @@ std::string FlightRecorder::account() const noexcept {
         return said_;
       }
     }
-    std::packaged_task<bool()> task(
-        [recorder = shared_from_this()] { return recorder->write(recorder->path_); });
-    std::future<bool> is_partial = task.get_future();
-    std::thread(std::move(task)).detach();
+    const std::shared_future<bool> is_partial = write_on_thread();
     if (is_partial.wait_for(longest_write_) != std::future_status::ready) {
       return detail::concat("There is no flight record yet: fsdp_ext has waited ",
                             longest_write_.count(), " ms for ", path_,

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -52,6 +53,7 @@ class FlightRecorder : public std::enable_shared_from_this<FlightRecorder> {
 
  private:
   std::vector<std::shared_ptr<FlightTape>> tapes() const;
+  std::shared_future<bool> write_on_thread() const;
 
   const int rank_;
   const std::size_t entries_;
@@ -60,6 +62,7 @@ class FlightRecorder : public std::enable_shared_from_this<FlightRecorder> {
   mutable std::mutex mutex_;  // guards what follows
   std::vector<std::weak_ptr<FlightTape>> tapes_;
   std::string said_;  // by account_before_abort
+  mutable std::shared_future<bool> newest_write_;
   mutable std::mutex writing_;
 };
 

@@ -77,6 +77,8 @@ class FlightTape {
   void turn(bool on) { is_on_ = on; }
 
   std::chrono::milliseconds timeout() const { return timeout_; }
+  // Call it once on a new thread that is going to look.
+  void enter_thread() const { device_.allow_event_queries_during_capture(); }
   // The entries that are kept, the oldest first. Any thread may call this. If another thread is in
   // begin or end, where CUDA may block it, this waits for a second and then returns nullopt.
   std::optional<std::vector<SeenFlight>> look() const;

@@ -15,12 +15,13 @@ struct OrderCheck::Announcement {
     return sequence == other.sequence && ranks == other.ranks && std::strcmp(unit, other.unit) == 0;
   }
   bool has_size_of(const Announcement& other) const {
-    return bytes == other.bytes && pieces == other.pieces;
+    return bytes == other.bytes && pieces == other.pieces && sizes == other.sizes;
   }
 
   std::string describe() const {
     const std::string over = ranks > 0 ? detail::concat(" over ", ranks, " ranks") : "";
-    const std::string in = pieces > 1 ? detail::concat(" in ", pieces, " messages") : "";
+    const std::string in =
+        pieces > 1 ? detail::concat(" in ", pieces, " messages, the first of ", first_bytes) : "";
     return detail::concat("the all-gather", over, " of unit '", unit, "' (", bytes, " bytes", in,
                           ")");
   }
@@ -28,6 +29,8 @@ struct OrderCheck::Announcement {
   std::uint64_t sequence;
   std::uint64_t bytes;  // of all pieces
   std::uint64_t pieces;
+  std::uint64_t first_bytes;
+  std::uint64_t sizes;  // a hash of the sizes of all pieces
   std::uint64_t ranks;  // of a smaller group or another mesh; 0: all
   std::uint64_t mesh;   // the first rank of another mesh; 0 for the root's
   char unit[96];
@@ -107,8 +110,10 @@ void OrderCheck::compare(const Bucket& bucket) {
   mine = {};
   mine.sequence = ++sequence_;
   mine.pieces = bucket.last_gathers().size();
+  mine.first_bytes = bucket.last_gathers().front().bytes;
   for (const GatherPiece& piece : bucket.last_gathers()) {
     mine.bytes += piece.bytes;
+    mine.sizes = mix(mine.sizes, piece.bytes);
   }
   const Communicator& over =
       bucket.is_from_group ? bucket.group->communicator : bucket.gathers_over;

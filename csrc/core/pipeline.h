@@ -163,6 +163,9 @@ class Pipeline {
   BackwardExchange& exchange() { return exchange_; }
   Gatherer& gatherer() { return gatherer_; }
   Reducer& reducer() { return reducer_; }
+  // See Reducer::units_with_nonfinite.
+  std::vector<char> units_with_nonfinite() { return reducer_.units_with_nonfinite(units_); }
+  bool has_unreduced() const { return Reducer::has_unreduced(buckets()); }
 
  private:
   Unit& unit_at(int number) { return *units_.at(static_cast<std::size_t>(number)); }

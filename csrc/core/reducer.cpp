@@ -426,7 +426,7 @@ bool Reducer::prepare_finish(Bucket& bucket, const Units& units) {
       units.size() == bucket.units.size() &&
       (!bucket.reduces_into_window || lane_.communicator().is_registered(bucket.flat_gradient()));
   std::fill(bucket.finish_modes.begin(), bucket.finish_modes.end(), CastMode::Skip);
-  for (const Unit* unit : units) {
+  for (Unit* unit : units) {
     for (std::size_t i = 0; i < unit->arrived.size(); ++i) {
       const bool adds = unit->port.has_sharded_gradient(i);
       if (adds) {
@@ -436,9 +436,9 @@ bool Reducer::prepare_finish(Bucket& bucket, const Units& units) {
       const std::size_t at = unit->first_trainable + i;
       bucket.finish_modes[at] = adds ? CastMode::Add : CastMode::Write;
       const std::uint64_t accumulated = bucket.accumulated_since[at];
-      bucket.reduced_since[at] = accumulated != 0        ? accumulated
-                                 : unit->arrived[i] != 0 ? packings_
-                                                         : kNoPacking;
+      unit->reduced_since[i] = accumulated != 0        ? accumulated
+                               : unit->arrived[i] != 0 ? packings_
+                                                       : kNoPacking;
     }
   }
   return in_place;

@@ -45,8 +45,8 @@
 // Packing marks each parameter whose own gradient, before it is reduced, has NaN or Inf. The mark
 // is the number of the packing, so nothing has to be cleared. units_with_nonfinite compares it with
 // the number of the first packing in the last reduction. A sharded gradient that was added to also
-// has earlier reductions, which do not count. Replays of a CUDA graph all write the mark of its
-// capture, so they tell which gradients have not been finite in any replay so far.
+// has earlier reductions, which do not count. Replays of a CUDA graph write a mark of their own. It
+// counts until units_with_nonfinite is called, which clears it.
 #pragma once
 
 #include <cstddef>
@@ -61,6 +61,9 @@
 #include "core/pieces.h"
 
 namespace fsdp {
+
+// The mark of packings in a CUDA graph.
+constexpr std::uint64_t kCapturedPacking = kNoPacking - 1;
 
 class Reducer {
  public:
@@ -94,10 +97,11 @@ class Reducer {
   // Drops all gradients that are not reduced yet, after a backward that failed.
   void discard(Bucket& bucket);
 
-  // For each of the `units` units, whether this rank's own gradients in the unit's last reduction
-  // had NaN or Inf: Note [NaN and Inf]. Waits for the device.
-  std::vector<char> units_with_nonfinite(const std::vector<std::unique_ptr<Bucket>>& buckets,
-                                         std::size_t units) const;
+  // For each unit, whether this rank's own gradients in the unit's last reduction had NaN or Inf:
+  // Note [NaN and Inf]. Waits for the device.
+  std::vector<char> units_with_nonfinite(const std::vector<std::unique_ptr<Unit>>& units);
+  // Whether there are gradients of backwards without gradient sync.
+  static bool has_unreduced(const std::vector<std::unique_ptr<Bucket>>& buckets);
 
   std::size_t buffer_bytes() const { return input_.bytes() + output_.bytes(); }
 

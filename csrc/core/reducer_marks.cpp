@@ -1,52 +1,74 @@
 // Which gradients have had NaN or Inf: Note [NaN and Inf] in core/reducer.h.
+#include <algorithm>
+#include <chrono>
+
 #include "core/reducer.h"
 
 namespace fsdp {
 
+// Units keep their marks if they come into other buckets.
 void Reducer::place_marks(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   std::size_t count = 0;
   for (const auto& bucket : buckets) {
-    count += bucket->reduced_since.size();
+    count += bucket->layout.trainable_count();
   }
+  const std::shared_ptr<void> before = std::move(marks_);
   marks_count_ = count;
   if (count == 0) {
     return;
   }
-  const std::size_t bytes = count * sizeof(std::uint64_t);
-  marks_ = device_.allocate(bytes);
-  device_.fill(device_.compute_stream(), marks_.get(), 0, bytes);
+  Stream& compute = device_.compute_stream();
+  marks_ = device_.allocate(count * sizeof(std::uint64_t));
+  device_.fill(compute, marks_.get(), 0, count * sizeof(std::uint64_t));
   auto* place = static_cast<std::uint64_t*>(marks_.get());
   for (const auto& bucket : buckets) {
     bucket->nonfinite_marks = place;
-    place += bucket->reduced_since.size();
+    for (Unit* unit : bucket->units) {
+      if (unit->nonfinite_marks != nullptr && !unit->arrived.empty()) {
+        Move move;
+        move.source = unit->nonfinite_marks;
+        move.destination = place;
+        move.bytes = unit->arrived.size() * sizeof(std::uint64_t);
+        device_.transfer(compute, std::chrono::nanoseconds(0), {move}, 0);
+      }
+      unit->nonfinite_marks = place;
+      place += unit->arrived.size();
+    }
   }
 }
 
-std::vector<char> Reducer::units_with_nonfinite(const std::vector<std::unique_ptr<Bucket>>& buckets,
-                                                std::size_t units) const {
-  std::vector<std::uint64_t> marks(marks_count_);
-  if (!marks.empty()) {
-    device_.copy_to_host(device_.compute_stream(), marks_.get(), marks.data(),
-                         marks.size() * sizeof(std::uint64_t));
-    device_.compute_stream().synchronize();
+std::vector<char> Reducer::units_with_nonfinite(const std::vector<std::unique_ptr<Unit>>& units) {
+  std::vector<char> found(units.size(), 0);
+  if (marks_count_ == 0) {
+    return found;
   }
-  std::vector<char> found(units, 0);
-  for (const auto& bucket : buckets) {
-    if (bucket->nonfinite_marks == nullptr) {  // no memory is planned for it yet
-      continue;
-    }
-    const std::uint64_t* of_bucket =
-        marks.data() + (bucket->nonfinite_marks - static_cast<std::uint64_t*>(marks_.get()));
-    for (const Unit* unit : bucket->units) {
-      for (std::size_t i = 0; i < unit->arrived.size(); ++i) {
-        const std::size_t at = unit->first_trainable + i;
-        if (of_bucket[at] >= bucket->reduced_since[at]) {
-          found[static_cast<std::size_t>(unit->number)] = 1;
-        }
+  Stream& compute = device_.compute_stream();
+  const std::size_t bytes = marks_count_ * sizeof(std::uint64_t);
+  std::vector<std::uint64_t> marks(marks_count_);
+  device_.copy_to_host(compute, marks_.get(), marks.data(), bytes);
+  compute.synchronize();
+  const auto* first = static_cast<const std::uint64_t*>(marks_.get());
+  for (std::size_t i = 0; i < units.size(); ++i) {
+    const Unit& unit = *units[i];
+    for (std::size_t j = 0; unit.nonfinite_marks != nullptr && j < unit.arrived.size(); ++j) {
+      const auto at = static_cast<std::size_t>(unit.nonfinite_marks - first) + j;
+      if (marks[at] >= unit.reduced_since[j]) {
+        found[i] = 1;
       }
     }
   }
+  const auto captured = std::count(marks.begin(), marks.end(), kCapturedPacking);
+  if (captured > 0) {  // the next replays tell anew
+    std::replace(marks.begin(), marks.end(), kCapturedPacking, std::uint64_t{0});
+    device_.copy_from_host(compute, marks.data(), marks_.get(), bytes);
+    compute.synchronize();
+  }
   return found;
+}
+
+bool Reducer::has_unreduced(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+  return std::any_of(buckets.begin(), buckets.end(),
+                     [](const auto& bucket) { return bucket->has_accumulated; });
 }
 
 }  // namespace fsdp

@@ -86,6 +86,9 @@ enum class UnitState : std::uint8_t { Sharded, Gathering, Unsharded };
 
 struct Bucket;
 
+// Larger than the number of any packing.
+constexpr std::uint64_t kNoPacking = ~std::uint64_t{0};
+
 // A unit with its settings, which may change, and its state.
 struct Unit : UnitConfig {
   Unit(int unit_number, UnitConfig config, UnitPort& unit_port)
@@ -93,7 +96,8 @@ struct Unit : UnitConfig {
         number(unit_number),
         port(unit_port),
         arrived(layout.trainable_count(), 0),
-        used(layout.trainable_count(), 0) {}
+        used(layout.trainable_count(), 0),
+        reduced_since(layout.trainable_count(), kNoPacking) {}
 
   const int number;
   UnitPort& port;
@@ -143,6 +147,9 @@ struct Unit : UnitConfig {
   std::size_t arrived_count = 0;
   std::vector<char> used;   // of each trainable parameter: reduced a gradient of this rank
   bool is_reduced = false;  // in this backward
+  // Note [NaN and Inf] in core/reducer.h.
+  std::uint64_t* nonfinite_marks = nullptr;  // on the device
+  std::vector<std::uint64_t> reduced_since;  // the first packing in the last reduction
 
   void begin_backward() {
     gathers_left = passes_left = recomputations_left = gradient_sources = 0;

@@ -1,5 +1,12 @@
 // A unit's module hooks: how forward enters and leaves its modules.
+//
+// Note [transforms]
+// An alias of an input belongs to one level of autograd. Inside of transforms of torch.func there
+// are several, and with forward-mode autograd an input also has a tangent. An alias would cut off
+// all others, so inputs are left alone there. Gradients are then reduced at the end of backward, as
+// those of a unit whose inputs need none.
 #include <ATen/core/grad_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <optional>
@@ -183,15 +190,19 @@ py::object TorchUnit::cast(py::handle object, std::optional<at::ScalarType> dtyp
   });
 }
 
+// See Note [transforms].
 py::object TorchUnit::watch_inputs(py::handle inputs, CallId call) {
   std::vector<at::Tensor> watched;
+  bool is_transformed =
+      c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
   map_tensors(inputs, [&](const at::Tensor& tensor) {
     if (tensor.requires_grad()) {
       watched.push_back(tensor);
     }
+    is_transformed = is_transformed || tensor._fw_grad(/*level=*/0).defined();
     return tensor;
   });
-  if (watched.empty()) {
+  if (watched.empty() || is_transformed) {
     return py::reinterpret_borrow<py::object>(inputs);
   }
   const std::vector<at::Tensor> aliases = add_post_backward_node(watched, weak_from_this(), call);

@@ -155,6 +155,11 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         self._wraps_wrapper = isinstance(module, FullyShardedDataParallel)
         if not self._wraps_wrapper:
             check_modules([module])
+        elif check_every is not None:
+            raise ValueError(
+                f"check_every={check_every} was passed to a wrapper of a wrapper, which has no "
+                "unit of its own. Pass it to the wrapper inside."
+            )
         refuse_torchs_wrappers(module)
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         precision = mixed_precision or MixedPrecision()

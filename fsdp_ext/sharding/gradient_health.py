@@ -87,16 +87,16 @@ def health(model: nn.Module) -> Health:
     """Return norms and counts of what is not finite, for the gradients of the last backward.
 
     All ranks call it, after a backward and before ``zero_grad``. It reads each rank's own shards
-    once, and exchanges three numbers for each unit. Gradients that are not reduced yet, as after a
-    backward without gradient sync, do not count. With tensor parallelism the numbers are those of
-    the ranks that share this rank's part.
+    once, and exchanges three numbers for each unit. With tensor parallelism the numbers are those
+    of the ranks that share this rank's part.
 
     Args:
         model: the root module, which has run forward, or FSDP1's wrapper of one.
 
     Raises:
         TypeError: if ``fully_shard`` was not applied to ``model``.
-        RuntimeError: before the first forward, or while reductions are in flight.
+        RuntimeError: before the first forward, while reductions are in flight, or if gradients of
+            a backward without gradient sync are not reduced yet.
     """
     root = running_root(model, "health")
     if not root.units[0].settings.waits_for_reductions:
@@ -107,7 +107,13 @@ def health(model: nn.Module) -> Health:
     mine = array("d")
     for unit, is_born in zip(root.units, root.core.units_with_nonfinite(), strict=True):
         mine.extend((*_numbers_of(unit), is_born))
+    mine.append(root.core.has_unreduced())
     of_ranks = [array("d", message) for message in root.core.all_gather(_EXCHANGE, mine.tobytes())]
+    if any(numbers[-1] for numbers in of_ranks):
+        raise RuntimeError(
+            "health needs reduced gradients, but a backward without gradient sync has left some "
+            "that are not. Call it after a backward with set_requires_gradient_sync(True)."
+        )
     units = []
     for number in _backward_order(root):
         of_unit = [numbers[3 * number : 3 * number + 3] for numbers in of_ranks]

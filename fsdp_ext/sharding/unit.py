@@ -148,6 +148,8 @@ class Unit(ParamGroup):
             sharded.grad_dtype = grad_dtype
         unsharded = Spread.of(param, self.ranks)
         quantization = quantization_of(param)
+        if quantization is not None and not local.is_meta:
+            quantization.to(self.device)  # as the numbers
         keeps = quantization is not None or keeps_dtype(self.settings.mp_policy, name, param)
         return ShardedParam(
             name, part.shape, sharded, dim, spread, unsharded, keeps, quantization=quantization

@@ -167,11 +167,10 @@ void register_root(py::module_& m) {
       .def("units_with_nonfinite",
            [](TorchRoot& root) {
              const py::gil_scoped_release no_gil;  // it waits for the device
-             Pipeline& pipeline = root.pipeline();
-             const auto units = static_cast<std::size_t>(pipeline.unit_count());
-             const auto found = pipeline.reducer().units_with_nonfinite(pipeline.buckets(), units);
+             const auto found = root.pipeline().units_with_nonfinite();
              return std::vector<bool>(found.begin(), found.end());
            })
+      .def("has_unreduced", [](TorchRoot& root) { return root.pipeline().has_unreduced(); })
       .def("buckets",
            [](TorchRoot& root) {
              py::list result;
