@@ -8,7 +8,8 @@ The models are built at the same time and take turns, step by step, in random or
 rank counts. "added" is the difference to the step without checks of the same turn: the median with
 the quartiles. "of 100 steps" is what one checked step in a hundred, or one call of health, adds to
 the time of a hundred steps; the aim is less than 1% for both together. A difference whose quartiles
-include zero is shown as "not distinguishable from zero".
+include zero is shown as "not distinguishable from zero". The last line says how long
+`fsdp_ext.verify` takes for the same model, once, before any training.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import random
+import time
 from functools import partial
 from typing import Any
 
@@ -34,6 +36,7 @@ from bench.models.training import (
     MEDIUM,
     SMALL,
     WARMUP,
+    Block,
     GPTConfig,
     Sharded,
     Training,
@@ -44,6 +47,7 @@ RANKS = 2
 EVERY = 100  # the interval that the aim is for
 AIM = 0.01
 UNCHECKED = "no checks"
+VERIFY = "verify"
 # check_every of each system, and whether each step calls health.
 SYSTEMS: dict[str, tuple[int | None, bool]] = {
     UNCHECKED: (None, False),
@@ -117,8 +121,27 @@ def rows_of(seconds: dict[str, list[float]], training: Training) -> list[dict[st
     return rows
 
 
+def verify_row(config: GPTConfig, batch: int, device: torch.device) -> dict[str, Any]:
+    """Return how long `fsdp_ext.verify` takes, whose steps are of tokens like the training's.
+
+    Raises:
+        RuntimeError: if it finds a difference.
+    """
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = GPT(config)
+    tokens = torch.randint(config.vocabulary, (batch, config.context), device=device)
+    dist.barrier()
+    start = time.perf_counter()
+    found = fsdp_ext.verify(model, tokens, units=Block, verbose=False)
+    seconds = time.perf_counter() - start
+    if not found.ok:
+        raise RuntimeError(f"verify has found a difference:\n{found}")
+    return {"system": VERIFY, "ranks": dist.get_world_size(), "seconds": seconds}
+
+
 def measure(args: argparse.Namespace, keep: Keep) -> None:
-    """Measure all systems in turns."""
+    """Measure all systems in turns, and verify after them."""
     device = ranks.join(args.device)
     config: GPTConfig
     if args.quick:
@@ -143,10 +166,13 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
         for name, result in run_in_turns(trainings, STEPS_IN_ROUND, order).items():
             seconds[name] += result["seconds"]
         keep.replace(rows_of(seconds, trainings[UNCHECKED]))
+    keep(verify_row(config, batch, device))
 
 
 def show(rows: list[dict[str, Any]]) -> None:
     """Print the table."""
+    verified = [row for row in rows if row["system"] == VERIFY]
+    rows = [row for row in rows if row["system"] != VERIFY]
     first = rows[0]
     print(
         f"{first['ranks']} ranks over {first['transport']}, {first['parameters'] / 1e6:,.1f} M "
@@ -180,3 +206,6 @@ def show(rows: list[dict[str, Any]]) -> None:
     print(
         f"one checked step and one call of health in {EVERY} steps add {both:.2%} (aim: {AIM:.0%})"
     )
+    for row in verified:
+        steps = row["seconds"] / (first["step_us"]["median"] / 1e6)
+        print(f"verify takes {row['seconds']:,.1f} s once, as long as {steps:,.0f} steps")

@@ -134,9 +134,12 @@ def test_offloaded_systems_reach_the_same_loss(tmp_path: Path) -> None:
 
 def test_the_cost_of_checked_steps_is_measured(tmp_path: Path) -> None:
     printed, rows = _run("health", tmp_path / "health.json", "--ranks", "1")
-    assert [row["system"] for row in rows] == ["no checks", "not checked", "checked", "health"]
-    assert [row["check_every"] for row in rows] == [None, 10**9, 1, None]
-    assert all(row["step_us"]["median"] > 0 for row in rows)
+    *steps, verify = rows
+    assert [row["system"] for row in steps] == ["no checks", "not checked", "checked", "health"]
+    assert [row["check_every"] for row in steps] == [None, 10**9, 1, None]
+    assert all(row["step_us"]["median"] > 0 for row in steps)
+    assert (verify["system"], verify["seconds"] > 0) == ("verify", True)
+    assert "verify takes" in printed
     assert "one checked step and one call of health in 100 steps add" in printed
 
 
