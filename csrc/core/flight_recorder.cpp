@@ -122,22 +122,34 @@ bool FlightRecorder::write(const std::string& path) const {
   return unread > 0;
 }
 
-// While a write hangs, no other one is begun.
-std::shared_future<bool> FlightRecorder::write_on_thread() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (newest_write_.valid() &&
-      newest_write_.wait_for(std::chrono::seconds(0)) != std::future_status::ready) {
-    return newest_write_;
-  }
-  std::packaged_task<bool()> task([recorder = shared_from_this()] {
-    for (const auto& tape : recorder->tapes()) {
-      tape->enter_thread();
+// While a write hangs, no other one is begun. Returns nullopt if the record is not written in time.
+std::optional<bool> FlightRecorder::write_in_time() const {
+  std::shared_future<bool> is_partial;
+  std::thread writer;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!newest_write_.valid() ||
+        newest_write_.wait_for(std::chrono::seconds(0)) == std::future_status::ready) {
+      std::promise<bool> done;
+      newest_write_ = done.get_future().share();
+      writer = std::thread([recorder = shared_from_this(), done = std::move(done)]() mutable {
+        try {
+          for (const auto& tape : recorder->tapes()) {
+            tape->enter_thread();
+          }
+          done.set_value(recorder->write(recorder->path_));
+        } catch (...) {
+          done.set_exception(std::current_exception());
+        }
+      });
     }
-    return recorder->write(recorder->path_);
-  });
-  newest_write_ = task.get_future().share();
-  std::thread(std::move(task)).detach();
-  return newest_write_;
+    is_partial = newest_write_;
+  }
+  const bool is_written = is_partial.wait_for(longest_write_) == std::future_status::ready;
+  if (writer.joinable()) {
+    is_written ? writer.join() : writer.detach();
+  }
+  return is_written ? std::optional(is_partial.get()) : std::nullopt;
 }
 
 std::string FlightRecorder::account() const noexcept {
@@ -148,8 +160,8 @@ std::string FlightRecorder::account() const noexcept {
         return said_;
       }
     }
-    const std::shared_future<bool> is_partial = write_on_thread();
-    if (is_partial.wait_for(longest_write_) != std::future_status::ready) {
+    const std::optional<bool> is_partial = write_in_time();
+    if (!is_partial.has_value()) {
       return detail::concat("There is no flight record yet: fsdp_ext has waited ",
                             longest_write_.count(), " ms for ", path_,
                             " to be written. Set TORCH_FR_DUMP_TEMP_FILE to the beginning of a "
@@ -157,7 +169,7 @@ std::string FlightRecorder::account() const noexcept {
     }
     return detail::concat(
         "The flight record of rank ", rank_, " is in ", path_, ".",
-        is_partial.get() ? " It lacks lanes that a blocked call to the device holds." : "");
+        *is_partial ? " It lacks lanes that a blocked call to the device holds." : "");
   } catch (const std::exception& error) {
     return detail::concat("There is no flight record: ", error.what());
   }

@@ -53,7 +53,7 @@ class FlightRecorder : public std::enable_shared_from_this<FlightRecorder> {
 
  private:
   std::vector<std::shared_ptr<FlightTape>> tapes() const;
-  std::shared_future<bool> write_on_thread() const;
+  std::optional<bool> write_in_time() const;
 
   const int rank_;
   const std::size_t entries_;
