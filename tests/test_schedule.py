@@ -57,7 +57,7 @@ def test_a_gather_and_a_reduction_share_one_wire() -> None:
     stages = [stage(name, 1, 1) for name in "abc"]
     step = predict(None, stages, replace(fixed(3), one_wire=True))
     assert spans(step, "gather") == [("a", 0, 3), ("b", 3, 6), ("c", 6, 9), ("a", 11, 17)]
-    # Both travel from 11 to 17, at half the rate.
+    # From 11 to 17 a gather and a reduction share the wire, so each has half of its rate.
     assert spans(step, "reduce") == [("c", 11, 17), ("b", 17, 20), ("a", 20, 23)]
     assert step.step == 23
 

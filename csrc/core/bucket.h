@@ -146,7 +146,8 @@ struct Bucket {
 };
 
 std::vector<BucketUse> uses_of(const std::vector<std::unique_ptr<Bucket>>& buckets);
-// Whether the ranks of the root may have buckets of different sizes: Note [several meshes].
+// Whether units are on several meshes. Buckets may then have other sizes on other ranks: Note
+// [several meshes].
 bool has_several_meshes(const std::vector<std::unique_ptr<Bucket>>& buckets);
 
 }  // namespace fsdp

@@ -26,10 +26,9 @@ class RanksDiffer : public Error {
 // Knows the flight tapes of one rank. All its functions are thread-safe.
 class FlightRecorder : public std::enable_shared_from_this<FlightRecorder> {
  public:
-  // Each pair of lanes keeps its newest `entries` collectives. `prefix` is how the path of a record
-  // begins, and the rank's number is how it ends. Errors and
-  // watchdogs wait at most `longest_write` for a record, so a file system that hangs does not hold
-  // them up.
+  // Each pair of lanes keeps its newest `entries` collectives. The path of a record is `prefix` and
+  // the rank's number. Errors and watchdogs wait at most `longest_write` until a record is written,
+  // so a file system that hangs does not hold them up.
   FlightRecorder(int rank, std::size_t entries, std::string prefix,
                  std::chrono::milliseconds longest_write = std::chrono::seconds(10));
 
@@ -48,7 +47,7 @@ class FlightRecorder : public std::enable_shared_from_this<FlightRecorder> {
   // the first call since lanes were recorded writes the file.
   std::string account_before_abort();
 
-  // Turns recording on or off in all lanes, for measurements.
+  // Turns recording on or off in all lanes. Benchmarks measure with it what recording costs.
   void turn(bool on);
 
  private:

@@ -73,14 +73,15 @@ class FlightTape {
   void end(std::uint64_t number, Stream& stream);
 
   bool is_on() const { return is_on_; }
-  // Turns recording on or off, for measurements.
+  // Turns recording on or off: FlightRecorder::turn.
   void turn(bool on) { is_on_ = on; }
 
   std::chrono::milliseconds timeout() const { return timeout_; }
   // Call it once on a new thread that is going to look.
   void enter_thread() const { device_.allow_event_queries_during_capture(); }
-  // The entries that are kept, the oldest first. Any thread may call this. If another thread is in
-  // begin or end, where CUDA may block it, this waits for a second and then returns nullopt.
+  // Returns the entries that are kept, the oldest first. Any thread may call this. Another thread
+  // may be in begin or end at that time, and CUDA may block it there. This then waits for a second
+  // and returns nullopt.
   std::optional<std::vector<SeenFlight>> look() const;
 
  private:

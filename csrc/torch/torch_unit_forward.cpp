@@ -1,10 +1,10 @@
 // A unit's module hooks: how forward enters and leaves its modules.
 //
 // Note [transforms]
-// An alias of an input belongs to one level of autograd. Inside of transforms of torch.func there
-// are several, and with forward-mode autograd an input also has a tangent. An alias would cut off
-// all others, so inputs are left alone there. Gradients are then reduced at the end of backward, as
-// those of a unit whose inputs need none.
+// watch_inputs replaces inputs by aliases, to learn when the unit's backward has ended. An alias
+// knows one level of autograd and no tangent. Transforms of torch.func have several levels, and
+// forward-mode autograd has tangents. Aliases would lose them without a word, so there are none
+// then. The unit's gradients are reduced at the end of backward instead.
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 

@@ -19,7 +19,7 @@ from fsdp_ext.sharding.unit_tree import UnitTree
 _SEPARABLE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop",
               "Rprop", "SGD")  # fmt: skip
 
-# The optimizer's attribute that holds its OffloadedStates.
+# The name of the attribute in which an optimizer keeps its OffloadedStates.
 _STATES = "_fsdp_ext_offloaded_states"
 
 

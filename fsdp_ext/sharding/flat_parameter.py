@@ -163,7 +163,8 @@ class FlatParameter:
         ours, theirs = self._unit.flat_shard.untyped_storage(), self.param.untyped_storage()
         if self.param.dtype != self._unit.params[0].dtype or ours._cdata != theirs._cdata:
             return False
-        # share_memory_() gives either of them other memory. While it is shown, it is the newer one.
+        # share_memory_() moves the flat parameter or the unit's shard. While the module shows the
+        # flat parameter, that one has the newer values.
         return not self.is_shown or all(
             param.local.data_ptr() == part.data_ptr()
             for param, part in self.parts(self.param.detach())

@@ -172,7 +172,7 @@ def _in_bf16(shard: Callable[[Lora, str], nn.Module]) -> None:
 def test_4_bit_weights_that_are_stored_as_bf16_train_as_under_torchs_fsdp(
     shard: Callable[[Lora, str], nn.Module],
 ) -> None:
-    # Bits that are read as bf16 may be NaN, so they cannot be compared as numbers.
+    # The packed numbers may look like NaN in bf16, and NaN equals nothing. So losses are compared.
     run_ranks(_in_bf16, 2, shard)
 
 
