@@ -419,7 +419,7 @@ struct PackWork {
 };
 
 // All lanes that find NaN or Inf in an entry write the same mark. `gradients(entry)` returns the
-// address from the launch.
+// address of the entry's gradient, which is an argument of the kernel.
 template <typename S, typename D, typename Gradients>
 FSDP_HOST_DEVICE inline void pack(const PackWork& work, const Gradients& gradients, Place place) {
   const std::uint64_t tiles =
@@ -490,7 +490,7 @@ struct CastWork {
   double scale;
 };
 
-// `modes(entry)` returns the mode from the launch.
+// `modes(entry)` returns the entry's mode, which is an argument of the kernel.
 template <typename S, typename D, typename Modes>
 FSDP_HOST_DEVICE inline void cast(const CastWork& work, const Modes& modes, Place place) {
   for (std::uint32_t i = place.warp; i < work.table.tiles; i += place.warps) {

@@ -47,17 +47,6 @@ std::shared_ptr<FlightRecorder> record(Rank& rank) {
 
 std::vector<SeenFlight> flights_of(Lanes& lanes) { return lanes.gather.flights()->look().value(); }
 
-// Waits until the streams of all lanes and the compute stream have done their work.
-void synchronize_all(Rank& rank) {
-  rank.lanes->gather.synchronize();
-  rank.lanes->reduce.synchronize();
-  if (rank.replicas != nullptr) {
-    rank.replicas->gather.synchronize();
-    rank.replicas->reduce.synchronize();
-  }
-  synchronize(compute_stream);
-}
-
 class CudaFlights : public ::testing::TestWithParam<Setting> {};
 
 INSTANTIATE_TEST_SUITE_P(Settings, CudaFlights,

@@ -89,16 +89,6 @@ TEST_P(CudaSchedule, ShardsThatChangeBetweenForwardAndBackwardAreReadAsTheyAre) 
   });
 }
 
-void synchronize_all(Rank& rank) {
-  rank.lanes->gather.synchronize();
-  rank.lanes->reduce.synchronize();
-  if (rank.replicas != nullptr) {
-    rank.replicas->gather.synchronize();
-    rank.replicas->reduce.synchronize();
-  }
-  synchronize(compute_stream);
-}
-
 TEST_P(CudaSchedule, TimesAreThoseOfTheStreamsAndNotOfTheHost) {
   const Setting setting = GetParam();
   on_ranks(setting, [&](Rank& rank, int r) {

@@ -458,6 +458,17 @@ inline void on_ranks(Setting setting, const std::function<void(Rank&, int)>& bod
   EXPECT_EQ(wrong, 0) << "elements that a kernel read were wrong";
 }
 
+// Waits until the streams of all lanes and the compute stream have done their work.
+inline void synchronize_all(Rank& rank) {
+  rank.lanes->gather.synchronize();
+  rank.lanes->reduce.synchronize();
+  if (rank.replicas != nullptr) {
+    rank.replicas->gather.synchronize();
+    rank.replicas->reduce.synchronize();
+  }
+  synchronize(compute_stream);
+}
+
 inline float mean_of(int world_size, int step) {
   float mean = 0.0F;
   for (int r = 0; r < world_size; ++r) {
