@@ -29,7 +29,8 @@ PARTS = ("unsharded", "sharded")
 ORDER_CHECK = {
     # Inlined into what the pipeline gives to the gatherer and the reducer.
     "Pipeline::announce": (
-        r"^std::_Function_handler<void \(fsdp::Bucket const&, fsdp::NextMessage const&\), fsdp::Pipeline::"
+        r"^std::_Function_handler<void \(fsdp::Bucket const&, fsdp::NextMessage const&\), "
+        r"fsdp::Pipeline::"
     ),
     "BackwardExchange": r"^fsdp::BackwardExchange::(begin|end)\(",
 }
