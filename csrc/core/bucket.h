@@ -132,7 +132,6 @@ struct Bucket {
   std::vector<const void*> gradients;           // addresses, for the packer
   std::vector<const void*> gradients_of_dtype;  // scratch, for pieces of several gradient dtypes
   std::vector<CastMode> finish_modes;
-  std::uint64_t* nonfinite_marks = nullptr;  // of all units: Note [NaN and Inf] in core/reducer.h
   std::unique_ptr<Event> packed;
   std::unique_ptr<Event> reduced;
   bool reduction_pending = false;    // the compute stream has not waited for `reduced` yet

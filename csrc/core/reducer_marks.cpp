@@ -6,7 +6,7 @@
 
 namespace fsdp {
 
-// Units keep their marks if they come into other buckets.
+// The marks of a bucket's units are one array. Units keep theirs if they come into other buckets.
 void Reducer::place_marks(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   std::size_t count = 0;
   for (const auto& bucket : buckets) {
@@ -22,7 +22,6 @@ void Reducer::place_marks(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   device_.fill(compute, marks_.get(), 0, count * sizeof(std::uint64_t));
   auto* place = static_cast<std::uint64_t*>(marks_.get());
   for (const auto& bucket : buckets) {
-    bucket->nonfinite_marks = place;
     for (Unit* unit : bucket->units) {
       if (unit->nonfinite_marks != nullptr && !unit->arrived.empty()) {
         Move move;

@@ -50,7 +50,7 @@ void Reducer::pack(Bucket& bucket, const Units& units, std::size_t number, void*
     const bool adds = accumulate || dtype != piece.gradient_dtypes.front();
     packer_.pack(stream, piece.pack_plan, gradients_of(bucket, piece, gradients, dtype), dtype,
                  destination, layout.reduce_dtype(), units.front()->pack_scale, adds,
-                 {bucket.nonfinite_marks + piece.first_trainable,
+                 {bucket.units.front()->nonfinite_marks + piece.first_trainable,
                   device_.is_capturing() ? kCapturedPacking : packings_});
     ledger_.count_copied_bytes(static_cast<std::size_t>(piece.pack_plan.segment_numel) *
                                static_cast<std::size_t>(layout.world_size()) *
