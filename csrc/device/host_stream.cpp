@@ -20,6 +20,9 @@ constexpr std::chrono::microseconds kWorkerPolling{100};
 // Waking a waiter that sleeps takes about ten microseconds.
 constexpr std::chrono::microseconds kWaiterPolling{20};
 
+// As long as it gets: longer times would overflow.
+constexpr std::chrono::milliseconds kLongest = std::chrono::hours(24 * 365);
+
 // Yields the core to other threads meanwhile.
 template <typename Condition>
 void poll_until(const Condition& condition, std::chrono::microseconds longest) {
@@ -195,7 +198,6 @@ void Completion::wait(std::chrono::milliseconds timeout, const std::string& what
   poll_until([this] { return is_complete(); }, kWaiterPolling);
   if (!is_complete()) {
     forks_.check();
-    constexpr std::chrono::milliseconds kLongest = std::chrono::hours(24 * 365);  // no overflow
     std::unique_lock<std::mutex> lock(mutex_);
     if (waiter == Waiter::Host && !is_complete()) {
       publish(this_thread());
@@ -398,7 +400,9 @@ bool HostStream::wait_for_batch(std::vector<Item>& batch) {
   poll_until([this] { return rung_.load(std::memory_order_acquire); }, kWorkerPolling);
   std::unique_lock<std::mutex> lock(mutex_);
   asleep_ = true;
-  work_available_.wait(lock, [this] { return rung_ || stopping_; });
+  // Not wait(): since gcc 12 it needs a libstdc++ that is newer than RHEL 9's.
+  while (!work_available_.wait_for(lock, kLongest, [this] { return rung_ || stopping_; })) {
+  }
   asleep_ = false;
   rung_ = false;
   batch.swap(items_);
