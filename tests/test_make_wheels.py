@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import sys
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -35,13 +37,25 @@ def test_what_cannot_be_built_is_left_out(
     assert "no nvcc 12.9" in make_wheels.why_not(target("3.12", "2.11", "cu129"))
 
 
-@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
-def test_the_platform_tag_is_what_the_binary_needs(make_wheels: ModuleType, tmp_path: Path) -> None:
-    wheel = tmp_path / "some.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.write(_C.__file__, f"fsdp_ext/{Path(_C.__file__).name}")
-    needed = make_wheels.oldest_glibc(wheel)
-    text = Path(_C.__file__).read_bytes()
-    assert needed >= make_wheels.TORCH_GLIBC
-    assert f"GLIBC_{needed[0]}.{needed[1]}".encode() in text or needed == make_wheels.TORCH_GLIBC
-    assert f"GLIBC_{needed[0]}.{needed[1] + 1}\0".encode() not in text
+def test_the_platform_tag_is_what_the_binary_needs(
+    make_wheels: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(make_wheels, "DIST", tmp_path / "dist")
+    extension = Path(_C.__file__)
+    contents = tmp_path / "some-1"
+    info = contents / "some-1.dist-info"
+    info.mkdir(parents=True)
+    (contents / "some").mkdir()
+    shutil.copy(extension, contents / "some")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: some\nVersion: 1\n")
+    version = "Wheel-Version: 1.0\nGenerator: test\n"
+    (info / "WHEEL").write_text(f"{version}Root-Is-Purelib: false\nTag: cp311-cp311-linux_x86_64\n")
+    make_wheels.run(sys.executable, "-m", "wheel", "pack", "--dest-dir", tmp_path, contents)
+    (wheel,) = tmp_path.glob("*.whl")
+    tagged = make_wheels.set_platform_tag(Path(sys.executable), wheel)
+    glibc = int(re.search(r"manylinux_2_(\d+)_\w+\.whl$", tagged.name)[1])
+    needed = [int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", extension.read_bytes())]
+    assert glibc >= max(needed)
+    with zipfile.ZipFile(tagged) as archive:
+        libraries = [name for name in archive.namelist() if ".so" in name]
+    assert libraries == [f"some/{extension.name}"]  # torch's are not copied into it

