@@ -33,6 +33,8 @@ def test_what_cannot_be_built_is_left_out(
     target = make_wheels.Target
     assert make_wheels.why_not(target("3.12", "2.11", "cpu")) is None
     assert make_wheels.why_not(target("3.12", "2.11", "cu130")) is None
+    found["python3.10"] = "/bin/python3.10"
+    assert "no torch 2.15 for Python 3.10" in make_wheels.why_not(target("3.10", "2.15", "cpu"))
     assert "no python3.9" in make_wheels.why_not(target("3.9", "2.11", "cpu"))
     assert "no nvcc 12.9" in make_wheels.why_not(target("3.12", "2.11", "cu129"))
 

@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "dist"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 TORCHES = ("2.11", "2.13", "2.15")
+NOT_OFFERED = (("3.10", "2.15"),)  # Python and torch of which there are no wheels of torch
 KINDS = ("cpu", "cu130")
 TORCH_LIBRARIES = ("libtorch*", "libc10*", "libcudart*")  # come with torch, not with the wheel
 
@@ -91,6 +92,8 @@ def why_not(target: Target) -> str | None:
     """Return why this machine cannot build the target, or None."""
     if shutil.which(f"python{target.python}") is None:
         return f"there is no python{target.python} on the PATH"
+    if (target.python, target.torch) in NOT_OFFERED:
+        return f"there is no torch {target.torch} for Python {target.python}"
     if target.kind == "cpu":
         return None
     release = f"{target.kind[2:-1]}.{target.kind[-1]}"
