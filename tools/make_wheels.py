@@ -32,8 +32,11 @@ TORCH_LIBRARIES = ("libtorch*", "libc10*", "libcudart*")  # come with torch, not
 
 # One step over gloo with one rank, on the CPU. A CUDA build has to be importable without a GPU.
 SMOKE_TEST = """
+import sys
 import torch, torch.distributed as dist
 from fsdp_ext import fully_shard, _build_info
+built = [_build_info.BUILD_KIND, ".".join(_build_info.TORCH_VERSION.split(".")[:2])]
+assert built == sys.argv[1:], (built, sys.argv[1:])
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
 expected = [p.detach().clone() for p in model.parameters()]
@@ -45,7 +48,6 @@ fully_shard(model)
 model(x).square().sum().backward()
 for parameter, gradient in zip(model.parameters(), want, strict=True):
     assert torch.allclose(parameter.grad.to_local().view(gradient.shape), gradient)
-print("trained with", _build_info.BUILD_KIND, _build_info.TORCH_VERSION)
 dist.destroy_process_group()
 """
 
@@ -143,13 +145,14 @@ def set_platform_tag(python: Path, wheel: Path) -> Path:
         return Path(shutil.move(repaired, DIST / repaired.name))
 
 
-def try_out(python: Path, wheel: Path) -> None:
+def try_out(target: Target, python: Path, wheel: Path) -> None:
     """Install a wheel without its sources, describe it, and train a step with it."""
+    kind = "CPU" if target.kind == "cpu" else "CUDA"
     run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", wheel)
     with tempfile.TemporaryDirectory() as directory:
         program = Path(directory) / "smoke.py"
         program.write_text(SMOKE_TEST, encoding="utf-8")
-        for arguments in (["-m", "fsdp_ext"], [str(program)]):
+        for arguments in (["-m", "fsdp_ext"], [str(program), kind, target.torch]):
             run("env", "-C", directory, "-u", "PYTHONPATH", python, *arguments)
 
 
@@ -171,7 +174,7 @@ def main() -> int:
             with tempfile.TemporaryDirectory(prefix="fsdp-wheel-") as directory:
                 python = make_environment(target, Path(directory))
                 wheel = build(target, python, Path(directory))
-                try_out(python, wheel)
+                try_out(target, python, wheel)
             rows.append((target, f"ok: {wheel.relative_to(ROOT)}"))
         except RuntimeError as error:
             print(error)
