@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
+from fsdp_ext import _installed_torch  # noqa: F401  (before what loads the extension)
 from fsdp_ext._build_info import VERSION as __version__
 from fsdp_ext.comm.link import Link
 from fsdp_ext.comm.simulated import Simulated

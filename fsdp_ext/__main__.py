@@ -1,4 +1,4 @@
-"""``python -m fsdp_ext``: describes the build, and whether it fits the installed torch.
+"""``python -m fsdp_ext``: describes the build and the machine.
 
 ``python -m fsdp_ext measure-link`` measures the transport in use (comm/measure_link.py).
 ``python -m fsdp_ext plan`` shows the memory and the time of a training (planner/cli.py).
@@ -37,15 +37,6 @@ def describe() -> dict[str, str]:
     }
     if _build_info.BUILD_KIND == "CUDA":
         lines |= _describe_cuda()
-    built, running = (
-        version.split("+")[0].split(".")[:2]
-        for version in (_build_info.TORCH_VERSION, torch.__version__)
-    )
-    if built != running:
-        lines["warning"] = (
-            f"built against torch {'.'.join(built)}, but torch {'.'.join(running)} is installed. "
-            "Reinstall fsdp_ext with pip install --no-build-isolation."
-        )
     return lines
 
 

@@ -24,8 +24,8 @@ PACKAGES = [
     ["tuner", "patching", "verifier"],
 ]
 FOLDERS = [["base"], ["device"], ["pack", "comm"], ["core"], ["torch"]]
-# What has no package: the extension and what the build says about itself.
-BELOW_ALL = {"fsdp_ext._C", "fsdp_ext._build_info"}
+# What has no package: the extension, what the build says about itself, and the torch it needs.
+BELOW_ALL = {"fsdp_ext._C", "fsdp_ext._build_info", "fsdp_ext._installed_torch"}
 
 Graph = dict[str, set[str]]
 
