@@ -18,18 +18,29 @@ using torch::autograd::Node;
 using torch::autograd::variable_list;
 using NodePtr = decltype(torch::autograd::Edge::function);
 
+// Nodes without saved tensors may run again after a backward that did not keep the graph.
+struct KeptTarget {
+  explicit KeptTarget(std::shared_ptr<BackwardTarget> target)
+      : target(target), owner(std::move(target)) {}
+  std::weak_ptr<BackwardTarget> target;
+  std::shared_ptr<BackwardTarget> owner;
+};
+
 struct PreBackwardHook final : torch::autograd::FunctionPreHook {
-  PreBackwardHook(std::weak_ptr<BackwardTarget> target, CallId call, const Node* node)
-      : target(std::move(target)), call(call), node(node) {}
+  PreBackwardHook(std::shared_ptr<BackwardTarget> target, CallId call, const Node* node)
+      : kept(std::move(target)), call(call), node(node) {}
 
   variable_list operator()(const variable_list& gradients) override {
-    if (const auto unit = target.lock()) {
+    if (const auto unit = kept.target.lock()) {
       unit->on_pre_backward(call, node);
+    }
+    if (!torch::autograd::get_current_graph_task_keep_graph()) {
+      kept.owner.reset();
     }
     return gradients;
   }
 
-  std::weak_ptr<BackwardTarget> target;
+  KeptTarget kept;
   CallId call;
   const Node* node;  // that owns this
 };
@@ -49,26 +60,28 @@ struct GradientHook final : torch::autograd::PostAccumulateGradHook {
 };
 
 struct PostBackwardNode final : Node {
-  PostBackwardNode(std::weak_ptr<BackwardTarget> target, CallId call)
-      : target(std::move(target)), call(call) {}
+  PostBackwardNode(std::shared_ptr<BackwardTarget> target, CallId call)
+      : kept(std::move(target)), call(call) {}
 
   variable_list apply(variable_list&& gradients) override {
-    if (const auto unit = target.lock()) {
+    if (const auto unit = kept.target.lock()) {
       unit->on_post_backward(call);
     }
     return std::move(gradients);
   }
 
+  void release_variables() override { kept.owner.reset(); }
+
   std::string name() const override { return "FsdpPostBackward"; }
 
-  std::weak_ptr<BackwardTarget> target;
+  KeptTarget kept;
   CallId call;
 };
 
 // torch 2.11 has nodes in std::shared_ptr with a deleter of its own, newer versions in
 // c10::intrusive_ptr. Argument-dependent lookup finds the deleter where it exists.
 template <typename T>
-auto make_node(std::weak_ptr<BackwardTarget> target, CallId call) {
+auto make_node(std::shared_ptr<BackwardTarget> target, CallId call) {
   if constexpr (std::is_same_v<NodePtr, std::shared_ptr<Node>>) {
     return std::shared_ptr<T>(new T(std::move(target), call), [](auto* node) { deleteNode(node); });
   } else {
@@ -85,7 +98,7 @@ bool has_hook_of(const Node& node, CallId call) {
   });
 }
 
-void hook_node(Node* node, const std::weak_ptr<BackwardTarget>& target, CallId call,
+void hook_node(Node* node, const std::shared_ptr<BackwardTarget>& target, CallId call,
                GraphCalls* calls) {
   node->add_pre_hook(std::make_unique<PreBackwardHook>(target, call, node));
   if (calls != nullptr) {
@@ -133,7 +146,7 @@ const BackwardGraph& GraphCalls::current(const Node* first) {
   return graph_;
 }
 
-void add_pre_backward_hook(const at::Tensor& output, std::weak_ptr<BackwardTarget> target,
+void add_pre_backward_hook(const at::Tensor& output, const std::shared_ptr<BackwardTarget>& target,
                            CallId call, GraphCalls* calls) {
   if (!output.requires_grad() || output.is_leaf()) {
     return;
@@ -153,7 +166,8 @@ void set_gradient_hook(const at::Tensor& parameter, std::weak_ptr<BackwardTarget
 }
 
 std::vector<at::Tensor> add_post_backward_node(const std::vector<at::Tensor>& inputs,
-                                               std::weak_ptr<BackwardTarget> target, CallId call) {
+                                               std::shared_ptr<BackwardTarget> target,
+                                               CallId call) {
   NodePtr node = make_node<PostBackwardNode>(std::move(target), call);
   node->set_next_edges(torch::autograd::collect_next_edges(inputs));
   std::vector<at::Tensor> aliases;

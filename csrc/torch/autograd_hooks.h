@@ -5,7 +5,9 @@
 //   GradientHook        on an unsharded parameter: its gradient has arrived
 //   PostBackwardNode    a node in front of a unit's inputs: backward has passed the unit
 //
-// Their pointers are weak, since a graph may outlive the model.
+// The first and the last own the model's C++ side until backward has passed them without keeping
+// the graph. So a backward works if its model was dropped, as it does for modules of torch.
+// Afterwards, a graph that is kept, such as by a loss, keeps nothing else.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -54,7 +56,7 @@ class GraphCalls {
 };
 
 // Adds the output's nodes to `calls`, if it is not null.
-void add_pre_backward_hook(const at::Tensor& output, std::weak_ptr<BackwardTarget> target,
+void add_pre_backward_hook(const at::Tensor& output, const std::shared_ptr<BackwardTarget>& target,
                            CallId call, GraphCalls* calls);
 
 void set_gradient_hook(const at::Tensor& parameter, std::weak_ptr<BackwardTarget> target,
@@ -62,6 +64,6 @@ void set_gradient_hook(const at::Tensor& parameter, std::weak_ptr<BackwardTarget
 
 // Returns aliases of `inputs` behind one node. All inputs require gradients.
 std::vector<at::Tensor> add_post_backward_node(const std::vector<at::Tensor>& inputs,
-                                               std::weak_ptr<BackwardTarget> target, CallId call);
+                                               std::shared_ptr<BackwardTarget> target, CallId call);
 
 }  // namespace fsdp

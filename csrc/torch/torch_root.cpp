@@ -19,16 +19,14 @@ namespace fsdp {
 // The last callback of a backward owns it. If it is destroyed before the callback has run, the
 // backward ended in an exception.
 struct TorchRoot::BackwardGuard {
-  BackwardGuard(std::weak_ptr<TorchRoot> guarded, std::uint64_t guarded_pass)
+  BackwardGuard(std::shared_ptr<TorchRoot> guarded, std::uint64_t guarded_pass)
       : root(std::move(guarded)), pass(guarded_pass) {}
   ~BackwardGuard() {
     if (!ended) {
-      if (const auto owner = root.lock()) {
-        owner->abandon_backward(pass);
-      }
+      root->abandon_backward(pass);
     }
   }
-  std::weak_ptr<TorchRoot> root;
+  std::shared_ptr<TorchRoot> root;
   std::uint64_t pass;
   bool ended = false;
 };
@@ -49,11 +47,18 @@ TorchRoot::~TorchRoot() {
   }
   const py::gil_scoped_acquire gil;
   when_stale_ = py::object();
+  retire();
+  units_.clear();
+}
+
+void TorchRoot::retire() {
   {
     const py::gil_scoped_release no_gil;  // the streams finish what was issued
     pipeline_.reset();
   }
-  units_.clear();
+  for (const auto& unit : units_) {
+    unit->leave_root();
+  }
 }
 
 void TorchRoot::add_unit(const std::shared_ptr<TorchUnit>& unit, UnitConfig config) {
@@ -73,6 +78,9 @@ bool TorchRoot::enter_forward(TorchUnit& unit) {
                       !pipeline_->in_backward() && &unit != outermost_ && unit.number() != 0;
   if (nested) {
     return true;
+  }
+  for (const auto& other : units_) {
+    other->carry_gradient_settings();
   }
   if (seen_module_changes_ != module_changes() || has_gradient_setting_changed()) {
     return false;
@@ -132,7 +140,7 @@ void TorchRoot::abandon_forward(const TorchUnit& unit) {
 
 // A thread of the autograd engine may call this late, when the user has begun another pass.
 void TorchRoot::abandon_backward(std::uint64_t pass) noexcept {
-  if (pass != passes_) {
+  if (pass != passes_ || pipeline_ == nullptr) {
     return;
   }
   backward_failed_ = true;
@@ -164,6 +172,9 @@ const char* TorchRoot::phase() const {
 }
 
 void TorchRoot::ensure_backward(const torch::autograd::Node* node) {
+  FSDP_CHECK(pipeline_ != nullptr,
+             "Parameters were frozen, unfrozen, replaced or converted, and the model ran forward "
+             "again, before the backward of an earlier forward. Run that backward first.");
   if (pipeline_->in_backward() && backward_failed_) {
     pipeline_->reset_iteration();
   }
@@ -175,11 +186,9 @@ void TorchRoot::ensure_backward(const torch::autograd::Node* node) {
   pipeline_->begin_backward(/*may_reshard=*/!at::GradMode::is_enabled(),
                             graph_calls_.current(node));
   passes_ += 1;
-  auto guard = std::make_shared<BackwardGuard>(weak_from_this(), passes_);
+  auto guard = std::make_shared<BackwardGuard>(shared_from_this(), passes_);
   torch::autograd::Engine::get_default_engine().queue_callback([guard] {
-    if (const auto root = guard->root.lock()) {
-      root->end_backward();
-    }
+    guard->root->end_backward();
     guard->ended = true;
   });
 }

@@ -45,8 +45,13 @@ std::optional<DType> grad_dtype_of(const at::Tensor& parameter) {
 }
 
 // The dict that has a module's parameters: ModuleAttribute. The module keeps the dict alive.
+// Or null if the module was deleted.
 PyObject* dict_of(const py::object& holder) {
-  return PyDict_Check(holder.ptr()) ? holder.ptr() : py::object(holder().attr("__dict__")).ptr();
+  if (PyDict_Check(holder.ptr())) {
+    return holder.ptr();
+  }
+  const py::object module = holder();
+  return module.is_none() ? nullptr : py::object(module.attr("__dict__")).ptr();
 }
 
 // Whether a storage can raise a message of its own when its data is accessed, and stop doing so.
@@ -306,6 +311,9 @@ void TorchUnit::register_parameters(bool unsharded) {
     PyObject* sharded_object = sharded_[attribute.parameter].ptr();
     PyObject* unsharded_object = unsharded_objects_[attribute.parameter].ptr();
     PyObject* const parameters = dict_of(attribute.holder);
+    if (parameters == nullptr) {
+      continue;
+    }
     PyObject* now = PyDict_GetItemWithError(parameters, attribute.name.ptr());
     FSDP_CHECK(now == (unsharded ? sharded_object : unsharded_object), "parameter '",
                layout_.params()[attribute.parameter].name, "' of unit '", name_,
@@ -435,6 +443,20 @@ void TorchUnit::run_post_accumulate_hooks() {
     got_gradient_[i] = 0;
     if (torch::autograd::impl::post_acc_grad_hooks(gradient_owner(i)) != nullptr) {
       call_post_accumulate_hooks(has_flat_ ? flat_parameter_ : sharded_[trainable_[i]]);
+    }
+  }
+}
+
+void TorchUnit::carry_gradient_settings() {
+  if (!unsharded_registered_ || has_flat_) {
+    return;
+  }
+  for (std::size_t i = 0; i < sharded_.size(); ++i) {
+    const bool was = layout_.params()[i].trainable;
+    const at::Tensor& unsharded = unsharded_[i];
+    if (!sharded_[i].is_none() && unsharded.defined() && unsharded.requires_grad() != was &&
+        sharded(i).requires_grad() == was) {
+      sharded(i).set_requires_grad(!was);
     }
   }
 }

@@ -146,6 +146,8 @@ class TorchUnit final : public UnitPort,
   void adopt_gradients();
   // Runs users' hooks on the sharded parameters that got a gradient in this backward.
   void run_post_accumulate_hooks();
+  // What a user has frozen or unfrozen while it was unsharded is so when it is sharded, too.
+  void carry_gradient_settings();
   // Whether a parameter was frozen, unfrozen or given a grad_dtype since the unit was made, or the
   // flat parameter was given other memory.
   bool has_gradient_setting_changed() const;
@@ -155,6 +157,8 @@ class TorchUnit final : public UnitPort,
   void drop_look() { look_.reset(); }
   // Undoes share_memory_() on shards and gradients: see FlatTensor::reclaim.
   void reclaim_memory();
+  // The root is destroyed, and the slot with it.
+  void leave_root() { free_storages(); }
   // Whether forward has run some modules of the group, but not all.
   bool is_incomplete() const { return pending_count_ > 0 && pending_count_ < pending_.size(); }
   void forget_pending();
@@ -197,6 +201,7 @@ class TorchUnit final : public UnitPort,
   bool enter_module();
   bool leave_module(std::size_t index);
   pybind11::object cast(pybind11::handle object, std::optional<at::ScalarType> dtype) const;
+  std::shared_ptr<BackwardTarget> kept_target();
   pybind11::object watch_inputs(pybind11::handle inputs, CallId call);
   void keep_for_opaque(TorchRoot& root, CallId call, pybind11::handle output);
 

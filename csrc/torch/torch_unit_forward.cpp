@@ -130,7 +130,7 @@ at::Tensor TorchUnit::begin_skip(const at::Tensor& tensor) {
     root->pipeline().skip(number_);
   }
   return entering && at::GradMode::is_enabled()
-             ? add_post_backward_node({tensor}, weak_from_this(), call).front()
+             ? add_post_backward_node({tensor}, kept_target(), call).front()
              : tensor;
 }
 
@@ -147,7 +147,7 @@ void TorchUnit::end_skip(std::size_t index, const at::Tensor& tensor) {
     call = root->pipeline().post_forward(number_, at::GradMode::is_enabled());
   }
   if (at::GradMode::is_enabled()) {
-    add_pre_backward_hook(tensor, weak_from_this(), call,
+    add_pre_backward_hook(tensor, kept_target(), call,
                           recomputing ? nullptr : &root->graph_calls());
   }
 }
@@ -190,6 +190,13 @@ py::object TorchUnit::cast(py::handle object, std::optional<at::ScalarType> dtyp
   });
 }
 
+// This unit, as a pointer that owns the root, which owns all units.
+std::shared_ptr<BackwardTarget> TorchUnit::kept_target() {
+  std::shared_ptr<TorchRoot> root = root_.lock();
+  FSDP_CHECK(root != nullptr, "Unit '", name_, "' has no root. This is a bug in fsdp_ext.");
+  return {std::move(root), this};
+}
+
 // See Note [transforms].
 py::object TorchUnit::watch_inputs(py::handle inputs, CallId call) {
   std::vector<at::Tensor> watched;
@@ -205,7 +212,7 @@ py::object TorchUnit::watch_inputs(py::handle inputs, CallId call) {
   if (watched.empty() || is_transformed) {
     return py::reinterpret_borrow<py::object>(inputs);
   }
-  const std::vector<at::Tensor> aliases = add_post_backward_node(watched, weak_from_this(), call);
+  const std::vector<at::Tensor> aliases = add_post_backward_node(watched, kept_target(), call);
   std::size_t next = 0;
   return map_tensors(inputs, [&](const at::Tensor& tensor) {
     return tensor.requires_grad() ? aliases.at(next++) : tensor;
@@ -219,7 +226,7 @@ bool TorchUnit::watch_outputs(py::handle output, CallId call, GraphCalls* calls)
   bool found = false;
   map_tensors(output, [&](const at::Tensor& tensor) {
     found = found || tensor.requires_grad();
-    add_pre_backward_hook(tensor, weak_from_this(), call, calls);
+    add_pre_backward_hook(tensor, kept_target(), call, calls);
     return tensor;
   });
   return found;

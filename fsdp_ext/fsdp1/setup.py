@@ -6,6 +6,7 @@ and broadcasts the tensors of the unit.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Any, cast
@@ -81,6 +82,11 @@ def check_arguments(
         raise TypeError(
             f"mixed_precision is {precision!r} but must be a MixedPrecision or None. Pass "
             "MixedPrecision(param_dtype=...)."
+        )
+    if precision.param_dtype is not None and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
+        raise NotImplementedError(
+            "FSDP_USE_FULL_PREC_IN_EVAL is 1, but evaluation here has the param_dtype of training. "
+            "Unset it, or leave out param_dtype and train under torch.autocast."
         )
     if not (backward_prefetch is None or isinstance(backward_prefetch, BackwardPrefetch)):
         raise TypeError(

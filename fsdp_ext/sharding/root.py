@@ -22,6 +22,7 @@ from fsdp_ext.sharding.comparisons import compare_groups, compare_sets
 from fsdp_ext.sharding.flat_parameter import is_flat
 from fsdp_ext.sharding.meshes import add_meshes, check_meshes, refuse_several_meshes
 from fsdp_ext.sharding.module_state import hooks_of, sharded_module, unit_of
+from fsdp_ext.sharding.ownership import is_sharded
 from fsdp_ext.sharding.settings import AUTO, Choice, Decision, RootSettings, Scope
 from fsdp_ext.sharding.step_checks import Place, StepChecks, agree
 from fsdp_ext.sharding.unit import Unit
@@ -139,6 +140,11 @@ class Root(UnitTree):
                         "fully_shard. Tie them before, and put their modules into one unit: "
                         "fully_shard([a, b])."
                     )
+                if owner is None and unit is None and is_sharded(param):
+                    raise RuntimeError(
+                        f"parameter '{name}' is of a sharded module that was added after the "
+                        "model's first forward. Add it before, or make the whole model anew."
+                    )
                 if owner is None and unit is None and param.requires_grad:
                     raise RuntimeError(
                         f"parameter '{name}' was added after fully_shard, so nothing would "
@@ -196,7 +202,9 @@ class Root(UnitTree):
             self.reshard(unit)
         self._needs_order_check = False
         self.settings = self._resolve()
+        replaced = self.core
         self.core = self._build()
+        replaced.retire()
 
     def invalidate(self) -> None:
         """Drop the C++ side. The next use makes it anew."""

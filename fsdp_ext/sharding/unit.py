@@ -139,7 +139,8 @@ class Unit(ParamGroup):
             return extension
         part = part_of_this_rank(param)
         first, count = self._range(part.shape, dim)
-        local = part.narrow(dim, first, count).contiguous()
+        # Not a view of the whole: the DTensor would have its offset, and keep the whole in memory.
+        local = part.narrow(dim, first, count).clone(memory_format=torch.contiguous_format)
         spread = shards_of(param, self.ranks, dim)
         dtensor = spread.dtensor(local if local.is_meta else local.to(self.shard_device))
         sharded = nn.Parameter(dtensor, requires_grad=param.requires_grad)

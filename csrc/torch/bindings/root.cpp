@@ -146,6 +146,7 @@ void register_root(py::module_& m) {
       .def("unshard", &TorchRoot::unshard)
       .def("has_gradient_setting_changed", &TorchRoot::has_gradient_setting_changed)
       .def("accept_module_changes", &TorchRoot::accept_module_changes)
+      .def("retire", &TorchRoot::retire)
       .def("abandon_forward",
            [](TorchRoot& root, std::size_t unit) { root.abandon_forward(*root.units().at(unit)); })
       .def("wait_for_unshard",

@@ -1,0 +1,164 @@
+"""Graphs may outlive their model, and parameters may be frozen and unfrozen while graphs wait."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from support.launcher import run_ranks
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+
+import fsdp_ext
+from fsdp_ext import FullyShardedDataParallel, fully_shard
+
+SYSTEMS = {"fsdp_ext": fully_shard, "fsdp2": torchs_fully_shard}
+
+
+def make_model(shard: Any = fully_shard, **settings: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
+    for layer in (model[0], model[2]):
+        shard(layer, **settings)
+    shard(model, **settings)
+    return model
+
+
+def run_without_model(shard: Any, **settings: Any) -> list[Tensor]:
+    """Return the gradients of the input and of the parameters; backward has no model any more."""
+    model = make_model(shard, **settings)
+    parameters = list(model.parameters())
+    x = torch.linspace(0, 1, 24).view(4, 6).requires_grad_()
+    loss = model(x).square().sum()
+    del model
+    gc.collect()
+    _others = [torch.full((size,), 7e3) for size in range(16, 20_000, 16)]  # in memory that is free
+    loss.backward()
+    assert x.grad is not None
+    return [x.grad, *(parameter.grad.to_local() for parameter in parameters)]
+
+
+def _dropped() -> None:
+    for settings in ({}, {"reshard_after_forward": False}, {"reshard_after_forward": True}):
+        ours, theirs = (run_without_model(shard, **settings) for shard in SYSTEMS.values())
+        for gradient, expected in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(gradient, expected)
+
+
+def test_backward_needs_no_model() -> None:
+    run_ranks(_dropped, 2)
+
+
+def _dropped_wrapper() -> None:
+    gradients = {}
+    for use_orig_params in (False, True):
+        wrapper = FullyShardedDataParallel(nn.Linear(6, 8), use_orig_params=use_orig_params)
+        parameters = list(wrapper.parameters())
+        loss = wrapper(torch.ones(4, 6)).sum()
+        del wrapper
+        gc.collect()
+        loss.backward()
+        gradients[use_orig_params] = sum(parameter.grad.sum() for parameter in parameters)
+    assert gradients[False] != 0
+    assert gradients[True].full_tensor() != 0
+
+
+def test_backward_needs_no_wrapper() -> None:
+    run_ranks(_dropped_wrapper, 2)
+
+
+def _released() -> None:
+    model = make_model()
+    parameter = weakref.ref(model[0].weight)
+    loss = model(torch.ones(4, 6)).sum()
+    loss.backward()
+    del model
+    gc.collect()
+    assert parameter() is None
+    assert loss.grad_fn is not None
+
+
+def test_after_backward_a_graph_keeps_nothing() -> None:
+    run_ranks(_released, 2)
+
+
+def gradients_after_unfreezing(model: nn.Sequential) -> list[list[bool]]:
+    """Freeze a layer, run forward, and unfreeze it while it may be unsharded; train some steps."""
+    model[0].requires_grad_(False)
+    model(torch.ones(4, 6))
+    model[0].requires_grad_(True)
+    found = []
+    for _step in range(3):
+        model.zero_grad()
+        model(torch.ones(4, 6)).square().mean().backward()
+        found.append([parameter.grad is not None for parameter in model.parameters()])
+    return found
+
+
+def _unfrozen() -> None:
+    for reshard in (False, True):
+        model = make_model(reshard_after_forward=reshard)
+        assert gradients_after_unfreezing(model) == [[True] * 4] * 3
+        assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_what_is_unfrozen_while_it_is_unsharded_trains() -> None:
+    run_ranks(_unfrozen, 2)
+
+
+def _frozen_between() -> None:
+    model = make_model()
+    first = model(torch.ones(4, 6)).sum()
+    model[0].requires_grad_(False)
+    second = model(torch.ones(4, 6)).sum()
+    with pytest.raises(RuntimeError, match="Run that backward first"):
+        first.backward()
+    second.backward()
+    assert [parameter.grad is not None for parameter in model.parameters()] == [False] * 2 + [
+        True
+    ] * 2
+
+
+def test_a_backward_from_before_freezing_is_refused() -> None:
+    run_ranks(_frozen_between, 2)
+
+
+def _sharded_later() -> None:
+    model = make_model()
+    model(torch.ones(4, 6)).sum().backward()
+    model.append(fully_shard(nn.Linear(3, 3)))
+    with pytest.raises(RuntimeError, match=r"'3\.weight' is of a sharded module that was added"):
+        model(torch.ones(4, 6))
+
+
+def test_a_sharded_module_added_after_the_first_forward_is_refused() -> None:
+    run_ranks(_sharded_later, 2)
+
+
+def _fake() -> None:
+    model = make_model()
+    model(torch.ones(4, 6)).sum().backward()
+    for parameter in model.parameters():
+        assert parameter.storage_offset() == 0  # of the DTensor; its shard may lie anywhere
+        for tensor in (parameter, parameter.grad):
+            FakeTensorMode().from_tensor(tensor)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model[0].weight.full_tensor()
+    torch.compile(lambda: optimizer.step(), backend="eager")()
+    expected = before - 0.1 * model[0].weight.grad.full_tensor()
+    torch.testing.assert_close(model[0].weight.full_tensor(), expected)
+
+
+def test_an_optimizer_step_compiles_on_every_rank() -> None:
+    run_ranks(_fake, 2)
+
+
+def test_full_precision_in_evaluation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+    precision = fsdp_ext.MixedPrecision(param_dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="FSDP_USE_FULL_PREC_IN_EVAL is 1"):
+        FullyShardedDataParallel(nn.Linear(2, 2), mixed_precision=precision)
