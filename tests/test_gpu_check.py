@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from support.tools import TOOLS, load_tool
 
 
@@ -159,3 +160,21 @@ sys.exit(runner.run("endless", endless, sys.argv[1:]))
     assert results["late"]["outcome"] == "did not end within 12 s"
     assert "interrupted; kept 1 row" in results["late"]["output"]
     assert results["late"]["rows"] == [{"known": 1}]
+
+
+def test_the_wheel_is_of_the_installed_torch(
+    gpu_check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    minor = "".join(torch.__version__.split(".")[:2])
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    (tmp_path / "dist").mkdir()
+    names = [
+        f"fsdp_ext-0.1.0-{build}-{python}-{python}-manylinux_2_34_x86_64.whl"
+        for build in (f"{minor}cpu", f"{minor}cu130", "999cu130")
+    ]
+    for name in (names[0], names[2]):
+        (tmp_path / "dist" / name).touch()
+    assert gpu_check.find_wheel() is None
+    (tmp_path / "dist" / names[1]).touch()
+    assert gpu_check.find_wheel() == tmp_path / "dist" / names[1]

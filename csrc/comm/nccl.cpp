@@ -155,6 +155,7 @@ class NcclCommunicator final : public Communicator {
     // A copy to memory that is not pinned blocks until the stream has reached it.
     const NcclWatchdog::BlockingCall blocking(watchdog_, what_);
     device_.copy_to_host(stream, all, output, bytes * ranks);
+    check();  // an aborted collective leaves what was in the buffer
   }
 
   std::shared_ptr<void> allocate(Device& device, std::size_t bytes, BufferUse use) override;
@@ -294,6 +295,7 @@ std::uint64_t NcclCommunicator::least(std::uint64_t mine) {
   std::vector<std::uint64_t> received(static_cast<std::size_t>(options_.size));
   host_all_gather(stream, &mine, received.data(), sizeof(mine));
   stream.synchronize();
+  check();
   return *std::min_element(received.begin(), received.end());
 }
 

@@ -173,7 +173,8 @@ void NcclBuffers::close() {
   }
 }
 
-// Where registration fails on a rank, all use the buffer without it.
+// Where registration fails on all ranks, or NCCL tells all, they use the buffer without it. If it
+// fails within NCCL on one rank, the others wait in NCCL until the watchdog ends that.
 void NcclBuffers::register_buffer(Buffer& buffer) {
   const NcclWatchdog::BlockingCall blocking(watchdog_, kRegistration);
   const nccl::Result result =

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from fsdp_ext import _C
@@ -62,6 +63,11 @@ class Root(UnitTree):
             transport, between = transport.within_set(), transport.between_replicas()
         replicas = first.ranks.replica_group
         at_once = 2 if replicas is None else 4
+        if first.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "A CUDA graph capture has the model's first forward, which makes communicators and "
+                "buffers. Run a few whole steps before capturing one."
+            )
         self.lanes = lanes_of(first.ranks.group, first.device, transport, at_once=at_once)
         if has_peers(first):
             compare_groups(self.lanes, self.units, self.module_names())

@@ -55,4 +55,4 @@ def _compare() -> None:
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_offloaded_units_train_as_others(world_size: int) -> None:
-    run_ranks(_compare, world_size)
+    run_ranks(_compare, world_size, timeout=100.0, device="cuda")

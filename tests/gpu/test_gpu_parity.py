@@ -81,7 +81,7 @@ def test_cases_train_as_unsharded_and_fsdp2(world_size: int, direct_bytes: int) 
     if world_size == 4 or (world_size == 1 and direct_bytes):
         # The other cases show nothing that 2 ranks do not.
         names = [*names[:4], "bf16", "fewer_rows_than_ranks"]
-    answers = run_ranks(_compare, world_size, names, direct_bytes, timeout=120.0, device="cuda")
+    answers = run_ranks(_compare, world_size, names, direct_bytes, timeout=70.0, device="cuda")
     failures = {
         f"rank {r}: {name}": text
         for r, (failed, _) in enumerate(answers)
