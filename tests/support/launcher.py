@@ -45,6 +45,7 @@ Args = TypeVarTuple("Args")
 # torch.distributed's own FSDP imports with its first use.
 _PRELOAD = ["pytest", "numpy", "torch", "torch.distributed.fsdp", "torch._dynamo"]
 _OUTPUT_LINES = 60
+_ENDING_S = 0.3
 # Gives every call processes of its own, to find out whether an earlier call made this one fail.
 _ALWAYS_FRESH = os.environ.get("FSDP_EXT_TEST_FRESH", "") not in ("", "0")
 
@@ -249,6 +250,11 @@ class _Pool:
                 # peers' errors are the echo.
                 for pipe in wait(list(waiting), 0):
                     _receive(waiting.pop(cast(Connection, pipe)), when)
+                # Peers of a rank that exits may notice that before its process has ended.
+                for rank in waiting.values():
+                    rank.process.join(_ENDING_S)
+                    if rank.process.exitcode is not None and rank.number not in self._lost:
+                        _receive(rank, when)
                 return
             if not ready:
                 _end_hung(list(waiting.values()))
