@@ -209,8 +209,11 @@ class Root(UnitTree):
         self._needs_order_check = False
         self.settings = self._resolve()
         replaced = self.core
-        self.core = self._build()
-        replaced.retire()
+        try:
+            self.core = self._build()
+        finally:
+            if self.core is not replaced:
+                replaced.retire()  # a graph may own it, and must not run backward through it
 
     def invalidate(self) -> None:
         """Drop the C++ side. The next use makes it anew."""
