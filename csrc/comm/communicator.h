@@ -20,7 +20,7 @@ namespace fsdp {
 
 // How collectives use a buffer of this rank. Peers read an Input; collectives write an Output. A
 // Shard is an input that holds parameters, and a Gradient an output that holds sharded gradients.
-// Both are tensors, so they may outlive the communicator, and any thread may free them.
+// Both are tensors of users.
 enum class BufferUse : std::uint8_t { Input, Output, Shard, Gradient };
 
 // More bytes than any collective has.
@@ -56,7 +56,8 @@ class Communicator {
   virtual void announce(const std::string& /*what*/, std::uint64_t /*tag*/) {}
 
   // Memory that this transport reads and writes best, under the rules of Device::allocate. All
-  // ranks make the call together, and the memory is freed before the communicator is destroyed.
+  // ranks make the call together. Inputs and outputs are freed before the communicator is destroyed.
+  // Shards and gradients may be freed at any time, by any thread.
   virtual std::shared_ptr<void> allocate(Device& device, std::size_t bytes, BufferUse /*use*/) {
     return device.allocate(bytes);
   }
@@ -67,12 +68,12 @@ class Communicator {
     return allocate(device, bytes, use);
   }
 
-  // Whether `allocate` registers memory, so that shards and gradients should lie in such memory:
-  // Note [windows of tensors].
+  // Whether `allocate` registers memory, so that shards and gradients should lie in such memory.
   virtual bool registers_buffers() const { return false; }
-  // Whether `memory` lies in a registered Shard or Gradient.
+  // Whether `memory` lies in registered memory.
   virtual bool is_registered(const void* /*memory*/) const { return false; }
-  // Frees Shards and Gradients that nobody holds any more, if that was put off.
+  // Frees what no rank holds any more, if that was put off: Note [order of windows]. All ranks call
+  // it together.
   virtual void free_unused() {}
   // Whether all ranks pass true. They call it together.
   virtual bool all_agree(bool mine) { return mine; }

@@ -1,19 +1,18 @@
 #include "comm/nccl.h"
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <functional>
 #include <future>
 #include <memory>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "base/check.h"
 #include "comm/nccl_buffers.h"
+#include "comm/nccl_calls.h"
 #include "comm/nccl_join.h"
 #include "comm/nccl_watchdog.h"
 
@@ -25,6 +24,8 @@ using nccl::Comm;
 
 // When a program ends because a peer has failed, closing should not wait much longer for that peer.
 constexpr auto kLongestClose = std::chrono::milliseconds(30000);
+
+const std::string kAgreement = "the agreement on buffers";
 
 nccl::DataType data_type(DType dtype) {
   switch (dtype) {
@@ -53,7 +54,10 @@ class NcclCommunicator final : public Communicator {
         name_(lane == 0 ? "gather" : "reduce"),
         watchdog_(api, device, comm, options, name_, lane),
         buffers_(
-            api, device, comm, watchdog_, [this](std::uint64_t mine) { return least(mine); },
+            api, device, comm, watchdog_,
+            [this](const std::vector<std::uint64_t>& mine, const std::string& what) {
+              return exchange(mine, what);
+            },
             [this](nccl::Result result, const char* what) { print_error(result, what); }) {}
 
   // The owner has synchronised the stream.
@@ -159,11 +163,17 @@ class NcclCommunicator final : public Communicator {
   }
 
   std::shared_ptr<void> allocate(Device& device, std::size_t bytes, BufferUse use) override;
-  bool all_agree(bool mine) override { return least(mine ? 1 : 0) != 0; }
-  std::uint64_t most(std::uint64_t mine) override {
-    return registers_buffers() ? ~least(~mine) : mine;
+  bool all_agree(bool mine) override {
+    const std::vector<std::uint64_t> all = exchange({mine ? 1U : 0U}, kAgreement);
+    return std::find(all.begin(), all.end(), 0U) == all.end();
   }
-  std::uint64_t least(std::uint64_t mine);
+  std::uint64_t most(std::uint64_t mine) override {
+    if (!registers_buffers()) {
+      return mine;
+    }
+    const std::vector<std::uint64_t> all = exchange({mine}, kAgreement);
+    return *std::max_element(all.begin(), all.end());
+  }
   // Registering is collective, so a step does not do it.
   std::shared_ptr<void> allocate_in_step(Device& device, std::size_t bytes,
                                          BufferUse /*use*/) override {
@@ -177,13 +187,7 @@ class NcclCommunicator final : public Communicator {
   using Ends = NcclWatchdog::Ends;
 
   void throw_on_error(nccl::Result result, const char* what) {
-    // NCCL_COMM_BLOCKING=0 in the environment makes every communicator non-blocking.
-    while (result == nccl::kInProgress && !watchdog_.has_failed()) {
-      nccl::Result state = nccl::kSuccess;
-      result = api_.CommGetAsyncError(comm_, &state);
-      result = result == nccl::kSuccess ? state : result;
-      std::this_thread::yield();
-    }
+    result = nccl::finish(api_, comm_, result, watchdog_.failed());
     if (result == nccl::kSuccess) {
       return;
     }
@@ -200,19 +204,11 @@ class NcclCommunicator final : public Communicator {
   // If peers do not close within the limit, or a CUDA graph holds the communicator, the process
   // goes on and the detached thread finishes the closing.
   void close() {
-    auto closed = std::make_shared<std::promise<nccl::Result>>();
-    std::future<nccl::Result> done = closed->get_future();
-    // NCCL makes the thread's own device current again, and that would give device 0 a context.
-    std::thread([&api = api_, comm = comm_, closed, select = device_.selector()] {
-      try {
-        select();
-      } catch (const std::exception&) {
-        // The device has failed. NCCL says so, too.
-      }
-      const nccl::Result finalized = api.CommFinalize(comm);
+    std::future<nccl::Result> done = nccl::call_apart(device_, [&api = api_, comm = comm_] {
+      const nccl::Result finalized = nccl::finish(api, comm, api.CommFinalize(comm));
       const nccl::Result destroyed = api.CommDestroy(comm);
-      closed->set_value(finalized != nccl::kSuccess ? finalized : destroyed);
-    }).detach();
+      return finalized != nccl::kSuccess ? finalized : destroyed;
+    });
     const bool captured = watchdog_.has_captured();
     const auto limit =
         captured ? std::chrono::milliseconds(0) : std::min(options_.timeout, kLongestClose);
@@ -233,6 +229,9 @@ class NcclCommunicator final : public Communicator {
                    options_.rank, what, name_.c_str(), api_.GetErrorString(result));
     }
   }
+
+  std::vector<std::uint64_t> exchange(const std::vector<std::uint64_t>& mine,
+                                      const std::string& what);
 
   template <typename Call>
   void issue(Stream& stream, const Call& collective, Ends ends = Ends::WithAll) {
@@ -278,25 +277,27 @@ class NcclCommunicator final : public Communicator {
   NcclBuffers buffers_;
 };
 
-std::shared_ptr<void> NcclCommunicator::allocate(Device& device, std::size_t bytes, BufferUse use) {
+std::shared_ptr<void> NcclCommunicator::allocate(Device& device, std::size_t bytes,
+                                                 BufferUse /*use*/) {
   if (!registers_buffers()) {
     return device.allocate(bytes);
   }
   FSDP_CHECK(
       !device.is_capturing(), "A CUDA graph capture would allocate ", bytes,
       " bytes, but all buffers must exist before it. Run a few whole steps before capturing one.");
-  return buffers_.allocate(bytes, use);
+  return buffers_.allocate(bytes);
 }
 
-// The least number that a rank passes. All ranks call it together.
-std::uint64_t NcclCommunicator::least(std::uint64_t mine) {
+// See NcclBuffers::Exchange.
+std::vector<std::uint64_t> NcclCommunicator::exchange(const std::vector<std::uint64_t>& mine,
+                                                      const std::string& what) {
   Stream& stream = lane_stream_ != nullptr ? *lane_stream_ : device_.compute_stream();
-  what_ = "the registration of a buffer";
-  std::vector<std::uint64_t> received(static_cast<std::size_t>(options_.size));
-  host_all_gather(stream, &mine, received.data(), sizeof(mine));
+  what_ = what;
+  std::vector<std::uint64_t> all(mine.size() * static_cast<std::size_t>(options_.size));
+  host_all_gather(stream, mine.data(), all.data(), mine.size() * sizeof(std::uint64_t));
   stream.synchronize();
   check();
-  return *std::min_element(received.begin(), received.end());
+  return all;
 }
 
 }  // namespace
@@ -313,7 +314,9 @@ std::pair<std::unique_ptr<Communicator>, std::unique_ptr<Communicator>> make_ncc
   std::unique_ptr<NcclCommunicator> gather = make(joined.gather, 0);
   std::unique_ptr<NcclCommunicator> reduce = make(joined.reduce, 1);
   if (options.deadlocks != nullptr) {
-    options.deadlocks->start([a = gather.get(), b = reduce.get()](const std::string& account) {
+    options.deadlocks->start([a = gather.get(), b = reduce.get(),
+                              select = nccl::selector_of(device)](const std::string& account) {
+      select();
       const std::string whole = a->with_flight_record(account);
       print_failure(whole);
       a->abort(whole);

@@ -1,12 +1,14 @@
 // Memory from ncclMemAlloc that is registered with one communicator.
 //
-// Note [windows of tensors]
-// Flat shards and flat gradients are tensors. Users hold them as long as they like, and any thread
-// may free them. But calls of NCCL for one communicator come from one thread at a time, and windows
-// may lie at the same offsets on all ranks only if all ranks register and deregister in one order.
-// So freeing such a buffer only puts it on a list. When memory is planned again, the buffers on it
-// are deregistered and freed that are older than any that a rank still holds, in their order.
-// Closing the communicator deregisters all others, and they are mere memory from then on.
+// Note [order of windows]
+// Symmetric windows need the same offset in NCCL's address space on all ranks, or a reduction in
+// the switch adds up other memory. NCCL assigns offsets as windows come and go (2.30,
+// dev_runtime.cc), so all ranks have to register and deregister in one order. But each rank frees a
+// buffer when its own garbage collector does, on any thread, and users hold shards and gradients as
+// long as they like. So freeing a buffer only puts it on a list. When ranks are together next, to
+// allocate, they deregister and free the buffers that are on the lists of all ranks, in the order
+// in which they were made. Closing the communicator deregisters all others, and they are mere
+// memory from then on.
 #pragma once
 
 #include <atomic>
@@ -16,6 +18,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -27,26 +30,29 @@ namespace fsdp {
 
 class NcclBuffers {
  public:
-  // The least number that a rank passes. All ranks call it together.
-  using Least = std::function<std::uint64_t(std::uint64_t mine)>;
+  // Returns what all ranks pass, one rank after the other. All ranks call it together, with equally
+  // many numbers. Errors call it `what`.
+  using Exchange = std::function<std::vector<std::uint64_t>(const std::vector<std::uint64_t>& mine,
+                                                            const std::string& what)>;
   // For calls whose caller cannot handle an error; `what` is what NCCL could not do.
   using Report = std::function<void(nccl::Result result, const char* what)>;
 
   // All of these outlive this object.
   NcclBuffers(const nccl::Api& api, Device& device, nccl::Comm comm, NcclWatchdog& watchdog,
-              Least least, Report report);
+              Exchange exchange, Report report);
 
   NcclBuffers(const NcclBuffers&) = delete;
   NcclBuffers& operator=(const NcclBuffers&) = delete;
 
-  // All ranks call this together. If one of them cannot allocate, it throws Error on all.
-  std::shared_ptr<void> allocate(std::size_t bytes, BufferUse use);
+  // Frees what no rank holds any more, and allocates. All ranks call this together. If one of them
+  // cannot allocate, it throws Error on all. The memory may outlive this object.
+  std::shared_ptr<void> allocate(std::size_t bytes);
 
-  // Whether `memory` lies in a registered buffer of a tensor.
+  // Whether `memory` lies in a registered buffer that is held.
   bool holds(const void* memory) const;
   int registered() const { return registered_; }
 
-  // Frees the buffers of tensors that are no longer held on any rank. All ranks call it together.
+  // Deregisters and frees the buffers that no rank holds any more. All ranks call it together.
   void free_unused();
   // Before the communicator is closed.
   void close();
@@ -55,29 +61,28 @@ class NcclBuffers {
   struct Buffer {
     void* memory = nullptr;
     std::size_t bytes = 0;
+    std::uint64_t number = 0;  // in the order of all ranks
     nccl::Window window = nullptr;
     void* handle = nullptr;
-    std::uint64_t number = 0;  // in the order of all ranks
-    BufferUse use = BufferUse::Input;
 
     bool is_registered() const { return window != nullptr || handle != nullptr; }
   };
 
-  // What the deleters of tensors share with this object, which they may outlive.
-  struct Tensors {
+  // What the deleters of buffers share with this object, which they may outlive.
+  struct Shared {
     std::mutex mutex;
     bool closed = false;
     std::map<const char*, Buffer> held;
-    std::vector<Buffer> unused;
+    std::map<std::uint64_t, Buffer> unused;  // by number
   };
 
-  Buffer allocate_buffer(std::size_t bytes, BufferUse use);
-  static bool is_older(const Buffer& a, const Buffer& b) { return a.number < b.number; }
-  bool all_agree(bool mine) { return least_(mine ? 1 : 0) != 0; }
-  std::vector<Buffer> take_unused(BufferUse use);
-  std::shared_ptr<void> as_tensor(const Buffer& buffer);
+  [[noreturn]] void throw_no_memory(bool is_allocated, std::size_t bytes) const;
+  std::vector<std::uint64_t> unused_on_all_ranks();
+  std::shared_ptr<void> hand_out(const Buffer& buffer);
+  bool all_agree(bool mine, const std::string& what);
   void* try_to_allocate(std::size_t bytes);
   void register_buffer(Buffer& buffer);
+  nccl::Result register_with_nccl(Buffer& buffer);
   void deregister(const Buffer& buffer);
   void free(const Buffer& buffer);
   void synchronize();
@@ -86,11 +91,11 @@ class NcclBuffers {
   Device& device_;
   nccl::Comm comm_;
   NcclWatchdog& watchdog_;
-  Least least_;
+  Exchange exchange_;
   Report report_;
   std::atomic<int> registered_{0};
   std::uint64_t allocated_ = 0;
-  std::shared_ptr<Tensors> tensors_ = std::make_shared<Tensors>();
+  std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
 };
 
 }  // namespace fsdp

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "comm/nccl_calls.h"
 
 namespace fsdp {
 namespace {
@@ -13,6 +14,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kLongestPollInterval = std::chrono::milliseconds(500);
+// How long ending a communicator may keep the thread that ends it.
+constexpr auto kLongestEnd = std::chrono::milliseconds(5000);
 
 }  // namespace
 
@@ -28,6 +31,7 @@ NcclWatchdog::NcclWatchdog(const nccl::Api& api, Device& device, nccl::Comm comm
       options_(options),
       name_(std::move(name)),
       lane_(lane),
+      limit_{options.timeout, ""},
       thread_([this] { run(); }) {}
 
 NcclWatchdog::~NcclWatchdog() { stop(); }
@@ -54,6 +58,18 @@ NcclWatchdog::BlockingCall::BlockingCall(NcclWatchdog& watchdog, const std::stri
 NcclWatchdog::BlockingCall::~BlockingCall() {
   const std::lock_guard<std::mutex> lock(watchdog_.mutex_);
   watchdog_.in_call_ = false;
+}
+
+NcclWatchdog::ShortLimit::ShortLimit(NcclWatchdog& watchdog, std::chrono::milliseconds limit,
+                                     std::string advice)
+    : watchdog_(watchdog) {
+  const std::lock_guard<std::mutex> lock(watchdog_.mutex_);
+  watchdog_.limit_ = {std::min(limit, watchdog_.options_.timeout), std::move(advice)};
+}
+
+NcclWatchdog::ShortLimit::~ShortLimit() {
+  const std::lock_guard<std::mutex> lock(watchdog_.mutex_);
+  watchdog_.limit_ = {watchdog_.options_.timeout, ""};
 }
 
 void NcclWatchdog::watch_collective(Stream& stream, const std::string& what, Ends ends) {
@@ -102,21 +118,51 @@ void NcclWatchdog::abort(const std::string& reason) {
     error_ = reason;
     failed_ = true;
   }
-  // Revoking ends running kernels but, unlike aborting, frees nothing that another thread may be
-  // about to use. A revoked communicator stays until the process ends, which should be soon.
-  if (api_.CommRevoke != nullptr && api_.CommRevoke(comm_, /*flags=*/0) == nccl::kSuccess) {
-    revoked_ = true;
-    return;
+  if (api_.CommRevoke != nullptr) {
+    revoke();
+  } else {
+    abort_communicator();
   }
-  abort_communicator();
 }
 
-void NcclWatchdog::abort_communicator() {
-  if (captured_) {  // aborting would block until no graph holds the communicator
-    std::thread([&api = api_, comm = comm_] { api.CommAbort(comm); }).detach();
-  } else {
-    api_.CommAbort(comm_);
+// Revoking ends running kernels but, unlike aborting, frees nothing that another thread may be
+// about to use. A revoked communicator stays until the process ends, which should be soon.
+void NcclWatchdog::revoke() {
+  const std::shared_future<nccl::Result> revoked =
+      nccl::call_apart(device_, [&api = api_, comm = comm_] {
+        return nccl::finish(api, comm, api.CommRevoke(comm, /*flags=*/0));
+      }).share();
+  std::unique_lock<std::mutex> lock(mutex_);
+  revoked_ = revoked;
+  lock.unlock();
+  revoked.wait_for(std::min(kLongestEnd, options_.timeout));
+  lock.lock();
+  const bool has_to_abort = take_abort(/*a_call_blocks=*/false);
+  lock.unlock();
+  if (has_to_abort) {
+    abort_communicator();
   }
+}
+
+// Returns whether the communicator has to be aborted after it was revoked. It does so once. The
+// caller holds the lock.
+bool NcclWatchdog::take_abort(bool a_call_blocks) {
+  if (!revoked_.valid() ||
+      revoked_.wait_for(std::chrono::seconds(0)) != std::future_status::ready) {
+    return false;
+  }
+  if (revoked_.get() == nccl::kSuccess && !a_call_blocks) {
+    return false;
+  }
+  revoked_ = {};
+  return true;
+}
+
+// Aborting blocks until no CUDA graph holds the communicator.
+void NcclWatchdog::abort_communicator() {
+  const auto done =
+      nccl::call_apart(device_, [&api = api_, comm = comm_] { return api.CommAbort(comm); });
+  done.wait_for(captured_ ? std::chrono::milliseconds(0) : kLongestEnd);
 }
 
 std::string NcclWatchdog::error() {
@@ -133,8 +179,7 @@ void NcclWatchdog::run() {
     const auto interval = std::min<Clock::duration>(kLongestPollInterval, options_.timeout / 10);
     std::unique_lock<std::mutex> lock(mutex_);
     while (!stop_.wait_for(lock, interval, [this] { return stopping_; })) {
-      if (revoked_ && in_call_) {
-        revoked_ = false;
+      if (take_abort(in_call_)) {
         lock.unlock();
         abort_communicator();
         lock.lock();
@@ -143,8 +188,8 @@ void NcclWatchdog::run() {
       const Finding found = failed_ ? Finding{} : look();
       if (!found.error.empty() || !found.late.empty()) {
         lock.unlock();
-        const std::string reason =
-            with_flight_record(found.late.empty() ? found.error : timeout_message(found.late));
+        const std::string reason = with_flight_record(
+            found.late.empty() ? found.error : timeout_message(found.late, found.limit));
         print_failure(reason);
         abort(reason);
         lock.lock();
@@ -166,16 +211,16 @@ NcclWatchdog::Finding NcclWatchdog::look() {
       state != nccl::kInProgress) {
     return {detail::concat("rank ", options_.rank, ": NCCL reported an error of the ", name_,
                            " communicator: ", api_.describe(comm_, state)),
-            ""};
+            "", limit_};
   }
   const auto now = Clock::now();
-  if (in_call_ && now - call_since_ > options_.timeout) {
-    return {"", call_};
+  if (in_call_ && now - call_since_ > limit_.time) {
+    return {"", call_, limit_};
   }
   const Outstanding* oldest = update_oldest_pending();
   publish(oldest);
-  if (oldest != nullptr && now - oldest->since > options_.timeout) {
-    return {"", oldest->what};
+  if (oldest != nullptr && now - oldest->since > limit_.time) {
+    return {"", oldest->what, limit_};
   }
   return {};
 }
@@ -208,13 +253,14 @@ void NcclWatchdog::publish(const Outstanding* oldest) {
   }
 }
 
-std::string NcclWatchdog::timeout_message(const std::string& what) const {
+std::string NcclWatchdog::timeout_message(const std::string& what, const Limit& limit) const {
   const std::string others = options_.ask_others != nullptr
                                  ? options_.ask_others(what)
                                  : "Another rank may hang, have failed, or run other collectives. ";
   return detail::concat("rank ", options_.rank, " of ", options_.size, " waited ",
-                        options_.timeout.count(), " ms for ", what, ". ", others,
-                        "Communication was aborted; look at the output of all ranks.");
+                        limit.time.count(), " ms for ", what, ". ", others,
+                        "Communication was aborted; look at the output of all ranks.",
+                        limit.advice.empty() ? "" : " ", limit.advice);
 }
 
 }  // namespace fsdp

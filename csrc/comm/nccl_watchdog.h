@@ -4,10 +4,12 @@
 // In a step, no host thread waits for a collective, so only the watchdog notices one that hangs. It
 // polls NCCL's asynchronous error and the events behind the newest collectives. On an error or a
 // timeout it revokes the communicator (or aborts it, where NCCL cannot revoke), which ends the
-// kernels that wait for peers. Revoking does not end a call that makes connections, so if a call
-// still blocks at the next poll, the watchdog aborts the revoked communicator. It prints the reason
-// on stderr, and every later call throws. Results computed since then must not be used, so the
-// optimizer's step checks, too.
+// kernels that wait for peers. Revoking sets NCCL's abort flag, waits for NCCL's own streams and
+// threads, and resets the flag. So a call that makes connections may miss it: if one still blocks
+// at a poll after that, the watchdog aborts the revoked communicator. Both run on threads of their
+// own, since they may never return. While they do not, the flag stays set, and nothing more can be
+// done. The watchdog prints the reason on stderr, and every later call throws. Results computed
+// since then must not be used, so the optimizer's step checks, too.
 #pragma once
 
 #include <array>
@@ -16,6 +18,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -53,6 +56,19 @@ class NcclWatchdog {
     NcclWatchdog& watchdog_;
   };
 
+  // While this object lives, calls and collectives are late after `limit`, if that is shorter than
+  // the timeout, and the message ends with `advice`.
+  class ShortLimit {
+   public:
+    ShortLimit(NcclWatchdog& watchdog, std::chrono::milliseconds limit, std::string advice);
+    ~ShortLimit();
+    ShortLimit(const ShortLimit&) = delete;
+    ShortLimit& operator=(const ShortLimit&) = delete;
+
+   private:
+    NcclWatchdog& watchdog_;
+  };
+
   // Whether a collective may end on a rank before all ranks have begun it.
   enum class Ends : bool { Alone, WithAll };
 
@@ -64,9 +80,11 @@ class NcclWatchdog {
   // Writes a flight record, and returns `reason` and a sentence that says where the record is.
   std::string with_flight_record(const std::string& reason);
 
-  // Revokes or aborts the communicator, and prints nothing. Only the first call has an effect.
+  // Revokes or aborts the communicator, and prints nothing. Only the first call has an effect. It
+  // waits a moment for NCCL.
   void abort(const std::string& reason);
   bool has_failed() const { return failed_; }
+  const std::atomic<bool>& failed() const { return failed_; }
   std::string error();  // the reason; empty if nothing has failed
 
   // Whether a CUDA graph has captured a collective. The graph then holds the communicator.
@@ -85,18 +103,27 @@ class NcclWatchdog {
     bool pending = false;
   };
 
-  // What is wrong: an error in whole sentences, or something that takes longer than the timeout.
+  // How long something may take.
+  struct Limit {
+    std::chrono::milliseconds time;
+    std::string advice;  // what to do if it takes longer; may be empty
+  };
+
+  // What is wrong: an error in whole sentences, or something that takes longer than its limit.
   struct Finding {
     std::string error;
     std::string late;
+    Limit limit;
   };
 
   void run();
+  void revoke();
   void abort_communicator();
+  bool take_abort(bool a_call_blocks);
   Finding look();
   const Outstanding* update_oldest_pending();
   void publish(const Outstanding* oldest);
-  std::string timeout_message(const std::string& what) const;
+  std::string timeout_message(const std::string& what, const Limit& limit) const;
 
   const nccl::Api& api_;
   Device& device_;
@@ -106,9 +133,10 @@ class NcclWatchdog {
   const int lane_;
   std::atomic<bool> captured_{false};
   std::atomic<bool> failed_{false};
-  std::atomic<bool> revoked_{false};  // and not aborted since
 
   std::mutex mutex_;  // guards what follows
+  Limit limit_;
+  std::shared_future<nccl::Result> revoked_;  // of revoking; invalid before it and after aborting
   std::condition_variable stop_;
   bool stopping_ = false;
   std::string error_;

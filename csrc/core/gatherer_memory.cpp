@@ -9,8 +9,11 @@ namespace fsdp {
 
 void Gatherer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, int slots) {
   GatherMemory memory = plan_gathers(uses_of(buckets), slots);
-  // Work in flight may still use the buffers of the plan before.
+  // Work in flight may still use the buffers of the plan before. They are freed first, so that they
+  // and the new ones are never held together.
   lane_.synchronize();
+  ring_.reset();
+  staging_.reset(nullptr, 0);
   const bool may_differ = has_several_meshes(buckets);
   memory.slots = static_cast<int>(lane_.most(static_cast<std::size_t>(memory.slots), may_differ));
   memory.slot_bytes = lane_.most(memory.slot_bytes, may_differ);

@@ -82,6 +82,8 @@ void Reducer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   if (has_replicas) {
     replicas_.lane->synchronize();
   }
+  input_.reset(nullptr, 0);
+  output_.reset(nullptr, 0);
   const bool has_peers = lane_.communicator().size() > 1;
   ReduceMemory memory =
       plan_reductions(uses_of(buckets), device_.overlaps_copies() && has_peers, has_replicas);
@@ -96,7 +98,6 @@ void Reducer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   const std::size_t input = memory.input_bytes;
   input_.reset(input > 0 ? lane_.allocate(input, BufferUse::Input) : nullptr, input);
   output_bytes_ = memory.output_bytes;
-  output_.reset(nullptr, 0);
   const auto always_needs_output = [has_replicas](const auto& bucket) {
     return (bucket->layout.world_size() > 1 || has_replicas) &&
            !reduces_in_place(bucket->layout, bucket->units.front()->reduce_scale);

@@ -7,6 +7,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <thread>
 #include <utility>
 
@@ -79,13 +80,16 @@ namespace fsdp::nccl {
 
 struct NcclComm {
   std::string name;
-  int rank;
-  int size;
-  bool blocking;
+  int rank = 0;
+  int size = 0;
+  bool blocking = true;
   std::shared_ptr<Barrier> barrier;
   std::atomic<bool> aborted{false};
   std::atomic<int> polls{0};
   int splits = 0;
+  int windows_made = 0;
+  std::map<const void*, int> offsets;   // of its windows
+  std::function<void()> in_background;  // done after some polls
 };
 
 }  // namespace fsdp::nccl
@@ -98,7 +102,7 @@ namespace {
 // The windows of all communicators, by their begin.
 struct Registered {
   std::size_t bytes;
-  const NcclComm* comm;
+  NcclComm* comm;
 };
 std::map<const char*, Registered>& windows() {
   static auto* const all = new std::map<const char*, Registered>;
@@ -113,7 +117,22 @@ bool is_in_window(const void* memory, const NcclComm* comm) {
          address < window->first + window->second.bytes;
 }
 
-void add_window(const void* memory, std::size_t bytes, const NcclComm* comm) {
+// As in NCCL, a window gets the first offset that is free on its rank.
+int take_offset(NcclComm* comm, const void* memory) {
+  std::set<int> taken;
+  for (const auto& [other, offset] : comm->offsets) {
+    taken.insert(offset);
+  }
+  int offset = 0;
+  while (taken.count(offset) > 0) {
+    ++offset;
+  }
+  comm->offsets[memory] = offset;
+  return offset;
+}
+
+void add_window(const void* memory, std::size_t bytes, NcclComm* comm) {
+  static auto* const offsets = new std::map<std::pair<std::string, int>, int>;
   const auto* address = static_cast<const char*>(memory);
   const std::lock_guard<std::mutex> lock(mutex);
   const auto after = windows().lower_bound(address + bytes);
@@ -122,11 +141,16 @@ void add_window(const void* memory, std::size_t bytes, const NcclComm* comm) {
     ++state.overlapping_windows;
   }
   windows()[address] = {bytes, comm};
+  const int offset = take_offset(comm, memory);
+  const auto [first, is_first] = offsets->insert({{comm->name, comm->windows_made++}, offset});
+  state.misplaced_windows += is_first || first->second == offset ? 0 : 1;
 }
 
 void remove_window(const void* memory) {
   const std::lock_guard<std::mutex> lock(mutex);
-  windows().erase(static_cast<const char*>(memory));
+  const auto window = windows().find(static_cast<const char*>(memory));
+  window->second.comm->offsets.erase(memory);
+  windows().erase(window);
 }
 
 // NCCL counts groups by thread. This does not use thread_local, because ThreadSanitizer does not
@@ -144,7 +168,14 @@ Group& my_group() {
 
 Comm make(const std::string& name, int rank, int size, const Config* config) {
   ++state.live_communicators;
-  return new NcclComm{name, rank, size, config->blocking != 0, barrier_of(name, size), {}, {}, 0};
+  const bool blocking = config->blocking != 0 && !state.never_blocks;
+  auto* const comm = new NcclComm;
+  comm->name = name;
+  comm->rank = rank;
+  comm->size = size;
+  comm->blocking = blocking;
+  comm->barrier = barrier_of(name, size);
+  return comm;
 }
 
 Result run(void* stream, std::function<Result()> collective) {
@@ -253,6 +284,9 @@ FAKE_NCCL_API Result ncclCommRevoke(Comm comm, int /*flags*/) {
     return kAborted;
   }
   retain(comm);
+  while (state.revoking_hangs) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
   if (state.revoking_ends_calls) {
     comm->aborted = true;
   }
@@ -268,6 +302,9 @@ FAKE_NCCL_API Result ncclCommGetAsyncError(Comm comm, Result* result) {
   if (++comm->polls <= state.polls_in_progress) {
     *result = fsdp::nccl::kInProgress;
   } else {
+    if (comm->in_background != nullptr) {
+      std::exchange(comm->in_background, nullptr)();
+    }
     *result = static_cast<Result>(state.init_result.load());
   }
   return fsdp::nccl::kSuccess;
@@ -366,6 +403,9 @@ FAKE_NCCL_API Result ncclMemAlloc(void** memory, std::size_t bytes) {
     --state.allocations_to_fail;
     return fsdp::nccl::kUnhandledCudaError;
   }
+  if (bytes > state.most_bytes) {
+    return fsdp::nccl::kUnhandledCudaError;
+  }
   *memory = std::malloc(bytes);
   ++state.live_buffers;
   return fsdp::nccl::kSuccess;
@@ -399,17 +439,33 @@ FAKE_NCCL_API Result ncclCommDeregister(Comm /*comm*/, void* /*handle*/) {
   return fsdp::nccl::kSuccess;
 }
 
+// All ranks wait for each other in it.
 FAKE_NCCL_API Result ncclCommWindowRegister(Comm comm, void* memory, std::size_t bytes,
                                             Window* window, int flags) {
   state.log("window");
   state.window_flags = flags;
+  const bool fails_here = comm->rank == state.register_fails_on_rank;
+  const auto together = barrier_of(comm->name + " registers", comm->size);
+  if (state.others_wait_for_failed && (fails_here || !together->wait(comm->aborted))) {
+    return kAborted;
+  }
   const Result result = register_for(comm);
-  if (result == fsdp::nccl::kSuccess) {
+  *window = nullptr;
+  if (result != fsdp::nccl::kSuccess) {
+    return result;
+  }
+  const auto add = [=] {
     ++state.registered_buffers;
     add_window(memory, bytes, comm);
+    *window = reinterpret_cast<Window>(memory);
+  };
+  if (comm->blocking) {
+    add();
+    return fsdp::nccl::kSuccess;
   }
-  *window = result == fsdp::nccl::kSuccess ? reinterpret_cast<Window>(memory) : nullptr;
-  return result;
+  comm->polls = 0;
+  comm->in_background = add;
+  return fsdp::nccl::kInProgress;
 }
 
 FAKE_NCCL_API Result ncclCommWindowDeregister(Comm /*comm*/, Window window) {

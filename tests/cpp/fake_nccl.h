@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <functional>
 #include <mutex>
 #include <string>
@@ -20,15 +21,20 @@ struct FakeNccl {
   std::atomic<int> async_error{0};        // of every blocking communicator
   std::atomic<int> register_result{0};
   std::atomic<int> register_fails_on_rank{-1};
+  std::atomic<bool> others_wait_for_failed{false};  // while they register, until they are aborted
   std::atomic<int> allocations_to_fail{0};
+  std::atomic<std::size_t> most_bytes{~std::size_t{0}};  // of one allocation
   std::atomic<int> window_flags{-1};  // of the last window
   std::atomic<bool> can_revoke{true};
   std::atomic<bool> revoking_ends_calls{true};  // not those that make connections, in 2.28
+  std::atomic<bool> revoking_hangs{false};      // and ends no call
   std::atomic<bool> collectives_hang{false};    // until the communicator is aborted
+  std::atomic<bool> never_blocks{false};        // as with NCCL_COMM_BLOCKING=0
   std::atomic<int> live_communicators{0};
   std::atomic<int> live_buffers{0};
   std::atomic<int> registered_buffers{0};
   std::atomic<int> overlapping_windows{0};  // that one communicator or another has had already
+  std::atomic<int> misplaced_windows{0};    // whose offset is another on another rank
   // Of all-gathers and reduce-scatters on windows alone, and of the others.
   std::atomic<int> windowed_gathers{0};
   std::atomic<int> plain_gathers{0};

@@ -51,7 +51,10 @@ class NcclRanks : public ::testing::Test {
     fake().init_result = 0;
     fake().register_result = 0;
     fake().register_fails_on_rank = -1;
+    fake().others_wait_for_failed = false;
     fake().revoking_ends_calls = true;
+    fake().revoking_hangs = false;
+    fake().never_blocks = false;
     fake().collectives_hang = false;
     fake().polls_in_progress = 2;
     fake().can_revoke = true;
@@ -63,6 +66,7 @@ class NcclRanks : public ::testing::Test {
     EXPECT_EQ(fake().live_communicators, expected);
     EXPECT_EQ(fake().live_buffers, 0);
     EXPECT_EQ(fake().registered_buffers, 0);
+    EXPECT_EQ(fake().misplaced_windows, 0);
   }
 
   struct Rank {
@@ -303,6 +307,29 @@ TEST_F(NcclRanks, AbortACallThatStillBlocksAfterItsCommunicatorIsRevoked) {
   EXPECT_EQ(std::count(calls.begin(), calls.end(), "abort"), 1);
 }
 
+// Nobody waits for it for long.
+TEST_F(NcclRanks, GoOnIfRevokingHangs) {
+  fake().revoking_hangs = true;
+  left_behind_ = 1;
+  run_ranks(
+      1,
+      [](Rank rank) {
+        HostStream stream("gather", milliseconds(20000));
+        std::promise<void> opened;
+        stream.enqueue([future = opened.get_future().share()] { future.wait(); });
+        int mine = 0;
+        rank.gather.announce("the all-gather of unit 'first'", 0);
+        rank.gather.all_gather(stream, &mine, &mine, sizeof(int));
+        while (rank.gather.async_error().empty()) {
+          std::this_thread::sleep_for(milliseconds(1));
+        }
+        EXPECT_SAYS(message_of([&] { rank.gather.check(); }), "waited 50 ms for the all-gather");
+        opened.set_value();
+      },
+      milliseconds(50));
+  fake().revoking_hangs = false;
+}
+
 // The collective is launched, but its stream does not reach it. Only the watchdog notices.
 TEST_F(NcclRanks, AbortACollectiveThatDoesNotEnd) {
   fake().can_revoke = false;  // as NCCL before 2.28, so the watchdog aborts
@@ -382,24 +409,22 @@ TEST_F(NcclRanks, PassTheFlagsOfTheirVersion) {
   EXPECT_EQ(fake().window_flags, nccl::kWindowCollSymmetric);
 }
 
-// See Note [windows of tensors].
-TEST_F(NcclRanks, LetTensorsOutliveThem) {
+// See Note [order of windows].
+TEST_F(NcclRanks, LetBuffersOutliveThem) {
   std::mutex mutex;
   std::vector<std::shared_ptr<void>> kept;
   run_ranks(2, [&](Rank rank) {
     const auto shard = rank.gather.allocate(rank.device, 4096, BufferUse::Shard);
     auto gradient = rank.gather.allocate(rank.device, 4096, BufferUse::Gradient);
-    const auto input = rank.gather.allocate(rank.device, 4096, BufferUse::Input);
     EXPECT_TRUE(rank.gather.is_registered(static_cast<char*>(shard.get()) + 4095));
     EXPECT_TRUE(rank.gather.is_registered(gradient.get()));
-    EXPECT_FALSE(rank.gather.is_registered(input.get()));  // which no tensor lies in
     EXPECT_FALSE(rank.reduce.is_registered(gradient.get()));
     const void* const freed = gradient.get();
     std::thread([&gradient] { gradient.reset(); }).join();
     EXPECT_FALSE(rank.gather.is_registered(freed));
-    EXPECT_EQ(rank.gather.registered_buffers(), 3);  // until memory is planned again
+    EXPECT_EQ(rank.gather.registered_buffers(), 2);  // until memory is planned again
     rank.gather.free_unused();
-    EXPECT_EQ(rank.gather.registered_buffers(), 2);
+    EXPECT_EQ(rank.gather.registered_buffers(), 1);
     const std::lock_guard<std::mutex> lock(mutex);
     kept.push_back(shard);
   });
@@ -407,6 +432,33 @@ TEST_F(NcclRanks, LetTensorsOutliveThem) {
   EXPECT_EQ(fake().live_buffers, 2);
   EXPECT_EQ(fake().overlapping_windows, 0);
   kept.clear();
+  EXPECT_EQ(fake().live_buffers, 0);
+}
+
+// See Note [order of windows]. The fake counts windows that differ in their offsets.
+TEST_F(NcclRanks, FreeBuffersInOneOrder) {
+  api_.version = 23007;
+  run_ranks(2, [](Rank rank) {
+    std::vector<std::shared_ptr<void>> buffers;
+    const auto allocate = [&] {
+      buffers.push_back(rank.gather.allocate(rank.device, 64, BufferUse::Output));
+    };
+    for (int i = 0; i < 4; ++i) {
+      allocate();
+    }
+    // Each rank has one that the other still uses, and frees the rest in its own order.
+    const bool is_first = rank.number == 0;
+    for (const std::size_t freed : {is_first ? 0 : 3, is_first ? 1 : 2, is_first ? 2 : 1}) {
+      buffers[freed].reset();
+    }
+    allocate();
+    EXPECT_EQ(rank.gather.registered_buffers(), 3);  // those that a rank uses, and the new one
+    allocate();
+    buffers.erase(buffers.begin(), buffers.begin() + 4);
+    allocate();
+    EXPECT_EQ(rank.gather.registered_buffers(), 3);
+  });
+  EXPECT_EQ(fake().misplaced_windows, 0);
   EXPECT_EQ(fake().live_buffers, 0);
 }
 
@@ -434,15 +486,13 @@ TEST_F(NcclRanks, AllocateOnceMoreAfterOneFailure) {
 
 // The others would wait in the registration for ever.
 TEST_F(NcclRanks, AllFailIfOneCannotAllocate) {
-  fake().allocations_to_fail = 2;  // both tries of rank 0
+  fake().most_bytes = 4095;
   const auto messages = run_ranks(2, [](Rank rank) {
-    while (rank.number == 1 && fake().allocations_to_fail > 0) {
-      std::this_thread::yield();
-    }
-    rank.gather.allocate(rank.device, 4096, BufferUse::Output);
+    rank.gather.allocate(rank.device, rank.number == 0 ? 4096 : 4095, BufferUse::Output);
   });
+  fake().most_bytes = ~std::size_t{0};
   EXPECT_SAYS(messages[0], "NCCL could not allocate 4096 more bytes of GPU memory");
-  EXPECT_SAYS(messages[1], "Another rank could not allocate 4096 more bytes of GPU memory");
+  EXPECT_SAYS(messages[1], "Another rank could not allocate 4095 more bytes of GPU memory");
 }
 
 TEST_F(NcclRanks, NoneUsesARegistrationThatFailsOnOne) {
@@ -453,6 +503,38 @@ TEST_F(NcclRanks, NoneUsesARegistrationThatFailsOnOne) {
     EXPECT_EQ(rank.gather.registered_buffers(), 0);
     rank.gather.barrier(rank.stream);
     EXPECT_EQ(fake().registered_buffers, 0);
+  });
+  EXPECT_EQ(messages, (std::vector<std::string>(2, kNothingThrown)));
+}
+
+// The other rank waits in NCCL. The first one fails as soon as it does.
+TEST_F(NcclRanks, SayHowToGoOnIfRegistrationFailsOnOneRankAlone) {
+  fake().register_fails_on_rank = 0;
+  fake().others_wait_for_failed = true;
+  left_behind_ = 2;
+  const auto messages = run_ranks(
+      2, [](Rank rank) { rank.gather.allocate(rank.device, 4096, BufferUse::Output); },
+      milliseconds(300));
+  EXPECT_SAYS(messages[0],
+              "rank 0 of 2 waited 300 ms for the registration of a buffer, in which NCCL failed "
+              "(internal error: what NCCL says). ");
+  EXPECT_SAYS(messages[1], "rank 1 of 2 waited 300 ms for the registration of a buffer. ");
+  for (const std::string& message : messages) {
+    EXPECT_SAYS(message,
+                "look at the output of all ranks. If NCCL cannot register buffers on a "
+                "rank, set FSDP_EXT_NCCL_REGISTER=0 on all ranks.");
+  }
+}
+
+// NCCL_COMM_BLOCKING=0 in the environment
+TEST_F(NcclRanks, TrainOverCommunicatorsThatNeverBlock) {
+  fake().never_blocks = true;
+  fake().polls_in_progress = 20;
+  const auto messages = run_ranks(2, [](Rank rank) {
+    const auto memory = rank.gather.allocate(rank.device, 4096, BufferUse::Output);
+    EXPECT_EQ(rank.gather.registered_buffers(), 1);
+    EXPECT_TRUE(rank.gather.is_registered(memory.get()));
+    rank.gather.barrier(rank.stream);
   });
   EXPECT_EQ(messages, (std::vector<std::string>(2, kNothingThrown)));
 }

@@ -1,0 +1,60 @@
+#include "comm/nccl_calls.h"
+
+#include <chrono>
+#include <exception>
+#include <memory>
+#include <thread>
+#include <utility>
+
+namespace fsdp::nccl {
+namespace {
+
+// Most calls end within so many polls. Later ones leave the processor to others.
+constexpr int kBusyPolls = 10000;
+
+void pause_between_polls(int polls) {
+  if (polls < kBusyPolls) {
+    std::this_thread::yield();
+  } else {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+}  // namespace
+
+Result finish(const Api& api, Comm comm, Result result, const std::atomic<bool>& given_up) {
+  for (int polls = 0; result == kInProgress && !given_up; ++polls) {
+    Result state = kSuccess;
+    result = api.CommGetAsyncError(comm, &state);
+    result = result == kSuccess ? state : result;
+    pause_between_polls(polls);
+  }
+  return result;
+}
+
+Result finish(const Api& api, Comm comm, Result result) {
+  return finish(api, comm, result, std::atomic<bool>{false});
+}
+
+std::function<void()> selector_of(const Device& device) {
+  return [select = device.selector()] {
+    try {
+      select();
+    } catch (const std::exception&) {
+      // The next call fails, too.
+    }
+  };
+}
+
+std::future<Result> call_apart(const Device& device, std::function<Result()> call) {
+  std::promise<Result> done;
+  std::future<Result> result = done.get_future();
+  std::thread([select = selector_of(device), call = std::move(call),
+               done = std::move(done)]() mutable {
+    select();
+    done.set_value(call());
+  }).detach();
+  return result;
+}
+
+}  // namespace fsdp::nccl

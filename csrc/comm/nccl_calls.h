@@ -1,0 +1,28 @@
+// Calls of NCCL that go on after the caller has stopped waiting for them.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <future>
+
+#include "comm/nccl_api.h"
+#include "device/stream.h"
+
+namespace fsdp::nccl {
+
+// Waits for a call on `comm` that has returned `result`, and returns its final result. With
+// NCCL_COMM_BLOCKING=0 in the environment every communicator is non-blocking, so NCCL goes on after
+// a call has returned. Returns kInProgress if `given_up` is set meanwhile.
+Result finish(const Api& api, Comm comm, Result result, const std::atomic<bool>& given_up);
+// The same, however long it takes.
+Result finish(const Api& api, Comm comm, Result result);
+
+// Returns what makes the device current for the thread that calls it. Threads that call NCCL or
+// CUDA do that first, or device 0 would get a context. If the device has failed, it does nothing,
+// and the next call says so.
+std::function<void()> selector_of(const Device& device);
+
+// Runs the call on a thread of its own, which goes on for as long as the call takes.
+std::future<Result> call_apart(const Device& device, std::function<Result()> call);
+
+}  // namespace fsdp::nccl
