@@ -367,7 +367,7 @@ def _nccl_lanes(group: dist.ProcessGroup, device: torch.device, at_once: int) ->
     timeout = timeout_of(group, device)
     settings = nccl_settings()
     libraries = nccl_libraries()
-    order_launches(device, at_once, settings.most_min_ctas)
+    order_launches(group, device, at_once, settings.most_min_ctas)
     unique_id = _C.nccl_unique_id(libraries) if dist.get_rank(group) == 0 else b""
     rendezvous = Rendezvous(group, unique_id, timeout)
     # After the exchange, all ranks have rank 0's id.
@@ -393,24 +393,52 @@ def _nccl_lanes(group: dist.ProcessGroup, device: torch.device, at_once: int) ->
 
 # The most thread blocks of a communicator, unless a setting asks for more.
 MOST_BLOCKS = 32
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 
-def order_launches(device: torch.device, lanes: int = 2, blocks: int = MOST_BLOCKS) -> None:
+def order_launches(
+    group: dist.ProcessGroup, device: torch.device, lanes: int = 2, blocks: int = MOST_BLOCKS
+) -> None:
     """Have NCCL order the launches of lanes where they may not run at the same time.
 
     The communicators of lanes have no order on the device. If there are too few multiprocessors for
     all of them, as with MIG, the gathers of one rank and the reductions of another can wait for
     each other for ever. NCCL 2.26 and newer orders them as the host issues them, if told to before
-    its first launch. What the user has set stays.
+    its first launch. What the user has set stays. If NCCL may have launched before, this warns.
 
     Args:
+        group: the mesh's group.
         device: a GPU.
         lanes: how many communicators may run at once.
         blocks: the most thread blocks of one.
     """
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    if processors < lanes * max(blocks, MOST_BLOCKS):
-        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    if processors >= lanes * max(blocks, MOST_BLOCKS) or LAUNCH_ORDER in os.environ:
+        return
+    os.environ[LAUNCH_ORDER] = "1"
+    if has_used_nccl(group, device):
+        warn_caller(
+            f"fsdp_ext: {device} has {processors} multiprocessors, too few for {lanes} NCCL "
+            f"communicators at once, so {LAUNCH_ORDER}=1 was set. But NCCL reads it at its first "
+            "launch, and this process has used NCCL before, so collectives may wait for each "
+            f"other for ever. Set {LAUNCH_ORDER}=1 in the environment of the program."
+        )
+
+
+def has_used_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether fsdp_ext, the default group or ``group`` has NCCL communicators."""
+    if any(used.type == "cuda" for of_group in _lanes.values() for used, _ in of_group):
+        return True
+    if not dist.is_nccl_available():
+        return False
+    for user in filter(None, (dist.group.WORLD, group)):
+        try:
+            backend = user._get_backend(device)
+        except RuntimeError:  # it has none for GPUs
+            continue
+        if isinstance(backend, dist.ProcessGroupNCCL) and backend._is_initialized():
+            return True
+    return False
 
 
 def nccl_libraries() -> list[str]:
