@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -32,6 +33,9 @@ _PLAIN = (
 def map_tensors(fn: Callable[[Any], Any], container: Any) -> Any:
     """Apply ``fn`` to the items of ``container``; return the container itself if none changed.
 
+    The container is never changed. A mapping that is neither a dict nor a ``UserDict`` is returned
+    as it is, because nothing says how to copy it. FSDP2 and FSDP1 leave such mappings alone, too.
+
     Args:
         fn: maps a tensor, or a tuple, list or dict of tensors, and returns anything else unchanged.
         container: a dataclass, a named tuple, a mapping, a set, a ``PackedSequence``, a subclass of
@@ -45,26 +49,23 @@ def map_tensors(fn: Callable[[Any], Any], container: Any) -> Any:
             return container
         return container._replace(**mapped)
     if dataclasses.is_dataclass(container) and not isinstance(container, (type, Mapping)):
-        changed = {}
+        fields = {}
         for field in dataclasses.fields(container):
             value = getattr(container, field.name, None)
             mapped = fn(value)
             if mapped is not value:
-                changed[field.name] = mapped
-        if not changed:
+                fields[field.name] = mapped
+        if not fields:
             return container
         result = copy.copy(container)
-        for name, value in changed.items():
+        for name, value in fields.items():
             object.__setattr__(result, name, value)  # frozen ones, too
         return result
     if isinstance(container, Mapping):
-        items = {key: fn(value) for key, value in container.items()}
-        if all(items[key] is value for key, value in container.items()):
-            return container
-        mapping: Any = copy.copy(container)
-        for key, value in items.items():
-            mapping[key] = value
-        return mapping
+        given = dict(container.items())  # once: a mapping may make its values anew each time
+        items = {key: fn(value) for key, value in given.items()}
+        changed = {key: items[key] for key, value in given.items() if items[key] is not value}
+        return _copy_of(container, items, changed) if changed else container
     if isinstance(container, (tuple, list)):
         mapped_items = [fn(item) for item in container]
         if all(new is old for new, old in zip(mapped_items, container, strict=True)):
@@ -78,6 +79,19 @@ def map_tensors(fn: Callable[[Any], Any], container: Any) -> Any:
             return container
         return type(container)(mapped_set.values())
     return container
+
+
+def _copy_of(mapping: Mapping[Any, Any], items: dict[Any, Any], changed: dict[Any, Any]) -> Any:
+    """Return a copy of ``mapping`` with ``items``, which are ``changed`` in part."""
+    if not isinstance(mapping, (dict, UserDict)):
+        return mapping
+    try:
+        copied: Any = copy.copy(mapping)
+        for key, value in changed.items():
+            copied[key] = value
+    except TypeError:  # a dict that cannot be written; FSDP2 makes plain ones of all dicts
+        return items
+    return copied
 
 
 def opaque_type_in(value: Any) -> str:
