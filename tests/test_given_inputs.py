@@ -1,4 +1,4 @@
-"""Forward never changes what its caller passed."""
+"""Forward never changes what its caller passed, and FSDP1's wrapper passes on the same objects."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from typing import Any, NoReturn
 import torch
 from support.fsdp1_parity import (
     BF16,
+    BY_BLOCK,
     FSDP,
+    assert_equal,
+    make,
     torch_fsdp,
+    train,
 )
 from support.launcher import run_ranks
-from support.models import DIM
+from support.models import DIM, Mlp, Stack
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -122,3 +126,53 @@ def _mappings() -> None:
 
 def test_mappings_of_the_caller_are_cast_in_a_copy_or_not_at_all() -> None:
     run_ranks(_mappings, 1)
+
+
+# - FSDP1's wrapper
+
+
+class Writes(Mlp):
+    """Writes into the containers that it gets, and reads an attribute of a tensor."""
+
+    def forward(self, x: Tensor, cache: list[Tensor], *, state: dict[str, Any]) -> Tensor:
+        state["count"] += x.weight_of_loss  # type: ignore[attr-defined]
+        state["last"] = super().forward(x)
+        cache.append(state["last"] / 2)
+        return super().forward(cache[0])
+
+
+class Caching(Stack):
+    """Its loss depends on what the units have written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Writes() for _ in range(3))
+
+    def forward(self, x: Tensor, cache: list[Tensor] | None = None) -> Tensor:
+        x = self.stem(x)
+        cache = [] if cache is None else cache
+        cache.append(x)
+        state: dict[str, Any] = {"count": 0.0, "last": x}
+        for block in self.blocks:
+            x.weight_of_loss = 0.5  # type: ignore[attr-defined]
+            x = block(x, cache, state=state)
+        assert len(cache) == 1 + len(self.blocks)
+        return state["count"] * self.head((x + state["last"] + sum(cache)) / 20)
+
+
+def _same_objects() -> None:
+    model = make(Caching)
+    wrapped = FSDP(model, auto_wrap_policy=BY_BLOCK)
+    got = train(wrapped, model)
+    model = make(Caching)
+    assert_equal(got, train(torch_fsdp(model, auto_wrap_policy=BY_BLOCK), model))
+    model = make(Caching)
+    assert_equal(got, train(model, model, average=True))
+    # FSDP1's root gets copies. Ours gets the caller's objects, as the unsharded model does.
+    cache: list[Tensor] = []
+    wrapped(torch.randn(3, DIM), cache).sum().backward()
+    assert len(cache) == 1 + len(model.blocks)
+
+
+def test_what_units_write_into_their_inputs_reaches_the_caller_as_under_fsdp1() -> None:
+    run_ranks(_same_objects, 2)

@@ -72,17 +72,19 @@ struct UnitTensors {
   at::Device device;                // of the unsharded parameters
 };
 
-// The dtypes to which forward casts floating-point inputs and outputs, if any.
-struct ForwardCasts {
-  std::optional<at::ScalarType> inputs;
-  std::optional<at::ScalarType> outputs;
+// What forward does with its inputs and outputs.
+struct ForwardOptions {
+  std::optional<at::ScalarType> cast_inputs;  // the dtype for floating-point tensors, if any
+  std::optional<at::ScalarType> cast_outputs;
+  bool watches_inputs;  // Note [inputs that are kept] in torch_unit_forward.cpp
 };
 
 class TorchUnit final : public UnitPort,
                         public BackwardTarget,
                         public std::enable_shared_from_this<TorchUnit> {
  public:
-  TorchUnit(UnitLayout layout, UnitTensors tensors, ForwardCasts casts, std::size_t module_count);
+  TorchUnit(UnitLayout layout, UnitTensors tensors, ForwardOptions options,
+            std::size_t module_count);
   ~TorchUnit() override;
 
   // One view for each parameter. They have memory only while the unit is attached.
@@ -208,7 +210,7 @@ class TorchUnit final : public UnitPort,
   UnitLayout layout_;
   UnitTensors tensors_;
   ShardedGradients gradients_;
-  ForwardCasts casts_;
+  ForwardOptions options_;
   c10::intrusive_ptr<c10::StorageImpl> storage_;
   std::vector<GatheredInput> inputs_;
 

@@ -4,7 +4,17 @@
 // watch_inputs replaces inputs by aliases, to learn when the unit's backward has ended. An alias
 // knows one level of autograd and no tangent. Transforms of torch.func have several levels, and
 // forward-mode autograd has tangents. Aliases would lose them without a word, so there are none
-// then. The unit's gradients are reduced at the end of backward instead.
+// then.
+//
+// Note [inputs that are kept]
+// An alias is another tensor than the caller's, and lies in a copy of the caller's list or dict. So
+// what forward writes into its list or dict does not reach the caller. FSDP1 gives forward the
+// caller's own objects, and so does its wrapper here: it has no aliases, except where it casts.
+//
+// Without aliases, backward has passed a unit when it reaches the output of an earlier one, or when
+// it ends: Note [order of backward] in core/backward_order.h. In a chain of units that is the same
+// moment. Otherwise the unit stays unsharded while autograd computes what lies between the units,
+// and a unit whose gradients do not all arrive is reduced that much later.
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -64,8 +74,8 @@ py::object TorchUnit::pre_forward(std::size_t index, py::handle module, py::hand
     inputs = to_device(inputs, device());
   }
   if (!is_summoned(*root)) {
-    inputs = cast(inputs, casts_.inputs);
-    if (entering && at::GradMode::is_enabled()) {
+    inputs = cast(inputs, options_.cast_inputs);
+    if (options_.watches_inputs && entering && at::GradMode::is_enabled()) {
       inputs = watch_inputs(inputs, call);
     }
   }
@@ -111,7 +121,7 @@ py::object TorchUnit::end_forward(TorchRoot& root, std::size_t index, py::handle
   if (outermost) {
     root.leave_forward(output);
   }
-  const py::object result = cast(output, casts_.outputs);
+  const py::object result = cast(output, options_.cast_outputs);
   return result.is(output) ? py::object(py::none()) : result;
 }
 
