@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from support.fsdp1_parity import BY_BLOCK, FSDP, assert_equal, make, run, state, torch_fsdp
+from support.fsdp1_parity import BY_BLOCK, CPU, FSDP, assert_equal, make, run, state, torch_fsdp
 from support.launcher import run_ranks
 from support.models import Stack
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    LocalOptimStateDictConfig,
     LocalStateDictConfig,
     OptimStateKeyType,
     ShardedOptimStateDictConfig,
@@ -86,6 +87,61 @@ def _full(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("strategy", [None, ShardingStrategy.NO_SHARD], ids=str)
 def test_full_state_dicts_are_those_of_fsdp1(strategy: ShardingStrategy | None) -> None:
     run_ranks(_full, 2, {} if strategy is None else {"sharding_strategy": strategy})
+
+
+SNAPSHOTS: list[tuple[Any, ...]] = [
+    (SHARDED, ShardedStateDictConfig(), ShardedOptimStateDictConfig(offload_to_cpu=False)),
+    (SHARDED, ShardedStateDictConfig(offload_to_cpu=True), ShardedOptimStateDictConfig()),
+    (
+        StateDictType.LOCAL_STATE_DICT,
+        LocalStateDictConfig(),
+        LocalOptimStateDictConfig(offload_to_cpu=False),
+    ),
+]
+
+
+def following(wrapped: Any, types: tuple[Any, ...]) -> set[str]:
+    """Return the names of saved tensors that training changes."""
+    optimizer = AdamW(wrapped.parameters(), lr=0.01)
+    train(wrapped, optimizer, 0)
+    with type(wrapped).state_dict_type(wrapped, *types):
+        saved = wrapped.state_dict()
+        saved |= flat(type(wrapped).optim_state_dict(wrapped, optimizer))
+    before = {name: local(value).clone() for name, value in saved.items()}
+    train(wrapped, optimizer, 1)
+    return {name for name, value in saved.items() if not torch.equal(local(value), before[name])}
+
+
+def local(value: Any) -> Tensor:
+    if isinstance(value, DTensor):
+        return value.to_local()
+    if isinstance(value, ShardedTensor):
+        return value.local_tensor() if value.local_shards() else torch.empty(0)
+    return value
+
+
+def _snapshots() -> None:
+    for use_orig_params in (True, False):
+        for types in SNAPSHOTS[: 2 if use_orig_params else 3]:
+            ours, theirs = (
+                following(
+                    wrap(
+                        make(Stack),
+                        auto_wrap_policy=BY_BLOCK,
+                        use_orig_params=use_orig_params,
+                        device_id=CPU,
+                    ),
+                    types,
+                )
+                for wrap in (FSDP, TorchFSDP)
+            )
+            assert ours == theirs
+            assert all("_flat_param" in name for name in ours)
+            assert bool(ours) == (types is SNAPSHOTS[2])
+
+
+def test_saved_tensors_follow_training_only_where_those_of_fsdp1_do() -> None:
+    run_ranks(_snapshots, 2)
 
 
 def _resume() -> None:

@@ -54,7 +54,10 @@ class FlatParameters:
         return dict(zip(self.own_names(name), own, strict=True))
 
     def split(self, state: State) -> State:
-        """Return a state that is keyed by names with the parameters in flat ones in their place."""
+        """Return a state that is keyed by names with the parameters in flat ones in their place.
+
+        Tensors share memory with those of ``state``.
+        """
         states: State = {}
         for name, values in state["state"].items():
             flat = self._flats.get(name)
@@ -99,8 +102,7 @@ class FlatParameters:
 
 def _split(value: Any, flat: FlatParameter) -> list[Any]:
     if isinstance(value, torch.Tensor) and value.shape == flat.param.shape:
-        # Copies, because a checkpoint writes the whole storage of a tensor.
-        return [param.spread.dtensor(part.clone()) for param, part in flat.parts(value)]
+        return [param.spread.dtensor(part) for param, part in flat.parts(value)]
     return [value for _ in flat.params]
 
 

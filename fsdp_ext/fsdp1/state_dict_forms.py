@@ -45,7 +45,11 @@ _CHECKPOINTING = "torch.distributed.checkpoint.state_dict"
 
 @dataclass(frozen=True)
 class Form:
-    """What the tensors of a state dict become: whole or sharded, where, and on which ranks."""
+    """What the tensors of a state dict become: whole or sharded, where, and on which ranks.
+
+    They are copies, so that training goes on while they are written. Only the local form of models
+    shares memory with them, as FSDP1's does.
+    """
 
     is_full: bool
     offload_to_cpu: bool
@@ -57,7 +61,7 @@ class Form:
         """Return the form that was set, of models or of optimizers."""
         config: Any = settings.optim_state_dict_config if optimizer else settings.state_dict_config
         is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
-        is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
+        is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT and not optimizer
         return Form(is_full, config.offload_to_cpu, is_full and config.rank0_only, is_local)
 
     @staticmethod
@@ -74,9 +78,12 @@ class Form:
         """Return one value of a state dict. All ranks call this for the same values in order."""
         if not isinstance(value, torch.Tensor):
             return value
-        if self.is_full:  # a copy: training goes on while it is written
-            value = whole_copy(value) if isinstance(value, DTensor) else value.clone()
-        return value.cpu() if self.offload_to_cpu else value
+        moves = self.offload_to_cpu and value.device.type != "cpu"
+        if self.is_full and isinstance(value, DTensor):
+            value = whole_copy(value)
+        elif not moves and not self.is_local:
+            value = value.clone()
+        return value.cpu() if moves else value
 
     def convert_all(self, state_dict: State, names: Iterable[str], ranks: Ranks) -> None:
         """Convert the entries ``names`` of a model's state dict, one after the other.
