@@ -32,9 +32,12 @@ from torch.distributed.fsdp import (
     _runtime_utils,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._common_utils import FSDP_FLATTENED, TrainingState
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.tensor import DTensor
+
+import fsdp_ext
 
 SAME = """
     rank world_size compute_device cpu_offload limit_all_gathers forward_prefetch backward_prefetch
@@ -145,11 +148,70 @@ def test_parameters_are_marked_for_trainers() -> None:
     run_ranks(_marked, 2)
 
 
+def _for_users() -> None:
+    """Compare what code finds that groups the parameters of an optimizer."""
+    found = []
+    for wrap in (FSDP, torch_fsdp):
+        model = make(Stack)
+        for name, param in model.named_parameters():
+            param.tensor_model_parallel = name  # type: ignore[attr-defined]
+        model.stem.bias._no_weight_decay = True  # type: ignore[attr-defined]
+        wrapped = wrap(model, auto_wrap_policy=BY_BLOCK)
+        seen = [set_by_users(wrapped)]
+        run(wrapped, model, 0).backward()
+        wrapped.zero_grad()
+        seen.append(set_by_users(wrapped))
+        with type(wrapped).summon_full_params(wrapped):
+            seen.append(set_by_users(wrapped))
+            model.head.bias._no_weight_decay = True  # type: ignore[attr-defined]
+        seen.append(set_by_users(wrapped))
+        wrapped.to(torch.float64)
+        seen.append(set_by_users(wrapped))
+        found.append(seen)
+    assert found[0] == found[1]
+    assert found[0][-1]["head.bias"] == {
+        "tensor_model_parallel": "head.bias",
+        "_no_weight_decay": True,
+    }
+
+
+def set_by_users(module: nn.Module) -> dict[str, dict[str, Any]]:
+    names = ("tensor_model_parallel", "_no_weight_decay")
+    return {
+        name.replace("_fsdp_wrapped_module.", ""): {
+            key: value for key, value in vars(param).items() if key in names
+        }
+        for name, param in module.named_parameters()
+    }
+
+
+def test_parameters_keep_the_attributes_that_users_set_as_in_fsdp1() -> None:
+    run_ranks(_for_users, 2)
+
+
+def _of_fsdp2() -> None:
+    for shard in (fsdp_ext.fully_shard, torch_fully_shard):
+        module = nn.Linear(4, 4)
+        module.weight._no_weight_decay = True  # type: ignore[assignment]
+        shard(module)
+        assert not hasattr(module.weight, "_no_weight_decay")
+    # What is set afterwards stays, as on unsharded modules.
+    module = fsdp_ext.fully_shard(nn.Linear(4, 4))
+    module.weight._no_weight_decay = True
+    module.to(torch.float64)
+    assert module.weight._no_weight_decay
+
+
+def test_fully_shard_gives_new_parameters_no_attributes_as_fsdp2() -> None:
+    run_ranks(_of_fsdp2, 1)
+
+
 def _upcast() -> None:
     """What accelerate does to models in a lower precision."""
     model = FSDP(make(Stack).to(BF16), auto_wrap_policy=BY_BLOCK)
     before = {name: whole(param) for name, param in model.named_parameters()}
     params = dict(model.named_parameters())
+    model.stem.weight._no_weight_decay = True
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for module in FSDP.fsdp_modules(model):
         if not module._has_params:
@@ -161,6 +223,7 @@ def _upcast() -> None:
             module._handle._orig_param_dtype = torch.float32
     assert dict(model.named_parameters()).keys() == params.keys()
     assert all(params[name] is param for name, param in model.named_parameters())
+    assert model.stem.weight._no_weight_decay
     plain = make(Stack)
     plain.load_state_dict({name: value.float() for name, value in before.items()})
     assert_equal(model.state_dict(), plain.state_dict())

@@ -23,7 +23,12 @@ from fsdp_ext._util.warn import warn_caller
 from fsdp_ext.fsdp1.state_dict_forms import is_rank_0
 from fsdp_ext.fsdp1.whole_tensors import gathered_by_all, shard_like, whole_copy
 from fsdp_ext.sharding.flat_parameter import own_parameters_shown
-from fsdp_ext.sharding.ownership import mark_goes_on_as, mark_overwritten, mark_unsharded
+from fsdp_ext.sharding.ownership import (
+    carry_attributes,
+    mark_goes_on_as,
+    mark_overwritten,
+    mark_unsharded,
+)
 from fsdp_ext.sharding.sharded_param import ShardedParam
 from fsdp_ext.sharding.state_dict_hooks import settle
 from fsdp_ext.sharding.unit import Unit
@@ -75,6 +80,7 @@ class _Stand:
             mark_unsharded(whole, param.name)  # no optimizer can train it
         else:
             mark_goes_on_as(whole, param.sharded)  # optimizers may be made of whole parameters
+            carry_attributes(param.sharded, whole)
         if whole.requires_grad:
             hooked: Any = whole  # torch leaves this untyped
             hooked.register_post_accumulate_grad_hook(_refuse_backward)
@@ -93,6 +99,8 @@ class _Stand:
             if now is not None and now is not self._whole:
                 found = now  # the user has assigned another one
             parameters[name] = self._param.sharded
+        if not self._is_flat:
+            carry_attributes(found, self._param.sharded)
         return found
 
     def check_shape(self, written: nn.Parameter) -> None:

@@ -34,7 +34,7 @@ from fsdp_ext.sharding.flat_parameter import make_flat
 from fsdp_ext.sharding.handles import UnshardHandle
 from fsdp_ext.sharding.module_state import managed_modules
 from fsdp_ext.sharding.sharded_param import ShardedParam
-from fsdp_ext.sharding.state_dict_hooks import adopt_changes, reshard
+from fsdp_ext.sharding.state_dict_hooks import converting, reshard
 from fsdp_ext.sharding.unit import Unit
 
 
@@ -130,10 +130,10 @@ class FlatParamView(_View):
             for param, place in zip(self._unit.params, placements, strict=True)
         }
         modules = {module for param in self._unit.params for module, _ in param.attributes}
-        for module in modules:
-            # Not module._apply: the units' own method would convert the units inside, too.
-            cast(Any, nn.Module)._apply(module, lambda t: changed.get(t, t), recurse=False)
-        adopt_changes(self._unit)
+        with converting(self._unit):
+            for module in modules:
+                # Not module._apply: the units' own method would convert the units inside, too.
+                cast(Any, nn.Module)._apply(module, lambda t: changed.get(t, t), recurse=False)
 
 
 def _shard_in(flat: torch.Tensor, param: ShardedParam, offset: int) -> DTensor:

@@ -67,7 +67,7 @@ from fsdp_ext.sharding.arguments import check_modules
 from fsdp_ext.sharding.flat_parameter import is_flat
 from fsdp_ext.sharding.module_state import ModuleState, set_state, sharded_module
 from fsdp_ext.sharding.optimizer_hooks import let_optimizers_go_on
-from fsdp_ext.sharding.ownership import hand_over, is_sharded
+from fsdp_ext.sharding.ownership import carry_attributes, hand_over, is_sharded
 from fsdp_ext.sharding.ranks import Ranks
 from fsdp_ext.sharding.user_hooks import CommunicationHook
 
@@ -246,6 +246,8 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         for (owner, name), param in originals.items():
             now = owner._parameters[name]
             if now is not None and now is not param and is_sharded(now):
+                if type(param) is nn.Parameter:  # what another class adds belongs to its objects
+                    carry_attributes(param, now)
                 hand_over(param, now)
         if use_orig_params and not are_children_wrapped():
             let_optimizers_go_on()
@@ -312,11 +314,6 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
             if child is not None:
                 inside = prefix if name == WRAPPED else f"{prefix}.{name}" if prefix else name
                 yield from child.named_modules(memo, inside, remove_duplicate)
-
-    def _apply(self, *args: Any, **kwargs: Any) -> FullyShardedDataParallel:
-        super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-        mark_flattened(self._sharded._fsdp_ext_unit)  # module.to() may have made new parameters
-        return self
 
     def _fqn_modifiers(self) -> dict[str, str]:
         # torch.distributed.checkpoint drops the values of this dict from its names.

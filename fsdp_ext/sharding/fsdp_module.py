@@ -18,7 +18,7 @@ from fsdp_ext.sharding.handles import GradientReductionHandle, UnshardHandle
 from fsdp_ext.sharding.module_state import unit_of
 from fsdp_ext.sharding.refused_methods import override_rest
 from fsdp_ext.sharding.root import ensure_root
-from fsdp_ext.sharding.state_dict_hooks import adopt_changes, reshard
+from fsdp_ext.sharding.state_dict_hooks import converting, reshard
 from fsdp_ext.sharding.unit import Unit
 from fsdp_ext.sharding.user_hooks import AllReduceHook, check_comm
 
@@ -442,9 +442,8 @@ class FSDPModule(TorchFSDPModule):
         if core is not None:
             core.release_gradients()  # torch.utils.swap_tensors wants to be their only holder
         original: Any = super(TorchFSDPModule, self)
-        result = original._apply(*args, **kwargs)
-        adopt_changes(self._fsdp_ext_unit)
-        return result
+        with converting(self._fsdp_ext_unit):
+            return original._apply(*args, **kwargs)
 
     def _get_fsdp_state(self) -> Any:
         """Return a view of the unit that has some of what PyTorch's ``FSDPState`` has."""

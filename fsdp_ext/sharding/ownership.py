@@ -15,6 +15,7 @@ from fsdp_ext.sharding.dtensors import shards_of
 from fsdp_ext.sharding.ranks import Ranks
 from fsdp_ext.sharding.spmd import SpmdMesh
 
+_OURS = "_fsdp_ext_"  # begins the names of all attributes that are set here
 # Set on a parameter that a unit has replaced: its name, and the name of the unit.
 _SHARDED_AS = "_fsdp_ext_sharded_as"
 # Set on such a parameter if optimizers may go on with its replacement: the replacement. It is not a
@@ -235,6 +236,15 @@ def goes_on_as(param: nn.Parameter) -> nn.Parameter | None:
     sharded: nn.Parameter | None = getattr(param, _GOES_ON_AS, None)
     later = None if sharded is None else goes_on_as(sharded)
     return sharded if later is None else later
+
+
+def carry_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Set the attributes on ``target`` that users have set on ``source``.
+
+    Their code groups the parameters of an optimizer by them, for example.
+    """
+    given = vars(source).items()
+    vars(target).update({name: value for name, value in given if not name.startswith(_OURS)})
 
 
 # The ids of sharded parameters that summoned ones will be written into.

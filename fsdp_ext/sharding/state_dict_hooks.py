@@ -5,8 +5,11 @@ State dicts hold the sharded parameters, and loading one may replace them.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
+from fsdp_ext.sharding.flat_parameter import registered
 from fsdp_ext.sharding.unit import Unit
 
 
@@ -43,3 +46,19 @@ def adopt_changes(unit: Unit) -> None:
     """Adopt sharded parameters that were replaced, converted or moved."""
     if unit.flatten(loading=True) and unit.root is not None:
         unit.root.invalidate()
+
+
+@contextlib.contextmanager
+def converting(unit: Unit) -> Iterator[None]:
+    """Adopt the sharded parameters that the block converts or moves, with their attributes.
+
+    ``Module._apply`` gives parameters that are DTensors the attributes of new ones.
+    """
+    now = [(place, registered(*place)) for place in unit.places()]
+    kept = [(place, dict(vars(param))) for place, param in now if param is not None]
+    yield
+    for place, attributes in kept:
+        param = registered(*place)
+        if param is not None:
+            vars(param).update(attributes)
+    adopt_changes(unit)
