@@ -55,8 +55,8 @@ class NcclCommunicator final : public Communicator {
         watchdog_(api, device, comm, options, name_, lane),
         buffers_(
             api, device, comm, watchdog_,
-            [this](const std::vector<std::uint64_t>& mine, const std::string& what) {
-              return exchange(mine, what);
+            [this](std::vector<std::uint64_t> mine, const std::string& what) {
+              return exchange(std::move(mine), what);
             },
             [this](nccl::Result result, const char* what) { print_error(result, what); }) {}
 
@@ -81,8 +81,7 @@ class NcclCommunicator final : public Communicator {
   GatherBy gather_by() const override { return gather_by_of(transport(), /*on_gpu=*/true); }
   int registered_buffers() const override { return buffers_.registered(); }
   bool registers_buffers() const override {
-    return options_.register_buffers && options_.size > 1 &&
-           api_.registration() != std::string("none");
+    return options_.register_buffers && options_.size > 1 && buffers_.can_register();
   }
   bool is_registered(const void* memory) const override { return buffers_.holds(memory); }
   void free_unused() override { buffers_.free_unused(); }
@@ -187,7 +186,7 @@ class NcclCommunicator final : public Communicator {
   using Ends = NcclWatchdog::Ends;
 
   void throw_on_error(nccl::Result result, const char* what) {
-    result = nccl::finish(api_, comm_, result, watchdog_.failed());
+    result = watchdog_.finish(result);
     if (result == nccl::kSuccess) {
       return;
     }
@@ -204,11 +203,12 @@ class NcclCommunicator final : public Communicator {
   // If peers do not close within the limit, or a CUDA graph holds the communicator, the process
   // goes on and the detached thread finishes the closing.
   void close() {
-    std::future<nccl::Result> done = nccl::call_apart(device_, [&api = api_, comm = comm_] {
-      const nccl::Result finalized = nccl::finish(api, comm, api.CommFinalize(comm));
-      const nccl::Result destroyed = api.CommDestroy(comm);
-      return finalized != nccl::kSuccess ? finalized : destroyed;
-    });
+    std::future<nccl::Result> done =
+        nccl::call_apart(nccl::selector_of(device_), [&api = api_, comm = comm_] {
+          const nccl::Result finalized = nccl::finish(api, comm, api.CommFinalize(comm));
+          const nccl::Result destroyed = api.CommDestroy(comm);
+          return finalized != nccl::kSuccess ? finalized : destroyed;
+        });
     const bool captured = watchdog_.has_captured();
     const auto limit =
         captured ? std::chrono::milliseconds(0) : std::min(options_.timeout, kLongestClose);
@@ -230,8 +230,7 @@ class NcclCommunicator final : public Communicator {
     }
   }
 
-  std::vector<std::uint64_t> exchange(const std::vector<std::uint64_t>& mine,
-                                      const std::string& what);
+  std::vector<std::uint64_t> exchange(std::vector<std::uint64_t> mine, const std::string& what);
 
   template <typename Call>
   void issue(Stream& stream, const Call& collective, Ends ends = Ends::WithAll) {
@@ -273,30 +272,43 @@ class NcclCommunicator final : public Communicator {
   Stream* lane_stream_ = nullptr;  // null if no lane uses this communicator
   std::shared_ptr<void> exchange_;
   std::size_t exchange_bytes_ = 0;
+  std::uint64_t exchanges_ = 0;
   NcclWatchdog watchdog_;
   NcclBuffers buffers_;
 };
 
-std::shared_ptr<void> NcclCommunicator::allocate(Device& device, std::size_t bytes,
-                                                 BufferUse /*use*/) {
+std::shared_ptr<void> NcclCommunicator::allocate(Device& device, std::size_t bytes, BufferUse use) {
   if (!registers_buffers()) {
     return device.allocate(bytes);
   }
   FSDP_CHECK(
       !device.is_capturing(), "A CUDA graph capture would allocate ", bytes,
       " bytes, but all buffers must exist before it. Run a few whole steps before capturing one.");
-  return buffers_.allocate(bytes);
+  return buffers_.allocate(bytes, use);
 }
 
-// See NcclBuffers::Exchange.
-std::vector<std::uint64_t> NcclCommunicator::exchange(const std::vector<std::uint64_t>& mine,
+// See NcclBuffers::Exchange. Each rank's numbers come behind the number of the exchange, which
+// shows that the collective has run: one that NCCL has aborted leaves what was in the buffer.
+std::vector<std::uint64_t> NcclCommunicator::exchange(std::vector<std::uint64_t> mine,
                                                       const std::string& what) {
   Stream& stream = lane_stream_ != nullptr ? *lane_stream_ : device_.compute_stream();
   what_ = what;
-  std::vector<std::uint64_t> all(mine.size() * static_cast<std::size_t>(options_.size));
-  host_all_gather(stream, mine.data(), all.data(), mine.size() * sizeof(std::uint64_t));
+  exchanges_ += 1;
+  mine.insert(mine.begin(), exchanges_);
+  std::vector<std::uint64_t> received(mine.size() * static_cast<std::size_t>(options_.size));
+  host_all_gather(stream, mine.data(), received.data(), mine.size() * sizeof(std::uint64_t));
   stream.synchronize();
   check();
+  std::vector<std::uint64_t> all;
+  for (auto rank = received.begin(); rank != received.end(); rank += mine.size()) {
+    if (*rank != exchanges_) {
+      abort(detail::concat("rank ", options_.rank, ": ", what,
+                           " has not reached all ranks, and NCCL reported no error. Set "
+                           "NCCL_DEBUG=WARN for more."));
+      check();
+    }
+    all.insert(all.end(), rank + 1, rank + mine.size());
+  }
   return all;
 }
 

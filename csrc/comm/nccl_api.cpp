@@ -97,16 +97,16 @@ const char* Api::registration() const {
   if (MemAlloc == nullptr || MemFree == nullptr) {
     return "none";
   }
-  if (version >= 22700 && CommWindowRegister != nullptr && CommWindowDeregister != nullptr) {
+  if (version >= kFirstWithWindows && CommWindowRegister != nullptr &&
+      CommWindowDeregister != nullptr) {
     return "window";
   }
   return CommRegister != nullptr && CommDeregister != nullptr ? "register" : "none";
 }
 
 bool Api::has_safe_symmetric_kernels() const {
-  constexpr int kFirstThatDoesNotWait = 22800;
   constexpr int kFirstThatWaits = 23007;
-  return version < kFirstThatDoesNotWait || version >= kFirstThatWaits;
+  return version >= kFirstThatWaits;
 }
 
 int Api::window_flags() const {

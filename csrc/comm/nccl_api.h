@@ -43,6 +43,10 @@ constexpr unsigned kMagic = 0xcafebeefU;  // marks an ncclConfig_t
 // The first version whose ncclConfig_t has all fields of Config.
 constexpr int kWholeConfig = 22800;
 
+// 2.27 has windows, too. But there a registration that fails aborts the communicator and tells
+// nobody, and it needs address space that is never given back.
+constexpr int kFirstWithWindows = 22800;
+
 // NCCL_CTA_POLICY_ZERO: copy engines gather, and no thread block does.
 constexpr int kZeroCtas = 2;
 
@@ -109,14 +113,14 @@ struct Api {
   Result (*MemFree)(void*) = nullptr;
   Result (*CommRegister)(Comm, void*, std::size_t, void** handle) = nullptr;
   Result (*CommDeregister)(Comm, void* handle) = nullptr;
-  // From 2.28 on.
+  // From 2.28.7 on.
   Result (*CommRevoke)(Comm, int flags) = nullptr;
   // From 2.27 on.
   Result (*CommWindowRegister)(Comm, void*, std::size_t, Window*, int flags) = nullptr;
   Result (*CommWindowDeregister)(Comm, Window) = nullptr;
 
   std::string version_text() const;  // "2.28.9"
-  // How this library registers long-lived buffers: "register" (2.19), "window" (2.27) or "none".
+  // How this library registers long-lived buffers: "register" (2.19), "window" (2.28) or "none".
   const char* registration() const;
   // Whether windows may be symmetric, and their flags.
   //

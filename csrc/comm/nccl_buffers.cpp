@@ -18,7 +18,7 @@ const std::string kDeregistration = "the deregistration of a buffer";
 const std::string kUnused = "the exchange of unused buffers";
 
 // Ranks begin a registration together, so one that does not come has failed in it.
-constexpr auto kLongestRegistration = std::chrono::milliseconds(60000);
+constexpr auto kLongestRegistration = std::chrono::milliseconds(180000);
 const std::string kAdvice =
     "If NCCL cannot register buffers on a rank, set FSDP_EXT_NCCL_REGISTER=0 on all ranks.";
 
@@ -33,26 +33,28 @@ NcclBuffers::NcclBuffers(const nccl::Api& api, Device& device, nccl::Comm comm,
       exchange_(std::move(exchange)),
       report_(std::move(report)) {}
 
-std::shared_ptr<void> NcclBuffers::allocate(std::size_t bytes) {
+std::shared_ptr<void> NcclBuffers::allocate(std::size_t bytes, BufferUse use) {
   const std::shared_ptr<void> guard = device_.make_current();
   free_unused();
-  Buffer buffer{try_to_allocate(bytes), bytes, allocated_++};
-  // Registering makes ranks wait for each other, so all of them do it, or none.
-  const bool is_allocated = buffer.memory != nullptr;
-  if (!all_agree(is_allocated, kAllocation)) {
-    if (is_allocated) {
-      free(buffer);
-    }
-    throw_no_memory(is_allocated, bytes);
-  }
-  std::shared_ptr<void> memory = hand_out(buffer);
+  Buffer buffer = allocate_on_all_ranks(bytes);
+  std::shared_ptr<void> memory = hand_out(buffer, use);
   register_buffer(buffer);
   const std::lock_guard<std::mutex> lock(shared_->mutex);
   shared_->held.at(static_cast<const char*>(buffer.memory)) = buffer;
   return memory;
 }
 
-void NcclBuffers::throw_no_memory(bool is_allocated, std::size_t bytes) const {
+// Registering makes ranks wait for each other, so all of them do it, or none.
+NcclBuffers::Buffer NcclBuffers::allocate_on_all_ranks(std::size_t bytes) {
+  const auto free_memory = [this](void* memory) {
+    report_(api_.MemFree(memory), "free a buffer of");
+  };
+  std::unique_ptr<void, decltype(free_memory)> memory(try_to_allocate(bytes), free_memory);
+  const std::uint64_t number = allocated_++;
+  const bool is_allocated = memory != nullptr;
+  if (all_agree(is_allocated, kAllocation)) {
+    return {memory.release(), bytes, number, nullptr, nullptr};
+  }
   throw Error(detail::concat(
       is_allocated ? "Another rank" : "NCCL", " could not allocate ", bytes,
       " more bytes of GPU memory for buffers of the largest unit",
@@ -62,29 +64,51 @@ void NcclBuffers::throw_no_memory(bool is_allocated, std::size_t bytes) const {
 }
 
 // See Note [order of windows].
-std::shared_ptr<void> NcclBuffers::hand_out(const Buffer& buffer) {
+bool NcclBuffers::waits_for_all_ranks(BufferUse use) const {
+  const bool is_of_users = use == BufferUse::Shard || use == BufferUse::Gradient;
+  return is_of_users || api_.window_flags() == nccl::kWindowCollSymmetric;
+}
+
+std::shared_ptr<void> NcclBuffers::hand_out(const Buffer& buffer, BufferUse use) {
   {
     const std::lock_guard<std::mutex> lock(shared_->mutex);
     shared_->held.emplace(static_cast<const char*>(buffer.memory), buffer);
   }
-  const auto put_back = [shared = shared_, synchronize = device_.synchronizer(),
-                         memory_free = api_.MemFree](void* memory) {
-    {
-      const std::lock_guard<std::mutex> lock(shared->mutex);
-      if (!shared->closed) {
-        const auto held = shared->held.extract(static_cast<const char*>(memory));
-        shared->unused.emplace(held.mapped().number, held.mapped());
-        return;
-      }
+  const auto put_back = [this, shared = shared_, waits = waits_for_all_ranks(use),
+                         free_apart = free_apart()](void* memory) {
+    std::unique_lock<std::mutex> lock(shared->mutex);
+    if (shared->closed) {  // this object may have ended
+      lock.unlock();
+      free_apart(memory);
+      return;
     }
-    try {
-      synchronize();
-    } catch (const std::exception&) {
-      // The device has failed, or the process ends.
+    const Buffer freed = shared->held.extract(static_cast<const char*>(memory)).mapped();
+    if (waits && freed.is_registered()) {
+      shared->unused.emplace(freed.number, freed);
+      return;
     }
-    memory_free(memory);
+    lock.unlock();
+    this->synchronize();
+    deregister_and_free(freed);
   };
   return {buffer.memory, put_back};
+}
+
+// Returns what frees memory on a thread of its own, because the caller's may never have had this
+// device. It may be called after this object's end.
+std::function<void(void*)> NcclBuffers::free_apart() const {
+  return [select = nccl::selector_of(device_), synchronize = device_.synchronizer(),
+          memory_free = api_.MemFree](void* memory) {
+    const auto free_memory = [&] {
+      try {
+        synchronize();
+      } catch (const std::exception&) {
+        // The device has failed, or the process ends.
+      }
+      return memory_free(memory);
+    };
+    nccl::call_apart(select, free_memory).wait();
+  };
 }
 
 // NCCL does not know of the memory that the framework keeps for later. Null if there is too little.
@@ -127,8 +151,7 @@ void NcclBuffers::free_unused() {
     synchronize();
   }
   for (const Buffer& buffer : freed) {
-    deregister(buffer);
-    free(buffer);
+    deregister_and_free(buffer);
   }
 }
 
@@ -161,7 +184,6 @@ std::vector<std::uint64_t> NcclBuffers::unused_on_all_ranks() {
 
 // A buffer that is freed meanwhile joins the unused ones, and its memory is freed at the end.
 void NcclBuffers::close() {
-  synchronize();
   std::map<std::uint64_t, Buffer> all;
   {
     const std::lock_guard<std::mutex> lock(shared_->mutex);
@@ -169,6 +191,9 @@ void NcclBuffers::close() {
     for (const auto& [address, buffer] : shared_->held) {
       all.emplace(buffer.number, buffer);
     }
+  }
+  if (!all.empty()) {
+    synchronize();
   }
   for (const auto& [number, buffer] : all) {
     deregister(buffer);
@@ -196,43 +221,60 @@ void NcclBuffers::register_buffer(Buffer& buffer) {
                                : detail::concat(kRegistration, ", in which NCCL failed (",
                                                 api_.describe(comm_, result), ")");
   registered_ += buffer.is_registered() ? 1 : 0;
-  if (!all_agree(buffer.is_registered(), what)) {
-    deregister(buffer);
-    buffer.window = nullptr;
-    buffer.handle = nullptr;
+  if (all_agree(buffer.is_registered(), what)) {
+    return;
   }
+  cannot_register_ = true;
+  deregister(buffer);
+  buffer.window = nullptr;
+  buffer.handle = nullptr;
 }
 
+// NCCL from 2.29 on makes no windows between ranks that cannot read each other's memory, but can
+// still register buffers for the network.
 nccl::Result NcclBuffers::register_with_nccl(Buffer& buffer) {
   const NcclWatchdog::BlockingCall blocking(watchdog_, kRegistration);
-  if (api_.registration() != std::string("window")) {
-    const nccl::Result result =
-        api_.CommRegister(comm_, buffer.memory, buffer.bytes, &buffer.handle);
-    buffer.handle = result == nccl::kSuccess ? buffer.handle : nullptr;
-    return result;
+  if (api_.registration() == std::string("window")) {
+    const nccl::Result result = register_window(buffer);
+    if (result != nccl::kSuccess || buffer.window != nullptr || api_.CommRegister == nullptr) {
+      return result;
+    }
   }
+  const nccl::Result result = api_.CommRegister(comm_, buffer.memory, buffer.bytes, &buffer.handle);
+  buffer.handle = result == nccl::kSuccess ? buffer.handle : nullptr;
+  return result;
+}
+
+nccl::Result NcclBuffers::register_window(Buffer& buffer) {
   auto window = std::make_unique<nccl::Window>(nullptr);
-  const nccl::Result begun = api_.CommWindowRegister(comm_, buffer.memory, buffer.bytes,
-                                                     window.get(), api_.window_flags());
-  const nccl::Result result = nccl::finish(api_, comm_, begun, watchdog_.failed());
+  const nccl::Result result = watchdog_.finish(api_.CommWindowRegister(
+      comm_, buffer.memory, buffer.bytes, window.get(), api_.window_flags()));
   if (result == nccl::kInProgress) {
     window.release();  // NCCL may still write to it
   } else if (result == nccl::kSuccess) {
-    buffer.window = *window;  // null if NCCL has no windows between these ranks
+    buffer.window = *window;
   }
   return result;
 }
 
-void NcclBuffers::deregister(const Buffer& buffer) {
+// Returns whether the memory may be freed. If NCCL still knows the buffer, it would take another
+// one at the same address for it. A communicator that has failed is used no more.
+bool NcclBuffers::deregister(const Buffer& buffer) {
   registered_ -= buffer.is_registered() ? 1 : 0;
-  if (watchdog_.has_failed()) {
-    return;
+  if (watchdog_.has_failed() || !buffer.is_registered()) {
+    return true;
   }
   const NcclWatchdog::BlockingCall blocking(watchdog_, kDeregistration);
-  if (buffer.window != nullptr) {
-    report_(api_.CommWindowDeregister(comm_, buffer.window), "deregister a buffer of");
-  } else if (buffer.handle != nullptr) {
-    report_(api_.CommDeregister(comm_, buffer.handle), "deregister a buffer of");
+  const nccl::Result result = buffer.window != nullptr
+                                  ? api_.CommWindowDeregister(comm_, buffer.window)
+                                  : api_.CommDeregister(comm_, buffer.handle);
+  report_(result, "deregister a buffer of");
+  return result == nccl::kSuccess;
+}
+
+void NcclBuffers::deregister_and_free(const Buffer& buffer) {
+  if (deregister(buffer)) {
+    free(buffer);
   }
 }
 

@@ -9,6 +9,10 @@
 // allocate, they deregister and free the buffers that are on the lists of all ranks, in the order
 // in which they were made. Closing the communicator deregisters all others, and they are mere
 // memory from then on.
+//
+// Where no window is symmetric, order does not matter, so inputs and outputs are freed at once.
+// Shards and gradients still wait: any thread may free them, and calls of NCCL for one communicator
+// come from one thread at a time.
 #pragma once
 
 #include <atomic>
@@ -32,7 +36,7 @@ class NcclBuffers {
  public:
   // Returns what all ranks pass, one rank after the other. All ranks call it together, with equally
   // many numbers. Errors call it `what`.
-  using Exchange = std::function<std::vector<std::uint64_t>(const std::vector<std::uint64_t>& mine,
+  using Exchange = std::function<std::vector<std::uint64_t>(std::vector<std::uint64_t> mine,
                                                             const std::string& what)>;
   // For calls whose caller cannot handle an error; `what` is what NCCL could not do.
   using Report = std::function<void(nccl::Result result, const char* what)>;
@@ -46,7 +50,12 @@ class NcclBuffers {
 
   // Frees what no rank holds any more, and allocates. All ranks call this together. If one of them
   // cannot allocate, it throws Error on all. The memory may outlive this object.
-  std::shared_ptr<void> allocate(std::size_t bytes);
+  std::shared_ptr<void> allocate(std::size_t bytes, BufferUse use);
+
+  // Whether buffers can be registered, as far as is known: not once a rank has failed to.
+  bool can_register() const {
+    return !cannot_register_ && api_.registration() != std::string("none");
+  }
 
   // Whether `memory` lies in a registered buffer that is held.
   bool holds(const void* memory) const;
@@ -76,14 +85,18 @@ class NcclBuffers {
     std::map<std::uint64_t, Buffer> unused;  // by number
   };
 
-  [[noreturn]] void throw_no_memory(bool is_allocated, std::size_t bytes) const;
+  Buffer allocate_on_all_ranks(std::size_t bytes);
   std::vector<std::uint64_t> unused_on_all_ranks();
-  std::shared_ptr<void> hand_out(const Buffer& buffer);
+  std::shared_ptr<void> hand_out(const Buffer& buffer, BufferUse use);
+  bool waits_for_all_ranks(BufferUse use) const;
+  std::function<void(void*)> free_apart() const;
   bool all_agree(bool mine, const std::string& what);
   void* try_to_allocate(std::size_t bytes);
   void register_buffer(Buffer& buffer);
   nccl::Result register_with_nccl(Buffer& buffer);
-  void deregister(const Buffer& buffer);
+  nccl::Result register_window(Buffer& buffer);
+  bool deregister(const Buffer& buffer);
+  void deregister_and_free(const Buffer& buffer);
   void free(const Buffer& buffer);
   void synchronize();
 
@@ -94,6 +107,7 @@ class NcclBuffers {
   Exchange exchange_;
   Report report_;
   std::atomic<int> registered_{0};
+  bool cannot_register_ = false;
   std::uint64_t allocated_ = 0;
   std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
 };

@@ -22,18 +22,23 @@ void pause_between_polls(int polls) {
 
 }  // namespace
 
-Result finish(const Api& api, Comm comm, Result result, const std::atomic<bool>& given_up) {
+Result poll(const Api& api, Comm comm) {
+  Result state = kSuccess;
+  const Result result = api.CommGetAsyncError(comm, &state);
+  return result == kSuccess ? state : result;
+}
+
+Result finish(const std::function<Result()>& poll, Result result,
+              const std::atomic<bool>& given_up) {
   for (int polls = 0; result == kInProgress && !given_up; ++polls) {
-    Result state = kSuccess;
-    result = api.CommGetAsyncError(comm, &state);
-    result = result == kSuccess ? state : result;
+    result = poll();
     pause_between_polls(polls);
   }
   return result;
 }
 
 Result finish(const Api& api, Comm comm, Result result) {
-  return finish(api, comm, result, std::atomic<bool>{false});
+  return finish([&] { return poll(api, comm); }, result, std::atomic<bool>{false});
 }
 
 std::function<void()> selector_of(const Device& device) {
@@ -46,10 +51,10 @@ std::function<void()> selector_of(const Device& device) {
   };
 }
 
-std::future<Result> call_apart(const Device& device, std::function<Result()> call) {
+std::future<Result> call_apart(std::function<void()> select, std::function<Result()> call) {
   std::promise<Result> done;
   std::future<Result> result = done.get_future();
-  std::thread([select = selector_of(device), call = std::move(call),
+  std::thread([select = std::move(select), call = std::move(call),
                done = std::move(done)]() mutable {
     select();
     done.set_value(call());

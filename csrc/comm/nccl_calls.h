@@ -10,10 +10,14 @@
 
 namespace fsdp::nccl {
 
-// Waits for a call on `comm` that has returned `result`, and returns its final result. With
+// The asynchronous error of a communicator; kInProgress if its last call is not done.
+Result poll(const Api& api, Comm comm);
+
+// Waits for a call that has returned `result`, and returns its final result. With
 // NCCL_COMM_BLOCKING=0 in the environment every communicator is non-blocking, so NCCL goes on after
 // a call has returned. Returns kInProgress if `given_up` is set meanwhile.
-Result finish(const Api& api, Comm comm, Result result, const std::atomic<bool>& given_up);
+Result finish(const std::function<Result()>& poll, Result result,
+              const std::atomic<bool>& given_up);
 // The same, however long it takes.
 Result finish(const Api& api, Comm comm, Result result);
 
@@ -22,7 +26,7 @@ Result finish(const Api& api, Comm comm, Result result);
 // and the next call says so.
 std::function<void()> selector_of(const Device& device);
 
-// Runs the call on a thread of its own, which goes on for as long as the call takes.
-std::future<Result> call_apart(const Device& device, std::function<Result()> call);
+// Runs the call on a thread of its own, after `select`. The thread goes on for as long as it takes.
+std::future<Result> call_apart(std::function<void()> select, std::function<Result()> call);
 
 }  // namespace fsdp::nccl

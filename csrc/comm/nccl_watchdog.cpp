@@ -129,7 +129,7 @@ void NcclWatchdog::abort(const std::string& reason) {
 // about to use. A revoked communicator stays until the process ends, which should be soon.
 void NcclWatchdog::revoke() {
   const std::shared_future<nccl::Result> revoked =
-      nccl::call_apart(device_, [&api = api_, comm = comm_] {
+      nccl::call_apart(nccl::selector_of(device_), [&api = api_, comm = comm_] {
         return nccl::finish(api, comm, api.CommRevoke(comm, /*flags=*/0));
       }).share();
   std::unique_lock<std::mutex> lock(mutex_);
@@ -160,8 +160,8 @@ bool NcclWatchdog::take_abort(bool a_call_blocks) {
 
 // Aborting blocks until no CUDA graph holds the communicator.
 void NcclWatchdog::abort_communicator() {
-  const auto done =
-      nccl::call_apart(device_, [&api = api_, comm = comm_] { return api.CommAbort(comm); });
+  const auto done = nccl::call_apart(nccl::selector_of(device_),
+                                     [&api = api_, comm = comm_] { return api.CommAbort(comm); });
   done.wait_for(captured_ ? std::chrono::milliseconds(0) : kLongestEnd);
 }
 
@@ -171,6 +171,17 @@ std::string NcclWatchdog::error() {
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   return error_;
+}
+
+nccl::Result NcclWatchdog::finish(nccl::Result result) {
+  return result == nccl::kInProgress ? nccl::finish([this] { return poll(); }, result, failed_)
+                                     : result;
+}
+
+// Returns the asynchronous error; kInProgress if a call is not done.
+nccl::Result NcclWatchdog::poll() {
+  const std::lock_guard<std::mutex> lock(polling_);
+  return nccl::poll(api_, comm_);
 }
 
 void NcclWatchdog::run() {
@@ -206,9 +217,8 @@ void NcclWatchdog::run() {
 
 // The caller holds the lock.
 NcclWatchdog::Finding NcclWatchdog::look() {
-  nccl::Result state = nccl::kSuccess;
-  if (api_.CommGetAsyncError(comm_, &state) == nccl::kSuccess && state != nccl::kSuccess &&
-      state != nccl::kInProgress) {
+  const nccl::Result state = poll();
+  if (state != nccl::kSuccess && state != nccl::kInProgress) {
     return {detail::concat("rank ", options_.rank, ": NCCL reported an error of the ", name_,
                            " communicator: ", api_.describe(comm_, state)),
             "", limit_};

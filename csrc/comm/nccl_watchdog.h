@@ -6,10 +6,11 @@
 // timeout it revokes the communicator (or aborts it, where NCCL cannot revoke), which ends the
 // kernels that wait for peers. Revoking sets NCCL's abort flag, waits for NCCL's own streams and
 // threads, and resets the flag. So a call that makes connections may miss it: if one still blocks
-// at a poll after that, the watchdog aborts the revoked communicator. Both run on threads of their
-// own, since they may never return. While they do not, the flag stays set, and nothing more can be
-// done. The watchdog prints the reason on stderr, and every later call throws. Results computed
-// since then must not be used, so the optimizer's step checks, too.
+// at a poll after that, the watchdog aborts the revoked communicator. That frees it under the call,
+// for which NCCL has no better way. Both run on threads of their own, since they may never return.
+// While they do not, the flag stays set, and nothing more can be done. The watchdog prints the
+// reason on stderr, and every later call throws. Results computed since then must not be used, so
+// the optimizer's step checks, too.
 #pragma once
 
 #include <array>
@@ -84,7 +85,10 @@ class NcclWatchdog {
   // waits a moment for NCCL.
   void abort(const std::string& reason);
   bool has_failed() const { return failed_; }
-  const std::atomic<bool>& failed() const { return failed_; }
+
+  // The final result of a call on the communicator that has returned `result`; kInProgress if the
+  // communicator has failed meanwhile. See nccl::finish.
+  nccl::Result finish(nccl::Result result);
   std::string error();  // the reason; empty if nothing has failed
 
   // Whether a CUDA graph has captured a collective. The graph then holds the communicator.
@@ -116,6 +120,7 @@ class NcclWatchdog {
     Limit limit;
   };
 
+  nccl::Result poll();
   void run();
   void revoke();
   void abort_communicator();
@@ -133,6 +138,7 @@ class NcclWatchdog {
   const int lane_;
   std::atomic<bool> captured_{false};
   std::atomic<bool> failed_{false};
+  std::mutex polling_;  // ncclCommGetAsyncError may complete a call, which only one thread may do
 
   std::mutex mutex_;  // guards what follows
   Limit limit_;

@@ -24,7 +24,9 @@ struct FakeNccl {
   std::atomic<bool> others_wait_for_failed{false};  // while they register, until they are aborted
   std::atomic<int> allocations_to_fail{0};
   std::atomic<std::size_t> most_bytes{~std::size_t{0}};  // of one allocation
-  std::atomic<int> window_flags{-1};  // of the last window
+  std::atomic<int> window_flags{-1};                     // of the last window
+  std::atomic<bool> has_windows{true};       // between these ranks; false: they are null
+  std::atomic<bool> gathers_nothing{false};  // as after an abort that NCCL tells nobody about
   std::atomic<bool> can_revoke{true};
   std::atomic<bool> revoking_ends_calls{true};  // not those that make connections, in 2.28
   std::atomic<bool> revoking_hangs{false};      // and ends no call

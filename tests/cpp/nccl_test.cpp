@@ -55,6 +55,8 @@ class NcclRanks : public ::testing::Test {
     fake().revoking_ends_calls = true;
     fake().revoking_hangs = false;
     fake().never_blocks = false;
+    fake().has_windows = true;
+    fake().gathers_nothing = false;
     fake().collectives_hang = false;
     fake().polls_in_progress = 2;
     fake().can_revoke = true;
@@ -390,7 +392,7 @@ TEST_F(NcclRanks, CloseEvenIfAPeerHasGone) {
 
 TEST_F(NcclRanks, RegisterBuffersAsTheVersionCan) {
   for (const char* kind : {"window", "register"}) {
-    api_.version = kind == std::string("window") ? 22809 : 22600;
+    api_.version = kind == std::string("window") ? 22809 : 22707;
     fake().drain_calls();
     run_ranks(2, [](Rank rank) {
       const auto memory = rank.gather.allocate(rank.device, 4096, BufferUse::Output);
@@ -432,6 +434,19 @@ TEST_F(NcclRanks, LetBuffersOutliveThem) {
   EXPECT_EQ(fake().live_buffers, 2);
   EXPECT_EQ(fake().overlapping_windows, 0);
   kept.clear();
+  EXPECT_EQ(fake().live_buffers, 0);
+}
+
+// Where no window is symmetric.
+TEST_F(NcclRanks, FreeInputsAndOutputsAtOnceIfTheOrderDoesNotMatter) {
+  run_ranks(2, [](Rank rank) {
+    auto output = rank.gather.allocate(rank.device, 64, BufferUse::Output);
+    auto shard = rank.gather.allocate(rank.device, 64, BufferUse::Shard);
+    output.reset();
+    EXPECT_EQ(rank.gather.registered_buffers(), 1);
+    shard.reset();
+    EXPECT_EQ(rank.gather.registered_buffers(), 1);
+  });
   EXPECT_EQ(fake().live_buffers, 0);
 }
 
@@ -551,6 +566,45 @@ TEST_F(NcclRanks, UseTheDevicesMemoryWithoutRegistration) {
   });
   const auto calls = fake().drain_calls();
   EXPECT_EQ(std::count(calls.begin(), calls.end(), "window"), 0);
+}
+
+// NCCL from 2.29 on, between ranks that cannot read each other's memory.
+TEST_F(NcclRanks, RegisterBuffersForTheNetworkWhereThereAreNoWindows) {
+  fake().has_windows = false;
+  run_ranks(2, [](Rank rank) {
+    const auto memory = rank.gather.allocate(rank.device, 4096, BufferUse::Output);
+    EXPECT_EQ(rank.gather.registered_buffers(), 1);
+  });
+  const auto calls = fake().drain_calls();
+  EXPECT_EQ(std::count(calls.begin(), calls.end(), "register"), 2);
+}
+
+// Each try would move shards and gradients to other memory.
+TEST_F(NcclRanks, TryNoMoreAfterARegistrationHasFailed) {
+  fake().register_result = 4;
+  run_ranks(2, [](Rank rank) {
+    EXPECT_TRUE(rank.gather.registers_buffers());
+    const auto first = rank.gather.allocate(rank.device, 4096, BufferUse::Output);
+    EXPECT_FALSE(rank.gather.registers_buffers());
+    EXPECT_NE(rank.gather.allocate(rank.device, 4096, BufferUse::Output), nullptr);
+  });
+  const auto calls = fake().drain_calls();
+  EXPECT_EQ(std::count(calls.begin(), calls.end(), "window"), 2);
+}
+
+// A collective that NCCL has aborted without a word leaves what was in its buffer.
+TEST_F(NcclRanks, NoticeAnExchangeThatHasNotRun) {
+  left_behind_ = 2;
+  const auto messages = run_ranks(2, [](Rank rank) {
+    rank.gather.allocate(rank.device, 4096, BufferUse::Output);
+    fake().gathers_nothing = true;
+    rank.gather.allocate(rank.device, 4096, BufferUse::Output);
+  });
+  for (const std::string& message : messages) {
+    EXPECT_SAYS(message,
+                "the exchange of unused buffers has not reached all ranks, and NCCL "
+                "reported no error. Set NCCL_DEBUG=WARN for more.");
+  }
 }
 
 TEST_F(NcclRanks, UseBuffersWhoseRegistrationFails) {
