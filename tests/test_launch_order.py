@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fsdp_ext.comm import lanes
 
@@ -26,8 +27,8 @@ def order_launches(
     """Return the variable after a GPU of so many multiprocessors has been looked at."""
     properties = SimpleNamespace(multi_processor_count=processors)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(lanes, "has_used_nccl", lambda group, device: used)
-    lanes.order_launches(None, GPU, *sizes)
+    monkeypatch.setattr(lanes, "has_used_nccl", lambda device: used)
+    lanes.order_launches(GPU, *sizes)
     return os.environ.get(lanes.LAUNCH_ORDER)
 
 
@@ -68,31 +69,32 @@ def test_an_order_that_may_come_too_late_is_a_warning(monkeypatch: pytest.Monkey
 def test_lanes_of_gpus_and_groups_that_have_connected_have_used_nccl(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Nccl:
-        connected = False
+    connected = SimpleNamespace(_is_initialized=lambda: True)
+    unconnected = SimpleNamespace(_is_initialized=lambda: False)
 
-        def _is_initialized(self) -> bool:
-            return self.connected
+    def used(*backends: object) -> bool:
+        groups = [SomeGroup(backend) for backend in backends]
+        monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_map=groups))
+        return lanes.has_used_nccl(GPU)
 
-    class Group:
-        def __init__(self, backend: object | None) -> None:
-            self.backend = backend
+    assert not used()
+    assert not used(None, unconnected)
+    assert used(None, unconnected, connected)
+    assert used(object())  # a wrapper, such as that of TORCH_DISTRIBUTED_DEBUG=DETAIL
+    group = SomeGroup(None)
+    monkeypatch.setitem(lanes._lanes, group, {(torch.device("cpu"), None): None})
+    assert not used()
+    monkeypatch.setitem(lanes._lanes, group, {(GPU, None): None})
+    assert used()
 
-        def _get_backend(self, device: torch.device) -> object:
-            if self.backend is None:
-                raise RuntimeError("no backend for the device")
-            return self.backend
 
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl, raising=False)
-    nccl = Nccl()
-    assert not lanes.has_used_nccl(Group(None), GPU)
-    assert not lanes.has_used_nccl(Group(object()), GPU)
-    assert not lanes.has_used_nccl(Group(nccl), GPU)
-    nccl.connected = True
-    assert lanes.has_used_nccl(Group(nccl), GPU)
-    other = Group(None)
-    monkeypatch.setitem(lanes._lanes, other, {(torch.device("cpu"), None): None})
-    assert not lanes.has_used_nccl(Group(None), GPU)
-    monkeypatch.setitem(lanes._lanes, other, {(GPU, None): None})
-    assert lanes.has_used_nccl(Group(None), GPU)
+class SomeGroup:
+    """A process group with one backend, or none for GPUs."""
+
+    def __init__(self, backend: object | None) -> None:
+        self.backend = backend
+
+    def _get_backend(self, device: torch.device) -> object:
+        if self.backend is None:
+            raise RuntimeError("no backend for the device")
+        return self.backend

@@ -367,7 +367,7 @@ def _nccl_lanes(group: dist.ProcessGroup, device: torch.device, at_once: int) ->
     timeout = timeout_of(group, device)
     settings = nccl_settings()
     libraries = nccl_libraries()
-    order_launches(group, device, at_once, settings.most_min_ctas)
+    order_launches(device, at_once, settings.most_min_ctas)
     unique_id = _C.nccl_unique_id(libraries) if dist.get_rank(group) == 0 else b""
     rendezvous = Rendezvous(group, unique_id, timeout)
     # After the exchange, all ranks have rank 0's id.
@@ -396,9 +396,7 @@ MOST_BLOCKS = 32
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 
-def order_launches(
-    group: dist.ProcessGroup, device: torch.device, lanes: int = 2, blocks: int = MOST_BLOCKS
-) -> None:
+def order_launches(device: torch.device, lanes: int = 2, blocks: int = MOST_BLOCKS) -> None:
     """Have NCCL order the launches of lanes where they may not run at the same time.
 
     The communicators of lanes have no order on the device. If there are too few multiprocessors for
@@ -407,7 +405,6 @@ def order_launches(
     its first launch. What the user has set stays. If NCCL may have launched before, this warns.
 
     Args:
-        group: the mesh's group.
         device: a GPU.
         lanes: how many communicators may run at once.
         blocks: the most thread blocks of one.
@@ -416,7 +413,7 @@ def order_launches(
     if processors >= lanes * max(blocks, MOST_BLOCKS) or LAUNCH_ORDER in os.environ:
         return
     os.environ[LAUNCH_ORDER] = "1"
-    if has_used_nccl(group, device):
+    if has_used_nccl(device):
         warn_caller(
             f"fsdp_ext: {device} has {processors} multiprocessors, too few for {lanes} NCCL "
             f"communicators at once, so {LAUNCH_ORDER}=1 was set. But NCCL reads it at its first "
@@ -425,20 +422,22 @@ def order_launches(
         )
 
 
-def has_used_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether fsdp_ext, the default group or ``group`` has NCCL communicators."""
+def has_used_nccl(device: torch.device) -> bool:
+    """Return whether fsdp_ext or a process group may have NCCL communicators already."""
     if any(used.type == "cuda" for of_group in _lanes.values() for used, _ in of_group):
         return True
-    if not dist.is_nccl_available():
+    return any(_may_use_nccl(group, device) for group in dist.distributed_c10d._world.pg_map)
+
+
+def _may_use_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
+    try:
+        backend = group._get_backend(device)
+    except RuntimeError:  # it has none for GPUs
         return False
-    for user in filter(None, (dist.group.WORLD, group)):
-        try:
-            backend = user._get_backend(device)
-        except RuntimeError:  # it has none for GPUs
-            continue
-        if isinstance(backend, dist.ProcessGroupNCCL) and backend._is_initialized():
-            return True
-    return False
+    if isinstance(backend, dist.ProcessGroupGloo):
+        return False
+    connected = getattr(backend, "_is_initialized", None)
+    return connected is None or bool(connected())  # a wrapper does not say
 
 
 def nccl_libraries() -> list[str]:
