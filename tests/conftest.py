@@ -18,8 +18,8 @@ pytest.register_assert_rewrite("support.parity", "support.fsdp1_parity", "suppor
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 
-# On some processors, MKL's products depend on where their operands begin in memory, and tests compare
-# systems that place parameters differently. The processes of ranks inherit this.
+# On some processors, MKL's products depend on where their operands begin in memory, and tests
+# compare systems that place parameters differently. The processes of ranks inherit this.
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 
 # Ranks that fail on purpose write flight records. The processes of ranks inherit this.
