@@ -1,5 +1,8 @@
 #include "torch/autograd_hooks.h"
 
+#include <ATen/SequenceNumber.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -14,6 +17,7 @@
 namespace fsdp {
 namespace {
 
+using torch::autograd::Edge;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 using NodePtr = decltype(torch::autograd::Edge::function);
@@ -59,7 +63,13 @@ struct GradientHook final : torch::autograd::PostAccumulateGradHook {
   std::size_t trainable;
 };
 
-struct PostBackwardNode final : Node {
+// Each input has a node of its own, because PyTorch wants views to be the first output of a node.
+struct InputNode : Node {
+  variable_list apply(variable_list&& gradients) override { return std::move(gradients); }
+  std::string name() const override { return "FsdpInput"; }
+};
+
+struct PostBackwardNode final : InputNode {
   PostBackwardNode(std::shared_ptr<BackwardTarget> target, CallId call)
       : kept(std::move(target)), call(call) {}
 
@@ -78,14 +88,90 @@ struct PostBackwardNode final : Node {
   CallId call;
 };
 
+// A hook that was registered on a node's only gradient.
+struct MovedHook final : torch::autograd::FunctionPreHook {
+  MovedHook(std::unique_ptr<FunctionPreHook> hook, std::size_t index)
+      : hook(std::move(hook)), index(index) {}
+
+  variable_list operator()(const variable_list& gradients) override {
+    variable_list result = gradients;
+    result.at(index) = (*hook)({gradients.at(index)}).at(0);
+    return result;
+  }
+
+  std::unique_ptr<FunctionPreHook> hook;
+  std::size_t index;
+};
+
+// Makes a view of the whole base again. PyTorch would use as_strided, which DTensors do not have.
+struct WholeView final : torch::autograd::ViewFunc {
+  at::Tensor operator()(const at::Tensor& base) const override { return at::alias(base); }
+  std::unique_ptr<ViewFunc> clone_and_set(
+      std::optional<std::vector<c10::SymInt>> /*symints*/,
+      std::optional<std::vector<at::Tensor>> /*tensors*/) const override {
+    return std::make_unique<WholeView>();
+  }
+};
+
 // torch 2.11 has nodes in std::shared_ptr with a deleter of its own, newer versions in
 // c10::intrusive_ptr. Argument-dependent lookup finds the deleter where it exists.
-template <typename T>
-auto make_node(std::shared_ptr<BackwardTarget> target, CallId call) {
+template <typename T, typename... Arguments>
+NodePtr make_node(Arguments&&... arguments) {
   if constexpr (std::is_same_v<NodePtr, std::shared_ptr<Node>>) {
-    return std::shared_ptr<T>(new T(std::move(target), call), [](auto* node) { deleteNode(node); });
+    return std::shared_ptr<T>(new T(std::forward<Arguments>(arguments)...),
+                              [](auto* node) { deleteNode(node); });
   } else {
-    return c10::make_intrusive<T>(std::move(target), call);
+    return c10::make_intrusive<T>(std::forward<Arguments>(arguments)...);
+  }
+}
+
+// A node whose only gradient goes to the edge.
+NodePtr make_input_node(Edge next) {
+  NodePtr node = make_node<InputNode>();
+  node->add_next_edge(std::move(next));
+  return node;
+}
+
+// A view of the tensor, so that in-place changes of the one change the other, and its history.
+at::Tensor view_of(const at::Tensor& tensor, const NodePtr& node) {
+  at::Tensor data;
+  {
+    const at::AutoDispatchBelowADInplaceOrView no_autograd;
+    data = tensor.detach();
+  }
+  const at::Tensor view = torch::autograd::as_view(
+      tensor, data, /*is_bw_differentiable=*/true, /*is_fw_differentiable=*/true,
+      std::make_unique<WholeView>(), /*rev_view_func=*/at::alias);
+  torch::autograd::set_history(view, node);
+  return view;
+}
+
+// Whether the tensor, an output of the node, is not that any more. PyTorch gives a view whose base
+// has changed its new node when it is asked for.
+bool has_new_history(const at::Tensor& tensor, const Node* node) {
+  const auto* view = torch::autograd::impl::get_view_autograd_meta(tensor);
+  const bool is_stale =
+      view != nullptr && view->has_bw_view() && view->get_attr_version() != tensor._version();
+  return is_stale || torch::autograd::impl::grad_fn_unsafe(tensor) != node;
+}
+
+// PyTorch raises when the tensor is used again after it has changed.
+bool is_forbidden_to_change(const at::Tensor& tensor) {
+  const auto* view = torch::autograd::impl::get_view_autograd_meta(tensor);
+  return view != nullptr && view->get_creation_meta() != torch::autograd::CreationMeta::DEFAULT;
+}
+
+// Sends the tensor's gradient along the edge from now on.
+void set_edge(const at::Tensor& tensor, const Edge& edge) {
+  auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  const bool retains_grad = meta->retains_grad_;
+  if (retains_grad) {
+    meta->grad_fn_->pop_retains_grad_hook(meta->output_nr_);
+    meta->retains_grad_ = false;
+  }
+  torch::autograd::impl::set_gradient_edge(tensor, edge);
+  if (retains_grad) {
+    tensor.retain_grad();
   }
 }
 
@@ -146,15 +232,21 @@ const BackwardGraph& GraphCalls::current(const Node* first) {
   return graph_;
 }
 
+std::uint64_t next_node_number() { return at::sequence_number::peek(); }
+
 void add_pre_backward_hook(const at::Tensor& output, const std::shared_ptr<BackwardTarget>& target,
-                           CallId call, GraphCalls* calls) {
+                           CallId call, std::uint64_t first_node, GraphCalls* calls) {
   if (!output.requires_grad() || output.is_leaf()) {
     return;
   }
   // An in-place change of a view replaces the view's node but keeps its base's node in the graph,
-  // so the base's node gets a hook, too.
+  // so the base's node gets a hook, too. If the base is older than the call, it is an input's, and
+  // backward reaches it when it has passed the unit.
   if (output.is_view() && output._base().requires_grad() && !output._base().is_leaf()) {
-    hook_node(output._base().grad_fn().get(), target, call, calls);
+    const auto& node = output._base().grad_fn();
+    if (node->sequence_nr() >= first_node) {
+      hook_node(node.get(), target, call, calls);
+    }
   }
   hook_node(output.grad_fn().get(), target, call, calls);
 }
@@ -165,19 +257,90 @@ void set_gradient_hook(const at::Tensor& parameter, std::weak_ptr<BackwardTarget
       parameter, std::make_unique<GradientHook>(std::move(target), trainable));
 }
 
-std::vector<at::Tensor> add_post_backward_node(const std::vector<at::Tensor>& inputs,
-                                               std::shared_ptr<BackwardTarget> target,
-                                               CallId call) {
+at::Tensor add_post_backward_node(const at::Tensor& tensor, std::shared_ptr<BackwardTarget> target,
+                                  CallId call) {
   NodePtr node = make_node<PostBackwardNode>(std::move(target), call);
-  node->set_next_edges(torch::autograd::collect_next_edges(inputs));
-  std::vector<at::Tensor> aliases;
-  aliases.reserve(inputs.size());
-  for (const at::Tensor& input : inputs) {
-    at::Tensor alias = input.detach();
-    torch::autograd::set_history(alias, node);
-    aliases.push_back(std::move(alias));
+  node->add_next_edge(torch::autograd::impl::gradient_edge(tensor));
+  return view_of(tensor, node);
+}
+
+InputWatch::InputWatch(const std::vector<at::Tensor>& inputs,
+                       std::shared_ptr<BackwardTarget> target, CallId call) {
+  const NodePtr node = make_node<PostBackwardNode>(std::move(target), call);
+  inputs_.reserve(inputs.size());
+  for (const at::Tensor& tensor : inputs) {
+    const bool is_new = std::none_of(inputs_.begin(), inputs_.end(), [&](const Input& input) {
+      return input.tensor.is_same(tensor);
+    });
+    if (is_new) {
+      inputs_.push_back({tensor, {}, torch::autograd::impl::gradient_edge(tensor), nullptr});
+    }
   }
-  return aliases;
+  for (Input& input : inputs_) {
+    node->add_next_edge(input.before);
+    const std::uint32_t number = node->add_input_metadata(input.tensor);
+    input.node = node;
+    if (number > 0) {
+      input.node = make_input_node({node, number});
+      input.node->add_input_metadata(input.tensor);
+    }
+    if (input.tensor.is_leaf()) {
+      input.alias = input.tensor.detach();
+      torch::autograd::impl::set_gradient_edge(input.alias, {input.node, 0});
+    } else {
+      set_edge(input.tensor, {input.node, 0});
+    }
+  }
+}
+
+const at::Tensor& InputWatch::given_for(const at::Tensor& tensor) const {
+  for (const Input& input : inputs_) {
+    if (input.alias.defined() && input.tensor.is_same(tensor)) {
+      return input.alias;
+    }
+  }
+  return tensor;
+}
+
+void InputWatch::end() {
+  for (Input& input : inputs_) {
+    input.is_changed = has_new_history(input.given(), input.node.get());
+    if (input.alias.defined()) {
+      continue;
+    }
+    for (auto& hook : input.node->tensor_pre_hooks()) {
+      input.before.function->add_tensor_pre_hook(
+          std::make_unique<MovedHook>(std::move(hook), input.before.input_nr));
+    }
+    input.node->tensor_pre_hooks().clear();
+    if (!input.is_changed) {
+      set_edge(input.tensor, input.before);
+    }
+  }
+}
+
+bool InputWatch::has_changed_leaf() const {
+  return std::any_of(inputs_.begin(), inputs_.end(),
+                     [](const Input& input) { return input.is_changed && input.alias.defined(); });
+}
+
+std::vector<at::Tensor> InputWatch::changed() const {
+  std::vector<at::Tensor> changed;
+  for (const Input& input : inputs_) {
+    if (input.is_changed && !is_forbidden_to_change(input.tensor)) {
+      changed.push_back(input.tensor);
+    }
+  }
+  return changed;
+}
+
+at::Tensor InputWatch::output_for(const at::Tensor& tensor) const {
+  for (const Input& input : inputs_) {
+    if (!input.is_changed && input.given().is_same(tensor)) {
+      return view_of(input.tensor, make_input_node({input.node, 0}));
+    }
+  }
+  return tensor;
 }
 
 }  // namespace fsdp

@@ -3,25 +3,37 @@
 //
 //   PreBackwardHook     on the node behind a unit's output: backward reaches the unit
 //   GradientHook        on an unsharded parameter: its gradient has arrived
-//   PostBackwardNode    a node in front of a unit's inputs: backward has passed the unit
+//   PostBackwardNode    a node in front of a unit's inputs: backward has passed the unit; an
+//                       InputWatch puts it there
 //
 // The first and the last own the model's C++ side until backward has passed them without keeping
 // the graph. So a backward works if its model was dropped, as it does for modules of torch.
 // Afterwards, a graph that is kept, such as by a loss, keeps nothing else.
+//
+// Note [inputs]
+// A unit gets the tensors of its caller, so whatever it does to them, such as an in-place change,
+// is what it is without sharding. While its forward runs, autograd takes each of them for an output
+// of the PostBackwardNode, which passes gradients on to where they went before. When forward has
+// ended, the tensor has its own history again: other users of it do not delay the node, and hooks
+// and torch.autograd.grad see the whole gradient. Hooks that forward registered move along. A
+// tensor that forward changed in place keeps its new history, in which the node is, and counts as
+// an output.
+//
+// A leaf cannot be the output of a node, so forward gets an alias. It may not be changed in place,
+// as without sharding. An input that is returned as it is has to tell when backward reaches the
+// unit, so the caller gets a view of it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <vector>
 
 #include "core/backward_order.h"
 #include "core/call_id.h"
-
-namespace torch::autograd {
-struct Node;
-}
 
 namespace fsdp {
 
@@ -55,15 +67,52 @@ class GraphCalls {
   BackwardGraph graph_;
 };
 
-// Adds the output's nodes to `calls`, if it is not null.
+// The number of the next node that autograd makes on this thread.
+std::uint64_t next_node_number();
+
+// Adds the output's nodes to `calls`, if it is not null. `first_node` is next_node_number() when
+// forward entered the unit.
 void add_pre_backward_hook(const at::Tensor& output, const std::shared_ptr<BackwardTarget>& target,
-                           CallId call, GraphCalls* calls);
+                           CallId call, std::uint64_t first_node, GraphCalls* calls);
 
 void set_gradient_hook(const at::Tensor& parameter, std::weak_ptr<BackwardTarget> target,
                        std::size_t trainable);
 
-// Returns aliases of `inputs` behind one node. All inputs require gradients.
-std::vector<at::Tensor> add_post_backward_node(const std::vector<at::Tensor>& inputs,
-                                               std::shared_ptr<BackwardTarget> target, CallId call);
+// Returns a view of the tensor, which requires gradients, behind a PostBackwardNode.
+at::Tensor add_post_backward_node(const at::Tensor& tensor, std::shared_ptr<BackwardTarget> target,
+                                  CallId call);
+
+// Puts a PostBackwardNode in front of a call's inputs while its forward runs: Note [inputs].
+class InputWatch {
+ public:
+  InputWatch() = default;
+  // The inputs require gradients.
+  InputWatch(const std::vector<at::Tensor>& inputs, std::shared_ptr<BackwardTarget> target,
+             CallId call);
+
+  bool is_empty() const { return inputs_.empty(); }
+  // What forward has to get in place of the input.
+  const at::Tensor& given_for(const at::Tensor& tensor) const;
+
+  // Forward has ended.
+  void end();
+  // After end():
+  bool has_changed_leaf() const;
+  std::vector<at::Tensor> changed() const;
+  // What the caller has to get in place of the output.
+  at::Tensor output_for(const at::Tensor& tensor) const;
+
+ private:
+  struct Input {
+    at::Tensor tensor;
+    at::Tensor alias;  // of a leaf
+    torch::autograd::Edge before;
+    decltype(torch::autograd::Edge::function) node;
+    bool is_changed = false;
+
+    const at::Tensor& given() const { return alias.defined() ? alias : tensor; }
+  };
+  std::vector<Input> inputs_;
+};
 
 }  // namespace fsdp

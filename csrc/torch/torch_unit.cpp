@@ -121,6 +121,7 @@ TorchUnit::TorchUnit(UnitLayout layout, UnitTensors tensors, ForwardOptions opti
       options_(options),
       storage_(empty_storage(device())),
       handled_(module_count, nullptr),
+      watches_(module_count),
       pending_(module_count, 0) {
   for (std::size_t i = 0; i < layout_.params().size(); ++i) {
     if (layout_.params()[i].trainable) {

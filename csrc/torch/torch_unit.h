@@ -196,7 +196,7 @@ class TorchUnit final : public UnitPort,
   }
   bool is_dtensor(std::size_t parameter) const { return !place_gradient_[parameter].is_none(); }
   void place_gradient(std::size_t parameter);
-  pybind11::object end_forward(TorchRoot& root, std::size_t index, pybind11::handle output);
+  pybind11::object end_forward(TorchRoot& root, std::size_t index, pybind11::handle returned);
   void look_at_parameters();
   at::Tensor hash_of_shard() const;
   bool is_summoned(TorchRoot& root) const;
@@ -204,7 +204,9 @@ class TorchUnit final : public UnitPort,
   bool leave_module(std::size_t index);
   pybind11::object cast(pybind11::handle object, std::optional<at::ScalarType> dtype) const;
   std::shared_ptr<BackwardTarget> kept_target();
-  pybind11::object watch_inputs(pybind11::handle inputs, CallId call);
+  pybind11::object watch_inputs(std::size_t index, pybind11::handle inputs, CallId call);
+  pybind11::object end_watch(std::size_t index, pybind11::handle output, CallId call,
+                             GraphCalls* calls);
   void keep_for_opaque(TorchRoot& root, CallId call, pybind11::handle output);
 
   UnitLayout layout_;
@@ -230,9 +232,11 @@ class TorchUnit final : public UnitPort,
 
   // The exception that was being handled when forward entered each module. Not owned.
   std::vector<const PyObject*> handled_;
-  std::vector<char> pending_;  // modules of a group that forward has not run yet
+  std::vector<InputWatch> watches_;  // of each module whose forward runs
+  std::vector<char> pending_;        // modules of a group that forward has not run yet
   std::size_t pending_count_ = 0;
-  bool has_warned_ = false;  // of an opaque output
+  std::uint64_t first_node_ = 0;  // of the current call: add_pre_backward_hook
+  bool has_warned_ = false;       // of an opaque output
 
   std::weak_ptr<TorchRoot> root_;
   std::string name_;

@@ -1,20 +1,10 @@
 // A unit's module hooks: how forward enters and leaves its modules.
 //
 // Note [transforms]
-// watch_inputs replaces inputs by aliases, to learn when the unit's backward has ended. An alias
-// knows one level of autograd and no tangent. Transforms of torch.func have several levels, and
-// forward-mode autograd has tangents. Aliases would lose them without a word, so there are none
-// then.
-//
-// Note [inputs that are kept]
-// An alias is another tensor than the caller's, and lies in a copy of the caller's list or dict. So
-// what forward writes into its list or dict does not reach the caller. FSDP1 gives forward the
-// caller's own objects, and so does its wrapper here: it has no aliases, except where it casts.
-//
-// Without aliases, backward has passed a unit when it reaches the output of an earlier one, or when
-// it ends: Note [order of backward] in core/backward_order.h. In a chain of units that is the same
-// moment. Otherwise the unit stays unsharded while autograd computes what lies between the units,
-// and a unit whose gradients do not all arrive is reduced that much later.
+// watch_inputs puts a node in front of inputs, to learn when the unit's backward has ended. The
+// node knows one level of autograd and no tangent. Transforms of torch.func have several levels,
+// and forward-mode autograd has tangents. The node would lose them without a word, so there is none
+// then. The unit's gradients are reduced at the end of backward instead.
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -73,10 +63,13 @@ py::object TorchUnit::pre_forward(std::size_t index, py::handle module, py::hand
   if (!device().is_cpu() && !recomputing && root->is_outermost(*this)) {
     inputs = to_device(inputs, device());
   }
+  if (entering) {
+    first_node_ = next_node_number();
+  }
   if (!is_summoned(*root)) {
     inputs = cast(inputs, options_.cast_inputs);
-    if (options_.watches_inputs && entering && at::GradMode::is_enabled()) {
-      inputs = watch_inputs(inputs, call);
+    if (entering && at::GradMode::is_enabled()) {
+      inputs = watch_inputs(index, inputs, call);
     }
   }
   return inputs.is(original) ? py::object(py::none()) : inputs;
@@ -86,7 +79,9 @@ py::object TorchUnit::post_forward(std::size_t index, py::handle output) {
   const std::shared_ptr<TorchRoot> root = root_.lock();
   FSDP_CHECK(root != nullptr, "The root module of unit '", name_,
              "' was deleted. Keep a reference to the model.");
+  watches_.at(index).end();
   if (handled_exception() != handled_.at(index)) {
+    watches_.at(index) = {};
     root->abandon_forward(*this);
     return py::none();
   }
@@ -98,7 +93,7 @@ py::object TorchUnit::post_forward(std::size_t index, py::handle output) {
   }
 }
 
-py::object TorchUnit::end_forward(TorchRoot& root, std::size_t index, py::handle output) {
+py::object TorchUnit::end_forward(TorchRoot& root, std::size_t index, py::handle returned) {
   const bool recomputing = root.is_recomputing();
   const bool outermost = !recomputing && root.is_outermost(*this);
   const bool last_of_group = recomputing || leave_module(index) || outermost;
@@ -110,11 +105,12 @@ py::object TorchUnit::end_forward(TorchRoot& root, std::size_t index, py::handle
   }
   if (summoned) {
     if (outermost) {
-      root.leave_forward(output);
+      root.leave_forward(returned);
     }
     return py::none();
   }
   GraphCalls* calls = recomputing ? nullptr : &root.graph_calls();
+  const py::object output = end_watch(index, returned, call, calls);
   if (!watch_outputs(output, call, calls) && last_of_group && !recomputing) {
     keep_for_opaque(root, call, output);
   }
@@ -122,7 +118,7 @@ py::object TorchUnit::end_forward(TorchRoot& root, std::size_t index, py::handle
     root.leave_forward(output);
   }
   const py::object result = cast(output, options_.cast_outputs);
-  return result.is(output) ? py::object(py::none()) : result;
+  return result.is(returned) ? py::object(py::none()) : result;
 }
 
 at::Tensor TorchUnit::begin_skip(const at::Tensor& tensor) {
@@ -133,6 +129,9 @@ at::Tensor TorchUnit::begin_skip(const at::Tensor& tensor) {
       "' outside of a forward. Call it in the forward of the root module, at the place where "
       "other ranks run the unit.");
   const bool entering = root->is_recomputing() || enter_module();
+  if (entering) {
+    first_node_ = next_node_number();
+  }
   CallId call = kNoCall;
   {
     const py::gil_scoped_release no_gil;
@@ -140,7 +139,7 @@ at::Tensor TorchUnit::begin_skip(const at::Tensor& tensor) {
     root->pipeline().skip(number_);
   }
   return entering && at::GradMode::is_enabled()
-             ? add_post_backward_node({tensor}, kept_target(), call).front()
+             ? add_post_backward_node(tensor, kept_target(), call)
              : tensor;
 }
 
@@ -157,7 +156,7 @@ void TorchUnit::end_skip(std::size_t index, const at::Tensor& tensor) {
     call = root->pipeline().post_forward(number_, at::GradMode::is_enabled());
   }
   if (at::GradMode::is_enabled()) {
-    add_pre_backward_hook(tensor, kept_target(), call,
+    add_pre_backward_hook(tensor, kept_target(), call, first_node_,
                           recomputing ? nullptr : &root->graph_calls());
   }
 }
@@ -208,7 +207,7 @@ std::shared_ptr<BackwardTarget> TorchUnit::kept_target() {
 }
 
 // See Note [transforms].
-py::object TorchUnit::watch_inputs(py::handle inputs, CallId call) {
+py::object TorchUnit::watch_inputs(std::size_t index, py::handle inputs, CallId call) {
   std::vector<at::Tensor> watched;
   bool is_transformed =
       c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
@@ -222,11 +221,26 @@ py::object TorchUnit::watch_inputs(py::handle inputs, CallId call) {
   if (watched.empty() || is_transformed) {
     return py::reinterpret_borrow<py::object>(inputs);
   }
-  const std::vector<at::Tensor> aliases = add_post_backward_node(watched, kept_target(), call);
-  std::size_t next = 0;
-  return map_tensors(inputs, [&](const at::Tensor& tensor) {
-    return tensor.requires_grad() ? aliases.at(next++) : tensor;
-  });
+  InputWatch& watch = watches_.at(index);
+  watch.end();  // of a forward that was interrupted
+  watch = InputWatch(watched, kept_target(), call);
+  return map_tensors(inputs, [&](const at::Tensor& tensor) { return watch.given_for(tensor); });
+}
+
+// Returns what the caller gets in place of the output.
+py::object TorchUnit::end_watch(std::size_t index, py::handle output, CallId call,
+                                GraphCalls* calls) {
+  const InputWatch watch = std::exchange(watches_.at(index), {});
+  FSDP_CHECK(!watch.has_changed_leaf(), "Unit '", name_,
+             "' changed an input in place that is a leaf and requires gradients, which autograd "
+             "does not allow. Change a copy of it, such as x.clone().");
+  if (watch.is_empty() || !at::GradMode::is_enabled()) {
+    return py::reinterpret_borrow<py::object>(output);
+  }
+  for (const at::Tensor& tensor : watch.changed()) {
+    add_pre_backward_hook(tensor, kept_target(), call, first_node_, calls);
+  }
+  return map_tensors(output, [&](const at::Tensor& tensor) { return watch.output_for(tensor); });
 }
 
 bool TorchUnit::watch_outputs(py::handle output, CallId call, GraphCalls* calls) {
@@ -236,7 +250,7 @@ bool TorchUnit::watch_outputs(py::handle output, CallId call, GraphCalls* calls)
   bool found = false;
   map_tensors(output, [&](const at::Tensor& tensor) {
     found = found || tensor.requires_grad();
-    add_pre_backward_hook(tensor, kept_target(), call, calls);
+    add_pre_backward_hook(tensor, kept_target(), call, first_node_, calls);
     return tensor;
   });
   return found;
