@@ -104,7 +104,6 @@ class TorchUnit:
         device: torch.device,
         cast_inputs: torch.dtype | None,
         cast_outputs: torch.dtype | None,
-        watches_inputs: bool,
         module_count: int,
     ) -> None: ...
     def unsharded_views(self) -> list[torch.Tensor]: ...

@@ -138,7 +138,7 @@ class Writes(Mlp):
         state["count"] += x.weight_of_loss  # type: ignore[attr-defined]
         state["last"] = super().forward(x)
         cache.append(state["last"] / 2)
-        return super().forward(cache[0])
+        return super().forward(cache[-1])
 
 
 class Caching(Stack):
@@ -151,7 +151,7 @@ class Caching(Stack):
     def forward(self, x: Tensor, cache: list[Tensor] | None = None) -> Tensor:
         x = self.stem(x)
         cache = [] if cache is None else cache
-        cache.append(x)
+        cache.append(x.detach())
         state: dict[str, Any] = {"count": 0.0, "last": x}
         for block in self.blocks:
             x.weight_of_loss = 0.5  # type: ignore[attr-defined]

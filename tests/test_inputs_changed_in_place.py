@@ -120,6 +120,11 @@ def change_pair(block: Block, x: Tensor, y: Tensor) -> Tensor:
     return block.linear(x) + y
 
 
+def change_last_of_many(block: Block, *inputs: Tensor) -> Tensor:
+    inputs[-1].mul_(2)
+    return block.linear(sum(inputs, torch.zeros(())))
+
+
 def change_item(block: Block, items: list[dict[str, Tensor]]) -> Tensor:
     items[0]["x"] *= block.scale
     return block.linear(items[0]["x"])
@@ -214,6 +219,11 @@ def with_other(block: Block, x: Tensor) -> Tensor:
     return block(x, other) + x + other
 
 
+def with_others(block: Block, x: Tensor) -> Tensor:
+    first, second = x * 0.5, x + 1
+    return block(first, second, x.view(-1, DIM), x) + first + second + x
+
+
 def seen(block: Block, x: Tensor) -> Tensor:
     x.retain_grad()
     block.seen = x
@@ -294,6 +304,7 @@ CASES = [
     changing("a tensor and a view of it", change_twice, with_view),
     changing("a view and its base", change_twice, with_base),
     changing("two changed at once", change_pair, with_other),
+    changing("the last of four", change_last_of_many, with_others),
     changing("an output that changes", plain, change_output),
     changing("an output that is a view and changes", view, change_output),
     changing("an input that is returned and changes", same, change_output),
@@ -341,7 +352,7 @@ def part_of_several(block: Block, x: Tensor) -> Tensor:
 
 def _errors() -> None:
     for forward, call, message in (
-        (relu, change_leaf, r"Unit 'blocks\.0' changed an input in place that is a leaf"),
+        (relu, change_leaf, "a leaf Variable that requires grad is being used"),
         (saved_then_changed, residual, "has been modified by an inplace operation"),
         (relu, part_of_several, "is a view and is being modified inplace"),
     ):

@@ -273,41 +273,27 @@ InputWatch::InputWatch(const std::vector<at::Tensor>& inputs,
       return input.tensor.is_same(tensor);
     });
     if (is_new) {
-      inputs_.push_back({tensor, {}, torch::autograd::impl::gradient_edge(tensor), nullptr});
+      inputs_.push_back({tensor, torch::autograd::impl::gradient_edge(tensor), nullptr});
     }
   }
-  for (Input& input : inputs_) {
+  for (const Input& input : inputs_) {
     node->add_next_edge(input.before);
-    const std::uint32_t number = node->add_input_metadata(input.tensor);
+    node->add_input_metadata(input.tensor);
+  }
+  for (std::size_t i = 0; i < inputs_.size(); ++i) {
+    Input& input = inputs_[i];
     input.node = node;
-    if (number > 0) {
-      input.node = make_input_node({node, number});
+    if (i > 0) {
+      input.node = make_input_node({node, static_cast<std::uint32_t>(i)});
       input.node->add_input_metadata(input.tensor);
     }
-    if (input.tensor.is_leaf()) {
-      input.alias = input.tensor.detach();
-      torch::autograd::impl::set_gradient_edge(input.alias, {input.node, 0});
-    } else {
-      set_edge(input.tensor, {input.node, 0});
-    }
+    set_edge(input.tensor, {input.node, 0});
   }
-}
-
-const at::Tensor& InputWatch::given_for(const at::Tensor& tensor) const {
-  for (const Input& input : inputs_) {
-    if (input.alias.defined() && input.tensor.is_same(tensor)) {
-      return input.alias;
-    }
-  }
-  return tensor;
 }
 
 void InputWatch::end() {
   for (Input& input : inputs_) {
-    input.is_changed = has_new_history(input.given(), input.node.get());
-    if (input.alias.defined()) {
-      continue;
-    }
+    input.is_changed = has_new_history(input.tensor, input.node.get());
     for (auto& hook : input.node->tensor_pre_hooks()) {
       input.before.function->add_tensor_pre_hook(
           std::make_unique<MovedHook>(std::move(hook), input.before.input_nr));
@@ -317,11 +303,6 @@ void InputWatch::end() {
       set_edge(input.tensor, input.before);
     }
   }
-}
-
-bool InputWatch::has_changed_leaf() const {
-  return std::any_of(inputs_.begin(), inputs_.end(),
-                     [](const Input& input) { return input.is_changed && input.alias.defined(); });
 }
 
 std::vector<at::Tensor> InputWatch::changed() const {
@@ -336,7 +317,7 @@ std::vector<at::Tensor> InputWatch::changed() const {
 
 at::Tensor InputWatch::output_for(const at::Tensor& tensor) const {
   for (const Input& input : inputs_) {
-    if (!input.is_changed && input.given().is_same(tensor)) {
+    if (!input.is_changed && input.tensor.is_same(tensor)) {
       return view_of(input.tensor, make_input_node({input.node, 0}));
     }
   }

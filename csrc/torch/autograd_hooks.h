@@ -19,9 +19,9 @@
 // tensor that forward changed in place keeps its new history, in which the node is, and counts as
 // an output.
 //
-// A leaf cannot be the output of a node, so forward gets an alias. It may not be changed in place,
-// as without sharding. An input that is returned as it is has to tell when backward reaches the
-// unit, so the caller gets a view of it.
+// A leaf cannot be the output of a node, so it has none. If all inputs are leaves, backward has
+// passed the unit when it reaches an earlier one, or ends. An input that is returned as it is has
+// to tell when backward reaches the unit, so the caller gets a view of it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -86,18 +86,15 @@ at::Tensor add_post_backward_node(const at::Tensor& tensor, std::shared_ptr<Back
 class InputWatch {
  public:
   InputWatch() = default;
-  // The inputs require gradients.
+  // The inputs require gradients and are no leaves.
   InputWatch(const std::vector<at::Tensor>& inputs, std::shared_ptr<BackwardTarget> target,
              CallId call);
 
   bool is_empty() const { return inputs_.empty(); }
-  // What forward has to get in place of the input.
-  const at::Tensor& given_for(const at::Tensor& tensor) const;
 
   // Forward has ended.
   void end();
   // After end():
-  bool has_changed_leaf() const;
   std::vector<at::Tensor> changed() const;
   // What the caller has to get in place of the output.
   at::Tensor output_for(const at::Tensor& tensor) const;
@@ -105,12 +102,9 @@ class InputWatch {
  private:
   struct Input {
     at::Tensor tensor;
-    at::Tensor alias;  // of a leaf
     torch::autograd::Edge before;
     decltype(torch::autograd::Edge::function) node;
     bool is_changed = false;
-
-    const at::Tensor& given() const { return alias.defined() ? alias : tensor; }
   };
   std::vector<Input> inputs_;
 };

@@ -113,12 +113,12 @@ void note_module_change() { noted_module_changes.fetch_add(1, std::memory_order_
 
 std::uint64_t module_changes() { return noted_module_changes.load(std::memory_order_relaxed); }
 
-TorchUnit::TorchUnit(UnitLayout layout, UnitTensors tensors, ForwardOptions options,
+TorchUnit::TorchUnit(UnitLayout layout, UnitTensors tensors, ForwardCasts casts,
                      std::size_t module_count)
     : layout_(std::move(layout)),
       tensors_(std::move(tensors)),
       gradients_(std::move(tensors_.flat_gradient)),
-      options_(options),
+      casts_(casts),
       storage_(empty_storage(device())),
       handled_(module_count, nullptr),
       watches_(module_count),

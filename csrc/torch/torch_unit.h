@@ -72,19 +72,17 @@ struct UnitTensors {
   at::Device device;                // of the unsharded parameters
 };
 
-// What forward does with its inputs and outputs.
-struct ForwardOptions {
-  std::optional<at::ScalarType> cast_inputs;  // the dtype for floating-point tensors, if any
-  std::optional<at::ScalarType> cast_outputs;
-  bool watches_inputs;  // Note [inputs that are kept] in torch_unit_forward.cpp
+// The dtypes to which forward casts floating-point inputs and outputs, if any.
+struct ForwardCasts {
+  std::optional<at::ScalarType> inputs;
+  std::optional<at::ScalarType> outputs;
 };
 
 class TorchUnit final : public UnitPort,
                         public BackwardTarget,
                         public std::enable_shared_from_this<TorchUnit> {
  public:
-  TorchUnit(UnitLayout layout, UnitTensors tensors, ForwardOptions options,
-            std::size_t module_count);
+  TorchUnit(UnitLayout layout, UnitTensors tensors, ForwardCasts casts, std::size_t module_count);
   ~TorchUnit() override;
 
   // One view for each parameter. They have memory only while the unit is attached.
@@ -204,7 +202,7 @@ class TorchUnit final : public UnitPort,
   bool leave_module(std::size_t index);
   pybind11::object cast(pybind11::handle object, std::optional<at::ScalarType> dtype) const;
   std::shared_ptr<BackwardTarget> kept_target();
-  pybind11::object watch_inputs(std::size_t index, pybind11::handle inputs, CallId call);
+  void watch_inputs(std::size_t index, pybind11::handle inputs, CallId call);
   pybind11::object end_watch(std::size_t index, pybind11::handle output, CallId call,
                              GraphCalls* calls);
   void keep_for_opaque(TorchRoot& root, CallId call, pybind11::handle output);
@@ -212,7 +210,7 @@ class TorchUnit final : public UnitPort,
   UnitLayout layout_;
   UnitTensors tensors_;
   ShardedGradients gradients_;
-  ForwardOptions options_;
+  ForwardCasts casts_;
   c10::intrusive_ptr<c10::StorageImpl> storage_;
   std::vector<GatheredInput> inputs_;
 

@@ -67,9 +67,9 @@ py::object TorchUnit::pre_forward(std::size_t index, py::handle module, py::hand
     first_node_ = next_node_number();
   }
   if (!is_summoned(*root)) {
-    inputs = cast(inputs, options_.cast_inputs);
+    inputs = cast(inputs, casts_.inputs);
     if (entering && at::GradMode::is_enabled()) {
-      inputs = watch_inputs(index, inputs, call);
+      watch_inputs(index, inputs, call);
     }
   }
   return inputs.is(original) ? py::object(py::none()) : inputs;
@@ -117,7 +117,7 @@ py::object TorchUnit::end_forward(TorchRoot& root, std::size_t index, py::handle
   if (outermost) {
     root.leave_forward(output);
   }
-  const py::object result = cast(output, options_.cast_outputs);
+  const py::object result = cast(output, casts_.outputs);
   return result.is(returned) ? py::object(py::none()) : result;
 }
 
@@ -207,33 +207,28 @@ std::shared_ptr<BackwardTarget> TorchUnit::kept_target() {
 }
 
 // See Note [transforms].
-py::object TorchUnit::watch_inputs(std::size_t index, py::handle inputs, CallId call) {
+void TorchUnit::watch_inputs(std::size_t index, py::handle inputs, CallId call) {
   std::vector<at::Tensor> watched;
   bool is_transformed =
       c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
   map_tensors(inputs, [&](const at::Tensor& tensor) {
-    if (tensor.requires_grad()) {
+    if (tensor.requires_grad() && !tensor.is_leaf()) {
       watched.push_back(tensor);
     }
     is_transformed = is_transformed || tensor._fw_grad(/*level=*/0).defined();
     return tensor;
   });
-  if (watched.empty() || is_transformed) {
-    return py::reinterpret_borrow<py::object>(inputs);
+  if (!watched.empty() && !is_transformed) {
+    InputWatch& watch = watches_.at(index);
+    watch.end();  // of a forward that was interrupted
+    watch = InputWatch(watched, kept_target(), call);
   }
-  InputWatch& watch = watches_.at(index);
-  watch.end();  // of a forward that was interrupted
-  watch = InputWatch(watched, kept_target(), call);
-  return map_tensors(inputs, [&](const at::Tensor& tensor) { return watch.given_for(tensor); });
 }
 
 // Returns what the caller gets in place of the output.
 py::object TorchUnit::end_watch(std::size_t index, py::handle output, CallId call,
                                 GraphCalls* calls) {
   const InputWatch watch = std::exchange(watches_.at(index), {});
-  FSDP_CHECK(!watch.has_changed_leaf(), "Unit '", name_,
-             "' changed an input in place that is a leaf and requires gradients, which autograd "
-             "does not allow. Change a copy of it, such as x.clone().");
   if (watch.is_empty() || !at::GradMode::is_enabled()) {
     return py::reinterpret_borrow<py::object>(output);
   }
@@ -249,7 +244,7 @@ bool TorchUnit::watch_outputs(py::handle output, CallId call, GraphCalls* calls)
   }
   bool found = false;
   map_tensors(output, [&](const at::Tensor& tensor) {
-    found = found || tensor.requires_grad();
+    found = found || (tensor.requires_grad() && !tensor.is_leaf());
     add_pre_backward_hook(tensor, kept_target(), call, first_node_, calls);
     return tensor;
   });

@@ -237,7 +237,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         )
         set_state(self, ModuleState(cast(nn.Module, sharded)))
         self._sharded._fsdp_ext_unit.change(
-            keep_low_precision_grads=precision.keep_low_precision_grads, keeps_inputs=True
+            keep_low_precision_grads=precision.keep_low_precision_grads
         )
         self._use_orig_params = use_orig_params
         if not use_orig_params:

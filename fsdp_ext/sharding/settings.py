@@ -35,7 +35,6 @@ class UnitSettings:
     prefetch: int | Auto | None = None  # only the root's is used
     check_every: int | None = None  # only the root's is used
     keep_low_precision_grads: bool = False  # of FSDP1's mixed precision
-    keeps_inputs: bool = False  # FSDP1's wrapper: forward gets the caller's own objects
     offloads: bool = False  # shards and gradients are on the host, and the rest is not
     is_flat: bool = False  # FSDP1's use_orig_params=False: Note [flat parameters in Python]
 

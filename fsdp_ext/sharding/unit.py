@@ -447,7 +447,6 @@ class Unit(ParamGroup):
             device=self.device,
             cast_inputs=policy.param_dtype if policy.cast_forward_inputs else None,
             cast_outputs=policy.output_dtype,
-            watches_inputs=not self.settings.keeps_inputs,
             module_count=len(self.modules),
         )
         params = [entry if isinstance(entry, ShardedParam) else None for entry in entries]

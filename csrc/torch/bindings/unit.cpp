@@ -19,18 +19,16 @@ void register_unit(py::module_& m) {
                        std::vector<std::vector<std::int64_t>> shapes,
                        std::vector<at::ScalarType> param_dtypes, std::vector<std::size_t> inputs,
                        at::Device device, std::optional<at::ScalarType> cast_inputs,
-                       std::optional<at::ScalarType> cast_outputs, bool watches_inputs,
-                       std::size_t module_count) {
+                       std::optional<at::ScalarType> cast_outputs, std::size_t module_count) {
              return std::make_shared<TorchUnit>(
                  layout,
                  UnitTensors{std::move(shard), std::move(flat_gradient), std::move(shapes),
                              std::move(param_dtypes), std::move(inputs), device},
-                 ForwardOptions{cast_inputs, cast_outputs, watches_inputs}, module_count);
+                 ForwardCasts{cast_inputs, cast_outputs}, module_count);
            }),
            py::kw_only(), py::arg("layout"), py::arg("shard"), py::arg("flat_gradient"),
            py::arg("shapes"), py::arg("param_dtypes"), py::arg("inputs"), py::arg("device"),
-           py::arg("cast_inputs"), py::arg("cast_outputs"), py::arg("watches_inputs"),
-           py::arg("module_count"))
+           py::arg("cast_inputs"), py::arg("cast_outputs"), py::arg("module_count"))
       .def("unsharded_views", &TorchUnit::unsharded_views)
       .def(
           "bind",
