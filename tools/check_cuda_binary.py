@@ -3,12 +3,18 @@
 It reads the binary with cuobjdump and fails unless every kernel is there, kernels that move memory
 load and store 16 bytes at a time, and no kernel spills registers. It compares the machine code with
 the table in tools/cuda_kernels.tsv, and fails if a kernel has become worse. After a change that is
-worth it, `--write` writes the table anew. The columns are:
+worth it, `--write` writes the table anew. The table is of one release of nvcc, because another
+release writes other machine code, so a build by another release fails, too. The columns are:
 
-    threads    threads that fit on a multiprocessor at once, given the registers
-    in_flight  bytes that a thread loads with 16-byte loads before it stores any
-    per_16     instructions of the loop that moves memory, for each 16 bytes that it stores. Paths
-               that run rarely are among them, so it is an upper bound.
+    registers     of a thread. Up to REGISTERS_ALLOWED more are not worse, since `threads` says
+                  whether they cost occupancy.
+    threads       threads that fit on a multiprocessor at once, given the registers
+    instructions  of the whole kernel. Up to INSTRUCTIONS_ALLOWED times as many are not worse.
+    loads         of 16 bytes; they are not compared
+    stores        of 16 bytes; they are not compared
+    in_flight     bytes that a thread loads with 16-byte loads before it stores any
+    per_16        instructions of the loop that moves memory, for each 16 bytes that it stores.
+                  Paths that run rarely are among them, so it is an upper bound.
 """
 
 from __future__ import annotations
@@ -34,6 +40,8 @@ KERNELS = {
     "stamp_kernel": 1,
     "wait_kernel": 1,
 }
+REGISTERS_ALLOWED = 8  # the unit in which registers are allocated
+INSTRUCTIONS_ALLOWED = 1.05
 MOVES_MEMORY = ("pack_kernel", "cast_kernel", "unpack_kernel", "transfer_kernel")
 
 
@@ -105,6 +113,8 @@ class MachineCode:
     def worse_than(self, other: MachineCode) -> list[str]:
         """Return the columns in which this is worse than `other`."""
         is_worse = {
+            "registers": self.registers > other.registers + REGISTERS_ALLOWED,
+            "instructions": self.instructions > other.instructions * INSTRUCTIONS_ALLOWED,
             "threads": self.threads < other.threads,
             "in_flight": self.in_flight < other.in_flight,
             "per_16": self.per_16 > other.per_16,
@@ -225,8 +235,11 @@ def compare(nvcc: str, rows: Rows) -> list[str]:
     """Return what is worse than in the table."""
     of_table, before = read_table()
     if nvcc != of_table:
-        print(f"{TABLE.name} is of nvcc {of_table}, this build of {nvcc}: nothing to compare")
-        return []
+        return [
+            f"{TABLE.name} is of nvcc {of_table}, and this build of {nvcc}, so nothing could be "
+            f"compared. Build with {of_table}, or make the table of {nvcc}: check out the commit "
+            "that wrote the table last, make its CUDA build with this nvcc, and run with --write."
+        ]
     wrong = []
     better = 0
     for key, code in rows.items():
