@@ -1,6 +1,6 @@
 """Models train on a GPU, over NCCL, as they do unsharded and under FSDP2.
 
-With 2 and 4 ranks, all share one GPU and talk over sockets (`rank_process._share_gpu`). That shows
+With 2 and 4 ranks, all share one GPU and talk over sockets (support/shared_gpu.py). That shows
 that the numbers are right, but nothing about speed.
 """
 

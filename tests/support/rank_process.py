@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from bench.harness import hosts
+from support import shared_gpu
 from support.isolation import ProcessState
 
 # For the stacks of a rank whose time is up, and for a dead rank's exit code. Then it is killed.
@@ -125,30 +126,8 @@ def _set_up(place: Place) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = loopback if place.host is None else hosts.INTERFACE
     os.environ["FSDP_EXT_TEST_DEVICE"] = place.device
     if place.device == "cuda":
-        _share_gpu(place, loopback)
-
-
-def _share_gpu(place: Place, loopback: str) -> None:
-    """Let several ranks use one GPU. This has to come before any use of NCCL.
-
-    NCCL refuses two ranks on a GPU of one host, so each rank names a host of its own, and they talk
-    over sockets. From 2.30.3 on it can be told to allow it. That is for functional tests alone: it
-    says nothing about speed.
-    """
-    if place.world_size > 1 and torch.cuda.nccl.version() >= (2, 30, 3):
-        os.environ |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2"}
-    elif place.world_size > 1:
-        os.environ |= {
-            "NCCL_HOSTID": f"rank{place.rank}",
-            "NCCL_NET": "Socket",
-            "NCCL_IB_DISABLE": "1",
-            "NCCL_SOCKET_IFNAME": loopback,
-            "NCCL_MNNVL_ENABLE": "0",
-            "NCCL_NVLS_ENABLE": "0",
-            "NCCL_MAX_CTAS": "2",
-            # Tests assert the transport from this log.
-            "NCCL_DEBUG": "INFO",
-            "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,NET",
-            "NCCL_DEBUG_FILE": f"{place.output}.nccl",
-        }
-    torch.cuda.set_device(0)
+        if place.world_size > 1:
+            log = f"{place.output}.nccl"
+            version = torch.cuda.nccl.version()
+            os.environ |= shared_gpu.variables(place.rank, version, loopback, log)
+        torch.cuda.set_device(0)
