@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,15 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests of this directory on machines that cannot run them."""
+    """Skip the tests of this directory on machines that cannot run them.
+
+    Raises:
+        pytest.UsageError: instead of that, if FSDP_EXT_TEST_NEEDS_GPU=1.
+    """
     if HAS_GPU:
         return
+    if os.environ.get("FSDP_EXT_TEST_NEEDS_GPU") == "1":
+        raise pytest.UsageError("this run needs a CUDA build and a GPU, and one of them is missing")
     reason = "needs a CUDA build and a GPU: `make gpu-check` runs it where they are"
     for item in items:
         if HERE in item.path.parents:
