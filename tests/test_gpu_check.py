@@ -98,6 +98,101 @@ def test_the_limits_of_a_part_add_up_to_less_than_nine_minutes(
     assert sum(step.limit for step in steps) + gpu_check.GRACE_S <= 9 * 60
 
 
+@PARTS
+def test_no_two_steps_of_a_part_have_one_name(gpu_check: ModuleType, part: str) -> None:
+    steps = gpu_check.steps("9.0", part)
+    assert len({step.name for step in steps}) == len(steps)
+    for number, step in enumerate(steps):
+        assert step.needs in {"", *(before.name for before in steps[:number] if before.of_machine)}
+
+
+def test_tests_of_times_run_alone_on_the_gpu(gpu_check: ModuleType) -> None:
+    steps = {step.name: step.command for step in gpu_check.steps("9.0", "build")}
+    timed = [part for part in steps["timed tests"] if part.endswith(".py")]
+    assert "-n" not in steps["timed tests"]
+    assert len(timed) == 2
+    for test in timed:
+        assert steps["tests"][steps["tests"].index(test) - 1] == "--ignore"
+
+
+def test_tests_one_at_a_time_are_noted(
+    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for found, noted in ((object(), False), (None, True)):
+        monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda name, it=found: it)
+        (tests,) = (step for step in gpu_check.steps("9.0", "build") if step.name == "tests")
+        assert ("pytest-xdist is missing" in tests.note) == noted
+        assert ("-n" in tests.command) != noted
+
+
+def test_spare_time_goes_to_the_steps_that_may_take_it(gpu_check: ModuleType) -> None:
+    def step(limit: int, takes_spare: bool) -> Any:
+        return gpu_check.Step("some", [], limit, {}, takes_spare=takes_spare)
+
+    later = [step(100, True), step(50, False)]
+    assert gpu_check.limit_of(step(60, False), later, 400.0) == 60
+    assert gpu_check.limit_of(step(60, True), later, 400.0) == 250 - gpu_check.GRACE_S
+    assert gpu_check.limit_of(step(60, True), later, 200.0) == 60
+    assert gpu_check.limit_of(step(60, True), later, 30.0) == 30
+
+
+def test_what_the_machine_cannot_do_is_not_held_against_the_code(
+    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    def step(name: str, code: str, **options: Any) -> Any:
+        return gpu_check.Step(name, [sys.executable, "-c", code], 60, {}, **options)
+
+    unsupported = "print('========= COMPUTE-SANITIZER\\n========= Error: Device not supported')"
+    trial = step("sanitizer", f"{unsupported}; raise SystemExit(9)", of_machine=True)
+    needy = step("memcheck", "raise SystemExit(5)", needs="sanitizer")
+    fine = step("fine", "print('3 passed')", note="one at a time")
+    code, results = _check(gpu_check, monkeypatch, tmp_path, [trial, needy, fine])
+    assert code == gpu_check.EXIT_OF_MACHINE
+    assert results["sanitizer"]["summary"] == "Error: Device not supported"
+    says = "not run: sanitizer does not work on this machine: Error: Device not supported"
+    assert results["memcheck"]["outcome"] == says
+    table = capsys.readouterr().out
+    assert "3 passed (one at a time)" in table
+    assert "failures of this machine, not of fsdp_ext: sanitizer, memcheck" in table
+
+    ignored = step("memcheck", unsupported)
+    code, results = _check(gpu_check, monkeypatch, tmp_path, [trial, ignored])
+    assert code == 1
+    assert results["memcheck"]["outcome"] == "failed, with exit code 0"
+
+    missing = gpu_check.Step("sanitizer", ["/nowhere/tool"], 60, {}, of_machine=True)
+    code, results = _check(gpu_check, monkeypatch, tmp_path, [missing, needy])
+    assert code == gpu_check.EXIT_OF_MACHINE
+    assert "could not start: " in results["memcheck"]["outcome"]
+
+
+def test_tools_of_cuda_are_found_outside_of_the_path(
+    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tool = tmp_path / "bin" / "compute-sanitizer"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\necho found 1 passed\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    commands = {step.name: step.command for step in gpu_check.steps("9.0", "parity")}
+    assert Path(commands["memcheck"][0]).name == "compute-sanitizer"
+    by_name = gpu_check.Step("by name", ["compute-sanitizer"], 60, {})
+    code, results = _check(gpu_check, monkeypatch, tmp_path, [by_name])
+    assert code == 0
+    assert "1 passed" in results["by name"]["summary"]
+
+
+@pytest.mark.exhaustive
+def test_the_trial_of_two_ranks_works_on_the_host(capfd: pytest.CaptureFixture[str]) -> None:
+    environment = load_tool(TOOLS / "gpu_environment.py")
+    assert environment.try_ranks(2, "cpu")
+    assert "2 ranks can share this GPU" in capfd.readouterr().out
+    assert not environment.try_ranks(2, "cpu", limit_s=0.0)
+    said = capfd.readouterr().out
+    assert "rank 0 had not ended after 0 s" in said
+    assert said.splitlines()[-1].startswith("2 ranks cannot share this GPU")
+
+
 def test_a_wheel_replaces_the_build(
     gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -3,15 +3,21 @@
     python tools/gpu_check.py --part build|parity|bench [--out DIR] [--only STEP ...]
 
 build   describes the machine, tries torch and NCCL without fsdp_ext, and runs kernels and tests
-parity  trains beside PyTorch's FSDP with two ranks on one card, delays streams, and runs sanitizers
+parity  trains beside PyTorch's FSDP with ranks that share the card, delays streams, and runs
+        sanitizers
 bench   measures
 
-It uses the installed Python, torch, CuPy and nvcc, and no network. Every part begins with the
-build, since each may run on a new machine. A wheel for this Python replaces it: $FSDP_WHEEL, or the
-one in dist/. Each step has a time limit, the limits of a part add up to less than nine minutes, and
-no step begins that cannot end in time. After every step the results so far are written to
-<out>/<device>-<part>-<date>.json, and all output to a .log file beside it. The folder is $OUT if it
-is set. A table comes last. The exit code is 1 if a step failed.
+It uses the installed Python, torch, CuPy and nvcc, and no network. CUDA's tools may also lie in
+$CUDA_HOME/bin or /usr/local/cuda/bin. Every part begins with the build, since each may run on a new
+machine. A wheel for this Python replaces it: $FSDP_WHEEL, or the one in dist/. Each step has a time
+limit, the limits of a part add up to less than nine minutes, and no step begins that cannot end in
+time. Time that earlier steps leave goes to the steps that may need it. After every step the results
+so far are written to <out>/<device>-<part>-<date>.json, and all output to a .log file beside it.
+The folder is $OUT if it is set. A table comes last.
+
+Some steps try the machine without fsdp_ext, because what fails without fsdp_ext is not its fault.
+Steps that cannot work without them are not run. The exit code is 1 if a step of fsdp_ext failed or
+was late, 3 if only the machine failed, and else 0.
 """
 
 from __future__ import annotations
@@ -41,8 +47,13 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-ra"]
 PYTEST += ["--disable-warnings", "--tb=short"]
 PARTS = ("build", "parity", "bench")
+# A sanitizer that cannot do its work says so. It may run the program all the same.
+SANITIZER_ERROR = re.compile(r"^=+ (?:Error|Internal Sanitizer Error): .*$", re.M)
+PARITY = "tests/gpu/test_gpu_parity.py"
+ORDERING = "tests/gpu/test_gpu_ordering.py"
 # One call on a machine that is lent ends after ten minutes.
 MINUTES = 9.0
+EXIT_OF_MACHINE = 3
 # Seconds between asking a late step to end, so that it reports its results, and killing it.
 GRACE_S = 20
 
@@ -55,56 +66,102 @@ class Step:
     command: list[str]
     limit: int
     environment: dict[str, str]
-    part: str = "build"
     json: bool = False  # whether it is a benchmark, which writes its rows with --json
+    takes_spare: bool = False  # whether it may also take the time that earlier steps have left
+    of_machine: bool = False  # whether it tries the machine without fsdp_ext
+    needs: str = ""  # the step of the machine that has to work before
+    note: str = ""  # for the table
 
 
 def steps(capability: str, part: str) -> list[Step]:
     """Return the steps of a part, in order."""
-    sanitizer = shutil.which("compute-sanitizer") or "compute-sanitizer"
+    planned = {"build": build_part, "parity": parity_part, "bench": bench_part}[part]
+    return [build_step(capability), *planned()]
+
+
+def build_part() -> list[Step]:
+    """Return steps that try the machine, the kernels and what needs no other part."""
     kernels = ["tests/gpu/test_gpu_kernels.py", "tests/test_packer.py"]
-    parity = "tests/gpu/test_gpu_parity.py"
-    ordering = "tests/gpu/test_gpu_ordering.py"
-    ignored = ["--ignore", kernels[0], "--ignore", parity, "--ignore", ordering]
+    # Their bounds are microseconds, so nothing else may run on the GPU or its cores beside them.
+    timed = ["tests/gpu/test_gpu_profile.py", "tests/gpu/test_gpu_simulated.py"]
+    elsewhere = [*kernels[:1], *timed, PARITY, ORDERING]
+    others = [option for test in elsewhere for option in ("--ignore", test)]
     # Most tests start processes of their own, which take seconds.
-    at_once = ["-n", "4"] if importlib.util.find_spec("xdist") else []
+    has_xdist = importlib.util.find_spec("xdist") is not None
+    at_once = ["-n", "4"] if has_xdist else []
+    note = "" if has_xdist else "one test at a time, because pytest-xdist is missing"
+    return [
+        of_machine("environment", 30),  # before ours, so that a fault of the machine is seen as one
+        of_machine("two ranks", 40, "--ranks", "2"),
+        Step("describe", [sys.executable, "-m", "fsdp_ext"], 20, {}),
+        Step("kernels", [*PYTEST, *kernels], 70, {}),
+        Step(
+            "tests",
+            [*PYTEST, *at_once, "--durations=8", "tests/gpu", *others],
+            110,
+            {},
+            takes_spare=True,
+            note=note,
+        ),
+        Step("timed tests", [*PYTEST, *timed], 70, {}, takes_spare=True),
+    ]
+
+
+def parity_part() -> list[Step]:
+    """Return steps that compare whole trainings, and the sanitizers."""
+    sanitizer = shutil.which("compute-sanitizer", path=search_path()) or "compute-sanitizer"
+    # It prints how each case ended, also if the step is late.
+    show = ["--capture=tee-sys"]
+    deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     # Sanitizers make kernels slow, so they run few and small cases.
     few = ["-k", "(independent and False) or current_stream or (entries and not 2000 and not 9000)"]
     # With an allocation of its own for each tensor, memcheck sees where a tensor ends.
-    uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    sanitized = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "FSDP_EXT_TEST_SEEDS": "2"}
+    # On some virtual machines the sanitizer supports no GPU.
+    a_sum = "import torch; assert torch.ones(3, device='cuda').sum().item() == 3"
 
-    def sanitize(tool: str) -> list[str]:
+    def sanitize(tool: str, limit: int) -> Step:
         options = ["--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
         options += ["--report-api-errors", "no"] if tool == "memcheck" else []
-        return [sanitizer, *options, *PYTEST, "-p", "no:cacheprovider", *kernels[:1], *few]
+        tests = [*PYTEST, "-p", "no:cacheprovider", "tests/gpu/test_gpu_kernels.py", *few]
+        return Step(
+            tool, [sanitizer, *options, *tests], limit, sanitized, needs="compute-sanitizer"
+        )
+
+    return [
+        of_machine("two ranks", 40, "--ranks", "2"),
+        Step("parity", [*PYTEST, *show, PARITY], 110, deterministic, takes_spare=True),
+        Step("late streams", [*PYTEST, ORDERING], 55, {}),
+        Step(
+            "compute-sanitizer", [sanitizer, sys.executable, "-c", a_sum], 30, {}, of_machine=True
+        ),
+        sanitize("memcheck", 60),
+        sanitize("initcheck", 45),
+    ]
+
+
+def bench_part() -> list[Step]:
+    """Return the benchmarks that measure something on one GPU."""
 
     def bench(name: str, limit: int, *options: str) -> Step:
         command = [sys.executable, "-m", "bench", name, "--device", "cuda", *options]
-        return Step(name, command, limit, {}, "bench", json=True)
+        return Step(name, command, limit, {}, json=True, takes_spare=True)
 
-    planned = [
-        Step(
-            "environment", [sys.executable, "tools/gpu_environment.py"], 40, {}, "build"
-        ),  # before ours, so that a fault of the machine is seen as one
-        Step("describe", [sys.executable, "-m", "fsdp_ext"], 30, {}, "build"),
-        Step("kernels", [*PYTEST, *kernels], 80, {}, "build"),
-        Step(
-            "tests", [*PYTEST, *at_once, "--durations=8", "tests/gpu", *ignored], 170, {}, "build"
-        ),
-        Step("parity", [*PYTEST, parity], 150, deterministic, "parity"),
-        Step("late streams", [*PYTEST, ordering], 60, {}, "parity"),
-        Step("memcheck", sanitize("memcheck"), 65, uncached, "parity"),
-        Step("initcheck", sanitize("initcheck"), 50, uncached, "parity"),
+    return [
         bench("pack", 50),
-        bench("step", 70),
-        bench("host_overhead", 50, "--quick"),
-        bench("collectives", 40, "--quick"),
+        bench("step", 90),
+        bench("host_overhead", 40, "--quick"),
         bench("overlap", 50, "--quick"),
-        bench("memory", 50),
-        bench("scaling", 20),
+        bench("memory", 80),
+        # Last, because its ranks share the GPU: it shows that it works, but no times.
+        bench("collectives", 30, "--quick"),
     ]
-    return [build_step(capability), *(step for step in planned if step.part == part)]
+
+
+def of_machine(name: str, limit: int, *options: str) -> Step:
+    """Return a step that tries torch and NCCL without fsdp_ext."""
+    command = [sys.executable, "tools/gpu_environment.py", *options]
+    return Step(name, command, limit, {}, of_machine=True)
 
 
 def build_step(capability: str) -> Step:
@@ -135,14 +192,34 @@ def unpack(wheel: Path) -> None:
                 print(f"{name} of {wheel.name}")
 
 
+def search_path() -> str:
+    """Return the PATH, with the usual places of CUDA's tools at its end."""
+    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    return os.pathsep.join([os.environ.get("PATH", ""), *(f"{home}/bin" for home in homes if home)])
+
+
+def limit_of(step: Step, later: list[Step], left: float) -> float:
+    """Return the most seconds that a step may take now.
+
+    Args:
+        step: the step.
+        later: those after it.
+        left: seconds until the part has to end.
+    """
+    spare = left - GRACE_S - sum(step.limit for step in later)
+    return min(left, max(step.limit, spare)) if step.takes_spare else min(left, step.limit)
+
+
 def run_step(step: Step, limit: float, log: Path, rows: Path, all_output: Path) -> dict[str, Any]:
     """Run one step in a process group of its own; return its result."""
     command = [*step.command, "--json", str(rows)] if step.json else step.command
     environment = {
         **os.environ,
         **step.environment,
+        "PATH": search_path(),
         "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
         "PYTHONUNBUFFERED": "1",
+        "FSDP_EXT_TEST_NEEDS_GPU": "1",  # so that tests without one fail, instead of being skipped
     }
     start = time.monotonic()
     with log.open("w+", encoding="utf-8", errors="replace") as output:
@@ -165,6 +242,8 @@ def run_step(step: Step, limit: float, log: Path, rows: Path, all_output: Path) 
             outcome = f"did not end within {limit:.0f} s"
         output.seek(0)
         text = output.read()
+    if outcome == "ok" and SANITIZER_ERROR.search(text):
+        outcome = "failed, with exit code 0"
     result: dict[str, Any] = {
         "outcome": outcome,
         "seconds": round(time.monotonic() - start, 1),
@@ -192,8 +271,10 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def summary_of(text: str) -> str:
-    """Return the line with the count of pytest or of the sanitizer, or else the last line."""
-    found = re.findall(r"^.*(?:\d+ (?:passed|failed|error)|ERROR SUMMARY|RACECHECK).*$", text, re.M)
+    """Return the error of the sanitizer itself, or the line with a count, or the last line."""
+    found = SANITIZER_ERROR.findall(text)[:1]
+    counts = r"^.*(?:\d+ (?:passed|failed|skipped|error)|ERROR SUMMARY|RACECHECK).*$"
+    found = found or re.findall(counts, text, re.M)
     lines = [line.strip(" =") for line in found or text.strip().splitlines()]
     return lines[-1] if lines else ""
 
@@ -264,31 +345,58 @@ def main() -> int:
         "machine": machine,
         "steps": {},
     }
+    planned = [step for step in planned if not args.only or step.name in args.only]
     path.with_suffix(".log").write_text("", encoding="utf-8")
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as directory:
-        for step in planned:
-            if args.only and step.name not in args.only:
-                continue
-            left = deadline - time.monotonic()
+        for number, step in enumerate(planned):
             print(f"\n=== {step.name}: {' '.join(step.command)}", flush=True)
-            if left < min(step.limit, 20):
-                result: dict[str, Any] = {"outcome": "not run: no time was left", "seconds": 0.0}
-            else:
+            limit = limit_of(step, planned[number + 1 :], deadline - time.monotonic())
+            result = why_not(step, limit, document["steps"])
+            if result is None:
                 log = Path(directory) / f"{step.name}.log"
                 rows = Path(directory) / f"{step.name}.json"
-                result = run_step(step, min(step.limit, left), log, rows, path.with_suffix(".log"))
+                result = run_step(step, limit, log, rows, path.with_suffix(".log"))
+                if step.of_machine and result["outcome"] != "ok":
+                    result["machine_failed"] = True
+            if step.note:
+                result["note"] = step.note
             document["steps"][step.name] = result
             write(path, document)
             if step.name == "build" and result["outcome"] != "ok":
                 break
     versions = f"torch {machine['torch']}, NCCL {machine['nccl']}"
     print(f"\n=== {args.part}: {machine['device']}, {versions}, {path}")
-    for step_name, result in document["steps"].items():
-        print(
-            f"{step_name:<14} {result['outcome']:<28} {result['seconds']:6.1f} s  "
-            f"{result.get('summary', '')[:90]}"
-        )
-    return 0 if all(r["outcome"] == "ok" for r in document["steps"].values()) else 1
+    return show(document["steps"])
+
+
+def why_not(step: Step, limit: float, results: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the result of a step that cannot be run, or None if it can."""
+    if results.get(step.needs, {}).get("machine_failed"):
+        found = results[step.needs]
+        reason = found.get("summary") or found["outcome"]
+        outcome = f"not run: {step.needs} does not work on this machine: {reason}"
+        return {"outcome": outcome, "seconds": 0.0, "machine_failed": True}
+    if limit < min(step.limit, 20):
+        return {"outcome": "not run: no time was left", "seconds": 0.0}
+    return None
+
+
+def show(results: dict[str, Any]) -> int:
+    """Print the table and what it amounts to; return the exit code."""
+    for name, result in results.items():
+        about = result.get("summary", "")
+        if not result.get("machine_failed"):
+            about = about[:90]
+        if note := result.get("note"):
+            about += f" ({note})"
+        print(f"{name:<18} {result['outcome']:<28} {result['seconds']:6.1f} s  {about}")
+    bad = {name: result for name, result in results.items() if result["outcome"] != "ok"}
+    of_machine = [name for name, result in bad.items() if result.get("machine_failed")]
+    if of_machine:
+        print(f"failures of this machine, not of fsdp_ext: {', '.join(of_machine)}")
+    if ours := [name for name in bad if name not in of_machine]:
+        print(f"failed: {', '.join(ours)}")
+    return 1 if ours else EXIT_OF_MACHINE if of_machine else 0
 
 
 if __name__ == "__main__":
