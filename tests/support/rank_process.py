@@ -28,6 +28,8 @@ from support.isolation import ProcessState
 
 # For the stacks of a rank whose time is up, and for a dead rank's exit code. Then it is killed.
 GRACE_S = 15.0
+# A collective that hangs on a GPU is named by fsdp_ext's own watchdog, while the call still runs.
+GPU_COLLECTIVE_S = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,14 +94,15 @@ def _store_of(place: Place) -> dist.Store:
 
 def _answer(place: Place, call: Call, store: dist.Store) -> tuple[str, bytes]:
     """Return ("result", the pickled result) or ("error", the traceback)."""
+    # On the CPU longer than ours, which says more.
+    timeout_s = 2 * call.timeout_s + 60 if place.device == "cpu" else GPU_COLLECTIVE_S
     try:
         dist.init_process_group(
             "gloo" if place.device == "cpu" else "cpu:gloo,cuda:nccl",
             store=dist.PrefixStore(f"run{call.run_id}", store),
             rank=place.rank,
             world_size=place.world_size,
-            # Longer than ours, which says more.
-            timeout=timedelta(seconds=2 * call.timeout_s + 60),
+            timeout=timedelta(seconds=timeout_s),
         )
         worker, args = pickle.loads(call.function)
         return "result", pickle.dumps(worker(*args))
