@@ -20,10 +20,9 @@ from fsdp_ext.sharding import module_changes
 from fsdp_ext.sharding.agreement import has_peers
 from fsdp_ext.sharding.auto import chosen_for
 from fsdp_ext.sharding.comparisons import compare_groups, compare_sets
-from fsdp_ext.sharding.flat_parameter import is_flat
 from fsdp_ext.sharding.meshes import add_meshes, check_meshes, refuse_several_meshes
 from fsdp_ext.sharding.module_state import hooks_of, sharded_module, unit_of
-from fsdp_ext.sharding.ownership import is_sharded
+from fsdp_ext.sharding.parameter_checks import check_parameters
 from fsdp_ext.sharding.settings import AUTO, Choice, Decision, RootSettings, Scope
 from fsdp_ext.sharding.step_checks import Place, StepChecks, agree
 from fsdp_ext.sharding.unit import Unit
@@ -122,49 +121,6 @@ class Root(UnitTree):
                 "fully_shard."
             )
 
-    def _check_parameters(self) -> None:
-        """Check that the modules have the parameters that the units have.
-
-        Raises:
-            RuntimeError: if a trainable parameter is in no unit.
-            ValueError: if a parameter was tied to one of another unit.
-        """
-        owners = {param.sharded: unit for unit in self.units for param in unit.params}
-        places = {place: unit for unit in self.units for place in unit.places()}
-        ignored = {place for unit in self.units for place in unit.ignored}
-        for prefix, module in self.module.named_modules():
-            for attribute, param in module._parameters.items():
-                place = (module, attribute)
-                name = f"{prefix}.{attribute}" if prefix else attribute
-                if param is None or place in ignored or is_flat(param):
-                    continue
-                owner, unit = owners.get(param), places.get(place)
-                if owner is not None and unit is not None and owner is not unit:
-                    raise ValueError(
-                        f"parameter '{name}' of unit '{unit.name}' was tied to one of unit "
-                        f"'{owner.name}', named '{self._name_of(param, place)}', after "
-                        "fully_shard. Tie them before, and put their modules into one unit: "
-                        "fully_shard([a, b])."
-                    )
-                if owner is None and unit is None and is_sharded(param):
-                    raise RuntimeError(
-                        f"parameter '{name}' is of a sharded module that was added after the "
-                        "model's first forward. Add it before, or make the whole model anew."
-                    )
-                if owner is None and unit is None and param.requires_grad:
-                    raise RuntimeError(
-                        f"parameter '{name}' was added after fully_shard, so nothing would "
-                        "synchronise its gradient. Add it before fully_shard, or freeze it."
-                    )
-
-    def _name_of(self, param: nn.Parameter, besides: tuple[nn.Module, str]) -> str:
-        """Return a name of ``param`` in the root module, of another attribute than ``besides``."""
-        for prefix, module in self.module.named_modules():
-            for attribute, other in module._parameters.items():
-                if other is param and (module, attribute) != besides:
-                    return f"{prefix}.{attribute}" if prefix else attribute
-        return "another"
-
     # - The C++ side
 
     def _build(self) -> _C.TorchRoot:
@@ -181,7 +137,7 @@ class Root(UnitTree):
         )
         if self._needs_order_check and not self.is_provisional:
             agree(self.units[0].settings.check_every, self.place, core.all_gather)
-        self._check_parameters()
+        check_parameters(self.module, self.units)
         module_changes.watch(self.module.modules())
         names = {param: name for name, param in self.module.named_parameters()}
         cores = [
@@ -232,7 +188,7 @@ class Root(UnitTree):
         ):
             self.rebuild()
         else:  # some module was changed, perhaps in another model
-            self._check_parameters()
+            check_parameters(self.module, self.units)
             module_changes.watch(self.module.modules())
             self.core.accept_module_changes()
         unit = unit_of(module)
