@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from support import models
+from support.launcher import run_ranks
 from support.models import Stack
 from support.parity import ROUNDING, Case, Run, check, each
-from torch import Tensor
+from torch import Tensor, nn
+
+from fsdp_ext import fully_shard
 
 
 def accumulate(syncs: tuple[bool, ...], run: Run, step: int) -> tuple[Tensor, ...]:
@@ -96,10 +102,83 @@ def evaluate_while_accumulating(run: Run, step: int) -> tuple[Tensor, ...]:
     return first, evaluated, second
 
 
+# - Changes while gradients accumulate without sync
+
+
+def accumulate_with_changes(
+    change: Callable[[Run, bool], None], run: Run, step: int
+) -> tuple[Tensor, ...]:
+    """Change something after the first of three micro-batches, and change it back later.
+
+    In odd steps that is after the last one, which is reduced. In even steps it is before that.
+    """
+    run.optimizer.zero_grad()
+    losses = []
+    for micro_batch in range(3):
+        last = micro_batch == 2
+        if micro_batch == 1:
+            change(run, True)
+        if last and step % 2 == 0:
+            change(run, False)
+        losses.append(run.loss(step, micro_batch))
+        run.backward(losses[-1], sync=last)
+    if step % 2 == 1:
+        change(run, False)
+    run.optimizer.step()
+    return tuple(losses)
+
+
+def freeze(run: Run, on: bool) -> None:
+    """Freeze a parameter and a whole unit."""
+    run.model.blocks[0].up.weight.requires_grad_(not on)
+    run.model.blocks[1].requires_grad_(not on)
+
+
+def freeze_the_start(run: Run, on: bool) -> None:
+    """Backward does not reach the first unit then."""
+    run.model.stem.requires_grad_(not on)
+    run.model.blocks[0].requires_grad_(not on)
+
+
+def train_others(run: Run, on: bool) -> None:
+    """Unfreeze what is frozen in one unit, and freeze the rest of it and another unit."""
+    run.model.blocks[1].requires_grad_(not on)
+    run.model.blocks[1].up.requires_grad_(on)
+    run.model.blocks[2].down.requires_grad_(not on)
+
+
+def change_settings(run: Run, on: bool) -> None:
+    if not run.sharded:
+        return
+    run.model.set_reshard_after_forward(not on)
+    first, second, third = run.model.blocks
+    run.model.set_modules_to_forward_prefetch([first, second, third] if on else [])
+    third.set_modules_to_backward_prefetch([second, first] if on else [])
+    first.note = nn.Identity()
+
+
+def changing(change: Callable[[Run, bool], None]) -> Any:
+    return partial(accumulate_with_changes, change)
+
+
 EACH_TIME = partial(accumulate, (True, True, True))
 LAST_TIME = partial(accumulate, (False, False, True))
 # The mean of a sum and the sum of means are rounded differently.
 REORDERED = ROUNDING[torch.float32]
+
+
+def cut_into_messages(run: Run) -> None:
+    """Let each unit of ours be a bucket of several messages."""
+    if run.under_test:
+        for unit in run.model._fsdp_ext_units(recurse=True):
+            unit.change(bucket_bytes=0, max_message_bytes=1024)
+
+
+def keep_unsharded(run: Run) -> None:
+    """Let each unit of ours keep its unsharded parameters, which the user freezes then."""
+    if run.under_test:
+        run.model.set_reshard_after_backward(False)
+
 
 CASES = [
     Case("reduced each time", Stack, step=EACH_TIME),
@@ -122,9 +201,59 @@ CASES = [
     Case("a unit called twice, reduced the last time", models.UnitCalledTwice, step=LAST_TIME,
          fsdp2=REORDERED, unsharded=REORDERED),
     Case("nested units, reduced the last time", models.NestedUnits, step=LAST_TIME),
+    Case("freezing", Stack, step=changing(freeze)),
+    Case("freezing with mixed precision", Stack, step=changing(freeze), unsharded=None,
+         precision={"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}),
+    Case("freezing the first layers", Stack, step=changing(freeze_the_start)),
+    Case("freezing in nested units", models.NestedUnits, step=changing(train_others)),
+    Case("freezing and unfreezing", models.FrozenBesideTrainable, step=changing(train_others)),
+    Case("freezing and unfreezing, a bucket for each unit", models.FrozenBesideTrainable,
+         step=changing(train_others), after_sharding=cut_into_messages),
+    Case("freezing parameters that stay unsharded", Stack, step=changing(freeze),
+         after_sharding=keep_unsharded),
+    Case("changes of settings", Stack, step=changing(change_settings)),
 ]  # fmt: skip
 
 
 @each(CASES)
 def test_accumulates_as_unsharded_and_as_fsdp2(case: Case, world_size: int) -> None:
     check(case, world_size)
+
+
+class Uneven(nn.Module):
+    """Each rank leaves out another one of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number != dist.get_rank():
+                x = torch.tanh(layer(x))
+        return x
+
+
+def _unused_on_some_ranks() -> None:
+    def train(model: Any, *, sharded: bool) -> list[Tensor | None]:
+        model.layers[2].requires_grad_(False)
+        for micro_batch, (frozen, trained) in enumerate([(2, 3), (0, 2), (1, 0)]):
+            model.layers[frozen].requires_grad_(False)
+            model.layers[trained].requires_grad_(True)
+            if sharded:
+                model.set_requires_gradient_sync(micro_batch == 2)
+            batch = torch.full((2, 4), micro_batch + dist.get_rank() + 1.0) / 4
+            model(batch).square().sum().backward()
+        return [param.grad for param in model.parameters()]
+
+    got = train(fully_shard(Uneven()), sharded=True)
+    for gradient, ours in zip(train(Uneven(), sharded=False), got, strict=True):
+        reduced = ours.full_tensor()
+        expected = torch.zeros_like(reduced) if gradient is None else gradient
+        dist.all_reduce(expected)
+        assert torch.equal(reduced, expected / dist.get_world_size())
+
+
+def test_parameters_that_some_ranks_leave_out_may_be_frozen_while_gradients_accumulate() -> None:
+    run_ranks(_unused_on_some_ranks, 2)

@@ -1,17 +1,25 @@
 """After an exception in forward or backward on all ranks, the next step is right.
 
-The runs it is compared with do not fail: after `zero_grad` a failed step leaves no trace.
+The runs it is compared with do not fail: after `zero_grad` a failed step leaves no trace. Gradients
+that were accumulated before a forward fails stay.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+import pytest
 import torch
 from support import models
+from support.launcher import run_ranks
 from support.models import DeliberateFailure, Fragile, FragileUnit
 from support.parity import Case, Run, check, each, train_step
 from torch import Tensor
+
+from fsdp_ext import fully_shard
 
 
 def fail(run: Run, step: int, where: str) -> None:
@@ -73,6 +81,20 @@ def fail_then_accumulate(run: Run, step: int) -> tuple[Tensor, ...]:
     return tuple(losses)
 
 
+def fail_while_accumulating(evaluates: bool, run: Run, step: int) -> tuple[Tensor, ...]:
+    """Forwards fail between the three micro-batches of a step."""
+    run.optimizer.zero_grad()
+    losses = []
+    for micro_batch in range(3):
+        losses.append(run.loss(step, micro_batch))
+        run.backward(losses[-1], sync=micro_batch == 2)
+        with torch.set_grad_enabled(not evaluates):
+            if micro_batch < 2:
+                fail(run, step, "forward")
+    run.optimizer.step()
+    return tuple(losses)
+
+
 class FragileNested(Fragile):
     """Nested units that fail together."""
 
@@ -97,6 +119,10 @@ CASES = [
     Case("in evaluation", FragileUnit, step=fail_in_evaluation),
     Case("in backward and then evaluated", Fragile, step=fail_then_evaluate),
     Case("in the second of two forwards", Fragile, step=fail_then_accumulate),
+    Case("in evaluation while gradients accumulate", FragileUnit,
+         step=partial(fail_while_accumulating, True)),
+    Case("in forward while gradients accumulate", Fragile,
+         step=partial(fail_while_accumulating, False)),
 ]  # fmt: skip
 
 
@@ -105,3 +131,90 @@ def test_steps_after_an_exception_are_those_of_a_run_without_it(
     case: Case, world_size: int
 ) -> None:
     check(case, world_size)
+
+
+def sharded() -> Any:
+    torch.manual_seed(0)
+    model: Any = Fragile()
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def run_backward(model: Any, micro_batch: int, failure: str | None = None) -> None:
+    args, _ = model.batch(torch.Generator().manual_seed(micro_batch))
+    model.failure = failure
+    try:
+        model.loss(model(*args)).backward()
+    except DeliberateFailure:
+        assert failure is not None
+    finally:
+        model.failure = None
+
+
+def gradients_of(model: Any) -> dict[str, Tensor]:
+    found = dict(model.named_parameters())
+    return {name: p.grad.to_local().clone() for name, p in found.items() if p.grad is not None}
+
+
+def unshard(model: Any) -> None:
+    model.unshard()
+    model.reshard()
+
+
+def freeze(model: Any) -> None:
+    model.stem.bias.requires_grad_(False)
+
+
+def go_on(model: Any, then: Callable[[Any], object]) -> None:
+    then(model)
+    model.set_requires_gradient_sync(True)
+    run_backward(model, 1)
+
+
+def _failed_backwards() -> None:
+    lost = r"dropped with its own\. Run all micro-batches of this step again\."
+    for then in (torch.nn.Module.train, unshard, freeze):
+        model = sharded()
+        run_backward(model, 1)
+        expected = gradients_of(model)
+        model.zero_grad()
+        model.set_requires_gradient_sync(False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # nothing was accumulated before
+            run_backward(model, 0, "backward")
+            run_backward(model, 0, "hook")
+            run_backward(model, 0)
+            run_backward(model, 0, "backward")
+        with pytest.warns(UserWarning, match=lost):
+            go_on(model, then)
+        got = gradients_of(model)
+        assert len(got) == len(expected) - (then is freeze)
+        assert all(torch.equal(gradient, expected[name]) for name, gradient in got.items())
+
+
+def test_a_warning_says_that_a_failed_backward_has_dropped_accumulated_gradients() -> None:
+    run_ranks(_failed_backwards, 2)
+
+
+def _finalized() -> None:
+    model = sharded()
+    run_backward(model, 0)
+    expected = gradients_of(model)
+    model.zero_grad()
+    model.set_manual_backward_finalization(True)
+    model.set_requires_gradient_sync(False)
+    run_backward(model, 0)
+    run_backward(model, 1, "forward")
+    model.set_requires_gradient_sync(True)
+    model.finalize_backward()
+    got = gradients_of(model)
+    assert all(torch.equal(gradient, expected[name]) for name, gradient in got.items())
+    assert len(got) == len(expected)
+    run_backward(model, 0, "backward")
+    with pytest.raises(RuntimeError, match="last backward failed, so there is nothing to reduce"):
+        model.finalize_backward()
+
+
+def test_finalize_backward_reduces_what_was_there_before_a_forward_failed() -> None:
+    run_ranks(_finalized, 2)

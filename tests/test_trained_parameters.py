@@ -375,6 +375,89 @@ def test_adapters_from_before_sharding_and_ignored_parameters_are_fine() -> None
     run_ranks(_wrapped_before_sharding, 2)
 
 
+# - Changes between backwards without gradient sync
+
+
+def replace_parameters(model: nn.Module) -> None:
+    """Load parameters in place of those of a sharded model. Its gradients stay, as with FSDP2."""
+    if all_sharded(model):
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+
+
+def convert_units_one_by_one(model: Any) -> None:
+    for module in (*model.layers, model.head):
+        module.double()
+
+
+def take_float64_gradients(model: Any) -> None:
+    """Refused by PyTorch for a model that is not sharded, since it has gradients."""
+    if all_sharded(model):
+        model.head.weight.grad_dtype = torch.float64
+
+
+def add_a_module_and_evaluate(model: Any) -> None:
+    model.layers[0].note = nn.Identity()
+    with torch.no_grad():
+        model(ones())
+
+
+def _changed_while_gradients_accumulate() -> None:
+    for change in (
+        nn.Module.double,
+        nn.Module.bfloat16,
+        convert_units_one_by_one,
+        replace_parameters,
+        take_float64_gradients,
+        add_a_module_and_evaluate,
+    ):
+        unsharded, ours = Model(), sharded()
+        for model in (unsharded, ours):
+            for micro_batch in range(3):
+                if model is ours:
+                    model.set_requires_gradient_sync(micro_batch == 2)
+                if micro_batch == 1:
+                    change(model)
+                batch = ones().to(model.head.weight.dtype)
+                model(batch * micro_batch + 1).square().sum().backward()
+        for expected, param in zip(unsharded.parameters(), ours.parameters(), strict=True):
+            got = param.grad.full_tensor()
+            if change is take_float64_gradients:  # the unit's sums are in float64, too
+                assert got.dtype == (param.grad_dtype or param.dtype)
+                assert torch.allclose(got, expected.grad.to(got.dtype))
+            else:
+                assert got.dtype == expected.dtype, change
+                assert torch.equal(got, expected.grad), change
+
+
+def test_accumulated_gradients_survive_conversions_and_replacements() -> None:
+    run_ranks(_changed_while_gradients_accumulate, 2)
+
+
+def _finalized_after_conversion() -> None:
+    model = sharded()
+    model.set_manual_backward_finalization(True)
+    model.set_requires_gradient_sync(False)
+    model(ones()).square().sum().backward()
+    unsharded = Model()
+    unsharded(ones()).square().sum().backward()
+    model.double()
+    replace_parameters(model)
+    model.layers[0].requires_grad_(False)
+    model.set_requires_gradient_sync(True)
+    model.finalize_backward()
+    for expected, param in zip(unsharded.parameters(), model.parameters(), strict=True):
+        assert torch.equal(param.grad.full_tensor(), expected.grad.double())
+    model.zero_grad()
+    model(ones().double()).square().sum().backward()
+    assert model.layers[0].weight.grad is None
+    assert model.head.weight.grad is not None
+
+
+def test_finalize_backward_reduces_gradients_of_parameters_that_were_converted() -> None:
+    run_ranks(_finalized_after_conversion, 2)
+
+
 # - Parameters that sharding would change
 
 

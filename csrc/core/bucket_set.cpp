@@ -30,17 +30,17 @@ void BucketSet::update(const ForwardOrder& order, Gatherer& gatherer, Reducer& r
   if (partition_is_stale_) {
     const Partition next = partition(order);
     compare_ranks(next, order);
-    if (next != partition_ || has_other_groups()) {
+    const bool differs = next != partition_ || has_other_groups();
+    if (differs) {
       refuse_after_capture(gatherer);
-      if (has_accumulated()) {
-        return;
-      }
+    }
+    if (differs && !has_accumulated()) {
       for (const auto& unit : units_) {
         gatherer.reshard(*unit);  // it stayed unsharded since an earlier forward
       }
       form(next, reducer);
     }
-    partition_is_stale_ = false;
+    partition_is_stale_ = differs && has_accumulated();
   }
   if (!memory_is_planned_) {
     plan_memory(gatherer, reducer);

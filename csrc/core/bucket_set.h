@@ -37,7 +37,8 @@ class BucketSet {
   void invalidate_comparison() { compared_ = Compared::Nothing; }
 
   // Updates the buckets and plans their memory. A later call does so if a unit uses a slot of the
-  // ring now (the user has unsharded it), or a bucket that would change has accumulated gradients.
+  // ring now (the user has unsharded it). A later call forms other buckets if one of these has
+  // accumulated gradients.
   void update(const ForwardOrder& order, Gatherer& gatherer, Reducer& reducer);
   // Forms the buckets without planning their memory.
   void form(const ForwardOrder& order, Reducer& reducer) { form(partition(order), reducer); }

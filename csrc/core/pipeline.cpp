@@ -53,7 +53,7 @@ int Pipeline::add_unit(UnitConfig config, UnitPort& port) {
 
 void Pipeline::begin_forward(int outermost, bool with_gradient) try {
   if (!is_between_passes()) {
-    reset_iteration();  // the last one ended in an exception
+    recover();  // the last iteration ended in an exception
   }
   if (state_ != PipelineState::AwaitingBackward || ledger_.is_full() || !ledger_.has_times()) {
     begin_times();
@@ -248,6 +248,7 @@ void Pipeline::begin_backward(bool may_reshard, const BackwardGraph& graph) {
   backward_may_reshard_ = may_reshard;
   backward_accumulates_ = graph.accumulates;
   backward_order_.begin(forward_order_.passes(), graph, /*keeps=*/in_forward());
+  reducer_.begin_backward();
   reduction_order_.begin_backward(backward_order_.steps());
   state_ = in_forward() ? PipelineState::BackwardInForward : PipelineState::Backward;
   ledger_.enter_phase(Phase::Backward);
@@ -301,6 +302,7 @@ void Pipeline::take(const BackwardStep& step) {
     case BackwardAction::Gather:
       unit.gathers_left -= 1;
       unit.sends_zeros = backward_accumulates_;
+      unit.awaits_reduction = unit.awaits_reduction || unit.leaves_gradients();
       gather_in_backward(unit);
       return;
     case BackwardAction::Pass:
@@ -451,7 +453,11 @@ void Pipeline::forget(int number) {
   }
 }
 
-void Pipeline::reset_iteration() try {
+void Pipeline::recover() { reset(/*drops_gradients=*/in_backward()); }
+
+void Pipeline::reset_iteration() { reset(/*drops_gradients=*/true); }
+
+void Pipeline::reset(bool drops_gradients) try {
   gatherer_.forget_group_shards();
   for (const auto& unit : units_) {
     gatherer_.reshard(*unit);
@@ -460,7 +466,11 @@ void Pipeline::reset_iteration() try {
   backward_order_.reset();
   reduction_order_.reset();
   for (const auto& bucket : buckets()) {
-    reducer_.discard(*bucket);
+    if (drops_gradients) {
+      reducer_.discard(*bucket);
+    } else {
+      reducer_.settle(*bucket);
+    }
   }
   state_ = PipelineState::Idle;
   ledger_.leave_iteration();

@@ -104,6 +104,7 @@ class Pipeline {
   bool in_forward() const {
     return state_ == PipelineState::Forward || state_ == PipelineState::BackwardInForward;
   }
+  bool is_between_passes() const { return !in_forward() && !in_backward(); }
   // Whether a backward is to follow the last forward.
   bool awaits_backward() const { return state_ == PipelineState::AwaitingBackward; }
   bool in_backward() const {
@@ -117,10 +118,17 @@ class Pipeline {
   // The next gather of the unit's bucket is over all ranks and reads the shards as they are now, in
   // the middle of an iteration, too. All ranks call it, because it may add a gather.
   void forget(int unit);
-  // Call it after an exception in forward or backward. It waits for work in flight, reshards every
-  // unit and drops gradients that are not reduced. begin_forward calls it if the last iteration
-  // did not end.
+  // Call it after an exception in forward or backward. It waits for work in flight and reshards
+  // every unit. If backward has failed, it drops gradients that are not reduced, because some may
+  // be in part of the backward that failed. A forward has put nothing there, so they stay after
+  // that. begin_forward calls it if the last iteration did not end.
+  void recover();
+  // The same, but drops these gradients in any case.
   void reset_iteration();
+  // Whether recover() would drop gradients of backwards before the one that failed.
+  bool loses_gradients() const {
+    return in_backward() && reducer_.has_accumulated_before(buckets());
+  }
 
   // While a unit is summoned, its modules have parameters that the pipeline does not know. Forward
   // neither gathers nor attaches it, and no backward may come for it. The unit is resharded before.
@@ -154,6 +162,17 @@ class Pipeline {
   const Unit& unit(int number) const { return *units_.at(static_cast<std::size_t>(number)); }
   // Forms the buckets if there are none. Otherwise the first iteration forms them.
   void form_buckets();
+  // Forms the buckets and plans their memory, as the next forward would, if that is to be done.
+  void update_buckets();
+
+  // - Gradients that backwards without gradient sync have accumulated, between passes.
+  // Waits for the packing. Empty before buckets are formed, and if the unit has no gradient.
+  std::vector<Reducer::AccumulatedPart> accumulated_parts(int unit);
+  // Whether each trainable parameter of the unit has some on this rank.
+  std::vector<char> has_accumulated(int unit) const;
+  // The caller writes such gradients of the trainable parameters with `has` into the parts of the
+  // unit, which are zero if its bucket has accumulated nothing. All ranks call it.
+  void set_accumulated(int unit, const std::vector<char>& has);
   const Bucket& bucket_of(int unit) const;
   // Empty until buckets are formed.
   const std::vector<std::unique_ptr<Bucket>>& buckets() const { return bucket_set_.buckets(); }
@@ -171,7 +190,7 @@ class Pipeline {
   Unit& unit_at(int number) { return *units_.at(static_cast<std::size_t>(number)); }
   CallId enter_forward(Unit& unit);
   [[noreturn]] void fail(const Error& error);
-  bool is_between_passes() const { return !in_forward() && !in_backward(); }
+  void reset(bool drops_gradients);
   void reduce_alone_with_hooks(Unit& unit);
   void finish_recording();
   bool drop_outdated_parameters();

@@ -143,6 +143,45 @@ void Pipeline::form_buckets() try {
   fail(error);
 }
 
+void Pipeline::update_buckets() try {
+  bucket_set_.update(forward_order_, gatherer_, reducer_);
+} catch (const Error& error) {
+  fail(error);
+}
+
+std::vector<Reducer::AccumulatedPart> Pipeline::accumulated_parts(int number) {
+  const Bucket* bucket = unit(number).bucket;
+  if (bucket == nullptr || !bucket->has_accumulated) {
+    return {};
+  }
+  bucket->packed->synchronize(device_.timeout(), bucket->reduce_label);
+  lanes_.reduce.synchronize();
+  return Reducer::accumulated_parts(*bucket, unit(number));
+}
+
+std::vector<char> Pipeline::has_accumulated(int number) const {
+  const Unit& asked = unit(number);
+  std::vector<char> has(asked.arrived.size(), 0);
+  for (std::size_t i = 0; asked.bucket != nullptr && i < has.size(); ++i) {
+    has[i] = Reducer::has_accumulated(*asked.bucket, asked, i) ? 1 : 0;
+  }
+  return has;
+}
+
+void Pipeline::set_accumulated(int number, const std::vector<char>& has) {
+  Unit& unit = unit_at(number);
+  FSDP_CHECK(unit.bucket != nullptr && has.size() == unit.arrived.size(), "set_accumulated got ",
+             has.size(), " flags. Unit '", unit.name, "' needs ", unit.arrived.size(),
+             ", and a bucket.");
+  reducer_.begin_accumulating(*unit.bucket);
+  unit.awaits_reduction = true;
+  for (std::size_t i = 0; i < has.size(); ++i) {
+    if (has[i] != 0) {
+      reducer_.set_accumulated(*unit.bucket, unit, i);
+    }
+  }
+}
+
 const Bucket& Pipeline::bucket_of(int number) const {
   const Unit& asked = unit(number);
   FSDP_CHECK(asked.bucket != nullptr, "Unit '", asked.name,

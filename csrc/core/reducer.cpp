@@ -17,16 +17,9 @@ bool are_alike(const Unit& a, const Unit& b) {
           a.reduce_scale == b.reduce_scale && !a.reduces_alone && !b.reduces_alone);
 }
 
-bool has_accumulated(const Bucket& bucket, const Unit& unit) {
-  const auto first =
-      bucket.accumulated_since.begin() + static_cast<std::ptrdiff_t>(unit.first_trainable);
-  return std::any_of(first, first + static_cast<std::ptrdiff_t>(unit.arrived.size()),
-                     [](std::uint64_t since) { return since != 0; });
-}
-
 // Whether trainable parameter i of the unit has a gradient to reduce.
 bool has_gradient(const Bucket& bucket, const Unit& unit, std::size_t i) {
-  return unit.arrived[i] != 0 || bucket.accumulated_since[unit.first_trainable + i] != 0;
+  return unit.arrived[i] != 0 || Reducer::has_accumulated(bucket, unit, i);
 }
 
 // Parameters without a gradient on this rank may have one on another:
@@ -34,6 +27,7 @@ bool has_gradient(const Bucket& bucket, const Unit& unit, std::size_t i) {
 void set_sharded_gradients(const Bucket& bucket, const std::vector<Unit*>& units) {
   for (Unit* unit : units) {
     unit->is_reduced = true;
+    unit->awaits_reduction = false;
     for (std::size_t i = 0; i < unit->arrived.size(); ++i) {
       if (has_gradient(bucket, *unit, i)) {
         unit->used[i] = 1;
@@ -46,13 +40,6 @@ void set_sharded_gradients(const Bucket& bucket, const std::vector<Unit*>& units
 void forget_arrived(Unit& unit) {
   std::fill(unit.arrived.begin(), unit.arrived.end(), 0);
   unit.arrived_count = 0;
-}
-
-char* accumulated_of(const Bucket& bucket, std::size_t piece) {
-  const auto before = static_cast<std::size_t>(bucket.reductions[piece].segment_offset) *
-                      itemsize(bucket.layout.reduce_dtype()) *
-                      static_cast<std::size_t>(bucket.layout.world_size());
-  return static_cast<char*>(bucket.accumulated.get()) + before;
 }
 
 }  // namespace
@@ -169,9 +156,8 @@ void Reducer::pack_and_reduce_by_setting(Bucket& bucket) {
         left.begin(), left.end(), [&like](const Unit* unit) { return are_alike(like, *unit); });
     const Units units(left.begin(), others);
     left.erase(left.begin(), others);
-    const auto has_gradients = [&bucket](const Unit* unit) {
-      return unit->needs_reduction() ||
-             (unit->requires_gradient_sync && has_accumulated(bucket, *unit));
+    const auto has_gradients = [](const Unit* unit) {
+      return unit->needs_reduction() || (unit->requires_gradient_sync && unit->awaits_reduction);
     };
     if (std::any_of(units.begin(), units.end(), has_gradients)) {
       pack_and_reduce_alike(bucket, units);
@@ -190,28 +176,6 @@ void Reducer::pack_and_reduce_alike(Bucket& bucket, const Units& units) {
   for (Unit* unit : units) {
     forget_arrived(*unit);
   }
-}
-
-void Reducer::accumulate(Bucket& bucket, const Units& units) {
-  if (bucket.accumulated == nullptr) {
-    bucket.accumulated = bucket.reduces_over.allocate_in_step(device_, bucket.reduce_input_bytes(),
-                                                              BufferUse::Input);
-  }
-  streams_.follow_compute();
-  Stream& before = begin_packing(bucket, /*into_accumulated=*/true);
-  for (std::size_t i = 0; i < bucket.reductions.size(); ++i) {
-    pack(bucket, units, i, accumulated_of(bucket, i), bucket.has_accumulated);
-  }
-  before.record(*bucket.packed);
-  for (const Unit* unit : units) {
-    for (std::size_t i = 0; i < unit->arrived.size(); ++i) {
-      std::uint64_t& since = bucket.accumulated_since[unit->first_trainable + i];
-      if (unit->arrived[i] != 0 && since == 0) {
-        since = packings_;
-      }
-    }
-  }
-  bucket.has_accumulated = true;
 }
 
 // - Reduction
@@ -388,20 +352,25 @@ void Reducer::wait_for_gradients(const Bucket& bucket) {
   }
 }
 
-void Reducer::discard(Bucket& bucket) {
+void Reducer::settle(Bucket& bucket) {
   if (bucket.reduction_pending) {
     bucket.reduction_pending = false;
     bucket.reduced->synchronize(device_.timeout(), bucket.reduce_label);
   }
+  forget_hook_errors(bucket);
+  free_packed_gradients(0);
+}
+
+void Reducer::discard(Bucket& bucket) {
+  settle(bucket);
   std::fill(bucket.accumulated_since.begin(), bucket.accumulated_since.end(), 0);
   bucket.has_accumulated = false;
   bucket.gradient_streams.clear();
   for (Unit* unit : bucket.units) {
     forget_arrived(*unit);
+    unit->awaits_reduction = false;
     unit->port.drop_gradients();
   }
-  forget_hook_errors(bucket);
-  free_packed_gradients(0);
 }
 
 // - The reduce input and output, and the copy into the flat gradient
@@ -467,50 +436,6 @@ char* Reducer::output_half(std::size_t half) {
     output_.reset(lane_.allocate_in_step(output_bytes_, output_use()), output_bytes_);
   }
   return output_.half_of(half);
-}
-
-// - Accumulated gradients
-
-// Other units keep what they have accumulated.
-void Reducer::clear_accumulated(Bucket& bucket, const Units& units) {
-  if (!bucket.has_accumulated) {
-    return;
-  }
-  for (const Unit* unit : units) {
-    const auto first =
-        bucket.accumulated_since.begin() + static_cast<std::ptrdiff_t>(unit->first_trainable);
-    std::fill(first, first + static_cast<std::ptrdiff_t>(unit->arrived.size()), 0);
-  }
-  bucket.has_accumulated =
-      std::any_of(bucket.accumulated_since.begin(), bucket.accumulated_since.end(),
-                  [](std::uint64_t since) { return since != 0; });
-  if (!bucket.has_accumulated) {
-    return;
-  }
-  for (const Unit* unit : units) {
-    clear_accumulated_of(bucket, *unit);
-  }
-  if (packs_ahead_ || streams_.is_any_in_pieces()) {
-    input_.release_both(streams_.messages());
-  }
-}
-
-void Reducer::clear_accumulated_of(Bucket& bucket, const Unit& unit) {
-  const std::size_t element = itemsize(bucket.layout.reduce_dtype());
-  const auto unit_begin = static_cast<std::int64_t>(unit.gradient_offset);
-  const std::int64_t unit_end = unit_begin + unit.layout.grad_numel();
-  for (std::size_t i = 0; i < bucket.reductions.size(); ++i) {
-    const ReducePiece& piece = bucket.reductions[i];
-    const std::int64_t numel = piece.pack_plan.segment_numel;
-    const std::int64_t begin = std::max(unit_begin, piece.segment_offset);
-    const std::int64_t end = std::min(unit_end, piece.segment_offset + numel);
-    for (int rank = 0; begin < end && rank < bucket.layout.world_size(); ++rank) {
-      const std::int64_t first = rank * numel + begin - piece.segment_offset;
-      device_.fill(streams_.messages(),
-                   accumulated_of(bucket, i) + static_cast<std::size_t>(first) * element, 0,
-                   static_cast<std::size_t>(end - begin) * element);
-    }
-  }
 }
 
 }  // namespace fsdp

@@ -94,8 +94,31 @@ class Reducer {
   // Makes the compute stream, and the host if it has the gradients, wait for every reduction that
   // was issued so far.
   void wait(const std::vector<std::unique_ptr<Bucket>>& buckets);
+  // Waits for the bucket's reduction, after a forward or backward that failed.
+  void settle(Bucket& bucket);
   // Drops all gradients that are not reduced yet, after a backward that failed.
   void discard(Bucket& bucket);
+
+  // - Gradients that backwards without gradient sync have accumulated.
+  // A part of what a unit has accumulated. Each rank's elements lie `stride` elements behind those
+  // of the rank before it.
+  struct AccumulatedPart {
+    void* first = nullptr;
+    std::int64_t numel = 0;  // of one rank
+    std::int64_t stride = 0;
+  };
+  // The parts of the unit's segments, in order.
+  static std::vector<AccumulatedPart> accumulated_parts(const Bucket& bucket, const Unit& unit);
+  // Makes zeros what the bucket has accumulated, unless it has accumulated something.
+  void begin_accumulating(Bucket& bucket);
+  // Trainable parameter i of the unit has accumulated gradients that the caller has written.
+  void set_accumulated(Bucket& bucket, const Unit& unit, std::size_t i);
+  // Whether trainable parameter i of the unit has accumulated gradients.
+  static bool has_accumulated(const Bucket& bucket, const Unit& unit, std::size_t i);
+  // A backward begins.
+  void begin_backward() { first_packing_ = packings_ + 1; }
+  // Whether there are accumulated gradients of backwards before the last one.
+  bool has_accumulated_before(const std::vector<std::unique_ptr<Bucket>>& buckets) const;
 
   // For each unit, whether this rank's own gradients in the unit's last reduction had NaN or Inf:
   // Note [NaN and Inf]. Waits for the device.
@@ -171,8 +194,10 @@ class Reducer {
     return replicas_.lane != nullptr ? BufferUse::Input : BufferUse::Output;
   }
 
+  static char* accumulated_of(const Bucket& bucket, std::size_t piece);
+  void allocate_accumulated(Bucket& bucket);
   void clear_accumulated(Bucket& bucket, const Units& units);
-  void clear_accumulated_of(Bucket& bucket, const Unit& unit);
+  void clear_accumulated_of(const Bucket& bucket, const Unit& unit);
   void collect_gradients(Bucket& bucket, const Units& units);
   void free_packed_gradients(std::size_t keep);
   void wait_for_packing(const PackedGradients& gradients, void* stream);
@@ -191,8 +216,9 @@ class Reducer {
   std::size_t output_bytes_ = 0;
   std::size_t outputs_used_ = 0;  // so far; they use the halves in turns
   std::deque<PackedGradients> packed_gradients_;
-  std::uint64_t packings_ = 0;   // so far
-  std::shared_ptr<void> marks_;  // of all buckets, one after another
+  std::uint64_t packings_ = 0;       // so far
+  std::uint64_t first_packing_ = 1;  // of the last backward
+  std::shared_ptr<void> marks_;      // of all buckets, one after another
   std::size_t marks_count_ = 0;
 };
 

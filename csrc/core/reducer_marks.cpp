@@ -65,9 +65,4 @@ std::vector<char> Reducer::units_with_nonfinite(const std::vector<std::unique_pt
   return found;
 }
 
-bool Reducer::has_unreduced(const std::vector<std::unique_ptr<Bucket>>& buckets) {
-  return std::any_of(buckets.begin(), buckets.end(),
-                     [](const auto& bucket) { return bucket->has_accumulated; });
-}
-
 }  // namespace fsdp

@@ -16,7 +16,7 @@ bool needs_reduction(const Bucket& bucket) {
 }
 
 bool has_left_over(const Unit& unit) {
-  return unit.needs_reduction() || (unit.bucket->has_accumulated && unit.requires_gradient_sync);
+  return unit.needs_reduction() || (unit.awaits_reduction && unit.requires_gradient_sync);
 }
 
 }  // namespace

@@ -147,6 +147,8 @@ struct Unit : UnitConfig {
   std::size_t arrived_count = 0;
   std::vector<char> used;   // of each trainable parameter: reduced a gradient of this rank
   bool is_reduced = false;  // in this backward
+  // On all ranks, backwards without gradient sync have reached it since its last reduction.
+  bool awaits_reduction = false;
   // Note [NaN and Inf] in core/reducer.h.
   std::uint64_t* nonfinite_marks = nullptr;  // on the device
   std::vector<std::uint64_t> reduced_since;  // the first packing in the last reduction
@@ -168,6 +170,11 @@ struct Unit : UnitConfig {
   bool needs_reduction() const {
     return arrived_count > 0 ||
            (sends_zeros && requires_gradient_sync && !is_reduced && !arrived.empty());
+  }
+
+  // This backward has reached it, on all ranks, and leaves its gradients unreduced.
+  bool leaves_gradients() const {
+    return sends_zeros && !requires_gradient_sync && !arrived.empty();
   }
 
   // No gradient arrives any more in this backward: Note [order of reductions].

@@ -6,15 +6,31 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <utility>
 
 #include "base/check.h"
 #include "core/flight_recorder.h"
+#include "torch/dtype.h"
+#include "torch/with_python.h"
 
 namespace py = pybind11;
 
 namespace fsdp {
+namespace {
+
+void warn_of_lost_gradients() {
+  if (PyErr_WarnEx(PyExc_UserWarning,
+                   "A backward ended in an exception. The gradients that backwards without "
+                   "gradient synchronisation had accumulated before it were dropped with its own. "
+                   "Run all micro-batches of this step again.",
+                   1) != 0) {
+    throw py::error_already_set();
+  }
+}
+
+}  // namespace
 
 // The last callback of a backward owns it. If it is destroyed before the callback has run, the
 // backward ended in an exception.
@@ -85,6 +101,7 @@ bool TorchRoot::enter_forward(TorchUnit& unit) {
   if (seen_module_changes_ != module_changes() || has_gradient_setting_changed()) {
     return false;
   }
+  recover();
   for (const auto& other : units_) {
     other->forget_pending();
     other->reclaim_memory();
@@ -108,8 +125,10 @@ bool TorchRoot::enter_forward(TorchUnit& unit) {
 }
 
 bool TorchRoot::has_gradient_setting_changed() const {
-  return std::any_of(units_.begin(), units_.end(),
-                     [](const auto& unit) { return unit->has_gradient_setting_changed(); });
+  return std::any_of(units_.begin(), units_.end(), [this](const auto& unit) {
+    return unit->has_gradient_setting_changed(pipeline_ != nullptr &&
+                                              pipeline_->unit(unit->number()).awaits_reduction);
+  });
 }
 
 void TorchRoot::leave_forward(py::handle output) {
@@ -175,8 +194,8 @@ void TorchRoot::ensure_backward(const torch::autograd::Node* node) {
   FSDP_CHECK(pipeline_ != nullptr,
              "Parameters were frozen, unfrozen, replaced or converted, and the model ran forward "
              "again, before the backward of an earlier forward. Run that backward first.");
-  if (pipeline_->in_backward() && backward_failed_) {
-    pipeline_->reset_iteration();
+  if (pipeline_->in_backward() && backward_failed_ && reset_failed()) {
+    with_python(warn_of_lost_gradients);
   }
   if (pipeline_->in_backward()) {
     return;
@@ -239,16 +258,64 @@ void TorchRoot::reset_iteration() {
   pipeline_->reset_iteration();
 }
 
+void TorchRoot::recover() {
+  if (pipeline_->is_between_passes()) {
+    return;
+  }
+  for (const auto& unit : units_) {
+    unit->forget_pending();
+  }
+  outermost_ = nullptr;
+  backward_failed_ = false;
+  if (reset_failed()) {
+    warn_of_lost_gradients();
+  }
+}
+
+// A thread of the autograd engine calls it without the GIL. Returns whether gradients of earlier
+// backwards are lost.
+bool TorchRoot::reset_failed() {
+  std::optional<py::gil_scoped_release> no_gil;
+  if (PyGILState_Check() != 0) {
+    no_gil.emplace();
+  }
+  const bool loses_gradients = pipeline_->loses_gradients();
+  pipeline_->recover();
+  return loses_gradients;
+}
+
+std::vector<at::Tensor> TorchRoot::accumulated(int unit) {
+  std::vector<at::Tensor> views;
+  std::vector<Reducer::AccumulatedPart> parts;
+  {
+    const py::gil_scoped_release no_gil;  // it waits for reductions, and so for users' hooks
+    parts = pipeline_->accumulated_parts(unit);
+  }
+  const UnitLayout& layout = pipeline_->unit(unit).layout;
+  for (const Reducer::AccumulatedPart& part : parts) {
+    views.push_back(
+        at::from_blob(part.first, {layout.world_size(), part.numel}, {part.stride, 1},
+                      at::TensorOptions()
+                          .dtype(to_scalar_type(layout.reduce_dtype()))
+                          .device(units_.at(static_cast<std::size_t>(unit))->device())));
+  }
+  return views;
+}
+
 // This is a backward that reaches no unit. Its end reduces what is left.
 void TorchRoot::reduce_accumulated() {
+  if (has_failed() && !pipeline_->in_backward()) {
+    recover();
+  }
   FSDP_CHECK(!has_failed(),
-             "The last forward or backward failed, so there is nothing to reduce. Run the step "
-             "again; its forward drops what is left.");
+             "The last backward failed, so there is nothing to reduce. Run the step again; its "
+             "forward drops what is left.");
   FSDP_CHECK(!pipeline_->in_forward() && !pipeline_->in_backward(),
              "Gradients cannot be reduced while forward or backward runs. Call finalize_backward "
              "after backward has ended.");
   const py::gil_scoped_release no_gil;
   const at::NoGradGuard no_grad;  // as in a backward that autograd runs
+  pipeline_->update_buckets();    // there may be none yet after parameters were replaced
   BackwardGraph nothing;
   nothing.is_whole = false;
   pipeline_->begin_backward(/*may_reshard=*/true, nothing);
@@ -266,7 +333,7 @@ void TorchRoot::reduce_accumulated() {
 
 void TorchRoot::unshard(int unit) {
   if (has_failed()) {
-    reset_iteration();
+    recover();
   }
   const py::gil_scoped_release no_gil;
   pipeline_->unshard(unit);

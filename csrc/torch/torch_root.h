@@ -58,6 +58,13 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   // "forward" or "backward" if one runs and has not failed, and otherwise "idle".
   const char* phase() const;
   void reset_iteration();
+  // If a forward or backward has failed, drops what it has left. Warns if gradients are lost that
+  // the user may expect to be there.
+  void recover();
+  // What backwards without gradient sync have accumulated of a unit, between passes: views of one
+  // row for each rank, which make the ranks' segments of the unit's layout if they are put side by
+  // side. Empty if there is nothing.
+  std::vector<at::Tensor> accumulated(int unit);
   // Reduces the gradients that backwards without synchronisation have accumulated. For callers that
   // do not know before a backward that it is the last.
   void reduce_accumulated();
@@ -82,6 +89,7 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   void end_step();
   void abandon_backward(std::uint64_t pass) noexcept;
   bool has_failed() const;
+  bool reset_failed();
 
   std::shared_ptr<Lanes> lanes_;
   std::shared_ptr<Lanes> replicas_;  // may be null

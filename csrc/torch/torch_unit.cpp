@@ -36,14 +36,6 @@ void call_post_accumulate_hooks(const py::object& parameter) {
   });
 }
 
-// The dtype that gradients of the parameter are to have, if the user has set another one than its
-// own.
-std::optional<DType> grad_dtype_of(const at::Tensor& parameter) {
-  const auto asked = torch::autograd::impl::get_autograd_meta(parameter)->grad_dtype(parameter);
-  const bool is_set = asked.has_value() && *asked != parameter.scalar_type();
-  return is_set ? std::make_optional(to_dtype(*asked)) : std::nullopt;
-}
-
 // The dict that has a module's parameters: ModuleAttribute. The module keeps the dict alive.
 // Or null if the module was deleted.
 PyObject* dict_of(const py::object& holder) {
@@ -82,11 +74,6 @@ void allow_access(Storage& storage, std::size_t bytes) {
 }
 
 // Whether a parameter's gradient settings are other ones than when its unit was made.
-bool differs(const at::Tensor& parameter, bool trainable, std::optional<DType> grad_dtype) {
-  return parameter.requires_grad() != trainable ||
-         (trainable && grad_dtype_of(parameter) != grad_dtype);
-}
-
 c10::intrusive_ptr<c10::StorageImpl> empty_storage(at::Device device) {
   return c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(),
                                                /*size_bytes=*/0, at::DataPtr(nullptr, device),
@@ -191,6 +178,7 @@ void TorchUnit::bind(py::list sharded, py::list unsharded, py::list place_gradie
                              ? at::Tensor()
                              : THPVariable_Unpack(unsharded_objects_.back().ptr()));
     place_gradient_.emplace_back(py::reinterpret_borrow<py::object>(place_gradient[i]));
+    requires_grad_.push_back(layout_.params()[i].trainable ? 1 : 0);
   }
   has_flat_ = !flat_parameter.is_none();
   flat_parameter_ = std::move(flat_parameter);
@@ -261,6 +249,7 @@ void TorchUnit::attach(void* unsharded) {
     if (unsharded_[parameter].requires_grad() != requires_grad) {
       unsharded_[parameter].set_requires_grad(requires_grad);
     }
+    requires_grad_[parameter] = requires_grad ? 1 : 0;
   }
   register_parameters(/*unsharded=*/true);
 }
@@ -446,35 +435,6 @@ void TorchUnit::run_post_accumulate_hooks() {
       call_post_accumulate_hooks(has_flat_ ? flat_parameter_ : sharded_[trainable_[i]]);
     }
   }
-}
-
-void TorchUnit::carry_gradient_settings() {
-  if (!unsharded_registered_ || has_flat_) {
-    return;
-  }
-  for (std::size_t i = 0; i < sharded_.size(); ++i) {
-    const bool was = layout_.params()[i].trainable;
-    const at::Tensor& unsharded = unsharded_[i];
-    if (!sharded_[i].is_none() && unsharded.defined() && unsharded.requires_grad() != was &&
-        sharded(i).requires_grad() == was) {
-      sharded(i).set_requires_grad(!was);
-    }
-  }
-}
-
-bool TorchUnit::has_gradient_setting_changed() const {
-  if (has_flat_) {
-    const at::Tensor& flat = THPVariable_Unpack(flat_parameter_.ptr());
-    return differs(flat, !trainable_.empty(), std::nullopt) ||
-           !flat.storage().is_alias_of(tensors_.shard.flat().storage());
-  }
-  for (std::size_t i = 0; i < sharded_.size(); ++i) {
-    const ParamSpec& spec = layout_.params()[i];
-    if (!sharded_[i].is_none() && differs(sharded(i), spec.trainable, spec.unsharded_grad_dtype)) {
-      return true;
-    }
-  }
-  return false;
 }
 
 void TorchUnit::reclaim_memory() {

@@ -28,6 +28,13 @@
 // same on all ranks that take part. Their buckets need not be the same. FSDP2 places the sum of
 // several backwards, so it may round differently.
 //
+// Note [frozen while gradients accumulate]
+// A parameter may be frozen while backwards without gradient sync have accumulated gradients of it.
+// As in FSDP2 and in a model that is not sharded, the next reduction includes them. So it stays in
+// the unit's layout as one that is trained, but forward and backward see a frozen one. The unit is
+// made anew after that reduction. This is decided by Unit::awaits_reduction, which is the same on
+// all ranks, because the layouts of all ranks have to be.
+//
 // Note [double backward]
 // A backward with create_graph=True makes a graph that reads the parameters again, and no hook runs
 // before that. So this backward does not reshard the units that it passes. The next backward
@@ -146,11 +153,12 @@ class TorchUnit final : public UnitPort,
   void adopt_gradients();
   // Runs users' hooks on the sharded parameters that got a gradient in this backward.
   void run_post_accumulate_hooks();
-  // What a user has frozen or unfrozen while it was unsharded is so when it is sharded, too.
+  // What a user has frozen or unfrozen while it was unsharded is so when it is sharded, too, and
+  // the other way round.
   void carry_gradient_settings();
   // Whether a parameter was frozen, unfrozen or given a grad_dtype since the unit was made, or the
-  // flat parameter was given other memory.
-  bool has_gradient_setting_changed() const;
+  // flat parameter was given other memory, so that the unit has to be made anew.
+  bool has_gradient_setting_changed(bool awaits_reduction) const;
   // Enclose a checked step: Note [checked steps] in torch/unit_look.h.
   void begin_look();
   UnitLook::Numbers end_look();
@@ -166,6 +174,7 @@ class TorchUnit final : public UnitPort,
   bool watch_outputs(pybind11::handle output, CallId call, GraphCalls* calls);
 
   const UnitLayout& layout() const { return layout_; }
+  at::Device device() const { return tensors_.device; }
   ShardedGradients& gradients() { return gradients_; }
   int number() const { return number_; }
 
@@ -179,7 +188,6 @@ class TorchUnit final : public UnitPort,
     std::size_t bytes;
   };
 
-  at::Device device() const { return tensors_.device; }
   void point_storages(void* unsharded);
   void free_storages();
   const at::Tensor& sharded(std::size_t parameter) const;
@@ -224,6 +232,8 @@ class TorchUnit final : public UnitPort,
   bool has_flat_ = false;
   std::vector<std::size_t> trainable_;  // parameter of each trainable index
   std::vector<char> got_gradient_;      // in this backward, of each trainable index
+  // Of each parameter, sharded and unsharded, when the two were the same last.
+  std::vector<char> requires_grad_;
   std::vector<ModuleAttribute> attributes_;
   bool unsharded_registered_ = false;
   std::unique_ptr<UnitLook> look_;  // in a checked step only

@@ -213,5 +213,5 @@ def _trained_bytes(unit: PlannedUnit, layout: _C.UnitLayout) -> int:
     return sum(
         layout.row_count(i, 0) * param.shape[1:].numel() * param.dtype.itemsize
         for i, param in enumerate(unit.params)
-        if param.requires_grad
+        if param.is_trained
     )

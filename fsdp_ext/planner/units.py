@@ -93,7 +93,7 @@ class PlannedParam:
         return own_grad_dtype(self.parameter)
 
     @property
-    def requires_grad(self) -> bool:
+    def is_trained(self) -> bool:
         """Whether it is trained."""
         return self.parameter.requires_grad
 

@@ -126,7 +126,7 @@ class GatherInput:
     shard_dim = 0
     keeps_dtype = True
     dtype = torch.uint8
-    requires_grad = False
+    is_trained = False
     grad_dtype: torch.dtype | None = None
     is_gathered = True
 

@@ -202,20 +202,19 @@ def show_flat(unit: Unit) -> None:
 
 
 def flat_gradient_maker(
-    dtype: torch.dtype, param: nn.Parameter
+    dtype: torch.dtype, is_trained: bool
 ) -> Callable[[torch.Tensor], list[torch.Tensor]]:
     """Return a function that makes the gradient of a flat parameter: the whole flat gradient.
 
     Args:
         dtype: of the gradient.
-        param: the flat parameter.
+        is_trained: whether the flat parameter has a gradient.
     """
-    trainable = param.requires_grad
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def make(flat: torch.Tensor) -> list[torch.Tensor]:
         numel = flat.numel() // dtype.itemsize
-        return [_C.FlatTensor.part_of(flat, 0, [numel], dtype)] if trainable else []
+        return [_C.FlatTensor.part_of(flat, 0, [numel], dtype)] if is_trained else []
 
     return make

@@ -75,7 +75,8 @@ class FSDPModule(TorchFSDPModule):
     def reset_iter_state(self) -> None:
         """Reshard all units and drop unreduced gradients, after an iteration that failed.
 
-        The next forward does this by itself. The method exists because FSDP2 has it.
+        The next forward does this by itself, but keeps gradients that were accumulated before a
+        forward failed. The method exists because FSDP2 has it.
 
         Raises:
             RuntimeError: if this module is not the root.

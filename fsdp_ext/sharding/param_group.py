@@ -49,7 +49,7 @@ class Param(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     @property
-    def requires_grad(self) -> bool: ...
+    def is_trained(self) -> bool: ...
 
     @property
     def grad_dtype(self) -> torch.dtype | None: ...
@@ -146,7 +146,7 @@ class ParamGroup:
         If no ``reduce_dtype`` says otherwise, gradients of several dtypes are reduced in one that
         holds the values of all of them.
         """
-        trainable = [param for param in self.params if param.requires_grad]
+        trainable = [param for param in self.params if param.is_trained]
         sharded = [self.grad_dtype(param) for param in trainable]
         policy = self.settings.mp_policy
         computed = policy.param_dtype if _REDUCES_AS_COMPUTED else None
@@ -209,7 +209,7 @@ class ParamGroup:
         return _C.layout_order(self._specs(params, False), self.world_size, DIRECT_BYTES)
 
     def _specs(self, params: Sequence[Param], training: bool) -> list[_C.ParamSpec]:
-        return [self._spec(param, training and param.requires_grad) for param in params]
+        return [self._spec(param, training and param.is_trained) for param in params]
 
     def _spec(self, param: Param, is_trained: bool) -> _C.ParamSpec:
         return _C.ParamSpec(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from fsdp_ext._util.transforms import outside_of_transforms
 from fsdp_ext.comm.costs import link_of_buckets, log_default
 from fsdp_ext.comm.lanes import add_group_lanes, group_beside, lanes_of
 from fsdp_ext.comm.simulated import Simulated
-from fsdp_ext.sharding import module_changes
+from fsdp_ext.sharding import module_changes, unreduced
 from fsdp_ext.sharding.agreement import has_peers
 from fsdp_ext.sharding.auto import chosen_for
 from fsdp_ext.sharding.comparisons import compare_groups, compare_sets
@@ -24,6 +24,7 @@ from fsdp_ext.sharding.meshes import add_meshes, check_meshes, refuse_several_me
 from fsdp_ext.sharding.module_state import hooks_of, sharded_module, unit_of
 from fsdp_ext.sharding.parameter_checks import check_parameters
 from fsdp_ext.sharding.settings import AUTO, Choice, Decision, RootSettings, Scope
+from fsdp_ext.sharding.sharded_param import Entry
 from fsdp_ext.sharding.step_checks import Place, StepChecks, agree
 from fsdp_ext.sharding.unit import Unit
 from fsdp_ext.sharding.unit_tree import UnitTree
@@ -53,9 +54,10 @@ class Root(UnitTree):
         self.is_provisional = is_provisional
         self._needs_order_check = True  # of the first iteration's collectives
         self._check_units()
-        for unit in self.units:
-            if unit.root is not None:  # a provisional one
-                unit.root.reshard(unit)
+        self._placed: list[Sequence[Entry]] = []
+        self._unreduced: list[unreduced.Unreduced] = []  # of a C++ side that this one replaces
+        for provisional in dict.fromkeys(unit.root for unit in self.units if unit.root is not None):
+            self._unreduced += provisional.give_up()
         first = self.units[0]
         transport = between = first.settings.transport
         if isinstance(transport, Simulated):
@@ -90,6 +92,7 @@ class Root(UnitTree):
         self.place = Place(self._ranks(), first.ranks.size)
         self.checks = self._make_checks()
         self.core = self._build()
+        self._put_unreduced()
         # This comes last: if anything above raises, the next forward starts over.
         for unit in self.units:
             unit.root = self
@@ -148,6 +151,7 @@ class Root(UnitTree):
         for unit_core, config in zip(cores, configs, strict=True):
             core.add_unit(unit_core, config)
         self.core = core
+        self._placed = [unit.entries for unit in self.units]
         self.apply(self.units)
         core.set_is_last_backward(self.units[0].settings.waits_for_reductions)
         # Last: if the above raised, the next forward starts over.
@@ -160,16 +164,31 @@ class Root(UnitTree):
     @outside_of_transforms
     def rebuild(self) -> None:
         """Start over after parameters were replaced, converted, frozen or unfrozen."""
+        self.core.recover()
         for unit in self.units:
             self.reshard(unit)
         self._needs_order_check = False
         self.settings = self._resolve()
         replaced = self.core
+        self._unreduced = self._unreduced or unreduced.take(replaced, self._placed)
         try:
             self.core = self._build()
         finally:
             if self.core is not replaced:
                 replaced.retire()  # a graph may own it, and must not run backward through it
+            else:
+                self._unreduced = []  # it has them still
+        self._put_unreduced()
+
+    def _put_unreduced(self) -> None:
+        unreduced.put(self.core, self._placed, self._unreduced)
+        self._unreduced = []
+
+    def give_up(self) -> list[unreduced.Unreduced]:
+        """Reshard the units for another root, and return what this one has not reduced."""
+        for unit in self.units:
+            self.reshard(unit)
+        return unreduced.take(self.core, self._placed)
 
     def invalidate(self) -> None:
         """Drop the C++ side. The next use makes it anew."""
@@ -183,9 +202,7 @@ class Root(UnitTree):
 
     @hidden_from_dynamo
     def _pre_forward_when_stale(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self.core.has_gradient_setting_changed() or any(
-            unit.has_changed() for unit in self.units
-        ):
+        if self.core.has_gradient_setting_changed() or self._has_other_parameters():
             self.rebuild()
         else:  # some module was changed, perhaps in another model
             check_parameters(self.module, self.units)
@@ -195,6 +212,10 @@ class Root(UnitTree):
         assert unit is not None
         assert unit.core is not None
         return unit.core.pre_forward_hook(unit.modules.index(module))(module, args, kwargs)
+
+    def _has_other_parameters(self) -> bool:
+        """Return whether parameters were replaced or converted since the C++ side was made."""
+        return any(unit.core is None or unit.has_changed() for unit in self.units)
 
     # - Checked steps
 
@@ -355,6 +376,8 @@ class Root(UnitTree):
         Args:
             wait: make the current stream wait for all reductions, earlier ones, too.
         """
+        if self.core.phase() == "idle" and self._has_other_parameters():
+            self.rebuild()
         self.core.set_is_last_backward(wait)
         try:
             self.core.reduce_accumulated()

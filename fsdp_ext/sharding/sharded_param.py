@@ -33,6 +33,8 @@ class ShardedParam:
             extensions] in sharding/extensions.py. None for others, which lie in the flat shard.
         attributes: modules and the names of their attributes.
         quantization: what bitsandbytes needs to compute with it; None for other parameters.
+        awaits_reduction: whether it has gradients to reduce, though it may be frozen now: Note
+            [frozen while gradients accumulate] in csrc/torch/torch_unit.h.
     """
 
     name: str
@@ -45,6 +47,7 @@ class ShardedParam:
     own: OwnRows | None = None
     attributes: list[tuple[nn.Module, str]] = field(default_factory=list)
     quantization: Any = None
+    awaits_reduction: bool = False
 
     @property
     def local(self) -> torch.Tensor:
@@ -69,8 +72,13 @@ class ShardedParam:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether it is trained."""
+        """Whether autograd computes its gradient."""
         return self.sharded.requires_grad
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it takes part in reductions."""
+        return self.requires_grad or self.awaits_reduction
 
     def registered(self) -> Any:
         """Return the present value of the first attribute."""
@@ -110,7 +118,7 @@ def gradient_places(
     return [
         GradientPlace(place.flat_gradient_offset, param.local.shape, dtype_of(param), param.spread)
         for param, place in zip(params, layout.placements, strict=True)
-        if param is not None and param.requires_grad
+        if param is not None and param.is_trained
     ]
 
 

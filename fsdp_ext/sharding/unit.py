@@ -465,7 +465,9 @@ class Unit(ParamGroup):
             ],
             make_gradients=gradient_maker(gradient_places(params, layout, self.grad_dtype))
             if flat is None
-            else flat_gradient_maker(self.grad_dtype(self.params[0]), flat.param),
+            else flat_gradient_maker(
+                self.grad_dtype(self.params[0]), is_trained=self.params[0].is_trained
+            ),
             extensions=place_extensions(extensions, entries, self.shard_parts, views),
             flat_parameter=None if flat is None else flat.param,
             attributes=[

@@ -142,6 +142,7 @@ void register_layout(py::module_& m) {
         py::arg("direct_bytes") = kDirectBytes);
   py::class_<ParamPlacement>(m, "ParamPlacement")
       .def_readonly("shard_offset", &ParamPlacement::shard_offset)
+      .def_readonly("chunk_numel", &ParamPlacement::chunk_numel)
       .def_readonly("grad_offset", &ParamPlacement::grad_offset)
       .def_readonly("flat_gradient_offset", &ParamPlacement::flat_gradient_offset);
   py::class_<UnitLayout>(m, "UnitLayout")

@@ -142,6 +142,7 @@ void register_root(py::module_& m) {
       .def("set_summoned",
            [](TorchRoot& root, int unit, bool value) { root.pipeline().set_summoned(unit, value); })
       .def("reset_iteration", &TorchRoot::reset_iteration)
+      .def("recover", &TorchRoot::recover)
       .def("reduce_accumulated", &TorchRoot::reduce_accumulated)
       .def("unshard", &TorchRoot::unshard)
       .def("has_gradient_setting_changed", &TorchRoot::has_gradient_setting_changed)
@@ -171,6 +172,22 @@ void register_root(py::module_& m) {
              const auto found = root.pipeline().units_with_nonfinite();
              return std::vector<bool>(found.begin(), found.end());
            })
+      .def("accumulated", &TorchRoot::accumulated)
+      .def("has_accumulated",
+           [](TorchRoot& root, int unit) {
+             const auto has = root.pipeline().has_accumulated(unit);
+             return std::vector<bool>(has.begin(), has.end());
+           })
+      .def("set_accumulated",
+           [](TorchRoot& root, int unit, const std::vector<bool>& has) {
+             root.pipeline().set_accumulated(unit, std::vector<char>(has.begin(), has.end()));
+             return root.accumulated(unit);
+           })
+      .def("awaits_reduction",
+           [](TorchRoot& root, int unit) { return root.pipeline().unit(unit).awaits_reduction; })
+      .def("layout_of", [](TorchRoot& root, int unit) { return root.pipeline().unit(unit).layout; })
+      .def("pack_scale",
+           [](TorchRoot& root, int unit) { return root.pipeline().unit(unit).pack_scale; })
       .def("has_unreduced", [](TorchRoot& root) { return root.pipeline().has_unreduced(); })
       .def("buckets",
            [](TorchRoot& root) {

@@ -1,0 +1,68 @@
+// Which parameters of a unit are trained, and how users change that.
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <optional>
+
+#include "torch/dtype.h"
+#include "torch/torch_unit.h"
+
+namespace fsdp {
+namespace {
+
+// The dtype that gradients of the parameter are to have, if the user has set another one than its
+// own.
+std::optional<DType> grad_dtype_of(const at::Tensor& parameter) {
+  const auto asked = torch::autograd::impl::get_autograd_meta(parameter)->grad_dtype(parameter);
+  const bool is_set = asked.has_value() && *asked != parameter.scalar_type();
+  return is_set ? std::make_optional(to_dtype(*asked)) : std::nullopt;
+}
+
+bool differs(const at::Tensor& parameter, bool trainable, std::optional<DType> grad_dtype) {
+  return parameter.requires_grad() != trainable ||
+         (trainable && grad_dtype_of(parameter) != grad_dtype);
+}
+
+}  // namespace
+
+void TorchUnit::carry_gradient_settings() {
+  if (!unsharded_registered_ || has_flat_) {
+    return;
+  }
+  for (std::size_t i = 0; i < sharded_.size(); ++i) {
+    if (sharded_[i].is_none() || !unsharded_[i].defined()) {
+      continue;
+    }
+    const bool was = requires_grad_[i] != 0;
+    if (unsharded_[i].requires_grad() != was) {
+      sharded(i).set_requires_grad(!was);
+    } else if (sharded(i).requires_grad() != was && layout_.params()[i].trainable) {
+      unsharded_[i].set_requires_grad(!was);
+    }
+    requires_grad_[i] = unsharded_[i].requires_grad() ? 1 : 0;
+  }
+}
+
+// See Note [frozen while gradients accumulate].
+bool TorchUnit::has_gradient_setting_changed(bool awaits_reduction) const {
+  const auto is_settled = [&](const at::Tensor& parameter, bool trainable) {
+    return awaits_reduction && trainable && !parameter.requires_grad();
+  };
+  if (has_flat_) {
+    const at::Tensor& flat = THPVariable_Unpack(flat_parameter_.ptr());
+    const bool trainable = !trainable_.empty();
+    const bool stays = is_settled(flat, trainable) && !sharded(trainable_[0]).requires_grad();
+    return (differs(flat, trainable, std::nullopt) && !stays) ||
+           !flat.storage().is_alias_of(tensors_.shard.flat().storage());
+  }
+  for (std::size_t i = 0; i < sharded_.size(); ++i) {
+    const ParamSpec& spec = layout_.params()[i];
+    if (!sharded_[i].is_none() && differs(sharded(i), spec.trainable, spec.unsharded_grad_dtype) &&
+        !is_settled(sharded(i), spec.trainable)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace fsdp

@@ -1,0 +1,106 @@
+"""Moves gradients that are not reduced yet from one C++ side of a root to the next.
+
+Backwards without gradient sync accumulate gradients in the C++ side. It is made anew when
+parameters are unfrozen, replaced or converted, and the gradients follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fsdp_ext import _C
+from fsdp_ext.sharding.sharded_param import Entry, ShardedParam
+
+
+@dataclass(frozen=True)
+class Unreduced:
+    """What the backwards without gradient sync have added up for one parameter.
+
+    Args:
+        param: the parameter.
+        chunks: one row for each rank, with the gradient of what that rank has of the parameter.
+        scale: by what the gradients were multiplied.
+        is_used: whether this rank has a gradient. Otherwise the chunks are zero.
+    """
+
+    param: ShardedParam
+    chunks: torch.Tensor
+    scale: float
+    is_used: bool
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def take(core: _C.TorchRoot, placed: Sequence[Sequence[Entry]]) -> list[Unreduced]:
+    """Return copies of what ``core`` has not reduced yet.
+
+    Until the next call, a frozen parameter with such gradients counts as trained, so that it takes
+    part in the reduction: Note [frozen while gradients accumulate] in csrc/torch/torch_unit.h.
+
+    Args:
+        core: the C++ side.
+        placed: what each unit's layout has places for there.
+    """
+    found = []
+    for number, entries in enumerate(placed):
+        awaits = core.awaits_reduction(number)
+        parts = core.accumulated(number)
+        used = iter(core.has_accumulated(number))
+        layout = core.layout_of(number)
+        whole = torch.cat(parts, dim=1) if parts else None
+        for entry, place in zip(entries, layout.placements, strict=True):
+            if not isinstance(entry, ShardedParam):
+                continue
+            entry.awaits_reduction = awaits and place.grad_offset >= 0
+            if entry.awaits_reduction:
+                chunks = (
+                    torch.zeros(layout.world_size, place.chunk_numel)
+                    if whole is None
+                    else whole.narrow(1, place.grad_offset, place.chunk_numel)
+                )
+                found.append(Unreduced(entry, chunks, core.pack_scale(number), next(used)))
+    return found
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def put(
+    core: _C.TorchRoot, placed: Sequence[Sequence[Entry]], unreduced: Sequence[Unreduced]
+) -> None:
+    """Let ``core``, which has accumulated nothing, reduce what another one has not reduced.
+
+    Args:
+        core: the C++ side.
+        placed: what each unit's layout has places for there.
+        unreduced: what :func:`take` returned for the other one.
+    """
+    if not unreduced:
+        return
+    core.form_buckets()
+    by_param = {id(each.param): each for each in unreduced}
+    for number, entries in enumerate(placed):
+        layout = core.layout_of(number)
+        trained = [
+            (by_param.get(id(entry)), place)
+            for entry, place in zip(entries, layout.placements, strict=True)
+            if place.grad_offset >= 0
+        ]
+        if not any(each for each, _ in trained):
+            continue
+        parts = core.set_accumulated(
+            number, [each is not None and each.is_used for each, _ in trained]
+        )
+        whole = parts[0].new_zeros(layout.world_size, layout.grad_numel)
+        for each, place in trained:
+            if each is not None:
+                chunks = whole.narrow(1, place.grad_offset, place.chunk_numel)
+                chunks.copy_(each.chunks)
+                if each.scale != core.pack_scale(number):
+                    chunks.mul_(core.pack_scale(number) / each.scale)
+        first = 0
+        for part in parts:
+            part.copy_(whole.narrow(1, first, part.shape[1]))
+            first += part.shape[1]
