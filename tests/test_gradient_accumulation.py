@@ -157,6 +157,17 @@ def change_settings(run: Run, on: bool) -> None:
     first.note = nn.Identity()
 
 
+def divide_by(factors: tuple[float, float], run: Run, on: bool) -> None:
+    for unit in [run.model, *run.units]:
+        unit.set_gradient_divide_factor(factors[on])
+
+
+def add_up(run: Run) -> None:
+    """Without it, FSDP2 needs an operation for a factor of the user that gloo does not have."""
+    for unit in [run.model, *run.units]:
+        unit.set_force_sum_reduction_for_comms(True)
+
+
 def changing(change: Callable[[Run, bool], None]) -> Any:
     return partial(accumulate_with_changes, change)
 
@@ -212,6 +223,13 @@ CASES = [
     Case("freezing parameters that stay unsharded", Stack, step=changing(freeze),
          after_sharding=keep_unsharded),
     Case("changes of settings", Stack, step=changing(change_settings)),
+    Case("changes of the divisor", Stack, step=changing(partial(divide_by, (2.0, 8.0))),
+         after_sharding=add_up, unsharded=None),
+    Case("changes of the divisor, no powers of two", Stack, after_sharding=add_up, unsharded=None,
+         step=changing(partial(divide_by, (3.0, 5.0))), fsdp2=REORDERED),
+    Case("changes of the divisor with sums in fp16", Stack, after_sharding=add_up, unsharded=None,
+         step=changing(partial(divide_by, (2.0, 8.0))), fsdp2=ROUNDING[torch.float16],
+         precision={"param_dtype": torch.float16, "reduce_dtype": torch.float16}),
 ]  # fmt: skip
 
 

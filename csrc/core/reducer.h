@@ -39,7 +39,8 @@
 // bucket may differ: some synchronise and some accumulate, or they divide by different factors.
 // Each set of units with equal settings is then reduced or accumulated separately. A message of the
 // bucket carries zeros, or what they have accumulated, for its other units. These keep their
-// accumulated gradients.
+// accumulated gradients. What was accumulated before a unit's scale changes is multiplied then
+// (TorchRoot::set_gradient_scales), so the last scale holds for the whole sum.
 //
 // Note [NaN and Inf]
 // Packing marks each parameter whose own gradient, before it is reduced, has NaN or Inf. The mark

@@ -302,6 +302,18 @@ std::vector<at::Tensor> TorchRoot::accumulated(int unit) {
   return views;
 }
 
+void TorchRoot::set_gradient_scales(int unit, double pack_scale, double reduce_scale) {
+  const double before = pipeline_->unit(unit).pack_scale;
+  pipeline_->set_gradient_scales(unit, pack_scale, reduce_scale);
+  if (pack_scale == before) {
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  for (at::Tensor& part : accumulated(unit)) {
+    part.mul_(pack_scale / before);
+  }
+}
+
 // This is a backward that reaches no unit. Its end reduces what is left.
 void TorchRoot::reduce_accumulated() {
   if (has_failed() && !pipeline_->in_backward()) {

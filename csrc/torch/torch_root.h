@@ -65,6 +65,8 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   // row for each rank, which make the ranks' segments of the unit's layout if they are put side by
   // side. Empty if there is nothing.
   std::vector<at::Tensor> accumulated(int unit);
+  // A change of the first scale also scales what was accumulated with another one.
+  void set_gradient_scales(int unit, double pack_scale, double reduce_scale);
   // Reduces the gradients that backwards without synchronisation have accumulated. For callers that
   // do not know before a backward that it is the last.
   void reduce_accumulated();

@@ -246,7 +246,10 @@ class FSDPModule(TorchFSDPModule):
         _change([self._fsdp_ext_unit])
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Set the divisor of this unit's summed gradients, instead of the world size."""
+        """Set the divisor of this unit's summed gradients, instead of the world size.
+
+        It is that of the backward that reduces them, for what was accumulated before, too.
+        """
         if not isinstance(factor, (int, float)) or not factor > 0:
             raise ValueError(f"set_gradient_divide_factor got {factor!r}. Pass a positive number.")
         _change([self._fsdp_ext_unit], gradient_divide_factor=float(factor))

@@ -231,7 +231,7 @@ void register_root(py::module_& m) {
            })
       .def("set_gradient_scales",
            [](TorchRoot& root, int unit, double pack_scale, double reduce_scale) {
-             root.pipeline().set_gradient_scales(unit, pack_scale, reduce_scale);
+             root.set_gradient_scales(unit, pack_scale, reduce_scale);
            })
       .def("set_reduce_hook",
            [](TorchRoot& root, int unit, py::object weak_function, at::Device device) {
