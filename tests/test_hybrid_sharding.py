@@ -56,6 +56,19 @@ def accumulate_without_all_reduce(run: Run, step: int) -> tuple[Tensor, ...]:
     return _accumulate(run, step, "set_requires_all_reduce")
 
 
+def end_by_the_other_setter(run: Run, step: int) -> tuple[Tensor, ...]:
+    """set_requires_gradient_sync turns the all-reduce on again, too."""
+    run.optimizer.zero_grad()
+    run.model.set_requires_all_reduce(False)
+    first = run.loss(step)
+    first.backward()
+    run.model.set_requires_gradient_sync(True)
+    second = run.loss(step, micro_batch=1)
+    second.backward()
+    run.optimizer.step()
+    return first, second
+
+
 def accumulate_in_turns(run: Run, step: int) -> tuple[Tensor, ...]:
     """Reduce the gradients of half of the units while the others accumulate, then those of all."""
     run.optimizer.zero_grad()
@@ -134,6 +147,12 @@ BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
             ONE_RANK,
             fact="sets of one rank, accumulation",
             step=accumulate_without_sync,
+        ),
+        dataclasses.replace(
+            ONE_RANK,
+            fact="sets of one rank, accumulation without all-reduce that a sync ends",
+            step=end_by_the_other_setter,
+            unsharded=None,
         ),
         dataclasses.replace(
             ONE_RANK,

@@ -136,10 +136,14 @@ class FSDPModule(TorchFSDPModule):
         """Set whether backward reduces gradients, or only accumulates them on each rank.
 
         Args:
-            requires_gradient_sync: False has the effect of FSDP1's ``no_sync``.
+            requires_gradient_sync: False has the effect of FSDP1's ``no_sync``. The value is that
+                of :meth:`set_requires_all_reduce`, too, as in FSDP2.
             recurse: set it for all units below, too.
         """
-        _change(self._fsdp_ext_units(recurse), requires_gradient_sync=requires_gradient_sync)
+        syncs = requires_gradient_sync
+        _change(
+            self._fsdp_ext_units(recurse), requires_gradient_sync=syncs, requires_all_reduce=syncs
+        )
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward sums gradients over replicas, on a 2-D mesh.
