@@ -584,6 +584,12 @@ def _errors() -> None:
     with pytest.raises(ValueError, match=r"have gradients.*Call optimizer\.zero_grad\(\)"):
         fsdp_ext.tune(model, batch())
     model.zero_grad()
+    model.set_requires_gradient_sync(False)
+    model(batch()).sum().backward()
+    model.set_requires_gradient_sync(True)
+    with pytest.raises(ValueError, match=r"gradients that are not reduced.*Run a backward with"):
+        fsdp_ext.tune(model, batch())
+    model.reset_iter_state()
     with pytest.raises(TypeError, match="NoFloats that fully_shard was not applied to"):
         fsdp_ext.tune(NoFloats(model), batch())
     with pytest.raises(ValueError, match=r"got a FSDPLayer inside a FSDPSequential, which is"):

@@ -79,6 +79,12 @@ def check_state(model: nn.Module, units: Sequence[Unit]) -> None:
             "tune got a model whose parameters have gradients, but it runs backward itself. Call "
             "optimizer.zero_grad() before."
         )
+    if root is not None and root.core.has_unreduced():
+        raise ValueError(
+            "tune got a model with gradients that are not reduced yet, which its own backwards "
+            "would reduce. Run a backward with set_requires_gradient_sync(True) before, or drop "
+            "them by reset_iter_state()."
+        )
     if not all(unit.settings.requires_gradient_sync for unit in units):
         raise ValueError(
             "tune needs each backward to reduce gradients, but some units accumulate them. Call "
