@@ -85,7 +85,7 @@ def test_nothing_begins_that_cannot_end_in_time(
     assert results["late"]["outcome"] == "not run: no time was left"
 
 
-PARTS = pytest.mark.parametrize("part", ["build", "parity", "bench"])
+PARTS = pytest.mark.parametrize("part", ["build", "parity", "bench", "more"])
 
 
 @PARTS

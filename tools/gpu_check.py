@@ -1,11 +1,12 @@
 """Build, test and measure on a machine with one GPU, in three parts of less than nine minutes.
 
-    python tools/gpu_check.py --part build|parity|bench [--out DIR] [--only STEP ...]
+    python tools/gpu_check.py --part build|parity|bench|more [--out DIR] [--only STEP ...]
 
 build   describes the machine, tries torch and NCCL without fsdp_ext, and runs kernels and tests
 parity  trains beside PyTorch's FSDP with ranks that share the card, delays streams, and runs
         sanitizers
 bench   measures
+more    trains what other tests train, if there is time for a fourth call
 
 It uses the installed Python, torch, CuPy and nvcc, and no network. CUDA's tools may also lie in
 $CUDA_HOME/bin or /usr/local/cuda/bin. Every part begins with the build, since each may run on a new
@@ -46,11 +47,12 @@ ROOT = Path(__file__).resolve().parents[1]
 # pyproject.toml configures extensions of pytest that may be missing on this machine.
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-ra"]
 PYTEST += ["--disable-warnings", "--tb=short"]
-PARTS = ("build", "parity", "bench")
+PARTS = ("build", "parity", "bench", "more")
 # A sanitizer that cannot do its work says so. It may run the program all the same.
 SANITIZER_ERROR = re.compile(r"^=+ (?:Error|Internal Sanitizer Error): .*$", re.M)
 PARITY = "tests/gpu/test_gpu_parity.py"
 ORDERING = "tests/gpu/test_gpu_ordering.py"
+MORE_CASES = "tests/gpu/test_gpu_more_cases.py"
 # One call on a machine that is lent ends after ten minutes.
 MINUTES = 9.0
 EXIT_OF_MACHINE = 3
@@ -75,7 +77,12 @@ class Step:
 
 def steps(capability: str, part: str) -> list[Step]:
     """Return the steps of a part, in order."""
-    planned = {"build": build_part, "parity": parity_part, "bench": bench_part}[part]
+    planned = {
+        "build": build_part,
+        "parity": parity_part,
+        "bench": bench_part,
+        "more": more_part,
+    }[part]
     return [build_step(capability), *planned()]
 
 
@@ -84,7 +91,7 @@ def build_part() -> list[Step]:
     kernels = ["tests/gpu/test_gpu_kernels.py", "tests/test_packer.py"]
     # Their bounds are microseconds, so nothing else may run on the GPU or its cores beside them.
     timed = ["tests/gpu/test_gpu_profile.py", "tests/gpu/test_gpu_simulated.py"]
-    elsewhere = [*kernels[:1], *timed, PARITY, ORDERING]
+    elsewhere = [*kernels[:1], *timed, PARITY, ORDERING, MORE_CASES]
     others = [option for test in elsewhere for option in ("--ignore", test)]
     # Most tests start processes of their own, which take seconds.
     has_xdist = importlib.util.find_spec("xdist") is not None
@@ -110,9 +117,6 @@ def build_part() -> list[Step]:
 def parity_part() -> list[Step]:
     """Return steps that compare whole trainings, and the sanitizers."""
     sanitizer = shutil.which("compute-sanitizer", path=search_path()) or "compute-sanitizer"
-    # It prints how each case ended, also if the step is late.
-    show = ["--capture=tee-sys"]
-    deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     # Sanitizers make kernels slow, so they run few and small cases.
     few = ["-k", "(independent and False) or current_stream or (entries and not 2000 and not 9000)"]
     # With an allocation of its own for each tensor, memcheck sees where a tensor ends.
@@ -130,7 +134,7 @@ def parity_part() -> list[Step]:
 
     return [
         of_machine("two ranks", 40, "--ranks", "2"),
-        Step("parity", [*PYTEST, *show, PARITY], 110, deterministic, takes_spare=True),
+        train("parity", PARITY, 110, takes_spare=True),
         Step("late streams", [*PYTEST, ORDERING], 55, {}),
         Step(
             "compute-sanitizer", [sanitizer, sys.executable, "-c", a_sum], 30, {}, of_machine=True
@@ -156,6 +160,18 @@ def bench_part() -> list[Step]:
         # Last, because its ranks share the GPU: it shows that it works, but no times.
         bench("collectives", 30, "--quick"),
     ]
+
+
+def more_part() -> list[Step]:
+    """Return the step that trains the cases of other tests."""
+    return [of_machine("two ranks", 40, "--ranks", "2"), train("more cases", MORE_CASES, 300)]
+
+
+def train(name: str, file: str, limit: int, *, takes_spare: bool = False) -> Step:
+    """Return a step that trains many cases. It prints how each ended, even if it is late."""
+    command = [*PYTEST, "--capture=tee-sys", file]
+    deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    return Step(name, command, limit, deterministic, takes_spare=takes_spare)
 
 
 def of_machine(name: str, limit: int, *options: str) -> Step:

@@ -8,22 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
-import os
-import time
-import traceback
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from support import models
-from support.launcher import run_ranks
+from support.gpu_cases import DIRECT, PACKED, train_cases
 from support.models import Stack, Transformer
-from support.parity import Case, Run, adamw, compare_on_rank
-
-import fsdp_ext.sharding.param_group
+from support.parity import Case, Run, adamw
 
 
 def _to_bfloat16(run: Run) -> None:
@@ -65,7 +57,6 @@ STEPS = 4
 # The other cases show nothing here that 2 ranks do not.
 ONE_PACKED = ("layers", "bf16", "many_shapes", "fewer_rows_than_ranks")
 FOUR_RANKS = ("layers", "one_unit", "a_group_of_modules", "bf16", "fewer_rows_than_ranks")
-DIRECT, PACKED = 0, 1 << 62  # parameters at least this large are gathered directly
 
 
 def _cases(world_size: int, *names: str) -> list[Case]:
@@ -77,34 +68,6 @@ def _cases(world_size: int, *names: str) -> list[Case]:
         dataclasses.replace(by_name[name], steps=LONG_STEPS if name in long else STEPS)
         for name in names or by_name
     ]
-
-
-def _compare(cases: list[Case], direct_bytes: int, directory: str) -> tuple[dict[str, str], str]:
-    """Return the failures by case, and NCCL's log. One process runs all cases, because it takes
-    seconds to start.
-
-    A file in the directory has the outcomes so far, for a call that fails or is late.
-    """
-    torch.backends.cudnn.deterministic = True
-    fsdp_ext.sharding.param_group.DIRECT_BYTES = direct_bytes
-    # If a case has failed on one rank alone, its peer does not come. Then the call ends early.
-    together = dist.new_group(backend="gloo", timeout=timedelta(seconds=15))
-    failures = {}
-    with (Path(directory) / f"rank{dist.get_rank()}").open("w") as outcomes:
-        say = functools.partial(print, file=outcomes, flush=True)  # a rank that is late is killed
-        for case in cases:
-            say(f"{case.fact}, {case.steps} steps ... ", end="")
-            start = time.monotonic()
-            try:
-                compare_on_rank(case, "fsdp_ext")
-                outcome = "ok"
-            except Exception:
-                outcome = failures[case.fact] = traceback.format_exc()
-            say(f"{time.monotonic() - start:.1f} s, {outcome}")
-            gc.collect()
-            dist.barrier(together)
-    log = os.environ.get("NCCL_DEBUG_FILE")
-    return failures, Path(log).read_text(errors="replace") if log is not None else ""
 
 
 @pytest.mark.timeout(120)
@@ -121,27 +84,9 @@ def _compare(cases: list[Case], direct_bytes: int, directory: str) -> tuple[dict
 def test_cases_train_as_unsharded_and_fsdp2(
     world_size: int, direct_bytes: int, cases: list[Case], timeout: float, tmp_path: Path
 ) -> None:
-    try:
-        answers = run_ranks(
-            _compare,
-            world_size,
-            cases,
-            direct_bytes,
-            str(tmp_path),
-            timeout=timeout,
-            device="cuda",
-        )
-    finally:
-        for path in sorted(tmp_path.iterdir()):
-            print(f"{path.name} of {world_size}:\n{path.read_text()}")
-    failures = {
-        f"rank {r}: {name}": text
-        for r, (failed, _) in enumerate(answers)
-        for name, text in failed.items()
-    }
-    assert not failures, "\n\n".join(f"{name}\n{text}" for name, text in failures.items())
+    logs = train_cases(cases, world_size, direct_bytes, tmp_path, timeout)
     if world_size > 1 and torch.cuda.nccl.version() < (2, 30, 3):
-        for _, log in answers:
+        for log in logs:
             assert "via NET/Socket" in log, log[-4000:]
             assert "via P2P" not in log
             assert "via SHM" not in log
