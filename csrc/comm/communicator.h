@@ -56,8 +56,8 @@ class Communicator {
   virtual void announce(const std::string& /*what*/, std::uint64_t /*tag*/) {}
 
   // Memory that this transport reads and writes best, under the rules of Device::allocate. All
-  // ranks make the call together. Inputs and outputs are freed before the communicator is destroyed.
-  // Shards and gradients may be freed at any time, by any thread.
+  // ranks make the call together. Inputs and outputs are freed before the communicator is
+  // destroyed. Shards and gradients may be freed at any time, by any thread.
   virtual std::shared_ptr<void> allocate(Device& device, std::size_t bytes, BufferUse /*use*/) {
     return device.allocate(bytes);
   }
@@ -72,8 +72,8 @@ class Communicator {
   virtual bool registers_buffers() const { return false; }
   // Whether `memory` lies in registered memory.
   virtual bool is_registered(const void* /*memory*/) const { return false; }
-  // Frees what no rank holds any more, if that was put off: Note [order of windows]. All ranks call
-  // it together.
+  // Frees buffers that no rank holds any more, if freeing them was put off: Note [order of windows]
+  // in comm/nccl_buffers.h. All ranks call it together.
   virtual void free_unused() {}
   // Whether all ranks pass true. They call it together.
   virtual bool all_agree(bool mine) { return mine; }

@@ -287,8 +287,8 @@ std::shared_ptr<void> NcclCommunicator::allocate(Device& device, std::size_t byt
   return buffers_.allocate(bytes, use);
 }
 
-// See NcclBuffers::Exchange. Each rank's numbers come behind the number of the exchange, which
-// shows that the collective has run: one that NCCL has aborted leaves what was in the buffer.
+// See NcclBuffers::Exchange. Each rank's numbers follow the number of the exchange. If NCCL has
+// aborted the collective, the buffer does not have that number.
 std::vector<std::uint64_t> NcclCommunicator::exchange(std::vector<std::uint64_t> mine,
                                                       const std::string& what) {
   Stream& stream = lane_stream_ != nullptr ? *lane_stream_ : device_.compute_stream();

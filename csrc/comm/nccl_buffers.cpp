@@ -17,7 +17,7 @@ const std::string kRegistration = "the registration of a buffer";
 const std::string kDeregistration = "the deregistration of a buffer";
 const std::string kUnused = "the exchange of unused buffers";
 
-// Ranks begin a registration together, so one that does not come has failed in it.
+// Ranks begin a registration together, so a rank that takes longer than this has failed in it.
 constexpr auto kLongestRegistration = std::chrono::milliseconds(180000);
 const std::string kAdvice =
     "If NCCL cannot register buffers on a rank, set FSDP_EXT_NCCL_REGISTER=0 on all ranks.";
@@ -94,8 +94,8 @@ std::shared_ptr<void> NcclBuffers::hand_out(const Buffer& buffer, BufferUse use)
   return {buffer.memory, put_back};
 }
 
-// Returns what frees memory on a thread of its own, because the caller's may never have had this
-// device. It may be called after this object's end.
+// Returns a function that frees memory on a thread of its own, because the caller's thread may
+// never have used this device. The function may outlive this object.
 std::function<void(void*)> NcclBuffers::free_apart() const {
   return [select = nccl::selector_of(device_), synchronize = device_.synchronizer(),
           memory_free = api_.MemFree](void* memory) {
@@ -155,7 +155,7 @@ void NcclBuffers::free_unused() {
   }
 }
 
-// In order.
+// Returns the numbers of the buffers that no rank uses, in ascending order.
 std::vector<std::uint64_t> NcclBuffers::unused_on_all_ranks() {
   std::vector<std::uint64_t> mine;
   {
@@ -171,7 +171,7 @@ std::vector<std::uint64_t> NcclBuffers::unused_on_all_ranks() {
   }
   constexpr std::uint64_t kNone = ~std::uint64_t{0};
   mine.resize(*most, kNone);
-  std::map<std::uint64_t, std::size_t> ranks;  // that do not use the buffer
+  std::map<std::uint64_t, std::size_t> ranks;  // how many do not use a buffer
   for (const std::uint64_t number : exchange_(mine, kUnused)) {
     ranks[number] += 1;
   }
@@ -210,9 +210,9 @@ void NcclBuffers::close() {
   }
 }
 
-// Where registration fails on all ranks, or NCCL tells all, they use the buffer without it. If it
-// fails on one rank alone, the others wait in NCCL until the watchdog ends that. Then this rank
-// waits for their agreement, and they hear why.
+// If registration fails on all ranks, or NCCL tells all, they use the buffer without it. If it
+// fails on one rank alone, that rank waits in the agreement and the others wait in NCCL until the
+// watchdog ends both. That rank's error says why NCCL failed.
 void NcclBuffers::register_buffer(Buffer& buffer) {
   const NcclWatchdog::ShortLimit limit(watchdog_, kLongestRegistration, kAdvice);
   const nccl::Result result = register_with_nccl(buffer);
@@ -257,8 +257,8 @@ nccl::Result NcclBuffers::register_window(Buffer& buffer) {
   return result;
 }
 
-// Returns whether the memory may be freed. If NCCL still knows the buffer, it would take another
-// one at the same address for it. A communicator that has failed is used no more.
+// Returns whether the memory may be freed. If NCCL still knows the buffer, NCCL would mistake
+// another one at the same address for it. A communicator that has failed is used no more.
 bool NcclBuffers::deregister(const Buffer& buffer) {
   registered_ -= buffer.is_registered() ? 1 : 0;
   if (watchdog_.has_failed() || !buffer.is_registered()) {

@@ -7,8 +7,8 @@
 // buffer when its own garbage collector does, on any thread, and users hold shards and gradients as
 // long as they like. So freeing a buffer only puts it on a list. When ranks are together next, to
 // allocate, they deregister and free the buffers that are on the lists of all ranks, in the order
-// in which they were made. Closing the communicator deregisters all others, and they are mere
-// memory from then on.
+// in which they were made. Closing the communicator deregisters all others, and from then on they
+// are memory that NCCL does not know.
 //
 // Where no window is symmetric, order does not matter, so inputs and outputs are freed at once.
 // Shards and gradients still wait: any thread may free them, and calls of NCCL for one communicator
@@ -34,8 +34,8 @@ namespace fsdp {
 
 class NcclBuffers {
  public:
-  // Returns what all ranks pass, one rank after the other. All ranks call it together, with equally
-  // many numbers. Errors call it `what`.
+  // Returns the numbers of all ranks, one rank after the other. All ranks call it together and pass
+  // equally many. Errors name the exchange `what`.
   using Exchange = std::function<std::vector<std::uint64_t>(std::vector<std::uint64_t> mine,
                                                             const std::string& what)>;
   // For calls whose caller cannot handle an error; `what` is what NCCL could not do.
@@ -48,11 +48,11 @@ class NcclBuffers {
   NcclBuffers(const NcclBuffers&) = delete;
   NcclBuffers& operator=(const NcclBuffers&) = delete;
 
-  // Frees what no rank holds any more, and allocates. All ranks call this together. If one of them
-  // cannot allocate, it throws Error on all. The memory may outlive this object.
+  // Frees buffers that no rank holds any more, and allocates. All ranks call this together. If one
+  // of them cannot allocate, it throws Error on all. The memory may outlive this object.
   std::shared_ptr<void> allocate(std::size_t bytes, BufferUse use);
 
-  // Whether buffers can be registered, as far as is known: not once a rank has failed to.
+  // Whether buffers can be registered. It is false after a rank has failed to register one.
   bool can_register() const {
     return !cannot_register_ && api_.registration() != std::string("none");
   }

@@ -10,7 +10,7 @@
 
 namespace fsdp::nccl {
 
-// The asynchronous error of a communicator; kInProgress if its last call is not done.
+// Returns the asynchronous error of a communicator; kInProgress if its last call is not done.
 Result poll(const Api& api, Comm comm);
 
 // Waits for a call that has returned `result`, and returns its final result. With
@@ -21,9 +21,9 @@ Result finish(const std::function<Result()>& poll, Result result,
 // The same, however long it takes.
 Result finish(const Api& api, Comm comm, Result result);
 
-// Returns what makes the device current for the thread that calls it. Threads that call NCCL or
-// CUDA do that first, or device 0 would get a context. If the device has failed, it does nothing,
-// and the next call says so.
+// Returns a function that makes the device current for the thread that calls it. A new thread calls
+// it before it calls NCCL or CUDA, or device 0 would get a context. If the device has failed, the
+// function does nothing, and the thread's next call fails.
 std::function<void()> selector_of(const Device& device);
 
 // Runs the call on a thread of its own, after `select`. The thread goes on for as long as it takes.

@@ -144,8 +144,8 @@ void NcclWatchdog::revoke() {
   }
 }
 
-// Returns whether the communicator has to be aborted after it was revoked. It does so once. The
-// caller holds the lock.
+// Returns whether the communicator has to be aborted after it was revoked. It returns true only
+// once. The caller holds the lock.
 bool NcclWatchdog::take_abort(bool a_call_blocks) {
   if (!revoked_.valid() ||
       revoked_.wait_for(std::chrono::seconds(0)) != std::future_status::ready) {

@@ -5,12 +5,13 @@
 // polls NCCL's asynchronous error and the events behind the newest collectives. On an error or a
 // timeout it revokes the communicator (or aborts it, where NCCL cannot revoke), which ends the
 // kernels that wait for peers. Revoking sets NCCL's abort flag, waits for NCCL's own streams and
-// threads, and resets the flag. So a call that makes connections may miss it: if one still blocks
-// at a poll after that, the watchdog aborts the revoked communicator. That frees it under the call,
-// for which NCCL has no better way. Both run on threads of their own, since they may never return.
-// While they do not, the flag stays set, and nothing more can be done. The watchdog prints the
-// reason on stderr, and every later call throws. Results computed since then must not be used, so
-// the optimizer's step checks, too.
+// threads, and resets the flag. So a call that makes connections may miss the flag. If such a call
+// still blocks at a later poll, the watchdog aborts the revoked communicator. That frees it while
+// the call uses it, but NCCL has no better way to end the call. Revoking and aborting run on
+// threads of their own, since they may never return. Until they return, nothing more can be done.
+//
+// The watchdog prints the reason on stderr, and every later call throws. Results computed since
+// then must not be used, so the optimizer's step checks, too.
 #pragma once
 
 #include <array>
@@ -82,12 +83,12 @@ class NcclWatchdog {
   std::string with_flight_record(const std::string& reason);
 
   // Revokes or aborts the communicator, and prints nothing. Only the first call has an effect. It
-  // waits a moment for NCCL.
+  // waits for NCCL for a few seconds only.
   void abort(const std::string& reason);
   bool has_failed() const { return failed_; }
 
-  // The final result of a call on the communicator that has returned `result`; kInProgress if the
-  // communicator has failed meanwhile. See nccl::finish.
+  // Waits for a call on the communicator that has returned `result`, and returns its final result;
+  // kInProgress if the communicator has failed meanwhile. See nccl::finish.
   nccl::Result finish(nccl::Result result);
   std::string error();  // the reason; empty if nothing has failed
 
@@ -142,7 +143,7 @@ class NcclWatchdog {
 
   std::mutex mutex_;  // guards what follows
   Limit limit_;
-  std::shared_future<nccl::Result> revoked_;  // of revoking; invalid before it and after aborting
+  std::shared_future<nccl::Result> revoked_;  // invalid before revoking and after aborting
   std::condition_variable stop_;
   bool stopping_ = false;
   std::string error_;

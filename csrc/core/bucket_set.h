@@ -36,9 +36,9 @@ class BucketSet {
   // The ranks compare the next partition even if they have compared one before.
   void invalidate_comparison() { compared_ = Compared::Nothing; }
 
-  // Updates the buckets and plans their memory. A later call does so if a unit uses a slot of the
-  // ring now (the user has unsharded it). A later call forms other buckets if one of these has
-  // accumulated gradients.
+  // Updates the buckets and plans their memory. If a unit uses a slot of the ring now (the user has
+  // unsharded it), a later call does so. If a bucket has accumulated gradients, a later call forms
+  // the new buckets.
   void update(const ForwardOrder& order, Gatherer& gatherer, Reducer& reducer);
   // Forms the buckets without planning their memory.
   void form(const ForwardOrder& order, Reducer& reducer) { form(partition(order), reducer); }

@@ -119,11 +119,11 @@ class Pipeline {
   // the middle of an iteration, too. All ranks call it, because it may add a gather.
   void forget(int unit);
   // Call it after an exception in forward or backward. It waits for work in flight and reshards
-  // every unit. If backward has failed, it drops gradients that are not reduced, because some may
-  // be in part of the backward that failed. A forward has put nothing there, so they stay after
-  // that. begin_forward calls it if the last iteration did not end.
+  // every unit. After a failed backward it drops gradients that are not reduced, because they may
+  // include a part of that backward's. After a failed forward they stay, because a forward adds no
+  // gradients. begin_forward calls it if the last iteration did not end.
   void recover();
-  // The same, but drops these gradients in any case.
+  // Does the same, but drops these gradients in any case.
   void reset_iteration();
   // Whether recover() would drop gradients of backwards before the one that failed.
   bool loses_gradients() const {
@@ -162,16 +162,18 @@ class Pipeline {
   const Unit& unit(int number) const { return *units_.at(static_cast<std::size_t>(number)); }
   // Forms the buckets if there are none. Otherwise the first iteration forms them.
   void form_buckets();
-  // Forms the buckets and plans their memory, as the next forward would, if that is to be done.
+  // Forms the buckets and plans their memory if the next forward would.
   void update_buckets();
 
   // - Gradients that backwards without gradient sync have accumulated, between passes.
-  // Waits for the packing. Empty before buckets are formed, and if the unit has no gradient.
+  // Waits for the packing. Empty before buckets are formed, and if the bucket has accumulated
+  // nothing.
   std::vector<Reducer::AccumulatedPart> accumulated_parts(int unit);
-  // Whether each trainable parameter of the unit has some on this rank.
+  // For each trainable parameter of the unit, whether it has such gradients on this rank.
   std::vector<char> has_accumulated(int unit) const;
-  // The caller writes such gradients of the trainable parameters with `has` into the parts of the
-  // unit, which are zero if its bucket has accumulated nothing. All ranks call it.
+  // Lets the trainable parameters with `has` have such gradients. The caller then writes them into
+  // accumulated_parts(). If the bucket had accumulated nothing, these parts are zero before. All
+  // ranks call it.
   void set_accumulated(int unit, const std::vector<char>& has);
   const Bucket& bucket_of(int unit) const;
   // Empty until buckets are formed.

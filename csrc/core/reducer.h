@@ -39,8 +39,8 @@
 // bucket may differ: some synchronise and some accumulate, or they divide by different factors.
 // Each set of units with equal settings is then reduced or accumulated separately. A message of the
 // bucket carries zeros, or what they have accumulated, for its other units. These keep their
-// accumulated gradients. What was accumulated before a unit's scale changes is multiplied then
-// (TorchRoot::set_gradient_scales), so the last scale holds for the whole sum.
+// accumulated gradients. When a unit's scale changes, TorchRoot::set_gradient_scales also scales
+// what the unit has accumulated, so the last scale holds for the whole sum.
 //
 // Note [NaN and Inf]
 // Packing marks each parameter whose own gradient, before it is reduced, has NaN or Inf. The mark
@@ -101,8 +101,8 @@ class Reducer {
   void discard(Bucket& bucket);
 
   // - Gradients that backwards without gradient sync have accumulated.
-  // A part of what a unit has accumulated. Each rank's elements lie `stride` elements behind those
-  // of the rank before it.
+  // A part of a unit's accumulated gradients. Each rank's elements lie `stride` elements behind
+  // those of the rank before it.
   struct AccumulatedPart {
     void* first = nullptr;
     std::int64_t numel = 0;  // of one rank
@@ -110,13 +110,13 @@ class Reducer {
   };
   // The parts of the unit's segments, in order.
   static std::vector<AccumulatedPart> accumulated_parts(const Bucket& bucket, const Unit& unit);
-  // Makes zeros what the bucket has accumulated, unless it has accumulated something.
+  // If the bucket has accumulated nothing, lets it have accumulated zeros.
   void begin_accumulating(Bucket& bucket);
-  // Trainable parameter i of the unit has accumulated gradients that the caller has written.
+  // Notes that trainable parameter i of the unit has accumulated gradients. The caller writes them.
   void set_accumulated(Bucket& bucket, const Unit& unit, std::size_t i);
   // Whether trainable parameter i of the unit has accumulated gradients.
   static bool has_accumulated(const Bucket& bucket, const Unit& unit, std::size_t i);
-  // A backward begins.
+  // Lets has_accumulated_before tell the gradients of the backward that begins from earlier ones.
   void begin_backward() { first_packing_ = packings_ + 1; }
   // Whether there are accumulated gradients of backwards before the last one.
   bool has_accumulated_before(const std::vector<std::unique_ptr<Bucket>>& buckets) const;

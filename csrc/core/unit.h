@@ -147,7 +147,8 @@ struct Unit : UnitConfig {
   std::size_t arrived_count = 0;
   std::vector<char> used;   // of each trainable parameter: reduced a gradient of this rank
   bool is_reduced = false;  // in this backward
-  // On all ranks, backwards without gradient sync have reached it since its last reduction.
+  // Whether backwards without gradient sync have reached the unit since its last reduction. It is
+  // the same on all ranks.
   bool awaits_reduction = false;
   // Note [NaN and Inf] in core/reducer.h.
   std::uint64_t* nonfinite_marks = nullptr;  // on the device
@@ -172,7 +173,8 @@ struct Unit : UnitConfig {
            (sends_zeros && requires_gradient_sync && !is_reduced && !arrived.empty());
   }
 
-  // This backward has reached it, on all ranks, and leaves its gradients unreduced.
+  // Whether this backward has reached the unit and leaves its gradients unreduced. It is the same
+  // on all ranks.
   bool leaves_gradients() const {
     return sends_zeros && !requires_gradient_sync && !arrived.empty();
   }

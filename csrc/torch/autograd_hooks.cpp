@@ -63,7 +63,7 @@ struct GradientHook final : torch::autograd::PostAccumulateGradHook {
   std::size_t trainable;
 };
 
-// Each input has a node of its own, because PyTorch wants views to be the first output of a node.
+// Each input has a node of its own, because PyTorch needs a view to be the first output of a node.
 struct InputNode : Node {
   variable_list apply(variable_list&& gradients) override { return std::move(gradients); }
   std::string name() const override { return "FsdpInput"; }
@@ -132,7 +132,8 @@ NodePtr make_input_node(Edge next) {
   return node;
 }
 
-// A view of the tensor, so that in-place changes of the one change the other, and its history.
+// Returns a view of the tensor that is an output of the node. An in-place change of either changes
+// the values and the history of the other.
 at::Tensor view_of(const at::Tensor& tensor, const NodePtr& node) {
   at::Tensor data;
   {
@@ -146,8 +147,8 @@ at::Tensor view_of(const at::Tensor& tensor, const NodePtr& node) {
   return view;
 }
 
-// Whether the tensor, an output of the node, is not that any more. PyTorch gives a view whose base
-// has changed its new node when it is asked for.
+// Whether the tensor is no longer an output of the node. If the base of a view has changed, PyTorch
+// makes the view's new node only when someone asks for it.
 bool has_new_history(const at::Tensor& tensor, const Node* node) {
   const auto* view = torch::autograd::impl::get_view_autograd_meta(tensor);
   const bool is_stale =
@@ -155,7 +156,7 @@ bool has_new_history(const at::Tensor& tensor, const Node* node) {
   return is_stale || torch::autograd::impl::grad_fn_unsafe(tensor) != node;
 }
 
-// PyTorch raises when the tensor is used again after it has changed.
+// Whether PyTorch raises if the tensor is used after an in-place change.
 bool is_forbidden_to_change(const at::Tensor& tensor) {
   const auto* view = torch::autograd::impl::get_view_autograd_meta(tensor);
   return view != nullptr && view->get_creation_meta() != torch::autograd::CreationMeta::DEFAULT;
@@ -240,8 +241,8 @@ void add_pre_backward_hook(const at::Tensor& output, const std::shared_ptr<Backw
     return;
   }
   // An in-place change of a view replaces the view's node but keeps its base's node in the graph,
-  // so the base's node gets a hook, too. If the base is older than the call, it is an input's, and
-  // backward reaches it when it has passed the unit.
+  // so the base's node gets a hook, too. If the node is older than the call, it is an input's, and
+  // backward reaches it only after it has passed the unit.
   if (output.is_view() && output._base().requires_grad() && !output._base().is_leaf()) {
     const auto& node = output._base().grad_fn();
     if (node->sequence_nr() >= first_node) {

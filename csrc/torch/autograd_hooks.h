@@ -11,17 +11,18 @@
 // Afterwards, a graph that is kept, such as by a loss, keeps nothing else.
 //
 // Note [inputs]
-// A unit gets the tensors of its caller, so whatever it does to them, such as an in-place change,
-// is what it is without sharding. While its forward runs, autograd takes each of them for an output
-// of the PostBackwardNode, which passes gradients on to where they went before. When forward has
-// ended, the tensor has its own history again: other users of it do not delay the node, and hooks
-// and torch.autograd.grad see the whole gradient. Hooks that forward registered move along. A
-// tensor that forward changed in place keeps its new history, in which the node is, and counts as
-// an output.
+// A unit gets its caller's own tensors, so an in-place change has the same effect as without
+// sharding. While the unit's forward runs, each of these tensors is an output of the
+// PostBackwardNode. The node passes gradients on to where they went before. When forward has ended,
+// the tensor has its own history again: other uses of it do not delay the node, and hooks and
+// torch.autograd.grad see the whole gradient. Hooks that forward has registered move to the
+// tensor's own node. A tensor that forward has changed in place keeps its new history, which
+// includes the PostBackwardNode, and counts as an output.
 //
-// A leaf cannot be the output of a node, so it has none. If all inputs are leaves, backward has
-// passed the unit when it reaches an earlier one, or ends. An input that is returned as it is has
-// to tell when backward reaches the unit, so the caller gets a view of it.
+// A leaf cannot be the output of a node, so no node is in front of it. If all inputs are leaves,
+// backward has passed the unit when it reaches an earlier unit, or ends. If forward returns an
+// input as it is, the caller gets a view of it, and the view's node tells when backward reaches the
+// unit.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -94,9 +95,9 @@ class InputWatch {
 
   // Forward has ended.
   void end();
-  // After end():
+  // After end(): the inputs that forward has changed in place, and may be used again.
   std::vector<at::Tensor> changed() const;
-  // What the caller has to get in place of the output.
+  // After end(): the tensor that the caller gets in place of an output.
   at::Tensor output_for(const at::Tensor& tensor) const;
 
  private:

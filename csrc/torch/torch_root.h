@@ -58,16 +58,16 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   // "forward" or "backward" if one runs and has not failed, and otherwise "idle".
   const char* phase() const;
   void reset_iteration();
-  // If a forward or backward has failed, drops what it has left. Warns if gradients are lost that
-  // the user may expect to be there.
+  // Cleans up if a forward or backward has failed: Pipeline::recover. Warns if gradients of earlier
+  // backwards are lost.
   void recover();
-  // What backwards without gradient sync have accumulated of a unit, between passes: views of one
-  // row for each rank, which make the ranks' segments of the unit's layout if they are put side by
-  // side. Empty if there is nothing.
+  // Returns views of the gradients that backwards without gradient sync have accumulated for a
+  // unit, between passes. Each has one row for each rank. Side by side, the rows of a rank are its
+  // segment of the unit's layout. Empty if there are no such gradients.
   std::vector<at::Tensor> accumulated(int unit);
-  // A change of the first scale also scales what was accumulated with another one.
+  // If the pack scale changes, this also scales what the unit has accumulated.
   void set_gradient_scales(int unit, double pack_scale, double reduce_scale);
-  // Reduces the gradients that backwards without synchronisation have accumulated. For callers that
+  // Reduces the gradients that backwards without gradient sync have accumulated. For callers that
   // do not know before a backward that it is the last.
   void reduce_accumulated();
   void unshard(int unit);

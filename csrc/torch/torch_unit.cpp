@@ -73,7 +73,6 @@ void allow_access(Storage& storage, std::size_t bytes) {
   storage.set_nbytes(bytes);
 }
 
-// Whether a parameter's gradient settings are other ones than when its unit was made.
 c10::intrusive_ptr<c10::StorageImpl> empty_storage(at::Device device) {
   return c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(),
                                                /*size_bytes=*/0, at::DataPtr(nullptr, device),

@@ -32,8 +32,8 @@
 // A parameter may be frozen while backwards without gradient sync have accumulated gradients of it.
 // As in FSDP2 and in a model that is not sharded, the next reduction includes them. So it stays in
 // the unit's layout as one that is trained, but forward and backward see a frozen one. The unit is
-// made anew after that reduction. This is decided by Unit::awaits_reduction, which is the same on
-// all ranks, because the layouts of all ranks have to be.
+// made anew after that reduction. Unit::awaits_reduction decides this. It is the same on all ranks,
+// because their layouts have to be the same.
 //
 // Note [double backward]
 // A backward with create_graph=True makes a graph that reads the parameters again, and no hook runs
@@ -153,7 +153,7 @@ class TorchUnit final : public UnitPort,
   void adopt_gradients();
   // Runs users' hooks on the sharded parameters that got a gradient in this backward.
   void run_post_accumulate_hooks();
-  // What a user has frozen or unfrozen while it was unsharded is so when it is sharded, too, and
+  // Freezes and unfreezes sharded parameters as the user has done it with the unsharded ones, and
   // the other way round.
   void carry_gradient_settings();
   // Whether a parameter was frozen, unfrozen or given a grad_dtype since the unit was made, or the
@@ -232,7 +232,7 @@ class TorchUnit final : public UnitPort,
   bool has_flat_ = false;
   std::vector<std::size_t> trainable_;  // parameter of each trainable index
   std::vector<char> got_gradient_;      // in this backward, of each trainable index
-  // Of each parameter, sharded and unsharded, when the two were the same last.
+  // Of each parameter, as it was when the sharded and the unsharded one last agreed.
   std::vector<char> requires_grad_;
   std::vector<ModuleAttribute> attributes_;
   bool unsharded_registered_ = false;

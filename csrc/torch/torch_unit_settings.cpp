@@ -18,6 +18,7 @@ std::optional<DType> grad_dtype_of(const at::Tensor& parameter) {
   return is_set ? std::make_optional(to_dtype(*asked)) : std::nullopt;
 }
 
+// Whether a parameter's gradient settings differ from those when its unit was made.
 bool differs(const at::Tensor& parameter, bool trainable, std::optional<DType> grad_dtype) {
   return parameter.requires_grad() != trainable ||
          (trainable && grad_dtype_of(parameter) != grad_dtype);
