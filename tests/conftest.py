@@ -17,7 +17,6 @@ pytest.register_assert_rewrite("support.parity", "support.fsdp1_parity", "suppor
 # for another torch.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-
 # On some processors, MKL's products depend on where their operands begin in memory, and tests
 # compare systems that place parameters differently. The processes of ranks inherit this.
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")

@@ -99,14 +99,16 @@ def test_the_limits_of_a_part_add_up_to_less_than_nine_minutes(
 
 
 @PARTS
-def test_no_two_steps_of_a_part_have_one_name(gpu_check: ModuleType, part: str) -> None:
+def test_steps_have_names_of_their_own_and_need_only_earlier_ones(
+    gpu_check: ModuleType, part: str
+) -> None:
     steps = gpu_check.steps("9.0", part)
     assert len({step.name for step in steps}) == len(steps)
     for number, step in enumerate(steps):
         assert step.needs in {"", *(before.name for before in steps[:number] if before.of_machine)}
 
 
-def test_tests_of_times_run_alone_on_the_gpu(gpu_check: ModuleType) -> None:
+def test_timed_tests_run_alone_on_the_gpu(gpu_check: ModuleType) -> None:
     steps = {step.name: step.command for step in gpu_check.steps("9.0", "build")}
     timed = [part for part in steps["timed tests"] if part.endswith(".py")]
     assert "-n" not in steps["timed tests"]
@@ -115,7 +117,7 @@ def test_tests_of_times_run_alone_on_the_gpu(gpu_check: ModuleType) -> None:
         assert steps["tests"][steps["tests"].index(test) - 1] == "--ignore"
 
 
-def test_tests_one_at_a_time_are_noted(
+def test_the_table_notes_that_tests_run_one_at_a_time(
     gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for found, noted in ((object(), False), (None, True)):
@@ -136,7 +138,7 @@ def test_spare_time_goes_to_the_steps_that_may_take_it(gpu_check: ModuleType) ->
     assert gpu_check.limit_of(step(60, True), later, 30.0) == 30
 
 
-def test_what_the_machine_cannot_do_is_not_held_against_the_code(
+def test_failures_of_the_machine_are_told_from_those_of_fsdp_ext(
     gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
 ) -> None:
     def step(name: str, code: str, **options: Any) -> Any:

@@ -24,7 +24,7 @@ def variable_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
 def order_launches(
     monkeypatch: pytest.MonkeyPatch, processors: int, *sizes: int, used: bool = False
 ) -> str | None:
-    """Return the variable after a GPU of so many multiprocessors has been looked at."""
+    """Call it for a GPU of so many multiprocessors; return the variable."""
     properties = SimpleNamespace(multi_processor_count=processors)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(lanes, "has_used_nccl", lambda device: used)
@@ -53,7 +53,7 @@ def test_more_lanes_and_larger_ones_need_more_multiprocessors(
     assert order_launches(monkeypatch, 108, at_once, blocks) == after
 
 
-def test_an_order_that_may_come_too_late_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warning_says_if_the_order_may_come_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     message = "cuda:0 has 16 multiprocessors, too few for 2 NCCL.*has used NCCL before.*Set NCCL_"
     with pytest.warns(UserWarning, match=message):
         assert order_launches(monkeypatch, 16, used=True) == "1"
@@ -66,7 +66,7 @@ def test_an_order_that_may_come_too_late_is_a_warning(monkeypatch: pytest.Monkey
         order_launches(monkeypatch, 132, used=True)
 
 
-def test_lanes_of_gpus_and_groups_that_have_connected_have_used_nccl(
+def test_nccl_is_used_by_lanes_of_gpus_and_groups_that_have_connected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     connected = SimpleNamespace(_is_initialized=lambda: True)

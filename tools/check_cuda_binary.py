@@ -3,15 +3,15 @@
 It reads the binary with cuobjdump and fails unless every kernel is there, kernels that move memory
 load and store 16 bytes at a time, and no kernel spills registers. It compares the machine code with
 the table in tools/cuda_kernels.tsv, and fails if a kernel has become worse. After a change that is
-worth it, `--write` writes the table anew. The table is of one release of nvcc, because another
-release writes other machine code, so a build by another release fails, too. The columns are:
+worth it, `--write` writes the table anew. Each release of nvcc writes other machine code, so the
+table is of one release, and a build by another one fails, too. The columns are:
 
     registers     of a thread. Up to REGISTERS_ALLOWED more are not worse, since `threads` says
                   whether they cost occupancy.
     threads       threads that fit on a multiprocessor at once, given the registers
     instructions  of the whole kernel. Up to INSTRUCTIONS_ALLOWED times as many are not worse.
-    loads         of 16 bytes; they are not compared
-    stores        of 16 bytes; they are not compared
+    loads         of 16 bytes; not compared
+    stores        of 16 bytes; not compared
     in_flight     bytes that a thread loads with 16-byte loads before it stores any
     per_16        instructions of the loop that moves memory, for each 16 bytes that it stores.
                   Paths that run rarely are among them, so it is an upper bound.

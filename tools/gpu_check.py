@@ -1,4 +1,4 @@
-"""Build, test and measure on a machine with one GPU, in three parts of less than nine minutes.
+"""Build, test and measure on a machine with one GPU, in parts of less than nine minutes.
 
     python tools/gpu_check.py --part build|parity|bench|more [--out DIR] [--only STEP ...]
 
@@ -6,19 +6,19 @@ build   describes the machine, tries torch and NCCL without fsdp_ext, and runs k
 parity  trains beside PyTorch's FSDP with ranks that share the card, delays streams, and runs
         sanitizers
 bench   measures
-more    trains what other tests train, if there is time for a fourth call
+more    trains the cases of other tests, if there is time for a fourth call
 
 It uses the installed Python, torch, CuPy and nvcc, and no network. CUDA's tools may also lie in
 $CUDA_HOME/bin or /usr/local/cuda/bin. Every part begins with the build, since each may run on a new
-machine. A wheel for this Python replaces it: $FSDP_WHEEL, or the one in dist/. Each step has a time
-limit, the limits of a part add up to less than nine minutes, and no step begins that cannot end in
-time. Time that earlier steps leave goes to the steps that may need it. After every step the results
-so far are written to <out>/<device>-<part>-<date>.json, and all output to a .log file beside it.
-The folder is $OUT if it is set. A table comes last.
+machine. A wheel for this Python replaces the build: $FSDP_WHEEL, or the one in dist/. Each step has
+a time limit, the limits of a part add up to less than nine minutes, and no step begins that cannot
+end in time. Time that earlier steps leave goes to the steps that may need it. After every step the
+results so far are written to <out>/<device>-<part>-<date>.json, and all output to a .log file
+beside it. The folder is $OUT if it is set. A table comes last.
 
-Some steps try the machine without fsdp_ext, because what fails without fsdp_ext is not its fault.
-Steps that cannot work without them are not run. The exit code is 1 if a step of fsdp_ext failed or
-was late, 3 if only the machine failed, and else 0.
+Some steps try the machine without fsdp_ext. If such a step fails, that is the machine's failure,
+and the steps that need it are not run. The exit code is 1 if a step of fsdp_ext failed or was late,
+3 if only the machine failed, and otherwise 0.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Step:
     json: bool = False  # whether it is a benchmark, which writes its rows with --json
     takes_spare: bool = False  # whether it may also take the time that earlier steps have left
     of_machine: bool = False  # whether it tries the machine without fsdp_ext
-    needs: str = ""  # the step of the machine that has to work before
+    needs: str = ""  # the step of the machine that has to have worked
     note: str = ""  # for the table
 
 
@@ -98,7 +98,9 @@ def build_part() -> list[Step]:
     at_once = ["-n", "4"] if has_xdist else []
     note = "" if has_xdist else "one test at a time, because pytest-xdist is missing"
     return [
-        of_machine("environment", 30),  # before ours, so that a fault of the machine is seen as one
+        of_machine(
+            "environment", 30
+        ),  # before ours, so that a failure of the machine is seen as one
         of_machine("two ranks", 40, "--ranks", "2"),
         Step("describe", [sys.executable, "-m", "fsdp_ext"], 20, {}),
         Step("kernels", [*PYTEST, *kernels], 70, {}),
@@ -157,7 +159,7 @@ def bench_part() -> list[Step]:
         bench("host_overhead", 40, "--quick"),
         bench("overlap", 50, "--quick"),
         bench("memory", 80),
-        # Last, because its ranks share the GPU: it shows that it works, but no times.
+        # Last, because its ranks share the GPU: it shows that collectives work, but no times.
         bench("collectives", 30, "--quick"),
     ]
 

@@ -1,4 +1,4 @@
-"""Try torch and NCCL on GPU 0 without fsdp_ext, so that a machine's fault is not taken for ours.
+"""Try torch and NCCL on GPU 0 without fsdp_ext, to tell failures of the machine from ours.
 
 python tools/gpu_environment.py            multiplies matrices and compares with the host, copies
                                            to and from pinned memory, records a CUDA graph, and
@@ -77,7 +77,7 @@ def run_collectives(device: torch.device, rank: int, ranks: int, store: Path) ->
     )
 
     def attempt(name: str, collective: Callable[[], object], got: list[torch.Tensor]) -> None:
-        print(f"{name} ...", flush=True)  # of a rank that hangs it is the last line
+        print(f"{name} ...", flush=True)  # the last line if the rank hangs
         collective()
         expected = sum(range(1, ranks + 1))
         assert all(value.cpu().eq(expected).all() for value in got), f"{name} is wrong"
@@ -178,8 +178,10 @@ def be_rank(rank: int, ranks: int, device: str, directory: Path) -> None:
 def main() -> int:
     """Try what is asked for; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=1, help="that share the GPU")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="of the ranks")
+    parser.add_argument("--ranks", type=int, default=1, help="how many share the GPU")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda", help="what the ranks use"
+    )
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

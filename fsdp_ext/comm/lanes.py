@@ -402,7 +402,7 @@ def order_launches(device: torch.device, lanes: int = 2, blocks: int = MOST_BLOC
     The communicators of lanes have no order on the device. If there are too few multiprocessors for
     all of them, as with MIG, the gathers of one rank and the reductions of another can wait for
     each other for ever. NCCL 2.26 and newer orders them as the host issues them, if told to before
-    its first launch. What the user has set stays. If NCCL may have launched before, this warns.
+    its first launch. What the user has set stays. A warning says if NCCL may have launched before.
 
     Args:
         device: a GPU.

@@ -75,8 +75,8 @@ class FSDPModule(TorchFSDPModule):
     def reset_iter_state(self) -> None:
         """Reshard all units and drop unreduced gradients, after an iteration that failed.
 
-        The next forward does this by itself, but keeps gradients that were accumulated before a
-        forward failed. The method exists because FSDP2 has it.
+        The next forward does this by itself. But if a forward has failed, it keeps the gradients
+        that were accumulated before. The method exists because FSDP2 has it.
 
         Raises:
             RuntimeError: if this module is not the root.
@@ -136,8 +136,8 @@ class FSDPModule(TorchFSDPModule):
         """Set whether backward reduces gradients, or only accumulates them on each rank.
 
         Args:
-            requires_gradient_sync: False has the effect of FSDP1's ``no_sync``. The value is that
-                of :meth:`set_requires_all_reduce`, too, as in FSDP2.
+            requires_gradient_sync: False has the effect of FSDP1's ``no_sync``. The value is also
+                passed to :meth:`set_requires_all_reduce`, as in FSDP2.
             recurse: set it for all units below, too.
         """
         syncs = requires_gradient_sync
@@ -252,7 +252,7 @@ class FSDPModule(TorchFSDPModule):
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Set the divisor of this unit's summed gradients, instead of the world size.
 
-        It is that of the backward that reduces them, for what was accumulated before, too.
+        A backward that reduces accumulated gradients divides their sum by the factor of that time.
         """
         if not isinstance(factor, (int, float)) or not factor > 0:
             raise ValueError(f"set_gradient_divide_factor got {factor!r}. Pass a positive number.")

@@ -177,7 +177,7 @@ class Root(UnitTree):
             if self.core is not replaced:
                 replaced.retire()  # a graph may own it, and must not run backward through it
             else:
-                self._unreduced = []  # it has them still
+                self._unreduced = []  # the old core stays and has them
         self._put_unreduced()
 
     def _put_unreduced(self) -> None:
@@ -371,7 +371,7 @@ class Root(UnitTree):
         self.core.set_is_last_backward(self.units[0].settings.waits_for_reductions)
 
     def reduce_accumulated(self, *, wait: bool) -> None:
-        """Reduce the gradients that backwards without synchronisation have accumulated.
+        """Reduce the gradients that backwards without gradient sync have accumulated.
 
         Args:
             wait: make the current stream wait for all reductions, earlier ones, too.

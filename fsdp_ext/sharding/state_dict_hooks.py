@@ -52,7 +52,7 @@ def adopt_changes(unit: Unit) -> None:
 def converting(unit: Unit) -> Iterator[None]:
     """Adopt the sharded parameters that the block converts or moves, with their attributes.
 
-    ``Module._apply`` gives parameters that are DTensors the attributes of new ones.
+    ``Module._apply`` swaps a parameter that is a DTensor with a new one that lacks its attributes.
     """
     now = [(place, registered(*place)) for place in unit.places()]
     kept = [(place, dict(vars(param))) for place, param in now if param is not None]

@@ -128,7 +128,7 @@ class ParamGroupView(_View):
         return [ParamView(self._unit, param) for param in self._unit.params]
 
     def post_backward(self) -> None:
-        """Reduce what backwards without synchronisation have accumulated, in the whole model."""
+        """Reduce what backwards without gradient sync have accumulated, in the whole model."""
         if self._unit.root is not None:
             self._unit.root.reduce_accumulated(wait=True)
 

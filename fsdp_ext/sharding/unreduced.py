@@ -1,7 +1,7 @@
 """Moves gradients that are not reduced yet from one C++ side of a root to the next.
 
-Backwards without gradient sync accumulate gradients in the C++ side. It is made anew when
-parameters are unfrozen, replaced or converted, and the gradients follow.
+Backwards without gradient sync accumulate gradients in the C++ side. When parameters are unfrozen,
+replaced or converted, the C++ side is made anew, and the new one takes over the gradients.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from fsdp_ext.sharding.sharded_param import Entry, ShardedParam
 
 @dataclass(frozen=True)
 class Unreduced:
-    """What the backwards without gradient sync have added up for one parameter.
+    """Accumulated gradients of one parameter.
 
     Args:
         param: the parameter.
         chunks: one row for each rank, with the gradient of what that rank has of the parameter.
-        scale: by what the gradients were multiplied.
+        scale: the factor by which the gradients were multiplied.
         is_used: whether this rank has a gradient. Otherwise the chunks are zero.
     """
 
@@ -42,7 +42,7 @@ def take(core: _C.TorchRoot, placed: Sequence[Sequence[Entry]]) -> list[Unreduce
 
     Args:
         core: the C++ side.
-        placed: what each unit's layout has places for there.
+        placed: for each unit, the entries that its layout in ``core`` has places for.
     """
     found = []
     for number, entries in enumerate(placed):
@@ -74,7 +74,7 @@ def put(
 
     Args:
         core: the C++ side.
-        placed: what each unit's layout has places for there.
+        placed: for each unit, the entries that its layout in ``core`` has places for.
         unreduced: what :func:`take` returned for the other one.
     """
     if not unreduced:

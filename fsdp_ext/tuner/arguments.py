@@ -81,9 +81,9 @@ def check_state(model: nn.Module, units: Sequence[Unit]) -> None:
         )
     if root is not None and root.core.has_unreduced():
         raise ValueError(
-            "tune got a model with gradients that are not reduced yet, which its own backwards "
-            "would reduce. Run a backward with set_requires_gradient_sync(True) before, or drop "
-            "them by reset_iter_state()."
+            "tune got a model with gradients that are not reduced yet, and its own backwards would "
+            "reduce them. Run a backward with set_requires_gradient_sync(True) before, or drop "
+            "these gradients with reset_iter_state()."
         )
     if not all(unit.settings.requires_gradient_sync for unit in units):
         raise ValueError(

@@ -26,7 +26,7 @@ struct FakeNccl {
   std::atomic<std::size_t> most_bytes{~std::size_t{0}};  // of one allocation
   std::atomic<int> window_flags{-1};                     // of the last window
   std::atomic<bool> has_windows{true};       // between these ranks; false: they are null
-  std::atomic<bool> gathers_nothing{false};  // as after an abort that NCCL tells nobody about
+  std::atomic<bool> gathers_nothing{false};  // as after an abort that NCCL does not report
   std::atomic<bool> can_revoke{true};
   std::atomic<bool> revoking_ends_calls{true};  // not those that make connections, in 2.28
   std::atomic<bool> revoking_hangs{false};      // and ends no call
@@ -36,7 +36,7 @@ struct FakeNccl {
   std::atomic<int> live_buffers{0};
   std::atomic<int> registered_buffers{0};
   std::atomic<int> overlapping_windows{0};  // that one communicator or another has had already
-  std::atomic<int> misplaced_windows{0};    // whose offset is another on another rank
+  std::atomic<int> misplaced_windows{0};    // whose offsets differ between ranks
   // Of all-gathers and reduce-scatters on windows alone, and of the others.
   std::atomic<int> windowed_gathers{0};
   std::atomic<int> plain_gathers{0};

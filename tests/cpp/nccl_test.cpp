@@ -309,8 +309,8 @@ TEST_F(NcclRanks, AbortACallThatStillBlocksAfterItsCommunicatorIsRevoked) {
   EXPECT_EQ(std::count(calls.begin(), calls.end(), "abort"), 1);
 }
 
-// Nobody waits for it for long.
-TEST_F(NcclRanks, GoOnIfRevokingHangs) {
+// Revoking runs on a thread of its own, so the error is there all the same.
+TEST_F(NcclRanks, FailInTimeIfRevokingHangs) {
   fake().revoking_hangs = true;
   left_behind_ = 1;
   run_ranks(
@@ -437,7 +437,7 @@ TEST_F(NcclRanks, LetBuffersOutliveThem) {
   EXPECT_EQ(fake().live_buffers, 0);
 }
 
-// Where no window is symmetric.
+// It does not where no window is symmetric.
 TEST_F(NcclRanks, FreeInputsAndOutputsAtOnceIfTheOrderDoesNotMatter) {
   run_ranks(2, [](Rank rank) {
     auto output = rank.gather.allocate(rank.device, 64, BufferUse::Output);
@@ -450,7 +450,7 @@ TEST_F(NcclRanks, FreeInputsAndOutputsAtOnceIfTheOrderDoesNotMatter) {
   EXPECT_EQ(fake().live_buffers, 0);
 }
 
-// See Note [order of windows]. The fake counts windows that differ in their offsets.
+// See Note [order of windows]. The fake counts windows whose offsets differ between ranks.
 TEST_F(NcclRanks, FreeBuffersInOneOrder) {
   api_.version = 23007;
   run_ranks(2, [](Rank rank) {
@@ -522,7 +522,7 @@ TEST_F(NcclRanks, NoneUsesARegistrationThatFailsOnOne) {
   EXPECT_EQ(messages, (std::vector<std::string>(2, kNothingThrown)));
 }
 
-// The other rank waits in NCCL. The first one fails as soon as it does.
+// Rank 0 fails in NCCL, and rank 1 waits there. Then both errors say what to set.
 TEST_F(NcclRanks, SayHowToGoOnIfRegistrationFailsOnOneRankAlone) {
   fake().register_fails_on_rank = 0;
   fake().others_wait_for_failed = true;
@@ -541,8 +541,8 @@ TEST_F(NcclRanks, SayHowToGoOnIfRegistrationFailsOnOneRankAlone) {
   }
 }
 
-// NCCL_COMM_BLOCKING=0 in the environment
-TEST_F(NcclRanks, TrainOverCommunicatorsThatNeverBlock) {
+// NCCL makes such communicators if NCCL_COMM_BLOCKING=0 is in the environment.
+TEST_F(NcclRanks, RegisterBuffersOfCommunicatorsThatNeverBlock) {
   fake().never_blocks = true;
   fake().polls_in_progress = 20;
   const auto messages = run_ranks(2, [](Rank rank) {
@@ -568,7 +568,7 @@ TEST_F(NcclRanks, UseTheDevicesMemoryWithoutRegistration) {
   EXPECT_EQ(std::count(calls.begin(), calls.end(), "window"), 0);
 }
 
-// NCCL from 2.29 on, between ranks that cannot read each other's memory.
+// NCCL 2.29 and newer makes no windows between ranks that cannot read each other's memory.
 TEST_F(NcclRanks, RegisterBuffersForTheNetworkWhereThereAreNoWindows) {
   fake().has_windows = false;
   run_ranks(2, [](Rank rank) {

@@ -15,12 +15,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests of this directory on machines that cannot run them.
 
     Raises:
-        pytest.UsageError: instead of that, if FSDP_EXT_TEST_NEEDS_GPU=1.
+        pytest.UsageError: if FSDP_EXT_TEST_NEEDS_GPU=1 and the machine cannot run them.
     """
     if HAS_GPU:
         return
     if os.environ.get("FSDP_EXT_TEST_NEEDS_GPU") == "1":
-        raise pytest.UsageError("this run needs a CUDA build and a GPU, and one of them is missing")
+        raise pytest.UsageError(
+            "FSDP_EXT_TEST_NEEDS_GPU=1 needs a CUDA build and a GPU, and one of them is missing. "
+            "Unset the variable to skip these tests."
+        )
     reason = "needs a CUDA build and a GPU: `make gpu-check` runs it where they are"
     for item in items:
         if HERE in item.path.parents:

@@ -1,6 +1,6 @@
 """Cases of other tests train on a GPU as they do unsharded and under FSDP2, on two ranks.
 
-No test here is needed for the parts of ``make gpu-check`` that come first: PART=more runs it.
+Only ``make gpu-check PART=more`` runs these tests. The other parts do without them.
 """
 
 from __future__ import annotations

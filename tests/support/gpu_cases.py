@@ -30,10 +30,11 @@ def train_cases(
     """Compare the cases with FSDP2 and the unsharded model, and return NCCL's log of each rank.
 
     Args:
-        cases: those to train. No two have one fact.
+        cases: those to train, each with a fact of its own.
         world_size: number of ranks.
         direct_bytes: parameters at least this large are gathered directly.
-        directory: an empty folder. What is known of a call that fails or is late is printed.
+        directory: an empty folder for the outcomes of each rank. They are printed at the end, even
+            if the call fails or is late.
         timeout: seconds for all cases together.
     """
     try:
@@ -64,7 +65,8 @@ def _compare(
     """Return the failures by case, and NCCL's log. A file in the directory has the outcomes."""
     torch.backends.cudnn.deterministic = True
     fsdp_ext.sharding.param_group.DIRECT_BYTES = direct_bytes
-    # If a case has failed on one rank alone, its peer does not come. Then the call ends early.
+    # If a case fails on one rank alone, its peer hangs in the case. Then this group's timeout ends
+    # the call early.
     together = dist.new_group(backend="gloo", timeout=timedelta(seconds=15))
     failures = {}
     with (Path(directory) / f"rank{dist.get_rank()}").open("w") as outcomes:

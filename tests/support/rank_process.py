@@ -28,7 +28,7 @@ from support.isolation import ProcessState
 
 # For the stacks of a rank whose time is up, and for a dead rank's exit code. Then it is killed.
 GRACE_S = 15.0
-# A collective that hangs on a GPU is named by fsdp_ext's own watchdog, while the call still runs.
+# fsdp_ext's watchdog names a collective that hangs on a GPU after this time, before the call ends.
 GPU_COLLECTIVE_S = 30.0
 
 
@@ -94,7 +94,7 @@ def _store_of(place: Place) -> dist.Store:
 
 def _answer(place: Place, call: Call, store: dist.Store) -> tuple[str, bytes]:
     """Return ("result", the pickled result) or ("error", the traceback)."""
-    # On the CPU longer than ours, which says more.
+    # On the CPU it is longer than the call's own timeout, whose error says more.
     timeout_s = 2 * call.timeout_s + 60 if place.device == "cpu" else GPU_COLLECTIVE_S
     try:
         dist.init_process_group(
