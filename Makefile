@@ -248,7 +248,7 @@ translated-kernels: $(CUDA_VENV)/.ready  ## run the kernels that nvcc compiled, 
 
 # It uses what is installed: no environment of its own, no network.
 .PHONY: gpu-check
-gpu-check:  ## on a machine with one GPU, in three calls of nine minutes: PART=build, parity, bench, and more if there is time
+gpu-check:  ## on a machine with one GPU, in calls of nine minutes: PART=build, parity, bench, more
 	"$(PYTHON)" tools/gpu_check.py --part $(PART) $(GPU_CHECK_ARGS)
 
 # Wheels for users without a compiler: WHEELS_ARGS="--python 3.12 --torch 2.11 --kind cu130".
