@@ -334,7 +334,7 @@ TEST_F(NcclRanks, FailInTimeIfRevokingHangs) {
 
 // The collective is launched, but its stream does not reach it. Only the watchdog notices.
 TEST_F(NcclRanks, AbortACollectiveThatDoesNotEnd) {
-  fake().can_revoke = false;  // as NCCL before 2.28, so the watchdog aborts
+  fake().can_revoke = false;  // as NCCL before 2.28.7, so the watchdog aborts
   run_ranks(
       1,
       [](Rank rank) {
