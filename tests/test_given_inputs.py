@@ -22,6 +22,7 @@ from support.models import DIM, Mlp, Stack
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
 
 from fsdp_ext import fully_shard
 
@@ -108,8 +109,9 @@ def _given(kind: Callable[[Any], Any], casts: bool, wrap: Wrap) -> tuple[Reads, 
     if not (casts and CAST[kind]) and kind is not Frozen:
         assert type(module.arrived) is type(given)
     assert x.grad is not None
-    grads = [param.grad for param in wrapped.parameters()]
-    return module, [x.grad, *(grad.full_tensor() for grad in grads if hasattr(grad, "full_tensor"))]
+    grads = [param.grad for param in wrapped.parameters() if param.grad is not None]
+    whole = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
+    return module, [x.grad, torch.cat([grad.flatten() for grad in whole])]
 
 
 def _mappings() -> None:
@@ -120,7 +122,7 @@ def _mappings() -> None:
                 reference, expected = _given(kind, casts, torchs)
                 assert module.dtype == (BF16 if casts and is_cast else torch.float32)
                 assert module.dtype == reference.dtype or kind is UserDict
-                for grad, want in zip(grads, expected, strict=False):  # FSDP1's are not DTensors
+                for grad, want in zip(grads, expected, strict=True):
                     assert torch.equal(grad, want)
 
 

@@ -173,7 +173,7 @@ def go_on(model: Any, then: Callable[[Any], object]) -> None:
 
 
 def _failed_backwards() -> None:
-    lost = r"dropped with its own\. Run all micro-batches of this step again\."
+    lost = r"had accumulated were dropped\. Run all micro-batches of this step again\."
     for then in (torch.nn.Module.train, unshard, freeze):
         model = sharded()
         run_backward(model, 1)

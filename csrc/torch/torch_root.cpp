@@ -22,9 +22,9 @@ namespace {
 
 void warn_of_lost_gradients() {
   if (PyErr_WarnEx(PyExc_UserWarning,
-                   "A backward ended in an exception. The gradients that backwards without "
-                   "gradient synchronisation had accumulated before it were dropped with its own. "
-                   "Run all micro-batches of this step again.",
+                   "A backward ended in an exception, so the gradients that earlier backwards "
+                   "without gradient sync had accumulated were dropped. Run all micro-batches of "
+                   "this step again.",
                    1) != 0) {
     throw py::error_already_set();
   }
@@ -308,6 +308,11 @@ void TorchRoot::set_gradient_scales(int unit, double pack_scale, double reduce_s
   if (pack_scale == before) {
     return;
   }
+  const std::vector<char> has = pipeline_->has_accumulated(unit);
+  FSDP_CHECK(pipeline_->is_between_passes() || std::find(has.begin(), has.end(), 1) == has.end(),
+             "set_gradient_divide_factor was called on unit '", pipeline_->unit(unit).name,
+             "', which has accumulated gradients, while forward or backward runs. Call it before "
+             "or after.");
   const at::NoGradGuard no_grad;
   for (at::Tensor& part : accumulated(unit)) {
     part.mul_(pack_scale / before);

@@ -46,20 +46,21 @@ void TorchUnit::carry_gradient_settings() {
 
 // See Note [frozen while gradients accumulate].
 bool TorchUnit::has_gradient_setting_changed(bool awaits_reduction) const {
-  const auto is_settled = [&](const at::Tensor& parameter, bool trainable) {
+  const auto is_frozen_until_reduced = [&](const at::Tensor& parameter, bool trainable) {
     return awaits_reduction && trainable && !parameter.requires_grad();
   };
   if (has_flat_) {
     const at::Tensor& flat = THPVariable_Unpack(flat_parameter_.ptr());
     const bool trainable = !trainable_.empty();
-    const bool stays = is_settled(flat, trainable) && !sharded(trainable_[0]).requires_grad();
+    const bool stays =
+        is_frozen_until_reduced(flat, trainable) && !sharded(trainable_[0]).requires_grad();
     return (differs(flat, trainable, std::nullopt) && !stays) ||
            !flat.storage().is_alias_of(tensors_.shard.flat().storage());
   }
   for (std::size_t i = 0; i < sharded_.size(); ++i) {
     const ParamSpec& spec = layout_.params()[i];
     if (!sharded_[i].is_none() && differs(sharded(i), spec.trainable, spec.unsharded_grad_dtype) &&
-        !is_settled(sharded(i), spec.trainable)) {
+        !is_frozen_until_reduced(sharded(i), spec.trainable)) {
       return true;
     }
   }
