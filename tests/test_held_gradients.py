@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from functools import partial
 from typing import Any
@@ -214,3 +215,20 @@ def _are_seen_as_under_fsdp2() -> None:
 
 def test_gradients_between_forward_and_backward_are_those_of_fsdp2() -> None:
     run_ranks(_are_seen_as_under_fsdp2, 1)
+
+
+def _graph() -> None:
+    model = sharded()
+    (model(ones()) - 1).square().mean().backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch warns of the cycle of a gradient and its graph
+        (model(ones()) - 1).square().mean().backward(create_graph=True)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert isinstance(parameter, DTensor)
+        assert torch.equal(parameter.grad.to_local(), gradient.to_local())
+
+
+def test_a_backward_that_makes_a_graph_leaves_gradients_where_users_look() -> None:
+    run_ranks(_graph, 2)

@@ -125,10 +125,7 @@ void Pipeline::end_evaluation() {
 
 void Pipeline::put_away_parameters() {
   for (const auto& unit : units_) {
-    if (unit->state == UnitState::Unsharded && !unit->is_put_away && !unit->is_held) {
-      unit->is_put_away = true;
-      unit->port.show_sharded();
-    }
+    unit->put_away();
   }
 }
 
@@ -375,6 +372,8 @@ void Pipeline::end_backward() try {
     ledger_.close(unit.computing, device_.compute_stream());
     if ((unit.reshard_after_backward && backward_may_reshard_) || unit.is_speculative) {
       gatherer_.reshard(unit);
+    } else if (unit.reshard_after_backward && backward_accumulates_ && !in_forward()) {
+      unit.put_away();
     }
   }
   gatherer_.forget_group_shards();  // another backward may follow an optimizer's step

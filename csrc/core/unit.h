@@ -168,6 +168,14 @@ struct Unit : UnitConfig {
     gradient_sources = recomputations_left + (passes_left > 0 ? 1 : 0);
   }
 
+  // See Note [after an evaluation].
+  void put_away() {
+    if (state == UnitState::Unsharded && !is_put_away && !is_held) {
+      is_put_away = true;
+      port.show_sharded();
+    }
+  }
+
   bool needs_reduction() const {
     return arrived_count > 0 ||
            (sends_zeros && requires_gradient_sync && !is_reduced && !arrived.empty());

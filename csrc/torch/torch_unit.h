@@ -38,7 +38,8 @@
 // Note [double backward]
 // A backward with create_graph=True makes a graph that reads the parameters again, and no hook runs
 // before that. So this backward does not reshard the units that it passes. The next backward
-// without create_graph, or the next forward after an optimizer's step, reshards them.
+// without create_graph, or the next forward after an optimizer's step, reshards them. Until then
+// users see the sharded parameters if this backward has given them gradients.
 #pragma once
 
 #include <ATen/core/Tensor.h>
