@@ -59,6 +59,13 @@ class Changing(Subject):
         return self.head(x)
 
 
+class Grouped(Changing):
+    """Both blocks are one unit."""
+
+    def units(self) -> list[Unit]:
+        return [list(self.blocks)]
+
+
 class ScaledPair(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,6 +150,10 @@ def plain(block: Block, x: Tensor) -> Tensor:
     return block.linear(x) * block.scale
 
 
+def write(block: Block, x: Tensor, results: Tensor) -> None:
+    results[:] = plain(block, x)
+
+
 def view(block: Block, x: Tensor) -> Tensor:
     return plain(block, x).view(-1, 2, DIM // 2)
 
@@ -186,6 +197,24 @@ def used_before(block: Block, x: Tensor) -> Tensor:
 def only_changed(block: Block, x: Tensor) -> Tensor:
     block(x)
     return x
+
+
+def only_changed_copy(block: Block, x: Tensor) -> Tensor:
+    copy = x * 2
+    block(copy)
+    return copy + x
+
+
+def into_buffer(block: Block, x: Tensor) -> Tensor:
+    results = torch.zeros_like(x)
+    block(x, results)
+    return results + x
+
+
+def into_part_of_buffer(block: Block, x: Tensor) -> Tensor:
+    results = torch.zeros(2, *x.shape)
+    block(x, results[1])
+    return results.sum(0) + x
 
 
 def in_containers(block: Block, x: Tensor) -> Tensor:
@@ -280,8 +309,10 @@ def step_with_input_gradients(run: Run, step: int) -> tuple[Tensor, ...]:
     return (loss, *gradients, *(x.grad for x in inputs))
 
 
-def changing(fact: str, forward: Forward, call: Forward, **settings: Any) -> Case:
-    subject = partial(Changing, forward, call)
+def changing(
+    fact: str, forward: Forward, call: Forward, kind: type[Changing] = Changing, **settings: Any
+) -> Case:
+    subject = partial(kind, forward, call)
     return Case(fact, subject, (2,), fsdp2_fails=FSDP2_RAISES, steps=3, **settings)
 
 
@@ -297,6 +328,9 @@ CASES = [
     changing("hooked inside", hook, used_before),
     changing("the changed input alone is used", scale, only_changed),
     changing("a view of it alone is used", change_parts, only_changed),
+    changing("a module of a group changes what the caller uses", scale, only_changed_copy, Grouped),
+    changing("results are written into a buffer", write, into_buffer),
+    changing("results are written into a part of a buffer", write, into_part_of_buffer),
     changing("in a list of dicts", change_item, in_containers),
     changing("a keyword argument", change_keyword, by_keyword),
     changing("a DTensor", change_dtensor, as_dtensor),
@@ -367,3 +401,40 @@ def _errors() -> None:
 
 def test_what_autograd_forbids_raises() -> None:
     run_ranks(_errors, 2)
+
+
+class Probe(nn.Module):
+    """A unit that asks for gradients of its input inside of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.found: list[Tensor | None] = []
+
+    def forward(self, x: Tensor, before: Tensor) -> Tensor:
+        inside = x * 3
+        for y in (inside, before):
+            (found,) = torch.autograd.grad(y.sum(), x, retain_graph=True, allow_unused=True)
+            self.found.append(found)
+        return self.linear(inside)
+
+
+def _probe(shard: Callable[..., Any]) -> list[Tensor | None]:
+    torch.manual_seed(0)
+    probe = Probe()
+    model: Any = shard(nn.ModuleDict({"stem": nn.Linear(DIM, DIM), "probe": shard(probe)}))
+    x = torch.ones(3, DIM, requires_grad=True) * 2
+    model["probe"](x, x * 5).sum().backward()
+    return probe.found
+
+
+def _probes() -> None:
+    for shard in (fully_shard, torch.distributed.fsdp.fully_shard):
+        inside, before = _probe(shard)
+        assert inside is not None
+        assert torch.equal(inside, torch.full((3, DIM), 3.0))
+        assert before is None
+
+
+def test_grad_inside_a_unit_sees_the_unit_alone_as_under_fsdp2() -> None:
+    run_ranks(_probes, 2)

@@ -265,8 +265,16 @@ at::Tensor add_post_backward_node(const at::Tensor& tensor, std::shared_ptr<Back
   return view_of(tensor, node);
 }
 
-InputWatch::InputWatch(const std::vector<at::Tensor>& inputs,
+InputWatch::InputWatch(const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> others,
                        std::shared_ptr<BackwardTarget> target, CallId call) {
+  others_.reserve(others.size());
+  for (at::Tensor& tensor : others) {
+    const Node* node = tensor.requires_grad() ? tensor.grad_fn().get() : nullptr;
+    others_.push_back({std::move(tensor), node});
+  }
+  if (inputs.empty()) {
+    return;
+  }
   const NodePtr node = make_node<PostBackwardNode>(std::move(target), call);
   inputs_.reserve(inputs.size());
   for (const at::Tensor& tensor : inputs) {
@@ -311,6 +319,13 @@ std::vector<at::Tensor> InputWatch::changed() const {
   for (const Input& input : inputs_) {
     if (input.is_changed && !is_forbidden_to_change(input.tensor)) {
       changed.push_back(input.tensor);
+    }
+  }
+  for (const Other& other : others_) {
+    const bool has_history = other.tensor.requires_grad() && !other.tensor.is_leaf();
+    if (has_history && has_new_history(other.tensor, other.node) &&
+        !is_forbidden_to_change(other.tensor)) {
+      changed.push_back(other.tensor);
     }
   }
   return changed;

@@ -19,6 +19,10 @@
 // tensor's own node. A tensor that forward has changed in place keeps its new history, which
 // includes the PostBackwardNode, and counts as an output.
 //
+// Two other kinds of changed inputs count as outputs, too. One needed no gradient before forward
+// wrote into it, such as a buffer for results. The other is an input of a later module of a group.
+// It has no node, because backward has not passed the unit there.
+//
 // A leaf cannot be the output of a node, so no node is in front of it. If all inputs are leaves,
 // backward has passed the unit when it reaches an earlier unit, or ends. If forward returns an
 // input as it is, the caller gets a view of it, and the view's node tells when backward reaches the
@@ -87,11 +91,12 @@ at::Tensor add_post_backward_node(const at::Tensor& tensor, std::shared_ptr<Back
 class InputWatch {
  public:
   InputWatch() = default;
-  // The inputs require gradients and are no leaves.
-  InputWatch(const std::vector<at::Tensor>& inputs, std::shared_ptr<BackwardTarget> target,
-             CallId call);
+  // The inputs that get the node require gradients and are no leaves. Of the other ones, changed()
+  // has those that forward has changed.
+  InputWatch(const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> others,
+             std::shared_ptr<BackwardTarget> target, CallId call);
 
-  bool is_empty() const { return inputs_.empty(); }
+  bool is_empty() const { return inputs_.empty() && others_.empty(); }
 
   // Forward has ended.
   void end();
@@ -107,7 +112,12 @@ class InputWatch {
     decltype(torch::autograd::Edge::function) node;
     bool is_changed = false;
   };
+  struct Other {
+    at::Tensor tensor;
+    const torch::autograd::Node* node;  // null if the tensor required no gradient
+  };
   std::vector<Input> inputs_;
+  std::vector<Other> others_;
 };
 
 }  // namespace fsdp

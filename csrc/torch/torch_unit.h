@@ -211,7 +211,7 @@ class TorchUnit final : public UnitPort,
   bool leave_module(std::size_t index);
   pybind11::object cast(pybind11::handle object, std::optional<at::ScalarType> dtype) const;
   std::shared_ptr<BackwardTarget> kept_target();
-  void watch_inputs(std::size_t index, pybind11::handle inputs, CallId call);
+  void watch_inputs(std::size_t index, pybind11::handle inputs, CallId call, bool entering);
   pybind11::object end_watch(std::size_t index, pybind11::handle output, CallId call,
                              GraphCalls* calls);
   void keep_for_opaque(TorchRoot& root, CallId call, pybind11::handle output);

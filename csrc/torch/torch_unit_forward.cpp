@@ -68,8 +68,8 @@ py::object TorchUnit::pre_forward(std::size_t index, py::handle module, py::hand
   }
   if (!is_summoned(*root)) {
     inputs = cast(inputs, casts_.inputs);
-    if (entering && at::GradMode::is_enabled()) {
-      watch_inputs(index, inputs, call);
+    if (at::GradMode::is_enabled()) {
+      watch_inputs(index, inputs, call, entering);
     }
   }
   return inputs.is(original) ? py::object(py::none()) : inputs;
@@ -207,22 +207,27 @@ std::shared_ptr<BackwardTarget> TorchUnit::kept_target() {
 }
 
 // See Note [transforms].
-void TorchUnit::watch_inputs(std::size_t index, py::handle inputs, CallId call) {
+void TorchUnit::watch_inputs(std::size_t index, py::handle inputs, CallId call, bool entering) {
   std::vector<at::Tensor> watched;
+  std::vector<at::Tensor> others;
   bool is_transformed =
       c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
   map_tensors(inputs, [&](const at::Tensor& tensor) {
-    if (tensor.requires_grad() && !tensor.is_leaf()) {
+    const bool has_history = tensor.requires_grad() && !tensor.is_leaf();
+    if (has_history && entering) {
       watched.push_back(tensor);
+    } else if (has_history || (!tensor.requires_grad() && !tensor.is_inference())) {
+      others.push_back(tensor);
     }
     is_transformed = is_transformed || tensor._fw_grad(/*level=*/0).defined();
     return tensor;
   });
-  if (!watched.empty() && !is_transformed) {
-    InputWatch& watch = watches_.at(index);
-    watch.end();  // of a forward that was interrupted
-    watch = InputWatch(watched, kept_target(), call);
+  InputWatch& watch = watches_.at(index);
+  if (is_transformed || (!entering && !watch.is_empty())) {  // the unit calls itself
+    return;
   }
+  watch.end();  // of a forward that was interrupted
+  watch = InputWatch(watched, std::move(others), kept_target(), call);
 }
 
 // Returns what the caller gets in place of the output.
