@@ -304,15 +304,17 @@ std::vector<at::Tensor> TorchRoot::accumulated(int unit) {
 
 void TorchRoot::set_gradient_scales(int unit, double pack_scale, double reduce_scale) {
   const double before = pipeline_->unit(unit).pack_scale;
-  pipeline_->set_gradient_scales(unit, pack_scale, reduce_scale);
-  if (pack_scale == before) {
-    return;
-  }
   const std::vector<char> has = pipeline_->has_accumulated(unit);
-  FSDP_CHECK(pipeline_->is_between_passes() || std::find(has.begin(), has.end(), 1) == has.end(),
+  const bool scales_accumulated =
+      pack_scale != before && std::find(has.begin(), has.end(), 1) != has.end();
+  FSDP_CHECK(!scales_accumulated || pipeline_->is_between_passes(),
              "set_gradient_divide_factor was called on unit '", pipeline_->unit(unit).name,
              "', which has accumulated gradients, while forward or backward runs. Call it before "
              "or after.");
+  pipeline_->set_gradient_scales(unit, pack_scale, reduce_scale);
+  if (!scales_accumulated) {
+    return;
+  }
   const at::NoGradGuard no_grad;
   for (at::Tensor& part : accumulated(unit)) {
     part.mul_(pack_scale / before);
