@@ -162,10 +162,7 @@ class NcclCommunicator final : public Communicator {
   }
 
   std::shared_ptr<void> allocate(Device& device, std::size_t bytes, BufferUse use) override;
-  bool all_agree(bool mine) override {
-    const std::vector<std::uint64_t> all = exchange({mine ? 1U : 0U}, kAgreement);
-    return std::find(all.begin(), all.end(), 0U) == all.end();
-  }
+  bool all_agree(bool mine) override { return buffers_.all_agree(mine, kAgreement); }
   std::uint64_t most(std::uint64_t mine) override {
     if (!registers_buffers()) {
       return mine;

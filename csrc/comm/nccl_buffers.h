@@ -57,6 +57,9 @@ class NcclBuffers {
     return !cannot_register_ && api_.registration() != std::string("none");
   }
 
+  // Whether all ranks pass true. They call it together.
+  bool all_agree(bool mine, const std::string& what);
+
   // Whether `memory` lies in a registered buffer that is held.
   bool holds(const void* memory) const;
   int registered() const { return registered_; }
@@ -90,7 +93,6 @@ class NcclBuffers {
   std::shared_ptr<void> hand_out(const Buffer& buffer, BufferUse use);
   bool waits_for_all_ranks(BufferUse use) const;
   std::function<void(void*)> free_apart() const;
-  bool all_agree(bool mine, const std::string& what);
   void* try_to_allocate(std::size_t bytes);
   void register_buffer(Buffer& buffer);
   nccl::Result register_with_nccl(Buffer& buffer);

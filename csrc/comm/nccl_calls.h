@@ -18,7 +18,7 @@ Result poll(const Api& api, Comm comm);
 // a call has returned. Returns kInProgress if `given_up` is set meanwhile.
 Result finish(const std::function<Result()>& poll, Result result,
               const std::atomic<bool>& given_up);
-// The same, however long it takes.
+// Waits in the same way, but without an end.
 Result finish(const Api& api, Comm comm, Result result);
 
 // Returns a function that makes the device current for the thread that calls it. A new thread calls

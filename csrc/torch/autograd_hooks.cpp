@@ -162,7 +162,7 @@ bool is_forbidden_to_change(const at::Tensor& tensor) {
   return view != nullptr && view->get_creation_meta() != torch::autograd::CreationMeta::DEFAULT;
 }
 
-// Sends the tensor's gradient along the edge from now on.
+// From now on, autograd sends the tensor's gradient along the edge.
 void set_edge(const at::Tensor& tensor, const Edge& edge) {
   auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
   const bool retains_grad = meta->retains_grad_;

@@ -1,4 +1,5 @@
-// csrc/comm/nccl* without buffers, over a library that only looks like NCCL.
+// How ranks join, communicate, fail and close over a library that only looks like NCCL.
+// nccl_buffers_test.cpp has the tests of their buffers.
 #include "comm/nccl.h"
 
 #include <gtest/gtest.h>
