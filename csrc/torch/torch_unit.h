@@ -40,6 +40,12 @@
 // before that. So this backward does not reshard the units that it passes. The next backward
 // without create_graph, or the next forward after an optimizer's step, reshards them. Until then
 // users see the sharded parameters if this backward has given them gradients.
+//
+// Note [units of one module]
+// The parameters of one fully_shard call may lie on several meshes. Each mesh then has a unit of
+// its own, with the same modules. These units are nested as if each were a module around the next
+// one: the modules' hooks are those of the first unit, which encloses the second, and so on. So
+// forward, backward and the schedule know nothing but nested units.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -109,6 +115,8 @@ class TorchUnit final : public UnitPort,
             pybind11::object make_gradients, pybind11::object extensions,
             pybind11::object flat_parameter, std::vector<ModuleAttribute> attributes);
   void join(const std::shared_ptr<TorchRoot>& root, std::string name, int number);
+  // From now on this unit's hooks run those of `inner`, too: Note [units of one module].
+  void enclose(std::shared_ptr<TorchUnit> inner) { inner_ = std::move(inner); }
 
   // - Module hooks.
   // `index` is the module's place in the unit. They return None to change nothing. Otherwise
@@ -203,7 +211,9 @@ class TorchUnit final : public UnitPort,
   }
   bool is_dtensor(std::size_t parameter) const { return !place_gradient_[parameter].is_none(); }
   void place_gradient(std::size_t parameter);
+  pybind11::object end_forwards(TorchRoot& root, std::size_t index, pybind11::handle returned);
   pybind11::object end_forward(TorchRoot& root, std::size_t index, pybind11::handle returned);
+  void drop_watches(std::size_t index);
   void look_at_parameters();
   at::Tensor hash_of_shard() const;
   bool is_summoned(TorchRoot& root) const;
@@ -248,6 +258,7 @@ class TorchUnit final : public UnitPort,
   bool has_warned_ = false;       // of an opaque output
 
   std::weak_ptr<TorchRoot> root_;
+  std::shared_ptr<TorchUnit> inner_;  // may be null
   std::string name_;
   std::string when_freed_;  // the error of reading an unsharded parameter while detached
   int number_ = -1;

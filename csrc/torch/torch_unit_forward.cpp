@@ -72,25 +72,53 @@ py::object TorchUnit::pre_forward(std::size_t index, py::handle module, py::hand
       watch_inputs(index, inputs, call, entering);
     }
   }
-  return inputs.is(original) ? py::object(py::none()) : inputs;
+  const py::object changed = inputs.is(original) ? py::object(py::none()) : inputs;
+  if (inner_ == nullptr) {
+    return changed;
+  }
+  const py::object inner =
+      inner_->pre_forward(index, module, inputs[py::int_(0)], inputs[py::int_(1)]);
+  return inner.is_none() ? changed : inner;
 }
 
 py::object TorchUnit::post_forward(std::size_t index, py::handle output) {
   const std::shared_ptr<TorchRoot> root = root_.lock();
   FSDP_CHECK(root != nullptr, "The root module of unit '", name_,
              "' was deleted. Keep a reference to the model.");
-  watches_.at(index).end();
   if (handled_exception() != handled_.at(index)) {
-    watches_.at(index) = {};
+    drop_watches(index);
     root->abandon_forward(*this);
     return py::none();
   }
   try {
-    return end_forward(*root, index, output);
+    return end_forwards(*root, index, output);
   } catch (...) {
+    drop_watches(index);
     root->abandon_forward(*this);
     throw;
   }
+}
+
+// Forward has ended in an exception.
+void TorchUnit::drop_watches(std::size_t index) {
+  if (inner_ != nullptr) {
+    inner_->drop_watches(index);
+  }
+  watches_.at(index).end();
+  watches_.at(index) = {};
+}
+
+// Ends the forward of the enclosed units first: Note [units of one module].
+py::object TorchUnit::end_forwards(TorchRoot& root, std::size_t index, py::handle returned) {
+  if (inner_ == nullptr) {
+    watches_.at(index).end();
+    return end_forward(root, index, returned);
+  }
+  const py::object inner = inner_->end_forwards(root, index, returned);
+  watches_.at(index).end();
+  const py::handle output = inner.is_none() ? returned : py::handle(inner);
+  const py::object outer = end_forward(root, index, output);
+  return outer.is_none() ? inner : outer;
 }
 
 py::object TorchUnit::end_forward(TorchRoot& root, std::size_t index, py::handle returned) {
@@ -138,12 +166,16 @@ at::Tensor TorchUnit::begin_skip(const at::Tensor& tensor) {
     call = root->pipeline().pre_forward(number_);
     root->pipeline().skip(number_);
   }
-  return entering && at::GradMode::is_enabled()
-             ? add_post_backward_node(tensor, kept_target(), call)
-             : tensor;
+  const at::Tensor skipped = entering && at::GradMode::is_enabled()
+                                 ? add_post_backward_node(tensor, kept_target(), call)
+                                 : tensor;
+  return inner_ == nullptr ? skipped : inner_->begin_skip(skipped);
 }
 
 void TorchUnit::end_skip(std::size_t index, const at::Tensor& tensor) {
+  if (inner_ != nullptr) {
+    inner_->end_skip(index, tensor);
+  }
   const std::shared_ptr<TorchRoot> root = root_.lock();
   const bool recomputing = root->is_recomputing();
   const bool last_of_group = recomputing || leave_module(index);

@@ -21,7 +21,7 @@ from fsdp_ext.comm.transports import (
 )
 from fsdp_ext.planner.units import PlannedRanks
 from fsdp_ext.sharding.meshes import refuse_several_meshes
-from fsdp_ext.sharding.module_state import unit_of
+from fsdp_ext.sharding.module_state import units_below
 from fsdp_ext.sharding.param_group import ParamGroup
 from fsdp_ext.sharding.unit import Unit
 
@@ -100,7 +100,7 @@ def first_unit(model: object, **settings: object) -> Unit | None:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"plan got {model!r}. Pass the model, a torch.nn.Module.")
-    found = [unit for m in model.modules() if (unit := unit_of(m)) is not None]
+    found = units_below(model)
     if not found:
         return None
     unit = found[0]

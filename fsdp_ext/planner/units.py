@@ -18,7 +18,13 @@ from fsdp_ext.comm.link import Link
 from fsdp_ext.planner.meta_copies import meta_copy
 from fsdp_ext.sharding.arguments import check_modules
 from fsdp_ext.sharding.flat_parameter import own_parameters_shown
-from fsdp_ext.sharding.module_state import ModuleState, managed_params, set_state, unit_of
+from fsdp_ext.sharding.module_state import (
+    ModuleState,
+    managed_params,
+    set_state,
+    unit_of,
+    units_below,
+)
 from fsdp_ext.sharding.ownership import (
     check_parameter,
     is_extension,
@@ -180,7 +186,7 @@ def units_of_sharded(model: nn.Module, ranks: PlannedRanks) -> nn.Module:
         NotImplementedError: if the class of a parameter says how it is gathered.
     """
     _refuse_extensions(model)
-    units = {unit for module in model.modules() if (unit := unit_of(module)) is not None}
+    units = units_below(model)
     with contextlib.ExitStack() as shown:
         for unit in units:
             settle(unit)
@@ -198,7 +204,7 @@ def units_of_sharded(model: nn.Module, ranks: PlannedRanks) -> nn.Module:
             if id(its_unit) not in planned:
                 planned[id(its_unit)] = PlannedUnit.like(its_unit, ranks, copies)
             copy = copies[module]
-            set_state(copy, ModuleState(copy, planned[id(its_unit)]))
+            set_state(copy, ModuleState(copy, (planned[id(its_unit)],)))
     return copied
 
 
@@ -295,4 +301,4 @@ def _shard(module: nn.Module, ranks: PlannedRanks, settings: UnitSettings) -> No
     ]
     for each in planned:
         mark_sharded(each.parameter, each.parameter, each.name, name)
-    set_state(module, ModuleState(module, PlannedUnit(name, planned, ranks, settings)))
+    set_state(module, ModuleState(module, (PlannedUnit(name, planned, ranks, settings),)))

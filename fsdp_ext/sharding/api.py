@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, cast, overload
@@ -17,6 +18,7 @@ from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.comm.transports import resolve_transport
 from fsdp_ext.sharding import module_changes, optimizer_hooks, state_dict_hooks, torch_state
 from fsdp_ext.sharding.arguments import (
+    ParamsOnMesh,
     check_modules,
     check_resharded,
     check_types,
@@ -137,9 +139,10 @@ def fully_shard(
             of ``k`` consecutive ranks, for example those of one host, then keeps one ``k``-th of
             the unsharded parameters, and backward gathers over these ranks only.
         shard_placement_fn: returns the ``Shard(dim)`` of a parameter, None for ``Shard(0)``, or a
-            ``ShardPlacementResult`` of one of them and of ``mesh``. The size of a dimension
-            other than 0 has to be a multiple of the number of ranks. A message carries such a
-            parameter whole, so ``max_message_bytes`` must have room for the largest.
+            ``ShardPlacementResult`` of one of them and of the parameter's own mesh, as experts
+            have. Each mesh has a unit of its own then, and all of them run with the modules. The
+            size of a dimension other than 0 has to be a multiple of the number of ranks. A message
+            carries such a parameter whole, so ``max_message_bytes`` must have room for the largest.
         mp_policy: dtypes of computation, reduction and results
             (:class:`torch.distributed.fsdp.MixedPrecisionPolicy`).
         offload_policy: ``OffloadPolicy()``, the default, or ``CPUOffloadPolicy()``. On GPUs the
@@ -201,11 +204,8 @@ def fully_shard(
     offloads = resolve_offload(offload_policy, mesh.device_type)
     transport = resolve_transport(transport, mesh.device_type)
     ranks = Ranks(mesh, spmd)
-    if isinstance(transport, Simulated):
-        transport.check_mesh(ranks.world_size, ranks.rank_in_mesh, ranks.replicas)
     settings = UnitSettings(
         mp_policy=mp_policy,
-        reshard_after_forward=resolve_reshard(reshard_after_forward, ranks),
         transport=transport,
         bucket_bytes=resolve_bucket_bytes(bucket_bytes),
         max_message_bytes=resolve_max_message_bytes(max_message_bytes),
@@ -213,25 +213,44 @@ def fully_shard(
         offloads=offloads,
         check_every=resolve_check_every(check_every),
     )
-    for group in ranks.groups:
-        announce_process(group)
     ignored = set(ignored_params or ()) | replicated_params(modules)
-    params = managed_params(modules, ignored)
-    check_resharded(settings.reshard_after_forward, params)
-    shard_dims = resolve_placements(shard_placement_fn, params, ranks)
-    unit = Unit(modules, params, shard_dims, ranks, device_of(mesh), settings)
-    unit.ignored = attributes_of(modules, ignored)
-    _move_buffers(modules, unit.device)
+    placed = resolve_placements(shard_placement_fn, managed_params(modules, ignored), ranks)
+    units = [_unit_on_mesh(modules, on_mesh, reshard_after_forward, settings) for on_mesh in placed]
+    for unit in units:
+        unit.take_parameters()
+        state_dict_hooks.install(unit)
+    first = units[0]
+    first.ignored = attributes_of(modules, ignored)
+    _move_buffers(modules, first.device)
     _mark_for_dynamo(modules)
     for index, submodule in enumerate(modules):
         submodule.__class__ = fsdp_class(type(submodule))
-        hooks = ForwardHooks(unit, index, prepare_forward)
-        set_state(submodule, ModuleState(submodule, unit, hooks))
-    torch_state.register(unit)
-    state_dict_hooks.install(unit)
+        hooks = ForwardHooks(first, index, prepare_forward)
+        set_state(submodule, ModuleState(submodule, tuple(units), hooks))
+    torch_state.register(first)
     optimizer_hooks.watch_optimizers()
     module_changes.install()
     return cast("FSDPModule | list[FSDPModule]", module)
+
+
+def _unit_on_mesh(
+    modules: list[nn.Module],
+    on_mesh: ParamsOnMesh,
+    reshard_after_forward: bool | int | None,
+    settings: UnitSettings,
+) -> Unit:
+    """Return the unit of a call's parameters on one mesh. The modules have the parameters still."""
+    ranks = on_mesh.ranks
+    settings = dataclasses.replace(
+        settings, reshard_after_forward=resolve_reshard(reshard_after_forward, ranks)
+    )
+    check_resharded(settings.reshard_after_forward, on_mesh.params)
+    if isinstance(settings.transport, Simulated):
+        settings.transport.check_mesh(ranks.world_size, ranks.rank_in_mesh, ranks.replicas)
+    for group in ranks.groups:
+        announce_process(group)
+    device = device_of(ranks.mesh)
+    return Unit(modules, on_mesh.params, on_mesh.shard_dims, ranks, device, settings)
 
 
 # As PyTorch's function has it. It is not annotated, because users see no such attribute.

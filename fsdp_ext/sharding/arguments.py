@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -168,33 +169,55 @@ def resolve_offload(policy: object, device_type: str) -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class ParamsOnMesh:
+    """The parameters of one ``fully_shard`` call on one mesh, which become a unit.
+
+    Args:
+        ranks: the mesh.
+        params: the parameters, with names for error messages.
+        shard_dims: the dimensions that ranks share, of parameters for which that is not 0.
+    """
+
+    ranks: Ranks
+    params: dict[nn.Parameter, str] = field(default_factory=dict)
+    shard_dims: dict[nn.Parameter, int] = field(default_factory=dict)
+
+
 def resolve_placements(
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
     params: Mapping[nn.Parameter, str],
     ranks: Ranks,
-) -> dict[nn.Parameter, int]:
-    """Return the dimensions to share of those parameters for which that is not dimension 0.
+) -> list[ParamsOnMesh]:
+    """Return the parameters by their meshes, the largest mesh first.
+
+    The first unit of the root has to have the ranks of all others. All ranks have the same order.
+
+    Args:
+        shard_placement_fn: the argument of ``fully_shard``.
+        params: the parameters, with names for error messages.
+        ranks: the ranks of the call's mesh.
 
     Raises:
-        ValueError: if ``shard_placement_fn`` returns something else than a ``Shard`` or None, or a
-            dimension that the parameter does not have.
-        NotImplementedError: for another mesh than fully_shard's, and for shards of different sizes
-            in other dimensions than 0.
+        ValueError: if ``shard_placement_fn`` returns something else than a ``Shard``, a
+            ``ShardPlacementResult`` or None, a mesh that cannot be sharded over, or a dimension
+            that the parameter does not have.
+        NotImplementedError: for another mesh besides ``dp_mesh_dims``, and for shards of different
+            sizes in other dimensions than 0.
     """
-    dims: dict[nn.Parameter, int] = {}
-    for param, name in params.items() if shard_placement_fn is not None else ():
-        assert shard_placement_fn is not None
+    if shard_placement_fn is None or not params:
+        return [ParamsOnMesh(ranks, dict(params))]
+    found: dict[DeviceMesh, ParamsOnMesh] = {}
+    for param, name in params.items():
         placement = shard_placement_fn(param)
+        on = ranks
         if hasattr(placement, "mesh_info"):  # a ShardPlacementResult, which torch 2.11 has not
-            if placement.mesh_info.mesh != ranks.mesh:
-                raise NotImplementedError(
-                    f"shard_placement_fn returned another mesh than fully_shard's for parameter "
-                    f"'{name}', {placement.mesh_info.mesh}, which is not supported yet. Shard it "
-                    "over fully_shard's mesh, or pass it in ignored_params."
-                )
+            on = _ranks_of_placement(placement.mesh_info, name, ranks)
             placement = placement.placement
+        on_mesh = found.setdefault(on.mesh, ParamsOnMesh(on))
+        on_mesh.params[param] = name
         dim = _shard_dim(placement, param, name)
-        shares = ranks.size * shards_before(param, dim)
+        shares = on.size * shards_before(param, dim)
         if dim > 0 and param.shape[dim] % shares != 0:
             raise NotImplementedError(
                 f"shard_placement_fn returned {placement!r} for parameter '{name}', whose "
@@ -202,8 +225,36 @@ def resolve_placements(
                 f"shared evenly, so return one that {shares} ranks divide, or Shard(0)."
             )
         if dim > 0:
-            dims[param] = dim
-    return dims
+            on_mesh.shard_dims[param] = dim
+    return sorted(found.values(), key=lambda on_mesh: -on_mesh.ranks.world_size)
+
+
+def _ranks_of_placement(mesh_info: Any, name: str, ranks: Ranks) -> Ranks:
+    """Return the ranks of the mesh in a ``ShardPlacementResult``."""
+    mesh = getattr(mesh_info, "mesh", None)
+    if not isinstance(mesh, DeviceMesh):
+        raise MisuseError(
+            f"shard_placement_fn returned mesh_info={mesh_info!r} for parameter '{name}'. Return "
+            "FSDPMeshInfo(mesh, shard_mesh_dim=0)."
+        )
+    if ranks.spmd is not None and mesh == ranks.mesh:
+        return ranks
+    if ranks.spmd is not None:
+        raise NotImplementedError(
+            f"shard_placement_fn returned another mesh than fully_shard's for parameter '{name}', "
+            f"{mesh}, which is not supported with dp_mesh_dims. Shard it over fully_shard's mesh, "
+            "or pass it in ignored_params."
+        )
+    mesh = resolve_mesh(mesh)
+    replicates = 0 if mesh.ndim == 2 else None
+    if (mesh_info.replicate_mesh_dim, mesh_info.shard_mesh_dim) != (replicates, mesh.ndim - 1):
+        raise MisuseError(
+            f"shard_placement_fn returned {type(mesh_info).__name__} for parameter '{name}', which "
+            f"shards dimension {mesh_info.shard_mesh_dim} of {mesh}. Return FSDPMeshInfo(mesh, "
+            "shard_mesh_dim=0) of a 1-D mesh, or HSDPMeshInfo(mesh, shard_mesh_dim=1, "
+            "replicate_mesh_dim=0) of a 2-D mesh."
+        )
+    return ranks if mesh == ranks.mesh else Ranks(mesh)
 
 
 def _shard_dim(placement: object, param: nn.Parameter, name: str) -> int:

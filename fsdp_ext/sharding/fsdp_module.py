@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
@@ -15,7 +16,7 @@ from fsdp_ext.sharding import torch_state
 from fsdp_ext.sharding.empty_forward import join_empty
 from fsdp_ext.sharding.flat_tensors import flat_tensors
 from fsdp_ext.sharding.handles import GradientReductionHandle, UnshardHandle
-from fsdp_ext.sharding.module_state import unit_of
+from fsdp_ext.sharding.module_state import unit_of, units_below, units_of
 from fsdp_ext.sharding.refused_methods import override_rest
 from fsdp_ext.sharding.root import ensure_root
 from fsdp_ext.sharding.state_dict_hooks import converting, reshard
@@ -51,10 +52,10 @@ class FSDPModule(TorchFSDPModule):
         The next use gathers them from all ranks again, so it sees whatever was written into the
         sharded parameters before this call. Call it on all ranks.
         """
-        unit = self._fsdp_ext_unit
-        reshard(unit)
-        if unit.root is not None:
-            unit.root.forget(unit)
+        for unit in self._fsdp_ext_units(recurse=False):
+            reshard(unit)
+            if unit.root is not None:
+                unit.root.forget(unit)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters, following its mixed-precision policy. Not recursive.
@@ -62,11 +63,11 @@ class FSDPModule(TorchFSDPModule):
         Args:
             async_op: return a handle at once instead of waiting. Forward waits by itself.
         """
-        unit = self._fsdp_ext_unit
-        if unit.is_summoned:  # its parameters are whole already
-            return UnshardHandle(None) if async_op else None
-        ensure_root(unit).unshard(unit)
-        handle = UnshardHandle(unit)
+        # The parameters of summoned units are whole already.
+        units = [unit for unit in self._fsdp_ext_units(recurse=False) if not unit.is_summoned]
+        for unit in units:
+            ensure_root(unit).unshard(unit)
+        handle = UnshardHandle(units)
         if async_op:
             return handle
         handle.wait()
@@ -235,8 +236,11 @@ class FSDPModule(TorchFSDPModule):
         Args:
             modules: sharded modules; each needs a slot of the ring while it is ahead.
         """
-        self._fsdp_ext_unit.forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
-        _change([self._fsdp_ext_unit])
+        units = self._fsdp_ext_units(recurse=False)
+        targets = _units_of(modules, "set_modules_to_forward_prefetch")
+        for unit, ahead in zip(units, _chained(units, targets), strict=True):
+            unit.forward_prefetch = ahead
+        _change(units)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Set what to prefetch when this unit runs backward, instead of the reverse order.
@@ -244,10 +248,11 @@ class FSDPModule(TorchFSDPModule):
         Args:
             modules: sharded modules; each needs a slot of the ring while it is ahead.
         """
-        self._fsdp_ext_unit.backward_prefetch = _units_of(
-            modules, "set_modules_to_backward_prefetch"
-        )
-        _change([self._fsdp_ext_unit])
+        units = self._fsdp_ext_units(recurse=False)
+        targets = _units_of(modules, "set_modules_to_backward_prefetch")
+        for unit, ahead in zip(units, _chained(units, targets), strict=True):
+            unit.backward_prefetch = ahead
+        _change(units)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Set the divisor of this unit's summed gradients, instead of the world size.
@@ -256,7 +261,7 @@ class FSDPModule(TorchFSDPModule):
         """
         if not isinstance(factor, (int, float)) or not factor > 0:
             raise ValueError(f"set_gradient_divide_factor got {factor!r}. Pass a positive number.")
-        _change([self._fsdp_ext_unit], gradient_divide_factor=float(factor))
+        _change(self._fsdp_ext_units(recurse=False), gradient_divide_factor=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Do what :meth:`set_gradient_divide_factor` does. It is FSDP2's older name for it."""
@@ -269,7 +274,7 @@ class FSDPModule(TorchFSDPModule):
             unshard_in_backward: pass False if backward does not read them. That of an embedding
                 does not. If it does, it raises. Gradients do not depend on this setting.
         """
-        _change([self._fsdp_ext_unit], unshard_in_backward=unshard_in_backward)
+        _change(self._fsdp_ext_units(recurse=False), unshard_in_backward=unshard_in_backward)
 
     def set_post_optim_event(self, event: torch.Event | None) -> None:
         """Make the current stream wait for the end of an optimizer's step on another stream.
@@ -321,11 +326,12 @@ class FSDPModule(TorchFSDPModule):
         """
         if hook is not None and not callable(hook):
             raise TypeError(f"set_all_reduce_hook got {hook!r}. Pass a function of one tensor.")
-        if stream is not None and (hook is None or self._fsdp_ext_unit.replicas > 1):
+        unit = self._only_unit("set_all_reduce_hook")
+        if stream is not None and (hook is None or unit.replicas > 1):
             where = "no hook" if hook is None else "a 2-D mesh, whose all-reduce has a stream"
             raise ValueError(f"set_all_reduce_hook got a stream and {where}. Leave stream out.")
         _change(
-            [self._fsdp_ext_unit],
+            [unit],
             all_reduce_hook=None if hook is None else AllReduceHook(hook, stream),
         )
 
@@ -345,7 +351,7 @@ class FSDPModule(TorchFSDPModule):
             TypeError: if ``comm`` cannot be called or has no ``allocate``.
         """
         check_comm("set_custom_all_gather", comm)
-        _change([self._fsdp_ext_unit], custom_all_gather=comm)
+        _change([self._only_unit("set_custom_all_gather")], custom_all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Set an object that adds up this unit's gradients over the ranks. Not recursive.
@@ -361,7 +367,7 @@ class FSDPModule(TorchFSDPModule):
             TypeError: if ``comm`` cannot be called or has no ``allocate``.
         """
         check_comm("set_custom_reduce_scatter", comm)
-        _change([self._fsdp_ext_unit], custom_reduce_scatter=comm)
+        _change([self._only_unit("set_custom_reduce_scatter")], custom_reduce_scatter=comm)
 
     # - Methods of FSDP2 that change nothing here, because it is so already
 
@@ -425,7 +431,7 @@ class FSDPModule(TorchFSDPModule):
                 padded otherwise because they are reduced in a smaller dtype.
             RuntimeError: before the first forward.
         """
-        return flat_tensors(self._fsdp_ext_unit)
+        return flat_tensors(self._only_unit("flat_shard"))
 
     def _change_root(self, **settings: bool) -> None:
         self._fsdp_ext_unit.change(**settings)
@@ -439,18 +445,30 @@ class FSDPModule(TorchFSDPModule):
         return unit
 
     def _fsdp_ext_units(self, recurse: bool) -> list[Unit]:
-        modules = cast(nn.Module, self).modules() if recurse else [cast(nn.Module, self)]
-        units = (unit_of(module) for module in modules)
-        return list(dict.fromkeys(unit for unit in units if unit is not None))
+        module = cast(nn.Module, self)
+        return units_below(module) if recurse else units_of(module)
+
+    def _only_unit(self, caller: str) -> Unit:
+        """Return the module's unit for a method that has no meaning for several ones."""
+        units = self._fsdp_ext_units(recurse=False)
+        if len(units) > 1:
+            raise ValueError(
+                f"{caller} is not supported with multiple param groups, and the parameters of unit "
+                f"'{units[0].name}' are {len(units)} of them, on as many meshes. Call fully_shard "
+                "on the modules of one mesh first, and this method on each."
+            )
+        return units[0]
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # module.to(), to_empty() and the like work on the sharded parameters and may replace them.
         self.reshard()
-        core = self._fsdp_ext_unit.core
-        if core is not None:
-            core.release_gradients()  # torch.utils.swap_tensors wants to be their only holder
         original: Any = super(TorchFSDPModule, self)
-        with converting(self._fsdp_ext_unit):
+        with contextlib.ExitStack() as conversions:
+            for unit in self._fsdp_ext_units(recurse=False):
+                if unit.core is not None:
+                    # torch.utils.swap_tensors wants to be the only holder of gradients.
+                    unit.core.release_gradients()
+                conversions.enter_context(converting(unit))
             return original._apply(*args, **kwargs)
 
     def _get_fsdp_state(self) -> Any:
@@ -476,15 +494,23 @@ def _change(units: list[Unit], **settings: Any) -> None:
 
 
 def _units_of(modules: Sequence[TorchFSDPModule], caller: str) -> list[Unit]:
-    units = []
+    units: list[Unit] = []
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(
                 f"{caller} got a {type(module).__name__} that is not sharded. Pass modules that "
                 "fully_shard was applied to."
             )
-        units.append(module._fsdp_ext_unit)
+        units += module._fsdp_ext_units(recurse=False)
     return units
+
+
+def _chained(units: list[Unit], targets: list[Unit]) -> list[list[Unit]]:
+    """Return what each unit of one module prefetches if the module prefetches ``targets``.
+
+    Each unit prefetches the next one, and the last one the targets.
+    """
+    return [[inner] if targets else [] for inner in units[1:]] + [targets]
 
 
 # - The class of a sharded module

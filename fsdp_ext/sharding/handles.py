@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch.distributed import fsdp as torch_fsdp
@@ -17,17 +18,18 @@ class UnshardHandle(TorchUnshardHandle):
     """An all-gather in flight.
 
     Args:
-        unit: the unit that is gathered. None means that there is nothing to wait for.
+        units: the units that are gathered.
     """
 
-    def __init__(self, unit: Unit | None) -> None:
-        self._unit = unit
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
 
     def wait(self) -> None:
         """Make the current stream wait, and register the unsharded parameters."""
-        unit, self._unit = self._unit, None
-        if unit is not None and unit.root is not None:
-            unit.root.wait_for_unshard(unit)
+        units, self._units = self._units, ()
+        for unit in units:
+            if unit.root is not None:
+                unit.root.wait_for_unshard(unit)
 
 
 class GradientReductionHandle(_TorchGradientReductionHandle):  # type: ignore[misc]

@@ -21,13 +21,15 @@ class ModuleState:
     Args:
         sharded: the module that ``fully_shard`` was applied to: the module itself, or the one that
             FSDP1's wrapper wraps.
-        group: the module's unit, which in a planned model is a planned one. None for FSDP1's
-            wrapper.
-        hooks: its forward hooks. None in a planned model and for FSDP1's wrapper.
+        groups: the module's units, which in a planned model are planned ones. There are several if
+            its parameters lie on several meshes: Note [units of one module] in
+            ``csrc/torch/torch_unit.h``. None for FSDP1's wrapper.
+        hooks: the forward hooks of the first unit, which run the others, too. None in a planned
+            model and for FSDP1's wrapper.
     """
 
     sharded: nn.Module
-    group: ParamGroup | None = None
+    groups: tuple[ParamGroup, ...] = ()
     hooks: ForwardHooks | None = None
 
 
@@ -59,22 +61,38 @@ def is_state(attribute: str) -> bool:
     return attribute in (_KEY, STATE_KEY, REGISTRY_KEY)
 
 
-def group_of(module: nn.Module) -> ParamGroup | None:
-    """Return the unit, real or planned, that ``module`` belongs to; None if there is none."""
+def groups_of(module: nn.Module) -> tuple[ParamGroup, ...]:
+    """Return the units, real or planned, that ``module`` belongs to, the first one first."""
     state = state_of(module)
-    return None if state is None else state.group
+    return () if state is None else state.groups
+
+
+def units_of(module: nn.Module) -> list[Unit]:
+    """Return the units that ``fully_shard`` made of ``module``, the first one first."""
+    return [group for group in groups_of(module) if isinstance(group, Unit)]
+
+
+def units_below(module: nn.Module) -> list[Unit]:
+    """Return the units of ``module`` and of the modules in it, in order of registration."""
+    return list(dict.fromkeys(unit for below in module.modules() for unit in units_of(below)))
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """Return the unit that ``fully_shard`` made of ``module``; None if there is none."""
-    group = group_of(module)
-    return group if isinstance(group, Unit) else None
+    """Return the first unit that ``fully_shard`` made of ``module``; None if there is none."""
+    return next(iter(units_of(module)), None)
 
 
 def hooks_of(unit: Unit) -> list[ForwardHooks]:
-    """Return the forward hooks of a unit, one ``ForwardHooks`` for each of its modules."""
+    """Return the forward hooks of a unit, one ``ForwardHooks`` for each of its modules.
+
+    There are none if another unit's run this one.
+    """
     states = [state_of(module) for module in unit.modules]
-    return [state.hooks for state in states if state is not None and state.hooks is not None]
+    return [
+        state.hooks
+        for state in states
+        if state is not None and state.hooks is not None and state.groups[0] is unit
+    ]
 
 
 def sharded_module(model: nn.Module) -> nn.Module:
@@ -90,7 +108,7 @@ def managed_modules(modules: list[nn.Module]) -> list[nn.Module]:
     def collect(module: nn.Module) -> None:
         found[module] = None
         for child in module.children():
-            if child not in found and group_of(child) is None and not _is_replicated(child):
+            if child not in found and not groups_of(child) and not _is_replicated(child):
                 collect(child)
 
     for module in modules:
@@ -109,7 +127,7 @@ def managed_params(modules: list[nn.Module], ignored: set[nn.Parameter]) -> dict
             if param is not None and param not in ignored:
                 params.setdefault(param, prefix + name)
         for name, child in module._modules.items():
-            if child is not None and child not in seen and group_of(child) is None:
+            if child is not None and child not in seen and not groups_of(child):
                 collect(child, f"{prefix}{name}.")
 
     for module in modules:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from fsdp_ext.sharding.agreement import has_peers
 from fsdp_ext.sharding.auto import chosen_for
 from fsdp_ext.sharding.comparisons import compare_groups, compare_sets
 from fsdp_ext.sharding.meshes import add_meshes, check_meshes, refuse_several_meshes
-from fsdp_ext.sharding.module_state import hooks_of, sharded_module, unit_of
+from fsdp_ext.sharding.module_state import hooks_of, sharded_module, unit_of, units_of
 from fsdp_ext.sharding.parameter_checks import check_parameters
 from fsdp_ext.sharding.settings import AUTO, Choice, Decision, RootSettings, Scope
 from fsdp_ext.sharding.sharded_param import Entry
@@ -101,7 +102,7 @@ class Root(UnitTree):
         names = {
             unit: name
             for name, module in reversed(list(self.module.named_modules()))
-            if (unit := unit_of(module)) is not None
+            for unit in units_of(module)
         }
         for unit in self.units:
             if unit.root is not None and not unit.root.is_provisional:
@@ -144,9 +145,10 @@ class Root(UnitTree):
         module_changes.watch(self.module.modules())
         names = {param: name for name, param in self.module.named_parameters()}
         cores = [
-            unit.build(modules[0] or "the root", names)
+            unit.build(self._name_of(unit, modules[0]), names)
             for unit, modules in zip(self.units, self.module_names(), strict=True)
         ]
+        self._nest_units_of_one_module()
         configs = self.configs([unit_core.layout for unit_core in cores], self.meshes)
         for unit_core, config in zip(cores, configs, strict=True):
             core.add_unit(unit_core, config)
@@ -160,6 +162,19 @@ class Root(UnitTree):
                 for hooks in hooks_of(unit):
                     hooks.connect(unit_core)
         return core
+
+    def _name_of(self, unit: Unit, module_name: str) -> str:
+        name = module_name or "the root"
+        is_first = units_of(unit.modules[0])[0] is unit
+        return name if is_first else f"{name} [{unit.ranks.world_size} ranks]"
+
+    def _nest_units_of_one_module(self) -> None:
+        """Let the hooks of each module run all its units."""
+        for units in {tuple(units_of(unit.modules[0])) for unit in self.units}:
+            for unit, inner in itertools.pairwise(units):
+                assert unit.core is not None
+                assert inner.core is not None
+                unit.core.enclose(inner.core)
 
     @outside_of_transforms
     def rebuild(self) -> None:

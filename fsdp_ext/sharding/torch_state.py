@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPM
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from fsdp_ext.sharding.forward_hooks import ForwardHooks
-from fsdp_ext.sharding.module_state import state_of
+from fsdp_ext.sharding.module_state import state_of, unit_of, units_of
 from fsdp_ext.sharding.sharded_param import ShardedParam
 from fsdp_ext.sharding.unit import Unit
 
@@ -99,7 +99,7 @@ class ParamGroupView(_View):
         reshards = self._unit.settings.reshard_after_forward
         if reshards is None:
             root = self._unit.root
-            reshards = root is None or root.number(self._unit) > 0
+            reshards = root is None or root.number(self._unit) >= root.root_units
         if self._unit.settings.reshard_group > 0:
             raise NotImplementedError(
                 f"the groups of reshard_after_forward={reshards} have no DeviceMesh. Compute their "
@@ -141,7 +141,7 @@ class _StateContextView(_View):
         """The units of the root; only this one before the first forward."""
         root = self._unit.root
         units: list[Unit] = [self._unit] if root is None else root.units
-        return [StateView(unit) for unit in units]
+        return [StateView(unit) for unit in units if unit_of(unit.modules[0]) is unit]
 
     @property
     def is_last_backward(self) -> bool:
@@ -162,11 +162,18 @@ class StateView(_View):
 
     @property
     def _fsdp_param_groups(self) -> list[ParamGroupView]:
-        return [ParamGroupView(self._unit)] if self._unit.params else []
+        units = units_of(self._unit.modules[0])
+        return [ParamGroupView(unit) for unit in units if unit.params]
 
     @property
     def _fsdp_param_group(self) -> ParamGroupView | None:
-        return next(iter(self._fsdp_param_groups), None)
+        groups = self._fsdp_param_groups
+        if len(groups) > 1:
+            raise AssertionError(
+                f"Expected at most 1 param group, but the parameters of '{self._unit.name}' lie on "
+                f"{len(groups)} meshes. Use _fsdp_param_groups."
+            )
+        return groups[0] if groups else None
 
     @property
     def _state_ctx(self) -> _StateContextView:

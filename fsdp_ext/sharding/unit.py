@@ -93,14 +93,18 @@ class Unit(ParamGroup):
         for param, name in params.items():
             check_parameter(name, param, device)
             check_tensor_parallel(name, param, ranks)
-        sharded = [
-            self._shard(param, name, shard_dims.get(param, 0)) for param, name in params.items()
-        ]
+        # The parameters that the modules have until take_parameters.
+        self._taken = {
+            param: self._shard(param, name, shard_dims.get(param, 0))
+            for param, name in params.items()
+        }
+        sharded = list(self._taken.values())
         if settings.max_message_bytes is not None:
             # Reductions are checked at the first forward, since parameters may still be frozen.
             self.check_message_bytes(sharded, settings.max_message_bytes, training=False)
-        self.params: list[ShardedParam] = self._replace(params, sharded)
-        self.flatten()
+        self.params: list[ShardedParam] = [
+            sharded[place] for place in self._layout_order(sharded)
+        ]
 
     @property
     def entries(self) -> Sequence[Entry]:
@@ -180,11 +184,9 @@ class Unit(ParamGroup):
         keeps = keeps_dtype(self.settings.mp_policy, name, param)
         return ShardedParam(name, part.shape, sharded, dim, spread, before, keeps, own)
 
-    def _replace(
-        self, params: dict[nn.Parameter, str], sharded: list[ShardedParam]
-    ) -> list[ShardedParam]:
-        """Put the sharded parameters into the modules. Return them in the layout's order."""
-        by_param = dict(zip(params, sharded, strict=True))
+    def take_parameters(self) -> None:
+        """Put the sharded parameters into the modules, in one flat shard."""
+        by_param, self._taken = self._taken, {}
         for module in self.modules:
             for submodule in module.modules():
                 for attribute, value in submodule._parameters.items():
@@ -198,7 +200,7 @@ class Unit(ParamGroup):
                     # bitsandbytes would convert it into memory of its own, outside of the slot.
                     submodule.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
             mark_sharded(param, found.sharded, found.name, self.name)
-        return [sharded[place] for place in self._layout_order(sharded)]
+        self.flatten()
 
     def _range(self, shape: torch.Size, dim: int) -> tuple[int, int]:
         """Return where this rank's shard begins in dimension ``dim``, and its size there."""

@@ -10,7 +10,7 @@ from torch import nn
 from fsdp_ext import _C
 from fsdp_ext.comm.costs import default_bucket_bytes
 from fsdp_ext.comm.link import Link
-from fsdp_ext.sharding.module_state import group_of
+from fsdp_ext.sharding.module_state import groups_of
 from fsdp_ext.sharding.param_group import ParamGroup
 from fsdp_ext.sharding.settings import DEFAULT_PREFETCH, Decision, RootSettings
 
@@ -29,8 +29,11 @@ class UnitTree:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        groups = (group_of(submodule) for submodule in module.modules())
-        self.units = list(dict.fromkeys(group for group in groups if group is not None))
+        self.units = list(
+            dict.fromkeys(group for each in module.modules() for group in groups_of(each))
+        )
+        # The root unit, and those of other meshes with the same module.
+        self.root_units = len(groups_of(module))
         self._numbers = {unit: number for number, unit in enumerate(self.units)}
 
     def number(self, unit: ParamGroup) -> int:
@@ -58,8 +61,7 @@ class UnitTree:
         """Return the names of each unit's modules in the root module, whose own name is empty."""
         names: dict[ParamGroup, list[str]] = {unit: [] for unit in self.units}
         for name, module in self.module.named_modules():
-            unit = group_of(module)
-            if unit is not None:
+            for unit in groups_of(module):
                 names[unit].append(name)
         return [names[unit] for unit in self.units]
 
@@ -68,8 +70,7 @@ class UnitTree:
         parents: dict[int, int] = {}
 
         def visit(module: nn.Module, parent: int) -> None:
-            unit = group_of(module)
-            if unit is not None:
+            for unit in groups_of(module):
                 parents.setdefault(self.number(unit), parent)
                 parent = self.number(unit)
             for child in module.children():
@@ -82,9 +83,7 @@ class UnitTree:
         """Return how many units below the root enclose each other at most, or 1 if none are."""
 
         def depth(module: nn.Module, enclosing: frozenset[ParamGroup]) -> int:
-            unit = group_of(module)
-            if unit is not None and unit is not self.units[0]:
-                enclosing = enclosing | {unit}
+            enclosing = enclosing | (set(groups_of(module)) - {self.units[0]})
             return max([len(enclosing)] + [depth(child, enclosing) for child in module.children()])
 
         return max(1, depth(self.module, frozenset()))
@@ -142,7 +141,7 @@ class UnitTree:
             bucket_bytes=tuple(self._bucket_bytes(unit, link, decision) for unit in self.units),
             max_message_bytes=tuple(self._max_message_bytes(unit) for unit in self.units),
             reshard_after_forward=tuple(
-                number > 0 and number not in stays
+                number >= self.root_units and number not in stays
                 if unit.settings.reshard_after_forward is None
                 else bool(unit.settings.reshard_after_forward)
                 for number, unit in enumerate(self.units)

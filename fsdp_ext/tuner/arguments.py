@@ -10,7 +10,7 @@ from fsdp_ext._util.numbers import is_at_least
 from fsdp_ext.planner.arguments import check_memory_arguments
 from fsdp_ext.profiler.api import is_profiled
 from fsdp_ext.sharding.agreement import exchange
-from fsdp_ext.sharding.module_state import sharded_module, unit_of
+from fsdp_ext.sharding.module_state import sharded_module, unit_of, units_below
 from fsdp_ext.sharding.root import Root
 from fsdp_ext.sharding.unit import Unit
 
@@ -26,8 +26,7 @@ def units_of(model: nn.Module) -> list[Unit]:
             f"tune got a {type(model).__name__} that fully_shard was not applied to. Shard the "
             "model first, the whole of it last."
         )
-    units = (unit_of(module) for module in sharded_module(model).modules())
-    return list(dict.fromkeys(unit for unit in units if unit is not None))
+    return units_below(sharded_module(model))
 
 
 def check_arguments(

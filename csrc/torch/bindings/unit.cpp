@@ -46,6 +46,7 @@ void register_unit(py::module_& m) {
           py::arg("sharded"), py::arg("unsharded"), py::arg("place_gradient"),
           py::arg("make_gradients"), py::arg("extensions"), py::arg("flat_parameter"),
           py::arg("attributes"))
+      .def("enclose", &TorchUnit::enclose, py::arg("inner"))
       .def("release_gradients", [](TorchUnit& unit) { unit.gradients().release(); })
       .def("share_flat_gradient", [](TorchUnit& unit) { return unit.gradients().share(); })
       .def("pre_forward_hook",
