@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_ext._util.errors import MisuseError
 from fsdp_ext.fsdp1.groups import HYBRID
-from fsdp_ext.sharding.ownership import is_extension, is_sharded
+from fsdp_ext.sharding.ownership import is_sharded, keeps_own_rows
 
 WRAPPED = "_fsdp_wrapped_module"  # FSDP1's name of the child, which other libraries look for
 CHECKPOINTED = "_checkpoint_wrapped_module"
@@ -261,10 +261,10 @@ def refuse_subclasses(own: dict[str, nn.Module], ignored: set[nn.Parameter]) -> 
                     f"parameter '{attribute}' is a DTensor already (tensor parallelism), which "
                     "FullyShardedDataParallel does not support. Use fully_shard, which does."
                 )
-            if param not in ignored and not is_sharded(param) and is_extension(attribute, param):
+            if param not in ignored and not is_sharded(param) and keeps_own_rows(attribute, param):
                 raise NotImplementedError(
-                    f"parameter '{attribute}' is a {type(param).__name__}, whose "
-                    "fsdp_pre_all_gather FullyShardedDataParallel does not call. Use fully_shard, "
+                    f"parameter '{attribute}' is a {type(param).__name__}, and "
+                    "FullyShardedDataParallel does not call fsdp_pre_all_gather. Use fully_shard, "
                     "which does."
                 )
 

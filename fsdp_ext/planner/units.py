@@ -27,7 +27,7 @@ from fsdp_ext.sharding.module_state import (
 )
 from fsdp_ext.sharding.ownership import (
     check_parameter,
-    is_extension,
+    keeps_own_rows,
     mark_sharded,
     own_grad_dtype,
 )
@@ -231,7 +231,7 @@ def units_of_plain(
 def _refuse_extensions(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         part = param._local_tensor if isinstance(param, DTensor) else param
-        if is_extension(name, part):
+        if keeps_own_rows(name, part):
             raise NotImplementedError(
                 f"parameter '{name}' is a {type(part).__name__}. Its fsdp_pre_all_gather decides "
                 "only when it runs what is gathered, so plan cannot know. Plan the model with "

@@ -22,6 +22,10 @@ the parameter has outside of the slot is freed when the unit is detached.
 
 Only a call of the first method tells how large the inputs are. So making the C++ unit calls it once
 more.
+
+As in FSDP2, the methods may also be set after ``fully_shard``: on a class, or on local tensors.
+When the flat shard is made anew, or at the latest when the C++ unit is made, parameters with
+methods leave the flat shard, and those without return to it.
 """
 
 from __future__ import annotations
@@ -41,6 +45,30 @@ from fsdp_ext._util.errors import MisuseError
 from fsdp_ext.sharding.dtensors import Spread
 from fsdp_ext.sharding.ownership import is_extension, mark_unsharded
 from fsdp_ext.sharding.ranks import Ranks
+from fsdp_ext.sharding.settings import UnitSettings
+
+
+def check_can_extend(name: str, part: torch.Tensor, dim: int, settings: UnitSettings) -> None:
+    """Raise NotImplementedError if a unit cannot have an extension.
+
+    Args:
+        name: the parameter's name.
+        part: what this rank has of it.
+        dim: the dimension that ranks share.
+        settings: the unit's.
+    """
+    if settings.offloads:
+        raise NotImplementedError(
+            f"offload_policy is CPUOffloadPolicy, but parameter '{name}' is a "
+            f"{type(part).__name__}, whose methods gather it on the device. Pass "
+            "OffloadPolicy() for its module."
+        )
+    if dim > 0:
+        raise NotImplementedError(
+            f"shard_placement_fn returned Shard({dim}) for parameter '{name}', a "
+            f"{type(part).__name__}. Parameters whose class has fsdp_pre_all_gather are only "
+            "shared along dimension 0, so return Shard(0)."
+        )
 
 
 @dataclass
@@ -81,7 +109,7 @@ class OwnRows:
         if not part.is_meta and padded.device.type != device.type:
             padded = padded.to(device)
         local = padded.narrow(0, 0, count)
-        if not is_extension(name, local):
+        if type(local) is not type(part) and not is_extension(name, local):
             raise NotImplementedError(
                 f"parameter '{name}' is a {type(part).__name__}, but its rows are a "
                 f"{type(local).__name__} without fsdp_pre_all_gather. Its class has to return "
@@ -89,23 +117,16 @@ class OwnRows:
             )
         return OwnRows(size, local)
 
-    def adopt(self, sharded: nn.Parameter, name: str) -> bool:
-        """Adopt the rows of a sharded parameter. Return whether they are other ones than before.
-
-        Raises:
-            ValueError: if their class has no ``fsdp_pre_all_gather``.
-        """
+    def adopt(self, sharded: nn.Parameter) -> bool:
+        """Adopt the rows of a sharded parameter. Return whether they are other ones than before."""
         param: Any = sharded
         local: torch.Tensor = param._local_tensor
         if local is self.local:
             return False
-        if not is_extension(name, local):
-            raise ValueError(
-                f"parameter '{name}' was a {type(self.local).__name__} when it was sharded, and "
-                f"was replaced by a {type(local).__name__} without fsdp_pre_all_gather. Replace "
-                "parameters before fully_shard."
-            )
-        if local.size() != self.size and not local.is_meta:
+        if type(local) is torch.Tensor:
+            # The user has set the methods on this object, which was a part of the flat shard.
+            local.data = local.clone()
+        elif local.size() != self.size and not local.is_meta:
             padded, count = local.new_zeros(self.size), local.size(0)
             if local.numel() > 0:
                 padded.narrow(0, 0, count).copy_(local)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -49,10 +49,10 @@ def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> Non
             "before fully_shard."
         )
     part = param._local_tensor if isinstance(param, DTensor) else param
-    has_extension = is_extension(name, part)
-    if not has_extension:
+    has_own_rows = keeps_own_rows(name, part)
+    if not has_own_rows:
         _check_plain(name, part)
-    check_grad_dtype(name, param, is_extension=has_extension)
+    check_grad_dtype(name, param, is_extension=has_own_rows)
     if param.ndim == 0:
         raise ValueError(
             f"parameter '{name}' is a scalar, which has no rows to shard. Make it a 1-D tensor "
@@ -88,6 +88,18 @@ def is_extension(name: str, tensor: torch.Tensor) -> bool:
     return len(found) == 2
 
 
+def keeps_own_rows(name: str, tensor: torch.Tensor) -> bool:
+    """Return whether a parameter's rows stay in memory of their own, as those of extensions do.
+
+    As in FSDP2, a class that implements operators may get its two methods after ``fully_shard``.
+
+    Raises:
+        MisuseError: if it has only one of the two methods.
+    """
+    implements_operators = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return is_extension(name, tensor) or implements_operators
+
+
 def quantization_of(tensor: torch.Tensor) -> Any:
     """Return how bitsandbytes has quantized a weight to 4 bits; None for any other tensor.
 
@@ -119,11 +131,16 @@ def _check_plain(name: str, tensor: torch.Tensor) -> None:
             "device before fully_shard: bitsandbytes quantizes the weight then."
         )
     if kind not in (nn.Parameter, torch.Tensor):
-        raise NotImplementedError(
-            f"parameter '{name}' is a {kind.__name__}, and fully_shard would lose what this "
-            "class adds to a plain tensor. Convert it to an nn.Parameter, or pass it in "
-            "ignored_params."
-        )
+        refuse_class(name, tensor)
+
+
+def refuse_class(name: str, tensor: torch.Tensor) -> NoReturn:
+    """Raise NotImplementedError, because a parameter has more than numbers."""
+    raise NotImplementedError(
+        f"parameter '{name}' is a {type(tensor).__name__}, and fully_shard would lose what this "
+        "class adds to a plain tensor. Convert it to an nn.Parameter, or give its class "
+        "fsdp_pre_all_gather and fsdp_post_all_gather, or pass it in ignored_params."
+    )
 
 
 def check_tensor_parallel(name: str, param: nn.Parameter, ranks: Ranks) -> None:

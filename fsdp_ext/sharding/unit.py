@@ -18,17 +18,25 @@ from fsdp_ext import _C
 from fsdp_ext.comm.transports import zeros_for_shard
 from fsdp_ext.sharding import optimizer_hooks
 from fsdp_ext.sharding.dtensors import Spread, gradient_maker, part_of_this_rank, shards_of
-from fsdp_ext.sharding.extensions import Extension, GatherInput, OwnRows, place_extensions
+from fsdp_ext.sharding.extensions import (
+    Extension,
+    GatherInput,
+    OwnRows,
+    check_can_extend,
+    place_extensions,
+)
 from fsdp_ext.sharding.flat_parameter import FlatParameter, flat_gradient_maker, registered
 from fsdp_ext.sharding.ownership import (
     check_grad_dtype,
     check_parameter,
     check_tensor_parallel,
     is_extension,
+    keeps_own_rows,
     mark_goes_on_as,
     mark_sharded,
     own_grad_dtype,
     quantization_of,
+    refuse_class,
     unsharded_name,
 )
 from fsdp_ext.sharding.param_group import ParamGroup, keeps_dtype
@@ -102,9 +110,7 @@ class Unit(ParamGroup):
         if settings.max_message_bytes is not None:
             # Reductions are checked at the first forward, since parameters may still be frozen.
             self.check_message_bytes(sharded, settings.max_message_bytes, training=False)
-        self.params: list[ShardedParam] = [
-            sharded[place] for place in self._layout_order(sharded)
-        ]
+        self.params: list[ShardedParam] = [sharded[place] for place in self._layout_order(sharded)]
 
     @property
     def entries(self) -> Sequence[Entry]:
@@ -163,20 +169,9 @@ class Unit(ParamGroup):
     def _shard_extension(self, param: nn.Parameter, name: str, dim: int) -> ShardedParam | None:
         """Return a sharded parameter if its class says how it is gathered, and otherwise None."""
         part = param._local_tensor if isinstance(param, DTensor) else param
-        if not is_extension(name, part):
+        if not keeps_own_rows(name, part):
             return None
-        if self.settings.offloads:
-            raise NotImplementedError(
-                f"offload_policy is CPUOffloadPolicy, but parameter '{name}' is a "
-                f"{type(part).__name__}, whose methods gather it on the device. Pass "
-                "OffloadPolicy() for its module."
-            )
-        if dim > 0:
-            raise NotImplementedError(
-                f"shard_placement_fn returned Shard({dim}) for parameter '{name}', a "
-                f"{type(part).__name__}. Parameters whose class has fsdp_pre_all_gather are only "
-                "shared along dimension 0, so return Shard(0)."
-            )
+        check_can_extend(name, part, dim, self.settings)
         own = OwnRows.of(part, name, self.ranks, self.device)
         spread = shards_of(param, self.ranks, dim)
         sharded = nn.Parameter(spread.wrap(own.local), requires_grad=param.requires_grad)
@@ -239,6 +234,8 @@ class Unit(ParamGroup):
             for param in self.params:  # so that the model is as it was before
                 self._register(param)
             raise
+        if any(replaced):  # the order depends on which of them are gathered
+            self.params = [self.params[place] for place in self._layout_order(self.params)]
         layout = self.layout_for(training=False)
         entries = self.entries
         if self._is_flat(entries, layout):
@@ -354,14 +351,19 @@ class Unit(ParamGroup):
                 f"rank, when it was sharded, but now has {tuple(param.sharded.shape)} with local "
                 f"shape {tuple(param.local.shape)}. Change shapes before fully_shard."
             )
-        if param.own is not None:
-            return param.own.adopt(param.sharded, param.name) or replaced
-        if is_extension(param.name, param.local):
-            raise ValueError(
-                f"parameter '{param.name}' was replaced by a {type(param.local).__name__} after "
-                "fully_shard, which made it a plain one. Replace parameters before fully_shard."
-            )
-        return replaced
+        return self._adopt_own_rows(param) or replaced
+
+    def _adopt_own_rows(self, param: ShardedParam) -> bool:
+        """Follow the class and the methods of a parameter's rows. Return whether they changed."""
+        was_gathered = param.is_gathered
+        if not keeps_own_rows(param.name, param.local):
+            param.own = None
+            return not was_gathered
+        if param.own is None:
+            check_can_extend(param.name, param.local, param.shard_dim, self.settings)
+            most = -(-param.shape[0] // self.world_size)
+            param.own = OwnRows(torch.Size([most, *param.shape[1:]]), torch.empty(0))
+        return param.own.adopt(param.sharded)
 
     def _register(self, param: ShardedParam) -> None:
         """Let all modules have a sharded parameter."""
@@ -485,10 +487,12 @@ class Unit(ParamGroup):
     def _find_extensions(self) -> list[Extension]:
         """Return the extensions, with places for what they gather in the flat shard."""
         policy = self.settings.mp_policy
+        extended = [param for param in self.params if not param.is_gathered]
+        for param in extended:
+            if not is_extension(param.name, param.local):
+                refuse_class(param.name, param.local)
         extensions = [
-            Extension(param, self.ranks, policy, self.compute_dtype(param))
-            for param in self.params
-            if not param.is_gathered
+            Extension(param, self.ranks, policy, self.compute_dtype(param)) for param in extended
         ]
         self.inputs = [each for extension in extensions for each in extension.inputs]
         self.flatten()
