@@ -73,6 +73,23 @@ void allow_access(Storage& storage, std::size_t bytes) {
   storage.set_nbytes(bytes);
 }
 
+// What a gradient of a tensor subclass contributes to the reduction. Its class decides that: FSDP2
+// packs gradients by this operator, too.
+at::Tensor plain_copy_of(const at::Tensor& gradient, at::Device device) {
+  const at::NoGradGuard no_grad;
+  at::Tensor plain =
+      at::empty(gradient.sizes(), at::TensorOptions().dtype(gradient.scalar_type()).device(device));
+  with_python([&] {
+    py::list gradients;
+    gradients.append(gradient);
+    const py::object chunk_cat =
+        py::module_::import("torch").attr("ops").attr("fsdp").attr("chunk_cat");
+    chunk_cat(gradients, py::arg("dim") = 0, py::arg("num_chunks") = 1,
+              py::arg("out") = plain.view({1, -1}));
+  });
+  return plain;
+}
+
 c10::intrusive_ptr<c10::StorageImpl> empty_storage(at::Device device) {
   return c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(),
                                                /*size_bytes=*/0, at::DataPtr(nullptr, device),
@@ -361,9 +378,9 @@ std::shared_ptr<void> TorchUnit::extract_gradients(const void** addresses) {
     FSDP_CHECK(arrived.layout() == at::kStrided, "parameter '", parameter,
                "' got a sparse gradient, but only dense ones can be reduced. Pass sparse=False to "
                "its module.");
-    FSDP_CHECK(!arrived.key_set().has(c10::DispatchKey::Python), "parameter '", parameter,
-               "' got a gradient of a tensor subclass, but only plain tensors can be reduced. "
-               "Return a plain tensor from its class's backward.");
+    if (arrived.key_set().has(c10::DispatchKey::Python)) {
+      arrived = plain_copy_of(arrived, device());
+    }
     const ParamSpec& spec = layout_.params()[trainable_[i]];
     const DType gradient_dtype = spec.unsharded_grad_dtype.value_or(spec.param_dtype);
     FSDP_CHECK(to_dtype(arrived.scalar_type()) == gradient_dtype, "parameter '", parameter,
