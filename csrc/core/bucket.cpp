@@ -238,7 +238,8 @@ Bucket::Bucket(int bucket_number, std::vector<Unit*> members, Lanes& lanes)
       reduced(lanes.device->new_event()),
       gather_label(label_of("the all-gather", units)),
       reduce_label(label_of("the reduce-scatter", units)),
-      all_reduce_label(label_of("the all-reduce over replicas", units)) {}
+      all_reduce_label(label_of("the all-reduce over replicas", units)),
+      ranges(units.size() == 1 && units.front()->number == 0 ? "" : name) {}
 
 void Bucket::place_units(Lanes& lanes) {
   std::size_t unsharded = 0;

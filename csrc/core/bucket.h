@@ -50,6 +50,22 @@ struct ReducePiece {
   std::vector<DType> gradient_dtypes;  // of its gradients, each once
 };
 
+// The names of a bucket's ranges in profilers' timelines, which are FSDP2's where it has them.
+struct BucketRanges {
+  explicit BucketRanges(const std::string& bucket)
+      : all_gather(range_name("all_gather", bucket)),
+        accumulate(range_name("post_backward_accumulate", bucket)),
+        reduce(range_name("post_backward_reduce", bucket)),
+        reduce_scatter(range_name("reduce_scatter", bucket)),
+        all_reduce(range_name("all_reduce", bucket)) {}
+
+  const std::string all_gather;
+  const std::string accumulate;
+  const std::string reduce;  // with the packing
+  const std::string reduce_scatter;
+  const std::string all_reduce;
+};
+
 struct Bucket {
   Bucket(int number, std::vector<Unit*> units, Lanes& lanes);
 
@@ -83,6 +99,14 @@ struct Bucket {
   // The pieces of the last gather, its label, and the last piece that has parameters of the unit.
   const std::vector<GatherPiece>& last_gathers() const {
     return is_from_group ? group->gathers : gathers;
+  }
+  // On the wire, of all ranks that gathered.
+  std::size_t last_gather_bytes() const {
+    std::size_t bytes = 0;
+    for (const GatherPiece& piece : last_gathers()) {
+      bytes += piece.bytes;
+    }
+    return bytes;
   }
   const std::string& last_gather_label() const {
     return is_from_group ? group->gather_label : gather_label;
@@ -142,6 +166,7 @@ struct Bucket {
   const std::string gather_label;
   const std::string reduce_label;
   const std::string all_reduce_label;  // Note [replicas] in core/reducer.h
+  const BucketRanges ranges;
 };
 
 std::vector<BucketUse> uses_of(const std::vector<std::unique_ptr<Bucket>>& buckets);

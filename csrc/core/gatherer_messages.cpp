@@ -64,7 +64,6 @@ void Gatherer::gather_into(Bucket& bucket, Slot& slot) {
   bucket.is_from_group =
       bucket.group != nullptr && bucket.group->kept_from.matches(bucket.gathered_from);
   const std::string& label = bucket.last_gather_label();
-  const Range range(device_, label);
   if (bucket.home != nullptr && &slot != bucket.home.get()) {
     bucket.home->contents = Slot::kNobody;  // out of date
   }
@@ -93,6 +92,7 @@ void Gatherer::gather_from_ranks(Bucket& bucket, Slot& slot) {
   const bool casts = layout.needs_cast() && !bucket.is_from_group &&
                      !bucket.cast_from.matches(bucket.gathered_from);
   const std::vector<GatherPiece>& gathers = bucket.last_gathers();
+  const Range range(device_, bucket.ranges.all_gather, bucket.last_gather_bytes());
   order_before_gather(bucket);
   Stream& before = streams_.before(in_pieces);
   Stream& after = streams_.after(in_pieces);

@@ -186,7 +186,7 @@ void Reducer::reduce(Bucket& bucket, const Units& units) {
   }
   leave_held_gradients(bucket);
   const bool in_place = prepare_finish(bucket, units);
-  const Range range(device_, bucket.reduce_label);
+  const Range range(device_, bucket.ranges.reduce);
   const Reduction reduction = begin_reduction(bucket, units, in_place);
   void* reduced = nullptr;
   for (std::size_t i = 0; i < bucket.reductions.size(); ++i) {
@@ -269,6 +269,7 @@ void Reducer::send(const Reduction& reduction, std::size_t number, void* input) 
   const DType dtype = bucket.layout.reduce_dtype();
   const std::size_t bytes = bucket.reduce_input_bytes(piece);
   const std::size_t offset = static_cast<std::size_t>(piece.segment_offset) * itemsize(dtype);
+  const Range range(device_, bucket.ranges.reduce_scatter, bytes);
   announce_(bucket, {number, bytes});
   const InFlight flight(lane_.flights(), streams_.messages(), bucket.reduces_over,
                         {Collective::ReduceScatter, ledger_.phase(), bytes, dtype},
@@ -292,6 +293,7 @@ void Reducer::sum_over_replicas(const Reduction& reduction, std::size_t number) 
   const std::size_t offset = static_cast<std::size_t>(piece.segment_offset) * itemsize(dtype);
   Lane& lane = *replicas_.lane;
   streams_.order_after(lane.stream(), streams_.messages(), bucket.reduce_label);
+  const Range range(device_, bucket.ranges.all_reduce, numel * itemsize(dtype));
   replicas_.announce(bucket, {number, numel * itemsize(dtype)});
   const InFlight flight(lane.flights(), lane.stream(), lane.communicator(),
                         {Collective::AllReduce, ledger_.phase(), numel * itemsize(dtype), dtype},

@@ -6,6 +6,7 @@
 namespace fsdp {
 
 void Reducer::accumulate(Bucket& bucket, const Units& units) {
+  const Range range(device_, bucket.ranges.accumulate);
   allocate_accumulated(bucket);
   streams_.follow_compute();
   Stream& before = begin_packing(bucket, /*into_accumulated=*/true);

@@ -230,9 +230,19 @@ class Device {
     transfer(stream, duration, /*moves=*/{}, /*multiprocessors=*/0);
   }
 
-  // Begin and end a named range of what the calling thread issues, for profilers; see Range.
+  // Begin and end a named range of what the calling thread issues, for the profilers of the
+  // hardware; see Range.
   virtual void push_range(const std::string& /*name*/) {}
   virtual void pop_range() {}
+
+  // Begins a range in the profiler of the framework. The range ends with the result, on the same
+  // thread. Returns null, at little cost, if no profiler records this thread. `bytes` is the size
+  // of the message that the range issues, or 0.
+  using BeginRange = std::shared_ptr<void> (*)(const std::string& name, std::size_t bytes);
+  void show_ranges_in(BeginRange framework) { begin_range_ = framework; }
+  std::shared_ptr<void> begin_range(const std::string& name, std::size_t bytes) const {
+    return begin_range_ == nullptr ? nullptr : begin_range_(name, bytes);
+  }
 
   // Whether the compute stream is being captured into a CUDA graph.
   virtual bool is_capturing() const { return false; }
@@ -248,18 +258,31 @@ class Device {
 
   // The limit of a single wait.
   virtual std::chrono::milliseconds timeout() const = 0;
+
+ private:
+  BeginRange begin_range_ = nullptr;
 };
 
-// A range in a profiler's timeline, which ends with this object.
+// The name of a range. As in FSDP2, `owner` is the name of a unit or a bucket, and empty for the
+// root unit.
+inline std::string range_name(const char* what, const std::string& owner) {
+  return detail::concat("FSDP::", what) + (owner.empty() ? "" : " (" + owner + ")");
+}
+
+// A range in the timelines of profilers, which ends with this object.
 class Range {
  public:
-  Range(Device& device, const std::string& name) : device_(device) { device_.push_range(name); }
+  Range(Device& device, const std::string& name, std::size_t bytes = 0)
+      : device_(device), of_framework_(device.begin_range(name, bytes)) {
+    device_.push_range(name);
+  }
   ~Range() { device_.pop_range(); }
   Range(const Range&) = delete;
   Range& operator=(const Range&) = delete;
 
  private:
   Device& device_;
+  std::shared_ptr<void> of_framework_;
 };
 
 // Whether new streams of the host are worker threads, or run work on the calling thread at once.

@@ -13,12 +13,17 @@
 #include "base/check.h"
 #include "core/flight_recorder.h"
 #include "torch/dtype.h"
+#include "torch/profiler_range.h"
 #include "torch/with_python.h"
 
 namespace py = pybind11;
 
 namespace fsdp {
 namespace {
+
+// Names of ranges in profilers' timelines, as FSDP2's.
+const std::string kBeginForward = "FSDP::root_pre_forward";
+const std::string kEndBackward = "FSDP::root_post_backward_callback";
 
 void warn_of_lost_gradients() {
   if (PyErr_WarnEx(PyExc_UserWarning,
@@ -54,7 +59,9 @@ TorchRoot::TorchRoot(std::shared_ptr<Lanes> lanes, std::shared_ptr<Lanes> replic
       replicas_(std::move(replicas)),
       pipeline_(std::make_unique<Pipeline>(*lanes_, options, replicas_.get())),
       when_stale_(std::move(when_stale)),
-      checks_(std::move(checks)) {}
+      checks_(std::move(checks)) {
+  lanes_->device->show_ranges_in(&begin_profiler_range);
+}
 
 TorchRoot::~TorchRoot() {
   if (Py_IsInitialized() == 0) {
@@ -116,6 +123,8 @@ bool TorchRoot::enter_forward(TorchUnit& unit) {
   const c10::impl::ExcludeDispatchKeyGuard no_transforms(
       c10::DispatchKeySet({c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
                            c10::DispatchKey::FuncTorchDynamicLayerBackMode}));
+  look_for_profilers();
+  const Range range(device(), kBeginForward);
   pipeline_->begin_forward(unit.number(), with_gradient);
   if (begins_step) {
     begin_step();
@@ -201,6 +210,7 @@ void TorchRoot::ensure_backward(const torch::autograd::Node* node) {
     return;
   }
   backward_failed_ = false;
+  look_for_profilers();
   // The engine enables gradients in a backward with create_graph=True: Note [double backward].
   pipeline_->begin_backward(/*may_reshard=*/!at::GradMode::is_enabled(),
                             graph_calls_.current(node));
@@ -213,6 +223,7 @@ void TorchRoot::ensure_backward(const torch::autograd::Node* node) {
 }
 
 void TorchRoot::end_backward() {
+  const Range range(device(), kEndBackward);
   pipeline_->end_backward();
   if (is_checking_ && !pipeline_->in_forward()) {
     end_step();

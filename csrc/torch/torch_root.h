@@ -32,6 +32,7 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   void add_unit(const std::shared_ptr<TorchUnit>& unit, UnitConfig config);
 
   Pipeline& pipeline() { return *pipeline_; }
+  Device& device() { return *lanes_->device; }
   std::size_t message_staging_bytes() {
     return fsdp::message_staging_bytes(*lanes_) +
            (replicas_ != nullptr ? fsdp::message_staging_bytes(*replicas_) : 0);

@@ -217,6 +217,7 @@ const at::Tensor& TorchUnit::gradient_owner(std::size_t trainable) const {
 void TorchUnit::join(const std::shared_ptr<TorchRoot>& root, std::string name, int number) {
   root_ = root;
   name_ = std::move(name);
+  ranges_ = UnitRanges(number == 0 ? "" : name_);
   number_ = number;
   when_freed_ = detail::concat("An unsharded parameter of unit '", name_,
                                "' was read while it is freed. Read parameters in the forward of "
@@ -462,6 +463,7 @@ void TorchUnit::reclaim_memory() {
 
 void TorchUnit::on_pre_backward(CallId call, const torch::autograd::Node* node) {
   if (const auto root = root_.lock()) {
+    const Range range(root->device(), ranges_.pre_backward);
     root->ensure_backward(node);
     root->pipeline().pre_backward(number_, call);
   }
@@ -488,6 +490,7 @@ void TorchUnit::adopt_gradients() {
 
 void TorchUnit::on_post_backward(CallId call) {
   if (const auto root = root_.lock()) {
+    const Range range(root->device(), ranges_.post_backward);
     root->ensure_backward();
     root->pipeline().post_backward(number_, call);
   }

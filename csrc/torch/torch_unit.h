@@ -92,6 +92,20 @@ struct ForwardCasts {
   std::optional<at::ScalarType> outputs;
 };
 
+// The names of a unit's ranges in profilers' timelines, as FSDP2's.
+struct UnitRanges {
+  explicit UnitRanges(const std::string& unit)
+      : pre_forward(range_name("pre_forward", unit)),
+        post_forward(range_name("post_forward", unit)),
+        pre_backward(range_name("pre_backward", unit)),
+        post_backward(range_name("post_backward", unit)) {}
+
+  std::string pre_forward;
+  std::string post_forward;
+  std::string pre_backward;
+  std::string post_backward;
+};
+
 class TorchUnit final : public UnitPort,
                         public BackwardTarget,
                         public std::enable_shared_from_this<TorchUnit> {
@@ -260,6 +274,7 @@ class TorchUnit final : public UnitPort,
   std::weak_ptr<TorchRoot> root_;
   std::shared_ptr<TorchUnit> inner_;  // may be null
   std::string name_;
+  UnitRanges ranges_{/*unit=*/""};
   std::string when_freed_;  // the error of reading an unsharded parameter while detached
   int number_ = -1;
 };

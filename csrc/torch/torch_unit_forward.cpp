@@ -51,6 +51,7 @@ py::object TorchUnit::pre_forward(std::size_t index, py::handle module, py::hand
   if (!recomputing && !root->enter_forward(*this)) {
     return root->pre_forward_when_stale(module, args, kwargs);
   }
+  const Range range(root->device(), ranges_.pre_forward);
   const bool entering = recomputing || enter_module();
   CallId call = kNoCall;
   {
@@ -85,6 +86,7 @@ py::object TorchUnit::post_forward(std::size_t index, py::handle output) {
   const std::shared_ptr<TorchRoot> root = root_.lock();
   FSDP_CHECK(root != nullptr, "The root module of unit '", name_,
              "' was deleted. Keep a reference to the model.");
+  const Range range(root->device(), ranges_.post_forward);
   if (handled_exception() != handled_.at(index)) {
     drop_watches(index);
     root->abandon_forward(*this);
