@@ -1,8 +1,10 @@
-"""What torch.profiler shows of a step, beside FSDP2."""
+"""What torch.profiler shows of a step, beside FSDP2, and its trace joined with ours."""
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +21,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+import fsdp_ext
 from fsdp_ext import fully_shard
 
 WIDTH, LAYERS = 8, 3
@@ -167,3 +170,63 @@ def _only_in_the_block(directory: Path) -> None:
 
 def test_a_profiler_sees_the_ranges_of_its_own_block_only(tmp_path: Path) -> None:
     run_ranks(_only_in_the_block, 2, tmp_path)
+
+
+# - Joined with our trace
+
+
+def _joined(directory: Path) -> None:
+    rank = dist.get_rank()
+    theirs, joined = directory / f"torch{rank}.json", directory / f"joined{rank}.json"
+    model = make(bucket_bytes=0)
+    with fsdp_ext.profile(model) as prof:
+        ranges = recorded(theirs, lambda: [step(model) for _ in range(2)])
+    for row in prof.rows():
+        what = {"gather": "all_gather", "reduce": "reduce_scatter"}[row.operation]
+        name = what if row.units == "the root" else f"{what} ({row.units})"
+        assert row.nbytes in bytes_of(ranges, name)
+
+    prof.merge().save_trace(joined, torch_trace=theirs)
+    document = json.loads(joined.read_text())
+    before = json.loads(theirs.read_text())
+    count = len(before["traceEvents"])
+    assert document["traceEvents"][:count] == before["traceEvents"]
+    assert document["baseTimeNanoseconds"] == before["baseTimeNanoseconds"]
+    ours: Events = document["traceEvents"][count:]
+    named = {
+        event["pid"]: event["args"]["name"] for event in ours if event["name"] == "process_name"
+    }
+    assert sorted(named.values()) == ["rank 0, shared_memory", "rank 1, shared_memory"]
+    assert os.getpid() not in named
+    for number in range(LAYERS):  # both traces agree when each gather was issued
+        issues = sorted(
+            (event["ts"], event["ts"] + event["dur"])
+            for event in ranges
+            if event["name"] == f"FSDP::all_gather (h.{number})"
+        )
+        issued = sorted(
+            event["ts"] - event["args"]["issued (us before it began)"]
+            for event in ours
+            if event["name"] == f"gather h.{number}" and named[event["pid"]][5] == str(rank)
+        )
+        for (begin, end), moment in zip(issues, issued, strict=True):
+            assert begin - 2000 < moment < end + 2000
+
+    zipped = directory / f"torch{rank}.json.gz"
+    zipped.write_bytes(gzip.compress(theirs.read_bytes()))
+    prof.save_trace(directory / f"zipped{rank}.json", torch_trace=str(zipped))
+    assert json.loads((directory / f"zipped{rank}.json").read_text()) == document
+
+    recorded(theirs, lambda: step(model))
+    with pytest.raises(ValueError, match="has no event of the steps that this profile recorded"):
+        prof.save_trace(joined, torch_trace=theirs)
+    for text, why in (("{", "it is no JSON"), ("[]", "no traceEvents")):
+        theirs.write_text(text)
+        with pytest.raises(ValueError, match=f"is not a trace of torch.profiler: .*{why}"):
+            prof.save_trace(joined, torch_trace=theirs)
+    with pytest.raises(FileNotFoundError):
+        prof.save_trace(joined, torch_trace=directory / "nothing.json")
+
+
+def test_save_trace_shows_lanes_beside_a_trace_of_torch(tmp_path: Path) -> None:
+    run_ranks(_joined, 2, tmp_path)

@@ -25,6 +25,7 @@ from fsdp_ext.profiler.report import document_of, text_of
 from fsdp_ext.profiler.result import Recording
 from fsdp_ext.profiler.rows import Row, Summary, rows_of, summarise
 from fsdp_ext.profiler.slowdown import Slowdown
+from fsdp_ext.profiler.torch_trace import read_torch_trace
 from fsdp_ext.profiler.trace import trace_of
 from fsdp_ext.sharding.agreement import exchange, has_peers
 from fsdp_ext.sharding.meshes import refuse_several_meshes
@@ -116,6 +117,7 @@ class profile:
             lost=lost,
             prefetch_depth=self._root.settings.prefetch,
             members=dict(self._members),
+            wall_clock=_wall_clock(),
         )
 
     def _note_buckets(self) -> None:
@@ -300,13 +302,24 @@ class profile:
         write_text(path, text + "\n")
         return None
 
-    def save_trace(self, path: str | os.PathLike[str]) -> None:
+    def save_trace(
+        self, path: str | os.PathLike[str], torch_trace: str | os.PathLike[str] | None = None
+    ) -> None:
         """Write a trace for ui.perfetto.dev or chrome://tracing. Each rank is a process.
 
+        Args:
+            path: the file to write.
+            torch_trace: a trace that ``torch.profiler`` has written of the same steps of this rank,
+                with ``export_chrome_trace``; its name may end in ".gz". The new trace has its
+                events, too, on one time axis with the lanes.
+
         Raises:
-            OSError: if ``path`` cannot be written.
+            OSError: if ``path`` cannot be written, or ``torch_trace`` cannot be read.
+            ValueError: if ``torch_trace`` is no such trace, or was recorded at another time.
         """
-        write_text(Path(path), json.dumps(trace_of(self._recorded())) + "\n")
+        recording = self._recorded()
+        beside = None if torch_trace is None else read_torch_trace(Path(torch_trace), recording)
+        write_text(Path(path), json.dumps(trace_of(recording, beside)) + "\n")
 
     def plot(self, path: str | os.PathLike[str], iteration: int | None = None) -> None:
         """Draw one step: compute, collectives and waits.
@@ -322,6 +335,17 @@ class profile:
             OSError: if ``path`` cannot be written.
         """
         draw(self._recorded(), Path(path), iteration)
+
+
+def _wall_clock() -> int:
+    """Return ``Recording.wall_clock``, of the try that another thread interrupted least."""
+    readings = []
+    for _ in range(5):
+        before = time.monotonic_ns()
+        wall = time.time_ns()
+        after = time.monotonic_ns()
+        readings.append((after - before, wall - (before + after) // 2))
+    return min(readings)[1]
 
 
 def _nothing_yet(root: Root, kept: int) -> Recording:

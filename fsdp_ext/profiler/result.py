@@ -31,6 +31,8 @@ class Recording:
         late: the straggler of each collective, by iteration number and place among its spans. It is
             empty until ranks are merged.
         replicas: how many ranks have the same shard.
+        wall_clock: nanoseconds to add to ``time.monotonic_ns()`` of this rank's host to get
+            ``time.time_ns()``, when the block ended.
     """
 
     names: list[str]
@@ -47,6 +49,7 @@ class Recording:
     ranks: dict[int, list[Iteration]] = field(default_factory=dict)
     late: Mapping[tuple[int, int], Lateness] = field(default_factory=dict)
     replicas: int = 1
+    wall_clock: int = 0
 
     @property
     def iterations(self) -> list[Iteration]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fsdp_ext.profiler.recording import COLLECTIVES, COMPUTE, LANES, WAITS, Iteration, Span
 from fsdp_ext.profiler.result import Recording
+from fsdp_ext.profiler.torch_trace import TorchTrace
 
 # Rows of a trace from top to bottom. Viewers need spans of one row to follow or enclose each other.
 # Copies of one kind run in order, but copies of different kinds may overlap.
@@ -22,44 +24,66 @@ def _row_of(span: Span) -> str:
     return "compute" if span.work in (*COMPUTE, *WAITS) else "passes"
 
 
-def trace_of(recording: Recording) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Place:
+    """Where a rank's events go.
+
+    Args:
+        process: the process's number.
+        start: the time of 0 microseconds, in seconds of ``time.monotonic()``.
+    """
+
+    process: int
+    start: float
+
+
+def trace_of(recording: Recording, beside: TorchTrace | None = None) -> dict[str, Any]:
     """Return a profile in Chrome's trace event format, which Perfetto reads.
 
     Each rank is a process. Its rows are the passes, compute (units and waits), gathers, reductions,
     all-reduces over replicas, and each kind of copy around them. The format is the "Trace Event
     Format" of the Chromium project; times are microseconds since the first iteration began.
+
+    Args:
+        recording: what to show.
+        beside: a trace of torch.profiler, whose events and time axis the result has, too.
     """
     events: list[dict[str, Any]] = []
     start = min(iteration.begin for of_rank in recording.ranks.values() for iteration in of_rank)
     for rank, iterations in recording.ranks.items():
+        place = _Place(rank, start)
+        if beside is not None:
+            place = _Place(beside.free_process + rank, beside.start)
         works = {span.work for iteration in iterations for span in iteration.spans}
         rows = [row for row in _ROWS if row not in _OPTIONAL or row in works]
-        events += _headings(rank, recording.transport, rows)
+        events += _headings(place.process, f"rank {rank}, {recording.transport}", rows)
         for iteration in iterations:
-            for place, span in enumerate(iteration.spans):
-                event = _event(recording, rank, iteration.number, span, start)
+            for number, span in enumerate(iteration.spans):
+                event = _event(recording, place, iteration.number, span)
                 if rank == recording.rank:
-                    event["args"] |= _lateness(recording, iteration, place)
+                    event["args"] |= _lateness(recording, iteration, number)
                 events.append(event)
+    if beside is not None:
+        return {**beside.document, "traceEvents": [*beside.document["traceEvents"], *events]}
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
-def _headings(rank: int, transport: str, rows: Sequence[str]) -> list[dict[str, Any]]:
+def _headings(process: int, name: str, rows: Sequence[str]) -> list[dict[str, Any]]:
     """Return the events that name a rank's process and its rows, and that order the rows."""
-    events = [_metadata("process_name", rank, 0, {"name": f"rank {rank}, {transport}"})]
-    for name in rows:
-        row = _ROWS.index(name)
-        events.append(_metadata("thread_name", rank, row, {"name": name}))
-        events.append(_metadata("thread_sort_index", rank, row, {"sort_index": row}))
+    events = [_metadata("process_name", process, 0, {"name": name})]
+    for row_name in rows:
+        row = _ROWS.index(row_name)
+        events.append(_metadata("thread_name", process, row, {"name": row_name}))
+        events.append(_metadata("thread_sort_index", process, row, {"sort_index": row}))
     return events
 
 
-def _metadata(kind: str, rank: int, row: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": rank, "tid": row, "args": arguments}
+def _metadata(kind: str, process: int, row: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": process, "tid": row, "args": arguments}
 
 
-def _lateness(recording: Recording, iteration: Iteration, place: int) -> dict[str, Any]:
-    late = recording.late.get((iteration.number, place))
+def _lateness(recording: Recording, iteration: Iteration, number: int) -> dict[str, Any]:
+    late = recording.late.get((iteration.number, number))
     if late is None:
         return {}
     return {
@@ -68,11 +92,11 @@ def _lateness(recording: Recording, iteration: Iteration, place: int) -> dict[st
     }
 
 
-def _event(recording: Recording, rank: int, step: int, span: Span, start: float) -> dict[str, Any]:
+def _event(recording: Recording, place: _Place, step: int, span: Span) -> dict[str, Any]:
     arguments: dict[str, Any] = {"step": step, "phase": span.phase}
     if span.nbytes:
         arguments |= {
-            "bytes of all ranks": span.nbytes,
+            f"bytes of {'one rank' if span.work == 'all-reduce' else 'all ranks'}": span.nbytes,
             "issued (us before it began)": round((span.begin - span.issued) * 1e6, 1),
             "on demand": span.on_demand,
         }
@@ -81,9 +105,9 @@ def _event(recording: Recording, rank: int, step: int, span: Span, start: float)
         "ph": "X",
         "name": what if span.first < 0 else f"{what} {recording.name_of(span.units)}",
         "cat": span.work,
-        "pid": rank,
+        "pid": place.process,
         "tid": _ROWS.index(_row_of(span)),
-        "ts": round((span.begin - start) * 1e6, 3),
+        "ts": round((span.begin - place.start) * 1e6, 3),
         "dur": round(span.seconds * 1e6, 3),
         "args": arguments,
     }
