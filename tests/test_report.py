@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import subprocess
 import sys
 import warnings
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
 import torch.distributed as dist
 from support.launcher import run_ranks
@@ -65,13 +67,35 @@ def test_rank_0_prints_the_report_and_every_rank_returns_its_own() -> None:
     assert "rank 1" in chosen
 
 
+def _check_picture(svg: str, milliseconds: float) -> None:
+    """Check that a step's picture shows all of it, and that its bars have names."""
+    texts = re.findall(r"<text [^>]*>([^<]*)</text>", svg)
+    assert "other" in texts  # the time outside of passes
+    assert {str(number) for number in range(LAYERS)} <= set(texts)
+    axis = svg.partition('id="matplotlib.axis_1"')[2].partition('id="matplotlib.axis_2"')[0]
+    ticks = [
+        (float(x), float(text))
+        for x, text in re.findall(
+            r'<use [^>]*x="([\d.]+)".*?<text [^>]*>([\d.]+)</text>', axis, re.S
+        )
+    ]
+    (first, zero), (last, end) = ticks[0], ticks[-1]
+    right = max(
+        float(x) for x in re.findall(r"[ML] ([\d.]+) [\d.]+", svg.partition('id="axes_1"')[2])
+    )
+    shown = zero + (end - zero) * (right - first) / (last - first)
+    assert shown == pytest.approx(milliseconds, rel=0.02)
+
+
 def _outputs(directory: Path) -> None:
     dist.destroy_process_group()
     warnings.simplefilter("ignore")
     prof = profiled(make(Simulated(8, Link("fast", 1e-3, 1e12)), compute=0.001))
     prof.save_trace(directory / "step.json")
     prof.plot(directory / "step.png")
-    prof.plot(directory / "step.svg", iteration=-1)
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # texts stay texts
+        prof.plot(directory / "step.svg", iteration=0)
+    _check_picture((directory / "step.svg").read_text(), prof.iterations[0].step * 1e3)
     prof.to_json(directory / "prof.json")
     with pytest.raises(ValueError, match="got iteration=9, but 4 steps were"):
         prof.plot(directory / "step.png", iteration=9)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import io
 import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_ext._util.files import write_bytes
-from fsdp_ext.profiler.recording import COMPUTE, WAITS, Iteration, Span
+from fsdp_ext.profiler.recording import COMPUTE, PASSES, WAITS, Iteration, Span
 from fsdp_ext.profiler.result import Recording
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _COLOURS = {
     "unit forward": "#4c78a8",
@@ -29,6 +31,7 @@ _COLOURS = {
     "finish reduction": "#ffbf79",
     "wait (gather)": "#e45756",
     "wait (reduction)": "#e45756",
+    "other": "#d9d9d9",
 }
 _LABELS = {
     "unit forward": "forward",
@@ -39,9 +42,13 @@ _LABELS = {
     "cast": "cast, unpack",
     "pack": "pack, write gradients",
     "wait (gather)": "waiting (exposed)",
+    "other": "other (loss, optimizer, data)",
 }
-# A bar shows its name if there is this share of the picture's width for each character.
-_READABLE = 0.012
+_WIDTH = 14.0  # of the picture, inches
+_FONT = 7.0  # of names in bars, points
+# The share of the picture's width for a character of a name, and for the margins of a name.
+_CHARACTER = 0.56 * _FONT / (0.92 * _WIDTH * 72)
+_DARK = ("unit forward",)  # bars whose names are white
 _MOST_RANKS = 8
 
 
@@ -66,18 +73,18 @@ def draw(recording: Recording, path: Path, chosen: int | None) -> None:
     own = _chosen_step(recording.iterations, chosen)
     shown = _steps_of_ranks(recording, own.number)
     rows = sum(len(_rows_of(iteration)) for iteration in shown.values())
-    figure = Figure(figsize=(14, 1.2 + 0.9 * rows), layout="constrained")
+    figure = Figure(figsize=(_WIDTH, 1.2 + 0.9 * rows), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
     begin = min(iteration.begin for iteration in shown.values())
-    end = max(span.end for iteration in shown.values() for span in iteration.spans)
+    end = max(iteration.end for iteration in shown.values())
     for axis, (rank, iteration) in zip(axes, shown.items(), strict=True):
         _draw_rank(recording, axis, iteration, _Window(begin, end - begin))
         if len(shown) > 1:
             axis.set_title(f"rank {rank}", loc="left", fontsize=9)
     figure.suptitle(_title(recording, own, len(shown)), fontsize=11)
     axes[-1].set_xlabel("ms")
-    _legend(axes[0], own)
+    _legend(figure, own)
     data = io.BytesIO()
     figure.savefig(data, format=path.suffix.lstrip(".") or "png", dpi=120)
     write_bytes(path, data.getvalue())
@@ -120,47 +127,99 @@ def _title(recording: Recording, own: Iteration, shown: int) -> str:
     )
 
 
+@dataclass(frozen=True)
+class _Bar:
+    """A bar of a row: a whole span, or a part of it, or of the time outside of all spans."""
+
+    begin: float
+    end: float
+    work: str
+    name: str = ""
+
+
 def _draw_rank(recording: Recording, axis: Axes, iteration: Iteration, window: _Window) -> None:
     rows = _rows_of(iteration)
-    for span in sorted(iteration.spans, key=lambda one: (one.work in COMPUTE, one.begin)):
-        row = iteration.lane_of(span.work) or (
-            "compute" if span.work in (*COMPUTE, *WAITS) else None
-        )
-        if row is None:
+    for span in iteration.spans:
+        name = "" if span.work in WAITS else recording.name_of(span.units)
+        row = iteration.lane_of(span.work)
+        level = len(rows) - 1 - rows.index(row or "compute")
+        if span.work in PASSES:
             continue
-        left, length = (span.begin - window.begin) * 1e3, span.seconds * 1e3
-        level = len(rows) - 1 - rows.index(row)
-        encloses = span.work in COMPUTE and _encloses(iteration, span)
-        bottom, tall = (level + 0.42, 0.08) if encloses else (level - 0.4, 0.8)
-        axis.broken_barh(
-            [(left, length)],
-            (bottom, tall),
-            facecolors=_COLOURS[span.work],
-            edgecolors="white",
-            linewidth=0.4,
-            zorder=3 if span.work in WAITS else 2,
-            hatch="///" if span.work in WAITS else None,
-        )
-        name = recording.name_of(span.units)
-        has_room = span.seconds > _READABLE * len(name) * window.seconds
-        if has_room and not encloses and span.work not in WAITS:
-            axis.text(
-                left + length / 2, level, name, ha="center", va="center", fontsize=7, zorder=4
-            )
+        inside = _inside(iteration, span) if span.work in COMPUTE else []
+        if inside:
+            _draw(axis, _Bar(span.begin, span.end, span.work), window, level + 0.42, tall=0.08)
+        waits = iteration.of(*WAITS) if inside else []
+        for begin, end in _gaps(span.begin, span.end, [*inside, *waits]):
+            _draw(axis, _Bar(begin, end, span.work, name), window, level - 0.4)
+    for begin, end in _gaps(iteration.begin, iteration.end, iteration.of(*PASSES)):
+        _draw(axis, _Bar(begin, end, "other", "other"), window, len(rows) - 1 - 0.4)
+    axis.set_xlim(0, window.seconds * 1e3)
     axis.set_yticks(range(len(rows)), reversed(rows))
     axis.set_ylim(-0.6, len(rows) - 0.4)
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _encloses(iteration: Iteration, span: Span) -> bool:
-    """Return whether the compute of another unit lies inside this span."""
-    return any(
-        other is not span and span.begin <= other.begin and other.end <= span.end
-        for other in iteration.of(*COMPUTE)
+def _draw(axis: Axes, bar: _Bar, window: _Window, bottom: float, tall: float = 0.8) -> None:
+    left, length = (bar.begin - window.begin) * 1e3, (bar.end - bar.begin) * 1e3
+    waits = bar.work in WAITS
+    axis.broken_barh(
+        [(left, length)],
+        (bottom, tall),
+        facecolors=_COLOURS[bar.work],
+        edgecolors="white",
+        linewidth=0.4,
+        zorder=3 if waits else 2,
+        hatch="///" if waits else None,
     )
+    name = _fitting(bar.name, length / 1e3 / window.seconds)
+    if name:
+        axis.text(
+            left + length / 2,
+            bottom + tall / 2,
+            name,
+            ha="center",
+            va="center",
+            fontsize=_FONT,
+            color="white" if bar.work in _DARK else "black",
+            zorder=4,
+        )
 
 
-def _legend(axis: Axes, iteration: Iteration) -> None:
+def _inside(iteration: Iteration, span: Span) -> list[Span]:
+    """Return the compute of other units inside this span."""
+    return [
+        other
+        for other in iteration.of(*COMPUTE)
+        if other is not span and span.begin <= other.begin and other.end <= span.end
+    ]
+
+
+def _gaps(begin: float, end: float, spans: Sequence[Span]) -> Iterator[tuple[float, float]]:
+    """Yield the parts of the time from ``begin`` to ``end`` that no span covers."""
+    for span in sorted(spans, key=lambda span: span.begin):
+        if begin < span.begin:
+            yield begin, min(span.begin, end)
+        begin = max(begin, span.end)
+    if begin < end:
+        yield begin, end
+
+
+def _fitting(name: str, share: float) -> str:
+    """Return a name for a bar: whole, without its first parts, or empty if nothing has room.
+
+    Args:
+        name: of a unit or a bucket.
+        share: the width of the bar, as a share of the picture's.
+    """
+    parts = name.split(".")
+    for first in range(len(parts)):
+        shorter = ".".join(parts[first:])
+        if (len(shorter) + 1) * _CHARACTER < share:
+            return shorter
+    return ""
+
+
+def _legend(figure: Figure, iteration: Iteration) -> None:
     from matplotlib.patches import Patch
 
     handles = [
@@ -168,11 +227,6 @@ def _legend(axis: Axes, iteration: Iteration) -> None:
         for work, label in _LABELS.items()
         if work != "all-reduce" or iteration.has_all_reduces
     ]
-    axis.legend(
-        handles=handles,
-        ncols=len(handles),
-        fontsize=8,
-        loc="lower left",
-        bbox_to_anchor=(0, 1.02),
-        frameon=False,
+    figure.legend(
+        handles=handles, ncols=len(handles), fontsize=8, loc="outside lower left", frameon=False
     )
