@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_ext._util.errors import MisuseError
 from fsdp_ext.fsdp1.groups import HYBRID
+from fsdp_ext.sharding.optimizer_hooks import has_optimizer_in_backward
 from fsdp_ext.sharding.ownership import is_sharded, keeps_own_rows
 
 WRAPPED = "_fsdp_wrapped_module"  # FSDP1's name of the child, which other libraries look for
@@ -270,9 +271,9 @@ def refuse_subclasses(own: dict[str, nn.Module], ignored: set[nn.Parameter]) -> 
 
 
 def check_flattened(own: dict[str, nn.Module], ignored: set[nn.Parameter]) -> None:
-    """Raise ValueError if these modules' parameters cannot be one flat parameter.
+    """Raise ValueError if these modules' parameters cannot be one flat parameter, as FSDP1 does.
 
-    FSDP1 raises the same type.
+    Raise RuntimeError if a parameter has optimizers that step in backward. FSDP1 drops them.
     """
     params = {
         param: f"{prefix}.{attribute}" if prefix else attribute
@@ -280,6 +281,13 @@ def check_flattened(own: dict[str, nn.Module], ignored: set[nn.Parameter]) -> No
         for attribute, param in module.named_parameters(recurse=False)
         if param not in ignored
     }
+    for param, name in params.items():
+        if has_optimizer_in_backward(param):
+            raise RuntimeError(
+                f"parameter '{name}' has an optimizer that steps in backward, which is only "
+                "supported with use_orig_params=True. Pass that, or make the optimizer after "
+                "wrapping and call its step() after backward."
+            )
     for kind, others in (
         ("dtypes", {param.dtype for param in params}),
         ("requires_grad", {param.requires_grad for param in params}),

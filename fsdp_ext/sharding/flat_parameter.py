@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_ext import _C
 from fsdp_ext.sharding.dtensors import Spread
+from fsdp_ext.sharding.optimizer_hooks import has_optimizer_in_backward
 from fsdp_ext.sharding.ownership import mark_sharded, own_grad_dtype
 
 NAME = "_flat_param"  # as FSDP1 names it
@@ -135,7 +136,14 @@ class FlatParameter:
 
         Raises:
             NotImplementedError: if the flat parameter was given a grad_dtype.
+            RuntimeError: if it was given an optimizer that steps in backward.
         """
+        if has_optimizer_in_backward(self.param):
+            raise RuntimeError(
+                f"the flat parameter of unit '{self._unit.name}' has an optimizer that steps in "
+                "backward, which is only supported with use_orig_params=True. Pass that, or call "
+                "the optimizer's step() after backward."
+            )
         if own_grad_dtype(self.param) is not None:
             raise NotImplementedError(
                 f"the flat parameter of unit '{self._unit.name}' has grad_dtype="

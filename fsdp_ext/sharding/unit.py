@@ -422,6 +422,7 @@ class Unit(ParamGroup):
         for param in self.params:
             param.name = names.get(param.sharded, param.name)
             check_grad_dtype(param.name, param.sharded, is_extension=not param.is_gathered)
+            optimizer_hooks.let_backward_step(param.sharded)
         on_meta = [param.name for param in self.params if param.local.is_meta]
         if on_meta:
             raise RuntimeError(
