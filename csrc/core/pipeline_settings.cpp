@@ -1,5 +1,6 @@
 // The pipeline's settings, which are effective from the next use on, and what is asked between
 // steps.
+#include <algorithm>
 #include <utility>
 
 #include "base/check.h"
@@ -173,8 +174,11 @@ void Pipeline::set_accumulated(int number, const std::vector<char>& has) {
   FSDP_CHECK(unit.bucket != nullptr && has.size() == unit.arrived.size(), "set_accumulated got ",
              has.size(), " flags. Unit '", unit.name, "' needs ", unit.arrived.size(),
              ", and a bucket.");
-  reducer_.begin_accumulating(*unit.bucket);
   unit.awaits_reduction = true;
+  if (std::find(has.begin(), has.end(), 1) == has.end()) {
+    return;
+  }
+  reducer_.begin_accumulating(*unit.bucket);
   for (std::size_t i = 0; i < has.size(); ++i) {
     if (has[i] != 0) {
       reducer_.set_accumulated(*unit.bucket, unit, i);

@@ -14,7 +14,8 @@ namespace {
 bool are_alike(const Unit& a, const Unit& b) {
   return &a == &b ||
          (a.requires_gradient_sync == b.requires_gradient_sync && a.pack_scale == b.pack_scale &&
-          a.reduce_scale == b.reduce_scale && !a.reduces_alone && !b.reduces_alone);
+          a.reduce_scale == b.reduce_scale && !a.reduces_alone && !b.reduces_alone &&
+          a.port.keeps_gradients() == b.port.keeps_gradients());
 }
 
 // Whether trainable parameter i of the unit has a gradient to reduce.
@@ -27,7 +28,6 @@ bool has_gradient(const Bucket& bucket, const Unit& unit, std::size_t i) {
 void set_sharded_gradients(const Bucket& bucket, const std::vector<Unit*>& units) {
   for (Unit* unit : units) {
     unit->is_reduced = true;
-    unit->awaits_reduction = false;
     for (std::size_t i = 0; i < unit->arrived.size(); ++i) {
       if (has_gradient(bucket, *unit, i)) {
         unit->used[i] = 1;
@@ -166,14 +166,19 @@ void Reducer::pack_and_reduce_by_setting(Bucket& bucket) {
 }
 
 void Reducer::pack_and_reduce_alike(Bucket& bucket, const Units& units) {
-  packings_ += 1;
-  collect_gradients(bucket, units);
-  if (units.front()->requires_gradient_sync) {
+  const bool syncs = units.front()->requires_gradient_sync;
+  const bool packs = syncs || !units.front()->port.keeps_gradients();
+  if (packs) {
+    packings_ += 1;
+    collect_gradients(bucket, units);
+  }
+  if (syncs) {
     reduce(bucket, units);
-  } else {
+  } else if (packs) {
     accumulate(bucket, units);
   }
   for (Unit* unit : units) {
+    unit->awaits_reduction = !syncs && (unit->awaits_reduction || unit->arrived_count > 0);
     forget_arrived(*unit);
   }
 }

@@ -14,8 +14,7 @@ void Reducer::accumulate(Bucket& bucket, const Units& units) {
     pack(bucket, units, i, accumulated_of(bucket, i), bucket.has_accumulated);
   }
   before.record(*bucket.packed);
-  for (Unit* unit : units) {
-    unit->awaits_reduction = unit->awaits_reduction || unit->arrived_count > 0;
+  for (const Unit* unit : units) {
     for (std::size_t i = 0; i < unit->arrived.size(); ++i) {
       if (unit->arrived[i] != 0 && !has_accumulated(bucket, *unit, i)) {
         set_accumulated(bucket, *unit, i);

@@ -53,6 +53,10 @@ class UnitPort {
   // Drops the unsharded parameters' gradients, after a backward that failed.
   virtual void drop_gradients() = 0;
 
+  // Whether backwards without gradient sync leave their gradients in the unsharded parameters,
+  // where the port finds them afterwards. Otherwise they are packed.
+  virtual bool keeps_gradients() { return false; }
+
   // Whether a user still holds a sharded gradient that its parameter has no more. The next
   // reduction would overwrite it.
   virtual bool has_held_gradients() = 0;

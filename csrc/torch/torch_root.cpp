@@ -212,9 +212,7 @@ void TorchRoot::ensure_backward(const torch::autograd::Node* node) {
   backward_failed_ = false;
   look_for_profilers();
   // The engine enables gradients in a backward with create_graph=True: Note [double backward].
-  pipeline_->begin_backward(/*may_reshard=*/!at::GradMode::is_enabled(),
-                            graph_calls_.current(node));
-  passes_ += 1;
+  begin_backward(/*may_reshard=*/!at::GradMode::is_enabled(), graph_calls_.current(node));
   auto guard = std::make_shared<BackwardGuard>(shared_from_this(), passes_);
   torch::autograd::Engine::get_default_engine().queue_callback([guard] {
     guard->root->end_backward();
@@ -222,9 +220,22 @@ void TorchRoot::ensure_backward(const torch::autograd::Node* node) {
   });
 }
 
+void TorchRoot::begin_backward(bool may_reshard, const BackwardGraph& graph) {
+  for (const auto& unit : units_) {
+    unit->take_back_gradients();
+  }
+  pipeline_->begin_backward(may_reshard, graph);
+  passes_ += 1;
+}
+
 void TorchRoot::end_backward() {
   const Range range(device(), kEndBackward);
   pipeline_->end_backward();
+  for (const auto& unit : units_) {
+    if (pipeline_->unit(unit->number()).awaits_reduction) {
+      unit->show_gradients();
+    }
+  }
   if (is_checking_ && !pipeline_->in_forward()) {
     end_step();
   }
@@ -290,9 +301,19 @@ bool TorchRoot::reset_failed() {
   if (PyGILState_Check() != 0) {
     no_gil.emplace();
   }
-  const bool loses_gradients = pipeline_->loses_gradients();
+  const bool loses_gradients =
+      pipeline_->loses_gradients() ||
+      (pipeline_->in_backward() && std::any_of(units_.begin(), units_.end(), [](const auto& unit) {
+         return unit->had_gradients();
+       }));
   pipeline_->recover();
   return loses_gradients;
+}
+
+bool TorchRoot::has_unreduced() const {
+  return pipeline_->has_unreduced() ||
+         std::any_of(units_.begin(), units_.end(),
+                     [](const auto& unit) { return unit->shows_gradients(); });
 }
 
 std::vector<at::Tensor> TorchRoot::accumulated(int unit) {
@@ -348,8 +369,7 @@ void TorchRoot::reduce_accumulated() {
   pipeline_->update_buckets();    // there may be none yet after parameters were replaced
   BackwardGraph nothing;
   nothing.is_whole = false;
-  pipeline_->begin_backward(/*may_reshard=*/true, nothing);
-  passes_ += 1;
+  begin_backward(/*may_reshard=*/true, nothing);
   try {
     for (const auto& unit : units_) {
       unit->adopt_gradients();

@@ -62,9 +62,11 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   // Cleans up if a forward or backward has failed: Pipeline::recover. Warns if gradients of earlier
   // backwards are lost.
   void recover();
-  // Returns views of the gradients that backwards without gradient sync have accumulated for a
-  // unit, between passes. Each has one row for each rank. Side by side, the rows of a rank are its
-  // segment of the unit's layout. Empty if there are no such gradients.
+  // Whether there are gradients of backwards without gradient sync, packed or shown.
+  bool has_unreduced() const;
+  // Returns views of the packed gradients that backwards without gradient sync have accumulated for
+  // a unit, between passes. Each has one row for each rank. Side by side, the rows of a rank are
+  // its segment of the unit's layout. Empty if there are no such gradients.
   std::vector<at::Tensor> accumulated(int unit);
   // If the pack scale changes, this also scales what the unit has accumulated.
   void set_gradient_scales(int unit, double pack_scale, double reduce_scale);
@@ -87,6 +89,7 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
 
  private:
   struct BackwardGuard;
+  void begin_backward(bool may_reshard, const BackwardGraph& graph);
   void end_backward();
   void begin_step();
   void end_step();

@@ -143,12 +143,14 @@ TorchUnit::TorchUnit(UnitLayout layout, UnitTensors tensors, ForwardCasts casts,
 }
 
 TorchUnit::~TorchUnit() {
+  set_shows(false);
   if (Py_IsInitialized() == 0) {
     for (py::object& object : sharded_) object.release();
     for (py::object& object : unsharded_objects_) object.release();
     for (py::object& object : place_gradient_) object.release();
     extensions_.release();
     flat_parameter_.release();
+    wrap_.release();
     for (ModuleAttribute& attribute : attributes_) {
       attribute.holder.release();
       attribute.name.release();
@@ -162,6 +164,7 @@ TorchUnit::~TorchUnit() {
   place_gradient_.clear();
   extensions_ = py::object();
   flat_parameter_ = py::object();
+  wrap_ = py::object();
   attributes_.clear();
 }
 
@@ -397,6 +400,8 @@ std::shared_ptr<void> TorchUnit::extract_gradients(const void** addresses) {
     addresses[i] = gradient.data_ptr();
     taken->push_back(std::move(gradient));
   }
+  accumulated_flat_ = at::Tensor();
+  had_gradients_ = false;
   return taken;
 }
 
@@ -406,6 +411,7 @@ void TorchUnit::drop_gradients() {
       unsharded_[parameter].mutable_grad() = at::Tensor();
     }
   }
+  drop_shown();
 }
 
 // See Note [held gradients].

@@ -46,6 +46,15 @@
 // its own, with the same modules. These units are nested as if each were a module around the next
 // one: the modules' hooks are those of the first unit, which encloses the second, and so on. So
 // forward, backward and the schedule know nothing but nested units.
+//
+// Note [shown gradients]
+// FSDP1 shows the gradients that backwards without gradient sync have accumulated: .grad is whole,
+// each rank's own, and what users do to it counts. So units of FSDP1's wrapper do not pack these
+// gradients. Autograd goes on adding to the gradients of the unsharded parameters. At the end of
+// such a backward they move to .grad of the sharded parameters, or as one tensor to that of the
+// flat parameter. The next backward takes back what it finds there. A sharded gradient of an
+// earlier reduction is put aside in between. If the user has set .grad to None, it is dropped, too.
+// On one rank, or with NO_SHARD, the sharded gradient is whole, so it is added to what is shown.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -158,6 +167,7 @@ class TorchUnit final : public UnitPort,
   void compute_inputs() override;
   std::shared_ptr<void> extract_gradients(const void** addresses) override;
   void drop_gradients() override;
+  bool keeps_gradients() override { return keeps_gradients_; }
   bool has_held_gradients() override;
   void renew_gradient(std::shared_ptr<void> memory) override {
     gradients_.renew(std::move(memory));
@@ -174,6 +184,26 @@ class TorchUnit final : public UnitPort,
   // Counts gradients that somebody has put into the unsharded parameters, as zero-bubble schedules
   // of pipelines do after torch.autograd.grad.
   void adopt_gradients();
+  // - Gradients of backwards without gradient sync: Note [shown gradients].
+  // What is shown in place of a sharded gradient, which is put aside if there is one.
+  struct Shown {
+    bool is_shown = false;
+    at::Tensor put_aside;
+  };
+  // From now on, they are shown. `wrap` takes the index of a parameter and a whole gradient, and
+  // returns the gradient as a DTensor like the sharded parameter. It is called on one rank only.
+  void show_accumulated(pybind11::object wrap);
+  // After and before a backward.
+  void show_gradients();
+  void take_back_gradients();
+  bool shows_gradients() const { return shows_; }
+  // Whether this backward took back gradients that are not reduced yet.
+  bool had_gradients() const { return had_gradients_; }
+  // One element for each trainable parameter, to hand over to another unit with the same
+  // parameters.
+  std::vector<Shown> shown() const;
+  void adopt_shown(std::size_t trainable, Shown shown);
+
   // Runs users' hooks on the sharded parameters that got a gradient in this backward.
   void run_post_accumulate_hooks();
   // Freezes and unfreezes sharded parameters as the user has done it with the unsharded ones, and
@@ -189,7 +219,10 @@ class TorchUnit final : public UnitPort,
   // Undoes share_memory_() on shards and gradients: see FlatTensor::reclaim.
   void reclaim_memory();
   // The root is destroyed, and the slot with it.
-  void leave_root() { free_storages(); }
+  void leave_root() {
+    free_storages();
+    set_shows(false);
+  }
   // Whether forward has run some modules of the group, but not all.
   bool is_incomplete() const { return pending_count_ > 0 && pending_count_ < pending_.size(); }
   void forget_pending();
@@ -223,6 +256,17 @@ class TorchUnit final : public UnitPort,
     // An extension's parameter does not exist before it is first attached.
     return unsharded_[parameter].defined() && unsharded_[parameter].grad().defined();
   }
+  void set_shows(bool value);
+  std::int64_t accumulated_numel() const;
+  std::vector<at::Tensor> parts_of_accumulated(const at::Tensor& flat) const;
+  void show_flat_gradient();
+  void show(std::size_t trainable, at::Tensor gradient);
+  bool is_whole(std::size_t trainable) const;
+  at::Tensor as_sharded(std::size_t trainable, const at::Tensor& gradient) const;
+  at::Tensor shown_gradient(std::size_t trainable) const;
+  void take_back(std::size_t trainable, const at::Tensor& gradient);
+  void add_gradient(std::size_t parameter, at::Tensor gradient);
+  void drop_shown();
   bool is_dtensor(std::size_t parameter) const { return !place_gradient_[parameter].is_none(); }
   void place_gradient(std::size_t parameter);
   pybind11::object end_forwards(TorchRoot& root, std::size_t index, pybind11::handle returned);
@@ -257,6 +301,12 @@ class TorchUnit final : public UnitPort,
   bool has_flat_ = false;
   std::vector<std::size_t> trainable_;  // parameter of each trainable index
   std::vector<char> got_gradient_;      // in this backward, of each trainable index
+  bool keeps_gradients_ = false;
+  pybind11::object wrap_;
+  std::vector<Shown> shown_;  // of each gradient
+  bool shows_ = false;        // any of them
+  bool had_gradients_ = false;
+  at::Tensor accumulated_flat_;  // in backward, whose parts the unsharded parameters' gradients are
   // Of each parameter, as it was when the sharded and the unsharded one last agreed.
   std::vector<char> requires_grad_;
   std::vector<ModuleAttribute> attributes_;
@@ -278,6 +328,9 @@ class TorchUnit final : public UnitPort,
   std::string when_freed_;  // the error of reading an unsharded parameter while detached
   int number_ = -1;
 };
+
+// Whether .grad of some parameter in the process may not be reduced: Note [shown gradients].
+bool any_unit_shows_gradients();
 
 // This rank's rows of a DTensor. Takes the GIL.
 at::Tensor local_tensor_of(const at::Tensor& dtensor);

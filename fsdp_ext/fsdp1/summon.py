@@ -32,6 +32,7 @@ from fsdp_ext.sharding.ownership import (
 from fsdp_ext.sharding.sharded_param import ShardedParam
 from fsdp_ext.sharding.state_dict_hooks import settle
 from fsdp_ext.sharding.unit import Unit
+from fsdp_ext.sharding.unreduced import is_unreduced
 
 # Set on a whole parameter: the sharded one that it stands for.
 _STANDS_FOR = "_fsdp_ext_stands_for"
@@ -166,6 +167,11 @@ def check_summons(unit: Unit, how: Summoning, caller: str) -> None:
     if phase != "idle":
         raise MisuseError(
             f"{caller} was called on unit '{unit.name}' while {phase} runs. Call it between steps."
+        )
+    if how.with_grads and any(is_unreduced(param.sharded) for param in unit.params):
+        raise MisuseError(
+            f"{caller} got with_grads=True on unit '{unit.name}', whose gradients of no_sync are "
+            "not reduced yet. Call it after a backward outside of no_sync."
         )
     if how.with_grads and unit.flat_param is not None:
         raise NotImplementedError(

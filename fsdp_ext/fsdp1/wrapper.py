@@ -237,7 +237,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         )
         set_state(self, ModuleState(cast(nn.Module, sharded)))
         self._sharded._fsdp_ext_unit.change(
-            keep_low_precision_grads=precision.keep_low_precision_grads
+            keep_low_precision_grads=precision.keep_low_precision_grads, shows_accumulated=True
         )
         self._use_orig_params = use_orig_params
         if not use_orig_params:
@@ -353,6 +353,9 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on each rank; the first backward after the context reduces them.
 
+        Until then ``.grad`` has what this rank has accumulated, whole and not averaged, in the
+        dtype of the computation. What is done to it counts: scaling it, or setting it to None.
+
         Raises:
             RuntimeError: if this is not the root.
         """
@@ -397,12 +400,12 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         plain: list[torch.Tensor] = []
         for param in self.parameters():
             dtype = torch.promote_types(dtype, param.dtype)
-            if isinstance(param.grad, DTensor):
-                sharded.append(param.grad.to_local())
-            elif param.grad is not None and is_flat(param):
-                sharded.append(param.grad)  # its padding is zero
-            elif param.grad is not None:
-                plain.append(param.grad)
+            if param.grad is None:
+                continue
+            local = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+            # The padding of a flat parameter's gradient is zero.
+            is_of_unit = isinstance(param, DTensor) or is_flat(param)
+            (sharded if is_of_unit else plain).append(local)
 
         device = self._sharded._fsdp_ext_unit.device
         total = norm_to_combine(sharded, norm_type, dtype, device)

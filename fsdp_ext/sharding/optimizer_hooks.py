@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -26,6 +27,7 @@ from fsdp_ext.sharding.ownership import (
     replaced_as,
     unsharded_name,
 )
+from fsdp_ext.sharding.unreduced import is_unreduced
 
 # How many parameters an optimizer had when it was checked. add_param_group() adds more, and
 # fully_shard may replace those that it has.
@@ -52,10 +54,15 @@ def _register() -> None:
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     check_lanes()
-    if is_any_overwritten(param for group in optimizer.param_groups for param in group["params"]):
+    if is_any_overwritten(_params_of(optimizer)):
         raise RuntimeError(
             "an optimizer's step was called inside summon_full_params, and leaving that would "
             "overwrite its result. Call step() outside, or pass writeback=False."
+        )
+    if _C.any_unit_shows_gradients() and any(map(is_unreduced, _params_of(optimizer))):
+        raise RuntimeError(
+            "an optimizer's step was called, but gradients of no_sync are not reduced yet. Run the "
+            "last backward of each step outside of no_sync."
         )
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if _checked.get(optimizer) == count:
@@ -80,6 +87,10 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
                     "the first forward, or after reshard()."
                 )
     _checked[optimizer] = count
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    return (param for group in optimizer.param_groups for param in group["params"])
 
 
 def check_again() -> None:

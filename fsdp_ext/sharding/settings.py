@@ -36,6 +36,7 @@ class UnitSettings:
     check_every: int | None = None  # only the root's is used
     keep_low_precision_grads: bool = False  # of FSDP1's mixed precision
     offloads: bool = False  # shards and gradients are on the host, and the rest is not
+    shows_accumulated: bool = False  # FSDP1's: Note [shown gradients] in csrc/torch/torch_unit.h
     is_flat: bool = False  # FSDP1's use_orig_params=False: Note [flat parameters in Python]
 
     reshard_after_backward: bool = True

@@ -482,6 +482,9 @@ class Unit(ParamGroup):
                 for module, attribute in param.attributes
             ],
         )
+        if self.settings.shows_accumulated:
+            spreads = {i: param.spread for i, param in enumerate(params) if param is not None}
+            core.show_accumulated(lambda index, gradient: spreads[index].dtensor(gradient))
         self.core = core
         return core
 

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fsdp_ext import _C
+from fsdp_ext.sharding.flat_parameter import is_flat
 from fsdp_ext.sharding.sharded_param import Entry, ShardedParam
 
 
@@ -23,13 +25,27 @@ class Unreduced:
         param: the parameter.
         chunks: one row for each rank, with the gradient of what that rank has of the parameter.
         scale: the factor by which the gradients were multiplied.
-        is_used: whether this rank has a gradient. Otherwise the chunks are zero.
+        is_used: whether this rank has a packed gradient. Otherwise the chunks are zero.
+        is_shown: whether ``.grad`` has it instead: Note [shown gradients] in
+            csrc/torch/torch_unit.h.
+        put_aside: the sharded gradient that was there before.
     """
 
     param: ShardedParam
     chunks: torch.Tensor
     scale: float
     is_used: bool
+    is_shown: bool
+    put_aside: torch.Tensor | None
+
+
+def is_unreduced(param: torch.Tensor) -> bool:
+    """Return whether ``param.grad`` is whole, although the parameter is not."""
+    if param.grad is None:
+        return False
+    if is_flat(param):
+        return param.grad.shape != param.shape
+    return isinstance(param, DTensor) and not isinstance(param.grad, DTensor)
 
 
 @torch.inference_mode(False)
@@ -49,19 +65,24 @@ def take(core: _C.TorchRoot, placed: Sequence[Sequence[Entry]]) -> list[Unreduce
         awaits = core.awaits_reduction(number)
         parts = core.accumulated(number)
         used = iter(core.has_accumulated(number))
+        shown = iter(core.shown(number))
         layout = core.layout_of(number)
         whole = torch.cat(parts, dim=1) if parts else None
         for entry, place in zip(entries, layout.placements, strict=True):
             if not isinstance(entry, ShardedParam):
                 continue
-            entry.awaits_reduction = awaits and place.grad_offset >= 0
+            is_trained = place.grad_offset >= 0
+            entry.awaits_reduction = awaits and is_trained
+            is_used = is_trained and next(used)
+            is_shown, put_aside = next(shown, (False, None)) if is_trained else (False, None)
             if entry.awaits_reduction:
                 chunks = (
                     torch.zeros(layout.world_size, place.chunk_numel)
                     if whole is None
                     else whole.narrow(1, place.grad_offset, place.chunk_numel)
                 )
-                found.append(Unreduced(entry, chunks, core.pack_scale(number), next(used)))
+                scale = core.pack_scale(number)
+                found.append(Unreduced(entry, chunks, scale, is_used, is_shown, put_aside))
     return found
 
 
@@ -90,9 +111,14 @@ def put(
         ]
         if not any(each for each, _ in trained):
             continue
+        for index, (each, _) in enumerate(trained):
+            if each is not None and each.is_shown:
+                core.adopt_shown(number, index, each.put_aside)
         parts = core.set_accumulated(
             number, [each is not None and each.is_used for each, _ in trained]
         )
+        if not parts:
+            continue
         whole = parts[0].new_zeros(layout.world_size, layout.grad_numel)
         for each, place in trained:
             if each is not None:

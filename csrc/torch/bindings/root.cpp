@@ -188,7 +188,23 @@ void register_root(py::module_& m) {
       .def("layout_of", [](TorchRoot& root, int unit) { return root.pipeline().unit(unit).layout; })
       .def("pack_scale",
            [](TorchRoot& root, int unit) { return root.pipeline().unit(unit).pack_scale; })
-      .def("has_unreduced", [](TorchRoot& root) { return root.pipeline().has_unreduced(); })
+      .def("has_unreduced", &TorchRoot::has_unreduced)
+      .def("shown",
+           [](TorchRoot& root, std::size_t unit) {
+             std::vector<std::pair<bool, std::optional<at::Tensor>>> result;
+             for (const TorchUnit::Shown& shown : root.units().at(unit)->shown()) {
+               result.emplace_back(shown.is_shown, shown.put_aside.defined()
+                                                       ? std::make_optional(shown.put_aside)
+                                                       : std::nullopt);
+             }
+             return result;
+           })
+      .def("adopt_shown",
+           [](TorchRoot& root, std::size_t unit, std::size_t trainable,
+              const std::optional<at::Tensor>& put_aside) {
+             root.units().at(unit)->adopt_shown(trainable,
+                                                {true, put_aside.value_or(at::Tensor())});
+           })
       .def("buckets",
            [](TorchRoot& root) {
              py::list result;

@@ -47,6 +47,7 @@ void register_unit(py::module_& m) {
           py::arg("make_gradients"), py::arg("extensions"), py::arg("flat_parameter"),
           py::arg("attributes"))
       .def("enclose", &TorchUnit::enclose, py::arg("inner"))
+      .def("show_accumulated", &TorchUnit::show_accumulated)
       .def("release_gradients", [](TorchUnit& unit) { unit.gradients().release(); })
       .def("share_flat_gradient", [](TorchUnit& unit) { return unit.gradients().share(); })
       .def("pre_forward_hook",
@@ -70,6 +71,7 @@ void register_unit(py::module_& m) {
       .def_property_readonly("layout", &TorchUnit::layout);
   m.def("note_optimizer_step", &note_optimizer_step);
   m.def("count_optimizer_steps_by_thread", &count_optimizer_steps_by_thread);
+  m.def("any_unit_shows_gradients", &any_unit_shows_gradients);
   m.def("note_module_change", &note_module_change);
 }
 
