@@ -93,6 +93,17 @@ class FlatTensor:
         flat: torch.Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor: ...
 
+class ModuleAttribute:
+    def __init__(
+        self,
+        *,
+        holder: dict[str, Any] | weakref.ref[nn.Module],
+        name: str,
+        parameter: int,
+        is_plain: bool,
+        calls_setattr: bool,
+    ) -> None: ...
+
 class TorchUnit:
     def __init__(
         self,
@@ -117,7 +128,7 @@ class TorchUnit:
         make_gradients: Callable[[torch.Tensor], Sequence[torch.Tensor]],
         extensions: Any,  # a UnitExtensions or None
         flat_parameter: torch.Tensor | None,
-        attributes: Sequence[tuple[dict[str, Any] | weakref.ref[nn.Module], str, int]],
+        attributes: Sequence[ModuleAttribute],
     ) -> None: ...
     def enclose(self, inner: TorchUnit) -> None: ...
     def pre_forward_hook(self, index: int) -> Callable[..., Any]: ...

@@ -36,16 +36,6 @@ void call_post_accumulate_hooks(const py::object& parameter) {
   });
 }
 
-// The dict that has a module's parameters: ModuleAttribute. The module keeps the dict alive.
-// Or null if the module was deleted.
-PyObject* dict_of(const py::object& holder) {
-  if (PyDict_Check(holder.ptr())) {
-    return holder.ptr();
-  }
-  const py::object module = holder();
-  return module.is_none() ? nullptr : py::object(module.attr("__dict__")).ptr();
-}
-
 // Whether a storage can raise a message of its own when its data is accessed, and stop doing so.
 // torch 2.11 and older cannot.
 template <typename Storage, typename = void>
@@ -112,7 +102,11 @@ void note_optimizer_step() {
 
 void count_optimizer_steps_by_thread() { counts_steps_by_thread = true; }
 
-void note_module_change() { noted_module_changes.fetch_add(1, std::memory_order_relaxed); }
+void note_module_change() {
+  if (!ModuleAttribute::is_being_set()) {
+    noted_module_changes.fetch_add(1, std::memory_order_relaxed);
+  }
+}
 
 std::uint64_t module_changes() { return noted_module_changes.load(std::memory_order_relaxed); }
 
@@ -151,10 +145,7 @@ TorchUnit::~TorchUnit() {
     extensions_.release();
     flat_parameter_.release();
     wrap_.release();
-    for (ModuleAttribute& attribute : attributes_) {
-      attribute.holder.release();
-      attribute.name.release();
-    }
+    for (ModuleAttribute& attribute : attributes_) attribute.release();
     return;
   }
   // The last owner may be a graph that autograd's thread drops.
@@ -317,22 +308,24 @@ void TorchUnit::register_parameters(bool unsharded) {
     return;
   }
   const py::gil_scoped_acquire gil;
-  for (const ModuleAttribute& attribute : attributes_) {
-    PyObject* sharded_object = sharded_[attribute.parameter].ptr();
-    PyObject* unsharded_object = unsharded_objects_[attribute.parameter].ptr();
-    PyObject* const parameters = dict_of(attribute.holder);
-    if (parameters == nullptr) {
-      continue;
+  const auto objects = [this](bool are_unsharded, std::size_t parameter) {
+    return (are_unsharded ? unsharded_objects_ : sharded_)[parameter].ptr();
+  };
+  auto attribute = attributes_.cbegin();
+  try {
+    for (; attribute != attributes_.cend(); ++attribute) {
+      const std::size_t parameter = attribute->parameter();
+      FSDP_CHECK(attribute->swap(objects(!unsharded, parameter), objects(unsharded, parameter)),
+                 "parameter '", layout_.params()[parameter].name, "' of unit '", name_,
+                 "' was replaced after fully_shard. Change parameters in place, or through "
+                 "load_state_dict or module.to().");
     }
-    PyObject* now = PyDict_GetItemWithError(parameters, attribute.name.ptr());
-    FSDP_CHECK(now == (unsharded ? sharded_object : unsharded_object), "parameter '",
-               layout_.params()[attribute.parameter].name, "' of unit '", name_,
-               "' was replaced after fully_shard. Change parameters in place, "
-               "or through load_state_dict or module.to().");
-    if (PyDict_SetItem(parameters, attribute.name.ptr(),
-                       unsharded ? unsharded_object : sharded_object) != 0) {
-      throw py::error_already_set();
+  } catch (const python_error&) {
+    // A module's own __setattr__ has raised. The next use begins with all attributes as they were.
+    for (auto changed = attributes_.cbegin(); changed <= attribute; ++changed) {
+      changed->put(objects(!unsharded, changed->parameter()));
     }
+    throw;
   }
   unsharded_registered_ = unsharded;
 }

@@ -13,8 +13,9 @@
 // Note [registered parameters]
 // While a unit is unsharded, its modules have the unsharded parameters as attributes, and otherwise
 // the sharded DTensors. (Note [after an evaluation] in core/unit.h has an exception.) Each swap is
-// one PyDict_SetItem, which needs the GIL but runs no Python. Backward swaps, too, since activation
-// checkpointing runs parts of forward again.
+// one PyDict_SetItem, which needs the GIL but runs no Python, unless the module has a __setattr__
+// of its own: torch/module_attribute.h. Backward swaps, too, since activation checkpointing runs
+// parts of forward again.
 //
 // Note [opaque outputs]
 // Backward gathers a unit when it reaches a tensor that the unit's forward returned. A hook cannot
@@ -70,20 +71,13 @@
 #include "core/unit.h"
 #include "torch/autograd_hooks.h"
 #include "torch/flat_tensor.h"
+#include "torch/module_attribute.h"
 #include "torch/sharded_gradients.h"
 #include "torch/unit_look.h"
 
 namespace fsdp {
 
 class TorchRoot;
-
-struct ModuleAttribute {
-  // module._parameters. With a flat parameter it is a weak reference to the module, for its
-  // __dict__. That refers to the module's hooks, which refer to the unit.
-  pybind11::object holder;
-  pybind11::str name;
-  std::size_t parameter;  // index in the unit
-};
 
 // The unit's memory, and the shapes and dtypes of its unsharded parameters.
 struct UnitTensors {

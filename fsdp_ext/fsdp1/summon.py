@@ -23,6 +23,7 @@ from fsdp_ext._util.warn import warn_caller
 from fsdp_ext.fsdp1.state_dict_forms import is_rank_0
 from fsdp_ext.fsdp1.whole_tensors import gathered_by_all, shard_like, whole_copy
 from fsdp_ext.sharding.flat_parameter import own_parameters_shown
+from fsdp_ext.sharding.module_attributes import set_parameter
 from fsdp_ext.sharding.ownership import (
     carry_attributes,
     mark_goes_on_as,
@@ -75,7 +76,7 @@ class _Stand:
         self._param = param
         self._whole = whole
         self._is_flat = is_flat
-        self.places = [(module._parameters, name) for module, name in param.attributes]
+        self.places = list(param.attributes)
         setattr(whole, _STANDS_FOR, param.sharded)
         if is_flat:
             mark_unsharded(whole, param.name)  # no optimizer can train it
@@ -88,18 +89,18 @@ class _Stand:
 
     def put(self, *, overwrites: bool) -> None:
         mark_overwritten(self._param.sharded, overwrites)
-        for parameters, name in self.places:
-            parameters[name] = self._whole
+        for module, name in self.places:
+            set_parameter(module, name, self._whole)
 
     def take_away(self) -> nn.Parameter:
         """Give the modules the sharded parameter again. Return the whole one that they had."""
         mark_overwritten(self._param.sharded, False)
         found = self._whole
-        for parameters, name in self.places:
-            now = parameters.get(name)
+        for module, name in self.places:
+            now = module._parameters.get(name)
             if now is not None and now is not self._whole:
                 found = now  # the user has assigned another one
-            parameters[name] = self._param.sharded
+            set_parameter(module, name, self._param.sharded)
         if not self._is_flat:
             carry_attributes(found, self._param.sharded)
         return found
@@ -133,11 +134,11 @@ class _Stand:
 @contextlib.contextmanager
 def _refused_backward(stands: list[_Stand]) -> Iterator[None]:
     """Let backward raise, too, that reaches a parameter that the user assigns in the block."""
-    places = {(id(parameters), name) for stand in stands for parameters, name in stand.places}
+    places = {place for stand in stands for place in stand.places}
     handles: list[Any] = []
 
     def watch(module: nn.Module, name: str, value: nn.Parameter | None) -> None:
-        if value is not None and value.requires_grad and (id(module._parameters), name) in places:
+        if value is not None and value.requires_grad and (module, name) in places:
             hooked: Any = value
             handles.append(hooked.register_post_accumulate_grad_hook(_refuse_backward))
 

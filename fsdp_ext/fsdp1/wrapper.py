@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import reduce
 from typing import Any, cast
@@ -237,7 +238,9 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         )
         set_state(self, ModuleState(cast(nn.Module, sharded)))
         self._sharded._fsdp_ext_unit.change(
-            keep_low_precision_grads=precision.keep_low_precision_grads, shows_accumulated=True
+            keep_low_precision_grads=precision.keep_low_precision_grads,
+            shows_accumulated=True,
+            calls_setattr=os.environ.get("FSDP_USE_UNSAFE_SETATTR") != "1",
         )
         self._use_orig_params = use_orig_params
         if not use_orig_params:

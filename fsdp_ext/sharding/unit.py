@@ -6,7 +6,6 @@ Everything here runs before training or between steps. ``csrc/torch`` has what r
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from fsdp_ext.sharding.extensions import (
     place_extensions,
 )
 from fsdp_ext.sharding.flat_parameter import FlatParameter, flat_gradient_maker, registered
+from fsdp_ext.sharding.module_attributes import set_parameter, swapped_attribute
 from fsdp_ext.sharding.ownership import (
     check_grad_dtype,
     check_parameter,
@@ -190,7 +190,7 @@ class Unit(ParamGroup):
                         found.attributes.append((submodule, attribute))
         for param, found in by_param.items():
             for submodule, attribute in found.attributes:
-                submodule._parameters[attribute] = found.sharded
+                set_parameter(submodule, attribute, found.sharded)
                 if found.quantization is not None:
                     # bitsandbytes would convert it into memory of its own, outside of the slot.
                     submodule.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
@@ -369,7 +369,10 @@ class Unit(ParamGroup):
         """Let all modules have a sharded parameter."""
         flat = self.flat_param
         for module, name in param.attributes:
-            (module._parameters if flat is None else flat.home(module))[name] = param.sharded
+            if flat is not None:
+                flat.home(module)[name] = param.sharded
+            elif registered(module, name) is not param.sharded:
+                set_parameter(module, name, param.sharded)
 
     def _is_untied(self, param: ShardedParam) -> bool:
         """Return whether an attribute has another DTensor than the first, as after loading."""
@@ -476,7 +479,13 @@ class Unit(ParamGroup):
             extensions=place_extensions(extensions, entries, self.shard_parts, views),
             flat_parameter=None if flat is None else flat.param,
             attributes=[
-                (module._parameters if flat is None else weakref.ref(module), attribute, index)
+                swapped_attribute(
+                    module,
+                    attribute,
+                    index,
+                    is_plain=flat is not None,
+                    may_call_setattr=self.settings.calls_setattr,
+                )
                 for index, param in enumerate(params)
                 if param is not None
                 for module, attribute in param.attributes

@@ -1,5 +1,6 @@
 #include <optional>
-#include <tuple>
+#include <utility>
+#include <vector>
 
 #include "torch/bindings/registrations.h"
 #include "torch/torch_unit.h"
@@ -14,6 +15,10 @@ void register_unit(py::module_& m) {
            py::arg("parts"))
       .def_static("part_of", &FlatTensor::part_of, py::arg("flat"), py::arg("offset"),
                   py::arg("shape"), py::arg("dtype"));
+  py::class_<ModuleAttribute>(m, "ModuleAttribute")
+      .def(py::init<py::object, py::str, std::size_t, bool, bool>(), py::kw_only(),
+           py::arg("holder"), py::arg("name"), py::arg("parameter"), py::arg("is_plain"),
+           py::arg("calls_setattr"));
   py::class_<TorchUnit, std::shared_ptr<TorchUnit>>(m, "TorchUnit")
       .def(py::init([](const UnitLayout& layout, FlatTensor shard, at::Tensor flat_gradient,
                        std::vector<std::vector<std::int64_t>> shapes,
@@ -34,14 +39,10 @@ void register_unit(py::module_& m) {
           "bind",
           [](TorchUnit& unit, py::list sharded, py::list unsharded, py::list place_gradient,
              py::object make_gradients, py::object extensions, py::object flat_parameter,
-             const std::vector<std::tuple<py::object, py::str, std::size_t>>& attributes) {
-            std::vector<ModuleAttribute> bound;
-            for (const auto& [holder, name, parameter] : attributes) {
-              bound.push_back({holder, name, parameter});
-            }
+             std::vector<ModuleAttribute> attributes) {
             unit.bind(std::move(sharded), std::move(unsharded), std::move(place_gradient),
                       std::move(make_gradients), std::move(extensions), std::move(flat_parameter),
-                      std::move(bound));
+                      std::move(attributes));
           },
           py::arg("sharded"), py::arg("unsharded"), py::arg("place_gradient"),
           py::arg("make_gradients"), py::arg("extensions"), py::arg("flat_parameter"),

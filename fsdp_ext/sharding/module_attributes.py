@@ -1,0 +1,48 @@
+"""How modules are given their parameters, which sharded, unsharded and whole ones are in turns.
+
+A module whose class has a ``__setattr__`` of its own is given them by that, as under FSDP1 and
+FSDP2. Other modules are given them past ``nn.Module.__setattr__``, whose checks they have passed.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from torch import nn
+
+from fsdp_ext import _C
+
+
+def overrides_setattr(module: nn.Module) -> bool:
+    """Return whether ``module`` has another ``__setattr__`` than ``nn.Module``."""
+    return getattr(module.__setattr__, "__func__", None) is not nn.Module.__setattr__
+
+
+def set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
+    """Let ``module`` have ``param`` as ``name``."""
+    if overrides_setattr(module):
+        setattr(module, name, param)
+    else:
+        module._parameters[name] = param
+
+
+def swapped_attribute(
+    module: nn.Module, name: str, parameter: int, *, is_plain: bool, may_call_setattr: bool
+) -> _C.ModuleAttribute:
+    """Return the attribute ``name`` of ``module`` for the C++ side, which swaps its value.
+
+    Args:
+        module: has the attribute.
+        name: the attribute.
+        parameter: the index of its parameter in the unit.
+        is_plain: whether it is in ``__dict__``, because the unit has a flat parameter.
+        may_call_setattr: False if a ``__setattr__`` of the module's own is not wanted.
+    """
+    calls_setattr = may_call_setattr and overrides_setattr(module)
+    return _C.ModuleAttribute(
+        holder=weakref.ref(module) if is_plain or calls_setattr else module._parameters,
+        name=name,
+        parameter=parameter,
+        is_plain=is_plain,
+        calls_setattr=calls_setattr,
+    )
