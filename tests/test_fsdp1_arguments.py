@@ -178,7 +178,7 @@ def group_arguments() -> None:
     ):
         FSDP(model, auto_wrap_policy=BY_BLOCK)
     FSDP(wrapped_before := nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="got a FSDPLinear that is sharded already"):
+    with pytest.raises(ValueError, match="got a Linear that is sharded already"):
         FSDP(wrapped_before)
     for container in (nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})):
         with pytest.raises(ValueError, match=r"no forward that would gather .* Shard its elements"):

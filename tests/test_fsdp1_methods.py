@@ -148,7 +148,7 @@ def passed_through() -> None:
     layers = FSDP(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), auto_wrap_policy=always_wrap_policy)
     assert isinstance(layers[0], FSDP)
     assert layers[0].in_features == 2
-    assert [type(layer.module).__name__ for layer in layers] == ["FSDPLinear", "FSDPReLU"]
+    assert [type(layer.module).__name__ for layer in layers] == ["Linear", "ReLU"]
     assert isinstance(layers.module, nn.Sequential)
     assert isinstance(layers[0].module, nn.Linear)
     assert not hasattr(layers, "missing")

@@ -31,8 +31,15 @@ from torch.distributed.tensor import DTensor
 from fsdp_ext.fsdp1.groups import HYBRID
 from fsdp_ext.fsdp1.setup import CHECKPOINTED
 from fsdp_ext.sharding.flat_parameter import make_flat
+from fsdp_ext.sharding.fsdp_module import FSDPModule
 from fsdp_ext.sharding.handles import UnshardHandle
-from fsdp_ext.sharding.module_state import managed_modules
+from fsdp_ext.sharding.module_state import (
+    managed_modules,
+    sharded_module,
+    unit_of,
+    units_below,
+    units_of,
+)
 from fsdp_ext.sharding.sharded_param import ShardedParam
 from fsdp_ext.sharding.state_dict_hooks import converting, reshard
 from fsdp_ext.sharding.unit import Unit
@@ -187,6 +194,32 @@ class HandleView(_View):
         reshard(self._unit)
 
 
+class UnitMethods:
+    """The unit of a wrapped module, with methods of ``FSDPModule``.
+
+    Under FSDP1 the module keeps its class, so it has no such methods itself.
+
+    Args:
+        module: the wrapped module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    @property
+    def _fsdp_ext_unit(self) -> Unit:
+        unit = unit_of(self._module)
+        assert unit is not None
+        return unit
+
+    def _fsdp_ext_units(self, recurse: bool) -> list[Unit]:
+        return units_below(self._module) if recurse else units_of(self._module)
+
+    reshard: Any = FSDPModule.reshard
+    unshard: Any = FSDPModule.unshard
+    set_requires_gradient_sync: Any = FSDPModule.set_requires_gradient_sync
+
+
 class WrapperViews:
     """Attributes of FSDP1's wrapper that other code reads."""
 
@@ -205,12 +238,16 @@ class WrapperViews:
     process_group: dist.ProcessGroup
     cpu_offload: CPUOffload
     fsdp_modules: Callable[[Any], list[Any]]
-    _sharded: Any
     _state_dict_settings: StateDictSettings
 
     _fsdp_extension = None
     _use_orig_params: bool
     _wraps_wrapper: bool
+
+    @property
+    def _sharded(self) -> UnitMethods:
+        """The wrapped module's unit, with methods of ``FSDPModule``."""
+        return UnitMethods(sharded_module(cast(nn.Module, self)))
 
     @property
     def rank(self) -> int:

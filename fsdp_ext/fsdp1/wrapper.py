@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import reduce
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -63,10 +63,17 @@ from fsdp_ext.fsdp1.summon import Summoning, SummonMethods, check_summons, summo
 from fsdp_ext.fsdp1.torchs_methods import refuse_torchs_methods
 from fsdp_ext.fsdp1.views import WrapperViews, flatten_unit, mark_flattened
 from fsdp_ext.fsdp1.whole_tensors import gathered_by_all
-from fsdp_ext.sharding.api import fully_shard
-from fsdp_ext.sharding.arguments import check_modules
+from fsdp_ext.sharding.api import make_units
+from fsdp_ext.sharding.arguments import check_containers, check_modules
+from fsdp_ext.sharding.conversions import convert_shards
 from fsdp_ext.sharding.flat_parameter import is_flat
-from fsdp_ext.sharding.module_state import ModuleState, set_state, sharded_module
+from fsdp_ext.sharding.fsdp_module import FSDPModule
+from fsdp_ext.sharding.module_state import (
+    ModuleState,
+    refuse_copy,
+    set_state,
+    sharded_module,
+)
 from fsdp_ext.sharding.optimizer_hooks import let_optimizers_go_on
 from fsdp_ext.sharding.ownership import carry_attributes, hand_over, is_sharded
 from fsdp_ext.sharding.ranks import Ranks
@@ -156,6 +163,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         self._wraps_wrapper = isinstance(module, FullyShardedDataParallel)
         if not self._wraps_wrapper:
             check_modules([module])
+            check_containers([module])
         elif check_every is not None:
             raise ValueError(
                 f"check_every={check_every} was passed to a wrapper of a wrapper, which has no "
@@ -218,13 +226,13 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         hooked.register_load_state_dict_pre_hook(add_wrapper_names)
         hooked.register_load_state_dict_post_hook(clean_incompatible_keys)
         if isinstance(module, FullyShardedDataParallel):
-            set_state(self, ModuleState(module._sharded))
+            set_state(self, ModuleState(sharded_module(module)))
             self._use_orig_params = module._use_orig_params
             refuse_torchs_methods(self)
             return
         originals = own_parameters(own.values()) if use_orig_params else {}
-        sharded = fully_shard(
-            module,
+        make_units(
+            [module],
             mesh=mesh,
             reshard_after_forward=RESHARD_AFTER_FORWARD[strategy],
             mp_policy=MixedPrecisionPolicy(
@@ -236,7 +244,8 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
             ignored_params=ignored_params,
             check_every=check_every,
         )
-        set_state(self, ModuleState(cast(nn.Module, sharded)))
+        convert_shards(module)
+        set_state(self, ModuleState(module))
         self._sharded._fsdp_ext_unit.change(
             keep_low_precision_grads=precision.keep_low_precision_grads,
             shows_accumulated=True,
@@ -255,18 +264,14 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         if use_orig_params and not are_children_wrapped():
             let_optimizers_go_on()
         refuse_torchs_methods(self)
-        for owner in {owner for owner, _ in self._sharded._fsdp_ext_unit.places()}:
+        owners: set[Any] = {owner for owner, _ in self._sharded._fsdp_ext_unit.places()}
+        for owner in owners:
             owner.register_load_state_dict_pre_hook(shard_whole_parameters)
 
     # - The module
 
     _is_root: bool
     sharding_strategy: ShardingStrategy
-
-    @property
-    def _sharded(self) -> Any:
-        """The wrapped module, whose class is a subclass of FSDPModule."""
-        return sharded_module(self)
 
     @property
     def module(self) -> nn.Module:
@@ -293,6 +298,9 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
             if name == WRAPPED:  # not constructed yet
                 raise
             return getattr(super().__getattr__(WRAPPED), name)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        refuse_copy()
 
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # type: ignore[index]
@@ -424,6 +432,9 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
                 torch._foreach_mul_(there, scale.to(place))
         dtypes = [tensor.dtype for tensor in sharded + plain or self.parameters()]
         return total.to(reduce(torch.promote_types, dtypes, dtypes[0]) if dtypes else dtype)
+
+    # Not a method of FSDP1's. Errors of ranks that run different units name it.
+    join_empty: Any = FSDPModule.join_empty
 
     def _expect_root(self, method: str) -> None:
         if not self._is_root:

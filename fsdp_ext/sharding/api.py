@@ -19,6 +19,7 @@ from fsdp_ext.comm.transports import resolve_transport
 from fsdp_ext.sharding import module_changes, optimizer_hooks, state_dict_hooks, torch_state
 from fsdp_ext.sharding.arguments import (
     ParamsOnMesh,
+    check_containers,
     check_modules,
     check_resharded,
     check_types,
@@ -192,8 +193,49 @@ def fully_shard(
             why. It is an AssertionError, too, where FSDP2 raises one.
         NotImplementedError: if an argument is not supported yet. The message names it.
     """
-    check_types(mesh, mp_policy, ignored_params)
     modules = [module] if isinstance(module, nn.Module) else list(_outermost(module))
+    check_containers(modules)
+    make_units(
+        modules,
+        mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=shard_placement_fn,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
+        dp_mesh_dims=dp_mesh_dims,
+        transport=transport,
+        bucket_bytes=bucket_bytes,
+        max_message_bytes=max_message_bytes,
+        prefetch=prefetch,
+        check_every=check_every,
+    )
+    for submodule in modules:
+        submodule.__class__ = fsdp_class(type(submodule))
+    return cast("FSDPModule | list[FSDPModule]", module)
+
+
+def make_units(
+    modules: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+    transport: str | Simulated | None = None,
+    bucket_bytes: int | Literal["auto"] | None = None,
+    max_message_bytes: int | None = None,
+    prefetch: int | Literal["auto"] | None = None,
+    check_every: int | None = None,
+) -> None:
+    """Do what :func:`fully_shard` does, but leave the class of the modules as it is.
+
+    Modules without a forward are not refused.
+    """
+    check_types(mesh, mp_policy, ignored_params)
     check_modules(modules)
     if isinstance(transport, Simulated):
         transport.init_process_group()
@@ -224,13 +266,11 @@ def fully_shard(
     _move_buffers(modules, first.device)
     _mark_for_dynamo(modules)
     for index, submodule in enumerate(modules):
-        submodule.__class__ = fsdp_class(type(submodule))
         hooks = ForwardHooks(first, index, prepare_forward)
         set_state(submodule, ModuleState(submodule, tuple(units), hooks))
     torch_state.register(first)
     optimizer_hooks.watch_optimizers()
     module_changes.install()
-    return cast("FSDPModule | list[FSDPModule]", module)
 
 
 def _unit_on_mesh(

@@ -280,14 +280,6 @@ def check_modules(modules: Iterable[object]) -> None:
         name = type(module).__name__
         if not isinstance(module, nn.Module):
             raise ValueError(f"fully_shard got a {name}. Pass a module or a list of modules.")
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and (
-            type(module).forward is nn.Module.forward
-            or type(module).forward is getattr(nn.ModuleList, "forward", None)
-        ):
-            raise ValueError(
-                f"fully_shard got a {name}, which has no forward that would gather its parameters. "
-                "Shard its elements instead."
-            )
         if has_state(module):
             raise MisuseError(
                 f"fully_shard got a {name} that is sharded already. Shard each module once."
@@ -298,6 +290,24 @@ def check_modules(modules: Iterable[object]) -> None:
         ):
             raise MisuseError(
                 f"fully_shard got a {name} that PyTorch's own FSDP has sharded. Use one of the two."
+            )
+
+
+def has_no_forward(module: nn.Module) -> bool:
+    """Return whether ``module`` is a list or a dict of modules that nothing calls."""
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and (
+        type(module).forward is nn.Module.forward
+        or type(module).forward is getattr(nn.ModuleList, "forward", None)
+    )
+
+
+def check_containers(modules: Iterable[object]) -> None:
+    """Raise ValueError for lists and dicts of modules that have no forward."""
+    for module in modules:
+        if isinstance(module, nn.Module) and has_no_forward(module):
+            raise ValueError(
+                f"fully_shard got a {type(module).__name__}, which has no forward that would "
+                "gather its parameters. Shard its elements instead."
             )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
@@ -11,15 +10,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from fsdp_ext._util.errors import UnsupportedError
 from fsdp_ext.sharding import torch_state
+from fsdp_ext.sharding.conversions import applied, reshard_and_forget
 from fsdp_ext.sharding.empty_forward import join_empty
 from fsdp_ext.sharding.flat_tensors import flat_tensors
 from fsdp_ext.sharding.handles import GradientReductionHandle, UnshardHandle
-from fsdp_ext.sharding.module_state import unit_of, units_below, units_of
+from fsdp_ext.sharding.module_state import refuse_copy, unit_of, units_below, units_of
 from fsdp_ext.sharding.refused_methods import override_rest
 from fsdp_ext.sharding.root import ensure_root
-from fsdp_ext.sharding.state_dict_hooks import converting, reshard
 from fsdp_ext.sharding.unit import Unit
 from fsdp_ext.sharding.user_hooks import AllReduceHook, check_comm
 
@@ -41,10 +39,7 @@ class FSDPModule(TorchFSDPModule):
         return self
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise UnsupportedError(
-            "a sharded module cannot be deep-copied. Copy it before fully_shard, or copy its "
-            "state_dict."
-        )
+        refuse_copy()
 
     def reshard(self) -> None:
         """Free this unit's unsharded parameters and register the sharded ones. Not recursive.
@@ -53,9 +48,7 @@ class FSDPModule(TorchFSDPModule):
         sharded parameters before this call. Call it on all ranks.
         """
         for unit in self._fsdp_ext_units(recurse=False):
-            reshard(unit)
-            if unit.root is not None:
-                unit.root.forget(unit)
+            reshard_and_forget(unit)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters, following its mixed-precision policy. Not recursive.
@@ -460,15 +453,8 @@ class FSDPModule(TorchFSDPModule):
         return units[0]
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        # module.to(), to_empty() and the like work on the sharded parameters and may replace them.
-        self.reshard()
         original: Any = super(TorchFSDPModule, self)
-        with contextlib.ExitStack() as conversions:
-            for unit in self._fsdp_ext_units(recurse=False):
-                if unit.core is not None:
-                    # torch.utils.swap_tensors wants to be the only holder of gradients.
-                    unit.core.release_gradients()
-                conversions.enter_context(converting(unit))
+        with applied(self._fsdp_ext_units(recurse=False)):
             return original._apply(*args, **kwargs)
 
     def _get_fsdp_state(self) -> Any:

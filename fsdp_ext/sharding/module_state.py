@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, _get_registry
 
+from fsdp_ext._util.errors import UnsupportedError
 from fsdp_ext.sharding.forward_hooks import ForwardHooks
 from fsdp_ext.sharding.param_group import ParamGroup
 from fsdp_ext.sharding.unit import Unit
@@ -32,6 +34,18 @@ class ModuleState:
     groups: tuple[ParamGroup, ...] = ()
     hooks: ForwardHooks | None = None
 
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        """Refuse to be copied with a module whose class does not refuse it."""
+        refuse_copy()
+
+
+def refuse_copy() -> NoReturn:
+    """Raise UnsupportedError for a deep copy of a sharded module."""
+    raise UnsupportedError(
+        "a sharded module cannot be deep-copied. Copy it before fully_shard, or copy its "
+        "state_dict."
+    )
+
 
 def set_state(module: nn.Module, state: ModuleState) -> None:
     """Attach ``state`` to ``module``, past ``nn.Module``'s registration of children."""
@@ -56,9 +70,10 @@ def has_state(module: nn.Module) -> bool:
 def is_state(attribute: str) -> bool:
     """Return whether a module's attribute of this name says what was applied to the module.
 
-    It is fsdp_ext's own, or one in which PyTorch's functions note that they were applied.
+    It is fsdp_ext's own, a method that FSDP1's wrapper has replaced, or one in which PyTorch's
+    functions note that they were applied.
     """
-    return attribute in (_KEY, STATE_KEY, REGISTRY_KEY)
+    return attribute in (_KEY, "_apply", STATE_KEY, REGISTRY_KEY)
 
 
 def groups_of(module: nn.Module) -> tuple[ParamGroup, ...]:
