@@ -31,7 +31,7 @@ from test_several_meshes import Setup as ByModule
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
@@ -43,17 +43,23 @@ pytestmark = pytest.mark.skipif(Placement is None, reason="torch 2.11 has one me
 RANKS = 4
 
 
-def placement_fn(model: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
+def placement_fn(
+    model: nn.Module, whole: DeviceMesh, part: DeviceMesh
+) -> Callable[[nn.Parameter], Any]:
     """Return a `shard_placement_fn` for experts on a part of the ranks, as torchtitan has it."""
-    flat_info = FSDPMeshInfo(mesh._flatten("dp"), shard_mesh_dim=0)
-    part_info = FSDPMeshInfo(mesh["dp_ep"], shard_mesh_dim=0)
+    whole_info, part_info = (
+        _fsdp_common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+        if mesh.ndim == 2
+        else FSDPMeshInfo(mesh, shard_mesh_dim=0)
+        for mesh in (whole, part)
+    )
     experts = {
         parameter
         for module in model.modules()
         if isinstance(module, Experts)
         for parameter in module.parameters()
     }
-    return lambda parameter: Placement(Shard(0), part_info if parameter in experts else flat_info)
+    return lambda parameter: Placement(Shard(0), part_info if parameter in experts else whole_info)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,12 +76,17 @@ class Setup(ByModule):
     checkpoints: bool = False
     prefetches: bool = False
 
+    def meshes(self, mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
+        """Return the meshes of dense parameters and of experts."""
+        return mesh._flatten("dp"), mesh["dp_ep"]
+
     def model(
         self, fully_shard: Any, mesh: DeviceMesh, plain: Model | None = None, **options: Any
     ) -> Any:
         model: Any = self.plain(mesh) if plain is None else plain
-        options = {**self.options, **options, "mesh": mesh._flatten("dp")}
-        options["shard_placement_fn"] = placement_fn(model, mesh)
+        whole, part = self.meshes(mesh)
+        options = {**self.options, **options, "mesh": whole}
+        options["shard_placement_fn"] = placement_fn(model, whole, part)
         for block in model.blocks if self.checkpoints else ():
             block.forward = checkpointed(block.forward)
         for names in self.units:
@@ -98,8 +109,7 @@ def _compare(setup: Setup) -> None:
     mesh = setup.mesh()
     theirs = train(setup, setup.model(fsdp.fully_shard, mesh))
     model = setup.model(fsdp_ext.fully_shard, mesh, **setup.ours)
-    for name, parameter in model.named_parameters():
-        assert parameter.device_mesh.size() == mesh.size() or "experts" in name
+    assert len({parameter.device_mesh for parameter in model.parameters()}) > 1
     with torch.no_grad():
         model(batch(0, 0))  # makes the root
     core = model._fsdp_ext_unit.root.core
@@ -139,6 +149,34 @@ def freeze_between(model: Any, loss: Callable[[int], Tensor]) -> list[Tensor]:
     return values
 
 
+@dataclasses.dataclass(frozen=True)
+class WithReplicas(Setup):
+    """Hybrid sharding: two sets of ranks have the whole model each.
+
+    Attributes:
+        unused_in: the set that leaves one of the experts' parameters unused.
+    """
+
+    unused_in: int | None = None
+
+    def mesh(self) -> DeviceMesh:
+        experts, same = self.shape
+        sets = init_device_mesh("cpu", (2, experts * same), mesh_dim_names=("replicate", "dp"))
+        return sets._unflatten(1, (same, experts), ("dp_ep", "ep"))
+
+    def meshes(self, mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
+        return mesh._get_root_mesh(), mesh["replicate", "dp_ep"]
+
+    def model(self, fully_shard: Any, mesh: DeviceMesh, *args: Any, **options: Any) -> Any:
+        model = super().model(fully_shard, mesh, *args, **options)
+        if self.unused_in == mesh.get_local_rank("replicate"):
+            for block in model.blocks:
+                block.experts.uses_scale = False
+        if self.unused_in is not None and fully_shard is fsdp.fully_shard:
+            model.set_reduce_scatter_unused_params(True)  # it needs this not to hang
+        return model
+
+
 ALL_IN_ROOT: tuple[tuple[str, ...], ...] = ()
 GROUPED = (("blocks.0", "blocks.1"), ("blocks.2", "head"))
 TWO_RANKS = [
@@ -155,6 +193,14 @@ TWO_RANKS = [
 QUICK = [
     Setup(frozen=True, allowed=EXACT, divides_by=8.0),
     Setup(kind="dtensor", step=clip_by_mesh, prefetches=True),
+    WithReplicas(shape=(2, 1), allowed=EXACT, unused_in=0),
+    WithReplicas(
+        shape=(2, 1),
+        allowed=EXACT,
+        units=ALL_IN_ROOT,
+        step=accumulate,
+        ours={"max_message_bytes": 500, **GLOO},
+    ),
 ]
 MORE = [
     Setup(),
@@ -169,11 +215,21 @@ MORE = [
     Setup(step=unshard_by_hand, prefetches=True, ours={"prefetch": 2}),
     Setup(step=freeze_between, kind="dtensor"),
     Setup(shape=(4, 1)),
+    WithReplicas(shape=(2, 1), allowed=EXACT, unused_on=(1,)),
+    WithReplicas(shape=(2, 1), allowed=EXACT, units=GROUPED, step=freeze_between,
+                 options={"mp_policy": BF16}),
+    WithReplicas(shape=(2, 1), allowed=EXACT, checkpoints=True, prefetches=True,
+                 ours={"bucket_bytes": 0}),
 ]  # fmt: skip
 
 
 def test_parameters_that_no_other_rank_has_train_as_under_fsdp2() -> None:
     run_ranks(_compare_all, 2, TWO_RANKS)
+
+
+@pytest.mark.exhaustive
+def test_replicas_of_experts_that_ranks_share_train_as_under_fsdp2() -> None:
+    run_ranks(_compare_all, 8, [WithReplicas(), WithReplicas(unused_on=(0,), divides_by=4.0)])
 
 
 @pytest.mark.parametrize("setups", [QUICK, *exhaustive(MORE)], ids=["quick", "more"])
@@ -278,7 +334,7 @@ def _leave_out_a_block() -> None:
     mesh = setup.mesh()
     model: Any = Routed(setup.plain(mesh))
     plain = Routed(setup.plain(mesh))
-    place = placement_fn(model, mesh)
+    place = placement_fn(model, *setup.meshes(mesh))
     for module in (*model.blocks[:2], model):
         fsdp_ext.fully_shard(module, mesh=mesh._flatten("dp"), shard_placement_fn=place)
     x = batch(0, 0)

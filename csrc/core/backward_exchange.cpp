@@ -218,9 +218,17 @@ bool BackwardExchange::is_used(const Unit& unit, std::size_t bit) const {
   if (mesh == nullptr) {
     return has_bit(used_by_any_.data(), bit);
   }
-  return std::any_of(mesh->ranks.begin(), mesh->ranks.end(), [this, bit](int rank) {
-    return has_bit(message_of(static_cast<std::size_t>(rank)) + sizeof(Hashes), bit);
-  });
+  // Replicas have the same places in their sets.
+  const auto of_set = static_cast<std::size_t>(lanes_.gather.communicator().size());
+  for (std::size_t first = 0; first < size(); first += of_set) {
+    for (const int rank : mesh->ranks) {
+      const char* bits = message_of(first + static_cast<std::size_t>(rank)) + sizeof(Hashes);
+      if (has_bit(bits, bit)) {
+        return true;
+      }
+    }
+  }
+  return false;
 }
 
 // Allocates for the first message, and again only if units were added.

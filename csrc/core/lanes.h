@@ -34,6 +34,8 @@
 // for each other, and the schedule is that of one mesh.
 //
 // - A bucket has units of one mesh, and divides gradients by the size of that mesh.
+// - With replicas (Note [replicas] in core/reducer.h), ranks that have the same shard of the root's
+//   unit have the same shards of all units, so one lane sums the gradients of all of them.
 // - All ranks of the root compare their orders, and exchange which parameters they used. They do
 //   not compare sizes with ranks of other meshes, which may have more experts. A parameter has a
 //   gradient if a rank of its own mesh used it.

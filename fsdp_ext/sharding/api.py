@@ -133,7 +133,8 @@ def fully_shard(
             ``init_process_group()`` makes one from the environment. A 2-D mesh shards over its
             second dimension and replicates over its first (hybrid sharding): gradients are
             reduce-scattered over the second, then all-reduced over the first. Units of one model,
-            such as experts, may have 1-D meshes of their own, if the root's has all their ranks.
+            such as experts, may have meshes of their own, if the root's has all their ranks and
+            their replicas are the root's.
         reshard_after_forward: whether to free the unsharded parameters after forward. The default
             is False for the root, because backward needs it first, and True for other units. A
             number ``k`` has to be a factor of the number of ranks that share the parameters. Each

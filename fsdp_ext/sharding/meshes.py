@@ -36,9 +36,9 @@ def check_meshes(units: Sequence[Unit], names: Sequence[str]) -> None:
         names: their names.
 
     Raises:
-        NotImplementedError: if there are several meshes, and one of them is 2-D, is of another kind
-            of devices, has ranks that the root's has not, is simulated, or is resharded to a
-            smaller group.
+        NotImplementedError: if there are several meshes, and one of them has other replicas than
+            the root's, is of another kind of devices, has ranks that the root's has not, is
+            simulated, or is resharded to a smaller group.
     """
     root = units[0]
     if len({unit.ranks.mesh for unit in units}) == 1:
@@ -51,11 +51,12 @@ def check_meshes(units: Sequence[Unit], names: Sequence[str]) -> None:
     roots_ranks = _ranks_of(root)
     for unit, name in zip(units, names, strict=True):
         mesh = unit.ranks.mesh
-        if mesh.ndim > 1:
+        if _replicas_of(unit) != _replicas_of(root):
             raise NotImplementedError(
                 f"the units under one root have several meshes, and that of '{name}' is "
-                f"{mesh.ndim}-D, {tuple(mesh.shape)}. Pass 1-D meshes, or the same 2-D mesh to "
-                "each fully_shard."
+                f"{mesh.ndim}-D, {tuple(mesh.shape)}. Pass 1-D meshes to each fully_shard, or 2-D "
+                f"meshes with the replicas of the root's: here ranks {_replicas_of(root)} have the "
+                f"same shards of the root, and ranks {_replicas_of(unit)} those of '{name}'."
             )
         if unit.device != root.device:
             raise NotImplementedError(
@@ -111,6 +112,13 @@ def _ranks_of(unit: Unit) -> list[int]:
     return ranks
 
 
+def _replicas_of(unit: Unit) -> list[int]:
+    """Return the ranks that have the same shards of a unit as this one."""
+    group = unit.ranks.replica_group
+    ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+    return ranks
+
+
 def _compare(root: Unit, of_units: list[list[int]]) -> None:
     """Check that the ranks of a unit's mesh all have that mesh, and that others are as large.
 
@@ -118,7 +126,8 @@ def _compare(root: Unit, of_units: list[list[int]]) -> None:
     """
     if not has_peers(root):
         return
-    by_rank = dict(zip(of_units[0], exchange(root, of_units), strict=True))
+    all_ranks: list[int] = root.ranks.mesh.mesh.flatten().tolist()  # set by set
+    by_rank = dict(zip(all_ranks, exchange(root, of_units), strict=True))
     for number, like in enumerate(of_units):
         for rank, theirs in by_rank.items():
             mesh = theirs[number] if number < len(theirs) else []
