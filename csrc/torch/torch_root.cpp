@@ -66,10 +66,12 @@ TorchRoot::TorchRoot(std::shared_ptr<Lanes> lanes, std::shared_ptr<Lanes> replic
 TorchRoot::~TorchRoot() {
   if (Py_IsInitialized() == 0) {
     when_stale_.release();
+    before_backward_.release();
     return;
   }
   const py::gil_scoped_acquire gil;
   when_stale_ = py::object();
+  before_backward_ = py::object();
   retire();
   units_.clear();
 }
@@ -208,6 +210,14 @@ void TorchRoot::ensure_backward(const torch::autograd::Node* node) {
   }
   if (pipeline_->in_backward()) {
     return;
+  }
+  if (before_backward_) {
+    with_python([this] {
+      const py::object method = before_backward_();
+      if (!method.is_none()) {
+        method();
+      }
+    });
   }
   backward_failed_ = false;
   look_for_profilers();
@@ -362,7 +372,7 @@ void TorchRoot::reduce_accumulated() {
              "The last backward failed, so there is nothing to reduce. Run the step again; its "
              "forward drops what is left.");
   FSDP_CHECK(!pipeline_->in_forward() && !pipeline_->in_backward(),
-             "Gradients cannot be reduced while forward or backward runs. Call finalize_backward "
+             "Gradients cannot be reduced while forward or backward runs. Reduce them "
              "after backward has ended.");
   const py::gil_scoped_release no_gil;
   const at::NoGradGuard no_grad;  // as in a backward that autograd runs
@@ -379,6 +389,10 @@ void TorchRoot::reduce_accumulated() {
     abandon_backward(passes_);
     throw;
   }
+}
+
+void TorchRoot::set_before_backward(py::object method) {
+  before_backward_ = method.is_none() ? py::object() : std::move(method);
 }
 
 void TorchRoot::unshard(int unit) {

@@ -73,6 +73,9 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   // Reduces the gradients that backwards without gradient sync have accumulated. For callers that
   // do not know before a backward that it is the last.
   void reduce_accumulated();
+  // `method` is a weak reference to a method of Python's root, which the next backward calls before
+  // it begins. None stands for none.
+  void set_before_backward(pybind11::object method);
   void unshard(int unit);
   // Keeps the times of the last `iterations` iterations; 0 keeps none.
   void keep_times(std::size_t iterations);
@@ -103,6 +106,7 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   std::vector<std::shared_ptr<TorchUnit>> units_;
   GraphCalls graph_calls_;
   pybind11::object when_stale_;
+  pybind11::object before_backward_;  // null if there is nothing to call
   std::uint64_t seen_module_changes_ = module_changes();
   std::shared_ptr<StepChecks> checks_;  // may be null
   bool is_checking_ = false;            // in a checked step

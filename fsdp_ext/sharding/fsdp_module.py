@@ -124,6 +124,54 @@ class FSDPModule(TorchFSDPModule):
             root.reduce_accumulated(wait=not async_op)
         return GradientReductionHandle(self._fsdp_ext_unit) if async_op else None
 
+    def get_pending_gradients(
+        self, *, recurse: bool = True
+    ) -> dict[nn.Parameter, tuple[torch.Tensor | None, torch.Tensor | None]]:
+        """Return the gradients that backwards have accumulated and not reduced yet.
+
+        They are this rank's, of whole parameters, in the dtype of the reduction. Nothing is sent.
+        The tensors are copies, in memory until the next backward, reduction or ``module.to()``.
+        In-place changes that are made before that count, except those through ``.data``. Call this
+        again afterwards. PyTorch 2.15 does not have this method yet.
+
+        Args:
+            recurse: return those of all units below, too.
+
+        Returns:
+            For each sharded parameter with such a gradient: the gradient, and None. FSDP2 has there
+            what it has summed over the ranks of one replica only.
+
+        Raises:
+            RuntimeError: while backward runs.
+        """
+        pending: dict[nn.Parameter, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
+        for unit in self._fsdp_ext_units(recurse):
+            if unit.root is None:
+                continue
+            if unit.root.core.phase() == "backward":
+                raise RuntimeError(
+                    "get_pending_gradients was called while backward runs. Call it after backward."
+                )
+            of_unit = unit.root.pending_gradients(unit)
+            pending |= {param: (gradient, None) for param, gradient in of_unit.items()}
+        return pending
+
+    def synchronize_gradients(self, *, recurse: bool = True) -> None:
+        """Reduce what backwards have accumulated, add it to ``.grad``, and wait.
+
+        Call it on all ranks after backward. What :meth:`set_requires_gradient_sync` says goes on to
+        hold for later backwards. PyTorch 2.15 does not have this method yet.
+
+        Args:
+            recurse: do it for all units below, too.
+
+        Raises:
+            RuntimeError: while forward or backward runs.
+        """
+        units = self._fsdp_ext_units(recurse)
+        for root in dict.fromkeys(unit.root for unit in units if unit.root is not None):
+            root.synchronize_gradients(unit for unit in units if unit.root is root)
+
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:

@@ -24,6 +24,7 @@ from fsdp_ext.sharding.comparisons import compare_groups, compare_sets
 from fsdp_ext.sharding.meshes import add_meshes, check_meshes, refuse_several_meshes
 from fsdp_ext.sharding.module_state import hooks_of, sharded_module, unit_of, units_of
 from fsdp_ext.sharding.parameter_checks import check_parameters
+from fsdp_ext.sharding.pending import PendingGradients
 from fsdp_ext.sharding.settings import AUTO, Choice, Decision, RootSettings, Scope
 from fsdp_ext.sharding.sharded_param import Entry
 from fsdp_ext.sharding.step_checks import Place, StepChecks, agree
@@ -57,6 +58,7 @@ class Root(UnitTree):
         self._check_units()
         self._placed: list[Sequence[Entry]] = []
         self._unreduced: list[unreduced.Unreduced] = []  # of a C++ side that this one replaces
+        self._pending = PendingGradients()
         for provisional in dict.fromkeys(unit.root for unit in self.units if unit.root is not None):
             self._unreduced += provisional.give_up()
         first = self.units[0]
@@ -180,6 +182,7 @@ class Root(UnitTree):
     def rebuild(self) -> None:
         """Start over after parameters were replaced, converted, frozen or unfrozen."""
         self.core.recover()
+        self._settle_pending()
         for unit in self.units:
             self.reshard(unit)
         self._needs_order_check = False
@@ -201,6 +204,7 @@ class Root(UnitTree):
 
     def give_up(self) -> list[unreduced.Unreduced]:
         """Reshard the units for another root, and return what this one has not reduced."""
+        self._settle_pending()
         for unit in self.units:
             self.reshard(unit)
         return unreduced.take(self.core, self._placed)
@@ -393,11 +397,43 @@ class Root(UnitTree):
         """
         if self.core.phase() == "idle" and self._has_other_parameters():
             self.rebuild()
+        self._settle_pending()
         self.core.set_is_last_backward(wait)
         try:
             self.core.reduce_accumulated()
         finally:
             self.core.set_is_last_backward(self.units[0].settings.waits_for_reductions)
+
+    def synchronize_gradients(self, units: Iterable[Unit]) -> None:
+        """Reduce what backwards have accumulated for ``units`` alone, whatever their settings say.
+
+        Args:
+            units: units of this root.
+        """
+        if self.core.phase() == "idle" and self._has_other_parameters():
+            self.rebuild()
+        asked = set(units)
+        for number, unit in enumerate(self.units):
+            self.core.set_requires_gradient_sync(number, unit in asked)
+        try:
+            self.reduce_accumulated(wait=True)
+        finally:
+            self.apply(self.units, ["requires_gradient_sync"])
+
+    def pending_gradients(self, unit: Unit) -> dict[nn.Parameter, torch.Tensor]:
+        """Return what backwards have accumulated for ``unit``, by sharded parameter.
+
+        Changes of it count until the next backward begins.
+        """
+        number = self.number(unit)
+        pending = self._pending.of(self.core, number, self._placed[number])
+        if pending:
+            self.core.set_before_backward(weakref.WeakMethod(self._settle_pending))
+        return pending
+
+    def _settle_pending(self) -> None:
+        self._pending.settle(self.core)
+        self.core.set_before_backward(None)
 
     def abandon_forward(self, unit: Unit) -> None:
         """Register the sharded parameters again if the outermost forward was that of ``unit``.

@@ -144,6 +144,7 @@ void register_root(py::module_& m) {
       .def("reset_iteration", &TorchRoot::reset_iteration)
       .def("recover", &TorchRoot::recover)
       .def("reduce_accumulated", &TorchRoot::reduce_accumulated)
+      .def("set_before_backward", &TorchRoot::set_before_backward)
       .def("unshard", &TorchRoot::unshard)
       .def("has_gradient_setting_changed", &TorchRoot::has_gradient_setting_changed)
       .def("accept_module_changes", &TorchRoot::accept_module_changes)
