@@ -35,7 +35,7 @@ void copy(void* to, const void* from, std::size_t bytes) {
 struct ComposedCollectives::FirstMessage {
   std::string describe() const {
     return detail::concat(text_in(what, sizeof(what)), " (", bytes, " bytes ",
-                          kind == Kind::AllGather ? "of" : "for", " each rank, number ", number,
+                          kind == Kind::ReduceScatter ? "for" : "of", " each rank, number ", number,
                           " of its lane)");
   }
 
@@ -114,13 +114,13 @@ void ComposedCollectives::gather_small(const void* input, char* output, std::siz
   const auto put = [&](int rank, const char* message) {
     copy(output + static_cast<std::size_t>(rank) * bytes, message + kHeaderBytes, bytes);
   };
-  std::memcpy(first_to(rank_), mine_.get(), kHeaderBytes);
-  copy(first_to(rank_) + kHeaderBytes, input, bytes);
+  std::memcpy(first_to_all(), mine_.get(), kHeaderBytes);
+  copy(first_to_all() + kHeaderBytes, input, bytes);
   for (const int to : receivers_) {
-    send_first(to, first_to(rank_), map_.receiver(rank_, to) == to ? bytes : 0);
+    send_first(to, first_to_all(), map_.receiver(rank_, to) == to ? bytes : 0);
   }
-  put(rank_, first_to(rank_));
-  share_gathered(first_to(rank_), staging_.first_bytes, bytes, put);
+  put(rank_, first_to_all());
+  share_gathered(first_to_all(), staging_.first_bytes, bytes, put);
   for (const int from : senders_) {
     check_first(from);
   }
@@ -165,9 +165,9 @@ void ComposedCollectives::gather_large(const void* input, char* output, std::siz
   for_pieces(gathers_from_, [&](int from, std::size_t first, std::size_t count) {
     received.emplace_back(from, receive(gathered + at(from) + first, count, from, payload_tag_));
   });
-  std::memcpy(first_to(rank_), mine_.get(), kHeaderBytes);
+  std::memcpy(first_to_all(), mine_.get(), kHeaderBytes);
   for (const int to : receivers_) {
-    send_first(to, first_to(rank_), 0);
+    send_first(to, first_to_all(), 0);
   }
   for_pieces(gathers_to_, [&](int to, std::size_t first, std::size_t count) {
     sent.emplace_back(to, send(static_cast<const char*>(input) + first, count, to, payload_tag_));
@@ -204,22 +204,23 @@ void ComposedCollectives::reduce_scatter(const Name& name, const void* input, vo
     host_->post(place.get(), whole, Operation::Kind::ReduceScatter, dtype, whole);
   }
   if (bytes <= staging_.inline_bytes) {
-    sum_small(static_cast<const char*>(place.get()), output, numel, dtype);
+    sum_small(static_cast<const char*>(place.get()), bytes, output, numel, dtype);
   } else {
     send_and_sum(static_cast<const char*>(place.get()), static_cast<char*>(output), numel, dtype);
   }
   finish();
 }
 
-void ComposedCollectives::sum_small(const char* input, void* output, std::size_t numel,
-                                    DType dtype) {
+// The segment for each rank is `stride` bytes behind that for the rank before.
+void ComposedCollectives::sum_small(const char* input, std::size_t stride, void* output,
+                                    std::size_t numel, DType dtype) {
   const std::size_t bytes = numel * itemsize(dtype);
   for (const int to : receivers_) {
     std::memcpy(first_to(to), mine_.get(), kHeaderBytes);
-    copy(first_to(to) + kHeaderBytes, input + static_cast<std::size_t>(to) * bytes, bytes);
+    copy(first_to(to) + kHeaderBytes, input + static_cast<std::size_t>(to) * stride, bytes);
     send_first(to, first_to(to), bytes);
   }
-  find_segments_here(input, bytes);
+  find_segments_here(input, stride);
   for (const int from : senders_) {
     check_first(from);
   }
@@ -297,6 +298,39 @@ void ComposedCollectives::send_and_sum(const char* input, char* output, std::siz
   }
 }
 
+// - All-reduce
+
+// What is left over after equal segments is small.
+void ComposedCollectives::all_reduce(const Name& name, void* data, std::size_t numel, DType dtype) {
+  const std::size_t bytes = numel * itemsize(dtype);
+  auto* const all = static_cast<char*>(data);
+  if (size_ == 1) {
+    return;
+  }
+  if (bytes > staging_.inline_bytes) {
+    const std::size_t segment = numel / static_cast<std::size_t>(size_);
+    const std::size_t segment_bytes = segment * itemsize(dtype);
+    const std::size_t in_segments = segment_bytes * static_cast<std::size_t>(size_);
+    char* const mine = all + static_cast<std::size_t>(rank_) * segment_bytes;
+    reduce_scatter(name, data, mine, segment, dtype);
+    all_gather(name, mine, data, segment_bytes);
+    if (in_segments < bytes) {
+      all_reduce(name, all + in_segments, (bytes - in_segments) / itemsize(dtype), dtype);
+    }
+    return;
+  }
+  begin(name, Kind::AllReduce, dtype, bytes);
+  const std::shared_ptr<void> place = readable_place_of(data, bytes);
+  copy(place.get(), data, bytes);
+  if (host_ != nullptr) {
+    host_->post(place.get(), bytes, Operation::Kind::AllReduce, dtype, bytes);
+  }
+  // Other ranks of this host read `place` until sum_small returns.
+  sum_small(static_cast<const char*>(place.get()), /*stride=*/0, room_for_parts(), numel, dtype);
+  copy(data, room_for_parts(), bytes);
+  finish();
+}
+
 // - The ranks of this host
 
 // Memory of the caller's, or else memory in its place, that the ranks of this host can read.
@@ -333,8 +367,8 @@ void ComposedCollectives::for_received_by(int rank, const Copy& copy_of) const {
 }
 
 // Finds the segments for this rank that need not travel: its own, and those of its host.
-void ComposedCollectives::find_segments_here(const char* input, std::size_t bytes) {
-  const std::size_t mine = static_cast<std::size_t>(rank_) * bytes;
+void ComposedCollectives::find_segments_here(const char* input, std::size_t stride) {
+  const std::size_t mine = static_cast<std::size_t>(rank_) * stride;
   segments_here_[static_cast<std::size_t>(rank_)] = input + mine;
   if (host_ == nullptr) {
     return;
@@ -467,9 +501,6 @@ std::size_t ComposedCollectives::place_of_peer(int peer, int rank) {
 }
 
 char* ComposedCollectives::first_to(int rank) const {
-  if (staging_.received == staging_.first_bytes) {
-    return memory_.get();  // the same for all
-  }
   return memory_.get() + place_of_peer(rank, rank_) * staging_.first_bytes;
 }
 

@@ -1,10 +1,12 @@
-// All-gathers and reduce-scatters composed of messages between pairs of ranks.
+// All-gathers, reduce-scatters and all-reduces composed of messages between pairs of ranks.
 //
 // Note [composed collectives]
 // All-gather: each rank sends its input to every other rank and receives theirs in place.
 // Reduce-scatter: each rank sends every other rank its segment, and adds up what it receives in
 // rank order (comm/rank_order_sum.h). So a sum is the same in every run, and the same bit for bit
 // as over shared memory. Each rank sends and receives N - 1 parts of N, which is the minimum.
+// All-reduce: a reduce-scatter and then an all-gather. If it is small, each rank sends every other
+// rank all it has, and adds up what it receives, so it takes one trip.
 //
 // Large payloads travel in pieces. Both directions of a connection then carry data at the same
 // time, and sums run while later pieces arrive. A reduce-scatter receives into a ring of
@@ -75,13 +77,15 @@ class ComposedCollectives {
   void all_gather(const Name& name, const void* input, void* output, std::size_t bytes);
   void reduce_scatter(const Name& name, const void* input, void* output, std::size_t numel,
                       DType dtype);
+  // Of a lane of reductions. The sum takes the place of `data`.
+  void all_reduce(const Name& name, void* data, std::size_t numel, DType dtype);
 
   // Makes the collective that runs and all later ones throw `reason`. Another thread may call it.
   void give_up(const std::string& reason);
 
  private:
   struct FirstMessage;
-  enum class Kind : std::uint32_t { AllGather, ReduceScatter };
+  enum class Kind : std::uint32_t { AllGather, ReduceScatter, AllReduce };
 
   void begin(const Name& name, Kind kind, DType dtype, std::size_t bytes);
   void send_first(int to, const char* memory, std::size_t payload_bytes);
@@ -98,7 +102,8 @@ class ComposedCollectives {
   void gather_small(const void* input, char* output, std::size_t bytes);
   void gather_large(const void* input, char* output, std::size_t bytes);
   void send_and_sum(const char* input, char* output, std::size_t numel, DType dtype);
-  void sum_small(const char* input, void* output, std::size_t numel, DType dtype);
+  void sum_small(const char* input, std::size_t stride, void* output, std::size_t numel,
+                 DType dtype);
 
   // - Through memory that the ranks of this host share: Note [groups that span hosts]
   std::shared_ptr<void> readable_place_of(void* memory, std::size_t bytes) const;
@@ -106,10 +111,11 @@ class ComposedCollectives {
   void share_gathered(const char* mine, std::size_t reach, std::size_t bytes, const Copy& copy_of);
   template <typename Copy>
   void for_received_by(int rank, const Copy& copy_of) const;
-  void find_segments_here(const char* input, std::size_t bytes);
+  void find_segments_here(const char* input, std::size_t stride);
   void finish_on_host();
 
   static std::size_t place_of_peer(int peer, int rank);
+  char* first_to_all() const { return memory_.get(); }
   char* first_to(int rank) const;
   char* first_from(int rank) const;
   char* piece_from(int rank, std::size_t number) const;
@@ -134,7 +140,7 @@ class ComposedCollectives {
   std::unique_ptr<FirstMessage> mine_;
   std::int32_t payload_tag_ = 0;
   std::vector<const void*> sources_;
-  // In a reduce-scatter, by rank: the segment for this rank where it is; null if it has to travel.
+  // In a reduction, by rank: the segment for this rank where it is; null if it has to travel.
   std::vector<const char*> segments_here_;
   // First messages stay in flight after an error, so that peers that come later still learn of it.
   std::vector<std::unique_ptr<Message>> firsts_to_;    // by rank

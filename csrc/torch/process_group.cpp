@@ -119,7 +119,11 @@ class ProcessGroupCommunicator final : public Communicator {
   }
 
   void all_reduce(Stream& stream, void* data, std::size_t numel, DType dtype) override {
-    enqueue(stream, [this, data, numel, dtype] {
+    enqueue(stream, [this, data, numel, dtype, name = Named{what_, tag_}] {
+      if (composed_ != nullptr) {
+        composed_->all_reduce({*name.what, name.tag}, data, numel, dtype);
+        return;
+      }
       std::vector<at::Tensor> tensors = {view_of(data, numel, dtype)};
       backend_->allreduce(tensors)->wait();
     });

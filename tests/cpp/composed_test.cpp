@@ -263,6 +263,30 @@ TEST_P(Composed, SumsAreThoseInRankOrder) {
   EXPECT_EQ(errors, std::vector<std::string>(errors.size(), kNothingThrown));
 }
 
+TEST_P(Composed, AllReducesLeaveTheSumInRankOrderOnEveryRank) {
+  const auto ranks = static_cast<int>(GetParam().size());
+  const auto errors = run(
+      GetParam(), MessageStaging::Use::Reductions, [&](ComposedCollectives& composed, int rank) {
+        for (const std::size_t bytes : sizes_of(ranks)) {
+          const std::size_t numel = bytes / 4;
+          std::vector<std::vector<float>> inputs;
+          std::vector<const void*> sources;
+          for (int from = 0; from < ranks; ++from) {
+            inputs.push_back(values(numel, from));
+          }
+          for (const std::vector<float>& of_rank : inputs) {
+            sources.push_back(of_rank.data());
+          }
+          std::vector<float> expected(numel);
+          sum_in_rank_order(sources, expected.data(), numel, DType::Float32);
+          std::vector<float> data = values(numel, rank);
+          composed.all_reduce({kWhat, bytes}, data.data(), numel, DType::Float32);
+          FSDP_CHECK(data == expected, "the sum of ", bytes, " bytes is wrong");
+        }
+      });
+  EXPECT_EQ(errors, std::vector<std::string>(errors.size(), kNothingThrown));
+}
+
 INSTANTIATE_TEST_SUITE_P(Ranks, Composed,
                          testing::Values(single_ranks(1), single_ranks(2), single_ranks(3),
                                          single_ranks(5)));
@@ -361,6 +385,22 @@ TEST(ComposedErrors, EqualSizesOfDifferentUnitsDiffer) {
             composed.reduce_scatter({kWhat, tag}, input.data(), output.data(), 10, DType::Float32);
           });
   EXPECT_NE(errors[0].find("rank 10 is in the collective"), std::string::npos) << errors[0];
+}
+
+// `run` fails if a rank receives more than it has room for.
+TEST(ComposedErrors, AllReducesOfOtherSizesDiffer) {
+  for (const std::size_t larger : {std::size_t{20}, std::size_t{200000}}) {
+    const auto errors = run(single_ranks(2), MessageStaging::Use::Reductions,
+                            [&](ComposedCollectives& composed, int rank) {
+                              std::vector<float> data(rank == 0 ? 10 : larger);
+                              composed.all_reduce({kWhat, 0}, data.data(), data.size(),
+                                                  DType::Float32);
+                            });
+    EXPECT_NE(errors[0].find("(40 bytes of each rank, number 1 of its lane), and rank 10 is in"),
+              std::string::npos)
+        << errors[0];
+    EXPECT_NE(errors[1].find("and rank 0 is in"), std::string::npos) << errors[1];
+  }
 }
 
 TEST(ComposedErrors, GivingUpEndsTheWaitThatRunsAndAllLaterOnes) {
