@@ -124,7 +124,11 @@ void DeadlockThread::run(const std::shared_ptr<Shared>& shared,
     lock.lock();
     shared->is_looking = false;
     if (!account.empty() && shared->report != nullptr) {
-      shared->report(account);
+      try {
+        shared->report(account);
+      } catch (const std::exception&) {
+        // A wait could not be ended early, so it ends with its timeout.
+      }
       return;
     }
   }

@@ -52,13 +52,12 @@ std::function<void()> selector_of(const Device& device) {
 }
 
 std::future<Result> call_apart(std::function<void()> select, std::function<Result()> call) {
-  std::promise<Result> done;
-  std::future<Result> result = done.get_future();
-  std::thread([select = std::move(select), call = std::move(call),
-               done = std::move(done)]() mutable {
+  std::packaged_task<Result()> task([select = std::move(select), call = std::move(call)] {
     select();
-    done.set_value(call());
-  }).detach();
+    return call();
+  });
+  std::future<Result> result = task.get_future();
+  std::thread(std::move(task)).detach();
   return result;
 }
 

@@ -23,6 +23,15 @@ std::string failure_of(const GroupMembers& members, const std::string& what) {
 }
 std::string key_of(int global_rank) { return detail::concat("fsdp_ext/failed_in/", global_rank); }
 
+// Calls on a thread of its own, which may outlive the caller. The answer has the call's exception.
+template <typename Call>
+auto call_apart(Call call) {
+  std::packaged_task<decltype(call())()> task(std::move(call));
+  auto answer = task.get_future();
+  std::thread(std::move(task)).detach();
+  return answer;
+}
+
 class StoreBoard final : public Board {
  public:
   explicit StoreBoard(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
@@ -60,12 +69,8 @@ std::string FailureBoard::exchange(const std::string& what, const GroupMembers& 
   if (store_ == nullptr) {
     return unknown;
   }
-  // The thread may outlive this object.
-  std::packaged_task<std::string()> task(
-      [board = *this, what, members] { return board.ask(what, members); });
-  std::future<std::string> answer = task.get_future();
-  std::thread(std::move(task)).detach();
   try {
+    auto answer = call_apart([board = *this, what, members] { return board.ask(what, members); });
     if (answer.wait_for(kLongestExchange) == std::future_status::ready) {
       const std::string heard = answer.get();
       return heard.empty() ? unknown : heard;
@@ -99,11 +104,12 @@ void FailureBoard::tell(const std::string& what, const GroupMembers& members) co
   if (store_ == nullptr) {
     return;
   }
-  // The thread may outlive this object.
-  std::packaged_task<void()> task([board = *this, what, members] { board.post(what, members); });
-  const std::future<void> is_told = task.get_future();
-  std::thread(std::move(task)).detach();
-  is_told.wait_for(kLongestExchange);
+  try {
+    call_apart([board = *this, what, members] { board.post(what, members); })
+        .wait_for(kLongestExchange);
+  } catch (const std::exception&) {
+    // No thread could be started. The caller has an error of its own to tell.
+  }
 }
 
 void FailureBoard::post(const std::string& what, const GroupMembers& members) const {
@@ -161,13 +167,10 @@ std::string FailureBoard::exchange_histories(const std::vector<std::string>& lab
   if (store_ == nullptr) {
     return mine;
   }
-  // The thread may outlive this object.
-  std::packaged_task<std::string()> task([board = *this, mine, global_rank, other] {
-    return board.ask_history(mine, global_rank, other);
-  });
-  std::future<std::string> answer = task.get_future();
-  std::thread(std::move(task)).detach();
   try {
+    auto answer = call_apart([board = *this, mine, global_rank, other] {
+      return board.ask_history(mine, global_rank, other);
+    });
     const bool is_ready = answer.wait_for(kLongestExchange) == std::future_status::ready;
     return mine + (is_ready ? answer.get() : "");
   } catch (const std::exception&) {

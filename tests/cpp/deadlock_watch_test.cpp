@@ -212,6 +212,19 @@ TEST(DeadlockThread, ReportsWhatItFindsAlthoughTheBoardFailedBefore) {
   EXPECT_EQ(reported.get_future().get(), kAccount);
 }
 
+TEST(DeadlockThread, AReportThatThrowsEndsNoProcess) {
+  std::promise<void> reported;
+  const auto lanes = std::make_shared<PublishedLanes>();
+  DeadlockThread thread(std::make_unique<LateBoard>(), lanes, 0, kInterval);
+  thread.start([&](const std::string& /*account*/) {
+    reported.set_value();
+    throw Error("no wait could be ended");
+  });
+  publish_begin(lanes->lane(kGather), kGather);
+  reported.get_future().get();
+  thread.stop();
+}
+
 // Hangs until the test lets it go on.
 class HangingBoard final : public Board {
  public:
