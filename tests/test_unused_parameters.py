@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import math
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.launcher import RanksFailed, run_ranks
+from support.matrix import exhaustive
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fsdp_ext
@@ -107,6 +111,57 @@ def compare(model: nn.Module, expected: dict[str, Tensor | None]) -> None:
             assert torch.equal(grad.full_tensor(), wanted), name
 
 
+class Aside(nn.Module):
+    """Ranks that do not run the block join it. A caller changes what they get, or cuts it off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.block = nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM))
+        self.last = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, skips: bool, then: str) -> Tensor:
+        x = self.first(x)
+        if not skips:
+            y = self.block(x)
+        else:
+            y = self.block.join_empty(x) if hasattr(self.block, "join_empty") else x.clone()
+        if then == "is detached":
+            return self.last(x + y.detach())
+        if then == "changes":
+            y.mul_(0.5)
+        return self.last(y)
+
+    def units(self) -> list[nn.Module]:
+        return [self.first, self.block[1], self.block, self.last]
+
+
+class ChangesInput(nn.Module):
+    """A caller changes what a block returns, which is the block's input on some ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.block = Maybe()
+        self.last = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, skips: bool) -> Tensor:
+        y = self.block(self.first(x), skips)
+        y.mul_(0.5)
+        return self.last(y)
+
+    def units(self) -> list[nn.Module]:
+        return [self.first, self.block, self.last]
+
+
+class Maybe(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(DIM, DIM)
+
+    def forward(self, x: Tensor, skips: bool) -> Tensor:
+        return x if skips else super().forward(x)
+
+
 def train(
     transport: str,
     make: Callable[[], nn.Module],
@@ -114,10 +169,13 @@ def train(
     run_reference: Callable[[nn.Module, int, int], Tensor],
     settings: dict[str, object],
     reduces_unused: bool = False,
+    mesh: tuple[int, ...] | None = None,
 ) -> None:
     """Train sharded and as one replica a rank, and compare gradients and parameters."""
     torch.manual_seed(0)
     reference = make()
+    if mesh is not None:
+        settings = {**settings, "mesh": init_device_mesh("cpu", mesh)}
     model = shard(copy.deepcopy(reference), transport, **settings)
     if reduces_unused:
         model.set_reduce_scatter_unused_params(True)
@@ -270,6 +328,31 @@ def test_join_empty_takes_part_for_a_unit_that_does_not_run(
     transport: str, settings: dict[str, object]
 ) -> None:
     run_ranks(train, 2, transport, Skipped, skip, skip_in_replica, settings)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("mesh", [(2,), (2, 1), *exhaustive((1, 2), (2, 2))], ids=str)
+@pytest.mark.parametrize("then", ["is detached", "changes"])
+def test_the_result_of_join_empty_takes_part_as_a_result_of_the_unit_does(
+    transport: str, mesh: tuple[int, ...], then: str
+) -> None:
+    run = functools.partial(run_aside, then)
+    run_ranks(train, math.prod(mesh), transport, Aside, run, run, {"bucket_bytes": 0}, False, mesh)
+
+
+def run_aside(then: str, model: nn.Module, step: int, rank: int) -> Tensor:
+    return model(batch(step, rank), (rank + step) % 2 == 0, then)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_unit_that_returns_its_input_on_some_ranks_takes_part_after_that_changes(
+    transport: str,
+) -> None:
+    run_ranks(train, 2, transport, ChangesInput, skip_part, skip_part, {"bucket_bytes": 0})
+
+
+def skip_part(model: nn.Module, step: int, rank: int) -> Tensor:
+    return model(batch(step, rank), (rank + step) % 2 == 0)
 
 
 def join_wrongly(tensor: object) -> None:

@@ -14,12 +14,13 @@
 // Steps of calls that no rank needs would cost gathers and reductions. So there are steps only for
 // the calls of a unit if
 // - autograd's graph contains the output of one of its calls in this forward, or of a call inside,
-// - or the user has asked for it, with Pipeline::skip or Pipeline::set_reduces_unused,
+// - or the user has asked for it, with Pipeline::set_reduces_unused,
 // - or a call's output hides its tensors from hooks.
-// So ranks may differ in what they use of a unit. But if they differ in whether backward reaches
-// the unit at all, the user has to ask, and a unit without trainable parameters must not differ in
-// that. A forward of which the graph contains nothing has no steps, since its backward may come
-// later.
+// A rank that leaves a unit out enters and leaves it like the others, and its result has the same
+// hooks as theirs. So ranks may differ in what they use of a unit. But if they differ in whether
+// backward reaches the unit at all, the user has to ask, and a unit without trainable parameters
+// must not differ in that. A forward of which the graph contains nothing has no steps, since its
+// backward may come later.
 //
 // Note [reentrant checkpointing]
 // Reentrant checkpointing runs a region of forward without gradients, and once more, with

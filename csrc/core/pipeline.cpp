@@ -179,12 +179,6 @@ CallId Pipeline::post_forward(int number, bool with_gradient) try {
   fail(error);
 }
 
-void Pipeline::skip(int number) {
-  if (!in_backward()) {
-    forward_order_.expect(unit_at(number).entering);
-  }
-}
-
 void Pipeline::expect(CallId call) { forward_order_.expect(call); }
 
 void Pipeline::prefetch_forward(const Unit& unit) {

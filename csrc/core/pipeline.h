@@ -87,9 +87,6 @@ class Pipeline {
   // The smallest id that backward may still come for.
   CallId first_call() const { return forward_order_.first_call(); }
 
-  // This rank does not run the unit, but other ranks do. So it takes part in the unit's
-  // collectives, and sends zeros in backward. Call it between pre_forward and post_forward.
-  void skip(int unit);
   // Backward may come through the call's output, although the output has no hook.
   void expect(CallId call);
 

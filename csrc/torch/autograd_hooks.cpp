@@ -31,8 +31,9 @@ struct KeptTarget {
 };
 
 struct PreBackwardHook final : torch::autograd::FunctionPreHook {
-  PreBackwardHook(std::shared_ptr<BackwardTarget> target, CallId call, const Node* node)
-      : kept(std::move(target)), call(call), node(node) {}
+  PreBackwardHook(std::shared_ptr<BackwardTarget> target, CallId call, const Node* node,
+                  GraphCalls* calls)
+      : kept(std::move(target)), call(call), node(node), calls(calls) {}
 
   variable_list operator()(const variable_list& gradients) override {
     if (const auto unit = kept.target.lock()) {
@@ -46,7 +47,8 @@ struct PreBackwardHook final : torch::autograd::FunctionPreHook {
 
   KeptTarget kept;
   CallId call;
-  const Node* node;  // that owns this
+  const Node* node;   // that owns this
+  GraphCalls* calls;  // may be null; lives as long as the target
 };
 
 struct GradientHook final : torch::autograd::PostAccumulateGradHook {
@@ -103,16 +105,6 @@ struct MovedHook final : torch::autograd::FunctionPreHook {
   std::size_t index;
 };
 
-// Makes a view of the whole base again. PyTorch would use as_strided, which DTensors do not have.
-struct WholeView final : torch::autograd::ViewFunc {
-  at::Tensor operator()(const at::Tensor& base) const override { return at::alias(base); }
-  std::unique_ptr<ViewFunc> clone_and_set(
-      std::optional<std::vector<c10::SymInt>> /*symints*/,
-      std::optional<std::vector<at::Tensor>> /*tensors*/) const override {
-    return std::make_unique<WholeView>();
-  }
-};
-
 // torch 2.11 has nodes in std::shared_ptr with a deleter of its own, newer versions in
 // c10::intrusive_ptr. Argument-dependent lookup finds the deleter where it exists.
 template <typename T, typename... Arguments>
@@ -132,6 +124,52 @@ NodePtr make_input_node(Edge next) {
   return node;
 }
 
+void hook_node(Node* node, const std::shared_ptr<BackwardTarget>& target, CallId call,
+               GraphCalls* calls) {
+  node->add_pre_hook(std::make_unique<PreBackwardHook>(target, call, node, calls));
+  if (calls != nullptr) {
+    calls->add(call, node);
+  }
+}
+
+// Makes a view of the whole base again. PyTorch would use as_strided, which DTensors do not have.
+// After an in-place change of the view or its base, the view has a new node, made by this function.
+// The new node takes the place of the first one, so it gets the hooks of the units that returned
+// the view. Backward calls this function, too, to find the part of a gradient, which needs none.
+class WholeView final : public torch::autograd::ViewFunc {
+ public:
+  explicit WholeView(NodePtr first) : first_(std::move(first)) {}
+
+  at::Tensor operator()(const at::Tensor& base) const override {
+    at::Tensor view = at::alias(base);
+    const bool is_in_backward = torch::autograd::get_current_graph_task_id() >= 0;
+    if (!is_in_backward && view.requires_grad() && !view.is_leaf()) {
+      copy_hooks(view.grad_fn().get());
+    }
+    return view;
+  }
+  std::unique_ptr<ViewFunc> clone_and_set(
+      std::optional<std::vector<c10::SymInt>> /*symints*/,
+      std::optional<std::vector<at::Tensor>> /*tensors*/) const override {
+    return std::make_unique<WholeView>(first_);
+  }
+
+ private:
+  void copy_hooks(Node* node) const {
+    for (const auto& hook : first_->pre_hooks()) {
+      const auto* ours = dynamic_cast<const PreBackwardHook*>(hook.get());
+      if (ours == nullptr) {
+        continue;
+      }
+      if (const auto target = ours->kept.target.lock()) {
+        hook_node(node, target, ours->call, ours->calls);
+      }
+    }
+  }
+
+  NodePtr first_;
+};
+
 // Returns a view of the tensor that is an output of the node. An in-place change of either changes
 // the values and the history of the other.
 at::Tensor view_of(const at::Tensor& tensor, const NodePtr& node) {
@@ -142,7 +180,7 @@ at::Tensor view_of(const at::Tensor& tensor, const NodePtr& node) {
   }
   const at::Tensor view = torch::autograd::as_view(
       tensor, data, /*is_bw_differentiable=*/true, /*is_fw_differentiable=*/true,
-      std::make_unique<WholeView>(), /*rev_view_func=*/at::alias);
+      std::make_unique<WholeView>(node), /*rev_view_func=*/at::alias);
   torch::autograd::set_history(view, node);
   return view;
 }
@@ -183,14 +221,6 @@ bool has_hook_of(const Node& node, CallId call) {
     const auto* ours = dynamic_cast<const PreBackwardHook*>(hook.get());
     return ours != nullptr && ours->call == call;
   });
-}
-
-void hook_node(Node* node, const std::shared_ptr<BackwardTarget>& target, CallId call,
-               GraphCalls* calls) {
-  node->add_pre_hook(std::make_unique<PreBackwardHook>(target, call, node));
-  if (calls != nullptr) {
-    calls->add(call, node);
-  }
 }
 
 }  // namespace

@@ -166,9 +166,10 @@ at::Tensor TorchUnit::begin_skip(const at::Tensor& tensor) {
   {
     const py::gil_scoped_release no_gil;
     call = root->pipeline().pre_forward(number_);
-    root->pipeline().skip(number_);
   }
-  const at::Tensor skipped = entering && at::GradMode::is_enabled()
+  // Like the output of a rank that runs the unit, the result needs a gradient if a parameter does.
+  const bool has_gradient = tensor.requires_grad() || !trainable_.empty();
+  const at::Tensor skipped = entering && has_gradient && at::GradMode::is_enabled()
                                  ? add_post_backward_node(tensor, kept_target(), call)
                                  : tensor;
   return inner_ == nullptr ? skipped : inner_->begin_skip(skipped);
