@@ -152,6 +152,7 @@ SOAK_STEPS ?= 3000
 SOAK_SEED ?= 0
 SOAK_SYSTEM ?= fsdp_ext
 FUZZ_SECONDS ?= 3600
+FUZZ_SEED ?=
 
 .PHONY: soak
 soak: $(VENV)/.test extension  ## train at random for SOAK_STEPS steps; memory and the like stay flat
@@ -161,7 +162,7 @@ soak: $(VENV)/.test extension  ## train at random for SOAK_STEPS steps; memory a
 
 .PHONY: fuzz
 fuzz: $(VENV)/.test extension  ## train random models beside unsharded ones for FUZZ_SECONDS
-	FSDP_EXT_FUZZ_SECONDS=$(FUZZ_SECONDS) "$(BIN)/python" -m pytest -s -m exhaustive \
+	FSDP_EXT_FUZZ_SECONDS=$(FUZZ_SECONDS) FSDP_EXT_FUZZ_SEED=$(FUZZ_SEED) "$(BIN)/python" -m pytest -s -m exhaustive \
 	  tests/test_fuzz.py $(PYTEST_ARGS)
 
 # The libraries lie in an environment of their own, which sees .venv's packages as well: so .venv

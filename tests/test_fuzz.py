@@ -1,17 +1,24 @@
 """Random models with random settings train as they do unsharded, on one to four ranks.
 
-    make fuzz FUZZ_SECONDS=3600      # or FSDP_EXT_FUZZ_SECONDS for pytest
+    make fuzz FUZZ_SECONDS=3600 FUZZ_SEED=7   # or FSDP_EXT_FUZZ_SECONDS and _SEED for pytest
 
-Hypothesis chooses a tree of modules and its units (those of test_random_programs.py), a transport,
-dtypes, bucket sizes, prefetch and so on. On every rank a sharded copy trains beside an unsharded
-one, with released slots filled with NaN and streams that pause, as in `verify`. What Hypothesis
-finds it makes small and prints.
+In half of the time, Hypothesis chooses a tree of modules and its units (those of
+test_random_programs.py), a transport, dtypes, bucket sizes, prefetch and so on. On every rank a
+sharded copy trains beside an unsharded one, with released slots filled with NaN and streams that
+pause, as in `verify`. What Hypothesis finds it makes small and prints.
+
+In the other half, each rank chooses for itself what it runs, detaches and catches: the programs of
+test_random_routing.py. Each follows from its seed, and their seeds follow each other from
+FUZZ_SEED on.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import random
+import secrets
 import time
 from typing import Any
 
@@ -22,6 +29,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from support.launcher import run_ranks
 from test_random_programs import WIDTH, Branch, Leaf, Model
+from test_random_routing import train_as_replicas
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -32,7 +40,11 @@ from fsdp_ext.verifier.steps import Way, train_beside
 from fsdp_ext.verifier.subject import Subject
 
 SECONDS = float(os.environ.get("FSDP_EXT_FUZZ_SECONDS", "0"))
-EXAMPLES = 25  # of a round; without a time there is one round, which is always the same
+SEED = os.environ.get("FSDP_EXT_FUZZ_SEED", "")
+# Without a time there is one round of each kind, which is always the same.
+EXAMPLES = 20
+PROGRAMS = 10  # that ranks train in one set of groups
+SHAPES = [(2,), (2, 1), (1, 2), (2, 2)]
 
 MIXED = [None, torch.float32, torch.bfloat16, torch.float16]
 
@@ -121,10 +133,23 @@ def one_round(*, is_random: bool) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(SECONDS + 1200)
 def test_random_models_train_as_they_do_unsharded() -> None:
-    end = time.monotonic() + SECONDS
+    end = time.monotonic() + SECONDS / 2
     one_round(is_random=SECONDS > 0)
     while time.monotonic() < end:
         one_round(is_random=True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(SECONDS + 1200)
+def test_random_ranks_that_choose_for_themselves_train_as_replicas() -> None:
+    end = time.monotonic() + SECONDS / 2
+    first = int(SEED) if SEED else secrets.randbelow(2**30) if SECONDS > 0 else 1000
+    for begin, shape in zip(itertools.count(first, PROGRAMS), itertools.cycle(SHAPES)):
+        seeds = list(range(begin, begin + PROGRAMS))
+        print(f"seeds {seeds[0]} to {seeds[-1]} on {shape}, from FUZZ_SEED={first}", flush=True)
+        run_ranks(train_as_replicas, math.prod(shape), seeds, shape, timeout=60 + 10 * PROGRAMS)
+        if time.monotonic() >= end:
+            return
 
 
 def test_a_planted_fault_is_found_and_named() -> None:
