@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.fsdp1_parity import FSDP
+from support.fsdp1_parity import FSDP, torch_fsdp
 from support.launcher import run_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -124,3 +125,54 @@ def assigned() -> None:
 
 def test_an_optimizer_goes_on_with_parameters_that_loading_has_assigned() -> None:
     run_ranks(assigned, 2)
+
+
+def decayed(model: nn.Module, chosen: Callable[[str, Tensor], bool]) -> torch.optim.Optimizer:
+    """Return AdamW that decays the chosen parameters alone, as nanoGPT makes it."""
+    named = [(n.replace("_fsdp_wrapped_module.", ""), p) for n, p in model.named_parameters()]
+    groups = [
+        {"params": [p for n, p in named if chosen(n, p)], "weight_decay": 0.5},
+        {"params": [p for n, p in named if not chosen(n, p)], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=0.01)
+
+
+def by_shape(name: str, param: Tensor) -> bool:
+    return param.dim() >= 2
+
+
+def nothing(name: str, param: Tensor) -> bool:
+    return False
+
+
+def weight_decay() -> None:
+    shapes = {name: param.dim() for name, param in make().named_parameters()}
+
+    def before_wrapping(name: str, param: Tensor) -> bool:
+        return shapes[name] >= 2
+
+    def trained(system: Any, chosen: Callable[[str, Tensor], bool]) -> dict[str, Tensor]:
+        model = system(make(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+        optimizer = decayed(model, chosen)
+        for step in range(3):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return values(model)
+
+    for system in (FSDP, torch_fsdp):
+        weight = system(make()).module[0].weight
+        assert weight.dim() == (2 if system is FSDP else 1)
+    # Where code looks at shapes, FSDP1 has 1-D parameters, and decays none of them.
+    assert_same(trained(torch_fsdp, by_shape), trained(torch_fsdp, nothing))
+    assert_same(trained(FSDP, nothing), trained(torch_fsdp, by_shape))
+    # Here they have their shapes, so the matrices are decayed, as without sharding.
+    ours = trained(FSDP, by_shape)
+    assert not torch.equal(ours["0.weight"], trained(FSDP, nothing)["0.weight"])
+    assert_same(ours, trained(FSDP, before_wrapping))
+    # Under both, code that decides before wrapping means the same.
+    assert_same(ours, trained(torch_fsdp, before_wrapping))
+
+
+def test_groups_by_shape_decay_matrices_here_and_nothing_under_fsdp1() -> None:
+    run_ranks(weight_decay, 2)
