@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -60,10 +61,10 @@ def ignored() -> None:
     model = make(Stack)
     with pytest.raises(ValueError, match="both ignored_modules and ignored_states"):
         FSDP(model, ignored_modules=[model.head], ignored_states=[model.stem])
-    with pytest.raises(ValueError, match="a Parameter cannot be ignored"):
+    with pytest.raises(ValueError, match=r"expects nn.Module list .* Pass .* as ignored_states"):
         FSDP(model, ignored_modules=[model.head.weight])
     model.head = FSDP(model.head)
-    with pytest.raises(ValueError, match="a FullyShardedDataParallel cannot be ignored"):
+    with pytest.raises(ValueError, match="should not include FSDP modules, but one is wrapped"):
         FSDP(model, ignored_modules=[model.head])
 
 
@@ -181,7 +182,7 @@ def group_arguments() -> None:
     with pytest.raises(ValueError, match="got a Linear that is sharded already"):
         FSDP(wrapped_before)
     for container in (nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})):
-        with pytest.raises(ValueError, match=r"no forward that would gather .* Shard its elements"):
+        with pytest.raises(ValueError, match=r"no forward that would gather '.*weight'. Wrap its"):
             FSDP(container)
 
 
@@ -205,7 +206,7 @@ def wrong_types() -> None:
             module = nn.Linear(2, 2)
         with pytest.raises(ValueError, match="42"):
             system(module, param_init_fn=wrong)
-    with pytest.raises(ValueError, match="param_init_fn is 42, which cannot be called"):
+    with pytest.raises(ValueError, match="param_init_fn is 42, and has to be callable"):
         FSDP(nn.Linear(2, 2), param_init_fn=wrong)
     wrong = "cpu"
     with pytest.raises(TypeError, match="device_mesh is 'cpu' but must be a DeviceMesh or None"):
@@ -228,7 +229,111 @@ def strategies_of_one_model() -> None:
 
 
 def test_wrappers_of_one_model_shard_over_the_same_ranks() -> None:
-    run_ranks(strategies_of_one_model, 1)
+    run_ranks(strategies_of_one_model, 2)
+
+
+def one_rank() -> None:
+    """A single rank has NO_SHARD, with a warning, and the wrappers of a model may differ."""
+    strategies = ShardingStrategy
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="FSDP is switching")
+        FSDP(nn.Linear(2, 2), sharding_strategy=strategies.NO_SHARD)
+    for strategy in (None, strategies.SHARD_GRAD_OP, strategies.HYBRID_SHARD):
+        named = strategy or strategies.FULL_SHARD
+        with pytest.warns(UserWarning, match=f"`NO_SHARD` instead of {named} since the world") as w:
+            model = FSDP(make(Stack), auto_wrap_policy=BY_BLOCK, sharding_strategy=strategy)
+        assert len(w) == 1
+        assert {wrapper.sharding_strategy for wrapper in FSDP.fsdp_modules(model)} == {
+            strategies.NO_SHARD
+        }
+    with pytest.warns(UserWarning, match="FSDP is switching"):
+        inner = FSDP(nn.Linear(2, 2), sharding_strategy=strategies.SHARD_GRAD_OP)
+    model = FSDP(nn.Sequential(inner), sharding_strategy=strategies.NO_SHARD)
+    model(torch.ones(1, 2)).sum().backward()
+    assert inner.weight.grad is not None
+
+
+def test_a_single_rank_shards_nothing_and_says_so() -> None:
+    run_ranks(one_rank, 1)
+
+
+def top_level_ignored() -> None:
+    for system in (FSDP, torch_fsdp):
+        model = nn.Linear(2, 2)
+        with pytest.warns(UserWarning, match="ignore the top-level module passed into the FSDP"):
+            wrapped = system(model, ignored_modules=[model])
+        assert model.weight.shape == (2, 2)
+        wrapped(torch.ones(1, 2)).sum().backward()
+        assert torch.equal(model.weight.grad, torch.ones(2, 2))
+
+
+def test_ignoring_the_whole_module_warns_as_under_fsdp1() -> None:
+    run_ranks(top_level_ignored, 2)
+
+
+def containers() -> None:
+    """A list or a dict of wrapped modules is wrapped, too."""
+
+    class Listed(nn.Module):
+        def __init__(self, wrap: Any) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            layers = nn.ModuleList([wrap(nn.Linear(4, 4)) for _ in range(2)])
+            heads = nn.ModuleDict({"a": wrap(nn.Linear(4, 2)), "b": wrap(nn.Linear(4, 2))})
+            self.layers, self.heads = wrap(layers), wrap(heads)
+            self.norm = nn.LayerNorm(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            x = self.norm(x)
+            return torch.cat([self.heads["a"](x), self.heads["b"](x)]).square().sum()
+
+    results = []
+    for system in (FSDP, torch_fsdp):
+        with pytest.warns(UserWarning, match="containers that do not implement forward"):
+            model = system(Listed(system))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            torch.manual_seed(10 * step + dist.get_rank())
+            with model.no_sync():
+                model(torch.randn(3, 4)).backward()
+            model(torch.randn(3, 4)).backward()
+            model.clip_grad_norm_(1e6)
+            optimizer.step()
+            optimizer.zero_grad()
+        with type(model).summon_full_params(model):
+            results.append({n: p.detach().clone() for n, p in model.module.named_parameters()})
+        assert len(type(model).fsdp_modules(model)) == 7
+        if system is FSDP:
+            state = model.state_dict()
+            results.append({name: value.clone() for name, value in state.items()})
+            assert not model.load_state_dict(state).missing_keys
+    ours, saved, theirs = results
+    clean = {name.replace("_fsdp_wrapped_module.", ""): value for name, value in theirs.items()}
+    assert_equal(ours, clean)
+    assert_equal(saved, clean)
+
+
+def test_lists_and_dicts_of_wrapped_modules_train_as_under_fsdp1() -> None:
+    run_ranks(containers, 2)
+
+
+def nested_in_ignored() -> None:
+    """A wrapper inside of an ignored module trains on."""
+    for how in ("ignored_modules", "ignored_states"):
+        model = make(Stack)
+        model.blocks[1].up = FSDP(model.blocks[1].up)
+        ignored = model.blocks[1]
+        wrapped = FSDP(model, **{how: [ignored]})
+        run(wrapped, model, 0).backward()
+        kinds = {name: type(param.grad) for name, param in ignored.named_parameters()}
+        assert kinds.pop("up.weight") is kinds.pop("up.bias") is DTensor
+        assert set(kinds.values()) == {torch.Tensor}
+
+
+def test_a_wrapper_in_an_ignored_module_trains() -> None:
+    run_ranks(nested_in_ignored, 2)
 
 
 def test_arguments_that_cannot_be_are_refused() -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
+from fsdp_ext._util.warn import warn_caller
 from fsdp_ext.comm.rendezvous import machine
 from fsdp_ext.sharding.arguments import default_device_type, resolve_mesh
 
@@ -60,13 +61,26 @@ def resolve_group(
             else "a 1-D mesh or one group, or use ShardingStrategy.HYBRID_SHARD"
         )
         given = given if mesh is None else f"a {mesh.ndim}-D mesh {tuple(mesh.shape)}"
+        if strategy in HYBRID and group is not None:
+            given += ". Expected process_group to be passed in as a pair"
         raise ValueError(f"{strategy} got {given}. Pass {needed}.")
     if group is not None:
         default = "cuda" if "nccl" in dist.get_backend(groups[0]) else "cpu"
         kind = _kind_of(module, device, default)
         mesh = _mesh_of(cast(list[dist.ProcessGroup], groups), kind)
     mesh = resolve_mesh(mesh)
-    return _replicas_alone(mesh) if is_whole else mesh
+    return _replicas_alone(mesh) if is_whole and mesh.size() > 1 else mesh
+
+
+def strategy_on(mesh: DeviceMesh, strategy: ShardingStrategy) -> ShardingStrategy:
+    """Return what ``strategy`` means on ``mesh``. A single rank has nothing to shard."""
+    if mesh.size() > 1 or strategy is ShardingStrategy.NO_SHARD:
+        return strategy
+    warn_caller(
+        f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1. "
+        "Results are the same."
+    )
+    return ShardingStrategy.NO_SHARD
 
 
 def _kind_of(module: nn.Module, device: torch.device | None, default: str) -> str:

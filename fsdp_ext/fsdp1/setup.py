@@ -35,7 +35,10 @@ from torch.distributed.fsdp.wrap import (
 from torch.distributed.tensor import DTensor
 
 from fsdp_ext._util.errors import MisuseError
+from fsdp_ext._util.warn import warn_caller
 from fsdp_ext.fsdp1.groups import HYBRID
+from fsdp_ext.sharding.arguments import has_no_forward
+from fsdp_ext.sharding.module_state import managed_params
 from fsdp_ext.sharding.optimizer_hooks import has_optimizer_in_backward
 from fsdp_ext.sharding.ownership import is_sharded, keeps_own_rows
 
@@ -76,7 +79,7 @@ def check_arguments(
         )
     if not (param_init_fn is None or callable(param_init_fn)):
         raise ValueError(
-            f"param_init_fn is {param_init_fn!r}, which cannot be called. Pass a function of a "
+            f"param_init_fn is {param_init_fn!r}, and has to be callable. Pass a function of a "
             "module, or None."
         )
     if not isinstance(precision, MixedPrecision):
@@ -100,21 +103,18 @@ def check_communication_hook(is_root: bool, wrappers: Iterable[Any], hook: objec
     """Raise for a communication hook that cannot be set, or not now."""
     if not callable(hook):
         raise ValueError(f"register_comm_hook got {hook!r}. Pass a function.")
+    # Scripts match two of these messages from end to end, so they say no more than FSDP1's.
     if not is_root:
-        raise MisuseError(
-            "register_comm_hook was called on a FullyShardedDataParallel inside another one. Call "
-            "it on the outermost one."
-        )
+        raise MisuseError("register_comm_hook can only be called on a root instance.")
     for wrapper in wrappers:
         if wrapper.sharding_strategy in HYBRID:
             raise MisuseError(
-                f"register_comm_hook was called on wrappers with {wrapper.sharding_strategy}, "
-                "whose gradients are reduced in two steps. Use another strategy."
+                "Communication hook is not supported for hybrid strategies, which reduce gradients "
+                f"in two steps, and a wrapper has {wrapper.sharding_strategy}. Use another "
+                "strategy."
             )
         if wrapper._comm_hook is not None:
-            raise MisuseError(
-                "register_comm_hook was called twice. Register one hook that does both."
-            )
+            raise MisuseError("A communication hook is already registered")
         if wrapper._sharded._fsdp_ext_unit.root is not None:
             raise RuntimeError(
                 "register_comm_hook was called after the first forward. Call it before."
@@ -138,25 +138,83 @@ def offload_policy(cpu_offload: CPUOffload | None) -> OffloadPolicy:
 
 
 def resolve_ignored(
-    modules: Iterable[Any] | None, states: Iterable[Any] | None
+    root: nn.Module, modules: Iterable[Any] | None, states: Iterable[Any] | None
 ) -> tuple[set[nn.Module], set[nn.Parameter]]:
-    """Return the ignored modules, with all modules below them, and the ignored parameters."""
+    """Return the ignored modules, with all modules below them, and the ignored parameters.
+
+    Args:
+        root: the module that is wrapped.
+        modules: FSDP1's ``ignored_modules``.
+        states: FSDP1's ``ignored_states``.
+
+    Raises:
+        ValueError: for both, and for what cannot be ignored.
+    """
     if modules is not None and states is not None:
         raise ValueError("both ignored_modules and ignored_states were passed. Pass one of them.")
+    given = list(modules or states or ())
+    kinds = (nn.Module,) if modules is not None else (nn.Module, nn.Parameter)
+    if not all(isinstance(state, kinds) for state in given):
+        types = sorted({type(state) for state in given}, key=repr)
+        expected, instead = (
+            ("ignored_modules expects nn.Module", "Pass parameters as ignored_states.")
+            if modules is not None
+            else ("ignored_states expects nn.Parameter or nn.Module", "Pass these only.")
+        )
+        raise ValueError(f"{expected} list elements but got types {types}. {instead}")
+    if any(isinstance(state, nn.Module) and is_wrapper(state) for state in given):
+        raise ValueError(
+            "ignored modules should not include FSDP modules, but one is wrapped already. Leave it "
+            "out: it is in no other wrapper's unit."
+        )
     ignored: set[nn.Module] = set()
     params: set[nn.Parameter] = set()
-    for state in modules or states or ():
-        if isinstance(state, nn.Module) and not is_wrapper(state):
+    for state in given:
+        if isinstance(state, nn.Module):
             ignored.update(state.modules())
             params.update(state.parameters())
-        elif isinstance(state, nn.Parameter) and modules is None:
-            params.add(state)
         else:
-            raise ValueError(
-                f"a {type(state).__name__} cannot be ignored. Pass modules that are not wrapped as "
-                "ignored_modules, or modules and parameters as ignored_states."
-            )
+            params.add(state)
+    if root in ignored:
+        warn_caller(
+            "Trying to ignore the top-level module passed into the FSDP constructor itself will "
+            "result in all parameters being ignored. Pass modules inside of it."
+        )
     return ignored, params
+
+
+def check_single_device(devices: Iterable[torch.device], device_id: torch.device | None) -> None:
+    """Raise RuntimeError for parameters on several devices, of which ``device_id`` moves only one.
+
+    Those on meta are materialised, and those on the host move to the mesh's device.
+    """
+    there = {device for device in devices if device.type not in ("cpu", "meta")}
+    if len(there) > 1 and device_id is None:
+        raise RuntimeError(
+            f"FSDP only supports single device modules but got params on "
+            f"{sorted(map(str, there))}. Move the module to one device, or pass device_id."
+        )
+
+
+def check_container(module: nn.Module, ignored: set[nn.Parameter]) -> None:
+    """Check a list or dict of modules that has no forward, whose elements have to be wrapped.
+
+    Raises:
+        ValueError: if it has parameters outside of wrappers, which nothing would gather.
+    """
+    if not has_no_forward(module):
+        return
+    kind = type(module).__name__
+    left = managed_params([module], ignored)
+    if left:
+        raise ValueError(
+            f"FullyShardedDataParallel got a {kind}, which has no forward that would gather "
+            f"'{next(iter(left.values()))}'. Wrap its elements instead."
+        )
+    warn_caller(
+        "FSDP will not all-gather parameters for containers that do not implement forward: a "
+        f"{kind} was wrapped. Its elements are wrapped, too, so leave its own wrapper out."
+    )
 
 
 _children_are_wrapped: ContextVar[bool] = ContextVar("children_are_wrapped", default=False)

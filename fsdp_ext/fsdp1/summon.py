@@ -57,9 +57,9 @@ class Summoning:
             )
         if self.writeback and self.rank0_only:
             raise NotImplementedError(
-                "summon_full_params got rank0_only=True and writeback=True, but other ranks would "
-                "not see what rank 0 writes. Pass writeback=False, or rank0_only=False and write "
-                "the same values on all ranks."
+                "summon_full_params with rank0_only=True and writeback=True is not supported, "
+                "because other ranks would not see what rank 0 writes. Pass writeback=False, or "
+                "rank0_only=False and write the same values on all ranks."
             )
         if self.offload_to_cpu and not self.rank0_only:
             warn_caller(
@@ -161,13 +161,15 @@ def check_summons(unit: Unit, how: Summoning, caller: str) -> None:
     """Raise MisuseError or NotImplementedError if ``unit`` cannot be summoned now."""
     if unit.is_summoned:
         raise MisuseError(
-            f"{caller} was called on unit '{unit.name}', whose parameters are summoned already. "
-            "Use the parameters that its modules have now, or leave the first context."
+            f"{caller} was called on unit '{unit.name}', which is expected to be in states "
+            "[TrainingState.IDLE], but its parameters are summoned already. Use the parameters "
+            "that its modules have now, or leave the first context."
         )
     phase = unit.phase()
     if phase != "idle":
         raise MisuseError(
-            f"{caller} was called on unit '{unit.name}' while {phase} runs. Call it between steps."
+            f"Cannot manually unshard parameters during forward/backward: {caller} was called on "
+            f"unit '{unit.name}' while {phase} runs. Call it between steps."
         )
     if how.with_grads and any(is_unreduced(param.sharded) for param in unit.params):
         raise MisuseError(

@@ -288,8 +288,8 @@ class WrapperViews:
         states = [state] if isinstance(state, TrainingState) else state
         if self.training_state not in states:
             raise ValueError(
-                f"the wrapper is in the state {self.training_state}, but the caller needs one of "
-                f"{states}. Call it when the wrapper is in such a state."
+                f"the wrapper is expected to be in states {states} but current state is "
+                f"{self.training_state}. Call it when the wrapper is in such a state."
             )
 
     @property

@@ -27,8 +27,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.tensor import DTensor
 
-from fsdp_ext._util.containers import map_tensors
-from fsdp_ext.fsdp1.groups import Groups, resolve_group
+from fsdp_ext.fsdp1.casts import map_floating, run_in_float32
+from fsdp_ext.fsdp1.groups import Groups, resolve_group, strategy_on
 from fsdp_ext.fsdp1.norms import combine_norms, norm_to_combine
 from fsdp_ext.fsdp1.setup import (
     CHECKPOINTED,
@@ -39,8 +39,10 @@ from fsdp_ext.fsdp1.setup import (
     cast_buffers,
     check_arguments,
     check_communication_hook,
+    check_container,
     check_flattened,
     check_same_ranks,
+    check_single_device,
     materialise,
     offload_policy,
     own_modules,
@@ -64,7 +66,7 @@ from fsdp_ext.fsdp1.torchs_methods import refuse_torchs_methods
 from fsdp_ext.fsdp1.views import WrapperViews, flatten_unit, mark_flattened
 from fsdp_ext.fsdp1.whole_tensors import gathered_by_all
 from fsdp_ext.sharding.api import make_units
-from fsdp_ext.sharding.arguments import check_containers, check_modules
+from fsdp_ext.sharding.arguments import check_modules
 from fsdp_ext.sharding.conversions import convert_shards
 from fsdp_ext.sharding.flat_parameter import is_flat
 from fsdp_ext.sharding.fsdp_module import FSDPModule
@@ -90,14 +92,16 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
     ``<wrapped module>._flat_param``.
 
     Args:
-        module: the module to wrap. Make the optimizer afterwards, or see ``use_orig_params``. A
-            wrapper may be wrapped again, which shards nothing more: the outer one's settings have
-            no effect.
+        module: the module to wrap, whose class stays as it is. Make the optimizer afterwards, or
+            see ``use_orig_params``. A list or a dict of modules needs wrapped elements. A wrapper
+            may be wrapped again, which shards nothing more: the outer one's settings have no
+            effect.
         process_group: ranks to shard over, all by default. Excludes ``device_mesh``. With hybrid
             sharding a pair: the ranks that shard the model, and those that have the same shard. By
             default the ranks of each host shard it (``LOCAL_WORLD_SIZE`` if a launcher sets that).
         sharding_strategy: ``FULL_SHARD`` (the default), ``SHARD_GRAD_OP``, ``NO_SHARD``, or for
-            hybrid sharding ``HYBRID_SHARD`` or ``_HYBRID_SHARD_ZERO2``.
+            hybrid sharding ``HYBRID_SHARD`` or ``_HYBRID_SHARD_ZERO2``. A single rank has
+            ``NO_SHARD``, with a warning if another one was passed.
         cpu_offload: None or a ``CPUOffload``. ``offload_params=True`` is fully_shard's
             ``CPUOffloadPolicy()``.
         auto_wrap_policy: which submodules to wrap, too: a policy of
@@ -109,7 +113,8 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         mixed_precision: dtypes of computation, reduction and buffers. Buffers are cast at once;
             ``state_dict`` holds them in their own dtype. With ``keep_low_precision_grads``,
             gradients have ``param_dtype``.
-        ignored_modules: modules whose parameters and buffers are left as they are.
+        ignored_modules: modules whose parameters and buffers are left as they are. A warning is
+            given if ``module`` itself is among them.
         param_init_fn: called with each module of a unit that has tensors on meta; gives memory
             and values to the tensors that the module itself owns. By default ``to_empty`` and
             ``reset_parameters``.
@@ -120,7 +125,11 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         use_orig_params: whether ``parameters()`` has the module's own parameters, as DTensors.
             Optimizers that were made before wrapping then go on with these. With False, the
             default, it has a 1-D parameter for each wrapper, over this rank's flat shard. Then all
-            parameters of a wrapper need one dtype, and all or none of them are trained.
+            parameters of a wrapper need one dtype, and all or none of them are trained. With True
+            parameters keep their shapes, and FSDP1's are 1-D outside of forward. So groups that
+            code makes by ``p.dim() >= 2``, as nanoGPT does, decay the matrices here and nothing
+            under FSDP1. For FSDP1's curve, pass ``weight_decay=0``; for this one under FSDP1, note
+            ``p.dim()`` by name before wrapping.
         ignored_states: ``ignored_modules`` that may also be parameters; pass one of the two.
         device_mesh: 1-D device mesh to shard over; with hybrid sharding a 2-D mesh, which
             replicates over its first dimension and shards over its second.
@@ -163,7 +172,6 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         self._wraps_wrapper = isinstance(module, FullyShardedDataParallel)
         if not self._wraps_wrapper:
             check_modules([module])
-            check_containers([module])
         elif check_every is not None:
             raise ValueError(
                 f"check_every={check_every} was passed to a wrapper of a wrapper, which has no "
@@ -173,12 +181,15 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         precision = mixed_precision or MixedPrecision()
         check_arguments(strategy, cpu_offload, backward_prefetch, precision, param_init_fn)
-        ignored, ignored_params = resolve_ignored(ignored_modules, ignored_states)
+        ignored, ignored_params = resolve_ignored(module, ignored_modules, ignored_states)
         device = None if device_id is None else torch.device(device_id)
+        params = set(module.parameters()) - ignored_params
+        check_single_device((param.device for param in params), device)
         mesh = resolve_group(module, process_group, device_mesh, device, strategy)
+        strategy = strategy_on(mesh, strategy)
         if auto_wrap_policy is not None:
             kwargs.update(auto_wrap_policy=None, ignored_modules=None)
-            kwargs.update(process_group=None, device_mesh=mesh)
+            kwargs.update(process_group=None, device_mesh=mesh, sharding_strategy=strategy)
             kwargs["ignored_states"] = [*ignored, *ignored_params]
             wrap_children(
                 module,
@@ -188,6 +199,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
                 kwargs,
                 FullyShardedDataParallel,
             )
+        check_container(module, ignored_params)
         for wrapper in self.fsdp_modules(module):
             check_same_ranks(strategy, wrapper.sharding_strategy)
             wrapper._is_root = False
@@ -283,12 +295,12 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         """Run the wrapped module, which gathers and frees its own parameters."""
         module = cast(nn.Module, self._modules[WRAPPED])
         if self._runs_in_float32:
-            return _run_in_float32(module, args, kwargs)
+            return run_in_float32(module, args, kwargs)
         # The unit cannot do this: it is made before it is known whether it is the root's.
         if self._is_root and self.mixed_precision.cast_root_forward_inputs:
             dtype = self.mixed_precision.param_dtype
             if dtype is not None and not self._sharded._fsdp_ext_unit.is_summoned:
-                args, kwargs = _map_floating(lambda x: x.to(dtype), (args, kwargs))
+                args, kwargs = map_floating(lambda x: x.to(dtype), (args, kwargs))
         return module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -474,25 +486,3 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
             wrapper._sharded._fsdp_ext_unit.change(
                 communication_hook=CommunicationHook(hook, state)
             )
-
-
-# - Inputs and outputs
-
-
-def _map_floating(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return fn(value) if value.is_floating_point() else value
-    return map_tensors(lambda item: _map_floating(fn, item), value)
-
-
-def _run_in_float32(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a module that mixed precision ignores, and return the dtype that came in."""
-    dtypes: list[torch.dtype] = []
-
-    def to_float32(tensor: torch.Tensor) -> torch.Tensor:
-        dtypes.append(tensor.dtype)
-        return tensor.float()
-
-    args, kwargs = _map_floating(to_float32, (args, kwargs))
-    output = module(*args, **kwargs)
-    return _map_floating(lambda x: x.to(dtypes[0]), output) if dtypes else output
