@@ -70,11 +70,13 @@ class Setup(ByModule):
         units: the modules of each call before the root's, by name.
         checkpoints: whether blocks run again in backward.
         prefetches: whether each block prefetches its neighbours.
+        of_root: more arguments of the root's call.
     """
 
     units: tuple[tuple[str, ...], ...] = (("blocks.0",), ("blocks.1",), ("blocks.2",))
     checkpoints: bool = False
     prefetches: bool = False
+    of_root: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def meshes(self, mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
         """Return the meshes of dense parameters and of experts."""
@@ -92,7 +94,7 @@ class Setup(ByModule):
         for names in self.units:
             modules = [model.get_submodule(name) for name in names]
             fully_shard(modules[0] if len(modules) == 1 else modules, **options)
-        fully_shard(model, **options)
+        fully_shard(model, **{**options, **self.of_root})
         if self.divides_by is not None:
             for module in model.modules():
                 if isinstance(module, fsdp.FSDPModule):
@@ -214,7 +216,7 @@ MORE = [
           allowed=ROUNDING[torch.bfloat16]),
     Setup(step=unshard_by_hand, prefetches=True, ours={"prefetch": 2}),
     Setup(step=freeze_between, kind="dtensor"),
-    Setup(shape=(4, 1)),
+    Setup(shape=(4, 1), of_root={"reshard_after_forward": 2}),
     WithReplicas(shape=(2, 1), allowed=EXACT, unused_on=(1,)),
     WithReplicas(shape=(2, 1), allowed=EXACT, units=GROUPED, step=freeze_between,
                  options={"mp_policy": BF16}),
