@@ -13,6 +13,8 @@ from support.launcher import run_ranks
 from support.models import Stack
 from support.parity import ROUNDING, Case, Run, check, each
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_ext import fully_shard
 
@@ -278,3 +280,67 @@ def _unused_on_some_ranks() -> None:
 
 def test_parameters_that_some_ranks_leave_out_may_be_frozen_while_gradients_accumulate() -> None:
     run_ranks(_unused_on_some_ranks, 2)
+
+
+def changes_of_gradients() -> dict[str, Callable[[nn.Module], None]]:
+    """Return what a user may do to `.grad` between two backwards."""
+
+    def over_gradients(change: Callable[[nn.Parameter, Tensor], None]) -> Callable[..., None]:
+        def over(model: nn.Module) -> None:
+            for param in model.parameters():
+                if param.grad is not None:
+                    change(param, param.grad)
+
+        return over
+
+    def halve(param: nn.Parameter, grad: Tensor) -> None:
+        grad.mul_(0.5)
+
+    return {
+        "dropped": nn.Module.zero_grad,
+        "halved": over_gradients(halve),
+        "replaced": over_gradients(lambda param, grad: setattr(param, "grad", grad * 2)),
+    }
+
+
+def changed_between_backwards() -> None:
+    def gradients_of(
+        shard: Callable[..., Any], switch: str, on: tuple[bool, ...], change: Callable[..., None]
+    ) -> dict[str, Tensor | None]:
+        torch.manual_seed(0)
+        model: Any = Stack()
+        has_replicas = switch == "set_requires_all_reduce"
+        shape, names = ((2, 1), ("replicas", "shards")) if has_replicas else ((2,), ("shards",))
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        for unit in (*model.units(), model):
+            shard(unit, mesh=mesh)
+        for step, value in enumerate(on):
+            getattr(model, switch)(value)
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            args, kwargs = model.batch(generator)
+            model.loss(model(*args, **kwargs)).backward()
+            if step < len(on) - 1:
+                change(model)
+        return {
+            name: param.grad if param.grad is None else param.grad.full_tensor().clone()
+            for name, param in model.named_parameters()
+        }
+
+    syncs = ((True, True, True), (False, False, True), (True, False, True))
+    programs = [("set_requires_gradient_sync", each) for each in syncs]
+    programs.append(("set_requires_all_reduce", (False, False, True)))
+    for switch, on in programs:
+        for name, change in changes_of_gradients().items():
+            got = gradients_of(fully_shard, switch, on, change)
+            want = gradients_of(torch_fully_shard, switch, on, change)
+            assert got.keys() == want.keys()
+            for param, expected in want.items():
+                value = got[param]
+                where = f"{name}, {switch}, {on}, {param}"
+                assert (value is None) == (expected is None), where
+                if value is not None and expected is not None:
+                    assert torch.equal(value, expected), where
+
+
+def test_what_is_done_to_gradients_between_backwards_counts_as_under_fsdp2() -> None:
+    run_ranks(changed_between_backwards, 2)
