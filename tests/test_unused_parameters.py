@@ -16,6 +16,7 @@ from support.matrix import exhaustive
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import fsdp_ext
 
@@ -160,6 +161,38 @@ class Maybe(nn.Linear):
 
     def forward(self, x: Tensor, skips: bool) -> Tensor:
         return x if skips else super().forward(x)
+
+
+class Region(nn.Module):
+    """Recomputes a part of itself, in front of a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+        self.unit = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.unit(checkpoint(self.inner, x, use_reentrant=True))
+
+
+class RunsRegions(nn.Module):
+    """Some ranks run the block once, and others twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.block = Region()
+
+    def forward(self, x: Tensor, skips: bool) -> Tensor:
+        x = self.first(x)
+        if not skips:
+            x = self.block(x)
+        elif hasattr(self.block, "join_empty"):
+            x = self.block.join_empty(x)
+        return self.block(x)
+
+    def units(self) -> list[nn.Module]:
+        return [self.first, self.block.unit, self.block]
 
 
 def train(
@@ -349,6 +382,11 @@ def test_a_unit_that_returns_its_input_on_some_ranks_takes_part_after_that_chang
     transport: str,
 ) -> None:
     run_ranks(train, 2, transport, ChangesInput, skip_part, skip_part, {"bucket_bytes": 0})
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_gradients_of_a_recomputed_region_inside_a_unit_are_reduced_once(transport: str) -> None:
+    run_ranks(train, 2, transport, RunsRegions, skip_part, skip_part, {"bucket_bytes": 0})
 
 
 def skip_part(model: nn.Module, step: int, rank: int) -> Tensor:

@@ -258,8 +258,11 @@ void Pipeline::pre_backward(int number, CallId call) try {
   fail(error);
 }
 
-void Pipeline::gradient_arrived(int number, std::size_t trainable) try {
+void Pipeline::gradient_arrived(int number, std::size_t trainable, bool is_inner) try {
   Unit& unit = unit_at(number);
+  if (is_inner) {
+    unit.note_inner_gradient();
+  }
   reducer_.note_arrival(*unit.bucket);
   reduction_order_.gradient_arrived(unit, trainable);
 } catch (const Error& error) {

@@ -95,7 +95,8 @@ class Pipeline {
   void begin_backward(bool may_reshard = true, const BackwardGraph& graph = {});
   void end_backward();
   void pre_backward(int unit, CallId call);
-  void gradient_arrived(int unit, std::size_t trainable);
+  // `is_inner`: a backward inside backward has brought it.
+  void gradient_arrived(int unit, std::size_t trainable, bool is_inner = false);
   void post_backward(int unit, CallId call);
 
   bool in_forward() const {

@@ -144,6 +144,7 @@ struct Unit : UnitConfig {
   int recomputations_left = 0;  // whose second run has not begun
   // The backwards inside backward that bring gradients: Note [reentrant checkpointing].
   int gradient_sources = 0;
+  bool is_recomputed = false;  // as a whole, in a region of reentrant checkpointing
 
   // - Gradients.
   bool sends_zeros = false;   // this backward has reached the unit, on all ranks
@@ -160,7 +161,7 @@ struct Unit : UnitConfig {
 
   void begin_backward() {
     gathers_left = passes_left = recomputations_left = gradient_sources = 0;
-    sends_zeros = is_reduced = false;
+    sends_zeros = is_reduced = is_recomputed = false;
     std::fill(used.begin(), used.end(), 0);
   }
 
@@ -168,8 +169,17 @@ struct Unit : UnitConfig {
     gathers_left += action == BackwardAction::Gather ? 1 : 0;
     passes_left += action == BackwardAction::Pass ? 1 : 0;
     recomputations_left += action == BackwardAction::Recompute ? 1 : 0;
+    is_recomputed = recomputations_left > 0;
     // All calls that forward recorded share one.
     gradient_sources = recomputations_left + (passes_left > 0 ? 1 : 0);
+  }
+
+  // A backward inside backward has brought a gradient. If the unit runs its regions by itself, each
+  // of its calls has such backwards.
+  void note_inner_gradient() {
+    if (!is_recomputed) {
+      gradient_sources = std::max(gradient_sources, 2);
+    }
   }
 
   // See Note [after an evaluation].

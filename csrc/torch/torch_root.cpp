@@ -98,6 +98,10 @@ bool TorchRoot::is_recomputing() const {
          torch::autograd::get_current_graph_task_id() >= 0;
 }
 
+bool TorchRoot::is_in_inner_backward() const {
+  return torch::autograd::get_current_graph_task_id() != backward_task_;
+}
+
 bool TorchRoot::enter_forward(TorchUnit& unit) {
   const bool nested = outermost_ != nullptr && pipeline_->in_forward() &&
                       !pipeline_->in_backward() && &unit != outermost_ && unit.number() != 0;
@@ -236,6 +240,7 @@ void TorchRoot::begin_backward(bool may_reshard, const BackwardGraph& graph) {
   }
   pipeline_->begin_backward(may_reshard, graph);
   passes_ += 1;
+  backward_task_ = torch::autograd::get_current_graph_task_id();
 }
 
 void TorchRoot::end_backward() {

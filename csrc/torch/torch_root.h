@@ -41,6 +41,8 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
 
   // Whether this is a forward that activation checkpointing runs again inside backward.
   bool is_recomputing() const;
+  // Whether a backward inside the backward that runs calls this: Note [reentrant checkpointing].
+  bool is_in_inner_backward() const;
   // Begins a forward if `unit` is the outermost one. Returns false if the root has to be rebuilt.
   bool enter_forward(TorchUnit& unit);
   bool is_outermost(const TorchUnit& unit) const { return outermost_ == &unit; }
@@ -113,6 +115,7 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   TorchUnit* outermost_ = nullptr;
   std::atomic<bool> backward_failed_ = false;
   std::atomic<std::uint64_t> passes_ = 0;  // forwards and backwards that have begun
+  int backward_task_ = -1;                 // autograd's number of the backward that runs
 };
 
 }  // namespace fsdp

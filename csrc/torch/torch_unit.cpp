@@ -475,7 +475,7 @@ void TorchUnit::on_gradient(std::size_t trainable) {
     if (is_dtensor(parameter)) {
       place_gradient(parameter);
     }
-    root->pipeline().gradient_arrived(number_, trainable);
+    root->pipeline().gradient_arrived(number_, trainable, root->is_in_inner_backward());
   }
 }
 
