@@ -149,7 +149,7 @@ class Branch(Part):
         if self.raises_before == len(self.parts):
             raise Planned
         if self.is_parallel:
-            y = torch.stack(sums).sum(0)
+            y = torch.stack(sums).mean(0)
         y = y + self.anchor
         if self.after is not None and rng.random() < 0.6:
             y = y + self.after
@@ -263,8 +263,8 @@ class Program:
         self.expected: dict[str, Tensor | None] = {}
 
     def run(self) -> None:
-        self.model_optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.5)
-        optimizer = torch.optim.SGD(self.reference.parameters(), lr=0.05, momentum=0.5)
+        self.model_optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.5)
+        optimizer = torch.optim.SGD(self.reference.parameters(), lr=0.02, momentum=0.5)
         for step in range(STEPS):
             self.step(step)
             for name, parameter in self.reference.named_parameters():
