@@ -105,8 +105,9 @@ void FailureBoard::tell(const std::string& what, const GroupMembers& members) co
     return;
   }
   try {
-    call_apart([board = *this, what, members] { board.post(what, members); })
-        .wait_for(kLongestExchange);
+    call_apart([board = *this, what, members] {
+      board.post(what, members);
+    }).wait_for(kLongestExchange);
   } catch (const std::exception&) {
     // No thread could be started. The caller has an error of its own to tell.
   }

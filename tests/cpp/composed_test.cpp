@@ -390,12 +390,12 @@ TEST(ComposedErrors, EqualSizesOfDifferentUnitsDiffer) {
 // `run` fails if a rank receives more than it has room for.
 TEST(ComposedErrors, AllReducesOfOtherSizesDiffer) {
   for (const std::size_t larger : {std::size_t{20}, std::size_t{200000}}) {
-    const auto errors = run(single_ranks(2), MessageStaging::Use::Reductions,
-                            [&](ComposedCollectives& composed, int rank) {
-                              std::vector<float> data(rank == 0 ? 10 : larger);
-                              composed.all_reduce({kWhat, 0}, data.data(), data.size(),
-                                                  DType::Float32);
-                            });
+    const auto errors =
+        run(single_ranks(2), MessageStaging::Use::Reductions,
+            [&](ComposedCollectives& composed, int rank) {
+              std::vector<float> data(rank == 0 ? 10 : larger);
+              composed.all_reduce({kWhat, 0}, data.data(), data.size(), DType::Float32);
+            });
     EXPECT_NE(errors[0].find("(40 bytes of each rank, number 1 of its lane), and rank 10 is in"),
               std::string::npos)
         << errors[0];
