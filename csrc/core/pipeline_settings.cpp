@@ -43,7 +43,9 @@ void Pipeline::set_requires_gradient_sync(int number, bool value) {
 }
 
 void Pipeline::set_reduces_unused(int number, bool value) {
-  backward_order_.set_expected(number, value && !unit_at(number).arrived.empty());
+  Unit& unit = unit_at(number);
+  unit.reduces_unused = value;
+  backward_order_.set_expected(number, value && !unit.arrived.empty());
 }
 
 void Pipeline::set_gradient_scales(int number, double pack_scale, double reduce_scale) {

@@ -29,7 +29,7 @@ void set_sharded_gradients(const Bucket& bucket, const std::vector<Unit*>& units
   for (Unit* unit : units) {
     unit->is_reduced = true;
     for (std::size_t i = 0; i < unit->arrived.size(); ++i) {
-      if (has_gradient(bucket, *unit, i)) {
+      if (unit->reduces_unused || has_gradient(bucket, *unit, i)) {
         unit->used[i] = 1;
         unit->port.set_sharded_gradient(i);
       }

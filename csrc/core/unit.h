@@ -150,8 +150,9 @@ struct Unit : UnitConfig {
   bool sends_zeros = false;   // this backward has reached the unit, on all ranks
   std::vector<char> arrived;  // in this backward and not packed yet, by trainable parameter
   std::size_t arrived_count = 0;
-  std::vector<char> used;   // of each trainable parameter: reduced a gradient of this rank
-  bool is_reduced = false;  // in this backward
+  std::vector<char> used;       // of each trainable parameter: reduced a gradient of this rank
+  bool reduces_unused = false;  // parameters that no rank uses get zeros in each reduction
+  bool is_reduced = false;      // in this backward
   // Whether backwards without gradient sync have reached the unit since its last reduction. It is
   // the same on all ranks.
   bool awaits_reduction = false;

@@ -211,7 +211,8 @@ class FSDPModule(TorchFSDPModule):
 
         Args:
             reduce_scatter_unused_params: whether a unit whose forward ran, but whose parameters get
-                no gradient on this rank, sends zeros.
+                no gradient on this rank, sends zeros. Then parameters that no rank uses have zeros
+                as gradients after a reduction, and otherwise None.
             recurse: set it for all units below, too.
         """
         _change(
