@@ -1,22 +1,54 @@
-"""Text tables, and sizes and names in them."""
+"""Text tables and sentences of at most WIDTH columns, and sizes and names in them."""
 
 from __future__ import annotations
 
+import itertools
+import textwrap
 from collections.abc import Sequence
+
+WIDTH = 120
+# A column of words is not made narrower than this to fit.
+_NARROWEST = 16
 
 
 def columns(
     header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)
 ) -> list[str]:
-    """Return the lines of a table. Columns ``left`` are left-aligned, the others right-aligned."""
+    """Return the lines of a table. Columns ``left`` are left-aligned, the others right-aligned.
+
+    A table that is wider than WIDTH gets several lines a row: in its last column of words, or if
+    that is not enough, in the ones before.
+    """
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    return [
-        "  ".join(
-            cell.ljust(width) if i in left else cell.rjust(width)
+    for i in sorted(left, reverse=True):
+        excess = sum(widths) + 2 * (len(widths) - 1) - WIDTH
+        if excess > 0:
+            widths[i] = max(min(widths[i], _NARROWEST), widths[i] - excess)
+    lines = []
+    for row in [header, *rows]:
+        cells = [
+            textwrap.wrap(cell, width, break_on_hyphens=False) if i in left else [cell]
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in [header, *rows]
-    ]
+        ]
+        for parts in itertools.zip_longest(*cells, fillvalue=""):
+            padded = (
+                part.ljust(width) if i in left else part.rjust(width)
+                for i, (part, width) in enumerate(zip(parts, widths, strict=True))
+            )
+            lines.append("  ".join(padded).rstrip())
+    return lines
+
+
+def sentence(text: str, indent: str = "") -> str:
+    """Return a text as lines of at most WIDTH columns, each behind ``indent``."""
+    return textwrap.fill(
+        text,
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def size(nbytes: int) -> str:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fsdp_ext._util.files import write_text
-from fsdp_ext._util.tables import columns, row_of_names, size
+from fsdp_ext._util.tables import columns, row_of_names, sentence, size
 from fsdp_ext.comm.link import Link
 from fsdp_ext.planner.schedule import Prediction
 from fsdp_ext.planner.sizes import PlannedBucketSizes, PlannedMemory, PlannedUnitSizes
@@ -50,17 +50,20 @@ class Plan:
     def __str__(self) -> str:
         """Return the tables of units and of memory, and the times."""
         parameters = sum(unit.parameters for unit in self.units)
-        lines = [
+        title = (
             f"{self.model} on {self.world_size} {self.device_type} ranks{self._sets()} over "
             f"{self.transport}: "
             f"{parameters:,} parameters in {len(self.units)} units, {len(self.buckets)} buckets "
-            f"(bucket_bytes={self.bucket_bytes:,})",
+            f"(bucket_bytes={self.bucket_bytes:,})"
+        )
+        lines = [
+            sentence(title),
             "",
             *_unit_lines(self.units, self.buckets),
             "",
             *_memory_lines(self.memory),
             "",
-            _time_line(self.prediction, self.link, self.replica_link),
+            sentence(_time_line(self.prediction, self.link, self.replica_link)),
         ]
         return "\n".join(lines)
 
@@ -103,7 +106,7 @@ def _unit_lines(
     header = ["unit", "parameters", "shard", "padding", "bucket", "gathers", "reduces", "plan"]
     has_replicas = any(bucket.all_reduce > 0 for bucket in buckets)
     header[7:7] = ["all-reduces"] if has_replicas else []
-    header += ["forward GFLOP", "backward"] if has_flops else []
+    header += ["GFLOP", "backward"] if has_flops else []
 
     def cells(unit: PlannedUnitSizes) -> list[str]:
         bucket = buckets[unit.bucket]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from fsdp_ext._util.tables import columns
+from fsdp_ext._util.tables import columns, sentence
 from fsdp_ext.profiler.causes import MEANING, REMEDY, Cause
 from fsdp_ext.profiler.result import Recording
 from fsdp_ext.profiler.rows import Row, Summary, rows_of, summarise
@@ -39,7 +39,7 @@ def text_of(recording: Recording, by: str) -> str:
         "",
         *columns(_HEADER, rows, left=(0, 1, 2, len(_HEADER) - 1)),
         "",
-        _sum_line(summary),
+        sentence(_sum_line(summary)),
     ]
     if recording.lost:
         lines.append(f"{recording.lost} older steps were not kept (iterations={recording.kept})")
@@ -73,7 +73,8 @@ def _explanations(summary: Summary) -> list[str]:
 
 
 def _explanation(how_much: str, cause: Cause) -> list[str]:
-    return [f"{how_much} {cause.value}: {MEANING[cause]}", f"    {REMEDY[cause]}"]
+    what = f"{how_much} {cause.value}: {MEANING[cause]}"
+    return [sentence(what), sentence(REMEDY[cause], indent="    ")]
 
 
 def document_of(recording: Recording) -> dict[str, Any]:

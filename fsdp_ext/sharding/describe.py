@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from fsdp_ext._util.tables import columns, row_of_names, size
+from fsdp_ext._util.tables import columns, row_of_names, sentence, size
 from fsdp_ext.comm.lanes import lanes_of_mesh
 from fsdp_ext.comm.transports import describe_lanes
 from fsdp_ext.sharding.root import Root, running_root
@@ -42,7 +42,8 @@ def _describe(root: Root) -> list[str]:
         )
         for bucket in buckets
     ]
-    lines = columns(header, rows)
+    table = columns(header, rows)
+    lines = []
     memory = root.core.memory()
     slots = memory["ring_slots"]
     reshards = root.settings.reshard_after_forward
@@ -69,7 +70,7 @@ def _describe(root: Root) -> list[str]:
         f"{slots} slots of {size(memory['ring_slot_bytes'])} are {size(memory['ring_bytes'])}; "
         f"without buckets they would be {size(slots * largest)}"
     )
-    return lines
+    return [*table, *map(sentence, lines)]
 
 
 def _replicas(root: Root) -> str:
