@@ -120,6 +120,21 @@ def _tells_gains_from_noise(result: Tuning) -> None:
         assert ("noise" in text) == is_noise
 
 
+def _says_why_predictions_are_off(result: Tuning) -> None:
+    seconds = result.before.measured or 0.0
+    for predicted, load, why in (
+        (0.2, 9.5, "steps took longer than the same units and collectives did"),
+        (2.0, 0.5, "steps took less long than"),
+        (1.1, 9.5, None),
+    ):
+        chosen = replace(result.before, predicted=predicted * seconds)
+        text = " ".join(str(replace(result, chosen=chosen, load=load)).split())
+        assert f"off by {predicted - 1:+.0%}" in text
+        assert why is None or why in text
+        assert ("9.5 threads a core" in text) == (why is not None and load > 1)
+        assert why is not None or "steps took" not in text
+
+
 def _applies() -> None:
     dist.destroy_process_group()
     model = make(Simulated(8, LINK))
@@ -150,6 +165,7 @@ def _applies() -> None:
     assert "predicted simulated ms" in text
     assert f"{result.considered} settings were considered" in text
     _tells_gains_from_noise(result)
+    _says_why_predictions_are_off(result)
 
 
 def test_what_is_chosen_is_applied_and_nothing_else_changes() -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fsdp_ext._util.tables import columns, size
+from fsdp_ext._util.tables import columns, sentence, size
 from fsdp_ext.sharding.settings import Choice
 from fsdp_ext.tuner.costs import Costs
 
 # A gain of fewer standard errors than this may be noise.
 _DEVIATIONS = 2.0
+# Predictions are usually closer than this.
+_USUALLY_OFF = 0.25
+# More threads a core than this are not those of the training alone.
+_LOADED = 1.5
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ class Tuning:
         too_large: number of those that need too much memory. The others were predicted.
         costs: the measured costs that predictions are made from.
         simulated: whether the transport, and with it each time, is simulated.
+        load: threads a core that ran or waited to run on this rank's host, averaged over the last
+            minute.
     """
 
     chosen: Candidate
@@ -55,17 +61,20 @@ class Tuning:
     too_large: int
     costs: Costs
     simulated: bool
+    load: float = 0.0
 
     def __str__(self) -> str:
         """Return the table, the measured costs, and the reason for the choice."""
         return "\n".join(
             [
                 *self._table(),
-                _costs_line(self.costs),
-                f"{self.considered} settings were considered; {self.too_large} of them need too "
-                f"much memory. {len(self.measured)} were measured: the most promising ones and "
-                "the one before.",
-                self._reason(),
+                sentence(_costs_line(self.costs)),
+                sentence(
+                    f"{self.considered} settings were considered; {self.too_large} of them need "
+                    f"too much memory. {len(self.measured)} were measured: the most promising ones "
+                    "and the one before."
+                ),
+                sentence(self._reason()),
             ]
         )
 
@@ -92,7 +101,24 @@ class Tuning:
             else f"{gain:.2f} times as fast as before"
         )
         what += self._doubt()
-        return f"chosen: {chosen.choice}: {what}; the prediction is off by {off:+.0%}"
+        off_by = f"the prediction is off by {off:+.0%}"
+        return f"chosen: {chosen.choice}: {what}; {off_by}{self._why_off(off)}"
+
+    def _why_off(self, off: float) -> str:
+        """Return why the prediction is off by so much; empty if that is usual."""
+        if abs(off) < _USUALLY_OFF:
+            return ""
+        less = "longer" if off < 0 else "less long"
+        why = (
+            f", since these steps took {less} than the same units and collectives did while they "
+            "were measured for it"
+        )
+        if self.load < _LOADED:
+            return why
+        return (
+            f"{why}. {self.load:.1f} threads a core want to run on this machine (load average), so "
+            "other programs disturb both measurements. Tune again on an idle machine."
+        )
 
     def _doubt(self) -> str:
         """Return a remark if repeats differ by more than the gain; empty if they do not."""

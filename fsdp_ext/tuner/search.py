@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -117,6 +118,7 @@ class Search:
             too_large=too_large,
             costs=costs,
             simulated=self._root.lanes.transport == "simulated",
+            load=os.getloadavg()[0] / (os.cpu_count() or 1),
         )
 
     def _log(self, what: str) -> None:
