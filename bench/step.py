@@ -297,6 +297,11 @@ def show(rows: list[dict[str, Any]]) -> None:
         first = ran[0]
         tokens = f"{first['batch']} x {first['context']} tokens a rank"
         print(f"{ranks_of(first)}, {first['parameters'] / 1e6:,.1f} M parameters, {tokens}")
+        if first["ranks"] == 1 and first["peak_bytes"] is None:
+            print(
+                "One rank, the default, sends nothing, so this shows what sharding itself costs. "
+                "Pass --ranks 2 to add communication."
+            )
     is_compiled = any(row["system"].endswith(COMPILED) for row in rows)
     ratio_names = ["of_unsharded", "of_fsdp2", "of_eager" if is_compiled else "of_best_peer"]
     table = []

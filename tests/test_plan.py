@@ -36,9 +36,10 @@ from fsdp_ext import (
     fully_shard,
     plan,
 )
+from fsdp_ext._util.tables import WIDTH
 from fsdp_ext.comm.costs import SHARED_MEMORY
 from fsdp_ext.comm.link import ETHERNET_100G, H100_CLUSTER, H100_NODE
-from fsdp_ext.planner.cli import _parser, run
+from fsdp_ext.planner.cli import EXAMPLE, _parser, run
 from fsdp_ext.planner.schedule import Stage, predict
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -775,3 +776,18 @@ def test_help_names_device_types_and_has_an_example_that_is_accepted(
     arguments = _parser().parse_args(["my_model:make", *words])
     assert arguments.world_size == 64
     assert arguments.memory_limit == 80 * 10**9
+
+
+def test_the_commands_example_runs_and_hides_communication(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run([]) == 2
+    assert EXAMPLE in capsys.readouterr().err
+    command = shlex.split(EXAMPLE.replace("\\\n", ""))
+    assert command[:4] == ["python", "-m", "fsdp_ext", "plan"]
+    assert run(command[4:]) == 0
+    printed = capsys.readouterr().out
+    hidden = re.search(r"(\d+)% of it\s+hidden", printed)
+    assert hidden is not None
+    assert int(hidden[1]) > 90
+    assert all(len(line) <= WIDTH for line in printed.splitlines())

@@ -10,6 +10,7 @@ import argparse
 import importlib
 import re
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,11 @@ from fsdp_ext.comm.link import PRESETS, Link
 from fsdp_ext.comm.transports import OF_GPUS, OF_THE_HOST
 from fsdp_ext.planner.api import plan
 
+# It runs as it is. The model is in planner/example.py.
+EXAMPLE = """python -m fsdp_ext plan fsdp_ext.planner.example:make --world-size 64 \\
+      --units TransformerEncoderLayer --param-dtype bfloat16 \\
+      --batch 2x4096x4096 --flops-per-second 400e12"""
+
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {f"{prefix}i": 2 ** (10 * i) for i, prefix in enumerate("KMGT", start=1)}
 
@@ -30,6 +36,13 @@ _UNITS |= {f"{prefix}i": 2 ** (10 * i) for i, prefix in enumerate("KMGT", start=
 def run(arguments: Sequence[str]) -> int:
     """Print the plan; return 0, or 1 if it exceeds the memory limit, or 2 for other errors."""
     parser = _parser()
+    if not arguments:
+        print(
+            f"{parser.prog} needs a model and --world-size, such as\n  {EXAMPLE}\n"
+            "--help explains all options.",
+            file=sys.stderr,
+        )
+        return 2
     args = parser.parse_args(arguments)
     try:
         model = _model(args.model)
@@ -74,7 +87,10 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m fsdp_ext plan",
         description="Show how much memory each rank of a training needs and how long a step takes."
         "\nThis needs no process group, no GPU and no memory. Times are simulated.",
-        epilog="""example: a model that make() of my_model.py returns, on 64 ranks with 80 GB each
+        epilog=f"""example: a transformer of 3.2 B parameters on 64 ranks
+  {EXAMPLE}
+
+example: a model that make() of my_model.py returns, on 64 ranks with 80 GB each
   python -m fsdp_ext plan my_model:make --world-size 64 --units Block \\
       --batch 8x2048:int64 --flops-per-second 400e12 --link h100_cluster --memory-limit 80GB
 
@@ -229,7 +245,8 @@ def _model(text: str) -> nn.Module:
 
 def _call(factory: Callable[[], Any], text: str) -> Any:
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # nothing is trained here
             return factory()
     except Exception as error:
         raise ValueError(
