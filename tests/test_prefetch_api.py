@@ -119,6 +119,50 @@ def unshard_for_one_forward_of_two(run: Run, step: int) -> tuple[Tensor, ...]:
     return train_step(run, step)
 
 
+def wait_after_forward(run: Run, step: int) -> tuple[Tensor, ...]:
+    """Prefetch all units, and wait for them when forward has run them already."""
+    if not run.sharded:
+        return train_step(run, step)
+    units = (run.model, *run.model.blocks)
+    run.optimizer.zero_grad()
+    handles = [unit.unshard(async_op=True) for unit in units]
+    loss = run.loss(step)
+    for handle in (*handles, *handles):
+        handle.wait()
+    run.backward(loss)
+    handles += [unit.unshard(async_op=True) for unit in units]
+    for unit in units:
+        unit.reshard()
+    run.optimizer.step()
+    for handle in handles:
+        handle.wait()
+    for unit in units:
+        unit.reshard()
+    return (loss,)
+
+
+def wait_late(run: Run, step: int) -> tuple[Tensor, ...]:
+    """Wait after an evaluation, inside forward, after the optimizer, and in a later step."""
+    if not run.sharded:
+        with torch.no_grad():
+            evaluated = run.loss(step, 1)
+        return evaluated, *train_step(run, step)
+    units = (run.model, *run.model.blocks)
+    handles = [unit.unshard(async_op=True) for unit in units]
+    with torch.no_grad():
+        evaluated = run.loss(step, 1)
+    handles[1].wait()
+    for unit in units:
+        unit.reshard()
+    hook = run.model.blocks[1].register_forward_hook(lambda *_: handles[2].wait())
+    result = train_step(run, step)
+    hook.remove()
+    handles[3].wait()
+    run.kept = [*getattr(run, "kept", ()), handles[0]]
+    run.kept[0].wait()
+    return evaluated, *result
+
+
 CASES = [
     Case("forward prefetch of the next unit", Stack,
          after_sharding=prefetch_next_forward),
@@ -135,6 +179,8 @@ CASES = [
     Case("set_reshard_after_forward(False) for evaluation", Stack, step=keep_for_evaluation),
     Case("units unsharded before the forward", Stack, step=unshard_ahead),
     Case("units unsharded before every other forward", Stack, step=unshard_for_one_forward_of_two),
+    Case("handles that are waited for after forward", Stack, step=wait_after_forward),
+    Case("handles that are waited for late", Stack, step=wait_late),
     Case("units resharded between forward and backward", Stack, step=unshard_and_reshard),
 ]  # fmt: skip
 

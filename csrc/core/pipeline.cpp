@@ -422,16 +422,26 @@ void Pipeline::unshard(int number) try {
     gatherer_.begin_iteration();  // the shards may have changed since the last one
   }
   gatherer_.unshard(unit, /*on_demand=*/true);
+  hold(unit);
 } catch (const Error& error) {
   fail(error);
 }
 
 void Pipeline::wait_for_unshard(int number) try {
   Unit& unit = unit_at(number);
-  gatherer_.attach(unit);
-  unit.is_held = is_between_passes();
+  if (unit.state == UnitState::Gathering) {
+    gatherer_.attach(unit);
+    hold(unit);
+  }
 } catch (const Error& error) {
   fail(error);
+}
+
+// See Note [after an evaluation].
+void Pipeline::hold(Unit& unit) {
+  if (unit.state == UnitState::Unsharded) {
+    unit.is_held = is_between_passes();
+  }
 }
 
 void Pipeline::reshard(int number) {

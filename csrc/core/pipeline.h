@@ -110,8 +110,10 @@ class Pipeline {
   }
 
   // - unshard() and reshard(), called by the user.
-  void unshard(int unit);           // issues the gather
-  void wait_for_unshard(int unit);  // makes the compute stream wait, attaches
+  void unshard(int unit);  // issues the gather
+  // Makes the compute stream wait, and attaches. Does nothing if no gather is in flight: the unit
+  // has run since unshard(), or was resharded.
+  void wait_for_unshard(int unit);
   void reshard(int unit);
   // The next gather of the unit's bucket is over all ranks and reads the shards as they are now, in
   // the middle of an iteration, too. All ranks call it, because it may add a gather.
@@ -189,6 +191,7 @@ class Pipeline {
  private:
   Unit& unit_at(int number) { return *units_.at(static_cast<std::size_t>(number)); }
   CallId enter_forward(Unit& unit);
+  void hold(Unit& unit);
   [[noreturn]] void fail(const Error& error);
   void reset(bool drops_gradients);
   void reduce_alone_with_hooks(Unit& unit);

@@ -25,7 +25,10 @@ class UnshardHandle(TorchUnshardHandle):
         self._units = units
 
     def wait(self) -> None:
-        """Make the current stream wait, and register the unsharded parameters."""
+        """Make the current stream wait, and register the unsharded parameters.
+
+        It does nothing for units that have run since, were resharded, or were waited for.
+        """
         units, self._units = self._units, ()
         for unit in units:
             if unit.root is not None:
