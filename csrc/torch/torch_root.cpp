@@ -93,6 +93,13 @@ void TorchRoot::add_unit(const std::shared_ptr<TorchUnit>& unit, UnitConfig conf
   units_.push_back(unit);
 }
 
+void TorchRoot::leave_if_idle() {
+  const bool runs_backward = pipeline_ != nullptr && pipeline_->in_backward() && !backward_failed_;
+  if (outermost_ == nullptr && !runs_backward) {
+    owner_.leave();
+  }
+}
+
 bool TorchRoot::is_recomputing() const {
   return pipeline_->in_backward() && !backward_failed_ &&
          torch::autograd::get_current_graph_task_id() >= 0;
@@ -120,6 +127,7 @@ bool TorchRoot::enter_forward(TorchUnit& unit) {
     other->reclaim_memory();
   }
   outermost_ = &unit;
+  owner_.change(RootOwner::Use::Forward);
   passes_ += 1;
   backward_failed_ = false;
   const bool with_gradient = at::GradMode::is_enabled();
@@ -157,38 +165,50 @@ void TorchRoot::leave_forward(py::handle output) {
   outermost_ = nullptr;
   const py::gil_scoped_release no_gil;
   pipeline_->end_forward(at::GradMode::is_enabled());
+  leave_if_idle();
 }
 
 void TorchRoot::abandon_forward(const TorchUnit& unit) {
-  if (!is_outermost(unit)) {
-    return;  // the forward around it may catch the exception
+  if (owner_.is_of_another_thread()) {
+    return;
   }
-  outermost_ = nullptr;
-  try {
-    const py::gil_scoped_release no_gil;
-    pipeline_->put_away_parameters();
-  } catch (const std::exception&) {
-    // The forward has replaced a parameter. The next one says so, and this one has its own error.
+  if (is_outermost(unit)) {  // otherwise the forward around it may catch the exception
+    outermost_ = nullptr;
+    try {
+      const py::gil_scoped_release no_gil;
+      pipeline_->put_away_parameters();
+    } catch (const std::exception&) {
+      // The forward has replaced a parameter. The next one says so, and this one has its own error.
+    }
   }
+  leave_if_idle();
 }
 
 // A thread of the autograd engine may call this late, when the user has begun another pass.
 void TorchRoot::abandon_backward(std::uint64_t pass) noexcept {
-  if (pass != passes_ || pipeline_ == nullptr) {
+  if (pass != passes_) {
     return;
   }
   backward_failed_ = true;
-  if (Py_IsInitialized() == 0) {
+  if (pipeline_ == nullptr || Py_IsInitialized() == 0) {
+    owner_.leave_backward();
     return;
   }
   try {
     const py::gil_scoped_acquire gil;
     const bool forward_goes_on = outermost_ != nullptr;  // it may have caught the exception
-    if (pass == passes_ && !forward_goes_on) {
+    if (forward_goes_on) {
+      owner_.change(RootOwner::Use::Forward);
+      return;
+    }
+    if (pass == passes_) {
       pipeline_->put_away_parameters();
     }
   } catch (const std::exception&) {
     // A user has replaced a parameter. The next forward says so.
+  }
+  if (pass == passes_) {
+    owner_.leave_backward();
   }
 }
 
@@ -209,6 +229,7 @@ void TorchRoot::ensure_backward(const torch::autograd::Node* node) {
   FSDP_CHECK(pipeline_ != nullptr,
              "Parameters were frozen, unfrozen, replaced or converted, and the model ran forward "
              "again, before the backward of an earlier forward. Run that backward first.");
+  owner_.enter(RootOwner::Use::Backward);
   if (pipeline_->in_backward() && backward_failed_ && reset_failed()) {
     with_python(warn_of_lost_gradients);
   }
@@ -223,6 +244,7 @@ void TorchRoot::ensure_backward(const torch::autograd::Node* node) {
       }
     });
   }
+  owner_.begin_backward();
   backward_failed_ = false;
   look_for_profilers();
   // The engine enables gradients in a backward with create_graph=True: Note [double backward].
@@ -257,6 +279,11 @@ void TorchRoot::end_backward() {
   for (const auto& unit : units_) {
     unit->run_post_accumulate_hooks();
     unit->forget_pending();
+  }
+  if (pipeline_->in_forward()) {
+    owner_.change(RootOwner::Use::Forward);
+  } else {
+    owner_.leave_backward();
   }
 }
 
@@ -293,6 +320,7 @@ void TorchRoot::reset_iteration() {
   backward_failed_ = false;
   const py::gil_scoped_release no_gil;
   pipeline_->reset_iteration();
+  leave_if_idle();
 }
 
 void TorchRoot::recover() {

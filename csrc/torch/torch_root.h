@@ -12,6 +12,7 @@
 #include "core/lanes.h"
 #include "core/pipeline.h"
 #include "torch/autograd_hooks.h"
+#include "torch/root_owner.h"
 #include "torch/step_checks.h"
 #include "torch/torch_unit.h"
 
@@ -38,6 +39,11 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
            (replicas_ != nullptr ? fsdp::message_staging_bytes(*replicas_) : 0);
   }
   const std::vector<std::shared_ptr<TorchUnit>>& units() const { return units_; }
+
+  // See Note [one thread].
+  RootOwner& owner() { return owner_; }
+  // Lets other threads in, unless a forward or backward runs.
+  void leave_if_idle();
 
   // Whether this is a forward that activation checkpointing runs again inside backward.
   bool is_recomputing() const;
@@ -102,6 +108,7 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   bool has_failed() const;
   bool reset_failed();
 
+  RootOwner owner_;
   std::shared_ptr<Lanes> lanes_;
   std::shared_ptr<Lanes> replicas_;  // may be null
   std::unique_ptr<Pipeline> pipeline_;
@@ -116,6 +123,24 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   std::atomic<bool> backward_failed_ = false;
   std::atomic<std::uint64_t> passes_ = 0;  // forwards and backwards that have begun
   int backward_task_ = -1;                 // autograd's number of the backward that runs
+};
+
+// The calling thread uses the root while this exists: Note [one thread].
+class UseOfRoot {
+ public:
+  explicit UseOfRoot(TorchRoot& root)
+      : root_(root), is_first_(root.owner().enter(RootOwner::Use::Call)) {}
+  ~UseOfRoot() {
+    if (is_first_) {
+      root_.leave_if_idle();
+    }
+  }
+  UseOfRoot(const UseOfRoot&) = delete;
+  UseOfRoot& operator=(const UseOfRoot&) = delete;
+
+ private:
+  TorchRoot& root_;
+  bool is_first_;
 };
 
 }  // namespace fsdp

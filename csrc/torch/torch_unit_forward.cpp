@@ -43,13 +43,16 @@ const PyObject* handled_exception() {
 
 py::object TorchUnit::pre_forward(std::size_t index, py::handle module, py::handle args,
                                   py::handle kwargs) {
-  handled_.at(index) = handled_exception();
   const std::shared_ptr<TorchRoot> root = root_.lock();
   FSDP_CHECK(root != nullptr, "The root module of unit '", name_,
              "' was deleted. Keep a reference to the model.");
+  root->owner().enter(RootOwner::Use::Forward);
+  handled_.at(index) = handled_exception();
   const bool recomputing = root->is_recomputing();
   if (!recomputing && !root->enter_forward(*this)) {
-    return root->pre_forward_when_stale(module, args, kwargs);
+    py::object inputs = root->pre_forward_when_stale(module, args, kwargs);
+    root->leave_if_idle();  // another root may run the forward
+    return inputs;
   }
   const Range range(root->device(), ranges_.pre_forward);
   const bool entering = recomputing || enter_module();
@@ -86,6 +89,9 @@ py::object TorchUnit::post_forward(std::size_t index, py::handle output) {
   const std::shared_ptr<TorchRoot> root = root_.lock();
   FSDP_CHECK(root != nullptr, "The root module of unit '", name_,
              "' was deleted. Keep a reference to the model.");
+  if (root->owner().is_of_another_thread()) {
+    return py::none();  // pre_forward has raised
+  }
   const Range range(root->device(), ranges_.post_forward);
   if (handled_exception() != handled_.at(index)) {
     drop_watches(index);
@@ -153,6 +159,9 @@ py::object TorchUnit::end_forward(TorchRoot& root, std::size_t index, py::handle
 
 at::Tensor TorchUnit::begin_skip(const at::Tensor& tensor) {
   const std::shared_ptr<TorchRoot> root = root_.lock();
+  if (root != nullptr) {
+    root->owner().check();
+  }
   FSDP_CHECK(
       root != nullptr && (root->pipeline().in_forward() || root->is_recomputing()),
       "join_empty was called on unit '", name_,

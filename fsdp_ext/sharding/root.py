@@ -25,6 +25,7 @@ from fsdp_ext.sharding.meshes import add_meshes, check_meshes, refuse_several_me
 from fsdp_ext.sharding.module_state import hooks_of, sharded_module, unit_of, units_of
 from fsdp_ext.sharding.parameter_checks import check_parameters
 from fsdp_ext.sharding.pending import PendingGradients
+from fsdp_ext.sharding.preparing import preparing
 from fsdp_ext.sharding.settings import AUTO, Choice, Decision, RootSettings, Scope
 from fsdp_ext.sharding.sharded_param import Entry
 from fsdp_ext.sharding.step_checks import Place, StepChecks, agree
@@ -402,6 +403,7 @@ class Root(UnitTree):
         try:
             self.core.reduce_accumulated()
         finally:
+            self.core.leave_if_idle()
             self.core.set_is_last_backward(self.units[0].settings.waits_for_reductions)
 
     def synchronize_gradients(self, units: Iterable[Unit]) -> None:
@@ -486,10 +488,11 @@ _SETTERS: dict[str, Callable[[Root, int, Unit], None]] = {
 @outside_of_transforms
 def prepare_forward(unit: Unit, module: nn.Module) -> None:
     """Make the C++ side of ``unit`` before a forward of ``module``, and the root if need be."""
-    if unit.root is None or unit.root.is_provisional:
-        Root(module)
-    elif unit.core is None:
-        unit.root.rebuild()
+    with preparing(_units_with(unit, module)):
+        if unit.root is None or unit.root.is_provisional:
+            Root(module)
+        elif unit.core is None:
+            unit.root.rebuild()
 
 
 def ensure_root(unit: Unit) -> Root:
@@ -498,12 +501,22 @@ def ensure_root(unit: Unit) -> Root:
     Returns:
         The unit's root.
     """
-    if unit.root is None:
-        Root(unit.modules[0], is_provisional=True)
-    elif unit.core is None:
-        unit.root.rebuild()
+    with preparing(_units_with(unit, unit.modules[0])):
+        if unit.root is None:
+            Root(unit.modules[0], is_provisional=True)
+        elif unit.core is None:
+            unit.root.rebuild()
     root: Root = unit.root
+    root.core.leave_if_idle()
     return root
+
+
+def _units_with(unit: Unit, module: nn.Module) -> Sequence[Unit]:
+    """Return the units of the root that ``unit`` has, or gets if ``module`` runs forward."""
+    if unit.root is not None and not unit.root.is_provisional:
+        units: Sequence[Unit] = unit.root.units
+        return units
+    return [each for each in map(unit_of, module.modules()) if each is not None]
 
 
 def abandon_forward(unit: Unit) -> None:

@@ -140,12 +140,32 @@ void register_root(py::module_& m) {
       .def("add_unit", &TorchRoot::add_unit, py::arg("unit"), py::arg("config"))
       .def("phase", &TorchRoot::phase)
       .def("set_summoned",
-           [](TorchRoot& root, int unit, bool value) { root.pipeline().set_summoned(unit, value); })
-      .def("reset_iteration", &TorchRoot::reset_iteration)
-      .def("recover", &TorchRoot::recover)
-      .def("reduce_accumulated", &TorchRoot::reduce_accumulated)
+           [](TorchRoot& root, int unit, bool value) {
+             const UseOfRoot use(root);
+             root.pipeline().set_summoned(unit, value);
+           })
+      .def("reset_iteration",
+           [](TorchRoot& root) {
+             const UseOfRoot use(root);
+             root.reset_iteration();
+           })
+      .def("recover",
+           [](TorchRoot& root) {
+             const UseOfRoot use(root);
+             root.recover();
+           })
+      .def("reduce_accumulated",
+           [](TorchRoot& root) {
+             const UseOfRoot use(root);
+             root.reduce_accumulated();
+           })
       .def("set_before_backward", &TorchRoot::set_before_backward)
-      .def("unshard", &TorchRoot::unshard)
+      .def("leave_if_idle", &TorchRoot::leave_if_idle)
+      .def("unshard",
+           [](TorchRoot& root, int unit) {
+             const UseOfRoot use(root);
+             root.unshard(unit);
+           })
       .def("has_gradient_setting_changed", &TorchRoot::has_gradient_setting_changed)
       .def("accept_module_changes", &TorchRoot::accept_module_changes)
       .def("retire", &TorchRoot::retire)
@@ -153,27 +173,39 @@ void register_root(py::module_& m) {
            [](TorchRoot& root, std::size_t unit) { root.abandon_forward(*root.units().at(unit)); })
       .def("wait_for_unshard",
            [](TorchRoot& root, int unit) {
+             const UseOfRoot use(root);
              const py::gil_scoped_release no_gil;
              root.pipeline().wait_for_unshard(unit);
            })
       .def("reshard",
            [](TorchRoot& root, int unit) {
+             const UseOfRoot use(root);
              const py::gil_scoped_release no_gil;
              root.pipeline().reshard(unit);
            })
-      .def("forget", [](TorchRoot& root, int unit) { root.pipeline().forget(unit); })
+      .def("forget",
+           [](TorchRoot& root, int unit) {
+             const UseOfRoot use(root);
+             root.pipeline().forget(unit);
+           })
       .def("form_buckets",
            [](TorchRoot& root) {
+             const UseOfRoot use(root);
              const py::gil_scoped_release no_gil;  // it waits for the lanes
              root.pipeline().form_buckets();
            })
       .def("units_with_nonfinite",
            [](TorchRoot& root) {
+             const UseOfRoot use(root);
              const py::gil_scoped_release no_gil;  // it waits for the device
              const auto found = root.pipeline().units_with_nonfinite();
              return std::vector<bool>(found.begin(), found.end());
            })
-      .def("accumulated", &TorchRoot::accumulated)
+      .def("accumulated",
+           [](TorchRoot& root, int unit) {
+             const UseOfRoot use(root);
+             return root.accumulated(unit);
+           })
       .def("has_accumulated",
            [](TorchRoot& root, int unit) {
              const auto has = root.pipeline().has_accumulated(unit);
@@ -181,6 +213,7 @@ void register_root(py::module_& m) {
            })
       .def("set_accumulated",
            [](TorchRoot& root, int unit, const std::vector<bool>& has) {
+             const UseOfRoot use(root);
              root.pipeline().set_accumulated(unit, std::vector<char>(has.begin(), has.end()));
              return root.accumulated(unit);
            })

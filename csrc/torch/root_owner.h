@@ -1,0 +1,72 @@
+// Which thread a root serves.
+//
+// Note [one thread]
+// A root serves one thread at a time. A forward belongs to the thread that begins it, and ends
+// there. A backward belongs to the thread on which its first hook runs: on the host the one that
+// called backward, on a GPU one of autograd's. It need not be the thread that ran forward. A
+// method such as unshard() belongs to its caller while it runs. A root is made for the thread that
+// makes it, until the forward that needs it has ended.
+//
+// A second thread could come in wherever the first one lets go of Python's lock: while it waits for
+// a gather, and in all of backward. Each entry asks the root's owner, which is one atomic, and
+// another thread gets an error before it has changed anything. Autograd may run parts of a backward
+// on threads of its own, since checkpointing nests backwards deeply or a device has a thread.
+// Python has not started these, so they may enter while they run a backward. On a GPU one thread of
+// autograd runs the backwards of all threads, so these cannot be told apart there.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace fsdp {
+
+class RootOwner {
+ public:
+  enum class Use : std::uint8_t { None, SetUp, Forward, Backward, Call };
+
+  RootOwner() : state_(pack(this_thread(), Use::SetUp)) {}
+
+  // Lets this thread use the root, until it leaves. Throws if another one uses it. Returns whether
+  // the root had no owner before.
+  bool enter(Use use) {
+    const std::uint64_t seen = state_.load(std::memory_order_relaxed);
+    return thread_of(seen) != this_thread() && enter_from_outside(seen, use);
+  }
+  // Throws as enter does, and otherwise changes nothing.
+  void check() const {
+    const std::uint64_t seen = state_.load(std::memory_order_relaxed);
+    if (seen != 0 && thread_of(seen) != this_thread()) {
+      check_from_outside(seen);
+    }
+  }
+  // Whether check() would throw.
+  bool is_of_another_thread() const;
+  // This thread begins another use, if it is the owner.
+  void change(Use use);
+  // Call it after enter(), in the first hook of a backward.
+  void begin_backward();
+  // This thread is no longer the owner.
+  void leave();
+  // The same for a backward. Another thread of autograd may call it.
+  void leave_backward();
+
+ private:
+  static std::uint64_t pack(std::uint32_t thread, Use use) {
+    return (std::uint64_t{thread} << 8) | static_cast<std::uint64_t>(use);
+  }
+  static Use use_of(std::uint64_t state) { return static_cast<Use>(state & 0xff); }
+  static std::uint32_t thread_of(std::uint64_t state) {
+    return static_cast<std::uint32_t>(state >> 8);
+  }
+  static std::uint32_t this_thread();
+
+  bool enter_from_outside(std::uint64_t seen, Use use);
+  void check_from_outside(std::uint64_t seen) const;
+  bool may_enter(std::uint64_t seen) const;
+  bool has_left_after_failing(std::uint64_t seen) const;
+
+  std::atomic<std::uint64_t> state_;  // the kernel's number of the thread, and its use; 0: none
+  std::atomic<int> backward_ = -1;    // the last one, by autograd's number
+};
+
+}  // namespace fsdp
