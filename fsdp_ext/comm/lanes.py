@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from fsdp_ext import _C
 from fsdp_ext._util.warn import warn_caller
-from fsdp_ext.comm.crossover import choose_crossovers
 from fsdp_ext.comm.flights import record_flights
 from fsdp_ext.comm.inline_group import InlineCollectives, is_inline
 from fsdp_ext.comm.nccl_settings import check_agreement, nccl_settings, pack_multiprocessors
@@ -328,7 +327,8 @@ def _process_group_lanes(
         processes=processes_of(group),
         on_host=on_host,
     )
-    choose_crossovers(lanes, exchange)
+    if lanes.can_compose:
+        lanes.compose_from(0, 0)  # the backend's own do not tell that ranks differ
     return lanes
 
 
