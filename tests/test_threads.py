@@ -124,7 +124,7 @@ def test_a_second_thread_gets_an_error_and_changes_nothing() -> None:
         for when, found in errors.items():
             use = {
                 "set-up": "is preparing it for a forward",
-                "rebuild": "is preparing it for a forward",
+                "rebuild": "is in a forward",
             }.get(when, f"is in a {when.split()[0]}")
             for error in found:
                 assert use in error, (when, found)
