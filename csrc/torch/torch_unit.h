@@ -313,6 +313,9 @@ class TorchUnit final : public UnitPort,
   std::vector<char> pending_;        // modules of a group that forward has not run yet
   std::size_t pending_count_ = 0;
   std::uint64_t first_node_ = 0;  // of the current call: add_pre_backward_hook
+  // As in FSDP2, the outermost unit moves a batch from the host to the GPU. Checkpointing may run
+  // this unit's forward again, which then moves the same inputs.
+  bool moves_inputs_ = false;
   bool has_warned_ = false;       // of an opaque output
 
   std::weak_ptr<TorchRoot> root_;

@@ -63,8 +63,10 @@ py::object TorchUnit::pre_forward(std::size_t index, py::handle module, py::hand
   }
   py::object inputs = py::make_tuple(args, kwargs);
   const py::object original = inputs;
-  // As in FSDP2, a batch may be on the host.
-  if (!device().is_cpu() && !recomputing && root->is_outermost(*this)) {
+  if (!recomputing) {
+    moves_inputs_ = !device().is_cpu() && root->is_outermost(*this);
+  }
+  if (moves_inputs_) {
     inputs = to_device(inputs, device());
   }
   if (entering) {
