@@ -316,7 +316,7 @@ class TorchUnit final : public UnitPort,
   // As in FSDP2, the outermost unit moves a batch from the host to the GPU. Checkpointing may run
   // this unit's forward again, which then moves the same inputs.
   bool moves_inputs_ = false;
-  bool has_warned_ = false;       // of an opaque output
+  bool has_warned_ = false;  // of an opaque output
 
   std::weak_ptr<TorchRoot> root_;
   std::shared_ptr<TorchUnit> inner_;  // may be null
