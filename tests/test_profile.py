@@ -484,7 +484,7 @@ def _errors() -> None:
     with pytest.raises(RuntimeError, match="needs a model that has run forward"):
         fsdp_ext.profile(model)
     train(model, 1)
-    with pytest.raises(ValueError, match=r"got iterations=0\. Keep at least 1 step"):
+    with pytest.raises(ValueError, match=r"got iterations=0\. Keep from 1 to"):
         fsdp_ext.profile(model, iterations=0)
     with pytest.raises(RuntimeError, match="no whole step"), fsdp_ext.profile(model):
         pass

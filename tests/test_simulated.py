@@ -256,7 +256,7 @@ def test_arguments_that_do_not_fit() -> None:
     for world_size, rank, words in ((0, 0, "world_size=0"), (4, 4, "rank=4")):
         with pytest.raises(ValueError, match=words):
             Simulated(world_size, FAST, rank=rank)
-    with pytest.raises(ValueError, match=r"multiprocessors=-1\. Pass 0 or more"):
+    with pytest.raises(ValueError, match=r"multiprocessors=-1\. Pass a number from 0"):
         Simulated(4, FAST, multiprocessors=-1)
     for wrong in ({"alpha": -1.0}, {"alpha": math.nan}, {"reduce_alpha": -1.0}):
         with pytest.raises(ValueError, match="Pass latencies in seconds, 0 or more"):

@@ -1,8 +1,48 @@
-"""Checks of numbers that users pass."""
+"""Checks of numbers and booleans that users pass."""
 
 from __future__ import annotations
 
+import math
+import numbers
+from typing import TypeGuard
 
-def is_at_least(value: object, least: int) -> bool:
-    """Return whether ``value`` is an integer of at least ``least``; a bool is not."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+# The largest integer that the C++ side can hold.
+LARGEST = 2**63 - 1
+# More ranks than any machine has. Sizes of models on so many ranks still fit into 64 bits.
+MOST_RANKS = 2**24
+# More steps than a measurement needs, each of which takes memory.
+MOST_STEPS = 10**6
+
+
+def is_at_least(value: object, least: int, most: int = LARGEST) -> bool:
+    """Return whether ``value`` is an integer from ``least`` to ``most``; a bool is not."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def is_real(value: object) -> TypeGuard[float]:
+    """Return whether ``value`` is a finite number that a float can hold; a bool is not."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(float(value))
+    except OverflowError:  # an integer that is too large
+        return False
+
+
+def as_bool(caller: str, name: str, value: object) -> bool:
+    """Return a bool that a user has passed.
+
+    0, 1 and the scalars of NumPy and PyTorch are accepted, too, because comparisons return them.
+
+    Args:
+        caller: the public function, for the message.
+        name: its argument.
+        value: what was passed.
+
+    Raises:
+        TypeError: if that is anything else.
+    """
+    scalar: object = value.item() if getattr(value, "ndim", None) == 0 else value  # type: ignore[attr-defined]
+    if isinstance(scalar, int) and scalar in (0, 1):
+        return bool(scalar)
+    raise TypeError(f"{caller} got {name}={value!r}. Pass True or False.")

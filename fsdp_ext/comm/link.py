@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from fsdp_ext._util.files import write_text
+from fsdp_ext._util.numbers import MOST_RANKS, as_bool, is_at_least, is_real
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Link:
         source: where the figures are from.
 
     Raises:
+        TypeError: if an argument has a wrong type.
         ValueError: if a figure is out of range.
     """
 
@@ -54,19 +55,31 @@ class Link:
 
     def __post_init__(self) -> None:
         """Check the figures."""
+        for name, text in (("name", self.name), ("source", self.source)):
+            if not isinstance(text, str):
+                raise TypeError(f"Link got {name}={text!r}. Pass a string.")
+        if self.across is not None and not isinstance(self.across, Link):
+            raise TypeError(
+                f"link '{self.name}' has across={self.across!r}. Pass a Link, or leave it out."
+            )
+        if not is_at_least(self.ranks, 0, MOST_RANKS):
+            raise ValueError(
+                f"link '{self.name}' has ranks={self.ranks!r}. Pass the largest number of ranks "
+                "for which the figures hold, or 0 for any number."
+            )
         latencies = (self.alpha, self.alpha if self.reduce_alpha is None else self.reduce_alpha)
         rates = (self.beta, self.beta if self.reduce_beta is None else self.reduce_beta)
-        if not all(_is_number(value) and value >= 0 for value in latencies):
+        if not all(is_real(value) and value >= 0 for value in latencies):
             raise ValueError(
                 f"link '{self.name}' has alpha={self.alpha!r}, reduce_alpha={self.reduce_alpha!r}. "
                 "Pass latencies in seconds, 0 or more, such as 30e-6."
             )
-        if not all(_is_number(value) and value > 0 for value in rates):
+        if not all(is_real(value) and value > 0 for value in rates):
             raise ValueError(
                 f"link '{self.name}' has beta={self.beta!r}, reduce_beta={self.reduce_beta!r}. "
                 "Pass positive bandwidths in bytes a second, such as 12e9."
             )
-        if not _is_number(self.jitter) or self.jitter < 0:
+        if not is_real(self.jitter) or self.jitter < 0:
             raise ValueError(
                 f"link '{self.name}' has jitter={self.jitter!r}. Pass 0 or more; 0.1 makes "
                 "collectives 10% slower on average."
@@ -76,8 +89,7 @@ class Link:
                 f"link '{self.name}' has another link across but ranks={self.ranks!r}. Pass how "
                 "many ranks it connects itself, for example ranks=8."
             )
-        if not isinstance(self.one_wire, bool):
-            raise ValueError(f"link '{self.name}' has one_wire={self.one_wire!r}. Pass a bool.")
+        as_bool(f"link '{self.name}'", "one_wire", self.one_wire)
 
     def over(self, world_size: int) -> Link:
         """Return the link that ``world_size`` ranks see: this one, or this one and ``across``.
@@ -185,10 +197,6 @@ class Link:
             self.alpha if self.reduce_alpha is None else self.reduce_alpha,
             self.beta if self.reduce_beta is None else self.reduce_beta,
         )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 # Busbw 350 GB/s of all-gathers, 360 of reduce-scatters: https://github.com/NVIDIA/nccl/issues/1281.

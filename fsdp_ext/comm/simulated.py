@@ -22,7 +22,11 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
+from fsdp_ext._util.numbers import MOST_RANKS, as_bool, is_at_least
 from fsdp_ext.comm.link import Link
+
+_MOST_MULTIPROCESSORS = 1024  # more than any GPU has
+_LARGEST_SEED = 2**32 - 1
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class Simulated:
 
     Raises:
         ValueError: if a number is out of range, or the link has no figures for so many ranks.
-        TypeError: if ``link`` is not a Link.
+        TypeError: if a link is not a Link, or ``moves_memory`` is not a bool.
     """
 
     world_size: int
@@ -67,21 +71,27 @@ class Simulated:
                     f"Simulated got {name}={link!r}. Pass a Link: one of "
                     "fsdp_ext.comm.link.PRESETS, or Link.load(path)."
                 )
-        if not isinstance(self.world_size, int) or self.world_size < 1:
+        if not is_at_least(self.world_size, 1, MOST_RANKS):
             raise ValueError(
-                f"Simulated got world_size={self.world_size!r}. Pass a positive whole number."
+                f"Simulated got world_size={self.world_size!r}. Pass a whole number from 1 to "
+                f"{MOST_RANKS}."
             )
-        if not isinstance(self.rank, int) or not 0 <= self.rank < self.world_size:
+        if not is_at_least(self.rank, 0, self.world_size - 1):
             raise ValueError(
                 f"Simulated got rank={self.rank!r}. Pass a rank from 0 to {self.world_size - 1}."
             )
-        if not isinstance(self.multiprocessors, int) or self.multiprocessors < 0:
+        if not is_at_least(self.multiprocessors, 0, _MOST_MULTIPROCESSORS):
             raise ValueError(
-                f"Simulated got multiprocessors={self.multiprocessors!r}. Pass 0 or more; NCCL "
-                "takes up to about 32."
+                f"Simulated got multiprocessors={self.multiprocessors!r}. Pass a number from 0 to "
+                f"{_MOST_MULTIPROCESSORS}; NCCL takes up to about 32."
             )
+        if not is_at_least(self.seed, 0, _LARGEST_SEED):
+            raise ValueError(
+                f"Simulated got seed={self.seed!r}. Pass a whole number from 0 to {_LARGEST_SEED}."
+            )
+        as_bool("Simulated", "moves_memory", self.moves_memory)
         replicas = self.replicas
-        if not isinstance(replicas, int) or replicas < 1 or self.world_size % replicas != 0:
+        if not is_at_least(replicas, 1) or self.world_size % replicas != 0:
             raise ValueError(
                 f"Simulated got {replicas!r} replicas of a model on {self.world_size} ranks. Pass "
                 "a number of replicas that divides the number of ranks; the others shard the model."

@@ -7,7 +7,7 @@ and broadcasts the tensors of the unit.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -35,9 +35,10 @@ from torch.distributed.fsdp.wrap import (
 from torch.distributed.tensor import DTensor
 
 from fsdp_ext._util.errors import MisuseError
+from fsdp_ext._util.numbers import as_bool
 from fsdp_ext._util.warn import warn_caller
 from fsdp_ext.fsdp1.groups import HYBRID
-from fsdp_ext.sharding.arguments import has_no_forward
+from fsdp_ext.sharding.arguments import check_dtypes, has_no_forward
 from fsdp_ext.sharding.module_state import managed_params
 from fsdp_ext.sharding.optimizer_hooks import has_optimizer_in_backward
 from fsdp_ext.sharding.ownership import is_sharded, keeps_own_rows
@@ -59,6 +60,12 @@ def is_wrapper(module: nn.Module) -> bool:
     return WRAPPED in module._modules
 
 
+def check_booleans(arguments: Mapping[str, object]) -> None:
+    """Raise TypeError if one of the arguments that have to be bools is none."""
+    for name in ("sync_module_states", "forward_prefetch", "limit_all_gathers", "use_orig_params"):
+        as_bool("FullyShardedDataParallel", name, arguments[name])
+
+
 def check_arguments(
     strategy: ShardingStrategy,
     cpu_offload: CPUOffload | None,
@@ -66,7 +73,11 @@ def check_arguments(
     precision: MixedPrecision,
     param_init_fn: Callable[[nn.Module], None] | None,
 ) -> None:
-    """Raise TypeError, or ValueError where FSDP1 does, for arguments of a wrong type."""
+    """Raise TypeError, or ValueError where FSDP1 does, for arguments of a wrong type.
+
+    Raises:
+        ValueError: for a dtype that cannot be used, too.
+    """
     if not isinstance(strategy, ShardingStrategy):
         raise TypeError(
             f"sharding_strategy is {strategy!r} but must be a ShardingStrategy or None. Pass "
@@ -87,6 +98,12 @@ def check_arguments(
             f"mixed_precision is {precision!r} but must be a MixedPrecision or None. Pass "
             "MixedPrecision(param_dtype=...)."
         )
+    check_dtypes("mixed_precision", precision, computed=("param_dtype", "reduce_dtype"))
+    check_dtypes("mixed_precision", precision, cast=("buffer_dtype",))
+    for name in ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"):
+        as_bool("mixed_precision", name, getattr(precision, name))
+    if cpu_offload is not None:
+        as_bool("cpu_offload", "offload_params", cpu_offload.offload_params)
     if precision.param_dtype is not None and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
         raise NotImplementedError(
             "FSDP_USE_FULL_PREC_IN_EVAL is 1, but evaluation here has the param_dtype of training. "
@@ -137,6 +154,24 @@ def offload_policy(cpu_offload: CPUOffload | None) -> OffloadPolicy:
     return CPUOffloadPolicy() if offloads else OffloadPolicy()
 
 
+def resolve_device(device_id: Any) -> torch.device | None:
+    """Return the device that a unit's tensors move to; None if they stay.
+
+    Raises:
+        TypeError: if ``device_id`` names no device.
+        ValueError: if this machine or this build of torch does not have it.
+    """
+    try:
+        return None if device_id is None else torch.device(device_id)
+    except (RuntimeError, TypeError, ValueError) as error:
+        of_right_type = isinstance(device_id, (int, str)) and not isinstance(device_id, bool)
+        kind = ValueError if of_right_type else TypeError
+        raise kind(
+            f"device_id is {device_id!r}, which is no device of this machine. Pass "
+            "torch.cuda.current_device() on GPUs, or leave device_id out on CPUs."
+        ) from error
+
+
 def resolve_ignored(
     root: nn.Module, modules: Iterable[Any] | None, states: Iterable[Any] | None
 ) -> tuple[set[nn.Module], set[nn.Parameter]]:
@@ -152,6 +187,9 @@ def resolve_ignored(
     """
     if modules is not None and states is not None:
         raise ValueError("both ignored_modules and ignored_states were passed. Pass one of them.")
+    for name, states_given in (("ignored_modules", modules), ("ignored_states", states)):
+        if states_given is not None and not isinstance(states_given, Iterable):
+            raise TypeError(f"{name} is {states_given!r}. Pass a list of modules, or leave it out.")
     given = list(modules or states or ())
     kinds = (nn.Module,) if modules is not None else (nn.Module, nn.Parameter)
     if not all(isinstance(state, kinds) for state in given):

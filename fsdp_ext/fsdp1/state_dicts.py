@@ -291,6 +291,7 @@ class StateDictMethods:
             optim_input: not used.
             optim: its optimizer. None: the parameters are numbered as the model has them.
         """
+        cls.fsdp_modules(model)  # raises for what is no module
         params = list(model.parameters()) if optim is None else _params_of(optim)
         names = cls._names_of(params, model)
         keys: dict[Any, Any] = dict(enumerate(names))
@@ -396,6 +397,8 @@ class StateDictMethods:
 
 
 def _groups_of(optim: Optimizer) -> list[list[nn.Parameter]]:
+    if not hasattr(optim, "param_groups"):
+        raise TypeError(f"{optim!r} was passed in place of an optimizer. Pass the model's.")
     return [group["params"] for group in optim.param_groups]
 
 

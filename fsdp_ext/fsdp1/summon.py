@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from fsdp_ext._util.errors import MisuseError
+from fsdp_ext._util.numbers import as_bool
 from fsdp_ext._util.warn import warn_caller
 from fsdp_ext.fsdp1.state_dict_forms import is_rank_0
 from fsdp_ext.fsdp1.whole_tensors import gathered_by_all, shard_like, whole_copy
@@ -49,7 +50,9 @@ class Summoning:
     with_grads: bool = False
 
     def check(self) -> None:
-        """Raise NotImplementedError for a combination that FSDP1 refuses, too."""
+        """Raise TypeError for what is no bool, and NotImplementedError where FSDP1 does, too."""
+        for name, value in vars(self).items():
+            as_bool("summon_full_params", name, value)
         if self.with_grads and self.offload_to_cpu:
             raise NotImplementedError(
                 "summon_full_params got with_grads=True and offload_to_cpu=True, which are not "
@@ -310,6 +313,7 @@ class SummonMethods:
         """
         how = Summoning(writeback, rank0_only, offload_to_cpu, with_grads)
         how.check()
+        recurse = as_bool("summon_full_params", "recurse", recurse)
         wrappers = cls.fsdp_modules(module) if recurse or isinstance(module, cls) else []
         taken = wrappers if recurse else wrappers[:1]
         # A wrapper around a wrapper shares the unit of the one inside, and has nothing to summon.

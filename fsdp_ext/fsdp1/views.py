@@ -212,7 +212,7 @@ class UnitMethods:
         assert unit is not None
         return unit
 
-    def _fsdp_ext_units(self, recurse: bool) -> list[Unit]:
+    def _fsdp_ext_units(self, recurse: bool, caller: str = "") -> list[Unit]:
         return units_below(self._module) if recurse else units_of(self._module)
 
     reshard: Any = FSDPModule.reshard

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.tensor import DTensor
 
+from fsdp_ext._util.numbers import as_bool
 from fsdp_ext.fsdp1.casts import map_floating, run_in_float32
 from fsdp_ext.fsdp1.groups import Groups, resolve_group, strategy_on
 from fsdp_ext.fsdp1.norms import combine_norms, norm_to_combine
@@ -38,6 +39,7 @@ from fsdp_ext.fsdp1.setup import (
     broadcast,
     cast_buffers,
     check_arguments,
+    check_booleans,
     check_communication_hook,
     check_container,
     check_flattened,
@@ -50,6 +52,7 @@ from fsdp_ext.fsdp1.setup import (
     own_tensors,
     refuse_subclasses,
     refuse_torchs_wrappers,
+    resolve_device,
     resolve_ignored,
     wrap_children,
 )
@@ -168,6 +171,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         # The arguments for the wrappers of children, read before there are other local variables.
         kwargs = {k: v for k, v in locals().items() if k not in ("self", "module", "__class__")}
         super().__init__()
+        check_booleans(kwargs)
         # A wrapper around a wrapper has no unit of its own, since it would have no parameters.
         self._wraps_wrapper = isinstance(module, FullyShardedDataParallel)
         if not self._wraps_wrapper:
@@ -178,11 +182,12 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
                 "unit of its own. Pass it to the wrapper inside."
             )
         refuse_torchs_wrappers(module)
-        strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
-        precision = mixed_precision or MixedPrecision()
+        full = ShardingStrategy.FULL_SHARD
+        strategy = full if sharding_strategy is None else sharding_strategy
+        precision = MixedPrecision() if mixed_precision is None else mixed_precision
         check_arguments(strategy, cpu_offload, backward_prefetch, precision, param_init_fn)
         ignored, ignored_params = resolve_ignored(module, ignored_modules, ignored_states)
-        device = None if device_id is None else torch.device(device_id)
+        device = resolve_device(device_id)
         params = set(module.parameters()) - ignored_params
         check_single_device((param.device for param in params), device)
         mesh = resolve_group(module, process_group, device_mesh, device, strategy)
@@ -255,6 +260,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
             offload_policy=offload_policy(cpu_offload),
             ignored_params=ignored_params,
             check_every=check_every,
+            sets_classes=False,
         )
         convert_shards(module)
         set_state(self, ModuleState(module))
@@ -369,6 +375,12 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
         """Return the wrappers in ``module``, which may be one; the outermost if ``root_only``."""
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"FullyShardedDataParallel got {module!r} in place of a model. Pass a wrapper, or "
+                "a module with wrappers in it."
+            )
+        root_only = as_bool("fsdp_modules", "root_only", root_only)
         found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
         return [m for m in found if m._is_root or not root_only]
 
@@ -406,14 +418,16 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
             parameters if it has no gradients.
 
         Raises:
+            TypeError: if an argument is no number.
             RuntimeError: if this is not the root, or if the reduction of the norm fails, for
                 example because another rank did not call this within the timeout.
             ValueError: if ``norm_type`` is not positive.
         """
         self._expect_root("clip_grad_norm_")
+        max_norm = _number("max_norm", max_norm)
+        norm_type = _number("norm_type", norm_type)
         for wrapper in self.fsdp_modules(self):
             wrapper._sharded.reshard()  # the sharded parameters have the gradients
-        norm_type = float(norm_type)
         if not norm_type > 0:
             raise ValueError(f"clip_grad_norm_ got norm_type={norm_type}. Pass a positive number.")
         is_max = norm_type == math.inf
@@ -437,7 +451,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         own = norm_to_combine(plain, norm_type, dtype, device)
         total = torch.maximum(total, own) if is_max else total + own
         total = total if is_max else total ** (1 / norm_type)
-        scale = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
+        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for grads in (sharded, plain):
             for place in {grad.device for grad in grads}:  # some may be offloaded
                 there = [grad for grad in grads if grad.device == place]
@@ -486,3 +500,11 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
             wrapper._sharded._fsdp_ext_unit.change(
                 communication_hook=CommunicationHook(hook, state)
             )
+
+
+def _number(name: str, value: Any) -> float:
+    """Return an argument of ``clip_grad_norm_``, which may be a tensor of one element."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"clip_grad_norm_ got {name}={value!r}. Pass a number.") from error

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_ext._util.errors import UnsupportedError
+from fsdp_ext._util.numbers import as_bool
 from fsdp_ext.offloading.states import OffloadedStates, owners_of, params_by_group
 from fsdp_ext.sharding.module_state import sharded_module
 from fsdp_ext.sharding.unit import Unit
@@ -43,13 +44,21 @@ def offload_optimizer(
             PyTorch's.
 
     Raises:
-        TypeError: if ``fully_shard`` was not applied to ``model``.
+        TypeError: if ``fully_shard`` was not applied to ``model``, or another argument has a wrong
+            type.
         ValueError: if the optimizer has none of the model's parameters, or cannot be stepped for
             some parameters after others.
         RuntimeError: if the optimizer is offloaded already, or its ``step`` was replaced.
         NotImplementedError: if units are offloaded by ``CPUOffloadPolicy``.
     """
     units = _units_of(model)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"offload_optimizer got {optimizer!r}. Pass a torch.optim.Optimizer of the model's "
+            "parameters."
+        )
+    if is_separable is not None:
+        is_separable = as_bool("offload_optimizer", "is_separable", is_separable)
     _check_optimizer(optimizer, units, is_separable)
     device = units[0].device
     if not _is_on_host(device):

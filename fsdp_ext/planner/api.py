@@ -39,7 +39,7 @@ from fsdp_ext.planner.sizes import bucket_sizes, find_buckets, memory_of, unit_s
 from fsdp_ext.planner.times import StepCosts, predict_plan
 from fsdp_ext.planner.units import PlannedRoot, Units, units_of_plain, units_of_sharded
 from fsdp_ext.sharding.arguments import (
-    check_types,
+    check_policy,
     reshard_over,
     resolve_bucket_bytes,
     resolve_max_message_bytes,
@@ -135,9 +135,10 @@ def plan(
     """
     if isinstance(model, nn.Module):
         model = sharded_module(model)
-    check_types(None, mp_policy or MixedPrecisionPolicy(), None)
+    policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
+    check_policy(policy)
     check_memory_arguments("plan", memory_limit, optimizer_states)
-    check_time_arguments(flops_per_second, batch, compute)
+    check_time_arguments(flops_per_second, batch, compute, contention, copies)
     unit = first_unit(
         model,
         units=units,
@@ -149,7 +150,7 @@ def plan(
     if unit is None:
         reshard = reshard_over(reshard_after_forward, target.ranks.shards)
         settings = UnitSettings(
-            mp_policy or MixedPrecisionPolicy(),
+            policy,
             reshard,
             offloads=resolve_offload(offload_policy, target.device_type),
         )

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_ext._util.numbers import is_at_least
+from fsdp_ext._util.numbers import MOST_RANKS, is_at_least, is_real
 from fsdp_ext.comm.costs import typical_replica_link
 from fsdp_ext.comm.link import PRESETS, Link
 from fsdp_ext.comm.simulated import Simulated
@@ -24,6 +24,8 @@ from fsdp_ext.sharding.meshes import refuse_several_meshes
 from fsdp_ext.sharding.module_state import units_below
 from fsdp_ext.sharding.param_group import ParamGroup
 from fsdp_ext.sharding.unit import Unit
+
+_MOST_STATES = 1000  # more tensors for each parameter than any optimizer keeps
 
 
 @dataclass(frozen=True)
@@ -56,19 +58,34 @@ def check_memory_arguments(caller: str, memory_limit: object, optimizer_states: 
             f"{caller} got memory_limit={memory_limit!r}. Pass a positive whole number of bytes, "
             "such as 60 * 2**30, or None."
         )
-    if not is_at_least(optimizer_states, 0):
+    if not is_at_least(optimizer_states, 0, _MOST_STATES):
         raise ValueError(
             f"{caller} got optimizer_states={optimizer_states!r}. Pass the number of tensors that "
             "the optimizer keeps per parameter, such as 2 for AdamW."
         )
 
 
-def check_time_arguments(flops_per_second: float | None, batch: Any, compute: object) -> None:
+def check_time_arguments(
+    flops_per_second: float | None, batch: Any, compute: object, contention: object, copies: object
+) -> None:
     """Check the arguments that predict times.
 
     Raises:
-        ValueError: if they contradict each other or do not suffice.
+        TypeError: if ``compute`` is no mapping.
+        ValueError: if they contradict each other, do not suffice or are out of range.
     """
+    if not is_real(contention) or contention < 0:
+        raise ValueError(
+            f"plan got contention={contention!r}. Pass 0 or more; 1 means that compute stands "
+            "still while a collective runs."
+        )
+    if not _is_pair_of_seconds(copies):
+        raise ValueError(
+            f"plan got copies={copies!r}. Pass two numbers of seconds per byte, 0 or more: those "
+            "around gathers and around reductions."
+        )
+    if compute is not None:
+        _check_compute(compute)
     if flops_per_second is None:
         return
     if compute is not None:
@@ -81,11 +98,33 @@ def check_time_arguments(flops_per_second: float | None, batch: Any, compute: ob
             "plan got flops_per_second without a batch. Pass batch=, the arguments that one rank "
             "calls the model with, to count floating-point operations."
         )
-    if not flops_per_second > 0:
+    if not is_real(flops_per_second) or flops_per_second <= 0:
         raise ValueError(
             f"plan got flops_per_second={flops_per_second!r}. Pass a positive rate; about half of "
             "a GPU's peak is usual."
         )
+
+
+def _check_compute(compute: object) -> None:
+    if not isinstance(compute, Mapping):
+        raise TypeError(
+            f"plan got compute={compute!r}. Pass a mapping from names of units to their seconds of "
+            "forward and backward."
+        )
+    for name, seconds in compute.items():
+        if not _is_pair_of_seconds(seconds):
+            raise ValueError(
+                f"plan got compute with {seconds!r} for {name!r}. Pass the seconds of forward and "
+                "of backward, two numbers of 0 or more."
+            )
+
+
+def _is_pair_of_seconds(value: object) -> bool:
+    return (
+        isinstance(value, Sequence)
+        and len(value) == 2
+        and all(is_real(seconds) and seconds >= 0 for seconds in value)
+    )
 
 
 def first_unit(model: object, **settings: object) -> Unit | None:
@@ -132,7 +171,8 @@ def resolve_target(
         TypeError: if ``transport`` is of another type.
         ValueError: if an argument is unknown or out of range, or the number of ranks is not known.
     """
-    device_type = device_type or (unit.ranks.mesh.device_type if unit is not None else "cuda")
+    if device_type is None:
+        device_type = "cuda" if unit is None else unit.ranks.mesh.device_type
     if transport is None and unit is not None:
         transport = unit.settings.transport
     ranks = _resolve_ranks(*asked_ranks, unit, transport)
@@ -153,7 +193,7 @@ def _resolve_ranks(
     simulated = transport.replicas if isinstance(transport, Simulated) else 1
     if replicas is None:
         replicas = simulated if unit is None else unit.replicas
-    if not isinstance(replicas, int) or replicas < 1 or ranks % replicas != 0:
+    if not is_at_least(replicas, 1) or ranks % replicas != 0:
         raise ValueError(
             f"plan got {replicas!r} replicas of a model on {ranks} ranks. Pass a number of "
             "replicas that divides the number of ranks; the others shard the model."
@@ -174,8 +214,10 @@ def _resolve_world_size(asked: int | None, unit: Unit | None, transport: Transpo
         raise ValueError(
             "plan needs world_size, since this model has no mesh. Pass the number of ranks."
         )
-    if not isinstance(asked, int) or asked < 1:
-        raise ValueError(f"plan got world_size={asked!r}. Pass 1 or more ranks.")
+    if not is_at_least(asked, 1, MOST_RANKS):
+        raise ValueError(
+            f"plan got world_size={asked!r}. Pass a whole number of ranks from 1 to {MOST_RANKS}."
+        )
     if simulated is not None and unit is None and asked != simulated:
         raise ValueError(
             f"plan got world_size={asked} and a simulated transport with {simulated} ranks. Leave "

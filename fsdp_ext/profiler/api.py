@@ -16,6 +16,7 @@ from weakref import WeakSet
 from torch import nn
 
 from fsdp_ext._util.files import write_text
+from fsdp_ext._util.numbers import MOST_STEPS, is_at_least
 from fsdp_ext.comm.inline_group import refuse_inline
 from fsdp_ext.profiler.causes import Exposure, Lateness
 from fsdp_ext.profiler.merge import collect, compare_clocks, lateness
@@ -60,15 +61,17 @@ class profile:
         RuntimeError: before the first forward.
         NotImplementedError: if the model is on a 2-D mesh or on several meshes, or its collectives
             run on the thread that trains.
-        ValueError: if ``iterations`` is less than 1.
+        ValueError: if ``iterations`` is out of range.
     """
 
     def __init__(self, model: nn.Module, iterations: int = 64) -> None:
         self._root = running_root(model, "profile")
         refuse_inline(self._root.lanes, "profile")
         refuse_several_meshes(self._root.units, "profile")
-        if not isinstance(iterations, int) or iterations < 1:
-            raise ValueError(f"profile got iterations={iterations!r}. Keep at least 1 step.")
+        if not is_at_least(iterations, 1, MOST_STEPS):
+            raise ValueError(
+                f"profile got iterations={iterations!r}. Keep from 1 to {MOST_STEPS} steps."
+            )
         self._core = self._root.core
         self._members: dict[tuple[int, int], Sequence[int]] = {}
         self._recording = _nothing_yet(self._root, iterations)

@@ -35,7 +35,7 @@ from fsdp_ext.sharding.arguments import (
     resolve_reshard,
 )
 from fsdp_ext.sharding.forward_hooks import ForwardHooks
-from fsdp_ext.sharding.fsdp_module import FSDPModule, fsdp_class
+from fsdp_ext.sharding.fsdp_module import FSDPModule, set_classes
 from fsdp_ext.sharding.module_state import (
     ModuleState,
     attributes_of,
@@ -44,10 +44,10 @@ from fsdp_ext.sharding.module_state import (
     replicated_params,
     set_state,
     state_of,
-    unit_of,
 )
 from fsdp_ext.sharding.ranks import Ranks
 from fsdp_ext.sharding.root import abandon_forward, prepare_forward
+from fsdp_ext.sharding.setting_changes import sharded_units
 from fsdp_ext.sharding.settings import UnitSettings
 from fsdp_ext.sharding.spmd import SpmdMesh
 from fsdp_ext.sharding.unit import Unit
@@ -210,9 +210,8 @@ def fully_shard(
         max_message_bytes=max_message_bytes,
         prefetch=prefetch,
         check_every=check_every,
+        sets_classes=True,
     )
-    for submodule in modules:
-        submodule.__class__ = fsdp_class(type(submodule))
     return cast("FSDPModule | list[FSDPModule]", module)
 
 
@@ -231,12 +230,14 @@ def make_units(
     max_message_bytes: int | None = None,
     prefetch: int | Literal["auto"] | None = None,
     check_every: int | None = None,
+    sets_classes: bool,
 ) -> None:
-    """Do what :func:`fully_shard` does, but leave the class of the modules as it is.
+    """Do what :func:`fully_shard` does, for modules that need not have a forward.
 
-    Modules without a forward are not refused.
+    Args:
+        sets_classes: whether the modules get classes with the methods of ``FSDPModule``.
     """
-    check_types(mesh, mp_policy, ignored_params)
+    check_types(mesh, mp_policy, ignored_params, shard_placement_fn)
     check_modules(modules)
     if isinstance(transport, Simulated):
         transport.init_process_group()
@@ -259,12 +260,15 @@ def make_units(
     ignored = set(ignored_params or ()) | replicated_params(modules)
     placed = resolve_placements(shard_placement_fn, managed_params(modules, ignored), ranks)
     units = [_unit_on_mesh(modules, on_mesh, reshard_after_forward, settings) for on_mesh in placed]
-    for unit in units:
-        unit.take_parameters()
-        state_dict_hooks.install(unit)
     first = units[0]
     first.ignored = attributes_of(modules, ignored)
     _move_buffers(modules, first.device)
+    if sets_classes:
+        set_classes(modules)
+    # An error before this line leaves the modules as they were.
+    for unit in units:
+        unit.take_parameters()
+        state_dict_hooks.install(unit)
     _mark_for_dynamo(modules)
     for index, submodule in enumerate(modules):
         hooks = ForwardHooks(first, index, prepare_forward)
@@ -309,10 +313,15 @@ def _outermost(modules: Any) -> Iterable[nn.Module]:
 
 def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:
     """Move buffers to the device that the shards went to, as FSDP2 does."""
-    for module in modules:
-        for buffer in module.buffers():
-            if not buffer.is_meta and buffer.device.type != device.type:
-                buffer.data = buffer.to(device)
+    elsewhere = [
+        buffer
+        for module in modules
+        for buffer in module.buffers()
+        if not buffer.is_meta and buffer.device.type != device.type
+    ]
+    moved = [buffer.to(device) for buffer in elsewhere]
+    for buffer, there in zip(elsewhere, moved, strict=True):
+        buffer.data = there
 
 
 def _mark_for_dynamo(modules: list[nn.Module]) -> None:
@@ -334,11 +343,19 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         method_name: name of the method.
 
     Raises:
+        TypeError: if an argument has a wrong type.
         ValueError: if the module has no such method.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"register_fsdp_forward_method got {module!r}. Pass a sharded module.")
+    if not isinstance(method_name, str):
+        raise TypeError(
+            f"register_fsdp_forward_method got method_name={method_name!r}. Pass the name of one "
+            "of the module's methods."
+        )
     if not isinstance(module, FSDPModule):
         return
-    if not hasattr(module, method_name):
+    if not callable(getattr(module, method_name, None)):
         raise ValueError(
             f"{type(module).__name__} has no method '{method_name}' to register. Pass the "
             "name of one of its methods."
@@ -373,17 +390,12 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
         modules: sharded modules, for example the root of each stage of a pipeline.
 
     Raises:
+        TypeError: if ``modules`` is no collection.
         ValueError: if ``fully_shard`` was not applied to one of them.
         NotImplementedError: if they have different groups of ranks or transports.
     """
-    units = [unit_of(cast(nn.Module, module)) for module in modules]
-    for module, unit in zip(modules, units, strict=True):
-        if unit is None:
-            raise ValueError(
-                f"share_comm_ctx got a {type(module).__name__} that is not sharded. Pass modules "
-                "that fully_shard was applied to."
-            )
-    lanes = {(unit.ranks.group, unit.settings.transport) for unit in units if unit is not None}
+    units = sharded_units(modules, "share_comm_ctx")
+    lanes = {(unit.ranks.group, unit.settings.transport) for unit in units}
     if len(lanes) > 1:
         raise NotImplementedError(
             f"share_comm_ctx got modules over {len(lanes)} groups of ranks or transports, which "

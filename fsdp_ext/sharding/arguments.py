@@ -15,12 +15,17 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_ext import _build_info
 from fsdp_ext._util.errors import MisuseError
-from fsdp_ext._util.numbers import is_at_least
+from fsdp_ext._util.numbers import as_bool, is_at_least
 from fsdp_ext.comm.inline_group import is_inline
 from fsdp_ext.sharding.dtensors import shards_before
 from fsdp_ext.sharding.module_state import has_state
 from fsdp_ext.sharding.ranks import Ranks
 from fsdp_ext.sharding.settings import AUTO, Auto
+
+# The dtypes that C++ can compute gathers and sums in.
+_SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# No model has more buckets.
+_MOST_BUCKETS = 2**16
 
 
 def ensure_process_group() -> None:
@@ -113,25 +118,25 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type)
 
 
-def check_types(mesh: object, mp_policy: object, ignored_params: object) -> None:
-    """Raise TypeError for arguments of ``fully_shard`` of a wrong type."""
+def check_types(
+    mesh: object, mp_policy: object, ignored_params: object, shard_placement_fn: object
+) -> None:
+    """Raise TypeError for arguments of ``fully_shard`` of a wrong type.
+
+    Raises:
+        ValueError: for a dtype of ``mp_policy`` that cannot be used.
+    """
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"mesh is {mesh!r} but must be a DeviceMesh or None. Make one with "
             "torch.distributed.device_mesh.init_device_mesh."
         )
-    if not isinstance(mp_policy, MixedPrecisionPolicy):
+    check_policy(mp_policy)
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
         raise TypeError(
-            f"mp_policy is {mp_policy!r} but must be a MixedPrecisionPolicy. Pass "
-            "MixedPrecisionPolicy(param_dtype=...)."
+            f"shard_placement_fn is {shard_placement_fn!r}, which cannot be called. Pass a "
+            "function of a parameter that returns a Shard or None."
         )
-    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-        dtype = getattr(mp_policy, name)
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise TypeError(
-                f"mp_policy has {name}={dtype!r}, which must be a torch.dtype or None. Pass, for "
-                "example, torch.bfloat16."
-            )
     if ignored_params is None:
         return
     if not isinstance(ignored_params, Iterable):
@@ -147,6 +152,70 @@ def check_types(mesh: object, mp_policy: object, ignored_params: object) -> None
             )
 
 
+def check_policy(policy: object) -> None:
+    """Raise TypeError if this is no ``MixedPrecisionPolicy`` or has values of wrong types.
+
+    Raises:
+        ValueError: for a dtype that cannot be used.
+    """
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise TypeError(
+            f"mp_policy is {policy!r} but must be a MixedPrecisionPolicy. Pass "
+            "MixedPrecisionPolicy(param_dtype=...)."
+        )
+    check_dtypes("mp_policy", policy, computed=("param_dtype", "reduce_dtype"))
+    check_dtypes("mp_policy", policy, cast=("output_dtype",))
+    as_bool("mp_policy", "cast_forward_inputs", policy.cast_forward_inputs)
+    override = getattr(policy, "param_dtype_override_fn", None)
+    if override is not None and not callable(override):
+        raise TypeError(
+            f"mp_policy has param_dtype_override_fn={override!r}, which cannot be called. Pass a "
+            "function of a parameter, or None."
+        )
+
+
+def check_dtypes(
+    argument: str, policy: object, *, computed: Iterable[str] = (), cast: Iterable[str] = ()
+) -> None:
+    """Check the dtypes of a policy for mixed precision.
+
+    Args:
+        argument: what the user calls the policy.
+        policy: the policy.
+        computed: names of its dtypes in which parameters are used or gradients are added.
+        cast: names of its dtypes that tensors are only cast to.
+
+    Raises:
+        TypeError: if one is no dtype.
+        ValueError: if one cannot be used.
+    """
+    for name in (*computed, *cast):
+        dtype = getattr(policy, name)
+        if dtype is None:
+            continue
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(
+                f"{argument} has {name}={dtype!r}, which must be a torch.dtype or None. Pass, for "
+                "example, torch.bfloat16."
+            )
+        if name in computed and dtype not in _SUMMED:
+            raise ValueError(
+                f"{argument} has {name}={dtype}, in which {_USES[name]}. Pass torch.float16, "
+                "torch.bfloat16, torch.float32, torch.float64 or None."
+            )
+        if not (dtype.is_floating_point or dtype.is_complex):
+            raise ValueError(
+                f"{argument} has {name}={dtype}, which is no floating-point dtype. Pass one, such "
+                "as torch.float32, or None."
+            )
+
+
+_USES = {
+    "param_dtype": "parameters cannot be gathered",
+    "reduce_dtype": "gradients cannot be added",
+}
+
+
 def resolve_offload(policy: object, device_type: str) -> bool:
     """Return whether the shards of GPUs are on the host. Those of CPUs are there anyway.
 
@@ -159,6 +228,8 @@ def resolve_offload(policy: object, device_type: str) -> bool:
             f"offload_policy is {policy!r} but must be an OffloadPolicy or None. Pass "
             "OffloadPolicy(), the default."
         )
+    if isinstance(policy, CPUOffloadPolicy):
+        as_bool("offload_policy", "pin_memory", policy.pin_memory)
     if not isinstance(policy, CPUOffloadPolicy) or device_type == "cpu":
         return False
     if not policy.pin_memory:
@@ -373,18 +444,18 @@ def resolve_bucket_bytes(value: int | Auto | None) -> int | Auto | None:
     if value is None or value == AUTO or is_at_least(value, 0):
         return value
     raise ValueError(
-        f"bucket_bytes is {value!r}. Pass a number of bytes (0 sends each unit by itself), 'auto' "
-        "or None."
+        f"bucket_bytes is {value!r}. Pass a number of bytes below 2**63 (0 sends each unit by "
+        "itself), 'auto' or None."
     )
 
 
 def resolve_prefetch(value: int | Auto | None) -> int | Auto | None:
     """Return ``prefetch`` unchanged, or raise ValueError."""
-    if value is None or value == AUTO or is_at_least(value, 0):
+    if value is None or value == AUTO or is_at_least(value, 0, _MOST_BUCKETS):
         return value
     raise ValueError(
-        f"prefetch is {value!r}. Pass a number of buckets (1 is usual, 0 turns it off), 'auto' or "
-        "None."
+        f"prefetch is {value!r}. Pass a number of buckets up to {_MOST_BUCKETS} (1 is usual, 0 "
+        "turns it off), 'auto' or None."
     )
 
 
@@ -393,8 +464,8 @@ def resolve_max_message_bytes(value: int | None) -> int | None:
     if value is None or is_at_least(value, 1):
         return value
     raise ValueError(
-        f"max_message_bytes is {value!r}. Pass a positive number of bytes, or None for messages of "
-        "any size."
+        f"max_message_bytes is {value!r}. Pass a positive number of bytes below 2**63, or None for "
+        "messages of any size."
     )
 
 
@@ -403,6 +474,6 @@ def resolve_check_every(value: int | None) -> int | None:
     if value is None or is_at_least(value, 1):
         return value
     raise ValueError(
-        f"check_every is {value!r}. Pass a number of steps (100 is usual, 1 checks every step), or "
-        "None for no checks."
+        f"check_every is {value!r}. Pass a number of steps below 2**63 (100 is usual, 1 checks "
+        "every step), or None for no checks."
     )

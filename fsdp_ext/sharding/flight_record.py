@@ -30,7 +30,7 @@ def write_flight_record(model: nn.Module, path: str | Path | None = None) -> str
         The path of the file.
 
     Raises:
-        TypeError: if ``fully_shard`` was not applied to ``model``.
+        TypeError: if ``fully_shard`` was not applied to ``model``, or ``path`` is no path.
         RuntimeError: before the first forward, if nothing is recorded because
             ``TORCH_FR_BUFFER_SIZE`` is 0, or if the file cannot be written.
     """
@@ -40,6 +40,8 @@ def write_flight_record(model: nn.Module, path: str | Path | None = None) -> str
             "write_flight_record has nothing to write, because TORCH_FR_BUFFER_SIZE was 0 when the "
             "first model ran. Set it to the number of collectives to keep, such as 2000."
         )
+    if path is not None and not isinstance(path, (str, Path)):
+        raise TypeError(f"write_flight_record got path={path!r}. Pass the path of a file, or None.")
     target = flights.path if path is None else str(path)
     flights.write(target)
     return target

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from fsdp_ext._util.numbers import as_bool, is_real
 from fsdp_ext.sharding import torch_state
 from fsdp_ext.sharding.conversions import applied, reshard_and_forget
 from fsdp_ext.sharding.empty_forward import join_empty
@@ -18,6 +19,7 @@ from fsdp_ext.sharding.handles import GradientReductionHandle, UnshardHandle
 from fsdp_ext.sharding.module_state import refuse_copy, unit_of, units_below, units_of
 from fsdp_ext.sharding.refused_methods import override_rest
 from fsdp_ext.sharding.root import ensure_root
+from fsdp_ext.sharding.setting_changes import change, refuse_custom_collectives, targets_of
 from fsdp_ext.sharding.unit import Unit
 from fsdp_ext.sharding.user_hooks import AllReduceHook, check_comm
 
@@ -56,6 +58,7 @@ class FSDPModule(TorchFSDPModule):
         Args:
             async_op: return a handle at once instead of waiting. Forward waits by itself.
         """
+        async_op = as_bool("unshard", "async_op", async_op)
         # The parameters of summoned units are whole already.
         units = [unit for unit in self._fsdp_ext_units(recurse=False) if not unit.is_summoned]
         for unit in units:
@@ -90,14 +93,16 @@ class FSDPModule(TorchFSDPModule):
 
         The setting is the root's, so it holds for the whole model.
         """
-        self._change_root(is_last_backward=is_last_backward)
+        is_last = as_bool("set_is_last_backward", "is_last_backward", is_last_backward)
+        self._change_root(is_last_backward=is_last)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Set whether backwards leave the wait for reductions to :meth:`finalize_backward`.
 
         The setting is the root's, so it holds for the whole model. FSDP2 has it since torch 2.15.
         """
-        self._change_root(finalizes_by_hand=enabled)
+        by_hand = as_bool("set_manual_backward_finalization", "enabled", enabled)
+        self._change_root(finalizes_by_hand=by_hand)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """End the backwards of a step: reduce what they have accumulated, and wait.
@@ -113,6 +118,7 @@ class FSDPModule(TorchFSDPModule):
             RuntimeError: without :meth:`set_manual_backward_finalization`, and while forward or
                 backward runs.
         """
+        async_op = as_bool("finalize_backward", "async_op", async_op)
         root = self._fsdp_ext_unit.root
         settings = self._fsdp_ext_unit.settings if root is None else root.units[0].settings
         if not settings.finalizes_by_hand:
@@ -182,10 +188,10 @@ class FSDPModule(TorchFSDPModule):
                 passed to :meth:`set_requires_all_reduce`, as in FSDP2.
             recurse: set it for all units below, too.
         """
-        syncs = requires_gradient_sync
-        _change(
-            self._fsdp_ext_units(recurse), requires_gradient_sync=syncs, requires_all_reduce=syncs
-        )
+        caller = "set_requires_gradient_sync"
+        syncs = as_bool(caller, "requires_gradient_sync", requires_gradient_sync)
+        units = self._fsdp_ext_units(recurse, caller)
+        change(units, requires_gradient_sync=syncs, requires_all_reduce=syncs)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward sums gradients over replicas, on a 2-D mesh.
@@ -198,7 +204,9 @@ class FSDPModule(TorchFSDPModule):
             requires_all_reduce: the new value.
             recurse: set it for all units below, too.
         """
-        _change(self._fsdp_ext_units(recurse), requires_all_reduce=requires_all_reduce)
+        caller = "set_requires_all_reduce"
+        sums = as_bool(caller, "requires_all_reduce", requires_all_reduce)
+        change(self._fsdp_ext_units(recurse, caller), requires_all_reduce=sums)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -215,9 +223,10 @@ class FSDPModule(TorchFSDPModule):
                 as gradients after a reduction, and otherwise None.
             recurse: set it for all units below, too.
         """
-        _change(
-            self._fsdp_ext_units(recurse), reduce_scatter_unused_params=reduce_scatter_unused_params
-        )
+        caller = "set_reduce_scatter_unused_params"
+        reduces = as_bool(caller, "reduce_scatter_unused_params", reduce_scatter_unused_params)
+        units = self._fsdp_ext_units(recurse, caller)
+        change(units, reduce_scatter_unused_params=reduces)
 
     def join_empty(self, tensor: torch.Tensor) -> torch.Tensor:
         """Take part in what other ranks do while they run this module, without running it.
@@ -258,7 +267,8 @@ class FSDPModule(TorchFSDPModule):
             raise ValueError(
                 f"set_reshard_after_forward got {reshard_after_forward!r}. Pass True or False."
             )
-        _change(self._fsdp_ext_units(recurse), reshard_after_forward=reshard_after_forward)
+        units = self._fsdp_ext_units(recurse, "set_reshard_after_forward")
+        change(units, reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -270,7 +280,9 @@ class FSDPModule(TorchFSDPModule):
                 accumulated, and costs the memory of the unsharded parameters.
             recurse: set it for all units below, too.
         """
-        _change(self._fsdp_ext_units(recurse), reshard_after_backward=reshard_after_backward)
+        caller = "set_reshard_after_backward"
+        reshards = as_bool(caller, "reshard_after_backward", reshard_after_backward)
+        change(self._fsdp_ext_units(recurse, caller), reshard_after_backward=reshards)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Set what to prefetch when this unit runs forward, instead of the recorded order.
@@ -279,10 +291,10 @@ class FSDPModule(TorchFSDPModule):
             modules: sharded modules; each needs a slot of the ring while it is ahead.
         """
         units = self._fsdp_ext_units(recurse=False)
-        targets = _units_of(modules, "set_modules_to_forward_prefetch")
-        for unit, ahead in zip(units, _chained(units, targets), strict=True):
+        targets = targets_of(units, modules, "set_modules_to_forward_prefetch")
+        for unit, ahead in zip(units, targets, strict=True):
             unit.forward_prefetch = ahead
-        _change(units)
+        change(units)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Set what to prefetch when this unit runs backward, instead of the reverse order.
@@ -291,19 +303,19 @@ class FSDPModule(TorchFSDPModule):
             modules: sharded modules; each needs a slot of the ring while it is ahead.
         """
         units = self._fsdp_ext_units(recurse=False)
-        targets = _units_of(modules, "set_modules_to_backward_prefetch")
-        for unit, ahead in zip(units, _chained(units, targets), strict=True):
+        targets = targets_of(units, modules, "set_modules_to_backward_prefetch")
+        for unit, ahead in zip(units, targets, strict=True):
             unit.backward_prefetch = ahead
-        _change(units)
+        change(units)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Set the divisor of this unit's summed gradients, instead of the world size.
 
         A backward that reduces accumulated gradients divides their sum by the factor of that time.
         """
-        if not isinstance(factor, (int, float)) or not factor > 0:
+        if not is_real(factor) or factor <= 0:
             raise ValueError(f"set_gradient_divide_factor got {factor!r}. Pass a positive number.")
-        _change(self._fsdp_ext_units(recurse=False), gradient_divide_factor=float(factor))
+        change(self._fsdp_ext_units(recurse=False), gradient_divide_factor=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Do what :meth:`set_gradient_divide_factor` does. It is FSDP2's older name for it."""
@@ -316,7 +328,8 @@ class FSDPModule(TorchFSDPModule):
             unshard_in_backward: pass False if backward does not read them. That of an embedding
                 does not. If it does, it raises. Gradients do not depend on this setting.
         """
-        _change(self._fsdp_ext_units(recurse=False), unshard_in_backward=unshard_in_backward)
+        needed = as_bool("set_unshard_in_backward", "unshard_in_backward", unshard_in_backward)
+        change(self._fsdp_ext_units(recurse=False), unshard_in_backward=needed)
 
     def set_post_optim_event(self, event: torch.Event | None) -> None:
         """Make the current stream wait for the end of an optimizer's step on another stream.
@@ -363,16 +376,20 @@ class FSDPModule(TorchFSDPModule):
             stream: the stream to run it on. By default it is that of the reductions.
 
         Raises:
-            TypeError: if ``hook`` is not a function.
+            TypeError: if ``hook`` is not a function, or ``stream`` no stream.
             ValueError: if ``stream`` is given on a 2-D mesh or without a hook.
         """
         if hook is not None and not callable(hook):
             raise TypeError(f"set_all_reduce_hook got {hook!r}. Pass a function of one tensor.")
+        if stream is not None and not isinstance(stream, (torch.Stream, torch.cpu.Stream)):
+            raise TypeError(
+                f"set_all_reduce_hook got stream={stream!r}. Pass a torch.Stream, or leave it out."
+            )
         unit = self._only_unit("set_all_reduce_hook")
-        if stream is not None and (hook is None or unit.replicas > 1):
+        if stream is not None and (hook is None or unit.ranks.mesh.ndim > 1):
             where = "no hook" if hook is None else "a 2-D mesh, whose all-reduce has a stream"
             raise ValueError(f"set_all_reduce_hook got a stream and {where}. Leave stream out.")
-        _change(
+        change(
             [unit],
             all_reduce_hook=None if hook is None else AllReduceHook(hook, stream),
         )
@@ -393,7 +410,7 @@ class FSDPModule(TorchFSDPModule):
             TypeError: if ``comm`` cannot be called or has no ``allocate``.
         """
         check_comm("set_custom_all_gather", comm)
-        _change([self._only_unit("set_custom_all_gather")], custom_all_gather=comm)
+        change([self._only_unit("set_custom_all_gather")], custom_all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Set an object that adds up this unit's gradients over the ranks. Not recursive.
@@ -409,17 +426,20 @@ class FSDPModule(TorchFSDPModule):
             TypeError: if ``comm`` cannot be called or has no ``allocate``.
         """
         check_comm("set_custom_reduce_scatter", comm)
-        _change([self._only_unit("set_custom_reduce_scatter")], custom_reduce_scatter=comm)
+        change([self._only_unit("set_custom_reduce_scatter")], custom_reduce_scatter=comm)
 
     # - Methods of FSDP2 that change nothing here, because it is so already
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Do nothing: reductions are sums, which gradients are scaled for in front of them."""
+        as_bool("set_force_sum_reduction_for_comms", "enable", enable)
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
         """Do nothing: gathers and reductions always have communicators of their own."""
+        as_bool("set_separate_reduce_scatter_group", "enable", enable)
+        as_bool("set_separate_reduce_scatter_group", "recurse", recurse)
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
@@ -440,18 +460,30 @@ class FSDPModule(TorchFSDPModule):
             raise ValueError(
                 f"set_reduce_scatter_max_input_buffers got {max_input_buffers}. Pass 1 or more."
             )
+        as_bool("set_reduce_scatter_max_input_buffers", "recurse", recurse)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Do nothing: where NCCL can register buffers, the planned ones are from its allocator."""
+        """Do nothing: where NCCL can register buffers, the planned ones are from its allocator.
+
+        Raises:
+            TypeError: if ``enable`` is not a bool.
+            ValueError: after :meth:`set_custom_all_gather` or :meth:`set_custom_reduce_scatter`,
+                whose objects allocate their own tensors. It is an AssertionError, too, as FSDP2's.
+        """
+        caller = "set_allocate_memory_from_process_group_for_comm"
+        as_bool(caller, "enable", enable)
+        refuse_custom_collectives(self._fsdp_ext_unit, caller)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Do nothing: buffers on GPUs are NCCL windows already, if its version has them.
 
         Raises:
-            ValueError: if ``backend`` is not "NCCL".
+            ValueError: if ``backend`` is not "NCCL", or after :meth:`set_custom_all_gather` or
+                :meth:`set_custom_reduce_scatter`.
         """
         if backend != "NCCL":
             raise ValueError(f"set_symm_mem_for_comm got backend={backend!r}. Pass 'NCCL'.")
+        refuse_custom_collectives(self._fsdp_ext_unit, "set_symm_mem_for_comm")
 
     def set_keep_unsharded_storage(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: unsharded parameters lie in slots that are allocated once and kept."""
@@ -486,7 +518,9 @@ class FSDPModule(TorchFSDPModule):
         assert unit is not None
         return unit
 
-    def _fsdp_ext_units(self, recurse: bool) -> list[Unit]:
+    def _fsdp_ext_units(self, recurse: bool, caller: str = "FSDPModule") -> list[Unit]:
+        """Return the units that a call of the method ``caller`` is for."""
+        recurse = as_bool(caller, "recurse", recurse)
         module = cast(nn.Module, self)
         return units_below(module) if recurse else units_of(module)
 
@@ -514,40 +548,6 @@ class FSDPModule(TorchFSDPModule):
 override_rest(FSDPModule, TorchFSDPModule)
 
 
-def _change(units: list[Unit], **settings: Any) -> None:
-    """Change settings of units, and apply them in the roots that run the units.
-
-    Without settings it applies the units' prefetch targets, which the caller has changed.
-    """
-    for unit in units:
-        unit.change(**settings)
-    for root in {unit.root for unit in units if unit.root is not None}:
-        if "reshard_after_forward" in settings:  # the other ones need no resolving
-            root.resolve_again()
-        of_root = [unit for unit in units if unit.root is root]
-        root.apply(of_root, settings or ["prefetch_targets"])
-
-
-def _units_of(modules: Sequence[TorchFSDPModule], caller: str) -> list[Unit]:
-    units: list[Unit] = []
-    for module in modules:
-        if not isinstance(module, FSDPModule):
-            raise ValueError(
-                f"{caller} got a {type(module).__name__} that is not sharded. Pass modules that "
-                "fully_shard was applied to."
-            )
-        units += module._fsdp_ext_units(recurse=False)
-    return units
-
-
-def _chained(units: list[Unit], targets: list[Unit]) -> list[list[Unit]]:
-    """Return what each unit of one module prefetches if the module prefetches ``targets``.
-
-    Each unit prefetches the next one, and the last one the targets.
-    """
-    return [[inner] if targets else [] for inner in units[1:]] + [targets]
-
-
 # - The class of a sharded module
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -558,6 +558,27 @@ def fsdp_class(cls: type[nn.Module]) -> type[nn.Module]:
     if cls not in _classes:
         _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
     return _classes[cls]
+
+
+def set_classes(modules: Iterable[nn.Module]) -> None:
+    """Give modules their new classes: all of them, or none if one cannot have it.
+
+    Raises:
+        TypeError: if Python cannot make a subclass, or cannot change the class of an object.
+    """
+    changed: list[tuple[nn.Module, type[nn.Module]]] = []
+    try:
+        for module in modules:
+            before = type(module)
+            module.__class__ = fsdp_class(before)
+            changed.append((module, before))
+    except TypeError as error:
+        for done, before in changed:
+            done.__class__ = before
+        raise TypeError(
+            f"fully_shard got a {before.__name__}, whose class it cannot change to a subclass of "
+            f"it and FSDPModule ({error}). Put the module into a plain nn.Module, and shard that."
+        ) from error
 
 
 def original_class(cls: type[Any]) -> type[Any]:

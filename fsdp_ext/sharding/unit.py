@@ -102,15 +102,16 @@ class Unit(ParamGroup):
             check_parameter(name, param, device)
             check_tensor_parallel(name, param, ranks)
         # The parameters that the modules have until take_parameters.
-        self._taken = {
+        self._replacements = {
             param: self._shard(param, name, shard_dims.get(param, 0))
             for param, name in params.items()
         }
-        sharded = list(self._taken.values())
+        sharded = list(self._replacements.values())
         if settings.max_message_bytes is not None:
             # Reductions are checked at the first forward, since parameters may still be frozen.
             self.check_message_bytes(sharded, settings.max_message_bytes, training=False)
         self.params: list[ShardedParam] = [sharded[place] for place in self._layout_order(sharded)]
+        self._place_in_flat_shard(loading=False)
 
     @property
     def entries(self) -> Sequence[Entry]:
@@ -180,8 +181,8 @@ class Unit(ParamGroup):
         return ShardedParam(name, part.shape, sharded, dim, spread, before, keeps, own)
 
     def take_parameters(self) -> None:
-        """Put the sharded parameters into the modules, in one flat shard."""
-        by_param, self._taken = self._taken, {}
+        """Put the sharded parameters into the modules. Until now, the modules are as they were."""
+        by_param, self._replacements = self._replacements, {}
         for module in self.modules:
             for submodule in module.modules():
                 for attribute, value in submodule._parameters.items():
@@ -195,7 +196,6 @@ class Unit(ParamGroup):
                     # bitsandbytes would convert it into memory of its own, outside of the slot.
                     submodule.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
             mark_sharded(param, found.sharded, found.name, self.name)
-        self.flatten()
 
     def _range(self, shape: torch.Size, dim: int) -> tuple[int, int]:
         """Return where this rank's shard begins in dimension ``dim``, and its size there."""
@@ -236,10 +236,19 @@ class Unit(ParamGroup):
             raise
         if any(replaced):  # the order depends on which of them are gathered
             self.params = [self.params[place] for place in self._layout_order(self.params)]
+        return self._place_in_flat_shard(loading=loading) or any(replaced)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _place_in_flat_shard(self, *, loading: bool) -> bool:
+        """Copy the sharded parameters into a new flat shard unless all lie in the present one.
+
+        See :meth:`flatten`. Returns whether anything changed.
+        """
         layout = self.layout_for(training=False)
         entries = self.entries
         if self._is_flat(entries, layout):
-            return any(replaced)
+            return False
         devices = {param.local.device.type for param in self.params}
         if loading and len(devices) > 1:
             return True

@@ -87,7 +87,7 @@ def tune(
     refuse_inline_group(units[0].ranks.group, units[0].device, "tune")
     refuse_several_meshes(units, "tune")
     with together(units[0], "tune", "its arguments"):
-        check_arguments(loss, memory_limit, optimizer_states, steps)
+        check_arguments(loss, memory_limit, optimizer_states, steps, verbose)
         check_state(model, units)
     memory_limit = agreed_limit(units[0], memory_limit, optimizer_states, steps)
     trial = Trial(model, batch, loss or functools.partial(mean_of_output, caller="tune"), units[0])

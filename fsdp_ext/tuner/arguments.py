@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from fsdp_ext._util.numbers import is_at_least
+from fsdp_ext._util.numbers import MOST_STEPS, as_bool, is_at_least
 from fsdp_ext.planner.arguments import check_memory_arguments
 from fsdp_ext.profiler.api import is_profiled
 from fsdp_ext.sharding.agreement import exchange
@@ -30,18 +30,20 @@ def units_of(model: nn.Module) -> list[Unit]:
 
 
 def check_arguments(
-    loss: object, memory_limit: object, optimizer_states: object, steps: object
+    loss: object, memory_limit: object, optimizer_states: object, steps: object, verbose: object
 ) -> None:
     """Check the types and ranges of arguments.
 
     Raises:
-        TypeError: if ``loss`` cannot be called.
+        TypeError: if ``loss`` cannot be called, or ``verbose`` is not a bool.
         ValueError: if a number is out of range.
     """
-    if not is_at_least(steps, 2):
+    if not is_at_least(steps, 2, MOST_STEPS):
         raise ValueError(
-            f"tune got steps={steps!r}. Pass at least 2 steps per measurement; 8 is usual."
+            f"tune got steps={steps!r}. Pass from 2 to {MOST_STEPS} steps per measurement; 8 is "
+            "usual."
         )
+    as_bool("tune", "verbose", verbose)
     check_memory_arguments("tune", memory_limit, optimizer_states)
     if loss is not None and not callable(loss):
         raise TypeError(

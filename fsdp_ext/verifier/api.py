@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_ext._util.losses import mean_of_output
+from fsdp_ext._util.numbers import as_bool
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.planner.units import Units
 from fsdp_ext.sharding.arguments import device_of, resolve_mesh
@@ -27,6 +28,7 @@ from fsdp_ext.verifier.arguments import (
     check_copy,
     check_loss_function,
     check_model,
+    check_settings,
     names_of_units,
     resolve_ranks,
 )
@@ -102,6 +104,7 @@ def verify(
         Exception: what the unsharded model raises.
     """
     check_model(model)
+    verbose = as_bool("verify", "verbose", verbose)
     check_loss_function(loss)
     if isinstance(transport, Simulated):
         raise TypeError(
@@ -116,19 +119,23 @@ def verify(
             "crash there. Call it on ranks that torchrun has started, after init_process_group()."
         )
     mesh = resolve_mesh(None) if has_group else None
+    settings = {
+        "mp_policy": mp_policy,
+        "reshard_after_forward": reshard_after_forward,
+        "transport": transport,
+        "bucket_bytes": bucket_bytes,
+        "max_message_bytes": max_message_bytes,
+        "prefetch": prefetch,
+    }
+    check_settings(settings, size, "cpu" if mesh is None else mesh.device_type)
+    if not has_group:
+        settings["transport"] = "process_group"
     subject = Subject(
         model=model,
         batch=batch,
         loss=loss or functools.partial(mean_of_output, caller="verify"),
         unit_names=names_of_units(model, units),
-        settings={
-            "mp_policy": mp_policy,
-            "reshard_after_forward": reshard_after_forward,
-            "transport": transport if has_group else "process_group",
-            "bucket_bytes": bucket_bytes,
-            "max_message_bytes": max_message_bytes,
-            "prefetch": prefetch,
-        },
+        settings=settings,
         device=torch.device("cpu") if mesh is None else device_of(mesh),
     )
     check_copy(lambda: subject.plain(lambda copied: None), model)

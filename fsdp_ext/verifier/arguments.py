@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +12,16 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.tensor import DTensor
 
-from fsdp_ext._util.numbers import is_at_least
+from fsdp_ext._util.numbers import MOST_RANKS, is_at_least
+from fsdp_ext.comm.transports import resolve_transport
 from fsdp_ext.planner.units import Units, chosen_modules
+from fsdp_ext.sharding.arguments import (
+    check_policy,
+    reshard_over,
+    resolve_bucket_bytes,
+    resolve_max_message_bytes,
+    resolve_prefetch,
+)
 from fsdp_ext.sharding.module_state import has_state
 
 
@@ -63,6 +71,26 @@ def check_loss_function(loss: object) -> None:
         )
 
 
+def check_settings(settings: Mapping[str, Any], ranks: int, device_type: str) -> None:
+    """Check the arguments of ``fully_shard`` before copies are made.
+
+    Args:
+        settings: the arguments by name.
+        ranks: how many ranks check the model.
+        device_type: the kind of their devices.
+
+    Raises:
+        TypeError: if one has a wrong type.
+        ValueError: if one is out of range.
+    """
+    check_policy(settings["mp_policy"])
+    reshard_over(settings["reshard_after_forward"], ranks)
+    resolve_transport(settings["transport"], device_type)
+    resolve_bucket_bytes(settings["bucket_bytes"])
+    resolve_max_message_bytes(settings["max_message_bytes"])
+    resolve_prefetch(settings["prefetch"])
+
+
 def resolve_ranks(ranks: int | None, model: nn.Module) -> int:
     """Return how many ranks check the model.
 
@@ -70,7 +98,7 @@ def resolve_ranks(ranks: int | None, model: nn.Module) -> int:
         ValueError: if it is no positive number, or not that of the process group, or the model is
             on a GPU and there is no process group.
     """
-    if ranks is not None and not is_at_least(ranks, 1):
+    if ranks is not None and not is_at_least(ranks, 1, MOST_RANKS):
         raise ValueError(f"verify got ranks={ranks!r}. Pass a positive whole number; 2 is usual.")
     if dist.is_available() and dist.is_initialized():
         if ranks not in (None, dist.get_world_size()):
