@@ -156,7 +156,7 @@ def passed_through() -> None:
         layers.missing  # noqa: B018
     layers.eval()
     assert not layers[0].module.training
-    with pytest.raises(NotImplementedError, match="deep-copied"):
+    with pytest.raises(NotImplementedError, match="does not support deepcopy"):
         copy.deepcopy(layers)
     around = nn.Sequential(layers, FSDP(nn.Linear(3, 1)))
     assert FSDP.fsdp_modules(around) == [layers, layers[0], layers[1], around[1]]

@@ -369,6 +369,23 @@ def test_the_command_runs_a_script_and_the_processes_that_it_starts(tmp_path: Pa
     ]
 
 
+def test_the_command_shows_no_warnings_of_pytorchs_imports(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from torch.distributed.fsdp import fully_shard\nprint(fully_shard.__module__)\n"
+    )
+    strict = ["-W", "error::DeprecationWarning", "-W", "error::FutureWarning"]
+    done = subprocess.run(
+        [sys.executable, *strict, "-m", "fsdp_ext.patch", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "fsdp_ext.sharding.api\n"
+    assert done.stderr == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [([], "got no script"), (["-x"], "got -x"), (["not_there.py"], "there is no file not_there")],

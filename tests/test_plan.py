@@ -525,7 +525,12 @@ def _tied() -> nn.Module:
             ValueError,
             "plan needs world_size, since this model has no mesh",
         ),
-        (on_meta, {"world_size": 0}, ValueError, "got world_size=0. Pass a whole number of ranks from 1"),
+        (
+            on_meta,
+            {"world_size": 0},
+            ValueError,
+            "got world_size=0. Pass a whole number of ranks from 1",
+        ),
         (on_meta, {"units": "Block"}, TypeError, "got units='Block'. Pass module classes"),
         (on_meta, {"units": [int]}, TypeError, "in units. Pass module classes"),
         (

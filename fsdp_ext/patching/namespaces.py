@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -63,8 +64,11 @@ _unpatched: dict[str, dict[str, Any]] = {}  # the objects that had the names, by
 
 def import_users_of_both() -> None:
     """Import the modules that have to get PyTorch's names, before the patch."""
-    for name in _USERS_OF_BOTH:
-        importlib.import_module(name)
+    with warnings.catch_warnings():
+        # torch.distributed.optim compiles functions by torch.jit.script, which is deprecated.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for name in _USERS_OF_BOTH:
+            importlib.import_module(name)
 
 
 def put_ours() -> None:

@@ -22,6 +22,11 @@ from fsdp_ext.sharding.module_state import has_state
 from fsdp_ext.sharding.ranks import Ranks
 from fsdp_ext.sharding.settings import AUTO, Auto
 
+# What makes a process group without torchrun.
+_IN_ONE_PROCESS = """In a single process, such as a notebook, run these two lines first:
+
+import torch.distributed as dist
+dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)"""
 # The dtypes that C++ can compute gathers and sums in.
 _SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # No model has more buckets.
@@ -42,7 +47,7 @@ def ensure_process_group() -> None:
         raise ValueError(
             "fully_shard needs a process group, and could not make one from the environment "
             f"({error}). Start the script with torchrun, or call "
-            "torch.distributed.init_process_group first."
+            f"torch.distributed.init_process_group first. {_IN_ONE_PROCESS}"
         ) from error
 
 
@@ -57,14 +62,16 @@ def resolve_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "fully_shard needs an initialised process group, and there is none. Call "
-            "torch.distributed.init_process_group first; torchrun sets what it needs."
+            "torch.distributed.init_process_group first; torchrun sets what it needs. "
+            f"{_IN_ONE_PROCESS}"
         )
     if mesh is None:
         mesh = init_device_mesh(default_device_type(), (dist.get_world_size(),))
     if mesh.ndim not in (1, 2):
         raise ValueError(
-            f"fully_shard got a {mesh.ndim}-D mesh {tuple(mesh.shape)}. Pass one of its "
-            f"dimensions, e.g. {_example_of(mesh)}, or two for hybrid sharding."
+            f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}, a {mesh.ndim}-D mesh "
+            f"{tuple(mesh.shape)}. Pass one of its dimensions, e.g. {_example_of(mesh)}, or two "
+            "for hybrid sharding."
         )
     check_device_type(mesh.device_type)
     if mesh.get_coordinate() is None:
@@ -292,8 +299,9 @@ def resolve_placements(
         if dim > 0 and param.shape[dim] % shares != 0:
             raise NotImplementedError(
                 f"shard_placement_fn returned {placement!r} for parameter '{name}', whose "
-                f"dimension {dim} has size {param.shape[dim]}. Other dimensions than 0 are only "
-                f"shared evenly, so return one that {shares} ranks divide, or Shard(0)."
+                f"dimension {dim} has size {param.shape[dim]}. FSDP does not support uneven "
+                f"sharding on dim {dim}, so return a dimension that {shares} ranks divide, or "
+                "Shard(0)."
             )
         if dim > 0:
             on_mesh.shard_dims[param] = dim
@@ -339,8 +347,9 @@ def _shard_dim(placement: object, param: nn.Parameter, name: str) -> int:
     dim = placement.dim + param.ndim if placement.dim < 0 else placement.dim
     if not 0 <= dim < param.ndim:
         raise MisuseError(
-            f"shard_placement_fn returned {placement!r} for parameter '{name}', which has "
-            f"{param.ndim} dimensions. Return a Shard of one of them."
+            f"shard_placement_fn returned {placement!r} for parameter '{name}'. Shard dim "
+            f"{placement.dim} is invalid for {param.ndim}D tensors. Return a Shard of one of the "
+            "parameter's dimensions."
         )
     return dim
 
@@ -353,7 +362,9 @@ def check_modules(modules: Iterable[object]) -> None:
             raise ValueError(f"fully_shard got a {name}. Pass a module or a list of modules.")
         if has_state(module):
             raise MisuseError(
-                f"fully_shard got a {name} that is sharded already. Shard each module once."
+                f"fully_shard got a {name} that is sharded already. Each distinct composable "
+                "distributed API can only be applied to a module once. To shard it again, for "
+                "example in a notebook, first run the code that makes the model."
             )
         if any(
             cls.__name__ in ("FSDPModule", "FullyShardedDataParallel")
@@ -377,8 +388,9 @@ def check_containers(modules: Iterable[object]) -> None:
     for module in modules:
         if isinstance(module, nn.Module) and has_no_forward(module):
             raise ValueError(
-                f"fully_shard got a {type(module).__name__}, which has no forward that would "
-                "gather its parameters. Shard its elements instead."
+                "fully_shard does not support containers that do not implement forward, and got a "
+                f"{type(module).__name__}: nothing would gather its parameters. Shard its elements "
+                "instead."
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, cast
 
@@ -42,6 +43,19 @@ class FSDPModule(TorchFSDPModule):
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         refuse_copy()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise pickle.PicklingError(
+            f"a sharded {original_class(type(self)).__name__} cannot be pickled or saved as a "
+            "whole, because its parameters belong to this rank. Save its state dict instead, e.g. "
+            "torch.save(model.state_dict(), path), or use torch.distributed.checkpoint."
+        )
+
+    def __copy__(self) -> Any:
+        """Make a shallow copy of the original class. copy.copy would call ``__reduce_ex__``."""
+        copied = type(self).__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
 
     def reshard(self) -> None:
         """Free this unit's unsharded parameters and register the sharded ones. Not recursive.

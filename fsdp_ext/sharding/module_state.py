@@ -42,7 +42,7 @@ class ModuleState:
 def refuse_copy() -> NoReturn:
     """Raise UnsupportedError for a deep copy of a sharded module."""
     raise UnsupportedError(
-        "a sharded module cannot be deep-copied. Copy it before fully_shard, or copy its "
+        "FSDP does not support deepcopy. Copy the module before fully_shard, or copy its "
         "state_dict."
     )
 

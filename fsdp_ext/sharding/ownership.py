@@ -55,8 +55,8 @@ def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> Non
     check_grad_dtype(name, param, is_extension=has_own_rows)
     if param.ndim == 0:
         raise ValueError(
-            f"parameter '{name}' is a scalar, which has no rows to shard. Make it a 1-D tensor "
-            "with one element."
+            f"parameter '{name}' is a scalar, which has no rows to shard. Change {name} to a 1D "
+            "tensor with numel equal to 1."
         )
     if param.is_complex():
         raise ValueError(

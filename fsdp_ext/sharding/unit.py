@@ -438,7 +438,8 @@ class Unit(ParamGroup):
         on_meta = [param.name for param in self.params if param.local.is_meta]
         if on_meta:
             raise RuntimeError(
-                f"parameters {on_meta} are on the meta device, without memory. Call "
+                "FSDP parameters should be materialized from meta device before training, but the "
+                f"following were still on meta device: {on_meta}. Call "
                 "module.to_empty(device=...) and initialise them before the first forward."
             )
         extensions = self._find_extensions()
