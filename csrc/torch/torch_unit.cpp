@@ -215,7 +215,9 @@ void TorchUnit::join(const std::shared_ptr<TorchRoot>& root, std::string name, i
   number_ = number;
   when_freed_ = detail::concat("An unsharded parameter of unit '", name_,
                                "' was read while it is freed. Read parameters in the forward of "
-                               "their module, or call unshard() on it before.");
+                               "their module, or call unshard() on it before. After a backward "
+                               "with create_graph=True, the second backward reads it: pass "
+                               "reshard_after_forward=False to fully_shard.");
   free_storages();
 }
 
