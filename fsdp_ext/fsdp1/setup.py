@@ -40,7 +40,7 @@ from fsdp_ext._util.warn import warn_caller
 from fsdp_ext.fsdp1.groups import HYBRID
 from fsdp_ext.sharding.arguments import check_dtypes, has_no_forward
 from fsdp_ext.sharding.module_state import managed_params
-from fsdp_ext.sharding.optimizer_hooks import has_optimizer_in_backward
+from fsdp_ext.sharding.optimizer_in_backward import has_optimizer_in_backward
 from fsdp_ext.sharding.ownership import is_sharded, keeps_own_rows
 
 WRAPPED = "_fsdp_wrapped_module"  # FSDP1's name of the child, which other libraries look for

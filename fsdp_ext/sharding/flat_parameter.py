@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_ext import _C
 from fsdp_ext.sharding.dtensors import Spread
-from fsdp_ext.sharding.optimizer_hooks import has_optimizer_in_backward
+from fsdp_ext.sharding.optimizer_in_backward import has_optimizer_in_backward
 from fsdp_ext.sharding.ownership import mark_sharded, own_grad_dtype
 
 NAME = "_flat_param"  # as FSDP1 names it

@@ -1,7 +1,4 @@
-"""Hooks on every optimizer's step: checks before it, and afterwards a sign to gather again.
-
-Optimizers of ``torch.distributed.optim._apply_optimizer_in_backward`` step at the end of backward.
-"""
+"""Hooks on every optimizer's step: checks before it, and afterwards a sign to gather again."""
 
 from __future__ import annotations
 
@@ -32,9 +29,6 @@ from fsdp_ext.sharding.unreduced import is_unreduced
 # How many parameters an optimizer had when it was checked. add_param_group() adds more, and
 # fully_shard may replace those that it has.
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-
-# Set by _apply_optimizer_in_backward on a parameter: its optimizers.
-_IN_BACKWARD = "_in_backward_optimizers"
 
 
 def watch_optimizers() -> None:
@@ -129,30 +123,6 @@ def _go_on(
     if state:
         optimizer.state[sharded] = state
     group["params"][index] = sharded
-
-
-def has_optimizer_in_backward(param: nn.Parameter) -> bool:
-    """Return whether ``_apply_optimizer_in_backward`` was called for ``param``."""
-    return bool(getattr(param, _IN_BACKWARD, None))
-
-
-def let_backward_step(sharded: nn.Parameter) -> None:
-    """Let each backward that gives ``sharded`` a gradient step the optimizers that it has for that.
-
-    PyTorch's own hook is on a node of autograd that no backward of a sharded parameter runs.
-    """
-    hooked: Any = sharded  # torch leaves these untyped
-    hooks = hooked._post_accumulate_grad_hooks or {}
-    if has_optimizer_in_backward(sharded) and _step_in_backward not in hooks.values():
-        hooked.register_post_accumulate_grad_hook(_step_in_backward)
-
-
-def _step_in_backward(sharded: torch.Tensor) -> None:
-    optimizers = getattr(sharded, _IN_BACKWARD, ())
-    for optimizer in optimizers:
-        optimizer.step()
-    if optimizers:
-        sharded.grad = None
 
 
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -26,6 +26,7 @@ from fsdp_ext.sharding.extensions import (
 )
 from fsdp_ext.sharding.flat_parameter import FlatParameter, flat_gradient_maker, registered
 from fsdp_ext.sharding.module_attributes import set_parameter, swapped_attribute
+from fsdp_ext.sharding.optimizer_in_backward import let_backward_step
 from fsdp_ext.sharding.ownership import (
     check_grad_dtype,
     check_parameter,
@@ -434,7 +435,7 @@ class Unit(ParamGroup):
         for param in self.params:
             param.name = names.get(param.sharded, param.name)
             check_grad_dtype(param.name, param.sharded, is_extension=not param.is_gathered)
-            optimizer_hooks.let_backward_step(param.sharded)
+            let_backward_step(param.sharded)
         on_meta = [param.name for param in self.params if param.local.is_meta]
         if on_meta:
             raise RuntimeError(
