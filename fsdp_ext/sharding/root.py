@@ -22,7 +22,13 @@ from fsdp_ext.sharding.agreement import has_peers
 from fsdp_ext.sharding.auto import chosen_for
 from fsdp_ext.sharding.comparisons import compare_groups, compare_sets
 from fsdp_ext.sharding.meshes import add_meshes, check_meshes, refuse_several_meshes
-from fsdp_ext.sharding.module_state import hooks_of, sharded_module, unit_of, units_of
+from fsdp_ext.sharding.module_state import (
+    hooks_of,
+    sharded_module,
+    unit_of,
+    units_below,
+    units_of,
+)
 from fsdp_ext.sharding.parameter_checks import check_parameters
 from fsdp_ext.sharding.pending import PendingGradients
 from fsdp_ext.sharding.preparing import preparing
@@ -516,7 +522,7 @@ def _units_with(unit: Unit, module: nn.Module) -> Sequence[Unit]:
     if unit.root is not None and not unit.root.is_provisional:
         units: Sequence[Unit] = unit.root.units
         return units
-    return [each for each in map(unit_of, module.modules()) if each is not None]
+    return units_below(module)
 
 
 def abandon_forward(unit: Unit) -> None:

@@ -176,7 +176,7 @@ def train_beside(subject: Subject, peers: Peers, mesh: DeviceMesh, way: Way) -> 
         compared.transport = transport_of(root_of(sharded.model))
         comparison = Comparison(peers, compared, f" (step {step})")
         comparison.add_all(expected, seen)
-        _compare_gradients(comparison, plain.model, sharded.model)
+        _compare_gradients(comparison, plain.model, sharded.model, way)
         plain.update()
         sharded.update()
         _compare_state(comparison, plain.model, sharded.model)
@@ -270,7 +270,9 @@ def _difference(expected: Tensor, seen: Tensor, bound: Tensor | None) -> str:
     )
 
 
-def _compare_gradients(comparison: Comparison, plain: nn.Module, sharded: nn.Module) -> None:
+def _compare_gradients(
+    comparison: Comparison, plain: nn.Module, sharded: nn.Module, way: Way
+) -> None:
     """Compare averaged gradients, and give them to the unsharded copy."""
     reductions = reductions_of(root_of(sharded))
     params = dict(plain.named_parameters())
@@ -282,7 +284,10 @@ def _compare_gradients(comparison: Comparison, plain: nn.Module, sharded: nn.Mod
             continue
         users = [rank for rank, names in enumerate(used) if name in names]
         if not users:
-            comparison.add(name, "its gradient", None, shard.grad)
+            seen = None if shard.grad is None else rows_of(shard.grad)
+            # set_reduce_scatter_unused_params(True) gives zeros to parameters that no rank uses.
+            expected = None if seen is None or way.reaches_all else torch.zeros_like(seen)
+            comparison.add(name, "its gradient", expected, seen)
             continue
         param.grad = _compare_gradient(comparison, name, param, shard, reductions[shard], users)
 
