@@ -70,7 +70,7 @@ def test_conversions_reach_the_shards_of_wrapped_modules() -> None:
 def copied() -> None:
     wrapped = FSDP(nn.Linear(2, 2))
     for module in (wrapped, wrapped.module, nn.Sequential(wrapped)):
-        with pytest.raises(NotImplementedError, match="deep-copied"):
+        with pytest.raises(NotImplementedError, match="does not support deepcopy"):
             copy.deepcopy(module)
 
 

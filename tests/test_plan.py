@@ -265,7 +265,7 @@ def _wrapped_as_fsdp1() -> None:
         )
         planned = plan(model)
         assert len(planned.units) == 4
-    expect_as_planned(model.module, train(model), planned)
+    expect_as_planned(model._sharded, train(model), planned)
 
 
 def test_a_model_wrapped_as_by_fsdp1_has_what_was_planned() -> None:
@@ -545,7 +545,7 @@ def _tied() -> nn.Module:
             ValueError,
             "is not a module of Net",
         ),
-        (on_meta, {"units": nn.ModuleList}, ValueError, "has no forward"),
+        (on_meta, {"units": nn.ModuleList}, ValueError, "do not implement forward"),
         (
             on_meta,
             {"link": "avian"},

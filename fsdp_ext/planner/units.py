@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_ext.comm.link import Link
 from fsdp_ext.planner.meta_copies import meta_copy
-from fsdp_ext.sharding.arguments import check_modules
+from fsdp_ext.sharding.arguments import check_containers, check_modules
 from fsdp_ext.sharding.flat_parameter import own_parameters_shown
 from fsdp_ext.sharding.module_state import (
     ModuleState,
@@ -286,6 +286,7 @@ def _check_choice(model: nn.Module, below: list[nn.Module], entry: Any, caller: 
 
 def _shard(module: nn.Module, ranks: PlannedRanks, settings: UnitSettings) -> None:
     check_modules([module])
+    check_containers([module])
     params = managed_params([module], set())
     name = type(module).__name__
     for param, param_name in params.items():
