@@ -36,7 +36,11 @@ FULL, GRAD_OP, NO_SHARD = (
 )
 HYBRID = ShardingStrategy.HYBRID_SHARD
 # (strategy, use_orig_params)
-KINDS = [(strategy, orig) for strategy in (FULL, GRAD_OP, NO_SHARD) for orig in (False, True)]
+KINDS = [
+    pytest.param(strategy, orig, marks=[pytest.mark.exhaustive] if strategy is GRAD_OP else [])
+    for strategy in (FULL, GRAD_OP, NO_SHARD)
+    for orig in (False, True)
+]
 # What a user does with gradients.
 Action = Callable[[nn.Module], object]
 
