@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from support.launcher import run_ranks
 from support.matrix import exhaustive
+from support.parity import tolerance
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -42,7 +43,8 @@ def backward(model: Any, number: int) -> None:
 
 def expect_equal(got: Any, expected: Tensor) -> None:
     got = got.full_tensor() if isinstance(got, DTensor) else got
-    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    relative, absolute = tolerance(dist.get_world_size())
+    torch.testing.assert_close(got, expected, rtol=relative, atol=absolute)
 
 
 def average(tensor: Tensor) -> Tensor:
