@@ -116,7 +116,7 @@ def shows_and_reduces(options: dict[str, Any], together: bool) -> None:
 
 CASES: list[dict[str, Any]] = [
     {"bucket_bytes": 0},
-    {"max_message_bytes": 64, "reshard_after_forward": False},
+    {"max_message_bytes": 96, "reshard_after_forward": False},
 ]
 
 

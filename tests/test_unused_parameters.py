@@ -93,13 +93,22 @@ def batch(step: int, rank: int) -> Tensor:
     return torch.randn(5, DIM, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def average_gradients(replicas: list[nn.Module]) -> dict[str, Tensor | None]:
-    """The gradients of all ranks' replicas, averaged; None where no replica has one."""
+def average_gradients(
+    replicas: list[nn.Module], ranks_of_a_set: int | None = None
+) -> dict[str, Tensor | None]:
+    """The gradients of all ranks' replicas, averaged; None where no replica has one.
+
+    Gradients are added up within each set of ranks that shards the model, then over the sets.
+    """
+    ranks = ranks_of_a_set or len(replicas)
     averages: dict[str, Tensor | None] = {}
     for name, _ in replicas[0].named_parameters():
         grads = [dict(replica.named_parameters())[name].grad for replica in replicas]
-        used = [grad for grad in grads if grad is not None]
-        averages[name] = sum(used) / len(replicas) if used else None
+        sums = []
+        for first in range(0, len(grads), ranks):
+            used = [grad for grad in grads[first : first + ranks] if grad is not None]
+            sums += [sum(used)] if used else []
+        averages[name] = sum(sums) / len(replicas) if sums else None
     return averages
 
 
@@ -218,7 +227,7 @@ def train(
         replicas = [copy.deepcopy(reference) for _ in range(dist.get_world_size())]
         for rank, replica in enumerate(replicas):
             run_reference(replica, step, rank).square().mean().backward()
-        expected = average_gradients(replicas)
+        expected = average_gradients(replicas, None if mesh is None else mesh[-1])
         run(model, step, dist.get_rank()).square().mean().backward()
         if reduces_unused:  # what no rank uses has zeros then
             for name, param in reference.named_parameters():
