@@ -9,27 +9,27 @@ namespace fsdp {
 
 class ModuleAttribute {
  public:
-  // If `is_plain`, module.__dict__ has it, because the unit has a flat parameter, and otherwise
-  // module._parameters. `calls_setattr` says whether the module's own __setattr__ sets it. `holder`
-  // is module._parameters if neither holds. Otherwise it is a weak reference to the module, because
-  // the module refers to its hooks, which refer to the unit.
+  // `is_plain`: the unit has a flat parameter, so the attribute is in module.__dict__ instead of
+  // module._parameters. `calls_setattr`: the module's class overrides __setattr__, which then makes
+  // each swap. `holder` is a weak reference to the module if one of the two is set, since the
+  // module refers to its hooks and these to the unit. Otherwise it is module._parameters.
   ModuleAttribute(pybind11::object holder, pybind11::str name, std::size_t parameter, bool is_plain,
                   bool calls_setattr);
 
   std::size_t parameter() const { return parameter_; }  // its index in the unit
 
-  // Replaces one object by another. Returns false, and changes nothing, if the module has something
-  // else. A deleted module has nothing to change. Needs the GIL. Throws python_error if the
-  // module's
+  // Replaces `from` by `to`. Returns false and changes nothing if the attribute is not `from`.
+  // Does nothing if the module was deleted. Needs the GIL. Throws python_error if the module's
   // __setattr__ raises.
   bool swap(PyObject* from, PyObject* to) const;
-  // Sets it past the module's __setattr__. Needs the GIL.
+  // Sets the attribute without calling __setattr__. Needs the GIL.
   void put(PyObject* value) const;
 
   // The interpreter has ended, so its objects are left alone.
   void release();
 
-  // Whether this thread sets one by the module's __setattr__, which registers it with the module.
+  // Whether this thread is inside a swap that calls __setattr__. The module then registers the
+  // parameter, which is not a change by the user.
   static bool is_being_set();
 
  private:

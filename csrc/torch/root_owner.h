@@ -39,9 +39,9 @@ class RootOwner {
       check_from_outside(seen);
     }
   }
-  // Whether check() would throw.
+  // Whether another thread uses the root, so that check() throws.
   bool is_of_another_thread() const;
-  // This thread begins another use, if it is the owner.
+  // Records what the owner does from now on. Does nothing on other threads.
   void change(Use use);
   // Call it after enter(), in the first hook of a backward.
   void begin_backward();
