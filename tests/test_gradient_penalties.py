@@ -47,7 +47,6 @@ def penalised() -> None:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, reshard_after_forward=False, bucket_bytes=0)
     fully_shard(model, reshard_after_forward=False, bucket_bytes=0)
-    model.set_reshard_after_backward(False)
     want = trained(critic(), list(range(dist.get_world_size())))
     for mine, theirs in zip(trained(model, [dist.get_rank()]), want, strict=True):
         torch.testing.assert_close(mine, theirs)

@@ -324,7 +324,8 @@ void Pipeline::gather_in_backward(Unit& unit) {
 
 void Pipeline::reshard_in_backward(Unit& unit) {
   ledger_.close(unit.computing, device_.compute_stream());
-  if (unit.reshard_after_backward && backward_may_reshard_) {
+  const bool is_read_again = is_second_backward_ && !unit.reshard_after_forward;
+  if (unit.reshard_after_backward && backward_may_reshard_ && !is_read_again) {
     gatherer_.reshard(unit);
     reshard_behind(unit);
   }
@@ -382,6 +383,7 @@ void Pipeline::end_backward() try {
   ledger_.enter_phase(Phase::Other);
   gatherer_.join_capture();
   state_ = in_forward() ? PipelineState::Forward : PipelineState::Idle;
+  is_second_backward_ = !backward_may_reshard_;
   order_check_.end_backward();
   if (!forward_order_.is_recorded()) {
     finish_recording();
@@ -479,6 +481,7 @@ void Pipeline::reset(bool drops_gradients) try {
     }
   }
   state_ = PipelineState::Idle;
+  is_second_backward_ = false;
   ledger_.leave_iteration();
   ledger_.enter_phase(Phase::Other);
   forward_order_.reset();

@@ -237,6 +237,7 @@ class Pipeline {
   bool is_last_backward_ = true;
   bool forward_keeps_ = true;         // whether this forward makes group shards for a backward
   bool backward_may_reshard_ = true;  // of the backward that runs
+  bool is_second_backward_ = false;   // the last one did not reshard; Note [double backward]
   bool backward_accumulates_ = true;
 };
 

@@ -217,8 +217,7 @@ void TorchUnit::join(const std::shared_ptr<TorchRoot>& root, std::string name, i
                                "' was read while it is freed. Read parameters in the forward of "
                                "their module, or call unshard() on it before. After a backward "
                                "with create_graph=True, the second backward reads it: pass "
-                               "reshard_after_forward=False to fully_shard, and call "
-                               "set_reshard_after_backward(False).");
+                               "reshard_after_forward=False to fully_shard.");
   free_storages();
 }
 

@@ -39,7 +39,9 @@
 // Note [double backward]
 // A backward with create_graph=True makes a graph that reads the parameters again, and no hook runs
 // before that. So this backward does not reshard the units that it passes. The next backward
-// without create_graph, or the next forward after an optimizer's step, reshards them. Until then
+// without create_graph, or the next forward after an optimizer's step, reshards them. That backward
+// may be the one that reads them again, after it has passed them. So it reshards units with
+// reshard_after_forward=False only at its end. Forwards in between reshard all others. Until then
 // users see the sharded parameters if this backward has given them gradients.
 //
 // Note [units of one module]
