@@ -13,6 +13,7 @@
 #include "device/host_stream.h"
 #include "torch/backend_messages.h"
 #include "torch/dtype.h"
+#include "torch/with_python.h"
 
 namespace py = pybind11;
 
@@ -33,14 +34,6 @@ class InlineCommunicator final : public Communicator {
  public:
   InlineCommunicator(py::object collectives, const InlineRank& place)
       : collectives_(std::move(collectives)), place_(place) {}
-  ~InlineCommunicator() override {
-    if (Py_IsInitialized() == 0) {
-      collectives_.release();
-      return;
-    }
-    const py::gil_scoped_acquire gil;
-    collectives_ = py::object();
-  }
 
   const char* transport() const override { return "process_group"; }
   int rank() const override { return place_.rank; }
@@ -151,7 +144,7 @@ class InlineCommunicator final : public Communicator {
         view_of(input, bytes, DType::Bytes));
   }
 
-  py::object collectives_;
+  HeldObject collectives_;
   InlineRank place_;
   const std::string unnamed_ = "a collective";
   const std::string* what_ = &unnamed_;

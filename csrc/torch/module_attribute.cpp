@@ -77,11 +77,6 @@ void ModuleAttribute::set_by_module(PyObject* value) const {
   });
 }
 
-void ModuleAttribute::release() {
-  holder_.release();
-  name_.release();
-}
-
 bool ModuleAttribute::is_being_set() { return is_setting; }
 
 }  // namespace fsdp

@@ -5,6 +5,8 @@
 
 #include <cstddef>
 
+#include "torch/with_python.h"
+
 namespace fsdp {
 
 class ModuleAttribute {
@@ -25,9 +27,6 @@ class ModuleAttribute {
   // Sets the attribute without calling __setattr__. Needs the GIL.
   void put(PyObject* value) const;
 
-  // The interpreter has ended, so its objects are left alone.
-  void release();
-
   // Whether this thread is inside a swap that calls __setattr__. The module then registers the
   // parameter, which is not a change by the user.
   static bool is_being_set();
@@ -36,8 +35,8 @@ class ModuleAttribute {
   pybind11::object dict() const;
   void set_by_module(PyObject* value) const;
 
-  pybind11::object holder_;
-  pybind11::str name_;
+  HeldObject holder_;
+  HeldObject name_;
   std::size_t parameter_;
   bool is_plain_;
   bool calls_setattr_;

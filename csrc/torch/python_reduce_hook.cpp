@@ -12,24 +12,12 @@
 
 #include "device/host_stream.h"
 #include "torch/dtype.h"
+#include "torch/with_python.h"
 
 namespace py = pybind11;
 
 namespace fsdp {
 namespace {
-
-// Frees a Python object on any thread.
-struct ReleaseWithGil {
-  void operator()(py::object* object) const {
-    if (Py_IsInitialized() == 0) {
-      object->release();
-    } else {
-      const py::gil_scoped_acquire gil;
-      *object = py::object();
-    }
-    delete object;
-  }
-};
 
 // The work on a stream owns the hook and the user's function, too, because a user may set another
 // one meanwhile.
@@ -38,18 +26,9 @@ class PythonReduceHook final : public ReduceHook,
  public:
   PythonReduceHook(py::object weak_function, at::Device device)
       : weak_function_(std::move(weak_function)), device_(device) {}
-  ~PythonReduceHook() override {
-    if (Py_IsInitialized() == 0) {
-      weak_function_.release();
-      return;
-    }
-    const py::gil_scoped_acquire gil;
-    weak_function_ = py::object();
-    error_ = nullptr;
-  }
 
   void issue(Stream& stream, const HookTensors& tensors) override {
-    const std::shared_ptr<py::object> function = this->function();
+    const std::shared_ptr<HeldObject> function = this->function();
     if (device_.is_cpu()) {
       static_cast<HostQueue&>(stream).enqueue([hook = shared_from_this(), function, tensors] {
         hook->call(*function, tensors, nullptr);
@@ -76,9 +55,9 @@ class PythonReduceHook final : public ReduceHook,
   }
 
   // Returns None if the user's function has been freed.
-  std::shared_ptr<py::object> function() const {
+  std::shared_ptr<HeldObject> function() const {
     const py::gil_scoped_acquire gil;
-    return {new py::object(weak_function_()), ReleaseWithGil()};
+    return std::make_shared<HeldObject>(weak_function_());
   }
 
   void call(const py::object& function, const HookTensors& tensors, void* stream) {
@@ -98,7 +77,7 @@ class PythonReduceHook final : public ReduceHook,
     }
   }
 
-  py::object weak_function_;
+  HeldObject weak_function_;
   at::Device device_;
   std::exception_ptr error_;  // written on the stream
 };

@@ -17,20 +17,6 @@ py::object local_tensor(py::handle gradient) {
 
 }  // namespace
 
-ShardedGradients::~ShardedGradients() {
-  if (Py_IsInitialized() == 0) {
-    for (Gradient& gradient : gradients_) {
-      gradient.object.release();
-      gradient.local.release();
-    }
-    make_.release();
-    return;
-  }
-  const py::gil_scoped_acquire gil;
-  gradients_.clear();
-  make_ = py::object();
-}
-
 void ShardedGradients::bind(py::object make, std::size_t count, bool is_of_flat_parameter) {
   make_ = std::move(make);
   count_ = count;

@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "torch/flat_tensor.h"
+#include "torch/with_python.h"
 
 namespace fsdp {
 
@@ -31,7 +32,6 @@ class ShardedGradients {
  public:
   // `flat` has layout.gradient_bytes().
   explicit ShardedGradients(at::Tensor flat) : flat_(std::move(flat), {}) {}
-  ~ShardedGradients();
 
   ShardedGradients(const ShardedGradients&) = delete;
   ShardedGradients& operator=(const ShardedGradients&) = delete;
@@ -70,8 +70,8 @@ class ShardedGradients {
     std::size_t references() const;
 
     at::Tensor tensor;
-    pybind11::object object;
-    pybind11::object local;
+    HeldObject object;
+    HeldObject local;
     std::size_t own_references = 0;  // while its parameter does not have it
   };
 
@@ -80,7 +80,7 @@ class ShardedGradients {
 
   FlatTensor flat_;
   std::size_t count_ = 0;
-  pybind11::object make_;
+  HeldObject make_;
   std::vector<Gradient> gradients_;  // empty after release
   bool is_shared_ = false;
   bool is_of_flat_parameter_ = false;

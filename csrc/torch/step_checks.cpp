@@ -6,15 +6,6 @@ namespace py = pybind11;
 
 namespace fsdp {
 
-StepChecks::~StepChecks() {
-  if (Py_IsInitialized() == 0) {
-    compare_.release();
-    return;
-  }
-  const py::gil_scoped_acquire gil;
-  compare_ = py::object();
-}
-
 void StepChecks::compare(const std::vector<UnitLook::Numbers>& units) const {
   with_python([&] {
     const py::object compare = compare_();

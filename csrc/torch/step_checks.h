@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "torch/unit_look.h"
+#include "torch/with_python.h"
 
 namespace fsdp {
 
@@ -19,7 +20,6 @@ class StepChecks {
   // each unit. It compares them with those of other ranks.
   StepChecks(std::int64_t every, pybind11::object compare)
       : every_(every), compare_(std::move(compare)) {}
-  ~StepChecks();
 
   StepChecks(const StepChecks&) = delete;
   StepChecks& operator=(const StepChecks&) = delete;
@@ -33,7 +33,7 @@ class StepChecks {
  private:
   std::int64_t every_;
   std::int64_t step_ = 0;
-  pybind11::object compare_;
+  HeldObject compare_;
 };
 
 }  // namespace fsdp

@@ -64,14 +64,10 @@ TorchRoot::TorchRoot(std::shared_ptr<Lanes> lanes, std::shared_ptr<Lanes> replic
 }
 
 TorchRoot::~TorchRoot() {
-  if (Py_IsInitialized() == 0) {
-    when_stale_.release();
-    before_backward_.release();
+  if (python_ends()) {
     return;
   }
   const py::gil_scoped_acquire gil;
-  when_stale_ = py::object();
-  before_backward_ = py::object();
   retire();
   units_.clear();
 }
@@ -190,7 +186,7 @@ void TorchRoot::abandon_backward(std::uint64_t pass) noexcept {
     return;
   }
   backward_failed_ = true;
-  if (pipeline_ == nullptr || Py_IsInitialized() == 0) {
+  if (pipeline_ == nullptr || python_ends()) {
     owner_.leave_backward();
     return;
   }

@@ -15,6 +15,7 @@
 #include "torch/root_owner.h"
 #include "torch/step_checks.h"
 #include "torch/torch_unit.h"
+#include "torch/with_python.h"
 
 namespace fsdp {
 
@@ -114,8 +115,8 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   std::unique_ptr<Pipeline> pipeline_;
   std::vector<std::shared_ptr<TorchUnit>> units_;
   GraphCalls graph_calls_;
-  pybind11::object when_stale_;
-  pybind11::object before_backward_;  // null if there is nothing to call
+  HeldObject when_stale_;
+  HeldObject before_backward_;  // null if there is nothing to call
   std::uint64_t seen_module_changes_ = module_changes();
   std::shared_ptr<StepChecks> checks_;  // may be null
   bool is_checking_ = false;            // in a checked step

@@ -136,28 +136,7 @@ TorchUnit::TorchUnit(UnitLayout layout, UnitTensors tensors, ForwardCasts casts,
   }
 }
 
-TorchUnit::~TorchUnit() {
-  set_shows(false);
-  if (Py_IsInitialized() == 0) {
-    for (py::object& object : sharded_) object.release();
-    for (py::object& object : unsharded_objects_) object.release();
-    for (py::object& object : place_gradient_) object.release();
-    extensions_.release();
-    flat_parameter_.release();
-    wrap_.release();
-    for (ModuleAttribute& attribute : attributes_) attribute.release();
-    return;
-  }
-  // The last owner may be a graph that autograd's thread drops.
-  const py::gil_scoped_acquire gil;
-  sharded_.clear();
-  unsharded_objects_.clear();
-  place_gradient_.clear();
-  extensions_ = py::object();
-  flat_parameter_ = py::object();
-  wrap_ = py::object();
-  attributes_.clear();
-}
+TorchUnit::~TorchUnit() { set_shows(false); }
 
 std::vector<at::Tensor> TorchUnit::unsharded_views() const {
   std::vector<at::Tensor> views;

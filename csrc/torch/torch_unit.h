@@ -76,6 +76,7 @@
 #include "torch/module_attribute.h"
 #include "torch/sharded_gradients.h"
 #include "torch/unit_look.h"
+#include "torch/with_python.h"
 
 namespace fsdp {
 
@@ -287,18 +288,18 @@ class TorchUnit final : public UnitPort,
   c10::intrusive_ptr<c10::StorageImpl> storage_;
   std::vector<GatheredInput> inputs_;
 
-  std::vector<pybind11::object> sharded_;
+  std::vector<HeldObject> sharded_;
   std::vector<at::Tensor> unsharded_;
-  std::vector<pybind11::object> unsharded_objects_;
-  std::vector<pybind11::object> place_gradient_;
-  pybind11::object extensions_;
+  std::vector<HeldObject> unsharded_objects_;
+  std::vector<HeldObject> place_gradient_;
+  HeldObject extensions_;
   bool has_extensions_ = false;
-  pybind11::object flat_parameter_;
+  HeldObject flat_parameter_;
   bool has_flat_ = false;
   std::vector<std::size_t> trainable_;  // parameter of each trainable index
   std::vector<char> got_gradient_;      // in this backward, of each trainable index
   bool keeps_gradients_ = false;
-  pybind11::object wrap_;
+  HeldObject wrap_;
   std::vector<Shown> shown_;  // of each gradient
   bool shows_ = false;        // any of them
   bool had_gradients_ = false;

@@ -1,3 +1,10 @@
+// Python from threads that may not hold the GIL.
+//
+// Note [end of Python]
+// Any thread may free a Python object: the last owner may be a graph that a thread of autograd
+// drops. A thread that waits for the GIL when the interpreter ends is ended, and mostly the process
+// with it ("terminate called without an active exception"). So once fsdp_ext's handler at exit has
+// called note_exit(), threads without the GIL leave objects alone.
 #pragma once
 
 #include <torch/csrc/Exceptions.h>
@@ -6,6 +13,24 @@
 #include <utility>
 
 namespace fsdp {
+
+// See Note [end of Python].
+void note_exit();
+bool python_ends();  // for the calling thread
+
+// A Python object that any thread may free: Note [end of Python].
+class HeldObject : public pybind11::object {
+ public:
+  HeldObject() = default;
+  HeldObject(pybind11::object object) : pybind11::object(std::move(object)) {}
+  HeldObject(const HeldObject& other) = default;
+  HeldObject(HeldObject&& other) noexcept = default;
+  HeldObject& operator=(HeldObject other) noexcept {
+    std::swap(m_ptr, other.m_ptr);
+    return *this;
+  }
+  ~HeldObject();
+};
 
 // Calls `call`, which runs Python, on a thread that may be autograd's.
 template <typename Call>

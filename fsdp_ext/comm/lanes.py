@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from fsdp_ext import _C
 from fsdp_ext._util.warn import warn_caller
+from fsdp_ext.comm.at_exit import let_threads_finish
 from fsdp_ext.comm.flights import record_flights
 from fsdp_ext.comm.inline_group import InlineCollectives, is_inline
 from fsdp_ext.comm.nccl_settings import check_agreement, nccl_settings, pack_multiprocessors
@@ -258,7 +259,8 @@ def group_beside(group: dist.ProcessGroup, device: torch.device, user: str) -> d
 @functools.cache
 def _clear_at_exit() -> None:
     """Free the lanes at exit, while torch and the devices still exist."""
-    atexit.register(_lanes.clear)
+    atexit.register(let_threads_finish)
+    atexit.register(_lanes.clear)  # handlers run in the opposite order
 
 
 def check_lanes() -> None:

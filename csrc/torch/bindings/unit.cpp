@@ -72,6 +72,7 @@ void register_unit(py::module_& m) {
       .def_property_readonly("layout", &TorchUnit::layout);
   m.def("note_optimizer_step", &note_optimizer_step);
   m.def("count_optimizer_steps_by_thread", &count_optimizer_steps_by_thread);
+  m.def("note_exit", &note_exit);
   m.def("any_unit_shows_gradients", &any_unit_shows_gradients);
   m.def("note_module_change", &note_module_change);
 }
