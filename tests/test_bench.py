@@ -132,6 +132,7 @@ def test_offloaded_systems_reach_the_same_loss(tmp_path: Path) -> None:
     assert len({round(row["loss"], 4) for row in rows}) == 1
 
 
+@pytest.mark.exhaustive
 def test_the_cost_of_checked_steps_is_measured(tmp_path: Path) -> None:
     printed, rows = _run("health", tmp_path / "health.json", "--ranks", "1")
     *steps, verify = rows

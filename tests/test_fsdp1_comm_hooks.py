@@ -20,6 +20,7 @@ from support.fsdp1_parity import (
     train,
 )
 from support.launcher import run_ranks
+from support.matrix import exhaustive_cases
 from support.models import FewRows, Stack
 from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
@@ -76,8 +77,14 @@ def _beside_fsdp1(options: dict[str, Any], transport: str) -> None:
         assert_equal(*results)
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
-@pytest.mark.parametrize("options", [{}, NO_SHARD], ids=["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize(
+    ("options", "transport"),
+    [
+        ({}, "shared_memory"),
+        (NO_SHARD, "process_group"),
+        *exhaustive_cases(({}, "process_group"), (NO_SHARD, "shared_memory")),
+    ],
+)
 def test_a_hook_reduces_as_under_fsdp1(options: dict[str, Any], transport: str) -> None:
     run_ranks(_beside_fsdp1, 2, options, transport)
 

@@ -12,6 +12,7 @@ from support import models
 from support.fsdp1_flat import WRAPPERS, adamw, flat_of, sgd, torchs, train
 from support.fsdp1_parity import BF16, BY_BLOCK, assert_equal, make, run
 from support.launcher import run_ranks
+from support.matrix import exhaustive
 from support.models import Mlp, Stack, Subject, Transformer
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -104,9 +105,12 @@ PARITY: dict[str, Case] = {
     # FSDP1 needs a GPU for that.
     "offloaded": (Stack, {**BY_BLOCK_ARGS, "cpu_offload": CPUOffload(True)}, False, (ORIGINAL,)),
 }
+QUICK = ("a transformer", "uneven rows", "activation checkpointing", "NO_SHARD", "offloaded")
 
 
-@pytest.mark.parametrize("name", PARITY)
+@pytest.mark.parametrize(
+    "name", [*QUICK, *exhaustive(*(name for name in PARITY if name not in QUICK))]
+)
 def test_trains_as_with_original_parameters_and_as_under_fsdp1(name: str) -> None:
     run_ranks(parity, 2, *PARITY[name])
 

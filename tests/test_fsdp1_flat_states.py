@@ -11,6 +11,7 @@ from support import models
 from support.fsdp1_flat import WRAPPERS, adamw, flat_of, sgd, torchs, train
 from support.fsdp1_parity import BY_BLOCK, assert_equal, make
 from support.launcher import run_ranks
+from support.matrix import exhaustive
 from support.models import Stack
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
@@ -216,7 +217,9 @@ def loaded_optimizer_states(kind: StateDictType) -> None:
             assert_equal(train(other, model, optimizer, first=2, steps=2), want)
 
 
-@pytest.mark.parametrize("kind", [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT])
+@pytest.mark.parametrize(
+    "kind", [StateDictType.SHARDED_STATE_DICT, *exhaustive(StateDictType.FULL_STATE_DICT)]
+)
 def test_training_goes_on_from_what_either_kind_of_wrapper_has_saved(kind: StateDictType) -> None:
     run_ranks(loaded_optimizer_states, 2, kind)
 

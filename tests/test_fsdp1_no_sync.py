@@ -22,6 +22,7 @@ from support.fsdp1_parity import (
     run,
 )
 from support.launcher import run_ranks
+from support.matrix import exhaustive, exhaustive_cases
 from support.models import Stack, Subject
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -37,9 +38,9 @@ FULL, GRAD_OP, NO_SHARD = (
 HYBRID = ShardingStrategy.HYBRID_SHARD
 # (strategy, use_orig_params)
 KINDS = [
-    pytest.param(strategy, orig, marks=[pytest.mark.exhaustive] if strategy is GRAD_OP else [])
-    for strategy in (FULL, GRAD_OP, NO_SHARD)
-    for orig in (False, True)
+    (FULL, True),
+    (NO_SHARD, False),
+    *exhaustive_cases((FULL, False), (NO_SHARD, True), (GRAD_OP, True)),
 ]
 # What a user does with gradients.
 Action = Callable[[nn.Module], object]
@@ -252,7 +253,7 @@ def in_low_precision(strategy: ShardingStrategy, orig: bool) -> None:
         assert_equal(train(*ours, program), train(*reference, program))
 
 
-@pytest.mark.parametrize("orig", [False, True])
+@pytest.mark.parametrize("orig", [True, *exhaustive(False)])
 def test_low_precision_sums_are_those_of_fsdp1(orig: bool) -> None:
     run_ranks(in_low_precision, 2, FULL, orig)
 
@@ -264,7 +265,7 @@ def over_replicas(orig: bool) -> None:
         assert_equal(train(*ours, PROGRAMS[name]), train(*reference, PROGRAMS[name]))
 
 
-@pytest.mark.parametrize("orig", [False, True])
+@pytest.mark.parametrize("orig", [True, *exhaustive(False)])
 def test_it_counts_over_replicas(orig: bool) -> None:
     run_ranks(over_replicas, 4, orig)
 
@@ -332,7 +333,7 @@ def freezes(orig: bool) -> None:
     assert_equal(freeze(wrapped, model), freeze(plain, plain))
 
 
-@pytest.mark.parametrize("orig", [False, True])
+@pytest.mark.parametrize("orig", [True, *exhaustive(False)])
 def test_a_frozen_parameter_keeps_what_it_has_accumulated(orig: bool) -> None:
     run_ranks(freezes, 2, orig)
 

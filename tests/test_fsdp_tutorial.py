@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 TUTORIAL = Path(__file__).resolve().parents[1] / "examples" / "fsdp_tutorial.py"
@@ -29,6 +30,7 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.exhaustive
 def test_it_learns_as_with_fsdp1_and_saves_what_a_plain_network_loads(tmp_path: Path) -> None:
     sizes = ["--epochs", "2", "--images", "768", "--width", "128", "--save", str(tmp_path)]
     printed = run(*sizes, "--systems", "fsdp_ext", "fsdp1", "ddp")

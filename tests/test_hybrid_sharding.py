@@ -189,7 +189,7 @@ BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
         ),
         dataclasses.replace(HYBRID, fact="clipped gradients", step=clip),
     ],
-    quick=(2, 4),
+    quick=(2,),
 )
 def test_hybrid_sharding_trains_as_fsdp2_does(case: Case, world_size: int) -> None:
     check(case, world_size)

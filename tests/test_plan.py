@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from support import models
 from support.launcher import run_ranks
-from support.matrix import exhaustive
+from support.matrix import exhaustive, exhaustive_cases
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -80,10 +80,11 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "nothing reshards": ({"reshard_after_forward": False}, {}),
     "the root reshards, too": ({"reshard_after_forward": True}, {}),
 }
-QUICK = ("defaults", "bf16 on the wire", "nothing reshards")
-each_setting = pytest.mark.parametrize(
-    "settings", [*QUICK, *exhaustive(*(name for name in SETTINGS if name not in QUICK))]
-)
+
+
+def each_setting(*quick: str) -> pytest.MarkDecorator:
+    others = [name for name in SETTINGS if name not in quick]
+    return pytest.mark.parametrize("settings", [*quick, *exhaustive(*others)])
 
 
 def make(subject: type[models.Subject], settings: str) -> Any:
@@ -177,14 +178,14 @@ def _trains_as_planned(settings: str, transports: list[Any]) -> int:
     return compared
 
 
-@each_setting
+@each_setting("defaults", "nothing reshards")
 def test_many_simulated_ranks_have_what_was_planned(settings: str) -> None:
     transports = [Simulated(size, FAST) for size in (1, 3, 12)]
     transports.append(Simulated(12, FAST, replicas=4))
     assert run_ranks(_trains_as_planned, 1, settings, transports) == [4 * len(SUBJECTS)]
 
 
-@each_setting
+@each_setting("bf16 on the wire")
 def test_two_ranks_have_what_was_planned(settings: str) -> None:
     transports = ["process_group", None]
     assert run_ranks(_trains_as_planned, 2, settings, transports) == [2 * len(SUBJECTS)] * 2
@@ -195,7 +196,7 @@ HYBRID = [models.NestedUnits, models.Transformer, models.FrozenUnit, models.FewR
 
 def _sets_of_one_rank() -> None:
     mesh = init_device_mesh("cpu", (2, 1))
-    for subject, settings in itertools.product(HYBRID, QUICK):
+    for subject, settings in itertools.product(HYBRID, ("bf16 on the wire", "nothing reshards")):
         model = sharded(subject, settings, None, mesh)
         planned = plan(model)
         assert (planned.world_size, planned.replicas) == (2, 2)
@@ -228,8 +229,17 @@ def _trains_as_planned_with_replicas(settings: str, transport: str | None) -> No
     assert (elsewhere.replicas, elsewhere.units) == (2, plan(model, 6, replicas=1).units)
 
 
-@each_setting
-@pytest.mark.parametrize("transport", [None, *exhaustive("process_group")])
+@pytest.mark.parametrize(
+    ("settings", "transport"),
+    [
+        ("defaults", None),
+        *exhaustive_cases(
+            ("bf16 on the wire", "process_group"),
+            ("nothing reshards", None),
+            ("messages of few rows", "process_group"),
+        ),
+    ],
+)
 def test_two_sets_of_two_ranks_have_what_was_planned(settings: str, transport: str | None) -> None:
     run_ranks(_trains_as_planned_with_replicas, 4, settings, transport)
 

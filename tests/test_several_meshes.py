@@ -265,16 +265,16 @@ GLOO = {"transport": "process_group"}
 FROZEN = Setup(frozen=True, allowed=EXACT)
 QUICK = [
     Setup(),
-    FROZEN,
     dataclasses.replace(FROZEN, ours=GLOO, step=accumulate),
-    Setup(step=accumulate, options={"reshard_after_forward": False}),
     Setup(kind="dtensor", ours={"bucket_bytes": 0}),
     Setup(unused_on=(1,), divides_by=4.0, head="ep"),
     # Ranks send their experts in different numbers of messages.
     Setup(counts=(1, 3), ours={"bucket_bytes": 0, "max_message_bytes": 500}),
 ]
 MORE = [
+    FROZEN,
     Setup(ours=GLOO),
+    Setup(step=accumulate, options={"reshard_after_forward": False}),
     Setup(options={"reshard_after_forward": True}, ours=GLOO, step=evaluate_between),
     Setup(options={"reshard_after_forward": False}, ours=GLOO, kind="dtensor"),
     Setup(kind="dtensor", step=clip_by_mesh),

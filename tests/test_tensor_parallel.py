@@ -174,7 +174,6 @@ def _train_beside_fsdp2(setup: Setup, micro_batches: int) -> None:
         pytest.param(
             Setup((2, 2), TENSOR_PARALLEL), 3, id="tensor parallel", marks=pytest.mark.exhaustive
         ),
-        pytest.param(Setup((2, 2), SEQUENCE_PARALLEL), 1, id="sequence parallel"),
         pytest.param(Setup((2, 2), SEQUENCE_PARALLEL), 3, id="partial sums accumulate"),
         pytest.param(
             Setup((2, 2), SEQUENCE_PARALLEL, ("up",), {"mp_policy": BF16}),
@@ -199,7 +198,12 @@ def _train_beside_fsdp2(setup: Setup, micro_batches: int) -> None:
             id="columns",
             marks=pytest.mark.exhaustive,
         ),
-        pytest.param(Setup((1, 4), TENSOR_PARALLEL), 1, id="shards of one rank"),
+        pytest.param(
+            Setup((1, 4), TENSOR_PARALLEL),
+            1,
+            id="shards of one rank",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_tensor_parallel_models_train_as_under_fsdp2(setup: Setup, micro_batches: int) -> None:

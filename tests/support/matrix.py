@@ -13,3 +13,8 @@ def exhaustive(*values: Any) -> list[Any]:
     @pytest.mark.parametrize("ranks", [1, 2, *exhaustive(3, 4)])
     """
     return [pytest.param(value, marks=pytest.mark.exhaustive) for value in values]
+
+
+def exhaustive_cases(*cases: tuple[Any, ...]) -> list[Any]:
+    """Return what ``exhaustive`` does, of cases that are values of several parameters."""
+    return [pytest.param(*case, marks=pytest.mark.exhaustive) for case in cases]

@@ -227,7 +227,7 @@ class Case:
     Attributes:
         fact: what holds, the name of the test.
         subject: makes the model. Pickle has to find this and all functions here by name.
-        worlds: numbers of ranks.
+        worlds: numbers of ranks, if not those of `each`.
         step: one training step. It returns what is compared besides gradients and parameters.
         optimizer: makes the optimizer of the parameters that require gradients.
         options: more arguments of each `fully_shard` call.
@@ -245,7 +245,7 @@ class Case:
 
     fact: str
     subject: Callable[[], Subject]
-    worlds: tuple[int, ...] = (1, 2, 3)
+    worlds: tuple[int, ...] = ()
     step: StepFunction = train_step
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = sgd
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -497,12 +497,15 @@ def check(case: Case, world_size: int) -> None:
     run_ranks(compare_on_rank, world_size, case, SYSTEM)
 
 
-def each(cases: Iterable[Case], quick: tuple[int, ...] = (2,)) -> pytest.MarkDecorator:
+def each(
+    cases: Iterable[Case], quick: tuple[int, ...] = (2,), more: tuple[int, ...] = (3,)
+) -> pytest.MarkDecorator:
     """Parametrize a test over cases and their numbers of ranks, named by the facts.
 
     Args:
         cases: the cases.
         quick: numbers of ranks that `make test` runs. The others are exhaustive.
+        more: the other numbers of ranks.
     """
     return pytest.mark.parametrize(
         ("case", "world_size"),
@@ -514,6 +517,6 @@ def each(cases: Iterable[Case], quick: tuple[int, ...] = (2,)) -> pytest.MarkDec
                 marks=[] if world in quick else [pytest.mark.exhaustive],
             )
             for case in cases
-            for world in case.worlds
+            for world in case.worlds or (*quick, *more)
         ],
     )
