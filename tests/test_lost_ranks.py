@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import re
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.launcher import run_ranks
+from support.models import DIM, DeliberateFailure, Fragile
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -176,6 +178,34 @@ def test_ranks_whose_process_group_times_out_say_what_each_was_in() -> None:
             "When they failed, rank 0 was in the reduce-scatter of unit '4', rank 1 was in the "
             "all-gather of unit '0'. A rank may hang" in message
         )
+
+
+def _go_on_after_an_early_failure(transport: str) -> None:
+    """Rank 1 fails early in backward, catches that and trains on. Rank 0 does not fail itself."""
+    mesh = _mesh()
+    model: Any = Fragile()
+    for module in [*model.units(), model]:
+        fully_shard(module, mesh=mesh, transport=transport, bucket_bytes=0)
+    batch = torch.ones(2, DIM)
+    model(batch).sum().backward()
+    fails = dist.get_rank() == 1
+    model.failure = "backward" if fails else None
+    loss = model(batch).sum()
+    with pytest.raises(DeliberateFailure) if fails else contextlib.nullcontext():
+        loss.backward()
+    model.failure = None
+    for _ in range(3):
+        model(batch).sum().backward()
+
+
+def _early_failures() -> None:
+    for transport in ("shared_memory", "process_group"):
+        with pytest.raises(RuntimeError, match=r"wait for each other|different collectives"):
+            _go_on_after_an_early_failure(transport)
+
+
+def test_a_caught_failure_of_one_rank_is_found_long_before_the_timeout() -> None:
+    run_ranks(_early_failures, 2, timeout=60.0, fresh=True)
 
 
 # - What the store has
