@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 PROGRAM = """
 import atexit, ctypes, hashlib, os, sys, threading
@@ -34,14 +35,18 @@ computes.wait()
 """
 
 
-def output_of(*args: str) -> str:
+def output_of(directory: Path, *args: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *args], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", PROGRAM, *args],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_workers_of_gloo_finish_before_the_interpreter_ends() -> None:
-    assert output_of("sharded") == "dropped its tensors"
-    assert output_of() == ""  # so without fsdp_ext's handler the worker would be too late
+def test_workers_of_gloo_finish_before_the_interpreter_ends(tmp_path: Path) -> None:
+    assert output_of(tmp_path, "sharded") == "dropped its tensors"
+    assert output_of(tmp_path) == ""  # so without fsdp_ext's handler the worker would be too late
