@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 import fsdp_ext
 
 WORDS, WIDTH, PIECES = 12, 4, 3
+FSDP2_CAN = torch.__version__ >= "2.12"  # before, such a head has DTensors in its forward
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
@@ -135,7 +136,8 @@ def compare(
         )
 
     got = results(fsdp_ext)
-    for expected in [results(torch_fsdp)] + ([results(None)] if policies is PLAIN else []):
+    others = ([torch_fsdp] if FSDP2_CAN else []) + ([None] if policies is PLAIN else [])
+    for expected in map(results, others):
         for mine, other in zip(got, expected, strict=True):
             if not isinstance(mine, Tensor):
                 assert mine == other
@@ -169,6 +171,8 @@ def compare_all(policies_name: str, models: list[tuple[bool, bool, dict[str, Any
     ids=str,
 )
 def test_a_head_that_runs_in_pieces_trains_as_unsharded_and_as_under_fsdp2(setup: Setup) -> None:
+    if setup[0] == "casts" and not FSDP2_CAN:
+        pytest.skip("FSDP2 of this PyTorch cannot train it, and the unsharded model casts nothing")
     run_ranks(compare_all, 2, *setup)
 
 
