@@ -227,8 +227,10 @@ cuda-install: $(CUDA_VENV)/.ready
 	"$(CUDA_BIN)/pip" uninstall --quiet --yes fsdp_ext 2>/dev/null || true
 	FORCE_CUDA=1 "$(CUDA_BIN)/pip" install --quiet --no-build-isolation ".[test,examples]"
 
-# Tests of Python code that is the same in every build.
-PYTHON_ALONE = bench bench_faults causes docs gpu_check imports launcher scaling schedule simulated_group
+# Tests that say nothing about this build: of Python code that is the same in every one, and of
+# processes and hosts.
+PYTHON_ALONE = bench bench_faults causes check_cuda_binary docs exits fsdp1_hosts gpu_check hosts imports launcher \
+  lost_ranks nccl_settings patch plan race report scaling schedule simulated_group train_gpt translate_ptx tune
 
 .PHONY: cuda-build
 cuda-build: cuda-install  ## make the CUDA build in .venv-cuda, look into it, run the tests on the CPU
