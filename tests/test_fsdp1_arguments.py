@@ -206,7 +206,7 @@ def wrong_types() -> None:
             module = nn.Linear(2, 2)
         with pytest.raises(ValueError, match="42"):
             system(module, param_init_fn=wrong)
-    with pytest.raises(ValueError, match="param_init_fn is 42, and has to be callable"):
+    with pytest.raises(ValueError, match="param_init_fn is 42, but has to be callable"):
         FSDP(nn.Linear(2, 2), param_init_fn=wrong)
     wrong = "cpu"
     with pytest.raises(TypeError, match="device_mesh is 'cpu' but must be a DeviceMesh or None"):

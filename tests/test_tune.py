@@ -123,15 +123,15 @@ def _tells_gains_from_noise(result: Tuning) -> None:
 def _says_why_predictions_are_off(result: Tuning) -> None:
     seconds = result.before.measured or 0.0
     for predicted, load, why in (
-        (0.2, 9.5, "steps took longer than the same units and collectives did"),
-        (2.0, 0.5, "steps took less long than"),
+        (0.2, 9.5, "steps took longer than the costs that were measured"),
+        (2.0, 0.5, "steps took less time than"),
         (1.1, 9.5, None),
     ):
         chosen = replace(result.before, predicted=predicted * seconds)
         text = " ".join(str(replace(result, chosen=chosen, load=load)).split())
         assert f"off by {predicted - 1:+.0%}" in text
         assert why is None or why in text
-        assert ("9.5 threads a core" in text) == (why is not None and load > 1)
+        assert ("load average of this machine is 9.5" in text) == (why is not None and load > 1)
         assert why is not None or "steps took" not in text
 
 

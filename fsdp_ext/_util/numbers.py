@@ -10,7 +10,7 @@ from typing import TypeGuard
 LARGEST = 2**63 - 1
 # More ranks than any machine has. Sizes of models on so many ranks still fit into 64 bits.
 MOST_RANKS = 2**24
-# More steps than a measurement needs, each of which takes memory.
+# More steps than a measurement needs; each one takes memory.
 MOST_STEPS = 10**6
 
 

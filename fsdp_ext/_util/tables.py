@@ -16,8 +16,8 @@ def columns(
 ) -> list[str]:
     """Return the lines of a table. Columns ``left`` are left-aligned, the others right-aligned.
 
-    A table that is wider than WIDTH gets several lines a row: in its last column of words, or if
-    that is not enough, in the ones before.
+    If the table is wider than WIDTH, cells of left-aligned columns are wrapped: those of the last
+    such column first.
     """
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     for i in sorted(left, reverse=True):

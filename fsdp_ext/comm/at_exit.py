@@ -1,9 +1,9 @@
 """What happens to process groups and threads when the interpreter ends.
 
-A worker thread of gloo drops the tensors of a collective after it has told the waiting thread. If
-the interpreter ends in between, the worker waits for the GIL, is ended, and ends the process:
-"terminate called without an active exception" (docs/reliability.md, "Symptoms"). So the handler
-here, which runs before that, waits until these threads sleep.
+A worker thread of gloo frees the tensors of a collective after it has woken the waiting thread. If
+the interpreter ends in between, it ends the worker, which waits for the GIL, and the process is
+aborted: "terminate called without an active exception" (docs/reliability.md, "Symptoms"). So this
+handler, which runs before that, waits until these threads sleep.
 """
 
 import time

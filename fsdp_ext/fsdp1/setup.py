@@ -61,7 +61,7 @@ def is_wrapper(module: nn.Module) -> bool:
 
 
 def check_booleans(arguments: Mapping[str, object]) -> None:
-    """Raise TypeError if one of the arguments that have to be bools is none."""
+    """Raise TypeError if an argument that has to be a bool is not one."""
     for name in ("sync_module_states", "forward_prefetch", "limit_all_gathers", "use_orig_params"):
         as_bool("FullyShardedDataParallel", name, arguments[name])
 
@@ -90,7 +90,7 @@ def check_arguments(
         )
     if not (param_init_fn is None or callable(param_init_fn)):
         raise ValueError(
-            f"param_init_fn is {param_init_fn!r}, and has to be callable. Pass a function of a "
+            f"param_init_fn is {param_init_fn!r}, but has to be callable. Pass a function of a "
             "module, or None."
         )
     if not isinstance(precision, MixedPrecision):
@@ -120,7 +120,7 @@ def check_communication_hook(is_root: bool, wrappers: Iterable[Any], hook: objec
     """Raise for a communication hook that cannot be set, or not now."""
     if not callable(hook):
         raise ValueError(f"register_comm_hook got {hook!r}. Pass a function.")
-    # Scripts match two of these messages from end to end, so they say no more than FSDP1's.
+    # Scripts match two of these messages as a whole, so they are FSDP1's.
     if not is_root:
         raise MisuseError("register_comm_hook can only be called on a root instance.")
     for wrapper in wrappers:
@@ -183,7 +183,8 @@ def resolve_ignored(
         states: FSDP1's ``ignored_states``.
 
     Raises:
-        ValueError: for both, and for what cannot be ignored.
+        TypeError: if one of them is not a collection.
+        ValueError: if both are passed, or if an element cannot be ignored.
     """
     if modules is not None and states is not None:
         raise ValueError("both ignored_modules and ignored_states were passed. Pass one of them.")
@@ -197,13 +198,13 @@ def resolve_ignored(
         expected, instead = (
             ("ignored_modules expects nn.Module", "Pass parameters as ignored_states.")
             if modules is not None
-            else ("ignored_states expects nn.Parameter or nn.Module", "Pass these only.")
+            else ("ignored_states expects nn.Parameter or nn.Module", "Leave others out.")
         )
         raise ValueError(f"{expected} list elements but got types {types}. {instead}")
     if any(isinstance(state, nn.Module) and is_wrapper(state) for state in given):
         raise ValueError(
-            "ignored modules should not include FSDP modules, but one is wrapped already. Leave it "
-            "out: it is in no other wrapper's unit."
+            "ignored modules should not include FSDP modules, but one of these is wrapped already. "
+            "Leave it out: its parameters belong to its own wrapper."
         )
     ignored: set[nn.Module] = set()
     params: set[nn.Parameter] = set()
@@ -222,7 +223,7 @@ def resolve_ignored(
 
 
 def check_single_device(devices: Iterable[torch.device], device_id: torch.device | None) -> None:
-    """Raise RuntimeError for parameters on several devices, of which ``device_id`` moves only one.
+    """Raise RuntimeError if parameters are on several GPUs, and ``device_id`` moves them to none.
 
     Those on meta are materialised, and those on the host move to the mesh's device.
     """

@@ -291,7 +291,7 @@ class StateDictMethods:
             optim_input: not used.
             optim: its optimizer. None: the parameters are numbered as the model has them.
         """
-        cls.fsdp_modules(model)  # raises for what is no module
+        cls.fsdp_modules(model)  # raises if it is not a module
         params = list(model.parameters()) if optim is None else _params_of(optim)
         names = cls._names_of(params, model)
         keys: dict[Any, Any] = dict(enumerate(names))
@@ -398,7 +398,7 @@ class StateDictMethods:
 
 def _groups_of(optim: Optimizer) -> list[list[nn.Parameter]]:
     if not hasattr(optim, "param_groups"):
-        raise TypeError(f"{optim!r} was passed in place of an optimizer. Pass the model's.")
+        raise TypeError(f"{optim!r} is not an optimizer. Pass the optimizer of the model.")
     return [group["params"] for group in optim.param_groups]
 
 

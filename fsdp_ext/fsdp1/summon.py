@@ -50,7 +50,7 @@ class Summoning:
     with_grads: bool = False
 
     def check(self) -> None:
-        """Raise TypeError for what is no bool, and NotImplementedError where FSDP1 does, too."""
+        """Raise TypeError if a value is no bool, and NotImplementedError where FSDP1 does, too."""
         for name, value in vars(self).items():
             as_bool("summon_full_params", name, value)
         if self.with_grads and self.offload_to_cpu:

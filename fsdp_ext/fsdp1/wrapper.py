@@ -129,10 +129,10 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
             Optimizers that were made before wrapping then go on with these. With False, the
             default, it has a 1-D parameter for each wrapper, over this rank's flat shard. Then all
             parameters of a wrapper need one dtype, and all or none of them are trained. With True
-            parameters keep their shapes, and FSDP1's are 1-D outside of forward. So groups that
-            code makes by ``p.dim() >= 2``, as nanoGPT does, decay the matrices here and nothing
-            under FSDP1. For FSDP1's curve, pass ``weight_decay=0``; for this one under FSDP1, note
-            ``p.dim()`` by name before wrapping.
+            parameters keep their shapes, and FSDP1's are 1-D outside of forward. So with groups by
+            ``p.dim() >= 2``, as in nanoGPT, matrices decay here, and nothing decays under FSDP1. To
+            get FSDP1's losses here, pass ``weight_decay=0``. To get these losses under FSDP1,
+            record ``p.dim()`` by name before wrapping.
         ignored_states: ``ignored_modules`` that may also be parameters; pass one of the two.
         device_mesh: 1-D device mesh to shard over; with hybrid sharding a 2-D mesh, which
             replicates over its first dimension and shards over its second.
@@ -388,8 +388,8 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on each rank; the first backward after the context reduces them.
 
-        Until then ``.grad`` has what this rank has accumulated, whole and not averaged, in the
-        dtype of the computation. What is done to it counts: scaling it, or setting it to None.
+        Until then ``.grad`` is the unsharded sum of this rank's gradients, not averaged, in the
+        dtype of the computation. Changes of it take effect, such as scaling or setting it to None.
 
         Raises:
             RuntimeError: if this is not the root.

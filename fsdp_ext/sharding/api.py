@@ -141,8 +141,8 @@ def fully_shard(
             of ``k`` consecutive ranks, for example those of one host, then keeps one ``k``-th of
             the unsharded parameters, and backward gathers over these ranks only.
         shard_placement_fn: returns the ``Shard(dim)`` of a parameter, None for ``Shard(0)``, or a
-            ``ShardPlacementResult`` of one of them and of the parameter's own mesh, as experts
-            have. Each mesh has a unit of its own then, and all of them run with the modules. The
+            ``ShardPlacementResult``, which also gives the parameter a mesh of its own, as for
+            experts. There is then a unit for each mesh, and all of them run with the modules. The
             size of a dimension other than 0 has to be a multiple of the number of ranks. A message
             carries such a parameter whole, so ``max_message_bytes`` must have room for the largest.
         mp_policy: dtypes of computation, reduction and results
@@ -284,7 +284,7 @@ def _unit_on_mesh(
     reshard_after_forward: bool | int | None,
     settings: UnitSettings,
 ) -> Unit:
-    """Return the unit of a call's parameters on one mesh. The modules have the parameters still."""
+    """Return the unit of a call's parameters on one mesh. The modules are not changed yet."""
     ranks = on_mesh.ranks
     settings = dataclasses.replace(
         settings, reshard_after_forward=resolve_reshard(reshard_after_forward, ranks)

@@ -22,7 +22,7 @@ from fsdp_ext.sharding.module_state import has_state
 from fsdp_ext.sharding.ranks import Ranks
 from fsdp_ext.sharding.settings import AUTO, Auto
 
-# What makes a process group without torchrun.
+# How to make a process group without torchrun.
 _IN_ONE_PROCESS = """In a single process, such as a notebook, run these two lines first:
 
 import torch.distributed as dist
@@ -254,7 +254,7 @@ class ParamsOnMesh:
     Args:
         ranks: the mesh.
         params: the parameters, with names for error messages.
-        shard_dims: the dimensions that ranks share, of parameters for which that is not 0.
+        shard_dims: the sharded dimension of each parameter for which it is not 0.
     """
 
     ranks: Ranks
@@ -269,7 +269,8 @@ def resolve_placements(
 ) -> list[ParamsOnMesh]:
     """Return the parameters by their meshes, the largest mesh first.
 
-    The first unit of the root has to have the ranks of all others. All ranks have the same order.
+    The first unit of a root has to have the ranks of all others. The order is the same on all
+    ranks.
 
     Args:
         shard_placement_fn: the argument of ``fully_shard``.

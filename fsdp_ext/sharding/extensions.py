@@ -54,7 +54,7 @@ def check_can_extend(name: str, part: torch.Tensor, dim: int, settings: UnitSett
     Args:
         name: the parameter's name.
         part: what this rank has of it.
-        dim: the dimension that ranks share.
+        dim: the sharded dimension.
         settings: the unit's.
     """
     if settings.offloads:

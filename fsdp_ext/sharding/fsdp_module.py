@@ -149,17 +149,17 @@ class FSDPModule(TorchFSDPModule):
     ) -> dict[nn.Parameter, tuple[torch.Tensor | None, torch.Tensor | None]]:
         """Return the gradients that backwards have accumulated and not reduced yet.
 
-        They are this rank's, of whole parameters, in the dtype of the reduction. Nothing is sent.
-        The tensors are copies, in memory until the next backward, reduction or ``module.to()``.
-        In-place changes that are made before that count, except those through ``.data``. Call this
-        again afterwards. PyTorch 2.15 does not have this method yet.
+        They are this rank's gradients of the unsharded parameters, in the dtype of the reduction.
+        Nothing is sent. The tensors are copies, which are kept until the next backward, reduction
+        or ``module.to()``. Until then in-place changes take effect, except those through ``.data``.
+        Afterwards call this again. PyTorch 2.15 does not have this method yet.
 
         Args:
             recurse: return those of all units below, too.
 
         Returns:
-            For each sharded parameter with such a gradient: the gradient, and None. FSDP2 has there
-            what it has summed over the ranks of one replica only.
+            For each sharded parameter with such a gradient: the gradient, and None. In the place of
+            None, FSDP2 has a gradient that is reduced over shards, but not yet over replicas.
 
         Raises:
             RuntimeError: while backward runs.
@@ -179,8 +179,8 @@ class FSDPModule(TorchFSDPModule):
     def synchronize_gradients(self, *, recurse: bool = True) -> None:
         """Reduce what backwards have accumulated, add it to ``.grad``, and wait.
 
-        Call it on all ranks after backward. What :meth:`set_requires_gradient_sync` says goes on to
-        hold for later backwards. PyTorch 2.15 does not have this method yet.
+        Call it on all ranks after backward. It does not change the setting of
+        :meth:`set_requires_gradient_sync`. PyTorch 2.15 does not have this method yet.
 
         Args:
             recurse: do it for all units below, too.
@@ -533,7 +533,7 @@ class FSDPModule(TorchFSDPModule):
         return unit
 
     def _fsdp_ext_units(self, recurse: bool, caller: str = "FSDPModule") -> list[Unit]:
-        """Return the units that a call of the method ``caller`` is for."""
+        """Return the units that a call of the method ``caller`` concerns."""
         recurse = as_bool(caller, "recurse", recurse)
         module = cast(nn.Module, self)
         return units_below(module) if recurse else units_of(module)
@@ -544,8 +544,8 @@ class FSDPModule(TorchFSDPModule):
         if len(units) > 1:
             raise ValueError(
                 f"{caller} is not supported with multiple param groups, and the parameters of unit "
-                f"'{units[0].name}' are {len(units)} of them, on as many meshes. Call fully_shard "
-                "on the modules of one mesh first, and this method on each."
+                f"'{units[0].name}' lie on {len(units)} meshes. Call fully_shard for the modules "
+                "of each mesh, and this method on these modules."
             )
         return units[0]
 
@@ -590,8 +590,9 @@ def set_classes(modules: Iterable[nn.Module]) -> None:
         for done, before in changed:
             done.__class__ = before
         raise TypeError(
-            f"fully_shard got a {before.__name__}, whose class it cannot change to a subclass of "
-            f"it and FSDPModule ({error}). Put the module into a plain nn.Module, and shard that."
+            f"fully_shard got a {before.__name__}, whose class it cannot replace by a subclass "
+            f"with FSDPModule's methods ({error}). Put the module into a plain nn.Module, and "
+            "shard that."
         ) from error
 
 

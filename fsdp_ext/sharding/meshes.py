@@ -55,8 +55,8 @@ def check_meshes(units: Sequence[Unit], names: Sequence[str]) -> None:
             raise NotImplementedError(
                 f"the units under one root have several meshes, and that of '{name}' is "
                 f"{mesh.ndim}-D, {tuple(mesh.shape)}. Pass 1-D meshes to each fully_shard, or 2-D "
-                f"meshes with the replicas of the root's: here ranks {_replicas_of(root)} have the "
-                f"same shards of the root, and ranks {_replicas_of(unit)} those of '{name}'."
+                f"meshes with the root's replicas. Ranks {_replicas_of(root)} have the same shard "
+                f"of the root, but ranks {_replicas_of(unit)} have the same shard of '{name}'."
             )
         if unit.device != root.device:
             raise NotImplementedError(
@@ -113,9 +113,9 @@ def _ranks_of(unit: Unit) -> list[int]:
 
 
 def _replicas_of(unit: Unit) -> list[int]:
-    """Return the ranks that have the same shards of a unit as this one."""
+    """Return the ranks that have the same shard of a unit as this one."""
     group = unit.ranks.replica_group
-    ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+    ranks: list[int] = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
     return ranks
 
 

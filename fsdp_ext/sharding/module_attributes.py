@@ -1,7 +1,7 @@
-"""How modules are given their parameters, which sharded, unsharded and whole ones are in turns.
+"""Sets the parameters of modules, which are sharded, unsharded and summoned in turns.
 
-A module whose class has a ``__setattr__`` of its own is given them by that, as under FSDP1 and
-FSDP2. Other modules are given them past ``nn.Module.__setattr__``, whose checks they have passed.
+If a module's class overrides ``__setattr__``, parameters are set through it, as under FSDP1 and
+FSDP2. Otherwise they are set without the checks of ``nn.Module.__setattr__``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def overrides_setattr(module: nn.Module) -> bool:
 
 
 def set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    """Let ``module`` have ``param`` as ``name``."""
+    """Set the attribute ``name`` of ``module`` to ``param``."""
     if overrides_setattr(module):
         setattr(module, name, param)
     else:
@@ -36,7 +36,7 @@ def swapped_attribute(
         name: the attribute.
         parameter: the index of its parameter in the unit.
         is_plain: whether it is in ``__dict__``, because the unit has a flat parameter.
-        may_call_setattr: False if a ``__setattr__`` of the module's own is not wanted.
+        may_call_setattr: whether a ``__setattr__`` that the module's class overrides is called.
     """
     calls_setattr = may_call_setattr and overrides_setattr(module)
     return _C.ModuleAttribute(

@@ -17,9 +17,9 @@ def has_optimizer_in_backward(param: nn.Parameter) -> bool:
 
 
 def let_backward_step(sharded: nn.Parameter) -> None:
-    """Let each backward that gives ``sharded`` a gradient step the optimizers that it has for that.
+    """Let each backward that gives ``sharded`` a gradient step its optimizers.
 
-    PyTorch's own hook is on a node of autograd that no backward of a sharded parameter runs.
+    PyTorch's own hook is on a node of autograd that never runs for a sharded parameter.
     """
     hooked: Any = sharded  # torch leaves these untyped
     hooks = hooked._post_accumulate_grad_hooks or {}

@@ -135,7 +135,7 @@ def _check_plain(name: str, tensor: torch.Tensor) -> None:
 
 
 def refuse_class(name: str, tensor: torch.Tensor) -> NoReturn:
-    """Raise NotImplementedError, because a parameter has more than numbers."""
+    """Raise NotImplementedError for a parameter whose class adds something to a plain tensor."""
     raise NotImplementedError(
         f"parameter '{name}' is a {type(tensor).__name__}, and fully_shard would lose what this "
         "class adds to a plain tensor. Convert it to an nn.Parameter, or give its class "

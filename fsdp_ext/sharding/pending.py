@@ -1,8 +1,8 @@
 """Gives users the gradients that backwards without gradient sync have accumulated.
 
-The C++ side accumulates them packed, as the reduction sends them, so users get whole copies. What
-users write into a copy is packed again before anything else reads or adds to the gradient: the next
-backward, a reduction, or a change of the C++ side.
+The C++ side accumulates them packed, as the reduction sends them, so users get unsharded copies. A
+copy that the user has changed is packed again before anything else reads or adds to the gradient:
+the next backward, a reduction, or a change of the C++ side.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Copy:
         place: where the parameter lies in the unit's layout.
         gradient: the copy: a DTensor if the parameter was one before it was sharded.
         local: this rank's tensor of it.
-        version: what :meth:`count` was when it had the packed numbers.
+        version: what :meth:`count` returned when the copy was made.
     """
 
     unit: int
@@ -38,7 +38,7 @@ class _Copy:
 
     @staticmethod
     def count(gradient: torch.Tensor, local: torch.Tensor) -> int:
-        """Count in-place changes. Those of a DTensor leave the version of its local tensor."""
+        """Count in-place changes. Those of a DTensor do not count as its local tensor's."""
         return gradient._version + local._version
 
     def is_changed(self) -> bool:

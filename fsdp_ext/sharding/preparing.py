@@ -1,6 +1,7 @@
-"""Lets one thread at a time prepare the units of a model: Note [one thread] in C++.
+"""Lets only one thread at a time prepare the units of a model.
 
-The C++ side has an owner once it exists. This is for the time before.
+Once the C++ side exists, it has an owner: Note [one thread] in ``csrc/torch/root_owner.h``. This is
+for the time before.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def preparing(units: Iterable[ParamGroup]) -> Iterator[None]:
                 raise RuntimeError(
                     f"The thread '{mine.name}' entered this model while thread "
                     f"'{_threads[unit].name}' is preparing it for a forward. A sharded model "
-                    "serves one thread at a time. Let a lock enclose each step and each "
-                    "evaluation, or give every thread a model of its own."
+                    "serves one thread at a time. Hold a lock during each step and each "
+                    "evaluation, or give each thread a model of its own."
                 )
         for unit in entered:
             _threads[unit] = mine

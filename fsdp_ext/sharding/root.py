@@ -431,7 +431,7 @@ class Root(UnitTree):
     def pending_gradients(self, unit: Unit) -> dict[nn.Parameter, torch.Tensor]:
         """Return what backwards have accumulated for ``unit``, by sharded parameter.
 
-        Changes of it count until the next backward begins.
+        In-place changes take effect until the next backward begins.
         """
         number = self.number(unit)
         pending = self._pending.of(self.core, number, self._placed[number])

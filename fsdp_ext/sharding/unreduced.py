@@ -40,7 +40,7 @@ class Unreduced:
 
 
 def is_unreduced(param: torch.Tensor) -> bool:
-    """Return whether ``param.grad`` is whole, although the parameter is not."""
+    """Return whether ``param.grad`` is unsharded, although the parameter is sharded."""
     if param.grad is None:
         return False
     if is_flat(param):

@@ -13,7 +13,7 @@ from fsdp_ext.tuner.costs import Costs
 _DEVIATIONS = 2.0
 # Predictions are usually closer than this.
 _USUALLY_OFF = 0.25
-# More threads a core than this are not those of the training alone.
+# A load average above this, per core, is not from the training alone.
 _LOADED = 1.5
 
 
@@ -50,8 +50,7 @@ class Tuning:
         too_large: number of those that need too much memory. The others were predicted.
         costs: the measured costs that predictions are made from.
         simulated: whether the transport, and with it each time, is simulated.
-        load: threads a core that ran or waited to run on this rank's host, averaged over the last
-            minute.
+        load: the load average of this rank's host over the last minute, per core.
     """
 
     chosen: Candidate
@@ -108,16 +107,13 @@ class Tuning:
         """Return why the prediction is off by so much; empty if that is usual."""
         if abs(off) < _USUALLY_OFF:
             return ""
-        less = "longer" if off < 0 else "less long"
-        why = (
-            f", since these steps took {less} than the same units and collectives did while they "
-            "were measured for it"
-        )
+        less = "longer" if off < 0 else "less time"
+        why = f", since these steps took {less} than the costs that were measured for it"
         if self.load < _LOADED:
             return why
         return (
-            f"{why}. {self.load:.1f} threads a core want to run on this machine (load average), so "
-            "other programs disturb both measurements. Tune again on an idle machine."
+            f"{why}. The load average of this machine is {self.load:.1f} per core, so other "
+            "programs disturb both measurements. Tune again on an idle machine."
         )
 
     def _doubt(self) -> str:
