@@ -127,7 +127,7 @@ void DeadlockThread::run(const std::shared_ptr<Shared>& shared,
       try {
         shared->report(account);
       } catch (const std::exception&) {
-        // A wait could not be ended early, so it ends with its timeout.
+        // The waits could not be ended early, so they end with their timeouts.
       }
       return;
     }

@@ -218,7 +218,7 @@ bool BackwardExchange::is_used(const Unit& unit, std::size_t bit) const {
   if (mesh == nullptr) {
     return has_bit(used_by_any_.data(), bit);
   }
-  // Replicas have the same places in their sets.
+  // The mesh's ranks count within a set, and its replicas have the same places in every set.
   const auto of_set = static_cast<std::size_t>(lanes_.gather.communicator().size());
   for (std::size_t first = 0; first < size(); first += of_set) {
     for (const int rank : mesh->ranks) {

@@ -16,19 +16,19 @@
 // - autograd's graph contains the output of one of its calls in this forward, or of a call inside,
 // - or the user has asked for it, with Pipeline::set_reduces_unused,
 // - or a call's output hides its tensors from hooks.
-// A rank that leaves a unit out enters and leaves it like the others, and its result has the same
-// hooks as theirs. So ranks may differ in what they use of a unit. But if they differ in whether
-// backward reaches the unit at all, the user has to ask, and a unit without trainable parameters
-// must not differ in that. A forward of which the graph contains nothing has no steps, since its
-// backward may come later.
+// A rank that calls join_empty enters and leaves the unit like the others, and its result has the
+// same hooks as their outputs. So ranks may differ in what they use of a unit. But if they differ
+// in whether backward reaches the unit at all, the user has to ask, and a unit without trainable
+// parameters must not differ in that. If the graph contains nothing of a forward, that forward has
+// no steps, since its backward may come later.
 //
 // Note [reentrant checkpointing]
 // Reentrant checkpointing runs a region of forward without gradients, and once more, with
 // gradients, when backward gets there. The calls of the first run have a step Recompute, for
 // prefetch. The second run pushes steps of its own, which the backward inside it takes. Each such
 // backward has gradients of its own, and the reduction waits for the last of them. A unit may also
-// have such a region inside, without a unit in it. Then the reduction waits until backward has
-// passed all calls of the unit.
+// contain such a region without a unit in it. Then the reduction waits until backward has passed
+// all calls of the unit.
 //
 // Other kinds of checkpointing record the calls in forward. They run them again when backward needs
 // the first tensor of the region, which gathers the region's units. That has no place in the order:

@@ -171,9 +171,9 @@ class Pipeline {
   std::vector<Reducer::AccumulatedPart> accumulated_parts(int unit);
   // For each trainable parameter of the unit, whether it has such gradients on this rank.
   std::vector<char> has_accumulated(int unit) const;
-  // Lets the unit await a reduction, and the trainable parameters with `has` have such gradients.
-  // The caller then writes them into accumulated_parts(). If the bucket had accumulated nothing,
-  // these parts are zero before. All ranks call it.
+  // Marks the unit as awaiting a reduction, and the trainable parameters with `has` as having such
+  // gradients. The caller then writes them into accumulated_parts(). If the bucket had accumulated
+  // nothing, these parts are zero before. All ranks call it.
   void set_accumulated(int unit, const std::vector<char>& has);
   const Bucket& bucket_of(int unit) const;
   // Empty until buckets are formed.

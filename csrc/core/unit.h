@@ -175,8 +175,8 @@ struct Unit : UnitConfig {
     gradient_sources = recomputations_left + (passes_left > 0 ? 1 : 0);
   }
 
-  // A backward inside backward has brought a gradient. If the unit runs its regions by itself, each
-  // of its calls has such backwards.
+  // A backward inside backward has brought a gradient. If the reentrant regions are inside the
+  // unit, each of its calls has such backwards.
   void note_inner_gradient() {
     if (!is_recomputed) {
       gradient_sources = std::max(gradient_sources, 2);

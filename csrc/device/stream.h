@@ -235,9 +235,9 @@ class Device {
   virtual void push_range(const std::string& /*name*/) {}
   virtual void pop_range() {}
 
-  // Begins a range in the profiler of the framework. The range ends with the result, on the same
-  // thread. Returns null, at little cost, if no profiler records this thread. `bytes` is the size
-  // of the message that the range issues, or 0.
+  // Begins a range in the profiler of the framework. It ends when the result is destroyed, on the
+  // same thread. Returns null, at little cost, if no profiler records this thread. `bytes` is the
+  // size of the message that is issued within the range, or 0.
   using BeginRange = std::shared_ptr<void> (*)(const std::string& name, std::size_t bytes);
   void show_ranges_in(BeginRange framework) { begin_range_ = framework; }
   std::shared_ptr<void> begin_range(const std::string& name, std::size_t bytes) const {

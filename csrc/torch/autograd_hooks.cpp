@@ -133,9 +133,9 @@ void hook_node(Node* node, const std::shared_ptr<BackwardTarget>& target, CallId
 }
 
 // Makes a view of the whole base again. PyTorch would use as_strided, which DTensors do not have.
-// After an in-place change of the view or its base, the view has a new node, made by this function.
-// The new node takes the place of the first one, so it gets the hooks of the units that returned
-// the view. Backward calls this function, too, to find the part of a gradient, which needs none.
+// After an in-place change of the view or its base, this function makes a new node for the view.
+// The new node replaces the first one, so it gets the hooks of the units that returned the view.
+// Backward calls this function on gradients, too, which need no hooks.
 class WholeView final : public torch::autograd::ViewFunc {
  public:
   explicit WholeView(NodePtr first) : first_(std::move(first)) {}

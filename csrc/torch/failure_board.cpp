@@ -23,7 +23,8 @@ std::string failure_of(const GroupMembers& members, const std::string& what) {
 }
 std::string key_of(int global_rank) { return detail::concat("fsdp_ext/failed_in/", global_rank); }
 
-// Calls on a thread of its own, which may outlive the caller. The answer has the call's exception.
+// Runs `call` on a new thread, which may outlive the caller. The future has the call's exception,
+// too.
 template <typename Call>
 auto call_apart(Call call) {
   std::packaged_task<decltype(call())()> task(std::move(call));

@@ -21,8 +21,8 @@ class ModuleAttribute {
   std::size_t parameter() const { return parameter_; }  // its index in the unit
 
   // Replaces `from` by `to`. Returns false and changes nothing if the attribute is not `from`.
-  // Does nothing if the module was deleted. Needs the GIL. Throws python_error if the module's
-  // __setattr__ raises.
+  // Does nothing and returns true if the module was deleted. Needs the GIL. Throws python_error if
+  // the module's __setattr__ raises.
   bool swap(PyObject* from, PyObject* to) const;
   // Sets the attribute without calling __setattr__. Needs the GIL.
   void put(PyObject* value) const;

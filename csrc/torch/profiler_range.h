@@ -7,8 +7,8 @@
 
 namespace fsdp {
 
-// Call it when a pass begins. Profilers of all threads are shown its ranges. To ask for them takes
-// a lock, so begin_profiler_range asks for profilers of the calling thread alone.
+// Looks for profilers that record all threads, which takes a lock. Call it when a forward or a
+// backward begins. begin_profiler_range itself looks only for profilers of the calling thread.
 void look_for_profilers();
 
 // See Device::begin_range. A profiler shows `bytes` if it records inputs (record_shapes=True).

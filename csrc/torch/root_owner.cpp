@@ -18,15 +18,15 @@ namespace py = pybind11;
 namespace fsdp {
 namespace {
 
-// How long a pass waits for a thread of autograd, which may let go of a backward that has failed a
-// moment after its error was raised.
+// After a backward has failed, autograd's thread may leave the root a moment after the error was
+// raised. The next pass waits for that, at most this long.
 constexpr std::chrono::milliseconds kLongestWaitForAutograd{1000};
 
 bool has_ended(std::uint32_t thread) {
   return syscall(SYS_tgkill, getpid(), static_cast<pid_t>(thread), 0) != 0 && errno == ESRCH;
 }
 
-// The name that Python's threading module gives the thread, or "" if it has not started it.
+// The thread's name in Python's threading module, or "" if that module did not start it.
 std::string python_name_of(std::uint32_t thread) {
   const py::gil_scoped_acquire gil;
   const py::module_ threading = py::module_::import("threading");
@@ -139,8 +139,8 @@ bool RootOwner::has_left_after_failing(std::uint64_t seen) const {
 void RootOwner::check_from_outside(std::uint64_t seen) const {
   FSDP_CHECK(may_enter(seen), "The ", described(this_thread()), " entered this model while ",
              described(thread_of(seen)), " ", doing(use_of(seen)),
-             ". A sharded model serves one thread at a time. Let a lock enclose each "
-             "step and each evaluation, or give every thread a model of its own.");
+             ". A sharded model serves one thread at a time. Hold a lock during each step and each "
+             "evaluation, or give each thread a model of its own.");
 }
 
 }  // namespace fsdp

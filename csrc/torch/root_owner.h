@@ -4,15 +4,15 @@
 // A root serves one thread at a time. A forward belongs to the thread that begins it, and ends
 // there. A backward belongs to the thread on which its first hook runs: on the host the one that
 // called backward, on a GPU one of autograd's. It need not be the thread that ran forward. A
-// method such as unshard() belongs to its caller while it runs. A root is made for the thread that
-// makes it, until the forward that needs it has ended.
+// method such as unshard() belongs to its caller while it runs. A new root belongs to the thread
+// that makes it, until the forward that needs it has ended.
 //
-// A second thread could come in wherever the first one lets go of Python's lock: while it waits for
-// a gather, and in all of backward. Each entry asks the root's owner, which is one atomic, and
-// another thread gets an error before it has changed anything. Autograd may run parts of a backward
-// on threads of its own, since checkpointing nests backwards deeply or a device has a thread.
-// Python has not started these, so they may enter while they run a backward. On a GPU one thread of
-// autograd runs the backwards of all threads, so these cannot be told apart there.
+// A second thread could enter wherever the first one releases the GIL: while it waits for a gather,
+// and in all of backward. Each entry checks the root's owner, which is one atomic, and another
+// thread gets an error before it has changed anything. Autograd may run parts of a backward on
+// threads of its own: for deeply nested checkpointing, or for a device. The threading module did
+// not start these, so they may enter while they run a backward. On a GPU one thread of autograd
+// runs the backwards of all threads, so these cannot be told apart there.
 #pragma once
 
 #include <atomic>
@@ -26,8 +26,8 @@ class RootOwner {
 
   RootOwner() : state_(pack(this_thread(), Use::SetUp)) {}
 
-  // Lets this thread use the root, until it leaves. Throws if another one uses it. Returns whether
-  // the root had no owner before.
+  // Makes this thread the owner until it leaves. Throws if another thread is. Returns whether there
+  // was no owner before.
   bool enter(Use use) {
     const std::uint64_t seen = state_.load(std::memory_order_relaxed);
     return thread_of(seen) != this_thread() && enter_from_outside(seen, use);
@@ -47,7 +47,7 @@ class RootOwner {
   void begin_backward();
   // This thread is no longer the owner.
   void leave();
-  // The same for a backward. Another thread of autograd may call it.
+  // Ends the ownership of a backward. Another thread of autograd may call it.
   void leave_backward();
 
  private:

@@ -82,8 +82,8 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   // Reduces the gradients that backwards without gradient sync have accumulated. For callers that
   // do not know before a backward that it is the last.
   void reduce_accumulated();
-  // `method` is a weak reference to a method of Python's root, which the next backward calls before
-  // it begins. None stands for none.
+  // `method` is a weak reference to a method of Python's root. The next backward calls it before it
+  // begins. With None, it calls nothing.
   void set_before_backward(pybind11::object method);
   void unshard(int unit);
   // Keeps the times of the last `iterations` iterations; 0 keeps none.

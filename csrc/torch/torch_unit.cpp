@@ -63,8 +63,8 @@ void allow_access(Storage& storage, std::size_t bytes) {
   storage.set_nbytes(bytes);
 }
 
-// What a gradient of a tensor subclass contributes to the reduction. Its class decides that: FSDP2
-// packs gradients by this operator, too.
+// Returns a plain copy of a gradient that is a tensor subclass, as its class makes it. FSDP2 packs
+// gradients by this operator, too.
 at::Tensor plain_copy_of(const at::Tensor& gradient, at::Device device) {
   const at::NoGradGuard no_grad;
   at::Tensor plain =
@@ -194,8 +194,8 @@ void TorchUnit::join(const std::shared_ptr<TorchRoot>& root, std::string name, i
   number_ = number;
   when_freed_ = detail::concat("An unsharded parameter of unit '", name_,
                                "' was read while it is freed. Read parameters in the forward of "
-                               "their module, or call unshard() on it before. After a backward "
-                               "with create_graph=True, the second backward reads it: pass "
+                               "their module, or call unshard() on it before. If the backward "
+                               "after one with create_graph=True has read it, pass "
                                "reshard_after_forward=False to fully_shard.");
   free_storages();
 }

@@ -40,7 +40,7 @@
 // A backward with create_graph=True makes a graph that reads the parameters again, and no hook runs
 // before that. So this backward does not reshard the units that it passes. The next backward
 // without create_graph, or the next forward after an optimizer's step, reshards them. That backward
-// may be the one that reads them again, after it has passed them. So it reshards units with
+// may itself read them again, after it has passed their unit. So it reshards units with
 // reshard_after_forward=False only at its end. Forwards in between reshard all others. Until then
 // users see the sharded parameters if this backward has given them gradients.
 //
@@ -48,16 +48,17 @@
 // The parameters of one fully_shard call may lie on several meshes. Each mesh then has a unit of
 // its own, with the same modules. These units are nested as if each were a module around the next
 // one: the modules' hooks are those of the first unit, which encloses the second, and so on. So
-// forward, backward and the schedule know nothing but nested units.
+// forward, backward and the schedule see only nested units.
 //
 // Note [shown gradients]
-// FSDP1 shows the gradients that backwards without gradient sync have accumulated: .grad is whole,
-// each rank's own, and what users do to it counts. So units of FSDP1's wrapper do not pack these
-// gradients. Autograd goes on adding to the gradients of the unsharded parameters. At the end of
-// such a backward they move to .grad of the sharded parameters, or as one tensor to that of the
-// flat parameter. The next backward takes back what it finds there. A sharded gradient of an
-// earlier reduction is put aside in between. If the user has set .grad to None, it is dropped, too.
-// On one rank, or with NO_SHARD, the sharded gradient is whole, so it is added to what is shown.
+// FSDP1 shows the gradients that backwards without gradient sync have accumulated: .grad is this
+// rank's own, unsharded, and users' changes of it take effect. So units of FSDP1's wrapper do not
+// pack these gradients. Autograd keeps adding to the gradients of the unsharded parameters. At the
+// end of such a backward they move to .grad of the sharded parameters, or as one tensor to that of
+// the flat parameter. The next backward takes back what it finds there. Meanwhile a sharded
+// gradient of an earlier reduction is put aside. It is dropped, too, if the user sets .grad to
+// None. On one rank, or with NO_SHARD, the sharded gradient has all elements, so it is added to
+// what is shown.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -303,7 +304,7 @@ class TorchUnit final : public UnitPort,
   std::vector<Shown> shown_;  // of each gradient
   bool shows_ = false;        // any of them
   bool had_gradients_ = false;
-  at::Tensor accumulated_flat_;  // in backward, whose parts the unsharded parameters' gradients are
+  at::Tensor accumulated_flat_;  // in backward: the unsharded parameters' gradients are views of it
   // Of each parameter, as it was when the sharded and the unsharded one last agreed.
   std::vector<char> requires_grad_;
   std::vector<ModuleAttribute> attributes_;
@@ -329,7 +330,7 @@ class TorchUnit final : public UnitPort,
   int number_ = -1;
 };
 
-// Whether .grad of some parameter in the process may not be reduced: Note [shown gradients].
+// Whether some .grad in the process may be unreduced: Note [shown gradients].
 bool any_unit_shows_gradients();
 
 // This rank's rows of a DTensor. Takes the GIL.

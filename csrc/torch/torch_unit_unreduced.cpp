@@ -179,8 +179,8 @@ void TorchUnit::take_back_gradients() {
   set_shows(false);
 }
 
-// Returns the gradient that the user has left in .grad, as autograd adds to it. It is undefined if
-// there is none, or if the user has set a sharded one.
+// Returns the gradient that the user has left in .grad, in the dtype in which autograd adds to it.
+// It is undefined if there is none, or if the user has set a sharded one.
 at::Tensor TorchUnit::shown_gradient(std::size_t trainable) const {
   const std::size_t parameter = trainable_[trainable];
   at::Tensor gradient = gradient_owner(trainable).grad();
@@ -199,8 +199,8 @@ at::Tensor TorchUnit::shown_gradient(std::size_t trainable) const {
   FSDP_CHECK(gradient.sizes() == shape && gradient.device() == device(), "the gradient of ",
              has_flat_ ? "the flat parameter" : "parameter '" + spec.name + "'", " of unit '",
              name_, "' has shape ", gradient.sizes(), " on ", gradient.device(),
-             ", but the gradients that it adds to have shape ", at::IntArrayRef(shape), " on ",
-             device(), ". Set .grad to a tensor like the one that was there, or to None.");
+             ", but the accumulated gradient has shape ", at::IntArrayRef(shape), " on ", device(),
+             ". Set .grad to a tensor of that shape, or to None.");
   gradient = gradient.requires_grad() ? gradient.detach() : gradient;
   return gradient.to(to_scalar_type(spec.unsharded_grad_dtype.value_or(spec.param_dtype)));
 }
@@ -217,7 +217,7 @@ void TorchUnit::take_back(std::size_t trainable, const at::Tensor& gradient) {
   accumulated_flat_ = gradient;
 }
 
-// Backward may have brought the first gradient before.
+// Backward may have brought the parameter's gradient already.
 void TorchUnit::add_gradient(std::size_t parameter, at::Tensor gradient) {
   at::Tensor& now = unsharded_[parameter].mutable_grad();
   if (now.defined()) {

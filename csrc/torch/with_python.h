@@ -2,9 +2,9 @@
 //
 // Note [end of Python]
 // Any thread may free a Python object: the last owner may be a graph that a thread of autograd
-// drops. A thread that waits for the GIL when the interpreter ends is ended, and mostly the process
-// with it ("terminate called without an active exception"). So once fsdp_ext's handler at exit has
-// called note_exit(), threads without the GIL leave objects alone.
+// drops. When the interpreter ends, it ends threads that wait for the GIL, which usually aborts the
+// process ("terminate called without an active exception"). So once fsdp_ext's handler at exit has
+// called note_exit(), threads without the GIL do not free objects.
 #pragma once
 
 #include <torch/csrc/Exceptions.h>
