@@ -174,6 +174,14 @@ BucketBuffers buffers_of(const UnitLayout& layout, const std::vector<Unit*>& uni
       group == nullptr ? SmallerGroup{} : SmallerGroup{group->size(), group->gather_by()});
 }
 
+std::size_t bytes_of(const std::vector<GatherPiece>& pieces) {
+  std::size_t bytes = 0;
+  for (const GatherPiece& piece : pieces) {
+    bytes += piece.bytes;
+  }
+  return bytes;
+}
+
 std::unique_ptr<GroupShard> group_shard_of(const UnitLayout& layout,
                                            const std::vector<Unit*>& units, Lanes& lanes) {
   Communicator* communicator = group_of(units, lanes);
@@ -185,6 +193,7 @@ std::unique_ptr<GroupShard> group_shard_of(const UnitLayout& layout,
   lanes.packer->prepare(group->keep_plan);
   group->gathers =
       gathers_of(group->layout, units.front()->max_message_bytes, *communicator, lanes);
+  group->gathered_bytes = bytes_of(group->gathers);
   group->last_pieces = last_pieces_of(units, group->gathers);
   group->gather_label = label_of(
       detail::concat("the all-gather over ", communicator->size(), " ranks").c_str(), units);
@@ -227,6 +236,7 @@ Bucket::Bucket(int bucket_number, std::vector<Unit*> members, Lanes& lanes)
       buffers(buffers_of(layout, units, lanes)),
       gathers(gathers_of(layout, units.front()->max_message_bytes,  // the same for all units
                          gathers_over, lanes)),
+      gathered_bytes(bytes_of(gathers)),
       reductions(reductions_of(layout, units.front()->max_message_bytes, *lanes.packer)),
       gradient_dtypes(layout.unsharded_grad_dtypes()),
       group(group_shard_of(layout, units, lanes)),

@@ -50,7 +50,8 @@ struct ReducePiece {
   std::vector<DType> gradient_dtypes;  // of its gradients, each once
 };
 
-// The names of a bucket's ranges in profilers' timelines, which are FSDP2's where it has them.
+// The names of a bucket's ranges in profilers' timelines. Ranges that FSDP2 has, too, have its
+// names.
 struct BucketRanges {
   explicit BucketRanges(const std::string& bucket)
       : all_gather(range_name("all_gather", bucket)),
@@ -100,13 +101,9 @@ struct Bucket {
   const std::vector<GatherPiece>& last_gathers() const {
     return is_from_group ? group->gathers : gathers;
   }
-  // On the wire, of all ranks that gathered.
+  // The bytes of the last gather, of all ranks that took part.
   std::size_t last_gather_bytes() const {
-    std::size_t bytes = 0;
-    for (const GatherPiece& piece : last_gathers()) {
-      bytes += piece.bytes;
-    }
-    return bytes;
+    return is_from_group ? group->gathered_bytes : gathered_bytes;
   }
   const std::string& last_gather_label() const {
     return is_from_group ? group->gather_label : gather_label;
@@ -133,6 +130,7 @@ struct Bucket {
 
   // - Descriptors, with at least one piece each.
   std::vector<GatherPiece> gathers;  // of all ranks
+  const std::size_t gathered_bytes;  // of all pieces
   std::vector<ReducePiece> reductions;
   const std::vector<DType> gradient_dtypes;  // of each trainable parameter, unsharded
 

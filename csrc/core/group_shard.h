@@ -38,6 +38,7 @@ struct GroupShard {
   const UnitLayout layout;  // of the bucket, over the group
   UnpackPlan keep_plan;
   std::vector<GatherPiece> gathers;
+  std::size_t gathered_bytes = 0;        // of all pieces
   std::vector<std::size_t> last_pieces;  // of each unit of the bucket, as Unit::last_piece
   std::string gather_label;
 
