@@ -1,4 +1,4 @@
-"""A process group composes its collectives of messages: results, errors, the choice, and memory.
+"""A process group composes its collectives of messages: results, errors and memory.
 
 tests/cpp/composed_test.cpp has the same collectives with threads as ranks.
 """
@@ -46,7 +46,7 @@ def filled(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def _differences() -> list[str]:
-    """Compare with shared memory, composed and not, and say what differs."""
+    """Compare with shared memory, and say what differs."""
     group = dist.group.WORLD
     assert group is not None
     lanes, shared = composing_lanes(), lanes_of(group, HOST, "shared_memory")
@@ -60,13 +60,11 @@ def _differences() -> list[str]:
             expected_sum, expected = filled(numel, dtype), filled(ranks * numel, dtype)
             shared.reduce_scatter(whole, expected_sum)
             shared.all_gather(part, expected)
-            for composed_from in (0, None):
-                lanes.compose_from(composed_from, composed_from)
-                total, gathered = filled(numel, dtype), filled(ranks * numel, dtype)
-                lanes.reduce_scatter(whole, total)
-                lanes.all_gather(part, gathered)
-                if not (torch.equal(total, expected_sum) and torch.equal(gathered, expected)):
-                    found.append(f"{numel} of {dtype} composed from {composed_from}")
+            total, gathered = filled(numel, dtype), filled(ranks * numel, dtype)
+            lanes.reduce_scatter(whole, total)
+            lanes.all_gather(part, gathered)
+            if not (torch.equal(total, expected_sum) and torch.equal(gathered, expected)):
+                found.append(f"{numel} of {dtype}")
     return found
 
 
@@ -78,7 +76,6 @@ def test_results_equal_those_of_shared_memory(world_size: int) -> None:
 def _both_lanes_at_once(count: int) -> int:
     """Each lane runs random collectives of its own, with nothing that keeps the lanes in step."""
     lanes = composing_lanes()
-    lanes.compose_from(0, 0)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     wrong = []
 
@@ -118,7 +115,6 @@ def test_both_lanes_run_at_once(world_size: int) -> None:
 
 def _mismatch(what: str) -> str:
     lanes = composing_lanes()
-    lanes.compose_from(0, 0)
     rank = dist.get_rank()
     dtype = torch.bfloat16 if what == "dtypes" and rank else torch.float32
     small = {"sizes": 400_000, "small and large": 40, "dtypes": 400_000}[what]
@@ -159,7 +155,6 @@ def test_ranks_that_send_different_dtypes_raise(what: str) -> None:
 
 def _peer_dies() -> str:
     lanes = composing_lanes()
-    lanes.compose_from(0, 0)
     if dist.get_rank() == 1:
         # It has sent its first message and takes the payload of none.
         lanes.all_gather(torch.ones(10), torch.ones(20))
@@ -179,7 +174,6 @@ def test_a_peer_that_dies_is_named() -> None:
 
 def _peer_is_late() -> str:
     lanes = composing_lanes(timeout=2.0)
-    lanes.compose_from(0, 0)
     message = ""
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError) as caught:
@@ -195,24 +189,24 @@ def test_a_timeout_names_the_peer() -> None:
     assert "imed out" in message
 
 
-# - The choice
+# - The description
 
 
-def _chosen() -> tuple[Any, Any, str]:
+def _described() -> tuple[bool, Any, str]:
     model: Any = nn.Linear(300, 300)
     fully_shard(model, transport="process_group")
     model(torch.ones(2, 300)).sum().backward()
     root = model._fsdp_ext_unit.root
-    return root.lanes.composed_from, root.core.memory(), describe_buckets(model)
+    return root.lanes.is_composed, root.core.memory(), describe_buckets(model)
 
 
 def test_all_collectives_are_composed_and_the_description_says_so() -> None:
-    (first, memory, text), (second, _, _) = run_ranks(_chosen, 2)
-    assert first == second == (0, 0)
-    how = "which composes all all-gathers and all reduce-scatters of messages"
-    assert f"2 ranks communicate over process_group, {how}" in text
+    (first, memory, text), (second, _, _) = run_ranks(_described, 2)
+    assert first
+    assert second
+    assert "2 ranks communicate over process_group, which composes collectives of messages" in text
     assert "messages in flight take 4.4 MB" in " ".join(text.split())
-    assert memory["message_staging_bytes"] == 4_391_680
+    assert memory["message_staging_bytes"] == 4_358_912
 
 
 def _without_messages() -> str:
@@ -222,7 +216,7 @@ def _without_messages() -> str:
     lanes = lanes_module.lanes_of(mesh.get_group(), HOST, "process_group")
     output = torch.ones(4)
     lanes.reduce_scatter(torch.ones(8), output)
-    assert lanes.composed_from == (None, None)
+    assert not lanes.is_composed
     assert lanes.message_staging_bytes == 0
     return lanes.transport
 

@@ -291,7 +291,6 @@ def _span(is_on_hosts: bool) -> Spanning:
     sent = []
     if is_on_hosts:
         alone = lanes_of(dist.new_group(timeout=LONG), HOST, "process_group")
-        alone.compose_from(0, 0)
         assert alone.hosts == []
         sent = [_sent_by_gather(either, nbytes) for either in (lanes, alone)]
     text = describe_buckets(model)

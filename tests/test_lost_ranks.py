@@ -136,8 +136,6 @@ def _take_another_branch(transport: str, timeout: datetime.timedelta, waits: boo
     for _ in range(2):
         model(torch.ones(2, 8)).sum().backward()
     lanes = lanes_of(mesh.get_group(), torch.device("cpu"), transport)
-    if transport == "process_group":
-        lanes.compose_from(0, 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss = model(torch.ones(2, 8)).sum()
     if dist.get_rank() == 1:

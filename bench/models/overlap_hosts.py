@@ -36,7 +36,6 @@ from bench.models.training import (
     shard_fsdp2,
     shard_ours,
 )
-from fsdp_ext.comm.lanes import lanes_of
 
 RATIOS = [4.0, 2.0, 1.0, 0.5]
 QUICK_RATIOS = [2.0]
@@ -51,25 +50,11 @@ REPEATS, QUICK_REPEATS = 10, 4
 WARMUP = 2
 
 UNSHARDED, OURS = "unsharded", "ours"
-OURS_BY_GLOO = "ours, gloo's collectives"
-
-
-def shard_ours_by_gloo(model: GPT, dtype: torch.dtype, device: torch.device) -> Sharded:
-    """Shard with fsdp_ext, whose collectives are not composed of messages but gloo's own."""
-    transport = "process_group"
-    sharded = shard_ours(model, dtype, device, transport=transport)
-    root: Any = sharded.model
-    # The lanes of a transport that is asked for by name are not those of the default.
-    lanes_of(root._fsdp_ext_unit.ranks.group, device, transport).compose_from(None, None)
-    return sharded
-
-
 SYSTEMS: dict[str, Build] = {
     UNSHARDED: leave_unsharded,
     "DDP": replicate_ddp,
     "FSDP1": shard_fsdp1,
     "FSDP2": shard_fsdp2,
-    OURS_BY_GLOO: shard_ours_by_gloo,
     OURS: shard_ours,
 }
 PEERS = ("DDP", "FSDP1", "FSDP2")

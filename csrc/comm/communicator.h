@@ -23,9 +23,6 @@ namespace fsdp {
 // Both are tensors of users.
 enum class BufferUse : std::uint8_t { Input, Output, Shard, Gradient };
 
-// More bytes than any collective has.
-constexpr std::uint64_t kNeverComposed = ~std::uint64_t{0};
-
 // The ranks of a communicator, as flight records describe them: Note [flight records].
 struct FlightGroup {
   std::string name;  // the same on all its ranks, and no other communicator of a rank has it
@@ -91,12 +88,8 @@ class Communicator {
   virtual void group_start() {}
   virtual void group_end() {}
 
-  // Whether this transport can compose collectives of messages: Note [composed collectives].
-  virtual bool can_compose() const { return false; }
-  // Composes the collectives of at least `bytes`, summed over all ranks, that are issued from now
-  // on. All ranks make the same call at the same place.
-  virtual void compose_from(std::uint64_t /*bytes*/) {}
-  virtual std::uint64_t composed_from() const { return kNeverComposed; }
+  // Whether collectives are composed of messages: Note [composed collectives].
+  virtual bool is_composed() const { return false; }
   // The number of each rank's host, by rank, if ranks of one host share memory and those of several
   // hosts send messages: Note [groups that span hosts]. Empty otherwise.
   virtual std::vector<int> hosts() const { return {}; }

@@ -211,7 +211,7 @@ void ComposedCollectives::reduce_scatter(const Name& name, const void* input, vo
   finish();
 }
 
-// The segment for each rank is `stride` bytes behind that for the rank before.
+// Segments for consecutive ranks are `stride` bytes apart. With 0 all ranks get the same one.
 void ComposedCollectives::sum_small(const char* input, std::size_t stride, void* output,
                                     std::size_t numel, DType dtype) {
   const std::size_t bytes = numel * itemsize(dtype);
@@ -300,7 +300,7 @@ void ComposedCollectives::send_and_sum(const char* input, char* output, std::siz
 
 // - All-reduce
 
-// What is left over after equal segments is small.
+// The remainder after equal segments is small.
 void ComposedCollectives::all_reduce(const Name& name, void* data, std::size_t numel, DType dtype) {
   const std::size_t bytes = numel * itemsize(dtype);
   auto* const all = static_cast<char*>(data);
@@ -325,9 +325,10 @@ void ComposedCollectives::all_reduce(const Name& name, void* data, std::size_t n
   if (host_ != nullptr) {
     host_->post(place.get(), bytes, Operation::Kind::AllReduce, dtype, bytes);
   }
-  // Other ranks of this host read `place` until sum_small returns.
-  sum_small(static_cast<const char*>(place.get()), /*stride=*/0, room_for_parts(), numel, dtype);
-  copy(data, room_for_parts(), bytes);
+  // Other ranks of this host read `place`, which may be `data`, until sum_small returns.
+  char* const sum = memory_.get() + staging_.sum;
+  sum_small(static_cast<const char*>(place.get()), /*stride=*/0, sum, numel, dtype);
+  copy(data, sum, bytes);
   finish();
 }
 

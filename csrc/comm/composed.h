@@ -5,8 +5,8 @@
 // Reduce-scatter: each rank sends every other rank its segment, and adds up what it receives in
 // rank order (comm/rank_order_sum.h). So a sum is the same in every run, and the same bit for bit
 // as over shared memory. Each rank sends and receives N - 1 parts of N, which is the minimum.
-// All-reduce: a reduce-scatter and then an all-gather. If it is small, each rank sends every other
-// rank all it has, and adds up what it receives, so it takes one trip.
+// All-reduce: a reduce-scatter and then an all-gather. A small one takes a single trip: each rank
+// sends its whole input to every other rank, and adds up what it receives.
 //
 // Large payloads travel in pieces. Both directions of a connection then carry data at the same
 // time, and sums run while later pieces arrive. A reduce-scatter receives into a ring of
@@ -66,8 +66,6 @@ class ComposedCollectives {
   ~ComposedCollectives();
 
   const MessageStaging& staging() const { return staging_; }
-  // Room for inline_bytes from each rank, for collectives of the backend. Of reductions alone.
-  char* room_for_parts() { return memory_.get() + staging_.parts; }
   // The ranks that share memory with this one; null if there are none.
   const HostRanks* host() const { return host_.get(); }
 
@@ -77,7 +75,7 @@ class ComposedCollectives {
   void all_gather(const Name& name, const void* input, void* output, std::size_t bytes);
   void reduce_scatter(const Name& name, const void* input, void* output, std::size_t numel,
                       DType dtype);
-  // Of a lane of reductions. The sum takes the place of `data`.
+  // The sum replaces `data`. Only with Use::Reductions.
   void all_reduce(const Name& name, void* data, std::size_t numel, DType dtype);
 
   // Makes the collective that runs and all later ones throw `reason`. Another thread may call it.

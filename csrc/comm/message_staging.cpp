@@ -37,8 +37,8 @@ MessageStaging::MessageStaging(int ranks, Use use)
   // An all-gather sends the same first message to all peers.
   received = (reduces ? peers : 1) * first_bytes;
   pieces = received + peers * first_bytes;
-  parts = pieces + (reduces ? peers * kPiecesInFlight * piece_bytes : 0);
-  bytes = peers == 0 ? 0 : parts + (reduces ? (peers + 1) * inline_bytes : 0);
+  sum = pieces + (reduces ? peers * kPiecesInFlight * piece_bytes : 0);
+  bytes = peers == 0 ? 0 : sum + (reduces ? inline_bytes : 0);
 }
 
 std::size_t MessageStaging::piece_bytes_of(std::size_t payload_bytes) const {

@@ -24,7 +24,7 @@ struct MessageStaging {
   std::size_t piece_bytes;   // the largest piece
   std::size_t received;      // offsets of the parts: first messages of peers,
   std::size_t pieces;        // pieces of peers,
-  std::size_t parts;         // and parts of inline_bytes, one for each rank
+  std::size_t sum;           // and the sum of an all-reduce of at most inline_bytes
   std::size_t bytes;         // of everything; a single rank needs none
 };
 

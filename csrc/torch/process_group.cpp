@@ -17,7 +17,6 @@
 #include "base/check.h"
 #include "comm/composed.h"
 #include "comm/mailbox.h"
-#include "comm/rank_order_sum.h"
 #include "device/host_stream.h"
 #include "torch/backend_messages.h"
 #include "torch/dtype.h"
@@ -80,52 +79,44 @@ class ProcessGroupCommunicator final : public Communicator {
     return host != nullptr && use == peers_read_ ? host->allocate(bytes) : device.allocate(bytes);
   }
 
-  bool can_compose() const override { return composed_ != nullptr; }
+  bool is_composed() const override { return composed_ != nullptr; }
   std::vector<int> hosts() const override {
     const HostRanks* host = ranks_of_host();
     return host != nullptr ? host->map().hosts() : std::vector<int>();
   }
-  void compose_from(std::uint64_t bytes) override {
-    composed_from_ = can_compose() ? bytes : kNeverComposed;
-  }
-  std::uint64_t composed_from() const override { return composed_from_; }
   std::size_t message_staging_bytes() const override {
     return composed_ != nullptr ? composed_->staging().bytes : 0;
   }
 
   void all_gather(Stream& stream, const void* input, void* output, std::size_t bytes) override {
-    if (is_composed(bytes)) {
-      enqueue(stream, [this, input, output, bytes, name = Named{what_, tag_}] {
+    enqueue(stream, [this, input, output, bytes, name = Named{what_, tag_}] {
+      if (composed_ != nullptr) {
         composed_->all_gather({*name.what, name.tag}, input, output, bytes);
-      });
-    } else {
-      enqueue(stream,
-              [this, input, output, bytes] { all_gather_now(*backend_, input, output, bytes); });
-    }
+      } else {
+        all_gather_now(*backend_, input, output, bytes);
+      }
+    });
   }
 
   void reduce_scatter(Stream& stream, const void* input, void* output, std::size_t numel,
                       DType dtype) override {
-    const std::size_t bytes = numel * itemsize(dtype);
-    if (is_composed(bytes) || (can_compose() && bytes > composed_->staging().inline_bytes)) {
-      enqueue(stream, [this, input, output, numel, dtype, name = Named{what_, tag_}] {
+    enqueue(stream, [this, input, output, numel, dtype, name = Named{what_, tag_}] {
+      if (composed_ != nullptr) {
         composed_->reduce_scatter({*name.what, name.tag}, input, output, numel, dtype);
-      });
-    } else {
-      enqueue(stream, [this, input, output, numel, dtype] {
+      } else {
         reduce_scatter_now(input, output, numel, dtype);
-      });
-    }
+      }
+    });
   }
 
   void all_reduce(Stream& stream, void* data, std::size_t numel, DType dtype) override {
     enqueue(stream, [this, data, numel, dtype, name = Named{what_, tag_}] {
       if (composed_ != nullptr) {
         composed_->all_reduce({*name.what, name.tag}, data, numel, dtype);
-        return;
+      } else {
+        std::vector<at::Tensor> tensors = {view_of(data, numel, dtype)};
+        backend_->allreduce(tensors)->wait();
       }
-      std::vector<at::Tensor> tensors = {view_of(data, numel, dtype)};
-      backend_->allreduce(tensors)->wait();
     });
   }
 
@@ -182,11 +173,6 @@ class ProcessGroupCommunicator final : public Communicator {
 
   const HostRanks* ranks_of_host() const {
     return composed_ != nullptr ? composed_->host() : nullptr;
-  }
-
-  // `bytes` are one rank's part.
-  bool is_composed(std::size_t bytes) const {
-    return composed_ != nullptr && bytes * static_cast<std::size_t>(size()) >= composed_from_;
   }
 
   template <typename Work>
@@ -326,35 +312,14 @@ class ProcessGroupCommunicator final : public Communicator {
 #endif
   }
 
-  // The sum of a backend whose collectives can be composed has to be the same either way. Its own
-  // reductions have other orders and round more often, so its all-to-all delivers the parts of
-  // small ones. Larger ones are always composed.
   void reduce_scatter_now(const void* input, void* output, std::size_t numel, DType dtype) {
     const auto ranks = static_cast<std::size_t>(backend_->getSize());
     at::Tensor in = view_of(input, numel * ranks, dtype);
     at::Tensor out = view_of(output, numel, dtype);
-    const std::size_t bytes = numel * itemsize(dtype);
-    if (composed_ == nullptr) {
-      reduce_scatter_single(out, in)->wait();
-    } else if (bytes > 0) {
-      std::vector<std::int64_t> splits;  // equal ones
-      char* const parts = composed_->room_for_parts();
-      at::Tensor received = view_of(parts, bytes * ranks, DType::Bytes);
-      at::Tensor sent = view_of(input, bytes * ranks, DType::Bytes);
-      backend_->alltoall_base(received, sent, splits, splits)->wait();
-      std::vector<const void*> sources;
-      for (std::size_t rank = 0; rank < ranks; ++rank) {
-        sources.push_back(parts + rank * bytes);
-      }
-      sum_in_rank_order(sources, output, numel, dtype);
-    }
-  }
-
-  c10::intrusive_ptr<c10d::Work> reduce_scatter_single(at::Tensor& output, at::Tensor& input) {
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
-    return backend_->reduce_scatter_single(output, input);
+    backend_->reduce_scatter_single(out, in)->wait();
 #else
-    return backend_->_reduce_scatter_base(output, input);
+    backend_->_reduce_scatter_base(out, in)->wait();
 #endif
   }
 
@@ -367,7 +332,6 @@ class ProcessGroupCommunicator final : public Communicator {
   BufferUse peers_read_;  // what the collectives of this lane let the ranks of this host read
   bool groups_one_by_one_;
   std::unique_ptr<ComposedCollectives> composed_;  // null if the backend has no messages
-  std::uint64_t composed_from_ = kNeverComposed;
   const std::string unnamed_ = "a collective";
   const std::string* what_ = &unnamed_;
   std::uint64_t tag_ = 0;

@@ -320,7 +320,7 @@ def _process_group_lanes(
             f"rank {dist.get_rank()} could not make process groups for the lanes: "
             f"{plain_text(error)}. A rank may hang or have failed. Look at the output of all ranks."
         ) from error
-    lanes = _C.Lanes.process_group(
+    return _C.Lanes.process_group(
         gather,
         reduce,
         exchange,
@@ -329,9 +329,6 @@ def _process_group_lanes(
         processes=processes_of(group),
         on_host=on_host,
     )
-    if lanes.can_compose:
-        lanes.compose_from(0, 0)  # the backend's own do not tell that ranks differ
-    return lanes
 
 
 def _simulated_lanes(

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from fsdp_ext import _C
-from fsdp_ext._util.tables import size
 from fsdp_ext._util.warn import warn_caller
 from fsdp_ext.comm.rendezvous import Rendezvous, host_backend, machine
 from fsdp_ext.comm.simulated import Simulated
@@ -253,14 +252,8 @@ def _check_agreement(rendezvous: Rendezvous, names: list[str]) -> None:
 
 
 def describe_lanes(lanes: _C.Lanes) -> str:
-    """Return the transport, which ranks share memory, and what is composed of messages."""
-    gathers, reductions = lanes.composed_from
-    composed = [
-        f"{what} of {size(nbytes)} or more" if nbytes else f"all {what}"
-        for what, nbytes in (("all-gathers", gathers), ("reduce-scatters", reductions))
-        if nbytes is not None
-    ]
-    how = f", which composes {' and '.join(composed)} of messages" if composed else ""
+    """Return the transport, which ranks share memory, and how collectives run."""
+    how = ", which composes collectives of messages" if lanes.is_composed else ""
     if lanes.is_inline:
         how = ", on the thread that trains"
     return f"{lanes.transport}{_describe_hosts(lanes.hosts)}{how}"

@@ -163,7 +163,7 @@ def _run(root: Root, step: Callable[[], object], steps: int) -> _Figures:
 
 def _has_one_wire(root: Root) -> bool:
     """Whether gathers and reductions share a wire: those that are composed of messages do."""
-    return root.lanes.composed_from != (None, None)
+    return root.lanes.is_composed
 
 
 def _figures(iterations: Sequence[Iteration], one_wire: bool = False) -> _Figures:

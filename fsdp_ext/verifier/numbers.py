@@ -80,8 +80,7 @@ def _times(tensor: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
 
 def _is_exact(root: Root, reduce_dtype: torch.dtype) -> bool:
     lanes = root.lanes
-    if root.units[0].ranks.size == 1 or lanes.transport == "shared_memory" or lanes.is_inline:
+    size = root.units[0].ranks.size
+    if size == 1 or lanes.transport == "shared_memory" or lanes.is_inline or lanes.is_composed:
         return True
-    composed_from = lanes.composed_from[1]
-    is_composed = lanes.transport == "process_group" and composed_from == 0
-    return is_composed or (root.units[0].ranks.size == 2 and reduce_dtype in _WIDE)
+    return size == 2 and reduce_dtype in _WIDE

@@ -67,11 +67,6 @@ void register_flights(py::module_& m) {
       .def("turn", &FlightRecorder::turn, py::arg("on"));
 }
 
-std::optional<std::uint64_t> composed_from(Lane& lane) {
-  const std::uint64_t bytes = lane.communicator().composed_from();
-  return bytes == kNeverComposed ? std::nullopt : std::make_optional(bytes);
-}
-
 void register_shared_memory(py::module_& m) {
   py::class_<SharedMemoryEndpoint>(m, "SharedMemoryEndpoint")
       .def(py::init<int>(), py::arg("rank"))
@@ -244,27 +239,8 @@ void register_lanes(py::module_& m) {
                              [](Lanes& lanes) { return lanes.gather.communicator().is_inline(); })
       .def_property_readonly("hosts",
                              [](Lanes& lanes) { return lanes.gather.communicator().hosts(); })
-      .def_property_readonly("can_compose",
-                             [](Lanes& lanes) { return lanes.gather.communicator().can_compose(); })
-      .def(
-          "compose_from",
-          [](Lanes& lanes, std::optional<std::uint64_t> gathers,
-             std::optional<std::uint64_t> reductions) {
-            lanes.gather.communicator().compose_from(gathers.value_or(kNeverComposed));
-            lanes.reduce.communicator().compose_from(reductions.value_or(kNeverComposed));
-          },
-          py::arg("gathers"), py::arg("reductions"))
-      .def_property_readonly("composed_from",
-                             [](Lanes& lanes) {
-                               return std::pair(composed_from(lanes.gather),
-                                                composed_from(lanes.reduce));
-                             })
-      .def_property_readonly("inline_bytes",
-                             [](Lanes& lanes) {
-                               return MessageStaging(lanes.gather.communicator().size(),
-                                                     MessageStaging::Use::Gathers)
-                                   .inline_bytes;
-                             })
+      .def_property_readonly("is_composed",
+                             [](Lanes& lanes) { return lanes.gather.communicator().is_composed(); })
       .def_property_readonly("message_staging_bytes",
                              [](Lanes& lanes) { return message_staging_bytes(lanes); })
       .def(
