@@ -1,7 +1,7 @@
 """Each public argument that cannot be used raises one clear message, and changes nothing.
 
-The tables have a wrong type, a value out of range and a wrong time. After each refused call the
-model trains bit for bit as its twin, on which nothing was called.
+The tables have wrong types, values out of range, and calls at a wrong time. After refused calls a
+model trains bit for bit as its twin, for which nothing was refused.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.launcher import run_ranks
+from support.messages import check_message
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -49,11 +50,9 @@ Row = tuple[type[Exception], str, Call]
 def check_refused(row: Row, target: Any) -> None:
     """Make the call, and check its error."""
     kind, words, call = row
-    with pytest.raises(kind) as caught:
-        call(target)
-    message = str(caught.value)
-    assert type(caught.value).__module__ == "builtins" or isinstance(caught.value, ValueError)
-    assert re.search(words, message), (words, message)
+    error = check_message(kind, words, lambda: call(target))
+    message = str(error)
+    assert type(error).__module__ == "builtins" or isinstance(error, ValueError)
     assert ADVICE.search(message), message
     for noise in ("incompatible", "Traceback", "_C.", "Invoked with", "std::", ".cpp"):
         assert noise not in message, message
@@ -215,7 +214,7 @@ class Slotted(nn.Linear):
 
 
 def errors_after_the_parameters_were_sharded() -> None:
-    """Errors that arise when shards have been made already leave the modules, too."""
+    """Errors after shards were made leave the modules as they were, too."""
 
     def check(error: type[Exception], words: str, model: Any, *args: Any) -> None:
         before = state_of_module(nn.ModuleList([model] if not args else list(args)))

@@ -169,7 +169,7 @@ def counts(strategy: ShardingStrategy, orig: bool) -> None:
         plain = make(Stack)
         want = train(plain, plain, program)
         if name != "sync first" or strategy is NO_SHARD:
-            # With shards, what is done after no_sync does not concern an earlier reduction.
+            # With shards, changes of `.grad` after no_sync do not change an earlier reduction.
             assert_equal(got, want)
     for program in BEYOND_FSDP1.values() if orig else ():
         model = make(Stack)
@@ -207,7 +207,7 @@ def visible(wrapped: nn.Module) -> Values:
 
 
 def without_padding(values: Values, want: Values) -> Values:
-    """Ours has padding if a flat gradient is that of the whole flat parameter."""
+    """Our flat gradient has padding if it has all elements of the flat parameter."""
     return {
         name: value
         if value is None or value.numel() == want[name].numel()  # type: ignore[union-attr]

@@ -163,14 +163,14 @@ def weight_decay() -> None:
     for system in (FSDP, torch_fsdp):
         weight = system(make()).module[0].weight
         assert weight.dim() == (2 if system is FSDP else 1)
-    # Where code looks at shapes, FSDP1 has 1-D parameters, and decays none of them.
+    # Groups by shapes after wrapping: FSDP1's parameters are 1-D, so none of them decays.
     assert_same(trained(torch_fsdp, by_shape), trained(torch_fsdp, nothing))
     assert_same(trained(FSDP, nothing), trained(torch_fsdp, by_shape))
-    # Here they have their shapes, so the matrices are decayed, as without sharding.
+    # Here parameters keep their shapes, so the matrices decay, as without sharding.
     ours = trained(FSDP, by_shape)
     assert not torch.equal(ours["0.weight"], trained(FSDP, nothing)["0.weight"])
     assert_same(ours, trained(FSDP, before_wrapping))
-    # Under both, code that decides before wrapping means the same.
+    # Groups that are chosen before wrapping are the same under both.
     assert_same(ours, trained(torch_fsdp, before_wrapping))
 
 

@@ -1,4 +1,4 @@
-"""A wrapped module stays what it was: its class, its `__setattr__`, what converts it."""
+"""A wrapped module keeps its class, its own `__setattr__` is called, and it can be converted."""
 
 from __future__ import annotations
 

@@ -260,7 +260,7 @@ def _save_and_load(path: str) -> None:
     dcp.load(state, checkpoint_id=path)
     set_model_state_dict(loaded, state)
     for (name, ours), like in zip(loaded.named_parameters(), saved.parameters(), strict=True):
-        if "scale" not in name:  # each rank of expert parallelism has another one of this name
+        if "scale" not in name:  # each rank of expert parallelism has a different one
             assert torch.equal(ours.to_local(), like.to_local()), name
     theirs.load_state_dict(saved.state_dict(), assign=True)
     loaded.load_state_dict(saved.state_dict(), assign=True)

@@ -292,7 +292,7 @@ class Program:
         return f"seed {self.seed} on {tuple(self.mesh.shape)}"
 
     def shard_of(self, whole: Tensor) -> Tensor:
-        """This rank's rows. All ranks compare theirs, and no collective is needed for that."""
+        """Return this rank's rows. Each rank compares its own, so this needs no collective."""
         rows = math.ceil(whole.shape[0] / self.mesh.size(-1))
         return whole[self.mesh.get_local_rank(-1) * rows :][:rows]
 

@@ -104,7 +104,7 @@ def without_parameters(api: Any) -> list[Any]:
 
 
 def made_block_by_block(api: Any) -> list[Any]:
-    """Blocks reuse the memory, and the id, of parameters that sharding has replaced before."""
+    """Later blocks reuse the memory and the ids of parameters that sharding has replaced."""
     model = nn.Sequential()
     for _ in range(4):
         model.append(api.fully_shard(Block()))
@@ -371,7 +371,7 @@ def replicas_that_get_the_first_ones_state(api: Any) -> list[Any]:
 
 
 def inside_of_ddp(api: Any) -> list[Any]:
-    """DDP has what is outside of the units, and what they ignore."""
+    """DDP trains the parameters outside of units, and those that units ignore."""
     model: Any = nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH))
     ignored = set(model[0].up.parameters())
     api.fully_shard(model[0], ignored_params=ignored)

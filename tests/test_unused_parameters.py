@@ -147,7 +147,7 @@ class Aside(nn.Module):
 
 
 class ChangesInput(nn.Module):
-    """A caller changes what a block returns, which is the block's input on some ranks."""
+    """Callers change in place what a block returns. On some ranks this is the block's input."""
 
     def __init__(self) -> None:
         super().__init__()
