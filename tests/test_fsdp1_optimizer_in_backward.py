@@ -17,6 +17,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward, _get_in_backwa
 from torch.distributed.tensor import DTensor
 
 from fsdp_ext import FullyShardedDataParallel as FSDP
+from fsdp_ext import fully_shard
 
 
 def apply_to(params: Any, *, registers: bool) -> None:
@@ -132,5 +133,47 @@ def after_changes() -> None:
     assert dist.get_world_size() == 2
 
 
-def test_optimizers_in_backward_step_once_after_parameters_were_frozen() -> None:
-    run_ranks(after_changes, 2)
+def after_the_first_forward() -> None:
+    """Optimizers that parameters get later step, too, or the next forward says why they cannot."""
+
+    def wrapped(module: nn.Module) -> Any:
+        return FSDP(module, use_orig_params=True)
+
+    x = torch.ones(2, 4)
+    for wrap in (wrapped, fully_shard):
+        model: Any = wrap(nn.Sequential(wrap(nn.Linear(4, 4)), nn.Linear(4, 4)))
+        model(x).sum().backward()
+        for count in (1, 2):
+            weights = [model[0].weight, model[1].weight]  # not the biases
+            _apply_optimizer_in_backward(torch.optim.SGD, weights, {"lr": 1.0}, register_hook=False)
+            model.zero_grad()
+            before = [weight.full_tensor() for weight in weights]
+            for _ in range(2):
+                model(x).sum().backward()
+            last = [b - w.full_tensor() for b, w in zip(before, weights, strict=True)][1]
+            # The gradient of each row is the sum of the rows of the layer's input.
+            torch.testing.assert_close(last, last[:1].expand(4, 4))
+            assert bool(last.any()), count
+            assert all(weight.grad is None for weight in weights)
+            assert model[0].bias.grad is not None
+        with torch.no_grad():
+            model(x)  # leaves the root unsharded
+        _apply_optimizer_in_backward(torch.optim.SGD, [model[1].bias], {"lr": 1.0})
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"the unsharded '.*bias'.* after reshard"):
+                model(x)
+    flat = FSDP(nn.Linear(4, 4))
+    flat(x).sum().backward()
+    apply_to(flat.parameters(), registers=False)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="only supported with use_orig_params=True"):
+            flat(x)
+
+
+def changes() -> None:
+    after_changes()
+    after_the_first_forward()
+
+
+def test_optimizers_in_backward_step_however_late_they_are_made() -> None:
+    run_ranks(changes, 2)

@@ -138,12 +138,7 @@ class FlatParameter:
             NotImplementedError: if the flat parameter was given a grad_dtype.
             RuntimeError: if it was given an optimizer that steps in backward.
         """
-        if has_optimizer_in_backward(self.param):
-            raise RuntimeError(
-                f"the flat parameter of unit '{self._unit.name}' has an optimizer that steps in "
-                "backward, which is only supported with use_orig_params=True. Pass that, or call "
-                "the optimizer's step() after backward."
-            )
+        self.refuse_optimizer_in_backward()
         if own_grad_dtype(self.param) is not None:
             raise NotImplementedError(
                 f"the flat parameter of unit '{self._unit.name}' has grad_dtype="
@@ -151,6 +146,15 @@ class FlatParameter:
             )
         for param in self._unit.params:
             param.sharded.requires_grad_(self.param.requires_grad)
+
+    def refuse_optimizer_in_backward(self) -> None:
+        """Raise RuntimeError if the flat parameter was given an optimizer that steps in backward."""
+        if has_optimizer_in_backward(self.param):
+            raise RuntimeError(
+                f"the flat parameter of unit '{self._unit.name}' has an optimizer that steps in "
+                "backward, which is only supported with use_orig_params=True. Pass that, or call "
+                "the optimizer's step() after backward."
+            )
 
     def parts(self, flat: torch.Tensor) -> Iterator[tuple[ShardedParam, torch.Tensor]]:
         """Yield each parameter of the unit and its rows in a tensor like the flat parameter."""

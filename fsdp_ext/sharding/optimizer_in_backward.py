@@ -2,13 +2,59 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fsdp_ext import _C
+from fsdp_ext.sharding.ownership import unsharded_name
 
 # Set by _apply_optimizer_in_backward on a parameter: its optimizers.
 _IN_BACKWARD = "_in_backward_optimizers"
+# Importing it would give warnings, since it compiles functions by the deprecated torch.jit.
+_MODULE = "torch.distributed.optim.apply_optimizer_in_backward"
+
+
+class _NotedParams(WeakTensorKeyDictionary):
+    """The parameters for which ``_apply_optimizer_in_backward`` was called."""
+
+    def __setitem__(self, param: torch.Tensor, node: Any) -> None:
+        super().__setitem__(param, node)
+        _C.note_module_change()
+
+
+def watch_optimizers_in_backward() -> None:
+    """Let the next forward of every root look for optimizers that parameters have got meanwhile.
+
+    This has an effect once PyTorch's module with the function was imported, and only once.
+    """
+    params = _params()
+    if params is not None and type(params) is not _NotedParams:
+        params.__class__ = _NotedParams
+        if len(params) > 0:
+            _C.note_module_change()
+
+
+def refuse_unsharded_with_optimizer() -> None:
+    """Raise RuntimeError if an unsharded parameter was given optimizers that step in backward.
+
+    Nothing would step them, because unsharded parameters are copies.
+    """
+    for param in list(_params() or ()):
+        name = unsharded_name(param) if has_optimizer_in_backward(param) else None
+        if name is not None:
+            raise RuntimeError(
+                f"_apply_optimizer_in_backward was called with the unsharded '{name}', which is a "
+                "copy for one forward and backward, so it would train nothing. Call it before the "
+                "first forward, or after reshard()."
+            )
+
+
+def _params() -> Any:
+    return getattr(sys.modules.get(_MODULE), "param_to_acc_grad_map", None)
 
 
 def has_optimizer_in_backward(param: nn.Parameter) -> bool:

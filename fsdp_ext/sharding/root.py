@@ -29,6 +29,10 @@ from fsdp_ext.sharding.module_state import (
     units_below,
     units_of,
 )
+from fsdp_ext.sharding.optimizer_in_backward import (
+    refuse_unsharded_with_optimizer,
+    watch_optimizers_in_backward,
+)
 from fsdp_ext.sharding.parameter_checks import check_parameters
 from fsdp_ext.sharding.pending import PendingGradients
 from fsdp_ext.sharding.preparing import preparing
@@ -152,6 +156,7 @@ class Root(UnitTree):
             agree(self.units[0].settings.check_every, self.place, core.all_gather)
         check_parameters(self.module, self.units)
         module_changes.watch(self.module.modules())
+        watch_optimizers_in_backward()
         names = {param: name for name, param in self.module.named_parameters()}
         cores = [
             unit.build(self._name_of(unit, modules[0]), names)
@@ -228,10 +233,13 @@ class Root(UnitTree):
 
     @hidden_from_dynamo
     def _pre_forward_when_stale(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        refuse_unsharded_with_optimizer()
         if self.core.has_gradient_setting_changed() or self._has_other_parameters():
             self.rebuild()
-        else:  # some module was changed, perhaps in another model
+        else:  # some module was changed, or given an optimizer, perhaps in another model
             check_parameters(self.module, self.units)
+            for each in self.units:
+                each.let_optimizers_step()
             module_changes.watch(self.module.modules())
             self.core.accept_module_changes()
         unit = unit_of(module)

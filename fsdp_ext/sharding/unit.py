@@ -412,6 +412,17 @@ class Unit(ParamGroup):
             for (shape, dtype), place in zip(kinds, layout.placements, strict=True)
         ]
 
+    def let_optimizers_step(self) -> None:
+        """Let backward step the optimizers that parameters have been given for that.
+
+        Raises:
+            RuntimeError: if a flat parameter has one.
+        """
+        if self.flat_param is not None:
+            self.flat_param.refuse_optimizer_in_backward()
+        for param in self.params:
+            let_backward_step(param.sharded)
+
     # - The C++ side
 
     @torch.inference_mode(False)  # training may follow a first forward in inference mode
@@ -435,7 +446,7 @@ class Unit(ParamGroup):
         for param in self.params:
             param.name = names.get(param.sharded, param.name)
             check_grad_dtype(param.name, param.sharded, is_extension=not param.is_gathered)
-            let_backward_step(param.sharded)
+        self.let_optimizers_step()
         on_meta = [param.name for param in self.params if param.local.is_meta]
         if on_meta:
             raise RuntimeError(
