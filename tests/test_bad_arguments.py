@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecision,
     MixedPrecisionPolicy,
+    OptimStateKeyType,
 )
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -484,7 +485,56 @@ def of_wrapper_methods() -> list[Row]:
             ValueError, "register_comm_hook", (3,), with_keyword("register_comm_hook", "hook", None)
         ),
     ]
-    return rows
+    return rows + of_optimizer_states()
+
+
+def of_optimizer_states() -> list[Row]:
+    """The static methods get another object in place of a model, an optimizer or a state."""
+    fsdp: Any = FullyShardedDataParallel
+    sgd = torch.optim.SGD(network().parameters(), lr=0.1)
+    no_models = (None, "x", {}, sgd)
+    no_optimizers = (None, "x", {}, network())
+    no_states = ("x", [], {}, sgd, network(), {"state": None})
+    ids = OptimStateKeyType.PARAM_ID
+    rows: list[Row] = []
+    for call in (fsdp.optim_state_dict, fsdp.full_optim_state_dict, fsdp.sharded_optim_state_dict):
+        rows += each_of(TypeError, "place of a model", no_models, lambda _, v, f=call: f(v, sgd))
+        rows += each_of(TypeError, "place of an optimizer", no_optimizers, call)
+    for model, words in ((network(), "has no FullyShardedDataParallel"), (None, "of a model")):
+        kind = ValueError if model is not None else TypeError
+        optim = torch.optim.SGD(model.parameters(), lr=0.1) if model is not None else sgd
+        state = optim.state_dict()
+        rows += [
+            (kind, words, lambda _, m=model, o=optim: fsdp.full_optim_state_dict(m, o)),
+            (kind, words, lambda _, m=model, s=state: fsdp.scatter_full_optim_state_dict(s, m)),
+        ]
+    for call in (
+        lambda model, v: fsdp.optim_state_dict_to_load(model, own(model), v),
+        lambda model, v: fsdp.optim_state_dict(model, own(model), v),
+        lambda model, v: fsdp.shard_full_optim_state_dict(v, model),
+        lambda model, v: fsdp.shard_full_optim_state_dict(v, model, optim=own(model)),
+        lambda model, v: fsdp.flatten_sharded_optim_state_dict(v, model, own(model)),
+        lambda model, v: fsdp.rekey_optim_state_dict(v, ids, model),
+    ):
+        rows += each_of(TypeError, "in place of an optimizer's state", no_states, call)
+    for call in (
+        lambda model, v: fsdp.optim_state_dict_to_load(model, v, own(model).state_dict()),
+        lambda model, v: fsdp.flatten_sharded_optim_state_dict(own(model).state_dict(), model, v),
+    ):
+        rows += each_of(TypeError, "in place of an optimizer", no_optimizers, call)
+    rows += each_of(
+        TypeError,
+        "optim_state_key_type is",
+        ("x", None),
+        lambda model, v: fsdp.rekey_optim_state_dict(own(model).state_dict(), v, model),
+    )
+    return rows + each_of(
+        TypeError, "state_dict_type is", ("x", None), lambda m, v: fsdp.set_state_dict_type(m, v)
+    )
+
+
+def own(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def refused_by_the_wrapper() -> None:

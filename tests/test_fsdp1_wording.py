@@ -11,8 +11,9 @@ from support.fsdp1_parity import FSDP
 from support.launcher import run_ranks
 from support.messages import check_message
 from torch import nn
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import LocalStateDictConfig, ShardingStrategy, StateDictType
 from torch.distributed.fsdp._common_utils import TrainingState
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from fsdp_ext.fsdp1.setup import check_single_device
@@ -67,6 +68,20 @@ def hook_inside() -> None:
     inner = FSDP(layer())
     FSDP(nn.Sequential(inner))
     inner.register_comm_hook(None, hook)
+
+
+def clip_inside() -> None:
+    inner = FSDP(layer())
+    FSDP(nn.Sequential(inner))
+    inner.clip_grad_norm_(1.0)
+
+
+def policy_for_wrapped() -> None:
+    FSDP(nn.Sequential(FSDP(layer())), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+
+
+def wrong_config() -> None:
+    FSDP.set_state_dict_type(FSDP(layer()), StateDictType.FULL_STATE_DICT, LocalStateDictConfig())
 
 
 def summon_in_apply() -> None:
@@ -153,6 +168,13 @@ MESSAGES: list[tuple[type[Exception], str, Callable[[], object]]] = [
     (NotImplementedError, "is not supported", summon_on_one_rank),
     (RuntimeError, "only supported with use_orig_params=True", optimizer_in_backward),
     (ValueError, "to be callable", init_with_42),
+    (RuntimeError, "should only be called on the root FSDP instance", clip_inside),
+    (
+        ValueError,
+        "requires modules to not already have FSDP applied but found 0 in",
+        policy_for_wrapped,
+    ),
+    (RuntimeError, "Expected state_dict_config of type", wrong_config),
     (
         UserWarning,
         "FSDP will not all-gather parameters for containers that do not implement forward",

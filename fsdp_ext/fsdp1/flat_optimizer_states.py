@@ -69,6 +69,8 @@ class FlatParameters:
                 for own_state, part in zip(own_states, _split(value, flat), strict=True):
                     own_state[key] = part
             states.update(zip(self.own_names(name), own_states, strict=True))
+        if "param_groups" not in state:
+            return {**state, "state": states}
         groups = [
             {**group, "params": [own for name in group["params"] for own in self.own_names(name)]}
             for group in state["param_groups"]

@@ -285,8 +285,9 @@ def wrap_children(
     for name, module in root.named_modules():
         if is_wrapper(module):
             raise ValueError(
-                f"auto_wrap_policy got a model in which '{name}' is wrapped already. Pass "
-                "a policy, or wrap modules yourself, not both."
+                "FSDP auto wrapping requires modules to not already have FSDP applied but found "
+                f"{name} in the model: '{name}' is wrapped already. Pass a policy, or wrap modules "
+                "yourself, not both."
             )
     targets: dict[nn.Module, dict[str, Any]] = {}
     if isinstance(policy, _Policy):

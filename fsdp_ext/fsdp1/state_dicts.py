@@ -6,7 +6,7 @@ An optimizer's state has the names and the shapes of the parameters that it belo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +91,11 @@ class StateDictMethods:
             RuntimeError: if a configuration is one of another type.
         """
         wrappers = cls.fsdp_modules(module)
+        if not isinstance(state_dict_type, StateDictType):
+            raise TypeError(
+                f"state_dict_type is {state_dict_type!r}. Pass StateDictType.FULL_STATE_DICT, "
+                "SHARDED_STATE_DICT or LOCAL_STATE_DICT."
+            )
         is_local = state_dict_type is StateDictType.LOCAL_STATE_DICT
         if is_local and any(wrapper._use_orig_params for wrapper in wrappers):
             raise NotImplementedError(
@@ -104,13 +109,14 @@ class StateDictMethods:
             state_dict_config or model_type(),
             optim_state_dict_config or optim_type(),
         )
-        for given, needed in (
-            (settings.state_dict_config, model_type),
-            (settings.optim_state_dict_config, optim_type),
+        for name, given, needed in (
+            ("state_dict_config", settings.state_dict_config, model_type),
+            ("optim_state_dict_config", settings.optim_state_dict_config, optim_type),
         ):
             if type(given) is not needed:
                 raise RuntimeError(
-                    f"{state_dict_type} got a {type(given).__name__}. Pass a {needed.__name__}."
+                    f"Expected {name} of type {needed} for {state_dict_type}, which got a "
+                    f"{type(given).__name__}. Pass a {needed.__name__}."
                 )
         before = wrappers[0]._state_dict_settings if wrappers else DEFAULT
         for wrapper in wrappers:
@@ -179,7 +185,7 @@ class StateDictMethods:
             ValueError: if the optimizer has a parameter that is not the model's.
         """
         form = Form.of(cls.get_state_dict_type(model), optimizer=True)
-        state = optim_state_dict or optim.state_dict()
+        state = _state_of(optim) if optim_state_dict is None else optim_state_dict
         return cls._optimizer_state(model, optim, state, form, "optim_state_dict")
 
     @classmethod
@@ -229,7 +235,7 @@ class StateDictMethods:
     ) -> State:
         """Return the whole state on the host: an older :meth:`optim_state_dict`."""
         form = Form(True, True, rank0_only)
-        state = optim.state_dict()
+        state = _state_of(optim)
         return cls._optimizer_state(model, optim, state, form, "full_optim_state_dict")
 
     @classmethod
@@ -238,7 +244,7 @@ class StateDictMethods:
     ) -> State:
         """Return the sharded state: an older :meth:`optim_state_dict`."""
         form = Form(False, False, False)
-        state = optim.state_dict()
+        state = _state_of(optim)
         return cls._optimizer_state(model, optim, state, form, "sharded_optim_state_dict")
 
     @classmethod
@@ -250,7 +256,7 @@ class StateDictMethods:
         optim: Optimizer | None = None,
     ) -> State:
         """Return a whole state that all ranks have as ``optim.load_state_dict`` takes it."""
-        groups = _groups_of(optim) if optim else [list(model.parameters())]
+        groups = cls._groups_in(model, optim)
         return cls._to_load(model, groups, full_optim_state_dict, from_rank_0=False)
 
     @classmethod
@@ -270,7 +276,7 @@ class StateDictMethods:
         group: Any = None,
     ) -> State:
         """Return rank 0's whole state as each rank's ``optim.load_state_dict`` takes it."""
-        groups = _groups_of(optim) if optim else [list(model.parameters())]
+        groups = cls._groups_in(model, optim)
         return cls._to_load(model, groups, full_optim_state_dict or {}, from_rank_0=True)
 
     @classmethod
@@ -291,8 +297,13 @@ class StateDictMethods:
             optim_input: not used.
             optim: its optimizer. None: the parameters are numbered as the model has them.
         """
-        cls.fsdp_modules(model)  # raises if it is not a module
-        params = list(model.parameters()) if optim is None else _params_of(optim)
+        _check_state(optim_state_dict)
+        if not isinstance(optim_state_key_type, OptimStateKeyType):
+            raise TypeError(
+                f"optim_state_key_type is {optim_state_key_type!r}. Pass OptimStateKeyType.PARAM_ID "
+                "or PARAM_NAME."
+            )
+        params = [param for group in cls._groups_in(model, optim) for param in group]
         names = cls._names_of(params, model)
         keys: dict[Any, Any] = dict(enumerate(names))
         if optim_state_key_type is OptimStateKeyType.PARAM_ID:
@@ -305,6 +316,7 @@ class StateDictMethods:
     def _optimizer_state(
         cls, model: nn.Module, optim: Optimizer, state: State, form: Form, caller: str
     ) -> State:
+        _check_state(state)
         params = _params_of(optim)
         names = cls._names_of(params, model)
         state = _with_keys(
@@ -330,6 +342,9 @@ class StateDictMethods:
         named: bool = False,
     ) -> State:
         """Return ``state``, which is keyed by names, for an optimizer with these parameters."""
+        has_it = not from_rank_0 or cls._unit_of(model).ranks.rank_in_mesh == 0
+        if has_it:
+            _check_state(state)
         params = [param for group in groups for param in group]
         names = cls._names_of(params, model)
         flats = cls._flat_parameters(names, params, model)
@@ -350,18 +365,20 @@ class StateDictMethods:
             }
             for name, values in _known(state["state"], by_name).items()
         }
-        return {
+        loadable = {
             **state,
             "state": {keys[name]: values for name, values in flats.join(states).items()},
-            "param_groups": [
+        }
+        if "param_groups" in state:
+            loadable["param_groups"] = [
                 {
                     **_saved_group(state, [own for n in of_group for own in flats.own_names(n)]),
                     # Optimizers match parameters by their places in these lists.
                     "params": [keys[name] for name in of_group],
                 }
                 for of_group in names_by_group
-            ],
-        }
+            ]
+        return loadable
 
     @classmethod
     def _flat_parameters(
@@ -385,20 +402,45 @@ class StateDictMethods:
         return [names[param] for param in params]
 
     @classmethod
+    def _groups_in(cls, model: nn.Module, optim: Optimizer | None) -> list[list[nn.Parameter]]:
+        """Return the groups of an optimizer; without one all parameters of the model as one."""
+        cls.fsdp_modules(model)  # raises for what is no module
+        return [list(model.parameters())] if optim is None else _groups_of(optim)
+
+    @classmethod
     def _unit_of(cls, model: nn.Module) -> Unit:
         """Return a unit of the model: the outermost one."""
         wrappers = cls.fsdp_modules(model)
         if not wrappers:
             raise ValueError(
-                f"the {type(model).__name__} has no FullyShardedDataParallel in it. Wrap it first."
+                f"the {type(model).__name__} has no FullyShardedDataParallel in it. Pass "
+                "a wrapped model."
             )
         unit: Unit = wrappers[0]._sharded._fsdp_ext_unit
         return unit
 
 
+def _check_state(state: Any) -> None:
+    """Raise TypeError for what is no optimizer's state."""
+    if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
+        raise TypeError(
+            f"an object of type {type(state).__name__} was passed in place of an optimizer's state,"
+            " which is a dict with 'state'. Pass what optim_state_dict or the optimizer's "
+            "state_dict() returned."
+        )
+
+
+def _state_of(optim: Optimizer) -> State:
+    _groups_of(optim)  # raises for what is no optimizer
+    return optim.state_dict()
+
+
 def _groups_of(optim: Optimizer) -> list[list[nn.Parameter]]:
     if not hasattr(optim, "param_groups"):
-        raise TypeError(f"{optim!r} is not an optimizer. Pass the optimizer of the model.")
+        raise TypeError(
+            f"an object of type {type(optim).__name__} was passed in place of an optimizer. Pass "
+            "the model's."
+        )
     return [group["params"] for group in optim.param_groups]
 
 
@@ -443,18 +485,23 @@ def _shard_state(name: str, value: Any, param: nn.Parameter) -> Any:
 def _with_keys(
     state: State, rename: Callable[[Any], Any], convert: Callable[[Any, Any], Any]
 ) -> State:
-    """Return an optimizer's state with other keys of its parameters, and other values."""
-    return {
+    """Return an optimizer's state with other keys of its parameters, and other values.
+
+    The groups may be missing, as when only the values are saved.
+    """
+    renamed = {
         **state,
         "state": {
             rename(key): {name: convert(key, value) for name, value in values.items()}
             for key, values in state["state"].items()
         },
-        "param_groups": [
+    }
+    if "param_groups" in state:
+        renamed["param_groups"] = [
             {**group, "params": [rename(key) for key in group["params"]]}
             for group in state["param_groups"]
-        ],
-    }
+        ]
+    return renamed
 
 
 @dataclass(frozen=True)

@@ -306,6 +306,11 @@ class WrapperViews:
         return None if handle is None else handle.flat_param
 
     @property
+    def params(self) -> list[Any]:
+        """The flat parameter, or the view that stands for it; empty without parameters."""
+        return [self._flat_param] if self._has_params else []
+
+    @property
     def _all_fsdp_states(self) -> list[Any]:
         return self.fsdp_modules(self)
 

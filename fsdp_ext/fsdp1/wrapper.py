@@ -80,6 +80,7 @@ from fsdp_ext.sharding.module_state import (
     sharded_module,
 )
 from fsdp_ext.sharding.optimizer_hooks import let_optimizers_go_on
+from fsdp_ext.sharding.optimizer_in_backward import watch_optimizers_in_backward
 from fsdp_ext.sharding.ownership import carry_attributes, hand_over, is_sharded
 from fsdp_ext.sharding.ranks import Ranks
 from fsdp_ext.sharding.user_hooks import CommunicationHook
@@ -302,6 +303,8 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         module = cast(nn.Module, self._modules[WRAPPED])
         if self._runs_in_float32:
             return run_in_float32(module, args, kwargs)
+        if self._is_root:
+            watch_optimizers_in_backward()  # they may have been imported since the last forward
         # The unit cannot do this: it is made before it is known whether it is the root's.
         if self._is_root and self.mixed_precision.cast_root_forward_inputs:
             dtype = self.mixed_precision.param_dtype
@@ -377,8 +380,8 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         """Return the wrappers in ``module``, which may be one; the outermost if ``root_only``."""
         if not isinstance(module, nn.Module):
             raise TypeError(
-                f"FullyShardedDataParallel got {module!r} in place of a model. Pass a wrapper, or "
-                "a module with wrappers in it."
+                f"FullyShardedDataParallel got an object of type {type(module).__name__} in place of "
+                "a model. Pass a wrapper, or a module with wrappers in it."
             )
         root_only = as_bool("fsdp_modules", "root_only", root_only)
         found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
@@ -465,8 +468,8 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
     def _expect_root(self, method: str) -> None:
         if not self._is_root:
             raise RuntimeError(
-                f"{method} was called on a FullyShardedDataParallel inside another one. Call it on "
-                "the outermost one."
+                f"{method} was called on a FullyShardedDataParallel inside another one, but should "
+                "only be called on the root FSDP instance. Call it on the outermost one."
             )
 
     def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
