@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.utils.checkpoint import checkpoint
 
 import fsdp_ext
 from fsdp_ext import (
@@ -403,6 +404,56 @@ def test_flops_of_a_unit_are_without_those_of_units_inside() -> None:
     flops = {unit.name: unit.flops for unit in planned.units}
     assert flops["blocks.0"] == (0, 0)
     assert flops["blocks.0.up"] == flops["blocks.3.down"] == (4 * 32 * 4096 * 2, 8 * 32 * 4096 * 2)
+
+
+def test_flops_of_layers_that_share_an_input() -> None:
+    # Every layer of the decoder reads the encoder's output, whose gradient arrives last.
+    with torch.device("meta"):
+        model = nn.Transformer(64, 4, 2, 3, 128, batch_first=True)
+        batch = (torch.empty(2, 16, 64), torch.empty(2, 16, 64))
+    layers = [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer]
+    planned = plan(model, 8, units=layers, batch=batch, flops_per_second=1e12)
+    flops = {unit.name: unit.flops for unit in planned.units}
+    assert flops["the root"] == (0, 0)
+    projection = 2 * (2 * 16) * 64 * 64
+    for part, others in (("encoder", [1]), ("decoder", [1, 2])):
+        first_forward, first_backward = flops[f"{part}.layers.0"] or (0, 0)
+        for other in others:
+            assert flops[f"{part}.layers.{other}"] == (first_forward, 2 * first_forward)
+        # The batch needs no gradient, so queries, keys and values have one product less.
+        assert first_backward == 2 * first_forward - 3 * projection > 0
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("of_whole_units", [True, False])
+def test_flops_of_a_checkpoint_are_its_units(reentrant: bool, of_whole_units: bool) -> None:
+    class Checkpointed(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            if of_whole_units:
+                return super().forward(x)
+            return checkpoint(super().forward, x, use_reentrant=reentrant)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(64, 64)
+            self.blocks = nn.ModuleList(Checkpointed(64) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=reentrant) if of_whole_units else block(x)
+            return x
+
+    with torch.device("meta"):
+        model, batch = Model(), torch.empty(32, 64)
+    planned = plan(model, 8, units=Block, batch=batch)
+    up = down = 2 * 32 * 64 * 64 * 4
+    # Without reentry, forward runs again only up to the last tensor that backward needs.
+    again = up + down if reentrant else up
+    expected = (up + down, 2 * (up + down) + again)
+    assert [unit.flops for unit in planned.units[1:]] == [expected] * 3
+    assert planned.units[0].flops == (2 * 32 * 64 * 64, 2 * 32 * 64 * 64)
 
 
 def test_the_prediction_is_the_schedules() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
@@ -36,15 +39,15 @@ def count_flops(
     from torch.utils.flop_counter import FlopCounterMode  # a slow import that few plans need
 
     counter = FlopCounterMode(display=False)
+    flops = _FlopsOfUnits(model, counter, units)
     arguments, keywords = _call_of(tree_map_only(Tensor, _shape_alone, batch))
     try:
-        with torch.device("meta"), counter:
+        with torch.device("meta"), counter, flops.hooks(), flops:
             output = model(*arguments, **keywords)
-            forward = _by_module(counter)
             losses = [leaf.float().sum() for leaf in _trainable(output)]
+            flops.end_forward()
             if losses:
                 torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
-            both = _by_module(counter)
     except Exception as error:
         raise ValueError(
             f"plan could not count flops: {type(model).__name__} raised {type(error).__name__} on "
@@ -56,8 +59,7 @@ def count_flops(
             f"plan could not count flops: {type(model).__name__} returned no tensor that requires "
             "a gradient. Let some parameter require one."
         )
-    own_forward, own_both = (_own(counts, units) for counts in (forward, both))
-    return [(f, b - f) for f, b in zip(own_forward, own_both, strict=True)]
+    return list(zip(flops.forward, flops.backward, strict=True))
 
 
 def _call_of(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
@@ -78,21 +80,91 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else "no message"
 
 
-def _by_module(counter: FlopCounterMode) -> dict[str, int]:
-    """Return the counts by module name. The root module's name is empty."""
-    counts = {name: sum(of.values()) for name, of in counter.get_flop_counts().items()}
-    whole = counts.pop("Global", 0)
-    return {name.partition(".")[2]: count for name, count in counts.items()} | {"": whole}
+class _FlopsOfUnits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds the flops of each operation to the unit that it belongs to.
 
+    Note [whose flops]
+    In forward an operation belongs to the innermost unit that runs. In backward it belongs to the
+    unit that ran when the operation's node of autograd was made. Nodes are numbered as they are
+    made, so the first number after each begin and end of a unit tells whose they are. Gradients of
+    a module's inputs and outputs would not tell: those of an encoder's output, which all layers of
+    a decoder read, arrive last. A node that a reentrant checkpoint makes in backward belongs to
+    the unit whose flops came before it, since the checkpoint has just run forward again.
 
-def _own(counts: Mapping[str, int], units: Sequence[Sequence[str]]) -> list[int]:
-    """Return the count of each unit without the units inside it."""
-    unit_of = {name: number for number, names in enumerate(units) for name in names}
-    own = [0] * len(units)
-    for name, number in unit_of.items():
-        count = counts.get(name, 0)
-        own[number] += count
-        if name:
-            around = [other for other in unit_of if other and name.startswith(f"{other}.")]
-            own[unit_of[max(around, key=len, default="")]] -= count
-    return own
+    Args:
+        model: the model that runs.
+        counter: an active counter of all flops.
+        units: the names of each unit's modules. The root module's name is empty.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self, model: nn.Module, counter: FlopCounterMode, units: Sequence[Sequence[str]]
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.forward = [0] * len(units)
+        self.backward = [0] * len(units)
+        self._counts = self.forward
+        self._counter = counter
+        modules = dict(model.named_modules(remove_duplicate=False))
+        numbers = {name: number for number, names in enumerate(units) for name in names}
+        self._modules = [(modules[name], number) for name, number in numbers.items() if name]
+        self._newest = numbers[""]
+        self._running = [self._newest]
+        self._first_nodes: list[int] = []
+        self._units_of_nodes: list[int | None] = []
+
+    @contextlib.contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Follow which units run."""
+        with contextlib.ExitStack() as stack:
+            for module, number in self._modules:
+                begin, end = self._begin(number), self._end
+                stack.callback(module.register_forward_pre_hook(begin, prepend=True).remove)
+                # Checkpoints end a forward that they run again by an exception.
+                stack.callback(module.register_forward_hook(end, always_call=True).remove)
+            self._note()
+            yield
+
+    def end_forward(self) -> None:
+        """Count what follows as backward."""
+        self._running.clear()
+        self._note()
+        self._counts = self.backward
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        before = self._counter.get_total_flops()
+        result = func(*args, **(kwargs or {}))
+        flops = self._counter.get_total_flops() - before
+        if flops:
+            self._newest = self._unit()
+            self._counts[self._newest] += flops
+        return result
+
+    def _unit(self) -> int:
+        if self._running:
+            return self._running[-1]
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return self._newest
+        place = bisect_right(self._first_nodes, node._sequence_nr()) - 1
+        unit = self._units_of_nodes[place] if place >= 0 else None
+        return self._newest if unit is None else unit
+
+    def _begin(self, number: int) -> Any:
+        def begin(*_: Any) -> None:
+            self._running.append(number)
+            self._note()
+
+        return begin
+
+    def _end(self, *_: Any) -> None:
+        self._running.pop()
+        self._note()
+
+    def _note(self) -> None:
+        self._first_nodes.append(torch._C._autograd._get_sequence_nr())
+        self._units_of_nodes.append(self._running[-1] if self._running else None)
