@@ -1,13 +1,25 @@
-"""Refuses an installed torch that this build does not fit, before the extension is loaded.
+"""Refuses sources without a build, and a torch that the build does not fit.
 
-An extension that was built against another minor version of torch may fail to load, or crash later.
+That happens before the extension is loaded. An extension that was built against another minor
+version of torch may fail to load, or crash later.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
-from fsdp_ext import _build_info
+try:
+    from fsdp_ext import _build_info
+except ImportError as error:
+    # A clone after `pip install .`, which builds elsewhere: Python's own message speaks of a
+    # circular import.
+    raise ImportError(
+        f"The fsdp_ext in {Path(__file__).parents[1]} is source code that is not built there. If "
+        "fsdp_ext is not installed yet, run pip install -v --no-build-isolation . in that folder. "
+        "Then start Python outside of that folder, with scripts that lie outside of it."
+    ) from error
 
 
 def why_unfit(

@@ -1,11 +1,16 @@
-"""A build refuses a torch that it does not fit, in a sentence and before it loads the extension."""
+"""Sources without a build, and a build without a torch that fits, are refused in a sentence."""
 
 from __future__ import annotations
 
 import importlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+import fsdp_ext
 from fsdp_ext import _build_info, _installed_torch
 from fsdp_ext._installed_torch import why_unfit
 
@@ -35,3 +40,14 @@ def test_the_import_raises_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_build_info, "TORCH_VERSION", "2.10.0")
     with pytest.raises(ImportError, match=r"built against torch 2\.10"):
         importlib.reload(_installed_torch)
+
+
+def test_a_clone_that_is_installed_elsewhere_says_so(tmp_path: Path) -> None:
+    left = shutil.ignore_patterns("*.so", "_build_info.py", "__pycache__")
+    shutil.copytree(Path(fsdp_ext.__file__).parent, tmp_path / "fsdp_ext", ignore=left)
+    command = [sys.executable, "-c", "import fsdp_ext"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    said = result.stderr.splitlines()[-1]
+    assert said.startswith(f"ImportError: The fsdp_ext in {tmp_path} is source code that is not")
+    assert "start Python outside of that folder" in said
