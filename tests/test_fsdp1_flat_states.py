@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -235,3 +236,27 @@ def distributed_checkpoint() -> None:
 
 def test_distributed_checkpoint_refuses_optimizers_of_flat_parameters() -> None:
     run_ranks(distributed_checkpoint, 2)
+
+
+def without_groups() -> None:
+    for cls, orig in itertools.product((FSDP, TorchFSDP), (False, True)):
+        model: Any = cls(nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=orig)
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        state = optimizer.state_dict()
+        groups = state.pop("param_groups")
+        saved = cls.optim_state_dict(model, optimizer, state)
+        loadable = cls.optim_state_dict_to_load(model, optimizer, saved)
+        assert saved.keys() == loadable.keys() == {"state"}
+        optimizer.load_state_dict(loadable | {"param_groups": groups})
+        again = cls.optim_state_dict(model, optimizer)
+        for name in ("weight", "bias"):
+            average = again["state"][name]["exp_avg"]
+            assert torch.equal(average, saved["state"][name]["exp_avg"])
+            assert bool(average.any())
+        assert len(model.params) == 1
+
+
+def test_states_without_groups_are_converted_as_by_fsdp1() -> None:
+    run_ranks(without_groups, 2)

@@ -156,9 +156,11 @@ def after_the_first_forward() -> None:
             assert bool(last.any()), count
             assert all(weight.grad is None for weight in weights)
             assert model[0].bias.grad is not None
-        with torch.no_grad():
-            model(x)  # leaves the root unsharded
-        _apply_optimizer_in_backward(torch.optim.SGD, [model[1].bias], {"lr": 1.0})
+        output = model(x)  # leaves the root unsharded
+        bias = model[1].bias
+        assert not isinstance(bias, DTensor)
+        _apply_optimizer_in_backward(torch.optim.SGD, [bias], {"lr": 1.0}, register_hook=False)
+        output.sum().backward()
         for _ in range(2):
             with pytest.raises(RuntimeError, match=r"the unsharded '.*bias'.* after reshard"):
                 model(x)

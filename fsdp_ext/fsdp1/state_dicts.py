@@ -300,8 +300,8 @@ class StateDictMethods:
         _check_state(optim_state_dict)
         if not isinstance(optim_state_key_type, OptimStateKeyType):
             raise TypeError(
-                f"optim_state_key_type is {optim_state_key_type!r}. Pass OptimStateKeyType.PARAM_ID "
-                "or PARAM_NAME."
+                f"optim_state_key_type is {optim_state_key_type!r}. Pass "
+                "OptimStateKeyType.PARAM_ID or PARAM_NAME."
             )
         params = [param for group in cls._groups_in(model, optim) for param in group]
         names = cls._names_of(params, model)

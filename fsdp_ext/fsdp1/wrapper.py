@@ -380,8 +380,8 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         """Return the wrappers in ``module``, which may be one; the outermost if ``root_only``."""
         if not isinstance(module, nn.Module):
             raise TypeError(
-                f"FullyShardedDataParallel got an object of type {type(module).__name__} in place of "
-                "a model. Pass a wrapper, or a module with wrappers in it."
+                f"FullyShardedDataParallel got an object of type {type(module).__name__} in place "
+                "of a model. Pass a wrapper, or a module with wrappers in it."
             )
         root_only = as_bool("fsdp_modules", "root_only", root_only)
         found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]

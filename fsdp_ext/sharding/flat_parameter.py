@@ -148,7 +148,7 @@ class FlatParameter:
             param.sharded.requires_grad_(self.param.requires_grad)
 
     def refuse_optimizer_in_backward(self) -> None:
-        """Raise RuntimeError if the flat parameter was given an optimizer that steps in backward."""
+        """Raise RuntimeError if the flat parameter has an optimizer that steps in backward."""
         if has_optimizer_in_backward(self.param):
             raise RuntimeError(
                 f"the flat parameter of unit '{self._unit.name}' has an optimizer that steps in "

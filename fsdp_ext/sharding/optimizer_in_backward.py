@@ -38,19 +38,17 @@ def watch_optimizers_in_backward() -> None:
             _C.note_module_change()
 
 
-def refuse_unsharded_with_optimizer() -> None:
+def refuse_unsharded_with_optimizer(unsharded: nn.Parameter | None) -> None:
     """Raise RuntimeError if an unsharded parameter was given optimizers that step in backward.
 
     Nothing would step them, because unsharded parameters are copies.
     """
-    for param in list(_params() or ()):
-        name = unsharded_name(param) if has_optimizer_in_backward(param) else None
-        if name is not None:
-            raise RuntimeError(
-                f"_apply_optimizer_in_backward was called with the unsharded '{name}', which is a "
-                "copy for one forward and backward, so it would train nothing. Call it before the "
-                "first forward, or after reshard()."
-            )
+    if unsharded is not None and has_optimizer_in_backward(unsharded):
+        raise RuntimeError(
+            "_apply_optimizer_in_backward was called with the unsharded "
+            f"'{unsharded_name(unsharded)}', which is a copy for one forward and backward, so it "
+            "would train nothing. Call it before the first forward, or after reshard()."
+        )
 
 
 def _params() -> Any:

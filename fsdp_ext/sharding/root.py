@@ -29,10 +29,7 @@ from fsdp_ext.sharding.module_state import (
     units_below,
     units_of,
 )
-from fsdp_ext.sharding.optimizer_in_backward import (
-    refuse_unsharded_with_optimizer,
-    watch_optimizers_in_backward,
-)
+from fsdp_ext.sharding.optimizer_in_backward import watch_optimizers_in_backward
 from fsdp_ext.sharding.parameter_checks import check_parameters
 from fsdp_ext.sharding.pending import PendingGradients
 from fsdp_ext.sharding.preparing import preparing
@@ -233,7 +230,6 @@ class Root(UnitTree):
 
     @hidden_from_dynamo
     def _pre_forward_when_stale(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        refuse_unsharded_with_optimizer()
         if self.core.has_gradient_setting_changed() or self._has_other_parameters():
             self.rebuild()
         else:  # some module was changed, or given an optimizer, perhaps in another model

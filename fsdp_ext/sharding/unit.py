@@ -6,6 +6,7 @@ Everything here runs before training or between steps. ``csrc/torch`` has what r
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,10 @@ from fsdp_ext.sharding.extensions import (
 )
 from fsdp_ext.sharding.flat_parameter import FlatParameter, flat_gradient_maker, registered
 from fsdp_ext.sharding.module_attributes import set_parameter, swapped_attribute
-from fsdp_ext.sharding.optimizer_in_backward import let_backward_step
+from fsdp_ext.sharding.optimizer_in_backward import (
+    let_backward_step,
+    refuse_unsharded_with_optimizer,
+)
 from fsdp_ext.sharding.ownership import (
     check_grad_dtype,
     check_parameter,
@@ -84,6 +88,7 @@ class Unit(ParamGroup):
         # type cannot be named here.
         self.root: Any = None
         self.core: _C.TorchUnit | None = None
+        self._unsharded: list[weakref.ref[nn.Parameter]] = []  # those of the C++ side
         # Whether the modules have whole parameters, by FSDP1's summon_full_params or apply.
         self.is_summoned = False
         # What runs the user's collectives, by the name of the setting.
@@ -416,8 +421,10 @@ class Unit(ParamGroup):
         """Let backward step the optimizers that parameters have been given for that.
 
         Raises:
-            RuntimeError: if a flat parameter has one.
+            RuntimeError: if a flat or an unsharded parameter has one.
         """
+        for unsharded in self._unsharded:
+            refuse_unsharded_with_optimizer(unsharded())
         if self.flat_param is not None:
             self.flat_param.refuse_optimizer_in_backward()
         for param in self.params:
@@ -481,14 +488,14 @@ class Unit(ParamGroup):
         )
         params = [entry if isinstance(entry, ShardedParam) else None for entry in entries]
         views = core.unsharded_views()
+        unsharded = [
+            unsharded_parameter(param, view) if param is not None and param.is_gathered else None
+            for param, view in zip(params, views, strict=True)
+        ]
+        self._unsharded = [weakref.ref(param) for param in unsharded if param is not None]
         core.bind(
             sharded=[None if param is None else param.sharded for param in params],
-            unsharded=[
-                unsharded_parameter(param, view)
-                if param is not None and param.is_gathered
-                else None
-                for param, view in zip(params, views, strict=True)
-            ],
+            unsharded=unsharded,
             place_gradient=[
                 None if param is None or param.unsharded is None else param.unsharded.place
                 for param in params
