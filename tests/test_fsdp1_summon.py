@@ -366,6 +366,10 @@ def _misused() -> None:
         FSDP.summon_full_params(wrapped),
     ):
         wrapped.stem.weight = nn.Parameter(torch.ones(2, 2))
+    for use in (lambda: FSDP.summon_full_params(wrapped).__enter__(), wrapped.state_dict):
+        wrapped.stem.weight = nn.Parameter(torch.ones(2, 2))
+        with pytest.raises(ValueError, match=r"'stem.weight' was replaced by a Parameter"):
+            use()
     assert_equal(state(wrapped), kept)
     train(wrapped, 0)
 

@@ -36,9 +36,9 @@ def reshard(unit: Unit) -> None:
 
 
 def settle(unit: Unit) -> None:
-    """Reshard the unit, and adopt what its flat parameter was given, if it has one."""
+    """Reshard the unit, and adopt the parameters that its modules were given."""
     reshard(unit)
-    if unit.flat_param is not None:
+    if unit.flat_param is not None or unit.has_changed():
         adopt_changes(unit)
 
 
