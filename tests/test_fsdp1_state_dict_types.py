@@ -286,6 +286,26 @@ def test_states_are_loaded_by_name_whatever_the_order_of_parameters() -> None:
     run_ranks(_load_by_name, 2)
 
 
+def _optimizers_differ() -> None:
+    ours, optimizer = make_ours()
+    train(ours, optimizer, 0)
+    want = flat(FSDP.full_optim_state_dict(ours, optimizer, rank0_only=False))
+    is_first = dist.get_rank() == 0
+    other, _ = make_ours()
+    params = list(other.parameters())
+    reversed_on_one = AdamW(params if is_first else params[::-1], lr=0.01)
+    train(other, reversed_on_one, 0)
+    assert_equal(flat(FSDP.full_optim_state_dict(other, reversed_on_one, rank0_only=False)), want)
+    fewer = AdamW(params if is_first else params[:-1], lr=0.01)
+    train(other, fewer, 1)
+    with pytest.raises(RuntimeError, match="missing some of those states: rank 1 has none, or not"):
+        FSDP.full_optim_state_dict(other, fewer)
+
+
+def test_whole_states_of_ranks_whose_optimizers_differ_are_right_or_refused() -> None:
+    run_ranks(_optimizers_differ, 2)
+
+
 def _sharded_tensors() -> None:
     theirs, their_optimizer = make_theirs()
     train(theirs, their_optimizer, 0, 1)

@@ -27,6 +27,7 @@ from fsdp_ext.fsdp1.flat_optimizer_states import FlatParameters
 from fsdp_ext.fsdp1.setup import broadcast
 from fsdp_ext.fsdp1.state_dict_forms import CONFIGS, DEFAULT, Form, State
 from fsdp_ext.fsdp1.whole_tensors import gathered_by_all, shard_like, without_sharded_tensor
+from fsdp_ext.sharding.agreement import has_peers
 from fsdp_ext.sharding.arguments import device_of
 from fsdp_ext.sharding.flat_parameter import own_parameters_shown, show_flat
 from fsdp_ext.sharding.ranks import Ranks
@@ -327,6 +328,8 @@ class StateDictMethods:
         state = cls._flat_parameters(names, params, model).split(state)
         unit = cls._unit_of(model)
         with gathered_by_all([unit] if form.is_full else [], caller):
+            if form.is_full:
+                state = _as_rank_0_has_it(state, unit)
             state = _with_keys(state, lambda key: key, lambda key, value: form.convert(value))
         is_first = unit.ranks.rank_in_mesh == 0  # also with hybrid sharding, as in FSDP1
         return state if is_first or not form.rank0_only else {}
@@ -510,6 +513,36 @@ class _Blank:
 
     shape: torch.Size
     dtype: torch.dtype
+
+
+def _as_rank_0_has_it(state: State, unit: Unit) -> State:
+    """Order the values as rank 0 of the unit's group has them, so that all ranks gather the same.
+
+    What rank 0 lacks is left out, as by FSDP1.
+
+    Raises:
+        RuntimeError: on all ranks, if a rank lacks a value that rank 0 has.
+    """
+    if not has_peers(unit):
+        return state
+    group = unit.ranks.group
+    of_ranks: list[Any] = [None] * group.size()
+    mine = {name: list(values) for name, values in state["state"].items()}
+    dist.all_gather_object(of_ranks, mine, group=group)
+    wanted: dict[str, list[str]] = of_ranks[0]
+    for rank, has in enumerate(of_ranks):
+        missing = [name for name, keys in wanted.items() if not set(keys) <= set(has.get(name, ()))]
+        if missing:
+            raise RuntimeError(
+                "FSDP currently requires each rank to have at least the optimizer states needed by "
+                "rank 0's optimizer but some ranks are missing some of those states: rank "
+                f"{dist.get_global_rank(group, rank)} has none, or not all, of {missing}. Make the "
+                "optimizer of the same parameters on all ranks, and step it on all of them."
+            )
+    ordered = {
+        name: {key: state["state"][name][key] for key in keys} for name, keys in wanted.items()
+    }
+    return {**state, "state": ordered}
 
 
 def _from_rank_0(state: State, ranks: Ranks, device: torch.device) -> State:
