@@ -64,7 +64,9 @@ def ignored() -> None:
     with pytest.raises(ValueError, match=r"expects nn.Module list .* Pass .* as ignored_states"):
         FSDP(model, ignored_modules=[model.head.weight])
     model.head = FSDP(model.head)
-    with pytest.raises(ValueError, match="should not include FSDP modules, but one is wrapped"):
+    with pytest.raises(
+        ValueError, match="should not include FSDP modules, but one of these is wrapped"
+    ):
         FSDP(model, ignored_modules=[model.head])
 
 
