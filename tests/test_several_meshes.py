@@ -358,7 +358,7 @@ def _ask_for_what_is_not_supported() -> None:
         sharded(mesh, flat)(x)
     with pytest.raises(NotImplementedError, match=r"unit '0' .* over ranks \[0, 1, 2, 3\], and"):
         sharded(flat, mesh["dp_ep"])(x)
-    with pytest.raises(NotImplementedError, match=r"that of '0' is 1-D, \(2,\). .* replicas of"):
+    with pytest.raises(NotImplementedError, match=r"of '0' is 1-D, \(2,\). .* root's replicas"):
         sharded(mesh["dp_ep"], mesh)(x)
     own = mesh["dp_ep" if dist.get_rank() == 0 else "ep"]
     with pytest.raises(ValueError, match="ranks disagree on the mesh of unit 1 of the model"):
