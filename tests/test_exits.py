@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import atexit, ctypes, hashlib, os, sys, threading
 
@@ -49,4 +51,8 @@ def output_of(directory: Path, *args: str) -> str:
 
 def test_workers_of_gloo_finish_before_the_interpreter_ends(tmp_path: Path) -> None:
     assert output_of(tmp_path, "sharded") == "dropped its tensors"
-    assert output_of(tmp_path) == ""  # so without fsdp_ext's handler the worker would be too late
+
+
+@pytest.mark.exhaustive
+def test_without_a_sharded_model_the_worker_would_be_too_late(tmp_path: Path) -> None:
+    assert output_of(tmp_path) == ""
