@@ -227,18 +227,20 @@ cuda-install: $(CUDA_VENV)/.ready
 	"$(CUDA_BIN)/pip" uninstall --quiet --yes fsdp_ext 2>/dev/null || true
 	FORCE_CUDA=1 "$(CUDA_BIN)/pip" install --quiet --no-build-isolation ".[test,examples]"
 
-# Tests that say nothing about this build: of Python code that is the same in every one, and of
-# processes and hosts.
-PYTHON_ALONE = bench bench_faults causes check_cuda_binary docs exits fsdp1_hosts gpu_check hosts imports launcher \
-  lost_ranks nccl_settings patch plan race report scaling schedule simulated_group train_gpt translate_ptx tune
+# Tests of what differs between builds and versions of torch.
+CUDA_TESTS = bad_arguments buckets compile composed errors extension_methods freed_parameters \
+  fsdp1_flat_parameters fsdp1_state_dict_types fsdp1_summon fsdp1_training function_transforms \
+  gradient_accumulation hot_path hybrid_sharding mixed_precision model_lifetime module_shapes packer parity \
+  parts_of_units profile shared_memory state_dict tensor_extensions tensor_parallel torch_profiler torch_surface \
+  trained_parameters unused_parameters verify
 
 .PHONY: cuda-build
-cuda-build: cuda-install  ## make the CUDA build in .venv-cuda, look into it, run the tests on the CPU
+cuda-build: cuda-install  ## make the CUDA build in .venv-cuda, look into it, run tests on the CPU
 	cd "$(CUDA_VENV)" && "$(CUDA_BIN)/python" -m fsdp_ext
 	cd "$(CUDA_VENV)" && "$(CUDA_BIN)/python" ../tools/check_cuda_binary.py
 	@if tools/ensure_gtest.sh; then $(MAKE) --no-print-directory translated-kernels; else \
 	  echo "FAILED: the tests of the compiled kernels need GoogleTest"; exit 1; fi
-	"$(CUDA_BIN)/pytest" $(PYTEST_WORKERS) $(PYTHON_ALONE:%=--ignore=tests/test_%.py) $(PYTEST_ARGS)
+	"$(CUDA_BIN)/pytest" $(PYTEST_WORKERS) $(CUDA_TESTS:%=tests/test_%.py) $(PYTEST_ARGS)
 
 # nvcc's PTX as C++, under AddressSanitizer: tests/cpp/translated.
 .PHONY: translated-kernels

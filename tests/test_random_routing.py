@@ -29,7 +29,7 @@ import fsdp_ext
 WIDTH = 4
 STEPS = 4
 QUICK = {0, 4, 5}  # programs that have every field of Kind among them
-MANY_PROGRAMS = 50
+MANY_PROGRAMS = 20
 DEEDS = [
     "one backward",
     "one backward",
