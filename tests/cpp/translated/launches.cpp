@@ -16,8 +16,6 @@
 namespace fsdp::test {
 namespace {
 
-using Arguments = std::vector<std::vector<unsigned char>>;
-
 constexpr std::size_t kMostArgumentBytes = 32764;
 
 struct Configuration {
@@ -49,33 +47,13 @@ const ptx::Kernel& find(const std::string& name) {
   return *found;
 }
 
-// Threads and blocks run in reverse order, since none may rely on an earlier one.
-void run(const ptx::Kernel& kernel, std::uint32_t blocks, std::uint32_t threads,
-         const Arguments& arguments) {
-  ptx::Clock& clock = gpu_clock();
-  const std::uint64_t start = clock.read();
-  std::uint64_t end = start;
-  for (std::uint32_t block = blocks; block-- > 0;) {
-    for (std::uint32_t thread = threads; thread-- > 0;) {
-      clock.set(start);
-      kernel.run({thread, threads, block, blocks, &clock, &arguments});
-      end = std::max(end, clock.read());
-    }
-  }
-  clock.set(end);
-}
-
 cudaError_t launch(const ptx::Kernel& kernel, dim3 grid, dim3 block, void** from) {
   FSDP_CHECK(stream_of_launches != nullptr, "A launch needs a stream. Construct a LaunchesOn.");
   FSDP_CHECK(grid.x >= 1 && grid.y * grid.z == 1 && block.x >= 1 && block.x <= 1024 &&
                  block.y * block.z == 1,
              "A launch of ", kernel.name, " has a grid that no kernel here expects.");
-  // Exactly as large as the kernel's parameters are, so that no load passes their ends unnoticed.
-  Arguments arguments;
   std::size_t bytes = 0;
   for (const ptx::Parameter& parameter : kernel.parameters) {
-    const auto* begin = static_cast<const unsigned char*>(from[arguments.size()]);
-    arguments.emplace_back(begin, begin + parameter.size);
     bytes = (bytes + parameter.alignment - 1) / parameter.alignment * parameter.alignment;
     bytes += parameter.size;
   }
@@ -86,8 +64,8 @@ cudaError_t launch(const ptx::Kernel& kernel, dim3 grid, dim3 block, void** from
   blocks_launched = grid.x;
   launched_names.insert(kernel.name);
   stream_of_launches->enqueue(
-      [&kernel, blocks = grid.x, threads = block.x, arguments = std::move(arguments)] {
-        run(kernel, blocks, threads, arguments);
+      [&kernel, blocks = grid.x, threads = block.x, arguments = ptx::copy_arguments(kernel, from)] {
+        ptx::run_grid(kernel, blocks, threads, arguments, gpu_clock());
       });
   return cudaSuccess;
 }

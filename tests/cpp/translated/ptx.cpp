@@ -1,5 +1,6 @@
 #include "ptx.h"
 
+#include <algorithm>
 #include <sstream>
 
 #include "base/check.h"
@@ -24,6 +25,29 @@ void check_alignment(const Thread& thread, std::uint64_t address, std::size_t by
 }
 
 }  // namespace
+
+Arguments copy_arguments(const Kernel& kernel, void** from) {
+  Arguments arguments;
+  for (const Parameter& parameter : kernel.parameters) {
+    const auto* begin = static_cast<const unsigned char*>(from[arguments.size()]);
+    arguments.emplace_back(begin, begin + parameter.size);
+  }
+  return arguments;
+}
+
+void run_grid(const Kernel& kernel, std::uint32_t blocks, std::uint32_t threads,
+              const Arguments& arguments, Clock& clock) {
+  const std::uint64_t start = clock.read();
+  std::uint64_t end = start;
+  for (std::uint32_t block = blocks; block-- > 0;) {
+    for (std::uint32_t thread = threads; thread-- > 0;) {
+      clock.set(start);
+      kernel.run({thread, threads, block, blocks, &clock, &arguments});
+      end = std::max(end, clock.read());
+    }
+  }
+  clock.set(end);
+}
 
 void trap(const Thread& thread, const std::string& what, std::uint64_t address) {
   std::ostringstream text;

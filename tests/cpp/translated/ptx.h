@@ -26,13 +26,17 @@ class Clock {
   std::uint64_t now_ = 0;
 };
 
+// The bytes of each parameter, exactly as large as the kernel declares it, so that no load passes
+// its end unnoticed.
+using Arguments = std::vector<std::vector<unsigned char>>;
+
 struct Thread {
   std::uint32_t index;
   std::uint32_t threads;  // of the block
   std::uint32_t block;
   std::uint32_t blocks;
   Clock* clock;
-  const std::vector<std::vector<unsigned char>>* parameters;
+  const Arguments* parameters;
 
   // The address of a parameter in the launch's arguments.
   std::uint64_t parameter(std::size_t number) const {
@@ -53,6 +57,14 @@ struct Kernel {
 
 // The translated kernels.
 const std::vector<Kernel>& kernels();
+
+// Copies a launch's arguments.
+Arguments copy_arguments(const Kernel& kernel, void** from);
+
+// Runs all threads and blocks in reverse order, since none may rely on an earlier one. Every thread
+// starts at the clock's time, and the clock ends at that of the last one.
+void run_grid(const Kernel& kernel, std::uint32_t blocks, std::uint32_t threads,
+              const Arguments& arguments, Clock& clock);
 
 // Throws an error of the thread's place and `what`.
 [[noreturn]] void trap(const Thread& thread, const std::string& what, std::uint64_t address);
