@@ -19,24 +19,14 @@ from fsdp_ext.comm.lanes import lanes_of
 STEPS = 4
 
 
-def _spin(handle: int, milliseconds: float) -> None:
-    """Keep a stream busy with a kernel of CuPy, which is independent of the code under test."""
-    import cupy
+# Cycles in a millisecond, of a clock at 2 GHz. A slower one makes streams later.
+CYCLES = 2_000_000
 
-    kernel = cupy.RawKernel(
-        """
-        extern "C" __global__ void spin(unsigned long long nanoseconds) {
-          unsigned long long start, now;
-          asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
-          do {
-            asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-          } while (now - start < nanoseconds);
-        }
-        """,
-        "spin",
-    )
-    with cupy.cuda.ExternalStream(handle):
-        kernel((1,), (1,), (cupy.uint64(int(milliseconds * 1e6)),))
+
+def _spin(handle: int, milliseconds: float) -> None:
+    """Keep a stream busy with a kernel of torch's, which is independent of the code under test."""
+    with torch.cuda.stream(torch.cuda.ExternalStream(handle)):
+        torch.cuda._sleep(int(milliseconds * CYCLES))
 
 
 def _train(delay: Callable[[nn.Module], None] | None) -> list[Tensor]:
@@ -90,5 +80,4 @@ def _mesh_group(module: Any) -> dist.ProcessGroup:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_late_stream_changes_nothing(world_size: int) -> None:
-    pytest.importorskip("cupy", reason="the delay is a kernel of CuPy: pip install fsdp-ext[gpu]")
     run_ranks(_same_when_late, world_size, timeout=100.0, device="cuda")
