@@ -25,6 +25,7 @@ WHEELS_ARGS ?=
 CUDA_VENV ?= .venv-cuda
 PEERS_VENV ?= .venv-peers
 ECOSYSTEM_VENV ?= .venv-ecosystem
+REHEARSAL_VENV ?= .venv-rehearsal
 CUDA_TORCH ?= torch==2.11.0
 REQUIRE_CPP_TESTS ?=
 
@@ -35,10 +36,11 @@ CMAKE = "$(BIN)/cmake" -S . -G Ninja -DCMAKE_MAKE_PROGRAM="$(BIN)/ninja" --no-wa
 # Tests that follow each other in a file share processes, so a worker takes neighbours.
 PYTEST_WORKERS = -n $(JOBS) --dist worksteal
 CTEST = "$(BIN)/ctest" --output-on-failure --no-tests=error --parallel $(JOBS)
-CPP_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+CPP_FILES = $(shell find csrc tests/cpp tests/emulated_gpu -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 CUDA_BIN := $(abspath $(CUDA_VENV))/bin
 PEERS_BIN := $(abspath $(PEERS_VENV))/bin
 ECOSYSTEM_BIN := $(abspath $(ECOSYSTEM_VENV))/bin
+REHEARSAL_BIN := $(abspath $(REHEARSAL_VENV))/bin
 
 .PHONY: help
 help:  ## list the targets
@@ -251,6 +253,32 @@ translated-kernels: $(CUDA_VENV)/.ready  ## run the kernels that nvcc compiled, 
 	"$(CUDA_BIN)/cmake" --build build/translated --parallel $(JOBS)
 	"$(CUDA_BIN)/ctest" --test-dir build/translated --output-on-failure --no-tests=error
 
+# An environment that sees the packages of .venv-cuda, whose own files stay as they are.
+$(REHEARSAL_VENV)/.ready: tests/emulated_gpu/make_environment.py $(CUDA_VENV)/.ready
+	"$(CUDA_BIN)/python" tests/emulated_gpu/make_environment.py "$(CUDA_BIN)/python" "$(REHEARSAL_VENV)"
+	touch "$@"
+
+TORCH_DIRECTORY = import importlib.util; print(importlib.util.find_spec("torch").submodule_search_locations[0])
+.PHONY: emulated-gpu
+emulated-gpu: $(REHEARSAL_VENV)/.ready
+	@command -v nvcc >/dev/null || { echo "FAILED: the emulated GPU expects nvcc on the PATH"; exit 1; }
+	"$(CUDA_BIN)/cmake" -S . -B build/emulated_gpu -G Ninja --no-warn-unused-cli --log-level=NOTICE \
+	  -DCMAKE_MAKE_PROGRAM="$(CUDA_BIN)/ninja" -DPython_EXECUTABLE="$(CUDA_BIN)/python" \
+	  -DFSDP_EMULATED_GPU="$$("$(CUDA_BIN)/python" -c '$(TORCH_DIRECTORY)')" -DFSDP_WERROR=ON
+	"$(CUDA_BIN)/cmake" --build build/emulated_gpu --parallel $(JOBS) --target emulated_gpu
+
+# -P and PYTHONPATH: the installed CUDA build is imported, not this directory's.
+.PHONY: rehearse
+rehearse: emulated-gpu
+	@echo "=== test: the GPU tests, over an emulated GPU"
+	LD_AUDIT="$(abspath build/emulated_gpu/tests/emulated_gpu/lib/libredirect_libraries.so)" \
+	  FSDP_EXT_TEST_NEEDS_GPU=1 OMP_NUM_THREADS=1 PYTHONPATH=tests \
+	  "$(REHEARSAL_BIN)/python" -P -m pytest tests/gpu tests/emulated_gpu -rs $(PYTEST_ARGS)
+
+.PHONY: rehearsal
+rehearsal: cuda-install  ## run the GPU tests on the CUDA build over an emulated GPU
+	$(MAKE) --no-print-directory rehearse
+
 # It uses what is installed: no environment of its own, no network.
 .PHONY: gpu-check
 gpu-check:  ## on a machine with one GPU, in calls of nine minutes: PART=build, parity, bench, more
@@ -280,6 +308,6 @@ format: $(VENV)/.dev  ## rewrite the sources as lint wants them
 
 .PHONY: clean
 clean:  ## remove everything that was built, .venv included
-	rm -rf build dist *.egg-info .venv .venv-cuda .venv-peers .venv-ecosystem .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info .venv .venv-cuda .venv-peers .venv-ecosystem .venv-rehearsal .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -f fsdp_ext/*.so fsdp_ext/_build_info.py
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

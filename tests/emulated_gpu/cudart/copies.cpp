@@ -1,0 +1,111 @@
+// Copies and memsets, which are asynchronous where CUDA's are: a copy from pageable memory has read
+// it when the call returns, and a copy to pageable memory has ended.
+#include <cuda_runtime_api.h>
+
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "captures.h"
+#include "errors.h"
+#include "memory.h"
+#include "streams.h"
+
+namespace emulated_gpu {
+namespace {
+
+bool is_of_a_device(const void* address) {
+  const std::optional<Region> region = region_of(address);
+  return region.has_value() && !region->is_pinned();
+}
+
+cudaError_t check_kind(const void* to, const void* from, cudaMemcpyKind kind) {
+  const bool needs_to = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
+  const bool needs_from = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
+  if ((needs_to && !is_of_a_device(to)) || (needs_from && !is_of_a_device(from))) {
+    return failed(cudaErrorInvalidValue, "a copy's kind does not fit to its addresses");
+  }
+  return cudaSuccess;
+}
+
+void copy_staged(Stream& stream, void* to, const void* from, std::size_t bytes) {
+  const char* begin = static_cast<const char*>(from);
+  auto staged = std::make_shared<std::vector<char>>(begin, begin + bytes);
+  stream.submit([=] { std::memcpy(to, staged->data(), bytes); });
+}
+
+cudaError_t copy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind,
+                 cudaStream_t handle) {
+  if (bytes == 0) {
+    return outcome();
+  }
+  if (const cudaError_t error = check_kind(to, from, kind)) {
+    return error;
+  }
+  const std::shared_ptr<Stream> stream = Stream::of(handle);
+  const bool to_pageable = !region_of(to).has_value();
+  if (!region_of(from).has_value() && !to_pageable) {
+    copy_staged(*stream, to, from, bytes);
+    return outcome();
+  }
+  if (to_pageable) {
+    if (const cudaError_t error = refuse_when_captured(*stream)) {
+      return error;
+    }
+  }
+  stream->submit([=] { std::memmove(to, from, bytes); });
+  if (to_pageable) {
+    stream->synchronize();
+  }
+  return outcome();
+}
+
+}  // namespace
+}  // namespace emulated_gpu
+
+using namespace emulated_gpu;
+
+extern "C" {
+
+cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t stream) {
+  return copy(to, from, bytes, kind, stream);
+}
+
+cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind) {
+  if (const cudaError_t error = refuse_during_captures("cudaMemcpy")) {
+    return error;
+  }
+  if (const cudaError_t error = copy(to, from, bytes, kind, nullptr)) {
+    return error;
+  }
+  return cudaStreamSynchronize(nullptr);
+}
+
+cudaError_t cudaMemcpyPeerAsync(void* to, int /*to_device*/, const void* from, int /*from_device*/,
+                                std::size_t bytes, cudaStream_t stream) {
+  return copy(to, from, bytes, cudaMemcpyDeviceToDevice, stream);
+}
+
+cudaError_t cudaMemcpy2DAsync(void* to, std::size_t to_pitch, const void* from,
+                              std::size_t from_pitch, std::size_t width, std::size_t height,
+                              cudaMemcpyKind kind, cudaStream_t stream) {
+  for (std::size_t row = 0; row < height; ++row) {
+    void* to_row = static_cast<char*>(to) + row * to_pitch;
+    const void* from_row = static_cast<const char*>(from) + row * from_pitch;
+    if (const cudaError_t error = copy(to_row, from_row, width, kind, stream)) {
+      return error;
+    }
+  }
+  return outcome();
+}
+
+cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t stream) {
+  enqueue(stream, [=] { std::memset(to, value, bytes); });
+  return outcome();
+}
+
+cudaError_t cudaMemset(void* to, int value, std::size_t bytes) {
+  return cudaMemsetAsync(to, value, bytes, nullptr);
+}
+}

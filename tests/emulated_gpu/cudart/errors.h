@@ -1,0 +1,20 @@
+// Errors as CUDA has them: one for each thread that the next query clears, and one of a kernel that
+// failed, which stays.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+
+namespace emulated_gpu {
+
+// Sets the error of the calling thread and returns it.
+cudaError_t failed(cudaError_t error, const std::string& what);
+
+// What a call that did its own part returns: the error of a kernel that failed, or success.
+cudaError_t outcome();
+
+// Work that is not done yet is an error of the calling thread, too, but needs no words.
+cudaError_t not_ready();
+
+}  // namespace emulated_gpu

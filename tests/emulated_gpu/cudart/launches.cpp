@@ -1,0 +1,177 @@
+// Launches. nvcc's host code registers its kernels by name, and a launcher runs them by it.
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "emulated_gpu.h"
+#include "errors.h"
+
+namespace emulated_gpu {
+namespace {
+
+// Never destroyed, since libraries unregister nothing before they end.
+struct Kernels {
+  std::mutex mutex;
+  std::map<const void*, std::string> names;  // by the address of the host's stub
+  std::vector<Launcher> launchers;
+};
+Kernels& kernels() {
+  static auto* the_kernels = new Kernels;
+  return *the_kernels;
+}
+
+struct Configuration {
+  dim3 grid;
+  dim3 block;
+  std::size_t shared;
+  cudaStream_t stream;
+};
+thread_local std::vector<Configuration> configurations;
+
+// torch.cuda._sleep, whose argument is cycles of a clock of 1 GHz here.
+bool launch_sleep(const Launch& launch) {
+  if (launch.name.find("spin_kernel") == std::string::npos) {
+    return false;
+  }
+  const std::chrono::nanoseconds time(*static_cast<std::int64_t*>(launch.arguments[0]));
+  enqueue(launch.stream, [time] { std::this_thread::sleep_for(time); });
+  return true;
+}
+
+cudaError_t launch(const void* host, dim3 grid, dim3 block, void** arguments, cudaStream_t stream) {
+  Launch request{"of an unknown name", grid, block, arguments, stream};
+  std::vector<Launcher> launchers{&launch_sleep};
+  {
+    Kernels& known = kernels();
+    const std::lock_guard<std::mutex> lock(known.mutex);
+    if (const auto found = known.names.find(host); found != known.names.end()) {
+      request.name = found->second;
+    }
+    launchers.insert(launchers.end(), known.launchers.begin(), known.launchers.end());
+  }
+  for (const Launcher launcher : launchers) {
+    if (launcher(request)) {
+      return outcome();
+    }
+  }
+  std::fprintf(stderr, "[emulated GPU] there is no kernel %s\n", request.name.c_str());
+  return failed(cudaErrorInvalidDeviceFunction, "the kernel " + request.name + " is not emulated");
+}
+
+}  // namespace
+
+void add_launcher(Launcher launcher) {
+  const std::lock_guard<std::mutex> lock(kernels().mutex);
+  kernels().launchers.push_back(launcher);
+}
+
+// Called by missing.cpp.
+void report_missing(const std::string& name) {
+  std::fprintf(stderr, "[emulated GPU] %s is not emulated\n", name.c_str());
+  failed(cudaErrorNotSupported, name + " is not emulated");
+}
+
+}  // namespace emulated_gpu
+
+using namespace emulated_gpu;
+
+extern "C" {
+
+void** __cudaRegisterFatBinary(void* /*binary*/) {
+  static void* handle = nullptr;
+  return &handle;
+}
+
+void __cudaRegisterFatBinaryEnd(void** /*handle*/) {}
+
+void __cudaUnregisterFatBinary(void** /*handle*/) {}
+
+char __cudaInitModule(void** /*handle*/) { return 0; }
+
+void __cudaRegisterVar(void** /*handle*/, char* /*host*/, char* /*device*/, const char* /*name*/,
+                       int /*external*/, std::size_t /*bytes*/, int /*constant*/, int /*global*/) {}
+
+void __cudaRegisterFunction(void** /*handle*/, const char* host, char* /*device*/, const char* name,
+                            int /*limit*/, uint3* /*thread*/, uint3* /*block*/,
+                            dim3* /*block_size*/, dim3* /*grid_size*/, int* /*warp_size*/) {
+  const std::lock_guard<std::mutex> lock(kernels().mutex);
+  kernels().names[host] = name;
+}
+
+unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, std::size_t shared,
+                                     CUstream_st* stream) {
+  configurations.push_back({grid, block, shared, stream});
+  return 0;
+}
+
+cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, std::size_t* shared, void* stream) {
+  const Configuration last = configurations.back();
+  configurations.pop_back();
+  *grid = last.grid;
+  *block = last.block;
+  *shared = last.shared;
+  *static_cast<cudaStream_t*>(stream) = last.stream;
+  return cudaSuccess;
+}
+
+// CUDA 13 launches by a kernel's handle, CUDA 12 by its address on the host. They are the same
+// here.
+cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* host) {
+  *kernel = static_cast<cudaKernel_t>(const_cast<void*>(host));
+  return cudaSuccess;
+}
+
+cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments,
+                               std::size_t /*shared*/, cudaStream_t stream) {
+  return launch(kernel, grid, block, arguments, stream);
+}
+
+cudaError_t cudaLaunchKernel(const void* host, dim3 grid, dim3 block, void** arguments,
+                             std::size_t /*shared*/, cudaStream_t stream) {
+  return launch(host, grid, block, arguments, stream);
+}
+
+cudaError_t cudaLaunchCooperativeKernel(const void* host, dim3 grid, dim3 block, void** arguments,
+                                        std::size_t /*shared*/, cudaStream_t stream) {
+  return launch(host, grid, block, arguments, stream);
+}
+
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* host,
+                                void** arguments) {
+  return launch(host, config->gridDim, config->blockDim, arguments, config->stream);
+}
+
+cudaError_t cudaFuncSetAttribute(const void* /*host*/, cudaFuncAttribute /*attribute*/,
+                                 int /*value*/) {
+  return cudaSuccess;
+}
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* /*host*/) {
+  std::memset(attributes, 0, sizeof(*attributes));
+  attributes->maxThreadsPerBlock = 1024;
+  attributes->binaryVersion = attributes->ptxVersion = 90;
+  attributes->numRegs = 32;
+  return cudaSuccess;
+}
+
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks,
+                                                                   const void* /*host*/,
+                                                                   int /*threads*/,
+                                                                   std::size_t /*shared*/,
+                                                                   unsigned /*flags*/) {
+  *blocks = 1;
+  return cudaSuccess;
+}
+
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void* /*host*/,
+                                                          int /*threads*/, std::size_t /*shared*/) {
+  *blocks = 1;
+  return cudaSuccess;
+}
+}

@@ -1,0 +1,27 @@
+#include "settings.h"
+
+#include <cstdlib>
+
+namespace emulated_gpu {
+namespace {
+
+int number(const char* name, int otherwise) {
+  const char* text = std::getenv(name);
+  return text != nullptr && *text != '\0' ? std::atoi(text) : otherwise;
+}
+
+}  // namespace
+
+const Settings& settings() {
+  static const Settings read = {
+      number("EMULATED_GPU_DEVICES", 1),
+      number("EMULATED_GPU_SMS", 132),
+      static_cast<std::size_t>(number("EMULATED_GPU_MEMORY_MIB", 16384)) << 20,
+      number("EMULATED_GPU_DELAY_US", 0),
+      number("EMULATED_GPU_DROP_WAITS", 0) != 0,
+      number("EMULATED_GPU_TRACE", 0) != 0,
+  };
+  return read;
+}
+
+}  // namespace emulated_gpu

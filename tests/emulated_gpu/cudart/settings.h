@@ -1,0 +1,19 @@
+// The variables that change the emulated GPU. README.md describes them.
+#pragma once
+
+#include <cstddef>
+
+namespace emulated_gpu {
+
+struct Settings {
+  int devices;
+  int multiprocessors;
+  std::size_t memory_bytes;  // of each device, in each process
+  int most_delay_us;         // each piece of work starts up to this much later, at random
+  bool drops_waits;          // cudaStreamWaitEvent does nothing, outside of captures
+  bool traces;
+};
+
+const Settings& settings();
+
+}  // namespace emulated_gpu

@@ -1,0 +1,104 @@
+// Overrides every operator that has a kernel for CUDA with one boxed function.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include <string>
+#include <unordered_set>
+
+#include "operator_call.h"
+#include "signature.h"
+
+namespace emulated_gpu {
+namespace {
+
+using torch::jit::Stack;
+
+// torch's own functions stay: they allocate, make views or copy memory, and launch no kernel.
+const std::unordered_set<std::string> kTorchsOwn = {"aten::empty.memory_format",
+                                                    "aten::empty_strided",
+                                                    "aten::as_strided",
+                                                    "aten::view",
+                                                    "aten::_reshape_alias",
+                                                    "aten::unfold",
+                                                    "aten::view_as_real",
+                                                    "aten::view_as_complex",
+                                                    "aten::set_",
+                                                    "aten::set_.source_Tensor",
+                                                    "aten::set_.source_Storage",
+                                                    "aten::set_.source_Storage_storage_offset",
+                                                    "aten::resize_",
+                                                    "aten::_local_scalar_dense",
+                                                    "aten::record_stream",
+                                                    "aten::is_pinned",
+                                                    "aten::_pin_memory",
+                                                    "aten::pin_memory",
+                                                    "aten::is_set_to",
+                                                    "aten::_copy_from",
+                                                    "aten::_copy_from_and_resize",
+                                                    "aten::_resize_output_",
+                                                    "aten::_efficientzerotensor",
+                                                    "aten::_cudnn_init_dropout_state"};
+
+// These have no kernel for CUDA alone, but choose cuDNN or launch kernels by themselves.
+const std::unordered_set<std::string> kComposite = {"aten::copy_", "aten::convolution",
+                                                    "aten::convolution_backward"};
+
+bool makes_a_view(const c10::FunctionSchema& schema) {
+  for (const c10::Argument& returned : schema.returns()) {
+    if (returned.alias_info() != nullptr && !returned.alias_info()->isWrite()) {
+      return true;
+    }
+  }
+  return false;
+}
+
+bool is_overridden(const c10::OperatorHandle& op, const std::string& name) {
+  if (kComposite.count(name) != 0) {
+    return true;
+  }
+  return name.rfind("aten::", 0) == 0 && kTorchsOwn.count(name) == 0 && op.hasSchema() &&
+         op.hasKernelForDispatchKey(c10::DispatchKey::CUDA) && !makes_a_view(op.schema());
+}
+
+bool copies_between_devices(const Signature& signature, const Stack& stack) {
+  return signature.name == "aten::copy_" &&
+         torch::jit::peek(stack, 0, signature.arguments.size()).toTensor().device() !=
+             torch::jit::peek(stack, 1, signature.arguments.size()).toTensor().device();
+}
+
+void run_operator(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/, Stack* stack) {
+  const Signature& signature = signature_of(op);
+  if (copies_between_devices(signature, *stack)) {
+    op.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack);
+    return;
+  }
+  Stack arguments = torch::jit::pop(*stack, signature.arguments.size());
+  if (signature.name == "aten::_fused_sdp_choice") {
+    stack->push_back(static_cast<std::int64_t>(0));  // made of other operators
+    return;
+  }
+  Stack results = OperatorCall(op, signature, std::move(arguments)).run();
+  stack->insert(stack->end(), results.begin(), results.end());
+}
+
+}  // namespace
+}  // namespace emulated_gpu
+
+// Returns how many operators it has overridden.
+extern "C" __attribute__((visibility("default"))) int emulated_gpu_install_operators() {
+  using namespace emulated_gpu;
+  static auto* library =
+      new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  int count = 0;
+  for (const c10::OperatorName& operator_name : dispatcher.getAllOpNames()) {
+    const std::string name = c10::toString(operator_name);
+    const auto op = dispatcher.findOp(operator_name);
+    if (op.has_value() && is_overridden(*op, name)) {
+      library->impl(name.substr(std::string("aten::").size()).c_str(),
+                    torch::CppFunction::makeFromBoxedFunction<&run_operator>());
+      ++count;
+    }
+  }
+  return count;
+}

@@ -1,0 +1,165 @@
+"""The emulated GPU shows mistakes that a real one would not survive, or might hide."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.devices import IS_EMULATED
+
+pytestmark = pytest.mark.skipif(not IS_EMULATED, reason="tests the emulated GPU: make rehearsal")
+
+FRESH_BYTES = 32 << 20  # more than torch's allocator has in its cache
+LATE_CYCLES = 20_000_000
+# How the names of each library's functions begin.
+LIBRARIES = {
+    "libcuda.so.1": "cu(?!File)[A-Z]",
+    "libcudart.so.13": "(__)?cuda[A-Z]",
+    "libnccl.so.2": "nccl[A-Z]",
+}
+
+
+def _run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-c", f"import torch\n{code}"],
+        env={**os.environ, **variables},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_fresh_memory_is_nan() -> None:
+    torch.cuda.empty_cache()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        fresh = torch.empty(FRESH_BYTES // dtype.itemsize, dtype=dtype, device="cuda")
+        assert bool(fresh.isnan().all())
+        del fresh
+        torch.cuda.empty_cache()
+
+
+def test_freed_memory_cannot_be_read() -> None:
+    code = f"""
+import ctypes
+address = torch.empty({FRESH_BYTES}, dtype=torch.uint8, device="cuda").data_ptr()
+ctypes.string_at(address, 1)
+torch.cuda.empty_cache()
+print("freed", flush=True)
+ctypes.string_at(address, 1)
+"""
+    result = _run(code)
+    assert result.stdout == "freed\n", result.stderr
+    assert result.returncode == -signal.SIGSEGV
+
+
+def test_memory_ends_at_the_limit() -> None:
+    code = """
+print(torch.cuda.mem_get_info())
+kept = torch.empty(40 << 20, dtype=torch.uint8, device="cuda")
+try:
+    torch.empty(40 << 20, dtype=torch.uint8, device="cuda")
+except torch.OutOfMemoryError:
+    print("out of memory")
+"""
+    result = _run(code, EMULATED_GPU_MEMORY_MIB="64")
+    assert result.stdout == f"({64 << 20}, {64 << 20})\nout of memory\n", result.stderr
+
+
+def test_a_missing_wait_shows() -> None:
+    late = torch.cuda.Stream()
+    values = torch.zeros(1000, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(late):
+        torch.cuda._sleep(LATE_CYCLES)
+        values.fill_(1)
+    too_early = values.clone()
+    torch.cuda.current_stream().wait_stream(late)
+    assert (too_early.sum().item(), values.sum().item()) == (0, 1000)
+
+
+def test_a_missing_wait_in_a_graph_shows() -> None:
+    def replay(waits: bool) -> set[float]:
+        values = torch.zeros(1, device="cuda")
+        side = torch.cuda.Stream()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            values.fill_(1)
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                values.mul_(3)
+            if waits:
+                torch.cuda.current_stream().wait_stream(side)
+            values.add_(1)
+            torch.cuda.current_stream().wait_stream(side)
+        results = set()
+        for _ in range(20):
+            graph.replay()
+            results.add(values.item())
+        return results
+
+    assert replay(waits=True) == {4}
+    assert replay(waits=False) == {4, 6}
+
+
+def test_a_kernel_that_fails_ends_the_device() -> None:
+    code = """
+table = torch.zeros(3, 2, device="cuda")
+torch.nn.functional.embedding(torch.tensor([7], device="cuda"), table)
+for _ in range(2):
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        print("index out of range" in str(error))
+"""
+    assert _run(code).stdout == "True\nTrue\n"
+
+
+def test_what_is_not_emulated_fails_with_its_name() -> None:
+    runtime = ctypes.CDLL("libcudart.so.13")
+    runtime.cudaGetErrorString.restype = ctypes.c_char_p
+    error = runtime.cudaIpcGetMemHandle(None, None)
+    assert error == 801  # cudaErrorNotSupported
+    assert runtime.cudaGetErrorString(error) == (
+        b"cudaErrorNotSupported: cudaIpcGetMemHandle is not emulated"
+    )
+    runtime.cudaGetLastError()
+
+
+def _imports(library: Path, pattern: str) -> set[str]:
+    """Return the functions with such names that a library expects another one to have."""
+    table = subprocess.run(["objdump", "-T", library], check=True, capture_output=True, text=True)
+    undefined = {
+        line.split()[-1] for line in table.stdout.splitlines() if "*UND*" in line.split(None, 6)
+    }
+    return {name for name in undefined if re.match(pattern, name)}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_everything_that_torch_imports_exists(library: str) -> None:
+    imported = set[str]()
+    for path in (Path(torch.__file__).parent / "lib").glob("*.so"):
+        imported |= _imports(path, LIBRARIES[library])
+    assert len(imported) > 20
+    emulated = ctypes.CDLL(library)
+    assert [name for name in sorted(imported) if not hasattr(emulated, name)] == []
+
+
+def test_ordering_tests_fail_without_waits() -> None:
+    tests = Path(__file__).resolve().parents[1] / "gpu" / "test_gpu_ordering.py"
+    result = subprocess.run(
+        [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", tests],
+        env={**os.environ, "EMULATED_GPU_DROP_WAITS": "1"},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert "2 failed" in result.stdout, result.stdout[-3000:]
