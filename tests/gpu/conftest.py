@@ -13,7 +13,6 @@ HERE = Path(__file__).parent
 NOT_EMULATED = {
     "test_gpu_cupy.py": "CuPy has kernels of its own, and the emulated GPU runs none of them",
     "test_gpu_kernels.py": "CuPy compiles its kernels with NVRTC, which is not emulated",
-    "test_gpu_profile.py": "its products take a CPU minutes",
 }
 
 

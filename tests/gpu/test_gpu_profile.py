@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.devices import IS_EMULATED
 from support.launcher import run_ranks
 from torch import nn
 
@@ -17,7 +18,7 @@ import fsdp_ext
 from fsdp_ext import Link, Simulated, fully_shard
 from fsdp_ext.profiler.causes import Cause
 
-WIDTH = 2048
+WIDTH, ROWS = (128, 64) if IS_EMULATED else (2048, 4096)
 LAYERS = 6
 
 
@@ -33,7 +34,7 @@ def _make(link: Link, **options: Any) -> Any:
 
 
 def _train(model: Any, steps: int) -> None:
-    x = torch.randn(4096, WIDTH, device="cuda")
+    x = torch.randn(ROWS, WIDTH, device="cuda")
     for _ in range(steps):
         model(x).square().mean().backward()
 
@@ -105,7 +106,7 @@ def test_steps_on_a_stream_of_the_users_own_are_recorded() -> None:
 
 def _tuned() -> None:
     model = _make(Link("slow", alpha=2e-3, beta=1e12), bucket_bytes=None)
-    x = torch.randn(1024, WIDTH, device="cuda")
+    x = torch.randn(ROWS // 4, WIDTH, device="cuda")
     before = [parameter.to_local().clone() for parameter in model.parameters()]
     result = fsdp_ext.tune(model, x, steps=2, verbose=False)
     assert all(map(torch.equal, before, (p.to_local() for p in model.parameters())))
