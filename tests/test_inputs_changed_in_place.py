@@ -212,7 +212,7 @@ def into_buffer(block: Block, x: Tensor) -> Tensor:
 
 
 def into_part_of_buffer(block: Block, x: Tensor) -> Tensor:
-    results = torch.zeros(2, *x.shape)
+    results = x.new_zeros(2, *x.shape)
     block(x, results[1])
     return results.sum(0) + x
 
@@ -226,7 +226,7 @@ def by_keyword(block: Block, x: Tensor) -> Tensor:
 
 
 def as_dtensor(block: Block, x: Tensor) -> Tensor:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(x.device.type, (dist.get_world_size(),))
     sharded = DTensor.from_local(x, mesh, [Shard(0)])
     return block(sharded) + sharded.to_local()
 

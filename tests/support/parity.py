@@ -91,6 +91,11 @@ def device() -> torch.device:
     return torch.device(os.environ.get("FSDP_EXT_TEST_DEVICE", "cpu"))
 
 
+def _moved(tensor: Tensor) -> Tensor:
+    """Return a tensor of a batch on this rank's device, as a leaf, which has a gradient."""
+    return tensor.detach().to(device()).requires_grad_(tensor.requires_grad)
+
+
 def load_system(name: str) -> System:
     """Return the system called `name`: "fsdp_ext" or "fsdp2"."""
     module = {"fsdp_ext": "fsdp_ext", "fsdp2": "torch.distributed.fsdp"}[name]
@@ -154,7 +159,7 @@ class Run:
         """Return this rank's own batch, another one for each step and micro-batch."""
         seed = (step * 100 + micro_batch) * 100 + dist.get_rank()
         batch = self.model.batch(torch.Generator().manual_seed(seed))
-        return tree_map_only(Tensor, lambda t: t.to(device()), batch)
+        return tree_map_only(Tensor, _moved, batch)
 
     def forward(self, batch: Batch) -> Any:
         args, kwargs = batch
