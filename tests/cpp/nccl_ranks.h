@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <cstdlib>
+#include <deque>
 #include <functional>
 #include <future>
 #include <memory>
@@ -48,12 +49,18 @@ inline void wait_for_error(Communicator& communicator) {
   }
 }
 
+// As in the product, it outlives the threads of communicators that are left behind.
+inline nccl::Api& find_fake_library() {
+  static auto* const found = new std::deque<nccl::Api>;
+  setenv("FSDP_EXT_NCCL_SO", kLibrary, 1);
+  found->push_back(nccl::find_library({}));
+  unsetenv("FSDP_EXT_NCCL_SO");
+  return found->back();
+}
+
 class NcclRanks : public ::testing::Test {
  protected:
   void SetUp() override {
-    setenv("FSDP_EXT_NCCL_SO", kLibrary, 1);
-    api_ = nccl::find_library({});
-    unsetenv("FSDP_EXT_NCCL_SO");
     fake().drain_calls();
     live_before_ = fake().live_communicators;
   }
@@ -120,7 +127,7 @@ class NcclRanks : public ::testing::Test {
     return messages;
   }
 
-  nccl::Api api_;
+  nccl::Api& api_ = find_fake_library();
   int live_before_ = 0;
   int left_behind_ = 0;
 };
