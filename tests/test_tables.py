@@ -26,6 +26,14 @@ def test_names_go_on_in_further_lines_if_numbers_leave_no_room() -> None:
     assert "".join(lines).count("1,000,000") == 8
 
 
+def test_long_headers_of_numbers_are_wrapped() -> None:
+    lines = columns(("", *["simulated exposed ms"] * 9), [("one", *["0.25"] * 9)])
+    assert all(len(line) <= WIDTH for line in lines)
+    *header, row = lines
+    assert " ".join(header).split().count("exposed") == 9
+    assert row.split() == ["one", *["0.25"] * 9]
+
+
 def test_a_sentence_is_broken_between_words() -> None:
     text = "measured-link costs " * 20
     lines = sentence(text, indent="    ").splitlines()

@@ -16,18 +16,25 @@ def columns(
 ) -> list[str]:
     """Return the lines of a table. Columns ``left`` are left-aligned, the others right-aligned.
 
-    If the table is wider than WIDTH, cells of left-aligned columns are wrapped: those of the last
-    such column first.
+    If the table is wider than WIDTH, headers of right-aligned columns are wrapped, and then cells
+    of left-aligned ones, those of the last such column first.
     """
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    for i in sorted(left, reverse=True):
+    numbers = [i for i in range(len(header)) if i not in left]
+    narrowest = {i: min(widths[i], _NARROWEST) for i in left}
+    for i in numbers:
+        words = [*header[i].split(), *(row[i] for row in rows)]
+        narrowest[i] = max(map(len, words), default=0)
+    for i in [*numbers, *sorted(left, reverse=True)]:
         excess = sum(widths) + 2 * (len(widths) - 1) - WIDTH
         if excess > 0:
-            widths[i] = max(min(widths[i], _NARROWEST), widths[i] - excess)
+            widths[i] = max(narrowest[i], widths[i] - excess)
     lines = []
     for row in [header, *rows]:
         cells = [
-            textwrap.wrap(cell, width, break_on_hyphens=False) if i in left else [cell]
+            textwrap.wrap(cell, width, break_on_hyphens=False)
+            if i in left or row is header
+            else [cell]
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         for parts in itertools.zip_longest(*cells, fillvalue=""):
