@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,23 @@ os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 # Ranks that fail on purpose write flight records. The processes of ranks inherit this.
 _records = tempfile.TemporaryDirectory(prefix="fsdp_ext_flight_records_")
 os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{_records.name}/rank_"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the exhaustive tests of the part that FSDP_EXT_TEST_PART asks for: "2/3", for example.
+
+    Which part a test is in follows from its name, so that all parts together are all tests.
+    """
+    part, _, parts = os.environ.get("FSDP_EXT_TEST_PART", "").partition("/")
+    if not parts:
+        return
+    kept, left = [], []
+    for item in items:
+        is_of_part = zlib.crc32(item.nodeid.encode()) % int(parts) == int(part) - 1
+        is_kept = is_of_part or item.get_closest_marker("exhaustive") is None
+        (kept if is_kept else left).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=left)
 
 
 @pytest.fixture(scope="session", autouse=True)
