@@ -75,9 +75,9 @@ def penalised(run: Run, step: int) -> tuple[Tensor, ...]:
 
 
 FREED = "it has freed the parameters that the second backward reads"
-# Autograd runs the newest nodes first, by numbers that each thread counts for itself. A GPU's first
-# backward runs on a thread of its own, so its nodes have low numbers. There the second backward
-# reaches them last, when it has freed the units.
+# Autograd runs the nodes with the highest numbers first, and each thread numbers its nodes from 0.
+# On a GPU the first backward runs on a thread of autograd, so the nodes that it makes have low
+# numbers. The second backward runs them last, after it has resharded the units.
 PENALTY = "a gradient penalty"
 UNSEEN = "its hooks do not look for tensors in such outputs"
 CASES = [

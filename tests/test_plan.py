@@ -449,7 +449,7 @@ def test_flops_of_a_checkpoint_are_its_units(reentrant: bool, of_whole_units: bo
         model, batch = Model(), torch.empty(32, 64)
     planned = plan(model, 8, units=Block, batch=batch)
     up = down = 2 * 32 * 64 * 64 * 4
-    # Without reentry, forward runs again only up to the last tensor that backward needs.
+    # Non-reentrant checkpointing stops the second forward once it has what backward needs.
     again = up + down if reentrant else up
     expected = (up + down, 2 * (up + down) + again)
     assert [unit.flops for unit in planned.units[1:]] == [expected] * 3

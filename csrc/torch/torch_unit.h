@@ -45,10 +45,10 @@
 // users see the sharded parameters if this backward has given them gradients.
 //
 // Note [units of one module]
-// The parameters of one fully_shard call may lie on several meshes. Each mesh then has a unit of
-// its own, with the same modules. These units are nested as if each were a module around the next
-// one: the modules' hooks are those of the first unit, which encloses the second, and so on. So
-// forward, backward and the schedule see only nested units.
+// The parameters of one fully_shard call may lie on several meshes. Each mesh then has its own
+// unit, and these units share the modules. The first unit encloses the second, and so on. The
+// modules have the hooks of the first unit only. So forward, backward and the schedule treat these
+// units as units of nested modules.
 //
 // Note [shown gradients]
 // FSDP1 shows the gradients that backwards without gradient sync have accumulated: .grad is this

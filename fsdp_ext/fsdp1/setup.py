@@ -120,7 +120,7 @@ def check_communication_hook(is_root: bool, wrappers: Iterable[Any], hook: objec
     """Raise for a communication hook that cannot be set, or not now."""
     if not callable(hook):
         raise ValueError(f"register_comm_hook got {hook!r}. Pass a function.")
-    # Scripts match two of these messages as a whole, so they are FSDP1's.
+    # Two of these messages are FSDP1's, word for word, because scripts compare them as a whole.
     if not is_root:
         raise MisuseError("register_comm_hook can only be called on a root instance.")
     for wrapper in wrappers:

@@ -115,9 +115,9 @@ struct Graph {
 };
 Graph* as_graph(void* handle) { return static_cast<Graph*>(handle); }
 
-// Runs the nodes in an order that only what they wait for restricts, so that a wait that is missing
-// gives wrong numbers. The seed is the replay's number: ranks that replay the same graph must run
-// their collectives in one order.
+// Runs the nodes in a random order that respects the edges of the graph. So a missing edge gives
+// wrong numbers. The seed is the number of the replay, so that all ranks that replay the same graph
+// run its collectives in the same order.
 void replay(const std::vector<Node>& nodes, unsigned seed) {
   std::minstd_rand random(seed + 1);
   std::vector<std::size_t> missing(nodes.size());

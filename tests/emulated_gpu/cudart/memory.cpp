@@ -106,7 +106,7 @@ using namespace emulated_gpu;
 
 extern "C" {
 
-// It does not wait for the device. A real one may, but nothing may rely on that.
+// CUDA may let cudaMalloc wait for the device, but does not promise it. Here it never waits.
 cudaError_t cudaMalloc(void** address, std::size_t bytes) {
   if (const cudaError_t error = refuse_during_captures("cudaMalloc")) {
     return error;

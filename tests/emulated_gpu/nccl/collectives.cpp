@@ -29,7 +29,7 @@ const char* at(const void* begin, std::size_t offset) {
 }
 char* at(void* begin, std::size_t offset) { return static_cast<char*>(begin) + offset; }
 
-// Reduces `bytes` bytes of all ranks, on those ranks for which `receives` is true.
+// Reduces `bytes` bytes of every rank. A rank with `receives` gets the result.
 void reduce_exchanged(Communicator& communicator, const Collective& collective, const void* from,
                       void* to, std::size_t bytes, const Reduction& reduction, bool receives) {
   communicator.exchange(

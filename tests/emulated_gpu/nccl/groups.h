@@ -13,7 +13,8 @@ namespace emulated_gpu {
 // Null if it was destroyed.
 std::shared_ptr<Communicator> communicator_of(ncclComm_t handle);
 
-// Runs the collective on the stream: at once, or when the calling thread's group ends.
+// Enqueues the collective on the stream: now, or if the calling thread is between ncclGroupStart
+// and ncclGroupEnd, at the end of that group.
 ncclResult_t submit(ncclComm_t handle, cudaStream_t stream,
                     const std::function<void(Communicator&)>& collective);
 

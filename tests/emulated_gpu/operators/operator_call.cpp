@@ -27,7 +27,7 @@ const std::unordered_set<std::string> kInFloat = {
     "aten::native_group_norm", "aten::native_group_norm_backward",
     "aten::_fused_rms_norm",   "aten::_fused_rms_norm_backward"};
 
-// What a stream's thread needs for one call.
+// One call of an operator, as the stream's thread runs it.
 struct Kernel {
   c10::OperatorHandle op;
   const Signature& signature;
@@ -135,7 +135,7 @@ std::optional<Stack> OperatorCall::find_shapes() {
     }
     return shapes;
   } catch (const std::exception&) {
-    // An index that is a mask has no shape, but other indices of the same operator do.
+    // The result's shape depends on the data if an index is a mask, but not for other indices.
     if (signature_.name.find("index") == std::string::npos) {
       signature_.has_no_shapes = true;
     }
