@@ -27,7 +27,7 @@ from fsdp_ext.fsdp1.flat_optimizer_states import FlatParameters
 from fsdp_ext.fsdp1.setup import broadcast
 from fsdp_ext.fsdp1.state_dict_forms import CONFIGS, DEFAULT, Form, State
 from fsdp_ext.fsdp1.whole_tensors import gathered_by_all, shard_like, without_sharded_tensor
-from fsdp_ext.sharding.agreement import has_peers
+from fsdp_ext.sharding.agreement import exchange
 from fsdp_ext.sharding.arguments import device_of
 from fsdp_ext.sharding.flat_parameter import own_parameters_shown, show_flat
 from fsdp_ext.sharding.ranks import Ranks
@@ -523,12 +523,9 @@ def _as_rank_0_has_it(state: State, unit: Unit) -> State:
     Raises:
         RuntimeError: on all ranks, if a rank lacks a value that rank 0 has.
     """
-    if not has_peers(unit):
-        return state
     group = unit.ranks.group
-    of_ranks: list[Any] = [None] * group.size()
     mine = {name: list(values) for name, values in state["state"].items()}
-    dist.all_gather_object(of_ranks, mine, group=group)
+    of_ranks = exchange(unit, mine, [group])
     wanted: dict[str, list[str]] = of_ranks[0]
     for rank, has in enumerate(of_ranks):
         missing = [name for name, keys in wanted.items() if not set(keys) <= set(has.get(name, ()))]

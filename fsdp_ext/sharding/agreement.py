@@ -9,7 +9,7 @@ collective of the block, because the other ranks wait in that collective.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,17 +35,20 @@ def has_peers(unit: Unit) -> bool:
     return is_real and ranks.world_size > 1
 
 
-def exchange(unit: Unit, value: Any) -> list[Any]:
+def exchange(
+    unit: Unit, value: Any, groups: Sequence[dist.ProcessGroup] | None = None
+) -> list[Any]:
     """Return the values of all ranks of the unit's mesh, in the order of the mesh.
 
     Args:
         unit: any unit of the model.
         value: this rank's value. It must be picklable.
+        groups: groups of the mesh, if only their ranks take part.
     """
     if not has_peers(unit):
         return [value]
     values = [value]
-    for group in unit.ranks.groups:
+    for group in unit.ranks.groups if groups is None else groups:
         of_group: list[Any] = [None] * group.size()
         dist.all_gather_object(of_group, values, group=group)
         values = [one for of_rank in of_group for one in of_rank]
