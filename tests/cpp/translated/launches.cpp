@@ -12,21 +12,14 @@
 #include <vector>
 
 #include "base/check.h"
+#include "entry_points.h"
 
 namespace fsdp::test {
 namespace {
 
 constexpr std::size_t kMostArgumentBytes = 32764;
 
-struct Configuration {
-  dim3 grid;
-  dim3 block;
-  std::size_t shared;
-  cudaStream_t stream;
-};
-
 thread_local HostQueue* stream_of_launches = nullptr;
-thread_local std::vector<Configuration> configurations;
 thread_local std::size_t launched = 0;
 thread_local unsigned blocks_launched = 0;
 std::set<std::string> launched_names;
@@ -92,62 +85,21 @@ ptx::Clock& gpu_clock() {
 
 }  // namespace fsdp::test
 
-using fsdp::test::configurations;
 using fsdp::test::registered;
 using fsdp::test::stream_of_launches;
 
-// ---- What nvcc's host code calls
-// -----------------------------------------------------------------
-
-extern "C" {
-
-void** __cudaRegisterFatBinary(void* /*binary*/) {
-  static void* handle = nullptr;
-  return &handle;
-}
-void __cudaRegisterFatBinaryEnd(void** /*handle*/) {}
-void __cudaUnregisterFatBinary(void** /*handle*/) {}
-
-void __cudaRegisterFunction(void** /*handle*/, const char* host, char* /*device*/, const char* name,
-                            int /*limit*/, uint3* /*thread*/, uint3* /*block*/,
-                            dim3* /*block_size*/, dim3* /*grid_size*/, int* /*warp_size*/) {
+void fsdp::ptx::register_kernel(const void* host, const char* name) {
   registered()[host] = &fsdp::test::find(name);
 }
 
-unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, std::size_t shared,
-                                     CUstream_st* stream) {
-  configurations.push_back({grid, block, shared, stream});
-  return 0;
-}
-
-cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, std::size_t* shared, void* stream) {
-  const auto last = configurations.back();
-  configurations.pop_back();
-  *grid = last.grid;
-  *block = last.block;
-  *shared = last.shared;
-  *static_cast<cudaStream_t*>(stream) = last.stream;
-  return cudaSuccess;
-}
-
-cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* host) {
-  *kernel = static_cast<cudaKernel_t>(const_cast<void*>(host));
-  return cudaSuccess;
-}
-
-// CUDA 13 launches by a kernel's handle, CUDA 12 by its address on the host. They are the same
-// here.
-cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments,
-                               std::size_t /*shared*/, cudaStream_t /*stream*/) {
-  return fsdp::test::launch(*registered().at(kernel), grid, block, arguments);
-}
-cudaError_t cudaLaunchKernel(const void* host, dim3 grid, dim3 block, void** arguments,
-                             std::size_t /*shared*/, cudaStream_t /*stream*/) {
+cudaError_t fsdp::ptx::launch_kernel(const void* host, dim3 grid, dim3 block, void** arguments,
+                                     cudaStream_t /*stream*/) {
   return fsdp::test::launch(*registered().at(host), grid, block, arguments);
 }
 
-// ---- What csrc calls
-// -----------------------------------------------------------------------------
+extern "C" {
+
+// - What csrc calls
 
 cudaError_t cudaGetDevice(int* device) {
   *device = 0;

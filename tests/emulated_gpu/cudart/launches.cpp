@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "emulated_gpu.h"
+#include "entry_points.h"
 #include "errors.h"
 
 namespace emulated_gpu {
@@ -26,14 +27,6 @@ Kernels& kernels() {
   return *the_kernels;
 }
 
-struct Configuration {
-  dim3 grid;
-  dim3 block;
-  std::size_t shared;
-  cudaStream_t stream;
-};
-thread_local std::vector<Configuration> configurations;
-
 // torch.cuda._sleep, whose argument is cycles of a clock of 1 GHz here.
 bool launch_sleep(const Launch& launch) {
   if (launch.name.find("spin_kernel") == std::string::npos) {
@@ -42,26 +35,6 @@ bool launch_sleep(const Launch& launch) {
   const std::chrono::nanoseconds time(*static_cast<std::int64_t*>(launch.arguments[0]));
   enqueue(launch.stream, [time] { std::this_thread::sleep_for(time); });
   return true;
-}
-
-cudaError_t launch(const void* host, dim3 grid, dim3 block, void** arguments, cudaStream_t stream) {
-  Launch request{"of an unknown name", grid, block, arguments, stream};
-  std::vector<Launcher> launchers{&launch_sleep};
-  {
-    Kernels& known = kernels();
-    const std::lock_guard<std::mutex> lock(known.mutex);
-    if (const auto found = known.names.find(host); found != known.names.end()) {
-      request.name = found->second;
-    }
-    launchers.insert(launchers.end(), known.launchers.begin(), known.launchers.end());
-  }
-  for (const Launcher launcher : launchers) {
-    if (launcher(request)) {
-      return outcome();
-    }
-  }
-  std::fprintf(stderr, "[emulated GPU] there is no kernel %s\n", request.name.c_str());
-  return failed(cudaErrorInvalidDeviceFunction, "the kernel " + request.name + " is not emulated");
 }
 
 }  // namespace
@@ -81,70 +54,49 @@ void report_missing(const std::string& name) {
 
 using namespace emulated_gpu;
 
-extern "C" {
-
-void** __cudaRegisterFatBinary(void* /*binary*/) {
-  static void* handle = nullptr;
-  return &handle;
+void fsdp::ptx::register_kernel(const void* host, const char* name) {
+  const std::lock_guard<std::mutex> lock(kernels().mutex);
+  kernels().names[host] = name;
 }
 
-void __cudaRegisterFatBinaryEnd(void** /*handle*/) {}
+cudaError_t fsdp::ptx::launch_kernel(const void* host, dim3 grid, dim3 block, void** arguments,
+                                     cudaStream_t stream) {
+  Launch request{"of an unknown name", grid, block, arguments, stream};
+  std::vector<Launcher> launchers{&launch_sleep};
+  {
+    Kernels& known = kernels();
+    const std::lock_guard<std::mutex> lock(known.mutex);
+    if (const auto found = known.names.find(host); found != known.names.end()) {
+      request.name = found->second;
+    }
+    launchers.insert(launchers.end(), known.launchers.begin(), known.launchers.end());
+  }
+  for (const Launcher launcher : launchers) {
+    if (launcher(request)) {
+      return outcome();
+    }
+  }
+  std::fprintf(stderr, "[emulated GPU] there is no kernel %s\n", request.name.c_str());
+  return failed(cudaErrorInvalidDeviceFunction, "the kernel " + request.name + " is not emulated");
+}
 
-void __cudaUnregisterFatBinary(void** /*handle*/) {}
+using fsdp::ptx::launch_kernel;
+
+extern "C" {
 
 char __cudaInitModule(void** /*handle*/) { return 0; }
 
 void __cudaRegisterVar(void** /*handle*/, char* /*host*/, char* /*device*/, const char* /*name*/,
                        int /*external*/, std::size_t /*bytes*/, int /*constant*/, int /*global*/) {}
 
-void __cudaRegisterFunction(void** /*handle*/, const char* host, char* /*device*/, const char* name,
-                            int /*limit*/, uint3* /*thread*/, uint3* /*block*/,
-                            dim3* /*block_size*/, dim3* /*grid_size*/, int* /*warp_size*/) {
-  const std::lock_guard<std::mutex> lock(kernels().mutex);
-  kernels().names[host] = name;
-}
-
-unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, std::size_t shared,
-                                     CUstream_st* stream) {
-  configurations.push_back({grid, block, shared, stream});
-  return 0;
-}
-
-cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, std::size_t* shared, void* stream) {
-  const Configuration last = configurations.back();
-  configurations.pop_back();
-  *grid = last.grid;
-  *block = last.block;
-  *shared = last.shared;
-  *static_cast<cudaStream_t*>(stream) = last.stream;
-  return cudaSuccess;
-}
-
-// CUDA 13 launches by a kernel's handle, CUDA 12 by its address on the host. They are the same
-// here.
-cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* host) {
-  *kernel = static_cast<cudaKernel_t>(const_cast<void*>(host));
-  return cudaSuccess;
-}
-
-cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments,
-                               std::size_t /*shared*/, cudaStream_t stream) {
-  return launch(kernel, grid, block, arguments, stream);
-}
-
-cudaError_t cudaLaunchKernel(const void* host, dim3 grid, dim3 block, void** arguments,
-                             std::size_t /*shared*/, cudaStream_t stream) {
-  return launch(host, grid, block, arguments, stream);
-}
-
 cudaError_t cudaLaunchCooperativeKernel(const void* host, dim3 grid, dim3 block, void** arguments,
                                         std::size_t /*shared*/, cudaStream_t stream) {
-  return launch(host, grid, block, arguments, stream);
+  return launch_kernel(host, grid, block, arguments, stream);
 }
 
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* host,
                                 void** arguments) {
-  return launch(host, config->gridDim, config->blockDim, arguments, config->stream);
+  return launch_kernel(host, config->gridDim, config->blockDim, arguments, config->stream);
 }
 
 cudaError_t cudaFuncSetAttribute(const void* /*host*/, cudaFuncAttribute /*attribute*/,
