@@ -81,6 +81,6 @@ CASES = [
 ]  # fmt: skip
 
 
-@each(CASES)
+@each(CASES, every=2)
 def test_recomputes_as_unsharded_and_as_fsdp2(case: Case, world_size: int) -> None:
     check(case, world_size)

@@ -72,6 +72,7 @@ def test_packing_counts_no_wrong_element(tmp_path: Path) -> None:
     assert all(row["wrong"] == 0 and row["of_copy"] > 0 for row in rows)
 
 
+@pytest.mark.exhaustive
 def test_all_systems_reach_the_same_loss(tmp_path: Path) -> None:
     _, rows = _run("step", tmp_path / "step.json")
     assert [row["system"] for row in rows] == ["unsharded", "ours", "FSDP2", "FSDP1"]

@@ -172,6 +172,7 @@ def _same_as_unchecked() -> None:
                     assert torch.equal(*local), (name, accumulates, every)
 
 
+@pytest.mark.exhaustive
 def test_training_with_checks_equals_training_without() -> None:
     run_ranks(_same_as_unchecked, 2)
 

@@ -139,7 +139,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@each(CASES)
+@each(CASES, every=2)
 def test_mixed_precision_is_that_of_unsharded_casts_and_of_fsdp2(
     case: Case, world_size: int
 ) -> None:

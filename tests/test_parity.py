@@ -170,6 +170,6 @@ CASES = [
 ]  # fmt: skip
 
 
-@each(CASES, quick=(1, 2))
+@each(CASES, more=(1, 3))
 def test_trains_as_unsharded_and_as_fsdp2(case: Case, world_size: int) -> None:
     check(case, world_size)

@@ -126,7 +126,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@each(CASES)
+@each(CASES, every=2)
 def test_steps_after_an_exception_are_those_of_a_run_without_it(
     case: Case, world_size: int
 ) -> None:

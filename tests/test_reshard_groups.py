@@ -268,7 +268,7 @@ def test_after_an_unshard_of_the_user_backward_gathers_from_all_ranks() -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [RESHARDED_BY_THE_USER, IN_BF16, *exhaustive(IN_ONE_BUCKET, AFTER_FORWARD)],
+    [RESHARDED_BY_THE_USER, *exhaustive(IN_BF16, IN_ONE_BUCKET, AFTER_FORWARD)],
 )
 def test_after_a_reshard_of_the_user_backward_reads_what_was_written_before(case: Case) -> None:
     run_ranks(compare_on_rank, case.worlds[0], case, "fsdp_ext")

@@ -305,6 +305,7 @@ def test_experts_on_a_mesh_of_their_own_train_as_under_fsdp2(setups: list[Setup]
     run_ranks(compare_all, RANKS, setups)
 
 
+@pytest.mark.exhaustive
 def test_experts_that_no_other_rank_has_train_as_under_fsdp2() -> None:
     run_ranks(compare_all, 2, TWO_RANKS)
 
@@ -428,5 +429,6 @@ def _compare_on_threads() -> None:
     run_threads(_compare_on_thread, RANKS)
 
 
+@pytest.mark.exhaustive
 def test_experts_train_on_ranks_that_are_threads() -> None:
     run_ranks(_compare_on_threads, 1, fresh=True)

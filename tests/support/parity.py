@@ -503,7 +503,10 @@ def check(case: Case, world_size: int) -> None:
 
 
 def each(
-    cases: Iterable[Case], quick: tuple[int, ...] = (2,), more: tuple[int, ...] = (3,)
+    cases: Iterable[Case],
+    quick: tuple[int, ...] = (2,),
+    more: tuple[int, ...] = (3,),
+    every: int = 1,
 ) -> pytest.MarkDecorator:
     """Parametrize a test over cases and their numbers of ranks, named by the facts.
 
@@ -511,6 +514,7 @@ def each(
         cases: the cases.
         quick: numbers of ranks that `make test` runs. The others are exhaustive.
         more: the other numbers of ranks.
+        every: with 2, for example, `make test` runs every second case. The others are exhaustive.
     """
     return pytest.mark.parametrize(
         ("case", "world_size"),
@@ -519,9 +523,9 @@ def each(
                 case,
                 world,
                 id=f"{case.fact}-{world} rank{'s' if world > 1 else ''}",
-                marks=[] if world in quick else [pytest.mark.exhaustive],
+                marks=[] if world in quick and not place % every else [pytest.mark.exhaustive],
             )
-            for case in cases
+            for place, case in enumerate(cases)
             for world in case.worlds or (*quick, *more)
         ],
     )
