@@ -116,7 +116,7 @@ def test_systems_that_shard_hybridly_reach_the_same_loss(tmp_path: Path) -> None
 @pytest.mark.exhaustive
 def test_compiled_blocks_reach_the_same_loss_and_are_not_compiled_again(tmp_path: Path) -> None:
     printed, rows = _run("step", tmp_path / "step.json", "--compile")
-    assert "of eager" in printed
+    assert "eager" in printed  # narrow columns wrap their headers
     assert not [row["error"] for row in rows if "error" in row]
     compiled = [row for row in rows if row["system"].endswith(", compiled blocks")]
     assert [row["system"].split(",")[0] for row in compiled] == ["unsharded", "ours", "FSDP2"]
