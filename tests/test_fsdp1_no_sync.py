@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -338,6 +339,10 @@ def test_a_frozen_parameter_keeps_what_it_has_accumulated(orig: bool) -> None:
     run_ranks(freezes, 2, orig)
 
 
+def backward(wrapped: nn.Module, model: Subject, step: int) -> None:
+    run(wrapped, model, step).backward()
+
+
 def refused() -> None:
     for orig in (False, True):
         model = make(Stack)
@@ -357,6 +362,8 @@ def refused() -> None:
             FSDP.summon_full_params(wrapped, with_grads=True),
         ):
             pass
+        with wrapped.no_sync(), pytest.raises(RuntimeError, match="are not reduced yet"):
+            optimizer.step(functools.partial(backward, wrapped, model, 1))
         param = next(iter(by_name(wrapped).values()))
         assert param.grad is not None
         whole, param.grad.data = param.grad.clone(), torch.ones(3)
@@ -368,6 +375,36 @@ def refused() -> None:
         for name, param in by_name(wrapped).items():
             assert_equal({name: shard_of(param)}, {name: local(before[name])})
         optimizer.step()
+
+
+def steps_with_closures(orig: bool) -> None:
+    """The last backward of a step runs in the optimizer's closure, as Lightning has it."""
+
+    def train(wrapped: Any, model: Subject, *, by_name: bool) -> Values:
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
+
+        def closure() -> None:
+            backward(wrapped, model, 1)
+            if wrapped is model:
+                average_gradients(model)
+
+        for _ in range(2):
+            optimizer.zero_grad()
+            with contextlib.nullcontext() if wrapped is model else wrapped.no_sync():
+                run(wrapped, model, 0).backward()
+            optimizer.step(closure=closure) if by_name else optimizer.step(closure)  # type: ignore[arg-type]
+        return final(wrapped)
+
+    for by_name in (False, True):
+        model, plain = make(Stack), make(Stack)
+        wrapped = FSDP(model, use_orig_params=orig, auto_wrap_policy=BY_BLOCK)
+        expected = train(plain, plain, by_name=by_name)
+        assert_equal(train(wrapped, model, by_name=by_name), expected)
+
+
+@pytest.mark.parametrize("orig", [True, *exhaustive(False)])
+def test_the_last_backward_may_run_in_the_optimizers_closure(orig: bool) -> None:
+    run_ranks(steps_with_closures, 2, orig)
 
 
 def local(grad: Tensor | None) -> Tensor | None:

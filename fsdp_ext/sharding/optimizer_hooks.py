@@ -43,6 +43,7 @@ def watch_optimizers() -> None:
 @functools.cache
 def _register() -> None:
     register_optimizer_step_pre_hook(_check_optimizer)
+    register_optimizer_step_pre_hook(_check_gradients)
     register_optimizer_step_post_hook(_note_step)
 
 
@@ -52,11 +53,6 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
         raise RuntimeError(
             "an optimizer's step was called inside summon_full_params, and leaving that would "
             "overwrite its result. Call step() outside, or pass writeback=False."
-        )
-    if _C.any_unit_shows_gradients() and any(map(is_unreduced, _params_of(optimizer))):
-        raise RuntimeError(
-            "an optimizer's step was called, but gradients of no_sync are not reduced yet. Run the "
-            "last backward of each step outside of no_sync."
         )
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if _checked.get(optimizer) == count:
@@ -81,6 +77,36 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
                     "the first forward, or after reshard()."
                 )
     _checked[optimizer] = count
+
+
+def _check_gradients(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Check that gradients are reduced: before the step, or after each call of its closure."""
+    if not _C.any_unit_shows_gradients():
+        return None
+    closure = kwargs.get("closure") or next(iter(args[1:]), None)  # args[0] is the optimizer
+    if not callable(closure):
+        _raise_if_unreduced(optimizer)
+        return None
+
+    @functools.wraps(closure)
+    def checked() -> Any:
+        loss = closure()
+        _raise_if_unreduced(optimizer)
+        return loss
+
+    if "closure" in kwargs:
+        return args, kwargs | {"closure": checked}
+    return (args[0], checked, *args[2:]), kwargs
+
+
+def _raise_if_unreduced(optimizer: torch.optim.Optimizer) -> None:
+    if any(map(is_unreduced, _params_of(optimizer))):
+        raise RuntimeError(
+            "an optimizer's step was called, but gradients of no_sync are not reduced yet. Run the "
+            "last backward of each step outside of no_sync."
+        )
 
 
 def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
