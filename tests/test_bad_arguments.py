@@ -6,6 +6,7 @@ model trains bit for bit as its twin, for which nothing was refused.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterable
@@ -44,6 +45,15 @@ ADVICE = re.compile(
 )
 
 Call = Callable[[Any], object]
+
+
+@dataclasses.dataclass(frozen=True)
+class LaterPolicy(MixedPrecisionPolicy):
+    """The policy with a field that PyTorch may get after 2.15."""
+
+    grad_dtype: torch.dtype = torch.float32
+
+
 # The type of the error, words of its message, and the call.
 Row = tuple[type[Exception], str, Call]
 
@@ -151,6 +161,11 @@ def of_fully_shard() -> list[Row]:
                 TypeError,
                 "pin_memory='x'",
                 lambda model: fully_shard(model, offload_policy=CPUOffloadPolicy("x")),  # type: ignore
+            ),
+            (
+                NotImplementedError,
+                "grad_dtype=torch.float32, which is supported for parameters only",
+                lambda model: fully_shard(model, mp_policy=LaterPolicy()),
             ),
         ],
     ]

@@ -164,6 +164,7 @@ def check_policy(policy: object) -> None:
 
     Raises:
         ValueError: for a dtype that cannot be used.
+        NotImplementedError: for a ``grad_dtype``, which PyTorch proposes for releases after 2.15.
     """
     if not isinstance(policy, MixedPrecisionPolicy):
         raise TypeError(
@@ -178,6 +179,12 @@ def check_policy(policy: object) -> None:
         raise TypeError(
             f"mp_policy has param_dtype_override_fn={override!r}, which cannot be called. Pass a "
             "function of a parameter, or None."
+        )
+    grad_dtype = getattr(policy, "grad_dtype", None)
+    if grad_dtype is not None:
+        raise NotImplementedError(
+            f"mp_policy has grad_dtype={grad_dtype}, which is supported for parameters only. Leave "
+            "it None, and set grad_dtype of the parameters before fully_shard."
         )
 
 
