@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstddef>
 #include <functional>
 #include <string>
 
@@ -11,12 +12,20 @@ namespace emulated_gpu {
 using Work = std::function<void()>;
 
 // Runs `work` in order of the stream. While the stream is captured, `work` becomes a node of the
-// graph instead, and runs in each replay.
-void enqueue(cudaStream_t stream, Work work);
+// graph instead, and runs in each replay. `what` is its name in messages.
+void enqueue(cudaStream_t stream, const std::string& what, Work work);
+
+// Runs the work on the calling thread, which has waited for the stream.
+void run_now(cudaStream_t stream, const std::string& what, const Work& work);
+
+// Work says what it uses, on its own thread. Memory that is not CUDA's does not count.
+void reads(const void* address, std::size_t bytes);
+void writes(const void* address, std::size_t bytes);
 
 bool is_capturing(cudaStream_t stream);
 
-// As cudaStreamWaitEvent, also where EMULATED_GPU_DROP_WAITS makes that do nothing.
+// As cudaStreamWaitEvent, also where EMULATED_GPU_DROP_WAITS makes that do nothing. Work after it
+// does not count as ordered, since its user has not asked for that.
 void wait_for(cudaStream_t stream, cudaEvent_t event);
 
 // Fails as a kernel that faults: each later call of the runtime returns an error with `what`.

@@ -48,19 +48,23 @@ bool launch(const Launch& request) {
   if (kernel == nullptr) {
     return false;
   }
-  enqueue(request.stream, [kernel, blocks = request.grid.x, threads = request.block.x,
-                           arguments = fsdp::ptx::copy_arguments(*kernel, request.arguments)] {
-    fsdp::ptx::Clock clock;
-    const std::uint64_t start = clock.read();
-    fsdp::ptx::run_grid(*kernel, blocks, threads, arguments, clock);
-    // The kernel's own sleeps take time on the stream, too.
-    std::this_thread::sleep_for(std::chrono::nanoseconds(clock.read() - start));
-  });
+  enqueue(request.stream, kernel->name,
+          [kernel, blocks = request.grid.x, threads = request.block.x,
+           arguments = fsdp::ptx::copy_arguments(*kernel, request.arguments)] {
+            fsdp::ptx::Clock clock;
+            const std::uint64_t start = clock.read();
+            fsdp::ptx::run_grid(*kernel, blocks, threads, arguments, clock);
+            // The kernel's own sleeps take time on the stream, too.
+            std::this_thread::sleep_for(std::chrono::nanoseconds(clock.read() - start));
+          });
   return true;
 }
 
 [[maybe_unused]] const bool is_added = [] {
   add_launcher(&launch);
+  fsdp::ptx::set_observer([](std::uint64_t address, std::size_t bytes, bool is_write) {
+    (is_write ? writes : reads)(reinterpret_cast<const void*>(address), bytes);
+  });
   return true;
 }();
 

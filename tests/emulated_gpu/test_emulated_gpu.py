@@ -73,40 +73,122 @@ except torch.OutOfMemoryError:
     assert result.stdout == f"({64 << 20}, {64 << 20})\nout of memory\n", result.stderr
 
 
-def test_a_missing_wait_shows() -> None:
-    late = torch.cuda.Stream()
-    values = torch.zeros(1000, device="cuda")
-    torch.cuda.synchronize()
-    with torch.cuda.stream(late):
-        torch.cuda._sleep(LATE_CYCLES)
-        values.fill_(1)
-    too_early = values.clone()
-    torch.cuda.current_stream().wait_stream(late)
-    assert (too_early.sum().item(), values.sum().item()) == (0, 1000)
+MISSING_WAIT = f"""
+late = torch.cuda.Stream()
+values = torch.zeros(1000, device="cuda")
+torch.cuda.synchronize()
+with torch.cuda.stream(late):
+    torch.cuda._sleep({LATE_CYCLES})
+    values.fill_(1)
+too_early = values.clone()
+torch.cuda.current_stream().wait_stream(late)
+print(too_early.sum().item(), values.sum().item())
+"""
+GRAPH = """
+values = torch.zeros(1, device="cuda")
+side = torch.cuda.Stream()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    values.fill_(1)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        values.mul_(3)
+    if waits:
+        torch.cuda.current_stream().wait_stream(side)
+    values.add_(1)
+    torch.cuda.current_stream().wait_stream(side)
+results = set()
+for _ in range(20):
+    graph.replay()
+    results.add(values.item())
+print(sorted(results))
+"""
 
 
-def test_a_missing_wait_in_a_graph_shows() -> None:
-    def replay(waits: bool) -> set[float]:
-        values = torch.zeros(1, device="cuda")
-        side = torch.cuda.Stream()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            values.fill_(1)
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                values.mul_(3)
-            if waits:
-                torch.cuda.current_stream().wait_stream(side)
-            values.add_(1)
-            torch.cuda.current_stream().wait_stream(side)
-        results = set()
-        for _ in range(20):
-            graph.replay()
-            results.add(values.item())
-        return results
+def test_a_missing_wait_changes_numbers() -> None:
+    assert _run(MISSING_WAIT, EMULATED_GPU_RACES="0").stdout == "0.0 1000.0\n"
 
-    assert replay(waits=True) == {4}
-    assert replay(waits=False) == {4, 6}
+
+def test_a_missing_wait_in_a_graph_changes_numbers() -> None:
+    assert _run("waits = True" + GRAPH, EMULATED_GPU_RACES="0").stdout == "[4.0]\n"
+    assert _run("waits = False" + GRAPH, EMULATED_GPU_RACES="0").stdout == "[4.0, 6.0]\n"
+
+
+# - Work that uses the same memory without an order
+
+ON_ANOTHER_STREAM = """
+import torch
+side = torch.cuda.Stream()
+values = torch.zeros(8, 8, device="cuda")
+side.wait_stream(torch.cuda.current_stream())
+"""
+REUSED = """
+with torch.cuda.stream(side):
+    sums = values.sum()
+if records:
+    values.record_stream(side)
+del values
+torch.ones(8, 8, device="cuda")
+"""
+# What is right, and what is not: the words that the message has to contain.
+ORDERED = {
+    "a wait": "with torch.cuda.stream(side):\n    values.add_(1)\n"
+    "torch.cuda.current_stream().wait_stream(side)\nvalues.mul_(2)",
+    "a wait of the host": "with torch.cuda.stream(side):\n    values.add_(1)\n"
+    "side.synchronize()\nvalues.mul_(2)",
+    "two reads": "with torch.cuda.stream(side):\n    values.sum()\nvalues.mean()",
+    "rows apart": "with torch.cuda.stream(side):\n    values[:4].add_(1)\nvalues[4:].mul_(2)",
+    "columns apart": "with torch.cuda.stream(side):\n    values[:, :4].add_(1)\n"
+    "values[:, 4:].mul_(2)",
+    "memory that is recorded": "records = True" + REUSED,
+    "a pinned copy and a query": "host = torch.zeros(8, 8).pin_memory()\n"
+    "values.copy_(host, non_blocking=True)\nevent = torch.cuda.Event()\nevent.record()\n"
+    "while not event.query():\n    pass\nwith torch.cuda.stream(side):\n    host.to('cuda')",
+}
+UNORDERED = {
+    "a read after a write": (
+        "with torch.cuda.stream(side):\n    values.add_(1)\nvalues.sum()",
+        ["aten::add_.Tensor", "which writes", "aten::sum", "which reads"],
+    ),
+    "a write after a read": (
+        "with torch.cuda.stream(side):\n    values.sum()\nvalues.add_(1)",
+        ["aten::sum", "aten::add_.Tensor", "which writes the same 256 bytes"],
+    ),
+    "a column": (
+        "with torch.cuda.stream(side):\n    values[:, 3].add_(1)\nvalues[2:, 2:4].sum()",
+        ["which reads the same 4 bytes"],
+    ),
+    "memory that is not recorded": (
+        "records = False" + REUSED,
+        ["aten::sum", "aten::fill_", "which writes"],
+    ),
+    "a copy to the host": (
+        "host = torch.zeros(8, 8).pin_memory()\nwith torch.cuda.stream(side):\n"
+        "    host.copy_(values, non_blocking=True)\nvalues.zero_()",
+        ["a copy on stream", "which reads"],
+    ),
+    "nodes of a graph": (
+        "waits = False" + GRAPH,
+        ["aten::mul_.Tensor", "aten::add_.Tensor"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_work_that_is_ordered_is_right(name: str) -> None:
+    result = _run(f"{ON_ANOTHER_STREAM}{ORDERED[name]}\ntorch.cuda.synchronize()")
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("name", UNORDERED)
+def test_work_that_is_not_ordered_is_an_error(name: str) -> None:
+    code, words = UNORDERED[name]
+    result = _run(f"{ON_ANOTHER_STREAM}{code}\ntorch.cuda.synchronize()")
+    assert result.returncode != 0
+    assert "nothing orders" in result.stderr
+    for each in words:
+        assert each in result.stderr
+    assert result.stderr.count("<string>:") >= 2  # where both were submitted
 
 
 def test_a_kernel_that_fails_ends_the_device() -> None:

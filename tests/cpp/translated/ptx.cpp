@@ -24,7 +24,11 @@ void check_alignment(const Thread& thread, std::uint64_t address, std::size_t by
   }
 }
 
+Observer observer = nullptr;
+
 }  // namespace
+
+void set_observer(Observer set) { observer = set; }
 
 Arguments copy_arguments(const Kernel& kernel, void** from) {
   Arguments arguments;
@@ -71,11 +75,17 @@ void check_parameter(const Thread& thread, std::uint64_t address, std::size_t by
 
 void read(const Thread& thread, std::uint64_t address, void* to, std::size_t bytes) {
   check_alignment(thread, address, bytes, "load");
+  if (observer != nullptr) {
+    observer(address, bytes, false);
+  }
   std::memcpy(to, reinterpret_cast<const void*>(address), bytes);
 }
 
 void write(const Thread& thread, std::uint64_t address, const void* from, std::size_t bytes) {
   check_alignment(thread, address, bytes, "store");
+  if (observer != nullptr) {
+    observer(address, bytes, true);
+  }
   std::memcpy(reinterpret_cast<void*>(address), from, bytes);
 }
 

@@ -66,6 +66,10 @@ Arguments copy_arguments(const Kernel& kernel, void** from);
 void run_grid(const Kernel& kernel, std::uint32_t blocks, std::uint32_t threads,
               const Arguments& arguments, Clock& clock);
 
+// Called for each access of a kernel, before it happens.
+using Observer = void (*)(std::uint64_t address, std::size_t bytes, bool is_write);
+void set_observer(Observer observer);
+
 // Throws an error of the thread's place and `what`.
 [[noreturn]] void trap(const Thread& thread, const std::string& what, std::uint64_t address);
 [[noreturn]] void trap_division();

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "errors.h"
+#include "settings.h"
 
 namespace emulated_gpu {
 namespace {
@@ -55,13 +56,13 @@ bool is_captured(const Stream& stream) {
   return stream.capture != nullptr;
 }
 
-bool add_to_capture(Stream& stream, Work& work) {
+bool add_to_capture(Stream& stream, const std::shared_ptr<const Origin>& origin, Work& work) {
   const std::lock_guard<std::mutex> lock(capture_mutex());
   if (stream.capture == nullptr) {
     return false;
   }
   std::vector<Node>& nodes = stream.capture->nodes;
-  nodes.push_back({std::move(work), stream.heads});
+  nodes.push_back({origin, std::move(work), stream.heads});
   stream.heads = {nodes.size() - 1};
   return true;
 }
@@ -117,8 +118,12 @@ Graph* as_graph(void* handle) { return static_cast<Graph*>(handle); }
 
 // Runs the nodes in a random order that respects the edges of the graph. So a missing edge gives
 // wrong numbers. The seed is the number of the replay, so that all ranks that replay the same graph
-// run its collectives in the same order.
+// run its collectives in the same order. The first replay shows what nodes use.
 void replay(const std::vector<Node>& nodes, unsigned seed) {
+  std::vector<GraphNode> noted;
+  for (const Node& node : nodes) {
+    noted.push_back({node.origin, node.after, {}});
+  }
   std::minstd_rand random(seed + 1);
   std::vector<std::size_t> missing(nodes.size());
   std::vector<std::vector<std::size_t>> next(nodes.size());
@@ -136,12 +141,15 @@ void replay(const std::vector<Node>& nodes, unsigned seed) {
     std::swap(ready[random() % ready.size()], ready.back());
     const std::size_t number = ready.back();
     ready.pop_back();
-    nodes[number].work();
+    noted[number].accesses = run_noted(nodes[number].work);
     for (const std::size_t after : next[number]) {
       if (--missing[after] == 0) {
         ready.push_back(after);
       }
     }
+  }
+  if (seed == 0 && settings().finds_races) {
+    check_graph(noted);
   }
 }
 
@@ -249,7 +257,8 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
 
 cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t handle) {
   Graph& graph = *as_graph(executable);
-  enqueue(handle, [nodes = graph.nodes, seed = graph.replays++] { replay(*nodes, seed); });
+  enqueue(handle, "a replay of a graph",
+          [nodes = graph.nodes, seed = graph.replays++] { replay(*nodes, seed); });
   return outcome();
 }
 }

@@ -11,11 +11,13 @@
 #include <vector>
 
 #include "emulated_gpu.h"
+#include "races.h"
 #include "streams.h"
 
 namespace emulated_gpu {
 
 struct Node {
+  std::shared_ptr<const Origin> origin;
   Work work;
   std::set<std::size_t> after;  // the numbers of the nodes that come before it
 };
@@ -35,7 +37,7 @@ std::mutex& capture_mutex();
 bool is_captured(const Stream& stream);
 
 // Moves the work into the stream's capture and returns true, or returns false if it has none.
-bool add_to_capture(Stream& stream, Work& work);
+bool add_to_capture(Stream& stream, const std::shared_ptr<const Origin>& origin, Work& work);
 
 // An error that invalidates the capture, if the stream is captured.
 cudaError_t refuse_when_captured(Stream& stream);

@@ -31,7 +31,10 @@ cudaError_t check_kind(const void* to, const void* from, cudaMemcpyKind kind) {
 void copy_staged(Stream& stream, void* to, const void* from, std::size_t bytes) {
   const char* begin = static_cast<const char*>(from);
   auto staged = std::make_shared<std::vector<char>>(begin, begin + bytes);
-  stream.submit([=] { std::memcpy(to, staged->data(), bytes); });
+  stream.submit("a copy from the host", [=] {
+    writes(to, bytes);
+    std::memcpy(to, staged->data(), bytes);
+  });
 }
 
 cudaError_t copy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind,
@@ -53,7 +56,11 @@ cudaError_t copy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind k
       return error;
     }
   }
-  stream->submit([=] { std::memmove(to, from, bytes); });
+  stream->submit("a copy", [=] {
+    reads(from, bytes);
+    writes(to, bytes);
+    std::memmove(to, from, bytes);
+  });
   if (to_pageable) {
     stream->synchronize();
   }
@@ -101,7 +108,10 @@ cudaError_t cudaMemcpy2DAsync(void* to, std::size_t to_pitch, const void* from,
 }
 
 cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t stream) {
-  enqueue(stream, [=] { std::memset(to, value, bytes); });
+  enqueue(stream, "a memset", [=] {
+    writes(to, bytes);
+    std::memset(to, value, bytes);
+  });
   return outcome();
 }
 

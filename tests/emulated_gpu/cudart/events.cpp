@@ -4,6 +4,7 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <utility>
 
 #include "captures.h"
 #include "errors.h"
@@ -13,15 +14,19 @@
 namespace emulated_gpu {
 namespace {
 
-using Clock = std::chrono::steady_clock;
+using WallClock = std::chrono::steady_clock;
 
 // One record. Later records of the event do not change it, and streams that wait for it hold it.
 class Record {
  public:
+  explicit Record(Clock reached_after) : clock(std::move(reached_after)) {}
+
+  const Clock clock;
+
   void reach() {
     const std::lock_guard<std::mutex> lock(mutex_);
     is_reached_ = true;
-    time_ = Clock::now();
+    time_ = WallClock::now();
     changed_.notify_all();
   }
   bool is_reached() {
@@ -32,7 +37,7 @@ class Record {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [this] { return is_reached_; });
   }
-  Clock::time_point time() {
+  WallClock::time_point time() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return time_;
   }
@@ -41,7 +46,7 @@ class Record {
   std::mutex mutex_;
   std::condition_variable changed_;
   bool is_reached_ = false;
-  Clock::time_point time_;
+  WallClock::time_point time_;
 };
 
 // Guarded by the mutex of captures.
@@ -64,7 +69,10 @@ cudaError_t last_record(const Event& event, std::shared_ptr<Record>& record) {
   return cudaSuccess;
 }
 
-cudaError_t wait_for_event(cudaStream_t handle, cudaEvent_t event_handle, bool drops) {
+// What a wait for an event is for.
+enum class Wait { kOrders, kNeverOrders, kDropped };
+
+cudaError_t wait_for_event(cudaStream_t handle, cudaEvent_t event_handle, Wait kind) {
   const std::shared_ptr<Stream> stream = Stream::of(handle);
   const Event& event = as_event(event_handle);
   std::shared_ptr<Record> record;
@@ -79,15 +87,20 @@ cudaError_t wait_for_event(cudaStream_t handle, cudaEvent_t event_handle, bool d
       return failed(cudaErrorStreamCaptureIsolation, "a captured stream waits for uncaptured work");
     }
   }
-  if (record != nullptr && !drops) {
-    stream->submit([record] { record->wait(); });
+  if (record != nullptr && kind != Wait::kDropped) {
+    if (kind == Wait::kOrders) {
+      stream->order.wait_for(record->clock);
+    }
+    stream->submit("a wait for an event", [record] { record->wait(); });
   }
   return outcome();
 }
 
 }  // namespace
 
-void wait_for(cudaStream_t stream, cudaEvent_t event) { wait_for_event(stream, event, false); }
+void wait_for(cudaStream_t stream, cudaEvent_t event) {
+  wait_for_event(stream, event, Wait::kNeverOrders);
+}
 
 }  // namespace emulated_gpu
 
@@ -118,7 +131,7 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream_han
   if (stream == nullptr || stream->device != event.device) {
     return failed(cudaErrorInvalidResourceHandle, "the event and the stream are of two devices");
   }
-  auto record = std::make_shared<Record>();
+  auto record = std::make_shared<Record>(stream->order.now());
   {
     const std::lock_guard<std::mutex> lock(capture_mutex());
     event.capture = stream->capture;
@@ -128,7 +141,7 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream_han
     }
     event.record = record;
   }
-  stream->submit([record] { record->reach(); });
+  stream->submit("the record of an event", [record] { record->reach(); });
   return outcome();
 }
 
@@ -144,7 +157,13 @@ cudaError_t cudaEventQuery(cudaEvent_t handle) {
   if (const cudaError_t error = last_record(as_event(handle), record)) {
     return error;
   }
-  return record == nullptr || record->is_reached() ? outcome() : not_ready();
+  if (record != nullptr && !record->is_reached()) {
+    return not_ready();
+  }
+  if (record != nullptr) {
+    host_waited_for(record->clock);
+  }
+  return outcome();
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
@@ -154,6 +173,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   }
   if (record != nullptr) {
     record->wait();
+    host_waited_for(record->clock);
   }
   return outcome();
 }
@@ -181,6 +201,6 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   if (flags != cudaEventWaitDefault) {
     return failed(cudaErrorNotSupported, "external events are not emulated");
   }
-  return wait_for_event(stream, event, settings().drops_waits);
+  return wait_for_event(stream, event, settings().drops_waits ? Wait::kDropped : Wait::kOrders);
 }
 }

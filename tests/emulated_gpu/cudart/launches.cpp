@@ -33,7 +33,7 @@ bool launch_sleep(const Launch& launch) {
     return false;
   }
   const std::chrono::nanoseconds time(*static_cast<std::int64_t*>(launch.arguments[0]));
-  enqueue(launch.stream, [time] { std::this_thread::sleep_for(time); });
+  enqueue(launch.stream, "a sleep", [time] { std::this_thread::sleep_for(time); });
   return true;
 }
 

@@ -10,6 +10,7 @@
 
 #include "captures.h"
 #include "errors.h"
+#include "races.h"
 #include "settings.h"
 #include "streams.h"
 
@@ -81,6 +82,7 @@ cudaError_t release(void* address, bool is_pinned) {
   if (!is_pinned) {
     known.used[region.device] -= region.bytes;
   }
+  forget_uses(address, region.bytes);
   mmap(address, region.bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED,
        -1, 0);
   return outcome();
@@ -132,7 +134,7 @@ cudaError_t cudaFree(void* address) {
 }
 
 cudaError_t cudaFreeAsync(void* address, cudaStream_t stream) {
-  enqueue(stream, [address] { release(address, false); });
+  enqueue(stream, "cudaFreeAsync", [address] { release(address, false); });
   return outcome();
 }
 

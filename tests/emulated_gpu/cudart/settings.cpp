@@ -20,6 +20,7 @@ const Settings& settings() {
       number("EMULATED_GPU_DELAY_US", 0),
       number("EMULATED_GPU_DROP_WAITS", 0) != 0,
       number("EMULATED_GPU_TRACE", 0) != 0,
+      number("EMULATED_GPU_RACES", 1) != 0,
   };
   return read;
 }

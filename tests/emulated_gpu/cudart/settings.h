@@ -12,6 +12,7 @@ struct Settings {
   int most_delay_us;         // each piece of work starts up to this much later, at random
   bool drops_waits;          // cudaStreamWaitEvent does nothing, outside of captures
   bool traces;
+  bool finds_races;  // work that uses the same memory without an order is an error
 };
 
 const Settings& settings();

@@ -40,7 +40,7 @@ constexpr std::uintptr_t kLastSpecialHandle = 2;  // cudaStreamPerThread
 }  // namespace
 
 Stream::Stream(int on_device, int with_priority, unsigned long long number)
-    : device(on_device), priority(with_priority), id(number) {}
+    : device(on_device), priority(with_priority), id(number), order(number) {}
 
 std::shared_ptr<Stream> Stream::of(cudaStream_t handle) {
   Streams& known = streams();
@@ -56,15 +56,16 @@ std::shared_ptr<Stream> Stream::of(cudaStream_t handle) {
   return found != known.all.end() ? found->second : nullptr;
 }
 
-void Stream::submit(Work work) {
-  if (!add_to_capture(*this, work)) {
-    push(std::move(work));
+void Stream::submit(const std::string& what, Work work) {
+  const std::shared_ptr<const Origin> origin = origin_of(what, id);
+  if (!add_to_capture(*this, origin, work)) {
+    push(origin, std::move(work));
   }
 }
 
-void Stream::push(Work work) {
+void Stream::push(const std::shared_ptr<const Origin>& origin, Work work) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  queue_.push_back(std::move(work));
+  queue_.push_back({order.next(origin), std::move(work)});
   if (!has_thread_) {
     has_thread_ = true;
     std::thread(&Stream::run, shared_from_this()).detach();
@@ -89,7 +90,7 @@ void Stream::run_queue() {
     if (queue_.empty()) {
       return;
     }
-    Work work = std::move(queue_.front());
+    Task task = std::move(queue_.front());
     queue_.pop_front();
     is_busy_ = true;
     lock.unlock();
@@ -98,11 +99,11 @@ void Stream::run_queue() {
       std::this_thread::sleep_for(std::chrono::microseconds(delay));
     }
     try {
-      work();
+      run_checked(task.ticket, task.work);
     } catch (const std::exception& error) {
       fail(error.what());
     }
-    work = nullptr;  // what it holds goes before the stream counts as idle
+    task = {};  // what it holds goes before the stream counts as idle
     lock.lock();
     is_busy_ = false;
     changed_.notify_all();
@@ -112,11 +113,16 @@ void Stream::run_queue() {
 void Stream::synchronize() {
   std::unique_lock<std::mutex> lock(mutex_);
   changed_.wait(lock, [this] { return queue_.empty() && !is_busy_; });
+  host_waited_for(order.now());
 }
 
 bool Stream::is_idle() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return queue_.empty() && !is_busy_;
+  const bool is_idle = queue_.empty() && !is_busy_;
+  if (is_idle) {
+    host_waited_for(order.now());
+  }
+  return is_idle;
 }
 
 void Stream::end() {
@@ -140,7 +146,15 @@ void synchronize_device(int device) {
   }
 }
 
-void enqueue(cudaStream_t stream, Work work) { Stream::of(stream)->submit(std::move(work)); }
+void enqueue(cudaStream_t stream, const std::string& what, Work work) {
+  Stream::of(stream)->submit(what, std::move(work));
+}
+
+void run_now(cudaStream_t handle, const std::string& what, const Work& work) {
+  const std::shared_ptr<Stream> stream = Stream::of(handle);
+  run_checked(stream->order.next(origin_of(what, stream->id)), work);
+  host_waited_for(stream->order.now());
+}
 
 bool is_capturing(cudaStream_t stream) { return is_captured(*Stream::of(stream)); }
 
@@ -159,6 +173,15 @@ template <typename Use>
 cudaError_t with_stream(cudaStream_t handle, const Use& use) {
   const std::shared_ptr<Stream> stream = Stream::of(handle);
   return stream != nullptr ? use(*stream) : no_stream();
+}
+
+// Runs a function of the host, which may tell others of the host that earlier work has ended.
+void submit_function(Stream& stream, Work function) {
+  const Clock before = stream.order.now();
+  stream.submit("a function of the host", [before, function = std::move(function)] {
+    host_waited_for(before);
+    function();
+  });
 }
 
 }  // namespace
@@ -222,7 +245,7 @@ cudaError_t cudaDeviceSynchronize() {
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t handle, cudaHostFn_t function, void* data) {
   return with_stream(handle, [=](Stream& stream) {
-    stream.submit([=] { function(data); });
+    submit_function(stream, [=] { function(data); });
     return outcome();
   });
 }
@@ -230,7 +253,7 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t handle, cudaHostFn_t function, void*
 cudaError_t cudaStreamAddCallback(cudaStream_t handle, cudaStreamCallback_t function, void* data,
                                   unsigned /*flags*/) {
   return with_stream(handle, [=](Stream& stream) {
-    stream.submit([=] { function(handle, cudaSuccess, data); });
+    submit_function(stream, [=] { function(handle, cudaSuccess, data); });
     return outcome();
   });
 }

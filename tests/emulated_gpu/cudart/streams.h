@@ -9,8 +9,10 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <string>
 
 #include "emulated_gpu.h"
+#include "races.h"
 
 namespace emulated_gpu {
 
@@ -26,7 +28,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   static std::shared_ptr<Stream> of(cudaStream_t handle);
 
   // Runs the work in order, or adds it to the capture.
-  void submit(Work work);
+  void submit(const std::string& what, Work work);
   void synchronize();
   bool is_idle();
   // Lets the thread end, once its queue is empty.
@@ -41,14 +43,21 @@ class Stream : public std::enable_shared_from_this<Stream> {
   std::shared_ptr<Capture> capture;
   std::set<std::size_t> heads;
 
+  StreamOrder order;
+
  private:
+  struct Task {
+    TicketPtr ticket;
+    Work work;
+  };
+
   static void run(const std::shared_ptr<Stream>& stream);
   void run_queue();
-  void push(Work work);
+  void push(const std::shared_ptr<const Origin>& origin, Work work);
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Work> queue_;
+  std::deque<Task> queue_;
   bool is_busy_ = false;
   bool has_thread_ = false;
   bool has_ended_ = false;

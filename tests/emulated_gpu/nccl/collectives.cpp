@@ -52,7 +52,9 @@ ncclResult_t ncclAllGather(const void* from, void* to, std::size_t count, ncclDa
                            ncclComm_t handle, cudaStream_t stream) {
   const std::size_t bytes = count * bytes_of(type);
   const Collective collective = describe("all-gather", count, type, ncclSum, kNoRoot);
-  return submit(handle, stream, [=](Communicator& communicator) {
+  return submit(collective, handle, stream, [=](Communicator& communicator) {
+    reads(from, bytes);
+    writes(to, static_cast<std::size_t>(communicator.size) * bytes);
     communicator.exchange(
         collective, bytes, [&](std::size_t offset) { return at(from, offset); },
         [&](std::size_t offset, std::size_t part) {
@@ -68,8 +70,10 @@ ncclResult_t ncclReduceScatter(const void* from, void* to, std::size_t count, nc
                                ncclRedOp_t op, ncclComm_t handle, cudaStream_t stream) {
   const std::size_t bytes = count * bytes_of(type);
   const Collective collective = describe("reduce-scatter", count, type, op, kNoRoot);
-  return submit(handle, stream, [=](Communicator& communicator) {
+  return submit(collective, handle, stream, [=](Communicator& communicator) {
     const Reduction reduction = reduction_of(communicator, type, op);
+    reads(from, static_cast<std::size_t>(communicator.size) * bytes);
+    writes(to, bytes);
     for (int owner = 0; owner < communicator.size; ++owner) {
       const void* segment = at(from, static_cast<std::size_t>(owner) * bytes);
       reduce_exchanged(communicator, collective, segment, to, bytes, reduction,
@@ -81,7 +85,9 @@ ncclResult_t ncclReduceScatter(const void* from, void* to, std::size_t count, nc
 ncclResult_t ncclAllReduce(const void* from, void* to, std::size_t count, ncclDataType_t type,
                            ncclRedOp_t op, ncclComm_t handle, cudaStream_t stream) {
   const Collective collective = describe("all-reduce", count, type, op, kNoRoot);
-  return submit(handle, stream, [=](Communicator& communicator) {
+  return submit(collective, handle, stream, [=](Communicator& communicator) {
+    reads(from, count * bytes_of(type));
+    writes(to, count * bytes_of(type));
     reduce_exchanged(communicator, collective, from, to, count * bytes_of(type),
                      reduction_of(communicator, type, op), true);
   });
@@ -90,7 +96,9 @@ ncclResult_t ncclAllReduce(const void* from, void* to, std::size_t count, ncclDa
 ncclResult_t ncclReduce(const void* from, void* to, std::size_t count, ncclDataType_t type,
                         ncclRedOp_t op, int root, ncclComm_t handle, cudaStream_t stream) {
   const Collective collective = describe("reduce", count, type, op, root);
-  return submit(handle, stream, [=](Communicator& communicator) {
+  return submit(collective, handle, stream, [=](Communicator& communicator) {
+    reads(from, count * bytes_of(type));
+    writes(to, root == communicator.rank ? count * bytes_of(type) : 0);
     reduce_exchanged(communicator, collective, from, to, count * bytes_of(type),
                      reduction_of(communicator, type, op), root == communicator.rank);
   });
@@ -99,7 +107,9 @@ ncclResult_t ncclReduce(const void* from, void* to, std::size_t count, ncclDataT
 ncclResult_t ncclBroadcast(const void* from, void* to, std::size_t count, ncclDataType_t type,
                            int root, ncclComm_t handle, cudaStream_t stream) {
   const Collective collective = describe("broadcast", count, type, ncclSum, root);
-  return submit(handle, stream, [=](Communicator& communicator) {
+  return submit(collective, handle, stream, [=](Communicator& communicator) {
+    reads(from, communicator.rank == root ? count * bytes_of(type) : 0);
+    writes(to, count * bytes_of(type));
     communicator.exchange(
         collective, count * bytes_of(type),
         [&](std::size_t offset) { return communicator.rank == root ? at(from, offset) : nullptr; },

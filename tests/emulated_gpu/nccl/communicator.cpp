@@ -168,7 +168,7 @@ Communicator::Part Communicator::split(int color, int key) {
   return part;
 }
 
-void Communicator::enqueue_in_order(cudaStream_t stream, Work work) {
+void Communicator::enqueue_in_order(cudaStream_t stream, const std::string& what, Work work) {
   const unsigned long long capture = capture_of(stream);
   Newest& newest = capture != 0 ? newest_captured_ : newest_;
   if (newest.event != nullptr && newest.capture == capture) {
@@ -177,7 +177,7 @@ void Communicator::enqueue_in_order(cudaStream_t stream, Work work) {
   if (newest.event == nullptr) {
     cudaEventCreateWithFlags(&newest.event, cudaEventDisableTiming);
   }
-  enqueue(stream, std::move(work));
+  enqueue(stream, what, std::move(work));
   cudaEventRecord(newest.event, stream);
   newest.capture = capture;
 }

@@ -53,7 +53,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   // Runs the work on the stream. As in NCCL, a communicator's work runs in order, whatever its
   // streams are.
-  void enqueue_in_order(cudaStream_t stream, Work work);
+  void enqueue_in_order(cudaStream_t stream, const std::string& what, Work work);
 
   // Each rank copies the bytes that mine(offset) points to into its slot, a slot's size at a time.
   // Then take(offset, bytes) reads the slots. `mine` may return null, for nothing.

@@ -76,14 +76,14 @@ std::shared_ptr<Communicator> communicator_of(ncclComm_t handle) {
   return found != communicators().by_handle.end() ? found->second : nullptr;
 }
 
-ncclResult_t submit(ncclComm_t handle, cudaStream_t stream,
+ncclResult_t submit(const Collective& what, ncclComm_t handle, cudaStream_t stream,
                     const std::function<void(Communicator&)>& collective) {
   const std::shared_ptr<Communicator> communicator = communicator_of(handle);
   if (communicator == nullptr || communicator->is_aborted()) {
     return ncclInvalidUsage;
   }
-  auto start = [communicator, stream, collective] {
-    communicator->enqueue_in_order(stream,
+  auto start = [what, communicator, stream, collective] {
+    communicator->enqueue_in_order(stream, "NCCL's " + what.text(),
                                    [communicator, collective] { collective(*communicator); });
   };
   if (group_depth > 0) {

@@ -15,7 +15,7 @@ std::shared_ptr<Communicator> communicator_of(ncclComm_t handle);
 
 // Enqueues the collective on the stream: now, or if the calling thread is between ncclGroupStart
 // and ncclGroupEnd, at the end of that group.
-ncclResult_t submit(ncclComm_t handle, cudaStream_t stream,
+ncclResult_t submit(const Collective& what, ncclComm_t handle, cudaStream_t stream,
                     const std::function<void(Communicator&)>& collective);
 
 }  // namespace emulated_gpu

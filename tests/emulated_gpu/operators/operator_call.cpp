@@ -43,12 +43,24 @@ at::Tensor widen(const at::Tensor& tensor) {
   return dtype == at::kBFloat16 || dtype == at::kHalf ? tensor.to(at::kFloat) : tensor;
 }
 
+void note_uses(const Signature& signature, const Stack& aliases) {
+  for (std::size_t i = 0; i < aliases.size(); ++i) {
+    for_each_tensor(aliases[i], [&](const at::Tensor& tensor) {
+      note_use(tensor, signature.arguments[i].is_written);
+    });
+  }
+}
+
 void Kernel::run() {
   const c10::InferenceMode no_inference(false);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const at::NoGradGuard no_grad;
   Stack stack = arguments;
   random.set_generators(stack);
+  note_uses(signature, stack);
+  for (const at::Tensor& output : outputs) {
+    note_use(output, true);
+  }
   if (kInFloat.count(signature.name) != 0) {
     for (IValue& value : stack) {
       value = map_tensors(value, widen);
@@ -169,7 +181,7 @@ Stack OperatorCall::enqueue_kernel(const Stack& shapes) {
       return tensor.is_cuda() ? host_alias_of(tensor) : host_copy_of(tensor);
     }));
   }
-  enqueue(c10::cuda::getCurrentCUDAStream().stream(), [kernel] {
+  enqueue(c10::cuda::getCurrentCUDAStream().stream(), signature_.name, [kernel] {
     try {
       kernel->run();
     } catch (const std::exception& error) {
@@ -181,19 +193,34 @@ Stack OperatorCall::enqueue_kernel(const Stack& shapes) {
 
 Stack OperatorCall::compute_now() {
   const RandomState random(signature_, device_, arguments_);
-  c10::cuda::getCurrentCUDAStream().synchronize();
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  stream.synchronize();
   Stack host = host_arguments();
   random.set_generators(host);
-  {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    op_.callBoxed(&host);
-  }
   Stack results;
+  run_now(stream.stream(), signature_.name, [&] {
+    note_uses(signature_, host);
+    {
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      op_.callBoxed(&host);
+    }
+    results = place(host);
+  });
+  return results;
+}
+
+// Brings what the host has computed to the device.
+Stack OperatorCall::place(const Stack& host) {
+  Stack results;
+  const auto copy = [](const at::Tensor& to, const at::Tensor& computed) {
+    note_use(to, true);
+    host_alias_of(to).copy_(computed);
+  };
   for (std::size_t r = 0; r < signature_.returns.size(); ++r) {
     if (signature_.returns[r] == Signature::kNew) {
       results.push_back(map_tensors(host[r], [&](const at::Tensor& computed) {
         at::Tensor made = on_device(computed);
-        host_alias_of(made).copy_(computed);
+        copy(made, computed);
         return made;
       }));
       continue;
@@ -204,7 +231,7 @@ Stack OperatorCall::compute_now() {
         results[r].toTensor().is_cuda()) {
       const at::Tensor& computed = host[r].toTensor();
       results[r].toTensor().resize_(computed.sizes());
-      host_alias_of(results[r].toTensor()).copy_(computed);
+      copy(results[r].toTensor(), computed);
     }
   }
   return results;

@@ -28,6 +28,7 @@ class OperatorCall {
   std::optional<torch::jit::Stack> find_shapes();
   torch::jit::Stack enqueue_kernel(const torch::jit::Stack& shapes);
   torch::jit::Stack compute_now();
+  torch::jit::Stack place(const torch::jit::Stack& host);
   torch::jit::Stack host_arguments() const;
   at::Tensor on_device(const at::Tensor& like) const;
   c10::IValue given(std::size_t returned) const;

@@ -8,7 +8,7 @@
 namespace emulated_gpu {
 namespace {
 
-bool writes(const c10::Argument& argument) {
+bool is_written(const c10::Argument& argument) {
   return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
 }
 
@@ -32,7 +32,7 @@ std::unique_ptr<Signature> read(const c10::OperatorHandle& op) {
   signature->name = c10::toString(op.operator_name());
   for (const c10::Argument& argument : schema.arguments()) {
     const bool is_generator = argument.type()->str().find("Generator") != std::string::npos;
-    signature->arguments.push_back({writes(argument), argument.is_out(), is_generator});
+    signature->arguments.push_back({is_written(argument), argument.is_out(), is_generator});
     signature->has_out |= argument.is_out();
   }
   for (const c10::Argument& returned : schema.returns()) {

@@ -1,5 +1,11 @@
 #include "tensors.h"
 
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "emulated_gpu.h"
+
 namespace emulated_gpu {
 namespace {
 
@@ -28,6 +34,47 @@ at::Tensor meta_of(const at::Tensor& tensor) {
   }
   const auto options = tensor.options().device(at::kMeta).pinned_memory(std::nullopt);
   return at::empty_strided(tensor.sizes(), tensor.strides(), options);
+}
+
+// Elements that are not dense are noted in rows, or as one block if rows are too many.
+void note_use(const at::Tensor& tensor, bool is_write) {
+  constexpr std::int64_t kMostRows = 1 << 16;
+  if (tensor.numel() == 0) {
+    return;
+  }
+  const auto bytes = static_cast<std::int64_t>(tensor.element_size());
+  std::vector<std::pair<std::int64_t, std::int64_t>> dims;  // stride and size
+  for (std::int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    if (tensor.size(dim) > 1 && tensor.stride(dim) != 0) {
+      dims.emplace_back(tensor.stride(dim), tensor.size(dim));
+    }
+  }
+  std::sort(dims.begin(), dims.end());
+  std::int64_t dense = 1;  // elements that follow each other
+  auto outer = dims.begin();
+  for (; outer != dims.end() && outer->first <= dense; ++outer) {
+    dense += (outer->second - 1) * outer->first;
+  }
+  std::int64_t rows = 1;
+  for (auto dim = outer; dim != dims.end(); ++dim) {
+    rows *= dim->second;
+  }
+  if (rows > kMostRows) {
+    for (; outer != dims.end(); ++outer) {
+      dense += (outer->second - 1) * outer->first;
+    }
+    rows = 1;
+  }
+  const auto* begin = static_cast<const char*>(tensor.data_ptr());
+  for (std::int64_t row = 0; row < rows; ++row) {
+    std::int64_t rest = row;
+    std::int64_t offset = 0;
+    for (auto dim = outer; dim != dims.end(); ++dim) {
+      offset += rest % dim->second * dim->first;
+      rest /= dim->second;
+    }
+    (is_write ? writes : reads)(begin + offset * bytes, static_cast<std::size_t>(dense * bytes));
+  }
 }
 
 at::Tensor host_copy_of(const at::Tensor& tensor) {

@@ -15,6 +15,9 @@ at::Tensor host_alias_of(const at::Tensor& tensor);
 // A tensor of the same shape without memory.
 at::Tensor meta_of(const at::Tensor& tensor);
 
+// Says that the running work uses the tensor's elements.
+void note_use(const at::Tensor& tensor, bool is_write);
+
 // A copy that stays on the host.
 at::Tensor host_copy_of(const at::Tensor& tensor);
 
