@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cstring>
@@ -95,6 +96,10 @@ void FlatTensor::move(std::shared_ptr<void> memory) {
   reclaim();
   const at::NoGradGuard no_grad;
   at::from_blob(memory.get(), flat_.sizes(), flat_.options()).copy_(flat_);
+  if (flat_.is_cuda()) {
+    // Its old memory may belong to another stream, and is freed before this one has read it.
+    flat_.record_stream(c10::impl::VirtualGuardImpl(at::kCUDA).getStream(flat_.device()));
+  }
   data_ = memory.get();
   owner_ = std::move(memory);
   set_data(flat_.storage(), data_, owner_);
