@@ -15,6 +15,9 @@ using Work = std::function<void()>;
 // graph instead, and runs in each replay. `what` is its name in messages.
 void enqueue(cudaStream_t stream, const std::string& what, Work work);
 
+// Fills memory with NaN in order of the stream. This does not take Python's lock.
+void poison(cudaStream_t stream, void* address, std::size_t bytes, const std::string& why);
+
 // Runs the work on the calling thread, which has waited for the stream.
 void run_now(cudaStream_t stream, const std::string& what, const Work& work);
 

@@ -62,10 +62,12 @@ void trap(const Thread& thread, const std::string& what, std::uint64_t address) 
 
 void trap_division() { throw Error("A kernel divides by zero."); }
 
-void check_parameter(const Thread& thread, std::uint64_t address, std::size_t bytes) {
+void read_parameter(const Thread& thread, std::uint64_t address, void* to, std::size_t bytes) {
+  check_alignment(thread, address, bytes, "load");
   for (const auto& parameter : *thread.parameters) {
     const auto begin = reinterpret_cast<std::uint64_t>(parameter.data());
     if (address >= begin && address + bytes <= begin + parameter.size()) {
+      std::memcpy(to, reinterpret_cast<const void*>(address), bytes);
       return;
     }
   }

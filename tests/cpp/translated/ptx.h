@@ -66,7 +66,7 @@ Arguments copy_arguments(const Kernel& kernel, void** from);
 void run_grid(const Kernel& kernel, std::uint32_t blocks, std::uint32_t threads,
               const Arguments& arguments, Clock& clock);
 
-// Called for each access of a kernel, before it happens.
+// Called before each access of a kernel to memory.
 using Observer = void (*)(std::uint64_t address, std::size_t bytes, bool is_write);
 void set_observer(Observer observer);
 
@@ -81,8 +81,8 @@ struct Vector {
   T part[kElements];
 };
 
-void check_parameter(const Thread& thread, std::uint64_t address, std::size_t bytes);
 // One access of `bytes` bytes, which has to be aligned to as many.
+void read_parameter(const Thread& thread, std::uint64_t address, void* to, std::size_t bytes);
 void read(const Thread& thread, std::uint64_t address, void* to, std::size_t bytes);
 void write(const Thread& thread, std::uint64_t address, const void* from, std::size_t bytes);
 
@@ -95,8 +95,9 @@ Vector<T, kElements> load_global(const Thread& thread, std::uint64_t address) {
 
 template <typename T, int kElements>
 Vector<T, kElements> load_param(const Thread& thread, std::uint64_t address) {
-  check_parameter(thread, address, sizeof(Vector<T, kElements>));
-  return load_global<T, kElements>(thread, address);
+  Vector<T, kElements> loaded;
+  read_parameter(thread, address, &loaded, sizeof(loaded));
+  return loaded;
 }
 
 template <typename T, int kElements>

@@ -18,8 +18,6 @@ namespace emulated_gpu {
 namespace {
 
 constexpr std::size_t kPage = 4096;
-// Fresh memory of a device is NaN in every format.
-constexpr int kPoison = 0xff;
 
 // Never destroyed, since streams may still run when the process ends.
 struct Regions {

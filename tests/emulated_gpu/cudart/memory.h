@@ -7,7 +7,8 @@
 
 namespace emulated_gpu {
 
-constexpr int kPinned = -1;  // in place of a device
+constexpr int kPinned = -1;    // in place of a device
+constexpr int kPoison = 0xff;  // a byte that makes NaN in every format
 
 struct Region {
   std::uintptr_t begin;

@@ -18,6 +18,8 @@ namespace emulated_gpu {
 namespace {
 
 constexpr std::size_t kMostFrames = 24;
+constexpr std::size_t kTurns = 8;
+constexpr std::size_t kMostUnmerged = 1 << 12;
 
 // Never destroyed, since streams may still run when the process ends.
 struct Order {
@@ -45,11 +47,21 @@ void note(const void* address, std::size_t bytes, bool is_write) {
     return;
   }
   const auto begin = reinterpret_cast<std::uintptr_t>(address);
-  if (!noted->empty() && noted->back().is_write == is_write && noted->back().end == begin) {
-    noted->back().end += bytes;
-  } else {
-    noted->push_back({begin, begin + bytes, is_write});
+  // A kernel's threads use bytes that touch each other, often in turns.
+  const std::size_t oldest = noted->size() > kTurns ? noted->size() - kTurns : 0;
+  for (std::size_t number = noted->size(); number-- > oldest;) {
+    Access& before = (*noted)[number];
+    if (before.is_write == is_write && (before.end == begin || before.begin == begin + bytes)) {
+      before.begin = std::min(before.begin, begin);
+      before.end = std::max(before.end, begin + bytes);
+      return;
+    }
   }
+  if (noted->size() == noted->capacity() && noted->size() >= kMostUnmerged) {
+    merge(*noted);
+    noted->reserve(2 * noted->size());
+  }
+  noted->push_back({begin, begin + bytes, is_write});
 }
 
 // - Where work comes from
@@ -58,8 +70,8 @@ void note(const void* address, std::size_t bytes, bool is_write) {
 struct Python {
   int (*is_finalizing)();
   void* (*state_of_thread)();
-  int (*take_gil)();
-  void (*leave_gil)(int);
+  int (*take_lock)();
+  void (*leave_lock)(int);
   void* (*current_frame)();
   void* (*frame_before)(void*);
   void* (*code_of)(void*);
@@ -72,8 +84,8 @@ struct Python {
   Python() {
     find(is_finalizing, "_Py_IsFinalizing");
     find(state_of_thread, "PyGILState_GetThisThreadState");
-    find(take_gil, "PyGILState_Ensure");
-    find(leave_gil, "PyGILState_Release");
+    find(take_lock, "PyGILState_Ensure");
+    find(leave_lock, "PyGILState_Release");
     find(current_frame, "PyEval_GetFrame");
     find(frame_before, "PyFrame_GetBack");
     find(code_of, "PyFrame_GetCode");
@@ -88,8 +100,8 @@ struct Python {
     if (!is_complete || is_finalizing() != 0 || state_of_thread() == nullptr) {
       return found;
     }
-    const int gil = take_gil();     // torch's operators run without it
-    void* frame = current_frame();  // which is borrowed
+    const int before = take_lock();  // torch's operators run without it
+    void* frame = current_frame();   // which is borrowed
     bool is_owned = false;
     while (frame != nullptr && found.size() < kMostFrames) {
       void* code = code_of(frame);
@@ -106,7 +118,7 @@ struct Python {
     if (frame != nullptr && is_owned) {
       release(frame);
     }
-    leave_gil(gil);
+    leave_lock(before);
     return found;
   }
 
@@ -240,7 +252,8 @@ void host_waited_for(const Clock& clock) {
 
 // - Uses
 
-std::shared_ptr<const Origin> origin_of(const std::string& what, std::uint64_t stream) {
+std::shared_ptr<const Origin> origin_of(const std::string& what, std::uint64_t stream,
+                                        ReadsPython reads_python) {
   if (!settings().finds_races) {
     return nullptr;
   }
@@ -248,7 +261,9 @@ std::shared_ptr<const Origin> origin_of(const std::string& what, std::uint64_t s
   auto origin = std::make_shared<Origin>();
   origin->what = what;
   origin->stream = "stream " + std::to_string(stream);
-  origin->python = python->frames();
+  if (reads_python == ReadsPython::kYes) {
+    origin->python = python->frames();
+  }
   if (origin->python.empty()) {
     origin->native.resize(kMostFrames);
     const int count = backtrace(origin->native.data(), static_cast<int>(kMostFrames));

@@ -38,9 +38,11 @@ struct Origin {
   std::vector<void*> native;        // otherwise the addresses that it returns to
 };
 
-// Of work that the calling thread submits. It needs Python's lock for a moment, so it is called
-// without another one. Null if races are not looked for.
-std::shared_ptr<const Origin> origin_of(const std::string& what, std::uint64_t stream);
+// Of work that the calling thread submits. Null if races are not looked for. To read Python's
+// frames it takes Python's lock for a moment, which a caller that holds another lock forbids.
+enum class ReadsPython { kYes, kNo };
+std::shared_ptr<const Origin> origin_of(const std::string& what, std::uint64_t stream,
+                                        ReadsPython reads_python = ReadsPython::kYes);
 
 // A piece of work, and what it comes after. Null if races are not looked for.
 struct Ticket {

@@ -17,16 +17,16 @@ void merge(std::vector<Access>& accesses) {
   std::sort(accesses.begin(), accesses.end(), [](const Access& one, const Access& other) {
     return std::tie(one.is_write, one.begin) < std::tie(other.is_write, other.begin);
   });
-  std::vector<Access> merged;
+  std::size_t count = 0;
   for (const Access& access : accesses) {
-    if (!merged.empty() && merged.back().is_write == access.is_write &&
-        access.begin <= merged.back().end) {
-      merged.back().end = std::max(merged.back().end, access.end);
+    Access& last = accesses[count > 0 ? count - 1 : 0];
+    if (count > 0 && last.is_write == access.is_write && access.begin <= last.end) {
+      last.end = std::max(last.end, access.end);
     } else {
-      merged.push_back(access);
+      accesses[count++] = access;
     }
   }
-  accesses = std::move(merged);
+  accesses.resize(count);
 }
 
 void Shadow::cut(std::uintptr_t address) {

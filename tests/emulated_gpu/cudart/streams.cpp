@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <cstdio>
+#include <cstring>
 #include <map>
 #include <random>
 #include <thread>
@@ -12,6 +13,7 @@
 
 #include "captures.h"
 #include "errors.h"
+#include "memory.h"
 #include "settings.h"
 
 namespace emulated_gpu {
@@ -56,8 +58,8 @@ std::shared_ptr<Stream> Stream::of(cudaStream_t handle) {
   return found != known.all.end() ? found->second : nullptr;
 }
 
-void Stream::submit(const std::string& what, Work work) {
-  const std::shared_ptr<const Origin> origin = origin_of(what, id);
+void Stream::submit(const std::string& what, Work work, ReadsPython reads_python) {
+  const std::shared_ptr<const Origin> origin = origin_of(what, id, reads_python);
   if (!add_to_capture(*this, origin, work)) {
     push(origin, std::move(work));
   }
@@ -148,6 +150,16 @@ void synchronize_device(int device) {
 
 void enqueue(cudaStream_t stream, const std::string& what, Work work) {
   Stream::of(stream)->submit(what, std::move(work));
+}
+
+void poison(cudaStream_t stream, void* address, std::size_t bytes, const std::string& why) {
+  Stream::of(stream)->submit(
+      why,
+      [=] {
+        writes(address, bytes);
+        std::memset(address, kPoison, bytes);
+      },
+      ReadsPython::kNo);
 }
 
 void run_now(cudaStream_t handle, const std::string& what, const Work& work) {

@@ -28,7 +28,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   static std::shared_ptr<Stream> of(cudaStream_t handle);
 
   // Runs the work in order, or adds it to the capture.
-  void submit(const std::string& what, Work work);
+  void submit(const std::string& what, Work work, ReadsPython reads_python = ReadsPython::kYes);
   void synchronize();
   bool is_idle();
   // Lets the thread end, once its queue is empty.

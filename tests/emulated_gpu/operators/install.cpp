@@ -1,10 +1,12 @@
 // Overrides every operator that has a kernel for CUDA with one boxed function.
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <torch/library.h>
 
 #include <string>
 #include <unordered_set>
 
+#include "emulated_gpu.h"
 #include "operator_call.h"
 #include "signature.h"
 
@@ -60,6 +62,16 @@ bool is_overridden(const c10::OperatorHandle& op, const std::string& name) {
          op.hasKernelForDispatchKey(c10::DispatchKey::CUDA) && !makes_a_view(op.schema());
 }
 
+// What torch's allocator gets back is NaN for later work of its stream. This runs inside of the
+// allocator.
+void poison_freed(const c10::cuda::CUDACachingAllocator::TraceEntry& entry) {
+  using c10::cuda::CUDACachingAllocator::TraceEntry;
+  if (entry.action_ == TraceEntry::FREE_COMPLETED) {
+    poison(static_cast<cudaStream_t>(entry.stream_), reinterpret_cast<void*>(entry.addr_),
+           entry.size_, "the end of memory in torch's allocator");
+  }
+}
+
 bool copies_between_devices(const Signature& signature, const Stack& stack) {
   return signature.name == "aten::copy_" &&
          torch::jit::peek(stack, 0, signature.arguments.size()).toTensor().device() !=
@@ -67,6 +79,9 @@ bool copies_between_devices(const Signature& signature, const Stack& stack) {
 }
 
 void run_operator(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/, Stack* stack) {
+  // torch's allocator exists by now.
+  static const bool poisons [[maybe_unused]] =
+      (c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(&poison_freed), true);
   const Signature& signature = signature_of(op);
   if (copies_between_devices(signature, *stack)) {
     op.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack);
