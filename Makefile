@@ -120,7 +120,7 @@ docs-figures: extension  ## draw docs/figures anew, from steps that run (simulat
 # ---- Test ----------------------------------------------------------------------------------------
 
 # What `make test` leaves to `make test-all`.
-MORE = 1, 3 and 4 ranks in most tests, long random programs, soak, fuzz, every benchmark, libraries that use FSDP, the sanitizers, the CUDA build
+MORE = 1, 3 and 4 ranks in most tests, long random programs, soak, fuzz, every benchmark, libraries that use FSDP, the sanitizers, the CUDA build, the emulated GPU
 
 .PHONY: test
 test:  ## run the C++ tests and pytest on 2 ranks, in less than ten minutes
@@ -135,7 +135,7 @@ test:  ## run the C++ tests and pytest on 2 ranks, in less than ten minutes
 .PHONY: test-all
 test-all: test test-exhaustive test-ecosystem sanitize  ## run what make test runs, the exhaustive matrix, libraries, sanitizers
 	@if command -v nvcc >/dev/null; then \
-	  $(MAKE) --no-print-directory cuda-build; \
+	  $(MAKE) --no-print-directory cuda-build rehearse; \
 	  echo "make test-all ran everything."; \
 	else echo "make test-all ran everything but the CUDA build: there is no nvcc on the PATH."; fi
 
@@ -229,12 +229,12 @@ cuda-install: $(CUDA_VENV)/.ready
 	"$(CUDA_BIN)/pip" uninstall --quiet --yes fsdp_ext 2>/dev/null || true
 	FORCE_CUDA=1 "$(CUDA_BIN)/pip" install --quiet --no-build-isolation ".[test,examples]"
 
-# Tests of what differs between builds and versions of torch.
+# Tests of what differs between builds and versions of torch, beside those that `make rehearse` runs.
 CUDA_TESTS = bad_arguments buckets compile composed errors extension_methods freed_parameters \
   fsdp1_flat_parameters fsdp1_state_dict_types fsdp1_summon fsdp1_training function_transforms \
-  gradient_accumulation hot_path hybrid_sharding mixed_precision model_lifetime module_shapes packer parity \
-  parts_of_units profile shared_memory state_dict tensor_extensions tensor_parallel torch_profiler torch_surface \
-  trained_parameters unused_parameters verify
+  hot_path hybrid_sharding model_lifetime packer parts_of_units profile shared_memory \
+  tensor_extensions tensor_parallel torch_profiler torch_surface trained_parameters \
+  unused_parameters verify
 
 .PHONY: cuda-build
 cuda-build: cuda-install  ## make the CUDA build in .venv-cuda, look into it, run tests on the CPU

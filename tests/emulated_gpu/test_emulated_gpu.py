@@ -46,7 +46,7 @@ def test_fresh_memory_is_nan() -> None:
         torch.cuda.empty_cache()
 
 
-def test_memory_that_torchs_allocator_got_back_is_nan() -> None:
+def test_memory_that_torchs_allocator_gives_again_is_nan() -> None:
     values = torch.ones(1000, device="cuda")
     address = values.data_ptr()
     del values
@@ -169,7 +169,7 @@ UNORDERED = {
     ),
     "memory that is not recorded": (
         "records = False" + REUSED,
-        ["aten::sum", "the end of memory in torch's allocator"],
+        ["aten::sum", "what torch's allocator gives"],
     ),
     "a copy to the host": (
         "host = torch.zeros(8, 8).pin_memory()\nwith torch.cuda.stream(side):\n"

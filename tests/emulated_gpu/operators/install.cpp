@@ -62,13 +62,13 @@ bool is_overridden(const c10::OperatorHandle& op, const std::string& name) {
          op.hasKernelForDispatchKey(c10::DispatchKey::CUDA) && !makes_a_view(op.schema());
 }
 
-// What torch's allocator gets back is NaN for later work of its stream. This runs inside of the
-// allocator.
-void poison_freed(const c10::cuda::CUDACachingAllocator::TraceEntry& entry) {
+// What torch's allocator gives is NaN for later work of its stream, also if it was used before.
+// This runs inside of the allocator.
+void poison_given(const c10::cuda::CUDACachingAllocator::TraceEntry& entry) {
   using c10::cuda::CUDACachingAllocator::TraceEntry;
-  if (entry.action_ == TraceEntry::FREE_COMPLETED) {
+  if (entry.action_ == TraceEntry::ALLOC) {
     poison(static_cast<cudaStream_t>(entry.stream_), reinterpret_cast<void*>(entry.addr_),
-           entry.size_, "the end of memory in torch's allocator");
+           entry.size_, "what torch's allocator gives");
   }
 }
 
@@ -81,7 +81,7 @@ bool copies_between_devices(const Signature& signature, const Stack& stack) {
 void run_operator(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/, Stack* stack) {
   // torch's allocator exists by now.
   static const bool poisons [[maybe_unused]] =
-      (c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(&poison_freed), true);
+      (c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(&poison_given), true);
   const Signature& signature = signature_of(op);
   if (copies_between_devices(signature, *stack)) {
     op.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack);
