@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -84,7 +85,10 @@ Communicator::~Communicator() {
 }
 
 bool Communicator::open_shared_memory() {
-  shared_bytes_ = sizeof(Shared) + static_cast<std::size_t>(size) * kSlotBytes;
+  const std::size_t before = sizeof(Shared) + static_cast<std::size_t>(size) * kSlotBytes;
+  const std::size_t channels_begin =
+      (before + alignof(std::max_align_t)) & -alignof(std::max_align_t);
+  shared_bytes_ = channels_begin + bytes_of_channels(size);
   const int file = shm_open(name_.c_str(), O_CREAT | O_RDWR, 0600);
   if (file < 0 || ftruncate(file, static_cast<off_t>(shared_bytes_)) != 0) {
     return false;
@@ -95,6 +99,7 @@ bool Communicator::open_shared_memory() {
     return false;
   }
   shared_ = static_cast<Shared*>(mapped);
+  channels_ = static_cast<char*>(mapped) + channels_begin;
   return true;
 }
 

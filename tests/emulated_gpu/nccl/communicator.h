@@ -29,10 +29,20 @@ struct Collective {
   std::string text() const;
 };
 
+// What one rank sends to another, or receives from it.
+struct Message {
+  bool is_sent;
+  int peer;
+  char* data;
+  std::size_t bytes;
+  std::size_t done;  // bytes
+};
+
 class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
   static constexpr int kMostRanks = 16;
   static constexpr std::size_t kSlotBytes = 1 << 20;
+  static constexpr std::size_t kChannelBytes = 1 << 16;
 
   Communicator(std::string name, int size, int rank);
   ~Communicator();
@@ -63,6 +73,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   const char* slot(int rank) const;
   std::vector<const void*> slots() const;
 
+  // Sends and receives all of them.
+  void run(std::vector<Message> messages);
+
   // Ends waits for other ranks, and all later ones.
   void abort() { is_aborted_ = true; }
   bool is_aborted() const { return is_aborted_; }
@@ -78,6 +91,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
  private:
   struct Barrier;
   struct Shared;
+  struct Channel;
   // The newest work, outside of captures or in one of them.
   struct Newest {
     cudaEvent_t event = nullptr;
@@ -87,9 +101,13 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   bool open_shared_memory();
   bool wait(Barrier& barrier);
   bool has_same_gpu_twice() const;
+  static std::size_t bytes_of_channels(int size);
+  Channel& channel(int from, int to) const;
+  bool advance(Message& message);
 
   const std::string name_;
   Shared* shared_ = nullptr;
+  void* channels_ = nullptr;  // in the shared memory, behind all slots
   std::size_t shared_bytes_ = 0;
   std::atomic<bool> is_aborted_{false};
   std::atomic<ncclResult_t> state_{ncclInProgress};

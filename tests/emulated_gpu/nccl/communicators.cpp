@@ -33,6 +33,20 @@ Communicators& communicators() {
 thread_local int group_depth = 0;
 thread_local std::vector<std::function<void()>> group;
 
+// The messages of the group, on a stream of a communicator.
+struct Messages {
+  std::shared_ptr<Communicator> communicator;
+  cudaStream_t stream;
+  std::vector<Message> all;
+
+  void start() const {
+    communicator->enqueue_in_order(
+        stream, "NCCL's messages",
+        [communicator = communicator, all = all] { communicator->run(all); });
+  }
+};
+thread_local std::vector<Messages> group_messages;
+
 // Tests read from NCCL's log that ranks talk over sockets.
 void write_log() {
   if (const char* path = std::getenv("NCCL_DEBUG_FILE")) {
@@ -91,6 +105,29 @@ ncclResult_t submit(const Collective& what, ncclComm_t handle, cudaStream_t stre
   } else {
     start();
   }
+  return ncclSuccess;
+}
+
+ncclResult_t submit(const Message& message, ncclComm_t handle, cudaStream_t stream) {
+  const std::shared_ptr<Communicator> communicator = communicator_of(handle);
+  if (communicator == nullptr || communicator->is_aborted() || message.peer < 0 ||
+      message.peer >= communicator->size) {
+    return ncclInvalidUsage;
+  }
+  if (message.bytes == 0) {
+    return ncclSuccess;
+  }
+  if (group_depth == 0) {
+    Messages{communicator, stream, {message}}.start();
+    return ncclSuccess;
+  }
+  for (Messages& before : group_messages) {
+    if (before.communicator == communicator && before.stream == stream) {
+      before.all.push_back(message);
+      return ncclSuccess;
+    }
+  }
+  group_messages.push_back({communicator, stream, {message}});
   return ncclSuccess;
 }
 
@@ -211,6 +248,9 @@ ncclResult_t ncclGroupEnd() {
   if (--group_depth == 0) {
     for (const auto& start : std::exchange(group, {})) {
       start();
+    }
+    for (const Messages& messages : std::exchange(group_messages, {})) {
+      messages.start();
     }
   }
   return ncclSuccess;

@@ -18,4 +18,7 @@ std::shared_ptr<Communicator> communicator_of(ncclComm_t handle);
 ncclResult_t submit(const Collective& what, ncclComm_t handle, cudaStream_t stream,
                     const std::function<void(Communicator&)>& collective);
 
+// As above, but all messages of a group are one piece of work.
+ncclResult_t submit(const Message& message, ncclComm_t handle, cudaStream_t stream);
+
 }  // namespace emulated_gpu

@@ -8,11 +8,8 @@
     return 5; /* ncclInvalidUsage */                                    \
   }
 
-EMULATED_GPU_MISSING(ncclAlltoAll)
 EMULATED_GPU_MISSING(ncclCommInitAll)
 EMULATED_GPU_MISSING(ncclCommShrink)
 EMULATED_GPU_MISSING(ncclDevCommCreate)
 EMULATED_GPU_MISSING(ncclDevCommDestroy)
 EMULATED_GPU_MISSING(ncclGroupSimulateEnd)
-EMULATED_GPU_MISSING(ncclRecv)
-EMULATED_GPU_MISSING(ncclSend)
