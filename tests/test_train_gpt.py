@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.launcher import run_ranks
 from support.matrix import exhaustive
+from support.parity import device
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -29,8 +30,11 @@ STEPS = 6
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """Return a corpus with an order to learn, which byte frequencies alone cannot predict."""
-    path = tmp_path / "text"
+    return write_text(tmp_path / "text")
+
+
+def write_text(path: Path) -> Path:
+    """Write a corpus with an order to learn, which byte frequencies alone cannot predict."""
     path.write_text("".join(f"line {i % 10} of some text that repeats\n" for i in range(400)))
     return path
 
@@ -96,10 +100,10 @@ def test_a_loss_curve_has_a_line_for_each_level_and_names_its_ends() -> None:
     assert chart([(7, 2.5)]).splitlines() == ["   2.50 |*", "        +-", "         7"]
 
 
-def _steps(arguments: list[str], save_after: int | None) -> list[float]:
+def steps(arguments: list[str], save_after: int | None) -> list[float]:
     """Return the loss of each step up to the last. Save a checkpoint on the way."""
     options = parse_arguments("", arguments)
-    run = train_gpt.prepare(options, torch.device("cpu"))
+    run = train_gpt.prepare(options, device())
     losses = []
     while run.step < options.steps:
         losses.append(train_gpt.mean_over_ranks(train_gpt.train_step(run)))
@@ -115,8 +119,8 @@ def test_a_resumed_run_goes_on_as_the_uninterrupted_one_did(
 ) -> None:
     arguments = [*TINY, "--data", str(text), "--steps", str(STEPS)]
     arguments += ["--checkpoint", str(tmp_path / "run")]
-    whole = run_ranks(_steps, 2, arguments, STEPS // 2)[0]
-    rest = run_ranks(_steps, ranks, [*arguments, "--resume"], None)[0]
+    whole = run_ranks(steps, 2, arguments, STEPS // 2)[0]
+    rest = run_ranks(steps, ranks, [*arguments, "--resume"], None)[0]
     assert len(rest) == STEPS - STEPS // 2 + 1
     if ranks == 2:
         assert rest == whole[STEPS // 2 :]
@@ -129,7 +133,7 @@ def test_a_resumed_run_goes_on_as_the_uninterrupted_one_did(
 def test_the_four_systems_train_alike(text: Path) -> None:
     arguments = [*TINY, "--data", str(text), "--steps", "4"]
     losses: dict[str, list[float]] = {
-        system: run_ranks(_steps, 2, [*arguments, "--system", system], None)[0]
+        system: run_ranks(steps, 2, [*arguments, "--system", system], None)[0]
         for system in ("ours", "fsdp2", "fsdp1", "ddp")
     }
     assert losses["ours"] == losses["fsdp2"]
@@ -180,7 +184,7 @@ def test_options_that_do_not_fit_the_data_or_the_checkpoint_are_one_sentence(
     assert "--data /no/such/data does not exist" in message("--data", "/no/such/data")
     assert "--context 16384" in message("--data", str(text), "--context", "16384")
     assert "there is no checkpoint in" in message(*run, "--resume")
-    run_ranks(_steps, 2, [*TINY, *run], 1)
+    run_ranks(steps, 2, [*TINY, *run], 1)
     assert "already holds a run at step 1" in message(*run)
     assert "began with --layers 2, and --resume got 3" in message(*run, "--resume", "--layers", "3")
     assert "has done 1 steps" in message(*run, "--resume", "--steps", "1")
