@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from support.launcher import run_ranks
 from support.models import OneUnit, Stack
-from support.parity import ROUNDING, Case, Run, check, each
+from support.parity import ROUNDING, Case, Run, check, device, each
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -75,39 +75,37 @@ ONE = Case("one of several units", Stack, (2, 3), after_sharding=hook_the_middle
 ALL = dataclasses.replace(ONE, fact="all units", after_sharding=hook_all)
 
 
-@each(
-    [
-        ONE,
+CASES = [
+    ONE,
+    ALL,
+    dataclasses.replace(ALL, fact="a root alone", subject=OneUnit),
+    dataclasses.replace(ALL, fact="one rank", worlds=(1,)),
+    dataclasses.replace(ALL, fact="in messages", after_sharding=hook_all_in_messages),
+    dataclasses.replace(ALL, fact="accumulated", step=accumulate),
+    dataclasses.replace(ALL, fact="over gloo", before_sharding=over_gloo),
+    dataclasses.replace(
         ALL,
-        dataclasses.replace(ALL, fact="a root alone", subject=OneUnit),
-        dataclasses.replace(ALL, fact="one rank", worlds=(1,)),
-        dataclasses.replace(ALL, fact="in messages", after_sharding=hook_all_in_messages),
-        dataclasses.replace(ALL, fact="accumulated", step=accumulate),
-        dataclasses.replace(ALL, fact="over gloo", before_sharding=over_gloo),
-        dataclasses.replace(
-            ALL,
-            fact="sums in bf16",
-            worlds=(1, 2, 3),
-            precision={"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16},
-        ),
-        dataclasses.replace(
-            ALL,
-            fact="sums in fp16, divided behind the hook",
-            precision={"reduce_dtype": torch.float16},
-            fsdp2=ROUNDING[torch.float16],  # it rounds once more
-        ),
-        dataclasses.replace(
-            ALL, fact="behind the all-reduce over replicas", worlds=(4,), mesh=(2, 2)
-        ),
-        dataclasses.replace(
-            ALL,
-            fact="set between forward and backward",
-            after_sharding=None,
-            step=change_between_forward_and_backward,
-        ),
-    ],
-    quick=(1, 2, 4),
-)
+        fact="sums in bf16",
+        worlds=(1, 2, 3),
+        precision={"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16},
+    ),
+    dataclasses.replace(
+        ALL,
+        fact="sums in fp16, divided behind the hook",
+        precision={"reduce_dtype": torch.float16},
+        fsdp2=ROUNDING[torch.float16],  # it rounds once more
+    ),
+    dataclasses.replace(ALL, fact="behind the all-reduce over replicas", worlds=(4,), mesh=(2, 2)),
+    dataclasses.replace(
+        ALL,
+        fact="set between forward and backward",
+        after_sharding=None,
+        step=change_between_forward_and_backward,
+    ),
+]
+
+
+@each(CASES, quick=(1, 2, 4))
 def test_a_hook_changes_reduced_gradients_as_with_fsdp2(case: Case, world_size: int) -> None:
     check(case, world_size)
 
@@ -153,7 +151,7 @@ def test_a_hook_gets_all_gradients_of_its_unit_once_a_reduction() -> None:
 
 def average_over_sets() -> None:
     """What FSDP2 documents hooks for: hybrid sharding with an all-reduce of the user's own."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
     across = mesh.get_group(0)
 
     def average(gradients: Tensor) -> None:
@@ -239,7 +237,9 @@ def misuse() -> None:
     with pytest.raises(ValueError, match="no hook"):
         model.set_all_reduce_hook(None, stream=stream)
     model.set_all_reduce_hook(clip, stream=stream)
-    hybrid = make(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    hybrid = make(
+        mesh=init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    )
     with pytest.raises(ValueError, match="a 2-D mesh"):
         hybrid.set_all_reduce_hook(clip, stream=stream)
 

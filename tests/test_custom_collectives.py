@@ -93,11 +93,14 @@ def over_gloo(run: Run) -> None:
 
 CASE = Case("custom collectives", Stack, worlds=(2,), after_sharding=use, unsharded=None)
 IN_BF16 = dataclasses.replace(
-    CASE, precision={"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    CASE, fact="in bf16", precision={"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 )
-IN_MESSAGES = dataclasses.replace(CASE, after_sharding=partial(use, max_message_bytes=400))
+IN_MESSAGES = dataclasses.replace(
+    CASE, fact="in messages", after_sharding=partial(use, max_message_bytes=400)
+)
 OVER_GLOO = dataclasses.replace(CASE, before_sharding=over_gloo)
 HYBRID = dataclasses.replace(CASE, mesh=(2, 2), worlds=(4,))
+CASES = (CASE, IN_BF16, IN_MESSAGES)
 
 
 @pytest.mark.parametrize("case", [CASE, IN_BF16, *exhaustive(IN_MESSAGES, OVER_GLOO, HYBRID)])

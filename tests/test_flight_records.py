@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.launcher import run_ranks
+from support.parity import device
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.flight_recorder import fr_trace
@@ -30,7 +31,7 @@ LONG = datetime.timedelta(seconds=300)
 
 
 def _mesh(timeout: datetime.timedelta = LONG) -> DeviceMesh:
-    return DeviceMesh.from_group(dist.new_group(timeout=timeout), "cpu")
+    return DeviceMesh.from_group(dist.new_group(timeout=timeout), device().type)
 
 
 class _Layers(nn.Module):
@@ -87,10 +88,12 @@ def _analyse(folder: Path) -> tuple[str, Any]:
 
 
 def _train_and_write(folder: str, transport: str, replicas: bool) -> None:
-    mesh = init_device_mesh("cpu", (2, 1)) if replicas else _mesh()
+    mesh = init_device_mesh(device().type, (2, 1)) if replicas else _mesh()
     model = _sharded(mesh, transport)
     for _ in range(2):
         _step(model)
+    if device().type == "cuda":
+        torch.cuda.synchronize()
     dist.barrier()
     path = f"{folder}/{PREFIX}{dist.get_rank()}"
     assert write_flight_record(model, path) == path

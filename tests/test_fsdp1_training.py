@@ -13,7 +13,6 @@ from support import models
 from support.fsdp1_parity import (
     BF16,
     BY_BLOCK,
-    CPU,
     FSDP,
     STEPS,
     assert_equal,
@@ -25,6 +24,7 @@ from support.fsdp1_parity import (
 )
 from support.launcher import run_ranks
 from support.models import DIM, Mlp, Stack, Subject, Transformer, TransformerBlock
+from support.parity import device
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -247,7 +247,9 @@ def manual_nesting() -> None:
     assert [w.check_is_root() for w in FSDP.fsdp_modules(ours)] == [True] + 4 * [False]
     got = train(ours, model)
     model = make(Stack)
-    assert_equal(got, train(nested(TorchFSDP, model, use_orig_params=True, device_id=CPU), model))
+    assert_equal(
+        got, train(nested(TorchFSDP, model, use_orig_params=True, device_id=device()), model)
+    )
     with enable_wrap(wrapper_cls=FSDP):
         assert isinstance(wrap(nn.Linear(2, 2)), FSDP)
 

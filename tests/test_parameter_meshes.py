@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from support.extensions import checkpointed
 from support.launcher import run_ranks
 from support.matrix import exhaustive
-from support.parity import EXACT, ROUNDING, load_system
+from support.parity import EXACT, ROUNDING, device, load_system
 from test_several_meshes import (
     BF16,
     GLOO,
@@ -163,7 +163,9 @@ class WithReplicas(Setup):
 
     def mesh(self) -> DeviceMesh:
         experts, same = self.shape
-        sets = init_device_mesh("cpu", (2, experts * same), mesh_dim_names=("replicate", "dp"))
+        sets = init_device_mesh(
+            device().type, (2, experts * same), mesh_dim_names=("replicate", "dp")
+        )
         return sets._unflatten(1, (same, experts), ("dp_ep", "ep"))
 
     def meshes(self, mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:

@@ -21,6 +21,7 @@ from support.parity import (
     assert_learning,
     assert_same_history,
     compare_on_rank,
+    device,
     load_system,
     train_step,
     trained,
@@ -361,7 +362,7 @@ def _has_what_was_planned(transports: list[Any]) -> None:
         world = dist.get_world_size()
         mesh = None
         if isinstance(transport, Simulated) and transport.replicas > 1:
-            mesh = init_device_mesh("cpu", (transport.replicas, transport.shards))
+            mesh = init_device_mesh(device().type, (transport.replicas, transport.shards))
         for settings in (
             {},
             {"bucket_bytes": 0},
@@ -436,7 +437,7 @@ def _refused() -> None:
         with pytest.raises(ValueError, match=f"reshard_after_forward={wrong} is not a factor of"):
             fully_shard(nn.Linear(4, 4), reshard_after_forward=wrong)
     model: Any = fully_shard(nn.Linear(4, 4), reshard_after_forward=GROUP)
-    mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device().type, (RANKS, 1), mesh_dim_names=("dp", "tp"))
     layer = nn.Linear(4, 4)
     layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh["tp"], [Shard(0)]))
     with pytest.raises(NotImplementedError, match="parameter 'weight', which is a DTensor"):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.launcher import run_ranks
 from support.matrix import exhaustive
-from support.parity import EXACT, ROUNDING, Tolerance
+from support.parity import EXACT, ROUNDING, Tolerance, device
 from support.threads import run_threads
 from torch import Tensor, nn
 from torch.distributed import fsdp
@@ -148,7 +148,7 @@ class Setup:
         sizes = dict(zip(("ep", "dp_ep"), self.shape, strict=True))
         # PyTorch takes norms of DTensors only if the dimension of fully_shard comes first.
         names = ("dp_ep", "ep") if self.kind == "dtensor" else ("ep", "dp_ep")
-        return init_device_mesh("cpu", [sizes[n] for n in names], mesh_dim_names=names)
+        return init_device_mesh(device().type, [sizes[n] for n in names], mesh_dim_names=names)
 
     def plain(self, mesh: DeviceMesh) -> Model:
         place = mesh.get_local_rank("ep")
@@ -346,7 +346,7 @@ def test_checkpoints_have_the_experts_of_all_ranks(tmp_path: Path) -> None:
 
 
 def _ask_for_what_is_not_supported() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp_ep"))
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("ep", "dp_ep"))
     flat = mesh._flatten("dp")
     x = torch.ones(1, 4)
 
@@ -389,7 +389,7 @@ def test_what_is_not_supported_with_several_meshes_is_refused() -> None:
 def _ask_without_peers() -> None:
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("ep", "dp_ep"))
+    mesh = init_device_mesh(device().type, (2, 4), mesh_dim_names=("ep", "dp_ep"))
 
     def sharded(**options: Any) -> Any:
         model = nn.Sequential(nn.Linear(8, 8))

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from support.extensions import HalfWeight, Model, checkpointed, contents, linear_of
 from support.launcher import run_ranks
+from support.parity import device
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -50,7 +51,7 @@ class Setup:
             options |= self.ours
         if self.mesh is not None:
             options["mesh"] = init_device_mesh(
-                "cpu", self.mesh, mesh_dim_names=("replicate", "shard")
+                device().type, self.mesh, mesh_dim_names=("replicate", "shard")
             )
         torch.manual_seed(0)
         model = Model()
@@ -140,23 +141,18 @@ def _train_beside_fsdp2(setup: Setup) -> None:
         assert not torch.equal(models[0].head.weight._local_tensor._data, first)
 
 
-@pytest.mark.parametrize(
-    "setup",
-    [
-        pytest.param(Setup(), id="defaults"),
-        pytest.param(Setup(micro_batches=3), id="accumulation"),
-        pytest.param(Setup(options={"mp_policy": BF16}, checkpoints=True), id="bf16, checkpoints"),
-        pytest.param(
-            Setup(options={"reshard_after_forward": False}, ours={"bucket_bytes": 0}),
-            id="kept after forward",
-        ),
-        pytest.param(Setup(ours={"bucket_bytes": 10**6, "prefetch": 2}), id="one bucket"),
-        pytest.param(Setup(ours={"max_message_bytes": 256}), id="pieces"),
-        pytest.param(
-            Setup(ours={"transport": "process_group"}, units=False), id="one unit, over gloo"
-        ),
-    ],
-)
+SETUPS = {
+    "defaults": Setup(),
+    "accumulation": Setup(micro_batches=3),
+    "bf16, checkpoints": Setup(options={"mp_policy": BF16}, checkpoints=True),
+    "kept after forward": Setup(options={"reshard_after_forward": False}, ours={"bucket_bytes": 0}),
+    "one bucket": Setup(ours={"bucket_bytes": 10**6, "prefetch": 2}),
+    "pieces": Setup(ours={"max_message_bytes": 256}),
+    "one unit, over a process group": Setup(ours={"transport": "process_group"}, units=False),
+}
+
+
+@pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
 def test_models_with_extensions_train_as_under_fsdp2(setup: Setup) -> None:
     run_ranks(_train_beside_fsdp2, 2, setup)
 
@@ -196,7 +192,7 @@ def test_extensions_on_one_rank_train_as_shared_by_two(options: dict[str, Any]) 
 
 # Tensor parallelism over `tp`: the model's linear layer has a DTensor of extensions.
 def _tensor_parallel() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     models = []
     for fully_shard in SYSTEMS:
         torch.manual_seed(0)

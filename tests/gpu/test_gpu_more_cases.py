@@ -30,14 +30,17 @@ FILES = (
     "memory_formats",
     "optimizers",
     "state_dict",
+    "all_reduce_hook",
+    "custom_collectives",
+    "offload_optimizer",
 )
 
 
 # Units have to stay unsharded for it (reshard_after_forward=False), which is another case.
-NOT_ON_A_GPU = (test_hidden_outputs.PENALTY,)
-# The emulated GPU finds a race in FSDP2 here (torch 2.11), and its numbers differ from run to run:
-# backward gathers a frozen unit early, nothing waits for that, and the next forward copies its
-# input over the one that the gather may still read.
+NOT_ON_A_GPU = (test_hidden_outputs.PENALTY, "over gloo")
+# Over the emulated GPU, FSDP2 gets other numbers in each run of these. It does not if torch's
+# allocator caches nothing, so memory is reused before another stream has read it. Whether FSDP2 or
+# the emulation is wrong is not known yet.
 NOT_BESIDE_FSDP2_EMULATED = ("freezing the first layers",)
 
 
@@ -47,12 +50,12 @@ def _cases(file: str) -> list[Case]:
     chosen = [
         dataclasses.replace(case, steps=min(case.steps, STEPS))
         for case in cases
-        if case.fact not in NOT_ON_A_GPU
+        if case.fact not in NOT_ON_A_GPU and case.mesh is None
     ]
     if not IS_EMULATED:
         return chosen
     return [
-        dataclasses.replace(case, fsdp2_fails="a race in its gathers")
+        dataclasses.replace(case, fsdp2_fails="its numbers differ from run to run")
         if case.fact in NOT_BESIDE_FSDP2_EMULATED
         else case
         for case in chosen

@@ -12,12 +12,13 @@ from torch.distributed.fsdp import FlatParameter as TorchFlatParameter
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 from fsdp_ext import FullyShardedDataParallel as FSDP
-from support.fsdp1_parity import CPU, Values, run
+from support.fsdp1_parity import Values, run
 from support.models import Subject
+from support.parity import device
 
 
 def torchs(module: nn.Module, **kwargs: Any) -> TorchFSDP:
-    return TorchFSDP(module, device_id=CPU, **kwargs)
+    return TorchFSDP(module, device_id=device(), **kwargs)
 
 
 WRAPPERS: tuple[Callable[..., Any], ...] = (FSDP, torchs)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp_ext
 from support.models import Mlp, Subject, TransformerBlock
+from support.parity import device
 
 BF16 = torch.bfloat16
 STEPS = 4
@@ -48,7 +49,7 @@ def make(subject: Callable[[], Subject], seed: int = 0) -> Subject:
 
 
 def torch_fsdp(module: nn.Module, **kwargs: Any) -> TorchFSDP:
-    return TorchFSDP(module, use_orig_params=True, device_id=CPU, **kwargs)
+    return TorchFSDP(module, use_orig_params=True, device_id=device(), **kwargs)
 
 
 def batch(model: Subject, step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

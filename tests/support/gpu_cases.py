@@ -5,23 +5,63 @@ The ranks share the GPU, and a case that fails does not end the others.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import os
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import fsdp_ext.sharding.param_group
 from support.launcher import run_ranks
-from support.parity import Case, compare_on_rank
+from support.on_device import MakesTensorsOn
+from support.parity import Case, compare_on_rank, device
 
 DIRECT, PACKED = 0, 1 << 62  # parameters at least this large are gathered directly
+
+
+def _allocations() -> int:
+    return int(torch.cuda.memory_stats().get("allocation.all.allocated", 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A worker of another test, which makes its tensors on the GPU.
+
+    Attributes:
+        fact: what holds if it does not raise.
+        worker: a function that pickle finds by name.
+        args: what it is called with.
+    """
+
+    fact: str
+    worker: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+
+    def __call__(self) -> None:
+        before = _allocations()
+        with MakesTensorsOn(device()):
+            self.worker(*self.args)
+        assert _allocations() > before, f"{self.fact}: no tensor was on the GPU"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Comparison:
+    case: Case
+
+    @property
+    def fact(self) -> str:
+        return f"{self.case.fact}, {self.case.steps} steps"
+
+    def __call__(self) -> None:
+        compare_on_rank(self.case, "fsdp_ext")
 
 
 def train_cases(
@@ -37,18 +77,34 @@ def train_cases(
             if the call fails or is late.
         timeout: seconds for all cases together.
     """
+    comparisons = [_Comparison(case) for case in cases]
+    return _run_all(comparisons, world_size, direct_bytes, directory, timeout)
+
+
+def run_works(works: Sequence[Work], world_size: int, directory: Path, timeout: float) -> None:
+    """Run workers one after another on the same ranks. The arguments are those of train_cases."""
+    _run_all(works, world_size, DIRECT, directory, timeout)
+
+
+def _run_all(
+    works: Sequence[Work | _Comparison],
+    world_size: int,
+    direct_bytes: int,
+    directory: Path,
+    timeout: float,
+) -> list[str]:
     try:
         answers = run_ranks(
-            _compare,
+            _run_on_rank,
             world_size,
-            cases,
+            works,
             direct_bytes,
             str(directory),
             timeout=timeout,
             device="cuda",
         )
     finally:
-        for path in sorted(directory.iterdir()):
+        for path in sorted(directory.glob("rank*")):
             print(f"{path.name} of {world_size}:\n{path.read_text()}")
     failures = {
         f"rank {r}: {name}": text
@@ -59,10 +115,10 @@ def train_cases(
     return [log for _, log in answers]
 
 
-def _compare(
-    cases: Sequence[Case], direct_bytes: int, directory: str
+def _run_on_rank(
+    works: Sequence[Work | _Comparison], direct_bytes: int, directory: str
 ) -> tuple[dict[str, str], str]:
-    """Return the failures by case, and NCCL's log. A file in the directory has the outcomes."""
+    """Return the failures by fact, and NCCL's log. A file in the directory has the outcomes."""
     torch.backends.cudnn.deterministic = True
     fsdp_ext.sharding.param_group.DIRECT_BYTES = direct_bytes
     # If a case fails on one rank alone, its peer hangs in the case. Then this group's timeout ends
@@ -71,14 +127,14 @@ def _compare(
     failures = {}
     with (Path(directory) / f"rank{dist.get_rank()}").open("w") as outcomes:
         say = functools.partial(print, file=outcomes, flush=True)  # a rank that is late is killed
-        for case in cases:
-            say(f"{case.fact}, {case.steps} steps ... ", end="")
+        for work in works:
+            say(f"{work.fact} ... ", end="")
             start = time.monotonic()
             try:
-                compare_on_rank(case, "fsdp_ext")
+                work()
                 outcome = "ok"
             except Exception:
-                outcome = failures[case.fact] = traceback.format_exc()
+                outcome = failures[work.fact] = traceback.format_exc()
             say(f"{time.monotonic() - start:.1f} s, {outcome}")
             gc.collect()
             dist.barrier(together)
