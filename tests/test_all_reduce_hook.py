@@ -81,7 +81,7 @@ CASES = [
     dataclasses.replace(ALL, fact="a root alone", subject=OneUnit),
     dataclasses.replace(ALL, fact="one rank", worlds=(1,)),
     dataclasses.replace(ALL, fact="in messages", after_sharding=hook_all_in_messages),
-    dataclasses.replace(ALL, fact="accumulated", step=accumulate),
+    dataclasses.replace(ALL, fact="hooks, accumulated", step=accumulate),
     dataclasses.replace(ALL, fact="over gloo", before_sharding=over_gloo),
     dataclasses.replace(
         ALL,

@@ -36,29 +36,40 @@ FILES = (
 )
 
 
-# Units have to stay unsharded for it (reshard_after_forward=False), which is another case.
-NOT_ON_A_GPU = (test_hidden_outputs.PENALTY, "over gloo")
+# Why cases do not run here.
+NOT_ON_A_GPU = {
+    test_hidden_outputs.PENALTY: "units have to stay unsharded, which is another case",
+    "over gloo": "ranks on GPUs have no other transport than NCCL",
+}
+HOOK_RACES = (
+    "torch 2.11 frees the sum that a hook reads on another stream, and does not record that stream"
+)
+# Why FSDP2 is no reference for cases.
+NOT_BESIDE_FSDP2 = {
+    "hooks, accumulated": HOOK_RACES,
+    "sums in bf16": HOOK_RACES,
+    "sums in fp16, divided behind the hook": HOOK_RACES,
+}
 # Over the emulated GPU, FSDP2 gets other numbers in each run of these. It does not if torch's
 # allocator caches nothing, so memory is reused before another stream has read it. Whether FSDP2 or
 # the emulation is wrong is not known yet.
-NOT_BESIDE_FSDP2_EMULATED = ("freezing the first layers",)
+NOT_BESIDE_FSDP2_EMULATED = {
+    "freezing the first layers": "its numbers differ from run to run",
+}
 
 
 def _cases(file: str) -> list[Case]:
     """Return the cases of a test file, with fewer steps."""
     cases: list[Case] = importlib.import_module(f"test_{file}").CASES
-    chosen = [
-        dataclasses.replace(case, steps=min(case.steps, STEPS))
+    without = NOT_BESIDE_FSDP2 | (NOT_BESIDE_FSDP2_EMULATED if IS_EMULATED else {})
+    return [
+        dataclasses.replace(
+            case,
+            steps=min(case.steps, STEPS),
+            fsdp2_fails=without.get(case.fact, case.fsdp2_fails),
+        )
         for case in cases
         if case.fact not in NOT_ON_A_GPU and case.mesh is None
-    ]
-    if not IS_EMULATED:
-        return chosen
-    return [
-        dataclasses.replace(case, fsdp2_fails="its numbers differ from run to run")
-        if case.fact in NOT_BESIDE_FSDP2_EMULATED
-        else case
-        for case in chosen
     ]
 
 
