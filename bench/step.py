@@ -250,8 +250,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peers", action="store_true", help=text)
     text = "measure unsharded, ours and FSDP2 with shards and gradients on the host, and without"
     parser.add_argument("--offload", action="store_true", help=text)
-    text = "measure unsharded, ours and FSDP2 with and without torch.compile of each block"
-    parser.add_argument("--compile", action="store_true", help=text)
+    text = (
+        "measure unsharded, ours and FSDP2 with and without torch.compile of each block, by this "
+    )
+    text += "backend; default: inductor"
+    parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help=text)
     text = "how many ranks have the same shard, for hybrid sharding; default: 1"
     parser.add_argument("--replicas", type=positive, metavar="N", default=1, help=text)
 
@@ -264,13 +267,13 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
         raise UsageError(
             f"--replicas {replicas} does not divide the number of ranks, {dist.get_world_size()}"
         )
-    if args.compile + args.offload + args.peers + (replicas > 1) > 1:
+    if bool(args.compile) + args.offload + args.peers + (replicas > 1) > 1:
         raise UsageError(
             "--compile, --offload, --peers and --replicas exclude each other; pass one"
         )
     builds = systems_for(device, dist.get_world_size(), replicas)
     if args.compile:
-        builds = compiled_systems(builds)
+        builds = compiled_systems(builds, args.compile)
     if args.offload:
         builds = offloaded_systems(builds)
     if args.peers:

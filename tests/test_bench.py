@@ -52,13 +52,20 @@ def _bench(
     )
 
 
-def _run(name: str, json_file: Path, *options: str) -> tuple[str, list[dict[str, Any]]]:
-    result = _bench(name, "--quick", "--device", "cpu", "--json", str(json_file), *options)
+def run_bench(
+    name: str, json_file: Path, *options: str, device: str
+) -> tuple[str, list[dict[str, Any]]]:
+    """Run a benchmark quickly. Return what it printed and its rows."""
+    result = _bench(name, "--quick", "--device", device, "--json", str(json_file), *options)
     assert result.returncode == 0, result.stdout + result.stderr
     document = json.loads(json_file.read_text())
     assert not document["interrupted"]
     assert {"torch", "python", "cpu", "cores", "commit"} <= document["environment"].keys()
     return result.stdout, document["rows"]
+
+
+def _run(name: str, json_file: Path, *options: str) -> tuple[str, list[dict[str, Any]]]:
+    return run_bench(name, json_file, *options, device="cpu")
 
 
 # - What each measures

@@ -254,24 +254,24 @@ def systems_for(device: torch.device, ranks: int, replicas: int = 1) -> dict[str
     }
 
 
-def with_compiled_blocks(build: Build) -> Build:
+def with_compiled_blocks(build: Build, backend: str) -> Build:
     """Return a system that compiles each block with torch.compile before it shards the model."""
 
     def build_compiled(model: GPT, dtype: torch.dtype, device: torch.device) -> Sharded:
         for block in model.blocks:
-            block.compile()
+            block.compile(backend=backend)
         sharded = build(model, dtype, device)
         return replace(sharded, settings=f"{sharded.settings}{COMPILED}")
 
     return build_compiled
 
 
-def compiled_systems(builds: dict[str, Build]) -> dict[str, Build]:
-    """Return unsharded, ours and FSDP2, each with and without compiled blocks."""
+def compiled_systems(builds: dict[str, Build], backend: str) -> dict[str, Build]:
+    """Return unsharded, ours and FSDP2, each with and without blocks that the backend compiles."""
     systems: dict[str, Build] = {}
     for name in ("unsharded", "ours", "FSDP2"):
         systems[name] = builds[name]
-        systems[name + COMPILED] = with_compiled_blocks(builds[name])
+        systems[name + COMPILED] = with_compiled_blocks(builds[name], backend)
     return systems
 
 
