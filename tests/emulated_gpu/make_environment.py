@@ -21,7 +21,13 @@ def _site_packages(python: str) -> Path:
 
 
 def make(other_python: str, directory: str) -> None:
-    """Make the environment anew; no package is copied."""
+    """Make the environment anew; no package is copied.
+
+    Raises:
+        SystemExit: if the directory is a link. venv would empty what it points to, and then fail.
+    """
+    if Path(directory).is_symlink():
+        raise SystemExit(f"{directory} is a link to an environment; remove the link first")
     subprocess.run([other_python, "-m", "venv", "--clear", "--without-pip", directory], check=True)
     own = _site_packages(f"{directory}/bin/python")
     others = _site_packages(other_python)
