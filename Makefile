@@ -20,7 +20,7 @@ BENCH ?= all
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
 GPU_CHECK_ARGS ?=
-PART ?= build
+PART ?= first
 WHEELS_ARGS ?=
 CUDA_VENV ?= .venv-cuda
 PEERS_VENV ?= .venv-peers
@@ -281,7 +281,7 @@ rehearsal: cuda-install  ## run the GPU tests on the CUDA build over an emulated
 
 # It uses what is installed: no environment of its own, no network.
 .PHONY: gpu-check
-gpu-check:  ## on a machine with one GPU, in calls of nine minutes: PART=build, parity, bench, more
+gpu-check:  ## on a machine with one GPU, in calls of nine minutes: PART=first, build, parity, bench, more
 	"$(PYTHON)" tools/gpu_check.py --part $(PART) $(GPU_CHECK_ARGS)
 
 # Wheels for users without a compiler: WHEELS_ARGS="--python 3.12 --torch 2.11 --kind cu130".

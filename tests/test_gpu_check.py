@@ -30,7 +30,7 @@ def _check(
     monkeypatch.setattr(tool, "steps", lambda capability, part: steps)
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--out", str(out), *options])
     code: int = tool.main()
-    document = json.loads((out / "some-gpu-1-build-d.json").read_text())
+    document = json.loads((out / "some-gpu-1-first-d.json").read_text())
     return code, document["steps"]
 
 
@@ -62,7 +62,7 @@ def test_a_step_that_fails_or_hangs_does_not_stop_the_others(
     assert "begun" in results["hangs"]["output"]
     assert results["missing"]["outcome"].startswith("could not start")
     assert results["last"]["outcome"] == "ok"
-    log = (tmp_path / "some-gpu-1-build-d.log").read_text()
+    log = (tmp_path / "some-gpu-1-first-d.log").read_text()
     assert "=== fails: failed with exit code 3\nwhy" in log
 
 
@@ -85,7 +85,8 @@ def test_nothing_begins_that_cannot_end_in_time(
     assert results["late"]["outcome"] == "not run: no time was left"
 
 
-PARTS = pytest.mark.parametrize("part", ["build", "parity", "bench", "more"])
+NAMES = ("first", "build", "parity", "bench", "more")
+PARTS = pytest.mark.parametrize("part", NAMES)
 
 
 @PARTS
@@ -106,6 +107,51 @@ def test_steps_have_names_of_their_own_and_need_only_earlier_ones(
     assert len({step.name for step in steps}) == len(steps)
     for number, step in enumerate(steps):
         assert step.needs in {"", *(before.name for before in steps[:number] if before.of_machine)}
+
+
+def test_no_step_is_in_two_parts(gpu_check: ModuleType) -> None:
+    assert gpu_check.PARTS == NAMES
+    commands = [
+        tuple(step.command)
+        for part in NAMES
+        for step in gpu_check.steps("9.0", part)
+        if step.name not in {"build", "two ranks"}
+    ]
+    assert len(set(commands)) == len(commands)
+
+
+def test_every_file_of_gpu_tests_is_in_one_step(gpu_check: ModuleType) -> None:
+    whole, ignored, named = "tests/gpu", set(), []
+    for part in NAMES:
+        for step in gpu_check.steps("9.0", part):
+            files = [word for word in step.command if word.startswith(f"{whole}/")]
+            if whole in step.command:
+                ignored = set(files)
+            elif not step.needs:  # sanitizers run a few tests again
+                named += files
+    # Each model trains with two ranks in one part, and with other numbers in another.
+    named.remove(gpu_check.PARITY)
+    assert len(set(named)) == len(named)
+    assert set(named) == ignored
+
+
+def test_results_of_the_emulated_gpu_are_kept_from_those_of_devices(
+    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OUT", raising=False)
+    folders = [gpu_check.default_folder(name) for name in ("Emulated GPU", "NVIDIA H100")]
+    assert [folder.parts[-2:] for folder in folders] == [
+        ("build", "emulated_gpu_check"),
+        ("bench", "results"),
+    ]
+
+
+def test_a_slow_machine_may_have_other_limits_and_measure_little(gpu_check: ModuleType) -> None:
+    step = gpu_check.bench("pack", 50)
+    slow = gpu_check.changed(step, 3, quick=True)
+    assert slow.limit == 150
+    assert slow.command == [*step.command, "--quick"]
+    assert gpu_check.changed(slow, 1, quick=True).command == slow.command
 
 
 def test_timed_tests_run_alone_on_the_gpu(gpu_check: ModuleType) -> None:

@@ -1,12 +1,15 @@
 """Build, test and measure on a machine with one GPU, in parts of less than nine minutes.
 
-    python tools/gpu_check.py --part build|parity|bench|more [--out DIR] [--only STEP ...]
+    python tools/gpu_check.py [--part first|build|parity|bench|more] [--out DIR] [--only STEP ...]
 
+first   what says the most in ten minutes: each kernel once and one model, two ranks beside
+        PyTorch's FSDP, packing beside a plain copy, and a step beside FSDP2
 build   describes the machine, tries torch and NCCL without fsdp_ext, and runs kernels and tests
-parity  trains beside PyTorch's FSDP with ranks that share the card, delays streams, and runs
-        sanitizers
-bench   measures
-more    trains the cases of other tests, if there is time for a fourth call
+parity  trains with other numbers of ranks that share the card, delays streams, and runs sanitizers
+bench   measures the rest
+more    trains the cases of other tests, and runs what they compare
+
+No step is in two parts, but for the build and the trial of two ranks.
 
 It uses the installed Python, torch, CuPy and nvcc, and no network. CUDA's tools may also lie in
 $CUDA_HOME/bin or /usr/local/cuda/bin. Every part begins with the build, since each may run on a new
@@ -14,7 +17,9 @@ machine. A wheel for this Python replaces the build: $FSDP_WHEEL, or the one in 
 a time limit, the limits of a part add up to less than nine minutes, and no step begins that cannot
 end in time. Time that earlier steps leave goes to the steps that may need it. After every step the
 results so far are written to <out>/<device>-<part>-<date>.json, and all output to a .log file
-beside it. The folder is $OUT if it is set. A table comes last.
+beside it. The folder is $OUT if it is set. A table comes last. On the emulated GPU
+(tests/emulated_gpu), the folder is build/emulated_gpu_check, because its results are no device's.
+It is slow: use --quick, which measures little, and --patience, which multiplies all limits.
 
 Some steps try the machine without fsdp_ext. If such a step fails, that is the machine's failure,
 and the steps that need it are not run. The exit code is 1 if a step of fsdp_ext failed or was late,
@@ -25,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
 import importlib.metadata
 import importlib.util
@@ -47,12 +53,16 @@ ROOT = Path(__file__).resolve().parents[1]
 # pyproject.toml configures extensions of pytest that may be missing on this machine.
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-ra"]
 PYTEST += ["--disable-warnings", "--tb=short"]
-PARTS = ("build", "parity", "bench", "more")
+PARTS = ("first", "build", "parity", "bench", "more")
 # A sanitizer that cannot do its work says so. It may run the program all the same.
 SANITIZER_ERROR = re.compile(r"^=+ (?:Error|Internal Sanitizer Error): .*$", re.M)
 PARITY = "tests/gpu/test_gpu_parity.py"
+TWO_RANKS = "2-direct or 2-packed"
 ORDERING = "tests/gpu/test_gpu_ordering.py"
+SMOKE = "tests/gpu/test_gpu_smoke.py"
 MORE_CASES = "tests/gpu/test_gpu_more_cases.py"
+# They start programs of their own, which take long to start, or run the workers of other tests.
+MORE_WORKERS = [f"tests/gpu/test_gpu_{name}.py" for name in ("more_workers", "train_gpt", "bench")]
 # One call on a machine that is lent ends after ten minutes.
 MINUTES = 9.0
 EXIT_OF_MACHINE = 3
@@ -78,6 +88,7 @@ class Step:
 def steps(capability: str, part: str) -> list[Step]:
     """Return the steps of a part, in order."""
     planned = {
+        "first": first_part,
         "build": build_part,
         "parity": parity_part,
         "bench": bench_part,
@@ -86,12 +97,23 @@ def steps(capability: str, part: str) -> list[Step]:
     return [build_step(capability), *planned()]
 
 
+def first_part() -> list[Step]:
+    """Return the steps that say the most about a machine of which nothing is known."""
+    return [
+        Step("smoke", [*PYTEST, SMOKE], 40, {}),
+        of_machine("two ranks", 40, "--ranks", "2"),
+        train("parity of two ranks", PARITY, 110, "-k", TWO_RANKS, takes_spare=True),
+        bench("pack", 50),
+        bench("step", 90),
+    ]
+
+
 def build_part() -> list[Step]:
     """Return steps that try the machine, the kernels and what needs no other part."""
     kernels = ["tests/gpu/test_gpu_kernels.py", "tests/test_packer.py"]
     # Their bounds are microseconds, so nothing else may run on the GPU or its cores beside them.
     timed = ["tests/gpu/test_gpu_profile.py", "tests/gpu/test_gpu_simulated.py"]
-    elsewhere = [*kernels[:1], *timed, PARITY, ORDERING, MORE_CASES]
+    elsewhere = [*kernels[:1], *timed, PARITY, ORDERING, SMOKE, MORE_CASES, *MORE_WORKERS]
     others = [option for test in elsewhere for option in ("--ignore", test)]
     # Most tests start processes of their own, which take seconds.
     has_xdist = importlib.util.find_spec("xdist") is not None
@@ -136,7 +158,7 @@ def parity_part() -> list[Step]:
 
     return [
         of_machine("two ranks", 40, "--ranks", "2"),
-        train("parity", PARITY, 110, takes_spare=True),
+        train("parity", PARITY, 110, "-k", f"not ({TWO_RANKS})", takes_spare=True),
         Step("late streams", [*PYTEST, ORDERING], 55, {}),
         Step(
             "compute-sanitizer", [sanitizer, sys.executable, "-c", a_sum], 30, {}, of_machine=True
@@ -147,31 +169,35 @@ def parity_part() -> list[Step]:
 
 
 def bench_part() -> list[Step]:
-    """Return the benchmarks that measure something on one GPU."""
-
-    def bench(name: str, limit: int, *options: str) -> Step:
-        command = [sys.executable, "-m", "bench", name, "--device", "cuda", *options]
-        return Step(name, command, limit, {}, json=True, takes_spare=True)
-
+    """Return the other benchmarks that measure something on one GPU."""
     return [
-        bench("pack", 50),
-        bench("step", 90),
         bench("host_overhead", 40, "--quick"),
         bench("overlap", 50, "--quick"),
         bench("memory", 80),
+        bench("step", 110, "--compile", name="compiled step"),
         # Last, because its ranks share the GPU: it shows that collectives work, but no times.
         bench("collectives", 30, "--quick"),
     ]
 
 
 def more_part() -> list[Step]:
-    """Return the step that trains the cases of other tests."""
-    return [of_machine("two ranks", 40, "--ranks", "2"), train("more cases", MORE_CASES, 300)]
+    """Return the steps that train the cases of other tests and run their workers."""
+    return [
+        of_machine("two ranks", 40, "--ranks", "2"),
+        train("more cases", MORE_CASES, 160, takes_spare=True),
+        train("more workers", " ".join(MORE_WORKERS), 130, takes_spare=True),
+    ]
 
 
-def train(name: str, file: str, limit: int, *, takes_spare: bool = False) -> Step:
+def bench(benchmark: str, limit: int, *options: str, name: str = "") -> Step:
+    """Return the step of a benchmark."""
+    command = [sys.executable, "-m", "bench", benchmark, "--device", "cuda", *options]
+    return Step(name or benchmark, command, limit, {}, json=True, takes_spare=True)
+
+
+def train(name: str, files: str, limit: int, *options: str, takes_spare: bool = False) -> Step:
     """Return a step that trains many cases. It prints how each ended, even if it is late."""
-    command = [*PYTEST, "--capture=tee-sys", file]
+    command = [*PYTEST, "--capture=tee-sys", *files.split(), *options]
     deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     return Step(name, command, limit, deterministic, takes_spare=takes_spare)
 
@@ -338,25 +364,31 @@ def write(path: Path, document: dict[str, Any]) -> None:
 def main() -> int:
     """Run the steps and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=PARTS, default="build")
-    results = Path(os.environ.get("OUT") or ROOT / "bench" / "results")
-    parser.add_argument("--out", type=Path, default=results, metavar="DIR")
+    parser.add_argument("--part", choices=PARTS, default=PARTS[0])
+    parser.add_argument("--out", type=Path, metavar="DIR")
     parser.add_argument("--only", nargs="+", metavar="STEP", help="run only these steps")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="limit for the part")
+    parser.add_argument("--patience", type=int, default=1, help="multiplies all limits")
+    parser.add_argument("--quick", action="store_true", help="benchmarks measure little")
     parser.add_argument("--unpack", type=Path, metavar="WHEEL", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.unpack is not None:
         unpack(args.unpack)
         return 0
-    deadline = time.monotonic() + 60 * args.minutes - GRACE_S  # before the first import of torch
+    minutes = args.minutes * args.patience
+    deadline = time.monotonic() + 60 * minutes - GRACE_S  # before the first import of torch
     machine = describe_machine()
-    planned = steps(machine["capability"], args.part)
+    planned = [
+        changed(step, args.patience, quick=args.quick)
+        for step in steps(machine["capability"], args.part)
+    ]
     unknown = set(args.only or ()) - {step.name for step in planned}
     if unknown:
         parser.error(f"--only got {sorted(unknown)}; choose of {[s.name for s in planned]}")
     name = re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"{name}-{args.part}-{machine['date']}.json"
+    out = args.out or default_folder(machine["device"])
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{name}-{args.part}-{machine['date']}.json"
     document: dict[str, Any] = {
         "benchmark": "gpu-check",
         "part": args.part,
@@ -385,6 +417,21 @@ def main() -> int:
     versions = f"torch {machine['torch']}, NCCL {machine['nccl']}"
     print(f"\n=== {args.part}: {machine['device']}, {versions}, {path}")
     return show(document["steps"])
+
+
+def changed(step: Step, patience: int, *, quick: bool) -> Step:
+    """Return the step with another limit, and a benchmark with --quick if that is asked for."""
+    more = ["--quick"] if quick and step.json and "--quick" not in step.command else []
+    return dataclasses.replace(step, limit=step.limit * patience, command=[*step.command, *more])
+
+
+def default_folder(device: str) -> Path:
+    """Return the folder of the results. Those of the emulated GPU are kept from real ones."""
+    if named := os.environ.get("OUT"):
+        return Path(named)
+    if device.startswith("Emulated"):
+        return ROOT / "build" / "emulated_gpu_check"
+    return ROOT / "bench" / "results"
 
 
 def why_not(step: Step, limit: float, results: dict[str, Any]) -> dict[str, Any] | None:
