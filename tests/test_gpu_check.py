@@ -69,11 +69,13 @@ def test_a_step_that_fails_or_hangs_does_not_stop_the_others(
 def test_rows_of_benchmarks_are_kept(
     gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    program = "import json, sys; json.dump({'rows': [1, 2]}, open(sys.argv[2], 'w'))"
+    rows = [{"system": "ours", "us": 1}, {"system": "FSDP2", "error": "none"}]
+    program = f"import json, sys; json.dump({{'rows': {rows}}}, open(sys.argv[2], 'w'))"
     bench = gpu_check.Step("bench", [sys.executable, "-c", program], 60, {}, json=True)
     code, results = _check(gpu_check, monkeypatch, tmp_path, [bench])
     assert code == 0
-    assert results["bench"]["rows"] == [1, 2]
+    assert results["bench"]["rows"] == rows
+    assert results["bench"]["summary"] == "2 rows, errors in FSDP2"
 
 
 def test_nothing_begins_that_cannot_end_in_time(

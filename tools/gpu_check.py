@@ -297,6 +297,7 @@ def run_step(step: Step, limit: float, log: Path, rows: Path, all_output: Path) 
         result["output"] = text[-6000:]
     if step.json and rows.exists():
         result["rows"] = json.loads(rows.read_text(encoding="utf-8"))["rows"]
+        result["summary"] = summary_of_rows(result["rows"])
     print(text if len(text) < 8000 else f"{text[:2000]}\n...\n{text[-6000:]}")
     with all_output.open("a", encoding="utf-8") as file:
         file.write(f"\n=== {step.name}: {outcome}\n{text}")
@@ -321,6 +322,14 @@ def summary_of(text: str) -> str:
     found = found or re.findall(counts, text, re.M)
     lines = [line.strip(" =") for line in found or text.strip().splitlines()]
     return lines[-1] if lines else ""
+
+
+def summary_of_rows(rows: list[dict[str, Any]]) -> str:
+    """Return how many rows a benchmark has, and which of them are errors or wrong."""
+    counted = f"{len(rows)} row{'' if len(rows) == 1 else 's'}"
+    bad = [row for row in rows if row.get("error") or row.get("wrong")]
+    names = [str(row.get("system") or row.get("operation")) for row in bad]
+    return f"{counted}, errors in {', '.join(names)}" if bad else counted
 
 
 def describe_machine() -> dict[str, Any]:
@@ -454,7 +463,7 @@ def show(results: dict[str, Any]) -> int:
             about = about[:90]
         if note := result.get("note"):
             about += f" ({note})"
-        print(f"{name:<18} {result['outcome']:<28} {result['seconds']:6.1f} s  {about}")
+        print(f"{name:<20} {result['outcome']:<28} {result['seconds']:6.1f} s  {about}")
     bad = {name: result for name, result in results.items() if result["outcome"] != "ok"}
     of_machine = [name for name, result in bad.items() if result.get("machine_failed")]
     if of_machine:
