@@ -275,6 +275,14 @@ rehearse: emulated-gpu
 	  FSDP_EXT_TEST_NEEDS_GPU=1 OMP_NUM_THREADS=1 PYTHONPATH=tests \
 	  "$(REHEARSAL_BIN)/python" -P -m pytest tests/gpu tests/emulated_gpu -rs $(PYTEST_ARGS)
 
+.PHONY: rehearse-ecosystem
+rehearse-ecosystem: emulated-gpu $(ECOSYSTEM_VENV)/.ready
+	@echo "=== test: libraries that train with FSDP, over an emulated GPU"
+	LD_AUDIT="$(abspath build/emulated_gpu/tests/emulated_gpu/lib/libredirect_libraries.so)" \
+	  FSDP_EXT_TEST_PACKAGES="$$("$(ECOSYSTEM_BIN)/python" -c '$(PURELIB)')" \
+	  FSDP_EXT_TEST_NEEDS_GPU=1 OMP_NUM_THREADS=1 PYTHONPATH=tests \
+	  "$(REHEARSAL_BIN)/python" -P -m pytest tests/ecosystem/test_on_a_gpu.py $(PYTEST_ARGS)
+
 .PHONY: rehearsal
 rehearsal: cuda-install  ## run the GPU tests on the CUDA build over an emulated GPU
 	$(MAKE) --no-print-directory rehearse

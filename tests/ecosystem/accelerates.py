@@ -9,6 +9,7 @@ import torch
 from accelerate import DistributedType
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from ecosystem.systems import set_variables_of_torchrun
+from support.parity import device
 
 
 @contextlib.contextmanager
@@ -24,5 +25,7 @@ def accelerate_on_these_ranks() -> Iterator[None]:
 
 def present_cpus_as_gpus() -> None:
     """Change accelerate's state, once it is made. accelerate shards on accelerators only."""
+    if device().type == "cuda":
+        return
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     PartialState._shared_state["device"] = torch.device("cpu")

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from ecosystem.systems import set_variables_of_torchrun
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from support.parity import device
 
 CPU = torch.device("cpu")
 
@@ -18,9 +19,12 @@ CPU = torch.device("cpu")
 def on_these_ranks() -> dict[str, Any]:
     """Return arguments of Fabric and of the Trainer; let Lightning find this rank's place."""
     set_variables_of_torchrun()
+    ranks = dist.get_world_size()
+    on_gpu = device().type == "cuda"  # which ranks share
     return {
-        "accelerator": "cpu",
-        "devices": dist.get_world_size(),
+        "accelerator": device().type,
+        "devices": 1 if on_gpu else ranks,
+        "num_nodes": ranks if on_gpu else 1,
         "plugins": [TorchElasticEnvironment()],
     }
 

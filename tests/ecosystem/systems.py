@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 
 import torch.distributed as dist
+from support.parity import device
 
 import fsdp_ext
 
@@ -22,6 +23,13 @@ def fsdp_of(system: str) -> Iterator[None]:
 
 
 def set_variables_of_torchrun() -> None:
-    """Set the environment variables from which libraries learn this rank's place."""
-    for name, value in (("RANK", dist.get_rank()), ("WORLD_SIZE", dist.get_world_size())):
-        os.environ |= {name: str(value), f"LOCAL_{name}": str(value)}
+    """Set the environment variables from which libraries learn this rank's place.
+
+    Ranks on a GPU share it, so each says that it is alone on its host.
+    """
+    alone = device().type == "cuda"
+    for name, value, local in (
+        ("RANK", dist.get_rank(), 0),
+        ("WORLD_SIZE", dist.get_world_size(), 1),
+    ):
+        os.environ |= {name: str(value), f"LOCAL_{name}": str(local if alone else value)}

@@ -18,7 +18,7 @@ from ecosystem.accelerates import accelerate_on_these_ranks, present_cpus_as_gpu
 from ecosystem.families import FAMILIES, subject
 from ecosystem.systems import fsdp_of
 from support.launcher import run_ranks
-from support.parity import EXACT, ROUNDING, Tolerance, assert_same, whole
+from support.parity import EXACT, ROUNDING, Tolerance, assert_same, device, moved, whole
 from torch import Tensor, nn
 
 import fsdp_ext
@@ -55,10 +55,10 @@ def accelerator_of(setting: Setting) -> Iterator[Accelerator]:
             transformer_cls_names_to_wrap=[FAMILIES[setting.family].block],
             **setting.plugin,
         )
-        PartialState(cpu=True)
+        PartialState(cpu=device().type == "cpu")
         present_cpus_as_gpus()
         yield Accelerator(
-            cpu=True,
+            cpu=device().type == "cpu",
             fsdp_plugin=plugin,
             mixed_precision=setting.precision,
             gradient_accumulation_steps=setting.accumulate,
@@ -86,7 +86,7 @@ class Training:
         for micro in range(self.setting.accumulate):
             with self.accelerator.accumulate(self.model):
                 seed = 100 * (step * self.setting.accumulate + micro) + dist.get_rank()
-                _, kwargs = self.batch(torch.Generator().manual_seed(seed))
+                _, kwargs = moved(self.batch(torch.Generator().manual_seed(seed)))
                 loss = self.model(**kwargs).loss
                 self.accelerator.backward(loss)
                 if self.accelerator.sync_gradients:

@@ -14,7 +14,7 @@ from ecosystem.systems import fsdp_of
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import FSDPStrategy, ModelParallelStrategy
 from support.launcher import run_ranks
-from support.parity import EXACT, ROUNDING, Tolerance, assert_same, whole
+from support.parity import EXACT, ROUNDING, Tolerance, assert_same, moved, whole
 from torch import Tensor, nn
 
 import fsdp_ext
@@ -59,7 +59,7 @@ def train(trainer: Fabric, folder: Path | None) -> tuple[Any, dict[str, Tensor]]
     for step in range(STEPS):
         for micro in range(2):
             seed = 100 * (2 * step + micro) + dist.get_rank()
-            _, batch = inner.batch(torch.Generator().manual_seed(seed))
+            _, batch = moved(inner.batch(torch.Generator().manual_seed(seed)))
             with trainer.no_backward_sync(model, enabled=micro == 0):
                 loss = model(**batch).loss
                 trainer.backward(loss)

@@ -10,7 +10,7 @@ from ecosystem.accelerates import accelerate_on_these_ranks, present_cpus_as_gpu
 from ecosystem.families import FAMILIES, LENGTH, VOCABULARY, subject
 from ecosystem.systems import fsdp_of
 from support.launcher import run_ranks
-from support.parity import assert_same
+from support.parity import assert_same, device
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
@@ -39,7 +39,7 @@ def train(system: str, folder: Path) -> dict[str, Any]:
         model = subject("llama")
         arguments = TrainingArguments(
             output_dir=str(folder / system),
-            use_cpu=True,
+            use_cpu=device().type == "cpu",
             per_device_train_batch_size=2,
             gradient_accumulation_steps=2,
             max_steps=4,
@@ -56,7 +56,7 @@ def train(system: str, folder: Path) -> dict[str, Any]:
                 "state_dict_type": "FULL_STATE_DICT",
             },
         )
-        assert arguments.device.type == "cpu"  # makes accelerate's state
+        assert arguments.device.type == device().type  # makes accelerate's state
         present_cpus_as_gpus()
         trainer = Trainer(model=model, args=arguments, train_dataset=Sequences())
         trainer.train()

@@ -96,6 +96,12 @@ def _moved(tensor: Tensor) -> Tensor:
     return tensor.detach().to(device()).requires_grad_(tensor.requires_grad)
 
 
+def moved(batch: Batch) -> Batch:
+    """Return a batch whose tensors are on this rank's device."""
+    there: Batch = tree_map_only(Tensor, _moved, batch)
+    return there
+
+
 def load_system(name: str) -> System:
     """Return the system called `name`: "fsdp_ext" or "fsdp2"."""
     module = {"fsdp_ext": "fsdp_ext", "fsdp2": "torch.distributed.fsdp"}[name]
@@ -159,7 +165,7 @@ class Run:
         """Return this rank's own batch, another one for each step and micro-batch."""
         seed = (step * 100 + micro_batch) * 100 + dist.get_rank()
         batch = self.model.batch(torch.Generator().manual_seed(seed))
-        return tree_map_only(Tensor, _moved, batch)
+        return moved(batch)
 
     def forward(self, batch: Batch) -> Any:
         args, kwargs = batch
