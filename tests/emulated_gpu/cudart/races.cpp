@@ -162,7 +162,7 @@ std::string name_of(void* address) {
 }
 
 std::string describe(const Origin& origin) {
-  return origin.what + (origin.stream.empty() ? "" : " on " + origin.stream);
+  return origin.what + " on stream " + std::to_string(origin.stream);
 }
 
 std::string stack_of(const Origin& origin) {
@@ -260,7 +260,7 @@ std::shared_ptr<const Origin> origin_of(const std::string& what, std::uint64_t s
   static const auto* python = new Python;
   auto origin = std::make_shared<Origin>();
   origin->what = what;
-  origin->stream = "stream " + std::to_string(stream);
+  origin->stream = stream;
   if (reads_python == ReadsPython::kYes) {
     origin->python = python->frames();
   }

@@ -33,7 +33,7 @@ class Clock {
 // Where work came from, for messages.
 struct Origin {
   std::string what;
-  std::string stream;
+  std::uint64_t stream;
   std::vector<std::string> python;  // the frames of the thread, if that ran Python
   std::vector<void*> native;        // otherwise the addresses that it returns to
 };
