@@ -213,6 +213,7 @@ Stack OperatorCall::compute_now() {
 Stack OperatorCall::place(const Stack& host) {
   Stack results;
   const auto copy = [](const at::Tensor& to, const at::Tensor& computed) {
+    c10::cuda::getCurrentCUDAStream().synchronize();  // fresh memory becomes NaN in its order
     note_use(to, true);
     host_alias_of(to).copy_(computed);
   };
