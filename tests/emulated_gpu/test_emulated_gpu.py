@@ -210,6 +210,42 @@ def test_work_that_is_not_ordered_is_an_error(name: str) -> None:
     assert "    <string>:" in result.stderr
 
 
+# - Waits that are left out
+
+TRAINING = """
+import torch.distributed as dist
+from fsdp_ext import MixedPrecisionPolicy, fully_shard
+dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))).cuda()
+for module in (*model, model):
+    fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+for _ in range(2):
+    model(torch.ones(2, 64, device="cuda")).sum().backward()
+torch.cuda.synchronize()
+"""
+
+
+def _places_of_waits(code: str, listing: Path) -> list[str]:
+    result = _run(code, EMULATED_GPU_LIST_WAITS=str(listing))
+    assert (result.returncode, result.stderr) == (0, "")
+    lines = listing.read_text().splitlines() if listing.exists() else []
+    return [place for call, place in map(str.split, lines) if call == "cudaStreamWaitEvent"]
+
+
+def test_waits_of_the_extension_are_listed_and_left_out(tmp_path: Path) -> None:
+    places = _places_of_waits(TRAINING, tmp_path / "waits")
+    assert len(set(places)) == len(places) > 3
+    assert all(re.fullmatch(r"[0-9a-f]+([+][0-9a-f]+)*", place) for place in places)
+    result = _run(TRAINING, EMULATED_GPU_DROP_WAIT=",".join(places))
+    assert result.returncode != 0
+    assert "nothing orders" in result.stderr
+
+
+def test_only_waits_of_the_extension_are_listed(tmp_path: Path) -> None:
+    code = ORDERED["a wait"]
+    assert _places_of_waits(f"{ON_ANOTHER_STREAM}{code}", tmp_path / "waits") == []
+
+
 def test_a_kernel_that_fails_ends_the_device() -> None:
     code = """
 table = torch.zeros(3, 2, device="cuda")

@@ -10,6 +10,7 @@
 #include "errors.h"
 #include "settings.h"
 #include "streams.h"
+#include "wait_sites.h"
 
 namespace emulated_gpu {
 namespace {
@@ -151,6 +152,9 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 
 cudaError_t cudaEventQuery(cudaEvent_t handle) {
   std::shared_ptr<Record> record;
+  if (is_left_out("cudaEventQuery")) {
+    return outcome();
+  }
   if (const cudaError_t error = refuse_during_captures("cudaEventQuery")) {
     return error;
   }
@@ -168,6 +172,9 @@ cudaError_t cudaEventQuery(cudaEvent_t handle) {
 
 cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   std::shared_ptr<Record> record;
+  if (is_left_out("cudaEventSynchronize")) {
+    return outcome();
+  }
   if (const cudaError_t error = last_record(as_event(handle), record)) {
     return error;
   }
@@ -200,6 +207,9 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEven
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
   if (flags != cudaEventWaitDefault) {
     return failed(cudaErrorNotSupported, "external events are not emulated");
+  }
+  if (is_left_out("cudaStreamWaitEvent")) {
+    return outcome();
   }
   return wait_for_event(stream, event, settings().drops_waits ? Wait::kDropped : Wait::kOrders);
 }

@@ -1,6 +1,7 @@
 #include "settings.h"
 
 #include <cstdlib>
+#include <string>
 
 namespace emulated_gpu {
 namespace {
@@ -10,10 +11,15 @@ int number(const char* name, int otherwise) {
   return text != nullptr && *text != '\0' ? std::atoi(text) : otherwise;
 }
 
+std::string text(const char* name) {
+  const char* text = std::getenv(name);
+  return text != nullptr ? text : "";
+}
+
 }  // namespace
 
 const Settings& settings() {
-  static const Settings read = {
+  static const auto& read = *new Settings{
       number("EMULATED_GPU_DEVICES", 1),
       number("EMULATED_GPU_SMS", 132),
       static_cast<std::size_t>(number("EMULATED_GPU_MEMORY_MIB", 16384)) << 20,
@@ -21,6 +27,8 @@ const Settings& settings() {
       number("EMULATED_GPU_DROP_WAITS", 0) != 0,
       number("EMULATED_GPU_TRACE", 0) != 0,
       number("EMULATED_GPU_RACES", 1) != 0,
+      text("EMULATED_GPU_LIST_WAITS"),
+      text("EMULATED_GPU_DROP_WAIT"),
   };
   return read;
 }

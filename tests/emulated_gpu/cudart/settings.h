@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
 
 namespace emulated_gpu {
 
@@ -12,7 +13,9 @@ struct Settings {
   int most_delay_us;         // each piece of work starts up to this much later, at random
   bool drops_waits;          // cudaStreamWaitEvent does nothing, outside of captures
   bool traces;
-  bool finds_races;  // work that uses the same memory without an order is an error
+  bool finds_races;        // work that uses the same memory without an order is an error
+  std::string waits_list;  // wait_sites.h, and the next one, too
+  std::string dropped_wait;
 };
 
 const Settings& settings();
