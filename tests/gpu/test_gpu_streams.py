@@ -1,0 +1,195 @@
+"""Streams of the user, of offloaded states and of replicas are ordered with those of the lanes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_hybrid_sharding
+import test_reshard_groups
+import torch
+from support.gpu_cases import DIRECT, PACKED, train_cases
+from support.launcher import run_ranks
+from support.models import Stack
+from torch import Tensor, nn
+
+from fsdp_ext import fully_shard, offload_optimizer
+
+WIDTH = 64
+STEPS = 4
+
+
+class _Branches(nn.Module):
+    """Adds the outputs of two layers, each of which runs on a stream of its own."""
+
+    def __init__(self, streams: list[torch.cuda.Stream]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.streams = streams
+
+    def forward(self, x: Tensor) -> Tensor:
+        here = torch.cuda.current_stream()
+        outputs = []
+        for layer, stream in zip(self.layers, self.streams, strict=True):
+            stream.wait_stream(here)
+            x.record_stream(stream)
+            with torch.cuda.stream(stream):
+                outputs.append(layer(x).relu())
+        for output, stream in zip(outputs, self.streams, strict=True):
+            here.wait_stream(stream)
+            output.record_stream(here)
+        left, right = outputs
+        return left + right
+
+
+def _train_branches(shard: Callable[[nn.Module], object], on_streams: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    here = torch.cuda.current_stream()
+    streams = [torch.cuda.Stream() if on_streams else here for _ in range(2)]
+    model = nn.Sequential(*(_Branches(streams) for _ in range(3))).cuda()
+    for block in model:
+        shard(block)
+    shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    results = []
+    for step in range(STEPS):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).cuda()
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        results.append(loss.detach())
+    return [*results, *(_whole(parameter) for parameter in model.parameters())]
+
+
+def _whole(parameter: Any) -> Tensor:
+    tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    result: Tensor = tensor.detach().clone()
+    return result
+
+
+def _compare_branches() -> None:
+    expected = _train_branches(lambda module: None, on_streams=False)
+    got = _train_branches(fully_shard, on_streams=True)
+    assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_parts_of_a_unit_may_run_on_streams_of_the_user(world_size: int) -> None:
+    run_ranks(_compare_branches, world_size, timeout=80.0, device="cuda")
+
+
+def _train(change: Callable[[Any, torch.optim.Optimizer], None]) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = Stack().cuda()
+    for unit in model.units():
+        fully_shard(unit)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    change(model, optimizer)
+    results = []
+    for step in range(STEPS):
+        args, kwargs = model.batch(torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss = model.loss(model(*(a.cuda() for a in args), **kwargs))
+        loss.backward()
+        optimizer.step()
+        results.append(loss.detach())
+    return [*results, *(_whole(parameter) for parameter in model.parameters())]
+
+
+def _offload(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    offload_optimizer(optimizer, model)
+
+
+def _compare_offloaded_states() -> None:
+    expected = _train(lambda model, optimizer: None)
+    assert all(map(torch.equal, _train(_offload), expected))
+
+
+@pytest.mark.timeout(90)
+def test_offloaded_states_are_stepped_as_others() -> None:
+    run_ranks(_compare_offloaded_states, 2, timeout=80.0, device="cuda")
+
+
+def _hook(on_stream: bool) -> Callable[[Any, torch.optim.Optimizer], None]:
+    def double(gradient: Tensor) -> None:
+        gradient.mul_(2)
+
+    def change(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        stream = torch.cuda.Stream() if on_stream else None
+        for unit in model.units():
+            unit.set_all_reduce_hook(double, stream=stream)
+
+    return change
+
+
+def _compare_hooks() -> None:
+    assert all(map(torch.equal, _train(_hook(on_stream=True)), _train(_hook(on_stream=False))))
+
+
+@pytest.mark.timeout(90)
+def test_a_hook_may_run_on_a_stream_of_the_user() -> None:
+    run_ranks(_compare_hooks, 2, timeout=80.0, device="cuda")
+
+
+def _on_the_second_gpu() -> None:
+    torch.manual_seed(0)
+    first = torch.cuda.current_device()
+    torch.cuda.set_device(1)
+    model = Stack().cuda()
+    for unit in model.units():
+        fully_shard(unit)
+    fully_shard(model)
+    torch.cuda.set_device(first)
+    args, kwargs = model.batch(torch.Generator().manual_seed(0))
+    losses = []
+    for _ in range(STEPS):
+        loss = model.loss(model(*(a.cuda(1) for a in args), **kwargs))
+        loss.backward()
+        losses.append(loss.item())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter -= 0.05 * parameter.grad
+        model.zero_grad()
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.timeout(90)
+def test_a_model_may_be_on_another_gpu_than_the_current_one() -> None:
+    run_ranks(_on_the_second_gpu, 1, timeout=80.0, device="cuda")
+
+
+REPLICAS = [
+    test_hybrid_sharding.HYBRID,
+    dataclasses.replace(
+        test_hybrid_sharding.HYBRID,
+        fact="accumulation without all-reduce",
+        step=test_hybrid_sharding.accumulate_without_all_reduce,
+        fsdp2=test_hybrid_sharding.SUMMED_IN_ANOTHER_ORDER,
+    ),
+    dataclasses.replace(
+        test_hybrid_sharding.HYBRID,
+        fact="each unit is a bucket, cut into messages",
+        after_sharding=test_hybrid_sharding.cut_into_messages,
+    ),
+    test_reshard_groups.GROUPED,
+    dataclasses.replace(
+        test_reshard_groups.GROUPED,
+        fact="groups, cut into messages",
+        after_sharding=test_hybrid_sharding.cut_into_messages,
+    ),
+]
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("direct_bytes", [DIRECT, PACKED], ids=["direct", "packed"])
+def test_replicas_and_groups_train_as_with_fsdp2(direct_bytes: int, tmp_path: Path) -> None:
+    cases = [dataclasses.replace(case, steps=STEPS) for case in REPLICAS]
+    train_cases(cases, 4, direct_bytes, tmp_path, timeout=120.0)
