@@ -1,0 +1,122 @@
+"""Units cut into messages, and parameters that extensions make, train on a GPU as others."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_prefetch_api
+import test_reshard_groups
+import torch
+import torch.distributed.fsdp
+from support.extensions import HalfWeight
+from support.gpu_cases import PACKED, train_cases
+from support.launcher import run_ranks
+from support.models import Stack
+from support.parity import Case, Run, train_step
+from torch import Tensor, nn
+
+import fsdp_ext
+
+STEPS = 4
+MESSAGE_BYTES = 256
+
+
+def _cut(run: Run) -> None:
+    """Let each unit of ours be a bucket of several messages."""
+    if isinstance(run.model, fsdp_ext.FSDPModule):
+        for unit in run.model._fsdp_ext_units(recurse=True):
+            unit.change(bucket_bytes=0, max_message_bytes=MESSAGE_BYTES)
+
+
+def _prefetch_wrongly(run: Run) -> None:
+    _cut(run)
+    test_prefetch_api.prefetch_wrongly_forward(run)
+
+
+def _hook(run: Run) -> None:
+    _cut(run)
+    for module in [*run.model.units(), run.model]:
+        module.set_all_reduce_hook(functools.partial(Tensor.mul_, other=-0.5))
+
+
+def _step(run: Run, step: int) -> tuple[Tensor, ...]:
+    """Train as usual, and check that there are several messages."""
+    values = train_step(run, step)
+    if isinstance(run.model, fsdp_ext.FSDPModule):
+        core = run.model._fsdp_ext_unit.root.core
+        core.set_poison_released_slots(True)
+        assert any(bucket["gather_messages"] > 1 for bucket in core.buckets())
+    return values
+
+
+def _changed_between_passes(run: Run, step: int) -> tuple[Tensor, ...]:
+    """Change parameters after the forward. The backward uses the new ones.
+
+    FSDP2's gathers do not wait for the change. Autograd without shards refuses it, so `.data` hides
+    it.
+    """
+    run.optimizer.zero_grad()
+    loss = run.loss(step)
+    with torch.no_grad():
+        for name, parameter in run.parameters.items():
+            if name.startswith("blocks."):  # the root's are not gathered again
+                (parameter if run.sharded else parameter.data).mul_(0.5)
+    run.backward(loss)
+    run.optimizer.step()
+    return (loss,)
+
+
+# Two ranks, unless the case has groups of ranks.
+CASES = [
+    Case("as it is", Stack, after_sharding=_cut, step=_step),
+    Case("prefetch of the wrong units", Stack, after_sharding=_prefetch_wrongly, step=_step),
+    Case("hooks", Stack, after_sharding=_hook, step=_step, unsharded=None),
+    Case("parameters that change between the passes", Stack, step=_changed_between_passes,
+         fsdp2_fails="its gathers do not wait for the change"),
+]  # fmt: skip
+IN_GROUPS = [dataclasses.replace(test_reshard_groups.GROUPED, after_sharding=_cut, step=_step)]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("cases", "world_size"), [(CASES, 2), (IN_GROUPS, 4)], ids=["2", "4"])
+def test_units_cut_into_messages_train_as_others(
+    cases: list[Case], world_size: int, tmp_path: Path
+) -> None:
+    cases = [dataclasses.replace(case, steps=STEPS) for case in cases]
+    train_cases(cases, world_size, PACKED, tmp_path, timeout=100.0)
+
+
+def _train_extensions(shard: Callable[[nn.Module], object]) -> list[Tensor]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 16) for _ in range(4)]
+    for layer in layers:
+        layer.weight = nn.Parameter(HalfWeight(layer.weight.detach().cuda()))
+    model: Any = nn.Sequential(*layers).cuda()
+    for layer in model:
+        shard(layer)
+    shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(STEPS):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step)).cuda()
+        optimizer.zero_grad()
+        loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def _compare_extensions() -> None:
+    expected = _train_extensions(torch.distributed.fsdp.fully_shard)
+    assert all(map(torch.equal, _train_extensions(fsdp_ext.fully_shard), expected))
+
+
+@pytest.mark.timeout(90)
+def test_parameters_that_extensions_make_train_as_under_fsdp2() -> None:
+    run_ranks(_compare_extensions, 2, timeout=80.0, device="cuda")
