@@ -20,6 +20,7 @@ BENCH ?= all
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
 GPU_CHECK_ARGS ?=
+PLANTED_ARGS ?=
 PART ?= first
 WHEELS_ARGS ?=
 CUDA_VENV ?= .venv-cuda
@@ -135,9 +136,9 @@ test:  ## run the C++ tests and pytest on 2 ranks, in less than ten minutes
 .PHONY: test-all
 test-all: test test-exhaustive test-ecosystem sanitize  ## run what make test runs, the exhaustive matrix, libraries, sanitizers
 	@if command -v nvcc >/dev/null; then \
-	  $(MAKE) --no-print-directory cuda-build rehearse; \
+	  $(MAKE) --no-print-directory cuda-build rehearse rehearse-ecosystem planted-faults; \
 	  echo "make test-all ran everything."; \
-	else echo "make test-all ran everything but the CUDA build: there is no nvcc on the PATH."; fi
+	else echo "make test-all ran everything but the CUDA build and the emulated GPU: there is no nvcc on the PATH."; fi
 
 .PHONY: test-python
 test-python: $(VENV)/.test
@@ -286,6 +287,10 @@ rehearse-ecosystem: emulated-gpu $(ECOSYSTEM_VENV)/.ready
 .PHONY: rehearsal
 rehearsal: cuda-install  ## run the GPU tests on the CUDA build over an emulated GPU
 	$(MAKE) --no-print-directory rehearse
+
+.PHONY: planted-faults
+planted-faults: emulated-gpu  ## plant faults of ordering in a copy; tests over an emulated GPU see them
+	"$(CUDA_BIN)/python" tests/emulated_gpu/planted_faults.py $(PLANTED_ARGS)
 
 # It uses what is installed: no environment of its own, no network.
 .PHONY: gpu-check

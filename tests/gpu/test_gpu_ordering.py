@@ -48,7 +48,9 @@ def _train(delay: Callable[[nn.Module], None] | None) -> list[Tensor]:
                 block.register_forward_pre_hook(lambda module, args: delay(module))
                 block.register_full_backward_pre_hook(lambda module, grads: delay(module))
         optimizer.zero_grad()
-        loss = model.loss(model(*(a.cuda() for a in args), **kwargs))
+        # The host does not wait for the step before.
+        moved = (a.pin_memory().cuda(non_blocking=True) for a in args)
+        loss = model.loss(model(*moved, **kwargs))
         loss.backward()
         optimizer.step()
         losses.append(loss.detach().clone())

@@ -103,7 +103,8 @@ def _train_extensions(shard: Callable[[nn.Module], object]) -> list[Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
     for step in range(STEPS):
-        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step)).cuda()
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+        x = x.pin_memory().cuda(non_blocking=True)
         optimizer.zero_grad()
         loss = model(x).float().square().mean()
         loss.backward()

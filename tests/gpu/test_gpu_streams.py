@@ -56,7 +56,8 @@ def _train_branches(shard: Callable[[nn.Module], object], on_streams: bool) -> l
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     results = []
     for step in range(STEPS):
-        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).cuda()
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+        x = x.pin_memory().cuda(non_blocking=True)
         optimizer.zero_grad()
         loss = model(x).square().mean()
         loss.backward()
@@ -95,7 +96,8 @@ def _train(change: Callable[[Any, torch.optim.Optimizer], None]) -> list[Tensor]
     for step in range(STEPS):
         args, kwargs = model.batch(torch.Generator().manual_seed(step))
         optimizer.zero_grad()
-        loss = model.loss(model(*(a.cuda() for a in args), **kwargs))
+        moved = (a.pin_memory().cuda(non_blocking=True) for a in args)
+        loss = model.loss(model(*moved, **kwargs))
         loss.backward()
         optimizer.step()
         results.append(loss.detach())

@@ -93,7 +93,12 @@ def device() -> torch.device:
 
 def _moved(tensor: Tensor) -> Tensor:
     """Return a tensor of a batch on this rank's device, as a leaf, which has a gradient."""
-    return tensor.detach().to(device()).requires_grad_(tensor.requires_grad)
+    moved = tensor.detach()
+    if device().type == "cuda":
+        # From other memory, the host would wait for the step before, and waits that are missing
+        # would not show.
+        moved = moved.pin_memory()
+    return moved.to(device(), non_blocking=True).requires_grad_(tensor.requires_grad)
 
 
 def moved(batch: Batch) -> Batch:

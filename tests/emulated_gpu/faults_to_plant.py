@@ -1,0 +1,144 @@
+"""What planted_faults.py plants by edits, the tests that it runs, and what they do not see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SECOND_GPU = (
+    "tests/gpu/test_gpu_streams.py::test_a_model_may_be_on_another_gpu_than_the_current_one"
+)
+# They pass without a fault. Each wait is left out in those that meet it, in this order. In the
+# first ones the host waits for nothing between steps, which would order streams, too.
+TESTS = (
+    "tests/gpu/test_gpu_buckets.py",
+    "tests/gpu/test_gpu_ordering.py::test_a_late_stream_changes_nothing[2]",
+    "tests/gpu/test_gpu_pieces.py::test_units_cut_into_messages_train_as_others[2]",
+    "tests/gpu/test_gpu_streams.py::test_parts_of_a_unit_may_run_on_streams_of_the_user[1]",
+    "tests/gpu/test_gpu_graph.py::test_a_captured_step_trains_as_an_eager_one[2]",
+    "tests/gpu/test_gpu_streams.py::test_replicas_and_groups_train_as_with_fsdp2[packed]",
+    "tests/gpu/test_gpu_pieces.py::test_units_cut_into_messages_train_as_others[4]",
+    "tests/gpu/test_gpu_pieces.py::test_parameters_that_extensions_make_train_as_under_fsdp2",
+    "tests/gpu/test_gpu_streams.py::test_offloaded_states_are_stepped_as_others",
+    "tests/gpu/test_gpu_streams.py::test_a_hook_may_run_on_a_stream_of_the_user",
+    SECOND_GPU,
+    "tests/gpu/test_gpu_offload.py::test_offloaded_units_train_as_others[2]",
+    "tests/gpu/test_gpu_health.py",
+    "tests/gpu/test_gpu_simulated.py::test_every_part_is_a_copy_of_this_ranks",
+    "tests/gpu/test_gpu_parity.py::test_cases_train_as_unsharded_and_fsdp2[2-packed]",
+    *(
+        f"tests/gpu/test_gpu_more_cases.py::test_cases_train_as_unsharded_and_fsdp2[{file}]"
+        for file in ("gradient_accumulation", "communication_methods", "prefetch_api")
+    ),
+    "tests/gpu/test_gpu_profile.py",
+    "tests/gpu/test_gpu_nccl.py",
+)
+LATE_US = 1000  # the longest delay of each piece of work, for faults that only numbers show
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A fault that is an edit of the sources."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    late: bool = False  # streams are late, since it shows only by numbers
+    tests: tuple[str, ...] = ()  # instead of all
+
+
+EDITS = (
+    Edit(
+        "gradients are packed on a wrong stream",
+        "csrc/core/reducer_packing.cpp",
+        "  Stream& stream = streams_.before(packs_apart(bucket));\n",
+        "  Stream& stream = device_.compute_stream();\n",
+    ),
+    Edit(
+        "parameters are unpacked on a wrong stream",
+        "csrc/core/gatherer_messages.cpp",
+        "packer_.unpack(after, ",
+        "packer_.unpack(device_.compute_stream(), ",
+    ),
+    Edit(
+        "parameters are gathered on a wrong stream",
+        "csrc/core/gatherer_messages.cpp",
+        "communicator.all_gather(stream, from, to, bytes);",
+        "communicator.all_gather(device_.compute_stream(), from, to, bytes);",
+    ),
+    Edit(
+        "reduced gradients are cast on a wrong stream",
+        "csrc/core/reducer.cpp",
+        "packer_.cast(reduction.after, ",
+        "packer_.cast(device_.compute_stream(), ",
+    ),
+    Edit(
+        "gradients are freed when they are packed, as without a record_stream",
+        "csrc/core/reducer_packing.cpp",
+        "keep_alive.push_back(unit->port.extract_gradients(addresses));",
+        "const std::shared_ptr<void> freed_now = unit->port.extract_gradients(addresses);",
+    ),
+    Edit(
+        "a slot is released without its readers",
+        "csrc/core/buffer_ring.cpp",
+        "  readers.record(*slot.released);\n",
+        "",
+    ),
+    Edit(
+        "a slot is acquired that another bucket owns",
+        "csrc/core/buffer_ring.cpp",
+        "if (slot->owner == Slot::kNobody &&\n        (oldest == nullptr",
+        "if ((oldest == nullptr",
+    ),
+    Edit(
+        "one rank reduces two buckets in another order",
+        "csrc/core/reducer.cpp",
+        "void Reducer::pack_and_reduce(Bucket& bucket) {\n",
+        """void Reducer::pack_and_reduce(Bucket& bucket) {
+  static Bucket* late = nullptr;
+  static int calls = 0;
+  if (++calls == 3 && lane_.communicator().rank() == 1) {
+    late = &bucket;
+    return;
+  }
+  if (Bucket* const next = std::exchange(late, nullptr)) {
+    pack_and_reduce(bucket);
+    pack_and_reduce(*next);
+    return;
+  }
+""",
+    ),
+    Edit(
+        "threads do not select the device",
+        "csrc/device/cuda_check.h",
+        "if (before_ != device) {",
+        "if (before_ != device && device < 0) {",
+        tests=(SECOND_GPU,),
+    ),
+    *(
+        Edit(f"{name} does not wait", "fsdp_ext/offloading/copy_streams.py", old, "pass", late)
+        for name, old, late in (
+            ("the copy of states to the GPU", "self._in.wait_stream(self._back)", False),
+            ("the step", "self._module.current_stream().wait_stream(self._in)", False),
+            (
+                "the copy of states back",
+                "self._back.wait_stream(self._module.current_stream())",
+                False,
+            ),
+            ("a new staging tensor", "self._in.wait_stream(self._module.current_stream())", False),
+            ("the host for copies of states to the GPU", "self._in.synchronize()", True),
+            ("the host for copies of states back", "self._back.synchronize()", True),
+        )
+    ),
+    *(
+        Edit(f"{name} does not wait", "fsdp_ext/sharding/user_hooks.py", old, "pass")
+        for name, old in (
+            ("a hook's stream", "chosen.wait_stream(of_lane)"),
+            ("the lane for a hook", "of_lane.wait_stream(chosen)"),
+            ("the lane for a user's collective", "work.wait()"),
+        )
+    ),
+)
+
+# The faults that nothing sees, and why.
+NOT_SEEN: dict[str, str] = {}

@@ -1,0 +1,408 @@
+"""Plants faults of ordering in a copy of the project, and shows what sees each of them.
+
+The copy lies in build/planted and is built for CUDA. Each wait of the extension is left out by
+itself, where the emulated GPU knows the place it is called from (cudart/wait_sites.h). Other faults
+are edits of the copy. Tests that use the place then run over the emulated GPU, at most five, until
+one fails. The table of all faults goes to planted_faults.json.
+
+    python tests/emulated_gpu/planted_faults.py [--only WORDS] [--keep-survey]
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from faults_to_plant import EDITS, LATE_US, NOT_SEEN, TESTS, Edit
+
+ROOT = Path(__file__).resolve().parents[2]
+PLANTED = ROOT / "build" / "planted"
+COPY = PLANTED / "source"
+SURVEY = PLANTED / "survey.json"
+RESULTS = Path(__file__).with_suffix(".json")
+PYTHON = ROOT / ".venv-rehearsal" / "bin" / "python"
+CUDA_PYTHON = ROOT / ".venv-cuda" / "bin" / "python"
+AUDIT = ROOT / "build/emulated_gpu/tests/emulated_gpu/lib/libredirect_libraries.so"
+COPIED = ("csrc", "fsdp_ext", "CMakeLists.txt", "LICENSE", "README.md", "pyproject.toml",
+          "setup.py")  # fmt: skip
+# Lines of the places that call, and no calls without a frame of their own.
+COMPILER_FLAGS = "-g1 -fno-optimize-sibling-calls"
+# A fault may make a test hang. These seconds and a multiple of the test's own time are the limit.
+LEAST_LIMIT_S, TIMES_AS_LONG = 20.0, 5.0
+MOST_TESTS, MOST_LATE_TESTS = 5, 2  # for each fault
+
+# Statements that wait.
+STATEMENT = re.compile(
+    r"(\.|->)(wait|synchronize|mark_and_wait|wait_for_half|wait_for_both|order_after|"
+    r"order_after_compute|follow_compute|drain|query)\("
+)
+LONGEST_STATEMENT = 4  # lines
+FUNCTION = re.compile(
+    r"[A-Za-z][\w:<>&*~ ,]*?(?P<at_start>~?[A-Za-z]\w*)\([^;]*$|"
+    r"  (?!if|for|while|switch|return|else)[\w:<>&*~ ,]*?(?P<in_class>~?[A-Za-z]\w*)\(.*[{]$"
+)
+# Of these, what waits only on the host, and what is called by statements that wait.
+NO_PLACES = re.compile(
+    r"(comm/composed|device/host_stream|torch/process_group|torch/backend_messages)[.]|"
+    r"core/(lanes.h|ledger.cpp|pieces.cpp|pieces.h) |device/cuda_stream.cpp (synchronize|query)|"
+    r"\breducer_?[.]wait\(|this->synchronize|call_apart"
+)
+FOLDERS = ("core", "device", "torch", "comm")
+UNITED = re.compile(r"\.(cpp|h)$")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a test run says. `seen_by` is empty if the test passes."""
+
+    seen_by: str
+    message: str
+    seconds: float
+
+
+@dataclass
+class Wait:
+    """A statement that waits, and how the emulated GPU knows it."""
+
+    name: str
+    calls: set[str] = field(default_factory=set)  # of CUDA
+    places: set[str] = field(default_factory=set)  # for EMULATED_GPU_DROP_WAIT
+    tests: set[str] = field(default_factory=set)
+
+    def is_of_host(self) -> bool:
+        return self.calls != {"cudaStreamWaitEvent"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One fault of the table."""
+
+    fault: str
+    seen_by: str
+    test: str
+    message: str
+    reason: str  # why nothing sees it
+
+
+# - The copy
+
+
+def copy_sources() -> None:
+    """Bring the copy up to date. It keeps files that have not changed, and so their objects."""
+    tracked = subprocess.run(
+        ["git", "ls-files", *COPIED], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    for name in tracked.stdout.split():
+        source, target = ROOT / name, COPY / name
+        if not target.exists() or target.read_bytes() != source.read_bytes():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
+
+
+def build() -> None:
+    """Build the copy's extension in place, for the emulated GPU only.
+
+    Raises:
+        SystemExit: if it does not compile.
+    """
+    result = subprocess.run(
+        [CUDA_PYTHON, "setup.py", "--quiet", "build_ext", "--inplace"],
+        cwd=COPY,
+        env={
+            **os.environ,
+            "CXXFLAGS": COMPILER_FLAGS,
+            "FORCE_CUDA": "1",
+            "TORCH_CUDA_ARCH_LIST": "8.0",
+        },
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    if result.returncode != 0:
+        raise SystemExit(f"{result.stdout}{result.stderr}\nThe copy in {COPY} does not compile.")
+
+
+def apply(edit: Edit) -> None:
+    """Plant the fault.
+
+    Raises:
+        SystemExit: unless the text to replace is there exactly once.
+    """
+    path = COPY / edit.file
+    text = path.read_text()
+    if text.count(edit.old) != 1:
+        raise SystemExit(
+            f"The fault '{edit.name}' replaces text that {edit.file} has {text.count(edit.old)} "
+            "times. Adapt faults_to_plant.py to the file."
+        )
+    path.write_text(text.replace(edit.old, edit.new))
+
+
+# - Runs
+
+
+def run(test: str, limit_s: float, **variables: str) -> Outcome:
+    """Run one test over the emulated GPU with the copy.
+
+    Raises:
+        SystemExit: if pytest could not run it.
+    """
+    command = [PYTHON, "-P", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", test]
+    environment = {
+        **os.environ,
+        "LD_AUDIT": str(AUDIT),
+        "EMULATED_GPU_DEVICES": "2",
+        "FSDP_EXT_TEST_NEEDS_GPU": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{COPY}{os.pathsep}{ROOT / 'tests'}",
+        **variables,
+    }
+    start = time.monotonic()
+    # A session of its own, so that a test that hangs ends with its ranks.
+    with subprocess.Popen(
+        [str(part) for part in command],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            process.returncode = None
+    seconds = time.monotonic() - start
+    if process.returncode == 0:
+        return Outcome("", "", seconds)
+    if process.returncode is not None and not re.search(r"\b\d+ failed\b", output):
+        raise SystemExit(f"{output[-3000:]}\n{test} did not run.")
+    return Outcome(*_what_failed(output, process.returncode), seconds)
+
+
+def _what_failed(output: str, code: int | None) -> tuple[str, str]:
+    """Return who sees the fault, and the line that says so."""
+    if match := re.search(r"nothing orders .*", output):
+        return "the checker", _short(match[0])
+    if code is None:
+        return "a hang", "the test does not end"
+    errors = re.findall(r"^E? *(?:\S*: )?(\w*(?:Error|Failed|Exception)\b.*)", output, re.MULTILINE)
+    errors = [line for line in errors if not line.startswith(("RanksFailed", "Failed"))]
+    if "had not finished" in output and not errors:
+        return "a hang", "a rank does not end"
+    line = errors[0] if errors else (output.strip().splitlines() or ["no output"])[-1]
+    wrong_numbers = line.startswith("AssertionError") or "Mismatched elements" in output
+    return "numbers" if wrong_numbers else "an error", _short(line)
+
+
+def _short(line: str) -> str:
+    return re.sub(r" at 0x\w+|, which (?=and)", "", line).strip()[:200]
+
+
+# - Waits
+
+
+def survey() -> dict[str, tuple[float, list[str]]]:
+    """Run each test without a fault; return its seconds and the waits that it meets.
+
+    Raises:
+        SystemExit: if a test fails.
+    """
+    found = {}
+    for test in TESTS:
+        listing = PLANTED / "waits.txt"
+        listing.unlink(missing_ok=True)
+        outcome = run(test, 300.0, EMULATED_GPU_LIST_WAITS=str(listing))
+        if outcome.seen_by:
+            raise SystemExit(f"{test} fails without a fault: {outcome.message}")
+        lines = sorted(set(listing.read_text().splitlines())) if listing.exists() else []
+        found[test] = (outcome.seconds, lines)
+        print(f"{outcome.seconds:6.1f} s, {len(lines):4} places  {test}", flush=True)
+    return found
+
+
+Frame = tuple[str, str, int]  # function, file, line
+
+
+def frames_of(offsets: Sequence[str]) -> dict[str, list[Frame]]:
+    """Return the functions around each place that calls return to, innermost first."""
+    (library,) = (COPY / "fsdp_ext").glob("_C.*.so")
+    # The line of a call is that of the instruction before the one it returns to.
+    addresses = [hex(int(offset, 16) - 1) for offset in offsets]
+    result = subprocess.run(
+        ["addr2line", "-a", "-i", "-f", "-C", "-e", library, *addresses],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    chains: list[list[Frame]] = []
+    lines = iter(result.stdout.splitlines())
+    for line in lines:
+        if line.startswith("0x"):
+            chains.append([])
+            continue
+        file, _, number = next(lines).partition(":")
+        match = re.match(r"\d+", number)
+        chains[-1].append((line, file, int(match[0]) if match else 0))
+    return dict(zip(offsets, chains, strict=True))
+
+
+def waits_of(surveyed: dict[str, tuple[float, list[str]]]) -> dict[str, Wait]:
+    """Return the waits by name."""
+    stacks = {line.split()[1] for _, lines in surveyed.values() for line in lines}
+    frames = frames_of(sorted({offset for stack in stacks for offset in stack.split("+")}))
+    statements_that_wait = statements()
+    waits: dict[str, Wait] = {}
+    for test, (_, lines) in surveyed.items():
+        for call, stack in (line.split() for line in lines):
+            offsets = stack.split("+")
+            found = [
+                (name, "+".join(offsets[: depth + 1]))
+                for depth, offset in enumerate(offsets)
+                for name in map(_name_of, frames[offset])
+                if name is not None
+            ]
+            known = [each for each in found if each[0] in statements_that_wait] or found
+            name, place = known[0]
+            wait = waits.setdefault(name, Wait(name))
+            wait.calls.add(call)
+            wait.places.add(place)
+            wait.tests.add(test)
+    return waits
+
+
+@functools.cache
+def _name_of(frame: Frame) -> str | None:
+    """Return a name for the line, or None if it is not one of the sources."""
+    _, file, line = frame
+    path = Path(os.path.realpath(file))
+    if not path.is_relative_to(COPY / "csrc"):
+        return None
+    lines = path.read_text().splitlines()
+    # Debug information may name any line of a statement.
+    for number in range(line, max(line - LONGEST_STATEMENT, 0), -1):
+        if _waits(lines[number - 1]):
+            return name_of_line(path, lines, number)
+    return name_of_line(path, lines, line)
+
+
+def _waits(line: str) -> bool:
+    return STATEMENT.search(line.partition("//")[0]) is not None
+
+
+def name_of_line(path: Path, lines: Sequence[str], number: int) -> str:
+    """Return a name of the line that outlives changes of the lines around it."""
+    inside = "?"
+    earlier: list[str] = []
+    for line in lines[:number]:
+        if match := FUNCTION.match(line):
+            inside, earlier = match["at_start"] or match["in_class"], []
+        earlier.append(line.strip())
+    text = lines[number - 1].partition("//")[0].strip()
+    again = sum(line.partition("//")[0].strip() == text for line in earlier[:-1])
+    name = f"{path.relative_to(COPY / 'csrc')} {inside}: {text}"
+    return f"{name} ({again + 1})" if again else name
+
+
+def statements() -> set[str]:
+    """Return the names of all lines of the sources that wait."""
+    found = set()
+    for folder in FOLDERS:
+        for path in sorted((COPY / "csrc" / folder).glob("*.[ch]*")):
+            lines = path.read_text().splitlines()
+            numbers = [number for number, line in enumerate(lines, start=1) if _waits(line)]
+            found |= {name_of_line(path, lines, number) for number in numbers}
+    return {name for name in found if not NO_PLACES.search(name)}
+
+
+# - The table
+
+
+def row_of(fault: str, tests: Sequence[str], seconds: dict[str, float], **variables: str) -> Row:
+    """Run the tests until one fails."""
+    most = MOST_LATE_TESTS if "EMULATED_GPU_DELAY_US" in variables else MOST_TESTS
+    for test in [each for each in TESTS if each in tests][:most]:
+        limit_s = LEAST_LIMIT_S + TIMES_AS_LONG * seconds[test]
+        outcome = run(test, limit_s, **variables)
+        if outcome.seen_by:
+            row = Row(fault, outcome.seen_by, test, outcome.message, "")
+            break
+    else:
+        row = Row(fault, "", "", "", NOT_SEEN.get(fault, "no reason is known"))
+    print(f"{row.seen_by or 'NOT SEEN':12} {fault}\n{'':13}{row.message or row.reason}", flush=True)
+    return row
+
+
+def drop(wait: Wait, seconds: dict[str, float]) -> Row:
+    """Leave out one wait. What the host reads too early shows only by numbers."""
+    variables = {"EMULATED_GPU_DROP_WAIT": ",".join(sorted(wait.places))}
+    if wait.is_of_host():
+        variables["EMULATED_GPU_DELAY_US"] = str(LATE_US)
+    return row_of(wait.name, sorted(wait.tests), seconds, **variables)
+
+
+def plant(edit: Edit, seconds: dict[str, float]) -> Row:
+    """Edit the copy."""
+    apply(edit)
+    try:
+        if UNITED.search(edit.file):
+            build()
+        late = {"EMULATED_GPU_DELAY_US": str(LATE_US)} if edit.late else {}
+        return row_of(edit.name, edit.tests or list(TESTS), seconds, **late)
+    finally:
+        copy_sources()
+
+
+def write(rows: Sequence[Row], is_all: bool) -> None:
+    """Write the table. Rows that were not run this time stay as they are, unless all were run."""
+    known = [] if is_all or not RESULTS.exists() else json.loads(RESULTS.read_text())
+    table = {row["fault"]: row for row in known} | {row.fault: asdict(row) for row in rows}
+    RESULTS.write_text(json.dumps(list(table.values()), indent=1) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", default="", help="plant faults whose names contain this")
+    parser.add_argument(
+        "--keep-survey", action="store_true", help="use what tests met in the last run"
+    )
+    arguments = parser.parse_args()
+    copy_sources()
+    build()
+    surveyed = (
+        json.loads(SURVEY.read_text()) if arguments.keep_survey and SURVEY.exists() else survey()
+    )
+    SURVEY.write_text(json.dumps(surveyed))
+    seconds = {test: time_of for test, (time_of, _) in surveyed.items()}
+    waits = waits_of(surveyed)
+    in_order = sorted(waits.values(), key=lambda wait: (wait.is_of_host(), wait.name))
+    rows = [drop(wait, seconds) for wait in in_order if arguments.only in wait.name]
+    for name in sorted(statements() - waits.keys()):
+        if arguments.only in name:
+            rows.append(Row(name, "", "", "", NOT_SEEN.get(name, "no test meets it")))
+            print(f"{'NOT MET':12} {name}\n{'':13}{rows[-1].reason}", flush=True)
+    rows += [plant(edit, seconds) for edit in EDITS if arguments.only in edit.name]
+    write(rows, is_all=not arguments.only)
+    missed = [row.fault for row in rows if not row.seen_by and row.fault not in NOT_SEEN]
+    print(f"{len(rows)} faults, {sum(bool(row.seen_by) for row in rows)} seen")
+    if missed:
+        print("Not seen, though nothing says why:", *missed, sep="\n  ")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
