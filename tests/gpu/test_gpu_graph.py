@@ -14,16 +14,17 @@ from fsdp_ext import MixedPrecisionPolicy, fully_shard
 
 WARMUP = 3
 STEPS = 5
+MESSAGE_BYTES = 1024  # of units that are cut into messages
 
 
 class _Training:
-    def __init__(self, precision: dict[str, Any]) -> None:
+    def __init__(self, precision: dict[str, Any], **options: Any) -> None:
         torch.manual_seed(0)
         self.model: Any = Transformer().cuda()
         policy = MixedPrecisionPolicy(**precision)
         for unit in self.model.units():
             fully_shard(unit, mp_policy=policy)
-        fully_shard(self.model, mp_policy=policy)
+        fully_shard(self.model, mp_policy=policy, **options)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, capturable=True)
         (tokens,), _ = self.model.batch(torch.Generator().manual_seed(0))
         self.tokens = tokens.cuda()
@@ -40,15 +41,16 @@ class _Training:
 
 
 def _captured_steps() -> None:
-    for precision in ({}, {"param_dtype": torch.bfloat16}):
-        _captured_step(precision)
+    _captured_step({})
+    _captured_step({"param_dtype": torch.bfloat16})
+    _captured_step({"param_dtype": torch.bfloat16}, max_message_bytes=MESSAGE_BYTES)
 
 
-def _captured_step(precision: dict[str, Any]) -> None:
+def _captured_step(precision: dict[str, Any], **options: Any) -> None:
     eager = _Training(precision)
     expected = [eager.step().item() for _ in range(WARMUP + STEPS)][WARMUP:]
 
-    training = _Training(precision)
+    training = _Training(precision, **options)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -71,11 +72,27 @@ def _changed_between_passes(run: Run, step: int) -> tuple[Tensor, ...]:
     return (loss,)
 
 
+class SixBlocks(Stack):
+    """More units than the ring of parameters has slots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([*self.blocks, *copy.deepcopy(self.blocks)])
+
+
+def _unshard_all(run: Run, step: int) -> tuple[Tensor, ...]:
+    if run.sharded:
+        for block in run.model.blocks:
+            block.unshard()
+    return train_step(run, step)
+
+
 # Two ranks, unless the case has groups of ranks.
 CASES = [
     Case("as it is", Stack, after_sharding=_cut, step=_step),
     Case("prefetch of the wrong units", Stack, after_sharding=_prefetch_wrongly, step=_step),
     Case("hooks", Stack, after_sharding=_hook, step=_step, unsharded=None),
+    Case("units that are unsharded by hand", SixBlocks, after_sharding=_cut, step=_unshard_all),
     Case("parameters that change between the passes", Stack, step=_changed_between_passes,
          fsdp2_fails="its gathers do not wait for the change"),
 ]  # fmt: skip

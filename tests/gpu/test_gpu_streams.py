@@ -16,10 +16,11 @@ from support.launcher import run_ranks
 from support.models import Stack
 from torch import Tensor, nn
 
-from fsdp_ext import fully_shard, offload_optimizer
+from fsdp_ext import MixedPrecisionPolicy, fully_shard, offload_optimizer
 
 WIDTH = 64
 STEPS = 4
+MESSAGE_BYTES = 256
 
 
 class _Branches(nn.Module):
@@ -84,12 +85,14 @@ def test_parts_of_a_unit_may_run_on_streams_of_the_user(world_size: int) -> None
     run_ranks(_compare_branches, world_size, timeout=80.0, device="cuda")
 
 
-def _train(change: Callable[[Any, torch.optim.Optimizer], None]) -> list[Tensor]:
+def _train(
+    change: Callable[[Any, torch.optim.Optimizer], None], options: dict[str, Any] | None = None
+) -> list[Tensor]:
+    """Train on the GPU with options of each unit; return the losses and the parameters."""
     torch.manual_seed(0)
     model = Stack().cuda()
-    for unit in model.units():
-        fully_shard(unit)
-    fully_shard(model)
+    for unit in [*model.units(), model]:
+        fully_shard(unit, **(options or {}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     change(model, optimizer)
     results = []
@@ -131,7 +134,13 @@ def _hook(on_stream: bool) -> Callable[[Any, torch.optim.Optimizer], None]:
 
 
 def _compare_hooks() -> None:
-    assert all(map(torch.equal, _train(_hook(on_stream=True)), _train(_hook(on_stream=False))))
+    half: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    in_messages = {**half, "bucket_bytes": 0, "max_message_bytes": MESSAGE_BYTES}
+    for options in ({}, half):
+        expected = _train(_hook(on_stream=False), options)
+        assert all(map(torch.equal, _train(_hook(on_stream=True), options), expected))
+    for on_stream in (False, True):
+        assert all(map(torch.equal, _train(_hook(on_stream), in_messages), expected))
 
 
 @pytest.mark.timeout(90)
