@@ -140,5 +140,46 @@ EDITS = (
     ),
 )
 
+NOT_PINNED = "the copy before it goes to memory that is not pinned, so it ends before it returns"
+AFTER_USE = "the tests free no memory while work in flight uses it; reuse would show"
+ONLY_TIMES = "it orders no memory, and only times or timeouts depend on it"
+SAME_STREAM = "both are the same stream there, so nothing is waited for"
+NO_TEST = "no test of tests/gpu gets there"
+
 # The faults that nothing sees, and why.
-NOT_SEEN: dict[str, str] = {}
+NOT_SEEN = {
+    "comm/nccl.cpp exchange: stream.synchronize();": NOT_PINNED,
+    "comm/nccl_buffers.cpp synchronize: device_.synchronize();": (
+        "the emulated NCCL registers no memory with other ranks, so unmapping it is harmless"
+    ),
+    "comm/nccl_watchdog.cpp update_oldest_pending: "
+    "if (candidate.pending && candidate.event->query()) {": ONLY_TIMES,
+    "core/gatherer.cpp abandon_gather: streams_.messages().wait("
+    "*bucket.last_gathers().back().gathered, bucket.last_gather_label());": NO_TEST,
+    "core/gatherer.cpp acquire_home: streams_.follow_compute();": NO_TEST,
+    "core/gatherer.cpp acquire_slot: streams_.follow_compute();": (
+        "the tests' overflow slots get memory that no earlier work of the pass has used"
+    ),
+    "core/gatherer.cpp forget: streams_.follow_compute();": (
+        "the next iteration begins with the same wait; only a gather within the iteration needs it"
+    ),
+    "core/gatherer.cpp join_capture: "
+    "streams_.order_after(device_.compute_stream(), last, kGatherStream);": (
+        "the compute stream waits for every gather that the captured step uses, so the streams "
+        "have joined already; it is for gathers that nothing uses"
+    ),
+    "core/gatherer.cpp join_capture: "
+    "streams_.order_after(last, streams_.messages(), kGatherStream);": (
+        "the same; the copies of the last pieces come after all messages"
+    ),
+    "core/reducer.cpp reduce_piece: streams_.order_after("
+    "streams_.messages(), reduction.before, bucket.reduce_label); (2)": SAME_STREAM,
+    "core/reducer.cpp settle: bucket.reduced->synchronize("
+    "device_.timeout(), bucket.reduce_label);": NO_TEST,
+    "core/reducer_marks.cpp units_with_nonfinite: compute.synchronize();": NOT_PINNED,
+    "core/reducer_marks.cpp units_with_nonfinite: compute.synchronize(); (2)": NO_TEST,
+    "core/reducer_packing.cpp leave_held_gradients: "
+    "device_.compute_stream().wait(*bucket.reduced, bucket.reduce_label);": NO_TEST,
+    "torch/torch_root.cpp synchronize: replicas_->gather.synchronize();": NO_TEST,
+    "torch/torch_root.cpp synchronize: replicas_->reduce.synchronize();": NO_TEST,
+}
