@@ -50,6 +50,8 @@ def states_of(optimizer: Optimizer) -> OffloadedStates:
 def poison(optimizer: Optimizer) -> None:
     for staging in states_of(optimizer)._staging:
         staging.fill_(255)  # NaN in every dtype
+        if staging.is_cuda:
+            torch.cuda.synchronize()  # the next step's copies wait for their own kind alone
 
 
 def assert_on_host(optimizer: Optimizer) -> None:

@@ -63,6 +63,25 @@ def test_results_that_the_host_computes_come_after_the_poison() -> None:
         assert chosen.sum().item() == sum(range(501, 1000))
 
 
+def test_dropout_draws_from_the_gpus_generator_alone() -> None:
+    code = """
+values = torch.ones(1000, device="cuda")
+drawn = []
+for seed in (1, 2):
+    torch.manual_seed(seed)  # of the host, too
+    torch.cuda.manual_seed(1)
+    dropped = torch.nn.functional.dropout(values, 0.25)
+    torch.randn(100)
+    drawn.append((dropped, torch.randn(3)))
+(one, _), (other, _) = drawn
+print(torch.equal(one, other), sorted(set(one.tolist()))[0], 600 < int((one > 1).sum()) < 900)
+torch.manual_seed(2)
+torch.randn(100)
+print(torch.equal(drawn[1][1], torch.randn(3)))
+"""
+    assert _run(code, EMULATED_GPU_DELAY_US="3000").stdout == "True 0.0 True\nTrue\n"
+
+
 def test_freed_memory_cannot_be_read() -> None:
     code = f"""
 import ctypes

@@ -94,7 +94,7 @@ def device() -> torch.device:
 def _moved(tensor: Tensor) -> Tensor:
     """Return a tensor of a batch on this rank's device, as a leaf, which has a gradient."""
     moved = tensor.detach()
-    if device().type == "cuda":
+    if device().type == "cuda" and not moved.is_cuda:
         # From other memory, the host would wait for the step before, and waits that are missing
         # would not show.
         moved = moved.pin_memory()

@@ -1,4 +1,6 @@
 // Overrides every operator that has a kernel for CUDA with one boxed function.
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <torch/library.h>
@@ -78,6 +80,18 @@ bool copies_between_devices(const Signature& signature, const Stack& stack) {
              torch::jit::peek(stack, 1, signature.arguments.size()).toTensor().device();
 }
 
+// Made of other operators, since it draws and has no argument for a generator: the CPU's kernel
+// would take the host's own.
+void drop_out(Stack& stack) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const auto train = torch::jit::pop(stack).toOptional<bool>();
+  const double probability = torch::jit::pop(stack).toDouble();
+  const at::Tensor input = torch::jit::pop(stack).toTensor();
+  const double kept = train.value_or(true) ? 1 - probability : 1;
+  const at::Tensor mask = at::empty_like(input, at::kBool).bernoulli_(kept);
+  torch::jit::push(stack, input * mask * (kept > 0 ? 1 / kept : 0), mask);
+}
+
 void run_operator(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/, Stack* stack) {
   // torch's allocator exists by now.
   static const bool poisons [[maybe_unused]] =
@@ -85,6 +99,10 @@ void run_operator(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/, S
   const Signature& signature = signature_of(op);
   if (copies_between_devices(signature, *stack)) {
     op.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack);
+    return;
+  }
+  if (signature.name == "aten::native_dropout") {
+    drop_out(*stack);
     return;
   }
   Stack arguments = torch::jit::pop(*stack, signature.arguments.size());
