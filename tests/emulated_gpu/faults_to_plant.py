@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SECOND_GPU = (
-    "tests/gpu/test_gpu_streams.py::test_a_model_may_be_on_another_gpu_than_the_current_one"
-)
+STREAMS = "tests/gpu/test_gpu_streams.py::"
+SECOND_GPU = f"{STREAMS}test_a_model_may_be_on_another_gpu_than_the_current_one"
 # They pass without a fault. Each wait is left out in those that meet it, in this order. In the
 # first ones the host waits for nothing between steps, which would order streams, too.
 TESTS = (
     "tests/gpu/test_gpu_buckets.py",
     "tests/gpu/test_gpu_ordering.py::test_a_late_stream_changes_nothing[2]",
     "tests/gpu/test_gpu_pieces.py::test_units_cut_into_messages_train_as_others[2]",
-    "tests/gpu/test_gpu_streams.py::test_parts_of_a_unit_may_run_on_streams_of_the_user[1]",
+    f"{STREAMS}test_parts_of_a_unit_may_run_on_streams_of_the_user[1]",
     "tests/gpu/test_gpu_graph.py::test_a_captured_step_trains_as_an_eager_one[2]",
-    "tests/gpu/test_gpu_streams.py::test_replicas_and_groups_train_as_with_fsdp2[packed]",
+    f"{STREAMS}test_replicas_and_groups_train_as_with_fsdp2[packed]",
     "tests/gpu/test_gpu_pieces.py::test_units_cut_into_messages_train_as_others[4]",
     "tests/gpu/test_gpu_pieces.py::test_parameters_that_extensions_make_train_as_under_fsdp2",
-    "tests/gpu/test_gpu_streams.py::test_offloaded_states_are_stepped_as_others",
-    "tests/gpu/test_gpu_streams.py::test_a_hook_may_run_on_a_stream_of_the_user",
+    f"{STREAMS}test_offloaded_states_are_stepped_as_others",
+    f"{STREAMS}test_a_hook_may_run_on_a_stream_of_the_user",
+    f"{STREAMS}test_a_collective_of_the_user_may_return_before_its_end",
     SECOND_GPU,
     "tests/gpu/test_gpu_offload.py::test_offloaded_units_train_as_others[2]",
     "tests/gpu/test_gpu_health.py",
@@ -107,6 +107,7 @@ EDITS = (
     return;
   }
 """,
+        tests=("tests/gpu/test_gpu_ordering.py::test_a_late_stream_changes_nothing[2]",),
     ),
     Edit(
         "threads do not select the device",
@@ -116,7 +117,14 @@ EDITS = (
         tests=(SECOND_GPU,),
     ),
     *(
-        Edit(f"{name} does not wait", "fsdp_ext/offloading/copy_streams.py", old, "pass", late)
+        Edit(
+            f"{name} does not wait",
+            "fsdp_ext/offloading/copy_streams.py",
+            old,
+            "pass",
+            late,
+            (f"{STREAMS}test_offloaded_states_are_stepped_as_others",),
+        )
         for name, old, late in (
             ("the copy of states to the GPU", "self._in.wait_stream(self._back)", False),
             ("the step", "self._module.current_stream().wait_stream(self._in)", False),
@@ -131,7 +139,16 @@ EDITS = (
         )
     ),
     *(
-        Edit(f"{name} does not wait", "fsdp_ext/sharding/user_hooks.py", old, "pass")
+        Edit(
+            f"{name} does not wait",
+            "fsdp_ext/sharding/user_hooks.py",
+            old,
+            "pass",
+            tests=(
+                f"{STREAMS}test_a_hook_may_run_on_a_stream_of_the_user",
+                f"{STREAMS}test_a_collective_of_the_user_may_return_before_its_end",
+            ),
+        )
         for name, old in (
             ("a hook's stream", "chosen.wait_stream(of_lane)"),
             ("the lane for a hook", "of_lane.wait_stream(chosen)"),
@@ -172,6 +189,17 @@ NOT_SEEN = {
     "streams_.order_after(last, streams_.messages(), kGatherStream);": (
         "the same; the copies of the last pieces come after all messages"
     ),
+    "core/gatherer_memory.cpp plan_memory: streams_.follow_compute();": (
+        "memory is planned right before an iteration begins, with the same wait"
+    ),
+    "core/gatherer_messages.cpp compute_inputs: device_.compute_stream().wait("
+    "*unit.bucket->gathers.back().gathered, unit.bucket->gather_label);": (
+        "the compute stream has waited for every gather that a unit used; it is for the others"
+    ),
+    "core/gatherer_messages.cpp order_before_gather: "
+    "before.wait(*bucket.gathers.back().gathered, bucket.gather_label);": (
+        "the same; an iteration begins after what the compute stream has waited for"
+    ),
     "core/reducer.cpp reduce_piece: streams_.order_after("
     "streams_.messages(), reduction.before, bucket.reduce_label); (2)": SAME_STREAM,
     "core/reducer.cpp settle: bucket.reduced->synchronize("
@@ -180,6 +208,9 @@ NOT_SEEN = {
     "core/reducer_marks.cpp units_with_nonfinite: compute.synchronize(); (2)": NO_TEST,
     "core/reducer_packing.cpp leave_held_gradients: "
     "device_.compute_stream().wait(*bucket.reduced, bucket.reduce_label);": NO_TEST,
+    "the host for copies of states to the GPU does not wait": (
+        "redundant: each copy back comes after the copy to the GPU, and the host waits for it"
+    ),
     "torch/torch_root.cpp synchronize: replicas_->gather.synchronize();": NO_TEST,
     "torch/torch_root.cpp synchronize: replicas_->reduce.synchronize();": NO_TEST,
 }

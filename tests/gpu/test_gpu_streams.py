@@ -11,6 +11,7 @@ import pytest
 import test_hybrid_sharding
 import test_reshard_groups
 import torch
+import torch.distributed as dist
 from support.gpu_cases import DIRECT, PACKED, train_cases
 from support.launcher import run_ranks
 from support.models import Stack
@@ -104,6 +105,9 @@ def _train(
         loss.backward()
         optimizer.step()
         results.append(loss.detach())
+        for parameter in model.parameters():  # states on the host may be read at once
+            moments: Any = optimizer.state[parameter]["exp_avg"]
+            results.append(moments.to_local().clone().cuda())
     return [*results, *(_whole(parameter) for parameter in model.parameters())]
 
 
@@ -175,6 +179,31 @@ def _on_the_second_gpu() -> None:
 @pytest.mark.timeout(90)
 def test_a_model_may_be_on_another_gpu_than_the_current_one() -> None:
     run_ranks(_on_the_second_gpu, 1, timeout=80.0, device="cuda")
+
+
+class _Gather:
+    """Gathers on the stream of torch's process group, and returns without a wait."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any) -> Any:
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op=True)
+
+
+def _gather_by_torch(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    for unit in model.units():
+        unit.set_custom_all_gather(_Gather())
+
+
+def _compare_gathers() -> None:
+    expected = _train(lambda model, optimizer: None)
+    assert all(map(torch.equal, _train(_gather_by_torch), expected))
+
+
+@pytest.mark.timeout(90)
+def test_a_collective_of_the_user_may_return_before_its_end() -> None:
+    run_ranks(_compare_gathers, 2, timeout=80.0, device="cuda")
 
 
 REPLICAS = [
