@@ -200,12 +200,20 @@ NOT_SEEN = {
     "before.wait(*bucket.gathers.back().gathered, bucket.gather_label);": (
         "the same; an iteration begins after what the compute stream has waited for"
     ),
+    "core/reducer.cpp end_reduction: streams_.order_after("
+    "reduction.after, streams_.messages(), bucket.reduce_label);": (
+        "redundant: the copies, the hook or the all-reduce before it have ordered the two streams"
+    ),
     "core/reducer.cpp reduce_piece: streams_.order_after("
     "streams_.messages(), reduction.before, bucket.reduce_label); (2)": SAME_STREAM,
     "core/reducer.cpp settle: bucket.reduced->synchronize("
     "device_.timeout(), bucket.reduce_label);": NO_TEST,
     "core/reducer_marks.cpp units_with_nonfinite: compute.synchronize();": NOT_PINNED,
     "core/reducer_marks.cpp units_with_nonfinite: compute.synchronize(); (2)": NO_TEST,
+    "core/reducer_packing.cpp begin_packing: input_.wait_for_both(before, bucket.reduce_label);": (
+        "at its end a backward waits for all of its messages; only a bucket whose units differ "
+        "packs there again within the same backward"
+    ),
     "core/reducer_packing.cpp leave_held_gradients: "
     "device_.compute_stream().wait(*bucket.reduced, bucket.reduce_label);": NO_TEST,
     "the host for copies of states to the GPU does not wait": (
