@@ -216,6 +216,13 @@ NOT_SEEN = {
     ),
     "core/reducer_packing.cpp leave_held_gradients: "
     "device_.compute_stream().wait(*bucket.reduced, bucket.reduce_label);": NO_TEST,
+    "core/reducer_packing.cpp wait_for_packing: device_.stream_of(stream).wait("
+    "*gradients.bucket->packed, gradients.bucket->reduce_label);": (
+        "the tests' streams wait for the compute stream, which has waited, before they reuse memory"
+    ),
+    "device/cuda_stream.cpp start_word: stream.wait(*reached, name_of_compute_);": (
+        "no earlier work of the tests has used the eight bytes that it orders"
+    ),
     "the host for copies of states to the GPU does not wait": (
         "redundant: each copy back comes after the copy to the GPU, and the host waits for it"
     ),

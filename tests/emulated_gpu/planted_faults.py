@@ -214,14 +214,20 @@ def _short(line: str) -> str:
 # - Waits
 
 
-def survey() -> dict[str, tuple[float, list[str]]]:
+Survey = dict[str, tuple[float, list[str]]]
+
+
+def survey(known: Survey) -> Survey:
     """Run each test without a fault; return its seconds and the waits that it meets.
+
+    Args:
+        known: what this has returned before, for tests that need not run again.
 
     Raises:
         SystemExit: if a test fails.
     """
-    found = {}
-    for test in TESTS:
+    found = {test: known[test] for test in TESTS if test in known}
+    for test in [test for test in TESTS if test not in known]:
         listing = PLANTED / "waits.txt"
         listing.unlink(missing_ok=True)
         outcome = run(test, 300.0, EMULATED_GPU_LIST_WAITS=str(listing))
@@ -259,7 +265,7 @@ def frames_of(offsets: Sequence[str]) -> dict[str, list[Frame]]:
     return dict(zip(offsets, chains, strict=True))
 
 
-def waits_of(surveyed: dict[str, tuple[float, list[str]]]) -> dict[str, Wait]:
+def waits_of(surveyed: Survey) -> dict[str, Wait]:
     """Return the waits by name."""
     stacks = {line.split()[1] for _, lines in surveyed.values() for line in lines}
     frames = frames_of(sorted({offset for stack in stacks for offset in stack.split("+")}))
@@ -379,11 +385,9 @@ def main() -> int:
     arguments = parse()
     copy_sources()
     build()
-    if arguments.missing and SURVEY.exists():
-        surveyed = json.loads(SURVEY.read_text())
-    else:
-        surveyed = survey()
-        SURVEY.write_text(json.dumps(surveyed))
+    keeps = arguments.missing and SURVEY.exists()
+    surveyed = survey(json.loads(SURVEY.read_text()) if keeps else {})
+    SURVEY.write_text(json.dumps(surveyed))
     seconds = {test: time_of for test, (time_of, _) in surveyed.items()}
     waits = waits_of(surveyed)
     faults: dict[str, Callable[[], Row]] = {

@@ -107,8 +107,9 @@ def _train(
         results.append(loss.detach())
         for parameter in model.parameters():  # states on the host may be read at once
             moments: Any = optimizer.state[parameter]["exp_avg"]
-            results.append(moments.to_local().clone().cuda())
-    return [*results, *(_whole(parameter) for parameter in model.parameters())]
+            results.append(moments.to_local().clone())
+    results += [_whole(parameter) for parameter in model.parameters()]
+    return [result.cpu() for result in results]
 
 
 def _offload(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
