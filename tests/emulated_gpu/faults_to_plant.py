@@ -158,7 +158,10 @@ EDITS = (
 )
 
 NOT_PINNED = "the copy before it goes to memory that is not pinned, so it ends before it returns"
-AFTER_USE = "the tests free no memory while work in flight uses it; reuse would show"
+AFTER_USE = "the tests have no work in flight there that uses the memory"
+EARLY_READ = (
+    "a gap: the checker does not see reads of the host, and no late test gets other bytes that way"
+)
 ONLY_TIMES = "it orders no memory, and only times or timeouts depend on it"
 SAME_STREAM = "both are the same stream there, so nothing is waited for"
 NO_TEST = "no test of tests/gpu gets there"
@@ -171,6 +174,14 @@ NOT_SEEN = {
     ),
     "comm/nccl_watchdog.cpp update_oldest_pending: "
     "if (candidate.pending && candidate.event->query()) {": ONLY_TIMES,
+    "core/backward_exchange.cpp all_gather: "
+    "received_->synchronize(lanes_.device->timeout(), label);": EARLY_READ,
+    "core/backward_exchange.cpp receive: "
+    "received_->synchronize(lanes_.device->timeout(), kExchange);": EARLY_READ,
+    "core/backward_exchange.cpp drain: lanes_.gather.drain();": AFTER_USE,
+    "core/backward_exchange.cpp drain: replicas_->gather.drain();": AFTER_USE,
+    "core/bucket_set.cpp form: lanes_.gather.synchronize();": AFTER_USE,
+    "core/bucket_set.cpp form: lanes_.reduce.synchronize();": AFTER_USE,
     "core/gatherer.cpp abandon_gather: streams_.messages().wait("
     "*bucket.last_gathers().back().gathered, bucket.last_gather_label());": NO_TEST,
     "core/gatherer.cpp acquire_home: streams_.follow_compute();": NO_TEST,
@@ -199,6 +210,11 @@ NOT_SEEN = {
     "core/gatherer_messages.cpp order_before_gather: "
     "before.wait(*bucket.gathers.back().gathered, bucket.gather_label);": (
         "the same; an iteration begins after what the compute stream has waited for"
+    ),
+    "core/reducer.cpp begin_reduction: "
+    "streams_.messages().wait(*bucket.reduced, bucket.reduce_label);": (
+        "the compute stream has waited at the end of the backward before; only a bucket that is "
+        "reduced twice within a backward needs it"
     ),
     "core/reducer.cpp end_reduction: streams_.order_after("
     "reduction.after, streams_.messages(), bucket.reduce_label);": (
