@@ -136,7 +136,7 @@ test:  ## run the C++ tests and pytest on 2 ranks, in less than ten minutes
 .PHONY: test-all
 test-all: test test-exhaustive test-ecosystem sanitize  ## run what make test runs, the exhaustive matrix, libraries, sanitizers
 	@if command -v nvcc >/dev/null; then \
-	  $(MAKE) --no-print-directory cuda-build rehearse rehearse-ecosystem planted-faults; \
+	  $(MAKE) --no-print-directory cuda-build rehearse rehearse-ecosystem; \
 	  echo "make test-all ran everything."; \
 	else echo "make test-all ran everything but the CUDA build and the emulated GPU: there is no nvcc on the PATH."; fi
 
@@ -289,7 +289,7 @@ rehearsal: cuda-install  ## run the GPU tests on the CUDA build over an emulated
 	$(MAKE) --no-print-directory rehearse
 
 .PHONY: planted-faults
-planted-faults: emulated-gpu  ## plant faults of ordering in a copy; tests over an emulated GPU see them
+planted-faults: emulated-gpu  ## plant faults of ordering in a copy; tests over an emulated GPU see them (an hour)
 	"$(CUDA_BIN)/python" tests/emulated_gpu/planted_faults.py $(PLANTED_ARGS)
 
 # It uses what is installed: no environment of its own, no network.
