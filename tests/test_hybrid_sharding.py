@@ -107,7 +107,7 @@ def cut_into_messages(run: Run) -> None:
     """Let each unit of ours be a bucket of several messages."""
     if isinstance(run.model, fsdp_ext.FSDPModule):
         for unit in run.model._fsdp_ext_units(recurse=True):
-            unit.change(bucket_bytes=0, max_message_bytes=2048)
+            unit.change(bucket_bytes=0, max_message_bytes=256)
 
 
 HYBRID = Case(
