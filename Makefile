@@ -269,20 +269,19 @@ emulated-gpu: $(REHEARSAL_VENV)/.ready
 	"$(CUDA_BIN)/cmake" --build build/emulated_gpu --parallel $(JOBS) --target emulated_gpu
 
 # -P and PYTHONPATH: the installed CUDA build is imported, not this directory's.
+REHEARSED = LD_AUDIT="$(abspath build/emulated_gpu/tests/emulated_gpu/lib/libredirect_libraries.so)" \
+  FSDP_EXT_TEST_NEEDS_GPU=1 OMP_NUM_THREADS=1 PYTHONPATH=tests "$(REHEARSAL_BIN)/python" -P -m pytest
 .PHONY: rehearse
 rehearse: emulated-gpu
 	@echo "=== test: the GPU tests, over an emulated GPU"
-	LD_AUDIT="$(abspath build/emulated_gpu/tests/emulated_gpu/lib/libredirect_libraries.so)" \
-	  FSDP_EXT_TEST_NEEDS_GPU=1 OMP_NUM_THREADS=1 PYTHONPATH=tests \
-	  "$(REHEARSAL_BIN)/python" -P -m pytest tests/gpu tests/emulated_gpu -rs $(PYTEST_ARGS)
+	$(REHEARSED) tests/gpu tests/emulated_gpu -rs $(PYTEST_ARGS)
+	EMULATED_GPU_DEVICES=2 $(REHEARSED) tests/gpu/test_gpu_streams.py -k another_gpu $(PYTEST_ARGS)
 
 .PHONY: rehearse-ecosystem
 rehearse-ecosystem: emulated-gpu $(ECOSYSTEM_VENV)/.ready
 	@echo "=== test: libraries that train with FSDP, over an emulated GPU"
-	LD_AUDIT="$(abspath build/emulated_gpu/tests/emulated_gpu/lib/libredirect_libraries.so)" \
-	  FSDP_EXT_TEST_PACKAGES="$$("$(ECOSYSTEM_BIN)/python" -c '$(PURELIB)')" \
-	  FSDP_EXT_TEST_NEEDS_GPU=1 OMP_NUM_THREADS=1 PYTHONPATH=tests \
-	  "$(REHEARSAL_BIN)/python" -P -m pytest tests/ecosystem/test_on_a_gpu.py $(PYTEST_ARGS)
+	FSDP_EXT_TEST_PACKAGES="$$("$(ECOSYSTEM_BIN)/python" -c '$(PURELIB)')" \
+	  $(REHEARSED) tests/ecosystem/test_on_a_gpu.py $(PYTEST_ARGS)
 
 .PHONY: rehearsal
 rehearsal: cuda-install  ## run the GPU tests on the CUDA build over an emulated GPU
