@@ -27,8 +27,8 @@ void writes(const void* address, std::size_t bytes);
 
 bool is_capturing(cudaStream_t stream);
 
-// As cudaStreamWaitEvent, also where EMULATED_GPU_DROP_WAITS makes that do nothing. Work after it
-// does not count as ordered, since its user has not asked for that.
+// As cudaStreamWaitEvent, but never left out (EMULATED_GPU_DROP_WAITS). Later work does not count
+// as ordered, because no user has asked for this wait.
 void wait_for(cudaStream_t stream, cudaEvent_t event);
 
 // Fails as a kernel that faults: each later call of the runtime returns an error with `what`.

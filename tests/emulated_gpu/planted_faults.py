@@ -36,9 +36,10 @@ CUDA_PYTHON = ROOT / ".venv-cuda" / "bin" / "python"
 AUDIT = ROOT / "build/emulated_gpu/tests/emulated_gpu/lib/libredirect_libraries.so"
 COPIED = ("csrc", "fsdp_ext", "CMakeLists.txt", "LICENSE", "README.md", "pyproject.toml",
           "setup.py")  # fmt: skip
-# Lines of the places that call, and no calls without a frame of their own.
+# With these, return addresses tell the line of each call, and every call has a frame.
 COMPILER_FLAGS = "-g1 -fno-optimize-sibling-calls"
-# A fault may make a test hang. These seconds and a multiple of the test's own time are the limit.
+# A fault may make a test hang. The time limit is LEAST_LIMIT_S plus TIMES_AS_LONG times the seconds
+# that the test takes without a fault.
 LEAST_LIMIT_S, TIMES_AS_LONG = 60.0, 10.0
 MOST_TESTS, MOST_LATE_TESTS = 8, 2  # for each fault
 
@@ -76,7 +77,7 @@ class Wait:
 
     name: str
     calls: set[str] = field(default_factory=set)  # of CUDA
-    places: set[str] = field(default_factory=set)  # for EMULATED_GPU_DROP_WAIT
+    places: set[str] = field(default_factory=set)  # for EMULATED_GPU_DROP_WAITS
     tests: set[str] = field(default_factory=set)
 
     def is_of_host(self) -> bool:
@@ -333,7 +334,7 @@ def statements() -> set[str]:
     return {name for name in found if not NO_PLACES.search(name)}
 
 
-# - The table
+# - The table of faults, and what sees each
 
 
 def row_of(fault: str, tests: Sequence[str], seconds: dict[str, float], **variables: str) -> Row:
@@ -353,7 +354,7 @@ def row_of(fault: str, tests: Sequence[str], seconds: dict[str, float], **variab
 
 def drop(wait: Wait, seconds: dict[str, float]) -> Row:
     """Leave out one wait. What the host reads too early shows only by numbers."""
-    variables = {"EMULATED_GPU_DROP_WAIT": ",".join(sorted(wait.places))}
+    variables = {"EMULATED_GPU_DROP_WAITS": ",".join(sorted(wait.places))}
     if wait.is_of_host():
         variables["EMULATED_GPU_DELAY_US"] = str(LATE_US)
     return row_of(wait.name, sorted(wait.tests), seconds, **variables)

@@ -255,7 +255,7 @@ def test_waits_of_the_extension_are_listed_and_left_out(tmp_path: Path) -> None:
     places = _places_of_waits(TRAINING, tmp_path / "waits")
     assert len(set(places)) == len(places) > 3
     assert all(re.fullmatch(r"[0-9a-f]+([+][0-9a-f]+)*", place) for place in places)
-    result = _run(TRAINING, EMULATED_GPU_DROP_WAIT=",".join(places))
+    result = _run(TRAINING, EMULATED_GPU_DROP_WAITS=",".join(places))
     assert result.returncode != 0
     assert "nothing orders" in result.stderr
 
@@ -312,7 +312,7 @@ def test_ordering_tests_fail_without_waits() -> None:
     tests = Path(__file__).resolve().parents[1] / "gpu" / "test_gpu_ordering.py"
     result = subprocess.run(
         [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", tests],
-        env={**os.environ, "EMULATED_GPU_DROP_WAITS": "1"},
+        env={**os.environ, "EMULATED_GPU_DROP_WAITS": "all"},
         check=False,
         capture_output=True,
         text=True,

@@ -20,7 +20,7 @@ def _of(rank: int, numel: int = NUMEL) -> torch.Tensor:
 def _messages() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     ranks = range(size)
-    # To the next rank and from the one before, at once.
+    # Each rank sends to the next one and receives from the one before, in one group.
     came = torch.empty(NUMEL, device="cuda")
     both = [
         dist.P2POp(dist.isend, _of(rank), (rank + 1) % size),

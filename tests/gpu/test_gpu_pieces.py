@@ -15,32 +15,25 @@ import test_reshard_groups
 import torch
 import torch.distributed.fsdp
 from support.extensions import HalfWeight
-from support.gpu_cases import PACKED, train_cases
+from support.gpu_cases import PACKED, losses_of, train_cases
 from support.launcher import run_ranks
 from support.models import Stack
 from support.parity import Case, Run, train_step
+from test_hybrid_sharding import cut_into_messages
 from torch import Tensor, nn
 
 import fsdp_ext
 
 STEPS = 4
-MESSAGE_BYTES = 256
-
-
-def _cut(run: Run) -> None:
-    """Let each unit of ours be a bucket of several messages."""
-    if isinstance(run.model, fsdp_ext.FSDPModule):
-        for unit in run.model._fsdp_ext_units(recurse=True):
-            unit.change(bucket_bytes=0, max_message_bytes=MESSAGE_BYTES)
 
 
 def _prefetch_wrongly(run: Run) -> None:
-    _cut(run)
+    cut_into_messages(run)
     test_prefetch_api.prefetch_wrongly_forward(run)
 
 
 def _hook(run: Run) -> None:
-    _cut(run)
+    cut_into_messages(run)
     for module in [*run.model.units(), run.model]:
         module.set_all_reduce_hook(functools.partial(Tensor.mul_, other=-0.5))
 
@@ -82,7 +75,7 @@ class SixBlocks(Stack):
 
 def _unshard_in_forward(run: Run) -> None:
     """Unshard all blocks when the second one runs: more than there are slots."""
-    _cut(run)
+    cut_into_messages(run)
     if run.sharded:
         blocks = run.model.blocks
         blocks[1].register_forward_pre_hook(
@@ -92,14 +85,16 @@ def _unshard_in_forward(run: Run) -> None:
 
 # Two ranks, unless the case has groups of ranks.
 CASES = [
-    Case("as it is", Stack, after_sharding=_cut, step=_step),
+    Case("as it is", Stack, after_sharding=cut_into_messages, step=_step),
     Case("prefetch of the wrong units", Stack, after_sharding=_prefetch_wrongly, step=_step),
     Case("hooks", Stack, after_sharding=_hook, step=_step, unsharded=None),
     Case("units that are unsharded by hand", SixBlocks, after_sharding=_unshard_in_forward),
     Case("parameters that change between the passes", Stack, step=_changed_between_passes,
          fsdp2_fails="its gathers do not wait for the change"),
 ]  # fmt: skip
-IN_GROUPS = [dataclasses.replace(test_reshard_groups.GROUPED, after_sharding=_cut, step=_step)]
+IN_GROUPS = [
+    dataclasses.replace(test_reshard_groups.GROUPED, after_sharding=cut_into_messages, step=_step)
+]
 
 
 @pytest.mark.timeout(120)
@@ -120,17 +115,7 @@ def _train_extensions(shard: Callable[[nn.Module], object]) -> list[Tensor]:
     for layer in model:
         shard(layer)
     shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    losses = []
-    for step in range(STEPS):
-        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
-        x = x.pin_memory().cuda(non_blocking=True)
-        optimizer.zero_grad()
-        loss = model(x).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return losses
+    return losses_of(model, 16, STEPS)
 
 
 def _compare_extensions() -> None:

@@ -19,7 +19,8 @@ from fsdp_ext import _C
 DEVICE = torch.device("cuda", 0)
 PAIRS = list(itertools.product(FLOATS, FLOATS))
 SCALE = 0.125
-# Another kernel packs as many entries, with larger arguments.
+# So many entries do not fit the arguments of the usual kernel. Another one, which takes larger
+# arguments, packs them.
 MANY = 600
 
 

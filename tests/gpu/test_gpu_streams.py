@@ -12,7 +12,7 @@ import test_hybrid_sharding
 import test_reshard_groups
 import torch
 import torch.distributed as dist
-from support.gpu_cases import DIRECT, PACKED, train_cases
+from support.gpu_cases import DIRECT, PACKED, losses_of, train_cases
 from support.launcher import run_ranks
 from support.models import Stack
 from torch import Tensor, nn
@@ -55,17 +55,8 @@ def _train_branches(shard: Callable[[nn.Module], object], on_streams: bool) -> l
     for block in model:
         shard(block)
     shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    results = []
-    for step in range(STEPS):
-        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
-        x = x.pin_memory().cuda(non_blocking=True)
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        results.append(loss.detach())
-    return [*results, *(_whole(parameter) for parameter in model.parameters())]
+    losses = losses_of(model, WIDTH, STEPS)
+    return [*losses, *(_whole(parameter) for parameter in model.parameters())]
 
 
 def _whole(parameter: Any) -> Tensor:

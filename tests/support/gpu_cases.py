@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 import fsdp_ext.sharding.param_group
 from support.launcher import run_ranks
@@ -29,6 +30,20 @@ DIRECT, PACKED = 0, 1 << 62  # parameters at least this large are gathered direc
 
 def _allocations() -> int:
     return int(torch.cuda.memory_stats().get("allocation.all.allocated", 0))
+
+
+def losses_of(model: nn.Module, width: int, steps: int) -> list[Tensor]:
+    """Train by SGD and return the losses. The host waits for no step, which would order streams."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(steps):
+        x = torch.randn(4, width, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss = model(x.pin_memory().cuda(non_blocking=True)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "emulated_gpu.h"
+#include "lasting.h"
 #include "settings.h"
 
 namespace emulated_gpu {
@@ -17,16 +18,12 @@ thread_local cudaError_t last_error = cudaSuccess;
 thread_local cudaError_t described_error = cudaSuccess;
 thread_local std::string detail;
 
-// Never destroyed, since streams may still run when the process ends.
 struct Fault {
   std::mutex mutex;
   std::string what;
   std::atomic<bool> happened{false};
 };
-Fault& fault() {
-  static auto* the_fault = new Fault;
-  return *the_fault;
-}
+Fault& fault() { return lasting<Fault>(); }
 
 const char* name_of(cudaError_t error) {
   static const std::map<cudaError_t, const char*> names = {

@@ -8,7 +8,6 @@
 
 #include "captures.h"
 #include "errors.h"
-#include "settings.h"
 #include "streams.h"
 #include "wait_sites.h"
 
@@ -70,10 +69,8 @@ cudaError_t last_record(const Event& event, std::shared_ptr<Record>& record) {
   return cudaSuccess;
 }
 
-// What a wait for an event is for.
-enum class Wait { kOrders, kNeverOrders, kDropped };
-
-cudaError_t wait_for_event(cudaStream_t handle, cudaEvent_t event_handle, Wait kind) {
+// `orders`: whether later work of the stream counts as ordered after the event.
+cudaError_t wait_for_event(cudaStream_t handle, cudaEvent_t event_handle, bool orders) {
   const std::shared_ptr<Stream> stream = Stream::of(handle);
   const Event& event = as_event(event_handle);
   std::shared_ptr<Record> record;
@@ -88,8 +85,8 @@ cudaError_t wait_for_event(cudaStream_t handle, cudaEvent_t event_handle, Wait k
       return failed(cudaErrorStreamCaptureIsolation, "a captured stream waits for uncaptured work");
     }
   }
-  if (record != nullptr && kind != Wait::kDropped) {
-    if (kind == Wait::kOrders) {
+  if (record != nullptr) {
+    if (orders) {
       stream->order.wait_for(record->clock);
     }
     stream->submit("a wait for an event", [record] { record->wait(); });
@@ -100,7 +97,7 @@ cudaError_t wait_for_event(cudaStream_t handle, cudaEvent_t event_handle, Wait k
 }  // namespace
 
 void wait_for(cudaStream_t stream, cudaEvent_t event) {
-  wait_for_event(stream, event, Wait::kNeverOrders);
+  wait_for_event(stream, event, /*orders=*/false);
 }
 
 }  // namespace emulated_gpu
@@ -211,6 +208,6 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   if (is_left_out("cudaStreamWaitEvent")) {
     return outcome();
   }
-  return wait_for_event(stream, event, settings().drops_waits ? Wait::kDropped : Wait::kOrders);
+  return wait_for_event(stream, event, /*orders=*/true);
 }
 }

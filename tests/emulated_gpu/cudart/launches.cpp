@@ -12,20 +12,17 @@
 #include "emulated_gpu.h"
 #include "entry_points.h"
 #include "errors.h"
+#include "lasting.h"
 
 namespace emulated_gpu {
 namespace {
 
-// Never destroyed, since libraries unregister nothing before they end.
 struct Kernels {
   std::mutex mutex;
   std::map<const void*, std::string> names;  // by the address of the host's stub
   std::vector<Launcher> launchers;
 };
-Kernels& kernels() {
-  static auto* the_kernels = new Kernels;
-  return *the_kernels;
-}
+Kernels& kernels() { return lasting<Kernels>(); }
 
 // torch.cuda._sleep, whose argument is cycles of a clock of 1 GHz here.
 bool launch_sleep(const Launch& launch) {

@@ -10,6 +10,7 @@
 
 #include "captures.h"
 #include "errors.h"
+#include "lasting.h"
 #include "races.h"
 #include "settings.h"
 #include "streams.h"
@@ -19,16 +20,12 @@ namespace {
 
 constexpr std::size_t kPage = 4096;
 
-// Never destroyed, since streams may still run when the process ends.
 struct Regions {
   std::mutex mutex;
   std::map<std::uintptr_t, Region> by_begin;
   std::map<int, std::size_t> used;  // bytes, by device
 };
-Regions& regions() {
-  static auto* the_regions = new Regions;
-  return *the_regions;
-}
+Regions& regions() { return lasting<Regions>(); }
 
 // Returns null if there is no memory. A page without access is at either end.
 char* map_between_guards(std::size_t bytes) {

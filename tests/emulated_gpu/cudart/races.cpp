@@ -11,6 +11,7 @@
 #include <sstream>
 #include <utility>
 
+#include "lasting.h"
 #include "memory.h"
 #include "settings.h"
 
@@ -21,24 +22,17 @@ constexpr std::size_t kMostFrames = 24;
 constexpr std::size_t kTurns = 8;
 constexpr std::size_t kMostUnmerged = 1 << 12;
 
-// Never destroyed, since streams may still run when the process ends.
 struct Order {
   std::mutex mutex;
   Clock of_host;
 };
-Order& order() {
-  static auto* the_order = new Order;
-  return *the_order;
-}
+Order& order() { return lasting<Order>(); }
 
 struct Uses {
   std::mutex mutex;
   Shadow shadow;
 };
-Uses& uses() {
-  static auto* the_uses = new Uses;
-  return *the_uses;
-}
+Uses& uses() { return lasting<Uses>(); }
 
 thread_local std::vector<Access>* noted = nullptr;
 

@@ -24,11 +24,10 @@ const Settings& settings() {
       number("EMULATED_GPU_SMS", 132),
       static_cast<std::size_t>(number("EMULATED_GPU_MEMORY_MIB", 16384)) << 20,
       number("EMULATED_GPU_DELAY_US", 0),
-      number("EMULATED_GPU_DROP_WAITS", 0) != 0,
       number("EMULATED_GPU_TRACE", 0) != 0,
       number("EMULATED_GPU_RACES", 1) != 0,
       text("EMULATED_GPU_LIST_WAITS"),
-      text("EMULATED_GPU_DROP_WAIT"),
+      text("EMULATED_GPU_DROP_WAITS"),
   };
   return read;
 }

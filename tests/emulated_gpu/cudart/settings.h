@@ -11,11 +11,10 @@ struct Settings {
   int multiprocessors;
   std::size_t memory_bytes;  // of each device, in each process
   int most_delay_us;         // each piece of work starts up to this much later, at random
-  bool drops_waits;          // cudaStreamWaitEvent does nothing, outside of captures
   bool traces;
   bool finds_races;        // work that uses the same memory without an order is an error
-  std::string waits_list;  // wait_sites.h, and the next one, too
-  std::string dropped_wait;
+  std::string waits_list;  // the next two: wait_sites.h
+  std::string dropped_waits;
 };
 
 const Settings& settings();

@@ -1,4 +1,4 @@
-// Which work has used which memory last.
+// Remembers, for all memory, which work has last read it and which has last written it.
 #pragma once
 
 #include <cstdint>

@@ -13,6 +13,7 @@
 
 #include "captures.h"
 #include "errors.h"
+#include "lasting.h"
 #include "memory.h"
 #include "settings.h"
 #include "wait_sites.h"
@@ -20,7 +21,6 @@
 namespace emulated_gpu {
 namespace {
 
-// Never destroyed, since streams may still run when the process ends.
 struct Streams {
   std::mutex mutex;
   std::map<Stream*, std::shared_ptr<Stream>> all;
@@ -33,10 +33,7 @@ struct Streams {
     return stream;
   }
 };
-Streams& streams() {
-  static auto* the_streams = new Streams;
-  return *the_streams;
-}
+Streams& streams() { return lasting<Streams>(); }
 
 constexpr std::uintptr_t kLastSpecialHandle = 2;  // cudaStreamPerThread
 

@@ -70,7 +70,7 @@ void list_once(const std::string& line) {
 
 // Whether the innermost calls of the place are those of one that is to be left out.
 bool is_to_be_left_out(const std::string& place) {
-  std::istringstream wanted(settings().dropped_wait);
+  std::istringstream wanted(settings().dropped_waits);
   std::string each;
   while (std::getline(wanted, each, ',')) {
     if ((place + "+").compare(0, each.size() + 1, each + "+") == 0) {
@@ -84,8 +84,11 @@ bool is_to_be_left_out(const std::string& place) {
 
 bool is_left_out(const char* function) {
   const Settings& chosen = settings();
-  if (chosen.waits_list.empty() && chosen.dropped_wait.empty()) {
+  if (chosen.waits_list.empty() && chosen.dropped_waits.empty()) {
     return false;
+  }
+  if (chosen.dropped_waits == "all") {
+    return std::strcmp(function, "cudaStreamWaitEvent") == 0;
   }
   const std::string place = place_of_caller();
   if (place.empty()) {

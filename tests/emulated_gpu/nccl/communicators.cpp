@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "groups.h"
+#include "lasting.h"
 #include "reductions.h"
 
 namespace emulated_gpu {
@@ -20,15 +21,11 @@ namespace {
 
 constexpr int kVersion = 22809;
 
-// Never destroyed, since streams may still run when the process ends.
 struct Communicators {
   std::mutex mutex;
   std::map<ncclComm_t, std::shared_ptr<Communicator>> by_handle;
 };
-Communicators& communicators() {
-  static auto* the_communicators = new Communicators;
-  return *the_communicators;
-}
+Communicators& communicators() { return lasting<Communicators>(); }
 
 thread_local int group_depth = 0;
 thread_local std::vector<std::function<void()>> group;

@@ -13,7 +13,8 @@
 
 namespace emulated_gpu {
 
-// What is on its way from one rank to another. The sender fills it, and the receiver empties it.
+// A buffer in shared memory for what one rank sends to another. The sender fills it, and the
+// receiver empties it.
 struct Communicator::Channel {
   std::atomic<bool> is_full;
   std::size_t message_bytes;

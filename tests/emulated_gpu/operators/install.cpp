@@ -64,8 +64,8 @@ bool is_overridden(const c10::OperatorHandle& op, const std::string& name) {
          op.hasKernelForDispatchKey(c10::DispatchKey::CUDA) && !makes_a_view(op.schema());
 }
 
-// What torch's allocator gives is NaN for later work of its stream, also if it was used before.
-// This runs inside of the allocator.
+// Fills memory that torch's allocator hands out with NaN, also if it was used before. The allocator
+// calls this while it holds its lock.
 void poison_given(const c10::cuda::CUDACachingAllocator::TraceEntry& entry) {
   using c10::cuda::CUDACachingAllocator::TraceEntry;
   if (entry.action_ == TraceEntry::ALLOC) {
@@ -80,8 +80,8 @@ bool copies_between_devices(const Signature& signature, const Stack& stack) {
              torch::jit::peek(stack, 1, signature.arguments.size()).toTensor().device();
 }
 
-// Made of other operators, since it draws and has no argument for a generator: the CPU's kernel
-// would take the host's own.
+// Computes aten::native_dropout by other operators. It has no argument for a generator, so the
+// CPU's kernel would draw from the host's generator instead of the GPU's.
 void drop_out(Stack& stack) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const auto train = torch::jit::pop(stack).toOptional<bool>();
