@@ -26,7 +26,7 @@ import pickle
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -69,6 +69,7 @@ def run_ranks(
     fresh: bool = False,
     lost: Sequence[int] = (),
     hosts: Hosts | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> list[T]:
     """Call `worker(*args)` on every rank of a new gloo group and return the results by rank.
 
@@ -88,6 +89,8 @@ def run_ranks(
             always fresh.
         hosts: two hosts, each of which gets half of the ranks; None for this one. Processes are
             always fresh.
+        variables: what to set in the environment before CUDA and NCCL are used. Processes are
+            always fresh.
 
     Raises:
         RanksFailed: a rank raised (the message has its traceback), ended without a result (its exit
@@ -97,8 +100,10 @@ def run_ranks(
     if world_size < 1:
         raise ValueError(f"run_ranks got {world_size} ranks. Pass at least 1.")
     call = Call(str(next(_run_ids)), timeout, pickle.dumps((worker, args)))
-    if fresh or lost or hosts or _ALWAYS_FRESH or device != "cpu":
-        pool = _Pool(world_size, device, shared=False, lost=lost, hosts=hosts)
+    if fresh or lost or hosts or variables or _ALWAYS_FRESH or device != "cpu":
+        pool = _Pool(
+            world_size, device, shared=False, lost=lost, hosts=hosts, variables=variables or {}
+        )
         with contextlib.closing(pool):
             answers = pool.run(call)
             pool.leave()
@@ -153,17 +158,21 @@ class _Pool:
         shared: bool,
         lost: Sequence[int] = (),
         hosts: Hosts | None = None,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         global _store
         if _store is None:
-            _store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            _store = _new_store()
+        # Process groups of NCCL tell each other of failures over the store, whatever their prefix.
+        self._store = _store if device == "cpu" else _new_store()
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         directory = self._directory.name
         self._calls = 0
         self._lost = lost
+        port, given = self._store.port, variables or {}
         on_hosts = [None] * world_size if hosts is None else _places_on(hosts, world_size)
         self._ranks = [
-            self._start(Place(rank, world_size, _store.port, device, directory, shared, host))
+            self._start(Place(rank, world_size, port, device, directory, shared, host, given))
             for rank, host in enumerate(on_hosts)
         ]
 
@@ -278,6 +287,10 @@ class _Pool:
                 "FSDP_EXT_TEST_FRESH=1 every call has processes of its own."
             )
         raise RanksFailed("\n\n".join([head, *accounts]))
+
+
+def _new_store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def _places_on(hosts: Hosts, world_size: int) -> list[int | None]:

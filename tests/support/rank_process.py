@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from bench.harness import hosts
-from support import shared_gpu
+from support import nccl_library, shared_gpu
 from support.isolation import ProcessState
 
 # For the stacks of a rank whose time is up, and for a dead rank's exit code. Then it is killed.
@@ -43,6 +44,7 @@ class Place:
     directory: str
     shared: bool  # whether other calls may run in the process
     host: int | None = None  # the first process of its host; None for this host
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of the environment
 
     @property
     def output(self) -> Path:
@@ -125,12 +127,14 @@ def _write_output_to(path: Path) -> None:
 
 def _set_up(place: Place) -> None:
     torch.set_num_threads(1)
+    os.environ |= place.variables
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     os.environ["GLOO_SOCKET_IFNAME"] = loopback if place.host is None else hosts.INTERFACE
     os.environ["FSDP_EXT_TEST_DEVICE"] = place.device
     if place.device == "cuda":
         if place.world_size > 1:
             log = f"{place.output}.nccl"
-            version = torch.cuda.nccl.version()
+            version = nccl_library.version()
             os.environ |= shared_gpu.variables(place.rank, version, loopback, log)
+            os.environ |= place.variables
         torch.cuda.set_device(0)

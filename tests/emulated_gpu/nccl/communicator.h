@@ -6,16 +6,23 @@
 #include <nccl.h>
 
 #include <atomic>
+#include <climits>
+#include <condition_variable>
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "emulated_gpu.h"
+#include "library.h"
+#include "registrations.h"
 
 namespace emulated_gpu {
+
+constexpr int kNoRoot = INT_MIN;
 
 // What all ranks have to agree on.
 struct Collective {
@@ -24,9 +31,26 @@ struct Collective {
   int type;
   int op;
   int root;
+  // Where this rank has its buffers.
+  Placement from;
+  Placement to;
 
   bool operator==(const Collective& other) const;
   std::string text() const;
+  // How windows differ where NCCL needs the same; empty: they do not.
+  std::string misplacement(const Collective& other) const;
+};
+
+// A call that makes ranks meet on the host, and what they say of it. All but the last four have to
+// be the same.
+struct HostCall {
+  char name[16];
+  std::size_t bytes;
+  int flags;
+  ncclResult_t failure;  // of this rank before it met the others
+  int color;
+  int key;
+  std::size_t offset;
 };
 
 // What one rank sends to another, or receives from it.
@@ -44,26 +68,33 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   static constexpr std::size_t kSlotBytes = 1 << 20;
   static constexpr std::size_t kChannelBytes = 1 << 16;
 
-  Communicator(std::string name, int size, int rank);
-  ~Communicator();
-  Communicator(const Communicator&) = delete;
-  Communicator& operator=(const Communicator&) = delete;
-
-  // Waits until all ranks have joined. state() tells how it ended.
-  void join();
-  ncclResult_t state() const { return state_; }
-
-  // The name, size and rank of this rank's part, after all ranks have named a colour and a key.
+  // The name, size and rank of this rank's part.
   struct Part {
     std::string name;
     int size;
     int rank;
   };
-  Part split(int color, int key);
 
-  // Runs the work on the stream. As in NCCL, a communicator's work runs in order, whatever its
-  // streams are.
-  void enqueue_in_order(cudaStream_t stream, const std::string& what, Work work);
+  Communicator(Part part, const Config& config);
+  ~Communicator();
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  // Waits until all ranks have joined.
+  ncclResult_t join();
+
+  // What this rank and all others say of a call on the host that all make together. It is an error
+  // if they differ or one of them has failed.
+  ncclResult_t meet(const HostCall& mine, std::vector<HostCall>* all);
+  ncclResult_t split(int color, int key, Part& part);
+  // The part without some ranks. Only the other ranks call it.
+  Part without(const std::vector<int>& excluded);
+
+  // Runs the work on the stream once the thread blocks fit. As in NCCL, a communicator's work runs
+  // in order, whatever its streams are.
+  void enqueue_in_order(cudaStream_t stream, const std::string& what, int blocks, Work work);
+  // How many thread blocks move so many bytes.
+  int blocks_for(std::size_t bytes) const;
 
   // Each rank copies the bytes that mine(offset) points to into its slot, a slot's size at a time.
   // Then take(offset, bytes) reads the slots. `mine` may return null, for nothing.
@@ -76,22 +107,41 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Sends and receives all of them.
   void run(std::vector<Message> messages);
 
-  // Ends waits for other ranks, and all later ones.
-  void abort() { is_aborted_ = true; }
-  bool is_aborted() const { return is_aborted_; }
-
+  // Ends all waits of kernels and of the host, until resume().
+  void stop() { is_stopped_ = true; }
+  void resume() { is_stopped_ = false; }
+  // Other ranks that wait for this one learn that it does not come.
+  void leave();
   // Waits for the work outside of captures.
   void synchronize() const;
+
+  // The state of calls that go on in the background.
+  void begin_background();
+  void end_background(ncclResult_t result);
+  void wait_for_background();
+
+  // What ncclCommGetAsyncError reports.
+  ncclResult_t asynchronous_result();
+  // Whether it can be used: ncclSuccess, or the error of a call that cannot.
+  ncclResult_t readiness();
+
+  // Whether all ranks can read each other's memory, so windows are shared.
+  bool shares_windows() const { return shares_windows_; }
 
   const int size;
   const int rank;
   const int device;
+  const Config config;
+  Registrations registrations;
   std::vector<double> scales;  // of ncclRedOpCreatePreMulSum
+  std::atomic<bool> is_revoked{false};
+  std::atomic<bool> is_finalized{false};
 
  private:
-  struct Barrier;
   struct Shared;
   struct Channel;
+  // What ranks meet at.
+  enum Barrier { kOfHosts, kOfStreams, kBarriers };
   // The newest work, outside of captures or in one of them.
   struct Newest {
     cudaEvent_t event = nullptr;
@@ -99,8 +149,12 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   };
 
   bool open_shared_memory();
-  bool wait(Barrier& barrier);
+  bool wait(Barrier barrier);
+  // Pauses in a wait for other ranks. Returns false if it has to end.
+  bool pause(int spins, const std::vector<int>& awaited, bool is_kernel);
+  bool has_left(int other);
   bool has_same_gpu_twice() const;
+  bool is_one_host() const;
   static std::size_t bytes_of_channels(int size);
   Channel& channel(int from, int to) const;
   bool advance(Message& message);
@@ -109,11 +163,18 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Shared* shared_ = nullptr;
   void* channels_ = nullptr;  // in the shared memory, behind all slots
   std::size_t shared_bytes_ = 0;
-  std::atomic<bool> is_aborted_{false};
-  std::atomic<ncclResult_t> state_{ncclInProgress};
-  int splits_ = 0;
+  bool shares_windows_ = false;
+  std::mutex peers_mutex_;
+  std::vector<int> peers_;  // files that tell whether the processes of ranks live; -1: not open
+  std::atomic<bool> is_stopped_{false};
+  std::atomic<ncclResult_t> error_{ncclSuccess};
+  int children_ = 0;
   Newest newest_;
   Newest newest_captured_;
+
+  std::mutex background_mutex_;
+  std::condition_variable background_changed_;
+  int in_background_ = 0;
 };
 
 }  // namespace emulated_gpu

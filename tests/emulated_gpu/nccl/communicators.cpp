@@ -1,48 +1,20 @@
-// How communicators begin and end, groups of calls, and memory.
+// How communicators begin and end.
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <map>
-#include <mutex>
 #include <random>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "groups.h"
-#include "lasting.h"
 #include "reductions.h"
 
 namespace emulated_gpu {
 namespace {
-
-constexpr int kVersion = 22809;
-
-struct Communicators {
-  std::mutex mutex;
-  std::map<ncclComm_t, std::shared_ptr<Communicator>> by_handle;
-};
-Communicators& communicators() { return lasting<Communicators>(); }
-
-thread_local int group_depth = 0;
-thread_local std::vector<std::function<void()>> group;
-
-// The messages of the group, on a stream of a communicator.
-struct Messages {
-  std::shared_ptr<Communicator> communicator;
-  cudaStream_t stream;
-  std::vector<Message> all;
-
-  void start() const {
-    communicator->enqueue_in_order(
-        stream, "NCCL's messages",
-        [communicator = communicator, all = all] { communicator->run(all); });
-  }
-};
-thread_local std::vector<Messages> group_messages;
 
 // Tests read from NCCL's log that ranks talk over sockets.
 void write_log() {
@@ -54,90 +26,71 @@ void write_log() {
   }
 }
 
-ncclResult_t begin(ncclComm_t* handle, const Communicator::Part& part, const ncclConfig_t* config) {
+ncclResult_t begin(ncclComm_t* handle, Communicator::Part part, const ncclConfig_t* given) {
   write_log();
-  auto made = std::make_shared<Communicator>(part.name, part.size, part.rank);
-  *handle = reinterpret_cast<ncclComm_t>(made.get());
-  {
-    const std::lock_guard<std::mutex> lock(communicators().mutex);
-    communicators().by_handle[*handle] = made;
+  Config config;
+  ncclResult_t result = handle == nullptr ? ncclInvalidArgument : read_config(given, config);
+  if (result == ncclSuccess && (part.size < 1 || part.rank < 0 || part.rank >= part.size)) {
+    result = refuse(ncclInvalidArgument, "Invalid rank requested : " + std::to_string(part.rank) +
+                                             "/" + std::to_string(part.size));
   }
-  if (config != nullptr && config->blocking == 0) {
-    std::thread([made] { made->join(); }).detach();
-    return ncclInProgress;
+  if (handle != nullptr) {
+    *handle = nullptr;
   }
-  made->join();
-  return made->state();
+  const CommunicatorPtr made =
+      result == ncclSuccess ? std::make_shared<Communicator>(std::move(part), config) : nullptr;
+  return in_group(made, [&] {
+    *handle = add_communicator(made);
+    add_job(made, [made] { return made->join(); });
+    return ncclSuccess;
+  });
 }
 
-ncclResult_t end(ncclComm_t handle) {
-  if (const auto communicator = communicator_of(handle)) {
-    communicator->abort();
-  }
-  const std::lock_guard<std::mutex> lock(communicators().mutex);
-  communicators().by_handle.erase(handle);
+// Makes a communicator of some of the parent's ranks. `find_part` runs at the end of the group; the
+// part is empty for a rank that is in none.
+ncclResult_t begin_child(const CommunicatorPtr& parent, ncclComm_t* handle,
+                         const ncclConfig_t* given,
+                         std::function<ncclResult_t(Communicator::Part&)> find_part) {
+  return in_group(parent, [&] {
+    ncclResult_t result = handle == nullptr ? ncclInvalidArgument : parent->readiness();
+    Config config = parent->config;
+    if (result == ncclSuccess && given != nullptr) {
+      result = read_config(given, config);
+    }
+    if (result != ncclSuccess) {
+      return result;
+    }
+    *handle = nullptr;  // until it exists
+    add_job(parent, [=] {
+      Communicator::Part part{};
+      const ncclResult_t found = find_part(part);
+      if (found != ncclSuccess || part.size == 0) {
+        return found;
+      }
+      const auto made = std::make_shared<Communicator>(part, config);
+      const ncclResult_t joined = made->join();
+      if (joined == ncclSuccess) {
+        *handle = add_communicator(made);
+      }
+      return joined;
+    });
+    return ncclSuccess;
+  });
+}
+
+ncclResult_t end(ncclComm_t handle, const CommunicatorPtr& communicator) {
+  communicator->synchronize();
+  communicator->leave();
+  remove_communicator(handle);
   return ncclSuccess;
 }
 
 }  // namespace
-
-std::shared_ptr<Communicator> communicator_of(ncclComm_t handle) {
-  const std::lock_guard<std::mutex> lock(communicators().mutex);
-  const auto found = communicators().by_handle.find(handle);
-  return found != communicators().by_handle.end() ? found->second : nullptr;
-}
-
-ncclResult_t submit(const Collective& what, ncclComm_t handle, cudaStream_t stream,
-                    const std::function<void(Communicator&)>& collective) {
-  const std::shared_ptr<Communicator> communicator = communicator_of(handle);
-  if (communicator == nullptr || communicator->is_aborted()) {
-    return ncclInvalidUsage;
-  }
-  auto start = [what, communicator, stream, collective] {
-    communicator->enqueue_in_order(stream, "NCCL's " + what.text(),
-                                   [communicator, collective] { collective(*communicator); });
-  };
-  if (group_depth > 0) {
-    group.push_back(start);
-  } else {
-    start();
-  }
-  return ncclSuccess;
-}
-
-ncclResult_t submit(const Message& message, ncclComm_t handle, cudaStream_t stream) {
-  const std::shared_ptr<Communicator> communicator = communicator_of(handle);
-  if (communicator == nullptr || communicator->is_aborted() || message.peer < 0 ||
-      message.peer >= communicator->size) {
-    return ncclInvalidUsage;
-  }
-  if (message.bytes == 0) {
-    return ncclSuccess;
-  }
-  if (group_depth == 0) {
-    Messages{communicator, stream, {message}}.start();
-    return ncclSuccess;
-  }
-  for (Messages& before : group_messages) {
-    if (before.communicator == communicator && before.stream == stream) {
-      before.all.push_back(message);
-      return ncclSuccess;
-    }
-  }
-  group_messages.push_back({communicator, stream, {message}});
-  return ncclSuccess;
-}
-
 }  // namespace emulated_gpu
 
 using namespace emulated_gpu;
 
 extern "C" {
-
-ncclResult_t ncclGetVersion(int* version) {
-  *version = kVersion;
-  return ncclSuccess;
-}
 
 ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
   std::random_device random;
@@ -161,130 +114,171 @@ ncclResult_t ncclCommInitRankScalable(ncclComm_t* handle, int size, int rank, in
   return begin(handle, {id->internal, size, rank}, config);
 }
 
+ncclResult_t ncclCommInitAll(ncclComm_t* handles, int size, const int* devices) {
+  int before = 0;
+  cudaGetDevice(&before);
+  ncclUniqueId id;
+  ncclGetUniqueId(&id);
+  ncclGroupStart();
+  for (int rank = 0; rank < size; ++rank) {
+    cudaSetDevice(devices != nullptr ? devices[rank] : rank);
+    begin(handles + rank, {id.internal, size, rank}, nullptr);
+  }
+  const ncclResult_t result = ncclGroupEnd();
+  cudaSetDevice(before);
+  return result;
+}
+
 ncclResult_t ncclCommSplit(ncclComm_t handle, int color, int key, ncclComm_t* part,
                            ncclConfig_t* config) {
-  const auto communicator = communicator_of(handle);
-  if (communicator == nullptr) {
-    return ncclInvalidArgument;
+  const CommunicatorPtr parent = communicator_of(handle);
+  return begin_child(parent, part, config, [=](Communicator::Part& found) {
+    const ncclResult_t result = parent->split(color, key, found);
+    found.size = color != NCCL_SPLIT_NOCOLOR ? found.size : 0;
+    return result;
+  });
+}
+
+ncclResult_t ncclCommShrink(ncclComm_t handle, int* excluded, int count, ncclComm_t* part,
+                            ncclConfig_t* config, int flags) {
+  const CommunicatorPtr parent = communicator_of(handle);
+  if (parent == nullptr || excluded == nullptr || count <= 0) {
+    return in_group(nullptr, nullptr);
   }
-  const Communicator::Part made = communicator->split(color, key);
-  *part = nullptr;
-  return color == NCCL_SPLIT_NOCOLOR ? ncclSuccess : begin(part, made, config);
+  std::vector<int> without(excluded, excluded + count);
+  std::sort(without.begin(), without.end());
+  if (std::binary_search(without.begin(), without.end(), parent->rank)) {
+    refuse(ncclInvalidArgument, "ncclCommShrink: a rank that is excluded may not call it");
+    return in_group(nullptr, nullptr);
+  }
+  if ((flags & NCCL_SHRINK_ABORT) != 0) {
+    parent->stop();
+    parent->synchronize();
+    parent->resume();
+  }
+  return begin_child(parent, part, config, [=](Communicator::Part& found) {
+    found = parent->without(without);
+    return ncclSuccess;
+  });
 }
 
 ncclResult_t ncclCommFinalize(ncclComm_t handle) {
-  if (const auto communicator = communicator_of(handle)) {
-    communicator->synchronize();
+  if (handle == nullptr) {
+    return ncclSuccess;
   }
-  return ncclSuccess;
+  const CommunicatorPtr communicator = communicator_of(handle);
+  return in_group(communicator, [&] {
+    if (const ncclResult_t result = communicator->readiness()) {
+      return result;
+    }
+    if (communicator->is_finalized.exchange(true)) {
+      return refuse(ncclInvalidArgument, "ncclCommFinalize was called before");
+    }
+    add_job(communicator, [communicator] {
+      communicator->synchronize();
+      return ncclSuccess;
+    });
+    return ncclSuccess;
+  });
 }
 
 ncclResult_t ncclCommDestroy(ncclComm_t handle) {
-  ncclCommFinalize(handle);
-  return end(handle);
+  if (handle == nullptr) {
+    return ncclSuccess;
+  }
+  const CommunicatorPtr communicator = communicator_of(handle);
+  if (communicator == nullptr) {
+    return ncclInvalidArgument;
+  }
+  if (const ncclResult_t result = communicator->readiness()) {
+    return result;
+  }
+  const std::size_t windows = communicator->registrations.live_windows();
+  end(handle, communicator);
+  return windows == 0 || communicator->is_revoked
+             ? ncclSuccess
+             : refuse(ncclInvalidUsage, "ncclCommDestroy: " + std::to_string(windows) +
+                                            " windows were not deregistered");
 }
 
-ncclResult_t ncclCommAbort(ncclComm_t handle) { return end(handle); }
-
-ncclResult_t ncclCommRevoke(ncclComm_t handle, int /*flags*/) {
-  if (const auto communicator = communicator_of(handle)) {
-    communicator->abort();
+ncclResult_t ncclCommAbort(ncclComm_t handle) {
+  if (handle == nullptr) {
+    return ncclSuccess;
   }
-  return ncclSuccess;
+  const CommunicatorPtr communicator = communicator_of(handle);
+  if (communicator == nullptr) {
+    return ncclInvalidArgument;
+  }
+  communicator->stop();
+  communicator->wait_for_background();
+  return end(handle, communicator);
+}
+
+ncclResult_t ncclCommRevoke(ncclComm_t handle, int flags) {
+  if (handle == nullptr) {
+    return ncclSuccess;
+  }
+  const CommunicatorPtr communicator = communicator_of(handle);
+  if (communicator == nullptr || flags != NCCL_REVOKE_DEFAULT || communicator->is_finalized ||
+      communicator->is_revoked.exchange(true)) {
+    return ncclInvalidArgument;
+  }
+  communicator->stop();
+  communicator->wait_for_background();
+  communicator->is_finalized = true;
+  return in_group(communicator, [&] {
+    add_job(communicator, [communicator] {
+      communicator->synchronize();
+      communicator->resume();
+      return ncclSuccess;
+    });
+    return ncclSuccess;
+  });
 }
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t handle, ncclResult_t* error) {
-  const auto communicator = communicator_of(handle);
-  *error = communicator != nullptr ? communicator->state() : ncclInvalidArgument;
+  const CommunicatorPtr communicator = communicator_of(handle);
+  if (communicator == nullptr || error == nullptr) {
+    return ncclInvalidArgument;
+  }
+  *error = communicator->asynchronous_result();
   return ncclSuccess;
 }
 
 ncclResult_t ncclCommCount(const ncclComm_t handle, int* count) {
-  *count = communicator_of(handle)->size;
+  const CommunicatorPtr communicator = communicator_of(handle);
+  if (communicator == nullptr || communicator->readiness() != ncclSuccess) {
+    return ncclInvalidArgument;
+  }
+  *count = communicator->size;
   return ncclSuccess;
 }
 
 ncclResult_t ncclCommUserRank(const ncclComm_t handle, int* rank) {
-  *rank = communicator_of(handle)->rank;
+  const CommunicatorPtr communicator = communicator_of(handle);
+  if (communicator == nullptr || communicator->readiness() != ncclSuccess) {
+    return ncclInvalidArgument;
+  }
+  *rank = communicator->rank;
   return ncclSuccess;
 }
 
 ncclResult_t ncclCommCuDevice(const ncclComm_t handle, int* device) {
-  *device = communicator_of(handle)->device;
-  return ncclSuccess;
-}
-
-const char* ncclGetErrorString(ncclResult_t result) {
-  switch (result) {
-    case ncclSuccess:
-      return "no error";
-    case ncclInProgress:
-      return "NCCL operation in progress";
-    case ncclInvalidUsage:
-      return "invalid usage";
-    case ncclSystemError:
-      return "unhandled system error";
-    default:
-      return "an error of the emulated NCCL";
+  const CommunicatorPtr communicator = communicator_of(handle);
+  if (communicator == nullptr || communicator->readiness() != ncclSuccess) {
+    return ncclInvalidArgument;
   }
-}
-
-const char* ncclGetLastError(ncclComm_t handle) {
-  const auto communicator = communicator_of(handle);
-  return communicator != nullptr && communicator->state() == ncclInvalidUsage
-             ? "Duplicate GPU detected : two ranks of one host use the same CUDA device"
-             : "";
-}
-
-ncclResult_t ncclGroupStart() {
-  ++group_depth;
-  return ncclSuccess;
-}
-
-ncclResult_t ncclGroupEnd() {
-  if (--group_depth == 0) {
-    for (const auto& start : std::exchange(group, {})) {
-      start();
-    }
-    for (const Messages& messages : std::exchange(group_messages, {})) {
-      messages.start();
-    }
-  }
-  return ncclSuccess;
-}
-
-ncclResult_t ncclMemAlloc(void** address, std::size_t bytes) {
-  return cudaMalloc(address, bytes) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
-}
-
-ncclResult_t ncclMemFree(void* address) {
-  return cudaFree(address) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
-}
-
-// A handle of registered memory or a window is its address: nothing becomes faster by it.
-ncclResult_t ncclCommRegister(const ncclComm_t /*handle*/, void* address, std::size_t /*bytes*/,
-                              void** registered) {
-  *registered = address;
-  return ncclSuccess;
-}
-
-ncclResult_t ncclCommDeregister(const ncclComm_t /*handle*/, void* /*registered*/) {
-  return ncclSuccess;
-}
-
-ncclResult_t ncclCommWindowRegister(ncclComm_t /*handle*/, void* address, std::size_t /*bytes*/,
-                                    ncclWindow_t* window, int /*flags*/) {
-  *window = static_cast<ncclWindow_t>(address);
-  return ncclSuccess;
-}
-
-ncclResult_t ncclCommWindowDeregister(ncclComm_t /*handle*/, ncclWindow_t /*window*/) {
+  *device = communicator->device;
   return ncclSuccess;
 }
 
 ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* scalar, ncclDataType_t type,
                                       ncclScalarResidence_t /*where*/, ncclComm_t handle) {
-  std::vector<double>& scales = communicator_of(handle)->scales;
+  const CommunicatorPtr communicator = communicator_of(handle);
+  if (communicator == nullptr) {
+    return ncclInvalidArgument;
+  }
+  std::vector<double>& scales = communicator->scales;
   *op = static_cast<ncclRedOp_t>(ncclNumOps + static_cast<int>(scales.size()));
   scales.push_back(scalar_of(scalar, type));
   return ncclSuccess;

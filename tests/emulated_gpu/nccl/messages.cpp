@@ -42,10 +42,9 @@ bool Communicator::advance(Message& message) {
     channel.bytes = std::min(kChannelBytes, message.bytes - message.done);
     std::memcpy(channel.data, message.data + message.done, channel.bytes);
   } else if (channel.message_bytes != message.bytes) {
-    fail("NCCL: rank " + std::to_string(rank) + " receives " + std::to_string(message.bytes) +
-         " bytes from rank " + std::to_string(message.peer) + ", which sends " +
-         std::to_string(channel.message_bytes));
-    abort();
+    fail_device("rank " + std::to_string(rank) + " receives " + std::to_string(message.bytes) +
+                " bytes from rank " + std::to_string(message.peer) + ", which sends " +
+                std::to_string(channel.message_bytes));
     return false;
   } else {
     std::memcpy(message.data + message.done, channel.data, channel.bytes);
@@ -59,7 +58,7 @@ void Communicator::run(std::vector<Message> messages) {
   for (const Message& message : messages) {
     (message.is_sent ? reads : writes)(message.data, message.bytes);
   }
-  while (!messages.empty() && !is_aborted_) {
+  for (int spins = 0; !messages.empty(); ++spins) {
     bool moved = false;
     std::set<std::pair<bool, int>> waiting;  // messages of a pair of ranks arrive in order
     for (Message& message : messages) {
@@ -70,8 +69,12 @@ void Communicator::run(std::vector<Message> messages) {
     messages.erase(std::remove_if(messages.begin(), messages.end(),
                                   [](const Message& one) { return one.done == one.bytes; }),
                    messages.end());
-    if (!moved) {
-      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    std::vector<int> peers;
+    for (const Message& message : messages) {
+      peers.push_back(message.peer);
+    }
+    if (!moved && !pause(spins, peers, true)) {
+      return;
     }
   }
 }
@@ -96,9 +99,9 @@ ncclResult_t ncclRecv(void* to, std::size_t count, ncclDataType_t type, int peer
 
 ncclResult_t ncclAlltoAll(const void* from, void* to, std::size_t count, ncclDataType_t type,
                           ncclComm_t handle, cudaStream_t stream) {
-  const std::shared_ptr<Communicator> communicator = communicator_of(handle);
+  const CommunicatorPtr communicator = communicator_of(handle);
   if (communicator == nullptr) {
-    return ncclInvalidUsage;
+    return ncclInvalidArgument;
   }
   const std::size_t bytes = count * bytes_of(type);
   ncclResult_t result = ncclGroupStart();
@@ -109,7 +112,7 @@ ncclResult_t ncclAlltoAll(const void* from, void* to, std::size_t count, ncclDat
       result = ncclRecv(static_cast<char*>(to) + place, count, type, peer, handle, stream);
     }
   }
-  ncclGroupEnd();
-  return result;
+  const ncclResult_t ended = ncclGroupEnd();
+  return result != ncclSuccess ? result : ended;
 }
 }

@@ -8,8 +8,6 @@
     return 5; /* ncclInvalidUsage */                                    \
   }
 
-EMULATED_GPU_MISSING(ncclCommInitAll)
-EMULATED_GPU_MISSING(ncclCommShrink)
 EMULATED_GPU_MISSING(ncclDevCommCreate)
 EMULATED_GPU_MISSING(ncclDevCommDestroy)
 EMULATED_GPU_MISSING(ncclGroupSimulateEnd)
