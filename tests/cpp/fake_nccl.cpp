@@ -7,11 +7,11 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <set>
 #include <thread>
 #include <utility>
 
 #include "comm/nccl_api.h"
+#include "window_space.h"
 
 #define FAKE_NCCL_API extern "C" __attribute__((visibility("default")))
 
@@ -88,7 +88,7 @@ struct NcclComm {
   std::atomic<int> polls{0};
   int splits = 0;
   int windows_made = 0;
-  std::map<const void*, int> offsets;   // of its windows
+  fsdp::test::WindowSpace space;        // of its windows
   std::function<void()> in_background;  // done after some polls
 };
 
@@ -103,6 +103,7 @@ namespace {
 struct Registered {
   std::size_t bytes;
   NcclComm* comm;
+  std::size_t offset;
 };
 std::map<const char*, Registered>& windows() {
   static auto* const all = new std::map<const char*, Registered>;
@@ -110,29 +111,13 @@ std::map<const char*, Registered>& windows() {
 }
 
 bool is_in_window(const void* memory, const NcclComm* comm) {
-  const auto* address = static_cast<const char*>(memory);
   const std::lock_guard<std::mutex> lock(mutex);
-  auto window = windows().upper_bound(address);
-  return window != windows().begin() && (--window)->second.comm == comm &&
-         address < window->first + window->second.bytes;
-}
-
-// As in NCCL, a window gets the first offset that is free on its rank.
-int take_offset(NcclComm* comm, const void* memory) {
-  std::set<int> taken;
-  for (const auto& [other, offset] : comm->offsets) {
-    taken.insert(offset);
-  }
-  int offset = 0;
-  while (taken.count(offset) > 0) {
-    ++offset;
-  }
-  comm->offsets[memory] = offset;
-  return offset;
+  const auto window = fsdp::test::window_around(windows(), memory);
+  return window != windows().end() && window->second.comm == comm;
 }
 
 void add_window(const void* memory, std::size_t bytes, NcclComm* comm) {
-  static auto* const offsets = new std::map<std::pair<std::string, int>, int>;
+  static auto* const offsets = new std::map<std::pair<std::string, int>, std::size_t>;
   const auto* address = static_cast<const char*>(memory);
   const std::lock_guard<std::mutex> lock(mutex);
   const auto after = windows().lower_bound(address + bytes);
@@ -140,8 +125,8 @@ void add_window(const void* memory, std::size_t bytes, NcclComm* comm) {
       std::prev(after)->first + std::prev(after)->second.bytes > address) {
     ++state.overlapping_windows;
   }
-  windows()[address] = {bytes, comm};
-  const int offset = take_offset(comm, memory);
+  const std::size_t offset = comm->space.take(bytes);
+  windows()[address] = {bytes, comm, offset};
   const auto [first, is_first] = offsets->insert({{comm->name, comm->windows_made++}, offset});
   state.misplaced_windows += is_first || first->second == offset ? 0 : 1;
 }
@@ -149,7 +134,7 @@ void add_window(const void* memory, std::size_t bytes, NcclComm* comm) {
 void remove_window(const void* memory) {
   const std::lock_guard<std::mutex> lock(mutex);
   const auto window = windows().find(static_cast<const char*>(memory));
-  window->second.comm->offsets.erase(memory);
+  window->second.comm->space.give_back(window->second.offset);
   windows().erase(window);
 }
 
