@@ -39,6 +39,7 @@ constexpr int kUndefined = INT_MIN;       // NCCL_CONFIG_UNDEF_INT
 constexpr int kWindowDefault = 0;         // NCCL_WIN_DEFAULT
 constexpr int kWindowCollSymmetric = 1;   // NCCL_WIN_COLL_SYMMETRIC
 constexpr unsigned kMagic = 0xcafebeefU;  // marks an ncclConfig_t
+constexpr int kMostCtas = 64;             // NCCL lowers it to what a version has
 
 // The first version whose ncclConfig_t has all fields of Config.
 constexpr int kWholeConfig = 22800;

@@ -74,6 +74,9 @@ nccl::Config config_of(const nccl::LaneSettings& settings) {
   config.blocking = 1;
   config.min_ctas = settings.min_ctas;
   config.max_ctas = settings.max_ctas;
+  if (settings.min_ctas != nccl::kUndefined && settings.max_ctas == nccl::kUndefined) {
+    config.max_ctas = nccl::kMostCtas;  // NCCL refuses a least number that is above the undefined
+  }
   config.cga_cluster_size = settings.cluster_size;
   if (settings.cta_policy != nccl::kUndefined) {
     config.size = sizeof(config);

@@ -96,6 +96,18 @@ TEST_F(NcclRanks, GiveEachLaneItsSettings) {
   EXPECT_EQ(reduce.cta_policy, nccl::kUndefined);
 }
 
+// NCCL refuses a least number of thread blocks without a most.
+TEST_F(NcclRanks, GiveALeastNumberOfThreadBlocksAMost) {
+  fake().splits.clear();
+  nccl::LaneSettings gathers;
+  gathers.min_ctas = 4;
+  run_ranks(1, [](Rank) {}, milliseconds(20000), true, gathers, {});
+  ASSERT_EQ(fake().splits.size(), 2U);
+  EXPECT_EQ(fake().splits[0].min_ctas, 4);
+  EXPECT_EQ(fake().splits[0].max_ctas, 64);
+  EXPECT_EQ(fake().splits[1].max_ctas, nccl::kUndefined);
+}
+
 TEST_F(NcclRanks, RefuseAPolicyThatTheVersionLacksOrThatIsNotSafe) {
   const auto message_with = [&](int version, int policy) {
     api_.version = version;
