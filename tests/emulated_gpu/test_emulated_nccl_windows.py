@@ -76,7 +76,14 @@ def test_windows_have_rules(version: str) -> None:
 def _gathers_in_windows(is_misplaced: bool) -> None:
     comm = _join()
     memory = [nccl.allocate(NUMEL) for _ in range(3)]
-    windows = [_window(comm, one)[1] for one in memory[:2]]
+    made = [ctypes.c_void_p() for _ in memory[:2]]
+    nccl.call("ncclGroupStart")
+    for one, window in zip(memory, made, strict=False):
+        to, flags = ctypes.byref(window), nccl.WIN_COLL_SYMMETRIC
+        assert nccl.call("ncclCommWindowRegister", comm, one, BYTES, to, flags) == nccl.SUCCESS
+    assert nccl.call("ncclGroupEnd") == nccl.SUCCESS
+    windows = [window.value for window in made]
+    assert None not in windows
     leaves = dist.get_rank() if is_misplaced else 0
     nccl.call("ncclCommWindowDeregister", comm, windows[leaves])
     assert _window(comm, memory[2])[0] == nccl.SUCCESS

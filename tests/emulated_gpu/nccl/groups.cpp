@@ -68,19 +68,23 @@ struct Group {
 };
 thread_local Group group;
 
-// Each job has a thread of its own, since ranks of one process wait for each other.
-ncclResult_t run_jobs(const std::vector<Job>& jobs) {
-  if (jobs.size() == 1) {
-    return jobs.front().run();
-  }
-  std::vector<ncclResult_t> results(jobs.size());
+// Jobs of one communicator run in order. Communicators have threads of their own, since ranks of
+// one process wait for each other.
+ncclResult_t run_jobs(const std::vector<Job>& jobs, const std::vector<CommunicatorPtr>& of) {
+  std::vector<ncclResult_t> results(of.size(), ncclSuccess);
+  const auto run_those = [&](std::size_t which) {
+    cudaSetDevice(of[which]->device);
+    for (const Job& job : jobs) {
+      if (job.communicator == of[which] && results[which] == ncclSuccess) {
+        results[which] = job.run();
+      }
+    }
+  };
   std::vector<std::thread> threads;
-  for (std::size_t i = 0; i < jobs.size(); ++i) {
-    threads.emplace_back([&, i] {
-      cudaSetDevice(jobs[i].communicator->device);
-      results[i] = jobs[i].run();
-    });
+  for (std::size_t which = 1; which < of.size(); ++which) {
+    threads.emplace_back(run_those, which);
   }
+  run_those(0);
   for (std::thread& thread : threads) {
     thread.join();
   }
@@ -90,11 +94,15 @@ ncclResult_t run_jobs(const std::vector<Job>& jobs) {
 }
 
 ncclResult_t run(const Group& ended) {
-  if (const ncclResult_t result = ended.jobs.empty() ? ncclSuccess : run_jobs(ended.jobs)) {
-    return result;
-  }
   int before = 0;
   cudaGetDevice(&before);
+  if (!ended.jobs.empty()) {
+    const ncclResult_t result = run_jobs(ended.jobs, ended.communicators());
+    cudaSetDevice(before);
+    if (result != ncclSuccess) {
+      return result;
+    }
+  }
   for (const Launch& launch : ended.launches) {
     cudaSetDevice(launch.communicator->device);
     launch.start();
