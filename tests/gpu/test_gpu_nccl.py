@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support import nccl_library
+from support.devices import IS_EMULATED
 from support.launcher import run_ranks
 from torch import nn
 
 from fsdp_ext import _C, fully_shard
-from fsdp_ext.comm.lanes import lanes_of, nccl_libraries
+from fsdp_ext.comm.lanes import LAUNCH_ORDER, lanes_of, nccl_libraries
 
 
 def _forward() -> Any:
@@ -27,9 +29,8 @@ def _forward() -> Any:
 
 
 def _uses_torchs_library() -> None:
-    torch.cuda.nccl.version()
     version, path, *_ = _C.describe_nccl(nccl_libraries())
-    assert version == ".".join(map(str, torch.cuda.nccl.version()))
+    assert version == ".".join(map(str, nccl_library.version()))
     with open("/proc/self/maps", encoding="utf-8") as maps:
         loaded = {line.split()[-1] for line in maps if "libnccl.so" in line}
     assert loaded == {os.path.realpath(path)} or loaded == {path}
@@ -108,3 +109,43 @@ def test_registered_buffers_change_no_number() -> None:
     assert [sums for sums, _ in without] == [sums for sums, _ in registered]
     if not all(count for _, count in registered):
         pytest.skip("NCCL registered nothing over the transport that ranks sharing a GPU have")
+
+
+# The reductions and the gathers do not fit at the same time.
+NEWER = {
+    "EMULATED_GPU_NCCL": "2.30.7",
+    "EMULATED_GPU_SMS": "3",
+    "FSDP_EXT_NCCL_GATHER": "cta_policy=zero",
+}
+
+
+def _in_symmetric_windows() -> tuple[list[float], int]:
+    found = _registration("1")
+    assert nccl_library.version() == (2, 30, 7)
+    assert os.environ[LAUNCH_ORDER] == "1"
+    return found
+
+
+@pytest.mark.skipif(not IS_EMULATED, reason="the version of NCCL can be chosen there alone")
+@pytest.mark.timeout(150)
+def test_symmetric_windows_change_no_number() -> None:
+    without = run_ranks(_registration, 2, "0", timeout=70.0, device="cuda")
+    # In the second run no call of NCCL blocks.
+    for variables in (NEWER, NEWER | {"NCCL_COMM_BLOCKING": "0"}):
+        within = run_ranks(
+            _in_symmetric_windows, 2, timeout=70.0, device="cuda", variables=variables
+        )
+        assert [sums for sums, _ in without] == [sums for sums, _ in within]
+        assert all(count > 0 for _, count in within)
+
+
+def _with_blocks() -> str:
+    os.environ["FSDP_EXT_NCCL_GATHER"] = "max_ctas=2"
+    os.environ["FSDP_EXT_NCCL_REDUCE"] = "min_ctas=2"
+    model = _forward()
+    return str(lanes_of(model._fsdp_ext_unit.ranks.group, torch.device("cuda", 0)).transport)
+
+
+@pytest.mark.timeout(90)
+def test_lanes_may_have_a_least_or_a_most_number_of_thread_blocks() -> None:
+    assert run_ranks(_with_blocks, 1, timeout=80.0, device="cuda") == ["nccl"]
