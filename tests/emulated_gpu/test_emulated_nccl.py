@@ -68,3 +68,15 @@ def _messages_of_two_sizes() -> None:
 def test_a_message_of_another_size_is_an_error() -> None:
     with pytest.raises(RanksFailed, match="receives 20 bytes from rank 0, which sends 16"):
         run_ranks(_messages_of_two_sizes, 2, device="cuda")
+
+
+def _collectives_that_differ() -> None:
+    dist.all_reduce(torch.ones(4 + dist.get_rank(), device="cuda"))
+    torch.cuda.synchronize()
+
+
+def test_ranks_whose_collectives_differ_are_named() -> None:
+    text = "rank 0 runs all-reduce of 4 elements.* but rank 1 runs all-reduce of 5 elements"
+    other = "rank 1 runs all-reduce of 5 elements.* but rank 0 runs all-reduce of 4 elements"
+    with pytest.raises(RanksFailed, match=f"{text}|{other}"):
+        run_ranks(_collectives_that_differ, 2, device="cuda")
