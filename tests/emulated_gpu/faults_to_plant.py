@@ -32,7 +32,6 @@ TESTS = (
     "tests/gpu/test_gpu_profile.py",
     "tests/gpu/test_gpu_nccl.py",
 )
-LATE_US = 1000  # the longest delay of each piece of work, for faults that only numbers show
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,6 @@ class Edit:
     file: str
     old: str
     new: str
-    late: bool = False  # streams are late, since it shows only by numbers
     tests: tuple[str, ...] = ()  # instead of all
 
 
@@ -122,20 +120,15 @@ EDITS = (
             "fsdp_ext/offloading/copy_streams.py",
             old,
             "pass",
-            late,
-            (f"{STREAMS}test_offloaded_states_are_stepped_as_others",),
+            tests=(f"{STREAMS}test_offloaded_states_are_stepped_as_others",),
         )
-        for name, old, late in (
-            ("the copy of states to the GPU", "self._in.wait_stream(self._back)", False),
-            ("the step", "self._module.current_stream().wait_stream(self._in)", False),
-            (
-                "the copy of states back",
-                "self._back.wait_stream(self._module.current_stream())",
-                False,
-            ),
-            ("a new staging tensor", "self._in.wait_stream(self._module.current_stream())", False),
-            ("the host for copies of states to the GPU", "self._in.synchronize()", True),
-            ("the host for copies of states back", "self._back.synchronize()", True),
+        for name, old in (
+            ("the copy of states to the GPU", "self._in.wait_stream(self._back)"),
+            ("the step", "self._module.current_stream().wait_stream(self._in)"),
+            ("the copy of states back", "self._back.wait_stream(self._module.current_stream())"),
+            ("a new staging tensor", "self._in.wait_stream(self._module.current_stream())"),
+            ("the host for copies of states to the GPU", "self._in.synchronize()"),
+            ("the host for copies of states back", "self._back.synchronize()"),
         )
     ),
     *(

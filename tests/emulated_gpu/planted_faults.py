@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from faults_to_plant import EDITS, LATE_US, NOT_SEEN, TESTS, Edit
+from faults_to_plant import EDITS, NOT_SEEN, TESTS, Edit
 
 ROOT = Path(__file__).resolve().parents[2]
 PLANTED = ROOT / "build" / "planted"
@@ -41,7 +41,7 @@ COMPILER_FLAGS = "-g1 -fno-optimize-sibling-calls"
 # A fault may make a test hang. The time limit is LEAST_LIMIT_S plus TIMES_AS_LONG times the seconds
 # that the test takes without a fault.
 LEAST_LIMIT_S, TIMES_AS_LONG = 60.0, 10.0
-MOST_TESTS, MOST_LATE_TESTS = 8, 2  # for each fault
+MOST_TESTS = 8  # for each fault
 
 # Statements that wait.
 STATEMENT = re.compile(
@@ -76,12 +76,8 @@ class Wait:
     """A statement that waits, and how the emulated GPU knows it."""
 
     name: str
-    calls: set[str] = field(default_factory=set)  # of CUDA
     places: set[str] = field(default_factory=set)  # for EMULATED_GPU_DROP_WAITS
     tests: set[str] = field(default_factory=set)
-
-    def is_of_host(self) -> bool:
-        return self.calls != {"cudaStreamWaitEvent"}
 
 
 @dataclass(frozen=True)
@@ -273,7 +269,7 @@ def waits_of(surveyed: Survey) -> dict[str, Wait]:
     statements_that_wait = statements()
     waits: dict[str, Wait] = {}
     for test, (_, lines) in surveyed.items():
-        for call, stack in (line.split() for line in lines):
+        for stack in (line.split()[1] for line in lines):
             offsets = stack.split("+")
             found = [
                 (name, "+".join(offsets[: depth + 1]))
@@ -284,7 +280,6 @@ def waits_of(surveyed: Survey) -> dict[str, Wait]:
             known = [each for each in found if each[0] in statements_that_wait] or found
             name, place = known[0]
             wait = waits.setdefault(name, Wait(name))
-            wait.calls.add(call)
             wait.places.add(place)
             wait.tests.add(test)
     return waits
@@ -339,8 +334,7 @@ def statements() -> set[str]:
 
 def row_of(fault: str, tests: Sequence[str], seconds: dict[str, float], **variables: str) -> Row:
     """Run the tests until one fails."""
-    most = MOST_LATE_TESTS if "EMULATED_GPU_DELAY_US" in variables else MOST_TESTS
-    for test in [each for each in TESTS if each in tests][:most]:
+    for test in [each for each in TESTS if each in tests][:MOST_TESTS]:
         limit_s = LEAST_LIMIT_S + TIMES_AS_LONG * seconds[test]
         outcome = run(test, limit_s, **variables)
         if outcome.seen_by:
@@ -353,11 +347,9 @@ def row_of(fault: str, tests: Sequence[str], seconds: dict[str, float], **variab
 
 
 def drop(wait: Wait, seconds: dict[str, float]) -> Row:
-    """Leave out one wait. What the host reads too early shows only by numbers."""
-    variables = {"EMULATED_GPU_DROP_WAITS": ",".join(sorted(wait.places))}
-    if wait.is_of_host():
-        variables["EMULATED_GPU_DELAY_US"] = str(LATE_US)
-    return row_of(wait.name, sorted(wait.tests), seconds, **variables)
+    """Leave out one wait."""
+    places = ",".join(sorted(wait.places))
+    return row_of(wait.name, sorted(wait.tests), seconds, EMULATED_GPU_DROP_WAITS=places)
 
 
 def plant(edit: Edit, seconds: dict[str, float]) -> Row:
@@ -367,8 +359,7 @@ def plant(edit: Edit, seconds: dict[str, float]) -> Row:
     try:
         if is_compiled:
             build()
-        late = {"EMULATED_GPU_DELAY_US": str(LATE_US)} if edit.late else {}
-        return row_of(edit.name, edit.tests or list(TESTS), seconds, **late)
+        return row_of(edit.name, edit.tests or list(TESTS), seconds)
     finally:
         copy_sources()
         if is_compiled:
@@ -398,9 +389,6 @@ def main() -> int:
     faults |= {
         name: functools.partial(not_met, name) for name in sorted(statements() - waits.keys())
     }
-    # Late streams make tests slow, so what the host waits for comes last.
-    of_host = {name for name, wait in waits.items() if wait.is_of_host()}
-    faults = dict(sorted(faults.items(), key=lambda fault: fault[0] in of_host))
     rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     rows = {name: row for name, row in rows.items() if name in faults}
     for name, row in rows.items():

@@ -9,6 +9,7 @@
 #include "captures.h"
 #include "errors.h"
 #include "memory.h"
+#include "pinned_copies.h"
 #include "streams.h"
 
 namespace emulated_gpu {
@@ -56,11 +57,20 @@ cudaError_t copy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind k
       return error;
     }
   }
-  stream->submit("a copy", [=] {
+  const std::shared_ptr<PinnedCopy> pinned =
+      is_captured(*stream) ? nullptr : begin_pinned_copy(to, from, bytes);
+  const TicketPtr ticket = stream->submit("a copy", [=] {
     reads(from, bytes);
     writes(to, bytes);
-    std::memmove(to, from, bytes);
+    if (pinned != nullptr) {
+      run(*pinned);
+    } else {
+      std::memmove(to, from, bytes);
+    }
   });
+  if (pinned != nullptr) {
+    set_ticket(*pinned, ticket);
+  }
   if (to_pageable) {
     stream->synchronize();
   }

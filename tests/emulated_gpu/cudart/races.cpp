@@ -13,6 +13,7 @@
 
 #include "lasting.h"
 #include "memory.h"
+#include "pinned_copies.h"
 #include "settings.h"
 
 namespace emulated_gpu {
@@ -240,8 +241,33 @@ Clock StreamOrder::now() const {
 }
 
 void host_waited_for(const Clock& clock) {
+  {
+    const std::lock_guard<std::mutex> lock(order().mutex);
+    order().of_host.join(clock);
+  }
+  end_pinned_copies();
+}
+
+bool has_host_waited_for(const User& user) {
   const std::lock_guard<std::mutex> lock(order().mutex);
-  order().of_host.join(clock);
+  return order().of_host.covers(user);
+}
+
+bool has_host_waited_for(const void* begin, std::size_t bytes) {
+  const auto address = reinterpret_cast<std::uintptr_t>(begin);
+  const std::lock_guard<std::mutex> lock(uses().mutex);
+  return uses().shadow.all_users(address, address + bytes,
+                                 [](const User& user) { return has_host_waited_for(user); });
+}
+
+void report_host_write(const void* begin, std::size_t bytes, const Origin& copy) {
+  std::ostringstream text;
+  text << "the host has written the " << bytes << " bytes at 0x" << std::hex
+       << reinterpret_cast<std::uintptr_t>(begin) << " and had not waited for " << describe(copy)
+       << ", which uses them";
+  std::fprintf(stderr, "[emulated GPU] %s\n  the copy was submitted by\n%s", text.str().c_str(),
+               stack_of(copy).c_str());
+  fail(text.str());
 }
 
 // - Uses

@@ -70,6 +70,12 @@ class StreamOrder {
 
 // The host knows that this has ended.
 void host_waited_for(const Clock& clock);
+bool has_host_waited_for(const User& user);
+// The same of all work so far that has used the memory.
+bool has_host_waited_for(const void* begin, std::size_t bytes);
+
+// Fails the device: the host has written pinned memory of a copy that it had not waited for.
+void report_host_write(const void* begin, std::size_t bytes, const Origin& copy);
 
 // Runs the work, and fails the device if something unordered uses the same memory.
 void run_checked(const TicketPtr& ticket, const Work& work);

@@ -97,6 +97,21 @@ std::optional<Conflict> Shadow::use(const Access& access, const User& user,
   return found;
 }
 
+bool Shadow::all_users(std::uintptr_t begin, std::uintptr_t end, const IsOrdered& predicate) const {
+  auto at = cells_.upper_bound(begin);
+  if (at != cells_.begin() && std::prev(at)->second.end > begin) {
+    --at;
+  }
+  for (; at != cells_.end() && at->first < end; ++at) {
+    const Cell& cell = at->second;
+    if ((cell.writer.has_value() && !predicate(*cell.writer)) ||
+        !std::all_of(cell.readers.begin(), cell.readers.end(), predicate)) {
+      return false;
+    }
+  }
+  return true;
+}
+
 void Shadow::forget(std::uintptr_t begin, std::uintptr_t end) {
   cut(begin);
   cut(end);

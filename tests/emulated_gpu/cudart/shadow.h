@@ -42,6 +42,9 @@ class Shadow {
   // it, if one of the two writes.
   std::optional<Conflict> use(const Access& access, const User& user, const IsOrdered& is_ordered);
 
+  // Whether the predicate holds for all that has used the memory last.
+  bool all_users(std::uintptr_t begin, std::uintptr_t end, const IsOrdered& predicate) const;
+
   // The memory is freed.
   void forget(std::uintptr_t begin, std::uintptr_t end);
 

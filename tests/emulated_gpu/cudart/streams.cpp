@@ -56,21 +56,21 @@ std::shared_ptr<Stream> Stream::of(cudaStream_t handle) {
   return found != known.all.end() ? found->second : nullptr;
 }
 
-void Stream::submit(const std::string& what, Work work, ReadsPython reads_python) {
+TicketPtr Stream::submit(const std::string& what, Work work, ReadsPython reads_python) {
   const std::shared_ptr<const Origin> origin = origin_of(what, id, reads_python);
-  if (!add_to_capture(*this, origin, work)) {
-    push(origin, std::move(work));
-  }
+  return add_to_capture(*this, origin, work) ? nullptr : push(origin, std::move(work));
 }
 
-void Stream::push(const std::shared_ptr<const Origin>& origin, Work work) {
+TicketPtr Stream::push(const std::shared_ptr<const Origin>& origin, Work work) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  queue_.push_back({order.next(origin), std::move(work)});
+  TicketPtr ticket = order.next(origin);
+  queue_.push_back({ticket, std::move(work)});
   if (!has_thread_) {
     has_thread_ = true;
     std::thread(&Stream::run, shared_from_this()).detach();
   }
   changed_.notify_all();
+  return ticket;
 }
 
 void Stream::run(const std::shared_ptr<Stream>& stream) {

@@ -27,8 +27,10 @@ class Stream : public std::enable_shared_from_this<Stream> {
   // Returns null if there is no such stream.
   static std::shared_ptr<Stream> of(cudaStream_t handle);
 
-  // Runs the work in order, or adds it to the capture.
-  void submit(const std::string& what, Work work, ReadsPython reads_python = ReadsPython::kYes);
+  // Runs the work in order, or adds it to the capture. Returns its ticket, which is null in
+  // captures.
+  TicketPtr submit(const std::string& what, Work work,
+                   ReadsPython reads_python = ReadsPython::kYes);
   void synchronize();
   bool is_idle();
   // Lets the thread end, once its queue is empty.
@@ -53,7 +55,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
 
   static void run(const std::shared_ptr<Stream>& stream);
   void run_queue();
-  void push(const std::shared_ptr<const Origin>& origin, Work work);
+  TicketPtr push(const std::shared_ptr<const Origin>& origin, Work work);
 
   std::mutex mutex_;
   std::condition_variable changed_;
