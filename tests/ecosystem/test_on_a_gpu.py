@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from ecosystem import test_accelerate, test_lightning, test_trainer
+from ecosystem import test_accelerate, test_lightning, test_torchao, test_trainer
 from support.devices import HAS_GPU
 from support.launcher import run_ranks
 
@@ -29,3 +29,11 @@ def test_the_trainer_of_transformers_trains_as_with_fsdp2(tmp_path: Path) -> Non
 
 def test_fabric_of_lightning_trains_as_with_fsdp2(tmp_path: Path) -> None:
     run_ranks(test_lightning.compare_fsdp2, 2, str(tmp_path), device="cuda")
+
+
+# NF4 is left out: FSDP2 of torch 2.11 cannot shard torchao's NF4 weights.
+@pytest.mark.parametrize("precomputes", [False, True])
+def test_float8_weights_of_torchao_train_as_with_fsdp2(precomputes: bool) -> None:
+    run_ranks(
+        test_torchao.train_beside_fsdp2, 2, test_torchao.float8, precomputes, {}, device="cuda"
+    )

@@ -66,7 +66,7 @@ def train(
     for step in range(3):
         optimizer.zero_grad()
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        x = torch.randn(8, WIDTH, generator=generator).to(trained[0].dtype)
+        x = torch.randn(8, WIDTH, generator=generator).to(trained[0].device, trained[0].dtype)
         loss = (model(x).float() - 1).square().mean()
         loss.backward()
         optimizer.step()
@@ -82,9 +82,7 @@ def train(
     return seen
 
 
-def _train_beside_fsdp2(
-    make: Callable[[], Any], precomputes: bool, options: dict[str, Any]
-) -> None:
+def train_beside_fsdp2(make: Callable[[], Any], precomputes: bool, options: dict[str, Any]) -> None:
     ours, theirs = (train(make, system, precomputes, **options) for system in SYSTEMS)
     assert ours[0].isfinite()
     assert not torch.equal(ours[0], ours[2])
@@ -109,7 +107,7 @@ def _train_beside_fsdp2(
 def test_weights_train_as_under_fsdp2(
     make: Callable[[], Any], precomputes: bool, options: dict[str, Any]
 ) -> None:
-    run_ranks(_train_beside_fsdp2, 2, make, precomputes, options)
+    run_ranks(train_beside_fsdp2, 2, make, precomputes, options)
 
 
 def _saved() -> None:

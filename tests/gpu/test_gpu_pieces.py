@@ -1,10 +1,13 @@
-"""Units cut into messages, and parameters that extensions make, train on a GPU as others."""
+"""Units cut into messages, parameters that extensions make, and packing on one multiprocessor train
+on a GPU as others.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import pytest
 import test_prefetch_api
 import test_reshard_groups
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp
 from support.extensions import HalfWeight
 from support.gpu_cases import PACKED, losses_of, train_cases
@@ -21,8 +25,10 @@ from support.models import Stack
 from support.parity import Case, Run, train_step
 from test_hybrid_sharding import cut_into_messages
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_ext
+from fsdp_ext.comm.nccl_settings import PACK_MULTIPROCESSORS
 
 STEPS = 4
 
@@ -126,3 +132,23 @@ def _compare_extensions() -> None:
 @pytest.mark.timeout(90)
 def test_parameters_that_extensions_make_train_as_under_fsdp2() -> None:
     run_ranks(_compare_extensions, 2, timeout=80.0, device="cuda")
+
+
+def _train_on_lanes_of_their_own() -> list[Tensor]:
+    torch.manual_seed(0)
+    mesh = DeviceMesh.from_group(dist.new_group(), "cuda")
+    model: Any = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).cuda()
+    for layer in [*model, model]:
+        fsdp_ext.fully_shard(layer, mesh=mesh)
+    return losses_of(model, 256, STEPS)
+
+
+def _compare_packing() -> None:
+    expected = _train_on_lanes_of_their_own()
+    os.environ[PACK_MULTIPROCESSORS] = "1"
+    assert all(map(torch.equal, _train_on_lanes_of_their_own(), expected))
+
+
+@pytest.mark.timeout(90)
+def test_packing_on_one_multiprocessor_trains_as_on_all() -> None:
+    run_ranks(_compare_packing, 2, timeout=80.0, device="cuda")
