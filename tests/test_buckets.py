@@ -195,6 +195,34 @@ def test_a_bucket_is_one_gather_one_reduction_and_one_slot() -> None:
     run_ranks(_collectives, 2)
 
 
+class _Nested(nn.Module):
+    """A layer around another one, each of which is a unit."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.inner = nn.Linear(WIDTH, WIDTH), inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(self.linear(x))
+        return result
+
+
+def _slots_of_nested_units() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), _Nested(_Nested(nn.Linear(WIDTH, WIDTH))))
+    units = [model[0], model[1].inner.inner, model[1].inner, model[1], model]
+    for unit in units:
+        fully_shard(unit, bucket_bytes=0)
+    for _ in range(3):
+        model(torch.ones(2, WIDTH)).sum().backward()
+        core = model._fsdp_ext_unit.root.core
+        assert core.memory()["ring_slots"] == 3 + 1  # that enclose each other, and the prefetch
+        assert core.counters()["overflow_slots"] == 0
+
+
+def test_units_that_enclose_each_other_have_a_slot_each() -> None:
+    run_ranks(_slots_of_nested_units, 2)
+
+
 def _follows_the_order() -> None:
     order = [7, 0, 6, 1, 5, 2, 4, 3]
     model, expected = make(2 * LAYER_BYTES, order), make(0, order)

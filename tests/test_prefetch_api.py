@@ -232,6 +232,23 @@ def test_unshard_gives_the_unit_its_full_parameters_and_reshard_takes_them(
     run_ranks(_attributes_while_unsharded_by_hand, world_size, async_op)
 
 
+def _unshards_what_an_evaluation_kept() -> None:
+    run = _sharded()
+    run.model.set_reshard_after_forward(False)
+    with torch.no_grad():
+        run.loss(0)
+        for parameter in run.model.parameters():
+            parameter.mul_(0.5)
+    block = run.model.blocks[0]
+    expected = {name: whole(parameter) for name, parameter in block.named_parameters()}
+    block.unshard()
+    assert_same("unsharded parameters", expected, dict(block.named_parameters()))
+
+
+def test_unshard_after_an_evaluation_reads_the_parameters_as_they_are_now() -> None:
+    run_ranks(_unshards_what_an_evaluation_kept, 2)
+
+
 def _what_is_unsharded() -> None:
     run = _sharded()
 
