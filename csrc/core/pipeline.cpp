@@ -44,6 +44,7 @@ int Pipeline::add_unit(UnitConfig config, UnitPort& port) {
   FSDP_CHECK(config.parent < unit_count(), "Unit '", config.name,
              "' was added before the unit that encloses it. Add the enclosing unit first.");
   units_.push_back(std::make_unique<Unit>(unit_count(), std::move(config), port));
+  expect_unused(*units_.back());
   bucket_set_.invalidate_partition();
   bucket_set_.invalidate_memory();
   return unit_count() - 1;

@@ -130,31 +130,8 @@ class Pipeline {
     return in_backward() && reducer_.has_accumulated_before(buckets());
   }
 
-  // While a unit is summoned, its modules have parameters that the pipeline does not know. Forward
-  // neither gathers nor attaches it, and no backward may come for it. The unit is resharded before.
-  void set_summoned(int unit, bool value) { unit_at(unit).is_summoned = value; }
-
   // - Settings, effective from the next use on.
-  // `group`: as UnitConfig::reshard_group.
-  void set_reshard_after_forward(int unit, bool value, int group = 0);
-  void set_keeps_slot_after_evaluation(int unit, bool value);
-  void set_reshard_after_backward(int unit, bool value);
-  // With false, the user promises that backward does not read the unit's parameters, as that of an
-  // embedding does not. Gradients arrive nevertheless.
-  void set_unshards_in_backward(int unit, bool value);
-  void set_requires_gradient_sync(int unit, bool value);
-  void set_reduces_unused(int unit, bool value);
-  void set_gradient_scales(int unit, double pack_scale, double reduce_scale);
-  // Null for none: Note [reduce hooks] in core/reduce_hook.h.
-  void set_reduce_hook(int unit, std::shared_ptr<ReduceHook> hook);
-  // Null for none: Note [communication hooks] there. Call it before the first forward.
-  void set_communication_hook(int unit, std::shared_ptr<ReduceHook> hook);
-  // Null for none: Note [custom collectives] in core/reduce_hook.h.
-  void set_gather_hook(int unit, std::shared_ptr<ReduceHook> hook);
-  void set_scatter_hook(int unit, std::shared_ptr<ReduceHook> hook);
-  void set_forward_prefetch(int unit, std::vector<int> targets);
-  void set_backward_prefetch(int unit, std::vector<int> targets);
-  void set_bucket_bytes(int unit, std::size_t bytes);
+  void apply(int unit, UnitSettings settings);
   void set_prefetch_depth(int depth);
   void set_is_last_backward(bool value) { is_last_backward_ = value; }
 
@@ -194,7 +171,7 @@ class Pipeline {
   void hold(Unit& unit);
   [[noreturn]] void fail(const Error& error);
   void reset(bool drops_gradients);
-  void reduce_alone_with_hooks(Unit& unit);
+  void expect_unused(const Unit& unit);
   void finish_recording();
   bool drop_outdated_parameters();
   void end_evaluation();

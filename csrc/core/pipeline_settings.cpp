@@ -1,6 +1,7 @@
 // The pipeline's settings, which are effective from the next use on, and what is asked between
 // steps.
 #include <algorithm>
+#include <tuple>
 #include <utility>
 
 #include "base/check.h"
@@ -8,112 +9,54 @@
 
 namespace fsdp {
 
-void Pipeline::set_reshard_after_forward(int number, bool value, int group) {
+namespace {
+
+// Whether units with these settings may have other buckets.
+bool changes_buckets(const UnitSettings& from, const UnitSettings& to) {
+  const auto of_buckets = [](const UnitSettings& settings) {
+    return std::tie(settings.reshard_after_forward, settings.reshard_group,
+                    settings.reshard_after_backward, settings.unshards_in_backward,
+                    settings.pack_scale, settings.reduce_scale, settings.bucket_bytes,
+                    settings.reduces_alone);
+  };
+  return of_buckets(from) != of_buckets(to);
+}
+
+// Whether the collectives of units with these settings may differ from those that ranks compared.
+bool changes_collectives(const UnitSettings& from, const UnitSettings& to) {
+  return from.bucket_bytes != to.bucket_bytes || from.reduces_alone != to.reduces_alone;
+}
+
+bool changes_memory(const UnitSettings& from, const UnitSettings& to) {
+  const auto of_memory = [](const UnitSettings& settings) {
+    return std::tie(settings.reshard_after_forward, settings.reshard_group,
+                    settings.forward_prefetch, settings.backward_prefetch);
+  };
+  return of_memory(from) != of_memory(to);
+}
+
+}  // namespace
+
+void Pipeline::apply(int number, UnitSettings settings) {
   Unit& unit = unit_at(number);
-  if (unit.reshard_after_forward != value || unit.reshard_group != group) {
-    unit.reshard_after_forward = value;
-    unit.reshard_group = group;
-    bucket_set_.invalidate_partition();
-    bucket_set_.invalidate_memory();
-  }
-}
-
-void Pipeline::set_keeps_slot_after_evaluation(int number, bool value) {
-  unit_at(number).keeps_slot_after_evaluation = value;
-}
-
-void Pipeline::set_reshard_after_backward(int number, bool value) {
-  Unit& unit = unit_at(number);
-  if (unit.reshard_after_backward != value) {
-    unit.reshard_after_backward = value;
-    bucket_set_.invalidate_partition();
-  }
-}
-
-void Pipeline::set_unshards_in_backward(int number, bool value) {
-  Unit& unit = unit_at(number);
-  if (unit.unshards_in_backward != value) {
-    unit.unshards_in_backward = value;
-    bucket_set_.invalidate_partition();
-  }
-}
-
-void Pipeline::set_requires_gradient_sync(int number, bool value) {
-  unit_at(number).requires_gradient_sync = value;
-}
-
-void Pipeline::set_reduces_unused(int number, bool value) {
-  Unit& unit = unit_at(number);
-  unit.reduces_unused = value;
-  backward_order_.set_expected(number, value && !unit.arrived.empty());
-}
-
-void Pipeline::set_gradient_scales(int number, double pack_scale, double reduce_scale) {
-  Unit& unit = unit_at(number);
-  if (unit.pack_scale != pack_scale || unit.reduce_scale != reduce_scale) {
-    unit.pack_scale = pack_scale;
-    unit.reduce_scale = reduce_scale;
+  FSDP_CHECK(settings.reduces_alone || !settings.has_hook(), "Unit '", unit.name,
+             "' has a hook, so it needs reduces_alone.");
+  if (changes_buckets(unit, settings)) {
     bucket_set_.invalidate_partition();
   }
-}
-
-void Pipeline::set_reduce_hook(int number, std::shared_ptr<ReduceHook> hook) {
-  Unit& unit = unit_at(number);
-  unit.reduce_hook = std::move(hook);
-  reduce_alone_with_hooks(unit);
-}
-
-void Pipeline::set_communication_hook(int number, std::shared_ptr<ReduceHook> hook) {
-  Unit& unit = unit_at(number);
-  unit.communication_hook = std::move(hook);
-  reduce_alone_with_hooks(unit);
-}
-
-void Pipeline::set_gather_hook(int number, std::shared_ptr<ReduceHook> hook) {
-  Unit& unit = unit_at(number);
-  unit.gather_hook = std::move(hook);
-  reduce_alone_with_hooks(unit);
-}
-
-void Pipeline::set_scatter_hook(int number, std::shared_ptr<ReduceHook> hook) {
-  Unit& unit = unit_at(number);
-  unit.scatter_hook = std::move(hook);
-  reduce_alone_with_hooks(unit);
-}
-
-void Pipeline::reduce_alone_with_hooks(Unit& unit) {
-  const bool reduces_alone = unit.reduce_hook != nullptr || unit.communication_hook != nullptr ||
-                             unit.gather_hook != nullptr || unit.scatter_hook != nullptr;
-  if (unit.reduces_alone != reduces_alone) {
-    unit.reduces_alone = reduces_alone;
-    bucket_set_.invalidate_partition();
+  if (changes_collectives(unit, settings)) {
     bucket_set_.invalidate_comparison();
   }
-}
-
-void Pipeline::set_forward_prefetch(int number, std::vector<int> targets) {
-  Unit& unit = unit_at(number);
-  if (unit.forward_prefetch != targets) {
-    unit.forward_prefetch = std::move(targets);
+  if (changes_memory(unit, settings)) {
     bucket_set_.invalidate_memory();
   }
+  static_cast<UnitSettings&>(unit) = std::move(settings);
+  expect_unused(unit);
 }
 
-void Pipeline::set_backward_prefetch(int number, std::vector<int> targets) {
-  Unit& unit = unit_at(number);
-  if (unit.backward_prefetch != targets) {
-    unit.backward_prefetch = std::move(targets);
-    bucket_set_.invalidate_memory();
-  }
-}
-
-void Pipeline::set_bucket_bytes(int number, std::size_t bytes) {
-  Unit& unit = unit_at(number);
-  if (unit.bucket_bytes != bytes) {
-    unit.bucket_bytes = bytes;
-    bucket_set_.invalidate_partition();
-    bucket_set_.invalidate_comparison();
-  }
+// Backward takes steps of units that it may not reach, if unused parameters are reduced.
+void Pipeline::expect_unused(const Unit& unit) {
+  backward_order_.set_expected(unit.number, unit.reduces_unused && !unit.arrived.empty());
 }
 
 void Pipeline::set_prefetch_depth(int depth) {

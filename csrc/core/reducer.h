@@ -39,7 +39,7 @@
 // bucket may differ: some synchronise and some accumulate, or they divide by different factors.
 // Each set of units with equal settings is then reduced or accumulated separately. A message of the
 // bucket carries zeros, or what they have accumulated, for its other units. These keep their
-// accumulated gradients. When a unit's scale changes, TorchRoot::set_gradient_scales also scales
+// accumulated gradients. When a unit's scale changes, TorchRoot::apply also scales
 // what the unit has accumulated, so the last scale holds for the whole sum.
 //
 // Note [NaN and Inf]

@@ -14,7 +14,6 @@
 #include "core/buffer_ring.h"
 #include "core/call_id.h"
 #include "core/ledger.h"
-#include "core/reduce_hook.h"
 #include "core/unit_config.h"
 #include "device/stream.h"
 
@@ -106,16 +105,6 @@ struct Unit : UnitConfig {
   const int number;
   UnitPort& port;
 
-  // - Settings that are not in the config.
-  bool requires_gradient_sync = true;
-  bool keeps_slot_after_evaluation = false;
-  std::shared_ptr<ReduceHook> reduce_hook;  // null: none
-  std::shared_ptr<ReduceHook> communication_hook;
-  std::shared_ptr<ReduceHook> gather_hook;  // Note [custom collectives]
-  std::shared_ptr<ReduceHook> scatter_hook;
-  std::vector<int> forward_prefetch;   // empty: the recorded order
-  std::vector<int> backward_prefetch;  // empty: the reverse of forward
-
   // - Place in the bucket.
   Bucket* bucket = nullptr;
   std::size_t position = 0;          // among the bucket's units
@@ -129,7 +118,6 @@ struct Unit : UnitConfig {
   bool is_speculative = false;         // prefetched and not used yet
   bool is_put_away = false;            // unsharded, but users see the sharded parameters
   bool is_held = false;                // unsharded by the user, not by a forward
-  bool is_summoned = false;            // see Pipeline::set_summoned
   Slot* slot = nullptr;                // of the bucket, while this unit uses it
   std::uint64_t gathered_version = 0;  // of its shards, when the bucket was gathered last
   std::uint64_t followed_version = 0;  // of its shards, as the gather stream may read them
@@ -150,9 +138,8 @@ struct Unit : UnitConfig {
   bool sends_zeros = false;   // this backward has reached the unit, on all ranks
   std::vector<char> arrived;  // in this backward and not packed yet, by trainable parameter
   std::size_t arrived_count = 0;
-  std::vector<char> used;       // of each trainable parameter: reduced a gradient of this rank
-  bool reduces_unused = false;  // parameters that no rank uses get zeros in each reduction
-  bool is_reduced = false;      // in this backward
+  std::vector<char> used;   // of each trainable parameter: reduced a gradient of this rank
+  bool is_reduced = false;  // in this backward
   // Whether backwards without gradient sync have reached the unit since its last reduction. It is
   // the same on all ranks.
   bool awaits_reduction = false;

@@ -373,22 +373,25 @@ std::vector<at::Tensor> TorchRoot::accumulated(int unit) {
   return views;
 }
 
-void TorchRoot::set_gradient_scales(int unit, double pack_scale, double reduce_scale) {
+void TorchRoot::apply(int unit, UnitSettings settings) {
   const double before = pipeline_->unit(unit).pack_scale;
-  const std::vector<char> has = pipeline_->has_accumulated(unit);
-  const bool scales_accumulated =
-      pack_scale != before && std::find(has.begin(), has.end(), 1) != has.end();
+  const double now = settings.pack_scale;
+  const auto has_accumulated = [&] {
+    const std::vector<char> has = pipeline_->has_accumulated(unit);
+    return std::find(has.begin(), has.end(), 1) != has.end();
+  };
+  const bool scales_accumulated = now != before && has_accumulated();
   FSDP_CHECK(!scales_accumulated || pipeline_->is_between_passes(),
              "set_gradient_divide_factor was called on unit '", pipeline_->unit(unit).name,
              "', which has accumulated gradients, while forward or backward runs. Call it before "
              "or after.");
-  pipeline_->set_gradient_scales(unit, pack_scale, reduce_scale);
+  pipeline_->apply(unit, std::move(settings));
   if (!scales_accumulated) {
     return;
   }
   const at::NoGradGuard no_grad;
   for (at::Tensor& part : accumulated(unit)) {
-    part.mul_(pack_scale / before);
+    part.mul_(now / before);
   }
 }
 

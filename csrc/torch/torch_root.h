@@ -77,8 +77,8 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   // a unit, between passes. Each has one row for each rank. Side by side, the rows of a rank are
   // its segment of the unit's layout. Empty if there are no such gradients.
   std::vector<at::Tensor> accumulated(int unit);
-  // If the pack scale changes, this also scales what the unit has accumulated.
-  void set_gradient_scales(int unit, double pack_scale, double reduce_scale);
+  // Pipeline::apply. If the pack scale changes, this also scales what the unit has accumulated.
+  void apply(int unit, UnitSettings settings);
   // Reduces the gradients that backwards without gradient sync have accumulated. For callers that
   // do not know before a backward that it is the last.
   void reduce_accumulated();

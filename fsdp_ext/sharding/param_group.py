@@ -185,8 +185,8 @@ class ParamGroup:
                     "leave it out."
                 )
 
-    def gradient_scales(self) -> tuple[float, float]:
-        """Return the factors by which gradients are multiplied before and after the reduction.
+    def gradient_scales(self, reduce_dtype: torch.dtype) -> tuple[float, float]:
+        """Return the factors for gradients before and after a reduction in ``reduce_dtype``.
 
         They are FSDP2's (``_get_gradient_divide_factors``). Together they average over the ranks.
         Only fp32 and bf16 are divided at once. Other dtypes, above all fp16 with its small range,
@@ -196,7 +196,6 @@ class ParamGroup:
             return 1.0, 1.0  # it averages
         ranks = self.world_size * self.replicas
         factor = self.settings.gradient_divide_factor or float(ranks)
-        _, reduce_dtype = self.grad_dtypes()
         if reduce_dtype in (torch.float32, torch.bfloat16):
             return 1.0 / factor, 1.0
         before = 1

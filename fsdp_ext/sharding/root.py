@@ -165,7 +165,6 @@ class Root(UnitTree):
             core.add_unit(unit_core, config)
         self.core = core
         self._placed = [unit.entries for unit in self.units]
-        self.apply(self.units)
         core.set_is_last_backward(self.units[0].settings.waits_for_reductions)
         # Last: if the above raised, the next forward starts over.
         if not self.is_provisional:
@@ -289,73 +288,52 @@ class Root(UnitTree):
         self.apply(self.units)
 
     def resolve_again(self) -> None:
-        """Resolve the settings after a decision, or a change of ``reshard_after_forward``."""
-        before = self.settings
-        self.settings = self.resolve(self.link, self.decision)
-        if self.settings.prefetch != before.prefetch:
-            self.core.set_prefetch_depth(self.settings.prefetch)
-        if self.settings.bucket_bytes != before.bucket_bytes:
-            for number, nbytes in enumerate(self.settings.bucket_bytes):
-                self.core.set_bucket_bytes(number, nbytes)
+        """Resolve the settings after a decision, or a change of ``reshard_after_forward``.
 
-    def apply(self, units: Iterable[Unit], names: Iterable[str] | None = None) -> None:
-        """Tell the schedule the settings of ``units``, from the next use on.
-
-        Args:
-            units: units of this root.
-            names: the settings that changed. By default all.
+        The caller applies those of units.
         """
-        names = _SETTERS if names is None else tuple(names)
+        self.settings = self.resolve(self.link, self.decision)
+        self.core.set_prefetch_depth(self.settings.prefetch)
+
+    def apply(self, units: Iterable[Unit]) -> None:
+        """Tell the schedule the settings of ``units`` of this root, from the next use on."""
         for unit in units:
-            for name in names:
-                _SETTERS[name](self, self.number(unit), unit)
+            if unit.core is not None:  # otherwise it is made with its settings
+                number = self.number(unit)
+                self.core.apply(number, self.core_settings(number, unit.core.layout))
 
-    def _set_reshard_after_forward(self, number: int, unit: Unit) -> None:
-        value = self.settings.reshard_after_forward[number]
-        self.core.set_reshard_after_forward(number, value, self.settings.reshard_groups[number])
+    def core_settings(self, number: int, layout: _C.UnitLayout) -> _C.UnitSettings:
+        """Return all C++ settings of one unit."""
+        settings = super().core_settings(number, layout)
+        unit = self.units[number]
+        asked = unit.settings
         # Note [after an evaluation] in csrc/core/unit.h
-        was_asked_for = unit.settings.reshard_after_forward is False
-        self.core.set_keeps_slot_after_evaluation(number, was_asked_for)
-
-    def _set_reshard_after_backward(self, number: int, unit: Unit) -> None:
-        self.core.set_reshard_after_backward(number, unit.settings.reshard_after_backward)
-
-    def _set_unshards_in_backward(self, number: int, unit: Unit) -> None:
-        self.core.set_unshards_in_backward(number, unit.settings.unshard_in_backward)
-
-    def _set_requires_gradient_sync(self, number: int, unit: Unit) -> None:
-        settings = unit.settings
-        syncs = settings.requires_gradient_sync and (
-            settings.requires_all_reduce or unit.replicas == 1
+        settings.keeps_slot_after_evaluation = asked.reshard_after_forward is False
+        settings.unshards_in_backward = asked.unshard_in_backward
+        settings.requires_gradient_sync = asked.requires_gradient_sync and (
+            asked.requires_all_reduce or unit.replicas == 1
         )
-        self.core.set_requires_gradient_sync(number, syncs)
+        settings.reduces_unused = asked.reduce_scatter_unused_params
+        settings.is_summoned = unit.is_summoned
+        settings.forward_prefetch = [self.number(target) for target in unit.forward_prefetch]
+        settings.backward_prefetch = [self.number(target) for target in unit.backward_prefetch]
+        if asked.has_hook:
+            for kind, run in self._hooks(unit).items():
+                # The C++ side must not keep the user's function, which may refer to the model.
+                settings.set_hook(kind, weakref.WeakMethod(run), unit.device)
+        return settings
 
-    def _set_reduces_unused(self, number: int, unit: Unit) -> None:
-        self.core.set_reduces_unused(number, unit.settings.reduce_scatter_unused_params)
-
-    def _set_gradient_scales(self, number: int, unit: Unit) -> None:
-        self.core.set_gradient_scales(number, *unit.gradient_scales())
-
-    def _set_all_reduce_hook(self, number: int, unit: Unit) -> None:
-        has_hook = unit.settings.all_reduce_hook is not None
-        # The C++ side must not keep the user's function, which may refer to the model.
-        run = weakref.WeakMethod(unit.run_all_reduce_hook) if has_hook else None
-        self.core.set_reduce_hook(number, run, unit.device)
-
-    def _set_communication_hook(self, number: int, unit: Unit) -> None:
-        has_hook = unit.settings.communication_hook is not None
-        run = weakref.WeakMethod(unit.run_communication_hook) if has_hook else None
-        self.core.set_communication_hook(number, run, unit.device)
-
-    def _set_custom_all_gather(self, number: int, unit: Unit) -> None:
-        runner = self._custom_collective(unit, "custom_all_gather")
-        run = None if runner is None else weakref.WeakMethod(runner.gather)
-        self.core.set_gather_hook(number, run, unit.device)
-
-    def _set_custom_reduce_scatter(self, number: int, unit: Unit) -> None:
-        runner = self._custom_collective(unit, "custom_reduce_scatter")
-        run = None if runner is None else weakref.WeakMethod(runner.reduce)
-        self.core.set_scatter_hook(number, run, unit.device)
+    def _hooks(self, unit: Unit) -> dict[str, Callable[..., None]]:
+        hooks: dict[str, Callable[..., None]] = {}
+        if unit.settings.all_reduce_hook is not None:
+            hooks["reduce"] = unit.run_all_reduce_hook
+        if unit.settings.communication_hook is not None:
+            hooks["communication"] = unit.run_communication_hook
+        if (gather := self._custom_collective(unit, "custom_all_gather")) is not None:
+            hooks["gather"] = gather.gather
+        if (reduce := self._custom_collective(unit, "custom_reduce_scatter")) is not None:
+            hooks["scatter"] = reduce.reduce
+        return hooks
 
     def _custom_collective(self, unit: Unit, setting: str) -> CustomCollective | None:
         """Return what runs the user's object, which units share, and keep it with the unit.
@@ -385,15 +363,6 @@ class Root(UnitTree):
         found = next(alike, None) or CustomCollective(comm, group)
         unit.collectives[setting] = found
         return found
-
-    def _set_prefetch_targets(self, number: int, unit: Unit) -> None:
-        forward = [self.number(target) for target in unit.forward_prefetch]
-        backward = [self.number(target) for target in unit.backward_prefetch]
-        self.core.set_forward_prefetch(number, forward)
-        self.core.set_backward_prefetch(number, backward)
-
-    def _set_summoned(self, number: int, unit: Unit) -> None:
-        self.core.set_summoned(number, unit.is_summoned)
 
     def change(self, **settings: bool) -> None:
         """Change settings of which only the root's are used."""
@@ -426,11 +395,14 @@ class Root(UnitTree):
             self.rebuild()
         asked = set(units)
         for number, unit in enumerate(self.units):
-            self.core.set_requires_gradient_sync(number, unit in asked)
+            assert unit.core is not None
+            settings = self.core_settings(number, unit.core.layout)
+            settings.requires_gradient_sync = unit in asked
+            self.core.apply(number, settings)
         try:
             self.reduce_accumulated(wait=True)
         finally:
-            self.apply(self.units, ["requires_gradient_sync"])
+            self.apply(self.units)
 
     def pending_gradients(self, unit: Unit) -> dict[nn.Parameter, torch.Tensor]:
         """Return what backwards have accumulated for ``unit``, by sharded parameter.
@@ -475,24 +447,6 @@ class Root(UnitTree):
     def wait_for_unshard(self, unit: Unit) -> None:
         """Make the current stream wait for the gather, and register the unsharded parameters."""
         self.core.wait_for_unshard(self.number(unit))
-
-
-# How the schedule is told each setting of a unit.
-_SETTERS: dict[str, Callable[[Root, int, Unit], None]] = {
-    "reshard_after_forward": Root._set_reshard_after_forward,
-    "reshard_after_backward": Root._set_reshard_after_backward,
-    "unshard_in_backward": Root._set_unshards_in_backward,
-    "requires_gradient_sync": Root._set_requires_gradient_sync,
-    "requires_all_reduce": Root._set_requires_gradient_sync,
-    "reduce_scatter_unused_params": Root._set_reduces_unused,
-    "gradient_divide_factor": Root._set_gradient_scales,
-    "all_reduce_hook": Root._set_all_reduce_hook,
-    "communication_hook": Root._set_communication_hook,
-    "custom_all_gather": Root._set_custom_all_gather,
-    "custom_reduce_scatter": Root._set_custom_reduce_scatter,
-    "prefetch_targets": Root._set_prefetch_targets,
-    "is_summoned": Root._set_summoned,
-}
 
 
 @outside_of_transforms

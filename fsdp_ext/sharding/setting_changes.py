@@ -25,8 +25,7 @@ def change(units: Sequence[Unit], **settings: Any) -> None:
         for root in {unit.root for unit in units if unit.root is not None}:
             if "reshard_after_forward" in settings:  # the other ones need no resolving
                 root.resolve_again()
-            of_root = [unit for unit in units if unit.root is root]
-            root.apply(of_root, settings or ["prefetch_targets"])
+            root.apply([unit for unit in units if unit.root is root])
     except Exception:
         for unit, former in zip(units, before, strict=True):
             unit.settings = former

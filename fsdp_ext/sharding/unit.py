@@ -5,7 +5,7 @@ Everything here runs before training or between steps. ``csrc/torch`` has what r
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -129,7 +129,9 @@ class Unit(ParamGroup):
 
     def change(self, **settings: Any) -> None:
         """Replace settings of this unit. :meth:`Root.apply` passes them to the schedule."""
-        self.settings = dataclasses.replace(self.settings, **settings)
+        changed = copy.copy(self.settings)  # dataclasses.replace() takes three times as long
+        vars(changed).update(settings)
+        self.settings = changed
 
     def run_all_reduce_hook(self, gradients: torch.Tensor, handle: int) -> None:
         """Call the user's hook on this unit's reduced gradients. The schedule calls this."""

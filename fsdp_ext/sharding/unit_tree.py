@@ -91,34 +91,37 @@ class UnitTree:
     def configs(
         self, layouts: Sequence[_C.UnitLayout], meshes: Sequence[int] = ()
     ) -> list[_C.UnitConfig]:
-        """Return the C++ settings of each unit.
+        """Return what the C++ side has to know of each unit.
 
         Args:
             layouts: the units' layouts for training.
             meshes: the number of each unit's mesh among those of the lanes; by default the root's.
         """
-        configs = []
-        for number, (unit, layout, parent) in enumerate(
-            zip(self.units, layouts, self.parents(), strict=True)
-        ):
-            pack_scale, reduce_scale = unit.gradient_scales()
-            configs.append(
-                _C.UnitConfig(
-                    name=unit.name,
-                    layout=layout,
-                    parent=parent,
-                    reshard_after_forward=self.settings.reshard_after_forward[number],
-                    reshard_after_backward=unit.settings.reshard_after_backward,
-                    pack_scale=pack_scale,
-                    reduce_scale=reduce_scale,
-                    bucket_bytes=self.settings.bucket_bytes[number],
-                    max_message_bytes=self.settings.max_message_bytes[number],
-                    reduces_alone=unit.settings.has_hook,
-                    reshard_group=self.settings.reshard_groups[number],
-                    mesh=meshes[number] if meshes else 0,
-                )
+        parents = self.parents()
+        return [
+            _C.UnitConfig(
+                name=unit.name,
+                layout=layout,
+                settings=self.core_settings(number, layout),
+                parent=parents[number],
+                max_message_bytes=self.settings.max_message_bytes[number],
+                mesh=meshes[number] if meshes else 0,
             )
-        return configs
+            for number, (unit, layout) in enumerate(zip(self.units, layouts, strict=True))
+        ]
+
+    def core_settings(self, number: int, layout: _C.UnitLayout) -> _C.UnitSettings:
+        """Return the C++ settings of one unit: those that buckets and their memory depend on."""
+        unit = self.units[number]
+        settings = _C.UnitSettings()
+        settings.reshard_after_forward = self.settings.reshard_after_forward[number]
+        settings.reshard_group = self.settings.reshard_groups[number]
+        settings.reshard_after_backward = unit.settings.reshard_after_backward
+        scales = unit.gradient_scales(layout.reduce_dtype)
+        settings.pack_scale, settings.reduce_scale = scales
+        settings.bucket_bytes = self.settings.bucket_bytes[number]
+        settings.reduces_alone = unit.settings.has_hook
+        return settings
 
     def resolve(self, link: Link, decision: Decision | None) -> RootSettings:
         """Return the settings that the schedule runs with.

@@ -50,7 +50,9 @@ class Reduction:
         """Return how ``unit`` reduces the gradient of ``param``."""
         _, reduce_dtype = unit.grad_dtypes()
         is_exact = _is_exact(root, reduce_dtype)
-        return cls(*unit.gradient_scales(), reduce_dtype, unit.grad_dtype(param), is_exact)
+        return cls(
+            *unit.gradient_scales(reduce_dtype), reduce_dtype, unit.grad_dtype(param), is_exact
+        )
 
     def result(self, gradients: Sequence[Tensor | None], like: Tensor) -> Tensor:
         """Return the gradient after the reduction; a rank without one counts as zero."""

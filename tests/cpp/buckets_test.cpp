@@ -126,12 +126,14 @@ TEST(Buckets, UnitsThatDifferInSyncOrScaleAreReducedByThemselves) {
   on_bucketed_ranks(2, [](Rank& rank, int r) {
     rank.step(1.0F);
     const std::vector<int> order = rank.in_order();
-    rank.pipeline->set_requires_gradient_sync(1, false);
-    rank.pipeline->set_requires_gradient_sync(4, false);
+    set_requires_gradient_sync(*rank.pipeline, 1, false);
+    set_requires_gradient_sync(*rank.pipeline, 4, false);
     for (int step = 0; step < 2; ++step) {
       const std::vector<CallId> calls = rank.forward(order);
       if (step == 1) {
-        rank.pipeline->set_gradient_scales(5, 1.0, 1.0);  // a sum from now on
+        change_settings(*rank.pipeline, 5, [](UnitSettings& settings) {
+          settings.pack_scale = settings.reduce_scale = 1.0;  // a sum from now on
+        });
       }
       rank.backward(order, calls, static_cast<float>(r));
     }
@@ -140,14 +142,14 @@ TEST(Buckets, UnitsThatDifferInSyncOrScaleAreReducedByThemselves) {
     rank.unit(3).expect_gradient(1, 1.0F);
     rank.unit(5).expect_gradient(0, 1.5F);
     rank.unit(6).expect_gradient(0, 1.0F);
-    rank.pipeline->set_requires_gradient_sync(1, true);
-    rank.pipeline->set_requires_gradient_sync(2, false);
+    set_requires_gradient_sync(*rank.pipeline, 1, true);
+    set_requires_gradient_sync(*rank.pipeline, 2, false);
     rank.backward(order, rank.forward(order), static_cast<float>(r));
     rank.unit(1).expect_gradient(0, 1.5F);
     rank.unit(2).expect_gradient(0, 1.0F);
     EXPECT_FALSE(rank.unit(4).has_sharded_gradient(1));
     for (int i = 1; i <= 6; ++i) {
-      rank.pipeline->set_requires_gradient_sync(i, true);
+      set_requires_gradient_sync(*rank.pipeline, i, true);
     }
     rank.backward(order, rank.forward(order), static_cast<float>(r));
     rank.unit(1).expect_gradient(1, 2.0F);
@@ -165,7 +167,7 @@ TEST(Buckets, AccumulateWithoutSyncAsOne) {
     const std::vector<int> order = rank.in_order();
     for (const bool sync : {false, false, true}) {
       for (int i = 0; i <= 6; ++i) {
-        rank.pipeline->set_requires_gradient_sync(i, sync);
+        set_requires_gradient_sync(*rank.pipeline, i, sync);
       }
       const Sent sent =
           sent_by(rank, [&] { rank.backward(order, rank.forward(order), static_cast<float>(r)); });
@@ -211,7 +213,7 @@ TEST(Buckets, ThatStayUnshardedAfterForwardAreReducedAndFollowNewShards) {
       2,
       [](Rank& rank, int) {
         for (int i = 1; i <= 6; ++i) {
-          rank.pipeline->set_reshard_after_forward(i, i > 4);
+          set_reshard_after_forward(*rank.pipeline, i, i > 4);
         }
         for (int step = 0; step < 3; ++step) {
           const std::vector<int> order = rank.in_order();

@@ -36,7 +36,7 @@ void on_grouped_ranks(const std::function<void(Rank&, int)>& body,
         rank.lanes.groups.emplace_back(
             new Lanes(make_lanes(gather, points.reductions[group], r % kGroup, kTimeout)));
         for (int i = 1; i <= rank.layers(); ++i) {
-          rank.pipeline->set_reshard_after_forward(i, true, kGroup);
+          set_reshard_after_forward(*rank.pipeline, i, true, kGroup);
         }
         body(rank, r);
       },
@@ -216,7 +216,7 @@ TEST(GroupShards, SettingAllRanksAgainFreesThem) {
   on_grouped_ranks([](Rank& rank, int r) {
     rank.step(1.0F);
     for (int i = 1; i <= rank.layers(); ++i) {
-      rank.pipeline->set_reshard_after_forward(i, true);
+      set_reshard_after_forward(*rank.pipeline, i, true);
     }
     expect_steps_train(rank, r, kRanks, {});
     for (const auto& bucket : rank.pipeline->buckets()) {

@@ -69,20 +69,20 @@ TEST(Pieces, AccumulateAndDifferAsWholeBucketsDo) {
         const auto train = [&] {
           rank.backward(order, rank.forward(order), static_cast<float>(r));
         };
-        rank.pipeline->set_requires_gradient_sync(1, false);
-        rank.pipeline->set_requires_gradient_sync(3, false);
-        rank.pipeline->set_requires_gradient_sync(4, false);
+        set_requires_gradient_sync(*rank.pipeline, 1, false);
+        set_requires_gradient_sync(*rank.pipeline, 3, false);
+        set_requires_gradient_sync(*rank.pipeline, 4, false);
         train();
         train();
         EXPECT_FALSE(rank.unit(1).has_sharded_gradient(0));
         rank.unit(2).expect_gradient(0, 1.0F);
-        rank.pipeline->set_requires_gradient_sync(1, true);
-        rank.pipeline->set_requires_gradient_sync(2, false);
+        set_requires_gradient_sync(*rank.pipeline, 1, true);
+        set_requires_gradient_sync(*rank.pipeline, 2, false);
         train();
         rank.unit(1).expect_gradient(1, 1.5F);
         rank.unit(2).expect_gradient(1, 1.0F);
         for (int i = 1; i <= 6; ++i) {
-          rank.pipeline->set_requires_gradient_sync(i, true);
+          set_requires_gradient_sync(*rank.pipeline, i, true);
         }
         train();
         for (int i = 1; i <= 6; ++i) {

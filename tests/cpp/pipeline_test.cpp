@@ -141,7 +141,7 @@ TEST(Pipeline, AccumulatesWithoutSyncAndAddsToShardedGradients) {
     const std::vector<int> order = rank.in_order();
     const auto set_sync = [&](bool value) {
       for (int i = 0; i <= rank.layers(); ++i) {
-        rank.pipeline->set_requires_gradient_sync(i, value);
+        set_requires_gradient_sync(*rank.pipeline, i, value);
       }
     };
     set_sync(false);

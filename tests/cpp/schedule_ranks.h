@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "change_settings.h"
 #include "core/pipeline.h"
 #include "threads_communicator.h"
 

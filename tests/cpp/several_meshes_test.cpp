@@ -222,7 +222,7 @@ TEST(SeveralMeshes, ExpertsOfOneRankAreNotSent) {
 TEST(SeveralMeshes, UnitsThatStayUnshardedTrain) {
   on_meshes({}, [](MeshRank& rank, int r) {
     for (int i = 1; i <= kUnits; ++i) {
-      rank.pipeline->set_reshard_after_forward(i, false);
+      set_reshard_after_forward(*rank.pipeline, i, false);
     }
     expect_meshes_train(rank, r);
   });
@@ -233,7 +233,7 @@ TEST(SeveralMeshes, AccumulatedGradientsAreReducedOverTheUnitsMesh) {
     const std::vector<int> order = rank.in_order();
     for (const bool syncs : {false, true}) {
       for (int i = 0; i <= kUnits; ++i) {
-        rank.pipeline->set_requires_gradient_sync(i, syncs);
+        set_requires_gradient_sync(*rank.pipeline, i, syncs);
       }
       rank.backward(order, rank.forward(order), static_cast<float>(r + 1));
     }

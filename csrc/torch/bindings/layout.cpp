@@ -1,6 +1,8 @@
 // Layouts, settings and plans: what can be asked before anything runs.
 #include "core/layout.h"
 
+#include <map>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -10,6 +12,7 @@
 #include "core/unit_config.h"
 #include "torch/bindings/registrations.h"
 #include "torch/dtype.h"
+#include "torch/python_reduce_hook.h"
 
 namespace py = pybind11;
 
@@ -103,31 +106,45 @@ py::dict describe(const BucketPlan& plan) {
   return result;
 }
 
+// The fields of UnitSettings that hold hooks.
+const std::map<std::string, std::shared_ptr<ReduceHook> UnitSettings::*> kHooks = {
+    {"reduce", &UnitSettings::reduce_hook},
+    {"communication", &UnitSettings::communication_hook},
+    {"gather", &UnitSettings::gather_hook},
+    {"scatter", &UnitSettings::scatter_hook}};
+
 void register_unit_config(py::module_& m) {
+  py::class_<UnitSettings>(m, "UnitSettings")
+      .def(py::init<>())
+      .def_readwrite("reshard_after_forward", &UnitSettings::reshard_after_forward)
+      .def_readwrite("reshard_group", &UnitSettings::reshard_group)
+      .def_readwrite("reshard_after_backward", &UnitSettings::reshard_after_backward)
+      .def_readwrite("keeps_slot_after_evaluation", &UnitSettings::keeps_slot_after_evaluation)
+      .def_readwrite("unshards_in_backward", &UnitSettings::unshards_in_backward)
+      .def_readwrite("requires_gradient_sync", &UnitSettings::requires_gradient_sync)
+      .def_readwrite("reduces_unused", &UnitSettings::reduces_unused)
+      .def_readwrite("pack_scale", &UnitSettings::pack_scale)
+      .def_readwrite("reduce_scale", &UnitSettings::reduce_scale)
+      .def_readwrite("bucket_bytes", &UnitSettings::bucket_bytes)
+      .def_readwrite("reduces_alone", &UnitSettings::reduces_alone)
+      .def_readwrite("is_summoned", &UnitSettings::is_summoned)
+      .def_readwrite("forward_prefetch", &UnitSettings::forward_prefetch)
+      .def_readwrite("backward_prefetch", &UnitSettings::backward_prefetch)
+      .def("set_hook", [](UnitSettings& settings, const std::string& kind, py::object weak_function,
+                          at::Device device) {
+        settings.*kHooks.at(kind) = make_python_reduce_hook(std::move(weak_function), device);
+      });
   py::class_<UnitConfig>(m, "UnitConfig")
-      .def(py::init([](std::string name, const UnitLayout& layout, int parent,
-                       bool reshard_after_forward, bool reshard_after_backward, double pack_scale,
-                       double reduce_scale, std::size_t bucket_bytes, std::size_t max_message_bytes,
-                       bool reduces_alone, int reshard_group, int mesh) {
-             return UnitConfig{std::move(name),
-                               layout,
-                               parent,
-                               reshard_after_forward,
-                               reshard_after_backward,
-                               pack_scale,
-                               reduce_scale,
-                               bucket_bytes,
-                               max_message_bytes,
-                               /*unshards_in_backward=*/true,
-                               reduces_alone,
-                               reshard_group,
-                               mesh};
+      .def(py::init([](std::string name, const UnitLayout& layout, const UnitSettings& settings,
+                       int parent, std::size_t max_message_bytes, int mesh) {
+             UnitConfig config(std::move(name), layout, settings);
+             config.parent = parent;
+             config.max_message_bytes = max_message_bytes;
+             config.mesh = mesh;
+             return config;
            }),
-           py::kw_only(), py::arg("name"), py::arg("layout"), py::arg("parent") = -1,
-           py::arg("reshard_after_forward") = true, py::arg("reshard_after_backward") = true,
-           py::arg("pack_scale") = 1.0, py::arg("reduce_scale") = 1.0, py::arg("bucket_bytes") = 0,
-           py::arg("max_message_bytes") = 0, py::arg("reduces_alone") = false,
-           py::arg("reshard_group") = 0, py::arg("mesh") = 0);
+           py::kw_only(), py::arg("name"), py::arg("layout"), py::arg("settings"),
+           py::arg("parent") = -1, py::arg("max_message_bytes") = 0, py::arg("mesh") = 0);
 }
 
 }  // namespace
@@ -154,6 +171,9 @@ void register_layout(py::module_& m) {
            py::arg("params"), py::arg("world_size"), py::arg("grad_dtype"), py::arg("reduce_dtype"),
            py::arg("direct_bytes") = kDirectBytes, py::arg("is_offloaded") = false)
       .def_property_readonly("world_size", &UnitLayout::world_size)
+      .def_property_readonly(
+          "reduce_dtype",
+          [](const UnitLayout& layout) { return to_scalar_type(layout.reduce_dtype()); })
       .def_property_readonly("placements", &UnitLayout::placements)
       .def_property_readonly("shard_bytes", &UnitLayout::shard_bytes)
       .def_property_readonly("gather_bytes", &UnitLayout::gather_bytes)

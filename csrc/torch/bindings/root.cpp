@@ -7,7 +7,6 @@
 #include "core/ledger.h"
 #include "core/pipeline.h"
 #include "torch/bindings/registrations.h"
-#include "torch/python_reduce_hook.h"
 #include "torch/torch_root.h"
 
 namespace py = pybind11;
@@ -99,11 +98,6 @@ py::dict memory_of(TorchRoot& root) {
   return result;
 }
 
-std::shared_ptr<ReduceHook> hook_of(py::object weak_function, at::Device device) {
-  return weak_function.is_none() ? nullptr
-                                 : make_python_reduce_hook(std::move(weak_function), device);
-}
-
 py::list all_gather(TorchRoot& root, const std::string& what, const std::string& mine) {
   std::vector<std::string> messages;
   {
@@ -139,11 +133,6 @@ void register_root(py::module_& m) {
            py::arg("checks"))
       .def("add_unit", &TorchRoot::add_unit, py::arg("unit"), py::arg("config"))
       .def("phase", &TorchRoot::phase)
-      .def("set_summoned",
-           [](TorchRoot& root, int unit, bool value) {
-             const UseOfRoot use(root);
-             root.pipeline().set_summoned(unit, value);
-           })
       .def("reset_iteration",
            [](TorchRoot& root) {
              const UseOfRoot use(root);
@@ -255,67 +244,11 @@ void register_root(py::module_& m) {
              }
              return result;
            })
-      .def("set_reshard_after_forward",
-           [](TorchRoot& root, int unit, bool value, int group) {
-             root.pipeline().set_reshard_after_forward(unit, value, group);
-           })
-      .def("set_keeps_slot_after_evaluation",
-           [](TorchRoot& root, int unit, bool value) {
-             root.pipeline().set_keeps_slot_after_evaluation(unit, value);
-           })
-      .def("set_reshard_after_backward",
-           [](TorchRoot& root, int unit, bool value) {
-             root.pipeline().set_reshard_after_backward(unit, value);
-           })
-      .def("set_requires_gradient_sync",
-           [](TorchRoot& root, int unit, bool value) {
-             root.pipeline().set_requires_gradient_sync(unit, value);
-           })
-      .def("set_unshards_in_backward",
-           [](TorchRoot& root, int unit, bool value) {
-             root.pipeline().set_unshards_in_backward(unit, value);
-           })
-      .def("set_reduces_unused",
-           [](TorchRoot& root, int unit, bool value) {
-             root.pipeline().set_reduces_unused(unit, value);
-           })
-      .def("set_gradient_scales",
-           [](TorchRoot& root, int unit, double pack_scale, double reduce_scale) {
-             root.set_gradient_scales(unit, pack_scale, reduce_scale);
-           })
-      .def("set_reduce_hook",
-           [](TorchRoot& root, int unit, py::object weak_function, at::Device device) {
-             root.pipeline().set_reduce_hook(unit, hook_of(std::move(weak_function), device));
-           })
-      .def("set_communication_hook",
-           [](TorchRoot& root, int unit, py::object weak_function, at::Device device) {
-             root.pipeline().set_communication_hook(unit,
-                                                    hook_of(std::move(weak_function), device));
-           })
-      .def("set_gather_hook",
-           [](TorchRoot& root, int unit, py::object weak_function, at::Device device) {
-             root.pipeline().set_gather_hook(unit, hook_of(std::move(weak_function), device));
-           })
-      .def("set_scatter_hook",
-           [](TorchRoot& root, int unit, py::object weak_function, at::Device device) {
-             root.pipeline().set_scatter_hook(unit, hook_of(std::move(weak_function), device));
-           })
-      .def("set_bucket_bytes",
-           [](TorchRoot& root, int unit, std::size_t bytes) {
-             root.pipeline().set_bucket_bytes(unit, bytes);
-           })
+      .def("apply", &TorchRoot::apply, py::arg("unit"), py::arg("settings"))
       .def("set_prefetch_depth",
            [](TorchRoot& root, int depth) { root.pipeline().set_prefetch_depth(depth); })
       .def("set_is_last_backward",
            [](TorchRoot& root, bool value) { root.pipeline().set_is_last_backward(value); })
-      .def("set_forward_prefetch",
-           [](TorchRoot& root, int unit, std::vector<int> targets) {
-             root.pipeline().set_forward_prefetch(unit, std::move(targets));
-           })
-      .def("set_backward_prefetch",
-           [](TorchRoot& root, int unit, std::vector<int> targets) {
-             root.pipeline().set_backward_prefetch(unit, std::move(targets));
-           })
       .def(
           "keep_times",
           [](TorchRoot& root, std::size_t iterations) {

@@ -308,7 +308,7 @@ TEST(CudaReductions, AccumulatedGradientsAreNotPackedAgainBeforeTheirMessageHasR
     float sum = 0.0F;
     for (const bool reduces : {false, true, false, true, true}) {
       for (int unit = 0; unit < rank.pipeline->unit_count(); ++unit) {
-        rank.pipeline->set_requires_gradient_sync(unit, reduces);
+        set_requires_gradient_sync(*rank.pipeline, unit, reduces);
       }
       const float pass = sum + 1;  // each backward has other gradients
       sum += pass;

@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "change_settings.h"
 #include "comm/nccl.h"
 #include "core/pipeline.h"
 #include "fake_cudart.h"

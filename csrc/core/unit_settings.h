@@ -1,0 +1,44 @@
+// The settings of a unit, which may change between passes: Pipeline::apply. A setting that is new
+// gets a field here, a line in bindings/layout.cpp, and its value in fsdp_ext/sharding/root.py.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "core/reduce_hook.h"
+
+namespace fsdp {
+
+struct UnitSettings {
+  bool reshard_after_forward = true;
+  int reshard_group = 0;  // ranks; 0: all. Note [group shards] in core/group_shard.h
+  bool reshard_after_backward = true;
+  bool keeps_slot_after_evaluation = false;  // Note [after an evaluation] in core/unit.h
+  // With false, the user promises that backward does not read the unit's parameters, as that of an
+  // embedding does not. Gradients arrive nevertheless.
+  bool unshards_in_backward = true;
+  bool requires_gradient_sync = true;
+  bool reduces_unused = false;   // parameters that no rank uses get zeros in each reduction
+  double pack_scale = 1.0;       // of gradients, before the reduction
+  double reduce_scale = 1.0;     // after it
+  std::size_t bucket_bytes = 0;  // limit of a shared bucket (core/merging.h); 0: not shared
+  bool reduces_alone = false;    // it has a hook
+  // While a unit is summoned, its modules have parameters that the pipeline does not know. Forward
+  // neither gathers nor attaches it, and no backward may come for it. The unit is resharded before.
+  bool is_summoned = false;
+  std::vector<int> forward_prefetch;   // empty: the recorded order
+  std::vector<int> backward_prefetch;  // empty: the reverse of forward
+  // Null for none: core/reduce_hook.h. A communication hook is set before the first forward.
+  std::shared_ptr<ReduceHook> reduce_hook;         // Note [reduce hooks]
+  std::shared_ptr<ReduceHook> communication_hook;  // Note [communication hooks]
+  std::shared_ptr<ReduceHook> gather_hook;         // Note [custom collectives]
+  std::shared_ptr<ReduceHook> scatter_hook;
+
+  bool has_hook() const {
+    return reduce_hook != nullptr || communication_hook != nullptr || gather_hook != nullptr ||
+           scatter_hook != nullptr;
+  }
+};
+
+}  // namespace fsdp
