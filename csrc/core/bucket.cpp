@@ -240,7 +240,7 @@ Bucket::Bucket(int bucket_number, std::vector<Unit*> members, Lanes& lanes)
       reductions(reductions_of(layout, units.front()->max_message_bytes, *lanes.packer)),
       gradient_dtypes(layout.unsharded_grad_dtypes()),
       group(group_shard_of(layout, units, lanes)),
-      accumulated_since(layout.trainable_count(), 0),
+      accumulated(*this),
       gradients(layout.trainable_count(), nullptr),
       gradients_of_dtype(layout.trainable_count(), nullptr),
       finish_modes(layout.trainable_count(), CastMode::Write),
@@ -312,7 +312,7 @@ std::size_t Bucket::buffer_bytes() const {
   return (home != nullptr ? home->bytes : 0) +
          (gather_input != nullptr ? buffers.gather_input : 0) +
          (group != nullptr && group->memory != nullptr ? buffers.group_shard : 0) +
-         (accumulated != nullptr ? reduce_input_bytes() : 0);
+         accumulated.bytes();
 }
 
 std::vector<BucketUse> uses_of(const std::vector<std::unique_ptr<Bucket>>& buckets) {

@@ -25,6 +25,7 @@
 #include <string>
 #include <vector>
 
+#include "core/accumulated_gradients.h"
 #include "core/buffer_ring.h"
 #include "core/gather_piece.h"
 #include "core/group_shard.h"
@@ -145,10 +146,7 @@ struct Bucket {
   bool is_from_group = false;         // whether the last gather was over `group`
 
   // - Gradients. The vectors have one element for each trainable parameter.
-  // The reduce input of backwards without gradient sync, one piece after another.
-  std::shared_ptr<void> accumulated;
-  std::vector<std::uint64_t> accumulated_since;  // the first packing that they hold; 0: none
-  bool has_accumulated = false;
+  AccumulatedGradients accumulated;
   // The native handles of the streams on which gradients arrived that are not packed yet.
   std::vector<void*> gradient_streams;
   std::vector<const void*> gradients;           // addresses, for the packer

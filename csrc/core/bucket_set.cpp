@@ -55,7 +55,7 @@ bool BucketSet::is_ring_in_use() const {
 
 bool BucketSet::has_accumulated() const {
   return std::any_of(buckets_.begin(), buckets_.end(),
-                     [](const auto& bucket) { return bucket->has_accumulated; });
+                     [](const auto& bucket) { return bucket->accumulated.any(); });
 }
 
 // A bucket has what it needs for its group from the start: Note [group shards].

@@ -42,6 +42,8 @@ class BucketSet {
   void update(const ForwardOrder& order, Gatherer& gatherer, Reducer& reducer);
   // Forms the buckets without planning their memory.
   void form(const ForwardOrder& order, Reducer& reducer) { form(partition(order), reducer); }
+  // Whether there are gradients of backwards without gradient sync.
+  bool has_accumulated() const;
 
  private:
   // The partition that the ranks have compared: of the order of registration, then of the recorded
@@ -49,7 +51,6 @@ class BucketSet {
   enum class Compared : std::uint8_t { Nothing, Registration, Recorded };
 
   bool is_ring_in_use() const;
-  bool has_accumulated() const;
   bool has_other_groups() const;
   Partition partition(const ForwardOrder& order) const;
   void compare_ranks(const Partition& partition, const ForwardOrder& order);

@@ -145,7 +145,7 @@ class Pipeline {
   // - Gradients that backwards without gradient sync have accumulated, between passes.
   // Waits for the packing. Empty before buckets are formed, and if the bucket has accumulated
   // nothing.
-  std::vector<Reducer::AccumulatedPart> accumulated_parts(int unit);
+  std::vector<AccumulatedGradients::Part> accumulated_parts(int unit);
   // For each trainable parameter of the unit, whether it has such gradients on this rank.
   std::vector<char> has_accumulated(int unit) const;
   // Marks the unit as awaiting a reduction, and the trainable parameters with `has` as having such
@@ -161,9 +161,10 @@ class Pipeline {
   BackwardExchange& exchange() { return exchange_; }
   Gatherer& gatherer() { return gatherer_; }
   Reducer& reducer() { return reducer_; }
-  // See Reducer::units_with_nonfinite.
-  std::vector<char> units_with_nonfinite() { return reducer_.units_with_nonfinite(units_); }
-  bool has_unreduced() const { return Reducer::has_unreduced(buckets()); }
+  // See NonfiniteGradients::find.
+  std::vector<char> units_with_nonfinite() { return reducer_.nonfinite_gradients().find(units_); }
+  // Whether there are gradients of backwards without gradient sync.
+  bool has_unreduced() const { return bucket_set_.has_accumulated(); }
 
  private:
   Unit& unit_at(int number) { return *units_.at(static_cast<std::size_t>(number)); }

@@ -95,21 +95,21 @@ void Pipeline::update_buckets() try {
   fail(error);
 }
 
-std::vector<Reducer::AccumulatedPart> Pipeline::accumulated_parts(int number) {
+std::vector<AccumulatedGradients::Part> Pipeline::accumulated_parts(int number) {
   const Bucket* bucket = unit(number).bucket;
-  if (bucket == nullptr || !bucket->has_accumulated) {
+  if (bucket == nullptr || !bucket->accumulated.any()) {
     return {};
   }
   bucket->packed->synchronize(device_.timeout(), bucket->reduce_label);
   lanes_.reduce.synchronize();
-  return Reducer::accumulated_parts(*bucket, unit(number));
+  return bucket->accumulated.parts(unit(number));
 }
 
 std::vector<char> Pipeline::has_accumulated(int number) const {
   const Unit& asked = unit(number);
   std::vector<char> has(asked.arrived.size(), 0);
   for (std::size_t i = 0; asked.bucket != nullptr && i < has.size(); ++i) {
-    has[i] = Reducer::has_accumulated(*asked.bucket, asked, i) ? 1 : 0;
+    has[i] = asked.bucket->accumulated.has(asked, i) ? 1 : 0;
   }
   return has;
 }
@@ -120,14 +120,8 @@ void Pipeline::set_accumulated(int number, const std::vector<char>& has) {
              has.size(), " flags. Unit '", unit.name, "' needs ", unit.arrived.size(),
              ", and a bucket.");
   unit.awaits_reduction = true;
-  if (std::find(has.begin(), has.end(), 1) == has.end()) {
-    return;
-  }
-  reducer_.begin_accumulating(*unit.bucket);
-  for (std::size_t i = 0; i < has.size(); ++i) {
-    if (has[i] != 0) {
-      reducer_.set_accumulated(*unit.bucket, unit, i);
-    }
+  if (std::find(has.begin(), has.end(), 1) != has.end()) {
+    reducer_.begin_accumulating(unit, has);
   }
 }
 

@@ -20,7 +20,7 @@ bool are_alike(const Unit& a, const Unit& b) {
 
 // Whether trainable parameter i of the unit has a gradient to reduce.
 bool has_gradient(const Bucket& bucket, const Unit& unit, std::size_t i) {
-  return unit.arrived[i] != 0 || Reducer::has_accumulated(bucket, unit, i);
+  return unit.arrived[i] != 0 || bucket.accumulated.has(unit, i);
 }
 
 // Parameters without a gradient on this rank may have one on another:
@@ -53,7 +53,8 @@ Reducer::Reducer(Device& device, Packer& packer, Ledger& ledger, Over ranks, Ove
       announce_(std::move(ranks.announce)),
       replicas_(std::move(replicas)),
       input_(device),
-      output_(device) {}
+      output_(device),
+      nonfinite_(device) {}
 
 // Work in flight uses the buffers that are freed now.
 Reducer::~Reducer() {
@@ -96,7 +97,7 @@ void Reducer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets) {
     output_.reset(lane_.allocate(output_bytes_, output_use()), output_bytes_);
   }
   place_gradients(buckets);
-  place_marks(buckets);
+  nonfinite_.place(buckets);
 }
 
 // See Note [shards and gradients in windows].
@@ -228,7 +229,7 @@ Reducer::Reduction Reducer::begin_reduction(Bucket& bucket, const Units& units, 
       output_.wait_for_half(streams_.messages(), half, bucket.reduce_label);
     }
   }
-  Stream& before = begin_packing(bucket, bucket.has_accumulated);
+  Stream& before = begin_packing(bucket, bucket.accumulated.any());
   Stream& after = has_replicas ? replicas_.lane->stream()
                                : streams_.after(bucket.reduces_in_pieces() && !in_place);
   return {bucket, units, in_place, output, half, issue, before, after};
@@ -239,10 +240,10 @@ void* Reducer::reduce_piece(const Reduction& reduction, std::size_t number) {
   const std::size_t half = packs_ahead_ ? messages_ahead_++ : number;
   void* input = input_of(reduction, number, half);
   void* output = input;
-  if (packs_apart(bucket) && !bucket.has_accumulated) {
+  if (packs_apart(bucket) && !bucket.accumulated.any()) {
     input_.wait_for_half(reduction.before, half, bucket.reduce_label);
   }
-  pack(bucket, reduction.units, number, input, bucket.has_accumulated);
+  pack(bucket, reduction.units, number, input, bucket.accumulated.any());
   if (bucket.layout.world_size() > 1) {
     streams_.order_after(streams_.messages(), reduction.before, bucket.reduce_label);
     send(reduction, number, input);
@@ -370,8 +371,7 @@ void Reducer::settle(Bucket& bucket) {
 
 void Reducer::discard(Bucket& bucket) {
   settle(bucket);
-  std::fill(bucket.accumulated_since.begin(), bucket.accumulated_since.end(), 0);
-  bucket.has_accumulated = false;
+  bucket.accumulated.clear_all();
   bucket.gradient_streams.clear();
   for (Unit* unit : bucket.units) {
     forget_arrived(*unit);
@@ -380,12 +380,56 @@ void Reducer::discard(Bucket& bucket) {
   }
 }
 
+// - Gradients that backwards without gradient sync accumulate
+
+void Reducer::accumulate(Bucket& bucket, const Units& units) {
+  const Range range(device_, bucket.ranges.accumulate);
+  bucket.accumulated.allocate(device_);
+  streams_.follow_compute();
+  Stream& before = begin_packing(bucket, /*into_accumulated=*/true);
+  for (std::size_t i = 0; i < bucket.reductions.size(); ++i) {
+    pack(bucket, units, i, bucket.accumulated.piece(i), bucket.accumulated.any());
+  }
+  before.record(*bucket.packed);
+  bucket.accumulated.add_arrived(units, packings_);
+}
+
+void Reducer::begin_accumulating(const Unit& unit, const std::vector<char>& has) {
+  AccumulatedGradients& accumulated = unit.bucket->accumulated;
+  if (!accumulated.any()) {
+    packings_ += 1;
+    accumulated.begin(device_);
+  }
+  for (std::size_t i = 0; i < has.size(); ++i) {
+    if (has[i] != 0) {
+      accumulated.add(unit, i, packings_);
+    }
+  }
+}
+
+bool Reducer::has_accumulated_before(const std::vector<std::unique_ptr<Bucket>>& buckets) const {
+  return std::any_of(buckets.begin(), buckets.end(), [this](const auto& bucket) {
+    return bucket->accumulated.any_before(first_packing_);
+  });
+}
+
+// Other units keep what they have accumulated.
+void Reducer::clear_accumulated(Bucket& bucket, const Units& units) {
+  if (!bucket.accumulated.any()) {
+    return;
+  }
+  bucket.accumulated.clear(device_, streams_.messages(), units);
+  if (bucket.accumulated.any() && (packs_ahead_ || streams_.is_any_in_pieces())) {
+    input_.release_both(streams_.messages());
+  }
+}
+
 // - The reduce input and output, and the copy into the flat gradient
 
 void* Reducer::input_of(const Reduction& reduction, std::size_t piece, std::size_t half) {
   const Bucket& bucket = reduction.bucket;
-  if (bucket.has_accumulated) {
-    return accumulated_of(bucket, piece);
+  if (bucket.accumulated.any()) {
+    return bucket.accumulated.piece(piece);
   }
   const bool sums_output = reduction.in_place || replicas_.lane != nullptr;
   if (sums_output && bucket.layout.world_size() == 1) {
@@ -412,7 +456,7 @@ bool Reducer::prepare_finish(Bucket& bucket, const Units& units) {
       }
       const std::size_t at = unit->first_trainable + i;
       bucket.finish_modes[at] = adds ? CastMode::Add : CastMode::Write;
-      const std::uint64_t accumulated = bucket.accumulated_since[at];
+      const std::uint64_t accumulated = bucket.accumulated.since(*unit, i);
       unit->reduced_since[i] = accumulated != 0        ? accumulated
                                : unit->arrived[i] != 0 ? packings_
                                                        : kNoPacking;

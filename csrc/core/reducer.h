@@ -41,13 +41,6 @@
 // bucket carries zeros, or what they have accumulated, for its other units. These keep their
 // accumulated gradients. When a unit's scale changes, TorchRoot::apply also scales
 // what the unit has accumulated, so the last scale holds for the whole sum.
-//
-// Note [NaN and Inf]
-// Packing marks each parameter whose own gradient, before it is reduced, has NaN or Inf. The mark
-// is the number of the packing, so nothing has to be cleared. units_with_nonfinite compares it with
-// the number of the first packing in the last reduction. A sharded gradient that was added to also
-// has earlier reductions, which do not count. Replays of a CUDA graph write a mark of their own. It
-// counts until units_with_nonfinite is called, which clears it.
 #pragma once
 
 #include <cstddef>
@@ -59,12 +52,10 @@
 #include "core/bucket.h"
 #include "core/lanes.h"
 #include "core/ledger.h"
+#include "core/nonfinite_gradients.h"
 #include "core/pieces.h"
 
 namespace fsdp {
-
-// The mark of packings in a CUDA graph.
-constexpr std::uint64_t kCapturedPacking = kNoPacking - 1;
 
 class Reducer {
  public:
@@ -100,32 +91,15 @@ class Reducer {
   // Drops all gradients that are not reduced yet, after a backward that failed.
   void discard(Bucket& bucket);
 
-  // - Gradients that backwards without gradient sync have accumulated.
-  // A part of a unit's accumulated gradients. Each rank's elements lie `stride` elements behind
-  // those of the rank before it.
-  struct AccumulatedPart {
-    void* first = nullptr;
-    std::int64_t numel = 0;  // of one rank
-    std::int64_t stride = 0;
-  };
-  // The parts of the unit's segments, in order.
-  static std::vector<AccumulatedPart> accumulated_parts(const Bucket& bucket, const Unit& unit);
-  // If the bucket has accumulated nothing, lets it have accumulated zeros.
-  void begin_accumulating(Bucket& bucket);
-  // Notes that trainable parameter i of the unit has accumulated gradients. The caller writes them.
-  void set_accumulated(Bucket& bucket, const Unit& unit, std::size_t i);
-  // Whether trainable parameter i of the unit has accumulated gradients.
-  static bool has_accumulated(const Bucket& bucket, const Unit& unit, std::size_t i);
+  // Lets the unit's parameters with `has` have accumulated gradients, which the caller writes. If
+  // the bucket had accumulated nothing, they are zero before.
+  void begin_accumulating(const Unit& unit, const std::vector<char>& has);
   // Lets has_accumulated_before tell the gradients of the backward that begins from earlier ones.
   void begin_backward() { first_packing_ = packings_ + 1; }
   // Whether there are accumulated gradients of backwards before the last one.
   bool has_accumulated_before(const std::vector<std::unique_ptr<Bucket>>& buckets) const;
 
-  // For each unit, whether this rank's own gradients in the unit's last reduction had NaN or Inf:
-  // Note [NaN and Inf]. Waits for the device.
-  std::vector<char> units_with_nonfinite(const std::vector<std::unique_ptr<Unit>>& units);
-  // Whether there are gradients of backwards without gradient sync.
-  static bool has_unreduced(const std::vector<std::unique_ptr<Bucket>>& buckets);
+  NonfiniteGradients& nonfinite_gradients() { return nonfinite_; }
 
   std::size_t buffer_bytes() const { return input_.bytes() + output_.bytes(); }
 
@@ -152,7 +126,6 @@ class Reducer {
   };
 
   void place_gradients(const std::vector<std::unique_ptr<Bucket>>& buckets);
-  void place_marks(const std::vector<std::unique_ptr<Bucket>>& buckets);
   void follow_arrivals(const Bucket& bucket);
   void pack_and_reduce_by_setting(Bucket& bucket);
   void pack_and_reduce_alike(Bucket& bucket, const Units& units);
@@ -195,10 +168,7 @@ class Reducer {
     return replicas_.lane != nullptr ? BufferUse::Input : BufferUse::Output;
   }
 
-  static char* accumulated_of(const Bucket& bucket, std::size_t piece);
-  void allocate_accumulated(Bucket& bucket);
   void clear_accumulated(Bucket& bucket, const Units& units);
-  void clear_accumulated_of(const Bucket& bucket, const Unit& unit);
   void collect_gradients(Bucket& bucket, const Units& units);
   void free_packed_gradients(std::size_t keep);
   void wait_for_packing(const PackedGradients& gradients, void* stream);
@@ -219,8 +189,7 @@ class Reducer {
   std::deque<PackedGradients> packed_gradients_;
   std::uint64_t packings_ = 0;       // so far
   std::uint64_t first_packing_ = 1;  // of the last backward
-  std::shared_ptr<void> marks_;      // of all buckets, one after another
-  std::size_t marks_count_ = 0;
+  NonfiniteGradients nonfinite_;
 };
 
 }  // namespace fsdp

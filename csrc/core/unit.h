@@ -143,7 +143,7 @@ struct Unit : UnitConfig {
   // Whether backwards without gradient sync have reached the unit since its last reduction. It is
   // the same on all ranks.
   bool awaits_reduction = false;
-  // Note [NaN and Inf] in core/reducer.h.
+  // Note [NaN and Inf] in core/nonfinite_gradients.h.
   std::uint64_t* nonfinite_marks = nullptr;  // on the device
   std::vector<std::uint64_t> reduced_since;  // the first packing in the last reduction
 

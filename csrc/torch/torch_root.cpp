@@ -357,13 +357,13 @@ bool TorchRoot::has_unreduced() const {
 
 std::vector<at::Tensor> TorchRoot::accumulated(int unit) {
   std::vector<at::Tensor> views;
-  std::vector<Reducer::AccumulatedPart> parts;
+  std::vector<AccumulatedGradients::Part> parts;
   {
     const py::gil_scoped_release no_gil;  // it waits for reductions, and so for users' hooks
     parts = pipeline_->accumulated_parts(unit);
   }
   const UnitLayout& layout = pipeline_->unit(unit).layout;
-  for (const Reducer::AccumulatedPart& part : parts) {
+  for (const AccumulatedGradients::Part& part : parts) {
     views.push_back(
         at::from_blob(part.first, {layout.world_size(), part.numel}, {part.stride, 1},
                       at::TensorOptions()

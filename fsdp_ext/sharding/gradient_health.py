@@ -27,7 +27,7 @@ class UnitHealth:
         gradient_norm: the 2-norm of its reduced gradients, over all ranks.
         nonfinite: how many elements of its reduced gradients are NaN or Inf, over all ranks.
         born_on: the ranks whose own gradients, before they were reduced, had a NaN or Inf, as
-            packing has marked: Note [NaN and Inf] in ``csrc/core/reducer.h``.
+            packing has marked: Note [NaN and Inf] in ``csrc/core/nonfinite_gradients.h``.
     """
 
     name: str

@@ -1,19 +1,18 @@
-// Which gradients have had NaN or Inf: Note [NaN and Inf] in core/reducer.h.
+#include "core/nonfinite_gradients.h"
+
 #include <algorithm>
 #include <chrono>
-
-#include "core/reducer.h"
+#include <utility>
 
 namespace fsdp {
 
-// The marks of a bucket's units are one array. Units keep theirs if they come into other buckets.
-void Reducer::place_marks(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+void NonfiniteGradients::place(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   std::size_t count = 0;
   for (const auto& bucket : buckets) {
     count += bucket->layout.trainable_count();
   }
   const std::shared_ptr<void> before = std::move(marks_);
-  marks_count_ = count;
+  count_ = count;
   if (count == 0) {
     return;
   }
@@ -36,14 +35,14 @@ void Reducer::place_marks(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   }
 }
 
-std::vector<char> Reducer::units_with_nonfinite(const std::vector<std::unique_ptr<Unit>>& units) {
+std::vector<char> NonfiniteGradients::find(const std::vector<std::unique_ptr<Unit>>& units) {
   std::vector<char> found(units.size(), 0);
-  if (marks_count_ == 0) {
+  if (count_ == 0) {
     return found;
   }
   Stream& compute = device_.compute_stream();
-  const std::size_t bytes = marks_count_ * sizeof(std::uint64_t);
-  std::vector<std::uint64_t> marks(marks_count_);
+  const std::size_t bytes = count_ * sizeof(std::uint64_t);
+  std::vector<std::uint64_t> marks(count_);
   device_.copy_to_host(compute, marks_.get(), marks.data(), bytes);
   compute.synchronize();
   const auto* first = static_cast<const std::uint64_t*>(marks_.get());
