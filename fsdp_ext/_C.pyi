@@ -126,6 +126,19 @@ class ModuleAttribute:
         calls_setattr: bool,
     ) -> None: ...
 
+# See csrc/torch/torch_unit.h.
+class UnitParameter:
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, *, is_input: bool) -> None: ...
+
+class BoundObjects:
+    def __init__(
+        self,
+        *,
+        sharded: torch.Tensor | None,
+        unsharded: torch.Tensor | None,
+        place_gradient: Callable[[DTensor], DTensor] | None,
+    ) -> None: ...
+
 class TorchUnit:
     def __init__(
         self,
@@ -133,9 +146,7 @@ class TorchUnit:
         layout: UnitLayout,
         shard: FlatTensor,
         flat_gradient: torch.Tensor,
-        shapes: list[list[int]],
-        param_dtypes: list[torch.dtype],
-        inputs: list[int],
+        parameters: Sequence[UnitParameter],
         device: torch.device,
         cast_inputs: torch.dtype | None,
         cast_outputs: torch.dtype | None,
@@ -144,9 +155,7 @@ class TorchUnit:
     def unsharded_views(self) -> list[torch.Tensor]: ...
     def bind(
         self,
-        sharded: Sequence[torch.Tensor | None],
-        unsharded: Sequence[torch.Tensor | None],
-        place_gradient: Sequence[Callable[[DTensor], DTensor] | None],
+        objects: Sequence[BoundObjects],
         make_gradients: Callable[[torch.Tensor], Sequence[torch.Tensor]],
         extensions: Any,  # a UnitExtensions or None
         flat_parameter: torch.Tensor | None,

@@ -110,10 +110,18 @@ void note_module_change() {
 
 std::uint64_t module_changes() { return noted_module_changes.load(std::memory_order_relaxed); }
 
-TorchUnit::TorchUnit(UnitLayout layout, UnitTensors tensors, ForwardCasts casts,
-                     std::size_t module_count)
+void UnitParameter::set_unsharded(py::object object) {
+  unsharded_object = std::move(object);
+  if (!unsharded_object.is_none()) {
+    unsharded = THPVariable_Unpack(unsharded_object.ptr());
+  }
+}
+
+TorchUnit::TorchUnit(UnitLayout layout, UnitTensors tensors, std::vector<UnitParameter> parameters,
+                     ForwardCasts casts, std::size_t module_count)
     : layout_(std::move(layout)),
       tensors_(std::move(tensors)),
+      parameters_(std::move(parameters)),
       gradients_(std::move(tensors_.flat_gradient)),
       casts_(casts),
       storage_(empty_storage(device())),
@@ -126,13 +134,16 @@ TorchUnit::TorchUnit(UnitLayout layout, UnitTensors tensors, ForwardCasts casts,
     }
   }
   got_gradient_.assign(trainable_.size(), 0);
-  for (const std::size_t i : tensors_.inputs) {
-    std::size_t bytes = c10::elementSize(tensors_.param_dtypes.at(i));
-    for (const std::int64_t size : tensors_.shapes.at(i)) {
-      bytes *= static_cast<std::size_t>(size);
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const UnitParameter& parameter = parameters_[i];
+    if (parameter.is_input) {
+      std::size_t bytes = c10::elementSize(parameter.dtype);
+      for (const std::int64_t size : parameter.shape) {
+        bytes *= static_cast<std::size_t>(size);
+      }
+      inputs_.push_back(
+          {i, empty_storage(device()), layout_.placements().at(i).unsharded_offset, bytes});
     }
-    inputs_.push_back(
-        {i, empty_storage(device()), layout_.placements().at(i).unsharded_offset, bytes});
   }
 }
 
@@ -140,42 +151,38 @@ TorchUnit::~TorchUnit() { set_shows(false); }
 
 std::vector<at::Tensor> TorchUnit::unsharded_views() const {
   std::vector<at::Tensor> views;
-  views.reserve(tensors_.shapes.size());
-  for (std::size_t i = 0; i < tensors_.shapes.size(); ++i) {
+  views.reserve(parameters_.size());
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
     views.push_back(view_of_storage(storage_, layout_.placements()[i].unsharded_offset,
-                                    tensors_.shapes[i], tensors_.param_dtypes[i], device()));
+                                    parameters_[i].shape, parameters_[i].dtype, device()));
   }
   for (const GatheredInput& input : inputs_) {
-    views[input.parameter] = view_of_storage(input.storage, 0, tensors_.shapes[input.parameter],
-                                             tensors_.param_dtypes[input.parameter], device());
+    const UnitParameter& parameter = parameters_[input.parameter];
+    views[input.parameter] =
+        view_of_storage(input.storage, 0, parameter.shape, parameter.dtype, device());
   }
   return views;
 }
 
-void TorchUnit::bind(py::list sharded, py::list unsharded, py::list place_gradient,
-                     py::object make_gradients, py::object extensions, py::object flat_parameter,
+void TorchUnit::bind(std::vector<BoundObjects> objects, py::object make_gradients,
+                     py::object extensions, py::object flat_parameter,
                      std::vector<ModuleAttribute> attributes) {
-  const std::size_t count = layout_.params().size();
-  FSDP_CHECK(sharded.size() == count && unsharded.size() == count && place_gradient.size() == count,
-             "bind got ", sharded.size(), " sharded parameters, ", unsharded.size(),
-             " unsharded ones and ", place_gradient.size(), " functions. The layout has ", count,
-             ".");
-  for (std::size_t i = 0; i < count; ++i) {
-    sharded_.emplace_back(py::reinterpret_borrow<py::object>(sharded[i]));
-    unsharded_objects_.emplace_back(py::reinterpret_borrow<py::object>(unsharded[i]));
-    unsharded_.push_back(unsharded_objects_.back().is_none()
-                             ? at::Tensor()
-                             : THPVariable_Unpack(unsharded_objects_.back().ptr()));
-    place_gradient_.emplace_back(py::reinterpret_borrow<py::object>(place_gradient[i]));
-    requires_grad_.push_back(layout_.params()[i].trainable ? 1 : 0);
+  FSDP_CHECK(objects.size() == parameters_.size(), "bind got ", objects.size(),
+             " parameters. The layout has ", parameters_.size(), ".");
+  for (std::size_t i = 0; i < objects.size(); ++i) {
+    UnitParameter& parameter = parameters_[i];
+    parameter.sharded = std::move(objects[i].sharded);
+    parameter.set_unsharded(std::move(objects[i].unsharded));
+    parameter.place_gradient = std::move(objects[i].place_gradient);
+    parameter.requires_grad = layout_.params()[i].trainable;
   }
   has_flat_ = !flat_parameter.is_none();
   flat_parameter_ = std::move(flat_parameter);
   const std::size_t gradients = has_flat_ && !trainable_.empty() ? 1 : trainable_.size();
   gradients_.bind(std::move(make_gradients), gradients, has_flat_);
   for (std::size_t i = 0; i < trainable_.size(); ++i) {
-    if (unsharded_[trainable_[i]].defined()) {
-      set_gradient_hook(unsharded_[trainable_[i]], weak_from_this(), i);
+    if (trained(i).unsharded.defined()) {
+      set_gradient_hook(trained(i).unsharded, weak_from_this(), i);
     }
   }
   has_extensions_ = !extensions.is_none();
@@ -202,7 +209,7 @@ void TorchUnit::join(const std::shared_ptr<TorchRoot>& root, std::string name, i
 
 const at::Tensor& TorchUnit::sharded(std::size_t parameter) const {
   // Unpacked anew each time: swap_tensors (module.to()) exchanges the tensor behind the object.
-  return THPVariable_Unpack(sharded_[parameter].ptr());
+  return THPVariable_Unpack(parameters_[parameter].sharded.ptr());
 }
 
 // - UnitPort
@@ -238,10 +245,10 @@ void TorchUnit::attach(void* unsharded) {
   }
   for (const std::size_t parameter : trainable_) {
     const bool requires_grad = sharded(parameter).requires_grad();
-    if (unsharded_[parameter].requires_grad() != requires_grad) {
-      unsharded_[parameter].set_requires_grad(requires_grad);
+    if (parameters_[parameter].unsharded.requires_grad() != requires_grad) {
+      parameters_[parameter].unsharded.set_requires_grad(requires_grad);
     }
-    requires_grad_[parameter] = requires_grad ? 1 : 0;
+    parameters_[parameter].requires_grad = requires_grad;
   }
   register_parameters(/*unsharded=*/true);
 }
@@ -253,11 +260,10 @@ void TorchUnit::attach_extensions() {
       const py::dict made = extensions_.attr("attach")();
       for (const auto& [place, parameter] : made) {
         const auto index = place.cast<std::size_t>();
-        unsharded_objects_.at(index) = py::reinterpret_borrow<py::object>(parameter);
-        unsharded_.at(index) = THPVariable_Unpack(parameter.ptr());
+        parameters_.at(index).set_unsharded(py::reinterpret_borrow<py::object>(parameter));
         const auto found = std::find(trainable_.begin(), trainable_.end(), index);
         if (found != trainable_.end()) {
-          set_gradient_hook(unsharded_[index], weak_from_this(),
+          set_gradient_hook(parameters_[index].unsharded, weak_from_this(),
                             static_cast<std::size_t>(found - trainable_.begin()));
         }
       }
@@ -290,7 +296,8 @@ void TorchUnit::register_parameters(bool unsharded) {
   }
   const py::gil_scoped_acquire gil;
   const auto objects = [this](bool are_unsharded, std::size_t parameter) {
-    return (are_unsharded ? unsharded_objects_ : sharded_)[parameter].ptr();
+    const UnitParameter& of = parameters_[parameter];
+    return (are_unsharded ? of.unsharded_object : of.sharded).ptr();
   };
   auto attribute = attributes_.cbegin();
   try {
@@ -320,8 +327,8 @@ std::uint64_t TorchUnit::shard_version() {
       version += impl->version_counter().current_version();
     }
   };
-  for (std::size_t i = 0; i < sharded_.size(); ++i) {
-    if (!sharded_[i].is_none()) {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (!parameters_[i].sharded.is_none()) {
       add(sharded(i));
     }
   }
@@ -334,9 +341,9 @@ std::uint64_t TorchUnit::shard_version() {
 // See Note [gradients of DTensors].
 void TorchUnit::place_gradient(std::size_t parameter) {
   const py::gil_scoped_acquire gil;
-  at::Tensor& gradient = unsharded_[parameter].mutable_grad();
-  const py::object placed =
-      place_gradient_[parameter](py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient)));
+  at::Tensor& gradient = parameters_[parameter].unsharded.mutable_grad();
+  const py::object placed = parameters_[parameter].place_gradient(
+      py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient)));
   gradient = THPVariable_Unpack(placed.ptr());
 }
 
@@ -345,11 +352,11 @@ std::shared_ptr<void> TorchUnit::extract_gradients(const void** addresses) {
   taken->reserve(trainable_.size());
   for (std::size_t i = 0; i < trainable_.size(); ++i) {
     addresses[i] = nullptr;
-    if (!has_gradient(trainable_[i])) {
+    if (!trained(i).has_gradient()) {
       continue;
     }
-    at::Tensor& arrived = unsharded_[trainable_[i]].mutable_grad();
-    if (is_dtensor(trainable_[i])) {
+    at::Tensor& arrived = trained(i).unsharded.mutable_grad();
+    if (trained(i).is_dtensor()) {
       arrived = local_tensor_of(arrived);
     }
     const std::string& parameter = layout_.params()[trainable_[i]].name;
@@ -381,8 +388,8 @@ std::shared_ptr<void> TorchUnit::extract_gradients(const void** addresses) {
 
 void TorchUnit::drop_gradients() {
   for (const std::size_t parameter : trainable_) {
-    if (has_gradient(parameter)) {
-      unsharded_[parameter].mutable_grad() = at::Tensor();
+    if (parameters_[parameter].has_gradient()) {
+      parameters_[parameter].unsharded.mutable_grad() = at::Tensor();
     }
   }
   drop_shown();
@@ -429,7 +436,7 @@ void TorchUnit::run_post_accumulate_hooks() {
     }
     got_gradient_[i] = 0;
     if (torch::autograd::impl::post_acc_grad_hooks(gradient_owner(i)) != nullptr) {
-      call_post_accumulate_hooks(has_flat_ ? flat_parameter_ : sharded_[trainable_[i]]);
+      call_post_accumulate_hooks(has_flat_ ? flat_parameter_ : trained(i).sharded);
     }
   }
 }
@@ -453,7 +460,7 @@ void TorchUnit::on_gradient(std::size_t trainable) {
   if (const auto root = root_.lock()) {
     root->ensure_backward();
     const std::size_t parameter = trainable_[trainable];
-    if (is_dtensor(parameter)) {
+    if (parameters_[parameter].is_dtensor()) {
       place_gradient(parameter);
     }
     root->pipeline().gradient_arrived(number_, trainable, root->is_in_inner_backward());
@@ -462,7 +469,7 @@ void TorchUnit::on_gradient(std::size_t trainable) {
 
 void TorchUnit::adopt_gradients() {
   for (std::size_t i = 0; i < trainable_.size(); ++i) {
-    if (has_gradient(trainable_[i])) {
+    if (trained(i).has_gradient()) {
       on_gradient(i);
     }
   }

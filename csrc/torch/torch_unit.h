@@ -83,14 +83,38 @@ namespace fsdp {
 
 class TorchRoot;
 
-// The unit's memory, and the shapes and dtypes of its unsharded parameters.
+// The unit's memory.
 struct UnitTensors {
   FlatTensor shard;          // layout.shard_bytes() bytes, uint8
   at::Tensor flat_gradient;  // moves on to ShardedGradients
-  std::vector<std::vector<std::int64_t>> shapes;
-  std::vector<at::ScalarType> param_dtypes;
-  std::vector<std::size_t> inputs;  // which of the parameters are inputs of extensions
-  at::Device device;                // of the unsharded parameters
+  at::Device device;         // of the unsharded parameters
+};
+
+// Python's objects for one parameter.
+struct BoundObjects {
+  pybind11::object sharded;    // None for an input of an extension
+  pybind11::object unsharded;  // None for an input, and for a parameter that an extension makes
+  // A function that returns the parameter's gradient with the parameter's placements, if the
+  // parameter is a DTensor while it is unsharded. Otherwise None.
+  pybind11::object place_gradient;
+};
+
+// A parameter of the layout, or an input of an extension: Note [tensor extensions] in
+// fsdp_ext/sharding/extensions.py.
+struct UnitParameter {
+  std::vector<std::int64_t> shape;  // unsharded
+  at::ScalarType dtype;             // unsharded
+  bool is_input = false;
+  // As in BoundObjects, from bind on. An extension makes its parameter when it is first attached.
+  HeldObject sharded = {};
+  HeldObject unsharded_object = {};
+  HeldObject place_gradient = {};
+  at::Tensor unsharded = {};
+  bool requires_grad = false;  // when the sharded and the unsharded one last agreed
+
+  void set_unsharded(pybind11::object object);
+  bool is_dtensor() const { return !place_gradient.is_none(); }
+  bool has_gradient() const { return unsharded.defined() && unsharded.grad().defined(); }
 };
 
 // The dtypes to which forward casts floating-point inputs and outputs, if any.
@@ -117,24 +141,22 @@ class TorchUnit final : public UnitPort,
                         public BackwardTarget,
                         public std::enable_shared_from_this<TorchUnit> {
  public:
-  TorchUnit(UnitLayout layout, UnitTensors tensors, ForwardCasts casts, std::size_t module_count);
+  TorchUnit(UnitLayout layout, UnitTensors tensors, std::vector<UnitParameter> parameters,
+            ForwardCasts casts, std::size_t module_count);
   ~TorchUnit() override;
 
   // One view for each parameter. They have memory only while the unit is attached.
   std::vector<at::Tensor> unsharded_views() const;
 
-  // Called once, with the parameters and the module attributes that refer to them. place_gradient
-  // has a function for each parameter that is a DTensor while it is unsharded, and None for others.
-  // It returns a gradient of the parameter with the parameter's placements. `make_gradients`
-  // returns a list of DTensors over the flat gradient that it is called with, one for each
-  // trainable parameter. `extensions` is None, or a UnitExtensions: Note [tensor extensions] in
-  // fsdp_ext/sharding/extensions.py. For parameters of extensions `unsharded` has None, and for
-  // their inputs all lists have None. `flat_parameter` is None, or the flat parameter, over the
-  // flat shard, which has the gradient in place of the sharded parameters: Note [flat parameters]
-  // in sharded_gradients.h. make_gradients then returns this one.
-  void bind(pybind11::list sharded, pybind11::list unsharded, pybind11::list place_gradient,
-            pybind11::object make_gradients, pybind11::object extensions,
-            pybind11::object flat_parameter, std::vector<ModuleAttribute> attributes);
+  // Called once, with the parameters' objects and the module attributes that refer to them.
+  // `make_gradients` returns a list of DTensors over the flat gradient that it is called with, one
+  // for each trainable parameter. `extensions` is None, or a UnitExtensions. `flat_parameter` is
+  // None, or the flat parameter, over the flat shard, which has the gradient in place of the
+  // sharded parameters: Note [flat parameters] in sharded_gradients.h. make_gradients then returns
+  // this one.
+  void bind(std::vector<BoundObjects> objects, pybind11::object make_gradients,
+            pybind11::object extensions, pybind11::object flat_parameter,
+            std::vector<ModuleAttribute> attributes);
   void join(const std::shared_ptr<TorchRoot>& root, std::string name, int number);
   // From now on this unit's hooks run those of `inner`, too: Note [units of one module].
   void enclose(std::shared_ptr<TorchUnit> inner) { inner_ = std::move(inner); }
@@ -242,6 +264,10 @@ class TorchUnit final : public UnitPort,
     std::size_t bytes;
   };
 
+  UnitParameter& trained(std::size_t trainable) { return parameters_[trainable_[trainable]]; }
+  const UnitParameter& trained(std::size_t trainable) const {
+    return parameters_[trainable_[trainable]];
+  }
   void point_storages(void* unsharded);
   void free_storages();
   const at::Tensor& sharded(std::size_t parameter) const;
@@ -250,10 +276,6 @@ class TorchUnit final : public UnitPort,
   std::size_t gradient_place(std::size_t trainable) const { return has_flat_ ? 0 : trainable; }
   void register_parameters(bool unsharded);
   void attach_extensions();
-  bool has_gradient(std::size_t parameter) const {
-    // An extension's parameter does not exist before it is first attached.
-    return unsharded_[parameter].defined() && unsharded_[parameter].grad().defined();
-  }
   void set_shows(bool value);
   std::int64_t accumulated_numel() const;
   std::vector<at::Tensor> parts_of_accumulated(const at::Tensor& flat) const;
@@ -265,7 +287,6 @@ class TorchUnit final : public UnitPort,
   void take_back(std::size_t trainable, const at::Tensor& gradient);
   void add_gradient(std::size_t parameter, at::Tensor gradient);
   void drop_shown();
-  bool is_dtensor(std::size_t parameter) const { return !place_gradient_[parameter].is_none(); }
   void place_gradient(std::size_t parameter);
   pybind11::object end_forwards(TorchRoot& root, std::size_t index, pybind11::handle returned);
   pybind11::object end_forward(TorchRoot& root, std::size_t index, pybind11::handle returned);
@@ -284,15 +305,12 @@ class TorchUnit final : public UnitPort,
 
   UnitLayout layout_;
   UnitTensors tensors_;
+  std::vector<UnitParameter> parameters_;
   ShardedGradients gradients_;
   ForwardCasts casts_;
   c10::intrusive_ptr<c10::StorageImpl> storage_;
   std::vector<GatheredInput> inputs_;
 
-  std::vector<HeldObject> sharded_;
-  std::vector<at::Tensor> unsharded_;
-  std::vector<HeldObject> unsharded_objects_;
-  std::vector<HeldObject> place_gradient_;
   HeldObject extensions_;
   bool has_extensions_ = false;
   HeldObject flat_parameter_;
@@ -305,8 +323,6 @@ class TorchUnit final : public UnitPort,
   bool shows_ = false;        // any of them
   bool had_gradients_ = false;
   at::Tensor accumulated_flat_;  // in backward: the unsharded parameters' gradients are views of it
-  // Of each parameter, as it was when the sharded and the unsharded one last agreed.
-  std::vector<char> requires_grad_;
   std::vector<ModuleAttribute> attributes_;
   bool unsharded_registered_ = false;
   std::unique_ptr<UnitLook> look_;  // in a checked step only

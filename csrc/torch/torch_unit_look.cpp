@@ -44,8 +44,8 @@ void TorchUnit::look_at_parameters() {
 // memory.
 at::Tensor TorchUnit::hash_of_shard() const {
   std::vector<at::Tensor> rows;
-  for (std::size_t i = 0; i < sharded_.size(); ++i) {
-    if (!sharded_[i].is_none()) {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (!parameters_[i].sharded.is_none()) {
       at::Tensor local = local_tensor_of(sharded(i));
       if (!local.key_set().has(c10::DispatchKey::Python)) {
         rows.push_back(std::move(local));

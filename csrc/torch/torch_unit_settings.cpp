@@ -30,17 +30,17 @@ void TorchUnit::carry_gradient_settings() {
   if (!unsharded_registered_ || has_flat_) {
     return;
   }
-  for (std::size_t i = 0; i < sharded_.size(); ++i) {
-    if (sharded_[i].is_none() || !unsharded_[i].defined()) {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (parameters_[i].sharded.is_none() || !parameters_[i].unsharded.defined()) {
       continue;
     }
-    const bool was = requires_grad_[i] != 0;
-    if (unsharded_[i].requires_grad() != was) {
+    const bool was = parameters_[i].requires_grad;
+    if (parameters_[i].unsharded.requires_grad() != was) {
       sharded(i).set_requires_grad(!was);
     } else if (sharded(i).requires_grad() != was && layout_.params()[i].trainable) {
-      unsharded_[i].set_requires_grad(!was);
+      parameters_[i].unsharded.set_requires_grad(!was);
     }
-    requires_grad_[i] = unsharded_[i].requires_grad() ? 1 : 0;
+    parameters_[i].requires_grad = parameters_[i].unsharded.requires_grad();
   }
 }
 
@@ -57,9 +57,10 @@ bool TorchUnit::has_gradient_setting_changed(bool awaits_reduction) const {
     return (differs(flat, trainable, std::nullopt) && !stays) ||
            !flat.storage().is_alias_of(tensors_.shard.flat().storage());
   }
-  for (std::size_t i = 0; i < sharded_.size(); ++i) {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const ParamSpec& spec = layout_.params()[i];
-    if (!sharded_[i].is_none() && differs(sharded(i), spec.trainable, spec.unsharded_grad_dtype) &&
+    if (!parameters_[i].sharded.is_none() &&
+        differs(sharded(i), spec.trainable, spec.unsharded_grad_dtype) &&
         !is_frozen_until_reduced(sharded(i), spec.trainable)) {
       return true;
     }

@@ -57,7 +57,7 @@ std::int64_t TorchUnit::accumulated_numel() const {
   }
   std::int64_t numel = 0;
   for (const std::size_t parameter : trainable_) {
-    numel += unsharded_[parameter].numel();
+    numel += parameters_[parameter].unsharded.numel();
   }
   return numel;
 }
@@ -67,14 +67,14 @@ std::vector<at::Tensor> TorchUnit::parts_of_accumulated(const at::Tensor& flat) 
   std::vector<at::Tensor> parts;
   std::int64_t next = 0;
   for (const std::size_t parameter : trainable_) {
-    const std::int64_t numel = unsharded_[parameter].numel();
+    const std::int64_t numel = parameters_[parameter].unsharded.numel();
     const ParamSpec& spec = layout_.params()[parameter];
     const std::int64_t first =
         layout_.world_size() > 1
             ? next
             : static_cast<std::int64_t>(layout_.placements()[parameter].flat_gradient_offset /
                                         itemsize(*spec.grad_dtype));
-    parts.push_back(flat.narrow(0, first, numel).view(unsharded_[parameter].sizes()));
+    parts.push_back(flat.narrow(0, first, numel).view(parameters_[parameter].unsharded.sizes()));
     next += numel;
   }
   return parts;
@@ -93,8 +93,8 @@ void TorchUnit::show_gradients() {
     return;
   }
   for (std::size_t i = 0; i < trainable_.size(); ++i) {
-    if (has_gradient(trainable_[i])) {
-      show(i, std::exchange(unsharded_[trainable_[i]].mutable_grad(), at::Tensor()));
+    if (trained(i).has_gradient()) {
+      show(i, std::exchange(trained(i).unsharded.mutable_grad(), at::Tensor()));
     }
   }
 }
@@ -103,19 +103,18 @@ void TorchUnit::show_gradients() {
 // to parts of the flat gradient.
 void TorchUnit::show_flat_gradient() {
   const auto found = std::find_if(trainable_.begin(), trainable_.end(),
-                                  [this](std::size_t i) { return has_gradient(i); });
+                                  [this](std::size_t i) { return parameters_[i].has_gradient(); });
   if (found == trainable_.end()) {
     return;
   }
-  const at::Tensor& any = unsharded_[*found].grad();
+  const at::Tensor& any = parameters_[*found].unsharded.grad();
   at::Tensor flat = std::exchange(accumulated_flat_, at::Tensor());
   if (!flat.defined()) {
     flat = at::zeros({accumulated_numel()}, any.options());
   }
   const std::vector<at::Tensor> parts = parts_of_accumulated(flat);
   for (std::size_t i = 0; i < trainable_.size(); ++i) {
-    const at::Tensor gradient =
-        std::exchange(unsharded_[trainable_[i]].mutable_grad(), at::Tensor());
+    const at::Tensor gradient = std::exchange(trained(i).unsharded.mutable_grad(), at::Tensor());
     if (gradient.defined() && !gradient.is_alias_of(flat)) {
       at::Tensor part = parts[i];
       part.copy_(gradient);
@@ -141,7 +140,7 @@ void TorchUnit::show(std::size_t trainable, at::Tensor gradient) {
 
 // Whether the sharded parameter is the whole one, so that an optimizer can use what is shown.
 bool TorchUnit::is_whole(std::size_t trainable) const {
-  return layout_.world_size() == 1 && !is_dtensor(trainable_[trainable]);
+  return layout_.world_size() == 1 && !trained(trainable).is_dtensor();
 }
 
 at::Tensor TorchUnit::as_sharded(std::size_t trainable, const at::Tensor& gradient) const {
@@ -187,14 +186,16 @@ at::Tensor TorchUnit::shown_gradient(std::size_t trainable) const {
   if (!gradient.defined()) {
     return gradient;
   }
-  if (!has_flat_ && !is_dtensor(parameter) && gradient.key_set().has(c10::DispatchKey::Python)) {
+  if (!has_flat_ && !parameters_[parameter].is_dtensor() &&
+      gradient.key_set().has(c10::DispatchKey::Python)) {
     if (!is_whole(trainable)) {
       return {};
     }
     gradient = local_tensor_of(gradient);
   }
-  const std::vector<std::int64_t> shape = has_flat_ ? std::vector<std::int64_t>{accumulated_numel()}
-                                                    : unsharded_[parameter].sizes().vec();
+  const std::vector<std::int64_t> shape = has_flat_
+                                              ? std::vector<std::int64_t>{accumulated_numel()}
+                                              : parameters_[parameter].unsharded.sizes().vec();
   const ParamSpec& spec = layout_.params()[parameter];
   FSDP_CHECK(gradient.sizes() == shape && gradient.device() == device(), "the gradient of ",
              has_flat_ ? "the flat parameter" : "parameter '" + spec.name + "'", " of unit '",
@@ -219,7 +220,7 @@ void TorchUnit::take_back(std::size_t trainable, const at::Tensor& gradient) {
 
 // Backward may have brought the parameter's gradient already.
 void TorchUnit::add_gradient(std::size_t parameter, at::Tensor gradient) {
-  at::Tensor& now = unsharded_[parameter].mutable_grad();
+  at::Tensor& now = parameters_[parameter].unsharded.mutable_grad();
   if (now.defined()) {
     gradient.add_(now);
   }

@@ -50,6 +50,7 @@ from fsdp_ext.sharding.settings import UnitSettings
 from fsdp_ext.sharding.sharded_param import (
     Entry,
     ShardedParam,
+    bound_objects,
     gradient_places,
     kind_of_part,
     lies_in,
@@ -477,12 +478,7 @@ class Unit(ParamGroup):
             layout=layout,
             shard=_C.FlatTensor(self.flat_shard, self.shard_parts),
             flat_gradient=flat_gradient,
-            shapes=[shape_of_view(entry) for entry in entries],
-            param_dtypes=[
-                entry.input_dtype if isinstance(entry, GatherInput) else self.compute_dtype(entry)
-                for entry in entries
-            ],
-            inputs=[i for i, entry in enumerate(entries) if isinstance(entry, GatherInput)],
+            parameters=[self._unit_parameter(entry) for entry in entries],
             device=self.device,
             cast_inputs=policy.param_dtype if policy.cast_forward_inputs else None,
             cast_outputs=policy.output_dtype,
@@ -496,12 +492,7 @@ class Unit(ParamGroup):
         ]
         self._unsharded = [weakref.ref(param) for param in unsharded if param is not None]
         core.bind(
-            sharded=[None if param is None else param.sharded for param in params],
-            unsharded=unsharded,
-            place_gradient=[
-                None if param is None or param.unsharded is None else param.unsharded.place
-                for param in params
-            ],
+            objects=list(map(bound_objects, params, unsharded)),
             make_gradients=gradient_maker(gradient_places(params, layout, self.grad_dtype))
             if flat is None
             else flat_gradient_maker(
@@ -527,6 +518,11 @@ class Unit(ParamGroup):
             core.show_accumulated(lambda index, gradient: spreads[index].dtensor(gradient))
         self.core = core
         return core
+
+    def _unit_parameter(self, entry: Entry) -> _C.UnitParameter:
+        is_input = isinstance(entry, GatherInput)
+        dtype = entry.input_dtype if isinstance(entry, GatherInput) else self.compute_dtype(entry)
+        return _C.UnitParameter(shape_of_view(entry), dtype, is_input=is_input)
 
     def _find_extensions(self) -> list[Extension]:
         """Return the extensions, with places for what they gather in the flat shard."""

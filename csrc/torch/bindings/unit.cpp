@@ -19,34 +19,32 @@ void register_unit(py::module_& m) {
       .def(py::init<py::object, py::str, std::size_t, bool, bool>(), py::kw_only(),
            py::arg("holder"), py::arg("name"), py::arg("parameter"), py::arg("is_plain"),
            py::arg("calls_setattr"));
+  py::class_<UnitParameter>(m, "UnitParameter")
+      .def(py::init([](std::vector<std::int64_t> shape, at::ScalarType dtype, bool is_input) {
+             return UnitParameter{std::move(shape), dtype, is_input};
+           }),
+           py::arg("shape"), py::arg("dtype"), py::kw_only(), py::arg("is_input"));
+  py::class_<BoundObjects>(m, "BoundObjects")
+      .def(py::init([](py::object sharded, py::object unsharded, py::object place_gradient) {
+             return BoundObjects{std::move(sharded), std::move(unsharded),
+                                 std::move(place_gradient)};
+           }),
+           py::kw_only(), py::arg("sharded"), py::arg("unsharded"), py::arg("place_gradient"));
   py::class_<TorchUnit, std::shared_ptr<TorchUnit>>(m, "TorchUnit")
       .def(py::init([](const UnitLayout& layout, FlatTensor shard, at::Tensor flat_gradient,
-                       std::vector<std::vector<std::int64_t>> shapes,
-                       std::vector<at::ScalarType> param_dtypes, std::vector<std::size_t> inputs,
-                       at::Device device, std::optional<at::ScalarType> cast_inputs,
+                       std::vector<UnitParameter> parameters, at::Device device,
+                       std::optional<at::ScalarType> cast_inputs,
                        std::optional<at::ScalarType> cast_outputs, std::size_t module_count) {
              return std::make_shared<TorchUnit>(
-                 layout,
-                 UnitTensors{std::move(shard), std::move(flat_gradient), std::move(shapes),
-                             std::move(param_dtypes), std::move(inputs), device},
-                 ForwardCasts{cast_inputs, cast_outputs}, module_count);
+                 layout, UnitTensors{std::move(shard), std::move(flat_gradient), device},
+                 std::move(parameters), ForwardCasts{cast_inputs, cast_outputs}, module_count);
            }),
            py::kw_only(), py::arg("layout"), py::arg("shard"), py::arg("flat_gradient"),
-           py::arg("shapes"), py::arg("param_dtypes"), py::arg("inputs"), py::arg("device"),
-           py::arg("cast_inputs"), py::arg("cast_outputs"), py::arg("module_count"))
+           py::arg("parameters"), py::arg("device"), py::arg("cast_inputs"),
+           py::arg("cast_outputs"), py::arg("module_count"))
       .def("unsharded_views", &TorchUnit::unsharded_views)
-      .def(
-          "bind",
-          [](TorchUnit& unit, py::list sharded, py::list unsharded, py::list place_gradient,
-             py::object make_gradients, py::object extensions, py::object flat_parameter,
-             std::vector<ModuleAttribute> attributes) {
-            unit.bind(std::move(sharded), std::move(unsharded), std::move(place_gradient),
-                      std::move(make_gradients), std::move(extensions), std::move(flat_parameter),
-                      std::move(attributes));
-          },
-          py::arg("sharded"), py::arg("unsharded"), py::arg("place_gradient"),
-          py::arg("make_gradients"), py::arg("extensions"), py::arg("flat_parameter"),
-          py::arg("attributes"))
+      .def("bind", &TorchUnit::bind, py::arg("objects"), py::arg("make_gradients"),
+           py::arg("extensions"), py::arg("flat_parameter"), py::arg("attributes"))
       .def("enclose", &TorchUnit::enclose, py::arg("inner"))
       .def("show_accumulated", &TorchUnit::show_accumulated)
       .def("release_gradients", [](TorchUnit& unit) { unit.gradients().release(); })
