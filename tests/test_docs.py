@@ -32,7 +32,6 @@ FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 IDENTIFIER = re.compile(r"`([A-Za-z_]\w*(?:(?:::|\.)\w+)*)(?:\(\))?`")
 # `core/layout.h` is in csrc, `sharding/unit.py` in fsdp_ext; `core/layout` is its two files.
 PATH = re.compile(r"`(\w+(?:/[\w.-]+)+/?)`")
-FOREIGN_PATHS = {"src/group.cc"}  # NCCL's
 TERM = re.compile(r"^- \*\*([\w ]+)\*\*: ", re.MULTILINE)
 # Blocks that run one after the other, and blocks that each run in a process of their own.
 RUNNABLE = "python run"
@@ -159,7 +158,7 @@ def test_files_that_documents_name_exist() -> None:
     named = {path for document in DOCUMENTS for path in PATH.findall(prose_of(document))}
     assert len(named) > 50
     missing = {path for path in named if not any(exists(folder / path) for folder in folders)}
-    assert missing == FOREIGN_PATHS
+    assert missing == set()
 
 
 def test_each_figure_is_shown_and_says_what_its_wire_was() -> None:
