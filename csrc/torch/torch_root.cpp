@@ -266,7 +266,7 @@ void TorchRoot::end_backward() {
   pipeline_->end_backward();
   for (const auto& unit : units_) {
     if (pipeline_->unit(unit->number()).awaits_reduction) {
-      unit->show_gradients();
+      unit->shown_gradients().show_all();
     }
   }
   if (is_checking_ && !pipeline_->in_forward()) {
@@ -343,7 +343,7 @@ bool TorchRoot::reset_failed() {
   const bool loses_gradients =
       pipeline_->loses_gradients() ||
       (pipeline_->in_backward() && std::any_of(units_.begin(), units_.end(), [](const auto& unit) {
-         return unit->had_gradients();
+         return unit->shown_gradients().has_taken();
        }));
   pipeline_->recover();
   return loses_gradients;
@@ -352,7 +352,7 @@ bool TorchRoot::reset_failed() {
 bool TorchRoot::has_unreduced() const {
   return pipeline_->has_unreduced() ||
          std::any_of(units_.begin(), units_.end(),
-                     [](const auto& unit) { return unit->shows_gradients(); });
+                     [](const auto& unit) { return unit->shown_gradients().any(); });
 }
 
 std::vector<at::Tensor> TorchRoot::accumulated(int unit) {

@@ -110,30 +110,19 @@ void note_module_change() {
 
 std::uint64_t module_changes() { return noted_module_changes.load(std::memory_order_relaxed); }
 
-void UnitParameter::set_unsharded(py::object object) {
-  unsharded_object = std::move(object);
-  if (!unsharded_object.is_none()) {
-    unsharded = THPVariable_Unpack(unsharded_object.ptr());
-  }
-}
-
 TorchUnit::TorchUnit(UnitLayout layout, UnitTensors tensors, std::vector<UnitParameter> parameters,
                      ForwardCasts casts, std::size_t module_count)
     : layout_(std::move(layout)),
       tensors_(std::move(tensors)),
-      parameters_(std::move(parameters)),
+      parameters_(layout_, std::move(parameters)),
       gradients_(std::move(tensors_.flat_gradient)),
       casts_(casts),
       storage_(empty_storage(device())),
+      shown_(parameters_, device()),
       handled_(module_count, nullptr),
       watches_(module_count),
       pending_(module_count, 0) {
-  for (std::size_t i = 0; i < layout_.params().size(); ++i) {
-    if (layout_.params()[i].trainable) {
-      trainable_.push_back(i);
-    }
-  }
-  got_gradient_.assign(trainable_.size(), 0);
+  got_gradient_.assign(parameters_.trainable().size(), 0);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const UnitParameter& parameter = parameters_[i];
     if (parameter.is_input) {
@@ -146,8 +135,6 @@ TorchUnit::TorchUnit(UnitLayout layout, UnitTensors tensors, std::vector<UnitPar
     }
   }
 }
-
-TorchUnit::~TorchUnit() { set_shows(false); }
 
 std::vector<at::Tensor> TorchUnit::unsharded_views() const {
   std::vector<at::Tensor> views;
@@ -167,31 +154,16 @@ std::vector<at::Tensor> TorchUnit::unsharded_views() const {
 void TorchUnit::bind(std::vector<BoundObjects> objects, py::object make_gradients,
                      py::object extensions, py::object flat_parameter,
                      std::vector<ModuleAttribute> attributes) {
-  FSDP_CHECK(objects.size() == parameters_.size(), "bind got ", objects.size(),
-             " parameters. The layout has ", parameters_.size(), ".");
-  for (std::size_t i = 0; i < objects.size(); ++i) {
-    UnitParameter& parameter = parameters_[i];
-    parameter.sharded = std::move(objects[i].sharded);
-    parameter.set_unsharded(std::move(objects[i].unsharded));
-    parameter.place_gradient = std::move(objects[i].place_gradient);
-    parameter.requires_grad = layout_.params()[i].trainable;
-  }
-  has_flat_ = !flat_parameter.is_none();
-  flat_parameter_ = std::move(flat_parameter);
-  const std::size_t gradients = has_flat_ && !trainable_.empty() ? 1 : trainable_.size();
-  gradients_.bind(std::move(make_gradients), gradients, has_flat_);
-  for (std::size_t i = 0; i < trainable_.size(); ++i) {
-    if (trained(i).unsharded.defined()) {
-      set_gradient_hook(trained(i).unsharded, weak_from_this(), i);
+  parameters_.bind(std::move(objects), std::move(flat_parameter));
+  gradients_.bind(std::move(make_gradients), parameters_.gradient_count(), parameters_.has_flat());
+  for (std::size_t i = 0; i < parameters_.trainable().size(); ++i) {
+    if (parameters_.trained(i).unsharded.defined()) {
+      set_gradient_hook(parameters_.trained(i).unsharded, weak_from_this(), i);
     }
   }
   has_extensions_ = !extensions.is_none();
   extensions_ = std::move(extensions);
   attributes_ = std::move(attributes);
-}
-
-const at::Tensor& TorchUnit::gradient_owner(std::size_t trainable) const {
-  return has_flat_ ? THPVariable_Unpack(flat_parameter_.ptr()) : sharded(trainable_[trainable]);
 }
 
 void TorchUnit::join(const std::shared_ptr<TorchRoot>& root, std::string name, int number) {
@@ -205,11 +177,6 @@ void TorchUnit::join(const std::shared_ptr<TorchRoot>& root, std::string name, i
                                "after one with create_graph=True has read it, pass "
                                "reshard_after_forward=False to fully_shard.");
   free_storages();
-}
-
-const at::Tensor& TorchUnit::sharded(std::size_t parameter) const {
-  // Unpacked anew each time: swap_tensors (module.to()) exchanges the tensor behind the object.
-  return THPVariable_Unpack(parameters_[parameter].sharded.ptr());
 }
 
 // - UnitPort
@@ -243,8 +210,8 @@ void TorchUnit::attach(void* unsharded) {
   if (has_extensions_) {
     attach_extensions();
   }
-  for (const std::size_t parameter : trainable_) {
-    const bool requires_grad = sharded(parameter).requires_grad();
+  for (const std::size_t parameter : parameters_.trainable()) {
+    const bool requires_grad = parameters_.sharded(parameter).requires_grad();
     if (parameters_[parameter].unsharded.requires_grad() != requires_grad) {
       parameters_[parameter].unsharded.set_requires_grad(requires_grad);
     }
@@ -260,11 +227,12 @@ void TorchUnit::attach_extensions() {
       const py::dict made = extensions_.attr("attach")();
       for (const auto& [place, parameter] : made) {
         const auto index = place.cast<std::size_t>();
-        parameters_.at(index).set_unsharded(py::reinterpret_borrow<py::object>(parameter));
-        const auto found = std::find(trainable_.begin(), trainable_.end(), index);
-        if (found != trainable_.end()) {
+        parameters_[index].set_unsharded(py::reinterpret_borrow<py::object>(parameter));
+        const auto found =
+            std::find(parameters_.trainable().begin(), parameters_.trainable().end(), index);
+        if (found != parameters_.trainable().end()) {
           set_gradient_hook(parameters_[index].unsharded, weak_from_this(),
-                            static_cast<std::size_t>(found - trainable_.begin()));
+                            static_cast<std::size_t>(found - parameters_.trainable().begin()));
         }
       }
     });
@@ -329,11 +297,11 @@ std::uint64_t TorchUnit::shard_version() {
   };
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (!parameters_[i].sharded.is_none()) {
-      add(sharded(i));
+      add(parameters_.sharded(i));
     }
   }
-  if (has_flat_) {
-    add(THPVariable_Unpack(flat_parameter_.ptr()));
+  if (parameters_.has_flat()) {
+    add(parameters_.flat());
   }
   return version;
 }
@@ -349,24 +317,24 @@ void TorchUnit::place_gradient(std::size_t parameter) {
 
 std::shared_ptr<void> TorchUnit::extract_gradients(const void** addresses) {
   auto taken = std::make_shared<std::vector<at::Tensor>>();
-  taken->reserve(trainable_.size());
-  for (std::size_t i = 0; i < trainable_.size(); ++i) {
+  taken->reserve(parameters_.trainable().size());
+  for (std::size_t i = 0; i < parameters_.trainable().size(); ++i) {
     addresses[i] = nullptr;
-    if (!trained(i).has_gradient()) {
+    if (!parameters_.trained(i).has_gradient()) {
       continue;
     }
-    at::Tensor& arrived = trained(i).unsharded.mutable_grad();
-    if (trained(i).is_dtensor()) {
+    at::Tensor& arrived = parameters_.trained(i).unsharded.mutable_grad();
+    if (parameters_.trained(i).is_dtensor()) {
       arrived = local_tensor_of(arrived);
     }
-    const std::string& parameter = layout_.params()[trainable_[i]].name;
+    const std::string& parameter = layout_.params()[parameters_.trainable()[i]].name;
     FSDP_CHECK(arrived.layout() == at::kStrided, "parameter '", parameter,
                "' got a sparse gradient, but only dense ones can be reduced. Pass sparse=False to "
                "its module.");
     if (arrived.key_set().has(c10::DispatchKey::Python)) {
       arrived = plain_copy_of(arrived, device());
     }
-    const ParamSpec& spec = layout_.params()[trainable_[i]];
+    const ParamSpec& spec = layout_.params()[parameters_.trainable()[i]];
     const DType gradient_dtype = spec.unsharded_grad_dtype.value_or(spec.param_dtype);
     FSDP_CHECK(to_dtype(arrived.scalar_type()) == gradient_dtype, "parameter '", parameter,
                "' got a gradient of dtype ", fsdp::name(to_dtype(arrived.scalar_type())),
@@ -381,30 +349,29 @@ std::shared_ptr<void> TorchUnit::extract_gradients(const void** addresses) {
     addresses[i] = gradient.data_ptr();
     taken->push_back(std::move(gradient));
   }
-  accumulated_flat_ = at::Tensor();
-  had_gradients_ = false;
+  shown_.forget_taken();
   return taken;
 }
 
 void TorchUnit::drop_gradients() {
-  for (const std::size_t parameter : trainable_) {
+  for (const std::size_t parameter : parameters_.trainable()) {
     if (parameters_[parameter].has_gradient()) {
       parameters_[parameter].unsharded.mutable_grad() = at::Tensor();
     }
   }
-  drop_shown();
+  shown_.drop();
 }
 
 // See Note [held gradients].
 bool TorchUnit::has_held_gradients() {
   if (gradients_.is_released()) {
-    return !trainable_.empty();
+    return !parameters_.trainable().empty();
   }
   if (gradients_.is_shared()) {
     return false;
   }
   for (std::size_t i = 0; i < gradients_.count(); ++i) {
-    const bool has_ours = gradient_owner(i).grad().is_same(gradients_.at(i));
+    const bool has_ours = parameters_.gradient_owner(i).grad().is_same(gradients_.at(i));
     if (!has_ours && gradients_.is_held(i)) {
       return true;
     }
@@ -412,37 +379,40 @@ bool TorchUnit::has_held_gradients() {
   return false;
 }
 
-bool TorchUnit::has_sharded_gradient(std::size_t i) { return gradient_owner(i).grad().defined(); }
+bool TorchUnit::has_sharded_gradient(std::size_t i) {
+  return parameters_.gradient_owner(i).grad().defined();
+}
 
 void TorchUnit::import_sharded_gradient(std::size_t i) {
-  const std::size_t place = gradient_place(i);
-  const at::Tensor& gradient = gradient_owner(i).grad();
+  const std::size_t place = parameters_.gradient_place(i);
+  const at::Tensor& gradient = parameters_.gradient_owner(i).grad();
   if (!gradient.is_same(gradients_.at(place))) {
     gradients_.copy_from(place, gradient);
-    gradient_owner(i).mutable_grad() = gradients_.at(place);
+    parameters_.gradient_owner(i).mutable_grad() = gradients_.at(place);
   }
 }
 
 void TorchUnit::set_sharded_gradient(std::size_t i) {
-  const std::size_t place = gradient_place(i);
-  gradient_owner(i).mutable_grad() = gradients_.at(place);
+  const std::size_t place = parameters_.gradient_place(i);
+  parameters_.gradient_owner(i).mutable_grad() = gradients_.at(place);
   got_gradient_[place] = 1;
 }
 
 void TorchUnit::run_post_accumulate_hooks() {
-  for (std::size_t i = 0; i < trainable_.size(); ++i) {
+  for (std::size_t i = 0; i < parameters_.trainable().size(); ++i) {
     if (got_gradient_[i] == 0) {
       continue;
     }
     got_gradient_[i] = 0;
-    if (torch::autograd::impl::post_acc_grad_hooks(gradient_owner(i)) != nullptr) {
-      call_post_accumulate_hooks(has_flat_ ? flat_parameter_ : trained(i).sharded);
+    if (torch::autograd::impl::post_acc_grad_hooks(parameters_.gradient_owner(i)) != nullptr) {
+      call_post_accumulate_hooks(parameters_.has_flat() ? parameters_.flat_object()
+                                                        : parameters_.trained(i).sharded);
     }
   }
 }
 
 void TorchUnit::reclaim_memory() {
-  tensors_.shard.reclaim(/*parts_are_newer=*/!has_flat_);
+  tensors_.shard.reclaim(/*parts_are_newer=*/!parameters_.has_flat());
   gradients_.reclaim();
 }
 
@@ -459,7 +429,7 @@ void TorchUnit::on_pre_backward(CallId call, const torch::autograd::Node* node) 
 void TorchUnit::on_gradient(std::size_t trainable) {
   if (const auto root = root_.lock()) {
     root->ensure_backward();
-    const std::size_t parameter = trainable_[trainable];
+    const std::size_t parameter = parameters_.trainable()[trainable];
     if (parameters_[parameter].is_dtensor()) {
       place_gradient(parameter);
     }
@@ -468,8 +438,8 @@ void TorchUnit::on_gradient(std::size_t trainable) {
 }
 
 void TorchUnit::adopt_gradients() {
-  for (std::size_t i = 0; i < trainable_.size(); ++i) {
-    if (trained(i).has_gradient()) {
+  for (std::size_t i = 0; i < parameters_.trainable().size(); ++i) {
+    if (parameters_.trained(i).has_gradient()) {
       on_gradient(i);
     }
   }

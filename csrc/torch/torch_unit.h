@@ -49,16 +49,6 @@
 // unit, and these units share the modules. The first unit encloses the second, and so on. The
 // modules have the hooks of the first unit only. So forward, backward and the schedule treat these
 // units as units of nested modules.
-//
-// Note [shown gradients]
-// FSDP1 shows the gradients that backwards without gradient sync have accumulated: .grad is this
-// rank's own, unsharded, and users' changes of it take effect. So units of FSDP1's wrapper do not
-// pack these gradients. Autograd keeps adding to the gradients of the unsharded parameters. At the
-// end of such a backward they move to .grad of the sharded parameters, or as one tensor to that of
-// the flat parameter. The next backward takes back what it finds there. Meanwhile a sharded
-// gradient of an earlier reduction is put aside. It is dropped, too, if the user sets .grad to
-// None. On one rank, or with NO_SHARD, the sharded gradient has all elements, so it is added to
-// what is shown.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -76,7 +66,9 @@
 #include "torch/flat_tensor.h"
 #include "torch/module_attribute.h"
 #include "torch/sharded_gradients.h"
+#include "torch/shown_gradients.h"
 #include "torch/unit_look.h"
+#include "torch/unit_parameters.h"
 #include "torch/with_python.h"
 
 namespace fsdp {
@@ -88,33 +80,6 @@ struct UnitTensors {
   FlatTensor shard;          // layout.shard_bytes() bytes, uint8
   at::Tensor flat_gradient;  // moves on to ShardedGradients
   at::Device device;         // of the unsharded parameters
-};
-
-// Python's objects for one parameter.
-struct BoundObjects {
-  pybind11::object sharded;    // None for an input of an extension
-  pybind11::object unsharded;  // None for an input, and for a parameter that an extension makes
-  // A function that returns the parameter's gradient with the parameter's placements, if the
-  // parameter is a DTensor while it is unsharded. Otherwise None.
-  pybind11::object place_gradient;
-};
-
-// A parameter of the layout, or an input of an extension: Note [tensor extensions] in
-// fsdp_ext/sharding/extensions.py.
-struct UnitParameter {
-  std::vector<std::int64_t> shape;  // unsharded
-  at::ScalarType dtype;             // unsharded
-  bool is_input = false;
-  // As in BoundObjects, from bind on. An extension makes its parameter when it is first attached.
-  HeldObject sharded = {};
-  HeldObject unsharded_object = {};
-  HeldObject place_gradient = {};
-  at::Tensor unsharded = {};
-  bool requires_grad = false;  // when the sharded and the unsharded one last agreed
-
-  void set_unsharded(pybind11::object object);
-  bool is_dtensor() const { return !place_gradient.is_none(); }
-  bool has_gradient() const { return unsharded.defined() && unsharded.grad().defined(); }
 };
 
 // The dtypes to which forward casts floating-point inputs and outputs, if any.
@@ -143,7 +108,6 @@ class TorchUnit final : public UnitPort,
  public:
   TorchUnit(UnitLayout layout, UnitTensors tensors, std::vector<UnitParameter> parameters,
             ForwardCasts casts, std::size_t module_count);
-  ~TorchUnit() override;
 
   // One view for each parameter. They have memory only while the unit is attached.
   std::vector<at::Tensor> unsharded_views() const;
@@ -187,7 +151,7 @@ class TorchUnit final : public UnitPort,
   void compute_inputs() override;
   std::shared_ptr<void> extract_gradients(const void** addresses) override;
   void drop_gradients() override;
-  bool keeps_gradients() override { return keeps_gradients_; }
+  bool keeps_gradients() override { return shown_.is_enabled(); }
   bool has_held_gradients() override;
   void renew_gradient(std::shared_ptr<void> memory) override {
     gradients_.renew(std::move(memory));
@@ -204,25 +168,9 @@ class TorchUnit final : public UnitPort,
   // Counts gradients that somebody has put into the unsharded parameters, as zero-bubble schedules
   // of pipelines do after torch.autograd.grad.
   void adopt_gradients();
-  // - Gradients of backwards without gradient sync: Note [shown gradients].
-  // What is shown in place of a sharded gradient, which is put aside if there is one.
-  struct Shown {
-    bool is_shown = false;
-    at::Tensor put_aside;
-  };
-  // From now on, they are shown. `wrap` takes the index of a parameter and a whole gradient, and
-  // returns the gradient as a DTensor like the sharded parameter. It is called on one rank only.
-  void show_accumulated(pybind11::object wrap);
-  // After and before a backward.
-  void show_gradients();
-  void take_back_gradients();
-  bool shows_gradients() const { return shows_; }
-  // Whether this backward took back gradients that are not reduced yet.
-  bool had_gradients() const { return had_gradients_; }
-  // One element for each trainable parameter, to hand over to another unit with the same
-  // parameters.
-  std::vector<Shown> shown() const;
-  void adopt_shown(std::size_t trainable, Shown shown);
+  // Gradients of backwards without gradient sync under FSDP1's wrapper.
+  ShownGradients& shown_gradients() { return shown_; }
+  void take_back_gradients() { shown_.take_back_all(name_); }
 
   // Runs users' hooks on the sharded parameters that got a gradient in this backward.
   void run_post_accumulate_hooks();
@@ -241,7 +189,7 @@ class TorchUnit final : public UnitPort,
   // The root is destroyed, and the slot with it.
   void leave_root() {
     free_storages();
-    set_shows(false);
+    shown_.leave_root();
   }
   // Whether forward has run some modules of the group, but not all.
   bool is_incomplete() const { return pending_count_ > 0 && pending_count_ < pending_.size(); }
@@ -264,29 +212,10 @@ class TorchUnit final : public UnitPort,
     std::size_t bytes;
   };
 
-  UnitParameter& trained(std::size_t trainable) { return parameters_[trainable_[trainable]]; }
-  const UnitParameter& trained(std::size_t trainable) const {
-    return parameters_[trainable_[trainable]];
-  }
   void point_storages(void* unsharded);
   void free_storages();
-  const at::Tensor& sharded(std::size_t parameter) const;
-  // What has the gradient of a trainable parameter, and the gradient's place: see bind.
-  const at::Tensor& gradient_owner(std::size_t trainable) const;
-  std::size_t gradient_place(std::size_t trainable) const { return has_flat_ ? 0 : trainable; }
   void register_parameters(bool unsharded);
   void attach_extensions();
-  void set_shows(bool value);
-  std::int64_t accumulated_numel() const;
-  std::vector<at::Tensor> parts_of_accumulated(const at::Tensor& flat) const;
-  void show_flat_gradient();
-  void show(std::size_t trainable, at::Tensor gradient);
-  bool is_whole(std::size_t trainable) const;
-  at::Tensor as_sharded(std::size_t trainable, const at::Tensor& gradient) const;
-  at::Tensor shown_gradient(std::size_t trainable) const;
-  void take_back(std::size_t trainable, const at::Tensor& gradient);
-  void add_gradient(std::size_t parameter, at::Tensor gradient);
-  void drop_shown();
   void place_gradient(std::size_t parameter);
   pybind11::object end_forwards(TorchRoot& root, std::size_t index, pybind11::handle returned);
   pybind11::object end_forward(TorchRoot& root, std::size_t index, pybind11::handle returned);
@@ -305,7 +234,7 @@ class TorchUnit final : public UnitPort,
 
   UnitLayout layout_;
   UnitTensors tensors_;
-  std::vector<UnitParameter> parameters_;
+  UnitParameters parameters_;
   ShardedGradients gradients_;
   ForwardCasts casts_;
   c10::intrusive_ptr<c10::StorageImpl> storage_;
@@ -313,16 +242,8 @@ class TorchUnit final : public UnitPort,
 
   HeldObject extensions_;
   bool has_extensions_ = false;
-  HeldObject flat_parameter_;
-  bool has_flat_ = false;
-  std::vector<std::size_t> trainable_;  // parameter of each trainable index
-  std::vector<char> got_gradient_;      // in this backward, of each trainable index
-  bool keeps_gradients_ = false;
-  HeldObject wrap_;
-  std::vector<Shown> shown_;  // of each gradient
-  bool shows_ = false;        // any of them
-  bool had_gradients_ = false;
-  at::Tensor accumulated_flat_;  // in backward: the unsharded parameters' gradients are views of it
+  std::vector<char> got_gradient_;  // in this backward, of each trainable parameter
+  ShownGradients shown_;
   std::vector<ModuleAttribute> attributes_;
   bool unsharded_registered_ = false;
   std::unique_ptr<UnitLook> look_;  // in a checked step only
@@ -345,9 +266,6 @@ class TorchUnit final : public UnitPort,
   std::string when_freed_;  // the error of reading an unsharded parameter while detached
   int number_ = -1;
 };
-
-// Whether some .grad in the process may be unreduced: Note [shown gradients].
-bool any_unit_shows_gradients();
 
 // This rank's rows of a DTensor. Takes the GIL.
 at::Tensor local_tensor_of(const at::Tensor& dtensor);

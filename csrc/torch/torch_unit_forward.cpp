@@ -179,7 +179,7 @@ at::Tensor TorchUnit::begin_skip(const at::Tensor& tensor) {
     call = root->pipeline().pre_forward(number_);
   }
   // Like the output of a rank that runs the unit, the result needs a gradient if a parameter does.
-  const bool has_gradient = tensor.requires_grad() || !trainable_.empty();
+  const bool has_gradient = tensor.requires_grad() || !parameters_.trainable().empty();
   const at::Tensor skipped = entering && has_gradient && at::GradMode::is_enabled()
                                  ? add_post_backward_node(tensor, kept_target(), call)
                                  : tensor;
@@ -304,7 +304,7 @@ bool TorchUnit::watch_outputs(py::handle output, CallId call, GraphCalls* calls)
 
 // See Note [opaque outputs].
 void TorchUnit::keep_for_opaque(TorchRoot& root, CallId call, py::handle output) {
-  if (!at::GradMode::is_enabled() || trainable_.empty()) {
+  if (!at::GradMode::is_enabled() || parameters_.trainable().empty()) {
     return;
   }
   const std::string type = opaque_type_in(output);

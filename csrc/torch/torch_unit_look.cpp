@@ -46,7 +46,7 @@ at::Tensor TorchUnit::hash_of_shard() const {
   std::vector<at::Tensor> rows;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (!parameters_[i].sharded.is_none()) {
-      at::Tensor local = local_tensor_of(sharded(i));
+      at::Tensor local = local_tensor_of(parameters_.sharded(i));
       if (!local.key_set().has(c10::DispatchKey::Python)) {
         rows.push_back(std::move(local));
       }

@@ -27,7 +27,7 @@ bool differs(const at::Tensor& parameter, bool trainable, std::optional<DType> g
 }  // namespace
 
 void TorchUnit::carry_gradient_settings() {
-  if (!unsharded_registered_ || has_flat_) {
+  if (!unsharded_registered_ || parameters_.has_flat()) {
     return;
   }
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
@@ -36,8 +36,8 @@ void TorchUnit::carry_gradient_settings() {
     }
     const bool was = parameters_[i].requires_grad;
     if (parameters_[i].unsharded.requires_grad() != was) {
-      sharded(i).set_requires_grad(!was);
-    } else if (sharded(i).requires_grad() != was && layout_.params()[i].trainable) {
+      parameters_.sharded(i).set_requires_grad(!was);
+    } else if (parameters_.sharded(i).requires_grad() != was && layout_.params()[i].trainable) {
       parameters_[i].unsharded.set_requires_grad(!was);
     }
     parameters_[i].requires_grad = parameters_[i].unsharded.requires_grad();
@@ -49,19 +49,19 @@ bool TorchUnit::has_gradient_setting_changed(bool awaits_reduction) const {
   const auto is_frozen_until_reduced = [&](const at::Tensor& parameter, bool trainable) {
     return awaits_reduction && trainable && !parameter.requires_grad();
   };
-  if (has_flat_) {
-    const at::Tensor& flat = THPVariable_Unpack(flat_parameter_.ptr());
-    const bool trainable = !trainable_.empty();
-    const bool stays =
-        is_frozen_until_reduced(flat, trainable) && !sharded(trainable_[0]).requires_grad();
+  if (parameters_.has_flat()) {
+    const at::Tensor& flat = parameters_.flat();
+    const bool trainable = !parameters_.trainable().empty();
+    const bool stays = is_frozen_until_reduced(flat, trainable) &&
+                       !parameters_.sharded(parameters_.trainable()[0]).requires_grad();
     return (differs(flat, trainable, std::nullopt) && !stays) ||
            !flat.storage().is_alias_of(tensors_.shard.flat().storage());
   }
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const ParamSpec& spec = layout_.params()[i];
     if (!parameters_[i].sharded.is_none() &&
-        differs(sharded(i), spec.trainable, spec.unsharded_grad_dtype) &&
-        !is_frozen_until_reduced(sharded(i), spec.trainable)) {
+        differs(parameters_.sharded(i), spec.trainable, spec.unsharded_grad_dtype) &&
+        !is_frozen_until_reduced(parameters_.sharded(i), spec.trainable)) {
       return true;
     }
   }

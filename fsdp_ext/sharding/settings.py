@@ -36,7 +36,7 @@ class UnitSettings:
     check_every: int | None = None  # only the root's is used
     keep_low_precision_grads: bool = False  # of FSDP1's mixed precision
     offloads: bool = False  # shards and gradients are on the host, and the rest is not
-    shows_accumulated: bool = False  # FSDP1's: Note [shown gradients] in csrc/torch/torch_unit.h
+    shows_accumulated: bool = False  # FSDP1's: csrc/torch/shown_gradients.h
     calls_setattr: bool = True  # False if FSDP1's FSDP_USE_UNSAFE_SETATTR is 1
     is_flat: bool = False  # FSDP1's use_orig_params=False: Note [flat parameters in Python]
 

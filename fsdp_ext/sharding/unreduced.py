@@ -27,7 +27,7 @@ class Unreduced:
         scale: the factor by which the gradients were multiplied.
         is_used: whether this rank has a packed gradient. Otherwise the chunks are zero.
         is_shown: whether ``.grad`` has it instead: Note [shown gradients] in
-            csrc/torch/torch_unit.h.
+            csrc/torch/shown_gradients.h.
         put_aside: the sharded gradient that was there before.
     """
 

@@ -215,7 +215,7 @@ void register_root(py::module_& m) {
       .def("shown",
            [](TorchRoot& root, std::size_t unit) {
              std::vector<std::pair<bool, std::optional<at::Tensor>>> result;
-             for (const TorchUnit::Shown& shown : root.units().at(unit)->shown()) {
+             for (const auto& shown : root.units().at(unit)->shown_gradients().shown()) {
                result.emplace_back(shown.is_shown, shown.put_aside.defined()
                                                        ? std::make_optional(shown.put_aside)
                                                        : std::nullopt);
@@ -225,7 +225,7 @@ void register_root(py::module_& m) {
       .def("adopt_shown",
            [](TorchRoot& root, std::size_t unit, std::size_t trainable,
               const std::optional<at::Tensor>& put_aside) {
-             root.units().at(unit)->adopt_shown(trainable,
+             root.units().at(unit)->shown_gradients().adopt(trainable,
                                                 {true, put_aside.value_or(at::Tensor())});
            })
       .def("buckets",

@@ -1,0 +1,79 @@
+// The parameters of a unit. The layout counts all of them, and gradients only the trainable ones.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "core/layout.h"
+#include "torch/with_python.h"
+
+namespace fsdp {
+
+// Python's objects for one parameter.
+struct BoundObjects {
+  pybind11::object sharded;    // None for an input of an extension
+  pybind11::object unsharded;  // None for an input, and for a parameter that an extension makes
+  // A function that returns the parameter's gradient with the parameter's placements, if the
+  // parameter is a DTensor while it is unsharded. Otherwise None.
+  pybind11::object place_gradient;
+};
+
+// A parameter of the layout, or an input of an extension: Note [tensor extensions] in
+// fsdp_ext/sharding/extensions.py.
+struct UnitParameter {
+  std::vector<std::int64_t> shape;  // unsharded
+  at::ScalarType dtype;             // unsharded
+  bool is_input = false;
+  // As in BoundObjects, from bind on. An extension makes its parameter when it is first attached.
+  HeldObject sharded = {};
+  HeldObject unsharded_object = {};
+  HeldObject place_gradient = {};
+  at::Tensor unsharded = {};
+  bool requires_grad = false;  // when the sharded and the unsharded one last agreed
+
+  void set_unsharded(pybind11::object object);
+  bool is_dtensor() const { return !place_gradient.is_none(); }
+  bool has_gradient() const { return unsharded.defined() && unsharded.grad().defined(); }
+};
+
+class UnitParameters {
+ public:
+  // The layout outlives the parameters.
+  UnitParameters(const UnitLayout& layout, std::vector<UnitParameter> all);
+  // `flat` is None, or the flat parameter, which has the gradient in place of the sharded ones.
+  void bind(std::vector<BoundObjects> objects, pybind11::object flat);
+
+  std::size_t size() const { return all_.size(); }
+  UnitParameter& operator[](std::size_t i) { return all_[i]; }
+  const UnitParameter& operator[](std::size_t i) const { return all_[i]; }
+  const at::Tensor& sharded(std::size_t i) const;
+  const UnitLayout& layout() const { return layout_; }
+
+  // The numbers of the trainable ones among all.
+  const std::vector<std::size_t>& trainable() const { return trainable_; }
+  UnitParameter& trained(std::size_t i) { return all_[trainable_[i]]; }
+  const UnitParameter& trained(std::size_t i) const { return all_[trainable_[i]]; }
+
+  bool has_flat() const { return has_flat_; }
+  const HeldObject& flat_object() const { return flat_; }
+  const at::Tensor& flat() const;
+  // What has the gradient of trainable parameter i, and the gradient's place among all gradients.
+  const at::Tensor& gradient_owner(std::size_t i) const;
+  std::size_t gradient_place(std::size_t i) const { return has_flat_ ? 0 : i; }
+  std::size_t gradient_count() const {
+    return has_flat_ && !trainable_.empty() ? 1 : trainable_.size();
+  }
+
+ private:
+  const UnitLayout& layout_;
+  std::vector<UnitParameter> all_;
+  std::vector<std::size_t> trainable_;
+  HeldObject flat_;
+  bool has_flat_ = false;
+};
+
+}  // namespace fsdp
