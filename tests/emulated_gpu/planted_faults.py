@@ -119,6 +119,7 @@ def build() -> None:
             "CXXFLAGS": COMPILER_FLAGS,
             "FORCE_CUDA": "1",
             "TORCH_CUDA_ARCH_LIST": "8.0",
+            "CCACHE_DISABLE": "1",  # an object of another directory names that one's files
         },
         check=False,
         capture_output=True,

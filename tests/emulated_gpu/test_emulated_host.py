@@ -83,7 +83,7 @@ torch.cuda.synchronize()
 """)
     assert result.returncode != 0
     assert re.search(WRITES_EARLY, result.stderr), result.stderr
-    assert "the copy was submitted by\n    <string>:6" in result.stderr
+    assert "it was submitted by\n    <string>:6" in result.stderr
 
 
 def test_a_wait_that_is_left_out_shows_nothing() -> None:

@@ -9,7 +9,7 @@
 #include "captures.h"
 #include "errors.h"
 #include "memory.h"
-#include "pinned_copies.h"
+#include "pinned_uses.h"
 #include "streams.h"
 
 namespace emulated_gpu {
@@ -57,20 +57,13 @@ cudaError_t copy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind k
       return error;
     }
   }
-  const std::shared_ptr<PinnedCopy> pinned =
-      is_captured(*stream) ? nullptr : begin_pinned_copy(to, from, bytes);
+  const PinnedUses uses = is_captured(*stream) ? PinnedUses() : begin_copy(to, from, bytes);
   const TicketPtr ticket = stream->submit("a copy", [=] {
     reads(from, bytes);
     writes(to, bytes);
-    if (pinned != nullptr) {
-      run(*pinned);
-    } else {
-      std::memmove(to, from, bytes);
-    }
+    std::memmove(to, from, bytes);
   });
-  if (pinned != nullptr) {
-    set_ticket(*pinned, ticket);
-  }
+  set_ticket(uses, ticket);
   if (to_pageable) {
     stream->synchronize();
   }

@@ -13,7 +13,7 @@
 
 #include "lasting.h"
 #include "memory.h"
-#include "pinned_copies.h"
+#include "pinned_uses.h"
 #include "settings.h"
 
 namespace emulated_gpu {
@@ -42,6 +42,7 @@ void note(const void* address, std::size_t bytes, bool is_write) {
     return;
   }
   const auto begin = reinterpret_cast<std::uintptr_t>(address);
+  before_access({begin, begin + bytes, is_write});
   // A kernel's threads use bytes that touch each other, often in turns.
   const std::size_t oldest = noted->size() > kTurns ? noted->size() - kTurns : 0;
   for (std::size_t number = noted->size(); number-- > oldest;) {
@@ -245,7 +246,7 @@ void host_waited_for(const Clock& clock) {
     const std::lock_guard<std::mutex> lock(order().mutex);
     order().of_host.join(clock);
   }
-  end_pinned_copies();
+  end_pinned_uses();
 }
 
 bool has_host_waited_for(const User& user) {
@@ -260,13 +261,13 @@ bool has_host_waited_for(const void* begin, std::size_t bytes) {
                                  [](const User& user) { return has_host_waited_for(user); });
 }
 
-void report_host_write(const void* begin, std::size_t bytes, const Origin& copy) {
+void report_host_write(const void* begin, std::size_t bytes, const Origin& work) {
   std::ostringstream text;
   text << "the host has written the " << bytes << " bytes at 0x" << std::hex
-       << reinterpret_cast<std::uintptr_t>(begin) << " and had not waited for " << describe(copy)
+       << reinterpret_cast<std::uintptr_t>(begin) << " and had not waited for " << describe(work)
        << ", which uses them";
-  std::fprintf(stderr, "[emulated GPU] %s\n  the copy was submitted by\n%s", text.str().c_str(),
-               stack_of(copy).c_str());
+  std::fprintf(stderr, "[emulated GPU] %s\n  it was submitted by\n%s", text.str().c_str(),
+               stack_of(work).c_str());
   fail(text.str());
 }
 
@@ -315,6 +316,7 @@ void run_checked(const TicketPtr& ticket, const Work& work) {
     return;
   }
   const std::vector<Access> accesses = run_noted(work);
+  after_work(ticket, accesses);
   const std::lock_guard<std::mutex> lock(uses().mutex);
   for (const Access& access : accesses) {
     const auto conflict = uses().shadow.use(access, ticket->user, [&](const User& earlier) {

@@ -1,0 +1,180 @@
+#include "pinned_uses.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <list>
+#include <mutex>
+
+#include "emulated_gpu.h"
+#include "lasting.h"
+#include "memory.h"
+#include "settings.h"
+
+namespace emulated_gpu {
+
+using Bytes = std::vector<char>;
+
+struct PinnedUse {
+  std::uintptr_t begin;
+  std::uintptr_t end;
+  TicketPtr ticket;  // null before the work is submitted
+  Bytes expected;    // what the memory has to have until the host has waited. Empty: anything
+  Bytes result;      // what the work has written. Empty if it has not run, or only reads
+
+  bool overlaps(std::uintptr_t other_begin, std::uintptr_t other_end) const {
+    return begin < other_end && other_begin < end;
+  }
+  char* memory() const { return reinterpret_cast<char*>(begin); }
+};
+
+namespace {
+
+struct Uses {
+  std::mutex mutex;
+  std::list<std::shared_ptr<PinnedUse>> all;
+  std::uint32_t random = 1;
+  // Around all of them, so that most accesses need no lock.
+  std::atomic<std::uintptr_t> lowest{std::numeric_limits<std::uintptr_t>::max()};
+  std::atomic<std::uintptr_t> highest{0};
+
+  void add(const std::shared_ptr<PinnedUse>& use) {
+    all.push_back(use);
+    lowest = std::min(lowest.load(), use->begin);
+    highest = std::max(highest.load(), use->end);
+  }
+};
+Uses& uses() { return lasting<Uses>(); }
+
+bool is_pinned(std::uintptr_t address) {
+  const std::optional<Region> region = region_of(reinterpret_cast<const void*>(address));
+  return region.has_value() && region->is_pinned();
+}
+
+Bytes content(const PinnedUse& use) {
+  return Bytes(use.memory(), use.memory() + (use.end - use.begin));
+}
+
+// Fills the memory with bytes that are NaN in every format and not the same in two places, so that
+// no two flags, hashes or counts that are read too early are equal.
+void fill_with_nan(PinnedUse& use) {
+  std::uint32_t& random = uses().random;
+  use.expected.resize(use.end - use.begin);
+  for (std::size_t i = 0; i < use.expected.size(); ++i) {
+    random = random * 1664525 + 1013904223;
+    const char low = static_cast<char>(0xf0 | (random >> 28));
+    use.expected[i] = i % 2 == 0 ? low : static_cast<char>(kPoison);
+  }
+  std::memcpy(use.memory(), use.expected.data(), use.expected.size());
+}
+
+// What the host finds there from now on is what the work has left.
+void settle(PinnedUse& use) {
+  const Bytes expected = std::exchange(use.expected, {});
+  if (!expected.empty() && std::memcmp(use.memory(), expected.data(), expected.size()) != 0) {
+    report_host_write(use.memory(), expected.size(), *use.ticket->user.origin);
+  }
+  if (!use.result.empty()) {
+    std::memcpy(use.memory(), use.result.data(), use.result.size());
+    use.result.clear();
+  }
+}
+
+}  // namespace
+
+PinnedUses begin_copy(void* to, const void* from, std::size_t bytes) {
+  PinnedUses made;
+  if (!settings().finds_races) {
+    return made;
+  }
+  const std::lock_guard<std::mutex> lock(uses().mutex);
+  for (const void* address : {from, const_cast<const void*>(to)}) {
+    const auto begin = reinterpret_cast<std::uintptr_t>(address);
+    const auto end = begin + bytes;
+    if (!is_pinned(begin)) {
+      continue;
+    }
+    auto use = std::make_shared<PinnedUse>(PinnedUse{begin, end, nullptr, {}, {}});
+    // Where earlier work is in flight, what is there may change, and must not be changed here.
+    const bool is_free = has_host_waited_for(address, bytes) &&
+                         std::none_of(uses().all.begin(), uses().all.end(), [&](const auto& other) {
+                           return other->overlaps(begin, end);
+                         });
+    if (is_free && address == from) {
+      use->expected = content(*use);
+    } else if (is_free) {
+      fill_with_nan(*use);
+    }
+    made.push_back(use);
+  }
+  for (const auto& use : made) {
+    uses().add(use);
+  }
+  return made;
+}
+
+void set_ticket(const PinnedUses& made, const TicketPtr& ticket) {
+  const std::lock_guard<std::mutex> lock(uses().mutex);
+  for (const auto& use : made) {
+    use->ticket = ticket;
+  }
+}
+
+// Work of a stream finds what earlier work has written, and may overwrite what that has read.
+void before_access(const Access& access) {
+  if (access.end <= uses().lowest || access.begin >= uses().highest) {
+    return;
+  }
+  const std::lock_guard<std::mutex> lock(uses().mutex);
+  for (const auto& use : uses().all) {
+    if (use->overlaps(access.begin, access.end) && (access.is_write || !use->result.empty()) &&
+        use->ticket != nullptr) {
+      settle(*use);
+    }
+  }
+}
+
+void after_work(const TicketPtr& ticket, const std::vector<Access>& accesses) {
+  const std::lock_guard<std::mutex> lock(uses().mutex);
+  for (const bool is_write : {true, false}) {
+    for (const Access& access : accesses) {
+      if (access.is_write != is_write || !is_pinned(access.begin)) {
+        continue;
+      }
+      auto use = std::make_shared<PinnedUse>(PinnedUse{access.begin, access.end, ticket, {}, {}});
+      const bool is_known =
+          std::any_of(uses().all.begin(), uses().all.end(), [&](const auto& other) {
+            return other->ticket == ticket && other->overlaps(access.begin, access.end);
+          });
+      if (is_write) {
+        use->result = content(*use);
+        fill_with_nan(*use);
+      } else if (is_known) {
+        continue;
+      } else {
+        use->expected = content(*use);
+      }
+      uses().add(use);
+    }
+  }
+}
+
+void end_pinned_uses() {
+  Uses& known = uses();
+  const std::lock_guard<std::mutex> lock(known.mutex);
+  known.all.remove_if([](const auto& use) {
+    if (use->ticket == nullptr || !has_host_waited_for(use->ticket->user)) {
+      return false;
+    }
+    settle(*use);
+    return true;
+  });
+  if (known.all.empty()) {
+    known.lowest = std::numeric_limits<std::uintptr_t>::max();
+    known.highest = 0;
+  }
+}
+
+}  // namespace emulated_gpu
