@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.devices import IS_EMULATED
+from support.emulated import run_program
 
 pytestmark = pytest.mark.skipif(not IS_EMULATED, reason="tests the emulated GPU: make rehearsal")
 
@@ -24,17 +25,6 @@ LIBRARIES = {
     "libcudart.so.13": "(__)?cuda[A-Z]",
     "libnccl.so.2": "nccl[A-Z]",
 }
-
-
-def _run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-P", "-c", f"import torch\n{code}"],
-        env={**os.environ, **variables},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
 
 
 def test_fresh_memory_is_nan() -> None:
@@ -79,7 +69,7 @@ torch.manual_seed(2)
 torch.randn(100)
 print(torch.equal(drawn[1][1], torch.randn(3)))
 """
-    assert _run(code, EMULATED_GPU_DELAY_US="3000").stdout == "True 0.0 True\nTrue\n"
+    assert run_program(code, EMULATED_GPU_DELAY_US="3000").stdout == "True 0.0 True\nTrue\n"
 
 
 def test_freed_memory_cannot_be_read() -> None:
@@ -91,7 +81,7 @@ torch.cuda.empty_cache()
 print("freed", flush=True)
 ctypes.string_at(address, 1)
 """
-    result = _run(code)
+    result = run_program(code)
     assert result.stdout == "freed\n", result.stderr
     assert result.returncode == -signal.SIGSEGV
 
@@ -105,7 +95,7 @@ try:
 except torch.OutOfMemoryError:
     print("out of memory")
 """
-    result = _run(code, EMULATED_GPU_MEMORY_MIB="64")
+    result = run_program(code, EMULATED_GPU_MEMORY_MIB="64")
     assert result.stdout == f"({64 << 20}, {64 << 20})\nout of memory\n", result.stderr
 
 
@@ -142,12 +132,12 @@ print(sorted(results))
 
 
 def test_a_missing_wait_changes_numbers() -> None:
-    assert _run(MISSING_WAIT, EMULATED_GPU_RACES="0").stdout == "0.0 1000.0\n"
+    assert run_program(MISSING_WAIT, EMULATED_GPU_RACES="0").stdout == "0.0 1000.0\n"
 
 
 def test_a_missing_wait_in_a_graph_changes_numbers() -> None:
-    assert _run("waits = True" + GRAPH, EMULATED_GPU_RACES="0").stdout == "[4.0]\n"
-    assert _run("waits = False" + GRAPH, EMULATED_GPU_RACES="0").stdout == "[4.0, 6.0]\n"
+    assert run_program("waits = True" + GRAPH, EMULATED_GPU_RACES="0").stdout == "[4.0]\n"
+    assert run_program("waits = False" + GRAPH, EMULATED_GPU_RACES="0").stdout == "[4.0, 6.0]\n"
 
 
 # - Work that uses the same memory without an order
@@ -212,14 +202,14 @@ UNORDERED = {
 
 @pytest.mark.parametrize("name", ORDERED)
 def test_work_that_is_ordered_is_right(name: str) -> None:
-    result = _run(f"{ON_ANOTHER_STREAM}{ORDERED[name]}\ntorch.cuda.synchronize()")
+    result = run_program(f"{ON_ANOTHER_STREAM}{ORDERED[name]}\ntorch.cuda.synchronize()")
     assert (result.returncode, result.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("name", UNORDERED)
 def test_work_that_is_not_ordered_is_an_error(name: str) -> None:
     code, words = UNORDERED[name]
-    result = _run(f"{ON_ANOTHER_STREAM}{code}\ntorch.cuda.synchronize()")
+    result = run_program(f"{ON_ANOTHER_STREAM}{code}\ntorch.cuda.synchronize()")
     assert result.returncode != 0
     assert "nothing orders" in result.stderr
     for each in words:
@@ -245,7 +235,7 @@ torch.cuda.synchronize()
 
 
 def _places_of_waits(code: str, listing: Path) -> list[str]:
-    result = _run(code, EMULATED_GPU_LIST_WAITS=str(listing))
+    result = run_program(code, EMULATED_GPU_LIST_WAITS=str(listing))
     assert (result.returncode, result.stderr) == (0, "")
     lines = listing.read_text().splitlines() if listing.exists() else []
     return [place for call, place in map(str.split, lines) if call == "cudaStreamWaitEvent"]
@@ -255,7 +245,7 @@ def test_waits_of_the_extension_are_listed_and_left_out(tmp_path: Path) -> None:
     places = _places_of_waits(TRAINING, tmp_path / "waits")
     assert len(set(places)) == len(places) > 3
     assert all(re.fullmatch(r"[0-9a-f]+([+][0-9a-f]+)*", place) for place in places)
-    result = _run(TRAINING, EMULATED_GPU_DROP_WAITS=",".join(places))
+    result = run_program(TRAINING, EMULATED_GPU_DROP_WAITS=",".join(places))
     assert result.returncode != 0
     assert "nothing orders" in result.stderr
 
@@ -275,16 +265,16 @@ for _ in range(2):
     except RuntimeError as error:
         print("index out of range" in str(error))
 """
-    assert _run(code).stdout == "True\nTrue\n"
+    assert run_program(code).stdout == "True\nTrue\n"
 
 
 def test_what_is_not_emulated_fails_with_its_name() -> None:
     runtime = ctypes.CDLL("libcudart.so.13")
     runtime.cudaGetErrorString.restype = ctypes.c_char_p
-    error = runtime.cudaIpcGetMemHandle(None, None)
+    error = runtime.cudaGetSymbolAddress(None, None)
     assert error == 801  # cudaErrorNotSupported
     assert runtime.cudaGetErrorString(error) == (
-        b"cudaErrorNotSupported: cudaIpcGetMemHandle is not emulated"
+        b"cudaErrorNotSupported: cudaGetSymbolAddress is not emulated"
     )
     runtime.cudaGetLastError()
 

@@ -29,6 +29,7 @@ const char* name_of(cudaError_t error) {
   static const std::map<cudaError_t, const char*> names = {
       {cudaSuccess, "cudaSuccess"},
       {cudaErrorCapturedEvent, "cudaErrorCapturedEvent"},
+      {cudaErrorDeviceUninitialized, "cudaErrorDeviceUninitialized"},
       {cudaErrorIllegalState, "cudaErrorIllegalState"},
       {cudaErrorInvalidDevice, "cudaErrorInvalidDevice"},
       {cudaErrorInvalidDeviceFunction, "cudaErrorInvalidDeviceFunction"},

@@ -1,0 +1,166 @@
+"""Rules of CUDA's runtime that the emulated GPU follows, beyond those that all programs use."""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from support.devices import IS_EMULATED
+
+pytestmark = pytest.mark.skipif(not IS_EMULATED, reason="tests the emulated GPU: make rehearsal")
+
+SECONDS = 60
+LATE_CYCLES = 20_000_000
+
+
+def _error(result: int) -> str:
+    """Return the name of the error, and clear it."""
+    runtime = ctypes.CDLL("libcudart.so.13")
+    runtime.cudaGetErrorName.restype = ctypes.c_char_p
+    runtime.cudaGetLastError()
+    name: bytes = runtime.cudaGetErrorName(result)
+    return name.decode()
+
+
+# - Memory and events of several processes
+
+
+class _MemoryHandle(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_char * 64),)
+
+
+def _handle_of(address: int) -> bytes:
+    handle = _MemoryHandle()
+    runtime = ctypes.CDLL("libcudart.so.13")
+    assert runtime.cudaIpcGetMemHandle(ctypes.byref(handle), ctypes.c_void_p(address)) == 0
+    return bytes(handle)
+
+
+def _open(handle: bytes, flags: int = 1) -> tuple[str, ctypes.c_void_p]:
+    address = ctypes.c_void_p()
+    passed = _MemoryHandle.from_buffer_copy(handle)
+    runtime = ctypes.CDLL("libcudart.so.13")
+    return _error(runtime.cudaIpcOpenMemHandle(ctypes.byref(address), passed, flags)), address
+
+
+def _add_one(inbox: mp.Queue[Any], outbox: mp.Queue[Any]) -> None:
+    values, handle = inbox.get(timeout=SECONDS)
+    torch.cuda.Event.from_ipc_handle(values.device, handle).wait()
+    values.add_(1)
+    torch.cuda.synchronize()
+    answered = torch.cuda.Event(interprocess=True)
+    torch.cuda._sleep(LATE_CYCLES)
+    values.mul_(10)
+    answered.record()
+    outbox.put((answered.ipc_handle(), values.tolist()))
+    inbox.get(timeout=SECONDS)
+
+
+def _use_handles(inbox: mp.Queue[Any], outbox: mp.Queue[Any]) -> None:
+    runtime = ctypes.CDLL("libcudart.so.13")
+    found = []
+    torch.cuda.init()
+    handle = inbox.get(timeout=SECONDS)
+    found.append(_open(handle, flags=0)[0])
+    found.append(_open(b"\1" * 64)[0])
+    error, first = _open(handle)
+    again, second = _open(handle)
+    found += [error, again, first.value == second.value]
+    found.append(ctypes.string_at(first.value or 0, 3))
+    found.append(_error(runtime.cudaFree(first)))
+    found += [_error(runtime.cudaIpcCloseMemHandle(first)) for _ in range(3)]
+    outbox.put(found)
+    inbox.get(timeout=SECONDS)  # until the memory is freed
+    outbox.put(_open(handle)[0])
+
+
+class _Process:
+    """Another process that runs a function with an inbox and an outbox."""
+
+    def __init__(self, function: Any) -> None:
+        context = mp.get_context("spawn")
+        self.inbox, self._outbox = context.Queue(), context.Queue()
+        self._process = context.Process(target=function, args=(self.inbox, self._outbox))
+        self._process.start()
+
+    def receive(self) -> Any:
+        try:
+            return self._outbox.get(timeout=SECONDS)
+        except queue.Empty:
+            self._process.kill()
+            raise
+
+    def end(self) -> None:
+        self._process.join(SECONDS)
+        assert self._process.exitcode == 0
+
+
+def test_another_process_changes_a_tensor_in_order_of_shared_events() -> None:
+    other = _Process(_add_one)
+    sent = torch.cuda.Event(interprocess=True)
+    torch.cuda._sleep(LATE_CYCLES)
+    values = torch.arange(4.0, device="cuda")
+    sent.record()
+    other.inbox.put((values, sent.ipc_handle()))
+    handle, read_there = other.receive()
+    # On another stream, which the work above comes before only by the two events.
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.Event.from_ipc_handle(values.device, handle).wait()
+        assert values.tolist() == [10, 20, 30, 40]
+    assert read_there == [10, 20, 30, 40]
+    other.inbox.put("end")
+    other.end()
+
+
+def test_handles_of_memory_follow_cudas_rules() -> None:
+    runtime = ctypes.CDLL("libcudart.so.13")
+    other = _Process(_use_handles)
+    address = ctypes.c_void_p()
+    assert runtime.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(100)) == 0
+    assert runtime.cudaMemset(address, 7, ctypes.c_size_t(100)) == 0
+    torch.cuda.synchronize()
+    handle = _handle_of(address.value or 0)
+    assert _open(handle)[0] == "cudaErrorDeviceUninitialized"  # in the process that made it
+    other.inbox.put(handle)
+    assert other.receive() == [
+        "cudaErrorInvalidValue",
+        "cudaErrorInvalidValue",
+        "cudaSuccess",
+        "cudaSuccess",
+        True,
+        b"\7\7\7",
+        "cudaErrorInvalidValue",  # cudaFree
+        "cudaSuccess",
+        "cudaSuccess",
+        "cudaErrorInvalidValue",  # closed more often than opened
+    ]
+    assert runtime.cudaFree(address) == 0
+    other.inbox.put("freed")
+    assert other.receive() == "cudaErrorInvalidResourceHandle"
+    other.end()
+    pinned = torch.zeros(8).pin_memory()
+    got = runtime.cudaIpcGetMemHandle(
+        ctypes.byref(_MemoryHandle()), ctypes.c_void_p(pinned.data_ptr())
+    )
+    assert _error(got) == "cudaErrorInvalidValue"
+
+
+def test_only_events_made_for_it_are_shared() -> None:
+    runtime = ctypes.CDLL("libcudart.so.13")
+    event, handle = ctypes.c_void_p(), _MemoryHandle()
+    interprocess, no_timing = 4, 2
+    made = runtime.cudaEventCreateWithFlags(ctypes.byref(event), interprocess)
+    assert _error(made) == "cudaErrorInvalidValue"
+    assert runtime.cudaEventCreateWithFlags(ctypes.byref(event), no_timing) == 0
+    got = runtime.cudaIpcGetEventHandle(ctypes.byref(handle), event)
+    assert _error(got) == "cudaErrorInvalidResourceHandle"
+    assert runtime.cudaEventDestroy(event) == 0
+    assert runtime.cudaEventCreateWithFlags(ctypes.byref(event), interprocess | no_timing) == 0
+    assert runtime.cudaIpcGetEventHandle(ctypes.byref(handle), event) == 0
+    opened = runtime.cudaIpcOpenEventHandle(ctypes.byref(ctypes.c_void_p()), handle)
+    assert _error(opened) == "cudaErrorDeviceUninitialized"
+    assert runtime.cudaEventDestroy(event) == 0
