@@ -67,6 +67,13 @@ bool add_to_capture(Stream& stream, const std::shared_ptr<const Origin>& origin,
   return true;
 }
 
+void invalidate_capture(Stream& stream) {
+  const std::lock_guard<std::mutex> lock(capture_mutex());
+  if (stream.capture != nullptr) {
+    stream.capture->is_invalid = true;
+  }
+}
+
 cudaError_t refuse_when_captured(Stream& stream) {
   const std::lock_guard<std::mutex> lock(capture_mutex());
   if (stream.capture == nullptr) {
@@ -167,6 +174,9 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mo
   const std::lock_guard<std::mutex> lock(capture_mutex());
   if (stream == nullptr || stream->capture != nullptr) {
     return failed(cudaErrorIllegalState, "the stream is captured already, or was destroyed");
+  }
+  if (handle == nullptr || handle == cudaStreamLegacy) {
+    return failed(cudaErrorStreamCaptureUnsupported, "the legacy default stream is not captured");
   }
   stream->capture = std::make_shared<Capture>();
   stream->capture->id = ++last_id;

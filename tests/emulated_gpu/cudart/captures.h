@@ -39,6 +39,8 @@ bool is_captured(const Stream& stream);
 // Moves the work into the stream's capture and returns true, or returns false if it has none.
 bool add_to_capture(Stream& stream, const std::shared_ptr<const Origin>& origin, Work& work);
 
+void invalidate_capture(Stream& stream);
+
 // An error that invalidates the capture, if the stream is captured.
 cudaError_t refuse_when_captured(Stream& stream);
 

@@ -1,5 +1,16 @@
-// Copies and memsets, which are asynchronous where CUDA's are: a copy from pageable memory has read
-// it when the call returns, and a copy to pageable memory has ended.
+// Copies and memsets, which are asynchronous where CUDA's are ("API synchronization behavior" of
+// its documentation):
+//
+//   from      to        cudaMemcpyAsync                 cudaMemcpy
+//   pageable  device    has read when it returns        the same, after all work of the stream
+//   pinned    device    is asynchronous                 has ended
+//   device    pageable  has ended                       has ended
+//   device    pinned    is asynchronous                 has ended
+//   device    device    is asynchronous                 is asynchronous
+//   host      host      has ended                       has ended
+//
+// cudaMemsetAsync is asynchronous. So is cudaMemset, but not with pinned or managed memory. Managed
+// memory counts as a device's in copies.
 #include <cuda_runtime_api.h>
 
 #include <cstring>
@@ -47,8 +58,12 @@ cudaError_t copy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind k
   }
   const std::shared_ptr<Stream> stream = Stream::of(handle);
   const bool to_pageable = !region_of(to).has_value();
+  const bool is_within_host = !is_of_a_device(to) && !is_of_a_device(from);
   if (!region_of(from).has_value() && !to_pageable) {
     copy_staged(*stream, to, from, bytes);
+    if (is_within_host && !is_captured(*stream)) {
+      stream->synchronize();
+    }
     return outcome();
   }
   if (to_pageable) {
@@ -61,7 +76,7 @@ cudaError_t copy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind k
     writes(to, bytes);
     std::memmove(to, from, bytes);
   });
-  if (to_pageable) {
+  if (to_pageable || (is_within_host && !is_captured(*stream))) {
     stream->synchronize();
   }
   return outcome();
@@ -83,10 +98,17 @@ cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cudaMemcpy
   if (const cudaError_t error = refuse_during_captures("cudaMemcpy")) {
     return error;
   }
+  const bool is_staged = is_of_a_device(to) && !region_of(from).has_value();
+  if (is_staged) {
+    if (const cudaError_t error = cudaStreamSynchronize(nullptr)) {
+      return error;
+    }
+  }
   if (const cudaError_t error = copy(to, from, bytes, kind, nullptr)) {
     return error;
   }
-  return cudaStreamSynchronize(nullptr);
+  const bool is_within_devices = is_of_a_device(to) && is_of_a_device(from);
+  return is_staged || is_within_devices ? outcome() : cudaStreamSynchronize(nullptr);
 }
 
 cudaError_t cudaMemcpyPeerAsync(void* to, int /*to_device*/, const void* from, int /*from_device*/,
@@ -108,6 +130,9 @@ cudaError_t cudaMemcpy2DAsync(void* to, std::size_t to_pitch, const void* from,
 }
 
 cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t stream) {
+  if (bytes > 0 && !region_of(to).has_value()) {
+    return failed(cudaErrorInvalidValue, "a memset of memory that is not CUDA's");
+  }
   enqueue(stream, "a memset", [=] {
     writes(to, bytes);
     std::memset(to, value, bytes);
@@ -116,6 +141,9 @@ cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t
 }
 
 cudaError_t cudaMemset(void* to, int value, std::size_t bytes) {
-  return cudaMemsetAsync(to, value, bytes, nullptr);
+  const std::optional<Region> region = region_of(to);
+  const bool waits = region.has_value() && (region->is_pinned() || region->is_managed());
+  const cudaError_t error = cudaMemsetAsync(to, value, bytes, nullptr);
+  return error == cudaSuccess && waits ? cudaStreamSynchronize(nullptr) : error;
 }
 }

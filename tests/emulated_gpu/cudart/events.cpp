@@ -131,6 +131,9 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream_han
   if (stream == nullptr || stream->device != event.device) {
     return failed(cudaErrorInvalidResourceHandle, "the event and the stream are of two devices");
   }
+  if (const cudaError_t error = stream->follow_implicitly()) {
+    return error;
+  }
   std::shared_ptr<Record> record;
   {
     const std::lock_guard<std::mutex> lock(capture_mutex());

@@ -1,4 +1,4 @@
-"""Rules of CUDA's runtime that the emulated GPU follows, beyond those that all programs use."""
+"""Memory and events of the emulated GPU that processes share."""
 
 from __future__ import annotations
 
@@ -10,23 +10,11 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from support.devices import IS_EMULATED
+from support.emulated import LATE_CYCLES, error_of, runtime
 
 pytestmark = pytest.mark.skipif(not IS_EMULATED, reason="tests the emulated GPU: make rehearsal")
 
 SECONDS = 60
-LATE_CYCLES = 20_000_000
-
-
-def _error(result: int) -> str:
-    """Return the name of the error, and clear it."""
-    runtime = ctypes.CDLL("libcudart.so.13")
-    runtime.cudaGetErrorName.restype = ctypes.c_char_p
-    runtime.cudaGetLastError()
-    name: bytes = runtime.cudaGetErrorName(result)
-    return name.decode()
-
-
-# - Memory and events of several processes
 
 
 class _MemoryHandle(ctypes.Structure):
@@ -35,16 +23,14 @@ class _MemoryHandle(ctypes.Structure):
 
 def _handle_of(address: int) -> bytes:
     handle = _MemoryHandle()
-    runtime = ctypes.CDLL("libcudart.so.13")
-    assert runtime.cudaIpcGetMemHandle(ctypes.byref(handle), ctypes.c_void_p(address)) == 0
+    assert runtime().cudaIpcGetMemHandle(ctypes.byref(handle), ctypes.c_void_p(address)) == 0
     return bytes(handle)
 
 
 def _open(handle: bytes, flags: int = 1) -> tuple[str, ctypes.c_void_p]:
     address = ctypes.c_void_p()
     passed = _MemoryHandle.from_buffer_copy(handle)
-    runtime = ctypes.CDLL("libcudart.so.13")
-    return _error(runtime.cudaIpcOpenMemHandle(ctypes.byref(address), passed, flags)), address
+    return error_of(runtime().cudaIpcOpenMemHandle(ctypes.byref(address), passed, flags)), address
 
 
 def _add_one(inbox: mp.Queue[Any], outbox: mp.Queue[Any]) -> None:
@@ -61,7 +47,6 @@ def _add_one(inbox: mp.Queue[Any], outbox: mp.Queue[Any]) -> None:
 
 
 def _use_handles(inbox: mp.Queue[Any], outbox: mp.Queue[Any]) -> None:
-    runtime = ctypes.CDLL("libcudart.so.13")
     found = []
     torch.cuda.init()
     handle = inbox.get(timeout=SECONDS)
@@ -71,8 +56,8 @@ def _use_handles(inbox: mp.Queue[Any], outbox: mp.Queue[Any]) -> None:
     again, second = _open(handle)
     found += [error, again, first.value == second.value]
     found.append(ctypes.string_at(first.value or 0, 3))
-    found.append(_error(runtime.cudaFree(first)))
-    found += [_error(runtime.cudaIpcCloseMemHandle(first)) for _ in range(3)]
+    found.append(error_of(runtime().cudaFree(first)))
+    found += [error_of(runtime().cudaIpcCloseMemHandle(first)) for _ in range(3)]
     outbox.put(found)
     inbox.get(timeout=SECONDS)  # until the memory is freed
     outbox.put(_open(handle)[0])
@@ -117,11 +102,10 @@ def test_another_process_changes_a_tensor_in_order_of_shared_events() -> None:
 
 
 def test_handles_of_memory_follow_cudas_rules() -> None:
-    runtime = ctypes.CDLL("libcudart.so.13")
     other = _Process(_use_handles)
     address = ctypes.c_void_p()
-    assert runtime.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(100)) == 0
-    assert runtime.cudaMemset(address, 7, ctypes.c_size_t(100)) == 0
+    assert runtime().cudaMalloc(ctypes.byref(address), ctypes.c_size_t(100)) == 0
+    assert runtime().cudaMemset(address, 7, ctypes.c_size_t(100)) == 0
     torch.cuda.synchronize()
     handle = _handle_of(address.value or 0)
     assert _open(handle)[0] == "cudaErrorDeviceUninitialized"  # in the process that made it
@@ -138,29 +122,28 @@ def test_handles_of_memory_follow_cudas_rules() -> None:
         "cudaSuccess",
         "cudaErrorInvalidValue",  # closed more often than opened
     ]
-    assert runtime.cudaFree(address) == 0
+    assert runtime().cudaFree(address) == 0
     other.inbox.put("freed")
     assert other.receive() == "cudaErrorInvalidResourceHandle"
     other.end()
     pinned = torch.zeros(8).pin_memory()
-    got = runtime.cudaIpcGetMemHandle(
+    got = runtime().cudaIpcGetMemHandle(
         ctypes.byref(_MemoryHandle()), ctypes.c_void_p(pinned.data_ptr())
     )
-    assert _error(got) == "cudaErrorInvalidValue"
+    assert error_of(got) == "cudaErrorInvalidValue"
 
 
 def test_only_events_made_for_it_are_shared() -> None:
-    runtime = ctypes.CDLL("libcudart.so.13")
     event, handle = ctypes.c_void_p(), _MemoryHandle()
     interprocess, no_timing = 4, 2
-    made = runtime.cudaEventCreateWithFlags(ctypes.byref(event), interprocess)
-    assert _error(made) == "cudaErrorInvalidValue"
-    assert runtime.cudaEventCreateWithFlags(ctypes.byref(event), no_timing) == 0
-    got = runtime.cudaIpcGetEventHandle(ctypes.byref(handle), event)
-    assert _error(got) == "cudaErrorInvalidResourceHandle"
-    assert runtime.cudaEventDestroy(event) == 0
-    assert runtime.cudaEventCreateWithFlags(ctypes.byref(event), interprocess | no_timing) == 0
-    assert runtime.cudaIpcGetEventHandle(ctypes.byref(handle), event) == 0
-    opened = runtime.cudaIpcOpenEventHandle(ctypes.byref(ctypes.c_void_p()), handle)
-    assert _error(opened) == "cudaErrorDeviceUninitialized"
-    assert runtime.cudaEventDestroy(event) == 0
+    made = runtime().cudaEventCreateWithFlags(ctypes.byref(event), interprocess)
+    assert error_of(made) == "cudaErrorInvalidValue"
+    assert runtime().cudaEventCreateWithFlags(ctypes.byref(event), no_timing) == 0
+    got = runtime().cudaIpcGetEventHandle(ctypes.byref(handle), event)
+    assert error_of(got) == "cudaErrorInvalidResourceHandle"
+    assert runtime().cudaEventDestroy(event) == 0
+    assert runtime().cudaEventCreateWithFlags(ctypes.byref(event), interprocess | no_timing) == 0
+    assert runtime().cudaIpcGetEventHandle(ctypes.byref(handle), event) == 0
+    opened = runtime().cudaIpcOpenEventHandle(ctypes.byref(ctypes.c_void_p()), handle)
+    assert error_of(opened) == "cudaErrorDeviceUninitialized"
+    assert runtime().cudaEventDestroy(event) == 0
