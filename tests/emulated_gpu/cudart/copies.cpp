@@ -13,13 +13,16 @@
 // memory counts as a device's in copies.
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
+#include <set>
 #include <vector>
 
 #include "captures.h"
 #include "errors.h"
 #include "memory.h"
+#include "peers.h"
 #include "streams.h"
 
 namespace emulated_gpu {
@@ -28,6 +31,11 @@ namespace {
 bool is_of_a_device(const void* address) {
   const std::optional<Region> region = region_of(address);
   return region.has_value() && !region->is_pinned();
+}
+
+bool is_of(const void* address, int device) {
+  const std::optional<Region> region = region_of(address);
+  return region.has_value() && (region->device == device || region->is_managed());
 }
 
 cudaError_t check_kind(const void* to, const void* from, cudaMemcpyKind kind) {
@@ -43,6 +51,7 @@ void copy_staged(Stream& stream, void* to, const void* from, std::size_t bytes) 
   const char* begin = static_cast<const char*>(from);
   auto staged = std::make_shared<std::vector<char>>(begin, begin + bytes);
   stream.submit("a copy from the host", [=] {
+    needs_no_access();
     writes(to, bytes);
     std::memcpy(to, staged->data(), bytes);
   });
@@ -72,6 +81,7 @@ cudaError_t copy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind k
     }
   }
   stream->submit("a copy", [=] {
+    needs_no_access();
     reads(from, bytes);
     writes(to, bytes);
     std::memmove(to, from, bytes);
@@ -111,9 +121,36 @@ cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cudaMemcpy
   return is_staged || is_within_devices ? outcome() : cudaStreamSynchronize(nullptr);
 }
 
-cudaError_t cudaMemcpyPeerAsync(void* to, int /*to_device*/, const void* from, int /*from_device*/,
+cudaError_t cudaMemcpyPeerAsync(void* to, int to_device, const void* from, int from_device,
                                 std::size_t bytes, cudaStream_t stream) {
+  if (!is_of(to, to_device) || !is_of(from, from_device)) {
+    return failed(cudaErrorInvalidValue, "a copy's devices do not fit to its addresses");
+  }
   return copy(to, from, bytes, cudaMemcpyDeviceToDevice, stream);
+}
+
+// It waits for all work of the devices, and later work of theirs waits for it. The host does not.
+cudaError_t cudaMemcpyPeer(void* to, int to_device, const void* from, int from_device,
+                           std::size_t bytes) {
+  if (const cudaError_t error = refuse_during_captures("cudaMemcpyPeer")) {
+    return error;
+  }
+  const std::shared_ptr<Stream> stream = Stream::of(nullptr);
+  std::vector<std::shared_ptr<Stream>> others;
+  for (const int device : std::set<int>{stream->device, to_device, from_device}) {
+    for (const std::shared_ptr<Stream>& other : streams_of(device)) {
+      others.push_back(other);
+    }
+  }
+  others.erase(std::find(others.begin(), others.end(), stream));
+  for (const std::shared_ptr<Stream>& other : others) {
+    stream->follow(*other);
+  }
+  const cudaError_t error = cudaMemcpyPeerAsync(to, to_device, from, from_device, bytes, nullptr);
+  for (const std::shared_ptr<Stream>& other : others) {
+    other->follow(*stream);
+  }
+  return error;
 }
 
 cudaError_t cudaMemcpy2DAsync(void* to, std::size_t to_pitch, const void* from,

@@ -147,15 +147,6 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   return cudaSuccess;
 }
 
-cudaError_t cudaDeviceCanAccessPeer(int* can, int /*device*/, int /*peer*/) {
-  *can = 0;
-  return cudaSuccess;
-}
-
-cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned /*flags*/) {
-  return failed(cudaErrorNotSupported, "peer access to device " + std::to_string(peer));
-}
-
 cudaError_t cudaDeviceGetPCIBusId(char* text, int bytes, int device) {
   std::snprintf(text, static_cast<std::size_t>(bytes), "0000:%02x:00.0", 10 + device);
   return cudaSuccess;
