@@ -50,7 +50,7 @@ cudaError_t check_kind(const void* to, const void* from, cudaMemcpyKind kind) {
 void copy_staged(Stream& stream, void* to, const void* from, std::size_t bytes) {
   const char* begin = static_cast<const char*>(from);
   auto staged = std::make_shared<std::vector<char>>(begin, begin + bytes);
-  stream.submit("a copy from the host", [=] {
+  stream.submit({"a copy from the host", cudaGraphNodeTypeMemcpy}, [=] {
     needs_no_access();
     writes(to, bytes);
     std::memcpy(to, staged->data(), bytes);
@@ -80,7 +80,7 @@ cudaError_t copy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind k
       return error;
     }
   }
-  stream->submit("a copy", [=] {
+  stream->submit({"a copy", cudaGraphNodeTypeMemcpy}, [=] {
     needs_no_access();
     reads(from, bytes);
     writes(to, bytes);
@@ -170,7 +170,7 @@ cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t
   if (bytes > 0 && !region_of(to).has_value()) {
     return failed(cudaErrorInvalidValue, "a memset of memory that is not CUDA's");
   }
-  enqueue(stream, "a memset", [=] {
+  Stream::of(stream)->submit({"a memset", cudaGraphNodeTypeMemset}, [=] {
     writes(to, bytes);
     std::memset(to, value, bytes);
   });

@@ -43,6 +43,7 @@ const char* name_of(cudaError_t error) {
       {cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation"},
       {cudaErrorNotReady, "cudaErrorNotReady"},
       {cudaErrorNotSupported, "cudaErrorNotSupported"},
+      {cudaErrorOperatingSystem, "cudaErrorOperatingSystem"},
       {cudaErrorPeerAccessAlreadyEnabled, "cudaErrorPeerAccessAlreadyEnabled"},
       {cudaErrorPeerAccessNotEnabled, "cudaErrorPeerAccessNotEnabled"},
       {cudaErrorStreamCaptureImplicit, "cudaErrorStreamCaptureImplicit"},

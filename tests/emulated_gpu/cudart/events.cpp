@@ -11,6 +11,7 @@
 namespace emulated_gpu {
 
 std::shared_ptr<Record> Event::next_record(const Clock& clock) {
+  capture = nullptr;
   if (shared != nullptr) {
     record = SharedRecord::next(shared, clock);
   } else {
@@ -28,6 +29,16 @@ namespace {
 using EventPtr = std::shared_ptr<Event>;
 
 const EventPtr& as_event(cudaEvent_t handle) { return *reinterpret_cast<EventPtr*>(handle); }
+
+// Makes the event a node of the stream's capture, and returns true, or returns false if the stream
+// has none.
+bool add_external(Stream& stream, const EventPtr& event, const Label& label) {
+  if (!is_captured(stream)) {
+    return false;
+  }
+  Node node{origin_of(label.what, stream.id), label.what, label.type, {}, event, {}, 0};
+  return add_to_capture(stream, node);
+}
 
 cudaEvent_t new_handle(const Event& event) {
   return reinterpret_cast<cudaEvent_t>(new EventPtr(std::make_shared<Event>(event)));
@@ -125,11 +136,16 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream_han
                                      unsigned flags) {
   const std::shared_ptr<Stream> stream = Stream::of(stream_handle);
   Event& event = *as_event(handle);
-  if (flags != cudaEventRecordDefault) {
-    return failed(cudaErrorNotSupported, "external events are not emulated");
+  if (flags > cudaEventRecordExternal) {
+    return failed(cudaErrorInvalidValue, "an event is recorded with flags that do not exist");
   }
   if (stream == nullptr || stream->device != event.device) {
     return failed(cudaErrorInvalidResourceHandle, "the event and the stream are of two devices");
+  }
+  if (flags == cudaEventRecordExternal &&
+      add_external(*stream, as_event(handle),
+                   {"the record of an external event", cudaGraphNodeTypeEventRecord})) {
+    return outcome();
   }
   if (const cudaError_t error = stream->follow_implicitly()) {
     return error;
@@ -206,13 +222,18 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEven
   return cudaSuccess;
 }
 
-cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
-  if (flags != cudaEventWaitDefault) {
-    return failed(cudaErrorNotSupported, "external events are not emulated");
+cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned flags) {
+  if (flags > cudaEventWaitExternal) {
+    return failed(cudaErrorInvalidValue, "a stream waits with flags that do not exist");
   }
   if (is_left_out("cudaStreamWaitEvent")) {
     return outcome();
   }
-  return wait_for_event(stream, event, /*orders=*/true);
+  if (flags == cudaEventWaitExternal &&
+      add_external(*Stream::of(handle), as_event(event),
+                   {"a wait for an external event", cudaGraphNodeTypeWaitEvent})) {
+    return outcome();
+  }
+  return wait_for_event(handle, event, /*orders=*/true);
 }
 }

@@ -13,7 +13,8 @@ namespace emulated_gpu {
 
 struct Capture;
 
-// Guarded by the mutex of captures. Nodes of graphs hold it, too.
+// Guarded by the mutex of captures. Nodes of graphs hold it, too, if it was recorded there as an
+// external one.
 struct Event {
   int device;
   bool has_time;

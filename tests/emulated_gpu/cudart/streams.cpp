@@ -91,10 +91,14 @@ std::shared_ptr<Stream> Stream::of(cudaStream_t handle) {
   return found != known.all.end() ? found->second : nullptr;
 }
 
-void Stream::submit(const std::string& what, Work work, ReadsPython reads_python) {
-  const std::shared_ptr<const Origin> origin = origin_of(what, id, reads_python);
-  if (add_to_capture(*this, origin, work)) {
-    return;
+void Stream::submit(const Label& label, Work work, ReadsPython reads_python) {
+  const std::shared_ptr<const Origin> origin = origin_of(label.what, id, reads_python);
+  if (is_captured(*this)) {
+    Node node{origin, label.what, label.type, std::move(work), {}, {}, 0};
+    if (add_to_capture(*this, node)) {
+      return;
+    }
+    work = std::move(node.work);  // the capture has ended meanwhile
   }
   if (const cudaError_t error = follow_implicitly()) {
     refuse(error);
@@ -203,6 +207,11 @@ void Stream::end() {
   changed_.notify_all();
 }
 
+unsigned long long new_stream_id() {
+  const std::lock_guard<std::mutex> lock(streams().mutex);
+  return ++streams().last_id;
+}
+
 std::vector<std::shared_ptr<Stream>> streams_of(int device) {
   std::vector<std::shared_ptr<Stream>> found;
   const std::lock_guard<std::mutex> lock(streams().mutex);
@@ -263,10 +272,11 @@ cudaError_t with_stream(cudaStream_t handle, const Use& use) {
 void submit_function(Stream& stream, Work function) {
   stream.follow_implicitly();
   const Clock before = stream.order.now();
-  stream.submit("a function of the host", [before, function = std::move(function)] {
-    host_waited_for(before);
-    function();
-  });
+  stream.submit({"a function of the host", cudaGraphNodeTypeHost},
+                [before, function = std::move(function)] {
+                  host_waited_for(before);
+                  function();
+                });
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "emulated_gpu.h"
@@ -18,6 +19,16 @@
 namespace emulated_gpu {
 
 struct Capture;
+
+// What work is, in messages and in graphs.
+struct Label {
+  std::string what;
+  cudaGraphNodeType type;
+
+  Label(std::string text, cudaGraphNodeType of_type = cudaGraphNodeTypeKernel)
+      : what(std::move(text)), type(of_type) {}
+  Label(const char* text) : Label(std::string(text)) {}
+};
 
 class Stream : public std::enable_shared_from_this<Stream> {
  public:
@@ -28,7 +39,10 @@ class Stream : public std::enable_shared_from_this<Stream> {
   static std::shared_ptr<Stream> of(cudaStream_t handle);
 
   // Runs the work in order, or adds it to the capture.
-  void submit(const std::string& what, Work work, ReadsPython reads_python = ReadsPython::kYes);
+  void submit(const Label& label, Work work, ReadsPython reads_python = ReadsPython::kYes);
+  // Runs work that consists of parts, each with a ticket of its own. No capture may hold the
+  // stream.
+  void submit_parts(Work work) { push(nullptr, std::move(work)); }
   // Later work of this stream comes after all that the other one has now.
   void follow(Stream& other);
   // What each call does that gives the legacy default stream or a blocking stream work: the former
@@ -74,6 +88,9 @@ class Stream : public std::enable_shared_from_this<Stream> {
 
 int current_device();
 void set_current_device(int device);
+
+// An id that no stream has.
+unsigned long long new_stream_id();
 
 // All streams of the device that no capture holds.
 std::vector<std::shared_ptr<Stream>> streams_of(int device);
