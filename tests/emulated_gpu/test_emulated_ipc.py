@@ -126,11 +126,16 @@ def test_handles_of_memory_follow_cudas_rules() -> None:
     other.inbox.put("freed")
     assert other.receive() == "cudaErrorInvalidResourceHandle"
     other.end()
-    pinned = torch.zeros(8).pin_memory()
-    got = runtime().cudaIpcGetMemHandle(
-        ctypes.byref(_MemoryHandle()), ctypes.c_void_p(pinned.data_ptr())
-    )
-    assert error_of(got) == "cudaErrorInvalidValue"
+
+
+def test_only_memory_of_cuda_malloc_is_shared() -> None:
+    of_pool = ctypes.c_void_p()
+    assert runtime().cudaMallocAsync(ctypes.byref(of_pool), ctypes.c_size_t(100), None) == 0
+    pinned = ctypes.c_void_p(torch.zeros(8).pin_memory().data_ptr())
+    for address in (of_pool, pinned):
+        got = runtime().cudaIpcGetMemHandle(ctypes.byref(_MemoryHandle()), address)
+        assert error_of(got) == "cudaErrorInvalidValue"
+    assert runtime().cudaFreeAsync(of_pool, None) == 0
 
 
 def test_only_events_made_for_it_are_shared() -> None:

@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -25,6 +26,7 @@ struct Regions {
   std::mutex mutex;
   std::map<std::uintptr_t, Region> by_begin;
   std::map<int, std::size_t> used;  // bytes, by device
+  std::map<int, Usage> of_pools;    // by device
 };
 Regions& regions() { return lasting<Regions>(); }
 
@@ -42,6 +44,20 @@ char* reserve_between_guards(std::size_t bytes) {
   void* mapped = mmap(nullptr, bytes + 2 * kPage, PROT_NONE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   return mapped != MAP_FAILED ? static_cast<char*>(mapped) + kPage : nullptr;
+}
+
+}  // namespace
+
+std::optional<Region> region_of(const void* address) {
+  Regions& known = regions();
+  const auto number = reinterpret_cast<std::uintptr_t>(address);
+  const std::lock_guard<std::mutex> lock(known.mutex);
+  auto after = known.by_begin.upper_bound(number);
+  if (after == known.by_begin.begin()) {
+    return std::nullopt;
+  }
+  const Region& region = (--after)->second;
+  return number < region.begin + region.bytes ? std::optional<Region>(region) : std::nullopt;
 }
 
 cudaError_t allocate(void** address, std::size_t bytes, int device, MemoryKind kind) {
@@ -70,23 +86,14 @@ cudaError_t allocate(void** address, std::size_t bytes, int device, MemoryKind k
   if (counts_as_used(kind)) {
     known.used[device] += rounded;
   }
+  if (kind == MemoryKind::kPool) {
+    Usage& usage = known.of_pools[device];
+    usage.now += rounded;
+    usage.high = std::max(usage.high, usage.now);
+  }
   known.by_begin[region.begin] = region;
   *address = begin;
   return outcome();
-}
-
-}  // namespace
-
-std::optional<Region> region_of(const void* address) {
-  Regions& known = regions();
-  const auto number = reinterpret_cast<std::uintptr_t>(address);
-  const std::lock_guard<std::mutex> lock(known.mutex);
-  auto after = known.by_begin.upper_bound(number);
-  if (after == known.by_begin.begin()) {
-    return std::nullopt;
-  }
-  const Region& region = (--after)->second;
-  return number < region.begin + region.bytes ? std::optional<Region>(region) : std::nullopt;
 }
 
 void* open_memory(const SharedRange& range, int device) {
@@ -117,7 +124,20 @@ cudaError_t release(void* address, MemoryKind kind) {
     known.used[region.device] -= region.bytes;
     give_back(region.range);
   }
+  if (kind == MemoryKind::kPool) {
+    known.of_pools[region.device].now -= region.bytes;
+  }
   return outcome();
+}
+
+Usage usage_of_pool(int device) {
+  const std::lock_guard<std::mutex> lock(regions().mutex);
+  return regions().of_pools[device];
+}
+
+void reset_high_mark_of_pool(int device) {
+  const std::lock_guard<std::mutex> lock(regions().mutex);
+  regions().of_pools[device].high = regions().of_pools[device].now;
 }
 
 }  // namespace emulated_gpu
@@ -134,10 +154,6 @@ cudaError_t cudaMalloc(void** address, std::size_t bytes) {
   return allocate(address, bytes, current_device(), MemoryKind::kDevice);
 }
 
-cudaError_t cudaMallocAsync(void** address, std::size_t bytes, cudaStream_t /*stream*/) {
-  return allocate(address, bytes, current_device(), MemoryKind::kPool);
-}
-
 cudaError_t cudaFree(void* address) {
   if (address == nullptr) {
     return outcome();
@@ -151,11 +167,6 @@ cudaError_t cudaFree(void* address) {
   }
   synchronize_device(region->device);
   return release(address, region->kind);
-}
-
-cudaError_t cudaFreeAsync(void* address, cudaStream_t stream) {
-  enqueue(stream, "cudaFreeAsync", [address] { release(address, MemoryKind::kPool); });
-  return outcome();
 }
 
 cudaError_t cudaHostAlloc(void** address, std::size_t bytes, unsigned /*flags*/) {
@@ -198,10 +209,13 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
   attributes->device = cudaInvalidDeviceId;
   if (const std::optional<Region> region = region_of(address)) {
     void* same = const_cast<void*>(address);
-    attributes->type = region->is_pinned() ? cudaMemoryTypeHost : cudaMemoryTypeDevice;
+    const bool is_of_host = region->is_pinned() || region->is_managed();
+    attributes->type = region->is_pinned()    ? cudaMemoryTypeHost
+                       : region->is_managed() ? cudaMemoryTypeManaged
+                                              : cudaMemoryTypeDevice;
     attributes->device = region->is_pinned() ? 0 : region->device;
     attributes->devicePointer = same;
-    attributes->hostPointer = region->is_pinned() ? same : nullptr;
+    attributes->hostPointer = is_of_host ? same : nullptr;
   }
   return cudaSuccess;
 }

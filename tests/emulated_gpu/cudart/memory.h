@@ -36,10 +36,21 @@ struct Region {
 // The allocation that the address is in, if it is one of CUDA's.
 std::optional<Region> region_of(const void* address);
 
+// Sets the address to memory that is new. It is NaN, unless it is pinned.
+cudaError_t allocate(void** address, std::size_t bytes, int device, MemoryKind kind);
+
 // Maps memory that another process has allocated on the device. Returns null if there is none.
 void* open_memory(const SharedRange& range, int device);
 
 // Frees memory of the kind. The address is where it begins.
 cudaError_t release(void* address, MemoryKind kind);
+
+// Bytes of a device's pool: those in use, and the most that were in use since the mark was reset.
+struct Usage {
+  std::size_t now = 0;
+  std::size_t high = 0;
+};
+Usage usage_of_pool(int device);
+void reset_high_mark_of_pool(int device);
 
 }  // namespace emulated_gpu

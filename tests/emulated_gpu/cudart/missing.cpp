@@ -18,10 +18,5 @@ void report_missing(const std::string& name);
     return emulated_gpu::kNotSupported;  \
   }
 
-EMULATED_GPU_MISSING(cudaDeviceGetDefaultMemPool)
 EMULATED_GPU_MISSING(cudaGetSymbolAddress)
-EMULATED_GPU_MISSING(cudaMemPoolGetAttribute)
-EMULATED_GPU_MISSING(cudaMemPoolSetAccess)
-EMULATED_GPU_MISSING(cudaMemPoolSetAttribute)
-EMULATED_GPU_MISSING(cudaMemPoolTrimTo)
 EMULATED_GPU_MISSING(cudaMemcpyToSymbol)

@@ -18,7 +18,9 @@ namespace {
 
 struct Peers {
   std::mutex mutex;
-  std::set<std::pair<int, int>> allowed;  // a device, and one whose memory it may use
+  // A device, and one whose memory it may use, or memory of whose pool.
+  std::set<std::pair<int, int>> allowed;
+  std::set<std::pair<int, int>> allowed_pools;
 };
 Peers& peers() { return lasting<Peers>(); }
 
@@ -26,9 +28,13 @@ thread_local bool is_exempt = false;
 
 bool is_a_device(int device) { return device >= 0 && device < settings().devices; }
 
-bool may_access(int device, int peer) {
+bool may_access(int device, const Region& region) {
+  if (!is_a_device(region.device) || region.is_managed() || region.device == device) {
+    return true;
+  }
   const std::lock_guard<std::mutex> lock(peers().mutex);
-  return peers().allowed.count({device, peer}) != 0;
+  const auto& allowed = region.kind == MemoryKind::kPool ? peers().allowed_pools : peers().allowed;
+  return allowed.count({device, region.device}) != 0;
 }
 
 }  // namespace
@@ -36,6 +42,15 @@ bool may_access(int device, int peer) {
 void let_access(int device, int peer) {
   const std::lock_guard<std::mutex> lock(peers().mutex);
   peers().allowed.insert({device, peer});
+}
+
+void set_access_to_pool(int device, int peer, bool allows) {
+  const std::lock_guard<std::mutex> lock(peers().mutex);
+  if (allows) {
+    peers().allowed_pools.insert({device, peer});
+  } else {
+    peers().allowed_pools.erase({device, peer});
+  }
 }
 
 void needs_no_access() { is_exempt = true; }
@@ -47,14 +62,14 @@ void check_access(const std::vector<Access>& accesses) {
   const int device = current_device();
   for (const Access& access : accesses) {
     const auto region = region_of(reinterpret_cast<const void*>(access.begin));
-    if (!region.has_value() || !is_a_device(region->device) || region->is_managed() ||
-        region->device == device || may_access(device, region->device)) {
+    if (!region.has_value() || may_access(device, *region)) {
       continue;
     }
     std::ostringstream text;
     text << "an illegal address 0x" << std::hex << access.begin << ": device " << device
          << " may not use memory of device " << region->device
-         << " before cudaDeviceEnablePeerAccess";
+         << (region->kind == MemoryKind::kPool ? "'s pool before cudaMemPoolSetAccess"
+                                               : " before cudaDeviceEnablePeerAccess");
     fail(text.str(), cudaErrorIllegalAddress);
   }
 }

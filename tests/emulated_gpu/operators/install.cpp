@@ -74,6 +74,15 @@ void poison_given(const c10::cuda::CUDACachingAllocator::TraceEntry& entry) {
   }
 }
 
+// torch's allocator exists by now. It may be CUDA's own, whose memory is always fresh.
+bool poison_what_torch_gives() {
+  if (c10::cuda::CUDACachingAllocator::name() != "native") {
+    return false;
+  }
+  c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(&poison_given);
+  return true;
+}
+
 bool copies_between_devices(const Signature& signature, const Stack& stack) {
   return signature.name == "aten::copy_" &&
          torch::jit::peek(stack, 0, signature.arguments.size()).toTensor().device() !=
@@ -121,9 +130,7 @@ void drop_out(Stack& stack) {
 }
 
 void run_operator(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/, Stack* stack) {
-  // torch's allocator exists by now.
-  static const bool poisons [[maybe_unused]] =
-      (c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(&poison_given), true);
+  static const bool poisons [[maybe_unused]] = poison_what_torch_gives();
   const Signature& signature = signature_of(op);
   if (copies_between_devices(signature, *stack)) {
     copy_between_devices(op, *stack);
