@@ -53,6 +53,11 @@ def test_results_that_the_host_computes_come_after_the_poison() -> None:
         assert chosen.sum().item() == sum(range(501, 1000))
 
 
+def test_ranges_have_the_length_of_their_numbers() -> None:
+    for end in (1000.0, 4.0, 4.5, 1e6, 1e6 + 1):
+        assert torch.arange(end, device="cuda").tolist() == torch.arange(end).tolist()
+
+
 def test_dropout_draws_from_the_gpus_generator_alone() -> None:
     code = """
 values = torch.ones(1000, device="cuda")
@@ -154,7 +159,7 @@ with torch.cuda.stream(side):
 if records:
     values.record_stream(side)
 del values
-torch.ones(8, 8, device="cuda")
+torch.empty(8, 8, device="cuda")
 """
 # What is right, and what is not: the words that the message has to contain.
 ORDERED = {
