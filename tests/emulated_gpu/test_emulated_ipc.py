@@ -33,16 +33,20 @@ def _open(handle: bytes, flags: int = 1) -> tuple[str, ctypes.c_void_p]:
     return error_of(runtime().cudaIpcOpenMemHandle(ctypes.byref(address), passed, flags)), address
 
 
-def _add_one(inbox: mp.Queue[Any], outbox: mp.Queue[Any]) -> None:
+def _change(inbox: mp.Queue[Any], outbox: mp.Queue[Any]) -> None:
     values, handle = inbox.get(timeout=SECONDS)
-    torch.cuda.Event.from_ipc_handle(values.device, handle).wait()
-    values.add_(1)
-    torch.cuda.synchronize()
-    answered = torch.cuda.Event(interprocess=True)
+    one, same = (torch.cuda.Event.from_ipc_handle(values.device, handle) for _ in range(2))
+    one.wait()
     torch.cuda._sleep(LATE_CYCLES)
-    values.mul_(10)
-    answered.record()
-    outbox.put((answered.ipc_handle(), values.tolist()))
+    values.add_(1)
+    one.record()
+    answered = torch.cuda.Event(interprocess=True)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        same.wait()
+        torch.cuda._sleep(LATE_CYCLES)
+        values.mul_(10)
+        answered.record()
+        outbox.put((answered.ipc_handle(), values.tolist()))
     inbox.get(timeout=SECONDS)
 
 
@@ -85,7 +89,7 @@ class _Process:
 
 
 def test_another_process_changes_a_tensor_in_order_of_shared_events() -> None:
-    other = _Process(_add_one)
+    other = _Process(_change)
     sent = torch.cuda.Event(interprocess=True)
     torch.cuda._sleep(LATE_CYCLES)
     values = torch.arange(4.0, device="cuda")

@@ -1,7 +1,6 @@
 #include "records.h"
 
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <thread>
 #include <utility>
@@ -55,7 +54,9 @@ WallClock::time_point Record::time() {
   return time_;
 }
 
-SharedRecords::SharedRecords() : range(new_page()), page(map_page(range)) { page->process = 0; }
+SharedRecords::SharedRecords() : range(new_page()), page(map_page(range)) {
+  page->last = 0;  // from now on the file has memory there
+}
 
 SharedRecords::SharedRecords(const SharedRange& of_other)
     : range(of_other), page(map_page(range)) {}
@@ -74,7 +75,6 @@ std::shared_ptr<SharedRecord> SharedRecord::next(std::shared_ptr<SharedRecords> 
     const std::lock_guard<std::mutex> lock(told().mutex);
     told().clock.join(clock);
   }
-  all->page->process = getpid();
   const std::uint64_t number = ++all->page->last;
   return std::make_shared<SharedRecord>(std::move(all), number, std::move(clock));
 }
@@ -83,11 +83,13 @@ std::shared_ptr<SharedRecord> SharedRecord::next(std::shared_ptr<SharedRecords> 
 // that comes after all work that it was told of, so that no order is missed.
 std::shared_ptr<Record> SharedRecord::newest(const std::shared_ptr<SharedRecords>& all,
                                              const std::shared_ptr<Record>& own) {
-  if (all->page->process == 0 || all->page->process == getpid()) {
+  const std::uint64_t last = all->page->last;
+  const auto mine = std::dynamic_pointer_cast<SharedRecord>(own);
+  if (last == 0 || (mine != nullptr && mine->number_ == last)) {
     return own;
   }
   const std::lock_guard<std::mutex> lock(told().mutex);
-  return std::make_shared<SharedRecord>(all, all->page->last, told().clock);
+  return std::make_shared<SharedRecord>(all, last, told().clock);
 }
 
 void SharedRecord::reach() {

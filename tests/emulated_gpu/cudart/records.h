@@ -46,9 +46,8 @@ class SharedRecords {
   SharedRecords& operator=(const SharedRecords&) = delete;
 
   struct Page {
-    std::atomic<std::uint64_t> last;     // the number of the newest record
+    std::atomic<std::uint64_t> last;     // the number of the newest record, or 0
     std::atomic<std::uint64_t> reached;  // all records until this number
-    std::atomic<pid_t> process;          // that made the newest one
   };
 
   const SharedRange range;
@@ -62,7 +61,7 @@ class SharedRecord final : public Record {
 
   // Makes a record that comes after all others.
   static std::shared_ptr<SharedRecord> next(std::shared_ptr<SharedRecords> all, Clock clock);
-  // The newest one of any process, or null if there is none.
+  // The newest one of any process, or null if there is none. It may be the caller's own last one.
   static std::shared_ptr<Record> newest(const std::shared_ptr<SharedRecords>& all,
                                         const std::shared_ptr<Record>& own);
 
