@@ -40,8 +40,9 @@ column = torch.zeros(4, 6, device="cuda:1")
 column[:, ::2].copy_(values.t()[:, 1:2])  # which is broadcast
 print(column[:, ::2].tolist() == values.t()[:, 1:2].expand(4, 3).tolist())
 print(column[:, 1::2].sum().item())
+print(error_of(cuda.cudaDeviceEnablePeerAccess(1, 0)))  # torch has enabled it
 """
-    assert _lines(code) == ["True", "True", "True", "0.0"]
+    assert _lines(code) == ["True", "True", "True", "0.0", "cudaErrorPeerAccessAlreadyEnabled"]
 
 
 def test_access_to_another_device_is_enabled_once_and_disabled_once() -> None:

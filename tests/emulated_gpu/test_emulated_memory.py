@@ -166,6 +166,22 @@ def test_only_memory_of_a_pool_is_freed_on_a_stream() -> None:
     assert runtime().cudaFree(address) == 0
 
 
+def test_a_graph_does_not_allocate() -> None:
+    address, library = ctypes.c_void_p(), runtime()
+    stream = ctypes.c_void_p(torch.cuda.Stream().cuda_stream)
+    assert library.cudaMallocAsync(ctypes.byref(address), ctypes.c_size_t(BYTES), stream) == 0
+    assert library.cudaStreamBeginCapture(stream, 0) == 0
+    for made in (
+        library.cudaMallocAsync(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(BYTES), stream),
+        library.cudaFreeAsync(address, stream),
+    ):
+        assert error_of(made) == "cudaErrorNotSupported"
+    graph = ctypes.c_void_p()
+    assert library.cudaStreamEndCapture(stream, ctypes.byref(graph)) == 0
+    assert library.cudaGraphDestroy(graph) == 0
+    assert library.cudaFreeAsync(address, stream) == 0
+
+
 FREED_WHILE_USED = """
 import ctypes
 from support.emulated import runtime

@@ -107,6 +107,26 @@ def test_work_of_a_destroyed_blocking_stream_comes_first() -> None:
     torch.cuda.synchronize()
 
 
+def test_default_streams_are_not_destroyed() -> None:
+    for handle in (0, LEGACY, PER_THREAD):
+        destroyed = runtime().cudaStreamDestroy(ctypes.c_void_p(handle))
+        assert error_of(destroyed) == "cudaErrorInvalidResourceHandle"
+
+
+def test_streams_know_their_flags() -> None:
+    for stream, flags in (
+        (_new_stream(BLOCKING), BLOCKING),
+        (_new_stream(NON_BLOCKING), NON_BLOCKING),
+        (0, BLOCKING),
+        (torch.cuda.Stream().cuda_stream, NON_BLOCKING),
+    ):
+        found = ctypes.c_uint()
+        assert runtime().cudaStreamGetFlags(ctypes.c_void_p(stream), ctypes.byref(found)) == 0
+        assert found.value == flags
+    made = runtime().cudaStreamCreateWithFlags(ctypes.byref(ctypes.c_void_p()), 2)
+    assert error_of(made) == "cudaErrorInvalidValue"
+
+
 def test_each_thread_has_a_default_stream_of_its_own() -> None:
     gate = Gate(PER_THREAD)
     found = {}

@@ -68,9 +68,10 @@ cudaError_t copy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind k
   const std::shared_ptr<Stream> stream = Stream::of(handle);
   const bool to_pageable = !region_of(to).has_value();
   const bool is_within_host = !is_of_a_device(to) && !is_of_a_device(from);
+  const bool waits = to_pageable || (is_within_host && !is_captured(*stream));
   if (!region_of(from).has_value() && !to_pageable) {
     copy_staged(*stream, to, from, bytes);
-    if (is_within_host && !is_captured(*stream)) {
+    if (waits) {
       stream->synchronize();
     }
     return outcome();
@@ -86,7 +87,7 @@ cudaError_t copy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind k
     writes(to, bytes);
     std::memmove(to, from, bytes);
   });
-  if (to_pageable || (is_within_host && !is_captured(*stream))) {
+  if (waits) {
     stream->synchronize();
   }
   return outcome();

@@ -122,8 +122,12 @@ Launch prepare(Executable& executable, Stream& stream) {
         after.insert(found->second);
       }
       const std::shared_ptr<Record> record = node.external->last_record();
-      work = [record] { record != nullptr ? record->wait() : void(); };
       before.join(record != nullptr ? record->clock : Clock());
+      work = [record] {
+        if (record != nullptr) {
+          record->wait();
+        }
+      };
     }
     for (const std::size_t number : after) {
       before.join(ends[number]);

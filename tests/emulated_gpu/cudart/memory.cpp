@@ -165,7 +165,11 @@ cudaError_t cudaFree(void* address) {
   if (!region.has_value() || region->is_pinned() || region->kind == MemoryKind::kOpened) {
     return failed(cudaErrorInvalidValue, "cudaFree got memory that it has not allocated");
   }
-  synchronize_device(region->device);
+  for (int device = 0; device < settings().devices; ++device) {
+    if (device == region->device || region->is_managed()) {
+      synchronize_device(device);
+    }
+  }
   return release(address, region->kind);
 }
 

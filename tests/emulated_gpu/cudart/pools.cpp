@@ -5,6 +5,7 @@
 #include <map>
 #include <mutex>
 
+#include "captures.h"
 #include "errors.h"
 #include "lasting.h"
 #include "memory.h"
@@ -40,6 +41,16 @@ bool is_high_mark(cudaMemPoolAttr attribute) {
   return attribute == cudaMemPoolAttrReservedMemHigh || attribute == cudaMemPoolAttrUsedMemHigh;
 }
 
+cudaError_t check_stream(const std::shared_ptr<Stream>& stream) {
+  if (stream == nullptr) {
+    return failed(cudaErrorInvalidResourceHandle, "the stream was destroyed");
+  }
+  if (is_captured(*stream)) {
+    return failed(cudaErrorNotSupported, "allocations as nodes of graphs are not emulated");
+  }
+  return cudaSuccess;
+}
+
 // Says on the stream that memory begins or ends, for the checker. torch's allocator holds its lock.
 void note_on(Stream& stream, const char* call, void* address, std::size_t bytes) {
   stream.submit(call, [=] { writes(address, bytes); }, ReadsPython::kNo);
@@ -54,6 +65,9 @@ extern "C" {
 
 cudaError_t cudaMallocAsync(void** address, std::size_t bytes, cudaStream_t handle) {
   const std::shared_ptr<Stream> stream = Stream::of(handle);
+  if (const cudaError_t error = check_stream(stream)) {
+    return error;
+  }
   if (const cudaError_t error = allocate(address, bytes, stream->device, MemoryKind::kPool)) {
     return error;
   }
@@ -63,6 +77,9 @@ cudaError_t cudaMallocAsync(void** address, std::size_t bytes, cudaStream_t hand
 
 cudaError_t cudaFreeAsync(void* address, cudaStream_t handle) {
   const std::shared_ptr<Stream> stream = Stream::of(handle);
+  if (const cudaError_t error = check_stream(stream)) {
+    return error;
+  }
   const std::optional<Region> region = region_of(address);
   if (!region.has_value() || region->kind != MemoryKind::kPool) {
     return failed(cudaErrorInvalidValue, "cudaFreeAsync needs memory of cudaMallocAsync");

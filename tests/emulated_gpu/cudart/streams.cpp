@@ -305,6 +305,9 @@ cudaError_t cudaStreamCreate(cudaStream_t* handle) {
 }
 
 cudaError_t cudaStreamDestroy(cudaStream_t handle) {
+  if (handle == nullptr || handle == cudaStreamLegacy || handle == cudaStreamPerThread) {
+    return failed(cudaErrorInvalidResourceHandle, "default streams are not destroyed");
+  }
   std::shared_ptr<Stream> stream = Stream::of(handle);
   if (stream == nullptr) {
     return no_stream();
