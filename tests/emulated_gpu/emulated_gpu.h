@@ -27,6 +27,9 @@ void writes(const void* address, std::size_t bytes);
 
 bool is_capturing(cudaStream_t stream);
 
+// Frees memory of cudaMalloc without waiting for work that uses it.
+cudaError_t free_at_once(void* address);
+
 // As cudaStreamWaitEvent, but never left out (EMULATED_GPU_DROP_WAITS). Later work does not count
 // as ordered, because no user has asked for this wait.
 void wait_for(cudaStream_t stream, cudaEvent_t event);

@@ -152,9 +152,7 @@ EDITS = (
 
 NOT_PINNED = "the copy before it goes to memory that is not pinned, so it ends before it returns"
 AFTER_USE = "the tests have no work in flight there that uses the memory"
-EARLY_READ = (
-    "a gap: the checker does not see reads of the host, and no late test gets other bytes that way"
-)
+BESIDE = "redundant: the wait beside it orders the same work"
 ONLY_TIMES = "it orders no memory, and only times or timeouts depend on it"
 SAME_STREAM = "both are the same stream there, so nothing is waited for"
 NO_TEST = "no test of tests/gpu gets there"
@@ -167,10 +165,6 @@ NOT_SEEN = {
     ),
     "comm/nccl_watchdog.cpp update_oldest_pending: "
     "if (candidate.pending && candidate.event->query()) {": ONLY_TIMES,
-    "core/backward_exchange.cpp all_gather: "
-    "received_->synchronize(lanes_.device->timeout(), label);": EARLY_READ,
-    "core/backward_exchange.cpp receive: "
-    "received_->synchronize(lanes_.device->timeout(), kExchange);": EARLY_READ,
     "core/backward_exchange.cpp drain: lanes_.gather.drain();": AFTER_USE,
     "core/backward_exchange.cpp drain: replicas_->gather.drain();": AFTER_USE,
     "core/bucket_set.cpp form: lanes_.gather.synchronize();": AFTER_USE,
@@ -217,8 +211,8 @@ NOT_SEEN = {
     "streams_.messages(), reduction.before, bucket.reduce_label); (2)": SAME_STREAM,
     "core/reducer.cpp settle: bucket.reduced->synchronize("
     "device_.timeout(), bucket.reduce_label);": NO_TEST,
-    "core/reducer_marks.cpp units_with_nonfinite: compute.synchronize();": NOT_PINNED,
-    "core/reducer_marks.cpp units_with_nonfinite: compute.synchronize(); (2)": NO_TEST,
+    "core/nonfinite_gradients.cpp find: compute.synchronize();": NOT_PINNED,
+    "core/nonfinite_gradients.cpp find: compute.synchronize(); (2)": NO_TEST,
     "core/reducer_packing.cpp begin_packing: input_.wait_for_both(before, bucket.reduce_label);": (
         "at its end a backward waits for all of its messages; only a bucket whose units differ "
         "packs there again within the same backward"
@@ -237,4 +231,25 @@ NOT_SEEN = {
     ),
     "torch/torch_root.cpp synchronize: replicas_->gather.synchronize();": NO_TEST,
     "torch/torch_root.cpp synchronize: replicas_->reduce.synchronize();": NO_TEST,
+    "core/gatherer.cpp Gatherer: Gatherer::~Gatherer() { lane_.drain(); }": AFTER_USE,
+    "core/gatherer_memory.cpp plan_memory: lane_.synchronize();": AFTER_USE,
+    "core/order_check.cpp compare_announcements: "
+    "compared_->synchronize(device_.timeout(),": NOT_PINNED,
+    "core/order_check.cpp compare_orders: "
+    "compared_->synchronize(device_.timeout(), kWhat);": NOT_PINNED,
+    "core/pipeline_settings.cpp accumulated_parts: "
+    "bucket->packed->synchronize(device_.timeout(), bucket->reduce_label);": BESIDE,
+    "core/pipeline_settings.cpp accumulated_parts: lanes_.reduce.synchronize();": BESIDE,
+    "core/reducer.cpp plan_memory: lane_.synchronize();": AFTER_USE,
+    "core/reducer.cpp plan_memory: replicas_.lane->synchronize();": AFTER_USE,
+    "core/reducer.cpp ~Reducer: lane_.drain();": AFTER_USE,
+    "core/reducer.cpp ~Reducer: replicas_.lane->drain();": AFTER_USE,
+    "device/cuda_stream.cpp anchor: compute_.synchronize();": ONLY_TIMES,
+    "device/cuda_stream.cpp wait_for: "
+    "cudaError_t result = cudaEventQuery(events_[number]);": ONLY_TIMES,
+    "torch/torch_root.cpp synchronize: lanes_->device->compute_stream().synchronize();": ONLY_TIMES,
+    "torch/torch_root.cpp synchronize: lanes_->gather.synchronize();": ONLY_TIMES,
+    "torch/torch_root.cpp synchronize: lanes_->reduce.synchronize();": ONLY_TIMES,
+    "torch/transports.cpp exchange_messages: "
+    "buffers->done->synchronize(lanes.device->timeout(), what);": NOT_PINNED,
 }

@@ -192,7 +192,7 @@ def run(test: str, limit_s: float, **variables: str) -> Outcome:
 
 def _what_failed(output: str, code: int | None) -> tuple[str, str]:
     """Return who sees the fault, and the line that says so."""
-    if match := re.search(r"nothing orders .*", output):
+    if match := re.search(r"(nothing orders|the host has written) .*", output):
         return "the checker", _short(match[0])
     if code is None:
         return "a hang", "the test does not end"

@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from support.devices import IS_EMULATED
-from support.emulated import run_program
+from support.emulated import LATE_CYCLES, run_program
 
 pytestmark = pytest.mark.skipif(not IS_EMULATED, reason="tests the emulated GPU: make rehearsal")
 
 FRESH_BYTES = 32 << 20  # more than torch's allocator has in its cache
-LATE_CYCLES = 20_000_000
 # How the names of each library's functions begin.
 LIBRARIES = {
     "libcuda.so.1": "cu(?!File)[A-Z]",
@@ -51,6 +50,11 @@ def test_results_that_the_host_computes_come_after_the_poison() -> None:
         chosen = values[values > 500]  # its shape depends on the values
         assert int(chosen.numel()) == 499
         assert chosen.sum().item() == sum(range(501, 1000))
+
+
+def test_ranges_have_the_length_of_their_numbers() -> None:
+    for end in (1000.0, 4.0, 4.5, 1e6, 1e6 + 1):
+        assert torch.arange(end, device="cuda").tolist() == torch.arange(end).tolist()
 
 
 def test_dropout_draws_from_the_gpus_generator_alone() -> None:
@@ -154,7 +158,7 @@ with torch.cuda.stream(side):
 if records:
     values.record_stream(side)
 del values
-torch.ones(8, 8, device="cuda")
+torch.empty(8, 8, device="cuda")
 """
 # What is right, and what is not: the words that the message has to contain.
 ORDERED = {
@@ -271,10 +275,10 @@ for _ in range(2):
 def test_what_is_not_emulated_fails_with_its_name() -> None:
     runtime = ctypes.CDLL("libcudart.so.13")
     runtime.cudaGetErrorString.restype = ctypes.c_char_p
-    error = runtime.cudaIpcGetMemHandle(None, None)
+    error = runtime.cudaGetSymbolAddress(None, None)
     assert error == 801  # cudaErrorNotSupported
     assert runtime.cudaGetErrorString(error) == (
-        b"cudaErrorNotSupported: cudaIpcGetMemHandle is not emulated"
+        b"cudaErrorNotSupported: cudaGetSymbolAddress is not emulated"
     )
     runtime.cudaGetLastError()
 

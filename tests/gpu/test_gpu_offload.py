@@ -15,6 +15,7 @@ from fsdp_ext import fully_shard
 WIDTH = 1024
 LAYERS = 4
 STEPS = 4
+MESSAGE_BYTES = 1 << 20
 
 
 def _train(policy: OffloadPolicy) -> tuple[list[Tensor], list[Tensor], int]:
@@ -22,9 +23,8 @@ def _train(policy: OffloadPolicy) -> tuple[list[Tensor], list[Tensor], int]:
     torch.manual_seed(0)
     before = torch.cuda.memory_allocated()
     model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-    for layer in model:
-        fully_shard(layer, offload_policy=policy)
-    fully_shard(model, offload_policy=policy)
+    for layer in (*model, model):  # in several messages
+        fully_shard(layer, offload_policy=policy, max_message_bytes=MESSAGE_BYTES)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1)).cuda()
     losses, gradients = [], []

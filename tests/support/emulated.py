@@ -1,14 +1,18 @@
-"""Programs for tests of the emulated GPU, which some faults end."""
+"""What tests of the emulated GPU (tests/emulated_gpu) share."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
+import threading
+
+LATE_CYCLES = 20_000_000  # of torch.cuda._sleep: 20 ms
 
 
 def run_program(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run Python code in a process of its own, which has imported torch."""
+    """Run Python code that begins with `import torch`, with these environment variables, too."""
     return subprocess.run(
         [sys.executable, "-P", "-c", f"import torch\n{code}"],
         env={**os.environ, **variables},
@@ -17,3 +21,33 @@ def run_program(code: str, **variables: str) -> subprocess.CompletedProcess[str]
         text=True,
         timeout=100,
     )
+
+
+def runtime() -> ctypes.CDLL:
+    """Return CUDA's runtime, whose functions torch does not all have."""
+    return ctypes.CDLL("libcudart.so.13")
+
+
+def error_of(result: int) -> str:
+    """Return the name of what a function of the runtime has returned, and clear the error."""
+    library = runtime()
+    library.cudaGetErrorName.restype = ctypes.c_char_p
+    library.cudaGetLastError()
+    name: bytes = library.cudaGetErrorName(result)
+    return name.decode()
+
+
+class Gate:
+    """A function of the host on a stream, behind which work waits until the gate is open."""
+
+    def __init__(self, stream: int) -> None:
+        self._is_open = threading.Event()
+        self._function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: self._wait())
+        assert runtime().cudaLaunchHostFunc(ctypes.c_void_p(stream), self._function, None) == 0
+
+    def open(self) -> None:
+        """Let the stream go on."""
+        self._is_open.set()
+
+    def _wait(self) -> None:
+        assert self._is_open.wait(60)

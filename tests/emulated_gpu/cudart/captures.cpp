@@ -1,12 +1,10 @@
 #include "captures.h"
 
 #include <algorithm>
-#include <random>
 #include <string>
 #include <utility>
 
 #include "errors.h"
-#include "settings.h"
 
 namespace emulated_gpu {
 namespace {
@@ -56,15 +54,23 @@ bool is_captured(const Stream& stream) {
   return stream.capture != nullptr;
 }
 
-bool add_to_capture(Stream& stream, const std::shared_ptr<const Origin>& origin, Work& work) {
+bool add_to_capture(Stream& stream, Node& node) {
   const std::lock_guard<std::mutex> lock(capture_mutex());
   if (stream.capture == nullptr) {
     return false;
   }
   std::vector<Node>& nodes = stream.capture->nodes;
-  nodes.push_back({origin, std::move(work), stream.heads});
+  node.after = stream.heads;
+  nodes.push_back(std::move(node));
   stream.heads = {nodes.size() - 1};
   return true;
+}
+
+void invalidate_capture(Stream& stream) {
+  const std::lock_guard<std::mutex> lock(capture_mutex());
+  if (stream.capture != nullptr) {
+    stream.capture->is_invalid = true;
+  }
 }
 
 cudaError_t refuse_when_captured(Stream& stream) {
@@ -107,54 +113,6 @@ cudaError_t join_capture(Stream& stream, const std::shared_ptr<Capture>& capture
 
 using namespace emulated_gpu;
 
-namespace {
-
-// A graph, or an executable one.
-struct Graph {
-  std::shared_ptr<const std::vector<Node>> nodes;
-  unsigned replays = 0;
-};
-Graph* as_graph(void* handle) { return static_cast<Graph*>(handle); }
-
-// Runs the nodes in a random order that respects the edges of the graph. So a missing edge gives
-// wrong numbers. The seed is the number of the replay, so that all ranks that replay the same graph
-// run its collectives in the same order. The first replay shows what nodes use.
-void replay(const std::vector<Node>& nodes, unsigned seed) {
-  std::vector<GraphNode> noted;
-  for (const Node& node : nodes) {
-    noted.push_back({node.origin, node.after, {}});
-  }
-  std::minstd_rand random(seed + 1);
-  std::vector<std::size_t> missing(nodes.size());
-  std::vector<std::vector<std::size_t>> next(nodes.size());
-  std::vector<std::size_t> ready;
-  for (std::size_t number = 0; number < nodes.size(); ++number) {
-    missing[number] = nodes[number].after.size();
-    for (const std::size_t before : nodes[number].after) {
-      next[before].push_back(number);
-    }
-    if (missing[number] == 0) {
-      ready.push_back(number);
-    }
-  }
-  while (!ready.empty()) {
-    std::swap(ready[random() % ready.size()], ready.back());
-    const std::size_t number = ready.back();
-    ready.pop_back();
-    noted[number].accesses = run_noted(nodes[number].work);
-    for (const std::size_t after : next[number]) {
-      if (--missing[after] == 0) {
-        ready.push_back(after);
-      }
-    }
-  }
-  if (seed == 0 && settings().finds_races) {
-    check_graph(noted);
-  }
-}
-
-}  // namespace
-
 extern "C" {
 
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
@@ -167,6 +125,9 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mo
   const std::lock_guard<std::mutex> lock(capture_mutex());
   if (stream == nullptr || stream->capture != nullptr) {
     return failed(cudaErrorIllegalState, "the stream is captured already, or was destroyed");
+  }
+  if (handle == nullptr || handle == cudaStreamLegacy) {
+    return failed(cudaErrorStreamCaptureUnsupported, "the legacy default stream is not captured");
   }
   stream->capture = std::make_shared<Capture>();
   stream->capture->id = ++last_id;
@@ -198,8 +159,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
   if (!joined) {
     return failed(cudaErrorStreamCaptureUnjoined, "its stream does not wait for all of its work");
   }
-  auto nodes = std::make_shared<const std::vector<Node>>(std::move(capture->nodes));
-  *graph = reinterpret_cast<cudaGraph_t>(new Graph{std::move(nodes)});
+  *graph = new_graph(std::move(capture->nodes));
   return cudaSuccess;
 }
 
@@ -232,33 +192,5 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatu
 
 cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus* status) {
   return cudaStreamGetCaptureInfo(handle, status, nullptr, nullptr, nullptr, nullptr, nullptr);
-}
-
-cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* executable, cudaGraph_t graph,
-                                          unsigned long long /*flags*/) {
-  *executable = reinterpret_cast<cudaGraphExec_t>(new Graph(*as_graph(graph)));
-  return cudaSuccess;
-}
-
-cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* /*nodes*/, std::size_t* count) {
-  *count = as_graph(graph)->nodes->size();
-  return cudaSuccess;
-}
-
-cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
-  delete as_graph(graph);
-  return cudaSuccess;
-}
-
-cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
-  delete as_graph(executable);
-  return cudaSuccess;
-}
-
-cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t handle) {
-  Graph& graph = *as_graph(executable);
-  enqueue(handle, "a replay of a graph",
-          [nodes = graph.nodes, seed = graph.replays++] { replay(*nodes, seed); });
-  return outcome();
 }
 }

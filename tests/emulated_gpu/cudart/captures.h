@@ -1,4 +1,4 @@
-// Captures, and the graphs that they become.
+// Captures, which graphs come from.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,17 +10,10 @@
 #include <thread>
 #include <vector>
 
-#include "emulated_gpu.h"
-#include "races.h"
+#include "graphs.h"
 #include "streams.h"
 
 namespace emulated_gpu {
-
-struct Node {
-  std::shared_ptr<const Origin> origin;
-  Work work;
-  std::set<std::size_t> after;  // the numbers of the nodes that come before it
-};
 
 struct Capture {
   unsigned long long id;
@@ -36,8 +29,11 @@ std::mutex& capture_mutex();
 
 bool is_captured(const Stream& stream);
 
-// Moves the work into the stream's capture and returns true, or returns false if it has none.
-bool add_to_capture(Stream& stream, const std::shared_ptr<const Origin>& origin, Work& work);
+// Moves the node into the stream's capture, after what the stream has there, and returns true. Or
+// returns false if the stream has none.
+bool add_to_capture(Stream& stream, Node& node);
+
+void invalidate_capture(Stream& stream);
 
 // An error that invalidates the capture, if the stream is captured.
 cudaError_t refuse_when_captured(Stream& stream);

@@ -98,7 +98,8 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   properties->pciBusID = 10 + device;
   properties->unifiedAddressing = properties->managedMemory = properties->concurrentKernels = 1;
   properties->canMapHostMemory = properties->streamPrioritiesSupported = 1;
-  properties->cooperativeLaunch = 1;
+  properties->cooperativeLaunch = properties->concurrentManagedAccess = 1;
+  properties->memoryPoolsSupported = 1;
   set_limits(*properties);
   return cudaSuccess;
 }
@@ -133,6 +134,9 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int /*d
       *value = 1000000;
       break;  // kHz, as launches.cpp counts cycles
     case cudaDevAttrUnifiedAddressing:
+    case cudaDevAttrManagedMemory:
+    case cudaDevAttrConcurrentManagedAccess:
+    case cudaDevAttrMemoryPoolsSupported:
       *value = 1;
       break;
     default:
@@ -145,15 +149,6 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   *least = 0;
   *greatest = kHighestPriority;
   return cudaSuccess;
-}
-
-cudaError_t cudaDeviceCanAccessPeer(int* can, int /*device*/, int /*peer*/) {
-  *can = 0;
-  return cudaSuccess;
-}
-
-cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned /*flags*/) {
-  return failed(cudaErrorNotSupported, "peer access to device " + std::to_string(peer));
 }
 
 cudaError_t cudaDeviceGetPCIBusId(char* text, int bytes, int device) {

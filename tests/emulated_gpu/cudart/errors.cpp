@@ -17,10 +17,12 @@ thread_local cudaError_t last_error = cudaSuccess;
 // The newest failure, which stays when a query clears the error.
 thread_local cudaError_t described_error = cudaSuccess;
 thread_local std::string detail;
+thread_local cudaError_t refused = cudaSuccess;
 
 struct Fault {
   std::mutex mutex;
   std::string what;
+  cudaError_t error = cudaErrorLaunchFailure;
   std::atomic<bool> happened{false};
 };
 Fault& fault() { return lasting<Fault>(); }
@@ -29,6 +31,9 @@ const char* name_of(cudaError_t error) {
   static const std::map<cudaError_t, const char*> names = {
       {cudaSuccess, "cudaSuccess"},
       {cudaErrorCapturedEvent, "cudaErrorCapturedEvent"},
+      {cudaErrorDeviceUninitialized, "cudaErrorDeviceUninitialized"},
+      {cudaErrorGraphExecUpdateFailure, "cudaErrorGraphExecUpdateFailure"},
+      {cudaErrorIllegalAddress, "cudaErrorIllegalAddress"},
       {cudaErrorIllegalState, "cudaErrorIllegalState"},
       {cudaErrorInvalidDevice, "cudaErrorInvalidDevice"},
       {cudaErrorInvalidDeviceFunction, "cudaErrorInvalidDeviceFunction"},
@@ -38,6 +43,10 @@ const char* name_of(cudaError_t error) {
       {cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation"},
       {cudaErrorNotReady, "cudaErrorNotReady"},
       {cudaErrorNotSupported, "cudaErrorNotSupported"},
+      {cudaErrorOperatingSystem, "cudaErrorOperatingSystem"},
+      {cudaErrorPeerAccessAlreadyEnabled, "cudaErrorPeerAccessAlreadyEnabled"},
+      {cudaErrorPeerAccessNotEnabled, "cudaErrorPeerAccessNotEnabled"},
+      {cudaErrorStreamCaptureImplicit, "cudaErrorStreamCaptureImplicit"},
       {cudaErrorStreamCaptureInvalidated, "cudaErrorStreamCaptureInvalidated"},
       {cudaErrorStreamCaptureIsolation, "cudaErrorStreamCaptureIsolation"},
       {cudaErrorStreamCaptureUnjoined, "cudaErrorStreamCaptureUnjoined"},
@@ -58,12 +67,17 @@ cudaError_t failed(cudaError_t error, const std::string& what) {
   return error;
 }
 
+void refuse(cudaError_t error) { refused = error; }
+
 cudaError_t outcome() {
+  if (refused != cudaSuccess) {
+    return std::exchange(refused, cudaSuccess);
+  }
   if (!fault().happened) {
     return cudaSuccess;
   }
   const std::lock_guard<std::mutex> lock(fault().mutex);
-  return failed(cudaErrorLaunchFailure, fault().what);
+  return failed(fault().error, fault().what);
 }
 
 cudaError_t not_ready() {
@@ -71,13 +85,16 @@ cudaError_t not_ready() {
   return cudaErrorNotReady;
 }
 
-void fail(const std::string& what) {
+void fail(const std::string& what) { fail(what, cudaErrorLaunchFailure); }
+
+void fail(const std::string& what, cudaError_t error) {
   const std::lock_guard<std::mutex> lock(fault().mutex);
   if (fault().happened) {
     return;
   }
   std::fprintf(stderr, "[emulated GPU] a kernel failed: %s\n", what.c_str());
   fault().what = what;
+  fault().error = error;
   fault().happened = true;
 }
 

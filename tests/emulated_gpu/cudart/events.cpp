@@ -1,85 +1,71 @@
-// Events. An event stands for its last record, on a stream or in a capture.
-#include <chrono>
-#include <condition_variable>
-#include <memory>
-#include <mutex>
-#include <set>
+#include "events.h"
+
 #include <utility>
 
 #include "captures.h"
 #include "errors.h"
+#include "handles.h"
 #include "streams.h"
 #include "wait_sites.h"
 
 namespace emulated_gpu {
+
+std::shared_ptr<Record> Event::next_record(const Clock& clock) {
+  capture = nullptr;
+  if (shared != nullptr) {
+    record = SharedRecord::next(shared, clock);
+  } else {
+    record = std::make_shared<Record>(clock);
+  }
+  return record;
+}
+
+std::shared_ptr<Record> Event::last_record() const {
+  return shared != nullptr ? SharedRecord::newest(shared, record) : record;
+}
+
 namespace {
 
-using WallClock = std::chrono::steady_clock;
+using EventPtr = std::shared_ptr<Event>;
 
-// One record. Later records of the event do not change it, and streams that wait for it hold it.
-class Record {
- public:
-  explicit Record(Clock reached_after) : clock(std::move(reached_after)) {}
+const EventPtr& as_event(cudaEvent_t handle) { return *reinterpret_cast<EventPtr*>(handle); }
 
-  const Clock clock;
-
-  void reach() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    is_reached_ = true;
-    time_ = WallClock::now();
-    changed_.notify_all();
+// Makes the event a node of the stream's capture, and returns true, or returns false if the stream
+// has none.
+bool add_external(Stream& stream, const EventPtr& event, const Label& label) {
+  if (!is_captured(stream)) {
+    return false;
   }
-  bool is_reached() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return is_reached_;
-  }
-  void wait() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [this] { return is_reached_; });
-  }
-  WallClock::time_point time() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return time_;
-  }
+  Node node{origin_of(label.what, stream.id), label.what, label.type, {}, event, {}, 0};
+  return add_to_capture(stream, node);
+}
 
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool is_reached_ = false;
-  WallClock::time_point time_;
-};
-
-// Guarded by the mutex of captures.
-struct Event {
-  int device;
-  bool has_time;
-  std::shared_ptr<Record> record;
-  std::shared_ptr<Capture> capture;
-  std::set<std::size_t> heads;
-};
-Event& as_event(cudaEvent_t handle) { return *reinterpret_cast<Event*>(handle); }
+cudaEvent_t new_handle(const Event& event) {
+  return reinterpret_cast<cudaEvent_t>(new EventPtr(std::make_shared<Event>(event)));
+}
 
 // Sets `record` to the last one, which may be null. Events of captures have none.
-cudaError_t last_record(const Event& event, std::shared_ptr<Record>& record) {
+cudaError_t last_record(cudaEvent_t handle, std::shared_ptr<Record>& record) {
+  const Event& event = *as_event(handle);
   const std::lock_guard<std::mutex> lock(capture_mutex());
   if (event.capture != nullptr) {
     return failed(cudaErrorCapturedEvent, "the event was recorded in a capture");
   }
-  record = event.record;
+  record = event.last_record();
   return cudaSuccess;
 }
 
 // `orders`: whether later work of the stream counts as ordered after the event.
 cudaError_t wait_for_event(cudaStream_t handle, cudaEvent_t event_handle, bool orders) {
   const std::shared_ptr<Stream> stream = Stream::of(handle);
-  const Event& event = as_event(event_handle);
+  const Event& event = *as_event(event_handle);
   std::shared_ptr<Record> record;
   {
     const std::lock_guard<std::mutex> lock(capture_mutex());
     if (event.capture != nullptr) {
       return join_capture(*stream, event.capture, event.heads);
     }
-    record = event.record;
+    record = event.last_record();
     if (record != nullptr && stream->capture != nullptr) {
       stream->capture->is_invalid = true;
       return failed(cudaErrorStreamCaptureIsolation, "a captured stream waits for uncaptured work");
@@ -108,7 +94,12 @@ extern "C" {
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned flags) {
   const bool has_time = (flags & cudaEventDisableTiming) == 0;
-  *handle = reinterpret_cast<cudaEvent_t>(new Event{current_device(), has_time, {}, {}, {}});
+  const bool is_shared = (flags & cudaEventInterprocess) != 0;
+  if (is_shared && has_time) {
+    return failed(cudaErrorInvalidValue, "cudaEventInterprocess needs cudaEventDisableTiming");
+  }
+  auto shared = is_shared ? std::make_shared<SharedRecords>() : nullptr;
+  *handle = new_handle({current_device(), has_time, std::move(shared), {}, {}, {}});
   return cudaSuccess;
 }
 
@@ -119,17 +110,47 @@ cudaError_t cudaEventDestroy(cudaEvent_t handle) {
   return cudaSuccess;
 }
 
+cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t* handle, cudaEvent_t event) {
+  const Event& made = *as_event(event);
+  if (made.shared == nullptr) {
+    return failed(cudaErrorInvalidResourceHandle, "the event is no cudaEventInterprocess one");
+  }
+  write_handle(*handle, {kEventHandle, made.device, made.shared->range});
+  return outcome();
+}
+
+cudaError_t cudaIpcOpenEventHandle(cudaEvent_t* event, cudaIpcEventHandle_t handle) {
+  Handle read;
+  if (const cudaError_t error = read_handle(handle, kEventHandle, read)) {
+    return error;
+  }
+  auto shared = std::make_shared<SharedRecords>(read.range);
+  if (shared->page == nullptr) {
+    return failed(cudaErrorInvalidResourceHandle, "the process of the event has ended");
+  }
+  *event = new_handle({read.device, false, std::move(shared), {}, {}, {}});
+  return outcome();
+}
+
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream_handle,
                                      unsigned flags) {
   const std::shared_ptr<Stream> stream = Stream::of(stream_handle);
-  Event& event = as_event(handle);
-  if (flags != cudaEventRecordDefault) {
-    return failed(cudaErrorNotSupported, "external events are not emulated");
+  Event& event = *as_event(handle);
+  if (flags > cudaEventRecordExternal) {
+    return failed(cudaErrorInvalidValue, "an event is recorded with flags that do not exist");
   }
   if (stream == nullptr || stream->device != event.device) {
     return failed(cudaErrorInvalidResourceHandle, "the event and the stream are of two devices");
   }
-  auto record = std::make_shared<Record>(stream->order.now());
+  if (flags == cudaEventRecordExternal &&
+      add_external(*stream, as_event(handle),
+                   {"the record of an external event", cudaGraphNodeTypeEventRecord})) {
+    return outcome();
+  }
+  if (const cudaError_t error = stream->follow_implicitly()) {
+    return error;
+  }
+  std::shared_ptr<Record> record;
   {
     const std::lock_guard<std::mutex> lock(capture_mutex());
     event.capture = stream->capture;
@@ -137,7 +158,7 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream_han
       event.heads = stream->heads;
       return cudaSuccess;
     }
-    event.record = record;
+    record = event.next_record(stream->order.now());
   }
   stream->submit("the record of an event", [record] { record->reach(); });
   return outcome();
@@ -155,7 +176,7 @@ cudaError_t cudaEventQuery(cudaEvent_t handle) {
   if (const cudaError_t error = refuse_during_captures("cudaEventQuery")) {
     return error;
   }
-  if (const cudaError_t error = last_record(as_event(handle), record)) {
+  if (const cudaError_t error = last_record(handle, record)) {
     return error;
   }
   if (record != nullptr && !record->is_reached()) {
@@ -172,7 +193,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   if (is_left_out("cudaEventSynchronize")) {
     return outcome();
   }
-  if (const cudaError_t error = last_record(as_event(handle), record)) {
+  if (const cudaError_t error = last_record(handle, record)) {
     return error;
   }
   if (record != nullptr) {
@@ -185,13 +206,13 @@ cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEvent_t to) {
   std::shared_ptr<Record> begin;
   std::shared_ptr<Record> end;
-  if (const cudaError_t error = last_record(as_event(from), begin)) {
+  if (const cudaError_t error = last_record(from, begin)) {
     return error;
   }
-  if (const cudaError_t error = last_record(as_event(to), end)) {
+  if (const cudaError_t error = last_record(to, end)) {
     return error;
   }
-  if (begin == nullptr || end == nullptr || !as_event(from).has_time || !as_event(to).has_time) {
+  if (begin == nullptr || end == nullptr || !as_event(from)->has_time || !as_event(to)->has_time) {
     return failed(cudaErrorInvalidResourceHandle, "an event has no time");
   }
   if (!begin->is_reached() || !end->is_reached()) {
@@ -201,13 +222,18 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEven
   return cudaSuccess;
 }
 
-cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
-  if (flags != cudaEventWaitDefault) {
-    return failed(cudaErrorNotSupported, "external events are not emulated");
+cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned flags) {
+  if (flags > cudaEventWaitExternal) {
+    return failed(cudaErrorInvalidValue, "a stream waits with flags that do not exist");
   }
   if (is_left_out("cudaStreamWaitEvent")) {
     return outcome();
   }
-  return wait_for_event(stream, event, /*orders=*/true);
+  if (flags == cudaEventWaitExternal &&
+      add_external(*Stream::of(handle), as_event(event),
+                   {"a wait for an external event", cudaGraphNodeTypeWaitEvent})) {
+    return outcome();
+  }
+  return wait_for_event(handle, event, /*orders=*/true);
 }
 }

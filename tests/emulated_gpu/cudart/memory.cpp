@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -19,68 +20,30 @@ namespace emulated_gpu {
 namespace {
 
 constexpr std::size_t kPage = 4096;
+constexpr int kReadAndWrite = PROT_READ | PROT_WRITE;
 
 struct Regions {
   std::mutex mutex;
   std::map<std::uintptr_t, Region> by_begin;
   std::map<int, std::size_t> used;  // bytes, by device
+  std::map<int, Usage> of_pools;    // by device
 };
 Regions& regions() { return lasting<Regions>(); }
 
-// Returns null if there is no memory. A page without access is at either end.
-char* map_between_guards(std::size_t bytes) {
+SharedFile& memory_of(int device) {
+  static auto* files = new std::map<int, SharedFile>;
+  return files->try_emplace(device, "memory of an emulated GPU").first->second;
+}
+
+bool counts_as_used(MemoryKind kind) {
+  return kind == MemoryKind::kDevice || kind == MemoryKind::kPool;
+}
+
+// Addresses without access, with a page more at either end. Returns null if there are none.
+char* reserve_between_guards(std::size_t bytes) {
   void* mapped = mmap(nullptr, bytes + 2 * kPage, PROT_NONE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (mapped == MAP_FAILED) {
-    return nullptr;
-  }
-  char* begin = static_cast<char*>(mapped) + kPage;
-  mprotect(begin, bytes, PROT_READ | PROT_WRITE);
-  return begin;
-}
-
-cudaError_t allocate(void** address, std::size_t bytes, int device) {
-  *address = nullptr;
-  if (bytes == 0) {
-    return outcome();
-  }
-  const std::size_t rounded = (bytes + kPage - 1) / kPage * kPage;
-  Regions& known = regions();
-  const std::lock_guard<std::mutex> lock(known.mutex);
-  if (device != kPinned && known.used[device] + rounded > settings().memory_bytes) {
-    return failed(cudaErrorMemoryAllocation, "the device has no more memory");
-  }
-  char* begin = map_between_guards(rounded);
-  if (begin == nullptr) {
-    return failed(cudaErrorMemoryAllocation, "the host has no more memory");
-  }
-  if (device != kPinned) {
-    known.used[device] += rounded;
-    std::memset(begin, kPoison, rounded);
-  }
-  const auto number = reinterpret_cast<std::uintptr_t>(begin);
-  known.by_begin[number] = {number, rounded, device};
-  *address = begin;
-  return outcome();
-}
-
-// The addresses stay reserved without access, so that a late access is a fault.
-cudaError_t release(void* address, bool is_pinned) {
-  Regions& known = regions();
-  const std::lock_guard<std::mutex> lock(known.mutex);
-  const auto found = known.by_begin.find(reinterpret_cast<std::uintptr_t>(address));
-  if (found == known.by_begin.end() || found->second.is_pinned() != is_pinned) {
-    return failed(cudaErrorInvalidValue, "this memory was not allocated, or was freed already");
-  }
-  const Region region = found->second;
-  known.by_begin.erase(found);
-  if (!is_pinned) {
-    known.used[region.device] -= region.bytes;
-  }
-  forget_uses(address, region.bytes);
-  mmap(address, region.bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED,
-       -1, 0);
-  return outcome();
+  return mapped != MAP_FAILED ? static_cast<char*>(mapped) + kPage : nullptr;
 }
 
 }  // namespace
@@ -97,6 +60,88 @@ std::optional<Region> region_of(const void* address) {
   return number < region.begin + region.bytes ? std::optional<Region>(region) : std::nullopt;
 }
 
+cudaError_t allocate(void** address, std::size_t bytes, int device, MemoryKind kind) {
+  *address = nullptr;
+  if (bytes == 0) {
+    return outcome();
+  }
+  const std::size_t rounded = (bytes + kPage - 1) / kPage * kPage;
+  Regions& known = regions();
+  const std::lock_guard<std::mutex> lock(known.mutex);
+  if (counts_as_used(kind) && known.used[device] + rounded > settings().memory_bytes) {
+    return failed(cudaErrorMemoryAllocation, "the device has no more memory");
+  }
+  char* begin = reserve_between_guards(rounded);
+  Region region{reinterpret_cast<std::uintptr_t>(begin), rounded, device, kind, {}};
+  if (counts_as_used(kind)) {
+    region.range = memory_of(device).take(rounded);
+  }
+  if (begin == nullptr || (counts_as_used(kind) ? !map_shared(region.range, begin)
+                                                : mprotect(begin, rounded, kReadAndWrite) != 0)) {
+    return failed(cudaErrorMemoryAllocation, "the host has no more memory");
+  }
+  if (!region.is_pinned()) {
+    std::memset(begin, kPoison, rounded);
+  }
+  if (counts_as_used(kind)) {
+    known.used[device] += rounded;
+  }
+  if (kind == MemoryKind::kPool) {
+    Usage& usage = known.of_pools[device];
+    usage.now += rounded;
+    usage.high = std::max(usage.high, usage.now);
+  }
+  known.by_begin[region.begin] = region;
+  *address = begin;
+  return outcome();
+}
+
+void* open_memory(const SharedRange& range, int device) {
+  char* begin = reserve_between_guards(range.bytes);
+  if (begin == nullptr || !map_shared(range, begin)) {
+    return nullptr;
+  }
+  const auto number = reinterpret_cast<std::uintptr_t>(begin);
+  const std::lock_guard<std::mutex> lock(regions().mutex);
+  regions().by_begin[number] = {number, range.bytes, device, MemoryKind::kOpened, range};
+  return begin;
+}
+
+// The addresses stay reserved without access, so that a late access is a fault.
+cudaError_t release(void* address, MemoryKind kind) {
+  Regions& known = regions();
+  const std::lock_guard<std::mutex> lock(known.mutex);
+  const auto found = known.by_begin.find(reinterpret_cast<std::uintptr_t>(address));
+  if (found == known.by_begin.end() || found->second.kind != kind) {
+    return failed(cudaErrorInvalidValue, "this memory was not allocated, or was freed already");
+  }
+  const Region region = found->second;
+  known.by_begin.erase(found);
+  forget_uses(address, region.bytes);
+  mmap(address, region.bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED,
+       -1, 0);
+  if (counts_as_used(kind)) {
+    known.used[region.device] -= region.bytes;
+    give_back(region.range);
+  }
+  if (kind == MemoryKind::kPool) {
+    known.of_pools[region.device].now -= region.bytes;
+  }
+  return outcome();
+}
+
+cudaError_t free_at_once(void* address) { return release(address, MemoryKind::kDevice); }
+
+Usage usage_of_pool(int device) {
+  const std::lock_guard<std::mutex> lock(regions().mutex);
+  return regions().of_pools[device];
+}
+
+void reset_high_mark_of_pool(int device) {
+  const std::lock_guard<std::mutex> lock(regions().mutex);
+  regions().of_pools[device].high = regions().of_pools[device].now;
+}
+
 }  // namespace emulated_gpu
 
 using namespace emulated_gpu;
@@ -108,11 +153,7 @@ cudaError_t cudaMalloc(void** address, std::size_t bytes) {
   if (const cudaError_t error = refuse_during_captures("cudaMalloc")) {
     return error;
   }
-  return allocate(address, bytes, current_device());
-}
-
-cudaError_t cudaMallocAsync(void** address, std::size_t bytes, cudaStream_t /*stream*/) {
-  return allocate(address, bytes, current_device());
+  return allocate(address, bytes, current_device(), MemoryKind::kDevice);
 }
 
 cudaError_t cudaFree(void* address) {
@@ -122,19 +163,20 @@ cudaError_t cudaFree(void* address) {
   if (const cudaError_t error = refuse_during_captures("cudaFree")) {
     return error;
   }
-  if (const std::optional<Region> region = region_of(address)) {
-    synchronize_device(region->device);
+  const std::optional<Region> region = region_of(address);
+  if (!region.has_value() || region->is_pinned() || region->kind == MemoryKind::kOpened) {
+    return failed(cudaErrorInvalidValue, "cudaFree got memory that it has not allocated");
   }
-  return release(address, false);
-}
-
-cudaError_t cudaFreeAsync(void* address, cudaStream_t stream) {
-  enqueue(stream, "cudaFreeAsync", [address] { release(address, false); });
-  return outcome();
+  for (int device = 0; device < settings().devices; ++device) {
+    if (device == region->device || region->is_managed()) {
+      synchronize_device(device);
+    }
+  }
+  return release(address, region->kind);
 }
 
 cudaError_t cudaHostAlloc(void** address, std::size_t bytes, unsigned /*flags*/) {
-  return allocate(address, bytes, kPinned);
+  return allocate(address, bytes, kPinned, MemoryKind::kPinned);
 }
 
 cudaError_t cudaFreeHost(void* address) {
@@ -144,13 +186,13 @@ cudaError_t cudaFreeHost(void* address) {
   for (int device = 0; device < settings().devices; ++device) {
     synchronize_device(device);
   }
-  return release(address, true);
+  return release(address, MemoryKind::kPinned);
 }
 
 cudaError_t cudaHostRegister(void* address, std::size_t bytes, unsigned /*flags*/) {
   const auto begin = reinterpret_cast<std::uintptr_t>(address);
   const std::lock_guard<std::mutex> lock(regions().mutex);
-  regions().by_begin[begin] = {begin, bytes, kPinned};
+  regions().by_begin[begin] = {begin, bytes, kPinned, MemoryKind::kPinned, {}};
   return outcome();
 }
 
@@ -173,10 +215,13 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
   attributes->device = cudaInvalidDeviceId;
   if (const std::optional<Region> region = region_of(address)) {
     void* same = const_cast<void*>(address);
-    attributes->type = region->is_pinned() ? cudaMemoryTypeHost : cudaMemoryTypeDevice;
+    const bool is_of_host = region->is_pinned() || region->is_managed();
+    attributes->type = region->is_pinned()    ? cudaMemoryTypeHost
+                       : region->is_managed() ? cudaMemoryTypeManaged
+                                              : cudaMemoryTypeDevice;
     attributes->device = region->is_pinned() ? 0 : region->device;
     attributes->devicePointer = same;
-    attributes->hostPointer = region->is_pinned() ? same : nullptr;
+    attributes->hostPointer = is_of_host ? same : nullptr;
   }
   return cudaSuccess;
 }

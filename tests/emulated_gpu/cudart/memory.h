@@ -1,24 +1,56 @@
-// Device memory and pinned memory, both of which are memory of the host.
+// Memory of devices and memory that is pinned or managed, all of which is memory of the host.
 #pragma once
+
+#include <cuda_runtime_api.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+
+#include "shared_file.h"
 
 namespace emulated_gpu {
 
 constexpr int kPinned = -1;    // in place of a device
 constexpr int kPoison = 0xff;  // a byte that makes NaN in every format
 
+enum class MemoryKind {
+  kDevice,
+  kPool,  // of a device's memory pool
+  kManaged,
+  kPinned,
+  kOpened,  // memory of a device that another process has allocated
+};
+
 struct Region {
   std::uintptr_t begin;
   std::size_t bytes;
   int device;
+  MemoryKind kind;
+  SharedRange range;  // of memory that belongs to a device
 
-  bool is_pinned() const { return device == kPinned; }
+  bool is_pinned() const { return kind == MemoryKind::kPinned; }
+  bool is_managed() const { return kind == MemoryKind::kManaged; }
 };
 
 // The allocation that the address is in, if it is one of CUDA's.
 std::optional<Region> region_of(const void* address);
+
+// Sets the address to memory that is new. It is NaN, unless it is pinned.
+cudaError_t allocate(void** address, std::size_t bytes, int device, MemoryKind kind);
+
+// Maps memory that another process has allocated on the device. Returns null if there is none.
+void* open_memory(const SharedRange& range, int device);
+
+// Frees memory of the kind. The address is where it begins.
+cudaError_t release(void* address, MemoryKind kind);
+
+// Bytes of a device's pool: those in use, and the most that were in use since the mark was reset.
+struct Usage {
+  std::size_t now = 0;
+  std::size_t high = 0;
+};
+Usage usage_of_pool(int device);
+void reset_high_mark_of_pool(int device);
 
 }  // namespace emulated_gpu

@@ -1,5 +1,5 @@
 // The functions that torch's libraries import from CUDA's runtime and that are not emulated. Each
-// fails with its name. tests/emulated_gpu/test_emulated_runtime.py compares the list with torch.
+// fails with its name. tests/emulated_gpu/test_emulated_gpu.py compares the list with torch.
 //
 // CUDA's header is not included: these are definitions without the real ones' parameters.
 #include <string>
@@ -18,17 +18,5 @@ void report_missing(const std::string& name);
     return emulated_gpu::kNotSupported;  \
   }
 
-EMULATED_GPU_MISSING(cudaDeviceGetDefaultMemPool)
 EMULATED_GPU_MISSING(cudaGetSymbolAddress)
-EMULATED_GPU_MISSING(cudaGraphDebugDotPrint)
-EMULATED_GPU_MISSING(cudaGraphNodeGetDependencies)
-EMULATED_GPU_MISSING(cudaIpcCloseMemHandle)
-EMULATED_GPU_MISSING(cudaIpcGetEventHandle)
-EMULATED_GPU_MISSING(cudaIpcGetMemHandle)
-EMULATED_GPU_MISSING(cudaIpcOpenEventHandle)
-EMULATED_GPU_MISSING(cudaIpcOpenMemHandle)
-EMULATED_GPU_MISSING(cudaMemPoolGetAttribute)
-EMULATED_GPU_MISSING(cudaMemPoolSetAccess)
-EMULATED_GPU_MISSING(cudaMemPoolSetAttribute)
-EMULATED_GPU_MISSING(cudaMemPoolTrimTo)
 EMULATED_GPU_MISSING(cudaMemcpyToSymbol)

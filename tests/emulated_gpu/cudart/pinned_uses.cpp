@@ -7,6 +7,7 @@
 #include <limits>
 #include <list>
 #include <mutex>
+#include <utility>
 
 #include "emulated_gpu.h"
 #include "lasting.h"
@@ -73,7 +74,9 @@ void fill_with_nan(PinnedUse& use) {
 // What the host finds there from now on is what the work has left.
 void settle(PinnedUse& use) {
   const Bytes expected = std::exchange(use.expected, {});
-  if (!expected.empty() && std::memcmp(use.memory(), expected.data(), expected.size()) != 0) {
+  // Work may run before its ticket is known. Then what the host has done meanwhile does not show.
+  if (use.ticket != nullptr && !expected.empty() &&
+      std::memcmp(use.memory(), expected.data(), expected.size()) != 0) {
     report_host_write(use.memory(), expected.size(), *use.ticket->user.origin);
   }
   if (!use.result.empty()) {
@@ -122,6 +125,21 @@ void set_ticket(const PinnedUses& made, const TicketPtr& ticket) {
   }
 }
 
+// The host sees at no time what the copy has written.
+void run_copy(const PinnedUses& made, void* to, const void* from, std::size_t bytes) {
+  const std::lock_guard<std::mutex> lock(uses().mutex);
+  const auto begin = reinterpret_cast<std::uintptr_t>(to);
+  const auto target = std::find_if(made.begin(), made.end(),
+                                   [begin](const auto& use) { return use->begin == begin; });
+  if (target == made.end()) {
+    std::memmove(to, from, bytes);
+    return;
+  }
+  const char* first = static_cast<const char*>(from);
+  (*target)->result.assign(first, first + bytes);
+  (*target)->expected = content(**target);
+}
+
 // Work of a stream finds what earlier work has written, and may overwrite what that has read.
 void before_access(const Access& access) {
   if (access.end <= uses().lowest || access.begin >= uses().highest) {
@@ -129,8 +147,7 @@ void before_access(const Access& access) {
   }
   const std::lock_guard<std::mutex> lock(uses().mutex);
   for (const auto& use : uses().all) {
-    if (use->overlaps(access.begin, access.end) && (access.is_write || !use->result.empty()) &&
-        use->ticket != nullptr) {
+    if (use->overlaps(access.begin, access.end) && (access.is_write || !use->result.empty())) {
       settle(*use);
     }
   }
@@ -140,19 +157,18 @@ void after_work(const TicketPtr& ticket, const std::vector<Access>& accesses) {
   const std::lock_guard<std::mutex> lock(uses().mutex);
   for (const bool is_write : {true, false}) {
     for (const Access& access : accesses) {
-      if (access.is_write != is_write || !is_pinned(access.begin)) {
+      // Earlier results were settled before this work came, so one that is there is its own.
+      const auto has_result = [&](const auto& use) {
+        return !use->result.empty() && use->overlaps(access.begin, access.end);
+      };
+      if (access.is_write != is_write || !is_pinned(access.begin) ||
+          std::any_of(uses().all.begin(), uses().all.end(), has_result)) {
         continue;
       }
       auto use = std::make_shared<PinnedUse>(PinnedUse{access.begin, access.end, ticket, {}, {}});
-      const bool is_known =
-          std::any_of(uses().all.begin(), uses().all.end(), [&](const auto& other) {
-            return other->ticket == ticket && other->overlaps(access.begin, access.end);
-          });
       if (is_write) {
         use->result = content(*use);
         fill_with_nan(*use);
-      } else if (is_known) {
-        continue;
       } else {
         use->expected = content(*use);
       }

@@ -22,6 +22,8 @@ using PinnedUses = std::vector<std::shared_ptr<PinnedUse>>;
 PinnedUses begin_copy(void* to, const void* from, std::size_t bytes);
 // After it was submitted.
 void set_ticket(const PinnedUses& uses, const TicketPtr& ticket);
+// In place of a memmove, as work.
+void run_copy(const PinnedUses& uses, void* to, const void* from, std::size_t bytes);
 
 // Before work accesses memory, and after the work: what it has accessed.
 void before_access(const Access& access);

@@ -13,6 +13,7 @@
 
 #include "lasting.h"
 #include "memory.h"
+#include "peers.h"
 #include "pinned_uses.h"
 #include "settings.h"
 
@@ -304,8 +305,10 @@ std::vector<Access> run_noted(const Work& work) {
   }
   noted = around;
   keep_cudas(own);
+  check_access(own);
   if (around != nullptr) {
     around->insert(around->end(), own.begin(), own.end());
+    needs_no_access();  // it was checked
   }
   return own;
 }

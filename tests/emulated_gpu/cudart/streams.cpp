@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstring>
@@ -15,6 +16,7 @@
 #include "errors.h"
 #include "lasting.h"
 #include "memory.h"
+#include "records.h"
 #include "settings.h"
 #include "wait_sites.h"
 
@@ -24,41 +26,112 @@ namespace {
 struct Streams {
   std::mutex mutex;
   std::map<Stream*, std::shared_ptr<Stream>> all;
-  std::map<int, std::shared_ptr<Stream>> defaults;  // by device
+  std::map<int, std::shared_ptr<Stream>> legacy;                 // by device
+  std::map<int, std::vector<std::shared_ptr<Stream>>> blocking;  // the others that are, by device
   unsigned long long last_id = 0;
 
-  std::shared_ptr<Stream> make(int device, int priority) {
-    auto stream = std::make_shared<Stream>(device, priority, ++last_id);
+  std::shared_ptr<Stream> make(int device, int priority, unsigned flags) {
+    auto stream = std::make_shared<Stream>(device, priority, flags, ++last_id);
     all[stream.get()] = stream;
     return stream;
+  }
+  const std::shared_ptr<Stream>& legacy_of(int device) {
+    std::shared_ptr<Stream>& made = legacy[device];
+    return made != nullptr ? made : made = make(device, 0, cudaStreamDefault);
+  }
+  std::shared_ptr<Stream> make_blocking(int device, int priority) {
+    return blocking[device].emplace_back(make(device, priority, cudaStreamDefault));
   }
 };
 Streams& streams() { return lasting<Streams>(); }
 
-constexpr std::uintptr_t kLastSpecialHandle = 2;  // cudaStreamPerThread
+std::shared_ptr<Stream> legacy_of(int device) {
+  const std::lock_guard<std::mutex> lock(streams().mutex);
+  return streams().legacy_of(device);
+}
+
+// The other blocking streams of its device, if the stream is a legacy default one.
+std::vector<std::shared_ptr<Stream>> blocking_beside(const Stream& stream) {
+  Streams& known = streams();
+  const std::lock_guard<std::mutex> lock(known.mutex);
+  const bool is_legacy = known.legacy_of(stream.device).get() == &stream;
+  return is_legacy ? known.blocking[stream.device] : std::vector<std::shared_ptr<Stream>>();
+}
+
+// An error if the legacy default stream would have to wait for a stream that is captured.
+cudaError_t refuse_implicit(const Stream& stream) {
+  for (const std::shared_ptr<Stream>& other : blocking_beside(stream)) {
+    if (is_captured(*other)) {
+      invalidate_capture(*other);
+      return failed(cudaErrorStreamCaptureImplicit,
+                    "the legacy default stream would wait for a stream that is capturing");
+    }
+  }
+  return cudaSuccess;
+}
 
 }  // namespace
 
-Stream::Stream(int on_device, int with_priority, unsigned long long number)
-    : device(on_device), priority(with_priority), id(number), order(number) {}
+Stream::Stream(int on_device, int with_priority, unsigned with_flags, unsigned long long number)
+    : device(on_device), priority(with_priority), flags(with_flags), id(number), order(number) {}
 
 std::shared_ptr<Stream> Stream::of(cudaStream_t handle) {
+  static thread_local std::map<int, std::shared_ptr<Stream>> of_thread;
   Streams& known = streams();
   const std::lock_guard<std::mutex> lock(known.mutex);
-  if (reinterpret_cast<std::uintptr_t>(handle) <= kLastSpecialHandle) {
-    std::shared_ptr<Stream>& made = known.defaults[current_device()];
-    if (made == nullptr) {
-      made = known.make(current_device(), 0);
-    }
-    return made;
+  const int device = current_device();
+  if (handle == nullptr || handle == cudaStreamLegacy) {
+    return known.legacy_of(device);
+  }
+  if (handle == cudaStreamPerThread) {
+    std::shared_ptr<Stream>& made = of_thread[device];
+    return made != nullptr ? made : made = known.make_blocking(device, 0);
   }
   const auto found = known.all.find(reinterpret_cast<Stream*>(handle));
   return found != known.all.end() ? found->second : nullptr;
 }
 
-TicketPtr Stream::submit(const std::string& what, Work work, ReadsPython reads_python) {
-  const std::shared_ptr<const Origin> origin = origin_of(what, id, reads_python);
-  return add_to_capture(*this, origin, work) ? nullptr : push(origin, std::move(work));
+TicketPtr Stream::submit(const Label& label, Work work, ReadsPython reads_python) {
+  const std::shared_ptr<const Origin> origin = origin_of(label.what, id, reads_python);
+  if (is_captured(*this)) {
+    Node node{origin, label.what, label.type, std::move(work), {}, {}, 0};
+    if (add_to_capture(*this, node)) {
+      return nullptr;
+    }
+    work = std::move(node.work);  // the capture has ended meanwhile
+  }
+  if (const cudaError_t error = follow_implicitly()) {
+    refuse(error);
+    return nullptr;
+  }
+  return push(origin, std::move(work));
+}
+
+cudaError_t Stream::follow_implicitly() {
+  if (!is_blocking() || is_captured(*this)) {
+    return cudaSuccess;
+  }
+  if (const cudaError_t error = refuse_implicit(*this)) {
+    return error;
+  }
+  for (const std::shared_ptr<Stream>& other : blocking_beside(*this)) {
+    follow(*other);
+  }
+  const std::shared_ptr<Stream> legacy = legacy_of(device);
+  if (legacy.get() != this) {
+    follow(*legacy);
+  }
+  return cudaSuccess;
+}
+
+// Work waits only for what was pushed before it, so no waits cross.
+void Stream::follow(Stream& other) {
+  order.wait_for(other.order.now());
+  if (other.has_work()) {
+    const auto record = std::make_shared<Record>(Clock());
+    other.push(nullptr, [record] { record->reach(); });
+    push(nullptr, [record] { record->wait(); });
+  }
 }
 
 TicketPtr Stream::push(const std::shared_ptr<const Origin>& origin, Work work) {
@@ -110,6 +183,11 @@ void Stream::run_queue() {
   }
 }
 
+bool Stream::has_work() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return !queue_.empty() || is_busy_;
+}
+
 void Stream::synchronize() {
   std::unique_lock<std::mutex> lock(mutex_);
   changed_.wait(lock, [this] { return queue_.empty() && !is_busy_; });
@@ -131,17 +209,24 @@ void Stream::end() {
   changed_.notify_all();
 }
 
-void synchronize_device(int device) {
-  std::vector<std::shared_ptr<Stream>> all;
-  {
-    const std::lock_guard<std::mutex> lock(streams().mutex);
-    for (const auto& [handle, stream] : streams().all) {
-      if (stream->device == device && !is_captured(*stream)) {
-        all.push_back(stream);
-      }
+unsigned long long new_stream_id() {
+  const std::lock_guard<std::mutex> lock(streams().mutex);
+  return ++streams().last_id;
+}
+
+std::vector<std::shared_ptr<Stream>> streams_of(int device) {
+  std::vector<std::shared_ptr<Stream>> found;
+  const std::lock_guard<std::mutex> lock(streams().mutex);
+  for (const auto& [handle, stream] : streams().all) {
+    if (stream->device == device && !is_captured(*stream)) {
+      found.push_back(stream);
     }
   }
-  for (const auto& stream : all) {
+  return found;
+}
+
+void synchronize_device(int device) {
+  for (const std::shared_ptr<Stream>& stream : streams_of(device)) {
     stream->synchronize();
   }
 }
@@ -187,36 +272,65 @@ cudaError_t with_stream(cudaStream_t handle, const Use& use) {
 
 // Runs a function of the host, which may tell others of the host that earlier work has ended.
 void submit_function(Stream& stream, Work function) {
+  stream.follow_implicitly();
   const Clock before = stream.order.now();
-  stream.submit("a function of the host", [before, function = std::move(function)] {
-    host_waited_for(before);
-    function();
-  });
+  stream.submit({"a function of the host", cudaGraphNodeTypeHost},
+                [before, function = std::move(function)] {
+                  host_waited_for(before);
+                  function();
+                });
 }
 
 }  // namespace
 
 extern "C" {
 
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t* handle, unsigned /*flags*/, int priority) {
-  const std::lock_guard<std::mutex> lock(streams().mutex);
-  *handle = reinterpret_cast<cudaStream_t>(streams().make(current_device(), priority).get());
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* handle, unsigned flags, int priority) {
+  if (flags != cudaStreamDefault && flags != cudaStreamNonBlocking) {
+    return failed(cudaErrorInvalidValue, "a stream has flags that do not exist");
+  }
+  Streams& known = streams();
+  const std::lock_guard<std::mutex> lock(known.mutex);
+  const std::shared_ptr<Stream> made = flags == cudaStreamDefault
+                                           ? known.make_blocking(current_device(), priority)
+                                           : known.make(current_device(), priority, flags);
+  *handle = reinterpret_cast<cudaStream_t>(made.get());
   return outcome();
 }
 
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* handle, unsigned flags) {
+  return cudaStreamCreateWithPriority(handle, flags, 0);
+}
+
 cudaError_t cudaStreamCreate(cudaStream_t* handle) {
-  return cudaStreamCreateWithPriority(handle, 0, 0);
+  return cudaStreamCreateWithPriority(handle, cudaStreamDefault, 0);
 }
 
 cudaError_t cudaStreamDestroy(cudaStream_t handle) {
+  if (handle == nullptr || handle == cudaStreamLegacy || handle == cudaStreamPerThread) {
+    return failed(cudaErrorInvalidResourceHandle, "default streams are not destroyed");
+  }
   std::shared_ptr<Stream> stream = Stream::of(handle);
   if (stream == nullptr) {
     return no_stream();
   }
   stream->end();
-  const std::lock_guard<std::mutex> lock(streams().mutex);
-  streams().all.erase(stream.get());
+  Streams& known = streams();
+  const std::lock_guard<std::mutex> lock(known.mutex);
+  if (stream->is_blocking()) {
+    known.legacy_of(stream->device)->follow(*stream);
+  }
+  std::vector<std::shared_ptr<Stream>>& blocking = known.blocking[stream->device];
+  blocking.erase(std::remove(blocking.begin(), blocking.end(), stream), blocking.end());
+  known.all.erase(stream.get());
   return cudaSuccess;
+}
+
+cudaError_t cudaStreamGetFlags(cudaStream_t handle, unsigned* flags) {
+  return with_stream(handle, [&](Stream& stream) {
+    *flags = stream.flags;
+    return cudaSuccess;
+  });
 }
 
 cudaError_t cudaStreamGetPriority(cudaStream_t handle, int* priority) {
@@ -234,6 +348,12 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
     if (const cudaError_t error = refuse_when_captured(stream)) {
       return error;
     }
+    if (const cudaError_t error = refuse_implicit(stream)) {
+      return error;
+    }
+    for (const std::shared_ptr<Stream>& other : blocking_beside(stream)) {
+      other->synchronize();
+    }
     stream.synchronize();
     return outcome();
   });
@@ -244,7 +364,14 @@ cudaError_t cudaStreamQuery(cudaStream_t handle) {
     if (const cudaError_t error = refuse_when_captured(stream)) {
       return error;
     }
-    return stream.is_idle() ? outcome() : not_ready();
+    if (const cudaError_t error = refuse_implicit(stream)) {
+      return error;
+    }
+    bool is_idle = stream.is_idle();
+    for (const std::shared_ptr<Stream>& other : blocking_beside(stream)) {
+      is_idle = other->is_idle() && is_idle;
+    }
+    return is_idle ? outcome() : not_ready();
   });
 }
 

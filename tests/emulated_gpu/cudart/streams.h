@@ -10,6 +10,8 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "emulated_gpu.h"
 #include "races.h"
@@ -18,19 +20,35 @@ namespace emulated_gpu {
 
 struct Capture;
 
+// What work is, in messages and in graphs.
+struct Label {
+  std::string what;
+  cudaGraphNodeType type;
+
+  Label(std::string text, cudaGraphNodeType of_type = cudaGraphNodeTypeKernel)
+      : what(std::move(text)), type(of_type) {}
+  Label(const char* text) : Label(std::string(text)) {}
+};
+
 class Stream : public std::enable_shared_from_this<Stream> {
  public:
-  Stream(int device, int priority, unsigned long long id);
+  Stream(int device, int priority, unsigned flags, unsigned long long id);
 
-  // The handles 0 to 2 mean the current device's default stream. torch's other streams do not wait
-  // for it, and neither does any stream here: so a wait that is missing shows.
-  // Returns null if there is no such stream.
+  // The handles 0 and 1 mean the current device's legacy default stream, and 2 the default stream
+  // that the calling thread has on the current device. Returns null if there is no such stream.
   static std::shared_ptr<Stream> of(cudaStream_t handle);
 
   // Runs the work in order, or adds it to the capture. Returns its ticket, which is null in
   // captures.
-  TicketPtr submit(const std::string& what, Work work,
-                   ReadsPython reads_python = ReadsPython::kYes);
+  TicketPtr submit(const Label& label, Work work, ReadsPython reads_python = ReadsPython::kYes);
+  // Runs work that consists of parts, each with a ticket of its own. No capture may hold the
+  // stream.
+  void submit_parts(Work work) { push(nullptr, std::move(work)); }
+  // Later work of this stream comes after all that the other one has now.
+  void follow(Stream& other);
+  // What each call does that gives the legacy default stream or a blocking stream work: the former
+  // follows all of the latter, and each of these follows it. An error if one of them is captured.
+  cudaError_t follow_implicitly();
   void synchronize();
   bool is_idle();
   // Lets the thread end, once its queue is empty.
@@ -38,7 +56,10 @@ class Stream : public std::enable_shared_from_this<Stream> {
 
   const int device;
   const int priority;
+  const unsigned flags;  // of its creation
   const unsigned long long id;
+
+  bool is_blocking() const { return (flags & cudaStreamNonBlocking) == 0; }
 
   // These belong to captures.cpp and are guarded by its mutex. The heads are the nodes that the
   // next one comes after.
@@ -56,6 +77,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   static void run(const std::shared_ptr<Stream>& stream);
   void run_queue();
   TicketPtr push(const std::shared_ptr<const Origin>& origin, Work work);
+  bool has_work();
 
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -68,7 +90,13 @@ class Stream : public std::enable_shared_from_this<Stream> {
 int current_device();
 void set_current_device(int device);
 
-// Waits for all streams of the device that no capture holds.
+// An id that no stream has.
+unsigned long long new_stream_id();
+
+// All streams of the device that no capture holds.
+std::vector<std::shared_ptr<Stream>> streams_of(int device);
+
+// Waits for all of these.
 void synchronize_device(int device);
 
 }  // namespace emulated_gpu

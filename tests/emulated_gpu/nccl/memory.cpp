@@ -115,9 +115,8 @@ ncclResult_t ncclMemFree(void* address) {
   }
   cudaStream_t stream = freeing_stream();
   enqueue(stream, "ncclMemFree", [=] { writes(address, memory->bytes); });
-  cudaFreeAsync(address, stream);
   cudaStreamSynchronize(stream);
-  return ncclSuccess;
+  return free_at_once(address) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
 }
 
 ncclResult_t ncclCommRegister(const ncclComm_t handle, void* address, std::size_t bytes,

@@ -74,10 +74,47 @@ void poison_given(const c10::cuda::CUDACachingAllocator::TraceEntry& entry) {
   }
 }
 
+// torch's allocator exists by now. It may be CUDA's own, whose memory is always fresh.
+bool poison_what_torch_gives() {
+  if (c10::cuda::CUDACachingAllocator::name() != "native") {
+    return false;
+  }
+  c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(&poison_given);
+  return true;
+}
+
 bool copies_between_devices(const Signature& signature, const Stack& stack) {
   return signature.name == "aten::copy_" &&
          torch::jit::peek(stack, 0, signature.arguments.size()).toTensor().device() !=
              torch::jit::peek(stack, 1, signature.arguments.size()).toTensor().device();
+}
+
+// torch's own copy between two GPUs launches a kernel, unless both tensors are dense and alike.
+// Then the kernels run before it on the one GPU and after it on the other one.
+void copy_between_gpus(const at::Tensor& to, const at::Tensor& from) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const at::Tensor sent = from.resolve_conj().resolve_neg().to(to.scalar_type()).contiguous();
+  const at::Tensor came = at::empty_like(sent, sent.options().device(to.device()));
+  came.copy_(sent);
+  to.copy_(came);
+}
+
+bool is_one_block(const at::Tensor& to, const at::Tensor& from) {
+  return to.scalar_type() == from.scalar_type() && to.sizes() == from.sizes() &&
+         to.is_contiguous() && from.is_contiguous() && to.is_conj() == from.is_conj() &&
+         to.is_neg() == from.is_neg();
+}
+
+void copy_between_devices(const c10::OperatorHandle& op, Stack& stack) {
+  const at::Tensor to = torch::jit::peek(stack, 0, 3).toTensor();
+  const at::Tensor from = torch::jit::peek(stack, 1, 3).toTensor();
+  if (!to.is_cuda() || !from.is_cuda() || is_one_block(to, from)) {
+    op.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, stack);
+    return;
+  }
+  copy_between_gpus(to, from);
+  torch::jit::drop(stack, 3);
+  stack.emplace_back(to);
 }
 
 // Computes aten::native_dropout by other operators. It has no argument for a generator, so the
@@ -93,12 +130,10 @@ void drop_out(Stack& stack) {
 }
 
 void run_operator(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/, Stack* stack) {
-  // torch's allocator exists by now.
-  static const bool poisons [[maybe_unused]] =
-      (c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(&poison_given), true);
+  static const bool poisons [[maybe_unused]] = poison_what_torch_gives();
   const Signature& signature = signature_of(op);
   if (copies_between_devices(signature, *stack)) {
-    op.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack);
+    copy_between_devices(op, *stack);
     return;
   }
   if (signature.name == "aten::native_dropout") {
