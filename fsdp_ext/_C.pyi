@@ -70,6 +70,14 @@ class UnitLayout:
     def row_bytes(self, param: int) -> int: ...
     def row_count(self, param: int, rank: int) -> int: ...
 
+# The reference's function takes gradients, or the output of a collective, and the handle of the
+# stream to run on. Those of collectives also take the input, and a communication hook does if ranks
+# share parameters.
+class ReduceHook:
+    def __init__(
+        self, weak_function: Callable[[], Callable[..., None] | None], device: torch.device
+    ) -> None: ...
+
 # See csrc/core/unit_settings.h.
 class UnitSettings:
     reshard_after_forward: bool
@@ -86,15 +94,10 @@ class UnitSettings:
     is_summoned: bool
     forward_prefetch: list[int]
     backward_prefetch: list[int]
-    # `kind` is "reduce", "communication", "gather" or "scatter". The reference's function takes
-    # gradients, or the output of a collective, and the handle of the stream to run on. Those of
-    # collectives also take the input, and a communication hook does if ranks share parameters.
-    def set_hook(
-        self,
-        kind: str,
-        weak_function: Callable[[], Callable[..., None] | None],
-        device: torch.device,
-    ) -> None: ...
+    reduce_hook: ReduceHook | None
+    communication_hook: ReduceHook | None
+    gather_hook: ReduceHook | None
+    scatter_hook: ReduceHook | None
 
 class UnitConfig:
     def __init__(
@@ -126,7 +129,7 @@ class ModuleAttribute:
         calls_setattr: bool,
     ) -> None: ...
 
-# See csrc/torch/torch_unit.h.
+# See csrc/torch/unit_parameters.h.
 class UnitParameter:
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, *, is_input: bool) -> None: ...
 
@@ -431,6 +434,7 @@ class TorchRoot:
     def has_accumulated(self, unit: int) -> list[bool]: ...
     def set_accumulated(self, unit: int, has: list[bool]) -> list[torch.Tensor]: ...
     def awaits_reduction(self, unit: int) -> bool: ...
+    def reduce_dtype_of(self, unit: int) -> torch.dtype: ...
     def layout_of(self, unit: int) -> UnitLayout: ...
     def pack_scale(self, unit: int) -> float: ...
     def has_unreduced(self) -> bool: ...

@@ -203,6 +203,24 @@ def test_an_error_of_a_hook_is_raised_at_the_end_of_backward() -> None:
     run_ranks(fail, 2)
 
 
+def fail_before_a_setting() -> None:
+    def hook(gradients: Tensor) -> None:
+        raise LookupError("no such gradient")
+
+    model = make()
+    model(torch.ones(2, 6)).sum().backward()
+    model.set_manual_backward_finalization(True)
+    model[1].set_all_reduce_hook(hook)
+    model(torch.ones(2, 6)).sum().backward()
+    model.set_requires_gradient_sync(True)
+    with pytest.raises(LookupError, match="no such gradient"):
+        model.finalize_backward()
+
+
+def test_an_error_of_a_hook_outlives_changes_of_settings() -> None:
+    run_ranks(fail_before_a_setting, 2)
+
+
 def fail_twice() -> None:
     model = make()
     fails = True

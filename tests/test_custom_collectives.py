@@ -186,6 +186,19 @@ def test_parameters_are_gathered_again_after_an_error_that_was_caught() -> None:
     run_ranks(_gathers_again, 2)
 
 
+def _fails_before_a_setting() -> None:
+    model: Any = fully_shard(nn.Linear(4, 4))
+    model.set_custom_all_gather(FailingOnce())
+    handle = model.unshard(async_op=True)
+    model.set_requires_gradient_sync(True)
+    with pytest.raises(KeyError, match="of the object"):
+        handle.wait()
+
+
+def test_an_error_outlives_changes_of_settings() -> None:
+    run_ranks(_fails_before_a_setting, 2)
+
+
 class Waiting(Rounding):
     """Gathers once it is told to."""
 

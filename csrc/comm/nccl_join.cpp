@@ -75,7 +75,7 @@ nccl::Config config_of(const nccl::LaneSettings& settings) {
   config.min_ctas = settings.min_ctas;
   config.max_ctas = settings.max_ctas;
   if (settings.min_ctas != nccl::kUndefined && settings.max_ctas == nccl::kUndefined) {
-    config.max_ctas = nccl::kMostCtas;  // NCCL refuses a least number that is above the undefined
+    config.max_ctas = nccl::kMostCtas;  // NCCL refuses min_ctas without max_ctas
   }
   config.cga_cluster_size = settings.cluster_size;
   if (settings.cta_policy != nccl::kUndefined) {

@@ -25,6 +25,8 @@ class AccumulatedGradients {
   };
 
   explicit AccumulatedGradients(const Bucket& bucket);
+  AccumulatedGradients(const AccumulatedGradients&) = delete;
+  AccumulatedGradients& operator=(const AccumulatedGradients&) = delete;
 
   bool any() const { return has_any_; }
   // Whether trainable parameter i of the unit has some.

@@ -1,5 +1,7 @@
-// The settings of a unit, which may change between passes: Pipeline::apply. A setting that is new
-// gets a field here, a line in bindings/layout.cpp, and its value in fsdp_ext/sharding/root.py.
+// The settings of a unit, which may change between passes: Pipeline::apply. A new setting needs a
+// field here, a line in bindings/layout.cpp and _C.pyi, and its value in fsdp_ext/sharding/root.py,
+// or in unit_tree.py if the planner needs it. If buckets, their memory or collectives depend on it,
+// pipeline_settings.cpp has to say so.
 #pragma once
 
 #include <cstddef>

@@ -227,6 +227,8 @@ void TorchUnit::attach_extensions() {
       const py::dict made = extensions_.attr("attach")();
       for (const auto& [place, parameter] : made) {
         const auto index = place.cast<std::size_t>();
+        FSDP_CHECK(index < parameters_.size(), "attach returned parameter ", index, " of ",
+                   parameters_.size(), ".");
         parameters_[index].set_unsharded(py::reinterpret_borrow<py::object>(parameter));
         const auto found =
             std::find(parameters_.trainable().begin(), parameters_.trainable().end(), index);

@@ -17,6 +17,8 @@ void UnitParameter::set_unsharded(py::object object) {
 
 UnitParameters::UnitParameters(const UnitLayout& layout, std::vector<UnitParameter> all)
     : layout_(layout), all_(std::move(all)) {
+  FSDP_CHECK(all_.size() == layout_.params().size(), "TorchUnit got ", all_.size(),
+             " parameters. The layout has ", layout_.params().size(), ".");
   for (std::size_t i = 0; i < layout_.params().size(); ++i) {
     if (layout_.params()[i].trainable) {
       trainable_.push_back(i);

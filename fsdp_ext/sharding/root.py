@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -298,13 +298,12 @@ class Root(UnitTree):
     def apply(self, units: Iterable[Unit]) -> None:
         """Tell the schedule the settings of ``units`` of this root, from the next use on."""
         for unit in units:
-            if unit.core is not None:  # otherwise it is made with its settings
-                number = self.number(unit)
-                self.core.apply(number, self.core_settings(number, unit.core.layout))
+            number = self.number(unit)
+            self.core.apply(number, self.core_settings(number, self.core.reduce_dtype_of(number)))
 
-    def core_settings(self, number: int, layout: _C.UnitLayout) -> _C.UnitSettings:
+    def core_settings(self, number: int, reduce_dtype: torch.dtype) -> _C.UnitSettings:
         """Return all C++ settings of one unit."""
-        settings = super().core_settings(number, layout)
+        settings = super().core_settings(number, reduce_dtype)
         unit = self.units[number]
         asked = unit.settings
         # Note [after an evaluation] in csrc/core/unit.h
@@ -318,22 +317,20 @@ class Root(UnitTree):
         settings.forward_prefetch = [self.number(target) for target in unit.forward_prefetch]
         settings.backward_prefetch = [self.number(target) for target in unit.backward_prefetch]
         if asked.has_hook:
-            for kind, run in self._hooks(unit).items():
-                # The C++ side must not keep the user's function, which may refer to the model.
-                settings.set_hook(kind, weakref.WeakMethod(run), unit.device)
+            self._set_hooks(settings, unit)
         return settings
 
-    def _hooks(self, unit: Unit) -> dict[str, Callable[..., None]]:
-        hooks: dict[str, Callable[..., None]] = {}
+    def _set_hooks(self, settings: _C.UnitSettings, unit: Unit) -> None:
         if unit.settings.all_reduce_hook is not None:
-            hooks["reduce"] = unit.run_all_reduce_hook
+            settings.reduce_hook = unit.core_hook("reduce", unit.run_all_reduce_hook)
         if unit.settings.communication_hook is not None:
-            hooks["communication"] = unit.run_communication_hook
+            settings.communication_hook = unit.core_hook(
+                "communication", unit.run_communication_hook
+            )
         if (gather := self._custom_collective(unit, "custom_all_gather")) is not None:
-            hooks["gather"] = gather.gather
+            settings.gather_hook = unit.core_hook("gather", gather.gather)
         if (reduce := self._custom_collective(unit, "custom_reduce_scatter")) is not None:
-            hooks["scatter"] = reduce.reduce
-        return hooks
+            settings.scatter_hook = unit.core_hook("scatter", reduce.reduce)
 
     def _custom_collective(self, unit: Unit, setting: str) -> CustomCollective | None:
         """Return what runs the user's object, which units share, and keep it with the unit.
@@ -394,12 +391,11 @@ class Root(UnitTree):
         if self.core.phase() == "idle" and self._has_other_parameters():
             self.rebuild()
         asked = set(units)
-        for number, unit in enumerate(self.units):
-            assert unit.core is not None
-            settings = self.core_settings(number, unit.core.layout)
-            settings.requires_gradient_sync = unit in asked
-            self.core.apply(number, settings)
         try:
+            for number, unit in enumerate(self.units):
+                settings = self.core_settings(number, self.core.reduce_dtype_of(number))
+                settings.requires_gradient_sync = unit in asked
+                self.core.apply(number, settings)
             self.reduce_accumulated(wait=True)
         finally:
             self.apply(self.units)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -15,21 +15,26 @@ from fsdp_ext.sharding.unit import Unit
 def change(units: Sequence[Unit], **settings: Any) -> None:
     """Change settings of units, and apply them in the roots that run the units.
 
-    Without settings it applies the units' prefetch targets, which the caller has changed. After an
+    Without settings it only applies them, after the caller has changed prefetch targets. After an
     error the units have their former settings.
     """
     before = [unit.settings for unit in units]
     for unit in units:
         unit.change(**settings)
     try:
-        for root in {unit.root for unit in units if unit.root is not None}:
-            if "reshard_after_forward" in settings:  # the other ones need no resolving
-                root.resolve_again()
-            root.apply([unit for unit in units if unit.root is root])
+        _apply(units, settings)
     except Exception:
         for unit, former in zip(units, before, strict=True):
             unit.settings = former
+        _apply(units, settings)
         raise
+
+
+def _apply(units: Sequence[Unit], changed: Collection[str]) -> None:
+    for root in {unit.root for unit in units if unit.root is not None}:
+        if "reshard_after_forward" in changed:  # the other ones need no resolving
+            root.resolve_again()
+        root.apply([unit for unit in units if unit.root is root])
 
 
 def targets_of(units: Sequence[Unit], modules: Iterable[object], caller: str) -> list[list[Unit]]:

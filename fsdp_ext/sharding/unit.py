@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,6 +94,7 @@ class Unit(ParamGroup):
         self.is_summoned = False
         # What runs the user's collectives, by the name of the setting.
         self.collectives: dict[str, CustomCollective] = {}
+        self._core_hooks: dict[str, tuple[weakref.WeakMethod[Any], _C.ReduceHook]] = {}
         # Modules and the names of their attributes that were passed as ignored_params.
         self.ignored: set[tuple[nn.Module, str]] = set()
         # With FSDP1's use_orig_params=False: Note [flat parameters in Python].
@@ -131,8 +132,22 @@ class Unit(ParamGroup):
     def change(self, **settings: Any) -> None:
         """Replace settings of this unit. :meth:`Root.apply` passes them to the schedule."""
         changed = copy.copy(self.settings)  # dataclasses.replace() takes three times as long
+        if unknown := settings.keys() - vars(changed).keys():
+            raise TypeError(f"a unit has no settings {sorted(unknown)}")
         vars(changed).update(settings)
         self.settings = changed
+
+    def core_hook(self, kind: str, run: Callable[..., None]) -> _C.ReduceHook:
+        """Return the C++ hook that calls the method ``run``.
+
+        It stays as long as the method does, because it holds an error until a wait. It must not
+        keep the user's function, which may refer to the model.
+        """
+        method = weakref.WeakMethod(run)
+        kept = self._core_hooks.get(kind)
+        if kept is None or kept[0] != method:
+            kept = self._core_hooks[kind] = (method, _C.ReduceHook(method, self.device))
+        return kept[1]
 
     def run_all_reduce_hook(self, gradients: torch.Tensor, handle: int) -> None:
         """Call the user's hook on this unit's reduced gradients. The schedule calls this."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from fsdp_ext import _C
@@ -102,7 +103,7 @@ class UnitTree:
             _C.UnitConfig(
                 name=unit.name,
                 layout=layout,
-                settings=self.core_settings(number, layout),
+                settings=self.core_settings(number, layout.reduce_dtype),
                 parent=parents[number],
                 max_message_bytes=self.settings.max_message_bytes[number],
                 mesh=meshes[number] if meshes else 0,
@@ -110,14 +111,14 @@ class UnitTree:
             for number, (unit, layout) in enumerate(zip(self.units, layouts, strict=True))
         ]
 
-    def core_settings(self, number: int, layout: _C.UnitLayout) -> _C.UnitSettings:
+    def core_settings(self, number: int, reduce_dtype: torch.dtype) -> _C.UnitSettings:
         """Return the C++ settings of one unit: those that buckets and their memory depend on."""
         unit = self.units[number]
         settings = _C.UnitSettings()
         settings.reshard_after_forward = self.settings.reshard_after_forward[number]
         settings.reshard_group = self.settings.reshard_groups[number]
         settings.reshard_after_backward = unit.settings.reshard_after_backward
-        scales = unit.gradient_scales(layout.reduce_dtype)
+        scales = unit.gradient_scales(reduce_dtype)
         settings.pack_scale, settings.reduce_scale = scales
         settings.bucket_bytes = self.settings.bucket_bytes[number]
         settings.reduces_alone = unit.settings.has_hook

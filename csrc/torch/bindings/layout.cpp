@@ -1,7 +1,6 @@
 // Layouts, settings and plans: what can be asked before anything runs.
 #include "core/layout.h"
 
-#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -106,14 +105,9 @@ py::dict describe(const BucketPlan& plan) {
   return result;
 }
 
-// The fields of UnitSettings that hold hooks.
-const std::map<std::string, std::shared_ptr<ReduceHook> UnitSettings::*> kHooks = {
-    {"reduce", &UnitSettings::reduce_hook},
-    {"communication", &UnitSettings::communication_hook},
-    {"gather", &UnitSettings::gather_hook},
-    {"scatter", &UnitSettings::scatter_hook}};
-
 void register_unit_config(py::module_& m) {
+  py::class_<ReduceHook, std::shared_ptr<ReduceHook>>(m, "ReduceHook")
+      .def(py::init(&make_python_reduce_hook), py::arg("weak_function"), py::arg("device"));
   py::class_<UnitSettings>(m, "UnitSettings")
       .def(py::init<>())
       .def_readwrite("reshard_after_forward", &UnitSettings::reshard_after_forward)
@@ -130,10 +124,10 @@ void register_unit_config(py::module_& m) {
       .def_readwrite("is_summoned", &UnitSettings::is_summoned)
       .def_readwrite("forward_prefetch", &UnitSettings::forward_prefetch)
       .def_readwrite("backward_prefetch", &UnitSettings::backward_prefetch)
-      .def("set_hook", [](UnitSettings& settings, const std::string& kind, py::object weak_function,
-                          at::Device device) {
-        settings.*kHooks.at(kind) = make_python_reduce_hook(std::move(weak_function), device);
-      });
+      .def_readwrite("reduce_hook", &UnitSettings::reduce_hook)
+      .def_readwrite("communication_hook", &UnitSettings::communication_hook)
+      .def_readwrite("gather_hook", &UnitSettings::gather_hook)
+      .def_readwrite("scatter_hook", &UnitSettings::scatter_hook);
   py::class_<UnitConfig>(m, "UnitConfig")
       .def(py::init([](std::string name, const UnitLayout& layout, const UnitSettings& settings,
                        int parent, std::size_t max_message_bytes, int mesh) {

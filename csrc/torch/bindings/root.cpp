@@ -7,6 +7,7 @@
 #include "core/ledger.h"
 #include "core/pipeline.h"
 #include "torch/bindings/registrations.h"
+#include "torch/dtype.h"
 #include "torch/torch_root.h"
 
 namespace py = pybind11;
@@ -208,6 +209,10 @@ void register_root(py::module_& m) {
            })
       .def("awaits_reduction",
            [](TorchRoot& root, int unit) { return root.pipeline().unit(unit).awaits_reduction; })
+      .def("reduce_dtype_of",
+           [](TorchRoot& root, int unit) {
+             return to_scalar_type(root.pipeline().unit(unit).layout.reduce_dtype());
+           })
       .def("layout_of", [](TorchRoot& root, int unit) { return root.pipeline().unit(unit).layout; })
       .def("pack_scale",
            [](TorchRoot& root, int unit) { return root.pipeline().unit(unit).pack_scale; })
@@ -225,8 +230,8 @@ void register_root(py::module_& m) {
       .def("adopt_shown",
            [](TorchRoot& root, std::size_t unit, std::size_t trainable,
               const std::optional<at::Tensor>& put_aside) {
-             root.units().at(unit)->shown_gradients().adopt(trainable,
-                                                {true, put_aside.value_or(at::Tensor())});
+             root.units().at(unit)->shown_gradients().adopt(
+                 trainable, {true, put_aside.value_or(at::Tensor())});
            })
       .def("buckets",
            [](TorchRoot& root) {

@@ -47,9 +47,7 @@ void register_unit(py::module_& m) {
            py::arg("extensions"), py::arg("flat_parameter"), py::arg("attributes"))
       .def("enclose", &TorchUnit::enclose, py::arg("inner"))
       .def("show_accumulated",
-           [](TorchUnit& unit, py::object wrap) {
-             unit.shown_gradients().enable(std::move(wrap));
-           })
+           [](TorchUnit& unit, py::object wrap) { unit.shown_gradients().enable(std::move(wrap)); })
       .def("release_gradients", [](TorchUnit& unit) { unit.gradients().release(); })
       .def("share_flat_gradient", [](TorchUnit& unit) { return unit.gradients().share(); })
       .def("pre_forward_hook",
