@@ -113,14 +113,12 @@ print(error_of(cuda.cudaDeviceSynchronize()))
 def test_copies_between_devices_do_not_hold_the_host() -> None:
     code = """
 stream = torch.cuda.Stream(0)
-gate = Gate(stream.cuda_stream)
-one.fill_(5)
-torch.cuda.current_stream().synchronize()
 copy = cuda.cudaMemcpyPeerAsync
-print(error_of(copy(address(other), 1, address(one), 0, BYTES, handle(stream))))
-print(error_of(cuda.cudaStreamQuery(handle(stream))))
-gate.open()
-stream.synchronize()
+with Gate(stream.cuda_stream):
+    one.fill_(5)
+    torch.cuda.current_stream().synchronize()
+    print(error_of(copy(address(other), 1, address(one), 0, BYTES, handle(stream))))
+    print(error_of(cuda.cudaStreamQuery(handle(stream))))
 print(other.sum().item())
 print(error_of(copy(address(other), 0, address(one), 0, BYTES, handle(stream))))
 print(error_of(copy(address(other), 1, address(one), 7, BYTES, handle(stream))))
@@ -140,15 +138,13 @@ before, after = torch.cuda.Stream(0), torch.cuda.Stream(1)
 with torch.cuda.stream(before):
     torch.cuda._sleep(5_000_000)
     one.fill_(5)
-gate = Gate(before.cuda_stream)
-print(error_of(cuda.cudaMemcpyPeer(address(other), 1, address(one), 0, BYTES)))
-print(error_of(cuda.cudaStreamQuery(handle(after))))
-with torch.cuda.stream(after):
-    other.mul_(2)
-with torch.cuda.stream(before):
-    one.fill_(0)
-gate.open()
-torch.cuda.synchronize(0)
+with Gate(before.cuda_stream):
+    print(error_of(cuda.cudaMemcpyPeer(address(other), 1, address(one), 0, BYTES)))
+    print(error_of(cuda.cudaStreamQuery(handle(after))))
+    with torch.cuda.stream(after):
+        other.mul_(2)
+    with torch.cuda.stream(before):
+        one.fill_(0)
 torch.cuda.synchronize(1)
 print(other.sum().item(), one.sum().item())
 """

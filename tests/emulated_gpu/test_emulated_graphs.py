@@ -104,13 +104,11 @@ def test_replays_of_a_graph_on_two_streams_come_after_each_other() -> None:
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         values.add_(1)
-    gate = Gate(streams[0].cuda_stream)
-    for stream in streams:
-        with torch.cuda.stream(stream):
-            graph.replay()
-    assert not streams[1].query()
-    gate.open()
-    torch.cuda.synchronize()
+    with Gate(streams[0].cuda_stream):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                graph.replay()
+        assert not streams[1].query()
     assert values.tolist() == [2] * 8
 
 

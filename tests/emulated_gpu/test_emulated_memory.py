@@ -52,15 +52,13 @@ def test_the_host_and_the_device_use_managed_memory(managed: ctypes.c_void_p) ->
     stream = torch.cuda.Stream()
     result = torch.zeros(BYTES, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
-    gate = Gate(stream.cuda_stream)
     handle, size = ctypes.c_void_p(stream.cuda_stream), ctypes.c_size_t(BYTES)
     to = ctypes.c_void_p(result.data_ptr())
-    # These copies are asynchronous, as all are that are not within the host.
-    assert runtime().cudaMemcpyAsync(to, managed, size, 3, handle) == 0
-    assert runtime().cudaMemsetAsync(managed, 4, size, handle) == 0
-    assert not stream.query()
-    gate.open()
-    stream.synchronize()
+    with Gate(stream.cuda_stream):
+        # These copies are asynchronous, as all are that are not within the host.
+        assert runtime().cudaMemcpyAsync(to, managed, size, 3, handle) == 0
+        assert runtime().cudaMemsetAsync(managed, 4, size, handle) == 0
+        assert not stream.query()
     assert result.tolist() == [3] * BYTES
     assert ctypes.string_at(managed, BYTES) == b"\4" * BYTES
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from support import nccl_library as nccl
 from support.devices import IS_EMULATED
+from support.emulated import Gate
 from support.launcher import RanksFailed, run_ranks
 
 pytestmark = pytest.mark.skipif(not IS_EMULATED, reason="tests the emulated GPU: make rehearsal")
@@ -137,12 +138,12 @@ def _of_two_hosts_named() -> tuple[bool, int]:
 def _frees_too_early(waits: bool) -> None:
     comm = nccl.join()
     memory = nccl.allocate(NUMEL)
-    torch.cuda._sleep(20_000_000)
-    assert nccl.all_gather(comm, memory, memory, NUMEL) == nccl.SUCCESS
-    if waits:
-        torch.cuda.synchronize()
-    assert nccl.call("ncclMemFree", memory) == nccl.SUCCESS
-    torch.cuda.synchronize()
+    with Gate(torch.cuda.current_stream().cuda_stream) as gate:
+        assert nccl.all_gather(comm, memory, memory, NUMEL) == nccl.SUCCESS
+        if waits:
+            gate.open()
+            torch.cuda.synchronize()
+        assert nccl.call("ncclMemFree", memory) == nccl.SUCCESS
     assert nccl.call("ncclCommDestroy", comm) == nccl.SUCCESS
 
 

@@ -86,25 +86,49 @@ def test_an_event_of_the_legacy_default_stream_comes_after_blocking_streams() ->
 
 def test_the_host_waits_for_blocking_streams_by_the_legacy_default_stream() -> None:
     blocking, other = _new_stream(BLOCKING), _new_stream(NON_BLOCKING)
-    gates = [Gate(blocking), Gate(other)]
-    assert [_query(stream) for stream in (0, LEGACY, blocking, other)] == [NOT_READY] * 4
-    gates[0].open()
-    assert runtime().cudaStreamSynchronize(None) == 0
-    assert [_query(stream) for stream in (0, LEGACY, blocking, other)] == [
-        *["cudaSuccess"] * 3,
-        NOT_READY,
-    ]
-    gates[1].open()
-    torch.cuda.synchronize()
+    with Gate(blocking) as gate, Gate(other):
+        assert [_query(stream) for stream in (0, LEGACY, blocking, other)] == [NOT_READY] * 4
+        gate.open()
+        assert runtime().cudaStreamSynchronize(None) == 0
+        assert [_query(stream) for stream in (0, LEGACY, blocking, other)] == [
+            *["cudaSuccess"] * 3,
+            NOT_READY,
+        ]
 
 
 def test_work_of_a_destroyed_blocking_stream_comes_first() -> None:
     stream = _new_stream(BLOCKING)
-    gate = Gate(stream)
-    assert runtime().cudaStreamDestroy(ctypes.c_void_p(stream)) == 0
-    assert _query(0) == NOT_READY
-    gate.open()
+    with Gate(stream):
+        assert runtime().cudaStreamDestroy(ctypes.c_void_p(stream)) == 0
+        assert _query(0) == NOT_READY
+
+
+@pytest.mark.parametrize("flags", [BLOCKING, NON_BLOCKING])
+def test_the_host_waits_for_a_destroyed_stream_with_its_device(flags: int) -> None:
+    handle = _new_stream(flags)
+    values = torch.zeros(8, device="cuda")
     torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.ExternalStream(handle)):
+        torch.cuda._sleep(LATE_CYCLES)
+        values.add_(1)
+    assert runtime().cudaStreamDestroy(ctypes.c_void_p(handle)) == 0
+    torch.cuda.synchronize()
+    values.add_(1)  # an error, if nothing orders it after the other stream
+    assert values.tolist() == [2] * 8
+
+
+def test_events_refuse_a_destroyed_stream() -> None:
+    event, stream = ctypes.c_void_p(), ctypes.c_void_p(_new_stream(NON_BLOCKING))
+    assert runtime().cudaEventCreateWithFlags(ctypes.byref(event), 0) == 0
+    assert runtime().cudaEventRecord(event, None) == 0
+    assert runtime().cudaStreamDestroy(stream) == 0
+    for result in (
+        runtime().cudaEventRecord(event, stream),
+        runtime().cudaStreamWaitEvent(stream, event, 0),
+        runtime().cudaStreamWaitEvent(stream, event, 1),  # as an external event
+    ):
+        assert error_of(result) == "cudaErrorInvalidResourceHandle"
+    assert runtime().cudaEventDestroy(event) == 0
 
 
 def test_default_streams_are_not_destroyed() -> None:
@@ -128,13 +152,12 @@ def test_streams_know_their_flags() -> None:
 
 
 def test_each_thread_has_a_default_stream_of_its_own() -> None:
-    gate = Gate(PER_THREAD)
     found = {}
-    thread = threading.Thread(target=lambda: found.update(other=_query(PER_THREAD)))
-    thread.start()
-    thread.join()
-    found.update(own=_query(PER_THREAD), legacy=_query(0))
-    gate.open()
+    with Gate(PER_THREAD):
+        thread = threading.Thread(target=lambda: found.update(other=_query(PER_THREAD)))
+        thread.start()
+        thread.join()
+        found.update(own=_query(PER_THREAD), legacy=_query(0))
     assert found == {"other": "cudaSuccess", "own": NOT_READY, "legacy": NOT_READY}
     assert runtime().cudaStreamSynchronize(ctypes.c_void_p(PER_THREAD)) == 0
 
@@ -213,13 +236,11 @@ def test_the_host_waits_for_a_copy_as_cuda_says(
         assert getattr(library, call)(_address(after), _address(before), size, kind, *given) == 0
 
     if waits in ("-", "read"):
-        gate = Gate(stream)
-        copy()  # returns although the stream waits
-        assert _query(stream) == NOT_READY
-        if waits == "read":
-            before.fill_(6)
-        gate.open()
-        torch.cuda.synchronize()
+        with Gate(stream):
+            copy()  # returns although the stream waits
+            assert _query(stream) == NOT_READY
+            if waits == "read":
+                before.fill_(6)
     else:
         event = torch.cuda.Event()
         used = torch.cuda.ExternalStream(stream) if stream != 0 else torch.cuda.default_stream()
@@ -242,10 +263,9 @@ def test_the_host_waits_for_memsets_of_pinned_memory_alone(memory: str) -> None:
     torch.cuda.synchronize()
     size = ctypes.c_size_t(BYTES)
     if memory == "device":
-        gate = Gate(0)
-        assert runtime().cudaMemset(_address(values), 5, size) == 0
-        assert _query(0) == NOT_READY
-        gate.open()
+        with Gate(0):
+            assert runtime().cudaMemset(_address(values), 5, size) == 0
+            assert _query(0) == NOT_READY
     else:
         torch.cuda._sleep(LATE_CYCLES)
         assert runtime().cudaMemset(_address(values), 5, size) == 0

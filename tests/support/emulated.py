@@ -37,17 +37,37 @@ def error_of(result: int) -> str:
     return name.decode()
 
 
+HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+def launch_on_host(stream: int, function: object) -> None:
+    """Run a HOST_FUNCTION in order of the stream. The caller keeps it until then."""
+    assert runtime().cudaLaunchHostFunc(ctypes.c_void_p(stream), function, None) == 0
+
+
 class Gate:
-    """A function of the host on a stream, behind which work waits until the gate is open."""
+    """A function of the host on a stream, behind which work waits until the gate is open.
+
+    At the end of its `with`, it opens, and the host waits for the current device.
+    """
 
     def __init__(self, stream: int) -> None:
         self._is_open = threading.Event()
-        self._function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: self._wait())
-        assert runtime().cudaLaunchHostFunc(ctypes.c_void_p(stream), self._function, None) == 0
+        self._was_opened = False
+        self._function = HOST_FUNCTION(lambda _: self._wait())
+        launch_on_host(stream, self._function)
+
+    def __enter__(self) -> Gate:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.open()
+        assert runtime().cudaDeviceSynchronize() == 0
+        assert self._was_opened, "the gate was not opened within a minute"
 
     def open(self) -> None:
         """Let the stream go on."""
         self._is_open.set()
 
     def _wait(self) -> None:
-        assert self._is_open.wait(60)
+        self._was_opened = self._is_open.wait(60)

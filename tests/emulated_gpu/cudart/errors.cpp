@@ -33,6 +33,8 @@ const char* name_of(cudaError_t error) {
       {cudaErrorCapturedEvent, "cudaErrorCapturedEvent"},
       {cudaErrorDeviceUninitialized, "cudaErrorDeviceUninitialized"},
       {cudaErrorGraphExecUpdateFailure, "cudaErrorGraphExecUpdateFailure"},
+      {cudaErrorHostMemoryAlreadyRegistered, "cudaErrorHostMemoryAlreadyRegistered"},
+      {cudaErrorHostMemoryNotRegistered, "cudaErrorHostMemoryNotRegistered"},
       {cudaErrorIllegalAddress, "cudaErrorIllegalAddress"},
       {cudaErrorIllegalState, "cudaErrorIllegalState"},
       {cudaErrorInvalidDevice, "cudaErrorInvalidDevice"},

@@ -58,6 +58,9 @@ cudaError_t last_record(cudaEvent_t handle, std::shared_ptr<Record>& record) {
 // `orders`: whether later work of the stream counts as ordered after the event.
 cudaError_t wait_for_event(cudaStream_t handle, cudaEvent_t event_handle, bool orders) {
   const std::shared_ptr<Stream> stream = Stream::of(handle);
+  if (stream == nullptr) {
+    return failed(cudaErrorInvalidResourceHandle, "the stream was destroyed");
+  }
   const Event& event = *as_event(event_handle);
   std::shared_ptr<Record> record;
   {
@@ -99,6 +102,9 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned flags) {
     return failed(cudaErrorInvalidValue, "cudaEventInterprocess needs cudaEventDisableTiming");
   }
   auto shared = is_shared ? std::make_shared<SharedRecords>() : nullptr;
+  if (shared != nullptr && shared->page == nullptr) {
+    return failed(cudaErrorMemoryAllocation, "the host has no more memory");
+  }
   *handle = new_handle({current_device(), has_time, std::move(shared), {}, {}, {}});
   return cudaSuccess;
 }
@@ -139,7 +145,10 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream_han
   if (flags > cudaEventRecordExternal) {
     return failed(cudaErrorInvalidValue, "an event is recorded with flags that do not exist");
   }
-  if (stream == nullptr || stream->device != event.device) {
+  if (stream == nullptr) {
+    return failed(cudaErrorInvalidResourceHandle, "the stream was destroyed");
+  }
+  if (stream->device != event.device) {
     return failed(cudaErrorInvalidResourceHandle, "the event and the stream are of two devices");
   }
   if (flags == cudaEventRecordExternal &&
@@ -229,8 +238,9 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned
   if (is_left_out("cudaStreamWaitEvent")) {
     return outcome();
   }
-  if (flags == cudaEventWaitExternal &&
-      add_external(*Stream::of(handle), as_event(event),
+  const std::shared_ptr<Stream> stream = Stream::of(handle);
+  if (flags == cudaEventWaitExternal && stream != nullptr &&
+      add_external(*stream, as_event(event),
                    {"a wait for an external event", cudaGraphNodeTypeWaitEvent})) {
     return outcome();
   }

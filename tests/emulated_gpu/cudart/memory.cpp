@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <string>
@@ -44,6 +45,12 @@ char* reserve_between_guards(std::size_t bytes) {
   void* mapped = mmap(nullptr, bytes + 2 * kPage, PROT_NONE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   return mapped != MAP_FAILED ? static_cast<char*>(mapped) + kPage : nullptr;
+}
+
+void synchronize_all_devices() {
+  for (int device = 0; device < settings().devices; ++device) {
+    synchronize_device(device);
+  }
 }
 
 }  // namespace
@@ -183,22 +190,37 @@ cudaError_t cudaFreeHost(void* address) {
   if (address == nullptr) {
     return outcome();
   }
-  for (int device = 0; device < settings().devices; ++device) {
-    synchronize_device(device);
-  }
+  synchronize_all_devices();
   return release(address, MemoryKind::kPinned);
 }
 
 cudaError_t cudaHostRegister(void* address, std::size_t bytes, unsigned /*flags*/) {
+  if (address == nullptr || bytes == 0) {
+    return failed(cudaErrorInvalidValue, "memory without bytes is registered");
+  }
   const auto begin = reinterpret_cast<std::uintptr_t>(address);
+  std::map<std::uintptr_t, Region>& known = regions().by_begin;
   const std::lock_guard<std::mutex> lock(regions().mutex);
-  regions().by_begin[begin] = {begin, bytes, kPinned, MemoryKind::kPinned, {}};
+  const auto after = known.lower_bound(begin + bytes);
+  if (after != known.begin()) {
+    const Region& last = std::prev(after)->second;
+    if (begin < last.begin + last.bytes) {
+      return failed(cudaErrorHostMemoryAlreadyRegistered, "the memory is CUDA's already");
+    }
+  }
+  known[begin] = {begin, bytes, kPinned, MemoryKind::kRegistered, {}};
   return outcome();
 }
 
 cudaError_t cudaHostUnregister(void* address) {
+  synchronize_all_devices();
   const std::lock_guard<std::mutex> lock(regions().mutex);
-  regions().by_begin.erase(reinterpret_cast<std::uintptr_t>(address));
+  const auto found = regions().by_begin.find(reinterpret_cast<std::uintptr_t>(address));
+  if (found == regions().by_begin.end() || found->second.kind != MemoryKind::kRegistered) {
+    return failed(cudaErrorHostMemoryNotRegistered, "no registered memory begins there");
+  }
+  forget_uses(address, found->second.bytes);
+  regions().by_begin.erase(found);
   return outcome();
 }
 

@@ -19,7 +19,8 @@ enum class MemoryKind {
   kPool,  // of a device's memory pool
   kManaged,
   kPinned,
-  kOpened,  // memory of a device that another process has allocated
+  kRegistered,  // pinned memory that CUDA has not allocated
+  kOpened,      // memory of a device that another process has allocated
 };
 
 struct Region {
@@ -29,7 +30,7 @@ struct Region {
   MemoryKind kind;
   SharedRange range;  // of memory that belongs to a device
 
-  bool is_pinned() const { return kind == MemoryKind::kPinned; }
+  bool is_pinned() const { return kind == MemoryKind::kPinned || kind == MemoryKind::kRegistered; }
   bool is_managed() const { return kind == MemoryKind::kManaged; }
 };
 

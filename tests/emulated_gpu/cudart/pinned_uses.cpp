@@ -1,5 +1,7 @@
 #include "pinned_uses.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -24,6 +26,7 @@ struct PinnedUse {
   TicketPtr ticket;  // null before the work is submitted
   Bytes expected;    // what the memory has to have until the host has waited. Empty: anything
   Bytes result;      // what the work has written. Empty if it has not run, or only reads
+  Bytes before;      // what NaN replaces until the work runs. Empty if nothing does
 
   bool overlaps(std::uintptr_t other_begin, std::uintptr_t other_end) const {
     return begin < other_end && other_begin < end;
@@ -36,7 +39,8 @@ namespace {
 struct Uses {
   std::mutex mutex;
   std::list<std::shared_ptr<PinnedUse>> all;
-  std::uint32_t random = 1;
+  std::uint32_t random = static_cast<std::uint32_t>(getpid()) * 2654435761u;
+  const std::shared_ptr<const void> host_functions = std::make_shared<char>();
   // Around all of them, so that most accesses need no lock.
   std::atomic<std::uintptr_t> lowest{std::numeric_limits<std::uintptr_t>::max()};
   std::atomic<std::uintptr_t> highest{0};
@@ -58,8 +62,8 @@ Bytes content(const PinnedUse& use) {
   return Bytes(use.memory(), use.memory() + (use.end - use.begin));
 }
 
-// Fills the memory with bytes that are NaN in every format and not the same in two places, so that
-// no two flags, hashes or counts that are read too early are equal.
+// Fills the memory with bytes that are NaN in formats of 16 bits and more, and hardly ever the same
+// in two places or processes. So flags, hashes and counts that are read too early differ.
 void fill_with_nan(PinnedUse& use) {
   std::uint32_t& random = uses().random;
   use.expected.resize(use.end - use.begin);
@@ -71,18 +75,30 @@ void fill_with_nan(PinnedUse& use) {
   std::memcpy(use.memory(), use.expected.data(), use.expected.size());
 }
 
-// What the host finds there from now on is what the work has left.
-void settle(PinnedUse& use) {
+// Fails the device if the host has written the memory. Later writes of the host do not count.
+void compare(PinnedUse& use) {
   const Bytes expected = std::exchange(use.expected, {});
   // Work may run before its ticket is known. Then what the host has done meanwhile does not show.
   if (use.ticket != nullptr && !expected.empty() &&
       std::memcmp(use.memory(), expected.data(), expected.size()) != 0) {
     report_host_write(use.memory(), expected.size(), *use.ticket->user.origin);
   }
-  if (!use.result.empty()) {
-    std::memcpy(use.memory(), use.result.data(), use.result.size());
-    use.result.clear();
+}
+
+// What is there from now on is what the work has left, or will find.
+void settle(PinnedUse& use) {
+  compare(use);
+  for (Bytes* content : {&use.before, &use.result}) {
+    std::copy(content->begin(), content->end(), use.memory());
+    content->clear();
   }
+}
+
+// Work that runs before this copy reads the memory.
+void restore(PinnedUse& use) {
+  compare(use);
+  use.expected = std::exchange(use.before, {});
+  std::copy(use.expected.begin(), use.expected.end(), use.memory());
 }
 
 }  // namespace
@@ -93,21 +109,23 @@ PinnedUses begin_copy(void* to, const void* from, std::size_t bytes) {
     return made;
   }
   const std::lock_guard<std::mutex> lock(uses().mutex);
+  const bool has_host_function = uses().host_functions.use_count() > 1;
   for (const void* address : {from, const_cast<const void*>(to)}) {
     const auto begin = reinterpret_cast<std::uintptr_t>(address);
     const auto end = begin + bytes;
     if (!is_pinned(begin)) {
       continue;
     }
-    auto use = std::make_shared<PinnedUse>(PinnedUse{begin, end, nullptr, {}, {}});
+    auto use = std::make_shared<PinnedUse>(PinnedUse{begin, end, nullptr, {}, {}, {}});
     // Where earlier work is in flight, what is there may change, and must not be changed here.
-    const bool is_free = has_host_waited_for(address, bytes) &&
+    const bool is_free = !has_host_function && has_host_waited_for(address, bytes) &&
                          std::none_of(uses().all.begin(), uses().all.end(), [&](const auto& other) {
                            return other->overlaps(begin, end);
                          });
     if (is_free && address == from) {
       use->expected = content(*use);
     } else if (is_free) {
+      use->before = content(*use);
       fill_with_nan(*use);
     }
     made.push_back(use);
@@ -122,6 +140,10 @@ void set_ticket(const PinnedUses& made, const TicketPtr& ticket) {
   const std::lock_guard<std::mutex> lock(uses().mutex);
   for (const auto& use : made) {
     use->ticket = ticket;
+    if (ticket == nullptr) {
+      settle(*use);
+      uses().all.remove(use);
+    }
   }
 }
 
@@ -137,7 +159,7 @@ void run_copy(const PinnedUses& made, void* to, const void* from, std::size_t by
   }
   const char* first = static_cast<const char*>(from);
   (*target)->result.assign(first, first + bytes);
-  (*target)->expected = content(**target);
+  fill_with_nan(**target);
 }
 
 // Work of a stream finds what earlier work has written, and may overwrite what that has read.
@@ -147,8 +169,16 @@ void before_access(const Access& access) {
   }
   const std::lock_guard<std::mutex> lock(uses().mutex);
   for (const auto& use : uses().all) {
-    if (use->overlaps(access.begin, access.end) && (access.is_write || !use->result.empty())) {
+    if (!use->overlaps(access.begin, access.end)) {
+      continue;
+    }
+    if (access.is_write && access.begin <= use->begin && use->end <= access.end) {
+      use->before.clear();  // all is overwritten, so NaN stays until then
+    }
+    if (access.is_write || !use->result.empty()) {
       settle(*use);
+    } else if (!use->before.empty()) {
+      restore(*use);
     }
   }
 }
@@ -157,7 +187,7 @@ void after_work(const TicketPtr& ticket, const std::vector<Access>& accesses) {
   const std::lock_guard<std::mutex> lock(uses().mutex);
   for (const bool is_write : {true, false}) {
     for (const Access& access : accesses) {
-      // Earlier results were settled before this work came, so one that is there is its own.
+      // before_access has settled earlier results, so a result found here is of this work.
       const auto has_result = [&](const auto& use) {
         return !use->result.empty() && use->overlaps(access.begin, access.end);
       };
@@ -165,7 +195,8 @@ void after_work(const TicketPtr& ticket, const std::vector<Access>& accesses) {
           std::any_of(uses().all.begin(), uses().all.end(), has_result)) {
         continue;
       }
-      auto use = std::make_shared<PinnedUse>(PinnedUse{access.begin, access.end, ticket, {}, {}});
+      auto use =
+          std::make_shared<PinnedUse>(PinnedUse{access.begin, access.end, ticket, {}, {}, {}});
       if (is_write) {
         use->result = content(*use);
         fill_with_nan(*use);
@@ -176,6 +207,8 @@ void after_work(const TicketPtr& ticket, const std::vector<Access>& accesses) {
     }
   }
 }
+
+std::shared_ptr<const void> begin_host_function() { return uses().host_functions; }
 
 void end_pinned_uses() {
   Uses& known = uses();

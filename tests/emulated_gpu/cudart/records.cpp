@@ -30,6 +30,24 @@ struct Told {
 };
 Told& told() { return lasting<Told>(); }
 
+// A record that another event has made, mostly in another process, so it looks at the page.
+class RecordOfOther final : public Record {
+ public:
+  RecordOfOther(std::shared_ptr<SharedRecords> all, std::uint64_t number, Clock clock)
+      : Record(std::move(clock)), all_(std::move(all)), number_(number) {}
+
+  bool is_reached() override { return all_->page->reached >= number_; }
+  void wait() override {
+    while (!is_reached()) {
+      std::this_thread::sleep_for(kBetweenLooks);
+    }
+  }
+
+ private:
+  const std::shared_ptr<SharedRecords> all_;
+  const std::uint64_t number_;
+};
+
 }  // namespace
 
 void Record::reach() {
@@ -55,7 +73,9 @@ WallClock::time_point Record::time() {
 }
 
 SharedRecords::SharedRecords() : range(new_page()), page(map_page(range)) {
-  page->last = 0;  // from now on the file has memory there
+  if (page != nullptr) {
+    page->last = 0;  // from now on the file has memory there
+  }
 }
 
 SharedRecords::SharedRecords(const SharedRange& of_other)
@@ -89,21 +109,14 @@ std::shared_ptr<Record> SharedRecord::newest(const std::shared_ptr<SharedRecords
     return own;
   }
   const std::lock_guard<std::mutex> lock(told().mutex);
-  return std::make_shared<SharedRecord>(all, last, told().clock);
+  return std::make_shared<RecordOfOther>(all, last, told().clock);
 }
 
 void SharedRecord::reach() {
+  Record::reach();
   std::atomic<std::uint64_t>& reached = all_->page->reached;
   std::uint64_t before = reached;
   while (before < number_ && !reached.compare_exchange_weak(before, number_)) {
-  }
-}
-
-bool SharedRecord::is_reached() { return all_->page->reached >= number_; }
-
-void SharedRecord::wait() {
-  while (!is_reached()) {
-    std::this_thread::sleep_for(kBetweenLooks);
   }
 }
 

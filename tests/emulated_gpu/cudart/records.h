@@ -38,7 +38,7 @@ class Record {
 // The memory that an event of several processes consists of.
 class SharedRecords {
  public:
-  // A new one, or one that exists. Its page is null if that has gone.
+  // A new one, or one that exists. Its page is null if there is no memory, or if that has gone.
   SharedRecords();
   explicit SharedRecords(const SharedRange& range);
   ~SharedRecords();
@@ -54,7 +54,7 @@ class SharedRecords {
   Page* const page;
 };
 
-// A record that other processes see.
+// A record of this process that others see.
 class SharedRecord final : public Record {
  public:
   SharedRecord(std::shared_ptr<SharedRecords> all, std::uint64_t number, Clock clock);
@@ -66,8 +66,6 @@ class SharedRecord final : public Record {
                                         const std::shared_ptr<Record>& own);
 
   void reach() override;
-  bool is_reached() override;
-  void wait() override;
 
  private:
   const std::shared_ptr<SharedRecords> all_;

@@ -16,6 +16,7 @@
 #include "errors.h"
 #include "lasting.h"
 #include "memory.h"
+#include "pinned_uses.h"
 #include "records.h"
 #include "settings.h"
 #include "wait_sites.h"
@@ -28,6 +29,8 @@ struct Streams {
   std::map<Stream*, std::shared_ptr<Stream>> all;
   std::map<int, std::shared_ptr<Stream>> legacy;                 // by device
   std::map<int, std::vector<std::shared_ptr<Stream>>> blocking;  // the others that are, by device
+  // Destroyed since the host last waited for their device, by device.
+  std::map<int, std::vector<std::shared_ptr<Stream>>> destroyed;
   unsigned long long last_id = 0;
 
   std::shared_ptr<Stream> make(int device, int priority, unsigned flags) {
@@ -161,6 +164,7 @@ void Stream::run_queue() {
   while (true) {
     changed_.wait(lock, [this] { return !queue_.empty() || has_ended_; });
     if (queue_.empty()) {
+      has_thread_ = false;
       return;
     }
     Task task = std::move(queue_.front());
@@ -222,13 +226,23 @@ std::vector<std::shared_ptr<Stream>> streams_of(int device) {
       found.push_back(stream);
     }
   }
+  const std::vector<std::shared_ptr<Stream>>& destroyed = streams().destroyed[device];
+  found.insert(found.end(), destroyed.begin(), destroyed.end());
   return found;
 }
 
 void synchronize_device(int device) {
-  for (const std::shared_ptr<Stream>& stream : streams_of(device)) {
+  const std::vector<std::shared_ptr<Stream>> waited = streams_of(device);
+  for (const std::shared_ptr<Stream>& stream : waited) {
     stream->synchronize();
   }
+  const std::lock_guard<std::mutex> lock(streams().mutex);
+  std::vector<std::shared_ptr<Stream>>& destroyed = streams().destroyed[device];
+  const auto was_waited_for = [&](const auto& stream) {
+    return std::find(waited.begin(), waited.end(), stream) != waited.end();
+  };
+  destroyed.erase(std::remove_if(destroyed.begin(), destroyed.end(), was_waited_for),
+                  destroyed.end());
 }
 
 void enqueue(cudaStream_t stream, const std::string& what, Work work) {
@@ -275,7 +289,7 @@ void submit_function(Stream& stream, Work function) {
   stream.follow_implicitly();
   const Clock before = stream.order.now();
   stream.submit({"a function of the host", cudaGraphNodeTypeHost},
-                [before, function = std::move(function)] {
+                [before, function = std::move(function), pending = begin_host_function()] {
                   host_waited_for(before);
                   function();
                 });
@@ -314,15 +328,16 @@ cudaError_t cudaStreamDestroy(cudaStream_t handle) {
   if (stream == nullptr) {
     return no_stream();
   }
-  stream->end();
   Streams& known = streams();
   const std::lock_guard<std::mutex> lock(known.mutex);
   if (stream->is_blocking()) {
     known.legacy_of(stream->device)->follow(*stream);
   }
+  stream->end();
   std::vector<std::shared_ptr<Stream>>& blocking = known.blocking[stream->device];
   blocking.erase(std::remove(blocking.begin(), blocking.end(), stream), blocking.end());
   known.all.erase(stream.get());
+  known.destroyed[stream->device].push_back(std::move(stream));
   return cudaSuccess;
 }
 

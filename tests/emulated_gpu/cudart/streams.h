@@ -93,7 +93,8 @@ void set_current_device(int device);
 // An id that no stream has.
 unsigned long long new_stream_id();
 
-// All streams of the device that no capture holds.
+// All streams of the device that no capture holds, and those that were destroyed since the host
+// last waited for the device.
 std::vector<std::shared_ptr<Stream>> streams_of(int device);
 
 // Waits for all of these.
