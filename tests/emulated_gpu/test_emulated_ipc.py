@@ -73,7 +73,8 @@ class _Process:
     def __init__(self, function: Any) -> None:
         context = mp.get_context("spawn")
         self.inbox, self._outbox = context.Queue(), context.Queue()
-        self._process = context.Process(target=function, args=(self.inbox, self._outbox))
+        queues = (self.inbox, self._outbox)
+        self._process = context.Process(target=function, args=queues, daemon=True)
         self._process.start()
 
     def receive(self) -> Any:

@@ -17,7 +17,7 @@ from support.launcher import run_ranks
 
 pytestmark = pytest.mark.skipif(not IS_EMULATED, reason="tests the emulated GPU: make rehearsal")
 
-TIMEOUT_S = 2
+TIMEOUT_S = 8
 NUMEL = 64
 
 

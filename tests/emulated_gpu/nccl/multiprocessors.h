@@ -45,8 +45,9 @@ class Multiprocessors {
   std::list<Running> running_;
   int free_;
   std::uint64_t turns_ = 0;
-  std::uint64_t started_ = 0;              // the last turn before which all have started
-  std::set<std::uint64_t> started_early_;  // turns that were given up
+  std::uint64_t started_ = 0;  // the last turn before which all have started
+  // Turns that were given up before earlier ones have started.
+  std::set<std::uint64_t> started_early_;
 };
 
 }  // namespace emulated_gpu

@@ -41,7 +41,7 @@ bool write(std::ostream& key, const c10::IValue& value) {
              value.isString() || value.isNone()) {
     key << value;
   } else if (value.isDouble()) {
-    key << "double";  // only aten::arange's shape depends on it
+    key << "double";  // only the shapes of aten::arange and aten::range depend on it
   } else {
     return false;
   }
@@ -55,7 +55,8 @@ std::optional<std::string> shape_key(const Signature& signature,
                                      const torch::jit::Stack& arguments) {
   std::ostringstream key;
   key << signature.name << ';';
-  const bool is_range = signature.name.rfind("aten::arange", 0) == 0;
+  const bool is_range =
+      signature.name.rfind("aten::arange", 0) == 0 || signature.name.rfind("aten::range", 0) == 0;
   for (std::size_t i = 0; i < arguments.size(); ++i) {
     if (is_range && arguments[i].isDouble()) {
       key << std::hexfloat << arguments[i].toDouble() << std::defaultfloat << ';';
