@@ -1,5 +1,7 @@
 #include "settings.h"
 
+#include <unistd.h>
+
 #include <cstdlib>
 #include <string>
 
@@ -24,6 +26,7 @@ const Settings& settings() {
       number("EMULATED_GPU_SMS", 132),
       static_cast<std::size_t>(number("EMULATED_GPU_MEMORY_MIB", 16384)) << 20,
       number("EMULATED_GPU_DELAY_US", 0),
+      number("EMULATED_GPU_SEED", getpid()),
       number("EMULATED_GPU_TRACE", 0) != 0,
       number("EMULATED_GPU_RACES", 1) != 0,
       text("EMULATED_GPU_LIST_WAITS"),

@@ -11,6 +11,7 @@ struct Settings {
   int multiprocessors;
   std::size_t memory_bytes;  // of each device, in each process
   int most_delay_us;         // each piece of work starts up to this much later, at random
+  int seed;                  // of these delays
   bool traces;
   bool finds_races;        // work that uses the same memory without an order is an error
   std::string waits_list;  // the next two: wait_sites.h

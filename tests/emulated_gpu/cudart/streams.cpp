@@ -1,7 +1,6 @@
 #include "streams.h"
 
 #include <pthread.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -159,7 +158,8 @@ void Stream::run(const std::shared_ptr<Stream>& stream) {
 
 void Stream::run_queue() {
   const int most_delay_us = settings().most_delay_us;
-  std::minstd_rand random(static_cast<unsigned>(id * 7919 + static_cast<unsigned>(getpid())));
+  std::minstd_rand random(
+      static_cast<unsigned>(id * 7919 + static_cast<unsigned>(settings().seed)));
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
     changed_.wait(lock, [this] { return !queue_.empty() || has_ended_; });
