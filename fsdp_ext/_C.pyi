@@ -55,8 +55,6 @@ class UnitLayout:
     @property
     def placements(self) -> list[ParamPlacement]: ...
     @property
-    def reduce_dtype(self) -> torch.dtype: ...
-    @property
     def shard_bytes(self) -> int: ...
     @property
     def gather_bytes(self) -> int: ...
@@ -133,15 +131,6 @@ class ModuleAttribute:
 class UnitParameter:
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, *, is_input: bool) -> None: ...
 
-class BoundObjects:
-    def __init__(
-        self,
-        *,
-        sharded: torch.Tensor | None,
-        unsharded: torch.Tensor | None,
-        place_gradient: Callable[[DTensor], DTensor] | None,
-    ) -> None: ...
-
 class TorchUnit:
     def __init__(
         self,
@@ -158,7 +147,10 @@ class TorchUnit:
     def unsharded_views(self) -> list[torch.Tensor]: ...
     def bind(
         self,
-        objects: Sequence[BoundObjects],
+        # of each parameter: the sharded one, the unsharded one, and a function for its gradient
+        objects: Sequence[
+            tuple[torch.Tensor | None, torch.Tensor | None, Callable[[DTensor], DTensor] | None]
+        ],
         make_gradients: Callable[[torch.Tensor], Sequence[torch.Tensor]],
         extensions: Any,  # a UnitExtensions or None
         flat_parameter: torch.Tensor | None,

@@ -14,7 +14,7 @@
 // Steps of calls that no rank needs would cost gathers and reductions. So there are steps only for
 // the calls of a unit if
 // - autograd's graph contains the output of one of its calls in this forward, or of a call inside,
-// - or the user has asked for it, by UnitSettings::reduces_unused,
+// - or UnitSettings::reduces_unused is set,
 // - or a call's output hides its tensors from hooks.
 // A rank that calls join_empty enters and leaves the unit like the others, and its result has the
 // same hooks as their outputs. So ranks may differ in what they use of a unit. But if they differ

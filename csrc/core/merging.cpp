@@ -24,10 +24,7 @@ struct Run {
 
 bool are_alike(const MergeTraits& a, const MergeTraits& b) {
   return a.mesh == b.mesh && a.max_message_bytes == b.max_message_bytes &&
-         a.is_offloaded == b.is_offloaded && a.reshard_after_forward == b.reshard_after_forward &&
-         a.reshard_group == b.reshard_group &&
-         a.reshard_after_backward == b.reshard_after_backward &&
-         a.unshards_in_backward == b.unshards_in_backward;
+         a.is_offloaded == b.is_offloaded && a.reshard_alike(b);
 }
 
 bool are_sent_alike(const MergeTraits* a, const MergeTraits* b) {
@@ -37,8 +34,7 @@ bool are_sent_alike(const MergeTraits* a, const MergeTraits* b) {
 bool train_alike(const MergeTraits* a, const MergeTraits* b) {
   return a == nullptr || b == nullptr ||
          (a->grad_dtype == b->grad_dtype && a->reduce_dtype == b->reduce_dtype &&
-          a->gradient_dtype == b->gradient_dtype && a->pack_scale == b->pack_scale &&
-          a->reduce_scale == b->reduce_scale);
+          a->gradient_dtype == b->gradient_dtype && a->scale_alike(*b));
 }
 
 class Merger {
@@ -170,6 +166,7 @@ std::vector<Visit> visits(const std::vector<ForwardEvent>& events, std::size_t& 
 MergeTraits merge_traits(const UnitConfig& unit) {
   const UnitLayout& layout = unit.layout;
   MergeTraits traits;
+  static_cast<BucketSettings&>(traits) = unit;
   traits.bytes = layout.gather_bytes() * static_cast<std::size_t>(layout.world_size());
   traits.limit = layout.world_size() == 1 || unit.reduces_alone ? 0 : unit.bucket_bytes;
   traits.max_message_bytes = unit.max_message_bytes;
@@ -179,13 +176,7 @@ MergeTraits merge_traits(const UnitConfig& unit) {
   traits.gradient_dtype = layout.unsharded_grad_dtype();
   traits.is_offloaded = layout.is_offloaded();
   traits.needs_cast = layout.needs_cast();
-  traits.reshard_after_forward = unit.reshard_after_forward;
-  traits.reshard_group = unit.reshard_group;
   traits.mesh = unit.mesh;
-  traits.reshard_after_backward = unit.reshard_after_backward;
-  traits.unshards_in_backward = unit.unshards_in_backward;
-  traits.pack_scale = unit.pack_scale;
-  traits.reduce_scale = unit.reduce_scale;
   return traits;
 }
 

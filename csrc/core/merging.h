@@ -18,7 +18,7 @@
 namespace fsdp {
 
 // What must be equal for two units to share a bucket, and their size.
-struct MergeTraits {
+struct MergeTraits : BucketSettings {
   std::size_t bytes = 0;  // that all ranks together gather
   std::size_t limit = 0;  // for the bytes of this unit's bucket; 0: the unit shares with none
   std::size_t max_message_bytes = 0;
@@ -28,13 +28,7 @@ struct MergeTraits {
   DType gradient_dtype = DType::Float32;  // of the unsharded parameters'
   bool is_offloaded = false;
   bool needs_cast = false;  // does not matter if there are no bytes
-  bool reshard_after_forward = true;
-  int reshard_group = 0;
   int mesh = 0;
-  bool reshard_after_backward = true;
-  bool unshards_in_backward = true;
-  double pack_scale = 1.0;
-  double reduce_scale = 1.0;
 };
 
 // A single rank sends nothing, so its units do not share buckets.

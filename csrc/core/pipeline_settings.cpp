@@ -1,7 +1,6 @@
 // The pipeline's settings, which are effective from the next use on, and what is asked between
 // steps.
 #include <algorithm>
-#include <tuple>
 #include <utility>
 
 #include "base/check.h"
@@ -9,45 +8,22 @@
 
 namespace fsdp {
 
-namespace {
-
-// Whether units with these settings may have other buckets.
-bool changes_buckets(const UnitSettings& from, const UnitSettings& to) {
-  const auto of_buckets = [](const UnitSettings& settings) {
-    return std::tie(settings.reshard_after_forward, settings.reshard_group,
-                    settings.reshard_after_backward, settings.unshards_in_backward,
-                    settings.pack_scale, settings.reduce_scale, settings.bucket_bytes,
-                    settings.reduces_alone);
-  };
-  return of_buckets(from) != of_buckets(to);
-}
-
-// Whether the collectives of units with these settings may differ from those that ranks compared.
-bool changes_collectives(const UnitSettings& from, const UnitSettings& to) {
-  return from.bucket_bytes != to.bucket_bytes || from.reduces_alone != to.reduces_alone;
-}
-
-bool changes_memory(const UnitSettings& from, const UnitSettings& to) {
-  const auto of_memory = [](const UnitSettings& settings) {
-    return std::tie(settings.reshard_after_forward, settings.reshard_group,
-                    settings.forward_prefetch, settings.backward_prefetch);
-  };
-  return of_memory(from) != of_memory(to);
-}
-
-}  // namespace
-
 void Pipeline::apply(int number, UnitSettings settings) {
   Unit& unit = unit_at(number);
   FSDP_CHECK(settings.reduces_alone || !settings.has_hook(), "Unit '", unit.name,
              "' has a hook, so it needs reduces_alone.");
-  if (changes_buckets(unit, settings)) {
-    bucket_set_.invalidate_partition();
-  }
-  if (changes_collectives(unit, settings)) {
+  const bool limits_differ =
+      unit.bucket_bytes != settings.bucket_bytes || unit.reduces_alone != settings.reduces_alone;
+  if (limits_differ) {
     bucket_set_.invalidate_comparison();
   }
-  if (changes_memory(unit, settings)) {
+  if (limits_differ || !unit.reshard_alike(settings) || !unit.scale_alike(settings)) {
+    bucket_set_.invalidate_partition();
+  }
+  if (unit.reshard_after_forward != settings.reshard_after_forward ||
+      unit.reshard_group != settings.reshard_group ||
+      unit.forward_prefetch != settings.forward_prefetch ||
+      unit.backward_prefetch != settings.backward_prefetch) {
     bucket_set_.invalidate_memory();
   }
   static_cast<UnitSettings&>(unit) = std::move(settings);

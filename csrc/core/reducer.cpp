@@ -12,10 +12,9 @@ namespace fsdp {
 namespace {
 
 bool are_alike(const Unit& a, const Unit& b) {
-  return &a == &b ||
-         (a.requires_gradient_sync == b.requires_gradient_sync && a.pack_scale == b.pack_scale &&
-          a.reduce_scale == b.reduce_scale && !a.reduces_alone && !b.reduces_alone &&
-          a.port.keeps_gradients() == b.port.keeps_gradients());
+  return &a == &b || (a.requires_gradient_sync == b.requires_gradient_sync && a.scale_alike(b) &&
+                      !a.reduces_alone && !b.reduces_alone &&
+                      a.port.keeps_gradients() == b.port.keeps_gradients());
 }
 
 // Whether trainable parameter i of the unit has a gradient to reduce.

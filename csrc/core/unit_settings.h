@@ -12,18 +12,32 @@
 
 namespace fsdp {
 
-struct UnitSettings {
+// Those that are the same for all units of a bucket: core/merging.h.
+struct BucketSettings {
   bool reshard_after_forward = true;
   int reshard_group = 0;  // ranks; 0: all. Note [group shards] in core/group_shard.h
   bool reshard_after_backward = true;
-  bool keeps_slot_after_evaluation = false;  // Note [after an evaluation] in core/unit.h
   // With false, the user promises that backward does not read the unit's parameters, as that of an
   // embedding does not. Gradients arrive nevertheless.
   bool unshards_in_backward = true;
+  double pack_scale = 1.0;    // of gradients, before the reduction
+  double reduce_scale = 1.0;  // after it
+
+  bool reshard_alike(const BucketSettings& other) const {
+    return reshard_after_forward == other.reshard_after_forward &&
+           reshard_group == other.reshard_group &&
+           reshard_after_backward == other.reshard_after_backward &&
+           unshards_in_backward == other.unshards_in_backward;
+  }
+  bool scale_alike(const BucketSettings& other) const {
+    return pack_scale == other.pack_scale && reduce_scale == other.reduce_scale;
+  }
+};
+
+struct UnitSettings : BucketSettings {
+  bool keeps_slot_after_evaluation = false;  // Note [after an evaluation] in core/unit.h
   bool requires_gradient_sync = true;
   bool reduces_unused = false;   // parameters that no rank uses get zeros in each reduction
-  double pack_scale = 1.0;       // of gradients, before the reduction
-  double reduce_scale = 1.0;     // after it
   std::size_t bucket_bytes = 0;  // limit of a shared bucket (core/merging.h); 0: not shared
   bool reduces_alone = false;    // it has a hook
   // While a unit is summoned, its modules have parameters that the pipeline does not know. Forward

@@ -49,10 +49,11 @@ class ShownGradients {
   bool any() const { return any_; }
   // Whether this backward has taken back gradients that are not reduced yet.
   bool has_taken() const { return has_taken_; }
-  // What was taken back has been reduced.
+  // Call it when the gradients that were taken back have been packed.
   void forget_taken();
+  // Drops all gradients that are shown, after a backward that failed.
   void drop();
-  // The root is destroyed.
+  // Call it when the root is destroyed.
   void leave_root() { set_any(false); }
 
   // One element for each trainable parameter, to hand over to another unit with the same

@@ -113,11 +113,10 @@ class TorchUnit final : public UnitPort,
   std::vector<at::Tensor> unsharded_views() const;
 
   // Called once, with the parameters' objects and the module attributes that refer to them.
-  // `make_gradients` returns a list of DTensors over the flat gradient that it is called with, one
-  // for each trainable parameter. `extensions` is None, or a UnitExtensions. `flat_parameter` is
-  // None, or the flat parameter, over the flat shard, which has the gradient in place of the
-  // sharded parameters: Note [flat parameters] in sharded_gradients.h. make_gradients then returns
-  // this one.
+  // make_gradients(flat_gradient) returns one DTensor for each trainable parameter: its part of the
+  // flat gradient. `extensions` is None, or a UnitExtensions. `flat_parameter` is None, or the
+  // parameter over the whole flat shard, which has the gradient in place of the sharded parameters:
+  // Note [flat parameters] in sharded_gradients.h. make_gradients then returns this gradient alone.
   void bind(std::vector<BoundObjects> objects, pybind11::object make_gradients,
             pybind11::object extensions, pybind11::object flat_parameter,
             std::vector<ModuleAttribute> attributes);

@@ -30,9 +30,10 @@ void UnitParameters::bind(std::vector<BoundObjects> objects, py::object flat) {
   FSDP_CHECK(objects.size() == all_.size(), "bind got ", objects.size(),
              " parameters. The layout has ", all_.size(), ".");
   for (std::size_t i = 0; i < objects.size(); ++i) {
-    all_[i].sharded = std::move(objects[i].sharded);
-    all_[i].set_unsharded(std::move(objects[i].unsharded));
-    all_[i].place_gradient = std::move(objects[i].place_gradient);
+    auto& [sharded, unsharded, place_gradient] = objects[i];
+    all_[i].sharded = std::move(sharded);
+    all_[i].set_unsharded(std::move(unsharded));
+    all_[i].place_gradient = std::move(place_gradient);
     all_[i].requires_grad = layout_.params()[i].trainable;
   }
   has_flat_ = !flat.is_none();

@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstdint>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -13,24 +14,18 @@
 
 namespace fsdp {
 
-// Python's objects for one parameter.
-struct BoundObjects {
-  pybind11::object sharded;    // None for an input of an extension
-  pybind11::object unsharded;  // None for an input, and for a parameter that an extension makes
-  // A function that returns the parameter's gradient with the parameter's placements, if the
-  // parameter is a DTensor while it is unsharded. Otherwise None.
-  pybind11::object place_gradient;
-};
-
 // A parameter of the layout, or an input of an extension: Note [tensor extensions] in
 // fsdp_ext/sharding/extensions.py.
 struct UnitParameter {
   std::vector<std::int64_t> shape;  // unsharded
   at::ScalarType dtype;             // unsharded
   bool is_input = false;
-  // As in BoundObjects, from bind on. An extension makes its parameter when it is first attached.
+  // From bind on. An input has none of them. An extension makes its unsharded parameter when it is
+  // first attached.
   HeldObject sharded = {};
   HeldObject unsharded_object = {};
+  // A function that returns the parameter's gradient with the parameter's placements, if the
+  // parameter is a DTensor while it is unsharded. Otherwise None.
   HeldObject place_gradient = {};
   at::Tensor unsharded = {};
   bool requires_grad = false;  // when the sharded and the unsharded one last agreed
@@ -39,6 +34,9 @@ struct UnitParameter {
   bool is_dtensor() const { return !place_gradient.is_none(); }
   bool has_gradient() const { return unsharded.defined() && unsharded.grad().defined(); }
 };
+
+// Python's objects for one parameter: sharded, unsharded, place_gradient. Each may be None.
+using BoundObjects = std::tuple<pybind11::object, pybind11::object, pybind11::object>;
 
 class UnitParameters {
  public:

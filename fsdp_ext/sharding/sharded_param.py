@@ -103,15 +103,6 @@ def unsharded_parameter(param: ShardedParam, view: torch.Tensor) -> nn.Parameter
     return unsharded
 
 
-def bound_objects(param: ShardedParam | None, unsharded: nn.Parameter | None) -> _C.BoundObjects:
-    """Return the objects of a parameter, or of an input of an extension, which has none."""
-    return _C.BoundObjects(
-        sharded=None if param is None else param.sharded,
-        unsharded=unsharded,
-        place_gradient=None if param is None or param.unsharded is None else param.unsharded.place,
-    )
-
-
 def gradient_places(
     params: Sequence[ShardedParam | None],
     layout: _C.UnitLayout,

@@ -50,7 +50,6 @@ from fsdp_ext.sharding.settings import UnitSettings
 from fsdp_ext.sharding.sharded_param import (
     Entry,
     ShardedParam,
-    bound_objects,
     gradient_places,
     kind_of_part,
     lies_in,
@@ -507,7 +506,16 @@ class Unit(ParamGroup):
         ]
         self._unsharded = [weakref.ref(param) for param in unsharded if param is not None]
         core.bind(
-            objects=list(map(bound_objects, params, unsharded)),
+            objects=[
+                (None, None, None)
+                if param is None
+                else (
+                    param.sharded,
+                    whole,
+                    None if param.unsharded is None else param.unsharded.place,
+                )
+                for param, whole in zip(params, unsharded, strict=True)
+            ],
             make_gradients=gradient_maker(gradient_places(params, layout, self.grad_dtype))
             if flat is None
             else flat_gradient_maker(
@@ -535,9 +543,10 @@ class Unit(ParamGroup):
         return core
 
     def _unit_parameter(self, entry: Entry) -> _C.UnitParameter:
-        is_input = isinstance(entry, GatherInput)
-        dtype = entry.input_dtype if isinstance(entry, GatherInput) else self.compute_dtype(entry)
-        return _C.UnitParameter(shape_of_view(entry), dtype, is_input=is_input)
+        shape = shape_of_view(entry)
+        if isinstance(entry, GatherInput):
+            return _C.UnitParameter(shape, entry.input_dtype, is_input=True)
+        return _C.UnitParameter(shape, self.compute_dtype(entry), is_input=False)
 
     def _find_extensions(self) -> list[Extension]:
         """Return the extensions, with places for what they gather in the flat shard."""

@@ -103,7 +103,7 @@ class UnitTree:
             _C.UnitConfig(
                 name=unit.name,
                 layout=layout,
-                settings=self.core_settings(number, layout.reduce_dtype),
+                settings=self.core_settings(number, unit.grad_dtypes()[1]),
                 parent=parents[number],
                 max_message_bytes=self.settings.max_message_bytes[number],
                 mesh=meshes[number] if meshes else 0,
@@ -118,8 +118,7 @@ class UnitTree:
         settings.reshard_after_forward = self.settings.reshard_after_forward[number]
         settings.reshard_group = self.settings.reshard_groups[number]
         settings.reshard_after_backward = unit.settings.reshard_after_backward
-        scales = unit.gradient_scales(reduce_dtype)
-        settings.pack_scale, settings.reduce_scale = scales
+        settings.pack_scale, settings.reduce_scale = unit.gradient_scales(reduce_dtype)
         settings.bucket_bytes = self.settings.bucket_bytes[number]
         settings.reduces_alone = unit.settings.has_hook
         return settings

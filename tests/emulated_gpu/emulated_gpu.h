@@ -27,7 +27,7 @@ void writes(const void* address, std::size_t bytes);
 
 bool is_capturing(cudaStream_t stream);
 
-// Frees memory of cudaMalloc without waiting for work that uses it.
+// Frees what cudaMalloc returned at once. Work that still uses the memory faults.
 cudaError_t free_at_once(void* address);
 
 // As cudaStreamWaitEvent, but never left out (EMULATED_GPU_DROP_WAITS). Later work does not count

@@ -32,6 +32,18 @@ def _split(comm: int, color: int, settings: nccl.Config | None = None) -> tuple[
     return nccl.settle(comm, result), part.value
 
 
+def _split_and_sum(comm: int, settings: nccl.Config | None = None) -> int:
+    """Return a part of all ranks, which sums."""
+    result, part = _split(comm, 0, settings)
+    assert result == nccl.SUCCESS
+    assert part is not None
+    values = _ones()
+    assert nccl.all_reduce(part, values) == nccl.SUCCESS
+    torch.cuda.synchronize()
+    assert values[0].item() == 2
+    return part
+
+
 def _abort_from_another_thread() -> None:
     comm = nccl.join()
     data = _ones()
@@ -79,13 +91,7 @@ def _revoke() -> None:
     assert nccl.poll(comm) == nccl.SUCCESS
     assert nccl.call("ncclCommRevoke", comm, 0) == nccl.INVALID_ARGUMENT
     # A revoked communicator can be split.
-    result, part = _split(comm, 0)
-    assert result == nccl.SUCCESS
-    assert part is not None
-    data = _ones()
-    assert nccl.all_reduce(part, data) == nccl.SUCCESS
-    torch.cuda.synchronize()
-    assert data[0].item() == 2
+    part = _split_and_sum(comm)
     for one in (part, comm):
         assert nccl.call("ncclCommDestroy", one) == nccl.SUCCESS
 
@@ -138,13 +144,7 @@ def _without_blocking() -> None:
     torch.cuda.synchronize()
     assert [values[0].item() for values in data] == [2, 2]
     # The child has settings of its own.
-    result, part = _split(comm.value, 0, nccl.config(blocking=1))
-    assert result == nccl.SUCCESS
-    assert part is not None
-    values = _ones()
-    assert nccl.all_reduce(part, values) == nccl.SUCCESS
-    torch.cuda.synchronize()
-    assert values[0].item() == 2
+    part = _split_and_sum(comm.value, nccl.config(blocking=1))
     assert nccl.call("ncclCommFinalize", comm.value) == nccl.IN_PROGRESS
     assert nccl.settle(comm.value) == nccl.SUCCESS
     assert nccl.call("ncclCommFinalize", comm.value) == nccl.INVALID_ARGUMENT
@@ -191,7 +191,7 @@ def _groups() -> None:
     assert nccl.call("ncclGroupEnd") == nccl.INVALID_ARGUMENT
     torch.cuda.synchronize()
     assert data[0].item() == 2
-    # Communicators that block and others cannot share a group.
+    # NCCL refuses a group with blocking and non-blocking communicators.
     other = nccl.join(nccl.config(blocking=0))
     nccl.call("ncclGroupStart")
     nccl.all_reduce(first, data)

@@ -188,8 +188,9 @@ MEMORY: dict[str, Allocate] = {
     "device": lambda: torch.zeros(BYTES, dtype=torch.uint8, device="cuda"),
 }
 TO_DEVICE, TO_HOST, WITHIN_DEVICE, WITHIN_HOST = 1, 2, 3, 0
-# cudaMemcpyAsync and cudaMemcpy, by from where to where: "-" if the host waits for nothing, "read"
-# if it waits until the source was read, "all" if it waits for the copy.
+# What the host waits for in cudaMemcpyAsync and in cudaMemcpy, by source, target and kind: "-" for
+# nothing, "read" until the source was read, "all" for the copy, "read after all" for earlier work
+# of the stream and then until the source was read.
 ROWS = {
     ("pageable", "device", TO_DEVICE): ("read", "read after all"),
     ("pinned", "device", TO_DEVICE): ("-", "all"),

@@ -24,12 +24,6 @@ void register_unit(py::module_& m) {
              return UnitParameter{std::move(shape), dtype, is_input};
            }),
            py::arg("shape"), py::arg("dtype"), py::kw_only(), py::arg("is_input"));
-  py::class_<BoundObjects>(m, "BoundObjects")
-      .def(py::init([](py::object sharded, py::object unsharded, py::object place_gradient) {
-             return BoundObjects{std::move(sharded), std::move(unsharded),
-                                 std::move(place_gradient)};
-           }),
-           py::kw_only(), py::arg("sharded"), py::arg("unsharded"), py::arg("place_gradient"));
   py::class_<TorchUnit, std::shared_ptr<TorchUnit>>(m, "TorchUnit")
       .def(py::init([](const UnitLayout& layout, FlatTensor shard, at::Tensor flat_gradient,
                        std::vector<UnitParameter> parameters, at::Device device,

@@ -74,7 +74,8 @@ bool has_host_waited_for(const User& user);
 // The same of all work so far that has used the memory.
 bool has_host_waited_for(const void* begin, std::size_t bytes);
 
-// Fails the device: the host has written pinned memory of work that it had not waited for.
+// Fails the device, because the host wrote pinned memory before it had waited for the work that
+// uses it.
 void report_host_write(const void* begin, std::size_t bytes, const Origin& work);
 
 // Runs the work, and fails the device if something unordered uses the same memory.

@@ -61,7 +61,8 @@ class SharedRecord final : public Record {
 
   // Makes a record that comes after all others.
   static std::shared_ptr<SharedRecord> next(std::shared_ptr<SharedRecords> all, Clock clock);
-  // The newest one of any process, or null if there is none. It may be the caller's own last one.
+  // Returns the newest record of all processes, or null if there is none. If this process made it,
+  // that is `own`.
   static std::shared_ptr<Record> newest(const std::shared_ptr<SharedRecords>& all,
                                         const std::shared_ptr<Record>& own);
 

@@ -24,7 +24,7 @@ class SharedFile {
  public:
   explicit SharedFile(const char* name);
 
-  // A range that was never used. Zero, until it is written.
+  // Returns a new range, filled with zeros.
   SharedRange take(std::uint64_t bytes);
 
  private:

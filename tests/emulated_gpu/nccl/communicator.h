@@ -37,7 +37,7 @@ struct Collective {
 
   bool operator==(const Collective& other) const;
   std::string text() const;
-  // How windows differ where NCCL needs the same; empty: they do not.
+  // Describes windows of two ranks that should be the same and differ. Empty if none does.
   std::string misplacement(const Collective& other) const;
 };
 

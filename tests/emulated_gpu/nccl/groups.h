@@ -27,8 +27,8 @@ void remove_communicator(ncclComm_t handle);
 ncclResult_t in_group(const CommunicatorPtr& communicator,
                       const std::function<ncclResult_t()>& call);
 
-// For calls of in_group: what the end of the group does before it enqueues collectives. Jobs of
-// different communicators run at the same time.
+// Adds a job to the group, which runs at its end, before collectives are enqueued. Call it within
+// in_group. Jobs of different communicators run at the same time.
 void add_job(const CommunicatorPtr& communicator, std::function<ncclResult_t()> job);
 
 // Enqueues the collective on the stream at the end of the group.

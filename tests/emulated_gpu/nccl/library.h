@@ -31,7 +31,7 @@ bool is_set(const char* variable);
 // Returns the error, which ncclGetLastError describes. With NCCL_DEBUG it prints it, too.
 ncclResult_t refuse(ncclResult_t error, const std::string& why);
 
-// Fails the device, and ends all waits of kernels.
+// Makes all later calls of CUDA fail with `why`, and ends the kernels that wait for other ranks.
 void fail_device(const std::string& why);
 bool has_device_failed();
 
