@@ -216,6 +216,20 @@ def test_failures_of_the_machine_are_told_from_those_of_fsdp_ext(
     assert "could not start: " in results["memcheck"]["outcome"]
 
 
+def test_the_emulated_gpu_does_not_measure_sizes_of_a_gpu(gpu_check: ModuleType) -> None:
+    left_out = {
+        step.name
+        for part in gpu_check.PARTS
+        for step in gpu_check.steps("9.0", part)
+        if gpu_check.why_not(step, 500.0, {}, "Emulated GPU") is not None
+    }
+    assert left_out == {"host_overhead", "overlap"}
+    [overlap] = [step for step in gpu_check.steps("9.0", "bench") if step.name == "overlap"]
+    result = gpu_check.why_not(overlap, 500.0, {}, "Emulated GPU")
+    assert "not run on the emulated GPU" in result["outcome"]
+    assert gpu_check.why_not(overlap, 500.0, {}, "NVIDIA H100") is None
+
+
 def test_tools_of_cuda_are_found_outside_of_the_path(
     gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

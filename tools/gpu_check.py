@@ -60,6 +60,8 @@ PARITY = "tests/gpu/test_gpu_parity.py"
 TWO_RANKS = "2-direct or 2-packed"
 ORDERING = "tests/gpu/test_gpu_ordering.py"
 SMOKE = "tests/gpu/test_gpu_smoke.py"
+# Of benchmarks whose sizes are made for a GPU.
+LARGE = "it would take hours there; tests/gpu/test_gpu_bench.py measures small sizes"
 MORE_CASES = "tests/gpu/test_gpu_more_cases.py"
 # They start programs of their own, which take long to start, or run the workers of other tests.
 MORE_WORKERS = [f"tests/gpu/test_gpu_{name}.py" for name in ("more_workers", "train_gpt", "bench")]
@@ -82,6 +84,7 @@ class Step:
     takes_spare: bool = False  # whether it may also take the time that earlier steps have left
     of_machine: bool = False  # whether it tries the machine without fsdp_ext
     needs: str = ""  # the step of the machine that has to have worked
+    not_emulated: str = ""  # why the emulated GPU does not run it
     note: str = ""  # for the table
 
 
@@ -171,8 +174,8 @@ def parity_part() -> list[Step]:
 def bench_part() -> list[Step]:
     """Return the other benchmarks that measure something on one GPU."""
     return [
-        bench("host_overhead", 40, "--quick"),
-        bench("overlap", 50, "--quick"),
+        bench("host_overhead", 40, "--quick", not_emulated=LARGE),
+        bench("overlap", 50, "--quick", not_emulated=LARGE),
         bench("memory", 80),
         bench("step", 110, "--compile", name="compiled step"),
         # Last, because its ranks share the GPU: it shows that collectives work, but no times.
@@ -189,10 +192,20 @@ def more_part() -> list[Step]:
     ]
 
 
-def bench(benchmark: str, limit: int, *options: str, name: str = "") -> Step:
+def bench(
+    benchmark: str, limit: int, *options: str, name: str = "", not_emulated: str = ""
+) -> Step:
     """Return the step of a benchmark."""
     command = [sys.executable, "-m", "bench", benchmark, "--device", "cuda", *options]
-    return Step(name or benchmark, command, limit, {}, json=True, takes_spare=True)
+    return Step(
+        name or benchmark,
+        command,
+        limit,
+        {},
+        json=True,
+        takes_spare=True,
+        not_emulated=not_emulated,
+    )
 
 
 def train(name: str, files: str, limit: int, *options: str, takes_spare: bool = False) -> Step:
@@ -410,7 +423,7 @@ def main() -> int:
         for number, step in enumerate(planned):
             print(f"\n=== {step.name}: {' '.join(step.command)}", flush=True)
             limit = limit_of(step, planned[number + 1 :], deadline - time.monotonic())
-            result = why_not(step, limit, document["steps"])
+            result = why_not(step, limit, document["steps"], machine["device"])
             if result is None:
                 log = Path(directory) / f"{step.name}.log"
                 rows = Path(directory) / f"{step.name}.json"
@@ -438,13 +451,23 @@ def default_folder(device: str) -> Path:
     """Return the folder of the results. Those of the emulated GPU are kept from real ones."""
     if named := os.environ.get("OUT"):
         return Path(named)
-    if device.startswith("Emulated"):
+    if is_emulated(device):
         return ROOT / "build" / "emulated_gpu_check"
     return ROOT / "bench" / "results"
 
 
-def why_not(step: Step, limit: float, results: dict[str, Any]) -> dict[str, Any] | None:
+def is_emulated(device: str) -> bool:
+    """Return whether the device is the emulated GPU (tests/emulated_gpu)."""
+    return device.startswith("Emulated")
+
+
+def why_not(
+    step: Step, limit: float, results: dict[str, Any], device: str
+) -> dict[str, Any] | None:
     """Return the result of a step that cannot be run, or None if it can."""
+    if step.not_emulated and is_emulated(device):
+        outcome = f"not run on the emulated GPU: {step.not_emulated}"
+        return {"outcome": outcome, "seconds": 0.0, "machine_failed": True}
     if results.get(step.needs, {}).get("machine_failed"):
         found = results[step.needs]
         reason = found.get("summary") or found["outcome"]

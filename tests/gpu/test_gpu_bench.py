@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from support.launcher import run_ranks
 from test_bench import run_bench
+
+from bench import host_overhead
+from bench.harness.runner import Row
+from bench.models.overlap_rows import link_for, row_of
+from bench.models.overlap_systems import FSDP2, OURS, Case, Shape
+
+DEVICE = torch.device("cuda", 0)
 
 
 @pytest.mark.timeout(120)
@@ -34,3 +45,34 @@ def test_all_systems_reach_the_same_loss(
     of_sharded = {loss for system, loss in by_system.items() if not system.startswith("unsharded")}
     assert max(of_sharded) - min(of_sharded) < 1e-3
     assert abs(by_system["ours"] - by_system["unsharded"]) < 1e-2  # bfloat16 rounds elsewhere
+
+
+def _measure_overheads() -> list[Row]:
+    return host_overhead.measure_size(2, 3, 2, DEVICE)
+
+
+@pytest.mark.timeout(120)
+def test_every_system_has_a_host_overhead() -> None:
+    [rows] = run_ranks(_measure_overheads, 1, timeout=100.0, device="cuda")
+    assert [row["system"] for row in rows] == list(host_overhead.SYSTEMS)
+    assert not [row["error"] for row in rows if "error" in row]
+    assert all(row["iteration_us"]["median"] > 0 for row in rows)
+
+
+def _measure_overlap() -> list[Row]:
+    dist.destroy_process_group()
+    case = Case(OURS, Shape(layers=4, dim=256, batch=64), world_size=8, ratio=1.0)
+    link = link_for(case, 2, DEVICE)
+    rows = [row_of(of, link, 2, DEVICE) for of in (case, replace(case, system=FSDP2))]
+    # The launcher destroys a process group, and benchmarks leave none.
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return rows
+
+
+@pytest.mark.timeout(120)
+def test_the_simulated_wire_of_a_step_is_measured() -> None:
+    [[ours, peer]] = run_ranks(_measure_overlap, 1, timeout=100.0, device="cuda")
+    assert ours["collectives"] > 0
+    assert ours["simulated_wire_us"] > 0
+    assert ours["simulated_hidden"] <= 1
+    assert "cpu only" in peer["error"]
