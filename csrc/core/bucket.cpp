@@ -142,24 +142,6 @@ std::vector<ReducePiece> reductions_of(const UnitLayout& layout, std::size_t max
   return pieces;
 }
 
-// For each unit, the last piece of the gather that has a parameter of it.
-std::vector<std::size_t> last_pieces_of(const std::vector<Unit*>& units,
-                                        const std::vector<GatherPiece>& gathers) {
-  std::vector<std::size_t> last_pieces;
-  std::size_t first_param = 0;
-  for (const Unit* unit : units) {
-    const std::size_t end_param = first_param + unit->layout.params().size();
-    last_pieces.push_back(0);
-    for (std::size_t i = 0; i < gathers.size(); ++i) {
-      if (gathers[i].part.first < end_param && gathers[i].part.end > first_param) {
-        last_pieces.back() = i;
-      }
-    }
-    first_param = end_param;
-  }
-  return last_pieces;
-}
-
 // Null for the group of all ranks. All units of a bucket have the same.
 Communicator* group_of(const std::vector<Unit*>& units, Lanes& lanes) {
   const int ranks = units.front()->reshard_group;
@@ -174,55 +156,18 @@ BucketBuffers buffers_of(const UnitLayout& layout, const std::vector<Unit*>& uni
       group == nullptr ? SmallerGroup{} : SmallerGroup{group->size(), group->gather_by()});
 }
 
-std::size_t bytes_of(const std::vector<GatherPiece>& pieces) {
-  std::size_t bytes = 0;
-  for (const GatherPiece& piece : pieces) {
-    bytes += piece.bytes;
-  }
-  return bytes;
-}
-
 std::unique_ptr<GroupShard> group_shard_of(const UnitLayout& layout,
                                            const std::vector<Unit*>& units, Lanes& lanes) {
   Communicator* communicator = group_of(units, lanes);
   if (communicator == nullptr) {
     return nullptr;
   }
-  auto group = std::make_unique<GroupShard>(*communicator, layout);
-  group->keep_plan = group->layout.keep_plan(communicator->rank());
-  lanes.packer->prepare(group->keep_plan);
-  group->gathers =
-      gathers_of(group->layout, units.front()->max_message_bytes, *communicator, lanes);
-  group->gathered_bytes = bytes_of(group->gathers);
-  group->last_pieces = last_pieces_of(units, group->gathers);
-  group->gather_label = label_of(
-      detail::concat("the all-gather over ", communicator->size(), " ranks").c_str(), units);
-  group->kept = lanes.device->new_event();
-  return group;
+  const std::string what = detail::concat("the all-gather over ", communicator->size(), " ranks");
+  return std::make_unique<GroupShard>(*communicator, layout, units, label_of(what.c_str(), units),
+                                      lanes);
 }
 
 }  // namespace
-
-std::vector<GatherPiece> gathers_of(const UnitLayout& layout, std::size_t max_message_bytes,
-                                    Communicator& communicator, Lanes& lanes) {
-  std::vector<GatherPiece> pieces;
-  for (const LayoutPart& part : gather_parts(layout, max_message_bytes)) {
-    GatherPiece piece;
-    piece.part = part;
-    piece.cast_plan = layout.shard_to_gather_plan(part);
-    piece.plan = layout.gather_plan(communicator.gather_by(), part);
-    piece.bytes = piece.plan.packed_bytes;
-    for (const GatherMessage& message : piece.plan.direct) {
-      piece.bytes += message.bytes;
-    }
-    piece.bytes *= static_cast<std::size_t>(layout.world_size());
-    piece.gathered = lanes.device->new_event();
-    lanes.packer->prepare(piece.cast_plan);
-    lanes.packer->prepare(piece.plan.unpack);
-    pieces.push_back(std::move(piece));
-  }
-  return pieces;
-}
 
 Bucket::Bucket(int bucket_number, std::vector<Unit*> members, Lanes& lanes)
     : number(bucket_number),
@@ -231,12 +176,10 @@ Bucket::Bucket(int bucket_number, std::vector<Unit*> members, Lanes& lanes)
       layout(layout_of(units)),
       identity(identity_of(name, layout)),
       mesh(lanes.mesh(units.front()->mesh)),
-      gathers_over(mesh_of(units, lanes).gather.communicator()),
       reduces_over(mesh_of(units, lanes).reduce.communicator()),
       buffers(buffers_of(layout, units, lanes)),
-      gathers(gathers_of(layout, units.front()->max_message_bytes,  // the same for all units
-                         gathers_over, lanes)),
-      gathered_bytes(bytes_of(gathers)),
+      all_ranks(Collective::AllGather, mesh_of(units, lanes).gather.communicator(), layout, units,
+                label_of("the all-gather", units), lanes),
       reductions(reductions_of(layout, units.front()->max_message_bytes, *lanes.packer)),
       gradient_dtypes(layout.unsharded_grad_dtypes()),
       group(group_shard_of(layout, units, lanes)),
@@ -246,7 +189,6 @@ Bucket::Bucket(int bucket_number, std::vector<Unit*> members, Lanes& lanes)
       finish_modes(layout.trainable_count(), CastMode::Write),
       packed(lanes.device->new_event()),
       reduced(lanes.device->new_event()),
-      gather_label(label_of("the all-gather", units)),
       reduce_label(label_of("the reduce-scatter", units)),
       all_reduce_label(label_of("the all-reduce over replicas", units)),
       ranges(units.size() == 1 && units.front()->number == 0 ? "" : name) {}
@@ -265,10 +207,6 @@ void Bucket::place_units(Lanes& lanes) {
     unsharded += unit.layout.unsharded_bytes();
     gradient += static_cast<std::size_t>(unit.layout.grad_numel());
     trainable += unit.layout.trainable_count();
-  }
-  const std::vector<std::size_t> last_pieces = last_pieces_of(units, gathers);
-  for (Unit* unit : units) {
-    unit->last_piece = last_pieces[unit->position];
   }
   make_adjacent(units, layout, lanes);
 }

@@ -27,7 +27,7 @@
 
 #include "core/accumulated_gradients.h"
 #include "core/buffer_ring.h"
-#include "core/gather_piece.h"
+#include "core/gather_source.h"
 #include "core/group_shard.h"
 #include "core/lanes.h"
 #include "core/layout.h"
@@ -96,21 +96,7 @@ struct Bucket {
   // Whether its gathers use separate streams for copies. If one kind of gather is in pieces, from
   // all ranks or from a smaller group, both kinds use these streams, which keeps them in order.
   bool gathers_in_pieces() const {
-    return gathers.size() > 1 || (group != nullptr && group->gathers.size() > 1);
-  }
-  // The pieces of the last gather, its label, and the last piece that has parameters of the unit.
-  const std::vector<GatherPiece>& last_gathers() const {
-    return is_from_group ? group->gathers : gathers;
-  }
-  // The bytes of the last gather, of all ranks that took part.
-  std::size_t last_gather_bytes() const {
-    return is_from_group ? group->gathered_bytes : gathered_bytes;
-  }
-  const std::string& last_gather_label() const {
-    return is_from_group ? group->gather_label : gather_label;
-  }
-  const GatherPiece& last_piece(const Unit& unit) const {
-    return last_gathers()[is_from_group ? group->last_pieces[unit.position] : unit.last_piece];
+    return all_ranks.pieces.size() > 1 || (group != nullptr && group->source.pieces.size() > 1);
   }
   bool reduces_in_pieces() const { return reductions.size() > 1; }
   // The size of the buffers that this bucket does not share and that exist now.
@@ -125,14 +111,11 @@ struct Bucket {
   const UnitLayout layout;
   const std::uint64_t identity;  // the same on all ranks: Note [collective tags]
   const Mesh* const mesh;        // of all units; null: the root's. Note [several meshes]
-  Communicator& gathers_over;    // the ranks of that mesh
-  Communicator& reduces_over;
-  const BucketBuffers buffers;  // their planned sizes
+  Communicator& reduces_over;    // the ranks of that mesh
+  const BucketBuffers buffers;   // their planned sizes
 
-  // - Descriptors, with at least one piece each.
-  std::vector<GatherPiece> gathers;  // of all ranks
-  const std::size_t gathered_bytes;  // of all pieces
-  std::vector<ReducePiece> reductions;
+  const GatherSource all_ranks;              // of the mesh
+  std::vector<ReducePiece> reductions;       // at least one
   const std::vector<DType> gradient_dtypes;  // of each trainable parameter, unsharded
 
   // - Parameters.
@@ -142,8 +125,8 @@ struct Bucket {
   ShardStamp gathered_from;
   std::shared_ptr<void> gather_input;  // only if the wire has another dtype than the shard
   ShardStamp cast_from;
-  std::unique_ptr<GroupShard> group;  // only if it is resharded to a smaller group
-  bool is_from_group = false;         // whether the last gather was over `group`
+  std::unique_ptr<GroupShard> group;               // only if it is resharded to a smaller group
+  const GatherSource* gathered_over = &all_ranks;  // by the last gather
 
   // - Gradients. The vectors have one element for each trainable parameter.
   AccumulatedGradients accumulated;
@@ -158,8 +141,7 @@ struct Bucket {
   bool reduces_into_window = false;  // on all ranks: Note [shards and gradients in windows]
   bool is_awaited = false;           // by ReductionOrder, in this backward
 
-  // - The names of its collectives in error messages.
-  const std::string gather_label;
+  // - The names of its reductions in error messages.
   const std::string reduce_label;
   const std::string all_reduce_label;  // Note [replicas] in core/reducer.h
   const BucketRanges ranges;

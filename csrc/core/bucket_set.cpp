@@ -61,7 +61,7 @@ bool BucketSet::has_accumulated() const {
 // A bucket has what it needs for its group from the start: Note [group shards].
 bool BucketSet::has_other_groups() const {
   return std::any_of(buckets_.begin(), buckets_.end(), [](const auto& bucket) {
-    const int ranks = bucket->group != nullptr ? bucket->group->communicator.size() : 0;
+    const int ranks = bucket->group != nullptr ? bucket->group->source.communicator.size() : 0;
     return ranks != bucket->units.front()->reshard_group;
   });
 }

@@ -152,11 +152,12 @@ void Gatherer::reshard(Unit& unit) {
   if (unit.state == UnitState::Unsharded) {
     unit.port.detach();
   }
-  const GatherPiece& last = unit.bucket->last_gathers().back();
+  const GatherSource& source = *unit.bucket->gathered_over;
+  const GatherPiece& last = source.last_piece();
   if (unit.slot != nullptr && unit.slot->users == 1 &&
-      (unit.state == UnitState::Gathering || &unit.bucket->last_piece(unit) != &last)) {
+      (unit.state == UnitState::Gathering || &source.last_piece(unit) != &last)) {
     // The next gather into the slot starts after all of this one.
-    device_.compute_stream().wait(*last.gathered, unit.bucket->last_gather_label());
+    device_.compute_stream().wait(*last.gathered, source.label);
   }
   unit.state = UnitState::Sharded;
   unit.is_speculative = false;
@@ -227,8 +228,8 @@ Slot* Gatherer::acquire_slot(Bucket& bucket, bool on_demand) {
 // Null while a unit still uses the parameters that were gathered there before.
 Slot* Gatherer::acquire_home(Bucket& bucket) {
   if (bucket.home == nullptr) {
-    make_home(bucket, bucket.gathers_over.allocate_in_step(device_, bucket.buffers.slot,
-                                                           BufferUse::Output));
+    make_home(bucket, bucket.all_ranks.communicator.allocate_in_step(device_, bucket.buffers.slot,
+                                                                     BufferUse::Output));
     streams_.follow_compute();
   }
   if (bucket.home->users > 0) {
@@ -278,7 +279,8 @@ void Gatherer::abandon_gather(Bucket& bucket) {
   ledger_.remove_unsharded_bytes(bucket.layout.unsharded_bytes());
   device_.compute_stream().record(*slot.released);
   if (bucket.gathers_in_pieces()) {
-    streams_.messages().wait(*bucket.last_gathers().back().gathered, bucket.last_gather_label());
+    const GatherSource& source = *bucket.gathered_over;
+    streams_.messages().wait(*source.last_piece().gathered, source.label);
   }
   slot.users = 0;
 }
@@ -303,7 +305,7 @@ void Gatherer::release_slot(Slot& slot, Bucket& bucket) {
   bool keeps_contents = bucket.slot == &slot;  // else the bucket was gathered again elsewhere
   const bool copies = keeps_contents && keep_group_shard(bucket, slot);
   if (copies && (poison_ || slot.is_overflow)) {
-    compute.wait(*bucket.group->kept, bucket.group->gather_label);
+    compute.wait(*bucket.group->kept, bucket.group->source.label);
   }
   if (keeps_contents) {
     bucket.slot = nullptr;
@@ -374,7 +376,7 @@ bool Gatherer::keep_group_shard(Bucket& bucket, const Slot& slot) {
   }
   Stream& stream = streams_.messages();
   if (bucket.gathers_in_pieces()) {
-    stream.wait(*bucket.last_gathers().back().gathered, bucket.last_gather_label());
+    stream.wait(*bucket.gathered_over->last_piece().gathered, bucket.gathered_over->label);
   }
   {
     const Timed timed(ledger_, stream, Work::Keep, bucket.numbers());

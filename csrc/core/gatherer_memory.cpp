@@ -57,8 +57,8 @@ void Gatherer::allocate_homes(const std::vector<std::unique_ptr<Bucket>>& bucket
   for (const auto& bucket : buckets) {
     if (!bucket->use().reshards_after_forward && bucket->buffers.slot > 0 &&
         bucket->home == nullptr) {
-      make_home(*bucket,
-                bucket->gathers_over.allocate(device_, bucket->buffers.slot, BufferUse::Output));
+      make_home(*bucket, bucket->all_ranks.communicator.allocate(device_, bucket->buffers.slot,
+                                                                 BufferUse::Output));
     }
   }
 }
@@ -73,13 +73,13 @@ void Gatherer::make_home(Bucket& bucket, std::shared_ptr<void> memory) {
 // One allocation for all buckets of a group, as for gather inputs.
 void Gatherer::allocate_group_shards(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   for (const auto& first : buckets) {
-    Communicator* group = first->group != nullptr ? &first->group->communicator : nullptr;
+    Communicator* group = first->group != nullptr ? &first->group->source.communicator : nullptr;
     if (group == nullptr || first->group->memory != nullptr) {
       continue;
     }
     const auto each = [&buckets, group](const auto& visit) {
       for (const auto& bucket : buckets) {
-        if (bucket->group != nullptr && &bucket->group->communicator == group) {
+        if (bucket->group != nullptr && &bucket->group->source.communicator == group) {
           visit(*bucket);
         }
       }

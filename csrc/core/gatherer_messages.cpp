@@ -5,15 +5,17 @@
 namespace fsdp {
 namespace {
 
+bool is_over_group(const Bucket& bucket) { return bucket.gathered_over != &bucket.all_ranks; }
+
 const char* message_input(const Bucket& bucket) {
-  return static_cast<const char*>(bucket.is_from_group         ? bucket.group->memory.get()
+  return static_cast<const char*>(is_over_group(bucket)        ? bucket.group->memory.get()
                                   : bucket.layout.needs_cast() ? bucket.gather_input.get()
                                                                : bucket.flat_shard());
 }
 
 // See Note [custom collectives] in core/reduce_hook.h.
 ReduceHook* gather_hook_of(const Bucket& bucket) {
-  const bool may_have_one = bucket.units.size() == 1 && !bucket.is_from_group;
+  const bool may_have_one = bucket.units.size() == 1 && !is_over_group(bucket);
   return may_have_one ? bucket.units.front()->gather_hook.get() : nullptr;
 }
 
@@ -41,7 +43,8 @@ void Gatherer::compute_inputs(Unit& unit) {
   if (unit.inputs_iteration == iteration_ && unit.inputs_version == version) {
     return;
   }
-  device_.compute_stream().wait(*unit.bucket->gathers.back().gathered, unit.bucket->gather_label);
+  const GatherSource& source = unit.bucket->all_ranks;
+  device_.compute_stream().wait(*source.last_piece().gathered, source.label);
   unit.port.compute_inputs();
   streams_.follow_compute();
   unit.inputs_iteration = iteration_;
@@ -61,9 +64,9 @@ void Gatherer::gather_into(Bucket& bucket, Slot& slot) {
       unit->gathered_version = version;
     }
   }
-  bucket.is_from_group =
+  const bool has_kept =
       bucket.group != nullptr && bucket.group->kept_from.matches(bucket.gathered_from);
-  const std::string& label = bucket.last_gather_label();
+  bucket.gathered_over = has_kept ? &bucket.group->source : &bucket.all_ranks;
   if (bucket.home != nullptr && &slot != bucket.home.get()) {
     bucket.home->contents = Slot::kNobody;  // out of date
   }
@@ -71,9 +74,9 @@ void Gatherer::gather_into(Bucket& bucket, Slot& slot) {
     streams_.follow_compute();
   }
   Stream& stream = streams_.messages();
-  stream.wait(*slot.released, label);  // Note [slot lifetime]
+  stream.wait(*slot.released, bucket.gathered_over->label);  // Note [slot lifetime]
   if (layout.world_size() == 1) {
-    const GatherPiece& whole = bucket.gathers.front();
+    const GatherPiece& whole = bucket.all_ranks.pieces.front();
     const Timed timed(ledger_, stream, Work::Cast, bucket.numbers());
     packer_.cast(stream, whole.cast_plan, nullptr, bucket.flat_shard(), slot.data(), 1.0);
     ledger_.count_copied_bytes(layout.shard_bytes() + layout.gather_bytes());
@@ -89,22 +92,22 @@ void Gatherer::gather_into(Bucket& bucket, Slot& slot) {
 void Gatherer::gather_from_ranks(Bucket& bucket, Slot& slot) {
   const UnitLayout& layout = bucket.layout;
   const bool in_pieces = bucket.gathers_in_pieces();
-  const bool casts = layout.needs_cast() && !bucket.is_from_group &&
+  const bool casts = layout.needs_cast() && !is_over_group(bucket) &&
                      !bucket.cast_from.matches(bucket.gathered_from);
-  const std::vector<GatherPiece>& gathers = bucket.last_gathers();
-  const Range range(device_, bucket.ranges.all_gather, bucket.last_gather_bytes());
+  const GatherSource& source = *bucket.gathered_over;
+  const Range range(device_, bucket.ranges.all_gather, source.bytes);
   order_before_gather(bucket);
   Stream& before = streams_.before(in_pieces);
   Stream& after = streams_.after(in_pieces);
-  for (std::size_t i = 0; i < gathers.size(); ++i) {
-    const GatherPiece& piece = gathers[i];
+  for (std::size_t i = 0; i < source.pieces.size(); ++i) {
+    const GatherPiece& piece = source.pieces[i];
     if (casts) {
       cast(bucket, piece, before);
-      streams_.order_after(streams_.messages(), before, bucket.last_gather_label());
+      streams_.order_after(streams_.messages(), before, source.label);
     }
     const bool uses_half = in_pieces && piece.plan.packed_bytes > 0;
     if (uses_half) {
-      staging_.wait_for_half(streams_.messages(), i, bucket.last_gather_label());
+      staging_.wait_for_half(streams_.messages(), i, source.label);
     }
     gather_piece(bucket, i, slot, in_pieces ? staging_.half_of(i) : staging_.data());
     if (uses_half) {
@@ -123,18 +126,19 @@ void Gatherer::order_before_gather(const Bucket& bucket) {
     // The casts overwrite the input, which the bucket's last gather has read.
     Stream& before = streams_.before(/*in_pieces=*/true);
     streams_.order_after_compute(before);
-    before.wait(*bucket.gathers.back().gathered, bucket.gather_label);
-  } else if (streams_.is_any_in_pieces() && bucket.last_gathers().front().plan.packed_bytes > 0) {
-    staging_.wait_for_both(streams_.messages(), bucket.last_gather_label());
+    before.wait(*bucket.all_ranks.last_piece().gathered, bucket.all_ranks.label);
+  } else if (streams_.is_any_in_pieces() &&
+             bucket.gathered_over->pieces.front().plan.packed_bytes > 0) {
+    staging_.wait_for_both(streams_.messages(), bucket.gathered_over->label);
   }
 }
 
 // See Note [gather plans].
 void Gatherer::gather_piece(const Bucket& bucket, std::size_t number, Slot& slot, char* staging) {
-  const GatherPiece& piece = bucket.last_gathers()[number];
+  const GatherPiece& piece = bucket.gathered_over->pieces[number];
   send(bucket, number, static_cast<char*>(slot.data()), staging);
   Stream& after = streams_.after(bucket.gathers_in_pieces());
-  streams_.order_after(after, streams_.messages(), bucket.last_gather_label());
+  streams_.order_after(after, streams_.messages(), bucket.gathered_over->label);
   if (piece.plan.packed_bytes > 0) {
     const Timed timed(ledger_, after, Work::Unpack, bucket.numbers());
     packer_.unpack(after, piece.plan.unpack, staging, slot.data());
@@ -144,18 +148,15 @@ void Gatherer::gather_piece(const Bucket& bucket, std::size_t number, Slot& slot
 }
 
 void Gatherer::send(const Bucket& bucket, std::size_t number, char* output, char* staging) {
-  const GatherPiece& piece = bucket.last_gathers()[number];
+  const GatherSource& source = *bucket.gathered_over;
+  const GatherPiece& piece = source.pieces[number];
   const GatherPlan& plan = piece.plan;
   const char* input = message_input(bucket);
-  Communicator& communicator =
-      bucket.is_from_group ? bucket.group->communicator : bucket.gathers_over;
   Stream& stream = streams_.messages();
   announce_(bucket, {number, piece.bytes});
-  const InFlight flight(lane_.flights(), stream, communicator,
-                        {bucket.is_from_group ? Collective::GroupAllGather : Collective::AllGather,
-                         ledger_.phase(), piece.bytes, DType::Bytes},
-                        bucket.last_gather_label());
-  const Work work = bucket.is_from_group ? Work::GroupGather : Work::Gather;
+  const InFlight flight(lane_.flights(), stream, source.communicator,
+                        {source.op, ledger_.phase(), piece.bytes, DType::Bytes}, source.label);
+  const Work work = is_over_group(bucket) ? Work::GroupGather : Work::Gather;
   const Timed timed(ledger_, stream, work, bucket.numbers(), {piece.bytes, bucket.gather_issue},
                     /*follows=*/false);
   ReduceHook* const hook = gather_hook_of(bucket);
@@ -163,12 +164,12 @@ void Gatherer::send(const Bucket& bucket, std::size_t number, char* output, char
     if (hook != nullptr) {
       gather_by_hook(*hook, stream, bucket.layout, piece.part, from, to, bytes);
     } else {
-      communicator.all_gather(stream, from, to, bytes);
+      source.communicator.all_gather(stream, from, to, bytes);
     }
   };
   const bool in_group = hook == nullptr && plan.direct.size() + (plan.packed_bytes > 0 ? 1 : 0) > 1;
   if (in_group) {
-    communicator.group_start();
+    source.communicator.group_start();
   }
   for (const GatherMessage& message : plan.direct) {
     all_gather(input + message.source_offset, output + message.destination_offset, message.bytes);
@@ -177,7 +178,7 @@ void Gatherer::send(const Bucket& bucket, std::size_t number, char* output, char
     all_gather(input + plan.packed_offset, staging, plan.packed_bytes);
   }
   if (in_group) {
-    communicator.group_end();
+    source.communicator.group_end();
   }
 }
 
@@ -196,7 +197,8 @@ void Gatherer::finish_reading_host() {
       FSDP_CHECK(!device_.is_capturing(), "A CUDA graph would capture unit '", bucket->name,
                  "', which is offloaded to the host, and a graph cannot wait for the host. Run "
                  "without a capture, or without CPUOffloadPolicy.");
-      bucket->gathers.back().gathered->synchronize(device_.timeout(), bucket->gather_label);
+      const GatherSource& source = bucket->all_ranks;
+      source.last_piece().gathered->synchronize(device_.timeout(), source.label);
     }
   }
 }
@@ -204,7 +206,8 @@ void Gatherer::finish_reading_host() {
 // Pieces arrive in order. The unit does not wait for those behind its last one.
 void Gatherer::wait_for_gather(Unit& unit) {
   Bucket& bucket = *unit.bucket;
-  ledger_.wait(*bucket.last_piece(unit).gathered, bucket.last_gather_label(), Work::WaitForGather,
+  const GatherSource& source = *bucket.gathered_over;
+  ledger_.wait(*source.last_piece(unit).gathered, source.label, Work::WaitForGather,
                bucket.numbers());
   if (ReduceHook* const hook = gather_hook_of(bucket)) {
     try {

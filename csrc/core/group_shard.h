@@ -18,12 +18,12 @@
 //   for it. What is kept is never made in a forward without gradients, because no backward follows.
 #pragma once
 
-#include <cstddef>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "core/gather_piece.h"
+#include "core/gather_source.h"
 #include "core/layout.h"
 #include "device/stream.h"
 #include "pack/pack.h"
@@ -31,16 +31,18 @@
 namespace fsdp {
 
 struct GroupShard {
-  GroupShard(Communicator& of_group, const UnitLayout& of_bucket)
-      : communicator(of_group), layout(of_bucket.regrouped(of_group.size())) {}
+  GroupShard(Communicator& group, const UnitLayout& of_bucket, const std::vector<Unit*>& units,
+             std::string label, Lanes& lanes)
+      : layout(of_bucket.regrouped(group.size())),
+        source(Collective::GroupAllGather, group, layout, units, std::move(label), lanes),
+        keep_plan(layout.keep_plan(group.rank())),
+        kept(lanes.device->new_event()) {
+    lanes.packer->prepare(keep_plan);
+  }
 
-  Communicator& communicator;
   const UnitLayout layout;  // of the bucket, over the group
+  const GatherSource source;
   UnpackPlan keep_plan;
-  std::vector<GatherPiece> gathers;
-  std::size_t gathered_bytes = 0;        // of all pieces
-  std::vector<std::size_t> last_pieces;  // of each unit of the bucket, as Unit::last_piece
-  std::string gather_label;
 
   std::shared_ptr<void> memory;  // layout.gather_bytes()
   ShardStamp kept_from;          // the shards that it was made from

@@ -109,16 +109,15 @@ void OrderCheck::compare(const Bucket& bucket) {
   Announcement& mine = *mine_;
   mine = {};
   mine.sequence = ++sequence_;
-  mine.pieces = bucket.last_gathers().size();
-  mine.first_bytes = bucket.last_gathers().front().bytes;
-  for (const GatherPiece& piece : bucket.last_gathers()) {
+  const GatherSource& source = *bucket.gathered_over;
+  mine.pieces = source.pieces.size();
+  mine.first_bytes = source.pieces.front().bytes;
+  for (const GatherPiece& piece : source.pieces) {
     mine.bytes += piece.bytes;
     mine.sizes = mix(mine.sizes, piece.bytes);
   }
-  const Communicator& over =
-      bucket.is_from_group ? bucket.group->communicator : bucket.gathers_over;
-  const bool of_all = !bucket.is_from_group && bucket.mesh == nullptr;
-  mine.ranks = of_all ? 0 : static_cast<std::uint64_t>(over.size());
+  const bool of_all = &source == &bucket.all_ranks && bucket.mesh == nullptr;
+  mine.ranks = of_all ? 0 : static_cast<std::uint64_t>(source.communicator.size());
   mine.mesh = bucket.mesh == nullptr ? 0 : static_cast<std::uint64_t>(bucket.mesh->ranks.front());
   std::snprintf(mine.unit, sizeof(mine.unit), "%s", bucket.name.c_str());
   for (Ranks& ranks : ranks_) {
@@ -136,7 +135,7 @@ void OrderCheck::compare_announcements(Ranks& ranks, const Bucket& bucket) {
   const Announcement& mine = *mine_;
   Lane& lane = *ranks.lane;
   static const std::string kLabel = "the comparison of the next all-gather";
-  lane.host_all_gather(bucket.gather_label, kLabel, &mine, ranks.announcements.data(),
+  lane.host_all_gather(bucket.all_ranks.label, kLabel, &mine, ranks.announcements.data(),
                        sizeof(mine));
   lane.stream().record(*compared_);
   compared_->synchronize(device_.timeout(),

@@ -18,9 +18,7 @@ Pipeline::Pipeline(Lanes& lanes, PipelineOptions options, Lanes* replicas)
       bucket_set_(lanes, options_, units_, order_check_),
       gatherer_(device_, *lanes.packer, lanes.gather, ledger_,
                 [this](const Bucket& bucket, const NextMessage& message) {
-                  announce(
-                      bucket.is_from_group ? Collective::GroupAllGather : Collective::AllGather,
-                      bucket, message);
+                  announce(bucket.gathered_over->op, bucket, message);
                 }),
       reducer_(device_, *lanes.packer, ledger_,
                {&lanes.reduce,

@@ -20,9 +20,9 @@ Lane& Pipeline::lane_of(Collective op) {
 Communicator& Pipeline::communicator_of(Collective op, const Bucket& bucket) {
   switch (op) {
     case Collective::AllGather:
-      return bucket.gathers_over;
+      return bucket.all_ranks.communicator;
     case Collective::GroupAllGather:
-      return bucket.group->communicator;
+      return bucket.group->source.communicator;
     case Collective::ReduceScatter:
       return bucket.reduces_over;
     case Collective::AllReduce:
@@ -42,7 +42,7 @@ void Pipeline::announce(Collective op, const Bucket& bucket, const NextMessage& 
     order_check_.compare(bucket);
   }
   Lane& lane = lane_of(op);
-  const std::string& label = gathers                           ? bucket.last_gather_label()
+  const std::string& label = gathers                           ? bucket.gathered_over->label
                              : op == Collective::ReduceScatter ? bucket.reduce_label
                                                                : bucket.all_reduce_label;
   Communicator& communicator = communicator_of(op, bucket);

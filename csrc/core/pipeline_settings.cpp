@@ -51,8 +51,8 @@ void Pipeline::keep_times(std::size_t iterations, bool drained) {
   constexpr std::size_t kOfAPiece = 8;
   std::size_t moments = kOfAUnit * (units_.size() + 1);
   for (const auto& bucket : buckets()) {
-    moments += kOfAPiece * (bucket->gathers.size() + bucket->reductions.size());
-    moments += bucket->group != nullptr ? kOfAPiece * bucket->group->gathers.size() : 0;
+    moments += kOfAPiece * (bucket->all_ranks.pieces.size() + bucket->reductions.size());
+    moments += bucket->group != nullptr ? kOfAPiece * bucket->group->source.pieces.size() : 0;
   }
   ledger_.keep_times(iterations, moments, drained);
 }

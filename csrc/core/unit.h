@@ -111,7 +111,6 @@ struct Unit : UnitConfig {
   std::size_t unsharded_offset = 0;  // bytes, in the bucket's unsharded buffer
   std::size_t first_trainable = 0;   // index among the bucket's trainable parameters
   std::size_t gradient_offset = 0;   // elements, in the bucket's segments
-  std::size_t last_piece = 0;        // of the bucket's gather, that has parameters of this unit
 
   // - Parameters.
   UnitState state = UnitState::Sharded;

@@ -169,8 +169,8 @@ NOT_SEEN = {
     "core/backward_exchange.cpp drain: replicas_->gather.drain();": AFTER_USE,
     "core/bucket_set.cpp form: lanes_.gather.synchronize();": AFTER_USE,
     "core/bucket_set.cpp form: lanes_.reduce.synchronize();": AFTER_USE,
-    "core/gatherer.cpp abandon_gather: streams_.messages().wait("
-    "*bucket.last_gathers().back().gathered, bucket.last_gather_label());": NO_TEST,
+    "core/gatherer.cpp abandon_gather: "
+    "streams_.messages().wait(*source.last_piece().gathered, source.label);": NO_TEST,
     "core/gatherer.cpp acquire_home: streams_.follow_compute();": NO_TEST,
     "core/gatherer.cpp acquire_slot: streams_.follow_compute();": (
         "the tests' overflow slots get memory that no earlier work of the pass has used"
@@ -191,11 +191,11 @@ NOT_SEEN = {
         "memory is planned right before an iteration begins, with the same wait"
     ),
     "core/gatherer_messages.cpp compute_inputs: device_.compute_stream().wait("
-    "*unit.bucket->gathers.back().gathered, unit.bucket->gather_label);": (
+    "*source.last_piece().gathered, source.label);": (
         "the compute stream has waited for every gather that a unit used; it is for the others"
     ),
     "core/gatherer_messages.cpp order_before_gather: "
-    "before.wait(*bucket.gathers.back().gathered, bucket.gather_label);": (
+    "before.wait(*bucket.all_ranks.last_piece().gathered, bucket.all_ranks.label);": (
         "the same; an iteration begins after what the compute stream has waited for"
     ),
     "core/reducer.cpp begin_reduction: "

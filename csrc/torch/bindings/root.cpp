@@ -74,10 +74,10 @@ py::dict describe(const Bucket& bucket) {
       bucket.layout.gather_bytes() * static_cast<std::size_t>(bucket.layout.world_size());
   result["reduce_bytes"] = bucket.reduce_input_bytes();
   result["unsharded_bytes"] = bucket.layout.unsharded_bytes();
-  result["gather_plan"] = bucket.gathers.front().plan.name();
-  result["gather_messages"] = bucket.gathers.size();
+  result["gather_plan"] = bucket.all_ranks.pieces.front().plan.name();
+  result["gather_messages"] = bucket.all_ranks.pieces.size();
   result["reduce_messages"] = bucket.reductions.size();
-  result["reshard_group"] = bucket.group != nullptr ? bucket.group->communicator.size() : 0;
+  result["reshard_group"] = bucket.group != nullptr ? bucket.group->source.communicator.size() : 0;
   result["group_shard_bytes"] = bucket.buffers.group_shard;
   return result;
 }
