@@ -2,12 +2,12 @@
 
 #include <algorithm>
 
-#include "core/bucket.h"
+#include "core/bucket_reduction.h"
 
 namespace fsdp {
 
-AccumulatedGradients::AccumulatedGradients(const Bucket& bucket)
-    : bucket_(bucket), since_(bucket.layout.trainable_count(), 0) {}
+AccumulatedGradients::AccumulatedGradients(const BucketReduction& reduction)
+    : reduction_(reduction), since_(reduction.layout().trainable_count(), 0) {}
 
 std::uint64_t AccumulatedGradients::since(const Unit& unit, std::size_t i) const {
   return since_[unit.first_trainable + i];
@@ -20,8 +20,8 @@ bool AccumulatedGradients::any_before(std::uint64_t packing) const {
 
 void AccumulatedGradients::allocate(Device& device) {
   if (memory_ == nullptr) {
-    memory_ = bucket_.reduces_over.allocate_in_step(device, bucket_.reduce_input_bytes(),
-                                                    BufferUse::Input);
+    memory_ = reduction_.communicator().allocate_in_step(device, reduction_.input_bytes(),
+                                                         BufferUse::Input);
   }
 }
 
@@ -30,7 +30,7 @@ void AccumulatedGradients::begin(Device& device) {
     return;
   }
   allocate(device);
-  device.fill(device.compute_stream(), memory_.get(), 0, bucket_.reduce_input_bytes());
+  device.fill(device.compute_stream(), memory_.get(), 0, reduction_.input_bytes());
   has_any_ = true;
 }
 
@@ -69,24 +69,24 @@ void AccumulatedGradients::clear_all() {
 }
 
 char* AccumulatedGradients::piece(std::size_t number) const {
-  const auto before = static_cast<std::size_t>(bucket_.reductions[number].segment_offset) *
-                      itemsize(bucket_.layout.reduce_dtype()) *
-                      static_cast<std::size_t>(bucket_.layout.world_size());
+  const auto before = static_cast<std::size_t>(reduction_.pieces()[number].segment_offset) *
+                      itemsize(reduction_.layout().reduce_dtype()) *
+                      static_cast<std::size_t>(reduction_.layout().world_size());
   return static_cast<char*>(memory_.get()) + before;
 }
 
 std::vector<AccumulatedGradients::Part> AccumulatedGradients::parts(const Unit& unit) const {
-  const std::size_t element = itemsize(bucket_.layout.reduce_dtype());
+  const std::size_t element = itemsize(reduction_.layout().reduce_dtype());
   const auto unit_begin = static_cast<std::int64_t>(unit.gradient_offset);
   const std::int64_t unit_end = unit_begin + unit.layout.grad_numel();
   std::vector<Part> parts;
-  for (std::size_t i = 0; i < bucket_.reductions.size(); ++i) {
-    const ReducePiece& reduction = bucket_.reductions[i];
-    const std::int64_t numel = reduction.pack_plan.segment_numel;
-    const std::int64_t begin = std::max(unit_begin, reduction.segment_offset);
-    const std::int64_t end = std::min(unit_end, reduction.segment_offset + numel);
+  for (std::size_t i = 0; i < reduction_.pieces().size(); ++i) {
+    const ReducePiece& reduced = reduction_.pieces()[i];
+    const std::int64_t numel = reduced.pack_plan.segment_numel;
+    const std::int64_t begin = std::max(unit_begin, reduced.segment_offset);
+    const std::int64_t end = std::min(unit_end, reduced.segment_offset + numel);
     if (begin < end) {
-      const auto first = static_cast<std::size_t>(begin - reduction.segment_offset) * element;
+      const auto first = static_cast<std::size_t>(begin - reduced.segment_offset) * element;
       parts.push_back({piece(i) + first, end - begin, numel});
     }
   }
@@ -94,13 +94,13 @@ std::vector<AccumulatedGradients::Part> AccumulatedGradients::parts(const Unit& 
 }
 
 std::size_t AccumulatedGradients::bytes() const {
-  return memory_ != nullptr ? bucket_.reduce_input_bytes() : 0;
+  return memory_ != nullptr ? reduction_.input_bytes() : 0;
 }
 
 void AccumulatedGradients::fill_with_zeros(Device& device, Stream& stream, const Unit& unit) const {
-  const std::size_t element = itemsize(bucket_.layout.reduce_dtype());
+  const std::size_t element = itemsize(reduction_.layout().reduce_dtype());
   for (const Part& part : parts(unit)) {
-    for (int rank = 0; rank < bucket_.layout.world_size(); ++rank) {
+    for (int rank = 0; rank < reduction_.layout().world_size(); ++rank) {
       device.fill(
           stream,
           static_cast<char*>(part.first) + static_cast<std::size_t>(rank * part.stride) * element,

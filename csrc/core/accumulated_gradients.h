@@ -11,7 +11,7 @@
 
 namespace fsdp {
 
-struct Bucket;
+class BucketReduction;
 struct Unit;
 
 class AccumulatedGradients {
@@ -24,7 +24,7 @@ class AccumulatedGradients {
     std::int64_t stride = 0;
   };
 
-  explicit AccumulatedGradients(const Bucket& bucket);
+  explicit AccumulatedGradients(const BucketReduction& reduction);
   AccumulatedGradients(const AccumulatedGradients&) = delete;
   AccumulatedGradients& operator=(const AccumulatedGradients&) = delete;
 
@@ -58,7 +58,7 @@ class AccumulatedGradients {
  private:
   void fill_with_zeros(Device& device, Stream& stream, const Unit& unit) const;
 
-  const Bucket& bucket_;
+  const BucketReduction& reduction_;
   std::shared_ptr<void> memory_;      // from the first use on
   std::vector<std::uint64_t> since_;  // by trainable parameter of the bucket
   bool has_any_ = false;

@@ -8,11 +8,6 @@
 namespace fsdp {
 namespace {
 
-std::string name_of(const std::vector<Unit*>& units) {
-  return units.size() == 1 ? units.front()->name
-                           : units.front()->name + " to " + units.back()->name;
-}
-
 std::uint64_t identity_of(const std::string& name, const UnitLayout& layout) {
   std::uint64_t hash = mix(name.size(), static_cast<std::uint64_t>(layout.reduce_dtype()));
   for (const char character : name) {
@@ -22,11 +17,6 @@ std::uint64_t identity_of(const std::string& name, const UnitLayout& layout) {
     hash = mix(hash, static_cast<std::uint64_t>(param.param_dtype));
   }
   return hash;
-}
-
-std::string label_of(const char* what, const std::vector<Unit*>& units) {
-  return detail::concat(what, units.size() == 1 ? " of unit '" : " of units '", name_of(units),
-                        "'");
 }
 
 // The lanes of the units' mesh, which is the same for all of them.
@@ -112,59 +102,15 @@ void make_adjacent(const std::vector<Unit*>& units, const UnitLayout& layout, La
   }
 }
 
-ReducePiece reduction_of(const UnitLayout& layout, const LayoutPart& part, Packer& packer) {
-  ReducePiece piece;
-  piece.part = part;
-  piece.pack_plan = layout.pack_plan(part);
-  piece.finish_plan = layout.finish_plan(part);
-  piece.first_trainable = layout.first_trainable(part);
-  piece.gradient_offset =
-      part.is_of_rows() ? part.first_row * layout.params()[part.first].row_numel : 0;
-  piece.segment_offset = layout.first_gradient(part);
-  const std::vector<DType> dtypes = layout.unsharded_grad_dtypes();
-  for (std::size_t i = 0; i < piece.pack_plan.entries.size(); ++i) {
-    const DType dtype = dtypes[piece.first_trainable + i];
-    if (std::count(piece.gradient_dtypes.begin(), piece.gradient_dtypes.end(), dtype) == 0) {
-      piece.gradient_dtypes.push_back(dtype);
-    }
+BucketBuffers buffers_of(const UnitLayout& layout, const std::vector<Unit*>& units,
+                         const BucketGather& gather) {
+  SmallerGroup smaller;
+  if (gather.group() != nullptr) {
+    const Communicator& group = gather.group()->source.communicator;
+    smaller = {group.size(), group.gather_by()};
   }
-  packer.prepare(piece.pack_plan);
-  packer.prepare(piece.finish_plan);
-  return piece;
-}
-
-std::vector<ReducePiece> reductions_of(const UnitLayout& layout, std::size_t max_message_bytes,
-                                       Packer& packer) {
-  std::vector<ReducePiece> pieces;
-  for (const LayoutPart& part : reduce_parts(layout, max_message_bytes)) {
-    pieces.push_back(reduction_of(layout, part, packer));
-  }
-  return pieces;
-}
-
-// Null for the group of all ranks. All units of a bucket have the same.
-Communicator* group_of(const std::vector<Unit*>& units, Lanes& lanes) {
-  const int ranks = units.front()->reshard_group;
-  return ranks == 0 ? nullptr : &mesh_of(units, lanes).group_of(ranks).gather.communicator();
-}
-
-BucketBuffers buffers_of(const UnitLayout& layout, const std::vector<Unit*>& units, Lanes& lanes) {
-  const Communicator* group = group_of(units, lanes);
-  const GatherBy by = mesh_of(units, lanes).gather.communicator().gather_by();
-  return buffers_of(
-      layout, by, units.front()->max_message_bytes,
-      group == nullptr ? SmallerGroup{} : SmallerGroup{group->size(), group->gather_by()});
-}
-
-std::unique_ptr<GroupShard> group_shard_of(const UnitLayout& layout,
-                                           const std::vector<Unit*>& units, Lanes& lanes) {
-  Communicator* communicator = group_of(units, lanes);
-  if (communicator == nullptr) {
-    return nullptr;
-  }
-  const std::string what = detail::concat("the all-gather over ", communicator->size(), " ranks");
-  return std::make_unique<GroupShard>(*communicator, layout, units, label_of(what.c_str(), units),
-                                      lanes);
+  return buffers_of(layout, gather.all_ranks().communicator.gather_by(),
+                    units.front()->max_message_bytes, smaller);
 }
 
 }  // namespace
@@ -176,21 +122,9 @@ Bucket::Bucket(int bucket_number, std::vector<Unit*> members, Lanes& lanes)
       layout(layout_of(units)),
       identity(identity_of(name, layout)),
       mesh(lanes.mesh(units.front()->mesh)),
-      reduces_over(mesh_of(units, lanes).reduce.communicator()),
-      buffers(buffers_of(layout, units, lanes)),
-      all_ranks(Collective::AllGather, mesh_of(units, lanes).gather.communicator(), layout, units,
-                label_of("the all-gather", units), lanes),
-      reductions(reductions_of(layout, units.front()->max_message_bytes, *lanes.packer)),
-      gradient_dtypes(layout.unsharded_grad_dtypes()),
-      group(group_shard_of(layout, units, lanes)),
-      accumulated(*this),
-      gradients(layout.trainable_count(), nullptr),
-      gradients_of_dtype(layout.trainable_count(), nullptr),
-      finish_modes(layout.trainable_count(), CastMode::Write),
-      packed(lanes.device->new_event()),
-      reduced(lanes.device->new_event()),
-      reduce_label(label_of("the reduce-scatter", units)),
-      all_reduce_label(label_of("the all-reduce over replicas", units)),
+      gather(layout, units, lanes),
+      reduction(layout, units, lanes),
+      buffers(buffers_of(layout, units, gather)),
       ranges(units.size() == 1 && units.front()->number == 0 ? "" : name) {}
 
 void Bucket::place_units(Lanes& lanes) {
@@ -233,24 +167,8 @@ const void* Bucket::flat_shard() const { return first_of(units, kShards); }
 
 void* Bucket::flat_gradient() const { return first_of(units, kGradients); }
 
-std::size_t Bucket::segment_bytes() const {
-  return static_cast<std::size_t>(layout.grad_numel()) * itemsize(layout.reduce_dtype());
-}
-
-std::size_t Bucket::reduce_input_bytes(const ReducePiece& piece) const {
-  return static_cast<std::size_t>(piece.pack_plan.segment_numel) *
-         static_cast<std::size_t>(layout.world_size()) * itemsize(layout.reduce_dtype());
-}
-
-std::size_t Bucket::reduce_input_bytes() const {
-  return segment_bytes() * static_cast<std::size_t>(layout.world_size());
-}
-
 std::size_t Bucket::buffer_bytes() const {
-  return (home != nullptr ? home->bytes : 0) +
-         (gather_input != nullptr ? buffers.gather_input : 0) +
-         (group != nullptr && group->memory != nullptr ? buffers.group_shard : 0) +
-         accumulated.bytes();
+  return gather.buffer_bytes(buffers) + reduction.accumulated().bytes();
 }
 
 std::vector<BucketUse> uses_of(const std::vector<std::unique_ptr<Bucket>>& buckets) {

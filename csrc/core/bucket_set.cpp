@@ -49,19 +49,20 @@ void BucketSet::update(const ForwardOrder& order, Gatherer& gatherer, Reducer& r
 
 bool BucketSet::is_ring_in_use() const {
   return std::any_of(units_.begin(), units_.end(), [](const auto& unit) {
-    return unit->slot != nullptr && unit->slot != unit->bucket->home.get();
+    return unit->slot != nullptr && unit->slot != unit->bucket->gather.home();
   });
 }
 
 bool BucketSet::has_accumulated() const {
   return std::any_of(buckets_.begin(), buckets_.end(),
-                     [](const auto& bucket) { return bucket->accumulated.any(); });
+                     [](const auto& bucket) { return bucket->reduction.accumulated().any(); });
 }
 
 // A bucket has what it needs for its group from the start: Note [group shards].
 bool BucketSet::has_other_groups() const {
   return std::any_of(buckets_.begin(), buckets_.end(), [](const auto& bucket) {
-    const int ranks = bucket->group != nullptr ? bucket->group->source.communicator.size() : 0;
+    const int ranks =
+        bucket->gather.group() != nullptr ? bucket->gather.group()->source.communicator.size() : 0;
     return ranks != bucket->units.front()->reshard_group;
   });
 }

@@ -63,7 +63,8 @@ bool Gatherer::is_current(Unit& unit) {
     return unit.inputs_version == unit.port.shard_version();
   }
   return unit.layout.is_identity() || unit.layout.unsharded_bytes() == 0 ||
-         (unit.bucket->gathered_from.valid && unit.gathered_version == unit.port.shard_version());
+         (unit.bucket->gather.gathered_from_.valid &&
+          unit.gathered_version == unit.port.shard_version());
 }
 
 bool Gatherer::unshard(Unit& unit, bool on_demand) {
@@ -84,8 +85,8 @@ bool Gatherer::start_unshard(Unit& unit, bool on_demand) {
     unit.is_speculative = true;
     return true;
   }
-  const bool is_gathered = bucket.slot != nullptr && bucket.gathered_from.valid &&
-                           bucket.gathered_from.iteration == iteration_;
+  const bool is_gathered = bucket.gather.slot_ != nullptr && bucket.gather.gathered_from_.valid &&
+                           bucket.gather.gathered_from_.iteration == iteration_;
   if (!is_gathered || unit.gathered_version != unit.port.shard_version()) {
     Slot* slot = reacquire_slot(bucket);
     if (slot != nullptr) {
@@ -101,7 +102,7 @@ bool Gatherer::start_unshard(Unit& unit, bool on_demand) {
       }
       gather_into(bucket, *slot);
     }
-    bucket.slot = slot;
+    bucket.gather.slot_ = slot;
     ledger_.add_unsharded_bytes(bucket.layout.unsharded_bytes());
   }
   retain_slot(bucket);
@@ -113,7 +114,7 @@ void Gatherer::record_issue(Bucket& bucket, const Slot* slot, bool on_demand) {
   if (!ledger_.has_times()) {
     return;
   }
-  Issue& issue = bucket.gather_issue;
+  Issue& issue = bucket.gather.issue_;
   if (slot == nullptr) {
     issue.refused = issue.refused != 0 ? issue.refused : host_clock::now();
     return;
@@ -121,6 +122,12 @@ void Gatherer::record_issue(Bucket& bucket, const Slot* slot, bool on_demand) {
   issue.at = host_clock::now();
   issue.possible = ledger_.number_of(slot->released_after);
   issue.on_demand = on_demand;
+}
+
+void Gatherer::forget_issues() {
+  for (const auto& bucket : *buckets_) {
+    bucket->gather.issue_ = {};
+  }
 }
 
 bool Gatherer::attach(Unit& unit) {
@@ -152,7 +159,7 @@ void Gatherer::reshard(Unit& unit) {
   if (unit.state == UnitState::Unsharded) {
     unit.port.detach();
   }
-  const GatherSource& source = *unit.bucket->gathered_over;
+  const GatherSource& source = unit.bucket->gather.source();
   const GatherPiece& last = source.last_piece();
   if (unit.slot != nullptr && unit.slot->users == 1 &&
       (unit.state == UnitState::Gathering || &source.last_piece(unit) != &last)) {
@@ -188,12 +195,13 @@ void Gatherer::reshard_speculative(Bucket& bucket) {
 // See Note [lazy reshard].
 Slot* Gatherer::reacquire_slot(Bucket& bucket) {
   const ShardStamp now{iteration_, version_of(bucket), true};
-  if (bucket.slot != nullptr || !bucket.gathered_from.matches(now)) {
+  if (bucket.gather.slot_ != nullptr || !bucket.gather.gathered_from_.matches(now)) {
     return nullptr;
   }
-  if (bucket.home != nullptr) {
-    const bool is_whole = bucket.home->contents == bucket.number && bucket.home->users == 0;
-    return is_whole ? bucket.home.get() : nullptr;
+  if (bucket.gather.home_ != nullptr) {
+    const bool is_whole =
+        bucket.gather.home_->contents == bucket.number && bucket.gather.home_->users == 0;
+    return is_whole ? bucket.gather.home_.get() : nullptr;
   }
   Slot* slot = ring_->find_contents(bucket.number);
   if (slot != nullptr) {
@@ -227,22 +235,22 @@ Slot* Gatherer::acquire_slot(Bucket& bucket, bool on_demand) {
 
 // Null while a unit still uses the parameters that were gathered there before.
 Slot* Gatherer::acquire_home(Bucket& bucket) {
-  if (bucket.home == nullptr) {
-    make_home(bucket, bucket.all_ranks.communicator.allocate_in_step(device_, bucket.buffers.slot,
-                                                                     BufferUse::Output));
+  if (bucket.gather.home_ == nullptr) {
+    make_home(bucket, bucket.gather.all_ranks_.communicator.allocate_in_step(
+                          device_, bucket.buffers.slot, BufferUse::Output));
     streams_.follow_compute();
   }
-  if (bucket.home->users > 0) {
+  if (bucket.gather.home_->users > 0) {
     return nullptr;
   }
-  bucket.home->contents = bucket.number;
-  return bucket.home.get();
+  bucket.gather.home_->contents = bucket.number;
+  return bucket.gather.home_.get();
 }
 
 Slot* Gatherer::reclaim_speculative_slot(int bucket) {
   for (const auto& other : *buckets_) {
     if (has_reclaimable_slot(*other)) {
-      Slot* slot = other->slot;
+      Slot* slot = other->gather.slot_;
       abandon_gather(*other);
       slot->owner = slot->contents = bucket;
       return slot;
@@ -253,8 +261,8 @@ Slot* Gatherer::reclaim_speculative_slot(int bucket) {
 
 // Whether all users of the bucket's slot in the ring were prefetched and not used yet.
 bool Gatherer::has_reclaimable_slot(const Bucket& bucket) const {
-  const Slot* slot = bucket.slot;
-  if (slot == nullptr || slot == bucket.home.get() || slot->is_overflow) {
+  const Slot* slot = bucket.gather.slot_;
+  if (slot == nullptr || slot == bucket.gather.home_.get() || slot->is_overflow) {
     return false;
   }
   const auto speculative = std::count_if(
@@ -266,7 +274,7 @@ bool Gatherer::has_reclaimable_slot(const Bucket& bucket) const {
 // The next gather into the slot starts after this one, and after reads of the compute stream by
 // units that were resharded before.
 void Gatherer::abandon_gather(Bucket& bucket) {
-  Slot& slot = *bucket.slot;
+  Slot& slot = *bucket.gather.slot_;
   for (Unit* unit : bucket.units) {
     if (unit->slot == &slot) {
       unit->slot = nullptr;
@@ -275,11 +283,11 @@ void Gatherer::abandon_gather(Bucket& bucket) {
       ledger_.remove_unsharded_unit();
     }
   }
-  bucket.slot = nullptr;
+  bucket.gather.slot_ = nullptr;
   ledger_.remove_unsharded_bytes(bucket.layout.unsharded_bytes());
   device_.compute_stream().record(*slot.released);
-  if (bucket.gathers_in_pieces()) {
-    const GatherSource& source = *bucket.gathered_over;
+  if (bucket.gather.is_in_pieces()) {
+    const GatherSource& source = bucket.gather.source();
     streams_.messages().wait(*source.last_piece().gathered, source.label);
   }
   slot.users = 0;
@@ -291,8 +299,8 @@ void Gatherer::retain_slot(Bucket& bucket) {
     if (unit->state == UnitState::Sharded) {
       unit->state = UnitState::Gathering;
       unit->is_speculative = true;
-      unit->slot = bucket.slot;
-      bucket.slot->users += 1;
+      unit->slot = bucket.gather.slot_;
+      bucket.gather.slot_->users += 1;
       ledger_.add_unsharded_unit();
     }
   }
@@ -302,20 +310,21 @@ void Gatherer::release_slot(Slot& slot, Bucket& bucket) {
   Stream& compute = device_.compute_stream();
   ledger_.remove_unsharded_bytes(bucket.layout.unsharded_bytes());
   slot.released_after = ledger_.last_compute_moment();
-  bool keeps_contents = bucket.slot == &slot;  // else the bucket was gathered again elsewhere
+  bool keeps_contents =
+      bucket.gather.slot_ == &slot;  // else the bucket was gathered again elsewhere
   const bool copies = keeps_contents && keep_group_shard(bucket, slot);
   if (copies && (poison_ || slot.is_overflow)) {
-    compute.wait(*bucket.group->kept, bucket.group->source.label);
+    compute.wait(*bucket.gather.group_->kept, bucket.gather.group_->source.label);
   }
   if (keeps_contents) {
-    bucket.slot = nullptr;
+    bucket.gather.slot_ = nullptr;
   }
   if (poison_) {
     device_.fill(compute, slot.data(), 0xff, slot.bytes);  // a NaN in every floating dtype
-    bucket.gathered_from.valid = bucket.gathered_from.valid && !keeps_contents;
+    bucket.gather.gathered_from_.valid = bucket.gather.gathered_from_.valid && !keeps_contents;
     keeps_contents = false;
   }
-  if (&slot == bucket.home.get()) {
+  if (&slot == bucket.gather.home_.get()) {
     compute.record(*slot.released);
     slot.contents = keeps_contents ? bucket.number : Slot::kNobody;
   } else {
@@ -326,8 +335,8 @@ void Gatherer::release_slot(Slot& slot, Bucket& bucket) {
 // - Group shards
 
 void Gatherer::keep_for_backward(Unit& unit) {
-  if (unit.bucket->group != nullptr) {
-    unit.bucket->group->is_due = true;
+  if (unit.bucket->gather.group_ != nullptr) {
+    unit.bucket->gather.group_->is_due = true;
   }
 }
 
@@ -337,8 +346,8 @@ void Gatherer::for_each_group_shard(const Visit& visit) {
     return;
   }
   for (const auto& bucket : *buckets_) {
-    if (bucket->group != nullptr) {
-      visit(*bucket->group);
+    if (bucket->gather.group_ != nullptr) {
+      visit(*bucket->gather.group_);
     }
   }
 }
@@ -355,10 +364,10 @@ void Gatherer::forget_group_shards() {
 }
 
 void Gatherer::forget(Bucket& bucket) {
-  bucket.gathered_from.valid = false;
-  bucket.cast_from.valid = false;
-  if (bucket.group != nullptr) {
-    bucket.group->kept_from.valid = false;
+  bucket.gather.gathered_from_.valid = false;
+  bucket.gather.cast_from_.valid = false;
+  if (bucket.gather.group_ != nullptr) {
+    bucket.gather.group_->kept_from.valid = false;
   }
   for (Unit* unit : bucket.units) {
     unit->inputs_iteration = 0;
@@ -369,14 +378,15 @@ void Gatherer::forget(Bucket& bucket) {
 // Returns whether there is a copy that the stream of the messages still has to make. A gather that
 // overwrites the slot, or reads what is kept, comes behind it on that stream.
 bool Gatherer::keep_group_shard(Bucket& bucket, const Slot& slot) {
-  GroupShard* group = bucket.group.get();
-  if (group == nullptr || !std::exchange(group->is_due, false) || !bucket.gathered_from.valid ||
-      group->kept_from.matches(bucket.gathered_from)) {
+  GroupShard* group = bucket.gather.group_.get();
+  if (group == nullptr || !std::exchange(group->is_due, false) ||
+      !bucket.gather.gathered_from_.valid ||
+      group->kept_from.matches(bucket.gather.gathered_from_)) {
     return false;
   }
   Stream& stream = streams_.messages();
-  if (bucket.gathers_in_pieces()) {
-    stream.wait(*bucket.gathered_over->last_piece().gathered, bucket.gathered_over->label);
+  if (bucket.gather.is_in_pieces()) {
+    stream.wait(*bucket.gather.source().last_piece().gathered, bucket.gather.source().label);
   }
   {
     const Timed timed(ledger_, stream, Work::Keep, bucket.numbers());
@@ -384,7 +394,7 @@ bool Gatherer::keep_group_shard(Bucket& bucket, const Slot& slot) {
   }
   ledger_.count_copied_bytes(2 * group->layout.gather_bytes());
   stream.record(*group->kept);
-  group->kept_from = bucket.gathered_from;
+  group->kept_from = bucket.gather.gathered_from_;
   return true;
 }
 

@@ -70,6 +70,8 @@ class Gatherer {
 
   const BufferRing* ring() const { return ring_.get(); }
   std::size_t staging_bytes() const { return staging_.bytes(); }
+  // Refusals of gathers in an earlier iteration do not count.
+  void forget_issues();
   // For tests: fills slots with NaN at release, so that a use after release shows in results.
   void set_poison_released_slots(bool value) { poison_ = value; }
 
@@ -93,6 +95,7 @@ class Gatherer {
   void gather_from_ranks(Bucket& bucket, Slot& slot);
   void order_before_gather(const Bucket& bucket);
   void gather_piece(const Bucket& bucket, std::size_t number, Slot& slot, char* staging);
+  static const char* input_of(const Bucket& bucket);
   void send(const Bucket& bucket, std::size_t number, char* output, char* staging);
   void cast(const Bucket& bucket, const GatherPiece& piece, Stream& stream);
   void allocate_homes(const std::vector<std::unique_ptr<Bucket>>& buckets);

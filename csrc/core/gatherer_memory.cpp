@@ -28,9 +28,9 @@ void Gatherer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, 
   const std::size_t staging = memory.staging_bytes;
   staging_.reset(staging > 0 ? lane_.allocate(staging, BufferUse::Output) : nullptr, staging);
   for (const auto& bucket : buckets) {
-    if (bucket->units.front()->reshard_after_forward && bucket->home != nullptr &&
-        bucket->home->users == 0) {
-      bucket->home.reset();
+    if (bucket->units.front()->reshard_after_forward && bucket->gather.home_ != nullptr &&
+        bucket->gather.home_->users == 0) {
+      bucket->gather.home_.reset();
     }
   }
   allocate_homes(buckets);
@@ -56,30 +56,32 @@ void Gatherer::place_shards(const std::vector<std::unique_ptr<Bucket>>& buckets)
 void Gatherer::allocate_homes(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   for (const auto& bucket : buckets) {
     if (!bucket->use().reshards_after_forward && bucket->buffers.slot > 0 &&
-        bucket->home == nullptr) {
-      make_home(*bucket, bucket->all_ranks.communicator.allocate(device_, bucket->buffers.slot,
-                                                                 BufferUse::Output));
+        bucket->gather.home_ == nullptr) {
+      make_home(*bucket, bucket->gather.all_ranks_.communicator.allocate(
+                             device_, bucket->buffers.slot, BufferUse::Output));
     }
   }
 }
 
 void Gatherer::make_home(Bucket& bucket, std::shared_ptr<void> memory) {
-  bucket.home = std::make_unique<Slot>();
-  bucket.home->bytes = bucket.buffers.slot;
-  bucket.home->memory = std::move(memory);
-  bucket.home->released = device_.new_event();
+  bucket.gather.home_ = std::make_unique<Slot>();
+  bucket.gather.home_->bytes = bucket.buffers.slot;
+  bucket.gather.home_->memory = std::move(memory);
+  bucket.gather.home_->released = device_.new_event();
 }
 
 // One allocation for all buckets of a group, as for gather inputs.
 void Gatherer::allocate_group_shards(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   for (const auto& first : buckets) {
-    Communicator* group = first->group != nullptr ? &first->group->source.communicator : nullptr;
-    if (group == nullptr || first->group->memory != nullptr) {
+    Communicator* group =
+        first->gather.group_ != nullptr ? &first->gather.group_->source.communicator : nullptr;
+    if (group == nullptr || first->gather.group_->memory != nullptr) {
       continue;
     }
     const auto each = [&buckets, group](const auto& visit) {
       for (const auto& bucket : buckets) {
-        if (bucket->group != nullptr && &bucket->group->source.communicator == group) {
+        if (bucket->gather.group_ != nullptr &&
+            &bucket->gather.group_->source.communicator == group) {
           visit(*bucket);
         }
       }
@@ -91,8 +93,8 @@ void Gatherer::allocate_group_shards(const std::vector<std::unique_ptr<Bucket>>&
     const std::shared_ptr<void> memory = group->allocate(device_, bytes, BufferUse::Input);
     auto* place = static_cast<char*>(memory.get());
     each([&](Bucket& bucket) {
-      bucket.group->memory = std::shared_ptr<void>(memory, place);
-      bucket.group->kept_from = {};
+      bucket.gather.group_->memory = std::shared_ptr<void>(memory, place);
+      bucket.gather.group_->kept_from = {};
       place += align_up(bucket.buffers.group_shard, kRegionAlignment);
     });
   }
@@ -104,7 +106,7 @@ void Gatherer::allocate_gather_inputs(const std::vector<std::unique_ptr<Bucket>>
   bool all_have_one = true;
   for (const auto& bucket : buckets) {
     bytes += align_up(bucket->buffers.gather_input, kRegionAlignment);
-    all_have_one = all_have_one && (bucket->buffers.gather_input == 0 || bucket->gather_input);
+    all_have_one = all_have_one && (bucket->buffers.gather_input == 0 || bucket->gather.input_);
   }
   const bool may_differ = has_several_meshes(buckets);
   if (lane_.most(all_have_one ? 0 : 1, may_differ) == 0) {
@@ -115,8 +117,8 @@ void Gatherer::allocate_gather_inputs(const std::vector<std::unique_ptr<Bucket>>
   auto* place = static_cast<char*>(memory.get());
   for (const auto& bucket : buckets) {
     if (bucket->buffers.gather_input > 0) {
-      bucket->gather_input = std::shared_ptr<void>(memory, place);
-      bucket->cast_from = {};
+      bucket->gather.input_ = std::shared_ptr<void>(memory, place);
+      bucket->gather.cast_from_ = {};
       place += align_up(bucket->buffers.gather_input, kRegionAlignment);
     }
   }

@@ -5,12 +5,8 @@
 namespace fsdp {
 namespace {
 
-bool is_over_group(const Bucket& bucket) { return bucket.gathered_over != &bucket.all_ranks; }
-
-const char* message_input(const Bucket& bucket) {
-  return static_cast<const char*>(is_over_group(bucket)        ? bucket.group->memory.get()
-                                  : bucket.layout.needs_cast() ? bucket.gather_input.get()
-                                                               : bucket.flat_shard());
+bool is_over_group(const Bucket& bucket) {
+  return bucket.gather.source().op == Collective::GroupAllGather;
 }
 
 // See Note [custom collectives] in core/reduce_hook.h.
@@ -43,7 +39,7 @@ void Gatherer::compute_inputs(Unit& unit) {
   if (unit.inputs_iteration == iteration_ && unit.inputs_version == version) {
     return;
   }
-  const GatherSource& source = unit.bucket->all_ranks;
+  const GatherSource& source = unit.bucket->gather.all_ranks_;
   device_.compute_stream().wait(*source.last_piece().gathered, source.label);
   unit.port.compute_inputs();
   streams_.follow_compute();
@@ -54,29 +50,29 @@ void Gatherer::compute_inputs(Unit& unit) {
 void Gatherer::gather_into(Bucket& bucket, Slot& slot) {
   const UnitLayout& layout = bucket.layout;
   bool has_changed = false;  // since the iteration began
-  bucket.gathered_from = {iteration_, 0, true};
+  bucket.gather.gathered_from_ = {iteration_, 0, true};
   for (Unit* unit : bucket.units) {
     const std::uint64_t version = unit->port.shard_version();
-    bucket.gathered_from.version += version;
+    bucket.gather.gathered_from_.version += version;
     has_changed = has_changed || version != unit->followed_version;
     unit->followed_version = version;
     if (unit->state == UnitState::Sharded) {  // others keep the parameters of an earlier gather
       unit->gathered_version = version;
     }
   }
-  const bool has_kept =
-      bucket.group != nullptr && bucket.group->kept_from.matches(bucket.gathered_from);
-  bucket.gathered_over = has_kept ? &bucket.group->source : &bucket.all_ranks;
-  if (bucket.home != nullptr && &slot != bucket.home.get()) {
-    bucket.home->contents = Slot::kNobody;  // out of date
+  const bool has_kept = bucket.gather.group_ != nullptr &&
+                        bucket.gather.group_->kept_from.matches(bucket.gather.gathered_from_);
+  bucket.gather.source_ = has_kept ? &bucket.gather.group_->source : &bucket.gather.all_ranks_;
+  if (bucket.gather.home_ != nullptr && &slot != bucket.gather.home_.get()) {
+    bucket.gather.home_->contents = Slot::kNobody;  // out of date
   }
   if (has_changed) {
     streams_.follow_compute();
   }
   Stream& stream = streams_.messages();
-  stream.wait(*slot.released, bucket.gathered_over->label);  // Note [slot lifetime]
+  stream.wait(*slot.released, bucket.gather.source().label);  // Note [slot lifetime]
   if (layout.world_size() == 1) {
-    const GatherPiece& whole = bucket.all_ranks.pieces.front();
+    const GatherPiece& whole = bucket.gather.all_ranks_.pieces.front();
     const Timed timed(ledger_, stream, Work::Cast, bucket.numbers());
     packer_.cast(stream, whole.cast_plan, nullptr, bucket.flat_shard(), slot.data(), 1.0);
     ledger_.count_copied_bytes(layout.shard_bytes() + layout.gather_bytes());
@@ -84,17 +80,17 @@ void Gatherer::gather_into(Bucket& bucket, Slot& slot) {
   } else {
     gather_from_ranks(bucket, slot);
   }
-  bucket.gather_issue.refused = 0;
+  bucket.gather.issue_.refused = 0;
 }
 
 // The shards are cast once an iteration: backward gathers what forward has cast, or what it has
 // kept of that. See Note [pieces].
 void Gatherer::gather_from_ranks(Bucket& bucket, Slot& slot) {
   const UnitLayout& layout = bucket.layout;
-  const bool in_pieces = bucket.gathers_in_pieces();
+  const bool in_pieces = bucket.gather.is_in_pieces();
   const bool casts = layout.needs_cast() && !is_over_group(bucket) &&
-                     !bucket.cast_from.matches(bucket.gathered_from);
-  const GatherSource& source = *bucket.gathered_over;
+                     !bucket.gather.cast_from_.matches(bucket.gather.gathered_from_);
+  const GatherSource& source = bucket.gather.source();
   const Range range(device_, bucket.ranges.all_gather, source.bytes);
   order_before_gather(bucket);
   Stream& before = streams_.before(in_pieces);
@@ -117,28 +113,28 @@ void Gatherer::gather_from_ranks(Bucket& bucket, Slot& slot) {
   }
   if (casts) {
     ledger_.count_copied_bytes(layout.shard_bytes() + layout.gather_bytes());
-    bucket.cast_from = bucket.gathered_from;
+    bucket.gather.cast_from_ = bucket.gather.gathered_from_;
   }
 }
 
 void Gatherer::order_before_gather(const Bucket& bucket) {
-  if (bucket.gathers_in_pieces()) {
+  if (bucket.gather.is_in_pieces()) {
     // The casts overwrite the input, which the bucket's last gather has read.
     Stream& before = streams_.before(/*in_pieces=*/true);
     streams_.order_after_compute(before);
-    before.wait(*bucket.all_ranks.last_piece().gathered, bucket.all_ranks.label);
+    before.wait(*bucket.gather.all_ranks_.last_piece().gathered, bucket.gather.all_ranks_.label);
   } else if (streams_.is_any_in_pieces() &&
-             bucket.gathered_over->pieces.front().plan.packed_bytes > 0) {
-    staging_.wait_for_both(streams_.messages(), bucket.gathered_over->label);
+             bucket.gather.source().pieces.front().plan.packed_bytes > 0) {
+    staging_.wait_for_both(streams_.messages(), bucket.gather.source().label);
   }
 }
 
 // See Note [gather plans].
 void Gatherer::gather_piece(const Bucket& bucket, std::size_t number, Slot& slot, char* staging) {
-  const GatherPiece& piece = bucket.gathered_over->pieces[number];
+  const GatherPiece& piece = bucket.gather.source().pieces[number];
   send(bucket, number, static_cast<char*>(slot.data()), staging);
-  Stream& after = streams_.after(bucket.gathers_in_pieces());
-  streams_.order_after(after, streams_.messages(), bucket.gathered_over->label);
+  Stream& after = streams_.after(bucket.gather.is_in_pieces());
+  streams_.order_after(after, streams_.messages(), bucket.gather.source().label);
   if (piece.plan.packed_bytes > 0) {
     const Timed timed(ledger_, after, Work::Unpack, bucket.numbers());
     packer_.unpack(after, piece.plan.unpack, staging, slot.data());
@@ -147,17 +143,24 @@ void Gatherer::gather_piece(const Bucket& bucket, std::size_t number, Slot& slot
   }
 }
 
+// Of the messages.
+const char* Gatherer::input_of(const Bucket& bucket) {
+  return static_cast<const char*>(is_over_group(bucket)        ? bucket.gather.group_->memory.get()
+                                  : bucket.layout.needs_cast() ? bucket.gather.input_.get()
+                                                               : bucket.flat_shard());
+}
+
 void Gatherer::send(const Bucket& bucket, std::size_t number, char* output, char* staging) {
-  const GatherSource& source = *bucket.gathered_over;
+  const GatherSource& source = bucket.gather.source();
   const GatherPiece& piece = source.pieces[number];
   const GatherPlan& plan = piece.plan;
-  const char* input = message_input(bucket);
+  const char* input = input_of(bucket);
   Stream& stream = streams_.messages();
   announce_(bucket, {number, piece.bytes});
   const InFlight flight(lane_.flights(), stream, source.communicator,
                         {source.op, ledger_.phase(), piece.bytes, DType::Bytes}, source.label);
   const Work work = is_over_group(bucket) ? Work::GroupGather : Work::Gather;
-  const Timed timed(ledger_, stream, work, bucket.numbers(), {piece.bytes, bucket.gather_issue},
+  const Timed timed(ledger_, stream, work, bucket.numbers(), {piece.bytes, bucket.gather.issue_},
                     /*follows=*/false);
   ReduceHook* const hook = gather_hook_of(bucket);
   const auto all_gather = [&](const char* from, char* to, std::size_t bytes) {
@@ -184,7 +187,7 @@ void Gatherer::send(const Bucket& bucket, std::size_t number, char* output, char
 
 void Gatherer::cast(const Bucket& bucket, const GatherPiece& piece, Stream& stream) {
   const Timed timed(ledger_, stream, Work::Cast, bucket.numbers());
-  packer_.cast(stream, piece.cast_plan, nullptr, bucket.flat_shard(), bucket.gather_input.get(),
+  packer_.cast(stream, piece.cast_plan, nullptr, bucket.flat_shard(), bucket.gather.input_.get(),
                1.0);
 }
 
@@ -197,7 +200,7 @@ void Gatherer::finish_reading_host() {
       FSDP_CHECK(!device_.is_capturing(), "A CUDA graph would capture unit '", bucket->name,
                  "', which is offloaded to the host, and a graph cannot wait for the host. Run "
                  "without a capture, or without CPUOffloadPolicy.");
-      const GatherSource& source = bucket->all_ranks;
+      const GatherSource& source = bucket->gather.all_ranks_;
       source.last_piece().gathered->synchronize(device_.timeout(), source.label);
     }
   }
@@ -206,7 +209,7 @@ void Gatherer::finish_reading_host() {
 // Pieces arrive in order. The unit does not wait for those behind its last one.
 void Gatherer::wait_for_gather(Unit& unit) {
   Bucket& bucket = *unit.bucket;
-  const GatherSource& source = *bucket.gathered_over;
+  const GatherSource& source = bucket.gather.source();
   ledger_.wait(*source.last_piece(unit).gathered, source.label, Work::WaitForGather,
                bucket.numbers());
   if (ReduceHook* const hook = gather_hook_of(bucket)) {

@@ -109,14 +109,14 @@ void OrderCheck::compare(const Bucket& bucket) {
   Announcement& mine = *mine_;
   mine = {};
   mine.sequence = ++sequence_;
-  const GatherSource& source = *bucket.gathered_over;
+  const GatherSource& source = bucket.gather.source();
   mine.pieces = source.pieces.size();
   mine.first_bytes = source.pieces.front().bytes;
   for (const GatherPiece& piece : source.pieces) {
     mine.bytes += piece.bytes;
     mine.sizes = mix(mine.sizes, piece.bytes);
   }
-  const bool of_all = &source == &bucket.all_ranks && bucket.mesh == nullptr;
+  const bool of_all = source.op == Collective::AllGather && bucket.mesh == nullptr;
   mine.ranks = of_all ? 0 : static_cast<std::uint64_t>(source.communicator.size());
   mine.mesh = bucket.mesh == nullptr ? 0 : static_cast<std::uint64_t>(bucket.mesh->ranks.front());
   std::snprintf(mine.unit, sizeof(mine.unit), "%s", bucket.name.c_str());
@@ -135,7 +135,7 @@ void OrderCheck::compare_announcements(Ranks& ranks, const Bucket& bucket) {
   const Announcement& mine = *mine_;
   Lane& lane = *ranks.lane;
   static const std::string kLabel = "the comparison of the next all-gather";
-  lane.host_all_gather(bucket.all_ranks.label, kLabel, &mine, ranks.announcements.data(),
+  lane.host_all_gather(bucket.gather.all_ranks().label, kLabel, &mine, ranks.announcements.data(),
                        sizeof(mine));
   lane.stream().record(*compared_);
   compared_->synchronize(device_.timeout(),

@@ -18,7 +18,7 @@ Pipeline::Pipeline(Lanes& lanes, PipelineOptions options, Lanes* replicas)
       bucket_set_(lanes, options_, units_, order_check_),
       gatherer_(device_, *lanes.packer, lanes.gather, ledger_,
                 [this](const Bucket& bucket, const NextMessage& message) {
-                  announce(bucket.gathered_over->op, bucket, message);
+                  announce(bucket.gather.source().op, bucket, message);
                 }),
       reducer_(device_, *lanes.packer, ledger_,
                {&lanes.reduce,
@@ -219,7 +219,7 @@ void Pipeline::prefetch(const Unit& unit, const std::vector<int>& targets, NextU
 // of the bucket's units are still to come.
 void Pipeline::reshard_behind(Unit& unit) {
   Bucket& bucket = *unit.bucket;
-  if (bucket.slot == nullptr) {
+  if (bucket.gather.slot() == nullptr) {
     return;
   }
   const std::size_t first = in_backward() ? 0 : unit.position + 1;
@@ -490,13 +490,10 @@ void Pipeline::reset(bool drops_gradients) try {
 
 // - Measurements and checks
 
-// Refusals of an earlier iteration do not count.
 void Pipeline::begin_times() {
   ledger_.begin_iteration();
   if (ledger_.has_times()) {
-    for (const auto& bucket : buckets()) {
-      bucket->gather_issue = {};
-    }
+    gatherer_.forget_issues();
   }
 }
 

@@ -20,11 +20,11 @@ Lane& Pipeline::lane_of(Collective op) {
 Communicator& Pipeline::communicator_of(Collective op, const Bucket& bucket) {
   switch (op) {
     case Collective::AllGather:
-      return bucket.all_ranks.communicator;
+      return bucket.gather.all_ranks().communicator;
     case Collective::GroupAllGather:
-      return bucket.group->source.communicator;
+      return bucket.gather.group()->source.communicator;
     case Collective::ReduceScatter:
-      return bucket.reduces_over;
+      return bucket.reduction.communicator();
     case Collective::AllReduce:
       break;
   }
@@ -42,9 +42,9 @@ void Pipeline::announce(Collective op, const Bucket& bucket, const NextMessage& 
     order_check_.compare(bucket);
   }
   Lane& lane = lane_of(op);
-  const std::string& label = gathers                           ? bucket.gathered_over->label
-                             : op == Collective::ReduceScatter ? bucket.reduce_label
-                                                               : bucket.all_reduce_label;
+  const std::string& label = gathers                           ? bucket.gather.source().label
+                             : op == Collective::ReduceScatter ? bucket.reduction.label
+                                                               : bucket.reduction.all_reduce_label;
   Communicator& communicator = communicator_of(op, bucket);
   const bool of_some = of_group || bucket.mesh != nullptr;
   const auto ranks = static_cast<std::uint64_t>(of_some ? communicator.size() : 0);

@@ -51,8 +51,10 @@ void Pipeline::keep_times(std::size_t iterations, bool drained) {
   constexpr std::size_t kOfAPiece = 8;
   std::size_t moments = kOfAUnit * (units_.size() + 1);
   for (const auto& bucket : buckets()) {
-    moments += kOfAPiece * (bucket->all_ranks.pieces.size() + bucket->reductions.size());
-    moments += bucket->group != nullptr ? kOfAPiece * bucket->group->source.pieces.size() : 0;
+    moments +=
+        kOfAPiece * (bucket->gather.all_ranks().pieces.size() + bucket->reduction.pieces().size());
+    const GroupShard* const group = bucket->gather.group();
+    moments += group != nullptr ? kOfAPiece * group->source.pieces.size() : 0;
   }
   ledger_.keep_times(iterations, moments, drained);
 }
@@ -72,20 +74,21 @@ void Pipeline::update_buckets() try {
 }
 
 std::vector<AccumulatedGradients::Part> Pipeline::accumulated_parts(int number) {
-  const Bucket* bucket = unit(number).bucket;
-  if (bucket == nullptr || !bucket->accumulated.any()) {
+  const Unit& asked = unit(number);
+  if (asked.bucket == nullptr || !asked.bucket->reduction.accumulated().any()) {
     return {};
   }
-  bucket->packed->synchronize(device_.timeout(), bucket->reduce_label);
+  const BucketReduction& reduction = asked.bucket->reduction;
+  reduction.packed().synchronize(device_.timeout(), reduction.label);
   lanes_.reduce.synchronize();
-  return bucket->accumulated.parts(unit(number));
+  return reduction.accumulated().parts(asked);
 }
 
 std::vector<char> Pipeline::has_accumulated(int number) const {
   const Unit& asked = unit(number);
   std::vector<char> has(asked.arrived.size(), 0);
   for (std::size_t i = 0; asked.bucket != nullptr && i < has.size(); ++i) {
-    has[i] = asked.bucket->accumulated.has(asked, i) ? 1 : 0;
+    has[i] = asked.bucket->reduction.accumulated().has(asked, i) ? 1 : 0;
   }
   return has;
 }

@@ -19,7 +19,7 @@ bool are_alike(const Unit& a, const Unit& b) {
 
 // Whether trainable parameter i of the unit has a gradient to reduce.
 bool has_gradient(const Bucket& bucket, const Unit& unit, std::size_t i) {
-  return unit.arrived[i] != 0 || bucket.accumulated.has(unit, i);
+  return unit.arrived[i] != 0 || bucket.reduction.accumulated().has(unit, i);
 }
 
 // Parameters without a gradient on this rank may have one on another:
@@ -112,14 +112,14 @@ void Reducer::place_gradients(const std::vector<std::unique_ptr<Bucket>>& bucket
   }
   lane_.place_in_windows(gradients, BufferUse::Gradient);
   for (const auto& bucket : buckets) {
-    bucket->reduces_into_window =
+    bucket->reduction.into_window_ =
         bucket->mesh == nullptr && lane_.communicator().is_registered(bucket->flat_gradient());
   }
 }
 
 void Reducer::note_arrival(Bucket& bucket) {
   void* const stream = device_.compute_stream().native_handle();
-  std::vector<void*>& streams = bucket.gradient_streams;
+  std::vector<void*>& streams = bucket.reduction.arrived_on_;
   if (std::find(streams.begin(), streams.end(), stream) == streams.end()) {
     streams.push_back(stream);
   }
@@ -128,15 +128,15 @@ void Reducer::note_arrival(Bucket& bucket) {
 void Reducer::pack_and_reduce(Bucket& bucket) {
   follow_arrivals(bucket);
   pack_and_reduce_by_setting(bucket);
-  bucket.gradient_streams.clear();
+  bucket.reduction.arrived_on_.clear();
 }
 
 // See Note [gradients of several streams].
 void Reducer::follow_arrivals(const Bucket& bucket) {
   Stream& compute = device_.compute_stream();
-  for (void* const stream : bucket.gradient_streams) {
+  for (void* const stream : bucket.reduction.arrived_on_) {
     if (stream != compute.native_handle()) {
-      streams_.order_after(compute, device_.stream_of(stream), bucket.reduce_label);
+      streams_.order_after(compute, device_.stream_of(stream), bucket.reduction.label);
     }
   }
 }
@@ -186,7 +186,7 @@ void Reducer::pack_and_reduce_alike(Bucket& bucket, const Units& units) {
 // - Reduction
 
 void Reducer::reduce(Bucket& bucket, const Units& units) {
-  if (bucket.reduction_pending && bucket.layout.is_offloaded()) {
+  if (bucket.reduction.is_pending_ && bucket.layout.is_offloaded()) {
     wait_for_gradients(bucket);  // the host may copy gradients of the reduction before this one
   }
   leave_held_gradients(bucket);
@@ -194,10 +194,10 @@ void Reducer::reduce(Bucket& bucket, const Units& units) {
   const Range range(device_, bucket.ranges.reduce);
   const Reduction reduction = begin_reduction(bucket, units, in_place);
   void* reduced = nullptr;
-  for (std::size_t i = 0; i < bucket.reductions.size(); ++i) {
+  for (std::size_t i = 0; i < bucket.reduction.pieces_.size(); ++i) {
     reduced = reduce_piece(reduction, i);
   }
-  reduction.before.record(*bucket.packed);
+  reduction.before.record(*bucket.reduction.packed_);
   if (units.front()->reduce_hook != nullptr && reduced != nullptr) {
     apply_hook(reduction, reduced);
   }
@@ -223,14 +223,14 @@ Reducer::Reduction Reducer::begin_reduction(Bucket& bucket, const Units& units, 
   streams_.follow_compute();  // after all allocations: Note [memory and the compute stream]
   if (streams_.is_any_in_pieces() || has_replicas) {
     if (output == gradient) {
-      streams_.messages().wait(*bucket.reduced, bucket.reduce_label);
+      streams_.messages().wait(*bucket.reduction.reduced_, bucket.reduction.label);
     } else {
-      output_.wait_for_half(streams_.messages(), half, bucket.reduce_label);
+      output_.wait_for_half(streams_.messages(), half, bucket.reduction.label);
     }
   }
-  Stream& before = begin_packing(bucket, bucket.accumulated.any());
+  Stream& before = begin_packing(bucket, bucket.reduction.accumulated_.any());
   Stream& after = has_replicas ? replicas_.lane->stream()
-                               : streams_.after(bucket.reduces_in_pieces() && !in_place);
+                               : streams_.after(bucket.reduction.is_in_pieces() && !in_place);
   return {bucket, units, in_place, output, half, issue, before, after};
 }
 
@@ -239,16 +239,16 @@ void* Reducer::reduce_piece(const Reduction& reduction, std::size_t number) {
   const std::size_t half = packs_ahead_ ? messages_ahead_++ : number;
   void* input = input_of(reduction, number, half);
   void* output = input;
-  if (packs_apart(bucket) && !bucket.accumulated.any()) {
-    input_.wait_for_half(reduction.before, half, bucket.reduce_label);
+  if (packs_apart(bucket) && !bucket.reduction.accumulated_.any()) {
+    input_.wait_for_half(reduction.before, half, bucket.reduction.label);
   }
-  pack(bucket, reduction.units, number, input, bucket.accumulated.any());
+  pack(bucket, reduction.units, number, input, bucket.reduction.accumulated_.any());
   if (bucket.layout.world_size() > 1) {
-    streams_.order_after(streams_.messages(), reduction.before, bucket.reduce_label);
+    streams_.order_after(streams_.messages(), reduction.before, bucket.reduction.label);
     send(reduction, number, input);
     output = reduction.output;
   } else if (replicas_.lane == nullptr) {
-    streams_.order_after(streams_.messages(), reduction.before, bucket.reduce_label);
+    streams_.order_after(streams_.messages(), reduction.before, bucket.reduction.label);
     communicate_by_hook(reduction, streams_.messages(), nullptr, input,
                         static_cast<std::size_t>(bucket.layout.grad_numel()));
   }
@@ -262,7 +262,7 @@ void* Reducer::reduce_piece(const Reduction& reduction, std::size_t number) {
   }
   const bool has_hook = reduction.units.front()->reduce_hook != nullptr;
   if (output != bucket.flat_gradient() && !has_hook) {
-    streams_.order_after(reduction.after, streams_.messages(), bucket.reduce_label);
+    streams_.order_after(reduction.after, streams_.messages(), bucket.reduction.label);
     finish(reduction, number, output);
   }
   return output;
@@ -270,39 +270,39 @@ void* Reducer::reduce_piece(const Reduction& reduction, std::size_t number) {
 
 void Reducer::send(const Reduction& reduction, std::size_t number, void* input) {
   const Bucket& bucket = reduction.bucket;
-  const ReducePiece& piece = bucket.reductions[number];
+  const ReducePiece& piece = bucket.reduction.pieces_[number];
   const DType dtype = bucket.layout.reduce_dtype();
-  const std::size_t bytes = bucket.reduce_input_bytes(piece);
+  const std::size_t bytes = bucket.reduction.input_bytes(piece);
   const std::size_t offset = static_cast<std::size_t>(piece.segment_offset) * itemsize(dtype);
   const Range range(device_, bucket.ranges.reduce_scatter, bytes);
   announce_(bucket, {number, bytes});
-  const InFlight flight(lane_.flights(), streams_.messages(), bucket.reduces_over,
+  const InFlight flight(lane_.flights(), streams_.messages(), bucket.reduction.communicator_,
                         {Collective::ReduceScatter, ledger_.phase(), bytes, dtype},
-                        bucket.reduce_label);
+                        bucket.reduction.label);
   const Timed timed(ledger_, streams_.messages(), Work::Reduce, bucket.numbers(),
                     {bytes, reduction.issue}, /*follows=*/!packs_apart(bucket));
   const auto numel = static_cast<std::size_t>(piece.pack_plan.segment_numel);
   void* const output = reduction.output + offset;
   if (!communicate_by_hook(reduction, streams_.messages(), input, output, numel) &&
       !scatter_by_hook(reduction, input, output, numel)) {
-    bucket.reduces_over.reduce_scatter(streams_.messages(), input, output, numel, dtype);
+    bucket.reduction.communicator_.reduce_scatter(streams_.messages(), input, output, numel, dtype);
   }
 }
 
 // See Note [replicas].
 void Reducer::sum_over_replicas(const Reduction& reduction, std::size_t number) {
   const Bucket& bucket = reduction.bucket;
-  const ReducePiece& piece = bucket.reductions[number];
+  const ReducePiece& piece = bucket.reduction.pieces_[number];
   const DType dtype = bucket.layout.reduce_dtype();
   const auto numel = static_cast<std::size_t>(piece.pack_plan.segment_numel);
   const std::size_t offset = static_cast<std::size_t>(piece.segment_offset) * itemsize(dtype);
   Lane& lane = *replicas_.lane;
-  streams_.order_after(lane.stream(), streams_.messages(), bucket.reduce_label);
+  streams_.order_after(lane.stream(), streams_.messages(), bucket.reduction.label);
   const Range range(device_, bucket.ranges.all_reduce, numel * itemsize(dtype));
   replicas_.announce(bucket, {number, numel * itemsize(dtype)});
   const InFlight flight(lane.flights(), lane.stream(), lane.communicator(),
                         {Collective::AllReduce, ledger_.phase(), numel * itemsize(dtype), dtype},
-                        bucket.all_reduce_label);
+                        bucket.reduction.all_reduce_label);
   const Timed timed(ledger_, lane.stream(), Work::AllReduce, bucket.numbers(),
                     {numel * itemsize(dtype), reduction.issue}, /*follows=*/false);
   void* const output = reduction.output + offset;
@@ -327,21 +327,21 @@ void Reducer::copy_to_output(const Reduction& reduction, const void* input) {
 
 void Reducer::end_reduction(const Reduction& reduction) {
   Bucket& bucket = reduction.bucket;
-  streams_.order_after(reduction.after, streams_.messages(), bucket.reduce_label);
-  reduction.after.record(*bucket.reduced);
+  streams_.order_after(reduction.after, streams_.messages(), bucket.reduction.label);
+  reduction.after.record(*bucket.reduction.reduced_);
   const bool others_wait = streams_.is_any_in_pieces() || replicas_.lane != nullptr;
   if (others_wait && reduction.output != bucket.flat_gradient()) {
     output_.release_half(reduction.after, reduction.output_half);
   }
-  bucket.reduction_pending = true;
+  bucket.reduction.is_pending_ = true;
 }
 
 void Reducer::wait(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   {
     const Timed timed(ledger_, device_.compute_stream(), Work::WaitForReduction, kAllUnits);
     for (const auto& bucket : buckets) {
-      if (bucket->reduction_pending) {
-        bucket->reduction_pending = false;
+      if (bucket->reduction.is_pending_) {
+        bucket->reduction.is_pending_ = false;
         wait_for_gradients(*bucket);
       }
     }
@@ -353,16 +353,16 @@ void Reducer::wait(const std::vector<std::unique_ptr<Bucket>>& buckets) {
 // The compute stream waits for gradients on the device, and the host for those of its own memory.
 void Reducer::wait_for_gradients(const Bucket& bucket) {
   if (bucket.layout.is_offloaded()) {
-    bucket.reduced->synchronize(device_.timeout(), bucket.reduce_label);
+    bucket.reduction.reduced_->synchronize(device_.timeout(), bucket.reduction.label);
   } else {
-    device_.compute_stream().wait(*bucket.reduced, bucket.reduce_label);
+    device_.compute_stream().wait(*bucket.reduction.reduced_, bucket.reduction.label);
   }
 }
 
 void Reducer::settle(Bucket& bucket) {
-  if (bucket.reduction_pending) {
-    bucket.reduction_pending = false;
-    bucket.reduced->synchronize(device_.timeout(), bucket.reduce_label);
+  if (bucket.reduction.is_pending_) {
+    bucket.reduction.is_pending_ = false;
+    bucket.reduction.reduced_->synchronize(device_.timeout(), bucket.reduction.label);
   }
   forget_hook_errors(bucket);
   free_packed_gradients(0);
@@ -370,8 +370,8 @@ void Reducer::settle(Bucket& bucket) {
 
 void Reducer::discard(Bucket& bucket) {
   settle(bucket);
-  bucket.accumulated.clear_all();
-  bucket.gradient_streams.clear();
+  bucket.reduction.accumulated_.clear_all();
+  bucket.reduction.arrived_on_.clear();
   for (Unit* unit : bucket.units) {
     forget_arrived(*unit);
     unit->awaits_reduction = false;
@@ -383,18 +383,19 @@ void Reducer::discard(Bucket& bucket) {
 
 void Reducer::accumulate(Bucket& bucket, const Units& units) {
   const Range range(device_, bucket.ranges.accumulate);
-  bucket.accumulated.allocate(device_);
+  bucket.reduction.accumulated_.allocate(device_);
   streams_.follow_compute();
   Stream& before = begin_packing(bucket, /*into_accumulated=*/true);
-  for (std::size_t i = 0; i < bucket.reductions.size(); ++i) {
-    pack(bucket, units, i, bucket.accumulated.piece(i), bucket.accumulated.any());
+  for (std::size_t i = 0; i < bucket.reduction.pieces_.size(); ++i) {
+    pack(bucket, units, i, bucket.reduction.accumulated_.piece(i),
+         bucket.reduction.accumulated_.any());
   }
-  before.record(*bucket.packed);
-  bucket.accumulated.add_arrived(units, packings_);
+  before.record(*bucket.reduction.packed_);
+  bucket.reduction.accumulated_.add_arrived(units, packings_);
 }
 
 void Reducer::begin_accumulating(const Unit& unit, const std::vector<char>& has) {
-  AccumulatedGradients& accumulated = unit.bucket->accumulated;
+  AccumulatedGradients& accumulated = unit.bucket->reduction.accumulated_;
   if (!accumulated.any()) {
     packings_ += 1;
     accumulated.begin(device_);
@@ -408,17 +409,17 @@ void Reducer::begin_accumulating(const Unit& unit, const std::vector<char>& has)
 
 bool Reducer::has_accumulated_before(const std::vector<std::unique_ptr<Bucket>>& buckets) const {
   return std::any_of(buckets.begin(), buckets.end(), [this](const auto& bucket) {
-    return bucket->accumulated.any_before(first_packing_);
+    return bucket->reduction.accumulated_.any_before(first_packing_);
   });
 }
 
 // Other units keep what they have accumulated.
 void Reducer::clear_accumulated(Bucket& bucket, const Units& units) {
-  if (!bucket.accumulated.any()) {
+  if (!bucket.reduction.accumulated_.any()) {
     return;
   }
-  bucket.accumulated.clear(device_, streams_.messages(), units);
-  if (bucket.accumulated.any() && (packs_ahead_ || streams_.is_any_in_pieces())) {
+  bucket.reduction.accumulated_.clear(device_, streams_.messages(), units);
+  if (bucket.reduction.accumulated_.any() && (packs_ahead_ || streams_.is_any_in_pieces())) {
     input_.release_both(streams_.messages());
   }
 }
@@ -427,8 +428,8 @@ void Reducer::clear_accumulated(Bucket& bucket, const Units& units) {
 
 void* Reducer::input_of(const Reduction& reduction, std::size_t piece, std::size_t half) {
   const Bucket& bucket = reduction.bucket;
-  if (bucket.accumulated.any()) {
-    return bucket.accumulated.piece(piece);
+  if (bucket.reduction.accumulated_.any()) {
+    return bucket.reduction.accumulated_.piece(piece);
   }
   const bool sums_output = reduction.in_place || replicas_.lane != nullptr;
   if (sums_output && bucket.layout.world_size() == 1) {
@@ -441,11 +442,12 @@ void* Reducer::input_of(const Reduction& reduction, std::size_t piece, std::size
 // exists to add to, and it is a window as on the other ranks. Otherwise each parameter's chunk is
 // cast or added from the reduce output.
 bool Reducer::prepare_finish(Bucket& bucket, const Units& units) {
-  bool in_place =
-      reduces_in_place(bucket.layout, units.front()->reduce_scale) &&
-      units.size() == bucket.units.size() &&
-      (!bucket.reduces_into_window || lane_.communicator().is_registered(bucket.flat_gradient()));
-  std::fill(bucket.finish_modes.begin(), bucket.finish_modes.end(), CastMode::Skip);
+  bool in_place = reduces_in_place(bucket.layout, units.front()->reduce_scale) &&
+                  units.size() == bucket.units.size() &&
+                  (!bucket.reduction.into_window_ ||
+                   lane_.communicator().is_registered(bucket.flat_gradient()));
+  std::fill(bucket.reduction.finish_modes_.begin(), bucket.reduction.finish_modes_.end(),
+            CastMode::Skip);
   for (Unit* unit : units) {
     for (std::size_t i = 0; i < unit->arrived.size(); ++i) {
       const bool adds = unit->port.has_sharded_gradient(i);
@@ -454,8 +456,8 @@ bool Reducer::prepare_finish(Bucket& bucket, const Units& units) {
         in_place = false;
       }
       const std::size_t at = unit->first_trainable + i;
-      bucket.finish_modes[at] = adds ? CastMode::Add : CastMode::Write;
-      const std::uint64_t accumulated = bucket.accumulated.since(*unit, i);
+      bucket.reduction.finish_modes_[at] = adds ? CastMode::Add : CastMode::Write;
+      const std::uint64_t accumulated = bucket.reduction.accumulated_.since(*unit, i);
       unit->reduced_since[i] = accumulated != 0        ? accumulated
                                : unit->arrived[i] != 0 ? packings_
                                                        : kNoPacking;
@@ -466,8 +468,8 @@ bool Reducer::prepare_finish(Bucket& bucket, const Units& units) {
 
 void Reducer::finish(const Reduction& reduction, std::size_t number, const void* output) {
   Bucket& bucket = reduction.bucket;
-  const ReducePiece& piece = bucket.reductions[number];
-  const CastMode* modes = bucket.finish_modes.data() + piece.first_trainable;
+  const ReducePiece& piece = bucket.reduction.pieces_[number];
+  const CastMode* modes = bucket.reduction.finish_modes_.data() + piece.first_trainable;
   const Timed timed(ledger_, reduction.after, Work::FinishReduction, bucket.numbers());
   packer_.cast(reduction.after, piece.finish_plan, modes, output, bucket.flat_gradient(),
                reduction.units.front()->reduce_scale);

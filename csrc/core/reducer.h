@@ -148,7 +148,7 @@ class Reducer {
   // Whether the bucket is packed on another stream than the messages'. One rank sends nothing that
   // packing could overlap.
   bool packs_apart(const Bucket& bucket) const {
-    return (packs_ahead_ && bucket.layout.world_size() > 1) || bucket.reduces_in_pieces();
+    return (packs_ahead_ && bucket.layout.world_size() > 1) || bucket.reduction.is_in_pieces();
   }
   Stream& begin_packing(const Bucket& bucket, bool into_accumulated);
   void* input_of(const Reduction& reduction, std::size_t piece, std::size_t half);

@@ -24,12 +24,12 @@ void Reducer::apply_hook(const Reduction& reduction, void* reduced) {
   Bucket& bucket = reduction.bucket;
   const Unit& unit = *reduction.units.front();
   const DType dtype = bucket.layout.reduce_dtype();
-  streams_.order_after(reduction.after, streams_.messages(), bucket.reduce_label);
+  streams_.order_after(reduction.after, streams_.messages(), bucket.reduction.label);
   unit.reduce_hook->issue(reduction.after,
                           {static_cast<char*>(reduced) + unit.gradient_offset * itemsize(dtype),
                            static_cast<std::size_t>(unit.layout.grad_numel()), dtype});
   if (reduced != bucket.flat_gradient()) {
-    for (std::size_t i = 0; i < bucket.reductions.size(); ++i) {
+    for (std::size_t i = 0; i < bucket.reduction.pieces_.size(); ++i) {
       finish(reduction, i, reduced);
     }
   }

@@ -12,8 +12,8 @@ void Reducer::leave_held_gradients(Bucket& bucket) {
   if (std::none_of(bucket.units.begin(), bucket.units.end(), is_held)) {
     return;
   }
-  if (bucket.reduction_pending) {
-    device_.compute_stream().wait(*bucket.reduced, bucket.reduce_label);
+  if (bucket.reduction.is_pending_) {
+    device_.compute_stream().wait(*bucket.reduction.reduced_, bucket.reduction.label);
   }
   bucket.renew_gradients(device_);
 }
@@ -25,7 +25,7 @@ Stream& Reducer::begin_packing(const Bucket& bucket, bool into_accumulated) {
   if (packs_apart(bucket)) {
     streams_.order_after_compute(before);
     if (into_accumulated) {
-      input_.wait_for_both(before, bucket.reduce_label);
+      input_.wait_for_both(before, bucket.reduction.label);
     }
   }
   return before;
@@ -34,8 +34,8 @@ Stream& Reducer::begin_packing(const Bucket& bucket, bool into_accumulated) {
 void Reducer::pack(Bucket& bucket, const Units& units, std::size_t number, void* destination,
                    bool accumulate) {
   const UnitLayout& layout = bucket.layout;
-  const ReducePiece& piece = bucket.reductions[number];
-  const void* const* gradients = bucket.gradients.data() + piece.first_trainable;
+  const ReducePiece& piece = bucket.reduction.pieces_[number];
+  const void* const* gradients = bucket.reduction.gradients_.data() + piece.first_trainable;
   const void* first_row = nullptr;
   if (piece.part.is_of_rows() && *gradients != nullptr) {
     first_row =
@@ -65,10 +65,10 @@ const void* const* Reducer::gradients_of(Bucket& bucket, const ReducePiece& piec
     return gradients;
   }
   for (std::size_t i = 0; i < piece.pack_plan.entries.size(); ++i) {
-    const bool has_dtype = bucket.gradient_dtypes[piece.first_trainable + i] == dtype;
-    bucket.gradients_of_dtype[i] = has_dtype ? gradients[i] : nullptr;
+    const bool has_dtype = bucket.reduction.gradient_dtypes_[piece.first_trainable + i] == dtype;
+    bucket.reduction.gradients_of_dtype_[i] = has_dtype ? gradients[i] : nullptr;
   }
-  return bucket.gradients_of_dtype.data();
+  return bucket.reduction.gradients_of_dtype_.data();
 }
 
 // The messages issued so far are the last to read the piece's input.
@@ -83,16 +83,16 @@ void Reducer::release_input(const Bucket& bucket, std::size_t half) {
 // See Note [gradient lifetime].
 void Reducer::collect_gradients(Bucket& bucket, const Units& units) {
   free_packed_gradients(kGradientsInFlight - 1);
-  std::fill(bucket.gradients.begin(), bucket.gradients.end(), nullptr);
+  std::fill(bucket.reduction.gradients_.begin(), bucket.reduction.gradients_.end(), nullptr);
   void* const stream = device_.compute_stream().native_handle();
   packed_gradients_.push_back({&bucket, stream, {}, {}});
-  std::copy_if(bucket.gradient_streams.begin(), bucket.gradient_streams.end(),
+  std::copy_if(bucket.reduction.arrived_on_.begin(), bucket.reduction.arrived_on_.end(),
                std::back_inserter(packed_gradients_.back().other_streams),
                [stream](const void* other) { return other != stream; });
   std::vector<std::shared_ptr<void>>& keep_alive = packed_gradients_.back().keep_alive;
   keep_alive.reserve(units.size());
   for (Unit* unit : units) {
-    const void** addresses = bucket.gradients.data() + unit->first_trainable;
+    const void** addresses = bucket.reduction.gradients_.data() + unit->first_trainable;
     keep_alive.push_back(unit->port.extract_gradients(addresses));
     // Somebody may have put gradients there that autograd did not bring.
     for (std::size_t i = 0; i < unit->arrived.size(); ++i) {
@@ -110,9 +110,10 @@ void Reducer::free_packed_gradients(std::size_t keep) {
     const PackedGradients& oldest = packed_gradients_.front();
     const Bucket& bucket = *oldest.bucket;
     if (keep > 0) {
-      ledger_.wait(*bucket.packed, bucket.reduce_label, Work::WaitForReduction, bucket.numbers());
+      ledger_.wait(*bucket.reduction.packed_, bucket.reduction.label, Work::WaitForReduction,
+                   bucket.numbers());
     } else {  // not a wait of its own: the compute stream has waited for the reductions
-      device_.compute_stream().wait(*bucket.packed, bucket.reduce_label);
+      device_.compute_stream().wait(*bucket.reduction.packed_, bucket.reduction.label);
     }
     wait_for_packing(oldest, oldest.packed_by);
     for (void* const stream : oldest.other_streams) {
@@ -125,7 +126,8 @@ void Reducer::free_packed_gradients(std::size_t keep) {
 // See Note [gradients of several streams].
 void Reducer::wait_for_packing(const PackedGradients& gradients, void* stream) {
   if (stream != device_.compute_stream().native_handle()) {
-    device_.stream_of(stream).wait(*gradients.bucket->packed, gradients.bucket->reduce_label);
+    device_.stream_of(stream).wait(*gradients.bucket->reduction.packed_,
+                                   gradients.bucket->reduction.label);
   }
 }
 

@@ -73,7 +73,7 @@ std::vector<int> first_units(const std::vector<CollectiveRecord>& records, Colle
 bool keeps_anything(const Rank& rank) {
   const auto& buckets = rank.pipeline->buckets();
   return std::any_of(buckets.begin(), buckets.end(), [](const auto& bucket) {
-    return bucket->group != nullptr && bucket->group->kept_from.valid;
+    return bucket->gather.group() != nullptr && bucket->gather.group()->kept_from.valid;
   });
 }
 
@@ -206,7 +206,8 @@ TEST(GroupShards, TakeOneOfKPartsOfABucketAndNoMoreStaging) {
       const BucketBuffers plain =
           buffers_of(bucket->layout, GatherBy::Packing, /*max_message_bytes=*/0);
       const bool is_root = bucket->number == 0;
-      EXPECT_EQ(bucket->buffers.group_shard, is_root ? 0U : bucket->group->layout.gather_bytes());
+      EXPECT_EQ(bucket->buffers.group_shard,
+                is_root ? 0U : bucket->gather.group()->layout.gather_bytes());
       EXPECT_EQ(bucket->buffers.staging, plain.staging);
     }
   });
@@ -220,7 +221,7 @@ TEST(GroupShards, SettingAllRanksAgainFreesThem) {
     }
     expect_steps_train(rank, r, kRanks, {});
     for (const auto& bucket : rank.pipeline->buckets()) {
-      EXPECT_EQ(bucket->group, nullptr);
+      EXPECT_EQ(bucket->gather.group(), nullptr);
     }
   });
 }

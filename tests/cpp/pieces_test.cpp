@@ -54,7 +54,7 @@ TEST(Pieces, AreOneMessageEachAndSmallerBuffers) {
         EXPECT_EQ(sent.forward, (std::vector<int>{0, 0, 1, 1, 1, 1, 3, 3, 3, 3, 5, 5, 5, 5}));
         EXPECT_EQ(sent.reduced.size(), 14U);
         const std::size_t message = 4 * 2 * kColumns * sizeof(float);
-        EXPECT_EQ(rank.pipeline->bucket_of(1).all_ranks.pieces.at(0).bytes, message);
+        EXPECT_EQ(rank.pipeline->bucket_of(1).gather.all_ranks().pieces.at(0).bytes, message);
         EXPECT_EQ(rank.pipeline->gatherer().staging_bytes(), 0U);  // each message is one parameter
         EXPECT_EQ(rank.pipeline->reducer().buffer_bytes(), 2U * 256);
       },
@@ -100,11 +100,11 @@ TEST(Pieces, AUnitDoesNotWaitForLaterPieces) {
         rank.step(1.0F);
         rank.step(1.0F);
         const Bucket& bucket = rank.pipeline->bucket_of(1);
-        ASSERT_EQ(bucket.all_ranks.pieces.size(), 4U);
-        EXPECT_EQ(bucket.all_ranks.last_pieces.at(rank.pipeline->unit(1).position), 1U);
-        EXPECT_EQ(bucket.all_ranks.last_pieces.at(rank.pipeline->unit(2).position), 3U);
+        ASSERT_EQ(bucket.gather.all_ranks().pieces.size(), 4U);
+        EXPECT_EQ(bucket.gather.all_ranks().last_pieces.at(rank.pipeline->unit(1).position), 1U);
+        EXPECT_EQ(bucket.gather.all_ranks().last_pieces.at(rank.pipeline->unit(2).position), 3U);
         rank.pipeline->unshard(1);
-        Event& last = *bucket.all_ranks.pieces[3].gathered;
+        Event& last = *bucket.gather.all_ranks().pieces[3].gathered;
         rank.pipeline->wait_for_unshard(1);
         rank.unit(1).expect_unsharded();
         rank.pipeline->reshard(1);

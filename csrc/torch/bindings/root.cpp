@@ -72,12 +72,12 @@ py::dict describe(const Bucket& bucket) {
   result["units"] = units;
   result["gather_bytes"] =
       bucket.layout.gather_bytes() * static_cast<std::size_t>(bucket.layout.world_size());
-  result["reduce_bytes"] = bucket.reduce_input_bytes();
+  result["reduce_bytes"] = bucket.reduction.input_bytes();
   result["unsharded_bytes"] = bucket.layout.unsharded_bytes();
-  result["gather_plan"] = bucket.all_ranks.pieces.front().plan.name();
-  result["gather_messages"] = bucket.all_ranks.pieces.size();
-  result["reduce_messages"] = bucket.reductions.size();
-  result["reshard_group"] = bucket.group != nullptr ? bucket.group->source.communicator.size() : 0;
+  result["gather_plan"] = bucket.gather.all_ranks().pieces.front().plan.name();
+  result["gather_messages"] = bucket.gather.all_ranks().pieces.size();
+  result["reduce_messages"] = bucket.reduction.pieces().size();
+  result["reshard_group"] = bucket.gather.group() != nullptr ? bucket.gather.group()->source.communicator.size() : 0;
   result["group_shard_bytes"] = bucket.buffers.group_shard;
   return result;
 }

@@ -208,7 +208,7 @@ void extend_root(py::module_& m) {
            })
       .def("gather_plan",
            [](TorchRoot& root, int unit) {
-             return root.pipeline().bucket_of(unit).all_ranks.pieces.front().plan.name();
+             return root.pipeline().bucket_of(unit).gather.all_ranks().pieces.front().plan.name();
            })
       .def("set_poison_released_slots",
            [](TorchRoot& root, bool value) {

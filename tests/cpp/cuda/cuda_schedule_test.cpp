@@ -241,18 +241,18 @@ TEST(CudaReductions, TheNextBucketIsPackedWhileOneIsOnTheWire) {
       if (unit != 2) {
         return;
       }
-      bucket(4).packed->synchronize(kTimeout, "the packing of the first bucket");
-      bucket(3).packed->synchronize(kTimeout, "the packing of the second bucket");
-      EXPECT_FALSE(bucket(4).reduced->query());
-      EXPECT_FALSE(bucket(2).packed->query());  // the first bucket still uses its input
+      bucket(4).reduction.packed().synchronize(kTimeout, "the packing of the first bucket");
+      bucket(3).reduction.packed().synchronize(kTimeout, "the packing of the second bucket");
+      EXPECT_FALSE(bucket(4).reduction.reduced().query());
+      EXPECT_FALSE(bucket(2).reduction.packed().query());  // the first bucket still uses its input
       gate.set_value();
-      bucket(2).packed->synchronize(kTimeout, "the packing of the third bucket");
+      bucket(2).reduction.packed().synchronize(kTimeout, "the packing of the third bucket");
     });
     for (auto& unit : rank.units) {
       unit->read_gradients(mean_of(2, 1));
       unit->zero_grad();
     }
-    const std::size_t message = bucket(1).reduce_input_bytes();
+    const std::size_t message = bucket(1).reduction.input_bytes();
     EXPECT_EQ(rank.pipeline->reducer().buffer_bytes(),
               2 * align_up(message, kRegionAlignment) + bucket(1).buffers.reduce_output);
   });
@@ -363,7 +363,7 @@ TEST(CudaWindows, NothingIsCopiedForWindowsThatNcclCannotRegister) {
       }
       if (r == 0) {
         copied[fails ? 1 : 0] = rank.pipeline->ledger().counters().copied_bytes;
-        EXPECT_EQ(rank.pipeline->bucket_of(2).reduces_into_window, !fails);
+        EXPECT_EQ(rank.pipeline->bucket_of(2).reduction.writes_into_window(), !fails);
       }
     });
   }
