@@ -3,8 +3,8 @@
 Models of several shapes train over a simulated link in one process, over shared memory with
 --ranks 2, or between two hosts with --hosts 2 --rate 4gbit (`python -m bench overlap --help`
 describes the hosts). Simulated times are marked as such. fsdp_ext.tune chooses the bucket size and
-the prefetch depth of a model. Then all settings of a sweep run in turns, in random order and in
-several rounds of a few steps. The median time of forward and backward on the slowest rank counts.
+the prefetch depth of a model. Then all settings of a sweep race as those of tune do: they run in
+turns, in random order, and the median time of forward and backward on the slowest rank counts.
 
 The fastest of many noisy medians is fast partly by chance. So the fastest few settings of the
 sweep, its slowest one, the chosen one and the default run again, for longer. The table shows only
@@ -17,32 +17,30 @@ without tune.
 from __future__ import annotations
 
 import argparse
-import random
-import time
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import fsdp_ext
 from bench.harness import hosts, ranks
 from bench.harness.output import bars, picture, print_table
 from bench.harness.runner import Keep
 from fsdp_ext import Link, Simulated, fully_shard
-from fsdp_ext.sharding.settings import Choice, Scope
+from fsdp_ext.sharding.settings import Choice
+from fsdp_ext.tuner.trial import Trial
 
 RANKS = 1
 HOSTS = 2
 DEVICES = ("cpu",)
 SIMULATED_RANKS = 64
-WARMUP = 2
 DEPTHS = (0, 1, 2, 3)
 BOUND = 1.03  # the goal of "of best"
 FINALISTS = 3  # settings of the sweep that are measured again
+STEPS, MORE_STEPS = 6, 24  # of each turn, in the sweep and in the second measurement
 
 
 @dataclass(frozen=True)
@@ -59,6 +57,17 @@ class Case:
         """The name in tables."""
         return f"{self.layers} x {self.dim**2 * 4 / 1e6:.2f} MB, {self.link.name}"
 
+    def make(self, simulated: bool) -> tuple[Any, Tensor]:
+        """Return the sharded model, which leaves its settings open, and a batch."""
+        torch.manual_seed(0)
+        transport = Simulated(SIMULATED_RANKS, self.link) if simulated else None
+        layers = (nn.Linear(self.dim, self.dim, bias=False) for _ in range(self.layers))
+        model: Any = nn.Sequential(*layers)
+        for layer in model:
+            fully_shard(layer, transport=transport)
+        fully_shard(model, transport=transport, bucket_bytes="auto", prefetch="auto")
+        return model, torch.randn(self.tokens, self.dim)
+
 
 CASES = [
     Case(64, 128, 64, Link("100 us, 4 GB/s", alpha=100e-6, beta=4e9)),
@@ -67,61 +76,14 @@ CASES = [
 ]
 
 
-class Training:
-    """A model and its step."""
-
-    def __init__(self, case: Case, simulated: bool) -> None:
-        torch.manual_seed(0)
-        transport = Simulated(SIMULATED_RANKS, case.link) if simulated else None
-        self.model: Any = nn.Sequential(
-            *(nn.Linear(case.dim, case.dim, bias=False) for _ in range(case.layers))
-        )
-        for layer in self.model:
-            fully_shard(layer, transport=transport)
-        fully_shard(self.model, transport=transport, bucket_bytes="auto", prefetch="auto")
-        self.batch = torch.randn(case.tokens, case.dim)
-        self.alone = simulated
-
-    def step(self) -> float:
-        """Run forward and backward; return the seconds."""
-        for parameter in self.model.parameters():
-            parameter.grad = None
-        if not self.alone:
-            dist.barrier()
-        start = time.perf_counter()
-        self.model(self.batch).mean().backward()
-        return time.perf_counter() - start
-
-
-def settings(training: Training) -> list[Choice]:
+def settings(root: Any) -> list[Choice]:
     """Return the settings of the sweep: bucket sizes (halvings of the model, and 0) and depths."""
-    root = training.model._fsdp_ext_unit.root
     total = sum(bucket["gather_bytes"] for bucket in root.core.buckets())
     sizes = [0]
     while total > sum(root.core.unsharded_bytes()) // len(root.units):
         sizes.append(total)
         total //= 2
     return [Choice(nbytes, depth) for nbytes in sizes for depth in DEPTHS]
-
-
-def sweep(
-    training: Training, choices: Sequence[Choice], rounds: int, steps: int
-) -> dict[Choice, float]:
-    """Measure all settings in turns; return the median seconds of each."""
-    root = training.model._fsdp_ext_unit.root
-    order = random.Random(0)  # the same on all ranks
-    taken: dict[Choice, list[float]] = {choice: [] for choice in choices}
-    for _ in range(rounds):
-        for choice in order.sample(list(taken), len(taken)):
-            root.decide(choice, Scope.OPEN)
-            for _ in range(WARMUP):
-                training.step()
-            taken[choice] += [training.step() for _ in range(steps)]
-    seconds = torch.tensor(list(taken.values()), dtype=torch.float64)
-    if not training.alone:
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    medians = seconds.median(dim=1).values.tolist()
-    return dict(zip(taken, medians, strict=True))
 
 
 def measure(args: argparse.Namespace, keep: Keep) -> None:
@@ -143,21 +105,20 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
 
 def row_of(case: Case, simulated: bool, quick: bool) -> dict[str, Any]:
     """Tune one model and sweep its settings; return the row."""
-    rounds, final_rounds, steps = (2, 4, 3) if quick else (6, 24, 6)
-    training = Training(case, simulated)
-    for _ in range(WARMUP):
-        training.step()
-    training.model.zero_grad()
-    before = training.model._fsdp_ext_unit.root.settings
-    default = Choice(before.bucket_bytes[0], before.prefetch)
-    tuned = fsdp_ext.tune(training.model, training.batch, steps=3 if quick else 8, verbose=False)
-    chosen = tuned.chosen.choice
-    choices = settings(training)[1::4] if quick else settings(training)
-    first = sweep(training, choices, rounds, steps)
-    finalists = sorted(choices, key=lambda choice: first[choice])[:FINALISTS]
-    worst = max(choices, key=lambda choice: first[choice])
-    last = list(dict.fromkeys([*finalists, worst, default, chosen]))
-    seconds = sweep(training, last, final_rounds, steps)
+    model, batch = case.make(simulated)
+    tuned = fsdp_ext.tune(model, batch, steps=3 if quick else 8, verbose=False)
+    chosen, default = tuned.chosen.choice, tuned.before.choice
+    root = model._fsdp_ext_unit.root
+
+    def race(choices: list[Choice], steps: int) -> dict[Choice, float]:
+        trial = Trial(model, batch, torch.mean, root.units[0], 3 if quick else steps)
+        return trial.race(root, dict.fromkeys(choices), default)
+
+    choices = settings(root)[1::4] if quick else settings(root)
+    first = race(choices, STEPS)
+    ordered = sorted(choices, key=lambda choice: first[choice])
+    finalists = ordered[:FINALISTS]
+    seconds = race([*finalists, ordered[-1], default, chosen], MORE_STEPS)
     best = min(finalists, key=lambda choice: seconds[choice])
     word = "simulated_" if simulated else ""
 
@@ -166,7 +127,7 @@ def row_of(case: Case, simulated: bool, quick: bool) -> dict[str, Any]:
 
     return {
         "model": case.name if simulated else case.name.partition(",")[0],
-        "transport": training.model._fsdp_ext_unit.root.lanes.transport,
+        "transport": root.lanes.transport,
         "ranks": SIMULATED_RANKS if simulated else dist.get_world_size(),
         "chosen": str(chosen),
         "best": str(best),
@@ -175,7 +136,7 @@ def row_of(case: Case, simulated: bool, quick: bool) -> dict[str, Any]:
         f"{word}predicted_ms": tuned.chosen.predicted * 1e3,
         f"{word}best_ms": seconds[best] * 1e3,
         f"{word}default_ms": seconds[default] * 1e3,
-        f"{word}worst_ms": seconds[worst] * 1e3,
+        f"{word}worst_ms": seconds[ordered[-1]] * 1e3,
         f"{word}of_best": seconds[chosen] / seconds[best],
         "sweep": as_rows(first),
         "finalists": as_rows(seconds),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,12 +15,16 @@ from fsdp_ext.comm.inline_group import refuse_inline_group
 from fsdp_ext.sharding.agreement import together
 from fsdp_ext.sharding.auto import remember
 from fsdp_ext.sharding.meshes import refuse_several_meshes
-from fsdp_ext.sharding.root import running_root
+from fsdp_ext.sharding.root import Root, running_root
+from fsdp_ext.sharding.settings import Choice, Scope
 from fsdp_ext.tuner.arguments import agreed_limit, check_arguments, check_state, units_of
-from fsdp_ext.tuner.candidates import TunableSettings
-from fsdp_ext.tuner.result import Tuning
-from fsdp_ext.tuner.search import Search
+from fsdp_ext.tuner.candidates import choices, predictor, shortlist
+from fsdp_ext.tuner.costs import measure_costs
+from fsdp_ext.tuner.result import WORTH, Tuning
 from fsdp_ext.tuner.trial import Trial, left_as_it_was
+
+# Without a memory limit, settings may need this many times the memory of the one before.
+_GROWTH = 1.25
 
 
 def tune(
@@ -34,20 +39,18 @@ def tune(
 ) -> Tuning:
     """Choose bucket size, prefetch depth and which units stay unsharded, and apply the choice.
 
-    ``tune`` runs steps (forward and backward, without the optimizer) to measure the times of units
-    and collectives. It predicts all settings with a model of the schedule
-    (:func:`fsdp_ext.planner.schedule.predict`), measures the most promising ones, and keeps the
-    fastest. Of settings that are equally fast it keeps the one with least memory. That takes about
-    40 * (steps + 2) steps, 400 by default. The logger "fsdp_ext" reports progress at level INFO.
+    ``tune`` measures the model's compute and collectives once, in forward and backward without the
+    optimizer. It predicts all settings with a model of the schedule
+    (:func:`fsdp_ext.planner.schedule.predict`), races the best three and the one before in real
+    steps, and keeps the fastest; of those that are equally fast, the one with least memory. That
+    takes about 25 * (steps + 2) steps. The logger "fsdp_ext" reports progress at level INFO.
 
-    All ranks call this together and choose the same setting, within the smallest of their memory
-    limits. If one rank fails between collectives, all ranks raise. A setting that some rank has no
-    memory for is dropped. But if one rank alone runs out of memory inside a step, the others wait
-    in its next collective until the timeout, as in training.
+    All ranks call this together and choose the same setting. If one rank fails between collectives,
+    all ranks raise. A setting that some rank has no memory for is dropped. But if one rank alone
+    runs out of memory inside a step, the others wait until the timeout, as in training.
 
-    Parameters, buffers, gradients of the batch and the random state are the same afterwards, for
-    which ``tune`` holds a copy of shards and buffers. Parameters are restored even if hooks of the
-    model run an optimizer in backward, but the states of that optimizer are not.
+    Parameters, buffers and torch's random state are the same afterwards, for which ``tune`` holds a
+    copy of shards and buffers. The states of an optimizer that hooks run in backward are not.
 
     ``tune`` keeps the numbers that were passed to ``fully_shard``, and chooses what was None or
     "auto". A model that is made later in this process with the same units, dtypes and ranks starts
@@ -61,22 +64,18 @@ def tune(
         loss: makes a scalar of the model's output; by default the mean of its floating-point
             tensors.
         memory_limit: bytes that a rank may hold without activations, as :func:`fsdp_ext.plan`
-            counts them. No setting that needs more is tried, except the one in use before. With a
-            limit, units may stay unsharded after forward if that is faster. Without one, no more
-            units stay unsharded than before, and settings may need up to 1.25 times the memory of
-            the one before.
+            counts them; the smallest of all ranks counts. Only the setting before is run if it
+            needs more. With a limit, units may stay unsharded after forward if that is faster.
+            Without one, no more units do than before, and memory may grow to 1.25 times as much.
         optimizer_states: how many tensors of its size the optimizer keeps for each parameter; 2 for
             AdamW.
         steps: how many steps each measurement takes.
         verbose: print the result on the first rank.
 
-    Returns:
-        The chosen setting, the setting before, and all measurements.
-
     Raises:
         TypeError: if ``fully_shard`` was not applied to the model, an argument has the wrong type,
             or the loss is not a tensor.
-        NotImplementedError: if the model has several meshes.
+        NotImplementedError: if the model has several meshes, or units gathered by smaller groups.
         ValueError: if parameters have gradients, gradients are not reduced, the model is not the
             root, no setting fits ``memory_limit``, a number is out of range or differs between
             ranks, or the loss is not a scalar.
@@ -90,24 +89,61 @@ def tune(
         check_arguments(loss, memory_limit, optimizer_states, steps, verbose)
         check_state(model, units)
     memory_limit = agreed_limit(units[0], memory_limit, optimizer_states, steps)
-    trial = Trial(model, batch, loss or functools.partial(mean_of_output, caller="tune"), units[0])
-    with left_as_it_was(model, batch, units):
-        trial.first_step()  # makes the root
-        trial.first_step()  # makes buckets in the order of forward
+    loss = loss or functools.partial(mean_of_output, caller="tune")
+    trial = Trial(model, batch, loss, units[0], steps)
+    with left_as_it_was(model, units):
+        checked = functools.partial(together, units[0], "tune")
+        trial.step(checked)  # makes the root
+        trial.step(checked)  # makes buckets in the order of forward
         root = running_root(model, "tune")
-        settings = TunableSettings(root)
+        decision = root.decision
         try:
-            search = Search(root, settings, trial.step, steps, optimizer_states)
-            result = search.run(memory_limit)
+            result = _choose(root, trial, memory_limit, optimizer_states)
+            root.decide(result.chosen.choice, Scope.OPEN)
         except BaseException:
-            settings.restore()
+            root.restore_decision(decision)
             raise
-    remember(
-        root.units,
-        root.lanes.transport,
-        result.chosen.choice,
-        memory_known=memory_limit is not None,
-    )
+    transport, knows_memory = root.lanes.transport, memory_limit is not None
+    remember(root.units, transport, result.chosen.choice, memory_known=knows_memory)
     if verbose and units[0].ranks.rank_in_mesh == 0:
         print(result, file=sys.stdout)
     return result
+
+
+def _choose(root: Root, trial: Trial, memory_limit: int | None, optimizer_states: int) -> Tuning:
+    """Return the fastest setting, the same on all ranks."""
+    now = root.settings
+    choice = Choice(now.bucket_bytes[0], now.prefetch, now.stays_unsharded)
+    costs = measure_costs(root, trial, choice.stays_unsharded)
+    predicted = predictor(root, costs, optimizer_states)
+    before = predicted(choice)
+    limit = round(_GROWTH * before.memory) if memory_limit is None else memory_limit
+    found = [predicted(one) for one in choices(root, choice, memory_limit is not None)]
+    fitting = [one for one in found if one.memory <= limit]
+    if not fitting:
+        least = min(found, key=lambda one: one.memory)
+        raise ValueError(
+            f"tune found no setting within {limit:,} bytes. Pass a memory_limit of at least "
+            f"{least.memory:,} bytes, which {least.choice} needs without activations, or use more "
+            "ranks or smaller units."
+        )
+    racing = {one.choice: one for one in [*shortlist(fitting), before]}
+    medians = trial.race(root, racing, choice)
+    measured = [replace(racing[one], measured=seconds) for one, seconds in medians.items()]
+    allowed = [one for one in measured if one.memory <= limit]
+    if not allowed:
+        raise RuntimeError(
+            "tune ran out of memory with each setting that it tried, and the one before needs more "
+            f"than memory_limit={limit:,}. Use a smaller batch or more ranks."
+        )
+    fastest = min(one.measured for one in allowed)
+    as_fast = [one for one in allowed if one.measured <= fastest * (1 + WORTH)]
+    return Tuning(
+        chosen=min(as_fast, key=lambda one: (one.memory, one.measured)),
+        before=next(one for one in measured if one.choice == choice),
+        measured=tuple(sorted(measured, key=lambda one: one.measured)),
+        considered=len(found),
+        too_large=len(found) - len(fitting),
+        costs=costs,
+        simulated=root.lanes.transport == "simulated",
+    )

@@ -16,11 +16,7 @@ from fsdp_ext.sharding.unit import Unit
 
 
 def units_of(model: nn.Module) -> list[Unit]:
-    """Return the units of a model, the root's first.
-
-    Raises:
-        TypeError: if ``fully_shard`` was not applied to the model itself.
-    """
+    """Return the units of a model, the root's first; TypeError if it is not sharded itself."""
     if not isinstance(model, nn.Module) or unit_of(sharded_module(model)) is None:
         raise TypeError(
             f"tune got a {type(model).__name__} that fully_shard was not applied to. Shard the "
@@ -32,12 +28,7 @@ def units_of(model: nn.Module) -> list[Unit]:
 def check_arguments(
     loss: object, memory_limit: object, optimizer_states: object, steps: object, verbose: object
 ) -> None:
-    """Check the types and ranges of arguments.
-
-    Raises:
-        TypeError: if ``loss`` cannot be called, or ``verbose`` is not a bool.
-        ValueError: if a number is out of range.
-    """
+    """Raise TypeError or ValueError if an argument has a wrong type or is out of range."""
     if not is_at_least(steps, 2, MOST_STEPS):
         raise ValueError(
             f"tune got steps={steps!r}. Pass from 2 to {MOST_STEPS} steps per measurement; 8 is "
@@ -53,27 +44,19 @@ def check_arguments(
 
 
 def check_state(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Check that ``tune`` can run steps on the model and leave nothing behind.
-
-    Raises:
-        NotImplementedError: if a unit is resharded to a smaller group, whose gathers it cannot
-            predict.
-        ValueError: if it is not the root, has gradients, would accumulate them or stay unsharded
-            after backward, or is being profiled.
-    """
-    sharded = sharded_module(model)
+    """Raise if ``tune`` cannot run steps on the model, predict them, and leave nothing behind."""
     root: Root | None = units[0].root
-    if root is not None and not root.is_provisional and root.module is not sharded:
-        raise ValueError(
-            f"tune got a {type(sharded).__name__} inside a {type(root.module).__name__}, which is "
-            "the root. Pass the root module."
-        )
-    smaller = [unit for unit in units if unit.settings.reshard_group > 0]
-    if smaller:
+    smaller = next((unit for unit in units if unit.settings.reshard_group > 0), None)
+    if smaller is not None:
         raise NotImplementedError(
-            f"tune cannot predict gathers of smaller groups yet, but unit '{smaller[0].name}' has "
-            f"reshard_after_forward={smaller[0].settings.reshard_group}. Shard the model with "
-            "True or False, or choose settings by hand."
+            f"tune cannot predict gathers of smaller groups yet, but unit '{smaller.name}' has "
+            f"reshard_after_forward={smaller.settings.reshard_group}. Shard the model with True or "
+            "False, or choose settings by hand."
+        )
+    if root is not None and not root.is_provisional and root.module is not sharded_module(model):
+        raise ValueError(
+            f"tune got a {type(sharded_module(model)).__name__} inside a "
+            f"{type(root.module).__name__}, which is the root. Pass the root module."
         )
     if any(parameter.grad is not None for parameter in model.parameters()):
         raise ValueError(
@@ -86,47 +69,33 @@ def check_state(model: nn.Module, units: Sequence[Unit]) -> None:
             "reduce them. Run a backward with set_requires_gradient_sync(True) before, or drop "
             "these gradients with reset_iter_state()."
         )
-    if not all(unit.settings.requires_gradient_sync for unit in units):
-        raise ValueError(
-            "tune needs each backward to reduce gradients, but some units accumulate them. Call "
-            "set_requires_gradient_sync(True) before."
-        )
-    if not all(unit.settings.requires_all_reduce or unit.replicas == 1 for unit in units):
-        raise ValueError(
-            "tune needs each backward to sum gradients over replicas, but some units accumulate "
-            "them. Call set_requires_all_reduce(True) before."
-        )
-    if not all(unit.settings.reshard_after_backward for unit in units):
-        raise ValueError(
-            "tune needs units that are resharded after backward, so that each step gathers them, "
-            "but some stay unsharded. Call set_reshard_after_backward(True) before, and change it "
-            "back after."
-        )
     if root is not None and is_profiled(root):
         raise ValueError(
             "tune profiles the model itself, but it was called in a with block of "
             "fsdp_ext.profile. Call it outside of the block."
         )
-    if units[0].settings.finalizes_by_hand:
-        raise ValueError(
-            "tune needs backwards that end by themselves, but the model was told otherwise. Call "
-            "set_manual_backward_finalization(False) before."
-        )
-    if not units[0].settings.is_last_backward:
-        raise ValueError(
-            "tune needs each backward to be the last one of its step, but the model was told "
-            "otherwise. Call set_is_last_backward(True) before."
-        )
+    for unit in units:
+        own = unit.settings
+        plain = {
+            "set_requires_gradient_sync(True)": own.requires_gradient_sync,
+            "set_requires_all_reduce(True)": own.requires_all_reduce or unit.replicas == 1,
+            "set_reshard_after_backward(True)": own.reshard_after_backward,
+            "set_manual_backward_finalization(False)": not units[0].settings.finalizes_by_hand,
+            "set_is_last_backward(True)": units[0].settings.is_last_backward,
+        }
+        for call, is_so in plain.items():
+            if not is_so:
+                raise ValueError(
+                    "tune needs steps that gather all units, reduce all gradients and end by "
+                    f"themselves, but unit '{unit.name}' was told otherwise. Call {call} before, "
+                    "and change it back after."
+                )
 
 
 def agreed_limit(
     unit: Unit, memory_limit: int | None, optimizer_states: int, steps: int
 ) -> int | None:
-    """Return the smallest memory limit of all ranks; None if no rank has one.
-
-    Raises:
-        ValueError: if the other numbers differ between ranks.
-    """
+    """Return the smallest memory limit of all ranks; ValueError if the other numbers differ."""
     answers = exchange(unit, (memory_limit, optimizer_states, steps))
     limits, states, counts = zip(*answers, strict=True)
     for name, values in {"optimizer_states": states, "steps": counts}.items():

@@ -1,89 +1,90 @@
-"""The settings that ``tune`` may choose from, and how a root switches between them."""
+"""The settings that ``tune`` may choose, with their memory and their predicted times."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Sequence
 
 from fsdp_ext.comm.costs import default_bucket_bytes
+from fsdp_ext.planner.sizes import find_buckets, memory_of
+from fsdp_ext.planner.times import StepCosts, predict_plan
+from fsdp_ext.planner.units import PlannedRanks, PlannedRoot, units_of_sharded
 from fsdp_ext.sharding.root import Root
-from fsdp_ext.sharding.settings import AUTO, Choice, Scope
+from fsdp_ext.sharding.settings import AUTO, Choice, Decision, Scope
+from fsdp_ext.tuner.result import WORTH, Candidate
 
 _DEPTHS = (0, 1, 2, 3, 4)
-# Bucket sizes are halved until there are more sizes than this.
-_MOST_SIZES = 16
-# Numbers of units that stay unsharded are tried one by one up to this, then in larger steps.
-_FINE_STEPS = 8
+# How often all units' bytes are halved for a bucket size.
+_HALVINGS = 14
+# How many settings are raced besides the one before.
+_RACED = 3
+# Settings that are predicted to be slower than the best by more than this share are not raced.
+_UNSURE = 0.25
 
 
-class TunableSettings:
-    """The settings of a root that the user has left open.
+def choices(root: Root, before: Choice, keeps_more: bool) -> list[Choice]:
+    """Return all values of the settings that the user has left open.
 
     Args:
-        root: the root, whose settings :meth:`apply` and :meth:`probe` change.
+        root: the root.
+        before: its settings now.
+        keeps_more: whether more units may stay unsharded than before, the last of forward first.
     """
+    asked, stays = root.units[0].settings, before.stays_unsharded
+    sizes, depths, unsharded = {before.bucket_bytes}, {before.prefetch}, {stays}
+    if asked.bucket_bytes in (None, AUTO):
+        total = sum(bucket["gather_bytes"] for bucket in root.core.buckets())
+        sizes |= {0, default_bucket_bytes(root.link)}
+        sizes |= {total >> halvings for halvings in range(_HALVINGS)}
+    if asked.prefetch in (None, AUTO):
+        depths |= set(_DEPTHS)
+    if keeps_more:
+        is_free = [unit.settings.reshard_after_forward is None for unit in root.units]
+        free = [n for n in range(1, len(is_free)) if is_free[n] and n not in stays]
+        counts = {len(free), *(2**power for power in range(len(free).bit_length()))}
+        unsharded |= {tuple(sorted([*stays, *free[len(free) - count :]])) for count in counts}
+    every = itertools.product(sorted(sizes), sorted(depths), sorted(unsharded))
+    return list(itertools.starmap(Choice, every))
 
-    def __init__(self, root: Root) -> None:
-        self._root = root
-        self._was = root.decision
-        asked = root.units[0].settings
-        self._has_fixed_bucket = asked.bucket_bytes not in (None, AUTO)
-        self._has_fixed_prefetch = asked.prefetch not in (None, AUTO)
-        now = root.settings
-        self.before = Choice(now.bucket_bytes[0], now.prefetch, now.stays_unsharded)
-        # The units below the root whose reshard_after_forward the user has not set.
-        self._free = [
-            number
-            for number, unit in enumerate(root.units)
-            if number > 0 and unit.settings.reshard_after_forward is None
-        ]
 
-    def apply(self, choice: Choice) -> None:
-        """Run with ``choice`` from the next step on."""
-        self._root.decide(choice, Scope.OPEN)
+def predictor(root: Root, costs: StepCosts, optimizer_states: int) -> Callable[[Choice], Candidate]:
+    """Return a function that predicts memory and time, on a copy of the model without memory.
 
-    def probe(self, bucket_bytes: int, prefetch: int) -> None:
-        """Run with these settings, whatever the user has set."""
-        self._root.decide(Choice(bucket_bytes, prefetch, self.before.stays_unsharded), Scope.ALL)
+    Args:
+        root: the root of the model.
+        costs: the measured times.
+        optimizer_states: tensors that the optimizer keeps per parameter.
+    """
+    first = root.units[0]
+    copied = units_of_sharded(root.module, PlannedRanks(first.world_size, first.replicas))
+    planned = PlannedRoot(copied, root.link)
+    layouts = [unit.layout_for(training=True) for unit in planned.units]
+    transports = (root.lanes.transport, (root.replicas or root.lanes).transport)
 
-    def restore(self) -> None:
-        """Run as before."""
-        self._root.restore_decision(self._was)
+    def candidate(choice: Choice) -> Candidate:
+        assert planned.module is copied  # the planned root refers to the copy weakly
+        planned.decide(Decision(choice, Scope.OPEN))
+        found = find_buckets(planned, layouts, transports, first.device.type)
+        memory = memory_of(planned, layouts, found, optimizer_states).peak
+        predicted = predict_plan(planned, found, costs).step
+        return Candidate(choice, len(found["buckets"]), memory, predicted)
 
-    def candidates(self, total: int, keeps_more: bool) -> Iterator[Choice]:
-        """Yield all settings that may be chosen.
+    return candidate
 
-        Args:
-            total: bytes of all units' gathers.
-            keeps_more: whether more units may stay unsharded than before.
-        """
-        before = self.before.stays_unsharded
-        unsharded = self._unsharded() if keeps_more else [before]
-        sizes = {self.before.bucket_bytes} if self._has_fixed_bucket else self._sizes(total)
-        depths = {self.before.prefetch}
-        if not self._has_fixed_prefetch:
-            depths |= set(_DEPTHS)
-        for nbytes in sorted(sizes):
-            for depth in sorted(depths):
-                for units in unsharded:
-                    yield Choice(nbytes, depth, units)
 
-    def _sizes(self, total: int) -> set[int]:
-        """Return 0, the default, the size before, and halves of the whole."""
-        sizes = {0, default_bucket_bytes(self._root.link), self.before.bucket_bytes}
-        largest = max(total, 1)
-        while largest > 1 and len(sizes) <= _MOST_SIZES:
-            sizes.add(largest)
-            largest //= 2
-        return sizes
+def shortlist(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the settings to race: the best predictions, of several numbers of buckets if possible.
 
-    def _unsharded(self) -> list[tuple[int, ...]]:
-        """Return sets of units that may stay unsharded: the last ones of forward come first."""
-        before = self.before.stays_unsharded
-        others = [number for number in self._free if number not in before]
-        found: dict[tuple[int, ...], None] = {before: None}
-        count = 1
-        while count <= len(others):
-            found[tuple(sorted({*before, *others[-count:]}))] = None
-            count += 1 if count < _FINE_STEPS else max(1, len(others) // _FINE_STEPS)
-        found[tuple(sorted({*before, *others}))] = None
-        return list(found)
+    Predictions are off by a few percent and hardly tell prefetch depths apart.
+    """
+    best = min(one.predicted for one in candidates)
+    by_speed = sorted(candidates, key=lambda one: (round(one.predicted / best / WORTH), one.memory))
+    alike: dict[tuple[int, int, int], Candidate] = {}
+    for one in by_speed:
+        key = (one.buckets, one.choice.prefetch, len(one.choice.stays_unsharded))
+        alike.setdefault(key, one)
+    of_size: dict[int, Candidate] = {}
+    for one in alike.values():
+        if one.predicted <= best * (1 + _UNSURE):
+            of_size.setdefault(one.buckets, one)
+    return list(dict.fromkeys([*of_size.values(), *alike.values()]))[:_RACED]

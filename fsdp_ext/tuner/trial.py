@@ -1,171 +1,164 @@
-"""Timed steps on a model that is left as it was."""
+"""Timed steps, races of settings in them, and a model that is left as it was."""
+
+# Note [races]
+# The speed of a machine changes from second to second by more than settings differ, so settings
+# take turns. The first setting of a round finds other caches than the second, so the order is
+# random in each round, and the same on all ranks.
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import random
+import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from fsdp_ext._util.losses import check_loss
-from fsdp_ext.sharding.agreement import together
+from fsdp_ext.sharding.agreement import OutOfMemory, exchange, together
+from fsdp_ext.sharding.root import Root
+from fsdp_ext.sharding.settings import Choice, Scope
 from fsdp_ext.sharding.unit import Unit
 
+WARMUP = 2
+_ROUNDS = 6
 
+_logger = logging.getLogger("fsdp_ext")
+
+
+@dataclass
 class Trial:
     """Forward and backward of a model on one batch.
 
     Args:
         model: the model.
-        batch: a tensor, a tuple of arguments, or a mapping of keywords.
+        batch: a tensor, a tuple of arguments, or a mapping of keywords. Its tensors get no
+            gradients.
         loss: makes a scalar of the output.
-        unit: any unit of the model; its device is waited for.
+        unit: any unit of the model.
+        steps: how many steps each measurement takes, after a few steps of warm-up.
     """
 
-    def __init__(
-        self, model: nn.Module, batch: Any, loss: Callable[[Any], Tensor], unit: Unit
-    ) -> None:
-        self._model = model
-        self._batch = batch
-        self._loss = loss
-        self._unit = unit
+    model: nn.Module
+    batch: Any
+    loss: Callable[[Any], Tensor]
+    unit: Unit
+    steps: int
 
-    def step(self) -> float:
-        """Run forward and backward; return the seconds."""
+    def __post_init__(self) -> None:
+        """Let backward put gradients of the batch elsewhere."""
+        self.batch = tree_map_only(
+            Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), self.batch
+        )
+
+    def step(self, guard: Callable[[str], Any] = contextlib.nullcontext) -> float:
+        """Run forward and backward, each part in a ``guard`` of its name; return the seconds."""
         self._synchronize()
         start = time.perf_counter()
+        batch = self.batch
         try:
-            torch.autograd.backward(self._loss(self._forward()))
-            self._synchronize()
+            with guard("forward"):
+                if isinstance(batch, Mapping):
+                    output = self.model(**batch)
+                else:
+                    output = self.model(*(batch if isinstance(batch, tuple) else (batch,)))
+            with guard("the loss"):
+                scalar = self.loss(output)
+                check_loss(scalar, "tune")
+            with guard("backward"):
+                torch.autograd.backward(scalar)
+                self._synchronize()
             return time.perf_counter() - start
         finally:
-            for parameter in self._model.parameters():
+            for parameter in self.model.parameters():
                 parameter.grad = None
 
-    def first_step(self) -> None:
-        """Run a step. If it fails on one rank between collectives, all ranks raise.
+    def race(self, root: Root, choices: Iterable[Choice], before: Choice) -> dict[Choice, float]:
+        """Return each setting's median seconds on the slowest rank: Note [races].
 
-        Raises:
-            TypeError: if the loss is not a tensor.
-            ValueError: if it is not a scalar that requires a gradient.
-            Exception: what the model or the loss raises; see
-                :func:`fsdp_ext.sharding.agreement.together`.
+        Settings that some rank has no memory for are left out, but for ``before``.
         """
-        with together(self._unit, "tune", "forward"):
-            output = self._forward()
-        with together(self._unit, "tune", "the loss"):
-            loss = self._loss(output)
-            check_loss(loss, "tune")
-        with together(self._unit, "tune", "backward"):
-            torch.autograd.backward(loss)
-            self._synchronize()
-        for parameter in self._model.parameters():
-            parameter.grad = None
+        taken: dict[Choice, list[float]] = {choice: [] for choice in choices}
+        order = random.Random(0)
+        for number in range(_ROUNDS):
+            self._log(f"round {number + 1} of {_ROUNDS} with {len(taken)} settings")
+            for choice in order.sample(list(taken), len(taken)):
+                try:
+                    taken[choice] += self._run(root, choice)
+                except OutOfMemory:
+                    if choice == before:
+                        raise
+                    del taken[choice]
+                    self._log(f"memory ran out with {choice}, which is dropped")
+                    if self.unit.device.type == "cuda":
+                        torch.cuda.empty_cache()  # the cache holds buffers of other sizes
+        ranks = exchange(self.unit, taken)
+        return {
+            choice: statistics.median(map(max, zip(*(of[choice] for of in ranks), strict=True)))
+            for choice in taken
+        }
 
-    def _forward(self) -> Any:
-        if isinstance(self._batch, Mapping):
-            return self._model(**self._batch)
-        return self._model(*(self._batch if isinstance(self._batch, tuple) else (self._batch,)))
+    def _run(self, root: Root, choice: Choice) -> list[float]:
+        """Return the seconds of each step. All ranks begin each step together."""
+        root.decide(choice, Scope.OPEN)
+        seconds = []
+        for _ in range(WARMUP + self.steps):
+            with together(self.unit, "tune", f"a step with {choice}"):
+                seconds.append(self.step())
+        return seconds[WARMUP:]
+
+    def _log(self, what: str) -> None:
+        if self.unit.ranks.rank_in_mesh == 0:
+            _logger.info("tune: %s", what)
 
     def _synchronize(self) -> None:
-        if self._unit.device.type == "cuda":
-            torch.cuda.synchronize(self._unit.device)
-
-
-# - Restoring the model
+        if self.unit.device.type == "cuda":
+            torch.cuda.synchronize(self.unit.device)
 
 
 @contextlib.contextmanager
-def left_as_it_was(model: nn.Module, batch: Any, units: list[Unit]) -> Iterator[None]:
-    """Restore shards, buffers, the batch's gradients and the random state at the end.
+def left_as_it_was(model: nn.Module, units: list[Unit]) -> Iterator[None]:
+    """Restore this rank's shards, all buffers and torch's random state at the end.
 
-    Parameters may change, since hooks of the model may run an optimizer in backward. Only this
-    rank's shards are copied. Parameters have no gradients afterwards.
-
-    Args:
-        model: the model; its buffers are restored.
-        batch: its tensors may have gradients of their own, which are restored.
-        units: the units of the model; their shards are restored.
+    Shards may change, since hooks of the model may run an optimizer in backward. Forward may write
+    to buffers or assign others.
     """
-    device = units[0].device
-    devices = [] if device.type == "cpu" else [device]
-    with (
-        torch.random.fork_rng(devices=devices),
-        _gradients_kept(batch),
-        _buffers_kept(model),
-        _shards_kept(units),
-    ):
+    devices = [] if units[0].device.type == "cpu" else [units[0].device]
+    kept = [[shard.clone() for shard in _shards(unit)] for unit in units]
+    buffers = [
+        (module, name, buffer, None if buffer is None else buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
+    with torch.random.fork_rng(devices=devices):
         try:
             yield
         finally:
-            for parameter in model.parameters():
-                parameter.grad = None
-
-
-@contextlib.contextmanager
-def _shards_kept(units: list[Unit]) -> Iterator[None]:
-    before = [[shard.clone() for shard in _shards(unit)] for unit in units]
-    try:
-        yield
-    finally:
-        for unit in units:
-            if unit.root is not None and unit.core is not None:
-                unit.root.reshard(unit)  # an unsharded copy has the values that are replaced
-        with torch.no_grad():
-            for unit, shards in zip(units, before, strict=True):
-                for shard, kept in zip(_shards(unit), shards, strict=True):
-                    shard.copy_(kept)
+            for unit in units:
+                if unit.root is not None and unit.core is not None:
+                    unit.root.reshard(unit)  # an unsharded copy has the values that are replaced
+            with torch.no_grad():
+                for unit, values in zip(units, kept, strict=True):
+                    for shard, value in zip(_shards(unit), values, strict=True):
+                        shard.copy_(value)
+                for module, name, buffer, was in buffers:
+                    if buffer is not None and was is not None:
+                        buffer.copy_(was)
+                    module._buffers[name] = buffer
 
 
 def _shards(unit: Unit) -> list[Tensor]:
     """Return this rank's rows of each parameter.
 
-    They are those of the parameter that the module has: after ``module.to()`` and the like it is
-    not in the flat shard until the next forward. If the module has the unsharded parameter at the
-    moment, they are those of the flat shard.
+    After ``module.to()`` and the like, the module's parameter is not in the flat shard until the
+    next forward. While the module has the unsharded parameter, the rows are in the flat shard.
     """
-    result = []
-    for param in unit.params:
-        parameter = param.registered()
-        local = parameter._local_tensor if isinstance(parameter, DTensor) else param.local
-        result.append(local.detach())
-    return result
-
-
-@contextlib.contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Restore buffers and their values, since forward may write to them or assign others."""
-    before = [
-        (module, name, buffer, None if buffer is None else buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-    ]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for module, name, buffer, values in before:
-                if buffer is not None and values is not None:
-                    buffer.copy_(values)
-                module._buffers[name] = buffer
-
-
-@contextlib.contextmanager
-def _gradients_kept(batch: Any) -> Iterator[None]:
-    # Backward adds in place to an existing gradient, so the tensors must not have one.
-    leaves = [
-        (leaf, leaf.grad)
-        for leaf in torch.utils._pytree.tree_leaves(batch)
-        if isinstance(leaf, Tensor) and leaf.is_leaf and leaf.requires_grad
-    ]
-    for leaf, _ in leaves:
-        leaf.grad = None
-    try:
-        yield
-    finally:
-        for leaf, gradient in leaves:
-            leaf.grad = gradient
+    own = [(param.registered(), param.local) for param in unit.params]
+    return [(p._local_tensor if isinstance(p, DTensor) else local).detach() for p, local in own]
