@@ -1,108 +1,267 @@
-"""How fast would Llama train on 8 to 1,024 GPUs, and how well does the model fit published figures?
+"""How fast would Llama train on 8 to 1,024 GPUs, and how well does that fit published figures?
 
-This benchmark measures nothing: all figures except those marked "published" are simulated. The
-compute time of a step is its FLOPs divided by a rate. Its communication time is that of rings over
-published networks. planner.schedule computes how both overlap, with one unit a layer. The formulas
-are in bench/models/step_model.py, and the sources in bench/models/published.py.
+This benchmark measures nothing: all figures except those marked "published" are simulated. Each row
+is one `fsdp_ext.plan`, with a unit for each layer. It is told what layers compute, which is their
+FLOPs divided by a rate, and a link, which is NCCL's rings over published networks. It returns the
+memory and the time of a step.
 
-One figure is fitted for each GPU and its software, on one measurement of a single node: the part of
-the peak that the GPU reaches while it computes. The second table compares the model with other
-measurements. The third table compares the effect of more GPUs, published and simulated. The
-assumptions are printed above the tables.
+    model FLOPs of a token = 6 * matrix elements + 12 * layers * length * dim
+
+The formula is from PaLM (arXiv 2204.02311, appendix B), and MFU uses it. llm-foundry's MFU counts
+the same; torchtitan's performance.md also counts the look-up of the embedding. Each matrix element
+has one multiplication and one addition in forward, and two of each in backward. Scores, and values
+times scores, are 2 * length * dim products each. The plan computes only half of the attention,
+because the mask is causal, and it also computes what activation checkpointing recomputes.
+
+One figure is fitted for each GPU and its software, on one published run of a single node: the part
+of the peak that the GPU reaches while it computes. The second table compares the plans with the
+other runs. Figures and sources are in bench/published_runs.json. The assumptions are printed above
+the tables.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import statistics
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
+import fsdp_ext
 from bench.harness.options import positive
 from bench.harness.output import picture, print_table
 from bench.harness.runner import Keep
-from bench.models.published import (
-    FULL,
-    H100,
-    H100_400G,
-    LLAMA3_8B,
-    LLAMA3_70B,
-    MEASUREMENTS,
-    NODE,
-    SELECTIVE_OP,
-    Measurement,
-    Stack,
-)
-from bench.models.step_model import (
-    ASSUMPTIONS,
-    Step,
-    fitted,
-    memory_bytes,
-    model_flops,
-    replica_link,
-    ring,
-    step_of,
-    step_seconds,
-)
+from fsdp_ext import Link, MixedPrecisionPolicy
 
 TITLE = "scaling (simulated)"
+PUBLISHED: dict[str, Any] = json.loads(
+    (Path(__file__).parent / "published_runs.json").read_text(encoding="utf-8")
+)
+RUNS: list[dict[str, Any]] = [
+    dict(zip(PUBLISHED["columns"], run, strict=True)) for run in PUBLISHED["runs"]
+]
 MEMORY_GB = 80  # of an H100
+NODE = 8  # GPUs of a node, on all machines here
+CAUSAL = 0.5  # the part of the attention that a causal mask leaves to compute
+DEPTH = 1  # units gathered ahead
+REDUCED = {2: torch.bfloat16, 4: torch.float32}  # bytes of a gradient on the wire: its dtype
+
+# The figures by which NCCL chooses algorithms: https://github.com/NVIDIA/nccl,
+# src/graph/tuning.cc (commit 5067397c), for the Simple protocol. They are the seconds of a ring's
+# start and of its steps within a node and across nodes (baseLatencies, hwLatencies), the seconds of
+# a tree's step across nodes, and a tree's busbw relative to a ring's.
+RING_START, RING_STEP_NODE, RING_STEP_ACROSS = 8.4e-6, 3.4e-6, 14e-6
+TREE_STEP_ACROSS, TREE_PART = 14e-6, 0.92
+
+ASSUMPTIONS = (
+    "parameters are in bf16 on the wire; each layer is a unit, and embedding, last norm and head "
+    f"are the root; {DEPTH} unit is gathered ahead",
+    "a collective is an NCCL ring, with the latencies of nccl/src/graph/tuning.cc and the "
+    "bandwidth of nccl-tests; gathers and reductions share the wire",
+    f"HSDP shards within a node of {NODE}; each GPU all-reduces its gradient shards through its "
+    "own NIC (a ring or a tree, whichever is faster for a layer), while the next ones are reduced",
+    "communication does not slow down compute, beyond what the fitted part of the peak includes",
+    "the optimizer, the data and stragglers take no time",
+    "a rank's memory is the peak of the plan: fp32 state of AdamW, gathered units, gradients that "
+    "are not yet packed, and buffers of reductions; activations are not included",
+)
+
+
+# - What is planned
+
+
+class Parameters(nn.Module):
+    """A module with parameters of these shapes, on the meta device."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, device="meta")))
+
+    def matrices(self) -> int:
+        """Return the elements of the matrices."""
+        return sum(param.numel() for param in self.parameters() if param.dim() == 2)
+
+
+class Layer(Parameters):
+    """A layer of a decoder-only transformer, which is a unit."""
+
+    def __init__(self, style: str, dim: int, hidden: int, key_value: int) -> None:
+        shapes: dict[str, tuple[int, ...]] = {"q": (dim, dim), "out": (dim, dim)}
+        shapes |= {"k": (key_value, dim), "v": (key_value, dim)}
+        shapes |= {"up": (hidden, dim), "down": (dim, hidden), "norm1": (dim,), "norm2": (dim,)}
+        if style == "mpt":  # q, k and v are one matrix
+            of_dim = ("norm1", "norm2", "out", "down")
+            shapes |= {f"{name}_bias": (dim,) for name in of_dim}
+            shapes |= {"qkv_bias": (3 * dim,), "up_bias": (hidden,)}
+        else:
+            shapes["gate"] = (hidden, dim)
+        super().__init__(shapes)
+
+
+class Transformer(Parameters):
+    """The layers, and the embeddings, the last norm and the head, which are the root's."""
+
+    def __init__(self, sizes: dict[str, Any]) -> None:
+        style, dim, table = sizes["style"], sizes["dim"], (sizes["vocabulary"], sizes["dim"])
+        shapes: dict[str, tuple[int, ...]] = {"embedding": table, "norm": (dim,)}
+        if style == "mpt":  # the embedding is also the head
+            shapes |= {"positions": (2048, dim), "norm_bias": (dim,)}
+        else:
+            shapes["head"] = table
+        super().__init__(shapes)
+        key_value = dim * sizes["kv_heads"] // sizes["heads"]
+        layers = range(sizes["layers"])
+        self.layers = nn.ModuleList(Layer(style, dim, sizes["hidden"], key_value) for _ in layers)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step to plan.
+
+    Args:
+        gpu, network, model, recompute: names in published_runs.json.
+        ranks: their number.
+        batch, length: sequences of a rank, and tokens of a sequence.
+        reduce_bytes: bytes of an element of a gradient on the wire.
+        hybrid: whether it is HSDP: sharded within a node, replicated across nodes.
+    """
+
+    gpu: str
+    network: str
+    model: str
+    ranks: int
+    batch: int
+    length: int
+    recompute: str
+    reduce_bytes: int = 4
+    hybrid: bool = False
+
+
+def seconds_of_units(model: Transformer, step: Step, rate: float) -> dict[str, tuple[float, float]]:
+    """Return the compute seconds of each unit's forward and backward, at `rate` FLOP/s."""
+    dim, (layer, *_) = model.norm.numel(), model.layers
+    matrices, attention = 2 * layer.matrices(), CAUSAL * 4 * step.length * dim
+    again = PUBLISHED["recompute"][step.recompute]
+    backward = 2 * (matrices + attention) + again[0] * matrices + again[1] * attention
+    each = step.batch * step.length / rate  # seconds of a FLOP for each token
+    of_layer = (each * (matrices + attention), each * backward)
+    head = each * 2 * model.embedding.numel()
+    units = {f"layers.{number}": of_layer for number in range(len(model.layers))}
+    return {"the root": (head, 2 * head), **units}
+
+
+def model_flops(model: Transformer, length: int) -> float:
+    """Return the FLOPs of forward and backward for each token, by the formula above."""
+    matrices = sum(layer.matrices() for layer in model.layers) + model.embedding.numel()
+    return 6 * matrices + 12 * len(model.layers) * length * model.norm.numel()
+
+
+def ring(network: str, ranks: int) -> Link:
+    """Return the link that corresponds to a ring of so many ranks."""
+    busbw, nodes = PUBLISHED["networks"][network], math.ceil(ranks / NODE)
+    across = busbw["across"] if nodes > 1 else math.inf
+    algbw_of_busbw = ranks / (ranks - 1)
+    return Link(
+        f"ring of {ranks} (simulated), {network}",
+        alpha=RING_START + (ranks - nodes) * RING_STEP_NODE + (nodes - 1) * RING_STEP_ACROSS,
+        beta=min(busbw["gather"], across) * algbw_of_busbw,
+        reduce_beta=min(busbw["reduce"], across) * algbw_of_busbw,
+        one_wire=True,
+    )
+
+
+def replica_link(network: str, nodes: int, nbytes: int) -> Link:
+    """Return the link between replicas, through one NIC of each node.
+
+    It is the faster one of a ring over the nodes and a tree, for all-reduces of `nbytes`.
+    """
+    rate = PUBLISHED["networks"][network]["across"] / NODE
+    of_ring = Link(
+        f"ring over {nodes} nodes (simulated), {network}",
+        alpha=RING_START + 2 * (nodes - 1) * RING_STEP_ACROSS,
+        beta=rate * nodes / (nodes - 1),
+    )
+    of_tree = replace(
+        of_ring,
+        name=f"tree over {nodes} nodes (simulated), {network}",
+        alpha=2 * math.log2(nodes) * TREE_STEP_ACROSS,
+        beta=rate * TREE_PART,
+    )
+    return min(of_ring, of_tree, key=lambda link: link.seconds("all_reduce", nbytes))
+
+
+def plan_of(step: Step, part: float) -> fsdp_ext.Plan:
+    """Return the plan of a step on GPUs that reach this part of their peak."""
+    model = Transformer(PUBLISHED["models"][step.model])
+    replicas = max(1, step.ranks // NODE) if step.hybrid else 1
+    of_layer = sum(param.numel() for param in model.layers[0].parameters())
+    nbytes = step.reduce_bytes * of_layer // NODE
+    return fsdp_ext.plan(
+        model,
+        step.ranks,
+        replicas=replicas,
+        units=Layer,
+        mp_policy=MixedPrecisionPolicy(torch.bfloat16, REDUCED[step.reduce_bytes]),
+        bucket_bytes=0,
+        prefetch=DEPTH,
+        transport="nccl",
+        device_type="cuda",
+        link=ring(step.network, step.ranks // replicas),
+        replica_link=replica_link(step.network, replicas, nbytes) if replicas > 1 else None,
+        compute=seconds_of_units(model, step, part * PUBLISHED["gpus"][step.gpu]["peak"]),
+    )
 
 
 # - Rows
 
 
-def prediction_row(step: Step, stack: Stack, part: float) -> dict[str, Any]:
-    """Return the row of a prediction."""
-    seconds, found = step_seconds(step, part * stack.peak)
-    tokens = step.tokens / seconds
-    between = replica_link(step)
+def row_of(step: Step) -> dict[str, Any]:
+    """Return the row of a step, as it is planned."""
+    gpu = PUBLISHED["gpus"][step.gpu]
+    plan = plan_of(step, gpu["part_of_peak"])
+    assert plan.prediction is not None
+    tokens = step.batch * step.length / plan.prediction.step
+    flops = model_flops(Transformer(PUBLISHED["models"][step.model]), step.length)
     return {
-        "table": "prediction (simulated)",
-        "model": step.model.name,
-        "gpu": stack.name,
+        "model": step.model,
+        "gpu": step.gpu,
+        "network": step.network,
         "strategy": "HSDP" if step.hybrid else "FSDP",
-        "link": ring(step.network, step.shards).name,
-        "replica_link": between.name if between is not None else None,
+        "link": plan.link.name,
+        "replica_link": None if plan.replica_link is None else plan.replica_link.name,
         "ranks": step.ranks,
         "batch": step.batch,
         "length": step.length,
-        "recompute": step.recompute.name,
-        "part_of_peak": part,
-        "simulated_step_ms": seconds * 1e3,
-        "simulated_exposed_ms": (seconds - found.compute) * 1e3,
+        "recompute": step.recompute,
+        "reduce_bytes": step.reduce_bytes,
+        "part_of_peak": gpu["part_of_peak"],
+        "simulated_step_ms": plan.prediction.step * 1e3,
+        "simulated_exposed_ms": plan.prediction.exposed * 1e3,
         "simulated_tokens": tokens,
-        "simulated_mfu": tokens * model_flops(step.model, step.length) / stack.peak,
-        "memory_gb": memory_bytes(step) / 1e9,
+        "simulated_mfu": tokens * flops / gpu["peak"],
+        "memory_gb": plan.memory.peak / 1e9,
         "assumptions": list(ASSUMPTIONS),
     }
 
 
-def check_row(measured: Measurement, part: float) -> dict[str, Any]:
-    """Return the row that compares a published measurement with the model."""
-    step, stack = step_of(measured), measured.stack
-    seconds, found = step_seconds(step, part * stack.peak)
-    tokens = step.tokens / seconds
-    flops = model_flops(step.model, step.length)
+def check_row(run: dict[str, Any]) -> dict[str, Any]:
+    """Return the row that compares a published run with its plan."""
+    of_run = ("published_tokens", "source", "fitted_on_this")
+    step = Step(**{name: value for name, value in run.items() if name not in of_run})
+    row = row_of(step)
+    published = run["published_tokens"]
     return {
         "table": "check",
-        "model": step.model.name,
-        "gpu": stack.name,
-        "network": step.network.name,
-        "strategy": "HSDP" if step.hybrid else "FSDP",
-        "ranks": step.ranks,
-        "batch": step.batch,
-        "length": step.length,
-        "recompute": step.recompute.name,
-        "reduce_bytes": step.reduce_bytes,
-        "part_of_peak": part,
-        "fitted_on_this": measured.fits,
-        "published_tokens": measured.tokens,
-        "published_mfu": measured.tokens * flops / stack.peak,
-        "simulated_tokens": tokens,
-        "simulated_exposed_ms": (seconds - found.compute) * 1e3,
-        "error": tokens / measured.tokens - 1,
-        "source": measured.source,
-        "assumptions": list(ASSUMPTIONS),
+        **row,
+        **{name: run[name] for name in of_run},
+        "published_mfu": row["simulated_mfu"] * published / row["simulated_tokens"],
+        "error": row["simulated_tokens"] / published - 1,
     }
 
 
@@ -113,20 +272,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, keep: Keep) -> None:
     """Predict, then check; --quick predicts for three sizes only."""
-    parts = fitted()
     sizes = (8, 64, 1024) if args.quick else (8, 16, 32, 64, 128, 256, 512, 1024)
-    for model, recompute in ((LLAMA3_8B, SELECTIVE_OP), (LLAMA3_70B, FULL)):
+    of_h100 = ("H100 SXM", "H100 nodes, 8 x 400 Gb/s")
+    for model, recompute in (("Llama 3 8B", "selective, by operator"), ("Llama 3 70B", "full")):
         for length in (8192, 2048):
             for hybrid in (False, True):
                 for ranks in sizes:
                     if hybrid and ranks <= NODE:
                         continue  # the same as FSDP
                     step = Step(
-                        model, H100_400G, ranks, args.batch, length, recompute, hybrid=hybrid
+                        *of_h100, model, ranks, args.batch, length, recompute, hybrid=hybrid
                     )
-                    keep(prediction_row(step, H100, parts[H100]))
-    for measured in MEASUREMENTS:
-        keep(check_row(measured, parts[measured.stack]))
+                    keep({"table": "prediction (simulated)", **row_of(step)})
+    for run in RUNS:
+        keep(check_row(run))
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -210,73 +369,13 @@ def show_checks(rows: list[dict[str, Any]]) -> None:
                 f"fitted run: median error {statistics.median(errors):.1%}, largest error "
                 f"{max(errors):.1%}"
             )
-    show_changes(rows)
-
-
-def changes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the change of the tokens of a GPU between runs that differ only in their GPUs.
-
-    The change shows the cost of communication and of all else that grows with the ranks. It hardly
-    depends on the fitted part of the peak.
-    """
-    alike = ("model", "gpu", "network", "strategy", "batch", "length", "recompute", "reduce_bytes")
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[name] for name in alike), []).append(row)
-    found = []
-    for group in groups.values():
-        few, *more = sorted(group, key=lambda row: row["ranks"])
-        found += [
-            {
-                "model": few["model"],
-                "gpu": few["gpu"],
-                "batch": few["batch"],
-                "length": few["length"],
-                "from": few["ranks"],
-                "to": many["ranks"],
-                "published": many["published_tokens"] / few["published_tokens"] - 1,
-                "simulated": many["simulated_tokens"] / few["simulated_tokens"] - 1,
-                "simulated_exposed_ms": many["simulated_exposed_ms"],
-            }
-            for many in more
-        ]
-    return found
-
-
-def show_changes(rows: list[dict[str, Any]]) -> None:
-    """Print the third table."""
-    found = changes(rows)
-    if not found:
-        return
-    print("\nchange of tokens/s a GPU with more GPUs, all else being equal")
-    header = ["model", "GPU", "batch x length", "GPUs", "published", "simulated"]
-    header += ["simulated exposed ms"]
-    print_table(
-        header,
-        [
-            [
-                row["model"],
-                row["gpu"],
-                f"{row['batch']} x {row['length']:,}",
-                f"{row['from']} to {row['to']}",
-                f"{row['published']:+.1%}",
-                f"{row['simulated']:+.1%}",
-                f"{row['simulated_exposed_ms']:.0f}",
-            ]
-            for row in found
-        ],
-    )
-    print(
-        "communication is almost hidden in all of them, so they say little about predictions of "
-        "exposed communication; other losses (stragglers, NCCL's use of the GPU) are not modelled"
-    )
 
 
 def plot(rows: list[dict[str, Any]], path: str) -> None:
     """Draw tokens/s a GPU over the ranks, for FSDP and HSDP; each model has its own axes."""
     predictions = [row for row in rows if row["table"] != "check"]
     models = list(dict.fromkeys(row["model"] for row in predictions))
-    with picture(path, f"{H100_400G.name} (simulated)", columns=len(models)) as all_axes:
+    with picture(path, f"{predictions[0]['network']} (simulated)", columns=len(models)) as all_axes:
         for axes, model in zip(all_axes, models, strict=True):
             of_model = [row for row in predictions if row["model"] == model]
             curves = dict.fromkeys((row["length"], row["strategy"]) for row in of_model)
