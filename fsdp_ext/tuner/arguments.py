@@ -96,8 +96,9 @@ def agreed_limit(
     unit: Unit, memory_limit: int | None, optimizer_states: int, steps: int
 ) -> int | None:
     """Return the smallest memory limit of all ranks; ValueError if the other numbers differ."""
-    answers = exchange(unit, (memory_limit, optimizer_states, steps))
-    limits, states, counts = zip(*answers, strict=True)
+    limits, states, counts = zip(
+        *exchange(unit, (memory_limit, optimizer_states, steps)), strict=True
+    )
     for name, values in {"optimizer_states": states, "steps": counts}.items():
         if len(set(values)) > 1:
             raise ValueError(

@@ -25,10 +25,7 @@ _UNSURE = 0.25
 def choices(root: Root, before: Choice, keeps_more: bool) -> list[Choice]:
     """Return all values of the settings that the user has left open.
 
-    Args:
-        root: the root.
-        before: its settings now.
-        keeps_more: whether more units may stay unsharded than before, the last of forward first.
+    If ``keeps_more``, more units may stay unsharded than ``before``, the last of forward first.
     """
     asked, stays = root.units[0].settings, before.stays_unsharded
     sizes, depths, unsharded = {before.bucket_bytes}, {before.prefetch}, {stays}
@@ -48,13 +45,7 @@ def choices(root: Root, before: Choice, keeps_more: bool) -> list[Choice]:
 
 
 def predictor(root: Root, costs: StepCosts, optimizer_states: int) -> Callable[[Choice], Candidate]:
-    """Return a function that predicts memory and time, on a copy of the model without memory.
-
-    Args:
-        root: the root of the model.
-        costs: the measured times.
-        optimizer_states: tensors that the optimizer keeps per parameter.
-    """
+    """Return a function that predicts memory and time, on a copy of the model without memory."""
     first = root.units[0]
     copied = units_of_sharded(root.module, PlannedRanks(first.world_size, first.replicas))
     planned = PlannedRoot(copied, root.link)

@@ -127,8 +127,7 @@ class Trial:
 def left_as_it_was(model: nn.Module, units: list[Unit]) -> Iterator[None]:
     """Restore this rank's shards, all buffers and torch's random state at the end.
 
-    Shards may change, since hooks of the model may run an optimizer in backward. Forward may write
-    to buffers or assign others.
+    Hooks of the model may run an optimizer in backward, and forward may write or assign buffers.
     """
     devices = [] if units[0].device.type == "cpu" else [units[0].device]
     kept = [[shard.clone() for shard in _shards(unit)] for unit in units]
