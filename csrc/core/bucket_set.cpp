@@ -61,8 +61,8 @@ bool BucketSet::has_accumulated() const {
 // A bucket has what it needs for its group from the start: Note [group shards].
 bool BucketSet::has_other_groups() const {
   return std::any_of(buckets_.begin(), buckets_.end(), [](const auto& bucket) {
-    const int ranks =
-        bucket->gather.group() != nullptr ? bucket->gather.group()->source.communicator.size() : 0;
+    const GroupShard* const group = bucket->gather.group();
+    const int ranks = group != nullptr ? group->source.communicator.size() : 0;
     return ranks != bucket->units.front()->reshard_group;
   });
 }

@@ -195,32 +195,34 @@ NOT_SEEN = {
         "the compute stream has waited for every gather that a unit used; it is for the others"
     ),
     "core/gatherer_messages.cpp order_before_gather: "
-    "before.wait(*bucket.all_ranks.last_piece().gathered, bucket.all_ranks.label);": (
+    "before.wait(*bucket.gather.all_ranks_.last_piece().gathered, "
+    "bucket.gather.all_ranks_.label);": (
         "the same; an iteration begins after what the compute stream has waited for"
     ),
     "core/reducer.cpp begin_reduction: "
-    "streams_.messages().wait(*bucket.reduced, bucket.reduce_label);": (
+    "streams_.messages().wait(*bucket.reduction.reduced_, bucket.reduction.label);": (
         "the compute stream has waited at the end of the backward before; only a bucket that is "
         "reduced twice within a backward needs it"
     ),
     "core/reducer.cpp end_reduction: streams_.order_after("
-    "reduction.after, streams_.messages(), bucket.reduce_label);": (
+    "reduction.after, streams_.messages(), bucket.reduction.label);": (
         "redundant: the copies, the hook or the all-reduce before it have ordered the two streams"
     ),
     "core/reducer.cpp reduce_piece: streams_.order_after("
-    "streams_.messages(), reduction.before, bucket.reduce_label); (2)": SAME_STREAM,
-    "core/reducer.cpp settle: bucket.reduced->synchronize("
-    "device_.timeout(), bucket.reduce_label);": NO_TEST,
+    "streams_.messages(), reduction.before, bucket.reduction.label); (2)": SAME_STREAM,
+    "core/reducer.cpp settle: bucket.reduction.reduced_->synchronize("
+    "device_.timeout(), bucket.reduction.label);": NO_TEST,
     "core/nonfinite_gradients.cpp find: compute.synchronize();": NOT_PINNED,
     "core/nonfinite_gradients.cpp find: compute.synchronize(); (2)": NO_TEST,
-    "core/reducer_packing.cpp begin_packing: input_.wait_for_both(before, bucket.reduce_label);": (
+    "core/reducer_packing.cpp begin_packing: "
+    "input_.wait_for_both(before, bucket.reduction.label);": (
         "at its end a backward waits for all of its messages; only a bucket whose units differ "
         "packs there again within the same backward"
     ),
     "core/reducer_packing.cpp leave_held_gradients: "
-    "device_.compute_stream().wait(*bucket.reduced, bucket.reduce_label);": NO_TEST,
+    "device_.compute_stream().wait(*bucket.reduction.reduced_, bucket.reduction.label);": NO_TEST,
     "core/reducer_packing.cpp wait_for_packing: device_.stream_of(stream).wait("
-    "*gradients.bucket->packed, gradients.bucket->reduce_label);": (
+    "*gradients.bucket->reduction.packed_, gradients.bucket->reduction.label);": (
         "the tests' streams wait for the compute stream, which has waited, before they reuse memory"
     ),
     "device/cuda_stream.cpp start_word: stream.wait(*reached, name_of_compute_);": (
@@ -238,7 +240,7 @@ NOT_SEEN = {
     "core/order_check.cpp compare_orders: "
     "compared_->synchronize(device_.timeout(), kWhat);": NOT_PINNED,
     "core/pipeline_settings.cpp accumulated_parts: "
-    "bucket->packed->synchronize(device_.timeout(), bucket->reduce_label);": BESIDE,
+    "reduction.packed().synchronize(device_.timeout(), reduction.label);": BESIDE,
     "core/pipeline_settings.cpp accumulated_parts: lanes_.reduce.synchronize();": BESIDE,
     "core/reducer.cpp plan_memory: lane_.synchronize();": AFTER_USE,
     "core/reducer.cpp plan_memory: replicas_.lane->synchronize();": AFTER_USE,

@@ -77,7 +77,8 @@ py::dict describe(const Bucket& bucket) {
   result["gather_plan"] = bucket.gather.all_ranks().pieces.front().plan.name();
   result["gather_messages"] = bucket.gather.all_ranks().pieces.size();
   result["reduce_messages"] = bucket.reduction.pieces().size();
-  result["reshard_group"] = bucket.gather.group() != nullptr ? bucket.gather.group()->source.communicator.size() : 0;
+  const GroupShard* const group = bucket.gather.group();
+  result["reshard_group"] = group != nullptr ? group->source.communicator.size() : 0;
   result["group_shard_bytes"] = bucket.buffers.group_shard;
   return result;
 }
