@@ -477,3 +477,49 @@ def test_a_unit_that_is_frozen_on_one_rank_raises(transport: str) -> None:
     text = str(failed.value)
     assert "those of unit 'blocks.1' have" in text
     assert "frozen parameters and mp_policy the same on every rank" in text
+
+
+# - Gradients that only some ranks have accumulated
+
+
+class SometimesDetached(Routed):
+    def forward(self, step: int, rank: int, detaches: bool) -> Tensor:
+        if detaches:
+            return run_detached(self, step, rank)
+        return super().forward(batch(step, rank), (rank + step // 2) % 2)
+
+
+def regroup_with_accumulated(transport: str) -> None:
+    """A change of buckets waits on all ranks for gradients that one rank has accumulated."""
+    torch.manual_seed(0)
+    reference = SometimesDetached()
+    model = shard(copy.deepcopy(reference), transport, bucket_bytes=1 << 20)
+    rank = dist.get_rank()
+    for _ in range(2):
+        model(0, rank, False).square().mean().backward()
+    model.zero_grad()
+    for block in model.left:
+        block.set_requires_gradient_sync(False)
+    model(0, rank, True).square().mean().backward()  # rank 0 accumulates nothing
+    replicas = [copy.deepcopy(reference) for _ in range(2)]
+    for number, replica in enumerate(replicas):
+        replica(0, number, True).square().mean().backward()
+    for each in [model, *replicas]:
+        for module in (each.right, each.head):
+            module.zero_grad()
+        each.scale.grad = None
+    for block in model.left:
+        block.set_requires_gradient_sync(True)
+        block.set_reshard_after_forward(False)
+    for step in range(1, 4):
+        for number, replica in enumerate(replicas):
+            replica(step, number, False).square().mean().backward()
+        model(step, rank, False).square().mean().backward()
+        compare(model, average_gradients(replicas))
+        for each in [model, *replicas]:
+            each.zero_grad()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_form_the_same_buckets_whatever_they_have_accumulated(transport: str) -> None:
+    run_ranks(regroup_with_accumulated, 2, transport)

@@ -34,13 +34,14 @@ void BucketSet::update(const ForwardOrder& order, Gatherer& gatherer, Reducer& r
     if (differs) {
       refuse_after_capture(gatherer);
     }
-    if (differs && !has_accumulated()) {
+    const bool waits = differs && any_rank_has_accumulated();
+    if (differs && !waits) {
       for (const auto& unit : units_) {
         gatherer.reshard(*unit);  // it stayed unsharded since an earlier forward
       }
       form(next, reducer);
     }
-    partition_is_stale_ = differs && has_accumulated();
+    partition_is_stale_ = waits;
   }
   if (!memory_is_planned_) {
     plan_memory(gatherer, reducer);
@@ -56,6 +57,14 @@ bool BucketSet::is_ring_in_use() const {
 bool BucketSet::has_accumulated() const {
   return std::any_of(buckets_.begin(), buckets_.end(),
                      [](const auto& bucket) { return bucket->reduction.accumulated().any(); });
+}
+
+// Ranks that use different parameters have accumulated gradients of different ones.
+bool BucketSet::any_rank_has_accumulated() {
+  if (buckets_.empty() || !options_.has_peers) {
+    return has_accumulated();
+  }
+  return order_check_.any_rank(has_accumulated());
 }
 
 // A bucket has what it needs for its group from the start: Note [group shards].

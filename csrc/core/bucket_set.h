@@ -37,8 +37,8 @@ class BucketSet {
   void invalidate_comparison() { compared_ = Compared::Nothing; }
 
   // Updates the buckets and plans their memory. If a unit uses a slot of the ring now (the user has
-  // unsharded it), a later call does so. If a bucket has accumulated gradients, a later call forms
-  // the new buckets.
+  // unsharded it), a later call does so. If a bucket has accumulated gradients on any rank, a later
+  // call forms the new buckets.
   void update(const ForwardOrder& order, Gatherer& gatherer, Reducer& reducer);
   // Forms the buckets without planning their memory.
   void form(const ForwardOrder& order, Reducer& reducer) { form(partition(order), reducer); }
@@ -51,6 +51,7 @@ class BucketSet {
   enum class Compared : std::uint8_t { Nothing, Registration, Recorded };
 
   bool is_ring_in_use() const;
+  bool any_rank_has_accumulated();
   bool has_other_groups() const;
   Partition partition(const ForwardOrder& order) const;
   void compare_ranks(const Partition& partition, const ForwardOrder& order);
