@@ -283,23 +283,31 @@ def test_what_is_not_emulated_fails_with_its_name() -> None:
     runtime.cudaGetLastError()
 
 
-def _imports(library: Path, pattern: str) -> set[str]:
-    """Return the functions with such names that a library expects another one to have."""
+def _functions(library: Path, pattern: str, imported: bool) -> set[str]:
+    """Return the functions with such names that a library imports, or that it has."""
     table = subprocess.run(["objdump", "-T", library], check=True, capture_output=True, text=True)
-    undefined = {
-        line.split()[-1] for line in table.stdout.splitlines() if "*UND*" in line.split(None, 6)
-    }
-    return {name for name in undefined if re.match(pattern, name)}
+    rows = [line.split() for line in table.stdout.splitlines() if line[:1].isalnum()]
+    names = {row[-1] for row in rows if len(row) > 4 and ("*UND*" in row) == imported}
+    return {name for name in names if re.match(pattern, name)}
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_everything_that_torch_imports_exists(library: str) -> None:
     imported = set[str]()
     for path in (Path(torch.__file__).parent / "lib").glob("*.so"):
-        imported |= _imports(path, LIBRARIES[library])
+        imported |= _functions(path, LIBRARIES[library], imported=True)
     assert len(imported) > 20
     emulated = ctypes.CDLL(library)
     assert [name for name in sorted(imported) if not hasattr(emulated, name)] == []
+
+
+def test_every_function_of_nccl_exists() -> None:
+    real = Path(torch.__file__).parents[1] / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
+    functions = _functions(real, "nccl", imported=False)
+    assert len(functions) > 40
+    emulated = ctypes.CDLL("libnccl.so.2")
+    added_in_2_30 = {"ncclCommGrow", "ncclPutSignal", "ncclWaitSignal"}
+    assert [name for name in sorted(functions | added_in_2_30) if not hasattr(emulated, name)] == []
 
 
 def test_ordering_tests_fail_without_waits() -> None:
