@@ -124,8 +124,8 @@ void Gatherer::record_issue(Bucket& bucket, const Slot* slot, bool on_demand) {
   issue.on_demand = on_demand;
 }
 
-void Gatherer::forget_issues() {
-  for (const auto& bucket : *buckets_) {
+void Gatherer::forget_issues(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+  for (const auto& bucket : buckets) {
     bucket->gather.issue_ = {};
   }
 }

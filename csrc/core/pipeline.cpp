@@ -493,7 +493,7 @@ void Pipeline::reset(bool drops_gradients) try {
 void Pipeline::begin_times() {
   ledger_.begin_iteration();
   if (ledger_.has_times()) {
-    gatherer_.forget_issues();
+    Gatherer::forget_issues(buckets());
   }
 }
 
