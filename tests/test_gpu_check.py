@@ -228,6 +228,7 @@ def test_the_emulated_gpu_does_not_measure_sizes_of_a_gpu(gpu_check: ModuleType)
     result = gpu_check.why_not(overlap, 500.0, {}, "Emulated GPU")
     assert "not run on the emulated GPU" in result["outcome"]
     assert gpu_check.why_not(overlap, 500.0, {}, "NVIDIA H100") is None
+    assert gpu_check.show({"overlap": result}) == 0
 
 
 def test_tools_of_cuda_are_found_outside_of_the_path(

@@ -32,7 +32,6 @@
 #include "core/layout.h"
 #include "core/ledger.h"
 #include "core/memory_plan.h"
-#include "core/merging.h"
 #include "core/unit.h"
 #include "device/stream.h"
 

@@ -21,7 +21,7 @@ std::unique_ptr<GroupShard> group_shard_of(const UnitLayout& layout,
   }
   Communicator& group = lanes.of_mesh(units.front()->mesh).group_of(ranks).gather.communicator();
   const std::string what = detail::concat("the all-gather over ", ranks, " ranks");
-  return std::make_unique<GroupShard>(group, layout, units, label_of(what.c_str(), units), lanes);
+  return std::make_unique<GroupShard>(group, layout, units, label_of(what, units), lanes);
 }
 
 }  // namespace

@@ -21,6 +21,9 @@ class BucketGather {
   // `layout` is that of the bucket of `units`.
   BucketGather(const UnitLayout& layout, const std::vector<Unit*>& units, Lanes& lanes);
 
+  BucketGather(const BucketGather&) = delete;
+  BucketGather& operator=(const BucketGather&) = delete;
+
   const GatherSource& all_ranks() const { return all_ranks_; }  // of the mesh
   // Null unless the bucket is resharded to a smaller group after forward.
   const GroupShard* group() const { return group_.get(); }

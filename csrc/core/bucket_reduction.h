@@ -43,10 +43,9 @@ class BucketReduction {
   std::size_t input_bytes() const;  // of all ranks' segments
   std::size_t input_bytes(const ReducePiece& piece) const;
   const AccumulatedGradients& accumulated() const { return accumulated_; }
-  // Complete when the gradients are packed, and when the reduction is done.
-  Event& packed() const { return *packed_; }
-  Event& reduced() const { return *reduced_; }
-  // Whether it does so on all ranks: Note [shards and gradients in windows].
+  Event& packed() const { return *packed_; }    // complete when the gradients are packed
+  Event& reduced() const { return *reduced_; }  // complete when they are reduced
+  // Whether all ranks reduce into windows: Note [shards and gradients in windows].
   bool writes_into_window() const { return into_window_; }
 
   // In error messages.

@@ -1,6 +1,7 @@
 #include "core/bucket_set.h"
 
 #include <algorithm>
+#include <string>
 #include <utility>
 
 #include "base/check.h"
@@ -23,7 +24,8 @@ BucketSet::BucketSet(Lanes& lanes, const PipelineOptions& options,
                      const std::vector<std::unique_ptr<Unit>>& units, OrderCheck& order_check)
     : lanes_(lanes), options_(options), units_(units), order_check_(order_check) {}
 
-void BucketSet::update(const ForwardOrder& order, Gatherer& gatherer, Reducer& reducer) {
+void BucketSet::update(const ForwardOrder& order, Gatherer& gatherer, Reducer& reducer,
+                       BackwardExchange& exchange) {
   if ((!partition_is_stale_ && memory_is_planned_) || is_ring_in_use()) {
     return;
   }
@@ -34,7 +36,7 @@ void BucketSet::update(const ForwardOrder& order, Gatherer& gatherer, Reducer& r
     if (differs) {
       refuse_after_capture(gatherer);
     }
-    const bool waits = differs && any_rank_has_accumulated();
+    const bool waits = differs && any_rank_has_accumulated(exchange);
     if (differs && !waits) {
       for (const auto& unit : units_) {
         gatherer.reshard(*unit);  // it stayed unsharded since an earlier forward
@@ -60,11 +62,13 @@ bool BucketSet::has_accumulated() const {
 }
 
 // Ranks that use different parameters have accumulated gradients of different ones.
-bool BucketSet::any_rank_has_accumulated() {
-  if (buckets_.empty() || !options_.has_peers) {
+bool BucketSet::any_rank_has_accumulated(BackwardExchange& exchange) const {
+  if (buckets_.empty() || lanes_.device->is_capturing()) {
     return has_accumulated();
   }
-  return order_check_.any_rank(has_accumulated());
+  static const std::string kWhat = "the exchange before buckets are formed";
+  const std::vector<std::string> of_all = exchange.all_gather(kWhat, has_accumulated() ? "1" : "0");
+  return std::find(of_all.begin(), of_all.end(), "1") != of_all.end();
 }
 
 // A bucket has what it needs for its group from the start: Note [group shards].

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "core/backward_exchange.h"
 #include "core/bucket.h"
 #include "core/forward_order.h"
 #include "core/gatherer.h"
@@ -39,7 +40,8 @@ class BucketSet {
   // Updates the buckets and plans their memory. If a unit uses a slot of the ring now (the user has
   // unsharded it), a later call does so. If a bucket has accumulated gradients on any rank, a later
   // call forms the new buckets.
-  void update(const ForwardOrder& order, Gatherer& gatherer, Reducer& reducer);
+  void update(const ForwardOrder& order, Gatherer& gatherer, Reducer& reducer,
+              BackwardExchange& exchange);
   // Forms the buckets without planning their memory.
   void form(const ForwardOrder& order, Reducer& reducer) { form(partition(order), reducer); }
   // Whether there are gradients of backwards without gradient sync.
@@ -51,7 +53,7 @@ class BucketSet {
   enum class Compared : std::uint8_t { Nothing, Registration, Recorded };
 
   bool is_ring_in_use() const;
-  bool any_rank_has_accumulated();
+  bool any_rank_has_accumulated(BackwardExchange& exchange) const;
   bool has_other_groups() const;
   Partition partition(const ForwardOrder& order) const;
   void compare_ranks(const Partition& partition, const ForwardOrder& order);

@@ -42,6 +42,7 @@ struct GatherSource {
   GatherSource(Collective op, Communicator& communicator, const UnitLayout& layout,
                const std::vector<Unit*>& units, std::string label, Lanes& lanes);
 
+  bool is_of_group() const { return op == Collective::GroupAllGather; }
   const GatherPiece& last_piece() const { return pieces.back(); }
   // The last piece that has parameters of the unit.
   const GatherPiece& last_piece(const Unit& unit) const {

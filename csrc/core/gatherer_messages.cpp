@@ -5,13 +5,9 @@
 namespace fsdp {
 namespace {
 
-bool is_over_group(const Bucket& bucket) {
-  return bucket.gather.source().op == Collective::GroupAllGather;
-}
-
 // See Note [custom collectives] in core/reduce_hook.h.
 ReduceHook* gather_hook_of(const Bucket& bucket) {
-  const bool may_have_one = bucket.units.size() == 1 && !is_over_group(bucket);
+  const bool may_have_one = bucket.units.size() == 1 && !bucket.gather.source().is_of_group();
   return may_have_one ? bucket.units.front()->gather_hook.get() : nullptr;
 }
 
@@ -88,7 +84,7 @@ void Gatherer::gather_into(Bucket& bucket, Slot& slot) {
 void Gatherer::gather_from_ranks(Bucket& bucket, Slot& slot) {
   const UnitLayout& layout = bucket.layout;
   const bool in_pieces = bucket.gather.is_in_pieces();
-  const bool casts = layout.needs_cast() && !is_over_group(bucket) &&
+  const bool casts = layout.needs_cast() && !bucket.gather.source().is_of_group() &&
                      !bucket.gather.cast_from_.matches(bucket.gather.gathered_from_);
   const GatherSource& source = bucket.gather.source();
   const Range range(device_, bucket.ranges.all_gather, source.bytes);
@@ -143,11 +139,12 @@ void Gatherer::gather_piece(const Bucket& bucket, std::size_t number, Slot& slot
   }
 }
 
-// Of the messages.
+// The memory that the bucket's messages are sent from.
 const char* Gatherer::input_of(const Bucket& bucket) {
-  return static_cast<const char*>(is_over_group(bucket)        ? bucket.gather.group_->memory.get()
-                                  : bucket.layout.needs_cast() ? bucket.gather.input_.get()
-                                                               : bucket.flat_shard());
+  const BucketGather& gather = bucket.gather;
+  return static_cast<const char*>(gather.source().is_of_group() ? gather.group_->memory.get()
+                                  : bucket.layout.needs_cast()  ? gather.input_.get()
+                                                                : bucket.flat_shard());
 }
 
 void Gatherer::send(const Bucket& bucket, std::size_t number, char* output, char* staging) {
@@ -159,7 +156,7 @@ void Gatherer::send(const Bucket& bucket, std::size_t number, char* output, char
   announce_(bucket, {number, piece.bytes});
   const InFlight flight(lane_.flights(), stream, source.communicator,
                         {source.op, ledger_.phase(), piece.bytes, DType::Bytes}, source.label);
-  const Work work = is_over_group(bucket) ? Work::GroupGather : Work::Gather;
+  const Work work = source.is_of_group() ? Work::GroupGather : Work::Gather;
   const Timed timed(ledger_, stream, work, bucket.numbers(), {piece.bytes, bucket.gather.issue_},
                     /*follows=*/false);
   ReduceHook* const hook = gather_hook_of(bucket);

@@ -87,8 +87,7 @@ OrderCheck::OrderCheck(Device& device, Lane& lane, Lane* replicas)
       my_order_(std::make_unique<Order>()) {
   const auto add = [this](Lane& of_ranks, const char* noun) {
     const auto size = static_cast<std::size_t>(of_ranks.communicator().size());
-    ranks_.push_back({&of_ranks, noun, std::vector<Announcement>(size), std::vector<Order>(size),
-                      std::vector<char>(size)});
+    ranks_.push_back({&of_ranks, noun, std::vector<Announcement>(size), std::vector<Order>(size)});
   };
   add(lane, "rank ");
   if (replicas != nullptr) {
@@ -117,7 +116,7 @@ void OrderCheck::compare(const Bucket& bucket) {
     mine.bytes += piece.bytes;
     mine.sizes = mix(mine.sizes, piece.bytes);
   }
-  const bool of_all = source.op == Collective::AllGather && bucket.mesh == nullptr;
+  const bool of_all = !source.is_of_group() && bucket.mesh == nullptr;
   mine.ranks = of_all ? 0 : static_cast<std::uint64_t>(source.communicator.size());
   mine.mesh = bucket.mesh == nullptr ? 0 : static_cast<std::uint64_t>(bucket.mesh->ranks.front());
   std::snprintf(mine.unit, sizeof(mine.unit), "%s", bucket.name.c_str());
@@ -159,28 +158,6 @@ void OrderCheck::compare_announcements(Ranks& ranks, const Bucket& bucket) {
   }
 }
 
-bool OrderCheck::any_rank(bool mine) {
-  static const std::string kWhat = "the exchange before buckets are formed";
-  my_flag_ = mine ? 1 : 0;
-  for (Ranks& ranks : ranks_) {
-    if (ranks.flags.size() == 1) {
-      continue;
-    }
-    gather_from_all(ranks, kWhat, &my_flag_, ranks.flags.data(), sizeof(my_flag_));
-    my_flag_ = *std::max_element(ranks.flags.begin(), ranks.flags.end());
-  }
-  return my_flag_ != 0;
-}
-
-void OrderCheck::gather_from_all(Ranks& ranks, const std::string& what, const void* mine,
-                                 void* of_all, std::size_t bytes) {
-  Lane& lane = *ranks.lane;
-  lane.host_all_gather(what, what, mine, of_all, bytes);
-  lane.stream().record(*compared_);
-  compared_->synchronize(device_.timeout(), what);
-  lane.communicator().check();
-}
-
 void OrderCheck::compare(const Partition& partition,
                          const std::vector<std::unique_ptr<Unit>>& units) {
   *my_order_ = Order(partition, units);
@@ -191,7 +168,11 @@ void OrderCheck::compare(const Partition& partition,
 
 void OrderCheck::compare_orders(Ranks& ranks, const std::vector<std::unique_ptr<Unit>>& units) {
   static const std::string kWhat = "the comparison of the buckets";
-  gather_from_all(ranks, kWhat, my_order_.get(), ranks.orders.data(), sizeof(Order));
+  Lane& lane = *ranks.lane;
+  lane.host_all_gather(kWhat, kWhat, my_order_.get(), ranks.orders.data(), sizeof(Order));
+  lane.stream().record(*compared_);
+  compared_->synchronize(device_.timeout(), kWhat);
+  lane.communicator().check();
   for (std::size_t rank = 0; rank < ranks.orders.size(); ++rank) {
     if (ranks.orders[rank].hash != my_order_->hash) {
       throw RanksDiffer(describe_difference(ranks, rank, units));

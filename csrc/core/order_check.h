@@ -6,7 +6,6 @@
 // core/collective_history.h.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -40,9 +39,6 @@ class OrderCheck {
   // Does the same for the buckets that are about to be formed.
   void compare(const Partition& partition, const std::vector<std::unique_ptr<Unit>>& units);
 
-  // Blocks until all ranks have passed `mine`. Returns whether any of them passed true.
-  bool any_rank(bool mine);
-
  private:
   struct Announcement;
   struct Order;
@@ -52,15 +48,11 @@ class OrderCheck {
     const char* noun = "";  // "rank", or "set" if they are replicas
     std::vector<Announcement> announcements;
     std::vector<Order> orders;
-    std::vector<char> flags;
 
     std::string name(std::size_t rank) const;
     std::string own_name() const;
   };
 
-  // Sends `bytes` from `mine` to all ranks of the lane. Errors name it as `what`.
-  void gather_from_all(Ranks& ranks, const std::string& what, const void* mine, void* of_all,
-                       std::size_t bytes);
   void compare_announcements(Ranks& ranks, const Bucket& bucket);
   void compare_orders(Ranks& ranks, const std::vector<std::unique_ptr<Unit>>& units);
   std::string describe_difference(const Ranks& ranks, std::size_t rank,
@@ -74,7 +66,6 @@ class OrderCheck {
   // They are members because a wait that timed out leaves them in use.
   std::unique_ptr<Announcement> mine_;
   std::unique_ptr<Order> my_order_;
-  char my_flag_ = 0;
   std::vector<Ranks> ranks_;
 };
 

@@ -63,7 +63,7 @@ void Pipeline::begin_forward(int outermost, bool with_gradient) try {
   if (!forward_order_.is_recorded() && forward_order_.has_entered(outermost)) {
     finish_recording();
   }
-  bucket_set_.update(forward_order_, gatherer_, reducer_);
+  bucket_set_.update(forward_order_, gatherer_, reducer_, exchange_);
   gatherer_.begin_iteration();
   forward_order_.begin_forward(/*forgets_all=*/has_changed);
   forward_keeps_ = with_gradient;
@@ -413,7 +413,7 @@ void Pipeline::begin_computing(Unit& unit, Work work, bool has_waited) {
 
 void Pipeline::unshard(int number) try {
   if (is_between_passes()) {
-    bucket_set_.update(forward_order_, gatherer_, reducer_);
+    bucket_set_.update(forward_order_, gatherer_, reducer_, exchange_);
   }
   Unit& unit = unit_at(number);
   if (unit.is_put_away) {

@@ -68,7 +68,7 @@ void Pipeline::form_buckets() try {
 }
 
 void Pipeline::update_buckets() try {
-  bucket_set_.update(forward_order_, gatherer_, reducer_);
+  bucket_set_.update(forward_order_, gatherer_, reducer_, exchange_);
 } catch (const Error& error) {
   fail(error);
 }

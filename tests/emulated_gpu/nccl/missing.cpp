@@ -8,7 +8,7 @@
     std::fprintf(stderr, "[emulated GPU] " #name " is not emulated\n"); \
     return 5; /* ncclInvalidUsage */                                    \
   }
-// Of these the real ones return no ncclResult_t, so nobody would see that they fail.
+// The real ones return no ncclResult_t, so a caller would not see the failure: these abort.
 #define EMULATED_GPU_ABORTS(name)                                       \
   extern "C" void name() {                                              \
     std::fprintf(stderr, "[emulated GPU] " #name " is not emulated\n"); \
