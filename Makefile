@@ -289,7 +289,7 @@ rehearsal: cuda-install  ## run the GPU tests on the CUDA build over an emulated
 
 .PHONY: planted-faults
 planted-faults: emulated-gpu  ## plant faults of ordering in a copy; tests over an emulated GPU see them (an hour)
-	"$(CUDA_BIN)/python" tests/emulated_gpu/planted_faults.py $(PLANTED_ARGS)
+	PYTHONPATH=tests "$(CUDA_BIN)/python" tests/emulated_gpu/planted_faults.py $(PLANTED_ARGS)
 
 # It uses what is installed: no environment of its own, no network.
 .PHONY: gpu-check

@@ -5,7 +5,7 @@ itself, where the emulated GPU knows the place it is called from (cudart/wait_si
 are edits of the copy. Tests that use the place then run over the emulated GPU, at most eight, until
 one fails. The table of all faults goes to planted_faults.json.
 
-    python tests/emulated_gpu/planted_faults.py [--only WORDS] [--missing]
+    PYTHONPATH=tests python tests/emulated_gpu/planted_faults.py [--only WORDS] [--missing]
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ import functools
 import json
 import os
 import re
-import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from faults_to_plant import EDITS, NOT_SEEN, TESTS, Edit
+from support.planting import place_of, run_limited, what_failed, write_copies
 
 ROOT = Path(__file__).resolve().parents[2]
 PLANTED = ROOT / "build" / "planted"
@@ -98,11 +96,7 @@ def copy_sources() -> None:
     tracked = subprocess.run(
         ["git", "ls-files", *COPIED], cwd=ROOT, check=True, capture_output=True, text=True
     )
-    for name in tracked.stdout.split():
-        source, target = ROOT / name, COPY / name
-        if not target.exists() or target.read_bytes() != source.read_bytes():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, target)
+    write_copies(tracked.stdout.split(), ROOT, COPY, {})
 
 
 def build() -> None:
@@ -137,11 +131,7 @@ def apply(edit: Edit) -> None:
     """
     path = COPY / edit.file
     text = path.read_text()
-    if text.count(edit.old) != 1:
-        raise SystemExit(
-            f"The fault '{edit.name}' replaces text that {edit.file} has {text.count(edit.old)} "
-            "times. Adapt faults_to_plant.py to the file."
-        )
+    place_of(text, edit.old, edit.name, edit.file)
     path.write_text(text.replace(edit.old, edit.new))
 
 
@@ -156,7 +146,6 @@ def run(test: str, limit_s: float, **variables: str) -> Outcome:
     """
     command = [PYTHON, "-P", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", test]
     environment = {
-        **os.environ,
         "LD_AUDIT": str(AUDIT),
         "EMULATED_GPU_DEVICES": "2",
         "FSDP_EXT_TEST_NEEDS_GPU": "1",
@@ -164,49 +153,12 @@ def run(test: str, limit_s: float, **variables: str) -> Outcome:
         "PYTHONPATH": f"{COPY}{os.pathsep}{ROOT / 'tests'}",
         **variables,
     }
-    start = time.monotonic()
-    # A session of its own, so that a test that hangs ends with its ranks.
-    with subprocess.Popen(
-        [str(part) for part in command],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-            process.returncode = None
-    seconds = time.monotonic() - start
-    if process.returncode == 0:
+    status, output, seconds = run_limited(command, ROOT, environment, limit_s)
+    if status == 0:
         return Outcome("", "", seconds)
-    if process.returncode is not None and not re.search(r"\b\d+ failed\b", output):
+    if status is not None and not re.search(r"\b\d+ failed\b", output):
         raise SystemExit(f"{output[-3000:]}\n{test} did not run.")
-    return Outcome(*_what_failed(output, process.returncode), seconds)
-
-
-def _what_failed(output: str, code: int | None) -> tuple[str, str]:
-    """Return who sees the fault, and the line that says so."""
-    if match := re.search(r"(nothing orders|the host has written) .*", output):
-        return "the checker", _short(match[0])
-    if code is None:
-        return "a hang", "the test does not end"
-    errors = re.findall(r"^E.*?\b(\w*(?:Error|Exception)\b.*)", output, re.MULTILINE)
-    if "had not finished" in output and not errors:
-        return "a hang", "a rank does not end"
-    line = errors[0] if errors else (output.strip().splitlines() or ["no output"])[-1]
-    wrong_numbers = line.startswith("AssertionError") or "Mismatched elements" in output
-    return "numbers" if wrong_numbers else "an error", _short(line)
-
-
-def _short(line: str) -> str:
-    line = re.sub(r"_ZN\w*?([a-z]+_kernel)\w*", r"\1", line)
-    return re.sub(r" at 0x\w+| \(cudaError\w+\)", "", line).strip()[:240]
+    return Outcome(*what_failed(output, status), seconds)
 
 
 # - Waits
