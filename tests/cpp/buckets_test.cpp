@@ -122,6 +122,76 @@ TEST(Buckets, AForwardThatLeavesUnitsOutStillReducesAndReleasesSlots) {
   });
 }
 
+TEST(Buckets, AUnitThatForwardHasLeftOutHoldsNoSlotThatAGatherAheadNeeds) {
+  on_bucketed_ranks(2, [](Rank& rank, int) {
+    rank.step(1.0F);
+    rank.pipeline->begin_forward(/*outermost=*/0, /*with_gradient=*/false);
+    rank.pipeline->pre_forward(0);
+    rank.pipeline->pre_forward(2);
+    rank.pipeline->post_forward(2, /*with_gradient=*/false);  // without unit 1 of the same bucket
+    rank.pipeline->pre_forward(4);
+    EXPECT_EQ(rank.pipeline->unit(5).state, UnitState::Gathering);
+    EXPECT_EQ(rank.pipeline->unit(1).state, UnitState::Sharded);
+    rank.pipeline->post_forward(4, /*with_gradient=*/false);
+    rank.pipeline->post_forward(0, /*with_gradient=*/false);
+    rank.pipeline->end_forward(/*with_gradient=*/false);
+    EXPECT_EQ(rank.pipeline->ledger().counters().unsharded_bytes, 0U);
+  });
+}
+
+TEST(Buckets, AreNotFoundAgainInASlotFromBeforeTheirLastGather) {
+  on_bucketed_ranks(2, [](Rank& rank, int) {
+    rank.step(1.0F);
+    rank.pipeline->begin_forward(/*outermost=*/0, /*with_gradient=*/false);
+    for (int round = 0; round < 2; ++round) {  // with the two slots in both orders
+      rank.pipeline->unshard(1);
+      rank.pipeline->wait_for_unshard(1);
+      rank.lanes.gather.synchronize();
+      rank.unit(2).change_shard();
+      rank.pipeline->reshard(2);
+      rank.pipeline->unshard(2);  // into another slot, since unit 1 uses the first one
+      rank.pipeline->wait_for_unshard(2);
+      rank.unit(2).expect_unsharded();
+      rank.pipeline->reshard(1);
+      rank.pipeline->reshard(2);
+      rank.pipeline->unshard(2);
+      rank.pipeline->wait_for_unshard(2);
+      rank.unit(2).expect_unsharded();
+      rank.pipeline->reshard(1);
+      rank.pipeline->reshard(2);
+    }
+    rank.pipeline->reset_iteration();
+    EXPECT_EQ(rank.pipeline->ledger().counters().unsharded_bytes, 0U);
+  });
+}
+
+TEST(Buckets, AreNotFoundAgainInASlotOfTheirOwnFromBeforeTheirLastGather) {
+  on_bucketed_ranks(2, [](Rank& rank, int) {
+    const auto set_both = [&rank](bool reshards) {
+      set_reshard_after_forward(*rank.pipeline, 1, reshards);
+      set_reshard_after_forward(*rank.pipeline, 2, reshards);
+    };
+    const auto unshard = [&rank](int unit) {
+      rank.pipeline->unshard(unit);
+      rank.pipeline->wait_for_unshard(unit);
+      rank.unit(unit).expect_unsharded();
+      rank.lanes.gather.synchronize();
+      rank.pipeline->reshard(1);
+      rank.pipeline->reshard(2);
+    };
+    rank.step(1.0F);
+    set_both(false);
+    rank.step(1.0F);
+    rank.pipeline->begin_forward(/*outermost=*/0, /*with_gradient=*/false);
+    unshard(1);  // in a slot that only this bucket uses
+    set_both(true);
+    rank.unit(2).change_shard();
+    unshard(2);  // in a slot of the ring
+    unshard(2);
+    rank.pipeline->reset_iteration();
+  });
+}
+
 TEST(Buckets, UnitsThatDifferInSyncOrScaleAreReducedByThemselves) {
   on_bucketed_ranks(2, [](Rank& rank, int r) {
     rank.step(1.0F);

@@ -47,6 +47,13 @@ TEST(MemoryPlan, StagingHasRoomForWhatATransportPacks) {
   EXPECT_EQ(buffers.reduce_messages, 1U);
 }
 
+TEST(MemoryPlan, StagingHasRoomForWhatASmallerGroupPacks) {
+  const UnitLayout layout = two_parameters(8);
+  const SmallerGroup group{2, GatherBy::Packing};
+  EXPECT_EQ(buffers_of(layout, GatherBy::Parameter, 0, group).staging, 8 * 192U);
+  EXPECT_EQ(buffers_of(layout, GatherBy::Parameter, 0, group).group_shard, 4 * 192U);
+}
+
 TEST(MemoryPlan, ACastOnSeveralRanksNeedsAGatherInput) {
   EXPECT_EQ(buffers_of(two_parameters(8, DType::BFloat16), GatherBy::Packing, 0).gather_input, 96U);
   // One rank casts into its slot. Without a cast it needs no slot.

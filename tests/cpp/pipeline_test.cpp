@@ -99,8 +99,25 @@ TEST(Pipeline, DeeperPrefetchUsesAsManySlotsMoreAndNoOthers) {
         EXPECT_EQ(rank.pipeline->gatherer().ring()->slots(), 4);
         EXPECT_EQ(rank.pipeline->ledger().counters().peak_unsharded_units, 5);
         EXPECT_EQ(rank.pipeline->ledger().counters().overflow_slots, 0U);
+        rank.pipeline->set_prefetch_depth(1);
+        rank.step(1.0F);
+        EXPECT_EQ(rank.pipeline->gatherer().ring()->slots(), 2);
       },
       options);
+}
+
+TEST(Pipeline, TheRingHasASlotForEachUnitThatTheUserPrefetches) {
+  on_ranks(2, 6, [](Rank& rank, int) {
+    change_settings(*rank.pipeline, 2,
+                    [](UnitSettings& settings) { settings.forward_prefetch = {3, 4}; });
+    rank.step(1.0F);
+    EXPECT_EQ(rank.pipeline->gatherer().ring()->slots(), 3);
+    change_settings(*rank.pipeline, 6,
+                    [](UnitSettings& settings) { settings.backward_prefetch = {5, 4, 3}; });
+    rank.step(1.0F);
+    EXPECT_EQ(rank.pipeline->gatherer().ring()->slots(), 4);
+    EXPECT_EQ(rank.pipeline->ledger().counters().overflow_slots, 0U);
+  });
 }
 
 TEST(Pipeline, ResultsDoNotDependOnHowLongAStreamTakes) {
