@@ -79,6 +79,21 @@ def test_memory_of_an_unsharded_extension_is_freed_when_its_unit_is_resharded() 
     run_ranks(_memory, 2)
 
 
+def _written_before_a_reshard() -> None:
+    model = linear_of(HalfWeight(torch.ones(4, 4)))
+    fsdp_ext.fully_shard(model, reshard_after_forward=True)
+    x = torch.ones(1, 4, requires_grad=True)
+    output = model(x)
+    model.weight._local_tensor._data.data.fill_(2.0)  # no version tells
+    model.reshard()
+    output.sum().backward()
+    assert torch.equal(x.grad, torch.full((1, 4), 8.0))
+
+
+def test_after_a_reshard_of_the_user_backward_reads_what_was_written_before() -> None:
+    run_ranks(_written_before_a_reshard, 2)
+
+
 class WithModule(HalfWeight):
     """Passes the module on, and the shard itself."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -166,14 +168,26 @@ def test_there_is_one_parameter_of_each_wrapper_with_the_name_of_fsdp1s() -> Non
     run_ranks(seen, 2)
 
 
-def held() -> None:
-    model = make(Stack)
-    wrapped = FSDP(model, auto_wrap_policy=BY_BLOCK)
+@contextlib.contextmanager
+def memory_that_is_not_zero() -> Iterator[None]:
+    """Let glibc fill what it allocates."""
+    mallopt, perturb = ctypes.CDLL(None).mallopt, -6
+    mallopt(perturb, 0x5A)
+    try:
+        yield
+    finally:
+        mallopt(perturb, 0)
+
+
+def held(subject: Callable[[], Subject], kwargs: dict[str, Any]) -> None:
+    model = make(subject)
+    wrapped = FSDP(model, auto_wrap_policy=BY_BLOCK, **kwargs)
     run(wrapped, model, 0).backward()
     kept = [param.grad for param in wrapped.parameters()]
     before = [grad.clone() for grad in kept if grad is not None]
     wrapped.zero_grad()
-    run(wrapped, model, 1).backward()
+    with memory_that_is_not_zero():
+        run(wrapped, model, 1).backward()
     for grad, value, param in zip(kept, before, wrapped.parameters(), strict=True):
         assert torch.equal(grad, value)
         assert param.grad is not grad
@@ -181,7 +195,10 @@ def held() -> None:
 
 
 def test_a_gradient_that_somebody_holds_does_not_change() -> None:
-    run_ranks(held, 2)
+    run_ranks(held, 2, Stack, {})
+    # The reduction writes the gradients themselves here, without the padding between them.
+    precision = MixedPrecision(reduce_dtype=BF16)
+    run_ranks(held, 2, models.FewRows, {"mixed_precision": precision})
 
 
 def assigned_gradients() -> None:
@@ -331,6 +348,22 @@ def summoned() -> None:
 
 def test_whole_parameters_are_the_original_ones() -> None:
     run_ranks(summoned, 2)
+
+
+def written() -> None:
+    model, plain = make(Stack), make(Stack)
+    wrapped = FSDP(
+        model, auto_wrap_policy=BY_BLOCK, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP
+    )
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(run(wrapped, model, 0), run(plain, plain, 0))
+            for param in (*wrapped.parameters(), *plain.parameters()):
+                param.mul_(0.5)
+
+
+def test_what_is_written_between_evaluations_that_keep_parameters_counts() -> None:
+    run_ranks(written, 2)
 
 
 def optimizers_of_others() -> None:

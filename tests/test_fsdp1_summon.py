@@ -242,8 +242,23 @@ def _gathers() -> None:
         assert [units for _, _, units, _ in log] == gathered
 
 
+@torch.no_grad()
+def _gathers_around() -> None:
+    model = FSDP(make(Stack), auto_wrap_policy=BY_BLOCK)
+    for unit in model._sharded._fsdp_ext_units(recurse=True):
+        unit.change(bucket_bytes=0)
+    for _ in range(3):
+        run(model, model, 0)
+    core = model._sharded._fsdp_ext_unit.root.core
+    core.enable_log(True)
+    with FSDP.summon_full_params(model.blocks[1]):
+        run(model, model, 0)
+    assert [units for _, _, units, _ in core.take_log()] == ["the root", "blocks.0", "blocks.2"]
+
+
 def test_forward_inside_gathers_only_what_is_not_summoned() -> None:
     run_ranks(_gathers, 2)
+    run_ranks(_gathers_around, 2)
 
 
 # - State dicts

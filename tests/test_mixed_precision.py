@@ -28,6 +28,9 @@ from support.parity import (
 from test_gradient_accumulation import EACH_TIME, LAST_TIME
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from fsdp_ext import fully_shard
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 COMPUTE_BF16: Mapping[str, Any] = {"param_dtype": BF16}
@@ -174,3 +177,31 @@ def test_units_compute_in_param_dtype_while_shards_and_gradients_stay_in_theirs(
             "sharded": {FP32},
             "gradient": {FP32},
         }
+
+
+def _smallest_gradients() -> None:
+    smallest = 2.0**-24  # in fp16
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16)
+    for shard in (torch_fully_shard, fully_shard):
+        model = shard(nn.Linear(1, 1, bias=False), mp_policy=policy)
+        model(torch.full((1, 1), 2 * smallest, dtype=torch.float16)).sum().backward()
+        assert model.weight.grad.full_tensor().item() == 2 * smallest
+
+
+def test_the_mean_of_two_ranks_gradients_in_fp16_has_the_smallest_numbers() -> None:
+    run_ranks(_smallest_gradients, 2)
+
+
+def _written_before_a_reshard() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=BF16)
+    model = fully_shard(nn.Linear(4, 4), mp_policy=policy, reshard_after_forward=True)
+    x = torch.ones(1, 4, requires_grad=True)
+    output = model(x)
+    model.weight.data.fill_(2.0)  # no version tells
+    model.reshard()
+    output.sum().backward()
+    assert torch.equal(x.grad, torch.full((1, 4), 8.0))
+
+
+def test_after_a_reshard_of_the_user_backward_reads_what_was_written_before() -> None:
+    run_ranks(_written_before_a_reshard, 2)

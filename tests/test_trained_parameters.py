@@ -153,6 +153,65 @@ def test_what_is_written_into_parameters_after_an_evaluation_counts() -> None:
     run_ranks(_writes_after_evaluations, 2)
 
 
+class ThroughData(torch.optim.Optimizer):
+    """Changes no version of a parameter, as some optimizers do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.add_(param.grad.data, alpha=-0.1)
+
+
+def _steps_between_evaluations() -> None:
+    model, plain = sharded(reshard_after_forward=False), Model()
+    optimizers = [ThroughData(each.parameters()) for each in (model, plain)]
+    for _ in range(2):
+        for each, optimizer in zip((model, plain), optimizers, strict=True):
+            each.zero_grad()
+            each(ones()).square().sum().backward()
+            output_of(each)  # keeps its parameters for the next one
+            optimizer.step()
+        torch.testing.assert_close(output_of(model), output_of(plain))
+
+
+def test_an_evaluation_sees_the_step_of_an_optimizer_that_writes_through_data() -> None:
+    run_ranks(_steps_between_evaluations, 2)
+
+
+class Refusing(nn.Linear):
+    """Its own `__setattr__` refuses to set one parameter."""
+
+    refused = ""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == self.refused:
+            raise Stop
+        super().__setattr__(name, value)
+
+
+def _refused_parameters() -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), Refusing(4, 4))
+    fully_shard(model[1])
+    fully_shard(model)
+    expected = output_of(model)
+    for name in ("weight", "bias"):
+        model[1].refused = name
+        with pytest.raises(Stop):
+            model(ones())
+        model[1].refused = ""
+        assert all_sharded(model), name
+        assert torch.equal(output_of(model), expected), name
+        model(ones()).sum().backward()
+        assert model[1].bias.grad is not None
+
+
+def test_parameters_are_sharded_after_a_module_has_refused_to_set_one() -> None:
+    run_ranks(_refused_parameters, 2)
+
+
 def _optimizer_of_unsharded_parameters() -> None:
     model = sharded()
     optimizer = torch.optim.SGD(list(model.layers.parameters()), lr=0.1)
@@ -432,6 +491,22 @@ def _changed_while_gradients_accumulate() -> None:
 
 def test_accumulated_gradients_survive_conversions_and_replacements() -> None:
     run_ranks(_changed_while_gradients_accumulate, 2)
+
+
+def _divided_otherwise_after_conversion() -> None:
+    model: Any = fully_shard(nn.Linear(4, 4))
+    model.set_gradient_divide_factor(8.0)
+    model.set_requires_gradient_sync(False)
+    model(ones()).sum().backward()
+    model.half()
+    model.set_requires_gradient_sync(True)
+    model(ones().half()).sum().backward()
+    # Two backwards on each of two ranks, for each of which the gradient of two rows is 2.
+    assert torch.equal(model.weight.grad.full_tensor(), torch.ones(4, 4, dtype=torch.float16))
+
+
+def test_accumulated_gradients_survive_conversions_to_a_dtype_that_is_divided_otherwise() -> None:
+    run_ranks(_divided_otherwise_after_conversion, 2)
 
 
 def _finalized_after_conversion() -> None:
