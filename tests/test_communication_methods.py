@@ -262,3 +262,20 @@ def _arguments() -> None:
 
 def test_methods_without_an_effect_check_their_arguments() -> None:
     run_ranks(_arguments, 1)
+
+
+def _refused_in_forward() -> None:
+    model: Any = fsdp_ext.fully_shard(nn.Sequential(nn.Linear(1, 2)))
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(1, 1)).sum().backward()
+    hook = model[0].register_forward_hook(lambda *_: model.set_gradient_divide_factor(8.0))
+    with pytest.raises(RuntimeError, match="while forward or backward runs"):
+        model(torch.ones(1, 1))
+    hook.remove()
+    model.set_requires_gradient_sync(True)  # passes all settings of the unit on
+    model(torch.ones(1, 1)).sum().backward()
+    assert torch.equal(model[0].weight.grad.full_tensor(), torch.full((2, 1), 2.0))
+
+
+def test_a_setting_that_was_refused_has_no_effect_later() -> None:
+    run_ranks(_refused_in_forward, 2)

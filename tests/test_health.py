@@ -50,6 +50,19 @@ def test_norms_are_those_of_fsdp2_and_of_the_unsharded_model(transport: str) -> 
     run_ranks(_norms, 2, transport)
 
 
+def _norm_of_replicas() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    ours, theirs = sharded(mesh=mesh), sharded(torch_fully_shard, mesh=mesh)
+    step(ours)
+    step(theirs)
+    total = nn.utils.clip_grad_norm_(theirs.parameters(), 1.0).full_tensor()
+    assert fsdp_ext.health(ours).gradient_norm == pytest.approx(total.item(), rel=1e-5)
+
+
+def test_the_norm_counts_each_shard_once() -> None:
+    run_ranks(_norm_of_replicas, 2)
+
+
 def _spoil(model: Any, block: int, value: float) -> None:
     """Let the gradient of a block's output have one element that is not finite, on rank 1."""
 
@@ -70,7 +83,7 @@ def _born(transport: str, settings: dict[str, Any], value: float) -> fsdp_ext.He
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-@pytest.mark.parametrize("case", ["default", "bf16", "pieces"])
+@pytest.mark.parametrize("case", ["default", "bf16", "pieces", "bucket in pieces"])
 def test_the_unit_and_the_rank_of_a_nan_are_named(transport: str, value: float, case: str) -> None:
     settings = {name: one for name, one in SETTINGS[case].items() if name != "transport"}
     for health in run_ranks(_born, 2, transport, settings, value):
@@ -105,7 +118,14 @@ def _steps_around_a_nan() -> list[list[tuple[int, ...]]]:
     seen = []
     for accumulates in (False, True):  # without gradient sync, or in the sharded gradients
         of_case = []
-        for micro_batches in ([False], [True, False], [False], [False, True], [False]):
+        for micro_batches in (
+            [False],
+            [True, False],
+            [False],
+            [False, True],
+            [True, False, False],
+            [False],
+        ):
             model.zero_grad()
             for number, spoils[0] in enumerate(micro_batches, 1):
                 if accumulates:
@@ -118,8 +138,8 @@ def _steps_around_a_nan() -> list[list[tuple[int, ...]]]:
 
 def test_a_nan_counts_from_the_first_backward_that_is_reduced_to_the_last() -> None:
     # -1: an earlier backward has reduced it, so that the last one does not know its rank
-    added = [(), (-1,), (), (1,), ()]
-    accumulated = [(), (1,), (), (1,), ()]
+    added = [(), (-1,), (), (1,), (-1,), ()]
+    accumulated = [(), (1,), (), (1,), (1,), ()]
     assert run_ranks(_steps_around_a_nan, 2) == [[added, accumulated]] * 2
 
 

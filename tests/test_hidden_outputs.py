@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support import models
 from support.launcher import run_ranks
 from support.models import DIM, Mlp, Stack
 from support.parity import ROUNDING, SYSTEM, Case, Run, Sharded, check, each, load_system
-from torch import Tensor
+from torch import Tensor, nn
 
+from fsdp_ext import fully_shard
 from fsdp_ext._util.containers import opaque_type_in
 
 
@@ -123,3 +125,42 @@ def test_only_objects_that_may_hide_tensors_are_opaque() -> None:
     assert opaque_type_in(seen) == ""
     assert opaque_type_in({**seen, "d": [box]}) == "Box"
     assert opaque_type_in(_ for _ in ()) == "generator"
+
+
+class PutsGradient(torch.autograd.Function):
+    """A product whose backward puts the weight's gradient where autograd would add it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Linear) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        return x @ layer.weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        ctx.layer.weight.grad = gradients[0].t() @ x
+        return gradients[0] @ ctx.layer.weight, None
+
+
+class Fused(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return PutsGradient.apply(x, self)
+
+
+def _gradients_put_there() -> None:
+    def gradients(shards: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), Fused(4, 4, bias=False), nn.Linear(4, 4))
+        for module in [*model, model] if shards else []:
+            fully_shard(module)
+        model(torch.full((2, 4), 1.0 + dist.get_rank())).square().sum().backward()
+        return [param.grad for param in model.parameters()]
+
+    for ours, plain in zip(gradients(True), gradients(False), strict=True):
+        dist.all_reduce(plain)
+        torch.testing.assert_close(ours.full_tensor(), plain / dist.get_world_size())
+
+
+def test_gradients_that_a_function_puts_there_are_reduced() -> None:
+    run_ranks(_gradients_put_there, 2)

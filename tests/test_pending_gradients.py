@@ -133,6 +133,7 @@ def _shows_in_all_cases() -> None:
     _by_dimension_1()
     _of_used_parameters()
     _after_a_change_of_the_factor_and_of_the_parameters()
+    _changed_before_a_conversion()
     _not_in_backward()
 
 
@@ -190,6 +191,18 @@ def _after_a_change_of_the_factor_and_of_the_parameters() -> None:
     model.synchronize_gradients()
     ranks = dist.get_world_size()
     expect_equal(model.weight.grad, torch.full((2, 1), 2.0 * ranks * 12, dtype=torch.float64))
+
+
+def _changed_before_a_conversion() -> None:
+    """The backward after it adds to what was changed."""
+    model: Any = fsdp_ext.fully_shard(nn.Linear(1, 2))
+    model.set_requires_gradient_sync(False)
+    model(torch.full((1, 1), 3.0)).sum().backward()
+    model.get_pending_gradients()[model.weight][0].mul_(2)
+    model.to(torch.float64)
+    model.set_requires_gradient_sync(True)
+    model(torch.full((1, 1), 2.0, dtype=torch.float64)).sum().backward()
+    expect_equal(model.weight.grad, torch.full((2, 1), 8.0, dtype=torch.float64))
 
 
 def _not_in_backward() -> None:

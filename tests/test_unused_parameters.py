@@ -309,6 +309,50 @@ def test_accumulated_gradients_count_as_used(transport: str) -> None:
     run_ranks(accumulate, 2, transport)
 
 
+class MayUseNothing(Experts):
+    def forward(self, x: Tensor, expert: int | None) -> Tensor:
+        return x * 2 if expert is None else super().forward(x, expert)
+
+
+class MayBeLeftOut(nn.Module):
+    """Its middle unit may run without its parameters, or not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.middle = MayUseNothing()
+        self.last = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, runs: bool, expert: int | None = None) -> Tensor:
+        x = self.first(x)
+        return self.last(self.middle(x, expert) if runs else x)
+
+
+def accumulate_on_one_rank() -> None:
+    """Rank 1 alone has gradients of a unit, and the backward that reduces them reaches none."""
+    torch.manual_seed(0)
+    reference = MayBeLeftOut()
+    model = copy.deepcopy(reference)
+    fsdp_ext.fully_shard(model.middle, bucket_bytes=0)
+    fsdp_ext.fully_shard(model, bucket_bytes=0)
+
+    def run(of: nn.Module, rank: int, last: bool) -> None:
+        expert = 0 if rank == 1 else None
+        of(batch(last, rank), not last, expert).square().mean().backward()
+
+    replicas = [copy.deepcopy(reference) for _ in range(2)]
+    for last in (False, True):
+        model.set_requires_gradient_sync(last)
+        for rank, replica in enumerate(replicas):
+            run(replica, rank, last)
+        run(model, dist.get_rank(), last)
+    compare(model, average_gradients(replicas))
+
+
+def test_a_backward_reduces_what_one_rank_has_accumulated_for_a_unit_that_it_leaves_out() -> None:
+    run_ranks(accumulate_on_one_rank, 2)
+
+
 def add_to_gradients(transport: str) -> None:
     """A gradient is added to what is there, also if the rank did not use the parameter."""
     torch.manual_seed(0)

@@ -19,6 +19,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "kept": {"reshard_after_forward": False},
     "bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
     "pieces": {"bucket_bytes": 0, "max_message_bytes": 600},
+    "bucket in pieces": {"max_message_bytes": 600},
     "no prefetch": {"prefetch": 0},
 }
 
