@@ -310,6 +310,31 @@ def test_experts_that_no_other_rank_has_train_as_under_fsdp2() -> None:
     run_ranks(compare_all, 2, TWO_RANKS)
 
 
+def _used_in_one_set() -> None:
+    """The second set of replicas alone uses one of the experts' parameters."""
+    mesh = init_device_mesh(device().type, (2, 2, 1), mesh_dim_names=("sets", "ep", "dp_ep"))
+    mesh["ep", "dp_ep"]._flatten("dp")
+    is_used = mesh.get_local_rank("sets") == 1
+    torch.manual_seed(0)
+    plain: Any = Model(EXPERTS, is_used)
+    model: Any = copy.deepcopy(plain)
+    for block in model.blocks:
+        fsdp_ext.fully_shard(block.experts, mesh=mesh["sets", "dp_ep"])
+        fsdp_ext.fully_shard(block, mesh=mesh["sets", "dp"])
+    fsdp_ext.fully_shard(model, mesh=mesh["sets", "dp"])
+    for each in (plain, model):
+        each(batch(0, 0)).square().mean().backward()
+    for ours, block in zip(model.blocks, plain.blocks, strict=True):
+        scale = block.experts.scale
+        expected = scale.grad if is_used else torch.zeros_like(scale)
+        dist.all_reduce(expected, group=mesh.get_group("sets"))
+        torch.testing.assert_close(ours.experts.scale.grad.to_local(), expected / 2)
+
+
+def test_parameters_of_experts_that_one_set_uses_have_a_gradient_in_both() -> None:
+    run_ranks(_used_in_one_set, RANKS)
+
+
 def _save_and_load(path: str) -> None:
     setup = Setup(kind="dtensor")
     mesh = setup.mesh()
