@@ -21,6 +21,7 @@ BENCH_ARGS ?=
 PYTEST_ARGS ?=
 GPU_CHECK_ARGS ?=
 PLANTED_ARGS ?=
+FAULTS_ARGS ?=
 PART ?= first
 WHEELS_ARGS ?=
 CUDA_VENV ?= .venv-cuda
@@ -213,6 +214,11 @@ sanitize-thread sanitize-address: sanitize-%: $(VENV)/.tools
 	ASAN_OPTIONS=detect_leaks=1:detect_stack_use_after_return=1 \
 	UBSAN_OPTIONS=print_stacktrace=1 \
 	$(CTEST) --test-dir build/sanitize-$*
+
+.PHONY: plant-faults
+plant-faults: $(VENV)/.test  ## plant faults of logic in a copy; the tests see them (FAULTS_ARGS="--only slot --jobs 2")
+	@tools/ensure_gtest.sh || { echo "FAILED: half of the faults need the C++ tests"; exit 1; }
+	PYTHONPATH=tests "$(BIN)/python" tools/plant_faults.py $(FAULTS_ARGS)
 
 # ---- CUDA ----------------------------------------------------------------------------------------
 
