@@ -446,8 +446,8 @@ bool Reducer::prepare_finish(Bucket& bucket, const Units& units) {
                   units.size() == bucket.units.size() &&
                   (!bucket.reduction.into_window_ ||
                    lane_.communicator().is_registered(bucket.flat_gradient()));
-  std::fill(bucket.reduction.finish_modes_.begin(), bucket.reduction.finish_modes_.end(),
-            CastMode::Skip);
+  std::vector<CastMode>& modes = bucket.reduction.finish_modes_;
+  std::fill(modes.begin(), modes.end(), CastMode::Skip);
   for (Unit* unit : units) {
     for (std::size_t i = 0; i < unit->arrived.size(); ++i) {
       const bool adds = unit->port.has_sharded_gradient(i);
@@ -456,7 +456,7 @@ bool Reducer::prepare_finish(Bucket& bucket, const Units& units) {
         in_place = false;
       }
       const std::size_t at = unit->first_trainable + i;
-      bucket.reduction.finish_modes_[at] = adds ? CastMode::Add : CastMode::Write;
+      modes[at] = adds ? CastMode::Add : CastMode::Write;
       const std::uint64_t accumulated = bucket.reduction.accumulated_.since(*unit, i);
       unit->reduced_since[i] = accumulated != 0        ? accumulated
                                : unit->arrived[i] != 0 ? packings_
