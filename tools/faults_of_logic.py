@@ -374,7 +374,7 @@ FAULTS = (
         f"{CORE}/order_check.cpp",
         "mine.sizes = mix(mine.sizes, piece.bytes);",
         cpp=CPP,
-        python=("buckets",),
+        python=("errors",),
     ),
     # - Collectives and copies
     Fault(
