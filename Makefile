@@ -293,8 +293,8 @@ rehearse-ecosystem: emulated-gpu $(ECOSYSTEM_VENV)/.ready
 rehearsal: cuda-install  ## run the GPU tests on the CUDA build over an emulated GPU
 	$(MAKE) --no-print-directory rehearse
 
-.PHONY: planted-faults
-planted-faults: emulated-gpu  ## plant faults of ordering in a copy; tests over an emulated GPU see them (an hour)
+.PHONY: planted-races
+planted-races: emulated-gpu  ## plant faults of ordering in a copy; tests over an emulated GPU see them (an hour)
 	PYTHONPATH=tests "$(CUDA_BIN)/python" tests/emulated_gpu/planted_faults.py $(PLANTED_ARGS)
 
 # It uses what is installed: no environment of its own, no network.
