@@ -365,6 +365,12 @@ def _within_the_limit() -> None:
     assert result.too_large > 0
     assert result.before.buckets > 1
     assert all(one.memory <= 1.25 * result.before.memory for one in result.measured)
+    with (
+        recorded_steps(model) as steps,
+        pytest.raises(ValueError, match=r"memory_limit of at least [\d,]+ bytes, which"),
+    ):
+        tuned(model, memory_limit=1000)
+    assert len(steps) == 2  # those that make the root and its buckets, with the setting before
 
 
 def test_no_step_takes_more_than_the_limit() -> None:

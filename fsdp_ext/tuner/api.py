@@ -18,7 +18,7 @@ from fsdp_ext.sharding.meshes import refuse_several_meshes
 from fsdp_ext.sharding.root import Root, running_root
 from fsdp_ext.sharding.settings import Choice, Scope
 from fsdp_ext.tuner.arguments import agreed_limit, check_arguments, check_state, units_of
-from fsdp_ext.tuner.candidates import choices, predictor, shortlist
+from fsdp_ext.tuner.candidates import PlannedSettings, choices, shortlist
 from fsdp_ext.tuner.costs import measure_costs
 from fsdp_ext.tuner.result import WORTH, Tuning
 from fsdp_ext.tuner.trial import Trial, left_as_it_was
@@ -64,9 +64,10 @@ def tune(
         loss: makes a scalar of the model's output; by default the mean of its floating-point
             tensors.
         memory_limit: bytes that a rank may hold without activations, as :func:`fsdp_ext.plan`
-            counts them; the smallest of all ranks counts. Only the setting before is run if it
-            needs more. With a limit, units may stay unsharded after forward if that is faster.
-            Without one, no more units do than before, and memory may grow to 1.25 times as much.
+            counts them; the smallest of all ranks counts. Settings that need more are not run,
+            except the one in use before. With a limit, units may stay unsharded after forward if
+            that is faster. Without one, no more units stay unsharded than before, and memory may
+            grow to 1.25 times as much.
         optimizer_states: how many tensors of its size the optimizer keeps for each parameter; 2 for
             AdamW.
         steps: how many steps each measurement takes.
@@ -79,8 +80,8 @@ def tune(
         ValueError: if parameters have gradients, gradients are not reduced, the model is not the
             root, no setting fits ``memory_limit``, a number is out of range or differs between
             ranks, or the loss is not a scalar.
-        RuntimeError: if another rank raised anything else, or memory ran out with the setting
-            before or with all others.
+        RuntimeError: if another rank raised anything else, or memory ran out in the first steps,
+            in those that measure costs, with the setting before, or with all others.
     """
     units = units_of(model)
     refuse_inline_group(units[0].ranks.group, units[0].device, "tune")
@@ -114,11 +115,10 @@ def _choose(root: Root, trial: Trial, memory_limit: int | None, optimizer_states
     """Return the fastest setting, the same on all ranks."""
     now = root.settings
     choice = Choice(now.bucket_bytes[0], now.prefetch, now.stays_unsharded)
-    costs = measure_costs(root, trial, choice.stays_unsharded)
-    predicted = predictor(root, costs, optimizer_states)
-    before = predicted(choice)
+    planned = PlannedSettings(root, optimizer_states)
+    before = planned.size(choice)
     limit = round(_GROWTH * before.memory) if memory_limit is None else memory_limit
-    found = [predicted(one) for one in choices(root, choice, memory_limit is not None)]
+    found = [planned.size(one) for one in choices(root, choice, memory_limit is not None)]
     fitting = [one for one in found if one.memory <= limit]
     if not fitting:
         least = min(found, key=lambda one: one.memory)
@@ -127,6 +127,8 @@ def _choose(root: Root, trial: Trial, memory_limit: int | None, optimizer_states
             f"{least.memory:,} bytes, which {least.choice} needs without activations, or use more "
             "ranks or smaller units."
         )
+    costs = measure_costs(root, trial, choice.stays_unsharded)
+    before, *fitting = (planned.predict(one, costs) for one in [before, *fitting])
     racing = {one.choice: one for one in [*shortlist(fitting), before]}
     medians = trial.race(root, racing, choice)
     measured = [replace(racing[one], measured=seconds) for one, seconds in medians.items()]

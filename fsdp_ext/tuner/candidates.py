@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
+from fsdp_ext import _C
 from fsdp_ext.comm.costs import default_bucket_bytes
 from fsdp_ext.planner.sizes import find_buckets, memory_of
 from fsdp_ext.planner.times import StepCosts, predict_plan
@@ -44,23 +46,34 @@ def choices(root: Root, before: Choice, keeps_more: bool) -> list[Choice]:
     return list(itertools.starmap(Choice, every))
 
 
-def predictor(root: Root, costs: StepCosts, optimizer_states: int) -> Callable[[Choice], Candidate]:
-    """Return a function that predicts memory and time, on a copy of the model without memory."""
-    first = root.units[0]
-    copied = units_of_sharded(root.module, PlannedRanks(first.world_size, first.replicas))
-    planned = PlannedRoot(copied, root.link)
-    layouts = [unit.layout_for(training=True) for unit in planned.units]
-    transports = (root.lanes.transport, (root.replicas or root.lanes).transport)
+class PlannedSettings:
+    """A copy of the model without memory, which tells settings' memory and times."""
 
-    def candidate(choice: Choice) -> Candidate:
-        assert planned.module is copied  # the planned root refers to the copy weakly
-        planned.decide(Decision(choice, Scope.OPEN))
-        found = find_buckets(planned, layouts, transports, first.device.type)
-        memory = memory_of(planned, layouts, found, optimizer_states).peak
-        predicted = predict_plan(planned, found, costs).step
-        return Candidate(choice, len(found["buckets"]), memory, predicted)
+    def __init__(self, root: Root, optimizer_states: int) -> None:
+        """Copy the model of ``root``; its optimizer keeps ``optimizer_states`` per parameter."""
+        first = root.units[0]
+        # The planned root refers to the copy weakly.
+        self._copied = units_of_sharded(root.module, PlannedRanks(first.world_size, first.replicas))
+        self._planned = PlannedRoot(self._copied, root.link)
+        self._layouts = [unit.layout_for(training=True) for unit in self._planned.units]
+        self._transports = (root.lanes.transport, (root.replicas or root.lanes).transport)
+        self._device_type = first.device.type
+        self._optimizer_states = optimizer_states
 
-    return candidate
+    def size(self, choice: Choice) -> Candidate:
+        """Return a setting with its buckets and its memory."""
+        found = self._find_buckets(choice)
+        memory = memory_of(self._planned, self._layouts, found, self._optimizer_states).peak
+        return Candidate(choice, len(found["buckets"]), memory)
+
+    def predict(self, one: Candidate, costs: StepCosts) -> Candidate:
+        """Return a setting with its predicted time."""
+        found = self._find_buckets(one.choice)
+        return replace(one, predicted=predict_plan(self._planned, found, costs).step)
+
+    def _find_buckets(self, choice: Choice) -> _C.MemoryPlan:
+        self._planned.decide(Decision(choice, Scope.OPEN))
+        return find_buckets(self._planned, self._layouts, self._transports, self._device_type)
 
 
 def shortlist(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -21,14 +21,15 @@ class Candidate:
         choice: the setting.
         buckets: its number of buckets.
         memory: bytes of each rank without activations, as :func:`fsdp_ext.plan` counts them.
-        predicted: seconds of forward and backward, predicted by the model of the schedule.
+        predicted: seconds of forward and backward, predicted by the model of the schedule; NaN
+            before the costs are measured.
         measured: median seconds on the slowest rank; NaN before it is measured.
     """
 
     choice: Choice
     buckets: int
     memory: int
-    predicted: float
+    predicted: float = math.nan
     measured: float = math.nan
 
 
