@@ -4,7 +4,8 @@
 # Each unit is a bucket of its own, and there is no prefetch. So a unit waits for its gather before
 # it computes, and forward computes while the wire is idle. The time of backward includes what the
 # reductions beside it cost. The contention is not measured. On GPUs and simulated links it is 0. On
-# CPUs, where `python -m bench predict` fits 0.2 to 0.9, it is taken to be a half. By the model of
+# CPUs, where `python -m bench predict` fits 0.2 to 0.9, it is taken to be a half, because
+# collectives use the cores that compute, and the choice hardly depends on how much: by the model of
 # the schedule, what a half chooses for the shapes of `python -m bench tune` is within 0.2% of the
 # best if the contention is 0.3 to 0.9.
 #
