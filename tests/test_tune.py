@@ -18,6 +18,7 @@ from support.matrix import exhaustive
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 import fsdp_ext
 from fsdp_ext import Link, Simulated, fully_shard
@@ -27,7 +28,7 @@ from fsdp_ext.sharding.settings import Choice, Scope
 from fsdp_ext.tuner.candidates import shortlist
 from fsdp_ext.tuner.costs import _fit, seconds_of
 from fsdp_ext.tuner.result import Candidate, Tuning
-from fsdp_ext.tuner.trial import Trial
+from fsdp_ext.tuner.trial import Trial, left_as_it_was
 
 WIDTH = 64
 LAYERS = 6
@@ -330,6 +331,30 @@ def _nothing_trains(fails: bool) -> None:
 @pytest.mark.parametrize("fails", [False, True])
 def test_parameters_and_buffers_that_change_are_restored(fails: bool) -> None:
     run_ranks(_nothing_trains, 1, fails)
+
+
+def _buffers_are_restored() -> None:
+    dist.destroy_process_group()
+    model = make(Simulated(8, LINK))
+    model(batch()).sum().backward()
+    unit = model[0]._fsdp_ext_unit
+    shards = [parameter.to_local().clone() for parameter in model.parameters()]
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    fails = mock.patch.object(type(unit.root), "reshard", side_effect=RuntimeError("cannot"))
+
+    def change() -> None:
+        with fails, left_as_it_was(model, [unit]):
+            for tensor in (*model.buffers(), *model[0].parameters()):
+                (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().add_(1)
+
+    with pytest.raises(RuntimeError, match="cannot"):
+        change()
+    assert all(map(torch.equal, buffers, model.buffers()))
+    assert all(map(torch.equal, shards, (p.to_local() for p in model.parameters())))
+
+
+def test_the_rest_is_restored_if_restoring_a_unit_raises() -> None:
+    run_ranks(_buffers_are_restored, 1)
 
 
 # - Memory

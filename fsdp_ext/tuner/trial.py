@@ -12,7 +12,7 @@ import logging
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,27 +130,39 @@ def left_as_it_was(model: nn.Module, units: list[Unit]) -> Iterator[None]:
     Hooks of the model may run an optimizer in backward, and forward may write or assign buffers.
     """
     devices = [] if units[0].device.type == "cpu" else [units[0].device]
-    kept = [[shard.clone() for shard in _shards(unit)] for unit in units]
-    buffers = [
-        (module, name, buffer, None if buffer is None else buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-    ]
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            for unit in units:
-                if unit.root is not None and unit.core is not None:
-                    unit.root.reshard(unit)  # an unsharded copy has the values that are replaced
-            with torch.no_grad():
-                for unit, values in zip(units, kept, strict=True):
-                    for shard, value in zip(_shards(unit), values, strict=True):
-                        shard.copy_(value)
-                for module, name, buffer, was in buffers:
-                    if buffer is not None and was is not None:
-                        buffer.copy_(was)
-                    module._buffers[name] = buffer
+    # If restoring one of them raises, the stack still restores the others. The last call is first.
+    with torch.random.fork_rng(devices=devices), contextlib.ExitStack() as at_the_end:
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                was = None if buffer is None else buffer.clone()
+                at_the_end.callback(_restore_buffer, module, name, buffer, was)
+        for unit in units:
+            values = [shard.clone() for shard in _shards(unit)]
+            at_the_end.callback(_restore_shards, unit, values)
+        for unit in units:
+            at_the_end.callback(_reshard, unit)
+        yield
+
+
+def _reshard(unit: Unit) -> None:
+    """Free an unsharded copy, which has the values that are replaced."""
+    if unit.root is not None and unit.core is not None:
+        unit.root.reshard(unit)
+
+
+def _restore_shards(unit: Unit, values: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for shard, value in zip(_shards(unit), values, strict=True):
+            shard.copy_(value)
+
+
+def _restore_buffer(
+    module: nn.Module, name: str, buffer: Tensor | None, was: Tensor | None
+) -> None:
+    with torch.no_grad():
+        if buffer is not None and was is not None:
+            buffer.copy_(was)
+    module._buffers[name] = buffer
 
 
 def _shards(unit: Unit) -> list[Tensor]:
