@@ -121,7 +121,7 @@ def _applies() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
     assert in_use(model) == result.chosen.choice
     assert {result.chosen, result.before} <= set(result.measured)
-    assert len(result.measured) == 4  # the best three and the one before
+    assert len(result.measured) == 4  # the one before and the best three others
     assert result.chosen.choice.stays_unsharded == ()  # without a memory limit
     assert result.considered > 20
     assert result.costs.link == LINK
@@ -460,8 +460,23 @@ def test_the_best_predictions_of_several_bucket_sizes_race() -> None:
 
     best, deeper = one(4, 1, 200, 1.0), one(4, 2, 300, 0.998)  # equal within 1%
     other, slow = one(8, 1, 100, 1.2), one(100, 1, 50, 1.5)
-    assert shortlist([slow, other, deeper, best]) == [best, other, deeper]
-    assert shortlist([slow, best]) == [best, slow]
+    before = Choice(7, 7)  # does not fit
+    assert shortlist([slow, other, deeper, best], before) == [best, other, deeper]
+    assert shortlist([slow, best], before) == [best, slow]
+
+
+def test_the_setting_before_races_once() -> None:
+    before, same = Choice(300, 1), Choice(250, 1)  # two sizes that give the same buckets
+    faster, other = Choice(270, 1), Choice(100, 1)
+    found = [
+        Candidate(same, 4, 200, 1.0),
+        Candidate(before, 4, 200, 1.0),
+        Candidate(other, 8, 100, 1.1),
+    ]
+    assert [one.choice for one in shortlist(found, before)] == [other]
+    # With the same number of buckets, another size may put units together differently.
+    found.append(Candidate(faster, 4, 200, 0.9))
+    assert [one.choice for one in shortlist(found, before)] == [faster, other]
 
 
 # - On real ranks

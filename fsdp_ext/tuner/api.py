@@ -41,9 +41,9 @@ def tune(
 
     ``tune`` measures the model's compute and collectives once, in forward and backward without the
     optimizer. It predicts all settings with a model of the schedule
-    (:func:`fsdp_ext.planner.schedule.predict`), races the best three and the one before in real
-    steps, and keeps the fastest; of those that are equally fast, the one with least memory. That
-    takes about 25 * (steps + 2) steps. The logger "fsdp_ext" reports progress at level INFO.
+    (:func:`fsdp_ext.planner.schedule.predict`), races the one before and the best three others in
+    real steps, and keeps the fastest; of those that are equally fast, the one with least memory.
+    That takes about 25 * (steps + 2) steps. The logger "fsdp_ext" reports progress at level INFO.
 
     All ranks call this together and choose the same setting. If one rank fails between collectives,
     all ranks raise. A setting that some rank has no memory for is dropped. But if one rank alone
@@ -129,7 +129,7 @@ def _choose(root: Root, trial: Trial, memory_limit: int | None, optimizer_states
         )
     costs = measure_costs(root, trial, choice.stays_unsharded)
     before, *fitting = (planned.predict(one, costs) for one in [before, *fitting])
-    racing = {one.choice: one for one in [*shortlist(fitting), before]}
+    racing = {one.choice: one for one in [*shortlist(fitting, choice), before]}
     medians = trial.race(root, racing, choice)
     measured = [replace(racing[one], measured=seconds) for one, seconds in medians.items()]
     allowed = [one for one in measured if one.memory <= limit]

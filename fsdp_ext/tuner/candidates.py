@@ -20,7 +20,8 @@ _DEPTHS = (0, 1, 2, 3, 4)
 _HALVINGS = 14
 # How many settings are raced besides the one before.
 _RACED = 3
-# Settings that are predicted to be slower than the best by more than this share are not raced.
+# A setting that is predicted to be slower than the best by more than this share is not preferred
+# for its number of buckets. It is raced only if places are left.
 _UNSURE = 0.25
 
 
@@ -76,13 +77,19 @@ class PlannedSettings:
         return find_buckets(self._planned, self._layouts, self._transports, self._device_type)
 
 
-def shortlist(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the settings to race: the best predictions, of several numbers of buckets if possible.
+def shortlist(candidates: Sequence[Candidate], before: Choice) -> list[Candidate]:
+    """Return the settings to race besides the one ``before``, which is raced anyway.
 
-    Predictions are off by a few percent and hardly tell prefetch depths apart.
+    They are the best predictions, of several numbers of buckets if possible. Predictions are off by
+    a few percent and hardly tell prefetch depths apart. Two bucket sizes may give the same buckets.
+    ``before`` represents all settings that are the same or predicted to be as fast.
     """
     best = min(one.predicted for one in candidates)
-    by_speed = sorted(candidates, key=lambda one: (round(one.predicted / best / WORTH), one.memory))
+
+    def rank(one: Candidate) -> tuple[int, bool, int]:
+        return round(one.predicted / best / WORTH), one.choice != before, one.memory
+
+    by_speed = sorted(candidates, key=rank)
     alike: dict[tuple[int, int, int], Candidate] = {}
     for one in by_speed:
         key = (one.buckets, one.choice.prefetch, len(one.choice.stays_unsharded))
@@ -91,4 +98,5 @@ def shortlist(candidates: Sequence[Candidate]) -> list[Candidate]:
     for one in alike.values():
         if one.predicted <= best * (1 + _UNSURE):
             of_size.setdefault(one.buckets, one)
-    return list(dict.fromkeys([*of_size.values(), *alike.values()]))[:_RACED]
+    ranked = dict.fromkeys([*of_size.values(), *alike.values()])
+    return [one for one in ranked if one.choice != before][:_RACED]
