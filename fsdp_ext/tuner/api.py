@@ -130,7 +130,7 @@ def _choose(root: Root, trial: Trial, memory_limit: int | None, optimizer_states
     costs = measure_costs(root, trial, choice.stays_unsharded)
     before, *fitting = (planned.predict(one, costs) for one in [before, *fitting])
     racing = {one.choice: one for one in [*shortlist(fitting, choice), before]}
-    medians = trial.race(root, racing, choice)
+    medians = trial.race(root, racing, {choice})
     measured = [replace(racing[one], measured=seconds) for one, seconds in medians.items()]
     allowed = [one for one in measured if one.memory <= limit]
     if not allowed:

@@ -80,10 +80,12 @@ class Trial:
             for parameter in self.model.parameters():
                 parameter.grad = None
 
-    def race(self, root: Root, choices: Iterable[Choice], before: Choice) -> dict[Choice, float]:
+    def race(
+        self, root: Root, choices: Iterable[Choice], needed: Collection[Choice]
+    ) -> dict[Choice, float]:
         """Return each setting's median seconds on the slowest rank: Note [races].
 
-        Settings that some rank has no memory for are left out, but for ``before``.
+        Settings that some rank has no memory for are left out. OutOfMemory if one is ``needed``.
         """
         taken: dict[Choice, list[float]] = {choice: [] for choice in choices}
         order = random.Random(0)
@@ -93,7 +95,7 @@ class Trial:
                 try:
                     taken[choice] += self._run(root, choice)
                 except OutOfMemory:
-                    if choice == before:
+                    if choice in needed:
                         raise
                     del taken[choice]
                     self._log(f"memory ran out with {choice}, which is dropped")
