@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from bench import scaling
 from bench.scaling import PUBLISHED, RUNS, Step, Transformer, model_flops, plan_of, ring
@@ -17,6 +20,52 @@ from fsdp_ext.comm.link import H100_NODE, INFINIBAND_400G_NODES
 
 NETWORK = "H100 nodes, 8 x 400 Gb/s"
 STEP = Step("H100 SXM", NETWORK, "Llama 3 8B", 64, batch=1, length=2048, recompute="none")
+DIM, HIDDEN, HEADS, KV_HEADS, VOCABULARY = 64, 96, 4, 2, 160
+SMALL = {
+    "style": "llama",
+    "layers": 2,
+    "dim": DIM,
+    "hidden": HIDDEN,
+    "heads": HEADS,
+    "kv_heads": KV_HEADS,
+    "vocabulary": VOCABULARY,
+}
+
+
+class LlamaLayer(nn.Module):
+    """A layer of the small model that computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_head = DIM // HEADS
+        key_value = KV_HEADS * self.of_head
+        self.q, self.out = (nn.Linear(DIM, DIM, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(DIM, key_value, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(DIM, HIDDEN, bias=False) for _ in range(2))
+        self.down = nn.Linear(HIDDEN, DIM, bias=False)
+        self.norms = nn.ModuleList(nn.RMSNorm(DIM) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norms[0](x)
+        q, k, v = (
+            linear(y).unflatten(-1, (-1, self.of_head)).transpose(1, 2)
+            for linear in (self.q, self.k, self.v)
+        )
+        k, v = (t.repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (k, v))
+        attention = (q @ k.transpose(2, 3)).softmax(-1) @ v
+        x = x + self.out(attention.transpose(1, 2).flatten(2))
+        y = self.norms[1](x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+def llama() -> nn.Module:
+    """Return the small model."""
+    return nn.Sequential(
+        nn.Embedding(VOCABULARY, DIM),
+        *(LlamaLayer() for _ in range(2)),
+        nn.RMSNorm(DIM),
+        nn.Linear(DIM, VOCABULARY, bias=False),
+    )
 
 
 @cache
@@ -81,9 +130,13 @@ def test_each_gpu_is_fitted_to_one_run_of_one_node() -> None:
     fitted = [row for row in _checks() if row["fitted_on_this"]]
     assert sorted(row["gpu"] for row in fitted) == sorted(PUBLISHED["gpus"])
     assert all(row["ranks"] == 8 for row in fitted)
-    assert [row["simulated_tokens"] for row in fitted] == [
-        pytest.approx(row["published_tokens"], rel=3e-4) for row in fitted
-    ]
+    for row in fitted:
+        # A step on a single node is mostly compute, so a few such corrections suffice.
+        better = row["part_of_peak"] * row["published_tokens"] / row["simulated_tokens"]
+        assert row["error"] == pytest.approx(0, abs=3e-4), (
+            f"{row['gpu']} is not fitted. part_of_peak in bench/published_runs.json is the part "
+            f"with which this run has no error. Set it to {better:.4f} and repeat this test."
+        )
 
 
 def test_other_runs_that_recompute_as_the_fitted_one_are_close_to_their_plans() -> None:
@@ -104,6 +157,17 @@ def test_other_runs_that_recompute_as_the_fitted_one_are_close_to_their_plans() 
 
 
 # - Plans
+
+
+def test_flops_of_a_token_are_those_that_torch_counts() -> None:
+    batch, length, planned = 3, 32, Transformer(SMALL)
+    with torch.device("meta"):
+        model, tokens = llama(), torch.zeros(batch, length, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens).sum().backward()
+    assert counter.get_total_flops() == batch * length * model_flops(planned, length)
+    own, of_plan = (sum(p.numel() for p in of.parameters()) for of in (model, planned))
+    assert own == of_plan
 
 
 def test_a_step_computes_its_flops_at_the_rate() -> None:
