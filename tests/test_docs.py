@@ -19,6 +19,7 @@ from support.launcher import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
+TASKS = ROOT / "docs" / "tasks.md"
 DOCUMENTS = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "CHANGELOG.md", README]
 TOLD = ROOT / "docs" / "how-fsdp-works.md"
 DESIGN = ROOT / "docs" / "design.md"
@@ -258,7 +259,7 @@ def test_code_blocks_print_what_the_document_says() -> None:
 
 
 def test_the_readmes_script_and_the_blocks_that_continue_it_run(tmp_path: Path) -> None:
-    script, *others = [code for code, _ in blocks_of(README)]
+    [(script, _)], others = blocks_of(README), [code for code, _ in blocks_of(TASKS)]
     script, last_line, _ = re.split(r"(dist\.destroy_process_group\(\).*\n)$", script)
     assert last_line  # the launcher does that, after the other blocks
     codes = [script, *others]
@@ -271,13 +272,14 @@ def test_the_readmes_script_and_the_blocks_that_continue_it_run(tmp_path: Path) 
     assert {path.name for path in tmp_path.iterdir()} == {"rank0.json", "rank1.json", "checkpoint"}
 
 
-def test_the_readmes_blocks_that_stand_alone_run() -> None:
-    blocks = blocks_of(README, ALONE)
+def test_the_blocks_that_stand_alone_run() -> None:
+    blocks = blocks_of(TASKS, ALONE)
     assert blocks
     for code, _ in blocks:
-        run_ranks(_run_without_group, 1, README, [code])
+        run_ranks(_run_without_group, 1, TASKS, [code])
 
 
-def test_every_python_block_of_the_readme_runs() -> None:
-    kinds = [kind for kind, _ in FENCE.findall(README.read_text(encoding="utf-8"))]
-    assert {kind for kind in kinds if kind.startswith("py")} == {RUNNABLE, ALONE}
+def test_every_python_block_of_the_readme_and_the_tasks_runs() -> None:
+    for document, runs in ((README, {RUNNABLE}), (TASKS, {RUNNABLE, ALONE})):
+        kinds = [kind for kind, _ in FENCE.findall(document.read_text(encoding="utf-8"))]
+        assert {kind for kind in kinds if kind.startswith("py")} == runs
