@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from bench.harness import hosts
-from support import nccl_library, shared_gpu
+from support import gloo_gathers, nccl_library, shared_gpu
 from support.isolation import ProcessState
 
 # For the stacks of a rank whose time is up, and for a dead rank's exit code. Then it is killed.
@@ -127,6 +127,7 @@ def _write_output_to(path: Path) -> None:
 
 def _set_up(place: Place) -> None:
     torch.set_num_threads(1)
+    gloo_gathers.install()
     os.environ |= place.variables
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     os.environ["GLOO_SOCKET_IFNAME"] = loopback if place.host is None else hosts.INTERFACE
