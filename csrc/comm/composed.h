@@ -69,7 +69,7 @@ class ComposedCollectives {
   // The ranks that share memory with this one; null if there are none.
   const HostRanks* host() const { return host_.get(); }
 
-  // They block until this rank has all it needs and all it sends has left. They throw if a peer is
+  // They block until this rank has received its messages and sent its own. They throw if a peer is
   // in another collective, or a message or a rank of this host fails. No other call may follow
   // then.
   void all_gather(const Name& name, const void* input, void* output, std::size_t bytes);

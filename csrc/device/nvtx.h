@@ -1,4 +1,4 @@
-// Ranges and names in NVIDIA's profilers. Where NVTX's headers are missing, there are none.
+// Ranges and names in NVIDIA's profilers. Without NVTX's headers, these functions do nothing.
 #pragma once
 
 #include <cuda_runtime_api.h>

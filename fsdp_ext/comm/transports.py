@@ -108,7 +108,7 @@ def zeros_for_shard(
     *,
     pin_memory: bool,
 ) -> torch.Tensor:
-    """Return zeros (uint8) for a flat shard, in shared memory if the transport may be that.
+    """Return zeros (uint8) for a flat shard, in shared memory if the transport can use it.
 
     ``pin_memory`` is for units of GPUs that are offloaded to the host.
     """

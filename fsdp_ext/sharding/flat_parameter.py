@@ -87,7 +87,7 @@ class FlatParameter:
                 module._parameters[name] = module.__dict__.pop(name)
 
     def adopt(self) -> None:
-        """Give the unit's parameters the values of the flat one if that has got other memory.
+        """Copy the flat parameter's values into the unit if the flat parameter has other memory.
 
         ``module.to()``, ``share_memory_()`` and assignments to ``data`` do that. A parameter that
         took its place, as by ``load_state_dict(assign=True)``, gives its memory to the flat one.

@@ -1,4 +1,4 @@
-"""Meshes that hold other kinds of parallelism, too, with data parallelism named in them."""
+"""Meshes of data parallelism and other kinds, with the dimensions of each named."""
 
 from __future__ import annotations
 

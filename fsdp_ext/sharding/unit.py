@@ -65,7 +65,7 @@ class Unit(ParamGroup):
     Args:
         modules: the modules of the call.
         params: their parameters that are in no other unit, with names for error messages.
-        shard_dims: the dimensions that ranks share, of parameters for which that is not 0.
+        shard_dims: the sharded dimension of each parameter that is not sharded on dimension 0.
         ranks: those that share the parameters, and their replicas.
         device: this rank's device.
         settings: the settings that the user asked for.
