@@ -1,4 +1,4 @@
-"""The faults that `tools/plant_faults.py` plants fit the sources."""
+"""The faults that two tools plant fit the sources, and their tables have each of them."""
 
 from __future__ import annotations
 
@@ -61,3 +61,16 @@ def test_each_fault_has_tests_and_a_row_of_the_table(tool: ModuleType) -> None:
         assert fault.cpp or fault.python, fault.name
         assert all((ROOT / f"tests/test_{name}.py").exists() for name in fault.python), fault.name
     assert sorted(json.loads(tool.RESULTS.read_text())) == sorted(names)
+
+
+def test_the_table_of_planted_races_has_every_wait_and_edit() -> None:
+    directory = ROOT / "tests" / "emulated_gpu"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(directory)
+        races = load_tool(directory / "planted_faults.py")
+    rows = json.loads(races.RESULTS.read_text())
+    assert races.statements(ROOT) - rows.keys() == set()
+    assert {edit.name for edit in races.EDITS} - rows.keys() == set()
+    assert races.NOT_SEEN.keys() - rows.keys() == set()
+    for edit in races.EDITS:
+        assert (ROOT / edit.file).read_text().count(edit.old) == 1, edit.name

@@ -267,15 +267,15 @@ def name_of_line(path: Path, lines: Sequence[str], number: int) -> str:
         earlier.append(line.strip())
     text = lines[number - 1].partition("//")[0].strip()
     again = sum(line.partition("//")[0].strip() == text for line in earlier[:-1])
-    name = f"{path.relative_to(COPY / 'csrc')} {inside}: {text}"
+    name = f"{str(path).rpartition('/csrc/')[2]} {inside}: {text}"
     return f"{name} ({again + 1})" if again else name
 
 
-def statements() -> set[str]:
+def statements(source: Path = COPY) -> set[str]:
     """Return the names of all lines of the sources that wait."""
     found = set()
     for folder in FOLDERS:
-        for path in sorted((COPY / "csrc" / folder).glob("*.[ch]*")):
+        for path in sorted((source / "csrc" / folder).glob("*.[ch]*")):
             lines = path.read_text().splitlines()
             numbers = [number for number, line in enumerate(lines, start=1) if _waits(line)]
             found |= {name_of_line(path, lines, number) for number in numbers}
