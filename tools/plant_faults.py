@@ -22,7 +22,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from faults_of_logic import FAULTS, Fault
-from support.planting import place_of, run_limited, shortened, what_failed, write_copies
+from support.planting import (
+    place_of,
+    run_limited,
+    shortened,
+    what_failed,
+    write_copies,
+    write_table,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 COPY = ROOT / "build" / "faulty" / "source"
@@ -213,7 +220,7 @@ def main() -> int:
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for fault, row in zip(asked, pool.map(row_of, asked), strict=True):
             rows[fault.name] = asdict(row)
-            RESULTS.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+            write_table(RESULTS, rows)
     missed = [name for name, row in rows.items() if not row["seen_by"]]
     print(f"{len(rows)} faults, {len(rows) - len(missed)} seen")
     if missed:

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from faults_to_plant import EDITS, NOT_SEEN, TESTS, Edit
-from support.planting import place_of, run_limited, what_failed, write_copies
+from support.planting import place_of, run_limited, what_failed, write_copies, write_table
 
 ROOT = Path(__file__).resolve().parents[2]
 PLANTED = ROOT / "build" / "planted"
@@ -349,7 +349,7 @@ def main() -> int:
     for name, make_row in faults.items():
         if arguments.only in name and not (arguments.missing and name in rows):
             rows[name] = asdict(make_row())
-            RESULTS.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+            write_table(RESULTS, rows)
     missed = [name for name, row in rows.items() if not row["seen_by"] and name not in NOT_SEEN]
     print(f"{len(rows)} faults, {sum(bool(row['seen_by']) for row in rows.values())} seen")
     if missed:

@@ -6,6 +6,7 @@ ordering.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -33,6 +34,11 @@ def write_copies(
         if not path.exists() or path.read_bytes() != content:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
+
+
+def write_table(path: Path, rows: Mapping[str, object]) -> None:
+    """Write a table of faults, by name."""
+    path.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
 
 
 def place_of(text: str, old: str, fault: str, file: str) -> int:
