@@ -19,11 +19,6 @@ std::uint64_t identity_of(const std::string& name, const UnitLayout& layout) {
   return hash;
 }
 
-// The lanes of the units' mesh, which is the same for all of them.
-Lanes& mesh_of(const std::vector<Unit*>& units, Lanes& lanes) {
-  return lanes.of_mesh(units.front()->mesh);
-}
-
 UnitLayout layout_of(const std::vector<Unit*>& units) {
   std::vector<const UnitLayout*> layouts;
   layouts.reserve(units.size());
@@ -92,13 +87,13 @@ std::shared_ptr<void> allocate_shards(const UnitLayout& layout, Communicator& co
 }
 
 // See Note [moving shards].
-void make_adjacent(const std::vector<Unit*>& units, const UnitLayout& layout, Lanes& lanes) {
+void make_adjacent(const std::vector<Unit*>& units, const UnitLayout& layout,
+                   Communicator& communicator, Device& device) {
   if (!are_adjacent(units, kShards)) {
-    Communicator& communicator = mesh_of(units, lanes).gather.communicator();
-    move_into(units, kShards, allocate_shards(layout, communicator, *lanes.device));
+    move_into(units, kShards, allocate_shards(layout, communicator, device));
   }
   if (!are_adjacent(units, kGradients)) {
-    move_into(units, kGradients, allocate_gradients(layout, *lanes.device));
+    move_into(units, kGradients, allocate_gradients(layout, device));
   }
 }
 
@@ -142,7 +137,7 @@ void Bucket::place_units(Lanes& lanes) {
     gradient += static_cast<std::size_t>(unit.layout.grad_numel());
     trainable += unit.layout.trainable_count();
   }
-  make_adjacent(units, layout, lanes);
+  make_adjacent(units, layout, gather.all_ranks().communicator, *lanes.device);
 }
 
 std::size_t Bucket::shard_bytes() const { return kShards.bytes(layout); }
