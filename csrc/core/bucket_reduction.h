@@ -17,7 +17,7 @@
 
 namespace fsdp {
 
-// One message of a reduction and the copies around it.
+// One message of a reduction, with its packing before and its finish after: Note [pieces].
 struct ReducePiece {
   LayoutPart part;
   PackPlan pack_plan;

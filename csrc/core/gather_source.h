@@ -16,7 +16,7 @@
 
 namespace fsdp {
 
-// The state of the shards that a gather or a copy was made from.
+// Tells which values of the shards a gather or a copy has: those of an iteration and a version.
 struct ShardStamp {
   std::uint64_t iteration = 0;
   std::uint64_t version = 0;  // the sum over the units' shards
@@ -27,7 +27,7 @@ struct ShardStamp {
   }
 };
 
-// One message of a gather and the copies around it: Note [pieces].
+// One message of a gather, with its cast before and its unpacking after: Note [pieces].
 struct GatherPiece {
   LayoutPart part;
   CastPlan cast_plan;

@@ -53,7 +53,7 @@ class PlannedSettings:
     def __init__(self, root: Root, optimizer_states: int) -> None:
         """Copy the model of ``root``; its optimizer keeps ``optimizer_states`` per parameter."""
         first = root.units[0]
-        # The planned root refers to the copy weakly.
+        # PlannedRoot has only a weak reference to the copied module.
         self._copied = units_of_sharded(root.module, PlannedRanks(first.world_size, first.replicas))
         self._planned = PlannedRoot(self._copied, root.link)
         self._layouts = [unit.layout_for(training=True) for unit in self._planned.units]

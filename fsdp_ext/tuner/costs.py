@@ -3,11 +3,10 @@
 # Note [measuring costs]
 # Each unit is a bucket of its own, and there is no prefetch. So a unit waits for its gather before
 # it computes, and forward computes while the wire is idle. The time of backward includes what the
-# reductions beside it cost. The contention is not measured. On GPUs and simulated links it is 0. On
-# CPUs, where `python -m bench predict` fits 0.2 to 0.9, it is taken to be a half, because
-# collectives use the cores that compute, and the choice hardly depends on how much: by the model of
-# the schedule, what a half chooses for the shapes of `python -m bench tune` is within 0.2% of the
-# best if the contention is 0.3 to 0.9.
+# concurrent reductions cost.
+#
+# The contention is not measured. It is 0 on GPUs and over simulated links. On CPUs, collectives use
+# the cores that compute, so it is 0.5: `python -m bench predict` fits 0.2 to 0.9 there.
 #
 # Units of different sizes give collectives of different sizes, from which alpha and beta are
 # fitted. If all units have about one size, a typical link is scaled to the measured times.

@@ -188,9 +188,9 @@ MEMORY: dict[str, Allocate] = {
     "device": lambda: torch.zeros(BYTES, dtype=torch.uint8, device="cuda"),
 }
 TO_DEVICE, TO_HOST, WITHIN_DEVICE, WITHIN_HOST = 1, 2, 3, 0
-# What the host waits for in cudaMemcpyAsync and in cudaMemcpy, by source, target and kind: "-" for
-# nothing, "read" until the source was read, "all" for the copy, "read after all" for earlier work
-# of the stream and then until the source was read.
+# For each source, target and kind of copy: what the host waits for in cudaMemcpyAsync, and in
+# cudaMemcpy. It waits for nothing ("-"), until the source is read ("read"), until the copy is done
+# ("all"), or for the stream's earlier work and then until the source is read ("read after all").
 ROWS = {
     ("pageable", "device", TO_DEVICE): ("read", "read after all"),
     ("pinned", "device", TO_DEVICE): ("-", "all"),

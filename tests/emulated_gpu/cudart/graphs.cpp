@@ -40,8 +40,8 @@ cudaGraphNode_t handle_of(const Node& node) {
 }
 
 // Calls run(number) for each node, in a random order in which every node comes after its
-// predecessors. A missing edge then gives wrong numbers. The seed is the number of the replay, so
-// all ranks that replay the same graph run its collectives in the same order.
+// predecessors. A missing edge then gives wrong numbers. Ranks take the number of the replay as
+// `seed`, so all of them run a graph's collectives in the same order.
 void run_in_some_order(const std::vector<std::set<std::size_t>>& after, unsigned seed,
                        const std::function<void(std::size_t)>& run) {
   std::minstd_rand random(seed + 1);
