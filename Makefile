@@ -198,7 +198,7 @@ check-vectorised: $(VENV)/.tools  ## show which of the packer's loops the compil
 	$(CMAKE) -B build/cpp
 	"$(BIN)/cmake" --build build/cpp --parallel $(JOBS) --target fsdp_core
 	"$(BIN)/python" tools/check_vectorised.py build/cpp csrc/pack/pack_host.cpp \
-		csrc/comm/rank_order_sum.cpp
+		csrc/comm/shared_memory/rank_order_sum.cpp
 
 .PHONY: sanitize sanitize-thread sanitize-address
 sanitize: sanitize-thread sanitize-address  ## run the C++ tests under the sanitizers

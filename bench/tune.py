@@ -30,7 +30,7 @@ from bench.harness import hosts, ranks
 from bench.harness.output import bars, picture, print_table
 from bench.harness.runner import Keep
 from fsdp_ext import Link, Simulated, fully_shard
-from fsdp_ext.sharding.settings import Choice
+from fsdp_ext.sharding.params.settings import Choice
 from fsdp_ext.tuner.trial import Trial
 
 RANKS = 1

@@ -1,7 +1,7 @@
 """Fully sharded data parallelism whose training step runs in C++.
 
 This module exports the public names and may import every package; no package imports a public name
-from it. Start reading with ``sharding/api.py``.
+from it. Start reading with ``sharding/api/entry.py``.
 """
 
 from torch.distributed import fsdp as _torch_fsdp
@@ -37,12 +37,12 @@ from fsdp_ext.patching.api import patch
 from fsdp_ext.planner.api import plan
 from fsdp_ext.planner.result import Plan
 from fsdp_ext.profiler.api import profile
-from fsdp_ext.sharding.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
-from fsdp_ext.sharding.describe import describe_buckets
-from fsdp_ext.sharding.flight_record import write_flight_record
-from fsdp_ext.sharding.fsdp_module import FSDPModule
-from fsdp_ext.sharding.gradient_health import Health, UnitHealth, health
-from fsdp_ext.sharding.handles import GradientReductionHandle, UnshardHandle
+from fsdp_ext.sharding.api.describe import describe_buckets
+from fsdp_ext.sharding.api.entry import fully_shard, register_fsdp_forward_method, share_comm_ctx
+from fsdp_ext.sharding.api.fsdp_module import FSDPModule
+from fsdp_ext.sharding.api.handles import GradientReductionHandle, UnshardHandle
+from fsdp_ext.sharding.root.flight_record import write_flight_record
+from fsdp_ext.sharding.root.gradient_health import Health, UnitHealth, health
 from fsdp_ext.tuner.api import tune
 from fsdp_ext.tuner.result import Tuning
 from fsdp_ext.verifier.api import verify

@@ -1,4 +1,4 @@
-"""Units in one bucket train as units in buckets of their own: csrc/core/bucket.h."""
+"""Units in one bucket train as units in buckets of their own: csrc/core/units/bucket.h."""
 
 from __future__ import annotations
 

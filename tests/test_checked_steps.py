@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_ext
 from fsdp_ext import _C, FullyShardedDataParallel, Link, Simulated, fully_shard
-from fsdp_ext.sharding.step_checks import Place, UnitLook, findings
+from fsdp_ext.sharding.root.step_checks import Place, UnitLook, findings
 
 
 def flip_a_bit(values: Tensor) -> None:

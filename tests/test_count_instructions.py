@@ -13,7 +13,7 @@ OF_UNSHARDED = """
 """
 OF_SHARDED = """
 97,000 (100.0%)  PROGRAM TOTALS
- 9,600 (9.90%)  csrc/core/pipeline.cpp:fsdp::Pipeline::pre_forward(int) [/lib/_C.so]
+ 9,600 (9.90%)  csrc/core/schedule/pipeline.cpp:fsdp::Pipeline::pre_forward(int) [/lib/_C.so]
  9,000 (9.28%)  ???:fsdp::Pipeline::pre_forward(int) [/lib/_C.so]
  1,920 (1.98%)  ???:fsdp::Pipeline::post_forward(int, bool)
 """

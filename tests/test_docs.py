@@ -31,7 +31,8 @@ PICTURE = re.compile(r"!\[[^\]]*\]\(([^()\s]+)\)")
 NOTE = re.compile(r"Note \[[^\]]+\]")
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 IDENTIFIER = re.compile(r"`([A-Za-z_]\w*(?:(?:::|\.)\w+)*)(?:\(\))?`")
-# `core/layout.h` is in csrc, `sharding/unit.py` in fsdp_ext; `core/layout` is its two files.
+# `core/memory/layout.h` is in csrc, `sharding/root/unit.py` in fsdp_ext; `core/memory/layout` is
+# its two files.
 PATH = re.compile(r"`(\w+(?:/[\w.-]+)+/?)`")
 # Blocks that run one after the other, and blocks that each run in a process of their own.
 RUNNABLE = "python run"

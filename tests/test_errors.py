@@ -22,7 +22,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
 from fsdp_ext import FullyShardedDataParallel, _build_info, fully_shard
-from fsdp_ext.sharding.arguments import check_device_type
+from fsdp_ext.sharding.api.arguments import check_device_type
 
 
 def raises(error: type[Exception], *words: str) -> Any:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp.wrap import always_wrap_policy
 from torch.distributed.tensor import DTensor
 
 import fsdp_ext
-from fsdp_ext.sharding.flat_parameter import is_flat
+from fsdp_ext.sharding.params.flat_parameter import is_flat
 
 
 def classes() -> None:

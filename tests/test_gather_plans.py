@@ -1,4 +1,4 @@
-"""All ways to gather give the same numbers: see Note [gather plans] in csrc/core/layout.h.
+"""All ways to gather give the same numbers: see Note [gather plans] in csrc/core/memory/layout.h.
 
 Shared memory gathers each parameter by itself, and a process group packs them. No transport of the
 host launches several gathers as one group, so here the process group pretends to.
@@ -22,7 +22,7 @@ from support.models import ManyShapes, Stack, Transformer
 from support.parity import Case, adamw, compare_on_rank
 
 import fsdp_ext.comm.lanes
-import fsdp_ext.sharding.param_group
+import fsdp_ext.sharding.params.param_group
 from fsdp_ext import _C, fully_shard
 
 CASES = [
@@ -48,7 +48,7 @@ def _grouped(direct_bytes: int) -> Iterator[None]:
     os.environ["FSDP_EXT_TRANSPORT"] = "process_group"
     stub = type("Stub", (), {"Lanes": Lanes})
     with (
-        mock.patch.object(fsdp_ext.sharding.param_group, "DIRECT_BYTES", direct_bytes),
+        mock.patch.object(fsdp_ext.sharding.params.param_group, "DIRECT_BYTES", direct_bytes),
         mock.patch.object(fsdp_ext.comm.lanes, "_C", stub),
     ):
         yield

@@ -23,6 +23,7 @@ PACKAGES = [
     ["fsdp1", "profiler", "planner", "offloading"],
     ["tuner", "patching", "verifier"],
 ]
+SHARDING = [["params"], ["root"], ["torch_compat"], ["api"]]
 FOLDERS = [["base"], ["device"], ["pack", "comm"], ["core"], ["torch"]]
 # What has no package: the extension, what the build says about itself, and the torch it needs.
 BELOW_ALL = {"fsdp_ext._C", "fsdp_ext._build_info", "fsdp_ext._installed_torch"}
@@ -120,8 +121,9 @@ def cycle_in(graph: Graph) -> list[str]:
 
 
 def test_every_package_and_folder_has_its_layer() -> None:
-    python = {path.parent.name for path in (ROOT / "fsdp_ext").glob("*/__init__.py")}
-    assert python == layers(PACKAGES).keys()
+    for package, rows in (("fsdp_ext", PACKAGES), ("fsdp_ext/sharding", SHARDING)):
+        python = {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
+        assert python == layers(rows).keys()
     assert {path.name for path in CSRC.iterdir()} == layers(FOLDERS).keys()
 
 
@@ -136,6 +138,13 @@ def test_packages_import_lower_packages_only() -> None:
     from_the_top = [name for name, targets in inside.items() if "fsdp_ext" in targets]
     assert not from_the_top
     assert upward(inside, layers(PACKAGES), 1, ".") == []
+    sharding = {
+        name: {target for target in targets if target.startswith("fsdp_ext.sharding.")}
+        for name, targets in inside.items()
+        if name.startswith("fsdp_ext.sharding.")
+    }
+    assert len(sharding) > 30
+    assert upward(sharding, layers(SHARDING), 2, ".") == []
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:

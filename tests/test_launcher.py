@@ -25,8 +25,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from fsdp_ext.comm import lanes
 from fsdp_ext.comm.lanes import lanes_of
 from fsdp_ext.comm.rendezvous import Rendezvous
-from fsdp_ext.sharding import auto
-from fsdp_ext.sharding.settings import Choice
+from fsdp_ext.sharding.params.settings import Choice
+from fsdp_ext.sharding.root import auto
 
 
 def _sum_of_ranks(offset: int) -> tuple[int, int, int]:

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard
 
-from fsdp_ext.sharding import api
-from fsdp_ext.sharding.arguments import resolve_offload
-from fsdp_ext.sharding.dtensors import Spread
+from fsdp_ext.sharding.api.arguments import resolve_offload
+from fsdp_ext.sharding.api.entry import entry as api
+from fsdp_ext.sharding.params.dtensors import Spread
 
 FOUR = (2, 4)
 

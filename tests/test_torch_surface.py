@@ -21,7 +21,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 import fsdp_ext
 from fsdp_ext import fully_shard
-from fsdp_ext.sharding.refused_methods import override_rest
+from fsdp_ext.sharding.api.refused_methods import override_rest
 
 
 def test_every_name_of_torch_is_exported() -> None:

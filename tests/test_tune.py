@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 import fsdp_ext
 from fsdp_ext import Link, Simulated, fully_shard
 from fsdp_ext.profiler.recording import Iteration, Span
-from fsdp_ext.sharding.auto import remember
-from fsdp_ext.sharding.settings import Choice, Scope
+from fsdp_ext.sharding.params.settings import Choice, Scope
+from fsdp_ext.sharding.root.auto import remember
 from fsdp_ext.tuner.candidates import shortlist
 from fsdp_ext.tuner.costs import _fit, seconds_of
 from fsdp_ext.tuner.result import Candidate, Tuning

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fsdp_ext
-from fsdp_ext.sharding.ownership import own_grad_dtype
+from fsdp_ext.sharding.params.ownership import own_grad_dtype
 from fsdp_ext.verifier import numbers
 from fsdp_ext.verifier.numbers import Reduction
 from fsdp_ext.verifier.result import Check

@@ -70,7 +70,7 @@ class Communicator {
   // Whether `memory` lies in registered memory.
   virtual bool is_registered(const void* /*memory*/) const { return false; }
   // Frees buffers that no rank holds any more, if freeing them was put off: Note [order of windows]
-  // in comm/nccl_buffers.h. All ranks call it together.
+  // in comm/nccl/nccl_buffers.h. All ranks call it together.
   virtual void free_unused() {}
   // Whether all ranks pass true. They call it together.
   virtual bool all_agree(bool mine) { return mine; }
@@ -117,7 +117,8 @@ class Communicator {
   virtual void host_all_gather(Stream& stream, const void* input, void* output,
                                std::size_t bytes) = 0;
 
-  // Collectives are recorded once a group is set: Note [flight records] in core/flight_tape.h.
+  // Collectives are recorded once a group is set: Note [flight records] in
+  // core/record/flight_tape.h.
   void set_flight_group(FlightGroup group) {
     flight_group_ = std::make_shared<FlightGroup>(std::move(group));
   }

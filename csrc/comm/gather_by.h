@@ -1,5 +1,5 @@
 // How a transport gathers several parameters best. The layout of a unit follows it:
-// Note [gather plans] in core/layout.h.
+// Note [gather plans] in core/memory/layout.h.
 #pragma once
 
 #include <cstdint>

@@ -14,7 +14,7 @@
 // `before`, those after it (unpack, finish) on `after`, so they overlap the messages of other
 // pieces. Pieces use the two halves of the staging buffer and of the reduce input in turns. A
 // bucket that is one piece needs no other stream than the lane's, unless it is packed ahead: Note
-// [packing ahead] in core/reducer.h.
+// [packing ahead] in core/reduce/reducer.h.
 //
 // Note [shards and gradients in windows]
 // NCCL is fastest if it reads and writes registered memory. Without a cast, gathers read the flat
@@ -34,8 +34,8 @@
 // for each other, and the schedule is that of one mesh.
 //
 // - A bucket has units of one mesh, and divides gradients by the size of that mesh.
-// - With replicas (Note [replicas] in core/reducer.h), ranks that have the same shard of the root's
-//   unit have the same shards of all units, so one lane sums the gradients of all of them.
+// - With replicas (Note [replicas] in core/reduce/reducer.h), ranks that have the same shard of the
+//   root's unit have the same shards of all units, so one lane sums the gradients of all of them.
 // - All ranks of the root compare their orders, and exchange which parameters they used. They do
 //   not compare sizes with ranks of other meshes, which may have more experts. A parameter has a
 //   gradient if a rank of its own mesh used it.
@@ -57,8 +57,8 @@
 
 #include "base/check.h"
 #include "comm/communicator.h"
-#include "core/collective_history.h"
-#include "core/flight_tape.h"
+#include "core/record/collective_history.h"
+#include "core/record/flight_tape.h"
 #include "device/stream.h"
 #include "pack/pack.h"
 

@@ -37,8 +37,8 @@
 #include <memory>
 #include <vector>
 
-#include "core/backward_order.h"
-#include "core/call_id.h"
+#include "core/schedule/backward_order.h"
+#include "core/schedule/call_id.h"
 
 namespace fsdp {
 
@@ -52,7 +52,7 @@ class BackwardTarget {
 };
 
 // Which calls have their outputs in the graph of the backward that runs: Note [order of backward]
-// in core/backward_order.h.
+// in core/schedule/backward_order.h.
 class GraphCalls {
  public:
   // The output is behind the node.

@@ -7,13 +7,13 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "comm/messages.h"
+#include "comm/messages/messages.h"
 
 namespace fsdp {
 
 // Whether collectives may be composed of the backend's messages. These have to travel as
-// comm/messages.h says, and gloo's do. Other backends may send a message before its receiver has
-// asked for it, or have fewer tags.
+// comm/messages/messages.h says, and gloo's do. Other backends may send a message before its
+// receiver has asked for it, or have fewer tags.
 bool has_messages(c10d::Backend& backend);
 
 std::unique_ptr<Messages> messages_of(c10::intrusive_ptr<c10d::Backend> backend);

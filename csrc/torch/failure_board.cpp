@@ -8,7 +8,7 @@
 #include <thread>
 
 #include "base/check.h"
-#include "comm/mailbox.h"
+#include "comm/shared_memory/mailbox.h"
 
 namespace fsdp {
 namespace {

@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "comm/deadlock_watch.h"
-#include "comm/process_identity.h"
+#include "comm/liveness/deadlock_watch.h"
+#include "comm/liveness/process_identity.h"
 
 namespace fsdp {
 

@@ -5,7 +5,7 @@
 // checkpoint writes the whole storage of a tensor, which for a view would be the whole flat shard
 // once for each parameter. A DTensor can only be pickled if its local tensor begins where its
 // storage begins. Since the storages know nothing of each other, whatever gives the flat tensor
-// other memory (Note [moving shards] in core/bucket.h) also sets the pointers of all parts.
+// other memory (Note [moving shards] in core/units/bucket.h) also sets the pointers of all parts.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -6,8 +6,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "comm/communicator.h"
-#include "comm/composed.h"
-#include "comm/deadlock_watch.h"
+#include "comm/liveness/deadlock_watch.h"
+#include "comm/messages/composed.h"
 #include "torch/failure_board.h"
 
 namespace fsdp {

@@ -6,7 +6,7 @@
 
 #include <memory>
 
-#include "core/reduce_hook.h"
+#include "core/reduce/reduce_hook.h"
 
 namespace fsdp {
 

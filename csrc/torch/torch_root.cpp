@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "base/check.h"
-#include "core/flight_recorder.h"
+#include "core/record/flight_recorder.h"
 #include "torch/dtype.h"
 #include "torch/profiler_range.h"
 #include "torch/with_python.h"

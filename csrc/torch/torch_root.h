@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "core/lanes.h"
-#include "core/pipeline.h"
+#include "core/schedule/pipeline.h"
 #include "torch/autograd_hooks.h"
 #include "torch/root_owner.h"
 #include "torch/step_checks.h"

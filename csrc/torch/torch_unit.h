@@ -7,15 +7,15 @@
 // that names the unit. With torch 2.11, which cannot do that, its size is 0: operators that ask for
 // a typed pointer or make views raise PyTorch's own errors, but elementwise kernels crash, as they
 // do on a storage that FSDP2 has freed. No operator reads stale numbers. Each input of an extension
-// (Note [tensor extensions] in fsdp_ext/sharding/extensions.py) has a storage of its own. attach()
-// points it at the slot, too, and detach() at nothing.
+// (Note [tensor extensions] in fsdp_ext/sharding/params/extensions.py) has a storage of its own.
+// attach() points it at the slot, too, and detach() at nothing.
 //
 // Note [registered parameters]
 // While a unit is unsharded, its modules have the unsharded parameters as attributes, and otherwise
-// the sharded DTensors. (Note [after an evaluation] in core/unit.h has an exception.) Each swap is
-// one PyDict_SetItem, which needs the GIL but runs no Python, unless the module has a __setattr__
-// of its own: torch/module_attribute.h. Backward swaps, too, since activation checkpointing runs
-// parts of forward again.
+// the sharded DTensors. (Note [after an evaluation] in core/units/unit.h has an exception.) Each
+// swap is one PyDict_SetItem, which needs the GIL but runs no Python, unless the module has a
+// __setattr__ of its own: torch/module_attribute.h. Backward swaps, too, since activation
+// checkpointing runs parts of forward again.
 //
 // Note [opaque outputs]
 // Backward gathers a unit when it reaches a tensor that the unit's forward returned. A hook cannot
@@ -61,7 +61,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/unit.h"
+#include "core/units/unit.h"
 #include "torch/autograd_hooks.h"
 #include "torch/flat_tensor.h"
 #include "torch/module_attribute.h"

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "base/check.h"
-#include "core/flight_recorder.h"
+#include "core/record/flight_recorder.h"
 #include "device/forks.h"
 #include "torch/cuda_framework.h"
 #include "torch/dtype.h"

@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "comm/nccl.h"
-#include "comm/shared_memory.h"
+#include "comm/nccl/nccl.h"
+#include "comm/shared_memory/shared_memory.h"
 #include "comm/simulated.h"
 #include "core/lanes.h"
 #include "torch/inline_group.h"
@@ -33,8 +33,8 @@ std::shared_ptr<Lanes> make_inline_lanes(const pybind11::object& collectives,
                                          const InlineRank& place,
                                          std::chrono::milliseconds timeout);
 
-// On the host, over memory that the ranks share; see comm/shared_memory.h. `timeout` limits waits
-// for peers, and `host_timeout` the host's own waits.
+// On the host, over memory that the ranks share; see comm/shared_memory/shared_memory.h. `timeout`
+// limits waits for peers, and `host_timeout` the host's own waits.
 std::shared_ptr<Lanes> make_shared_memory_lanes(const SharedMemoryEndpoint& endpoint,
                                                 const std::vector<std::string>& addresses, int rank,
                                                 std::chrono::milliseconds timeout,

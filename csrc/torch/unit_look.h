@@ -6,7 +6,7 @@
 // unit's unsharded parameters are hashed when the unit is resharded, in forward and again in
 // backward. So the hash covers the gather and all the time that the slot was in use. The sharded
 // parameters are hashed when the step begins and when it ends. At the end of the step all ranks
-// exchange these numbers, and fsdp_ext/sharding/step_checks.py compares them.
+// exchange these numbers, and fsdp_ext/sharding/root/step_checks.py compares them.
 //
 // All of this runs on the compute stream, where the parameters are whole and nobody writes them. On
 // a GPU the numbers stay there until the end of the step. Other steps do nothing but count, and

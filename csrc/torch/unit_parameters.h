@@ -9,13 +9,13 @@
 #include <utility>
 #include <vector>
 
-#include "core/layout.h"
+#include "core/memory/layout.h"
 #include "torch/with_python.h"
 
 namespace fsdp {
 
 // A parameter of the layout, or an input of an extension: Note [tensor extensions] in
-// fsdp_ext/sharding/extensions.py.
+// fsdp_ext/sharding/params/extensions.py.
 struct UnitParameter {
   std::vector<std::int64_t> shape;  // unsharded
   at::ScalarType dtype;             // unsharded

@@ -7,7 +7,7 @@ The environment variables are PyTorch's own. Set them before the first forward:
   Ours is in the same folder, and its name begins with ``fsdp_ext_``. PyTorch writes its own record
   at about the same time, so with one name, one record would replace the other.
 
-See Note [flight records] in ``csrc/core/flight_tape.h``.
+See Note [flight records] in ``csrc/core/record/flight_tape.h``.
 """
 
 from __future__ import annotations

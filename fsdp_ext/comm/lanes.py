@@ -114,7 +114,7 @@ def add_group_lanes(
 ) -> None:
     """Give ``lanes`` the lanes of smaller groups, if they have none. All ranks call this.
 
-    See Note [group shards] in ``csrc/core/group_shard.h``.
+    See Note [group shards] in ``csrc/core/gather/group_shard.h``.
 
     Args:
         lanes: those of ``group``.

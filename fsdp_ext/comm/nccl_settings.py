@@ -25,8 +25,8 @@ class NcclSettings:
 
     Args:
         registers_buffers: whether long-lived buffers are registered, where NCCL can.
-        gather: fields of ncclConfig_t for the gather lane, by the names that csrc/comm/nccl.h has.
-            What is not set is left to NCCL.
+        gather: fields of ncclConfig_t for the gather lane, by the names that csrc/comm/nccl/nccl.h
+            has. What is not set is left to NCCL.
         reduce: the same for the reduce lane.
     """
 

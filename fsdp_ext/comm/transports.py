@@ -151,10 +151,10 @@ def connect_through_memory(
 
     Note [which ranks share memory]: ranks of one machine, by its boot id, try. If there are several
     machines, those of each machine do, and the machines send each other messages over the process
-    group (Note [groups that span hosts] in csrc/comm/host_ranks.h). A rank's memory is a file
-    without a name, and its peers open it through /proc and compare a random number in it. So host
-    names, network, IPC and mount namespaces and /dev/shm do not matter. What matters is one PID
-    namespace, with its own /proc. Containers of one machine mostly have several. Then the whole
+    group (Note [groups that span hosts] in csrc/comm/shared_memory/host_ranks.h). A rank's memory
+    is a file without a name, and its peers open it through /proc and compare a random number in it.
+    So host names, network, IPC and mount namespaces and /dev/shm do not matter. What matters is one
+    PID namespace, with its own /proc. Containers of one machine mostly have several. Then the whole
     group uses the process group alone, and a warning says how its ranks could share memory.
 
     Args:

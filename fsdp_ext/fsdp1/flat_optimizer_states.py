@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_ext.sharding.flat_parameter import NAME, FlatParameter
+from fsdp_ext.sharding.params.flat_parameter import NAME, FlatParameter
 
 State = dict[str, Any]
 

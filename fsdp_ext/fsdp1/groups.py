@@ -15,7 +15,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_ext._util.warn import warn_caller
 from fsdp_ext.comm.rendezvous import machine
-from fsdp_ext.sharding.arguments import default_device_type, resolve_mesh
+from fsdp_ext.sharding.api.arguments import default_device_type, resolve_mesh
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 

@@ -38,10 +38,10 @@ from fsdp_ext._util.errors import MisuseError
 from fsdp_ext._util.numbers import as_bool
 from fsdp_ext._util.warn import warn_caller
 from fsdp_ext.fsdp1.groups import HYBRID
-from fsdp_ext.sharding.arguments import check_dtypes, has_no_forward
-from fsdp_ext.sharding.module_state import managed_params
-from fsdp_ext.sharding.optimizer_in_backward import has_optimizer_in_backward
-from fsdp_ext.sharding.ownership import is_sharded, keeps_own_rows
+from fsdp_ext.sharding.api.arguments import check_dtypes, has_no_forward
+from fsdp_ext.sharding.params.optimizer_in_backward import has_optimizer_in_backward
+from fsdp_ext.sharding.params.ownership import is_sharded, keeps_own_rows
+from fsdp_ext.sharding.root.module_state import managed_params
 
 WRAPPED = "_fsdp_wrapped_module"  # FSDP1's name of the child, which other libraries look for
 CHECKPOINTED = "_checkpoint_wrapped_module"

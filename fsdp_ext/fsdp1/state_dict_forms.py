@@ -28,7 +28,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from fsdp_ext.fsdp1.whole_tensors import whole_copy
-from fsdp_ext.sharding.ranks import Ranks
+from fsdp_ext.sharding.params.ranks import Ranks
 
 State = dict[str, Any]
 

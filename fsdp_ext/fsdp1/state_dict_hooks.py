@@ -13,9 +13,9 @@ from fsdp_ext.fsdp1.state_dict_forms import Form
 from fsdp_ext.fsdp1.summon import stands_for
 from fsdp_ext.fsdp1.views import mark_flattened
 from fsdp_ext.fsdp1.whole_tensors import shard_like, whole_copy, without_sharded_tensor
-from fsdp_ext.sharding.flat_parameter import NAME as FLAT
-from fsdp_ext.sharding.flat_parameter import show_flat
-from fsdp_ext.sharding.state_dict_hooks import adopt_changes, settle
+from fsdp_ext.sharding.params.flat_parameter import NAME as FLAT
+from fsdp_ext.sharding.params.flat_parameter import show_flat
+from fsdp_ext.sharding.torch_compat.state_dict_hooks import adopt_changes, settle
 
 
 def remove_wrapper_names(

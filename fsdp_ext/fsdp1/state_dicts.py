@@ -27,12 +27,12 @@ from fsdp_ext.fsdp1.flat_optimizer_states import FlatParameters
 from fsdp_ext.fsdp1.setup import broadcast
 from fsdp_ext.fsdp1.state_dict_forms import CONFIGS, DEFAULT, Form, State
 from fsdp_ext.fsdp1.whole_tensors import gathered_by_all, shard_like, without_sharded_tensor
-from fsdp_ext.sharding.agreement import exchange
-from fsdp_ext.sharding.arguments import device_of
-from fsdp_ext.sharding.flat_parameter import own_parameters_shown, show_flat
-from fsdp_ext.sharding.ranks import Ranks
-from fsdp_ext.sharding.state_dict_hooks import settle
-from fsdp_ext.sharding.unit import Unit
+from fsdp_ext.sharding.api.arguments import device_of
+from fsdp_ext.sharding.params.flat_parameter import own_parameters_shown, show_flat
+from fsdp_ext.sharding.params.ranks import Ranks
+from fsdp_ext.sharding.root.agreement import exchange
+from fsdp_ext.sharding.root.unit import Unit
+from fsdp_ext.sharding.torch_compat.state_dict_hooks import settle
 
 
 class StateDictMethods:

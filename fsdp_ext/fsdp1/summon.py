@@ -23,18 +23,18 @@ from fsdp_ext._util.numbers import as_bool
 from fsdp_ext._util.warn import warn_caller
 from fsdp_ext.fsdp1.state_dict_forms import is_rank_0
 from fsdp_ext.fsdp1.whole_tensors import gathered_by_all, shard_like, whole_copy
-from fsdp_ext.sharding.flat_parameter import own_parameters_shown
-from fsdp_ext.sharding.module_attributes import set_parameter
-from fsdp_ext.sharding.ownership import (
+from fsdp_ext.sharding.params.flat_parameter import own_parameters_shown
+from fsdp_ext.sharding.params.module_attributes import set_parameter
+from fsdp_ext.sharding.params.ownership import (
     carry_attributes,
     mark_goes_on_as,
     mark_overwritten,
     mark_unsharded,
 )
-from fsdp_ext.sharding.sharded_param import ShardedParam
-from fsdp_ext.sharding.state_dict_hooks import settle
-from fsdp_ext.sharding.unit import Unit
-from fsdp_ext.sharding.unreduced import is_unreduced
+from fsdp_ext.sharding.params.sharded_param import ShardedParam
+from fsdp_ext.sharding.params.unreduced import is_unreduced
+from fsdp_ext.sharding.root.unit import Unit
+from fsdp_ext.sharding.torch_compat.state_dict_hooks import settle
 
 # Set on a whole parameter: the sharded one that it stands for.
 _STANDS_FOR = "_fsdp_ext_stands_for"

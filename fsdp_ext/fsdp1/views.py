@@ -30,19 +30,19 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_ext.fsdp1.groups import HYBRID
 from fsdp_ext.fsdp1.setup import CHECKPOINTED
-from fsdp_ext.sharding.flat_parameter import make_flat
-from fsdp_ext.sharding.fsdp_module import FSDPModule
-from fsdp_ext.sharding.handles import UnshardHandle
-from fsdp_ext.sharding.module_state import (
+from fsdp_ext.sharding.api.fsdp_module import FSDPModule
+from fsdp_ext.sharding.api.handles import UnshardHandle
+from fsdp_ext.sharding.params.flat_parameter import make_flat
+from fsdp_ext.sharding.params.sharded_param import ShardedParam
+from fsdp_ext.sharding.root.module_state import (
     managed_modules,
     sharded_module,
     unit_of,
     units_below,
     units_of,
 )
-from fsdp_ext.sharding.sharded_param import ShardedParam
-from fsdp_ext.sharding.state_dict_hooks import converting, reshard
-from fsdp_ext.sharding.unit import Unit
+from fsdp_ext.sharding.root.unit import Unit
+from fsdp_ext.sharding.torch_compat.state_dict_hooks import converting, reshard
 
 
 class _View:

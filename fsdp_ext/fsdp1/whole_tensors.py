@@ -16,8 +16,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from fsdp_ext.comm.rendezvous import host_backend
 from fsdp_ext.comm.roll_call import called_by_all
 from fsdp_ext.comm.transports import timeout_of
-from fsdp_ext.sharding.agreement import has_peers
-from fsdp_ext.sharding.unit import Unit
+from fsdp_ext.sharding.root.agreement import has_peers
+from fsdp_ext.sharding.root.unit import Unit
 
 
 def gathered_by_all(

@@ -68,22 +68,22 @@ from fsdp_ext.fsdp1.summon import Summoning, SummonMethods, check_summons, summo
 from fsdp_ext.fsdp1.torchs_methods import refuse_torchs_methods
 from fsdp_ext.fsdp1.views import WrapperViews, flatten_unit, mark_flattened
 from fsdp_ext.fsdp1.whole_tensors import gathered_by_all
-from fsdp_ext.sharding.api import make_units
-from fsdp_ext.sharding.arguments import check_modules
-from fsdp_ext.sharding.conversions import convert_shards
-from fsdp_ext.sharding.flat_parameter import is_flat
-from fsdp_ext.sharding.fsdp_module import FSDPModule
-from fsdp_ext.sharding.module_state import (
+from fsdp_ext.sharding.api.arguments import check_modules
+from fsdp_ext.sharding.api.entry import make_units
+from fsdp_ext.sharding.api.fsdp_module import FSDPModule
+from fsdp_ext.sharding.params.flat_parameter import is_flat
+from fsdp_ext.sharding.params.optimizer_in_backward import watch_optimizers_in_backward
+from fsdp_ext.sharding.params.ownership import carry_attributes, hand_over, is_sharded
+from fsdp_ext.sharding.params.ranks import Ranks
+from fsdp_ext.sharding.params.user_hooks import CommunicationHook
+from fsdp_ext.sharding.root.module_state import (
     ModuleState,
     refuse_copy,
     set_state,
     sharded_module,
 )
-from fsdp_ext.sharding.optimizer_hooks import let_optimizers_go_on
-from fsdp_ext.sharding.optimizer_in_backward import watch_optimizers_in_backward
-from fsdp_ext.sharding.ownership import carry_attributes, hand_over, is_sharded
-from fsdp_ext.sharding.ranks import Ranks
-from fsdp_ext.sharding.user_hooks import CommunicationHook
+from fsdp_ext.sharding.root.optimizer_hooks import let_optimizers_go_on
+from fsdp_ext.sharding.torch_compat.conversions import convert_shards
 
 
 class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn.Module):

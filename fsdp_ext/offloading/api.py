@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from fsdp_ext._util.errors import UnsupportedError
 from fsdp_ext._util.numbers import as_bool
 from fsdp_ext.offloading.states import OffloadedStates, owners_of, params_by_group
-from fsdp_ext.sharding.module_state import sharded_module
-from fsdp_ext.sharding.unit import Unit
-from fsdp_ext.sharding.unit_tree import UnitTree
+from fsdp_ext.sharding.root.module_state import sharded_module
+from fsdp_ext.sharding.root.unit import Unit
+from fsdp_ext.sharding.root.unit_tree import UnitTree
 
 # PyTorch's optimizers that change each parameter by its own gradient and states alone.
 _SEPARABLE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop",

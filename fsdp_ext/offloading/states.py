@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from fsdp_ext.offloading.copy_streams import CopyStreams
 from fsdp_ext.offloading.portion import Portion, all_same, is_offloaded
-from fsdp_ext.sharding.unit import Unit
+from fsdp_ext.sharding.root.unit import Unit
 
 
 class OffloadedStates:

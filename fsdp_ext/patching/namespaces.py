@@ -20,7 +20,7 @@ from torch.distributed.fsdp import _init_utils, fully_sharded_data_parallel
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_ext.fsdp1.wrapper import FullyShardedDataParallel
-from fsdp_ext.sharding.api import fully_shard
+from fsdp_ext.sharding.api.entry import fully_shard
 
 NAMESPACES = (
     "torch.distributed.fsdp",

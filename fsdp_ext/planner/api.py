@@ -7,7 +7,7 @@
     print(fsdp_ext.plan(model, world_size=64, units=Block, batch=tokens, flops_per_second=400e12))
 
 Sizes are exact, since the run computes layout, buckets and buffers with the same code
-(csrc/core/layout.h, merging.h, memory_plan.h). Times are simulated (schedule.py).
+(csrc/core/memory/layout.h, merging.h, memory_plan.h). Times are simulated (schedule.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fsdp_ext.planner.result import Plan
 from fsdp_ext.planner.sizes import bucket_sizes, find_buckets, memory_of, unit_sizes
 from fsdp_ext.planner.times import StepCosts, predict_plan
 from fsdp_ext.planner.units import PlannedRoot, Units, units_of_plain, units_of_sharded
-from fsdp_ext.sharding.arguments import (
+from fsdp_ext.sharding.api.arguments import (
     check_policy,
     reshard_over,
     resolve_bucket_bytes,
@@ -46,9 +46,9 @@ from fsdp_ext.sharding.arguments import (
     resolve_offload,
     resolve_prefetch,
 )
-from fsdp_ext.sharding.module_state import sharded_module
-from fsdp_ext.sharding.settings import UnitSettings
-from fsdp_ext.sharding.unit import Unit
+from fsdp_ext.sharding.params.settings import UnitSettings
+from fsdp_ext.sharding.root.module_state import sharded_module
+from fsdp_ext.sharding.root.unit import Unit
 
 
 def plan(

@@ -20,10 +20,10 @@ from fsdp_ext.comm.transports import (
     why_no_shared_memory,
 )
 from fsdp_ext.planner.units import PlannedRanks
-from fsdp_ext.sharding.meshes import refuse_several_meshes
-from fsdp_ext.sharding.module_state import units_below
-from fsdp_ext.sharding.param_group import ParamGroup
-from fsdp_ext.sharding.unit import Unit
+from fsdp_ext.sharding.params.param_group import ParamGroup
+from fsdp_ext.sharding.root.meshes import refuse_several_meshes
+from fsdp_ext.sharding.root.module_state import units_below
+from fsdp_ext.sharding.root.unit import Unit
 
 _MOST_STATES = 1000  # more tensors for each parameter than any optimizer keeps
 

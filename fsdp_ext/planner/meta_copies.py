@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_ext.sharding.fsdp_module import original_class
-from fsdp_ext.sharding.module_state import is_state
-from fsdp_ext.sharding.ownership import own_grad_dtype
+from fsdp_ext.sharding.api.fsdp_module import original_class
+from fsdp_ext.sharding.params.ownership import own_grad_dtype
+from fsdp_ext.sharding.root.module_state import is_state
 
 # Attributes with hooks. Hooks, those of fully_shard above all, belong to the original model.
 _HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name)

@@ -7,9 +7,9 @@
               for i in range(32)]
     print(predict(None, layers, H100_NODE).exposed)
 
-Nothing runs. ``predict`` follows the calls that csrc/core/pipeline.h makes for a chain of units,
-with one lane for gathers, one for reductions and, with hybrid sharding, one for all-reduces over
-replicas, and advances a clock from event to event. All times are simulated.
+Nothing runs. ``predict`` follows the calls that csrc/core/schedule/pipeline.h makes for a chain of
+units, with one lane for gathers, one for reductions and, with hybrid sharding, one for all-reduces
+over replicas, and advances a clock from event to event. All times are simulated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from fsdp_ext.comm.link import Link
 
 @dataclass(frozen=True)
 class Stage:
-    """The units that are gathered, computed and reduced together: a bucket (csrc/core/bucket.h).
+    """The units that are gathered, computed and reduced together: a bucket
+    (csrc/core/units/bucket.h).
 
     Args:
         name: name of the bucket or of its unit.
@@ -123,15 +124,15 @@ def predict(
 ) -> Prediction:
     """Return how long a training step takes for a chain of stages.
 
-    The rules are those of csrc/core/pipeline.h once the order is known. Forward gathers the root
-    first, which encloses the stages. When forward enters a stage, it issues the gathers of the next
-    ``depth`` stages, as long as the ring has free slots (csrc/core/buffer_ring.h). A slot is free
-    when its stage's forward has ended. Backward runs the stages in reverse. Stages whose slot has
-    not been taken since forward are still there, and the others are gathered again. A stage's
-    reduction is issued when its backward has ended, and the root's at the very end. With replicas,
-    each message is all-reduced after its reduction, while the next one is reduced (Note [replicas]
-    in csrc/core/reducer.h). Each lane works in order. The step ends when compute and all reductions
-    have ended.
+    The rules are those of csrc/core/schedule/pipeline.h once the order is known. Forward gathers
+    the root first, which encloses the stages. When forward enters a stage, it issues the gathers of
+    the next ``depth`` stages, as long as the ring has free slots (csrc/core/memory/buffer_ring.h).
+    A slot is free when its stage's forward has ended. Backward runs the stages in reverse. Stages
+    whose slot has not been taken since forward are still there, and the others are gathered again.
+    A stage's reduction is issued when its backward has ended, and the root's at the very end. With
+    replicas, each message is all-reduced after its reduction, while the next one is reduced (Note
+    [replicas] in csrc/core/reduce/reducer.h). Each lane works in order. The step ends when compute
+    and all reductions have ended.
 
     While k of the lanes work, they take the share k * contention from compute. Compute then
     runs at the rate max(0, 1 - k * contention). If k * contention exceeds 1, each lane runs at the
@@ -155,7 +156,8 @@ def predict(
         launch: seconds of host time per stage, in forward and again in backward, on top of its
             compute.
         packs_ahead: whether the copies of a reduction overlap the wire of the one before it, as on
-            a GPU (Note [packing ahead] in csrc/core/reducer.h). All of them count as packing.
+            a GPU (Note [packing ahead] in csrc/core/reduce/reducer.h). All of them count as
+            packing.
         replica_link: the link of all-reduces over replicas, which take ``alpha + 2 * bytes / beta``
             with its figures for reductions. Stages that all-reduce need it.
 

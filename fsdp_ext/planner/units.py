@@ -1,6 +1,7 @@
 """The units of a planned model: those that ``fully_shard`` would make, on a copy without memory.
 
-The rules are those of training: ``sharding/param_group.py`` and ``sharding/unit_tree.py``.
+The rules are those of training: ``sharding/params/param_group.py`` and
+``sharding/root/unit_tree.py``.
 """
 
 from __future__ import annotations
@@ -16,26 +17,26 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_ext.comm.link import Link
 from fsdp_ext.planner.meta_copies import meta_copy
-from fsdp_ext.sharding.arguments import check_containers, check_modules
-from fsdp_ext.sharding.flat_parameter import own_parameters_shown
-from fsdp_ext.sharding.module_state import (
+from fsdp_ext.sharding.api.arguments import check_containers, check_modules
+from fsdp_ext.sharding.params.flat_parameter import own_parameters_shown
+from fsdp_ext.sharding.params.ownership import (
+    check_parameter,
+    keeps_own_rows,
+    mark_sharded,
+    own_grad_dtype,
+)
+from fsdp_ext.sharding.params.param_group import ParamGroup, keeps_dtype
+from fsdp_ext.sharding.params.settings import Decision, UnitSettings
+from fsdp_ext.sharding.root.module_state import (
     ModuleState,
     managed_params,
     set_state,
     unit_of,
     units_below,
 )
-from fsdp_ext.sharding.ownership import (
-    check_parameter,
-    keeps_own_rows,
-    mark_sharded,
-    own_grad_dtype,
-)
-from fsdp_ext.sharding.param_group import ParamGroup, keeps_dtype
-from fsdp_ext.sharding.settings import Decision, UnitSettings
-from fsdp_ext.sharding.state_dict_hooks import settle
-from fsdp_ext.sharding.unit import Unit
-from fsdp_ext.sharding.unit_tree import UnitTree
+from fsdp_ext.sharding.root.unit import Unit
+from fsdp_ext.sharding.root.unit_tree import UnitTree
+from fsdp_ext.sharding.torch_compat.state_dict_hooks import settle
 
 # The modules that become units: classes, modules, or a function that decides for each module.
 Units = type[nn.Module] | Sequence[type[nn.Module] | nn.Module] | Callable[[nn.Module], bool]

@@ -28,9 +28,9 @@ from fsdp_ext.profiler.rows import Row, Summary, rows_of, summarise
 from fsdp_ext.profiler.slowdown import Slowdown
 from fsdp_ext.profiler.torch_trace import read_torch_trace
 from fsdp_ext.profiler.trace import trace_of
-from fsdp_ext.sharding.agreement import exchange, has_peers
-from fsdp_ext.sharding.meshes import refuse_several_meshes
-from fsdp_ext.sharding.root import Root, running_root
+from fsdp_ext.sharding.root.agreement import exchange, has_peers
+from fsdp_ext.sharding.root.meshes import refuse_several_meshes
+from fsdp_ext.sharding.root.root import Root, running_root
 
 # Roots that a profile is recording now.
 _profiled: WeakSet[Root] = WeakSet()

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fsdp_ext.profiler.causes import Lateness
 from fsdp_ext.profiler.recording import COLLECTIVES, WIRES, Iteration
-from fsdp_ext.sharding.agreement import exchange, has_peers
-from fsdp_ext.sharding.unit import Unit
+from fsdp_ext.sharding.root.agreement import exchange, has_peers
+from fsdp_ext.sharding.root.unit import Unit
 
 # How often ranks read their clocks at a barrier; the median difference counts.
 _ROUNDS = 9

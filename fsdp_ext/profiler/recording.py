@@ -1,4 +1,4 @@
-"""Spans and iterations: what the C++ ledger (csrc/core/ledger.h) recorded of each step."""
+"""Spans and iterations: what the C++ ledger (csrc/core/record/ledger.h) recorded of each step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsdp_ext import _C
 LANES = {
     "cast": "gather",
     "gather": "gather",
-    "group gather": "gather",  # of a smaller group: Note [group shards] in csrc/core/group_shard.h
+    "group gather": "gather",  # of a smaller group: csrc/core/gather/group_shard.h
     "unpack": "gather",
     "keep": "gather",
     "pack": "reduce",

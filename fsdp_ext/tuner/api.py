@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from fsdp_ext._util.losses import mean_of_output
 from fsdp_ext.comm.inline_group import refuse_inline_group
-from fsdp_ext.sharding.agreement import together
-from fsdp_ext.sharding.auto import remember
-from fsdp_ext.sharding.meshes import refuse_several_meshes
-from fsdp_ext.sharding.root import Root, running_root
-from fsdp_ext.sharding.settings import Choice, Scope
+from fsdp_ext.sharding.params.settings import Choice, Scope
+from fsdp_ext.sharding.root.agreement import together
+from fsdp_ext.sharding.root.auto import remember
+from fsdp_ext.sharding.root.meshes import refuse_several_meshes
+from fsdp_ext.sharding.root.root import Root, running_root
 from fsdp_ext.tuner.arguments import agreed_limit, check_arguments, check_state, units_of
 from fsdp_ext.tuner.candidates import PlannedSettings, choices, shortlist
 from fsdp_ext.tuner.costs import measure_costs

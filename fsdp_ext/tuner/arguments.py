@@ -9,10 +9,10 @@ from torch import nn
 from fsdp_ext._util.numbers import MOST_STEPS, as_bool, is_at_least
 from fsdp_ext.planner.arguments import check_memory_arguments
 from fsdp_ext.profiler.api import is_profiled
-from fsdp_ext.sharding.agreement import exchange
-from fsdp_ext.sharding.module_state import sharded_module, unit_of, units_below
-from fsdp_ext.sharding.root import Root
-from fsdp_ext.sharding.unit import Unit
+from fsdp_ext.sharding.root.agreement import exchange
+from fsdp_ext.sharding.root.module_state import sharded_module, unit_of, units_below
+from fsdp_ext.sharding.root.root import Root
+from fsdp_ext.sharding.root.unit import Unit
 
 
 def units_of(model: nn.Module) -> list[Unit]:

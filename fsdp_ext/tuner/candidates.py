@@ -11,8 +11,8 @@ from fsdp_ext.comm.costs import default_bucket_bytes
 from fsdp_ext.planner.sizes import find_buckets, memory_of
 from fsdp_ext.planner.times import StepCosts, predict_plan
 from fsdp_ext.planner.units import PlannedRanks, PlannedRoot, units_of_sharded
-from fsdp_ext.sharding.root import Root
-from fsdp_ext.sharding.settings import AUTO, Choice, Decision, Scope
+from fsdp_ext.sharding.params.settings import AUTO, Choice, Decision, Scope
+from fsdp_ext.sharding.root.root import Root
 from fsdp_ext.tuner.result import WORTH, Candidate
 
 _DEPTHS = (0, 1, 2, 3, 4)

@@ -27,9 +27,9 @@ from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.planner.times import StepCosts
 from fsdp_ext.profiler.api import profile
 from fsdp_ext.profiler.recording import WIRES, Iteration, copy_rates, own_compute, wire_seconds
-from fsdp_ext.sharding.agreement import exchange, together
-from fsdp_ext.sharding.root import Root
-from fsdp_ext.sharding.settings import Choice, Scope
+from fsdp_ext.sharding.params.settings import Choice, Scope
+from fsdp_ext.sharding.root.agreement import exchange, together
+from fsdp_ext.sharding.root.root import Root
 from fsdp_ext.tuner.trial import WARMUP, Trial
 
 _CONTENTION = 0.5

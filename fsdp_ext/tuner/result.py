@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fsdp_ext._util.tables import columns, sentence, size
 from fsdp_ext.planner.times import StepCosts
-from fsdp_ext.sharding.settings import Choice
+from fsdp_ext.sharding.params.settings import Choice
 
 # A setting that needs more memory has to be faster by at least this share.
 WORTH = 0.01

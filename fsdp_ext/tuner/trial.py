@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from fsdp_ext._util.losses import check_loss
-from fsdp_ext.sharding.agreement import OutOfMemory, exchange, together
-from fsdp_ext.sharding.root import Root
-from fsdp_ext.sharding.settings import Choice, Scope
-from fsdp_ext.sharding.unit import Unit
+from fsdp_ext.sharding.params.settings import Choice, Scope
+from fsdp_ext.sharding.root.agreement import OutOfMemory, exchange, together
+from fsdp_ext.sharding.root.root import Root
+from fsdp_ext.sharding.root.unit import Unit
 
 WARMUP = 2
 _ROUNDS = 6

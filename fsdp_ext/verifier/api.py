@@ -22,7 +22,7 @@ from fsdp_ext._util.losses import mean_of_output
 from fsdp_ext._util.numbers import as_bool
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.planner.units import Units
-from fsdp_ext.sharding.arguments import device_of, resolve_mesh
+from fsdp_ext.sharding.api.arguments import device_of, resolve_mesh
 from fsdp_ext.verifier import checks
 from fsdp_ext.verifier.arguments import (
     check_copy,

@@ -15,14 +15,14 @@ from torch.distributed.tensor import DTensor
 from fsdp_ext._util.numbers import MOST_RANKS, is_at_least
 from fsdp_ext.comm.transports import resolve_transport
 from fsdp_ext.planner.units import Units, chosen_modules
-from fsdp_ext.sharding.arguments import (
+from fsdp_ext.sharding.api.arguments import (
     check_policy,
     reshard_over,
     resolve_bucket_bytes,
     resolve_max_message_bytes,
     resolve_prefetch,
 )
-from fsdp_ext.sharding.module_state import has_state
+from fsdp_ext.sharding.root.module_state import has_state
 
 
 def check_model(model: Any) -> None:

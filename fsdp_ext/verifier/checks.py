@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from fsdp_ext._util.losses import check_loss
-from fsdp_ext.sharding.root import Root
+from fsdp_ext.sharding.root.root import Root
 from fsdp_ext.verifier.peers import Peers
 from fsdp_ext.verifier.random_state import RandomState
 from fsdp_ext.verifier.result import Check

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdp_ext.sharding.root import Root
-from fsdp_ext.sharding.sharded_param import ShardedParam
-from fsdp_ext.sharding.unit import Unit
+from fsdp_ext.sharding.params.sharded_param import ShardedParam
+from fsdp_ext.sharding.root.root import Root
+from fsdp_ext.sharding.root.unit import Unit
 from fsdp_ext.verifier.turns import rank_order_sum
 
 _WIDE = (torch.float32, torch.float64)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_ext.sharding.module_state import unit_of
-from fsdp_ext.sharding.root import Root
+from fsdp_ext.sharding.root.module_state import unit_of
+from fsdp_ext.sharding.root.root import Root
 from fsdp_ext.verifier.numbers import Reduction
 from fsdp_ext.verifier.peers import Peers
 from fsdp_ext.verifier.random_state import RandomState

@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fsdp_ext.sharding.api import fully_shard
-from fsdp_ext.sharding.module_state import unit_of
-from fsdp_ext.sharding.ownership import own_grad_dtype
-from fsdp_ext.sharding.param_group import keeps_dtype
-from fsdp_ext.sharding.root import Root
+from fsdp_ext.sharding.api.entry import fully_shard
+from fsdp_ext.sharding.params.ownership import own_grad_dtype
+from fsdp_ext.sharding.params.param_group import keeps_dtype
+from fsdp_ext.sharding.root.module_state import unit_of
+from fsdp_ext.sharding.root.root import Root
 from fsdp_ext.verifier.numbers import Reduction
 
 # The learning rate of the plain SGD step after each backward. It is a power of two, so that its

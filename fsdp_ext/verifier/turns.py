@@ -149,7 +149,7 @@ class TurnsGroup(_ProcessGroup):  # type: ignore[misc]
         return _done(output)
 
     def _reduce_scatter_base(self, output: Any, own: Any, options: Any = None) -> Any:
-        """Add up in rank order, in fp32 or fp64, as ``csrc/comm/rank_order_sum.h`` does."""
+        """Add up in rank order, in fp32 or fp64: ``csrc/comm/shared_memory/rank_order_sum.h``."""
         place = self._rank * output.numel()
         parts = [
             whole.view(-1).narrow(0, place, output.numel())

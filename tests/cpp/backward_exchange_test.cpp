@@ -1,6 +1,6 @@
 // What ranks tell each other at the end of backward: parameters that only some of them used, and
 // collectives that differ.
-#include "core/backward_exchange.h"
+#include "core/agree/backward_exchange.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // The order of backward's steps: that of forward in reverse, whichever hooks run.
-#include "core/backward_order.h"
+#include "core/schedule/backward_order.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "core/buffer_ring.h"
+#include "core/memory/buffer_ring.h"
 
 #include <gtest/gtest.h>
 

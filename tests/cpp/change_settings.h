@@ -3,7 +3,7 @@
 
 #include <utility>
 
-#include "core/pipeline.h"
+#include "core/schedule/pipeline.h"
 
 namespace fsdp {
 

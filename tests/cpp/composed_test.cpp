@@ -1,6 +1,6 @@
 // Collectives composed of messages, with threads as ranks. A message travels as a backend's do:
 // when both its sender and its receiver are there, between equal tags and in their order.
-#include "comm/composed.h"
+#include "comm/messages/composed.h"
 
 #include <algorithm>
 #include <cstring>
@@ -12,8 +12,8 @@
 #include <utility>
 
 #include "base/check.h"
-#include "comm/rank_order_sum.h"
-#include "comm/shared_memory.h"
+#include "comm/shared_memory/rank_order_sum.h"
+#include "comm/shared_memory/shared_memory.h"
 #include "message_of.h"
 
 namespace fsdp::test {

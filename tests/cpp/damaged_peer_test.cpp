@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "comm/mailbox.h"
-#include "comm/peer_memory.h"
-#include "comm/rank_barrier.h"
+#include "comm/shared_memory/mailbox.h"
+#include "comm/shared_memory/peer_memory.h"
+#include "comm/shared_memory/rank_barrier.h"
 #include "message_of.h"
 
 namespace fsdp::test {

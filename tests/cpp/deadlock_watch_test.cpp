@@ -1,6 +1,6 @@
 // How ranks without shared memory find out that they wait for each other in different lanes. The
 // tests write what ranks publish, and say when each rank looks.
-#include "comm/deadlock_watch.h"
+#include "comm/liveness/deadlock_watch.h"
 
 #include <gtest/gtest.h>
 
@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "base/check.h"
-#include "comm/device_lanes.h"
+#include "comm/liveness/device_lanes.h"
 #include "message_of.h"
 #include "published_lanes.h"
 

@@ -10,7 +10,7 @@
 #include <thread>
 #include <utility>
 
-#include "comm/nccl_api.h"
+#include "comm/nccl/nccl_api.h"
 #include "window_space.h"
 
 #define FAKE_NCCL_API extern "C" __attribute__((visibility("default")))

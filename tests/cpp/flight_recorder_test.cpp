@@ -1,5 +1,5 @@
 // Flight records: how far each collective is, what is kept, and when a record is written.
-#include "core/flight_recorder.h"
+#include "core/record/flight_recorder.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>

@@ -1,6 +1,6 @@
 // When ranks that wait in different lanes are a deadlock, and when one may still go on. The tests
 // write what ranks publish, and say what time it is.
-#include "comm/lane_watch.h"
+#include "comm/liveness/lane_watch.h"
 
 #include <gtest/gtest.h>
 
@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "comm/shared_arena.h"
+#include "comm/shared_memory/shared_arena.h"
 #include "message_of.h"
 #include "published_lanes.h"
 

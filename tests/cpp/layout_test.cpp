@@ -1,4 +1,4 @@
-#include "core/layout.h"
+#include "core/memory/layout.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // Times of the ledger: which iterations are kept, spans, and moments in order.
-#include "core/ledger.h"
+#include "core/record/ledger.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // The buffers of buckets, compared with sizes that are written out.
-#include "core/memory_plan.h"
+#include "core/memory/memory_plan.h"
 
 #include <gtest/gtest.h>
 

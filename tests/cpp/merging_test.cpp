@@ -1,5 +1,5 @@
 // Which units share a bucket.
-#include "core/merging.h"
+#include "core/units/merging.h"
 
 #include <gtest/gtest.h>
 

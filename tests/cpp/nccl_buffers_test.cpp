@@ -1,5 +1,5 @@
 // csrc/comm/nccl_buffers* over a library that only looks like NCCL.
-#include "comm/nccl_buffers.h"
+#include "comm/nccl/nccl_buffers.h"
 
 #include <gtest/gtest.h>
 

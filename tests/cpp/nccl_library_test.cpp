@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "base/check.h"
-#include "comm/nccl_api.h"
+#include "comm/nccl/nccl_api.h"
 #include "fake_nccl.h"
 #include "message_of.h"
 

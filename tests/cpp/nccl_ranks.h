@@ -14,7 +14,7 @@
 #include <thread>
 #include <vector>
 
-#include "comm/nccl.h"
+#include "comm/nccl/nccl.h"
 #include "device/host_stream.h"
 #include "fake_nccl.h"
 #include "message_of.h"

@@ -1,6 +1,6 @@
 // How ranks join, communicate, fail and close over a library that only looks like NCCL.
 // nccl_buffers_test.cpp has the tests of their buffers.
-#include "comm/nccl.h"
+#include "comm/nccl/nccl.h"
 
 #include <gtest/gtest.h>
 

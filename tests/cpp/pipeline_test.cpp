@@ -1,5 +1,5 @@
 // The schedule on ranks that are threads: counts, values under delays, and errors.
-#include "core/pipeline.h"
+#include "core/schedule/pipeline.h"
 
 #include <gtest/gtest.h>
 

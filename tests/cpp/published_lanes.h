@@ -1,9 +1,9 @@
-// What the calling thread publishes about its lanes: comm/lane_state.h.
+// What the calling thread publishes about its lanes: comm/liveness/lane_state.h.
 #pragma once
 
 #include <string>
 
-#include "comm/mailbox.h"
+#include "comm/shared_memory/mailbox.h"
 #include "device/host_stream.h"
 
 namespace fsdp::test {

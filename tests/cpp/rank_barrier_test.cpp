@@ -1,5 +1,5 @@
 // The barrier under the collectives of shared memory: round numbers, missing and failed ranks.
-#include "comm/rank_barrier.h"
+#include "comm/shared_memory/rank_barrier.h"
 
 #include <gtest/gtest.h>
 
@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/shared_arena.h"
+#include "comm/shared_memory/shared_arena.h"
 #include "message_of.h"
 
 namespace fsdp::test {

@@ -1,5 +1,5 @@
 // Sums of the ranks' inputs in shared memory.
-#include "comm/rank_order_sum.h"
+#include "comm/shared_memory/rank_order_sum.h"
 
 #include <gtest/gtest.h>
 

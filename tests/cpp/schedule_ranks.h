@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "change_settings.h"
-#include "core/pipeline.h"
+#include "core/schedule/pipeline.h"
 #include "threads_communicator.h"
 
 namespace fsdp::test {

@@ -1,5 +1,5 @@
 // The arena of shared memory: allocation, other processes, and errors.
-#include "comm/shared_arena.h"
+#include "comm/shared_memory/shared_arena.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>

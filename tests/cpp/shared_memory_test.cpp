@@ -1,7 +1,7 @@
 // Collectives through shared memory, with threads of this process as ranks. Threads share every
 // address, so ThreadSanitizer sees a read that nothing orders after its write. Ranks in processes
 // of their own, and ranks that end, are in tests/test_shared_memory.py.
-#include "comm/shared_memory.h"
+#include "comm/shared_memory/shared_memory.h"
 
 #include <gtest/gtest.h>
 
@@ -17,7 +17,7 @@
 
 #include "base/check.h"
 #include "base/with_dtype.h"
-#include "comm/rank_order_sum.h"
+#include "comm/shared_memory/rank_order_sum.h"
 #include "device/host_stream.h"
 #include "message_of.h"
 

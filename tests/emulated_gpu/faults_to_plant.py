@@ -48,49 +48,49 @@ class Edit:
 EDITS = (
     Edit(
         "gradients are packed on a wrong stream",
-        "csrc/core/reducer_packing.cpp",
+        "csrc/core/reduce/reducer_packing.cpp",
         "  Stream& stream = streams_.before(packs_apart(bucket));\n",
         "  Stream& stream = device_.compute_stream();\n",
     ),
     Edit(
         "parameters are unpacked on a wrong stream",
-        "csrc/core/gatherer_messages.cpp",
+        "csrc/core/gather/gatherer_messages.cpp",
         "packer_.unpack(after, ",
         "packer_.unpack(device_.compute_stream(), ",
     ),
     Edit(
         "parameters are gathered on a wrong stream",
-        "csrc/core/gatherer_messages.cpp",
+        "csrc/core/gather/gatherer_messages.cpp",
         "communicator.all_gather(stream, from, to, bytes);",
         "communicator.all_gather(device_.compute_stream(), from, to, bytes);",
     ),
     Edit(
         "reduced gradients are cast on a wrong stream",
-        "csrc/core/reducer.cpp",
+        "csrc/core/reduce/reducer.cpp",
         "packer_.cast(reduction.after, ",
         "packer_.cast(device_.compute_stream(), ",
     ),
     Edit(
         "gradients are freed when they are packed, as without a record_stream",
-        "csrc/core/reducer_packing.cpp",
+        "csrc/core/reduce/reducer_packing.cpp",
         "keep_alive.push_back(unit->port.extract_gradients(addresses));",
         "const std::shared_ptr<void> freed_now = unit->port.extract_gradients(addresses);",
     ),
     Edit(
         "a slot is released without its readers",
-        "csrc/core/buffer_ring.cpp",
+        "csrc/core/memory/buffer_ring.cpp",
         "  readers.record(*slot.released);\n",
         "",
     ),
     Edit(
         "a slot is acquired that another bucket owns",
-        "csrc/core/buffer_ring.cpp",
+        "csrc/core/memory/buffer_ring.cpp",
         "if (slot->owner == Slot::kNobody &&\n        (oldest == nullptr",
         "if ((oldest == nullptr",
     ),
     Edit(
         "one rank reduces two buckets in another order",
-        "csrc/core/reducer.cpp",
+        "csrc/core/reduce/reducer.cpp",
         "void Reducer::pack_and_reduce(Bucket& bucket) {\n",
         """void Reducer::pack_and_reduce(Bucket& bucket) {
   static Bucket* late = nullptr;
@@ -134,7 +134,7 @@ EDITS = (
     *(
         Edit(
             f"{name} does not wait",
-            "fsdp_ext/sharding/user_hooks.py",
+            "fsdp_ext/sharding/params/user_hooks.py",
             old,
             "pass",
             tests=(
@@ -159,69 +159,69 @@ NO_TEST = "no test of tests/gpu gets there"
 
 # The faults that nothing sees, and why.
 NOT_SEEN = {
-    "comm/nccl.cpp exchange: stream.synchronize();": NOT_PINNED,
-    "comm/nccl_buffers.cpp synchronize: device_.synchronize();": (
+    "comm/nccl/nccl.cpp exchange: stream.synchronize();": NOT_PINNED,
+    "comm/nccl/nccl_buffers.cpp synchronize: device_.synchronize();": (
         "the emulated NCCL registers no memory with other ranks, so unmapping it is harmless"
     ),
-    "comm/nccl_watchdog.cpp update_oldest_pending: "
+    "comm/nccl/nccl_watchdog.cpp update_oldest_pending: "
     "if (candidate.pending && candidate.event->query()) {": ONLY_TIMES,
-    "core/backward_exchange.cpp drain: lanes_.gather.drain();": AFTER_USE,
-    "core/backward_exchange.cpp drain: replicas_->gather.drain();": AFTER_USE,
-    "core/bucket_set.cpp form: lanes_.gather.synchronize();": AFTER_USE,
-    "core/bucket_set.cpp form: lanes_.reduce.synchronize();": AFTER_USE,
-    "core/gatherer.cpp abandon_gather: "
+    "core/agree/backward_exchange.cpp drain: lanes_.gather.drain();": AFTER_USE,
+    "core/agree/backward_exchange.cpp drain: replicas_->gather.drain();": AFTER_USE,
+    "core/units/bucket_set.cpp form: lanes_.gather.synchronize();": AFTER_USE,
+    "core/units/bucket_set.cpp form: lanes_.reduce.synchronize();": AFTER_USE,
+    "core/gather/gatherer.cpp abandon_gather: "
     "streams_.messages().wait(*source.last_piece().gathered, source.label);": NO_TEST,
-    "core/gatherer.cpp acquire_home: streams_.follow_compute();": NO_TEST,
-    "core/gatherer.cpp acquire_slot: streams_.follow_compute();": (
+    "core/gather/gatherer.cpp acquire_home: streams_.follow_compute();": NO_TEST,
+    "core/gather/gatherer.cpp acquire_slot: streams_.follow_compute();": (
         "the tests' overflow slots get memory that no earlier work of the pass has used"
     ),
-    "core/gatherer.cpp forget: streams_.follow_compute();": (
+    "core/gather/gatherer.cpp forget: streams_.follow_compute();": (
         "the next iteration begins with the same wait; only a gather within the iteration needs it"
     ),
-    "core/gatherer.cpp join_capture: "
+    "core/gather/gatherer.cpp join_capture: "
     "streams_.order_after(device_.compute_stream(), last, kGatherStream);": (
         "the compute stream waits for every gather that the captured step uses, so the streams "
         "have joined already; it is for gathers that nothing uses"
     ),
-    "core/gatherer.cpp join_capture: "
+    "core/gather/gatherer.cpp join_capture: "
     "streams_.order_after(last, streams_.messages(), kGatherStream);": (
         "the same; the copies of the last pieces come after all messages"
     ),
-    "core/gatherer_memory.cpp plan_memory: streams_.follow_compute();": (
+    "core/gather/gatherer_memory.cpp plan_memory: streams_.follow_compute();": (
         "memory is planned right before an iteration begins, with the same wait"
     ),
-    "core/gatherer_messages.cpp compute_inputs: device_.compute_stream().wait("
+    "core/gather/gatherer_messages.cpp compute_inputs: device_.compute_stream().wait("
     "*source.last_piece().gathered, source.label);": (
         "the compute stream has waited for every gather that a unit used; it is for the others"
     ),
-    "core/gatherer_messages.cpp order_before_gather: "
+    "core/gather/gatherer_messages.cpp order_before_gather: "
     "before.wait(*bucket.gather.all_ranks_.last_piece().gathered, "
     "bucket.gather.all_ranks_.label);": (
         "the same; an iteration begins after what the compute stream has waited for"
     ),
-    "core/reducer.cpp begin_reduction: "
+    "core/reduce/reducer.cpp begin_reduction: "
     "streams_.messages().wait(*bucket.reduction.reduced_, bucket.reduction.label);": (
         "the compute stream has waited at the end of the backward before; only a bucket that is "
         "reduced twice within a backward needs it"
     ),
-    "core/reducer.cpp end_reduction: streams_.order_after("
+    "core/reduce/reducer.cpp end_reduction: streams_.order_after("
     "reduction.after, streams_.messages(), bucket.reduction.label);": (
         "redundant: the copies, the hook or the all-reduce before it have ordered the two streams"
     ),
-    "core/reducer.cpp reduce_piece: streams_.order_after("
+    "core/reduce/reducer.cpp reduce_piece: streams_.order_after("
     "streams_.messages(), reduction.before, bucket.reduction.label); (2)": SAME_STREAM,
-    "core/reducer.cpp settle: bucket.reduction.reduced_->synchronize("
+    "core/reduce/reducer.cpp settle: bucket.reduction.reduced_->synchronize("
     "device_.timeout(), bucket.reduction.label);": NO_TEST,
-    "core/nonfinite_gradients.cpp find: compute.synchronize();": NOT_PINNED,
-    "core/nonfinite_gradients.cpp find: compute.synchronize(); (2)": NO_TEST,
-    "core/reducer_packing.cpp begin_packing: "
+    "core/reduce/nonfinite_gradients.cpp find: compute.synchronize();": NOT_PINNED,
+    "core/reduce/nonfinite_gradients.cpp find: compute.synchronize(); (2)": NO_TEST,
+    "core/reduce/reducer_packing.cpp begin_packing: "
     "input_.wait_for_both(before, bucket.reduction.label);": (
         "at its end a backward waits for all of its messages; only a bucket whose units differ "
         "packs there again within the same backward"
     ),
-    "core/reducer_packing.cpp leave_held_gradients: "
+    "core/reduce/reducer_packing.cpp leave_held_gradients: "
     "device_.compute_stream().wait(*bucket.reduction.reduced_, bucket.reduction.label);": NO_TEST,
-    "core/reducer_packing.cpp wait_for_packing: device_.stream_of(stream).wait("
+    "core/reduce/reducer_packing.cpp wait_for_packing: device_.stream_of(stream).wait("
     "*gradients.bucket->reduction.packed_,": (
         "the tests' streams wait for the compute stream, which has waited, before they reuse memory"
     ),
@@ -233,19 +233,19 @@ NOT_SEEN = {
     ),
     "torch/torch_root.cpp synchronize: replicas_->gather.synchronize();": NO_TEST,
     "torch/torch_root.cpp synchronize: replicas_->reduce.synchronize();": NO_TEST,
-    "core/gatherer.cpp Gatherer: Gatherer::~Gatherer() { lane_.drain(); }": AFTER_USE,
-    "core/gatherer_memory.cpp plan_memory: lane_.synchronize();": AFTER_USE,
-    "core/order_check.cpp compare_announcements: "
+    "core/gather/gatherer.cpp Gatherer: Gatherer::~Gatherer() { lane_.drain(); }": AFTER_USE,
+    "core/gather/gatherer_memory.cpp plan_memory: lane_.synchronize();": AFTER_USE,
+    "core/agree/order_check.cpp compare_announcements: "
     "compared_->synchronize(device_.timeout(),": NOT_PINNED,
-    "core/order_check.cpp compare_orders: "
+    "core/agree/order_check.cpp compare_orders: "
     "compared_->synchronize(device_.timeout(), kWhat);": NOT_PINNED,
-    "core/pipeline_settings.cpp accumulated_parts: "
+    "core/schedule/pipeline_settings.cpp accumulated_parts: "
     "reduction.packed().synchronize(device_.timeout(), reduction.label);": BESIDE,
-    "core/pipeline_settings.cpp accumulated_parts: lanes_.reduce.synchronize();": BESIDE,
-    "core/reducer.cpp plan_memory: lane_.synchronize();": AFTER_USE,
-    "core/reducer.cpp plan_memory: replicas_.lane->synchronize();": AFTER_USE,
-    "core/reducer.cpp ~Reducer: lane_.drain();": AFTER_USE,
-    "core/reducer.cpp ~Reducer: replicas_.lane->drain();": AFTER_USE,
+    "core/schedule/pipeline_settings.cpp accumulated_parts: lanes_.reduce.synchronize();": BESIDE,
+    "core/reduce/reducer.cpp plan_memory: lane_.synchronize();": AFTER_USE,
+    "core/reduce/reducer.cpp plan_memory: replicas_.lane->synchronize();": AFTER_USE,
+    "core/reduce/reducer.cpp ~Reducer: lane_.drain();": AFTER_USE,
+    "core/reduce/reducer.cpp ~Reducer: replicas_.lane->drain();": AFTER_USE,
     "device/cuda_stream.cpp anchor: compute_.synchronize();": ONLY_TIMES,
     "device/cuda_stream.cpp wait_for: "
     "cudaError_t result = cudaEventQuery(events_[number]);": ONLY_TIMES,

@@ -51,10 +51,13 @@ FUNCTION = re.compile(
     r"[A-Za-z][\w:<>&*~ ,]*?(?P<at_start>~?[A-Za-z]\w*)\([^;]*$|"
     r"  (?!if|for|while|switch|return|else)[\w:<>&*~ ,]*?(?P<in_class>~?[A-Za-z]\w*)\(.*[{]$"
 )
-# Of these, what waits only on the host, and what is called by statements that wait.
+# Of these, what waits only on the host, what is called by statements that wait, and what only
+# benchmarks and users call.
 NO_PLACES = re.compile(
-    r"(comm/composed|device/host_stream|torch/process_group|torch/backend_messages)[.]|"
-    r"core/(lanes.h|ledger.cpp|pieces.cpp|pieces.h) |device/cuda_stream.cpp (synchronize|query)|"
+    r"torch/bindings/|"
+    r"(comm/messages/composed|device/host_stream|torch/process_group|torch/backend_messages)[.]|"
+    r"core/(lanes.h|record/ledger.cpp|memory/pieces.(cpp|h)) |"
+    r"device/cuda_stream.cpp (synchronize|query)|"
     r"\breducer_?[.]wait\(|this->synchronize|call_apart"
 )
 FOLDERS = ("core", "device", "torch", "comm")
@@ -275,7 +278,7 @@ def statements(source: Path = COPY) -> set[str]:
     """Return the names of all lines of the sources that wait."""
     found = set()
     for folder in FOLDERS:
-        for path in sorted((source / "csrc" / folder).glob("*.[ch]*")):
+        for path in sorted((source / "csrc" / folder).rglob("*.[ch]*")):
             lines = path.read_text().splitlines()
             numbers = [number for number, line in enumerate(lines, start=1) if _waits(line)]
             found |= {name_of_line(path, lines, number) for number in numbers}

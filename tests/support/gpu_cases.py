@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import fsdp_ext.sharding.param_group
+import fsdp_ext.sharding.params.param_group
 from support.launcher import run_ranks
 from support.on_device import MakesTensorsOn
 from support.parity import Case, compare_on_rank, device
@@ -135,7 +135,7 @@ def _run_on_rank(
 ) -> tuple[dict[str, str], str]:
     """Return the failures by fact, and NCCL's log. A file in the directory has the outcomes."""
     torch.backends.cudnn.deterministic = True
-    fsdp_ext.sharding.param_group.DIRECT_BYTES = direct_bytes
+    fsdp_ext.sharding.params.param_group.DIRECT_BYTES = direct_bytes
     # If a case fails on one rank alone, its peer hangs in the case. Then this group's timeout ends
     # the call early.
     together = dist.new_group(backend="gloo", timeout=timedelta(seconds=15))

@@ -6,8 +6,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "base/check.h"
-#include "comm/process_identity.h"
-#include "core/flight_recorder.h"
+#include "comm/liveness/process_identity.h"
+#include "core/record/flight_recorder.h"
 #include "torch/backend_messages.h"
 #include "torch/bindings/registrations.h"
 #include "torch/transports.h"

@@ -1,5 +1,5 @@
 // Layouts, settings and plans: what can be asked before anything runs.
-#include "core/layout.h"
+#include "core/memory/layout.h"
 
 #include <memory>
 #include <string>
@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "base/check.h"
-#include "core/bucket_plan.h"
-#include "core/unit_config.h"
+#include "core/units/bucket_plan.h"
+#include "core/units/unit_config.h"
 #include "torch/bindings/registrations.h"
 #include "torch/dtype.h"
 #include "torch/python_reduce_hook.h"

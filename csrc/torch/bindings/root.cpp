@@ -4,8 +4,8 @@
 #include <utility>
 #include <vector>
 
-#include "core/ledger.h"
-#include "core/pipeline.h"
+#include "core/record/ledger.h"
+#include "core/schedule/pipeline.h"
 #include "torch/bindings/registrations.h"
 #include "torch/dtype.h"
 #include "torch/torch_root.h"

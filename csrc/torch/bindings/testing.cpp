@@ -4,8 +4,8 @@
 #include <tuple>
 
 #include "base/check.h"
-#include "core/ledger.h"
-#include "core/pipeline.h"
+#include "core/record/ledger.h"
+#include "core/schedule/pipeline.h"
 #include "pack/pack.h"
 #include "torch/bindings/registrations.h"
 #include "torch/containers.h"

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "core/flight_recorder.h"
+#include "core/record/flight_recorder.h"
 #include "stream_ranks.h"
 
 namespace fsdp::test {

@@ -1,6 +1,6 @@
 // Units whose shards and gradients are in the host's memory, where no event orders what reads and
-// writes them: Note [offloaded units] in core/layout.h. As in cuda_schedule_test.cpp, streams run
-// in parallel to the host. Here the optimizer runs on the host.
+// writes them: Note [offloaded units] in core/memory/layout.h. As in cuda_schedule_test.cpp,
+// streams run in parallel to the host. Here the optimizer runs on the host.
 #include <gtest/gtest.h>
 
 #include <string>

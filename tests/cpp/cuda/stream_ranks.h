@@ -20,8 +20,8 @@
 #include <vector>
 
 #include "change_settings.h"
-#include "comm/nccl.h"
-#include "core/pipeline.h"
+#include "comm/nccl/nccl.h"
+#include "core/schedule/pipeline.h"
 #include "fake_cudart.h"
 #include "fake_nccl.h"
 #include "kernel_packer.h"
@@ -200,7 +200,7 @@ class StreamUnit final : public UnitPort {
   }
   float* gradient() const { return static_cast<float*>(gradient_.get()); }
 
-  // The shard's or the gradient's. See Note [offloaded units] in core/layout.h.
+  // The shard's or the gradient's. See Note [offloaded units] in core/memory/layout.h.
   std::shared_ptr<void> flat_memory(std::size_t bytes) const {
     return layout_.is_offloaded() ? std::shared_ptr<void>(std::malloc(bytes), &std::free)
                                   : allocate(0, bytes);

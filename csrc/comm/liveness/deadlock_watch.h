@@ -1,0 +1,112 @@
+// Finds ranks that wait for each other in different lanes if the ranks share no memory.
+//
+// Note [ranks that share no memory]
+// Ranks that share no memory write what Note [lanes that wait for each other] needs on a board. A
+// rank writes only if it is stuck in a lane, and has been so for two looks. There is one place for
+// each lane, so reading costs the same for any number of ranks: the last rank that got stuck in a
+// lane stands there.
+//
+// A rank compares what stands at the other lane with its own state. What stands there may be old,
+// but it is still true if it fits: the rank that wrote it can only go on after this rank has begun
+// the collective that the other one waits for, and this rank has not begun it.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "comm/liveness/lane_state.h"
+
+namespace fsdp {
+
+// Where each rank can write a text that all ranks can read. It may be slow, and may throw.
+class Board {
+ public:
+  virtual ~Board() = default;
+
+  virtual void write(const std::string& place, const std::string& text) = 0;
+  virtual std::string read(const std::string& place) = 0;  // empty if nothing was written
+};
+
+// What this rank's two lanes are in.
+class WatchedLanes {
+ public:
+  virtual ~WatchedLanes() = default;
+
+  virtual RankState state() const = 0;
+  virtual std::string label(int lane) const = 0;  // of the collective that it runs
+};
+
+// Lanes of the host. Their communicators write what they are in, and count a collective as a round
+// that they post.
+class PublishedLanes final : public WatchedLanes {
+ public:
+  Mailbox& lane(int number) { return lanes_[number]; }
+
+  RankState state() const override { return rank_state_in({&lanes_[0], &lanes_[1]}); }
+  std::string label(int lane) const override { return lanes_[lane].activity.label(); }
+
+ private:
+  Mailbox lanes_[2];
+};
+
+// One rank's side.
+class DeadlockWatch {
+ public:
+  DeadlockWatch(std::unique_ptr<Board> board, std::shared_ptr<const WatchedLanes> lanes,
+                int global_rank)
+      : board_(std::move(board)), lanes_(std::move(lanes)), global_rank_(global_rank) {}
+
+  // Returns why the lanes can never go on, or nothing. Call it at intervals.
+  std::string look();
+
+ private:
+  void write_stuck(int lane, const RankState& state);
+  std::string compare(int lane, const RankState& state);
+
+  std::unique_ptr<Board> board_;
+  std::shared_ptr<const WatchedLanes> lanes_;
+  int global_rank_;
+  RankState last_;     // in the last look
+  RankState written_;  // what stands on the board
+  bool has_written_ = false;
+};
+
+// A thread that looks at intervals, from start until there is something to say, or until stop.
+class DeadlockThread {
+ public:
+  DeadlockThread(std::unique_ptr<Board> board, std::shared_ptr<const WatchedLanes> lanes,
+                 int global_rank, std::chrono::milliseconds interval);
+  ~DeadlockThread() { stop(); }
+
+  DeadlockThread(const DeadlockThread&) = delete;
+  DeadlockThread& operator=(const DeadlockThread&) = delete;
+
+  // `report` gets what look() returns.
+  void start(std::function<void(const std::string&)> report);
+  // Nothing is reported any more. The board may hang, and then the thread outlives this object.
+  void stop();
+
+ private:
+  struct Shared {
+    explicit Shared(DeadlockWatch a_watch) : watch(std::move(a_watch)) {}
+
+    DeadlockWatch watch;
+    std::mutex mutex;
+    std::condition_variable stopped;
+    bool is_looking = false;
+    std::function<void(const std::string&)> report;  // empty when stopped
+  };
+
+  static void run(const std::shared_ptr<Shared>& shared, std::chrono::milliseconds interval);
+
+  std::shared_ptr<Shared> shared_;
+  std::chrono::milliseconds interval_;
+  std::thread thread_;
+};
+
+}  // namespace fsdp

@@ -1,0 +1,46 @@
+// The oldest unfinished collective of each lane of a GPU, for comm/liveness/deadlock_watch.h.
+//
+// Note [lanes of a GPU]
+// On a GPU, a rank is stuck in a lane if the oldest collective of the other lane comes behind the
+// oldest one of this lane: Note [what work comes behind]. That alone is common. Ranks wait for each
+// other if one of them is stuck in each lane and both have the same oldest collectives: each lane
+// then needs both ranks, and one of them gets there only through the other lane.
+//
+// This follows from what was issued. So it is a deadlock however slow a rank is, and ranks need not
+// look at the same time. While a rank only runs a long kernel, all ranks are stuck in the same
+// lane, or in none.
+//
+// Only work that was issued counts. If the host of a rank is blocked before it issues what others
+// wait for, such as in loss.item(), they wait until the timeout. The host does not see what the
+// replays of a CUDA graph run, so a lane that was captured in one is not compared any more.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <string>
+
+#include "comm/liveness/deadlock_watch.h"
+
+namespace fsdp {
+
+class DeviceLanes final : public WatchedLanes {
+ public:
+  // One that was issued and has not ended.
+  struct Collective {
+    std::uint32_t number = 0;  // in its lane; 0: there is none
+    std::uint32_t behind = 0;  // the collective of the other lane that it comes behind; 0: none
+    std::string what;
+  };
+
+  // The thread that watches `lane` says which collective there is the oldest.
+  void publish(int lane, Collective oldest);
+
+  RankState state() const override;
+  std::string label(int lane) const override;
+
+ private:
+  mutable std::mutex mutex_;
+  Collective oldest_[2];
+};
+
+}  // namespace fsdp

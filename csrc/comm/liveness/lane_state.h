@@ -1,0 +1,62 @@
+// What a rank publishes about its lanes, and when two ranks wait for each other.
+//
+// Note [lanes that wait for each other]
+// Ranks that run different programs may wait for each other in different lanes: rank 0 in the
+// reduce lane, because rank 1 has issued nothing there, and rank 1 in the gather lane, because rank
+// 0 has issued nothing there. Each could still issue what the other one waits for, unless the
+// thread that issues its work is blocked until its own lane is done. So each rank publishes that,
+// too: Note [published waits] in device/host_stream.h. Then neither rank can ever go on.
+//
+// A rank's state may change while it is read. So a deadlock counts only if all of it is the same in
+// two observations. Everything in it is a counter, or says that a thread is blocked. Between two
+// equal observations the lanes have run the same collective all the time, and in the second one the
+// threads were blocked behind it. Nothing ends that any more.
+//
+// A rank that is merely slow does not look like that: its thread computes, or sleeps, and is not
+// blocked in a wait for a lane. If several threads of a rank issue work, one that is not blocked
+// may issue what is missing. So then ranks wait until the timeout. The observations are some time
+// apart, because a thread may be about to issue its first work. A wait for copies beside the lane
+// is not published, because the copies may still end.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "comm/shared_memory/mailbox.h"
+
+namespace fsdp {
+
+// Of one lane of a rank.
+struct LaneState {
+  bool is_idle() const { return issued == ended; }
+  bool is_busy() const { return begun != ended; }
+  bool operator==(const LaneState& other) const;
+
+  std::uint64_t blocked = Issuer::kNobody;
+  std::uint64_t issuer = Issuer::kNobody;
+  std::uint32_t issued = 0;
+  std::uint32_t begun = 0;
+  std::uint32_t ended = 0;
+  std::uint32_t posted = 0;
+};
+
+struct RankState {
+  bool operator==(const RankState& other) const;
+  // Whether the rank can only issue something after the collective that `lane` runs.
+  bool is_stuck_in(int lane) const;
+
+  LaneState lanes[2];
+};
+
+// Reads what a rank publishes in the mailboxes of its lanes.
+RankState rank_state_in(const Mailbox* const (&mailboxes)[2]);
+
+// Whether a rank that is stuck in lane 0 and one that is stuck in lane 1 wait for each other. A
+// collective can only end if all ranks have posted all of its rounds. So in each lane the rank that
+// is stuck there has to be one round ahead of the other rank.
+bool wait_for_each_other(const RankState& stuck_in_0, const RankState& stuck_in_1);
+
+// The error of all ranks. `activities` is a sentence about what the ranks do.
+std::string account_of_deadlock(int first_rank, int second_rank, const std::string& activities);
+
+}  // namespace fsdp

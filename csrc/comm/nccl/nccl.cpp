@@ -1,0 +1,338 @@
+#include "comm/nccl/nccl.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <functional>
+#include <future>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/check.h"
+#include "comm/nccl/nccl_buffers.h"
+#include "comm/nccl/nccl_calls.h"
+#include "comm/nccl/nccl_join.h"
+#include "comm/nccl/nccl_watchdog.h"
+
+namespace fsdp {
+namespace {
+
+using nccl::Api;
+using nccl::Comm;
+
+// When a program ends because a peer has failed, closing should not wait much longer for that peer.
+constexpr auto kLongestClose = std::chrono::milliseconds(30000);
+
+const std::string kAgreement = "the agreement on buffers";
+
+nccl::DataType data_type(DType dtype) {
+  switch (dtype) {
+    case DType::Float32:
+      return nccl::kFloat32;
+    case DType::BFloat16:
+      return nccl::kBfloat16;
+    case DType::Float16:
+      return nccl::kFloat16;
+    case DType::Float64:
+      return nccl::kFloat64;
+    case DType::Bytes:
+      break;
+  }
+  throw Error("A reduction got bytes. Pass a floating-point dtype.");
+}
+
+class NcclCommunicator final : public Communicator {
+ public:
+  // `lane` is 0 for gathers and 1 for reductions.
+  NcclCommunicator(const Api& api, Device& device, Comm comm, const NcclOptions& options, int lane)
+      : api_(api),
+        device_(device),
+        comm_(comm),
+        options_(options),
+        name_(lane == 0 ? "gather" : "reduce"),
+        watchdog_(api, device, comm, options, name_, lane),
+        buffers_(
+            api, device, comm, watchdog_,
+            [this](std::vector<std::uint64_t> mine, const std::string& what) {
+              return exchange(std::move(mine), what);
+            },
+            [this](nccl::Result result, const char* what) { print_error(result, what); }) {}
+
+  // The owner has synchronised the stream.
+  ~NcclCommunicator() override {
+    if (options_.deadlocks != nullptr) {
+      options_.deadlocks->stop();  // it reports to this object
+    }
+    buffers_.close();
+    watchdog_.stop();
+    if (!watchdog_.has_failed()) {
+      close();
+    }
+  }
+
+  NcclCommunicator(const NcclCommunicator&) = delete;
+  NcclCommunicator& operator=(const NcclCommunicator&) = delete;
+
+  const char* transport() const override { return "nccl"; }
+  int rank() const override { return options_.rank; }
+  int size() const override { return options_.size; }
+  GatherBy gather_by() const override { return gather_by_of(transport(), /*on_gpu=*/true); }
+  int registered_buffers() const override { return buffers_.registered(); }
+  bool registers_buffers() const override {
+    return options_.register_buffers && options_.size > 1 && buffers_.can_register();
+  }
+  bool is_registered(const void* memory) const override { return buffers_.holds(memory); }
+  void free_unused() override { buffers_.free_unused(); }
+
+  void serve(Stream& stream) override { lane_stream_ = &stream; }
+
+  void announce(const std::string& what, std::uint64_t /*tag*/) override { what_ = what; }
+
+  void set_flight_writer(std::function<std::string()> write) override {
+    watchdog_.set_flight_writer(std::move(write));
+  }
+  std::string with_flight_record(const std::string& reason) {
+    return watchdog_.with_flight_record(reason);
+  }
+
+  void group_start() override {
+    check();
+    throw_on_error(api_.GroupStart(), "start a group");
+    in_group_ = true;
+  }
+
+  void group_end() override {
+    in_group_ = false;
+    if (watchdog_.has_failed()) {
+      api_.GroupEnd();  // NCCL counts groups by thread, over all communicators
+      check();
+    }
+    const NcclWatchdog::BlockingCall blocking(watchdog_, what_);
+    throw_on_error(api_.GroupEnd(), "launch a group");
+    watchdog_.watch_collective(*grouped_on_, what_, Ends::WithAll);
+  }
+
+  void all_gather(Stream& stream, const void* input, void* output, std::size_t bytes) override {
+    issue(stream,
+          [&](void* on) { return api_.AllGather(input, output, bytes, nccl::kInt8, comm_, on); });
+  }
+
+  void reduce_scatter(Stream& stream, const void* input, void* output, std::size_t numel,
+                      DType dtype) override {
+    issue(stream, [&](void* on) {
+      return api_.ReduceScatter(input, output, numel, data_type(dtype), nccl::kSum, comm_, on);
+    });
+  }
+
+  void all_reduce(Stream& stream, void* data, std::size_t numel, DType dtype) override {
+    issue(stream, [&](void* on) {
+      return api_.AllReduce(data, data, numel, data_type(dtype), nccl::kSum, comm_, on);
+    });
+  }
+
+  void broadcast(Stream& stream, void* data, std::size_t bytes, int root) override {
+    const auto broadcast = [&](void* on) {
+      return api_.Broadcast(data, data, bytes, nccl::kInt8, root, comm_, on);
+    };
+    issue(stream, broadcast, Ends::Alone);
+  }
+
+  // NCCL has no barrier. A one-byte all-gather serves as one.
+  void barrier(Stream& stream) override {
+    grow_exchange_buffer(stream, 1);
+    auto* mine = static_cast<char*>(exchange_.get());
+    all_gather(stream, mine, mine + 1, 1);
+  }
+
+  // Goes through a device buffer that this communicator owns.
+  void host_all_gather(Stream& stream, const void* input, void* output,
+                       std::size_t bytes) override {
+    const auto ranks = static_cast<std::size_t>(options_.size);
+    grow_exchange_buffer(stream, bytes);
+    auto* mine = static_cast<char*>(exchange_.get());
+    char* all = mine + bytes;
+    device_.copy_from_host(stream, input, mine, bytes);
+    all_gather(stream, mine, all, bytes);
+    // A copy to memory that is not pinned blocks until the stream has reached it.
+    const NcclWatchdog::BlockingCall blocking(watchdog_, what_);
+    device_.copy_to_host(stream, all, output, bytes * ranks);
+    check();  // an aborted collective leaves what was in the buffer
+  }
+
+  std::shared_ptr<void> allocate(Device& device, std::size_t bytes, BufferUse use) override;
+  bool all_agree(bool mine) override { return buffers_.all_agree(mine, kAgreement); }
+  std::uint64_t most(std::uint64_t mine) override {
+    if (!registers_buffers()) {
+      return mine;
+    }
+    const std::vector<std::uint64_t> all = exchange({mine}, kAgreement);
+    return *std::max_element(all.begin(), all.end());
+  }
+  // Registering is collective, so a step does not do it.
+  std::shared_ptr<void> allocate_in_step(Device& device, std::size_t bytes,
+                                         BufferUse /*use*/) override {
+    return device.allocate(bytes);
+  }
+
+  void abort(const std::string& reason) override { watchdog_.abort(reason); }
+  std::string async_error() override { return watchdog_.error(); }
+
+ private:
+  using Ends = NcclWatchdog::Ends;
+
+  void throw_on_error(nccl::Result result, const char* what) {
+    result = watchdog_.finish(result);
+    if (result == nccl::kSuccess) {
+      return;
+    }
+    if (std::exchange(in_group_, false)) {
+      api_.GroupEnd();  // or this thread stays in the group, with all its communicators
+    }
+    check();  // if the watchdog has aborted meanwhile, its reason says more
+    abort(detail::concat("rank ", options_.rank, ": NCCL could not ", what, " (", what_,
+                         "): ", api_.describe(comm_, result)));
+    check();
+  }
+
+  // Closing waits for peers, because the network may still carry data that they have not received.
+  // If peers do not close within the limit, or a CUDA graph holds the communicator, the process
+  // goes on and the detached thread finishes the closing.
+  void close() {
+    std::future<nccl::Result> done =
+        nccl::call_apart(nccl::selector_of(device_), [&api = api_, comm = comm_] {
+          const nccl::Result finalized = nccl::finish(api, comm, api.CommFinalize(comm));
+          const nccl::Result destroyed = api.CommDestroy(comm);
+          return finalized != nccl::kSuccess ? finalized : destroyed;
+        });
+    const bool captured = watchdog_.has_captured();
+    const auto limit =
+        captured ? std::chrono::milliseconds(0) : std::min(options_.timeout, kLongestClose);
+    if (done.wait_for(limit) == std::future_status::ready) {
+      print_error(done.get(), "close");
+    } else if (!captured) {
+      std::fprintf(stderr,
+                   "fsdp_ext: rank %d waited %d ms for all ranks to close the %s communicator and"
+                   " went on without them. Some rank has failed.\n",
+                   options_.rank, static_cast<int>(limit.count()), name_.c_str());
+    }
+  }
+
+  // For calls whose caller cannot handle an error.
+  void print_error(nccl::Result result, const char* what) {
+    if (result != nccl::kSuccess && !watchdog_.has_failed()) {
+      std::fprintf(stderr, "fsdp_ext: rank %d: NCCL could not %s the %s communicator: %s\n",
+                   options_.rank, what, name_.c_str(), api_.GetErrorString(result));
+    }
+  }
+
+  std::vector<std::uint64_t> exchange(std::vector<std::uint64_t> mine, const std::string& what);
+
+  template <typename Call>
+  void issue(Stream& stream, const Call& collective, Ends ends = Ends::WithAll) {
+    if (in_group_) {
+      grouped_on_ = &stream;
+      throw_on_error(collective(stream.native_handle()), "add a collective to a group");
+      return;
+    }
+    check();
+    const NcclWatchdog::BlockingCall blocking(watchdog_, what_);
+    throw_on_error(collective(stream.native_handle()), "launch a collective");
+    watchdog_.watch_collective(stream, what_, ends);
+  }
+
+  // Makes room for `bytes` bytes of this rank, followed by as many bytes of every rank.
+  void grow_exchange_buffer(Stream& stream, std::size_t bytes) {
+    if (exchange_bytes_ < bytes) {
+      exchange_ = device_.allocate(bytes * (static_cast<std::size_t>(options_.size) + 1));
+      exchange_bytes_ = bytes;
+      order_after_compute(stream);
+    }
+  }
+
+  // See Note [memory and the compute stream].
+  void order_after_compute(Stream& stream) {
+    const std::unique_ptr<Event> reached = device_.new_event();
+    device_.compute_stream().record(*reached);
+    stream.wait(*reached, what_);
+  }
+
+  const Api& api_;
+  Device& device_;
+  Comm comm_;
+  NcclOptions options_;
+  std::string name_;
+  std::string what_ = "a collective";
+  bool in_group_ = false;
+  Stream* grouped_on_ = nullptr;
+  Stream* lane_stream_ = nullptr;  // null if no lane uses this communicator
+  std::shared_ptr<void> exchange_;
+  std::size_t exchange_bytes_ = 0;
+  std::uint64_t exchanges_ = 0;
+  NcclWatchdog watchdog_;
+  NcclBuffers buffers_;
+};
+
+std::shared_ptr<void> NcclCommunicator::allocate(Device& device, std::size_t bytes, BufferUse use) {
+  if (!registers_buffers()) {
+    return device.allocate(bytes);
+  }
+  FSDP_CHECK(
+      !device.is_capturing(), "A CUDA graph capture would allocate ", bytes,
+      " bytes, but all buffers must exist before it. Run a few whole steps before capturing one.");
+  return buffers_.allocate(bytes, use);
+}
+
+// See NcclBuffers::Exchange. Each rank's numbers follow the number of the exchange. If NCCL has
+// aborted the collective, the buffer does not have that number.
+std::vector<std::uint64_t> NcclCommunicator::exchange(std::vector<std::uint64_t> mine,
+                                                      const std::string& what) {
+  Stream& stream = lane_stream_ != nullptr ? *lane_stream_ : device_.compute_stream();
+  what_ = what;
+  exchanges_ += 1;
+  mine.insert(mine.begin(), exchanges_);
+  std::vector<std::uint64_t> received(mine.size() * static_cast<std::size_t>(options_.size));
+  host_all_gather(stream, mine.data(), received.data(), mine.size() * sizeof(std::uint64_t));
+  stream.synchronize();
+  check();
+  std::vector<std::uint64_t> all;
+  for (auto rank = received.begin(); rank != received.end(); rank += mine.size()) {
+    if (*rank != exchanges_) {
+      abort(detail::concat("rank ", options_.rank, ": ", what,
+                           " has not reached all ranks, and NCCL reported no error. Set "
+                           "NCCL_DEBUG=WARN for more."));
+      check();
+    }
+    all.insert(all.end(), rank + 1, rank + mine.size());
+  }
+  return all;
+}
+
+}  // namespace
+
+std::pair<std::unique_ptr<Communicator>, std::unique_ptr<Communicator>> make_nccl_communicators(
+    const Api& api, Device& device, const nccl::UniqueId& id, const NcclOptions& options) {
+  const std::shared_ptr<void> guard = device.make_current();
+  NcclJoined joined = join_nccl_ranks(api, id, options);
+  const auto make = [&](NcclCommGuard& comm, int lane) {
+    auto made = std::make_unique<NcclCommunicator>(api, device, comm.get(), options, lane);
+    comm.release();
+    return made;
+  };
+  std::unique_ptr<NcclCommunicator> gather = make(joined.gather, 0);
+  std::unique_ptr<NcclCommunicator> reduce = make(joined.reduce, 1);
+  if (options.deadlocks != nullptr) {
+    options.deadlocks->start([a = gather.get(), b = reduce.get(),
+                              select = nccl::selector_of(device)](const std::string& account) {
+      select();
+      const std::string whole = a->with_flight_record(account);
+      print_failure(whole);
+      a->abort(whole);
+      b->abort(whole);
+    });
+  }
+  return {std::move(gather), std::move(reduce)};
+}
+
+}  // namespace fsdp

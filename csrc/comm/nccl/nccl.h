@@ -1,0 +1,43 @@
+// Transport over NCCL, with communicators of its own.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "comm/communicator.h"
+#include "comm/liveness/deadlock_watch.h"
+#include "comm/liveness/device_lanes.h"
+#include "comm/nccl/nccl_api.h"
+
+namespace fsdp {
+
+struct NcclOptions {
+  int rank = 0;
+  int size = 1;
+  std::chrono::milliseconds timeout{};  // of joining, and of each collective
+  bool register_buffers = true;         // with NCCL, where NCCL can
+  nccl::LaneSettings gather = {};
+  nccl::LaneSettings reduce = {};
+
+  // `deadlocks` looks at `lanes` for ranks that wait for each other in different lanes. Null: such
+  // ranks time out.
+  std::shared_ptr<DeviceLanes> lanes = nullptr;
+  std::shared_ptr<DeadlockThread> deadlocks = nullptr;
+
+  // Tells the other ranks what this rank waits for, and returns what they wait for, in sentences.
+  // It may take a moment. Null: they are not asked.
+  std::function<std::string(const std::string& what)> ask_others = nullptr;
+};
+
+// Returns the communicators of the gather lane and of the reduce lane. All ranks call it at the
+// same time, with the unique id that one of them made. It starts options.deadlocks, if set.
+//
+// Throws TimeoutError if not all ranks join within the timeout, and Error with NCCL's text if NCCL
+// fails, or if its version lacks a setting.
+std::pair<std::unique_ptr<Communicator>, std::unique_ptr<Communicator>> make_nccl_communicators(
+    const nccl::Api& api, Device& device, const nccl::UniqueId& id, const NcclOptions& options);
+
+}  // namespace fsdp

@@ -1,0 +1,173 @@
+#include "comm/nccl/nccl_api.h"
+
+#include <dlfcn.h>
+#include <link.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <mutex>
+
+#include "base/check.h"
+
+namespace fsdp::nccl {
+namespace {
+
+constexpr const char* kName = "libnccl.so.2";
+
+struct Library {
+  void* handle = nullptr;
+  std::string source;  // where it was found, for error messages
+};
+
+Library open_library(const std::vector<std::string>& candidates) {
+  const char* named = std::getenv("FSDP_EXT_NCCL_SO");
+  if (named != nullptr && named[0] != '\0') {
+    void* handle = dlopen(named, RTLD_NOW | RTLD_LOCAL);
+    FSDP_CHECK(handle != nullptr, "FSDP_EXT_NCCL_SO='", named,
+               "' is not a library that can be loaded: ", dlerror(),
+               ". Set it to an NCCL library, or unset it.");
+    return {handle, detail::concat("FSDP_EXT_NCCL_SO='", named, "'")};
+  }
+  if (void* handle = dlopen(kName, RTLD_NOW | RTLD_NOLOAD)) {
+    return {handle, "the process"};
+  }
+  for (const std::string& candidate : candidates) {
+    if (void* handle = dlopen(candidate.c_str(), RTLD_NOW | RTLD_LOCAL)) {
+      return {handle, "the nvidia-nccl package"};
+    }
+  }
+  void* handle = dlopen(kName, RTLD_NOW | RTLD_LOCAL);
+  FSDP_CHECK(handle != nullptr, "fsdp_ext needs NCCL but found no ", kName, " (", dlerror(),
+             "). Run pip install nvidia-nccl-cu13 (nvidia-nccl-cu12 if torch uses CUDA 12), or set "
+             "FSDP_EXT_NCCL_SO to the library.");
+  return {handle, "the dynamic linker's path"};
+}
+
+template <typename Function>
+void find_function(void* handle, const char* name, Function*& function) {
+  function = reinterpret_cast<Function*>(dlsym(handle, name));
+}
+
+void find_functions(void* handle, Api& api) {
+  find_function(handle, "ncclGetVersion", api.GetVersion);
+  find_function(handle, "ncclGetUniqueId", api.GetUniqueId);
+  find_function(handle, "ncclCommInitRankConfig", api.CommInitRankConfig);
+  find_function(handle, "ncclCommSplit", api.CommSplit);
+  find_function(handle, "ncclCommFinalize", api.CommFinalize);
+  find_function(handle, "ncclCommDestroy", api.CommDestroy);
+  find_function(handle, "ncclCommAbort", api.CommAbort);
+  find_function(handle, "ncclCommGetAsyncError", api.CommGetAsyncError);
+  find_function(handle, "ncclCommRevoke", api.CommRevoke);
+  find_function(handle, "ncclGetErrorString", api.GetErrorString);
+  find_function(handle, "ncclGetLastError", api.GetLastError);
+  find_function(handle, "ncclAllGather", api.AllGather);
+  find_function(handle, "ncclReduceScatter", api.ReduceScatter);
+  find_function(handle, "ncclAllReduce", api.AllReduce);
+  find_function(handle, "ncclBroadcast", api.Broadcast);
+  find_function(handle, "ncclGroupStart", api.GroupStart);
+  find_function(handle, "ncclGroupEnd", api.GroupEnd);
+  find_function(handle, "ncclMemAlloc", api.MemAlloc);
+  find_function(handle, "ncclMemFree", api.MemFree);
+  find_function(handle, "ncclCommRegister", api.CommRegister);
+  find_function(handle, "ncclCommDeregister", api.CommDeregister);
+  find_function(handle, "ncclCommWindowRegister", api.CommWindowRegister);
+  find_function(handle, "ncclCommWindowDeregister", api.CommWindowDeregister);
+}
+
+// Two libraries in one process have separate threads and memory, and neither knows how the other
+// uses the network and the GPU.
+void check_only_one(const Library& library) {
+  const std::vector<std::string> loaded = loaded_libraries();
+  std::string listed;
+  for (const std::string& path : loaded) {
+    listed += (listed.empty() ? "'" : "', '") + path;
+  }
+  FSDP_CHECK(loaded.size() <= 1, "The process has loaded ", loaded.size(),
+             " NCCL libraries: ", listed, "'. fsdp_ext found its own in ", library.source,
+             ". Unset FSDP_EXT_NCCL_SO, or set it to the library that torch uses.");
+}
+
+}  // namespace
+
+std::string Api::version_text() const {
+  return detail::concat(version / 10000, ".", version / 100 % 100, ".", version % 100);
+}
+
+const char* Api::registration() const {
+  if (MemAlloc == nullptr || MemFree == nullptr) {
+    return "none";
+  }
+  if (version >= kFirstWithWindows && CommWindowRegister != nullptr &&
+      CommWindowDeregister != nullptr) {
+    return "window";
+  }
+  return CommRegister != nullptr && CommDeregister != nullptr ? "register" : "none";
+}
+
+bool Api::has_safe_symmetric_kernels() const {
+  constexpr int kFirstThatWaits = 23007;
+  return version >= kFirstThatWaits;
+}
+
+int Api::window_flags() const {
+  return has_safe_symmetric_kernels() ? kWindowCollSymmetric : kWindowDefault;
+}
+
+std::string Api::describe(Comm comm, Result error) const {
+  const char* last = GetLastError(comm);
+  const bool has_details = last != nullptr && last[0] != '\0';
+  return detail::concat(GetErrorString(error), has_details ? ": " : "", has_details ? last : "");
+}
+
+Api find_library(const std::vector<std::string>& candidates) {
+  const Library library = open_library(candidates);
+  Api api;
+  find_functions(library.handle, api);
+  Dl_info info{};
+  if (api.GetVersion != nullptr && dladdr(reinterpret_cast<void*>(api.GetVersion), &info) != 0 &&
+      info.dli_fname != nullptr) {
+    api.path = info.dli_fname;
+  }
+  check_only_one(library);
+  FSDP_CHECK(api.GetVersion != nullptr && api.GetVersion(&api.version) == kSuccess,
+             "The library from ", library.source,
+             " is not NCCL: it has no ncclGetVersion that works. Set "
+             "FSDP_EXT_NCCL_SO to an NCCL library, or unset it.");
+  FSDP_CHECK(api.version >= kOldestVersion, "The library from ", library.source, " (", api.path,
+             ") is NCCL ", api.version_text(), ", but fsdp_ext needs 2.18 or newer. Upgrade it.");
+  const bool is_complete = api.GetUniqueId && api.CommInitRankConfig && api.CommSplit &&
+                           api.CommFinalize && api.CommDestroy && api.CommAbort &&
+                           api.CommGetAsyncError && api.GetErrorString && api.GetLastError &&
+                           api.AllGather && api.ReduceScatter && api.AllReduce && api.Broadcast &&
+                           api.GroupStart && api.GroupEnd;
+  FSDP_CHECK(is_complete, "The library from ", library.source, " (", api.path, ", NCCL ",
+             api.version_text(), ") lacks functions that fsdp_ext needs. Upgrade it.");
+  return api;
+}
+
+const Api& load(const std::vector<std::string>& candidates) {
+  static std::mutex mutex;
+  static const Api* api = nullptr;  // never freed, because watchdogs may outlive main()
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (api == nullptr) {
+    api = new Api(find_library(candidates));
+  }
+  return *api;
+}
+
+std::vector<std::string> loaded_libraries() {
+  std::vector<std::string> paths;
+  dl_iterate_phdr(
+      [](dl_phdr_info* info, std::size_t /*size*/, void* data) {
+        const std::string path = info->dlpi_name != nullptr ? info->dlpi_name : "";
+        const std::string base = path.substr(path.rfind('/') + 1);
+        if (base.compare(0, 10, "libnccl.so") == 0) {
+          static_cast<std::vector<std::string>*>(data)->push_back(path);
+        }
+        return 0;
+      },
+      &paths);
+  return paths;
+}
+
+}  // namespace fsdp::nccl

@@ -1,0 +1,294 @@
+#include "comm/nccl/nccl_buffers.h"
+
+#include <algorithm>
+#include <chrono>
+#include <exception>
+#include <string>
+#include <utility>
+
+#include "base/check.h"
+#include "comm/nccl/nccl_calls.h"
+
+namespace fsdp {
+namespace {
+
+const std::string kAllocation = "the allocation of a buffer";
+const std::string kRegistration = "the registration of a buffer";
+const std::string kDeregistration = "the deregistration of a buffer";
+const std::string kUnused = "the exchange of unused buffers";
+
+// Ranks begin a registration together, so a rank that takes longer than this has failed in it.
+constexpr auto kLongestRegistration = std::chrono::milliseconds(180000);
+const std::string kAdvice =
+    "If NCCL cannot register buffers on a rank, set FSDP_EXT_NCCL_REGISTER=0 on all ranks.";
+
+}  // namespace
+
+NcclBuffers::NcclBuffers(const nccl::Api& api, Device& device, nccl::Comm comm,
+                         NcclWatchdog& watchdog, Exchange exchange, Report report)
+    : api_(api),
+      device_(device),
+      comm_(comm),
+      watchdog_(watchdog),
+      exchange_(std::move(exchange)),
+      report_(std::move(report)) {}
+
+std::shared_ptr<void> NcclBuffers::allocate(std::size_t bytes, BufferUse use) {
+  const std::shared_ptr<void> guard = device_.make_current();
+  free_unused();
+  Buffer buffer = allocate_on_all_ranks(bytes);
+  std::shared_ptr<void> memory = hand_out(buffer, use);
+  register_buffer(buffer);
+  const std::lock_guard<std::mutex> lock(shared_->mutex);
+  shared_->held.at(static_cast<const char*>(buffer.memory)) = buffer;
+  return memory;
+}
+
+// Registering makes ranks wait for each other, so all of them do it, or none.
+NcclBuffers::Buffer NcclBuffers::allocate_on_all_ranks(std::size_t bytes) {
+  const auto free_memory = [this](void* memory) {
+    report_(api_.MemFree(memory), "free a buffer of");
+  };
+  std::unique_ptr<void, decltype(free_memory)> memory(try_to_allocate(bytes), free_memory);
+  const std::uint64_t number = allocated_++;
+  const bool is_allocated = memory != nullptr;
+  if (all_agree(is_allocated, kAllocation)) {
+    return {memory.release(), bytes, number, nullptr, nullptr};
+  }
+  throw Error(detail::concat(
+      is_allocated ? "Another rank" : "NCCL", " could not allocate ", bytes,
+      " more bytes of GPU memory for buffers of the largest unit",
+      is_allocated ? "" : ": " + api_.describe(comm_, nccl::kUnhandledCudaError),
+      ". Call fully_shard on smaller modules, use more ranks or a smaller batch, or set "
+      "FSDP_EXT_NCCL_REGISTER=0 to allocate them with PyTorch's allocator."));
+}
+
+// See Note [order of windows].
+bool NcclBuffers::waits_for_all_ranks(BufferUse use) const {
+  const bool is_of_users = use == BufferUse::Shard || use == BufferUse::Gradient;
+  return is_of_users || api_.window_flags() == nccl::kWindowCollSymmetric;
+}
+
+std::shared_ptr<void> NcclBuffers::hand_out(const Buffer& buffer, BufferUse use) {
+  {
+    const std::lock_guard<std::mutex> lock(shared_->mutex);
+    shared_->held.emplace(static_cast<const char*>(buffer.memory), buffer);
+  }
+  const auto put_back = [this, shared = shared_, waits = waits_for_all_ranks(use),
+                         free_apart = free_apart()](void* memory) {
+    std::unique_lock<std::mutex> lock(shared->mutex);
+    if (shared->closed) {  // this object may have ended
+      lock.unlock();
+      free_apart(memory);
+      return;
+    }
+    const Buffer freed = shared->held.extract(static_cast<const char*>(memory)).mapped();
+    if (waits && freed.is_registered()) {
+      shared->unused.emplace(freed.number, freed);
+      return;
+    }
+    lock.unlock();
+    this->synchronize();
+    deregister_and_free(freed);
+  };
+  return {buffer.memory, put_back};
+}
+
+// Returns a function that frees memory on a thread of its own, because the caller's thread may
+// never have used this device. The function may outlive this object.
+std::function<void(void*)> NcclBuffers::free_apart() const {
+  return [select = nccl::selector_of(device_), synchronize = device_.synchronizer(),
+          memory_free = api_.MemFree](void* memory) {
+    const auto free_memory = [&] {
+      try {
+        synchronize();
+      } catch (const std::exception&) {
+        // The device has failed, or the process ends.
+      }
+      return memory_free(memory);
+    };
+    nccl::call_apart(select, free_memory).wait();
+  };
+}
+
+// NCCL does not know of the memory that the framework keeps for later. Null if there is too little.
+void* NcclBuffers::try_to_allocate(std::size_t bytes) {
+  void* memory = nullptr;
+  if (api_.MemAlloc(&memory, bytes) == nccl::kSuccess && memory != nullptr) {
+    return memory;
+  }
+  device_.free_cached_memory();
+  return api_.MemAlloc(&memory, bytes) == nccl::kSuccess ? memory : nullptr;
+}
+
+bool NcclBuffers::all_agree(bool mine, const std::string& what) {
+  const std::vector<std::uint64_t> all = exchange_({mine ? 1U : 0U}, what);
+  return std::find(all.begin(), all.end(), 0U) == all.end();
+}
+
+bool NcclBuffers::holds(const void* memory) const {
+  const auto* address = static_cast<const char*>(memory);
+  const std::lock_guard<std::mutex> lock(shared_->mutex);
+  const auto after = shared_->held.upper_bound(address);
+  if (after == shared_->held.begin()) {
+    return false;
+  }
+  const auto& [start, buffer] = *std::prev(after);
+  return buffer.is_registered() && address < start + buffer.bytes;
+}
+
+void NcclBuffers::free_unused() {
+  std::vector<Buffer> freed;
+  const std::vector<std::uint64_t> numbers = unused_on_all_ranks();
+  {
+    const std::lock_guard<std::mutex> lock(shared_->mutex);
+    for (const std::uint64_t number : numbers) {
+      freed.push_back(shared_->unused.at(number));
+      shared_->unused.erase(number);
+    }
+  }
+  if (!freed.empty()) {
+    synchronize();
+  }
+  for (const Buffer& buffer : freed) {
+    deregister_and_free(buffer);
+  }
+}
+
+// Returns the numbers of the buffers that no rank uses, in ascending order.
+std::vector<std::uint64_t> NcclBuffers::unused_on_all_ranks() {
+  std::vector<std::uint64_t> mine;
+  {
+    const std::lock_guard<std::mutex> lock(shared_->mutex);
+    for (const auto& [number, buffer] : shared_->unused) {
+      mine.push_back(number);
+    }
+  }
+  const std::vector<std::uint64_t> counts = exchange_({mine.size()}, kUnused);
+  const auto [least, most] = std::minmax_element(counts.begin(), counts.end());
+  if (*least == 0) {
+    return {};
+  }
+  constexpr std::uint64_t kNone = ~std::uint64_t{0};
+  mine.resize(*most, kNone);
+  std::map<std::uint64_t, std::size_t> ranks;  // how many do not use a buffer
+  for (const std::uint64_t number : exchange_(mine, kUnused)) {
+    ranks[number] += 1;
+  }
+  const auto is_in_use = [&](std::uint64_t number) {
+    return number == kNone || ranks.at(number) < counts.size();
+  };
+  mine.erase(std::remove_if(mine.begin(), mine.end(), is_in_use), mine.end());
+  return mine;
+}
+
+// A buffer that is freed meanwhile joins the unused ones, and its memory is freed at the end.
+void NcclBuffers::close() {
+  std::map<std::uint64_t, Buffer> all;
+  {
+    const std::lock_guard<std::mutex> lock(shared_->mutex);
+    all = shared_->unused;
+    for (const auto& [address, buffer] : shared_->held) {
+      all.emplace(buffer.number, buffer);
+    }
+  }
+  if (!all.empty()) {
+    synchronize();
+  }
+  for (const auto& [number, buffer] : all) {
+    deregister(buffer);
+  }
+  std::map<std::uint64_t, Buffer> unused;
+  {
+    const std::lock_guard<std::mutex> lock(shared_->mutex);
+    shared_->closed = true;
+    shared_->held.clear();
+    unused.swap(shared_->unused);
+  }
+  for (const auto& [number, buffer] : unused) {
+    free(buffer);
+  }
+}
+
+// If registration fails on all ranks, or NCCL tells all, they use the buffer without it. If it
+// fails on one rank alone, that rank waits in the agreement and the others wait in NCCL until the
+// watchdog ends both. That rank's error says why NCCL failed.
+void NcclBuffers::register_buffer(Buffer& buffer) {
+  const NcclWatchdog::ShortLimit limit(watchdog_, kLongestRegistration, kAdvice);
+  const nccl::Result result = register_with_nccl(buffer);
+  const std::string what = result == nccl::kSuccess
+                               ? kRegistration
+                               : detail::concat(kRegistration, ", in which NCCL failed (",
+                                                api_.describe(comm_, result), ")");
+  registered_ += buffer.is_registered() ? 1 : 0;
+  if (all_agree(buffer.is_registered(), what)) {
+    return;
+  }
+  cannot_register_ = true;
+  deregister(buffer);
+  buffer.window = nullptr;
+  buffer.handle = nullptr;
+}
+
+// NCCL from 2.29 on makes no windows between ranks that cannot read each other's memory, but can
+// still register buffers for the network.
+nccl::Result NcclBuffers::register_with_nccl(Buffer& buffer) {
+  const NcclWatchdog::BlockingCall blocking(watchdog_, kRegistration);
+  if (api_.registration() == std::string("window")) {
+    const nccl::Result result = register_window(buffer);
+    if (result != nccl::kSuccess || buffer.window != nullptr || api_.CommRegister == nullptr) {
+      return result;
+    }
+  }
+  const nccl::Result result = api_.CommRegister(comm_, buffer.memory, buffer.bytes, &buffer.handle);
+  buffer.handle = result == nccl::kSuccess ? buffer.handle : nullptr;
+  return result;
+}
+
+nccl::Result NcclBuffers::register_window(Buffer& buffer) {
+  auto window = std::make_unique<nccl::Window>(nullptr);
+  const nccl::Result result = watchdog_.finish(api_.CommWindowRegister(
+      comm_, buffer.memory, buffer.bytes, window.get(), api_.window_flags()));
+  if (result == nccl::kInProgress) {
+    window.release();  // NCCL may still write to it
+  } else if (result == nccl::kSuccess) {
+    buffer.window = *window;
+  }
+  return result;
+}
+
+// Returns whether the memory may be freed. If NCCL still knows the buffer, NCCL would mistake
+// another one at the same address for it. A communicator that has failed is used no more.
+bool NcclBuffers::deregister(const Buffer& buffer) {
+  registered_ -= buffer.is_registered() ? 1 : 0;
+  if (watchdog_.has_failed() || !buffer.is_registered()) {
+    return true;
+  }
+  const NcclWatchdog::BlockingCall blocking(watchdog_, kDeregistration);
+  const nccl::Result result = buffer.window != nullptr
+                                  ? api_.CommWindowDeregister(comm_, buffer.window)
+                                  : api_.CommDeregister(comm_, buffer.handle);
+  report_(result, "deregister a buffer of");
+  return result == nccl::kSuccess;
+}
+
+void NcclBuffers::deregister_and_free(const Buffer& buffer) {
+  if (deregister(buffer)) {
+    free(buffer);
+  }
+}
+
+void NcclBuffers::free(const Buffer& buffer) {
+  report_(api_.MemFree(buffer.memory), "free a buffer of");
+}
+
+// NCCL unmaps memory even if the device still reads it.
+void NcclBuffers::synchronize() {
+  try {
+    device_.synchronize();
+  } catch (const std::exception&) {
+    // Work has failed. Its waiters get the error.
+  }
+}
+
+}  // namespace fsdp

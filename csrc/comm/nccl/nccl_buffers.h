@@ -1,0 +1,117 @@
+// Memory from ncclMemAlloc that is registered with one communicator.
+//
+// Note [order of windows]
+// Symmetric windows need the same offset in NCCL's address space on all ranks, or a reduction in
+// the switch adds up other memory. NCCL assigns offsets as windows come and go (2.30,
+// dev_runtime.cc), so all ranks have to register and deregister in one order. But each rank frees a
+// buffer when its own garbage collector does, on any thread, and users hold shards and gradients as
+// long as they like. So freeing a buffer only puts it on a list. When ranks are together next, to
+// allocate, they deregister and free the buffers that are on the lists of all ranks, in the order
+// in which they were made. Closing the communicator deregisters all others, and from then on they
+// are memory that NCCL does not know.
+//
+// Where no window is symmetric, order does not matter, so inputs and outputs are freed at once.
+// Shards and gradients still wait: any thread may free them, and calls of NCCL for one communicator
+// come from one thread at a time.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "comm/nccl/nccl_api.h"
+#include "comm/nccl/nccl_watchdog.h"
+#include "device/stream.h"
+
+namespace fsdp {
+
+class NcclBuffers {
+ public:
+  // Returns the numbers of all ranks, one rank after the other. All ranks call it together and pass
+  // equally many. Errors name the exchange `what`.
+  using Exchange = std::function<std::vector<std::uint64_t>(std::vector<std::uint64_t> mine,
+                                                            const std::string& what)>;
+  // For calls whose caller cannot handle an error; `what` is what NCCL could not do.
+  using Report = std::function<void(nccl::Result result, const char* what)>;
+
+  // All of these outlive this object.
+  NcclBuffers(const nccl::Api& api, Device& device, nccl::Comm comm, NcclWatchdog& watchdog,
+              Exchange exchange, Report report);
+
+  NcclBuffers(const NcclBuffers&) = delete;
+  NcclBuffers& operator=(const NcclBuffers&) = delete;
+
+  // Frees buffers that no rank holds any more, and allocates. All ranks call this together. If one
+  // of them cannot allocate, it throws Error on all. The memory may outlive this object.
+  std::shared_ptr<void> allocate(std::size_t bytes, BufferUse use);
+
+  // Whether buffers can be registered. It is false after a rank has failed to register one.
+  bool can_register() const {
+    return !cannot_register_ && api_.registration() != std::string("none");
+  }
+
+  // Whether all ranks pass true. They call it together.
+  bool all_agree(bool mine, const std::string& what);
+
+  // Whether `memory` lies in a registered buffer that is held.
+  bool holds(const void* memory) const;
+  int registered() const { return registered_; }
+
+  // Deregisters and frees the buffers that no rank holds any more. All ranks call it together.
+  void free_unused();
+  // Before the communicator is closed.
+  void close();
+
+ private:
+  struct Buffer {
+    void* memory = nullptr;
+    std::size_t bytes = 0;
+    std::uint64_t number = 0;  // in the order of all ranks
+    nccl::Window window = nullptr;
+    void* handle = nullptr;
+
+    bool is_registered() const { return window != nullptr || handle != nullptr; }
+  };
+
+  // What the deleters of buffers share with this object, which they may outlive.
+  struct Shared {
+    std::mutex mutex;
+    bool closed = false;
+    std::map<const char*, Buffer> held;
+    std::map<std::uint64_t, Buffer> unused;  // by number
+  };
+
+  Buffer allocate_on_all_ranks(std::size_t bytes);
+  std::vector<std::uint64_t> unused_on_all_ranks();
+  std::shared_ptr<void> hand_out(const Buffer& buffer, BufferUse use);
+  bool waits_for_all_ranks(BufferUse use) const;
+  std::function<void(void*)> free_apart() const;
+  void* try_to_allocate(std::size_t bytes);
+  void register_buffer(Buffer& buffer);
+  nccl::Result register_with_nccl(Buffer& buffer);
+  nccl::Result register_window(Buffer& buffer);
+  bool deregister(const Buffer& buffer);
+  void deregister_and_free(const Buffer& buffer);
+  void free(const Buffer& buffer);
+  void synchronize();
+
+  const nccl::Api& api_;
+  Device& device_;
+  nccl::Comm comm_;
+  NcclWatchdog& watchdog_;
+  Exchange exchange_;
+  Report report_;
+  std::atomic<int> registered_{0};
+  bool cannot_register_ = false;
+  std::uint64_t allocated_ = 0;
+  std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
+};
+
+}  // namespace fsdp

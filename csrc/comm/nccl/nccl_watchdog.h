@@ -1,0 +1,162 @@
+// A thread that watches one NCCL communicator.
+//
+// Note [watchdog]
+// In a step, no host thread waits for a collective, so only the watchdog notices one that hangs. It
+// polls NCCL's asynchronous error and the events behind the newest collectives. On an error or a
+// timeout it revokes the communicator (or aborts it, where NCCL cannot revoke), which ends the
+// kernels that wait for peers. Revoking sets NCCL's abort flag, waits for NCCL's own streams and
+// threads, and resets the flag. So a call that makes connections may miss the flag. If such a call
+// still blocks at a later poll, the watchdog aborts the revoked communicator. That frees it while
+// the call uses it, but NCCL has no better way to end the call. Revoking and aborting run on
+// threads of their own, since they may never return. Until they return, nothing more can be done.
+//
+// The watchdog prints the reason on stderr, and every later call throws. Results computed since
+// then must not be used, so the optimizer's step checks, too.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <future>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "comm/nccl/nccl.h"
+#include "comm/nccl/nccl_api.h"
+#include "device/stream.h"
+
+namespace fsdp {
+
+// Prints why communication ends, for hosts that do not ask.
+void print_failure(const std::string& reason);
+
+class NcclWatchdog {
+ public:
+  // Messages call the communicator `name`. `lane` is 0 for gathers and 1 for reductions. Starts the
+  // thread that watches.
+  NcclWatchdog(const nccl::Api& api, Device& device, nccl::Comm comm, const NcclOptions& options,
+               std::string name, int lane);
+  ~NcclWatchdog();
+
+  NcclWatchdog(const NcclWatchdog&) = delete;
+  NcclWatchdog& operator=(const NcclWatchdog&) = delete;
+
+  // While this object lives, the calling thread may block in NCCL; the watchdog limits the time.
+  class BlockingCall {
+   public:
+    BlockingCall(NcclWatchdog& watchdog, const std::string& what);
+    ~BlockingCall();
+    BlockingCall(const BlockingCall&) = delete;
+    BlockingCall& operator=(const BlockingCall&) = delete;
+
+   private:
+    NcclWatchdog& watchdog_;
+  };
+
+  // While this object lives, calls and collectives are late after `limit`, if that is shorter than
+  // the timeout, and the message ends with `advice`.
+  class ShortLimit {
+   public:
+    ShortLimit(NcclWatchdog& watchdog, std::chrono::milliseconds limit, std::string advice);
+    ~ShortLimit();
+    ShortLimit(const ShortLimit&) = delete;
+    ShortLimit& operator=(const ShortLimit&) = delete;
+
+   private:
+    NcclWatchdog& watchdog_;
+  };
+
+  // Whether a collective may end on a rank before all ranks have begun it.
+  enum class Ends : bool { Alone, WithAll };
+
+  // Watches the collective that was just issued to `stream`. Messages call it `what`.
+  void watch_collective(Stream& stream, const std::string& what, Ends ends);
+
+  // `write` is called before the watchdog ends a collective: Communicator::set_flight_writer.
+  void set_flight_writer(std::function<std::string()> write);
+  // Writes a flight record, and returns `reason` and a sentence that says where the record is.
+  std::string with_flight_record(const std::string& reason);
+
+  // Revokes or aborts the communicator, and prints nothing. Only the first call has an effect. It
+  // waits for NCCL for a few seconds only.
+  void abort(const std::string& reason);
+  bool has_failed() const { return failed_; }
+
+  // Waits for a call on the communicator that has returned `result`, and returns its final result;
+  // kInProgress if the communicator has failed meanwhile. See nccl::finish.
+  nccl::Result finish(nccl::Result result);
+  std::string error();  // the reason; empty if nothing has failed
+
+  // Whether a CUDA graph has captured a collective. The graph then holds the communicator.
+  bool has_captured() const { return captured_; }
+
+  // Ends the thread.
+  void stop();
+
+ private:
+  struct Outstanding {
+    std::unique_ptr<Event> event;  // completes after the collective
+    std::string what;
+    std::chrono::steady_clock::time_point since;
+    std::uint32_t number = 0;
+    std::uint32_t behind = 0;  // as in DeviceLanes::Collective
+    bool pending = false;
+  };
+
+  // How long something may take.
+  struct Limit {
+    std::chrono::milliseconds time;
+    std::string advice;  // what to do if it takes longer; may be empty
+  };
+
+  // What is wrong: an error in whole sentences, or something that takes longer than its limit.
+  struct Finding {
+    std::string error;
+    std::string late;
+    Limit limit;
+  };
+
+  nccl::Result poll();
+  void run();
+  void revoke();
+  void abort_communicator();
+  bool take_abort(bool a_call_blocks);
+  Finding look();
+  const Outstanding* update_oldest_pending();
+  void publish(const Outstanding* oldest);
+  std::string timeout_message(const std::string& what, const Limit& limit) const;
+
+  const nccl::Api& api_;
+  Device& device_;
+  nccl::Comm comm_;
+  const NcclOptions options_;
+  const std::string name_;
+  const int lane_;
+  std::atomic<bool> captured_{false};
+  std::atomic<bool> failed_{false};
+  std::mutex polling_;  // ncclCommGetAsyncError may complete a call, which only one thread may do
+
+  std::mutex mutex_;  // guards what follows
+  Limit limit_;
+  std::shared_future<nccl::Result> revoked_;  // invalid before revoking and after aborting
+  std::condition_variable stop_;
+  bool stopping_ = false;
+  std::string error_;
+  std::function<std::string()> write_flights_;  // may be null
+  bool in_call_ = false;
+  std::string call_;
+  std::chrono::steady_clock::time_point call_since_;
+  // A ring of the newest collectives. The oldest pending one is the one that hangs. If newer ones
+  // have overwritten it, the oldest that is left is reported instead.
+  std::array<Outstanding, 512> outstanding_;
+  std::uint32_t issued_ = 0;
+  std::uint32_t oldest_ = 0;  // the number of the oldest pending one in the last poll; 0: none
+  std::thread thread_;        // last, because it uses the members above
+};
+
+}  // namespace fsdp

@@ -1,0 +1,112 @@
+// What one rank publishes for one communicator, and how peers read it.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/dtype.h"
+#include "comm/shared_memory/futex.h"
+#include "comm/shared_memory/peer_memory.h"
+
+namespace fsdp {
+
+// What a rank posts about the collective that it runs.
+struct Operation {
+  enum class Kind : std::uint32_t { AllGather, ReduceScatter, AllReduce, Broadcast, Barrier };
+
+  // Whether both are the same collective. Offsets may differ.
+  bool matches(const Operation& other) const;
+  std::string describe() const;
+
+  Kind kind = Kind::Barrier;
+  DType dtype = DType::Bytes;
+  std::int32_t root = 0;
+  std::uint64_t bytes = 0;    // of the rank's input
+  std::uint64_t pattern = 0;  // hash of how the parts of the input lie
+  std::uint64_t tag = 0;      // of the collective: Communicator::announce
+  std::uint64_t offset = 0;   // of the input, in the rank's arena
+  std::uint64_t before = 0;   // how far peers read in front of the offset and behind it
+  std::uint64_t after = 0;
+};
+
+// The labels of the collectives that a lane has run last. Peers may read them while they change,
+// and then see none.
+class Activity {
+ public:
+  static constexpr std::size_t kKept = 16;
+
+  void begin(const std::string& label);
+  void end() { ended_.store(begun(), std::memory_order_release); }
+
+  // How many collectives have begun and ended. The numbers wrap around.
+  std::uint32_t begun() const {
+    return static_cast<std::uint32_t>((version_.load(std::memory_order_acquire) + 1) / 2);
+  }
+  std::uint32_t ended() const { return ended_.load(std::memory_order_acquire); }
+  bool is_busy() const { return ended() != begun(); }
+  // Of the current collective, or else of the last one. Cut if it is long.
+  std::string label() const;
+  // The same of the last ones, in their order.
+  std::vector<std::string> labels() const;
+
+ private:
+  static constexpr std::size_t kWords = 16;
+  static constexpr std::size_t kLabelBytes = kWords * sizeof(std::uint64_t);
+
+  std::atomic<std::uint64_t> version_{0};  // twice the number of labels; odd while one changes
+  std::atomic<std::uint32_t> ended_{0};
+  std::atomic<std::uint64_t> words_[kKept][kWords] = {};
+};
+
+// Which thread of the host issues work on a lane, and whether that thread is blocked until the lane
+// is done: Note [lanes that wait for each other].
+struct Issuer {
+  static constexpr std::uint64_t kNobody = 0;
+  static constexpr std::uint64_t kSeveral = 1;  // no number of a thread
+
+  // The calling thread is about to issue a collective.
+  void issue();
+
+  std::atomic<std::uint32_t> issued{0};         // collectives
+  std::atomic<std::uint64_t> thread{kNobody};   // that issued all of them
+  std::atomic<std::uint64_t> blocked{kNobody};  // Note [published waits]
+};
+
+// It lies in the rank's arena, and peers only read it.
+struct Mailbox {
+  enum class State : std::uint32_t { Active, Failed, Closed };
+
+  alignas(64) futex::Word posted{0};    // the last round that the rank has posted
+  alignas(64) futex::Word finished{0};  // the last round whose inputs it has finished reading
+  alignas(64) std::atomic<State> state{State::Active};
+  char reason[1024] = {};  // why the rank failed; written before `state`
+  // Of the last round and the one before, by the parity of their numbers.
+  alignas(8) Operation operations[2];
+  Activity activity;
+  alignas(64) Issuer issuer;
+};
+
+// Text from memory that may hold anything, up to its end or a zero. Python needs valid UTF-8, and a
+// text that was cut to fit may end within a character.
+std::string text_in(const char* memory, std::size_t size);
+
+// - Checked reads of a peer's mailbox: Note [peers are not trusted]
+
+const Mailbox& mailbox_in(const PeerMemory& memory, std::uint64_t offset);
+
+// Whether a peer whose word says `seen` has reached `round`, in which this rank is. Throws if no
+// rank could be in `seen` now. See Note [rank barrier].
+bool has_reached(std::uint32_t seen, std::uint32_t round, const std::string& who);
+
+Mailbox::State state_in(const Mailbox& mailbox, const std::string& who);
+std::string reason_in(const Mailbox& mailbox);
+
+// What the peer posted for `round`.
+Operation operation_in(const Mailbox& mailbox, std::uint32_t round);
+
+// Where the peer's input is.
+const char* input_in(const PeerMemory& memory, const Operation& operation);
+
+}  // namespace fsdp

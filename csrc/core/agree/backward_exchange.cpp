@@ -1,0 +1,258 @@
+#include "core/agree/backward_exchange.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/record/flight_recorder.h"
+
+namespace fsdp {
+namespace {
+
+const std::string kExchange = "the exchange of all ranks at the end of backward";
+const std::string kHistories = "the exchange of all ranks' last collectives";
+
+bool has_bit(const char* bits, std::size_t i) { return ((bits[i / 8] >> (i % 8)) & 1) != 0; }
+
+void set_bit(char* bits, std::size_t i) {
+  bits[i / 8] = static_cast<char>(bits[i / 8] | (1 << (i % 8)));
+}
+
+bool misses_gradients(const Unit& unit) {
+  return unit.is_reduced && std::find(unit.used.begin(), unit.used.end(), 0) != unit.used.end();
+}
+
+}  // namespace
+
+BackwardExchange::BackwardExchange(Lanes& lanes, Lanes* replicas, bool has_peers)
+    : lanes_(lanes),
+      replicas_(replicas),
+      has_peers_(has_peers && size() > 1),
+      set_received_(lanes.device->new_event()),
+      received_(lanes.device->new_event()) {}
+
+BackwardExchange::~BackwardExchange() {
+  if (is_in_flight_) {
+    drain();
+  }
+}
+
+void BackwardExchange::drain() {
+  lanes_.gather.drain();
+  if (replicas_ != nullptr) {
+    replicas_->gather.drain();
+  }
+}
+
+std::size_t BackwardExchange::size() const {
+  const int sets = replicas_ != nullptr ? replicas_->gather.communicator().size() : 1;
+  return static_cast<std::size_t>(sets * lanes_.gather.communicator().size());
+}
+
+std::size_t BackwardExchange::rank() const {
+  const int set = replicas_ != nullptr ? replicas_->gather.communicator().rank() : 0;
+  const Communicator& communicator = lanes_.gather.communicator();
+  return static_cast<std::size_t>(set * communicator.size() + communicator.rank());
+}
+
+void BackwardExchange::gather_from_all(const std::string& what, const void* mine, void* of_set,
+                                       void* all, std::size_t bytes) {
+  Lane& lane = lanes_.gather;
+  lane.host_all_gather(what, what, mine, replicas_ != nullptr ? of_set : all, bytes);
+  if (replicas_ == nullptr) {
+    lane.stream().record(*received_);
+    return;
+  }
+  lane.stream().record(*set_received_);
+  Lane& across = replicas_->gather;
+  across.stream().wait(*set_received_, what);
+  across.host_all_gather(what, what, of_set, all,
+                         bytes * static_cast<std::size_t>(lane.communicator().size()));
+  across.stream().record(*received_);
+}
+
+std::vector<std::string> BackwardExchange::all_gather(const std::string& what,
+                                                      const std::string& mine) {
+  if (!has_peers_) {
+    return {mine};
+  }
+  const std::string& label = *labels_.insert(what).first;
+  const std::size_t bytes = mine.size();
+  const auto in_set = static_cast<std::size_t>(lanes_.gather.communicator().size());
+  const std::shared_ptr<void> sent = lanes_.device->allocate_on_host(bytes);
+  const std::shared_ptr<void> of_set = lanes_.device->allocate_on_host(bytes * in_set);
+  const std::shared_ptr<void> received = lanes_.device->allocate_on_host(bytes * size());
+  std::memcpy(sent.get(), mine.data(), bytes);
+  try {
+    gather_from_all(label, sent.get(), of_set.get(), received.get(), bytes);
+    received_->synchronize(lanes_.device->timeout(), label);
+  } catch (...) {
+    drain();  // it may still write here
+    throw;
+  }
+  std::vector<std::string> messages;
+  for (std::size_t rank = 0; rank < size(); ++rank) {
+    messages.emplace_back(static_cast<const char*>(received.get()) + rank * bytes, bytes);
+  }
+  return messages;
+}
+
+void BackwardExchange::begin(const std::vector<std::unique_ptr<Unit>>& units) {
+  const auto is_reduced = [](const auto& unit) { return unit->is_reduced; };
+  // A captured graph replays one step, whose ranks were compared in the steps before.
+  if (!has_peers_ || lanes_.device->is_capturing() ||
+      std::none_of(units.begin(), units.end(), is_reduced)) {
+    return;
+  }
+  receive();
+  send(units);
+  lanes_.gather.history().end_iteration();
+  lanes_.reduce.history().end_iteration();
+  if (replicas_ != nullptr) {
+    replicas_->reduce.history().end_iteration();
+  }
+}
+
+void BackwardExchange::end(const std::vector<std::unique_ptr<Unit>>& units) {
+  const bool any_missing = std::any_of(units.begin(), units.end(),
+                                       [](const auto& unit) { return misses_gradients(*unit); });
+  if (!lanes_.device->is_capturing() && (any_missing || lanes_.device->waits_on_host())) {
+    receive();
+  }
+  if (any_missing) {
+    set_gradients_of_others(units);
+  }
+}
+
+void BackwardExchange::send(const std::vector<std::unique_ptr<Unit>>& units) {
+  resize(units);
+  auto* message = static_cast<char*>(mine_.get());
+  std::memset(message, 0, message_bytes_);
+  const Hashes hashes{lanes_.gather.history().hash(), lanes_.reduce.history().hash(),
+                      replicas_ != nullptr ? replicas_->reduce.history().hash() : 0};
+  std::memcpy(message, &hashes, sizeof(hashes));
+  std::size_t bit = 0;
+  for (const auto& unit : units) {
+    for (const char used : unit->used) {
+      if (used != 0) {
+        set_bit(message + sizeof(Hashes), bit);
+      }
+      bit += 1;
+    }
+  }
+  is_in_flight_ = true;
+  gather_from_all(kExchange, message, of_set_.get(), all_.get(), message_bytes_);
+}
+
+// Waits for the messages of the last exchange and reads them, if that has not happened yet.
+void BackwardExchange::receive() {
+  if (!is_in_flight_) {
+    return;
+  }
+  received_->synchronize(lanes_.device->timeout(), kExchange);
+  is_in_flight_ = false;
+  compare_hashes();
+  std::fill(used_by_any_.begin(), used_by_any_.end(), 0);
+  for (std::size_t rank = 0; rank < size(); ++rank) {
+    const char* bits = message_of(rank) + sizeof(Hashes);
+    for (std::size_t i = 0; i < used_by_any_.size(); ++i) {
+      used_by_any_[i] = static_cast<char>(used_by_any_[i] | bits[i]);
+    }
+  }
+}
+
+void BackwardExchange::compare_hashes() {
+  for (std::size_t other = 0; other < size(); ++other) {
+    if (std::memcmp(message_of(other), message_of(0), sizeof(Hashes)) != 0) {
+      // Every rank finds the same first rank that differs from rank 0, and comes here.
+      throw_difference(rank() == 0 ? other : 0);
+    }
+  }
+}
+
+void BackwardExchange::throw_difference(std::size_t other) {
+  struct Histories {
+    CollectiveHistory::Records gather;
+    CollectiveHistory::Records reduce;
+    CollectiveHistory::Records all_reduce;
+  };
+  Histories mine{lanes_.gather.history().records(), lanes_.reduce.history().records(), {}};
+  if (replicas_ != nullptr) {
+    mine.all_reduce = replicas_->reduce.history().records();
+  }
+  std::string message(sizeof(Histories), 0);
+  std::memcpy(message.data(), &mine, sizeof(Histories));
+  Histories others;
+  std::memcpy(&others, all_gather(kHistories, message)[other].data(), sizeof(Histories));
+  Hashes ours;
+  Hashes theirs;
+  std::memcpy(&ours, message_of(rank()), sizeof(ours));
+  std::memcpy(&theirs, message_of(other), sizeof(theirs));
+  const auto describe = [&](const char* lane, CollectiveHistory::Records Histories::* records) {
+    return describe_difference(lane, static_cast<int>(rank()), mine.*records,
+                               static_cast<int>(other), others.*records);
+  };
+  throw RanksDiffer(ours.gather != theirs.gather ? describe("gather", &Histories::gather)
+                    : ours.reduce != theirs.reduce
+                        ? describe("reduce", &Histories::reduce)
+                        : describe("all-reduce", &Histories::all_reduce));
+}
+
+void BackwardExchange::set_gradients_of_others(const std::vector<std::unique_ptr<Unit>>& units) {
+  std::size_t bit = 0;
+  for (const auto& unit : units) {
+    for (std::size_t i = 0; i < unit->used.size(); ++i, ++bit) {
+      if (unit->is_reduced && unit->used[i] == 0 && is_used(*unit, bit)) {
+        unit->port.set_sharded_gradient(i);
+      }
+    }
+  }
+}
+
+// Whether any rank of the unit's mesh used the parameter. See Note [several meshes] in
+// core/lanes.h.
+bool BackwardExchange::is_used(const Unit& unit, std::size_t bit) const {
+  if (bit / 8 >= used_by_any_.size()) {
+    return false;  // no messages were sent yet
+  }
+  const Mesh* mesh = lanes_.mesh(unit.mesh);
+  if (mesh == nullptr) {
+    return has_bit(used_by_any_.data(), bit);
+  }
+  // The mesh's ranks count within a set, and its replicas have the same places in every set.
+  const auto of_set = static_cast<std::size_t>(lanes_.gather.communicator().size());
+  for (std::size_t first = 0; first < size(); first += of_set) {
+    for (const int rank : mesh->ranks) {
+      const char* bits = message_of(first + static_cast<std::size_t>(rank)) + sizeof(Hashes);
+      if (has_bit(bits, bit)) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+// Allocates for the first message, and again only if units were added.
+void BackwardExchange::resize(const std::vector<std::unique_ptr<Unit>>& units) {
+  std::size_t bits = 0;
+  for (const auto& unit : units) {
+    bits += unit->used.size();
+  }
+  const std::size_t bytes = (bits + 7) / 8;
+  if (mine_ != nullptr && used_by_any_.size() == bytes) {
+    return;
+  }
+  used_by_any_.assign(bytes, 0);
+  message_bytes_ = sizeof(Hashes) + bytes;
+  mine_ = lanes_.device->allocate_on_host(message_bytes_);
+  all_ = lanes_.device->allocate_on_host(message_bytes_ * size());
+  if (replicas_ != nullptr) {
+    const auto of_set = static_cast<std::size_t>(lanes_.gather.communicator().size());
+    of_set_ = lanes_.device->allocate_on_host(message_bytes_ * of_set);
+  }
+}
+
+char* BackwardExchange::message_of(std::size_t rank) const {
+  return static_cast<char*>(all_.get()) + rank * message_bytes_;
+}
+
+}  // namespace fsdp

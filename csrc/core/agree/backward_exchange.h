@@ -1,0 +1,89 @@
+// At the end of a backward that reduced gradients, ranks tell each other which parameters they used
+// and which collectives they have issued. That is one small message. The gather lane is idle then,
+// so the message overlaps the last reduction.
+//
+// Note [parameters that some ranks do not use]
+// A rank that did not use a parameter, such as an expert, sends zeros for it. So the sum is right
+// on every rank, but it does not tell whether the parameter has a gradient. It has one if any rank
+// used it. Otherwise its .grad stays as it is, for example None, and the optimizer leaves the
+// parameter alone. So each rank sends one bit for each trainable parameter. Ranks of other meshes
+// have other parameters, and do not count: Note [several meshes]. A rank that used every
+// parameter needs no answer, and on a GPU its host does not wait for one.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "core/lanes.h"
+#include "core/units/unit.h"
+
+namespace fsdp {
+
+class BackwardExchange {
+ public:
+  // Without peers (simulated ranks) nothing is sent. `replicas` may be null: Note [replicas] in
+  // core/reduce/reducer.h. The ranks of a set exchange their messages first. Then each rank
+  // exchanges its set's messages with its replicas, so every rank has those of all ranks.
+  BackwardExchange(Lanes& lanes, Lanes* replicas, bool has_peers);
+  // Work in flight uses the buffers that are freed now.
+  ~BackwardExchange();
+
+  BackwardExchange(const BackwardExchange&) = delete;
+  BackwardExchange& operator=(const BackwardExchange&) = delete;
+
+  // Call both at the end of each backward. `begin` sends the message if this backward reduced
+  // gradients (Unit::is_reduced, Unit::used). `end` sets the sharded gradients of parameters that
+  // only other ranks used. Both throw if ranks have issued different collectives. If the host did
+  // not wait for the answer, the next backward throws.
+  void begin(const std::vector<std::unique_ptr<Unit>>& units);
+  void end(const std::vector<std::unique_ptr<Unit>>& units);
+
+  // Sends a message of the same size from every rank to all ranks, between passes. Returns the
+  // messages of all ranks, set after set, each in order of rank. Errors and timeouts name it as
+  // `what`. Without peers it returns `mine` alone.
+  std::vector<std::string> all_gather(const std::string& what, const std::string& mine);
+
+ private:
+  struct Hashes {
+    std::uint64_t gather;
+    std::uint64_t reduce;
+    std::uint64_t all_reduce;
+  };
+
+  void send(const std::vector<std::unique_ptr<Unit>>& units);
+  void receive();
+  void compare_hashes();
+  [[noreturn]] void throw_difference(std::size_t other);
+  void set_gradients_of_others(const std::vector<std::unique_ptr<Unit>>& units);
+  bool is_used(const Unit& unit, std::size_t bit) const;
+  void resize(const std::vector<std::unique_ptr<Unit>>& units);
+  char* message_of(std::size_t rank) const;
+  void drain();
+
+  // The ranks of all sets. Set after set, each in order of rank.
+  std::size_t size() const;
+  std::size_t rank() const;
+  // Sends `bytes` from `mine` to all ranks, which have them in `all` when `received_` is complete.
+  // `of_set` has room for the messages of a set.
+  void gather_from_all(const std::string& what, const void* mine, void* of_set, void* all,
+                       std::size_t bytes);
+
+  Lanes& lanes_;
+  Lanes* replicas_;
+  bool has_peers_;
+  std::unique_ptr<Event> set_received_;
+  std::unique_ptr<Event> received_;
+  std::set<std::string> labels_;  // of messages: communicators refer to them
+  bool is_in_flight_ = false;
+  std::size_t message_bytes_ = 0;
+  std::shared_ptr<void> mine_;     // this rank's message: hashes, then bits
+  std::shared_ptr<void> of_set_;   // the messages of the set, if there are several
+  std::shared_ptr<void> all_;      // the messages of all ranks
+  std::vector<char> used_by_any_;  // one bit for each trainable parameter of the model
+};
+
+}  // namespace fsdp

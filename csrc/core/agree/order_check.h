@@ -1,0 +1,72 @@
+// Compares across ranks what the schedule is about to do. Ranks that run units in different orders
+// or of different sizes get an error message instead of a hang or wrong numbers. Each comparison
+// costs a round trip, so the pipeline compares the buckets, and the gathers of the first forward
+// and the first backward. Reductions are compared later, since ranks that leave parameters unused
+// issue them later than others, relative to gathers: Note [collective tags] in
+// core/record/collective_history.h.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/lanes.h"
+#include "core/units/bucket.h"
+#include "core/units/merging.h"
+
+namespace fsdp {
+
+class OrderCheck {
+ public:
+  // Ranks compare on `lane` and then, if there are replicas, on theirs: Note [replicas] in
+  // core/reduce/reducer.h.
+  OrderCheck(Device& device, Lane& lane, Lane* replicas);
+
+  // Otherwise there is nothing to compare.
+  bool has_other_ranks() const;
+  ~OrderCheck();
+
+  // Whether collectives of this pass are still compared.
+  bool is_due(bool in_backward) const {
+    return in_backward ? !backward_is_compared_ : !forward_is_compared_;
+  }
+  void end_forward() { forward_is_compared_ = true; }
+  void end_backward() { backward_is_compared_ = true; }
+
+  // Blocks until all ranks have said what their next gather is. Throws if they differ.
+  void compare(const Bucket& bucket);
+  // Does the same for the buckets that are about to be formed.
+  void compare(const Partition& partition, const std::vector<std::unique_ptr<Unit>>& units);
+
+ private:
+  struct Announcement;
+  struct Order;
+  // The ranks of a lane, and what they said.
+  struct Ranks {
+    Lane* lane = nullptr;
+    const char* noun = "";  // "rank", or "set" if they are replicas
+    std::vector<Announcement> announcements;
+    std::vector<Order> orders;
+
+    std::string name(std::size_t rank) const;
+    std::string own_name() const;
+  };
+
+  void compare_announcements(Ranks& ranks, const Bucket& bucket);
+  void compare_orders(Ranks& ranks, const std::vector<std::unique_ptr<Unit>>& units);
+  std::string describe_difference(const Ranks& ranks, std::size_t rank,
+                                  const std::vector<std::unique_ptr<Unit>>& units) const;
+
+  Device& device_;
+  std::unique_ptr<Event> compared_;
+  bool forward_is_compared_ = false;
+  bool backward_is_compared_ = false;
+  std::uint64_t sequence_ = 0;
+  // They are members because a wait that timed out leaves them in use.
+  std::unique_ptr<Announcement> mine_;
+  std::unique_ptr<Order> my_order_;
+  std::vector<Ranks> ranks_;
+};
+
+}  // namespace fsdp

@@ -1,0 +1,69 @@
+#include "core/gather/gather_source.h"
+
+#include <utility>
+
+#include "core/memory/memory_plan.h"
+
+namespace fsdp {
+namespace {
+
+std::vector<GatherPiece> pieces_of(const UnitLayout& layout, std::size_t max_message_bytes,
+                                   Communicator& communicator, Lanes& lanes) {
+  std::vector<GatherPiece> pieces;
+  for (const LayoutPart& part : gather_parts(layout, max_message_bytes)) {
+    GatherPiece piece;
+    piece.part = part;
+    piece.cast_plan = layout.shard_to_gather_plan(part);
+    piece.plan = layout.gather_plan(communicator.gather_by(), part);
+    piece.bytes = piece.plan.packed_bytes;
+    for (const GatherMessage& message : piece.plan.direct) {
+      piece.bytes += message.bytes;
+    }
+    piece.bytes *= static_cast<std::size_t>(layout.world_size());
+    piece.gathered = lanes.device->new_event();
+    lanes.packer->prepare(piece.cast_plan);
+    lanes.packer->prepare(piece.plan.unpack);
+    pieces.push_back(std::move(piece));
+  }
+  return pieces;
+}
+
+// For each unit, the last piece of the gather that has a parameter of it.
+std::vector<std::size_t> last_pieces_of(const std::vector<Unit*>& units,
+                                        const std::vector<GatherPiece>& pieces) {
+  std::vector<std::size_t> last_pieces;
+  std::size_t first_param = 0;
+  for (const Unit* unit : units) {
+    const std::size_t end_param = first_param + unit->layout.params().size();
+    last_pieces.push_back(0);
+    for (std::size_t i = 0; i < pieces.size(); ++i) {
+      if (pieces[i].part.first < end_param && pieces[i].part.end > first_param) {
+        last_pieces.back() = i;
+      }
+    }
+    first_param = end_param;
+  }
+  return last_pieces;
+}
+
+std::size_t bytes_of(const std::vector<GatherPiece>& pieces) {
+  std::size_t bytes = 0;
+  for (const GatherPiece& piece : pieces) {
+    bytes += piece.bytes;
+  }
+  return bytes;
+}
+
+}  // namespace
+
+// All units of a bucket have the same max_message_bytes.
+GatherSource::GatherSource(Collective collective, Communicator& over, const UnitLayout& layout,
+                           const std::vector<Unit*>& units, std::string a_label, Lanes& lanes)
+    : op(collective),
+      communicator(over),
+      label(std::move(a_label)),
+      pieces(pieces_of(layout, units.front()->max_message_bytes, over, lanes)),
+      last_pieces(last_pieces_of(units, pieces)),
+      bytes(bytes_of(pieces)) {}
+
+}  // namespace fsdp

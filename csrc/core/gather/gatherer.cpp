@@ -1,0 +1,401 @@
+#include "core/gather/gatherer.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "base/check.h"
+#include "device/host_clock.h"
+
+namespace fsdp {
+namespace {
+
+const std::string kGatherStream = "the gather stream";
+
+bool needs_slot(const Bucket& bucket) { return bucket.buffers.slot > 0; }
+
+// The sum changes if the version of any unit does.
+std::uint64_t version_of(const Bucket& bucket) {
+  std::uint64_t version = 0;
+  for (const Unit* unit : bucket.units) {
+    version += unit->port.shard_version();
+  }
+  return version;
+}
+
+}  // namespace
+
+Gatherer::Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Announce announce)
+    : device_(device),
+      packer_(packer),
+      lane_(lane),
+      streams_(device, lane),
+      ledger_(ledger),
+      announce_(std::move(announce)),
+      staging_(device) {}
+
+// Work in flight uses the buffers that are freed now.
+Gatherer::~Gatherer() { lane_.drain(); }
+
+void Gatherer::begin_iteration() {
+  iteration_ += 1;
+  streams_.follow_compute();
+  if (ring_ != nullptr) {
+    ring_->forget_contents();
+  }
+}
+
+// A captured graph must end in the stream that its capture began on.
+void Gatherer::join_capture() {
+  if (!device_.is_capturing()) {
+    return;
+  }
+  has_been_captured_ = true;
+  Stream& last = streams_.after(streams_.is_any_in_pieces());
+  streams_.order_after(last, streams_.messages(), kGatherStream);
+  streams_.order_after(device_.compute_stream(), last, kGatherStream);
+}
+
+// - Units
+
+bool Gatherer::is_current(Unit& unit) {
+  if (unit.layout.is_identity() && unit.port.computes_inputs()) {
+    return unit.inputs_version == unit.port.shard_version();
+  }
+  return unit.layout.is_identity() || unit.layout.unsharded_bytes() == 0 ||
+         (unit.bucket->gather.gathered_from_.valid &&
+          unit.gathered_version == unit.port.shard_version());
+}
+
+bool Gatherer::unshard(Unit& unit, bool on_demand) {
+  if (unit.state == UnitState::Sharded && !start_unshard(unit, on_demand)) {
+    return false;
+  }
+  unit.is_speculative = unit.is_speculative && !on_demand;
+  return true;
+}
+
+bool Gatherer::start_unshard(Unit& unit, bool on_demand) {
+  Bucket& bucket = *unit.bucket;
+  if (!needs_slot(bucket)) {
+    compute_inputs(unit);
+    ledger_.add_unsharded_unit();
+    ledger_.add_unsharded_bytes(unit.layout.unsharded_bytes());
+    unit.state = UnitState::Gathering;
+    unit.is_speculative = true;
+    return true;
+  }
+  const bool is_gathered = bucket.gather.slot_ != nullptr && bucket.gather.gathered_from_.valid &&
+                           bucket.gather.gathered_from_.iteration == iteration_;
+  if (!is_gathered || unit.gathered_version != unit.port.shard_version()) {
+    Slot* slot = reacquire_slot(bucket);
+    if (slot != nullptr) {
+      ledger_.count_reused_unshard();
+    } else {
+      for (Unit* member : bucket.units) {
+        compute_inputs(*member);  // first, since a user's function may raise
+      }
+      slot = acquire_slot(bucket, on_demand);
+      record_issue(bucket, slot, on_demand);
+      if (slot == nullptr) {
+        return false;
+      }
+      gather_into(bucket, *slot);
+    }
+    bucket.gather.slot_ = slot;
+    ledger_.add_unsharded_bytes(bucket.layout.unsharded_bytes());
+  }
+  retain_slot(bucket);
+  return true;
+}
+
+// For the ledger: the issue time and the earliest time it could have been issued.
+void Gatherer::record_issue(Bucket& bucket, const Slot* slot, bool on_demand) {
+  if (!ledger_.has_times()) {
+    return;
+  }
+  Issue& issue = bucket.gather.issue_;
+  if (slot == nullptr) {
+    issue.refused = issue.refused != 0 ? issue.refused : host_clock::now();
+    return;
+  }
+  issue.at = host_clock::now();
+  issue.possible = ledger_.number_of(slot->released_after);
+  issue.on_demand = on_demand;
+}
+
+void Gatherer::forget_issues(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+  for (const auto& bucket : buckets) {
+    bucket->gather.issue_ = {};
+  }
+}
+
+bool Gatherer::attach(Unit& unit) {
+  if (unit.state == UnitState::Unsharded) {
+    if (unit.is_put_away) {
+      unit.is_put_away = false;
+      unit.port.show_unsharded();
+    }
+    return false;
+  }
+  FSDP_CHECK(unit.state == UnitState::Gathering, "Unit '", unit.name,
+             "' is not gathered. Call unshard before waiting for it.");
+  const bool has_gather = !unit.layout.is_identity() && unit.slot != nullptr;
+  unit.is_speculative = false;
+  if (has_gather) {
+    wait_for_gather(unit);
+    unit.port.attach(static_cast<char*>(unit.slot->data()) + unit.unsharded_offset);
+  } else {
+    unit.port.attach(unit.layout.is_identity() ? unit.port.flat_shard() : nullptr);
+  }
+  unit.state = UnitState::Unsharded;
+  return has_gather;
+}
+
+void Gatherer::reshard(Unit& unit) {
+  if (unit.state == UnitState::Sharded) {
+    return;
+  }
+  if (unit.state == UnitState::Unsharded) {
+    unit.port.detach();
+  }
+  const GatherSource& source = unit.bucket->gather.source();
+  const GatherPiece& last = source.last_piece();
+  if (unit.slot != nullptr && unit.slot->users == 1 &&
+      (unit.state == UnitState::Gathering || &source.last_piece(unit) != &last)) {
+    // The next gather into the slot starts after all of this one.
+    device_.compute_stream().wait(*last.gathered, source.label);
+  }
+  unit.state = UnitState::Sharded;
+  unit.is_speculative = false;
+  unit.is_put_away = false;
+  unit.is_held = false;
+  ledger_.remove_unsharded_unit();
+  Slot* slot = std::exchange(unit.slot, nullptr);
+  if (slot == nullptr) {
+    ledger_.remove_unsharded_bytes(unit.layout.unsharded_bytes());
+    return;
+  }
+  slot->users -= 1;
+  if (slot->users == 0) {
+    release_slot(*slot, *unit.bucket);
+  }
+}
+
+void Gatherer::reshard_speculative(Bucket& bucket) {
+  for (Unit* unit : bucket.units) {
+    if (unit->is_speculative) {
+      reshard(*unit);
+    }
+  }
+}
+
+// - Slots
+
+// See Note [lazy reshard].
+Slot* Gatherer::reacquire_slot(Bucket& bucket) {
+  const ShardStamp now{iteration_, version_of(bucket), true};
+  if (bucket.gather.slot_ != nullptr || !bucket.gather.gathered_from_.matches(now)) {
+    return nullptr;
+  }
+  if (bucket.gather.home_ != nullptr) {
+    const bool is_whole =
+        bucket.gather.home_->contents == bucket.number && bucket.gather.home_->users == 0;
+    return is_whole ? bucket.gather.home_.get() : nullptr;
+  }
+  Slot* slot = ring_->find_contents(bucket.number);
+  if (slot != nullptr) {
+    ring_->reacquire(*slot, bucket.number);
+  }
+  return slot;
+}
+
+Slot* Gatherer::acquire_slot(Bucket& bucket, bool on_demand) {
+  const std::size_t bytes = bucket.layout.unsharded_bytes();
+  if (!bucket.units.front()->reshard_after_forward) {
+    if (Slot* home = acquire_home(bucket)) {
+      return home;
+    }
+  } else if (bytes <= ring_->slot_bytes()) {
+    if (Slot* slot = ring_->try_acquire(bucket.number)) {
+      return slot;
+    }
+    if (Slot* slot = on_demand ? reclaim_speculative_slot(bucket.number) : nullptr) {
+      return slot;
+    }
+  }
+  if (!on_demand) {
+    return nullptr;
+  }
+  ledger_.count_overflow_slot();
+  Slot* slot = ring_->acquire_overflow(bucket.number, bytes);
+  streams_.follow_compute();
+  return slot;
+}
+
+// Null while a unit still uses the parameters that were gathered there before.
+Slot* Gatherer::acquire_home(Bucket& bucket) {
+  if (bucket.gather.home_ == nullptr) {
+    make_home(bucket, bucket.gather.all_ranks_.communicator.allocate_in_step(
+                          device_, bucket.buffers.slot, BufferUse::Output));
+    streams_.follow_compute();
+  }
+  if (bucket.gather.home_->users > 0) {
+    return nullptr;
+  }
+  bucket.gather.home_->contents = bucket.number;
+  return bucket.gather.home_.get();
+}
+
+Slot* Gatherer::reclaim_speculative_slot(int bucket) {
+  for (const auto& other : *buckets_) {
+    if (has_reclaimable_slot(*other)) {
+      Slot* slot = other->gather.slot_;
+      abandon_gather(*other);
+      slot->owner = slot->contents = bucket;
+      return slot;
+    }
+  }
+  return nullptr;
+}
+
+// Whether all users of the bucket's slot in the ring were prefetched and not used yet.
+bool Gatherer::has_reclaimable_slot(const Bucket& bucket) const {
+  const Slot* slot = bucket.gather.slot_;
+  if (slot == nullptr || slot == bucket.gather.home_.get() || slot->is_overflow) {
+    return false;
+  }
+  const auto speculative = std::count_if(
+      bucket.units.begin(), bucket.units.end(),
+      [slot](const Unit* unit) { return unit->is_speculative && unit->slot == slot; });
+  return speculative == slot->users;
+}
+
+// The next gather into the slot starts after this one, and after reads of the compute stream by
+// units that were resharded before.
+void Gatherer::abandon_gather(Bucket& bucket) {
+  Slot& slot = *bucket.gather.slot_;
+  for (Unit* unit : bucket.units) {
+    if (unit->slot == &slot) {
+      unit->slot = nullptr;
+      unit->state = UnitState::Sharded;
+      unit->is_speculative = false;
+      ledger_.remove_unsharded_unit();
+    }
+  }
+  bucket.gather.slot_ = nullptr;
+  ledger_.remove_unsharded_bytes(bucket.layout.unsharded_bytes());
+  device_.compute_stream().record(*slot.released);
+  if (bucket.gather.is_in_pieces()) {
+    const GatherSource& source = bucket.gather.source();
+    streams_.messages().wait(*source.last_piece().gathered, source.label);
+  }
+  slot.users = 0;
+}
+
+// For all units of the bucket that are sharded. They are speculative until they are used.
+void Gatherer::retain_slot(Bucket& bucket) {
+  for (Unit* unit : bucket.units) {
+    if (unit->state == UnitState::Sharded) {
+      unit->state = UnitState::Gathering;
+      unit->is_speculative = true;
+      unit->slot = bucket.gather.slot_;
+      bucket.gather.slot_->users += 1;
+      ledger_.add_unsharded_unit();
+    }
+  }
+}
+
+void Gatherer::release_slot(Slot& slot, Bucket& bucket) {
+  Stream& compute = device_.compute_stream();
+  ledger_.remove_unsharded_bytes(bucket.layout.unsharded_bytes());
+  slot.released_after = ledger_.last_compute_moment();
+  bool keeps_contents =
+      bucket.gather.slot_ == &slot;  // else the bucket was gathered again elsewhere
+  const bool copies = keeps_contents && keep_group_shard(bucket, slot);
+  if (copies && (poison_ || slot.is_overflow)) {
+    compute.wait(*bucket.gather.group_->kept, bucket.gather.group_->source.label);
+  }
+  if (keeps_contents) {
+    bucket.gather.slot_ = nullptr;
+  }
+  if (poison_) {
+    device_.fill(compute, slot.data(), 0xff, slot.bytes);  // a NaN in every floating dtype
+    bucket.gather.gathered_from_.valid = bucket.gather.gathered_from_.valid && !keeps_contents;
+    keeps_contents = false;
+  }
+  if (&slot == bucket.gather.home_.get()) {
+    compute.record(*slot.released);
+    slot.contents = keeps_contents ? bucket.number : Slot::kNobody;
+  } else {
+    ring_->release(slot, compute, keeps_contents);
+  }
+}
+
+// - Group shards
+
+void Gatherer::keep_for_backward(Unit& unit) {
+  if (unit.bucket->gather.group_ != nullptr) {
+    unit.bucket->gather.group_->is_due = true;
+  }
+}
+
+template <typename Visit>
+void Gatherer::for_each_group_shard(const Visit& visit) {
+  if (buckets_ == nullptr) {
+    return;
+  }
+  for (const auto& bucket : *buckets_) {
+    if (bucket->gather.group_ != nullptr) {
+      visit(*bucket->gather.group_);
+    }
+  }
+}
+
+void Gatherer::end_keeping() {
+  for_each_group_shard([](GroupShard& group) { group.is_due = false; });
+}
+
+void Gatherer::forget_group_shards() {
+  for_each_group_shard([](GroupShard& group) {
+    group.kept_from.valid = false;
+    group.is_due = false;
+  });
+}
+
+void Gatherer::forget(Bucket& bucket) {
+  bucket.gather.gathered_from_.valid = false;
+  bucket.gather.cast_from_.valid = false;
+  if (bucket.gather.group_ != nullptr) {
+    bucket.gather.group_->kept_from.valid = false;
+  }
+  for (Unit* unit : bucket.units) {
+    unit->inputs_iteration = 0;
+  }
+  streams_.follow_compute();  // no version tells that the shards have changed
+}
+
+// Returns whether there is a copy that the stream of the messages still has to make. A gather that
+// overwrites the slot, or reads what is kept, comes behind it on that stream.
+bool Gatherer::keep_group_shard(Bucket& bucket, const Slot& slot) {
+  GroupShard* group = bucket.gather.group_.get();
+  if (group == nullptr || !std::exchange(group->is_due, false) ||
+      !bucket.gather.gathered_from_.valid ||
+      group->kept_from.matches(bucket.gather.gathered_from_)) {
+    return false;
+  }
+  Stream& stream = streams_.messages();
+  if (bucket.gather.is_in_pieces()) {
+    stream.wait(*bucket.gather.source().last_piece().gathered, bucket.gather.source().label);
+  }
+  {
+    const Timed timed(ledger_, stream, Work::Keep, bucket.numbers());
+    packer_.unpack(stream, group->keep_plan, slot.data(), group->memory.get());
+  }
+  ledger_.count_copied_bytes(2 * group->layout.gather_bytes());
+  stream.record(*group->kept);
+  group->kept_from = bucket.gather.gathered_from_;
+  return true;
+}
+
+}  // namespace fsdp

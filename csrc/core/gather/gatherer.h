@@ -1,0 +1,124 @@
+// Gathers a bucket's parameters and releases them: slots, casts, all-gathers, unpacking. The
+// pipeline decides when.
+//
+// Note [lazy reshard]
+// A bucket can be unsharded again without a collective if no other bucket has used its released
+// slot, the iteration is the same and its shards have not changed. Nothing is reused across
+// iterations, because not every change of the shards is visible: writes through `.data`,
+// torch._foreach_ functions and fused optimizers do not change a DTensor's version. After such a
+// change within an iteration, users call reshard(), which forgets what was gathered.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "core/lanes.h"
+#include "core/memory/buffer_ring.h"
+#include "core/memory/pieces.h"
+#include "core/record/ledger.h"
+#include "core/units/bucket.h"
+
+namespace fsdp {
+
+class Gatherer {
+ public:
+  // The lane outlives this, and may be shared with others.
+  Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Announce announce);
+  ~Gatherer();
+
+  Gatherer(const Gatherer&) = delete;
+  Gatherer& operator=(const Gatherer&) = delete;
+
+  // Allocates a ring for `buckets`, with `slots` slots as large as the largest bucket that reshards
+  // after forward, and frees the ring before it. No slot may have an owner. `buckets` lives until
+  // the next call.
+  void plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, int slots);
+
+  // Gathers from now on start after the work of the compute stream so far (the optimizer's).
+  // Parameters that were gathered earlier are out of date.
+  void begin_iteration();
+  // Blocks until no gather reads the host's memory: Note [offloaded units] in core/memory/layout.h.
+  void finish_reading_host();
+  // In a CUDA graph capture, makes the compute stream wait for all gathers.
+  void join_capture();
+  // Whether a CUDA graph has captured a step, whose buffers must stay.
+  bool has_been_captured() const { return has_been_captured_; }
+
+  // Issues the gather of the unit's bucket if the unit is sharded. The bucket's other units are
+  // prefetched with it. If no slot is free, a prefetch (`on_demand` is false) returns false. A
+  // gather on demand reclaims the slot of a prefetch, or gets a slot outside the ring.
+  bool unshard(Unit& unit, bool on_demand);
+  // Makes the compute stream wait for the gather and attaches the parameters. Returns whether there
+  // was a gather to wait for.
+  bool attach(Unit& unit);
+  // Makes the unit sharded, from any state.
+  void reshard(Unit& unit);
+  // When the slot of the unit's bucket is released next, its contents are kept for backward, if the
+  // user has asked for that: Note [group shards] in core/gather/group_shard.h.
+  void keep_for_backward(Unit& unit);
+  // Slots that are released from now on are not kept.
+  void end_keeping();
+  // Marks all group shards as out of date.
+  void forget_group_shards();
+  // Marks all that was gathered, cast and kept of the bucket's shards as out of date.
+  void forget(Bucket& bucket);
+  // Reshards the bucket's units that were prefetched and not used, which would retain its slot.
+  void reshard_speculative(Bucket& bucket);
+  // Whether the unsharded parameters match the shards, as far as versions tell.
+  bool is_current(Unit& unit);
+
+  const BufferRing* ring() const { return ring_.get(); }
+  std::size_t staging_bytes() const { return staging_.bytes(); }
+  // Forgets the issue times and refusals of the iteration before.
+  static void forget_issues(const std::vector<std::unique_ptr<Bucket>>& buckets);
+  // For tests: fills slots with NaN at release, so that a use after release shows in results.
+  void set_poison_released_slots(bool value) { poison_ = value; }
+
+ private:
+  bool start_unshard(Unit& unit, bool on_demand);
+  void record_issue(Bucket& bucket, const Slot* slot, bool on_demand);
+  Slot* reacquire_slot(Bucket& bucket);
+  Slot* acquire_slot(Bucket& bucket, bool on_demand);
+  Slot* acquire_home(Bucket& bucket);
+  Slot* reclaim_speculative_slot(int bucket);
+  bool has_reclaimable_slot(const Bucket& bucket) const;
+  void abandon_gather(Bucket& bucket);
+  void retain_slot(Bucket& bucket);
+  void release_slot(Slot& slot, Bucket& bucket);
+  template <typename Visit>
+  void for_each_group_shard(const Visit& visit);
+  bool keep_group_shard(Bucket& bucket, const Slot& slot);
+
+  void compute_inputs(Unit& unit);
+  void gather_into(Bucket& bucket, Slot& slot);
+  void gather_from_ranks(Bucket& bucket, Slot& slot);
+  void order_before_gather(const Bucket& bucket);
+  void gather_piece(const Bucket& bucket, std::size_t number, Slot& slot, char* staging);
+  static const char* input_of(const Bucket& bucket);
+  void send(const Bucket& bucket, std::size_t number, char* output, char* staging);
+  void cast(const Bucket& bucket, const GatherPiece& piece, Stream& stream);
+  void allocate_homes(const std::vector<std::unique_ptr<Bucket>>& buckets);
+  void make_home(Bucket& bucket, std::shared_ptr<void> memory);
+  void place_shards(const std::vector<std::unique_ptr<Bucket>>& buckets);
+  void allocate_group_shards(const std::vector<std::unique_ptr<Bucket>>& buckets);
+  void allocate_gather_inputs(const std::vector<std::unique_ptr<Bucket>>& buckets);
+  void wait_for_gather(Unit& unit);
+  void drop_failed_gather(Bucket& bucket);
+
+  Device& device_;
+  Packer& packer_;
+  Lane& lane_;
+  LaneStreams streams_;
+  Ledger& ledger_;
+  Announce announce_;
+  const std::vector<std::unique_ptr<Bucket>>* buckets_ = nullptr;
+  bool is_any_offloaded_ = false;
+  bool has_been_captured_ = false;
+  std::unique_ptr<BufferRing> ring_;
+  HalvedBuffer staging_;  // rank-major
+  std::uint64_t iteration_ = 0;
+  bool poison_ = false;
+};
+
+}  // namespace fsdp

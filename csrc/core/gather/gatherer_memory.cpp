@@ -1,0 +1,127 @@
+// The memory of the gatherer, which is planned between iterations: core/memory/memory_plan.h.
+#include <algorithm>
+#include <utility>
+
+#include "base/align.h"
+#include "core/gather/gatherer.h"
+
+namespace fsdp {
+
+void Gatherer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, int slots) {
+  GatherMemory memory = plan_gathers(uses_of(buckets), slots);
+  // Work in flight may still use the buffers of the plan before. They are freed first, so that they
+  // and the new ones are never held together.
+  lane_.synchronize();
+  ring_.reset();
+  staging_.reset(nullptr, 0);
+  const bool may_differ = has_several_meshes(buckets);
+  memory.slots = static_cast<int>(lane_.most(static_cast<std::size_t>(memory.slots), may_differ));
+  memory.slot_bytes = lane_.most(memory.slot_bytes, may_differ);
+  memory.staging_bytes = lane_.most(memory.staging_bytes, may_differ);
+  streams_.set_any_in_pieces(memory.any_in_pieces);
+  buckets_ = &buckets;
+  is_any_offloaded_ = std::any_of(buckets.begin(), buckets.end(),
+                                  [](const auto& bucket) { return bucket->layout.is_offloaded(); });
+  ring_ = std::make_unique<BufferRing>(
+      device_, [this](std::size_t bytes) { return lane_.allocate(bytes, BufferUse::Output); },
+      memory.slots, memory.slot_bytes);
+  const std::size_t staging = memory.staging_bytes;
+  staging_.reset(staging > 0 ? lane_.allocate(staging, BufferUse::Output) : nullptr, staging);
+  for (const auto& bucket : buckets) {
+    if (bucket->units.front()->reshard_after_forward && bucket->gather.home_ != nullptr &&
+        bucket->gather.home_->users == 0) {
+      bucket->gather.home_.reset();
+    }
+  }
+  allocate_homes(buckets);
+  allocate_group_shards(buckets);
+  allocate_gather_inputs(buckets);
+  place_shards(buckets);
+  streams_.follow_compute();  // Note [memory and the compute stream]
+}
+
+// See Note [shards and gradients in windows].
+void Gatherer::place_shards(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+  std::vector<Lane::Movable> shards;
+  for (const auto& bucket : buckets) {
+    if (bucket->mesh == nullptr && !bucket->layout.needs_cast() && bucket->shard_bytes() > 0) {
+      shards.push_back({bucket->flat_shard(), bucket->shard_bytes(),
+                        [&bucket = *bucket](auto memory) { bucket.move_shards(memory); }});
+    }
+  }
+  lane_.place_in_windows(shards, BufferUse::Shard);
+}
+
+// A home is used from the next forward on, so it is planned, too: ranks register it together.
+void Gatherer::allocate_homes(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+  for (const auto& bucket : buckets) {
+    if (!bucket->use().reshards_after_forward && bucket->buffers.slot > 0 &&
+        bucket->gather.home_ == nullptr) {
+      make_home(*bucket, bucket->gather.all_ranks_.communicator.allocate(
+                             device_, bucket->buffers.slot, BufferUse::Output));
+    }
+  }
+}
+
+void Gatherer::make_home(Bucket& bucket, std::shared_ptr<void> memory) {
+  bucket.gather.home_ = std::make_unique<Slot>();
+  bucket.gather.home_->bytes = bucket.buffers.slot;
+  bucket.gather.home_->memory = std::move(memory);
+  bucket.gather.home_->released = device_.new_event();
+}
+
+// One allocation for all buckets of a group, as for gather inputs.
+void Gatherer::allocate_group_shards(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+  for (const auto& first : buckets) {
+    Communicator* group =
+        first->gather.group_ != nullptr ? &first->gather.group_->source.communicator : nullptr;
+    if (group == nullptr || first->gather.group_->memory != nullptr) {
+      continue;
+    }
+    const auto each = [&buckets, group](const auto& visit) {
+      for (const auto& bucket : buckets) {
+        if (bucket->gather.group_ != nullptr &&
+            &bucket->gather.group_->source.communicator == group) {
+          visit(*bucket);
+        }
+      }
+    };
+    std::size_t bytes = 0;
+    each([&bytes](Bucket& bucket) {
+      bytes += align_up(bucket.buffers.group_shard, kRegionAlignment);
+    });
+    const std::shared_ptr<void> memory = group->allocate(device_, bytes, BufferUse::Input);
+    auto* place = static_cast<char*>(memory.get());
+    each([&](Bucket& bucket) {
+      bucket.gather.group_->memory = std::shared_ptr<void>(memory, place);
+      bucket.gather.group_->kept_from = {};
+      place += align_up(bucket.buffers.group_shard, kRegionAlignment);
+    });
+  }
+}
+
+// One allocation for all buckets, because each allocation is a window of its own.
+void Gatherer::allocate_gather_inputs(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+  std::size_t bytes = 0;
+  bool all_have_one = true;
+  for (const auto& bucket : buckets) {
+    bytes += align_up(bucket->buffers.gather_input, kRegionAlignment);
+    all_have_one = all_have_one && (bucket->buffers.gather_input == 0 || bucket->gather.input_);
+  }
+  const bool may_differ = has_several_meshes(buckets);
+  if (lane_.most(all_have_one ? 0 : 1, may_differ) == 0) {
+    return;
+  }
+  bytes = lane_.most(bytes, may_differ);
+  const std::shared_ptr<void> memory = lane_.allocate(bytes, BufferUse::Input);
+  auto* place = static_cast<char*>(memory.get());
+  for (const auto& bucket : buckets) {
+    if (bucket->buffers.gather_input > 0) {
+      bucket->gather.input_ = std::shared_ptr<void>(memory, place);
+      bucket->gather.cast_from_ = {};
+      place += align_up(bucket->buffers.gather_input, kRegionAlignment);
+    }
+  }
+}
+
+}  // namespace fsdp

@@ -1,0 +1,232 @@
+// The messages of the gatherer, and the copies around them.
+#include "base/check.h"
+#include "core/gather/gatherer.h"
+
+namespace fsdp {
+namespace {
+
+// See Note [custom collectives] in core/reduce/reduce_hook.h.
+ReduceHook* gather_hook_of(const Bucket& bucket) {
+  const bool may_have_one = bucket.units.size() == 1 && !bucket.gather.source().is_of_group();
+  return may_have_one ? bucket.units.front()->gather_hook.get() : nullptr;
+}
+
+// The tensors have the parameters' dtype if all have the same, and are bytes otherwise, as FSDP2's.
+void gather_by_hook(ReduceHook& hook, Stream& stream, const UnitLayout& layout,
+                    const LayoutPart& part, const char* input, char* output, std::size_t bytes) {
+  DType dtype = layout.params()[part.first].param_dtype;
+  for (std::size_t i = part.first; i < part.end; ++i) {
+    dtype = layout.params()[i].param_dtype == dtype ? dtype : DType::Bytes;
+  }
+  const std::size_t numel = bytes / itemsize(dtype);
+  hook.issue(stream, {output, numel * static_cast<std::size_t>(layout.world_size()), dtype,
+                      const_cast<char*>(input), numel});
+}
+
+}  // namespace
+
+// Inputs of extensions are computed when shards are cast: once an iteration, and again if shards
+// have changed. They overwrite the inputs that the bucket's last gather reads, so they wait for it.
+void Gatherer::compute_inputs(Unit& unit) {
+  if (!unit.port.computes_inputs()) {
+    return;
+  }
+  const std::uint64_t version = unit.port.shard_version();
+  if (unit.inputs_iteration == iteration_ && unit.inputs_version == version) {
+    return;
+  }
+  const GatherSource& source = unit.bucket->gather.all_ranks_;
+  device_.compute_stream().wait(*source.last_piece().gathered, source.label);
+  unit.port.compute_inputs();
+  streams_.follow_compute();
+  unit.inputs_iteration = iteration_;
+  unit.inputs_version = version;
+}
+
+void Gatherer::gather_into(Bucket& bucket, Slot& slot) {
+  const UnitLayout& layout = bucket.layout;
+  bool has_changed = false;  // since the iteration began
+  bucket.gather.gathered_from_ = {iteration_, 0, true};
+  for (Unit* unit : bucket.units) {
+    const std::uint64_t version = unit->port.shard_version();
+    bucket.gather.gathered_from_.version += version;
+    has_changed = has_changed || version != unit->followed_version;
+    unit->followed_version = version;
+    if (unit->state == UnitState::Sharded) {  // others keep the parameters of an earlier gather
+      unit->gathered_version = version;
+    }
+  }
+  const bool has_kept = bucket.gather.group_ != nullptr &&
+                        bucket.gather.group_->kept_from.matches(bucket.gather.gathered_from_);
+  bucket.gather.source_ = has_kept ? &bucket.gather.group_->source : &bucket.gather.all_ranks_;
+  if (bucket.gather.home_ != nullptr && &slot != bucket.gather.home_.get()) {
+    bucket.gather.home_->contents = Slot::kNobody;  // out of date
+  }
+  if (has_changed) {
+    streams_.follow_compute();
+  }
+  Stream& stream = streams_.messages();
+  stream.wait(*slot.released, bucket.gather.source().label);  // Note [slot lifetime]
+  if (layout.world_size() == 1) {
+    const GatherPiece& whole = bucket.gather.all_ranks_.pieces.front();
+    const Timed timed(ledger_, stream, Work::Cast, bucket.numbers());
+    packer_.cast(stream, whole.cast_plan, nullptr, bucket.flat_shard(), slot.data(), 1.0);
+    ledger_.count_copied_bytes(layout.shard_bytes() + layout.gather_bytes());
+    stream.record(*whole.gathered);
+  } else {
+    gather_from_ranks(bucket, slot);
+  }
+  bucket.gather.issue_.refused = 0;
+}
+
+// The shards are cast once an iteration: backward gathers what forward has cast, or what it has
+// kept of that. See Note [pieces].
+void Gatherer::gather_from_ranks(Bucket& bucket, Slot& slot) {
+  const UnitLayout& layout = bucket.layout;
+  const bool in_pieces = bucket.gather.is_in_pieces();
+  const bool casts = layout.needs_cast() && !bucket.gather.source().is_of_group() &&
+                     !bucket.gather.cast_from_.matches(bucket.gather.gathered_from_);
+  const GatherSource& source = bucket.gather.source();
+  const Range range(device_, bucket.ranges.all_gather, source.bytes);
+  order_before_gather(bucket);
+  Stream& before = streams_.before(in_pieces);
+  Stream& after = streams_.after(in_pieces);
+  for (std::size_t i = 0; i < source.pieces.size(); ++i) {
+    const GatherPiece& piece = source.pieces[i];
+    if (casts) {
+      cast(bucket, piece, before);
+      streams_.order_after(streams_.messages(), before, source.label);
+    }
+    const bool uses_half = in_pieces && piece.plan.packed_bytes > 0;
+    if (uses_half) {
+      staging_.wait_for_half(streams_.messages(), i, source.label);
+    }
+    gather_piece(bucket, i, slot, in_pieces ? staging_.half_of(i) : staging_.data());
+    if (uses_half) {
+      staging_.release_half(after, i);
+    }
+    after.record(*piece.gathered);
+  }
+  if (casts) {
+    ledger_.count_copied_bytes(layout.shard_bytes() + layout.gather_bytes());
+    bucket.gather.cast_from_ = bucket.gather.gathered_from_;
+  }
+}
+
+void Gatherer::order_before_gather(const Bucket& bucket) {
+  if (bucket.gather.is_in_pieces()) {
+    // The casts overwrite the input, which the bucket's last gather has read.
+    Stream& before = streams_.before(/*in_pieces=*/true);
+    streams_.order_after_compute(before);
+    before.wait(*bucket.gather.all_ranks_.last_piece().gathered, bucket.gather.all_ranks_.label);
+  } else if (streams_.is_any_in_pieces() &&
+             bucket.gather.source().pieces.front().plan.packed_bytes > 0) {
+    staging_.wait_for_both(streams_.messages(), bucket.gather.source().label);
+  }
+}
+
+// See Note [gather plans].
+void Gatherer::gather_piece(const Bucket& bucket, std::size_t number, Slot& slot, char* staging) {
+  const GatherPiece& piece = bucket.gather.source().pieces[number];
+  send(bucket, number, static_cast<char*>(slot.data()), staging);
+  Stream& after = streams_.after(bucket.gather.is_in_pieces());
+  streams_.order_after(after, streams_.messages(), bucket.gather.source().label);
+  if (piece.plan.packed_bytes > 0) {
+    const Timed timed(ledger_, after, Work::Unpack, bucket.numbers());
+    packer_.unpack(after, piece.plan.unpack, staging, slot.data());
+    ledger_.count_copied_bytes(2 * piece.plan.packed_bytes *
+                               static_cast<std::size_t>(piece.plan.unpack.world_size));
+  }
+}
+
+// The memory that the bucket's messages are sent from.
+const char* Gatherer::input_of(const Bucket& bucket) {
+  const BucketGather& gather = bucket.gather;
+  return static_cast<const char*>(gather.source().is_of_group() ? gather.group_->memory.get()
+                                  : bucket.layout.needs_cast()  ? gather.input_.get()
+                                                                : bucket.flat_shard());
+}
+
+void Gatherer::send(const Bucket& bucket, std::size_t number, char* output, char* staging) {
+  const GatherSource& source = bucket.gather.source();
+  const GatherPiece& piece = source.pieces[number];
+  const GatherPlan& plan = piece.plan;
+  const char* input = input_of(bucket);
+  Stream& stream = streams_.messages();
+  announce_(bucket, {number, piece.bytes});
+  const InFlight flight(lane_.flights(), stream, source.communicator,
+                        {source.op, ledger_.phase(), piece.bytes, DType::Bytes}, source.label);
+  const Work work = source.is_of_group() ? Work::GroupGather : Work::Gather;
+  const Timed timed(ledger_, stream, work, bucket.numbers(), {piece.bytes, bucket.gather.issue_},
+                    /*follows=*/false);
+  ReduceHook* const hook = gather_hook_of(bucket);
+  const auto all_gather = [&](const char* from, char* to, std::size_t bytes) {
+    if (hook != nullptr) {
+      gather_by_hook(*hook, stream, bucket.layout, piece.part, from, to, bytes);
+    } else {
+      source.communicator.all_gather(stream, from, to, bytes);
+    }
+  };
+  const bool in_group = hook == nullptr && plan.direct.size() + (plan.packed_bytes > 0 ? 1 : 0) > 1;
+  if (in_group) {
+    source.communicator.group_start();
+  }
+  for (const GatherMessage& message : plan.direct) {
+    all_gather(input + message.source_offset, output + message.destination_offset, message.bytes);
+  }
+  if (plan.packed_bytes > 0) {
+    all_gather(input + plan.packed_offset, staging, plan.packed_bytes);
+  }
+  if (in_group) {
+    source.communicator.group_end();
+  }
+}
+
+void Gatherer::cast(const Bucket& bucket, const GatherPiece& piece, Stream& stream) {
+  const Timed timed(ledger_, stream, Work::Cast, bucket.numbers());
+  packer_.cast(stream, piece.cast_plan, nullptr, bucket.flat_shard(), bucket.gather.input_.get(),
+               1.0);
+}
+
+void Gatherer::finish_reading_host() {
+  if (!is_any_offloaded_) {
+    return;
+  }
+  for (const auto& bucket : *buckets_) {
+    if (bucket->layout.is_offloaded()) {
+      FSDP_CHECK(!device_.is_capturing(), "A CUDA graph would capture unit '", bucket->name,
+                 "', which is offloaded to the host, and a graph cannot wait for the host. Run "
+                 "without a capture, or without CPUOffloadPolicy.");
+      const GatherSource& source = bucket->gather.all_ranks_;
+      source.last_piece().gathered->synchronize(device_.timeout(), source.label);
+    }
+  }
+}
+
+// Pieces arrive in order. The unit does not wait for those behind its last one.
+void Gatherer::wait_for_gather(Unit& unit) {
+  Bucket& bucket = *unit.bucket;
+  const GatherSource& source = bucket.gather.source();
+  ledger_.wait(*source.last_piece(unit).gathered, source.label, Work::WaitForGather,
+               bucket.numbers());
+  if (ReduceHook* const hook = gather_hook_of(bucket)) {
+    try {
+      hook->check();
+    } catch (...) {
+      drop_failed_gather(bucket);
+      throw;
+    }
+  }
+}
+
+// Nobody knows what the slot has, so the next use gathers again.
+void Gatherer::drop_failed_gather(Bucket& bucket) {
+  forget(bucket);
+  for (Unit* unit : bucket.units) {
+    if (unit->state == UnitState::Gathering) {
+      reshard(*unit);
+    }
+  }
+}
+
+}  // namespace fsdp

@@ -1,0 +1,160 @@
+#include "core/memory/memory_plan.h"
+
+#include <algorithm>
+
+#include "base/align.h"
+#include "comm/messages/message_staging.h"
+
+namespace fsdp {
+namespace {
+
+// A single rank sends no messages.
+std::size_t most_bytes_of(const UnitLayout& layout, std::size_t max_message_bytes) {
+  return layout.world_size() > 1 ? max_message_bytes : 0;
+}
+
+// Pieces use two halves in turns: Note [pieces] in core/lanes.h.
+std::size_t halves(std::size_t messages) { return messages > 1 ? 2 : 1; }
+
+// The size of the largest packed message, which staging has to hold, summed over all ranks.
+std::size_t most_packed(const UnitLayout& layout, const std::vector<LayoutPart>& parts,
+                        GatherBy by) {
+  std::size_t packed = 0;
+  for (const LayoutPart& part : parts) {
+    packed = std::max(packed, layout.gather_plan(by, part).packed_bytes);
+  }
+  return packed * static_cast<std::size_t>(layout.world_size());
+}
+
+}  // namespace
+
+std::vector<LayoutPart> gather_parts(const UnitLayout& layout, std::size_t max_message_bytes) {
+  return layout.parts(Wire::Gather, most_bytes_of(layout, max_message_bytes));
+}
+
+std::vector<LayoutPart> reduce_parts(const UnitLayout& layout, std::size_t max_message_bytes) {
+  std::vector<LayoutPart> parts =
+      layout.parts(Wire::Reduce, most_bytes_of(layout, max_message_bytes));
+  parts.erase(std::remove_if(parts.begin(), parts.end(),
+                             [&layout](const LayoutPart& part) {
+                               return layout.pack_plan(part).segment_numel == 0;
+                             }),
+              parts.end());
+  return parts.empty() ? std::vector<LayoutPart>{layout.whole()} : parts;
+}
+
+BucketBuffers buffers_of(const UnitLayout& layout, GatherBy by, std::size_t max_message_bytes,
+                         const SmallerGroup& group) {
+  const auto ranks = static_cast<std::size_t>(layout.world_size());
+  const std::size_t element = itemsize(layout.reduce_dtype());
+  BucketBuffers buffers;
+  buffers.slot = layout.is_identity() ? 0 : layout.unsharded_bytes();
+  buffers.gather_input = layout.needs_cast() && ranks > 1 ? layout.gather_bytes() : 0;
+  buffers.reduce_output = static_cast<std::size_t>(layout.grad_numel()) * element;
+
+  const std::vector<LayoutPart> gathers = gather_parts(layout, max_message_bytes);
+  std::size_t packed = most_packed(layout, gathers, by);
+  buffers.gather_messages = gathers.size();
+  std::size_t messages = gathers.size();
+  if (group.ranks > 0) {
+    const UnitLayout of_group = layout.regrouped(group.ranks);
+    const std::vector<LayoutPart> parts = gather_parts(of_group, max_message_bytes);
+    packed = std::max(packed, most_packed(of_group, parts, group.by));
+    messages = std::max(messages, parts.size());
+    buffers.group_shard = of_group.gather_bytes();
+  }
+  buffers.gathers_in_pieces = messages > 1;
+  if (buffers.slot > 0) {
+    buffers.staging = align_up(packed, kRegionAlignment) * halves(messages);
+  }
+
+  const std::vector<LayoutPart> reductions = reduce_parts(layout, max_message_bytes);
+  std::size_t segment = 0;
+  for (const LayoutPart& part : reductions) {
+    segment = std::max(segment, static_cast<std::size_t>(layout.pack_plan(part).segment_numel));
+  }
+  buffers.reduce_messages = reductions.size();
+  buffers.reduce_input = segment * ranks * element;
+  if (reductions.size() > 1) {
+    buffers.reduce_input = 2 * align_up(buffers.reduce_input, kRegionAlignment);
+  }
+  return buffers;
+}
+
+bool reduces_in_place(const UnitLayout& layout, double reduce_scale) {
+  return layout.reduces_in_grad_dtype() && reduce_scale == 1.0 && !layout.is_offloaded();
+}
+
+bool keeps_reduce_output(std::string_view transport) { return transport == "nccl"; }
+
+std::size_t message_staging_bytes(std::string_view transport, int ranks) {
+  using Use = MessageStaging::Use;
+  const bool has_messages = transport == "process_group";
+  return has_messages ? MessageStaging(ranks, Use::Gathers).bytes +
+                            MessageStaging(ranks, Use::Reductions).bytes
+                      : 0;
+}
+
+GatherMemory plan_gathers(const std::vector<BucketUse>& buckets, int slots) {
+  GatherMemory memory;
+  int ring_buckets = 0;
+  for (const BucketUse& bucket : buckets) {
+    if (bucket.buffers.slot == 0) {
+      continue;
+    }
+    memory.any_in_pieces = memory.any_in_pieces || bucket.buffers.gathers_in_pieces;
+    memory.staging_bytes = std::max(memory.staging_bytes, bucket.buffers.staging);
+    if (bucket.reshards_after_forward) {
+      memory.slot_bytes = std::max(memory.slot_bytes, bucket.buffers.slot);
+      ring_buckets += 1;
+    }
+  }
+  memory.slots = std::min(slots, ring_buckets);
+  return memory;
+}
+
+// Both halves of an input must be aligned. With a single message, the second would stay empty.
+ReduceMemory plan_reductions(const std::vector<BucketUse>& buckets, bool may_pack_ahead,
+                             bool has_replicas) {
+  ReduceMemory memory;
+  std::size_t messages = 0;
+  std::size_t largest = 0;  // message
+  for (const BucketUse& bucket : buckets) {
+    const BucketBuffers& buffers = bucket.buffers;
+    const std::size_t of_bucket = buffers.reduce_messages;
+    messages += buffers.reduce_input > 0 ? of_bucket : 0;
+    largest = std::max(largest, buffers.reduce_input / halves(of_bucket));
+    memory.any_in_pieces = memory.any_in_pieces || of_bucket > 1;
+    memory.input_bytes = std::max(memory.input_bytes, buffers.reduce_input);
+    memory.output_bytes = std::max(memory.output_bytes, buffers.reduce_output);
+  }
+  if (has_replicas) {
+    memory.output_bytes = 2 * align_up(memory.output_bytes, kRegionAlignment);
+  }
+  memory.packs_ahead = may_pack_ahead && messages > 1;
+  if (memory.packs_ahead) {
+    memory.input_bytes = 2 * align_up(largest, kRegionAlignment);
+  } else if (memory.any_in_pieces) {
+    memory.input_bytes = align_up(memory.input_bytes, 2 * kRegionAlignment);
+  }
+  return memory;
+}
+
+std::size_t gradients_in_flight(const std::vector<std::size_t>& bytes,
+                                const std::vector<int>& parents) {
+  std::size_t most = 0;
+  for (std::size_t i = 0; i < bytes.size(); ++i) {
+    std::size_t alive = 0;
+    const std::size_t end = std::min(bytes.size(), i + 1 + kGradientsInFlight);
+    for (std::size_t j = i; j < end; ++j) {  // the last to run before bucket i
+      alive += bytes[j];
+    }
+    for (int parent = parents[i]; parent >= 0; parent = parents[static_cast<std::size_t>(parent)]) {
+      alive += bytes[static_cast<std::size_t>(parent)];
+    }
+    most = std::max(most, alive);
+  }
+  return most;
+}
+
+}  // namespace fsdp

@@ -1,0 +1,98 @@
+// The messages of a bucket and the buffers that they need, from its layout and settings alone. Pure
+// arithmetic: no memory, no device. The bucket, the gatherer and the reducer send and allocate what
+// this says, and core/units/bucket_plan.h adds it up before training.
+#pragma once
+
+#include <cstddef>
+#include <string_view>
+#include <vector>
+
+#include "core/memory/layout.h"
+
+namespace fsdp {
+
+// The buffers of one bucket, in bytes on each rank.
+struct BucketBuffers {
+  std::size_t slot = 0;     // of unsharded parameters; 0: one rank without a cast uses its shard
+  std::size_t staging = 0;  // gathered messages are unpacked from here
+  std::size_t gather_input = 0;  // needed if the wire has another dtype than the shard
+  std::size_t group_shard = 0;   // kept between forward and backward: Note [group shards]
+  std::size_t reduce_input = 0;
+  std::size_t reduce_output = 0;
+  std::size_t gather_messages = 1;  // of gathers over all ranks
+  bool gathers_in_pieces = false;   // over all ranks or over a smaller group
+  std::size_t reduce_messages = 1;
+};
+
+// The parts of a bucket's parameters that its messages carry, at least one. A part of a reduction
+// has a trainable parameter, unless the bucket has none.
+std::vector<LayoutPart> gather_parts(const UnitLayout& layout, std::size_t max_message_bytes);
+std::vector<LayoutPart> reduce_parts(const UnitLayout& layout, std::size_t max_message_bytes);
+
+// The group that a bucket is resharded to after forward: Note [group shards] in
+// core/gather/group_shard.h.
+struct SmallerGroup {
+  int ranks = 0;  // 0: there is none
+  GatherBy by = GatherBy::Packing;
+};
+
+BucketBuffers buffers_of(const UnitLayout& layout, GatherBy by, std::size_t max_message_bytes,
+                         const SmallerGroup& group = {});
+
+// Whether reductions can write the flat gradient if there is no gradient to add to. Otherwise they
+// write the reduce output.
+bool reduces_in_place(const UnitLayout& layout, double reduce_scale);
+
+// Whether the reduce output is allocated even if reductions write the flat gradient: Note [shards
+// and gradients in windows] in core/lanes.h. `transport` is a name.
+bool keeps_reduce_output(std::string_view transport);
+
+struct BucketUse {
+  BucketBuffers buffers;
+  bool reshards_after_forward = true;  // otherwise it has a slot of its own
+};
+
+// The buffers that all buckets share.
+struct GatherMemory {
+  int slots = 0;
+  std::size_t slot_bytes = 0;
+  std::size_t staging_bytes = 0;
+  bool any_in_pieces = false;  // among the buckets that have slots
+};
+struct ReduceMemory {
+  std::size_t input_bytes = 0;
+  std::size_t output_bytes = 0;
+  bool any_in_pieces = false;
+  bool packs_ahead = false;  // Note [packing ahead] in core/reduce/reducer.h
+};
+
+// One slot for each bucket that can be in use at once, and one for each prefetch. `nesting` is how
+// many units below the root enclose each other at most. A root that reshards after forward needs a
+// slot of the ring as well.
+inline int ring_slots(int nesting, std::size_t prefetch_depth, bool root_reshards) {
+  return nesting + static_cast<int>(prefetch_depth) + (root_reshards ? 1 : 0);
+}
+
+// What both lanes keep for messages in flight: Note [composed collectives]. `transport` is a name;
+// the process group's is gloo's.
+std::size_t message_staging_bytes(std::string_view transport, int ranks);
+
+// `slots` limits the slots of the ring, which never has more slots than buckets that use them.
+GatherMemory plan_gathers(const std::vector<BucketUse>& buckets, int slots);
+// `may_pack_ahead`: on several ranks of a device that overlaps copies. `has_replicas`: Note
+// [replicas] in core/reduce/reducer.h.
+ReduceMemory plan_reductions(const std::vector<BucketUse>& buckets, bool may_pack_ahead,
+                             bool has_replicas = false);
+
+// At most this many buckets have gradients that are not known to be packed: Note [gradient
+// lifetime] in core/reduce/reducer.h.
+constexpr std::size_t kGradientsInFlight = 2;
+
+// The most bytes of unsharded gradients that are alive at once if buckets run in order: those of a
+// complete bucket, those in flight, and those of the buckets that enclose it, which may have come
+// before. `bytes` has the bytes of each bucket's gradients. `parents` has, for each bucket, the
+// number of the bucket that encloses it (lower than its own), or -1.
+std::size_t gradients_in_flight(const std::vector<std::size_t>& bytes,
+                                const std::vector<int>& parents);
+
+}  // namespace fsdp

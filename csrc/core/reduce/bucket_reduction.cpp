@@ -1,0 +1,70 @@
+#include "core/reduce/bucket_reduction.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "core/memory/memory_plan.h"
+#include "core/units/bucket_names.h"
+
+namespace fsdp {
+namespace {
+
+ReducePiece piece_of(const UnitLayout& layout, const LayoutPart& part, Packer& packer) {
+  ReducePiece piece;
+  piece.part = part;
+  piece.pack_plan = layout.pack_plan(part);
+  piece.finish_plan = layout.finish_plan(part);
+  piece.first_trainable = layout.first_trainable(part);
+  piece.gradient_offset =
+      part.is_of_rows() ? part.first_row * layout.params()[part.first].row_numel : 0;
+  piece.segment_offset = layout.first_gradient(part);
+  const std::vector<DType> dtypes = layout.unsharded_grad_dtypes();
+  for (std::size_t i = 0; i < piece.pack_plan.entries.size(); ++i) {
+    const DType dtype = dtypes[piece.first_trainable + i];
+    if (std::count(piece.gradient_dtypes.begin(), piece.gradient_dtypes.end(), dtype) == 0) {
+      piece.gradient_dtypes.push_back(dtype);
+    }
+  }
+  packer.prepare(piece.pack_plan);
+  packer.prepare(piece.finish_plan);
+  return piece;
+}
+
+std::vector<ReducePiece> pieces_of(const UnitLayout& layout, std::size_t max_message_bytes,
+                                   Packer& packer) {
+  std::vector<ReducePiece> pieces;
+  for (const LayoutPart& part : reduce_parts(layout, max_message_bytes)) {
+    pieces.push_back(piece_of(layout, part, packer));
+  }
+  return pieces;
+}
+
+}  // namespace
+
+// All units of a bucket have the same mesh and the same max_message_bytes.
+BucketReduction::BucketReduction(const UnitLayout& layout, const std::vector<Unit*>& units,
+                                 Lanes& lanes)
+    : label(label_of("the reduce-scatter", units)),
+      all_reduce_label(label_of("the all-reduce over replicas", units)),
+      layout_(layout),
+      communicator_(lanes.of_mesh(units.front()->mesh).reduce.communicator()),
+      pieces_(pieces_of(layout, units.front()->max_message_bytes, *lanes.packer)),
+      gradient_dtypes_(layout.unsharded_grad_dtypes()),
+      accumulated_(*this),
+      gradients_(layout.trainable_count(), nullptr),
+      gradients_of_dtype_(layout.trainable_count(), nullptr),
+      finish_modes_(layout.trainable_count(), CastMode::Write),
+      packed_(lanes.device->new_event()),
+      reduced_(lanes.device->new_event()) {}
+
+std::size_t BucketReduction::input_bytes() const {
+  return static_cast<std::size_t>(layout_.grad_numel()) *
+         static_cast<std::size_t>(layout_.world_size()) * itemsize(layout_.reduce_dtype());
+}
+
+std::size_t BucketReduction::input_bytes(const ReducePiece& piece) const {
+  return static_cast<std::size_t>(piece.pack_plan.segment_numel) *
+         static_cast<std::size_t>(layout_.world_size()) * itemsize(layout_.reduce_dtype());
+}
+
+}  // namespace fsdp

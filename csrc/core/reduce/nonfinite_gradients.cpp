@@ -1,0 +1,67 @@
+#include "core/reduce/nonfinite_gradients.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+namespace fsdp {
+
+void NonfiniteGradients::place(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+  std::size_t count = 0;
+  for (const auto& bucket : buckets) {
+    count += bucket->layout.trainable_count();
+  }
+  const std::shared_ptr<void> before = std::move(marks_);
+  count_ = count;
+  if (count == 0) {
+    return;
+  }
+  Stream& compute = device_.compute_stream();
+  marks_ = device_.allocate(count * sizeof(std::uint64_t));
+  device_.fill(compute, marks_.get(), 0, count * sizeof(std::uint64_t));
+  auto* place = static_cast<std::uint64_t*>(marks_.get());
+  for (const auto& bucket : buckets) {
+    for (Unit* unit : bucket->units) {
+      if (unit->nonfinite_marks != nullptr && !unit->arrived.empty()) {
+        Move move;
+        move.source = unit->nonfinite_marks;
+        move.destination = place;
+        move.bytes = unit->arrived.size() * sizeof(std::uint64_t);
+        device_.transfer(compute, std::chrono::nanoseconds(0), {move}, 0);
+      }
+      unit->nonfinite_marks = place;
+      place += unit->arrived.size();
+    }
+  }
+}
+
+std::vector<char> NonfiniteGradients::find(const std::vector<std::unique_ptr<Unit>>& units) {
+  std::vector<char> found(units.size(), 0);
+  if (count_ == 0) {
+    return found;
+  }
+  Stream& compute = device_.compute_stream();
+  const std::size_t bytes = count_ * sizeof(std::uint64_t);
+  std::vector<std::uint64_t> marks(count_);
+  device_.copy_to_host(compute, marks_.get(), marks.data(), bytes);
+  compute.synchronize();
+  const auto* first = static_cast<const std::uint64_t*>(marks_.get());
+  for (std::size_t i = 0; i < units.size(); ++i) {
+    const Unit& unit = *units[i];
+    for (std::size_t j = 0; unit.nonfinite_marks != nullptr && j < unit.arrived.size(); ++j) {
+      const auto at = static_cast<std::size_t>(unit.nonfinite_marks - first) + j;
+      if (marks[at] >= unit.reduced_since[j]) {
+        found[i] = 1;
+      }
+    }
+  }
+  const auto captured = std::count(marks.begin(), marks.end(), kCapturedPacking);
+  if (captured > 0) {  // the next replays tell anew
+    std::replace(marks.begin(), marks.end(), kCapturedPacking, std::uint64_t{0});
+    device_.copy_from_host(compute, marks.data(), marks_.get(), bytes);
+    compute.synchronize();
+  }
+  return found;
+}
+
+}  // namespace fsdp

@@ -1,0 +1,59 @@
+// What a user does to a unit's reduced gradients, before they are scaled and cast, or in place of
+// reducing them.
+//
+// Note [reduce hooks]
+// A hook sees the whole unit at once: behind the reduce-scatter and, if there are replicas, behind
+// the all-reduce. So a unit with a hook is reduced by itself. Buckets that are formed from then on
+// have it alone; in earlier ones it is a set of its own (Note [units that differ] in
+// core/reduce/reducer.h). If it travels in pieces, they are finished when all of them have arrived.
+// A hook may call collectives of its own, so it runs in the order of the lane, on the thread of
+// the lane's stream if that has one.
+//
+// Note [communication hooks]
+// FSDP1 lets a user's hook take the place of the reduction itself. Such a hook gets the packed
+// gradients of all ranks' rows, and writes this rank's rows averaged over all ranks. If nothing is
+// sharded, it averages the gradients in place. The hook averages, so gradients are not scaled when
+// they are packed or finished. For other reductions they are. The hook is set before the first
+// forward, and the unit shares no bucket and is reduced in one piece.
+//
+// Note [custom collectives]
+// FSDP2 lets objects of the user take the place of the all-gather and of the reduce-scatter. If a
+// unit has such an object, it sends each message of the unit, in the order of the lane and on its
+// stream. Copies, casts, scales and comparisons of ranks stay as they are, so gradients are scaled
+// before they are summed. A custom all-gather with smaller groups (Note [group shards]) is refused.
+// Errors of a reduce-scatter are raised at the end of backward, and those of an all-gather where
+// the unit waits for it.
+#pragma once
+
+#include <cstddef>
+
+#include "base/dtype.h"
+#include "device/stream.h"
+
+namespace fsdp {
+
+// The memory that a hook may write: the gradients, and for a communication hook of ranks that share
+// parameters the packed gradients that they are reduced from. For a custom collective: its output
+// and its input.
+struct HookTensors {
+  void* gradients;
+  std::size_t numel;
+  DType dtype;
+  void* input = nullptr;
+  std::size_t input_numel = 0;
+};
+
+class ReduceHook {
+ public:
+  virtual ~ReduceHook() = default;
+
+  // Issues the hook to `stream`.
+  virtual void issue(Stream& stream, const HookTensors& tensors) = 0;
+  // Throws the first error of the hook since the last call. The caller has waited for the stream,
+  // which goes on after such an error, so that other ranks do not wait for this one.
+  virtual void check() = 0;
+  // Forgets such an error, after a backward that failed for another reason. The same holds.
+  virtual void forget() = 0;
+};
+
+}  // namespace fsdp

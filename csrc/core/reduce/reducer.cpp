@@ -1,0 +1,493 @@
+#include "core/reduce/reducer.h"
+
+#include <algorithm>
+#include <chrono>
+#include <iterator>
+#include <utility>
+
+#include "base/check.h"
+#include "device/host_clock.h"
+
+namespace fsdp {
+namespace {
+
+bool are_alike(const Unit& a, const Unit& b) {
+  return &a == &b || (a.requires_gradient_sync == b.requires_gradient_sync && a.scale_alike(b) &&
+                      !a.reduces_alone && !b.reduces_alone &&
+                      a.port.keeps_gradients() == b.port.keeps_gradients());
+}
+
+// Whether trainable parameter i of the unit has a gradient to reduce.
+bool has_gradient(const Bucket& bucket, const Unit& unit, std::size_t i) {
+  return unit.arrived[i] != 0 || bucket.reduction.accumulated().has(unit, i);
+}
+
+// Parameters without a gradient on this rank may have one on another:
+// Note [parameters that some ranks do not use] in core/agree/backward_exchange.h.
+void set_sharded_gradients(const Bucket& bucket, const std::vector<Unit*>& units) {
+  for (Unit* unit : units) {
+    unit->is_reduced = true;
+    for (std::size_t i = 0; i < unit->arrived.size(); ++i) {
+      if (unit->reduces_unused || has_gradient(bucket, *unit, i)) {
+        unit->used[i] = 1;
+        unit->port.set_sharded_gradient(i);
+      }
+    }
+  }
+}
+
+void forget_arrived(Unit& unit) {
+  std::fill(unit.arrived.begin(), unit.arrived.end(), 0);
+  unit.arrived_count = 0;
+}
+
+}  // namespace
+
+Reducer::Reducer(Device& device, Packer& packer, Ledger& ledger, Over ranks, Over replicas)
+    : device_(device),
+      packer_(packer),
+      lane_(*ranks.lane),
+      streams_(device, lane_),
+      ledger_(ledger),
+      announce_(std::move(ranks.announce)),
+      replicas_(std::move(replicas)),
+      input_(device),
+      output_(device),
+      nonfinite_(device) {}
+
+// Work in flight uses the buffers that are freed now.
+Reducer::~Reducer() {
+  lane_.drain();
+  if (replicas_.lane != nullptr) {
+    replicas_.lane->drain();
+  }
+}
+
+void Reducer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+  lane_.synchronize();
+  const bool has_replicas = replicas_.lane != nullptr;
+  if (has_replicas) {
+    replicas_.lane->synchronize();
+  }
+  input_.reset(nullptr, 0);
+  output_.reset(nullptr, 0);
+  const bool has_peers = lane_.communicator().size() > 1;
+  ReduceMemory memory =
+      plan_reductions(uses_of(buckets), device_.overlaps_copies() && has_peers, has_replicas);
+  const bool may_differ = has_several_meshes(buckets);
+  memory.input_bytes = lane_.most(memory.input_bytes, may_differ);
+  memory.output_bytes = lane_.most(memory.output_bytes, may_differ);
+  streams_.set_any_in_pieces(memory.any_in_pieces);
+  packs_ahead_ = memory.packs_ahead;
+  if (packs_ahead_) {
+    lane_.make_copy_streams();
+  }
+  const std::size_t input = memory.input_bytes;
+  input_.reset(input > 0 ? lane_.allocate(input, BufferUse::Input) : nullptr, input);
+  output_bytes_ = memory.output_bytes;
+  const auto always_needs_output = [has_replicas](const auto& bucket) {
+    return (bucket->layout.world_size() > 1 || has_replicas) &&
+           !reduces_in_place(bucket->layout, bucket->units.front()->reduce_scale);
+  };
+  const bool needs_output =
+      std::any_of(buckets.begin(), buckets.end(), always_needs_output) ||
+      ((has_peers || has_replicas) && keeps_reduce_output(lane_.communicator().transport()));
+  if (output_bytes_ > 0 && lane_.most(needs_output ? 1 : 0, may_differ) > 0) {
+    output_.reset(lane_.allocate(output_bytes_, output_use()), output_bytes_);
+  }
+  place_gradients(buckets);
+  nonfinite_.place(buckets);
+}
+
+// See Note [shards and gradients in windows].
+void Reducer::place_gradients(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+  std::vector<Lane::Movable> gradients;
+  for (const auto& bucket : buckets) {
+    // The scale may change before memory is planned again.
+    if (bucket->mesh == nullptr && bucket->gradient_bytes() > 0 &&
+        reduces_in_place(bucket->layout, /*reduce_scale=*/1.0)) {
+      gradients.push_back({bucket->flat_gradient(), bucket->gradient_bytes(),
+                           [&bucket = *bucket](auto memory) { bucket.move_gradients(memory); }});
+    }
+  }
+  lane_.place_in_windows(gradients, BufferUse::Gradient);
+  for (const auto& bucket : buckets) {
+    bucket->reduction.into_window_ =
+        bucket->mesh == nullptr && lane_.communicator().is_registered(bucket->flat_gradient());
+  }
+}
+
+void Reducer::note_arrival(Bucket& bucket) {
+  void* const stream = device_.compute_stream().native_handle();
+  std::vector<void*>& streams = bucket.reduction.arrived_on_;
+  if (std::find(streams.begin(), streams.end(), stream) == streams.end()) {
+    streams.push_back(stream);
+  }
+}
+
+void Reducer::pack_and_reduce(Bucket& bucket) {
+  follow_arrivals(bucket);
+  pack_and_reduce_by_setting(bucket);
+  bucket.reduction.arrived_on_.clear();
+}
+
+// See Note [gradients of several streams].
+void Reducer::follow_arrivals(const Bucket& bucket) {
+  Stream& compute = device_.compute_stream();
+  for (void* const stream : bucket.reduction.arrived_on_) {
+    if (stream != compute.native_handle()) {
+      streams_.order_after(compute, device_.stream_of(stream), bucket.reduction.label);
+    }
+  }
+}
+
+// See Note [units that differ].
+void Reducer::pack_and_reduce_by_setting(Bucket& bucket) {
+  const Unit& first = *bucket.units.front();
+  const auto is_alike = [&first](const Unit* unit) { return are_alike(first, *unit); };
+  if (std::all_of(bucket.units.begin(), bucket.units.end(), is_alike)) {
+    pack_and_reduce_alike(bucket, bucket.units);
+    return;
+  }
+  Units left = bucket.units;
+  while (!left.empty()) {
+    const Unit& like = *left.front();
+    const auto others = std::stable_partition(
+        left.begin(), left.end(), [&like](const Unit* unit) { return are_alike(like, *unit); });
+    const Units units(left.begin(), others);
+    left.erase(left.begin(), others);
+    const auto has_gradients = [](const Unit* unit) {
+      return unit->needs_reduction() || (unit->requires_gradient_sync && unit->awaits_reduction);
+    };
+    if (std::any_of(units.begin(), units.end(), has_gradients)) {
+      pack_and_reduce_alike(bucket, units);
+    }
+  }
+}
+
+void Reducer::pack_and_reduce_alike(Bucket& bucket, const Units& units) {
+  const bool syncs = units.front()->requires_gradient_sync;
+  const bool packs = syncs || !units.front()->port.keeps_gradients();
+  if (packs) {
+    packings_ += 1;
+    collect_gradients(bucket, units);
+  }
+  if (syncs) {
+    reduce(bucket, units);
+  } else if (packs) {
+    accumulate(bucket, units);
+  }
+  for (Unit* unit : units) {
+    unit->awaits_reduction = !syncs && (unit->awaits_reduction || unit->arrived_count > 0);
+    forget_arrived(*unit);
+  }
+}
+
+// - Reduction
+
+void Reducer::reduce(Bucket& bucket, const Units& units) {
+  if (bucket.reduction.is_pending_ && bucket.layout.is_offloaded()) {
+    wait_for_gradients(bucket);  // the host may copy gradients of the reduction before this one
+  }
+  leave_held_gradients(bucket);
+  const bool in_place = prepare_finish(bucket, units);
+  const Range range(device_, bucket.ranges.reduce);
+  const Reduction reduction = begin_reduction(bucket, units, in_place);
+  void* reduced = nullptr;
+  for (std::size_t i = 0; i < bucket.reduction.pieces_.size(); ++i) {
+    reduced = reduce_piece(reduction, i);
+  }
+  reduction.before.record(*bucket.reduction.packed_);
+  if (units.front()->reduce_hook != nullptr && reduced != nullptr) {
+    apply_hook(reduction, reduced);
+  }
+  if (bucket.layout.world_size() == 1) {  // its gradient was finished from the input
+    release_input(bucket, 0);
+  }
+  set_sharded_gradients(bucket, units);
+  clear_accumulated(bucket, units);
+  end_reduction(reduction);
+}
+
+Reducer::Reduction Reducer::begin_reduction(Bucket& bucket, const Units& units, bool in_place) {
+  auto* gradient = static_cast<char*>(bucket.flat_gradient());
+  const bool has_replicas = replicas_.lane != nullptr;
+  const bool writes_gradient = in_place || (bucket.layout.world_size() == 1 && !has_replicas);
+  const std::size_t half = has_replicas && !writes_gradient ? outputs_used_++ : 0;
+  char* output = writes_gradient ? gradient : output_half(half);
+  Issue issue;
+  if (ledger_.has_times()) {
+    issue.at = host_clock::now();
+    issue.possible = ledger_.mark_compute();
+  }
+  streams_.follow_compute();  // after all allocations: Note [memory and the compute stream]
+  if (streams_.is_any_in_pieces() || has_replicas) {
+    if (output == gradient) {
+      streams_.messages().wait(*bucket.reduction.reduced_, bucket.reduction.label);
+    } else {
+      output_.wait_for_half(streams_.messages(), half, bucket.reduction.label);
+    }
+  }
+  Stream& before = begin_packing(bucket, bucket.reduction.accumulated_.any());
+  Stream& after = has_replicas ? replicas_.lane->stream()
+                               : streams_.after(bucket.reduction.is_in_pieces() && !in_place);
+  return {bucket, units, in_place, output, half, issue, before, after};
+}
+
+void* Reducer::reduce_piece(const Reduction& reduction, std::size_t number) {
+  Bucket& bucket = reduction.bucket;
+  const std::size_t half = packs_ahead_ ? messages_ahead_++ : number;
+  void* input = input_of(reduction, number, half);
+  void* output = input;
+  if (packs_apart(bucket) && !bucket.reduction.accumulated_.any()) {
+    input_.wait_for_half(reduction.before, half, bucket.reduction.label);
+  }
+  pack(bucket, reduction.units, number, input, bucket.reduction.accumulated_.any());
+  if (bucket.layout.world_size() > 1) {
+    streams_.order_after(streams_.messages(), reduction.before, bucket.reduction.label);
+    send(reduction, number, input);
+    output = reduction.output;
+  } else if (replicas_.lane == nullptr) {
+    streams_.order_after(streams_.messages(), reduction.before, bucket.reduction.label);
+    communicate_by_hook(reduction, streams_.messages(), nullptr, input,
+                        static_cast<std::size_t>(bucket.layout.grad_numel()));
+  }
+  if (bucket.layout.world_size() > 1) {
+    release_input(bucket, half);
+  }
+  if (replicas_.lane != nullptr) {
+    copy_to_output(reduction, input);
+    sum_over_replicas(reduction, number);
+    output = reduction.output;
+  }
+  const bool has_hook = reduction.units.front()->reduce_hook != nullptr;
+  if (output != bucket.flat_gradient() && !has_hook) {
+    streams_.order_after(reduction.after, streams_.messages(), bucket.reduction.label);
+    finish(reduction, number, output);
+  }
+  return output;
+}
+
+void Reducer::send(const Reduction& reduction, std::size_t number, void* input) {
+  const Bucket& bucket = reduction.bucket;
+  const ReducePiece& piece = bucket.reduction.pieces_[number];
+  const DType dtype = bucket.layout.reduce_dtype();
+  const std::size_t bytes = bucket.reduction.input_bytes(piece);
+  const std::size_t offset = static_cast<std::size_t>(piece.segment_offset) * itemsize(dtype);
+  const Range range(device_, bucket.ranges.reduce_scatter, bytes);
+  announce_(bucket, {number, bytes});
+  const InFlight flight(lane_.flights(), streams_.messages(), bucket.reduction.communicator_,
+                        {Collective::ReduceScatter, ledger_.phase(), bytes, dtype},
+                        bucket.reduction.label);
+  const Timed timed(ledger_, streams_.messages(), Work::Reduce, bucket.numbers(),
+                    {bytes, reduction.issue}, /*follows=*/!packs_apart(bucket));
+  const auto numel = static_cast<std::size_t>(piece.pack_plan.segment_numel);
+  void* const output = reduction.output + offset;
+  if (!communicate_by_hook(reduction, streams_.messages(), input, output, numel) &&
+      !scatter_by_hook(reduction, input, output, numel)) {
+    bucket.reduction.communicator_.reduce_scatter(streams_.messages(), input, output, numel, dtype);
+  }
+}
+
+// See Note [replicas].
+void Reducer::sum_over_replicas(const Reduction& reduction, std::size_t number) {
+  const Bucket& bucket = reduction.bucket;
+  const ReducePiece& piece = bucket.reduction.pieces_[number];
+  const DType dtype = bucket.layout.reduce_dtype();
+  const auto numel = static_cast<std::size_t>(piece.pack_plan.segment_numel);
+  const std::size_t offset = static_cast<std::size_t>(piece.segment_offset) * itemsize(dtype);
+  Lane& lane = *replicas_.lane;
+  streams_.order_after(lane.stream(), streams_.messages(), bucket.reduction.label);
+  const Range range(device_, bucket.ranges.all_reduce, numel * itemsize(dtype));
+  replicas_.announce(bucket, {number, numel * itemsize(dtype)});
+  const InFlight flight(lane.flights(), lane.stream(), lane.communicator(),
+                        {Collective::AllReduce, ledger_.phase(), numel * itemsize(dtype), dtype},
+                        bucket.reduction.all_reduce_label);
+  const Timed timed(ledger_, lane.stream(), Work::AllReduce, bucket.numbers(),
+                    {numel * itemsize(dtype), reduction.issue}, /*follows=*/false);
+  void* const output = reduction.output + offset;
+  if (!communicate_by_hook(reduction, lane.stream(), nullptr, output, numel)) {
+    lane.communicator().all_reduce(lane.stream(), output, numel, dtype);
+  }
+}
+
+// Accumulated gradients of one rank. Other units of the bucket may go on accumulating there.
+void Reducer::copy_to_output(const Reduction& reduction, const void* input) {
+  const UnitLayout& layout = reduction.bucket.layout;
+  if (layout.world_size() > 1 || input == reduction.output) {
+    return;
+  }
+  Move move;
+  move.source = input;
+  move.destination = reduction.output;
+  move.bytes = static_cast<std::size_t>(layout.grad_numel()) * itemsize(layout.reduce_dtype());
+  device_.transfer(streams_.messages(), std::chrono::nanoseconds(0), {move}, 0);
+  ledger_.count_copied_bytes(2 * move.bytes);
+}
+
+void Reducer::end_reduction(const Reduction& reduction) {
+  Bucket& bucket = reduction.bucket;
+  streams_.order_after(reduction.after, streams_.messages(), bucket.reduction.label);
+  reduction.after.record(*bucket.reduction.reduced_);
+  const bool others_wait = streams_.is_any_in_pieces() || replicas_.lane != nullptr;
+  if (others_wait && reduction.output != bucket.flat_gradient()) {
+    output_.release_half(reduction.after, reduction.output_half);
+  }
+  bucket.reduction.is_pending_ = true;
+}
+
+void Reducer::wait(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+  {
+    const Timed timed(ledger_, device_.compute_stream(), Work::WaitForReduction, kAllUnits);
+    for (const auto& bucket : buckets) {
+      if (bucket->reduction.is_pending_) {
+        bucket->reduction.is_pending_ = false;
+        wait_for_gradients(*bucket);
+      }
+    }
+  }
+  free_packed_gradients(0);
+  check_hooks(buckets);
+}
+
+// The compute stream waits for gradients on the device, and the host for those of its own memory.
+void Reducer::wait_for_gradients(const Bucket& bucket) {
+  if (bucket.layout.is_offloaded()) {
+    bucket.reduction.reduced_->synchronize(device_.timeout(), bucket.reduction.label);
+  } else {
+    device_.compute_stream().wait(*bucket.reduction.reduced_, bucket.reduction.label);
+  }
+}
+
+void Reducer::settle(Bucket& bucket) {
+  if (bucket.reduction.is_pending_) {
+    bucket.reduction.is_pending_ = false;
+    bucket.reduction.reduced_->synchronize(device_.timeout(), bucket.reduction.label);
+  }
+  forget_hook_errors(bucket);
+  free_packed_gradients(0);
+}
+
+void Reducer::discard(Bucket& bucket) {
+  settle(bucket);
+  bucket.reduction.accumulated_.clear_all();
+  bucket.reduction.arrived_on_.clear();
+  for (Unit* unit : bucket.units) {
+    forget_arrived(*unit);
+    unit->awaits_reduction = false;
+    unit->port.drop_gradients();
+  }
+}
+
+// - Gradients that backwards without gradient sync accumulate
+
+void Reducer::accumulate(Bucket& bucket, const Units& units) {
+  const Range range(device_, bucket.ranges.accumulate);
+  bucket.reduction.accumulated_.allocate(device_);
+  streams_.follow_compute();
+  Stream& before = begin_packing(bucket, /*into_accumulated=*/true);
+  for (std::size_t i = 0; i < bucket.reduction.pieces_.size(); ++i) {
+    pack(bucket, units, i, bucket.reduction.accumulated_.piece(i),
+         bucket.reduction.accumulated_.any());
+  }
+  before.record(*bucket.reduction.packed_);
+  bucket.reduction.accumulated_.add_arrived(units, packings_);
+}
+
+void Reducer::begin_accumulating(const Unit& unit, const std::vector<char>& has) {
+  AccumulatedGradients& accumulated = unit.bucket->reduction.accumulated_;
+  if (!accumulated.any()) {
+    packings_ += 1;
+    accumulated.begin(device_);
+  }
+  for (std::size_t i = 0; i < has.size(); ++i) {
+    if (has[i] != 0) {
+      accumulated.add(unit, i, packings_);
+    }
+  }
+}
+
+bool Reducer::has_accumulated_before(const std::vector<std::unique_ptr<Bucket>>& buckets) const {
+  return std::any_of(buckets.begin(), buckets.end(), [this](const auto& bucket) {
+    return bucket->reduction.accumulated_.any_before(first_packing_);
+  });
+}
+
+// Other units keep what they have accumulated.
+void Reducer::clear_accumulated(Bucket& bucket, const Units& units) {
+  if (!bucket.reduction.accumulated_.any()) {
+    return;
+  }
+  bucket.reduction.accumulated_.clear(device_, streams_.messages(), units);
+  if (bucket.reduction.accumulated_.any() && (packs_ahead_ || streams_.is_any_in_pieces())) {
+    input_.release_both(streams_.messages());
+  }
+}
+
+// - The reduce input and output, and the copy into the flat gradient
+
+void* Reducer::input_of(const Reduction& reduction, std::size_t piece, std::size_t half) {
+  const Bucket& bucket = reduction.bucket;
+  if (bucket.reduction.accumulated_.any()) {
+    return bucket.reduction.accumulated_.piece(piece);
+  }
+  const bool sums_output = reduction.in_place || replicas_.lane != nullptr;
+  if (sums_output && bucket.layout.world_size() == 1) {
+    return reduction.output;  // nothing to scatter: pack writes the flat gradient or the output
+  }
+  return packs_apart(bucket) ? input_.half_of(half) : input_.data();
+}
+
+// The reduction writes the flat gradient itself if nothing is cast or scaled, no sharded gradient
+// exists to add to, and it is a window as on the other ranks. Otherwise each parameter's chunk is
+// cast or added from the reduce output.
+bool Reducer::prepare_finish(Bucket& bucket, const Units& units) {
+  bool in_place = reduces_in_place(bucket.layout, units.front()->reduce_scale) &&
+                  units.size() == bucket.units.size() &&
+                  (!bucket.reduction.into_window_ ||
+                   lane_.communicator().is_registered(bucket.flat_gradient()));
+  std::vector<CastMode>& modes = bucket.reduction.finish_modes_;
+  std::fill(modes.begin(), modes.end(), CastMode::Skip);
+  for (Unit* unit : units) {
+    for (std::size_t i = 0; i < unit->arrived.size(); ++i) {
+      const bool adds = unit->port.has_sharded_gradient(i);
+      if (adds) {
+        unit->port.import_sharded_gradient(i);
+        in_place = false;
+      }
+      const std::size_t at = unit->first_trainable + i;
+      modes[at] = adds ? CastMode::Add : CastMode::Write;
+      const std::uint64_t accumulated = bucket.reduction.accumulated_.since(*unit, i);
+      unit->reduced_since[i] = accumulated != 0        ? accumulated
+                               : unit->arrived[i] != 0 ? packings_
+                                                       : kNoPacking;
+    }
+  }
+  return in_place;
+}
+
+void Reducer::finish(const Reduction& reduction, std::size_t number, const void* output) {
+  Bucket& bucket = reduction.bucket;
+  const ReducePiece& piece = bucket.reduction.pieces_[number];
+  const CastMode* modes = bucket.reduction.finish_modes_.data() + piece.first_trainable;
+  const Timed timed(ledger_, reduction.after, Work::FinishReduction, bucket.numbers());
+  packer_.cast(reduction.after, piece.finish_plan, modes, output, bucket.flat_gradient(),
+               reduction.units.front()->reduce_scale);
+  for (std::size_t i = 0; i < piece.finish_plan.entries.size(); ++i) {
+    if (modes[i] != CastMode::Skip) {
+      const CastEntry& entry = piece.finish_plan.entries[i];
+      ledger_.count_copied_bytes(
+          static_cast<std::size_t>(entry.numel) *
+          (itemsize(entry.source_dtype) + itemsize(entry.destination_dtype)));
+    }
+  }
+}
+
+char* Reducer::output_half(std::size_t half) {
+  if (output_.data() == nullptr) {
+    output_.reset(lane_.allocate_in_step(output_bytes_, output_use()), output_bytes_);
+  }
+  return output_.half_of(half);
+}
+
+}  // namespace fsdp

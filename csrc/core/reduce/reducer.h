@@ -1,0 +1,195 @@
+// Reduces a bucket's gradients to its sharded gradient: pack, reduce-scatter, finish (cast or add
+// into the flat gradient). The pipeline decides when.
+//
+// Note [packing ahead]
+// On the host, without replicas, pack, reduce-scatter and finish of one bucket run on the reduce
+// stream in order, and those of the next bucket after them. So one reduce input and one reduce
+// output serve all buckets without events between them. Pieces (Note [pieces] in core/lanes.h) use
+// the two halves of the input in turns, and events.
+//
+// A GPU packs on the stream `before`, every message into the half that the one before it does not
+// use. So the next bucket is packed while a bucket is on the wire, and its message does not wait
+// for the packing. A half is packed again when the message that read it has ended. On the host,
+// packing takes the processor from the compute and from the transport, so there is nothing to gain.
+//
+// Note [replicas]
+// With hybrid sharding, several sets of ranks shard the same model. The ranks that have the same
+// shard are replicas of each other. The result of a set's reduce-scatter is all-reduced over the
+// replicas, on a lane of its own. The cast or addition into the flat gradient follows there. So
+// while a bucket is all-reduced, the next one is reduce-scattered, into the half of the output that
+// the one before it does not use. If each set is a single rank, nothing is scattered: a bucket is
+// packed into the output.
+//
+// Note [gradient lifetime]
+// Gradients leave the unsharded parameters when they are packed, which happens on a stream of the
+// lane. They are freed after the compute stream, to whose allocator they return, has waited for
+// the packing. So no allocator has to know the other stream, and the host does not wait. The wait
+// is issued with the gradients of the bucket after the next one, which bounds how many gradients
+// are in flight.
+//
+// Note [gradients of several streams]
+// A user may run parts of a unit on streams of their own. Autograd then runs their backward on the
+// same streams, and the compute stream of a gradient's hook is the stream that the gradient arrived
+// on. Gradients of one bucket may so arrive on several streams. Before they are packed, the compute
+// stream of that moment waits for the others. After that, each of these streams waits for the
+// packing before the gradients are freed, because each allocator's stream reuses its own memory.
+//
+// Note [units that differ]
+// Gradient settings may change at any time, also between forward and backward, so the units of a
+// bucket may differ: some synchronise and some accumulate, or they divide by different factors.
+// Each set of units with equal settings is then reduced or accumulated separately. A message of the
+// bucket carries zeros, or what they have accumulated, for its other units. These keep their
+// accumulated gradients. When a unit's scale changes, TorchRoot::apply also scales
+// what the unit has accumulated, so the last scale holds for the whole sum.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "core/lanes.h"
+#include "core/memory/pieces.h"
+#include "core/record/ledger.h"
+#include "core/reduce/nonfinite_gradients.h"
+#include "core/units/bucket.h"
+
+namespace fsdp {
+
+class Reducer {
+ public:
+  // A lane of `announce`d collectives. Both outlive the reducer, and may be shared with others.
+  struct Over {
+    Lane* lane = nullptr;
+    Announce announce;
+  };
+
+  // `ranks` reduce-scatter. `replicas` have a lane if there are any: Note [replicas].
+  Reducer(Device& device, Packer& packer, Ledger& ledger, Over ranks, Over replicas);
+  ~Reducer();
+
+  Reducer(const Reducer&) = delete;
+  Reducer& operator=(const Reducer&) = delete;
+
+  // Allocates the reduce input for `buckets` and, where it is always needed, the reduce output.
+  // Moves flat gradients into windows.
+  void plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets);
+
+  // A gradient of the bucket has arrived on the compute stream: Note [gradients of several
+  // streams].
+  void note_arrival(Bucket& bucket);
+  // Packs the gradients that have arrived. For units that synchronise, it adds the accumulated
+  // gradients, reduces over the ranks and sets the sharded gradients. For the others, it
+  // accumulates.
+  void pack_and_reduce(Bucket& bucket);
+  // Makes the compute stream, and the host if it has the gradients, wait for every reduction that
+  // was issued so far.
+  void wait(const std::vector<std::unique_ptr<Bucket>>& buckets);
+  // Waits for the bucket's reduction, after a forward or backward that failed.
+  void settle(Bucket& bucket);
+  // Drops all gradients that are not reduced yet, after a backward that failed.
+  void discard(Bucket& bucket);
+
+  // Lets the unit's parameters with `has` have accumulated gradients, which the caller writes. If
+  // the bucket had accumulated nothing, they are zero before.
+  void begin_accumulating(const Unit& unit, const std::vector<char>& has);
+  // Lets has_accumulated_before tell the gradients of the backward that begins from earlier ones.
+  void begin_backward() { first_packing_ = packings_ + 1; }
+  // Whether there are accumulated gradients of backwards before the last one.
+  bool has_accumulated_before(const std::vector<std::unique_ptr<Bucket>>& buckets) const;
+
+  NonfiniteGradients& nonfinite_gradients() { return nonfinite_; }
+
+  std::size_t buffer_bytes() const { return input_.bytes() + output_.bytes(); }
+
+ private:
+  // Some or all units of a bucket, which are alike: Note [units that differ].
+  using Units = std::vector<Unit*>;
+
+  struct PackedGradients {
+    Bucket* bucket;                    // its `packed` event completes when they are packed
+    void* packed_by;                   // the handle of the compute stream at that time
+    std::vector<void*> other_streams;  // on which gradients arrived
+    std::vector<std::shared_ptr<void>> keep_alive;
+  };
+
+  struct Reduction {
+    Bucket& bucket;
+    const Units& units;
+    bool in_place;  // the reduce-scatter can write the flat gradient
+    char* output;   // of the reduce-scatter
+    std::size_t output_half;
+    Issue issue;
+    Stream& before;
+    Stream& after;
+  };
+
+  void place_gradients(const std::vector<std::unique_ptr<Bucket>>& buckets);
+  void follow_arrivals(const Bucket& bucket);
+  void pack_and_reduce_by_setting(Bucket& bucket);
+  void pack_and_reduce_alike(Bucket& bucket, const Units& units);
+  void accumulate(Bucket& bucket, const Units& units);
+  void reduce(Bucket& bucket, const Units& units);
+  Reduction begin_reduction(Bucket& bucket, const Units& units, bool in_place);
+  // Returns what the reduction has written, or where the whole bucket lies if there is no message.
+  void* reduce_piece(const Reduction& reduction, std::size_t number);
+  void apply_hook(const Reduction& reduction, void* reduced);
+  bool scatter_by_hook(const Reduction& reduction, void* input, void* output, std::size_t numel);
+  bool communicate_by_hook(const Reduction& reduction, Stream& stream, void* input, void* output,
+                           std::size_t numel);
+  static void forget_hook_errors(const Bucket& bucket);
+  static void check_hooks(const std::vector<std::unique_ptr<Bucket>>& buckets);
+  void send(const Reduction& reduction, std::size_t number, void* input);
+  void sum_over_replicas(const Reduction& reduction, std::size_t number);
+  void copy_to_output(const Reduction& reduction, const void* input);
+  void end_reduction(const Reduction& reduction);
+
+  // Whether the bucket is packed on another stream than the messages'. One rank sends nothing that
+  // packing could overlap.
+  bool packs_apart(const Bucket& bucket) const {
+    return (packs_ahead_ && bucket.layout.world_size() > 1) || bucket.reduction.is_in_pieces();
+  }
+  Stream& begin_packing(const Bucket& bucket, bool into_accumulated);
+  void* input_of(const Reduction& reduction, std::size_t piece, std::size_t half);
+  void release_input(const Bucket& bucket, std::size_t half);
+  void pack(Bucket& bucket, const Units& units, std::size_t piece, void* destination,
+            bool accumulate);
+  static const void* const* gradients_of(Bucket& bucket, const ReducePiece& piece,
+                                         const void* const* gradients, DType dtype);
+  void wait_for_gradients(const Bucket& bucket);
+  void leave_held_gradients(Bucket& bucket);
+  // Returns whether the reduction can write the flat gradient.
+  bool prepare_finish(Bucket& bucket, const Units& units);
+  void finish(const Reduction& reduction, std::size_t piece, const void* output);
+  char* output_half(std::size_t half);
+  // The all-reduce over replicas reads it, too.
+  BufferUse output_use() const {
+    return replicas_.lane != nullptr ? BufferUse::Input : BufferUse::Output;
+  }
+
+  void clear_accumulated(Bucket& bucket, const Units& units);
+  void collect_gradients(Bucket& bucket, const Units& units);
+  void free_packed_gradients(std::size_t keep);
+  void wait_for_packing(const PackedGradients& gradients, void* stream);
+
+  Device& device_;
+  Packer& packer_;
+  Lane& lane_;
+  LaneStreams streams_;
+  Ledger& ledger_;
+  Announce announce_;
+  Over replicas_;
+  HalvedBuffer input_;
+  bool packs_ahead_ = false;
+  std::size_t messages_ahead_ = 0;  // so far, if it packs ahead: they use the halves in turns
+  HalvedBuffer output_;             // allocated when first needed; one half without replicas
+  std::size_t output_bytes_ = 0;
+  std::size_t outputs_used_ = 0;  // so far; they use the halves in turns
+  std::deque<PackedGradients> packed_gradients_;
+  std::uint64_t packings_ = 0;       // so far
+  std::uint64_t first_packing_ = 1;  // of the last backward
+  NonfiniteGradients nonfinite_;
+};
+
+}  // namespace fsdp

@@ -1,0 +1,83 @@
+// How a reduction calls a unit's hook: Note [reduce hooks] in core/reduce/reduce_hook.h.
+#include "core/reduce/reduce_hook.h"
+#include "core/reduce/reducer.h"
+
+namespace fsdp {
+namespace {
+
+template <typename Function>
+void for_each_hook(const Bucket& bucket, const Function& function) {
+  for (const Unit* unit : bucket.units) {
+    for (ReduceHook* hook :
+         {unit->reduce_hook.get(), unit->communication_hook.get(), unit->scatter_hook.get()}) {
+      if (hook != nullptr) {
+        function(*hook);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+// `reduced` is what the reductions have written, of all units of the bucket.
+void Reducer::apply_hook(const Reduction& reduction, void* reduced) {
+  Bucket& bucket = reduction.bucket;
+  const Unit& unit = *reduction.units.front();
+  const DType dtype = bucket.layout.reduce_dtype();
+  streams_.order_after(reduction.after, streams_.messages(), bucket.reduction.label);
+  unit.reduce_hook->issue(reduction.after,
+                          {static_cast<char*>(reduced) + unit.gradient_offset * itemsize(dtype),
+                           static_cast<std::size_t>(unit.layout.grad_numel()), dtype});
+  if (reduced != bucket.flat_gradient()) {
+    for (std::size_t i = 0; i < bucket.reduction.pieces_.size(); ++i) {
+      finish(reduction, i, reduced);
+    }
+  }
+}
+
+// See Note [communication hooks].
+bool Reducer::communicate_by_hook(const Reduction& reduction, Stream& stream, void* input,
+                                  void* output, std::size_t numel) {
+  ReduceHook* const hook = reduction.units.front()->communication_hook.get();
+  if (hook == nullptr) {
+    return false;
+  }
+  const UnitLayout& layout = reduction.bucket.layout;
+  const std::size_t input_numel =
+      input == nullptr ? 0 : numel * static_cast<std::size_t>(layout.world_size());
+  hook->issue(stream, {output, numel, layout.reduce_dtype(), input, input_numel});
+  return true;
+}
+
+// See Note [custom collectives].
+bool Reducer::scatter_by_hook(const Reduction& reduction, void* input, void* output,
+                              std::size_t numel) {
+  ReduceHook* const hook = reduction.units.front()->scatter_hook.get();
+  if (hook == nullptr) {
+    return false;
+  }
+  const UnitLayout& layout = reduction.bucket.layout;
+  hook->issue(streams_.messages(), {output, numel, layout.reduce_dtype(), input,
+                                    numel * static_cast<std::size_t>(layout.world_size())});
+  return true;
+}
+
+// Throws the first error. Those of other units are of the same backward, and are forgotten with it.
+void Reducer::check_hooks(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+  try {
+    for (const auto& bucket : buckets) {
+      for_each_hook(*bucket, [](ReduceHook& hook) { hook.check(); });
+    }
+  } catch (...) {
+    for (const auto& bucket : buckets) {
+      forget_hook_errors(*bucket);
+    }
+    throw;
+  }
+}
+
+void Reducer::forget_hook_errors(const Bucket& bucket) {
+  for_each_hook(bucket, [](ReduceHook& hook) { hook.forget(); });
+}
+
+}  // namespace fsdp

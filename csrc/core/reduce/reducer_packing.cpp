@@ -1,0 +1,134 @@
+// How a reducer takes gradients from the units and packs them into the reduce input.
+#include <algorithm>
+#include <iterator>
+
+#include "core/reduce/reducer.h"
+
+namespace fsdp {
+
+// The compute stream copies from gradients of the old memory.
+void Reducer::leave_held_gradients(Bucket& bucket) {
+  const auto is_held = [](const Unit* unit) { return unit->port.has_held_gradients(); };
+  if (std::none_of(bucket.units.begin(), bucket.units.end(), is_held)) {
+    return;
+  }
+  if (bucket.reduction.is_pending_) {
+    device_.compute_stream().wait(*bucket.reduction.reduced_, bucket.reduction.label);
+  }
+  bucket.renew_gradients(device_);
+}
+
+// Returns the stream that packs the bucket, ordered after the compute stream. Packing into the
+// accumulated gradients also waits for all messages that read them.
+Stream& Reducer::begin_packing(const Bucket& bucket, bool into_accumulated) {
+  Stream& before = streams_.before(packs_apart(bucket));
+  if (packs_apart(bucket)) {
+    streams_.order_after_compute(before);
+    if (into_accumulated) {
+      input_.wait_for_both(before, bucket.reduction.label);
+    }
+  }
+  return before;
+}
+
+void Reducer::pack(Bucket& bucket, const Units& units, std::size_t number, void* destination,
+                   bool accumulate) {
+  const UnitLayout& layout = bucket.layout;
+  const ReducePiece& piece = bucket.reduction.pieces_[number];
+  const void* const* gradients = bucket.reduction.gradients_.data() + piece.first_trainable;
+  const void* first_row = nullptr;
+  if (piece.part.is_of_rows() && *gradients != nullptr) {
+    first_row =
+        static_cast<const char*>(*gradients) +
+        static_cast<std::size_t>(piece.gradient_offset) * itemsize(piece.gradient_dtypes.front());
+    gradients = &first_row;
+  }
+  Stream& stream = streams_.before(packs_apart(bucket));
+  const Timed timed(ledger_, stream, Work::Pack, bucket.numbers());
+  for (const DType dtype : piece.gradient_dtypes) {
+    // The first pass writes zeros where it has no gradient. Later passes add theirs.
+    const bool adds = accumulate || dtype != piece.gradient_dtypes.front();
+    packer_.pack(stream, piece.pack_plan, gradients_of(bucket, piece, gradients, dtype), dtype,
+                 destination, layout.reduce_dtype(), units.front()->pack_scale, adds,
+                 {bucket.units.front()->nonfinite_marks + piece.first_trainable,
+                  device_.is_capturing() ? kCapturedPacking : packings_});
+    ledger_.count_copied_bytes(static_cast<std::size_t>(piece.pack_plan.segment_numel) *
+                               static_cast<std::size_t>(layout.world_size()) *
+                               (itemsize(dtype) + itemsize(layout.reduce_dtype())));
+  }
+}
+
+// The piece's gradients of one dtype. Those of others are missing.
+const void* const* Reducer::gradients_of(Bucket& bucket, const ReducePiece& piece,
+                                         const void* const* gradients, DType dtype) {
+  if (piece.gradient_dtypes.size() == 1) {
+    return gradients;
+  }
+  for (std::size_t i = 0; i < piece.pack_plan.entries.size(); ++i) {
+    const bool has_dtype = bucket.reduction.gradient_dtypes_[piece.first_trainable + i] == dtype;
+    bucket.reduction.gradients_of_dtype_[i] = has_dtype ? gradients[i] : nullptr;
+  }
+  return bucket.reduction.gradients_of_dtype_.data();
+}
+
+// The messages issued so far are the last to read the piece's input.
+void Reducer::release_input(const Bucket& bucket, std::size_t half) {
+  if (packs_apart(bucket)) {
+    input_.release_half(streams_.messages(), half);
+  } else if (packs_ahead_ || streams_.is_any_in_pieces()) {
+    input_.release_both(streams_.messages());
+  }
+}
+
+// See Note [gradient lifetime].
+void Reducer::collect_gradients(Bucket& bucket, const Units& units) {
+  free_packed_gradients(kGradientsInFlight - 1);
+  std::fill(bucket.reduction.gradients_.begin(), bucket.reduction.gradients_.end(), nullptr);
+  void* const stream = device_.compute_stream().native_handle();
+  packed_gradients_.push_back({&bucket, stream, {}, {}});
+  std::copy_if(bucket.reduction.arrived_on_.begin(), bucket.reduction.arrived_on_.end(),
+               std::back_inserter(packed_gradients_.back().other_streams),
+               [stream](const void* other) { return other != stream; });
+  std::vector<std::shared_ptr<void>>& keep_alive = packed_gradients_.back().keep_alive;
+  keep_alive.reserve(units.size());
+  for (Unit* unit : units) {
+    const void** addresses = bucket.reduction.gradients_.data() + unit->first_trainable;
+    keep_alive.push_back(unit->port.extract_gradients(addresses));
+    // Somebody may have put gradients there that autograd did not bring.
+    for (std::size_t i = 0; i < unit->arrived.size(); ++i) {
+      if (addresses[i] != nullptr && unit->arrived[i] == 0) {
+        unit->arrived[i] = 1;
+        unit->arrived_count += 1;
+      }
+    }
+  }
+}
+
+// Keeps the newest `keep`.
+void Reducer::free_packed_gradients(std::size_t keep) {
+  while (packed_gradients_.size() > keep) {
+    const PackedGradients& oldest = packed_gradients_.front();
+    const Bucket& bucket = *oldest.bucket;
+    if (keep > 0) {
+      ledger_.wait(*bucket.reduction.packed_, bucket.reduction.label, Work::WaitForReduction,
+                   bucket.numbers());
+    } else {  // not a wait of its own: the compute stream has waited for the reductions
+      device_.compute_stream().wait(*bucket.reduction.packed_, bucket.reduction.label);
+    }
+    wait_for_packing(oldest, oldest.packed_by);
+    for (void* const stream : oldest.other_streams) {
+      wait_for_packing(oldest, stream);
+    }
+    packed_gradients_.pop_front();
+  }
+}
+
+// See Note [gradients of several streams].
+void Reducer::wait_for_packing(const PackedGradients& gradients, void* stream) {
+  if (stream != device_.compute_stream().native_handle()) {
+    device_.stream_of(stream).wait(*gradients.bucket->reduction.packed_,
+                                   gradients.bucket->reduction.label);
+  }
+}
+
+}  // namespace fsdp

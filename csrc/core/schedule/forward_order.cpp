@@ -1,0 +1,135 @@
+#include "core/schedule/forward_order.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace fsdp {
+namespace {
+
+// So many forwards may await their backward. The backward of an older one only loses its order and
+// its prefetch.
+constexpr std::size_t kMostForwards = 256;
+constexpr CallId kMostCalls = 1 << 14;
+
+}  // namespace
+
+void ForwardOrder::begin_forward(bool forgets_all) {
+  const CallId oldest = std::max(
+      next_call_ - kMostCalls,
+      passes_.size() < kMostForwards ? 0 : passes_[passes_.size() - kMostForwards + 1].first);
+  forget(
+      [&](const ForwardPass& pass) { return pass.is_done || forgets_all || pass.first < oldest; });
+  if (spare_.empty()) {
+    passes_.emplace_back();
+  } else {
+    passes_.push_back(std::move(spare_.back()));
+    spare_.pop_back();
+  }
+  passes_.back().first = next_call_;
+  open_ = -1;
+  current_order_.clear();
+  next_ = 0;
+}
+
+void ForwardOrder::end_forward() {
+  last_order_.swap(current_order_);
+  if (passes_.empty()) {
+    return;  // reset, because a backward inside this forward has failed
+  }
+  const auto& calls = passes_.back().calls;
+  if (std::none_of(calls.begin(), calls.end(),
+                   [](const ForwardCall& call) { return call.with_gradient; })) {
+    const CallId first = passes_.back().first;
+    forget([&](const ForwardPass& pass) { return pass.first == first; });
+  }
+}
+
+template <typename IsForgotten>
+void ForwardOrder::forget(const IsForgotten& is_forgotten) {
+  auto kept = passes_.begin();
+  for (auto pass = passes_.begin(); pass != passes_.end(); ++pass) {
+    if (is_forgotten(*pass)) {
+      pass->calls.clear();
+      pass->events.clear();
+      pass->is_done = false;
+      spare_.push_back(std::move(*pass));
+    } else {
+      if (kept != pass) {
+        *kept = std::move(*pass);
+      }
+      ++kept;
+    }
+  }
+  passes_.erase(kept, passes_.end());
+}
+
+// Finds the unit in the recorded order even if this forward leaves units out or reorders them.
+CallId ForwardOrder::enter(int unit) {
+  current_order_.push_back(unit);
+  if (!is_recorded_) {
+    first_events_.push_back({unit, true});
+  }
+  const auto from = last_order_.begin() + static_cast<std::ptrdiff_t>(next_);
+  const auto found = std::find(from, last_order_.end(), unit);
+  if (found != last_order_.end()) {
+    next_ = static_cast<std::size_t>(found - last_order_.begin()) + 1;
+  }
+  ForwardPass& pass = passes_.back();
+  const int call = static_cast<int>(pass.calls.size());
+  pass.calls.push_back({unit, open_});
+  pass.events.push_back({call, true});
+  open_ = call;
+  next_call_ += 1;
+  return pass.first + call;
+}
+
+// Calls that an exception has ended inside this one are no longer open.
+void ForwardOrder::leave(CallId id, bool with_gradient) {
+  ForwardCall* call = find(id);
+  if (call == nullptr) {
+    return;
+  }
+  call->has_left = true;
+  call->with_gradient = with_gradient;
+  passes_.back().events.push_back({static_cast<int>(id - passes_.back().first), false});
+  open_ = call->outer;
+  if (!is_recorded_) {
+    first_events_.push_back({call->unit, false});
+  }
+}
+
+void ForwardOrder::expect(CallId id) {
+  if (ForwardCall* call = find(id)) {
+    call->is_expected = true;
+  }
+}
+
+// In the forward that runs.
+ForwardCall* ForwardOrder::find(CallId id) {
+  if (passes_.empty() || id < passes_.back().first) {
+    return nullptr;
+  }
+  const auto place = static_cast<std::size_t>(id - passes_.back().first);
+  return place < passes_.back().calls.size() ? &passes_.back().calls[place] : nullptr;
+}
+
+void ForwardOrder::reset() {
+  forget([](const ForwardPass&) { return true; });
+  open_ = -1;
+  current_order_.clear();
+  if (!is_recorded_) {
+    first_events_.clear();
+  }
+}
+
+int ForwardOrder::upcoming(std::size_t ahead) const {
+  const std::size_t place = next_ + ahead;
+  return place < last_order_.size() ? last_order_[place] : kNoUnit;
+}
+
+bool ForwardOrder::has_entered(int unit) const {
+  const ForwardEvent entered{unit, true};
+  return std::find(first_events_.begin(), first_events_.end(), entered) != first_events_.end();
+}
+
+}  // namespace fsdp

@@ -1,0 +1,73 @@
+#include "core/schedule/reduction_order.h"
+
+#include <algorithm>
+
+namespace fsdp {
+namespace {
+
+bool is_complete(const Bucket& bucket) {
+  return std::all_of(bucket.units.begin(), bucket.units.end(),
+                     [](const Unit* unit) { return unit->arrived.empty() || unit->is_complete(); });
+}
+
+bool needs_reduction(const Bucket& bucket) {
+  return std::any_of(bucket.units.begin(), bucket.units.end(),
+                     [](const Unit* unit) { return unit->needs_reduction(); });
+}
+
+bool has_left_over(const Unit& unit) {
+  return unit.needs_reduction() || (unit.awaits_reduction && unit.requires_gradient_sync);
+}
+
+}  // namespace
+
+void ReductionOrder::begin_backward(const std::vector<BackwardStep>& steps) {
+  awaited_.clear();
+  for (const auto& unit : units_) {
+    unit->begin_backward();
+    unit->bucket->is_awaited = false;
+  }
+  for (const BackwardStep& step : steps) {
+    Unit& unit = *units_[static_cast<std::size_t>(step.unit)];
+    unit.count_step(step.action);
+    if (!unit.bucket->is_awaited) {
+      unit.bucket->is_awaited = true;
+      awaited_.push_back(unit.bucket);
+    }
+  }
+}
+
+void ReductionOrder::gradient_arrived(Unit& unit, std::size_t trainable) {
+  if (unit.arrived.at(trainable) != 0) {
+    return;  // autograd has added more to the same gradient
+  }
+  unit.arrived[trainable] = 1;
+  unit.arrived_count += 1;
+  if (unit.arrived_count == unit.arrived.size()) {
+    advance();
+  }
+}
+
+void ReductionOrder::advance() {
+  while (!awaited_.empty() && is_complete(*awaited_.back())) {
+    Bucket& bucket = *awaited_.back();
+    awaited_.pop_back();
+    if (needs_reduction(bucket)) {
+      reducer_.pack_and_reduce(bucket);
+    }
+  }
+}
+
+// What is left are gradients that arrived late, and those of units without steps. The last unit of
+// the model comes first.
+void ReductionOrder::end_backward() {
+  advance();
+  awaited_.clear();
+  for (auto unit = units_.rbegin(); unit != units_.rend(); ++unit) {
+    if (has_left_over(**unit)) {
+      reducer_.pack_and_reduce(*(*unit)->bucket);
+    }
+  }
+}
+
+}  // namespace fsdp

@@ -1,0 +1,183 @@
+#include "core/units/bucket.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/mix.h"
+
+namespace fsdp {
+namespace {
+
+std::uint64_t identity_of(const std::string& name, const UnitLayout& layout) {
+  std::uint64_t hash = mix(name.size(), static_cast<std::uint64_t>(layout.reduce_dtype()));
+  for (const char character : name) {
+    hash = mix(hash, static_cast<unsigned char>(character));
+  }
+  for (const ParamSpec& param : layout.params()) {
+    hash = mix(hash, static_cast<std::uint64_t>(param.param_dtype));
+  }
+  return hash;
+}
+
+UnitLayout layout_of(const std::vector<Unit*>& units) {
+  std::vector<const UnitLayout*> layouts;
+  layouts.reserve(units.size());
+  for (const Unit* unit : units) {
+    layouts.push_back(&unit->layout);
+  }
+  return UnitLayout::joined(layouts);
+}
+
+// One of the two kinds of memory that the units of a bucket have side by side.
+struct FlatMemory {
+  std::size_t (*bytes)(const UnitLayout&);
+  void* (UnitPort::*address)();
+  void (UnitPort::*move)(std::shared_ptr<void>);
+};
+
+const FlatMemory kShards{[](const UnitLayout& layout) { return layout.shard_bytes(); },
+                         &UnitPort::flat_shard, &UnitPort::move_shard};
+const FlatMemory kGradients{[](const UnitLayout& layout) { return layout.gradient_bytes(); },
+                            &UnitPort::flat_gradient, &UnitPort::move_gradient};
+
+// The address of the first unit's memory that is not empty.
+char* first_of(const std::vector<Unit*>& units, const FlatMemory& flat) {
+  for (const Unit* unit : units) {
+    if (flat.bytes(unit->layout) > 0) {
+      return static_cast<char*>((unit->port.*flat.address)());
+    }
+  }
+  return nullptr;
+}
+
+bool are_adjacent(const std::vector<Unit*>& units, const FlatMemory& flat) {
+  const char* place = first_of(units, flat);
+  for (const Unit* unit : units) {
+    const std::size_t bytes = flat.bytes(unit->layout);
+    if (bytes > 0 && (unit->port.*flat.address)() != place) {
+      return false;
+    }
+    place += bytes;
+  }
+  return true;
+}
+
+void move_into(const std::vector<Unit*>& units, const FlatMemory& flat,
+               const std::shared_ptr<void>& memory) {
+  auto* place = static_cast<char*>(memory.get());
+  for (Unit* unit : units) {
+    const std::size_t bytes = flat.bytes(unit->layout);
+    if (bytes > 0) {
+      (unit->port.*flat.move)(std::shared_ptr<void>(memory, place));
+    }
+    place += bytes;
+  }
+}
+
+std::shared_ptr<void> allocate_gradients(const UnitLayout& layout, Device& device) {
+  const std::size_t bytes = kGradients.bytes(layout);
+  return layout.is_offloaded() ? device.allocate_on_host(bytes) : device.allocate(bytes);
+}
+
+std::shared_ptr<void> allocate_shards(const UnitLayout& layout, Communicator& communicator,
+                                      Device& device) {
+  const std::size_t bytes = kShards.bytes(layout);
+  return layout.is_offloaded() ? device.allocate_on_host(bytes)
+                               : communicator.allocate_in_step(device, bytes, BufferUse::Shard);
+}
+
+// See Note [moving shards].
+void make_adjacent(const std::vector<Unit*>& units, const UnitLayout& layout,
+                   Communicator& communicator, Device& device) {
+  if (!are_adjacent(units, kShards)) {
+    move_into(units, kShards, allocate_shards(layout, communicator, device));
+  }
+  if (!are_adjacent(units, kGradients)) {
+    move_into(units, kGradients, allocate_gradients(layout, device));
+  }
+}
+
+BucketBuffers buffers_of(const UnitLayout& layout, const std::vector<Unit*>& units,
+                         const BucketGather& gather) {
+  SmallerGroup smaller;
+  if (gather.group() != nullptr) {
+    const Communicator& group = gather.group()->source.communicator;
+    smaller = {group.size(), group.gather_by()};
+  }
+  return buffers_of(layout, gather.all_ranks().communicator.gather_by(),
+                    units.front()->max_message_bytes, smaller);
+}
+
+}  // namespace
+
+Bucket::Bucket(int bucket_number, std::vector<Unit*> members, Lanes& lanes)
+    : number(bucket_number),
+      units(std::move(members)),
+      name(name_of(units)),
+      layout(layout_of(units)),
+      identity(identity_of(name, layout)),
+      mesh(lanes.mesh(units.front()->mesh)),
+      gather(layout, units, lanes),
+      reduction(layout, units, lanes),
+      buffers(buffers_of(layout, units, gather)),
+      ranges(units.size() == 1 && units.front()->number == 0 ? "" : name) {}
+
+void Bucket::place_units(Lanes& lanes) {
+  std::size_t unsharded = 0;
+  std::size_t trainable = 0;
+  std::size_t gradient = 0;
+  for (std::size_t i = 0; i < units.size(); ++i) {
+    Unit& unit = *units[i];
+    unit.bucket = this;
+    unit.position = i;
+    unit.unsharded_offset = unsharded;
+    unit.first_trainable = trainable;
+    unit.gradient_offset = gradient;
+    unsharded += unit.layout.unsharded_bytes();
+    gradient += static_cast<std::size_t>(unit.layout.grad_numel());
+    trainable += unit.layout.trainable_count();
+  }
+  make_adjacent(units, layout, gather.all_ranks().communicator, *lanes.device);
+}
+
+std::size_t Bucket::shard_bytes() const { return kShards.bytes(layout); }
+std::size_t Bucket::gradient_bytes() const { return kGradients.bytes(layout); }
+
+void Bucket::move_shards(const std::shared_ptr<void>& memory) { move_into(units, kShards, memory); }
+
+void Bucket::move_gradients(const std::shared_ptr<void>& memory) {
+  move_into(units, kGradients, memory);
+}
+
+void Bucket::renew_gradients(Device& device) {
+  const std::shared_ptr<void> memory = allocate_gradients(layout, device);
+  auto* place = static_cast<char*>(memory.get());
+  for (Unit* unit : units) {
+    unit->port.renew_gradient(std::shared_ptr<void>(memory, place));
+    place += kGradients.bytes(unit->layout);
+  }
+}
+
+const void* Bucket::flat_shard() const { return first_of(units, kShards); }
+
+void* Bucket::flat_gradient() const { return first_of(units, kGradients); }
+
+std::size_t Bucket::buffer_bytes() const {
+  return gather.buffer_bytes(buffers) + reduction.accumulated().bytes();
+}
+
+std::vector<BucketUse> uses_of(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+  std::vector<BucketUse> uses;
+  uses.reserve(buckets.size());
+  for (const auto& bucket : buckets) {
+    uses.push_back(bucket->use());
+  }
+  return uses;
+}
+
+bool has_several_meshes(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+  return std::any_of(buckets.begin(), buckets.end(),
+                     [](const auto& bucket) { return bucket->mesh != nullptr; });
+}
+
+}  // namespace fsdp

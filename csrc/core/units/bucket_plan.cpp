@@ -1,0 +1,132 @@
+#include "core/units/bucket_plan.h"
+
+#include <set>
+#include <utility>
+
+#include "base/check.h"
+#include "core/units/merging.h"
+
+namespace fsdp {
+namespace {
+
+std::size_t gradient_bytes(const UnitLayout& layout) {
+  const std::vector<DType> dtypes = layout.unsharded_grad_dtypes();
+  std::size_t trained = 0;
+  std::size_t bytes = 0;
+  for (std::size_t i = 0; i < layout.params().size(); ++i) {
+    if (layout.params()[i].trainable) {
+      bytes += static_cast<std::size_t>(layout.placements()[i].numel) * itemsize(dtypes[trained++]);
+    }
+  }
+  return bytes;
+}
+
+PlannedBucket plan_bucket(const std::vector<UnitConfig>& units, const std::vector<int>& numbers,
+                          const BucketPlanOptions& options) {
+  const GatherBy by = options.gather_by;
+  std::vector<const UnitLayout*> layouts;
+  layouts.reserve(numbers.size());
+  for (const int number : numbers) {
+    layouts.push_back(&units[static_cast<std::size_t>(number)].layout);
+  }
+  const UnitConfig& first = units[static_cast<std::size_t>(numbers.front())];
+  UnitLayout layout = UnitLayout::joined(layouts);
+  const BucketUse use{
+      buffers_of(layout, by, first.max_message_bytes, SmallerGroup{first.reshard_group, by}),
+      first.reshard_after_forward};
+  const char* gather_plan =
+      layout.gather_plan(by, gather_parts(layout, first.max_message_bytes).front()).name();
+  const bool is_summed = layout.world_size() > 1 || options.replicas > 1;
+  const bool needs_reduce_output =
+      is_summed && layout.trainable_count() > 0 && !reduces_in_place(layout, first.reduce_scale);
+  return {numbers, std::move(layout), use, gather_plan, needs_reduce_output, first.reshard_group};
+}
+
+std::vector<int> parents_of(const std::vector<UnitConfig>& units) {
+  std::vector<int> parents;
+  parents.reserve(units.size());
+  for (const UnitConfig& unit : units) {
+    parents.push_back(unit.parent);
+  }
+  return parents;
+}
+
+std::vector<PlannedBucket> form_buckets(const std::vector<UnitConfig>& units,
+                                        const std::vector<int>& parents,
+                                        const BucketPlanOptions& options) {
+  std::vector<MergeTraits> traits;
+  traits.reserve(units.size());
+  for (const UnitConfig& unit : units) {
+    traits.push_back(merge_traits(unit));
+  }
+  std::vector<PlannedBucket> buckets;
+  for (const std::vector<int>& numbers : merge_units(traits, events_of_registration(parents))) {
+    buckets.push_back(plan_bucket(units, numbers, options));
+  }
+  return buckets;
+}
+
+std::size_t gradients_in_flight(const std::vector<PlannedBucket>& buckets,
+                                const std::vector<int>& parents) {
+  std::vector<int> bucket_of(parents.size(), -1);
+  for (std::size_t i = 0; i < buckets.size(); ++i) {
+    for (const int unit : buckets[i].units) {
+      bucket_of[static_cast<std::size_t>(unit)] = static_cast<int>(i);
+    }
+  }
+  std::vector<std::size_t> bytes;
+  std::vector<int> enclosing;
+  for (const PlannedBucket& bucket : buckets) {
+    const int parent = parents[static_cast<std::size_t>(bucket.units.front())];
+    bytes.push_back(gradient_bytes(bucket.layout));
+    enclosing.push_back(parent < 0 ? -1 : bucket_of[static_cast<std::size_t>(parent)]);
+  }
+  return fsdp::gradients_in_flight(bytes, enclosing);
+}
+
+// Each size of smaller groups has lanes of its own: Note [group shards].
+std::size_t message_staging_of_groups(const std::vector<UnitConfig>& units,
+                                      std::string_view transport) {
+  std::set<int> sizes;
+  for (const UnitConfig& unit : units) {
+    sizes.insert(unit.reshard_group);
+  }
+  std::size_t bytes = 0;
+  for (const int ranks : sizes) {
+    bytes += ranks > 0 ? message_staging_bytes(transport, ranks) : 0;
+  }
+  return bytes;
+}
+
+}  // namespace
+
+BucketPlan plan_buckets(const std::vector<UnitConfig>& units, const BucketPlanOptions& options) {
+  FSDP_CHECK(!units.empty(), "A plan got no units. Pass at least the root's.");
+  const std::vector<int> parents = parents_of(units);
+  BucketPlan plan;
+  plan.buckets = form_buckets(units, parents, options);
+  std::vector<BucketUse> uses;
+  const bool has_peers = units.front().layout.world_size() > 1;
+  const bool has_replicas = options.replicas > 1;
+  bool needs_reduce_output = (has_peers || has_replicas) && keeps_reduce_output(options.transport);
+  for (const PlannedBucket& bucket : plan.buckets) {
+    uses.push_back(bucket.use);
+    plan.kept_bytes += bucket.use.reshards_after_forward ? 0 : bucket.use.buffers.slot;
+    plan.gather_input_bytes += bucket.use.buffers.gather_input;
+    plan.group_shard_bytes += bucket.use.buffers.group_shard;
+    needs_reduce_output = needs_reduce_output || bucket.needs_reduce_output;
+  }
+  const int slots =
+      ring_slots(options.nesting, options.prefetch_depth, units.front().reshard_after_forward);
+  plan.gathers = plan_gathers(uses, slots);
+  plan.reductions = plan_reductions(uses, options.overlaps_copies && has_peers, has_replicas);
+  plan.reduce_output_bytes = needs_reduce_output ? plan.reductions.output_bytes : 0;
+  plan.message_staging_bytes =
+      message_staging_bytes(options.transport, units.front().layout.world_size()) +
+      message_staging_of_groups(units, options.transport) +
+      (has_replicas ? message_staging_bytes(options.replica_transport, options.replicas) : 0);
+  plan.gradients_in_flight_bytes = gradients_in_flight(plan.buckets, parents);
+  return plan;
+}
+
+}  // namespace fsdp

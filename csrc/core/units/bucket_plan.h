@@ -1,0 +1,49 @@
+// The buckets of a model that does not run, and the memory that each rank needs for them. This is
+// the arithmetic of core/units/merging.h and core/memory/memory_plan.h, for all units at once.
+#pragma once
+
+#include <cstddef>
+#include <string_view>
+#include <vector>
+
+#include "core/memory/memory_plan.h"
+#include "core/units/unit_config.h"
+
+namespace fsdp {
+
+struct PlannedBucket {
+  std::vector<int> units;  // by number
+  UnitLayout layout;
+  BucketUse use;
+  const char* gather_plan = "";
+  bool needs_reduce_output = false;
+  int reshard_group = 0;
+};
+
+struct BucketPlan {
+  std::vector<PlannedBucket> buckets;
+  GatherMemory gathers;
+  ReduceMemory reductions;
+  std::size_t reduce_output_bytes = 0;  // 0 if all reductions write flat gradients
+  std::size_t kept_bytes = 0;           // of buckets that stay unsharded after forward
+  std::size_t gather_input_bytes = 0;
+  std::size_t group_shard_bytes = 0;  // Note [group shards]
+  std::size_t gradients_in_flight_bytes = 0;
+  std::size_t message_staging_bytes = 0;
+};
+
+struct BucketPlanOptions {
+  std::string_view transport;
+  GatherBy gather_by = GatherBy::Size;
+  int nesting = 1;                 // units below the root that enclose each other, at most
+  std::size_t prefetch_depth = 1;  // buckets
+  bool overlaps_copies = false;    // as Device::overlaps_copies
+  // - The ranks with the same shard: Note [replicas] in core/reduce/reducer.h
+  int replicas = 1;
+  std::string_view replica_transport;
+};
+
+// `units` are in order of registration, and so are the buckets.
+BucketPlan plan_buckets(const std::vector<UnitConfig>& units, const BucketPlanOptions& options);
+
+}  // namespace fsdp

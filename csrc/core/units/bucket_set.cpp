@@ -1,0 +1,144 @@
+#include "core/units/bucket_set.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "base/check.h"
+#include "core/memory/memory_plan.h"
+
+namespace fsdp {
+
+namespace {
+
+// Forming buckets or planning memory would free buffers that a captured graph still uses.
+void refuse_after_capture(const Gatherer& gatherer) {
+  FSDP_CHECK(!gatherer.has_been_captured(),
+             "A CUDA graph has captured a step of this model, and its replays use the buffers that "
+             "this change would free. Change settings, and run a whole step, before the capture.");
+}
+
+}  // namespace
+
+BucketSet::BucketSet(Lanes& lanes, const PipelineOptions& options,
+                     const std::vector<std::unique_ptr<Unit>>& units, OrderCheck& order_check)
+    : lanes_(lanes), options_(options), units_(units), order_check_(order_check) {}
+
+void BucketSet::update(const ForwardOrder& order, Gatherer& gatherer, Reducer& reducer,
+                       BackwardExchange& exchange) {
+  if ((!partition_is_stale_ && memory_is_planned_) || is_ring_in_use()) {
+    return;
+  }
+  if (partition_is_stale_) {
+    const Partition next = partition(order);
+    compare_ranks(next, order);
+    const bool differs = next != partition_ || has_other_groups();
+    if (differs) {
+      refuse_after_capture(gatherer);
+    }
+    const bool waits = differs && any_rank_has_accumulated(exchange);
+    if (differs && !waits) {
+      for (const auto& unit : units_) {
+        gatherer.reshard(*unit);  // it stayed unsharded since an earlier forward
+      }
+      form(next, reducer);
+    }
+    partition_is_stale_ = waits;
+  }
+  if (!memory_is_planned_) {
+    plan_memory(gatherer, reducer);
+  }
+}
+
+bool BucketSet::is_ring_in_use() const {
+  return std::any_of(units_.begin(), units_.end(), [](const auto& unit) {
+    return unit->slot != nullptr && unit->slot != unit->bucket->gather.home();
+  });
+}
+
+bool BucketSet::has_accumulated() const {
+  return std::any_of(buckets_.begin(), buckets_.end(),
+                     [](const auto& bucket) { return bucket->reduction.accumulated().any(); });
+}
+
+// Ranks that use different parameters have accumulated gradients of different ones.
+bool BucketSet::any_rank_has_accumulated(BackwardExchange& exchange) const {
+  if (buckets_.empty() || lanes_.device->is_capturing()) {
+    return has_accumulated();
+  }
+  static const std::string kWhat = "the exchange before buckets are formed";
+  const std::vector<std::string> of_all = exchange.all_gather(kWhat, has_accumulated() ? "1" : "0");
+  return std::find(of_all.begin(), of_all.end(), "1") != of_all.end();
+}
+
+// A bucket has what it needs for its group from the start: Note [group shards].
+bool BucketSet::has_other_groups() const {
+  return std::any_of(buckets_.begin(), buckets_.end(), [](const auto& bucket) {
+    const GroupShard* const group = bucket->gather.group();
+    const int ranks = group != nullptr ? group->source.communicator.size() : 0;
+    return ranks != bucket->units.front()->reshard_group;
+  });
+}
+
+// See core/units/merging.h.
+Partition BucketSet::partition(const ForwardOrder& order) const {
+  std::vector<MergeTraits> traits;
+  std::vector<int> parents;
+  for (const auto& unit : units_) {
+    traits.push_back(merge_traits(*unit));
+    parents.push_back(unit->parent);
+  }
+  return merge_units(traits,
+                     order.is_recorded() ? order.first_events() : events_of_registration(parents));
+}
+
+void BucketSet::compare_ranks(const Partition& partition, const ForwardOrder& order) {
+  const Compared target = order.is_recorded() ? Compared::Recorded : Compared::Registration;
+  if (options_.check_order && order_check_.has_other_ranks() && compared_ < target) {
+    order_check_.compare(partition, units_);
+    compared_ = target;
+  }
+}
+
+void BucketSet::form(const Partition& partition, Reducer& reducer) {
+  FSDP_CHECK(!lanes_.device->is_capturing(),
+             "A CUDA graph capture cannot form buckets. Run a few whole steps before capturing "
+             "one.");
+  reducer.wait(buckets_);
+  lanes_.gather.synchronize();
+  lanes_.reduce.synchronize();
+  for (const auto& unit : units_) {
+    unit->bucket = nullptr;  // it would dangle if making a bucket throws
+  }
+  buckets_.clear();
+  partition_.clear();
+  memory_is_planned_ = false;
+  for (const std::vector<int>& numbers : partition) {
+    std::vector<Unit*> units;
+    units.reserve(numbers.size());
+    for (const int number : numbers) {
+      units.push_back(units_.at(static_cast<std::size_t>(number)).get());
+    }
+    buckets_.push_back(
+        std::make_unique<Bucket>(static_cast<int>(buckets_.size()), std::move(units), lanes_));
+    buckets_.back()->place_units(lanes_);
+  }
+  partition_ = partition;
+}
+
+void BucketSet::plan_memory(Gatherer& gatherer, Reducer& reducer) {
+  FSDP_CHECK(!lanes_.device->is_capturing(),
+             "A CUDA graph capture cannot allocate buffers. Run a few whole steps before capturing "
+             "one.");
+  refuse_after_capture(gatherer);
+  std::size_t depth = static_cast<std::size_t>(options_.prefetch_depth);
+  for (const auto& unit : units_) {
+    depth = std::max({depth, unit->forward_prefetch.size(), unit->backward_prefetch.size()});
+  }
+  const bool root_reshards = units_.front()->reshard_after_forward;
+  gatherer.plan_memory(buckets_, ring_slots(options_.nesting, depth, root_reshards));
+  reducer.plan_memory(buckets_);
+  memory_is_planned_ = true;
+}
+
+}  // namespace fsdp

@@ -1,0 +1,26 @@
+// What a unit is made of, and its settings.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <utility>
+
+#include "core/memory/layout.h"
+#include "core/units/unit_settings.h"
+
+namespace fsdp {
+
+struct UnitConfig : UnitSettings {
+  UnitConfig(std::string unit_name, UnitLayout unit_layout, UnitSettings settings = {})
+      : UnitSettings(std::move(settings)),
+        name(std::move(unit_name)),
+        layout(std::move(unit_layout)) {}
+
+  std::string name;
+  UnitLayout layout;
+  int parent = -1;                    // the unit that encloses it, added before it; -1 for the root
+  std::size_t max_message_bytes = 0;  // limit of a message of its bucket; 0: none
+  int mesh = 0;  // in Lanes::meshes, from 1; 0: the root's. Note [several meshes]
+};
+
+}  // namespace fsdp

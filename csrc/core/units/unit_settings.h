@@ -1,0 +1,60 @@
+// The settings of a unit, which may change between passes: Pipeline::apply. A new setting needs a
+// field here, a line in bindings/layout.cpp and _C.pyi, and its value in
+// fsdp_ext/sharding/root/root.py, or in unit_tree.py if the planner needs it. If buckets, their
+// memory or collectives depend on it, pipeline_settings.cpp has to say so.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "core/reduce/reduce_hook.h"
+
+namespace fsdp {
+
+// Those that are the same for all units of a bucket: core/units/merging.h.
+struct BucketSettings {
+  bool reshard_after_forward = true;
+  int reshard_group = 0;  // ranks; 0: all. Note [group shards] in core/gather/group_shard.h
+  bool reshard_after_backward = true;
+  // With false, the user promises that backward does not read the unit's parameters, as that of an
+  // embedding does not. Gradients arrive nevertheless.
+  bool unshards_in_backward = true;
+  double pack_scale = 1.0;    // of gradients, before the reduction
+  double reduce_scale = 1.0;  // after it
+
+  bool reshard_alike(const BucketSettings& other) const {
+    return reshard_after_forward == other.reshard_after_forward &&
+           reshard_group == other.reshard_group &&
+           reshard_after_backward == other.reshard_after_backward &&
+           unshards_in_backward == other.unshards_in_backward;
+  }
+  bool scale_alike(const BucketSettings& other) const {
+    return pack_scale == other.pack_scale && reduce_scale == other.reduce_scale;
+  }
+};
+
+struct UnitSettings : BucketSettings {
+  bool keeps_slot_after_evaluation = false;  // Note [after an evaluation] in core/units/unit.h
+  bool requires_gradient_sync = true;
+  bool reduces_unused = false;   // parameters that no rank uses get zeros in each reduction
+  std::size_t bucket_bytes = 0;  // limit of a shared bucket (core/units/merging.h); 0: not shared
+  bool reduces_alone = false;    // it has a hook
+  // While a unit is summoned, its modules have parameters that the pipeline does not know. Forward
+  // neither gathers nor attaches it, and no backward may come for it. The unit is resharded before.
+  bool is_summoned = false;
+  std::vector<int> forward_prefetch;   // empty: the recorded order
+  std::vector<int> backward_prefetch;  // empty: the reverse of forward
+  // Null for none: core/reduce/reduce_hook.h. A communication hook is set before the first forward.
+  std::shared_ptr<ReduceHook> reduce_hook;         // Note [reduce hooks]
+  std::shared_ptr<ReduceHook> communication_hook;  // Note [communication hooks]
+  std::shared_ptr<ReduceHook> gather_hook;         // Note [custom collectives]
+  std::shared_ptr<ReduceHook> scatter_hook;
+
+  bool has_hook() const {
+    return reduce_hook != nullptr || communication_hook != nullptr || gather_hook != nullptr ||
+           scatter_hook != nullptr;
+  }
+};
+
+}  // namespace fsdp

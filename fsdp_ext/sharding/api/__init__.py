@@ -1,0 +1,1 @@
+"""``fully_shard``, its arguments, and the methods of a sharded module."""

@@ -1,0 +1,499 @@
+"""Checks of what users pass to ``fully_shard``, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor, Shard
+
+from fsdp_ext import _build_info
+from fsdp_ext._util.errors import MisuseError
+from fsdp_ext._util.numbers import as_bool, is_at_least
+from fsdp_ext.comm.inline_group import is_inline
+from fsdp_ext.sharding.params.dtensors import shards_before
+from fsdp_ext.sharding.params.ranks import Ranks
+from fsdp_ext.sharding.params.settings import AUTO, Auto
+from fsdp_ext.sharding.root.module_state import has_state
+
+# How to make a process group without torchrun.
+_IN_ONE_PROCESS = """In a single process, such as a notebook, run these two lines first:
+
+import torch.distributed as dist
+dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)"""
+# The dtypes that C++ can compute gathers and sums in.
+_SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# No model has more buckets.
+_MOST_BUCKETS = 2**16
+
+
+def ensure_process_group() -> None:
+    """Make the process group that the environment describes if there is none, as FSDP2 does.
+
+    Raises:
+        ValueError: if the environment describes none.
+    """
+    if not dist.is_available() or dist.is_initialized():
+        return
+    try:
+        dist.init_process_group()
+    except ValueError as error:
+        raise ValueError(
+            "fully_shard needs a process group, and could not make one from the environment "
+            f"({error}). Start the script with torchrun, or call "
+            f"torch.distributed.init_process_group first. {_IN_ONE_PROCESS}"
+        ) from error
+
+
+def resolve_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
+    """Return ``mesh``, or the mesh of all ranks, after checking that it can be sharded over.
+
+    Raises:
+        RuntimeError: if there is no process group.
+        ValueError: if the mesh has more than two dimensions, or devices that this build does not
+            support, or if this rank is not in it.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "fully_shard needs an initialised process group, and there is none. Call "
+            "torch.distributed.init_process_group first; torchrun sets what it needs. "
+            f"{_IN_ONE_PROCESS}"
+        )
+    if mesh is None:
+        mesh = init_device_mesh(default_device_type(), (dist.get_world_size(),))
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}, a {mesh.ndim}-D mesh "
+            f"{tuple(mesh.shape)}. Pass one of its dimensions, e.g. {_example_of(mesh)}, or two "
+            "for hybrid sharding."
+        )
+    check_device_type(mesh.device_type)
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.tolist()}. Call "
+            "fully_shard only on the ranks of its mesh."
+        )
+    return mesh
+
+
+def _example_of(mesh: DeviceMesh) -> str:
+    """Return how to select a dimension of a mesh to shard over."""
+    names = mesh.mesh_dim_names
+    if not names:
+        return 'mesh["dp"] of a mesh made with mesh_dim_names=("dp", ...)'
+    return f'mesh["{next((name for name in names if "shard" in name), names[0])}"]'
+
+
+def default_device_type() -> str:
+    """Return the kind of devices of a mesh that is made without one."""
+    on_gpu = _build_info.BUILD_KIND == "CUDA" and torch.cuda.is_available()
+    return "cuda" if on_gpu else "cpu"
+
+
+def check_device_type(device_type: str) -> None:
+    """Raise ValueError if this build or this machine cannot use such devices."""
+    if device_type == "cpu":
+        return
+    if device_type != "cuda":
+        raise ValueError(
+            f"fully_shard got a mesh of device type '{device_type}' but supports 'cuda' and 'cpu'. "
+            "Make the mesh with init_device_mesh('cpu', ...)."
+        )
+    if _build_info.BUILD_KIND != "CUDA":
+        raise ValueError(
+            "fully_shard got a mesh of device type 'cuda', but this is a CPU build of fsdp_ext. "
+            "Use a mesh of 'cpu', or reinstall fsdp_ext where nvcc and a CUDA build of torch are; "
+            "FORCE_CUDA=1 says what is missing."
+        )
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "fully_shard got a mesh of device type 'cuda', but torch finds no GPU. Install or "
+            "update the NVIDIA driver (nvidia-smi shows it), or use a mesh of 'cpu'."
+        )
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Return this rank's device: for CUDA, the current one."""
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
+
+
+def check_types(
+    mesh: object, mp_policy: object, ignored_params: object, shard_placement_fn: object
+) -> None:
+    """Raise TypeError for arguments of ``fully_shard`` of a wrong type.
+
+    Raises:
+        ValueError: for a dtype of ``mp_policy`` that cannot be used.
+    """
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"mesh is {mesh!r} but must be a DeviceMesh or None. Make one with "
+            "torch.distributed.device_mesh.init_device_mesh."
+        )
+    check_policy(mp_policy)
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise TypeError(
+            f"shard_placement_fn is {shard_placement_fn!r}, which cannot be called. Pass a "
+            "function of a parameter that returns a Shard or None."
+        )
+    if ignored_params is None:
+        return
+    if not isinstance(ignored_params, Iterable):
+        raise TypeError(
+            f"ignored_params is {ignored_params!r} but must be a set of parameters. Take them from "
+            "module.parameters()."
+        )
+    for param in ignored_params:
+        if not isinstance(param, nn.Parameter):
+            raise TypeError(
+                f"ignored_params contains a {type(param).__name__} but must be a set of "
+                "parameters. Take them from module.parameters()."
+            )
+
+
+def check_policy(policy: object) -> None:
+    """Raise TypeError if this is no ``MixedPrecisionPolicy`` or has values of wrong types.
+
+    Raises:
+        ValueError: for a dtype that cannot be used.
+        NotImplementedError: for a ``grad_dtype``, which PyTorch proposes for releases after 2.15.
+    """
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise TypeError(
+            f"mp_policy is {policy!r} but must be a MixedPrecisionPolicy. Pass "
+            "MixedPrecisionPolicy(param_dtype=...)."
+        )
+    check_dtypes("mp_policy", policy, computed=("param_dtype", "reduce_dtype"))
+    check_dtypes("mp_policy", policy, cast=("output_dtype",))
+    as_bool("mp_policy", "cast_forward_inputs", policy.cast_forward_inputs)
+    override = getattr(policy, "param_dtype_override_fn", None)
+    if override is not None and not callable(override):
+        raise TypeError(
+            f"mp_policy has param_dtype_override_fn={override!r}, which cannot be called. Pass a "
+            "function of a parameter, or None."
+        )
+    grad_dtype = getattr(policy, "grad_dtype", None)
+    if grad_dtype is not None:
+        raise NotImplementedError(
+            f"mp_policy has grad_dtype={grad_dtype}, which is supported for parameters only. Leave "
+            "it None, and set grad_dtype of the parameters before fully_shard."
+        )
+
+
+def check_dtypes(
+    argument: str, policy: object, *, computed: Iterable[str] = (), cast: Iterable[str] = ()
+) -> None:
+    """Check the dtypes of a policy for mixed precision.
+
+    Args:
+        argument: what the user calls the policy.
+        policy: the policy.
+        computed: names of its dtypes in which parameters are used or gradients are added.
+        cast: names of its dtypes that tensors are only cast to.
+
+    Raises:
+        TypeError: if one is no dtype.
+        ValueError: if one cannot be used.
+    """
+    for name in (*computed, *cast):
+        dtype = getattr(policy, name)
+        if dtype is None:
+            continue
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(
+                f"{argument} has {name}={dtype!r}, which must be a torch.dtype or None. Pass, for "
+                "example, torch.bfloat16."
+            )
+        if name in computed and dtype not in _SUMMED:
+            raise ValueError(
+                f"{argument} has {name}={dtype}, in which {_USES[name]}. Pass torch.float16, "
+                "torch.bfloat16, torch.float32, torch.float64 or None."
+            )
+        if not (dtype.is_floating_point or dtype.is_complex):
+            raise ValueError(
+                f"{argument} has {name}={dtype}, which is no floating-point dtype. Pass one, such "
+                "as torch.float32, or None."
+            )
+
+
+_USES = {
+    "param_dtype": "parameters cannot be gathered",
+    "reduce_dtype": "gradients cannot be added",
+}
+
+
+def resolve_offload(policy: object, device_type: str) -> bool:
+    """Return whether the shards of GPUs are on the host. Those of CPUs are there anyway.
+
+    Raises:
+        TypeError: if ``policy`` is no OffloadPolicy.
+        NotImplementedError: if the host's memory should not be pinned.
+    """
+    if policy is not None and not isinstance(policy, OffloadPolicy):
+        raise TypeError(
+            f"offload_policy is {policy!r} but must be an OffloadPolicy or None. Pass "
+            "OffloadPolicy(), the default."
+        )
+    if isinstance(policy, CPUOffloadPolicy):
+        as_bool("offload_policy", "pin_memory", policy.pin_memory)
+    if not isinstance(policy, CPUOffloadPolicy) or device_type == "cpu":
+        return False
+    if not policy.pin_memory:
+        raise NotImplementedError(
+            "offload_policy is CPUOffloadPolicy(pin_memory=False), but GPUs can only read pinned "
+            "memory of the host. Pass CPUOffloadPolicy()."
+        )
+    return True
+
+
+@dataclass(frozen=True)
+class ParamsOnMesh:
+    """The parameters of one ``fully_shard`` call on one mesh, which become a unit.
+
+    Args:
+        ranks: the mesh.
+        params: the parameters, with names for error messages.
+        shard_dims: the sharded dimension of each parameter for which it is not 0.
+    """
+
+    ranks: Ranks
+    params: dict[nn.Parameter, str] = field(default_factory=dict)
+    shard_dims: dict[nn.Parameter, int] = field(default_factory=dict)
+
+
+def resolve_placements(
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    params: Mapping[nn.Parameter, str],
+    ranks: Ranks,
+) -> list[ParamsOnMesh]:
+    """Return the parameters by their meshes, the largest mesh first.
+
+    The first unit of a root has to have the ranks of all others. The order is the same on all
+    ranks.
+
+    Args:
+        shard_placement_fn: the argument of ``fully_shard``.
+        params: the parameters, with names for error messages.
+        ranks: the ranks of the call's mesh.
+
+    Raises:
+        ValueError: if ``shard_placement_fn`` returns something else than a ``Shard``, a
+            ``ShardPlacementResult`` or None, a mesh that cannot be sharded over, or a dimension
+            that the parameter does not have.
+        NotImplementedError: for another mesh besides ``dp_mesh_dims``, and for shards of different
+            sizes in other dimensions than 0.
+    """
+    if shard_placement_fn is None or not params:
+        return [ParamsOnMesh(ranks, dict(params))]
+    found: dict[DeviceMesh, ParamsOnMesh] = {}
+    for param, name in params.items():
+        placement = shard_placement_fn(param)
+        on = ranks
+        if hasattr(placement, "mesh_info"):  # a ShardPlacementResult, which torch 2.11 has not
+            on = _ranks_of_placement(placement.mesh_info, name, ranks)
+            placement = placement.placement
+        on_mesh = found.setdefault(on.mesh, ParamsOnMesh(on))
+        on_mesh.params[param] = name
+        dim = _shard_dim(placement, param, name)
+        shares = on.size * shards_before(param, dim)
+        if dim > 0 and param.shape[dim] % shares != 0:
+            raise NotImplementedError(
+                f"shard_placement_fn returned {placement!r} for parameter '{name}', whose "
+                f"dimension {dim} has size {param.shape[dim]}. FSDP does not support uneven "
+                f"sharding on dim {dim}, so return a dimension that {shares} ranks divide, or "
+                "Shard(0)."
+            )
+        if dim > 0:
+            on_mesh.shard_dims[param] = dim
+    return sorted(found.values(), key=lambda on_mesh: -on_mesh.ranks.world_size)
+
+
+def _ranks_of_placement(mesh_info: Any, name: str, ranks: Ranks) -> Ranks:
+    """Return the ranks of the mesh in a ``ShardPlacementResult``."""
+    mesh = getattr(mesh_info, "mesh", None)
+    if not isinstance(mesh, DeviceMesh):
+        raise MisuseError(
+            f"shard_placement_fn returned mesh_info={mesh_info!r} for parameter '{name}'. Return "
+            "FSDPMeshInfo(mesh, shard_mesh_dim=0)."
+        )
+    if ranks.spmd is not None and mesh == ranks.mesh:
+        return ranks
+    if ranks.spmd is not None:
+        raise NotImplementedError(
+            f"shard_placement_fn returned another mesh than fully_shard's for parameter '{name}', "
+            f"{mesh}, which is not supported with dp_mesh_dims. Shard it over fully_shard's mesh, "
+            "or pass it in ignored_params."
+        )
+    mesh = resolve_mesh(mesh)
+    replicates = 0 if mesh.ndim == 2 else None
+    if (mesh_info.replicate_mesh_dim, mesh_info.shard_mesh_dim) != (replicates, mesh.ndim - 1):
+        raise MisuseError(
+            f"shard_placement_fn returned {type(mesh_info).__name__} for parameter '{name}', which "
+            f"shards dimension {mesh_info.shard_mesh_dim} of {mesh}. Return FSDPMeshInfo(mesh, "
+            "shard_mesh_dim=0) of a 1-D mesh, or HSDPMeshInfo(mesh, shard_mesh_dim=1, "
+            "replicate_mesh_dim=0) of a 2-D mesh."
+        )
+    return ranks if mesh == ranks.mesh else Ranks(mesh)
+
+
+def _shard_dim(placement: object, param: nn.Parameter, name: str) -> int:
+    if placement is None:
+        return 0
+    if type(placement) is not Shard:
+        raise MisuseError(
+            f"shard_placement_fn returned {placement!r} for parameter '{name}'. Return a Shard, or "
+            "None for Shard(0)."
+        )
+    dim = placement.dim + param.ndim if placement.dim < 0 else placement.dim
+    if not 0 <= dim < param.ndim:
+        raise MisuseError(
+            f"shard_placement_fn returned {placement!r} for parameter '{name}'. Shard dim "
+            f"{placement.dim} is invalid for {param.ndim}D tensors. Return a Shard of one of the "
+            "parameter's dimensions."
+        )
+    return dim
+
+
+def check_modules(modules: Iterable[object]) -> None:
+    """Raise ValueError for what cannot be a unit's module."""
+    for module in modules:
+        name = type(module).__name__
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"fully_shard got a {name}. Pass a module or a list of modules.")
+        if has_state(module):
+            raise MisuseError(
+                f"fully_shard got a {name} that is sharded already. Each distinct composable "
+                "distributed API can only be applied to a module once. To shard it again, for "
+                "example in a notebook, first run the code that makes the model."
+            )
+        if any(
+            cls.__name__ in ("FSDPModule", "FullyShardedDataParallel")
+            for cls in type(module).__mro__
+        ):
+            raise MisuseError(
+                f"fully_shard got a {name} that PyTorch's own FSDP has sharded. Use one of the two."
+            )
+
+
+def has_no_forward(module: nn.Module) -> bool:
+    """Return whether ``module`` is a list or a dict of modules that nothing calls."""
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and (
+        type(module).forward is nn.Module.forward
+        or type(module).forward is getattr(nn.ModuleList, "forward", None)
+    )
+
+
+def check_containers(modules: Iterable[object]) -> None:
+    """Raise ValueError for lists and dicts of modules that have no forward."""
+    for module in modules:
+        if isinstance(module, nn.Module) and has_no_forward(module):
+            raise ValueError(
+                "fully_shard does not support containers that do not implement forward, and got a "
+                f"{type(module).__name__}: nothing would gather its parameters. Shard its elements "
+                "instead."
+            )
+
+
+def reshard_over(value: bool | int | None, ranks: int) -> bool | int | None:
+    """Return ``reshard_after_forward`` for a unit that ``ranks`` ranks share, or raise ValueError.
+
+    A number in the result is between 1 and ``ranks``.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if not isinstance(value, int):
+        raise ValueError(
+            f"reshard_after_forward is {value!r}. Pass True, False, None or a number of ranks."
+        )
+    if value < 1 or ranks % value != 0:
+        raise ValueError(
+            f"reshard_after_forward={value} is not a factor of {ranks}, the number of ranks that "
+            "share the parameters. Pass a factor, True or False."
+        )
+    if value == ranks:
+        return True
+    return False if value == 1 else value
+
+
+def resolve_reshard(value: bool | int | None, ranks: Ranks) -> bool | int | None:
+    """Return ``reshard_after_forward``: a bool, a number between 1 and all ranks, or None.
+
+    Raises:
+        NotImplementedError: for a number between 1 and all ranks, with ``dp_mesh_dims`` or over a
+            process group whose collectives run on the thread that trains.
+        ValueError: for anything else that is not a bool, a factor of the world size or None.
+    """
+    value = reshard_over(value, ranks.size)
+    if value is None or isinstance(value, bool):
+        return value
+    if ranks.spmd is not None:
+        raise NotImplementedError(
+            f"reshard_after_forward={value} is not supported with dp_mesh_dims. FSDP2 does not "
+            "support it, either. Pass True or False."
+        )
+    if is_inline(ranks.group):
+        raise NotImplementedError(
+            f"reshard_after_forward={value} needs a process group that serves any thread, and "
+            f"'{dist.get_backend(ranks.group)}' does not. Use gloo, or pass True or False."
+        )
+    return value
+
+
+def check_resharded(value: bool | int | None, params: Mapping[nn.Parameter, str]) -> None:
+    """Raise NotImplementedError for DTensors in a unit that is resharded to a smaller group."""
+    if value is None or isinstance(value, bool):
+        return
+    for param, name in params.items():
+        if isinstance(param, DTensor):
+            raise NotImplementedError(
+                f"reshard_after_forward={value} is not supported for parameter '{name}', which is "
+                "a DTensor. FSDP2 does not support it, either. Pass True or False."
+            )
+
+
+def resolve_bucket_bytes(value: int | Auto | None) -> int | Auto | None:
+    """Return ``bucket_bytes`` unchanged, or raise ValueError."""
+    if value is None or value == AUTO or is_at_least(value, 0):
+        return value
+    raise ValueError(
+        f"bucket_bytes is {value!r}. Pass a number of bytes below 2**63 (0 sends each unit by "
+        "itself), 'auto' or None."
+    )
+
+
+def resolve_prefetch(value: int | Auto | None) -> int | Auto | None:
+    """Return ``prefetch`` unchanged, or raise ValueError."""
+    if value is None or value == AUTO or is_at_least(value, 0, _MOST_BUCKETS):
+        return value
+    raise ValueError(
+        f"prefetch is {value!r}. Pass a number of buckets up to {_MOST_BUCKETS} (1 is usual, 0 "
+        "turns it off), 'auto' or None."
+    )
+
+
+def resolve_max_message_bytes(value: int | None) -> int | None:
+    """Return ``max_message_bytes`` unchanged, or raise ValueError."""
+    if value is None or is_at_least(value, 1):
+        return value
+    raise ValueError(
+        f"max_message_bytes is {value!r}. Pass a positive number of bytes below 2**63, or None for "
+        "messages of any size."
+    )
+
+
+def resolve_check_every(value: int | None) -> int | None:
+    """Return ``check_every`` unchanged, or raise ValueError."""
+    if value is None or is_at_least(value, 1):
+        return value
+    raise ValueError(
+        f"check_every is {value!r}. Pass a number of steps below 2**63 (100 is usual, 1 checks "
+        "every step), or None for no checks."
+    )

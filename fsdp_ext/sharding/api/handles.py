@@ -1,0 +1,52 @@
+"""What asynchronous calls of ``FSDPModule`` return, to wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
+
+from fsdp_ext.sharding.root.unit import Unit
+
+# Since torch 2.15.
+_TorchGradientReductionHandle: Any = getattr(torch_fsdp, "GradientReductionHandle", object)
+
+
+class UnshardHandle(TorchUnshardHandle):
+    """An all-gather in flight.
+
+    Args:
+        units: the units that are gathered.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+
+    def wait(self) -> None:
+        """Make the current stream wait, and register the unsharded parameters.
+
+        It does nothing for units that have run since, were resharded, or were waited for.
+        """
+        units, self._units = self._units, ()
+        for unit in units:
+            if unit.root is not None:
+                unit.root.wait_for_unshard(unit)
+
+
+class GradientReductionHandle(_TorchGradientReductionHandle):  # type: ignore[misc]
+    """Gradient reductions in flight.
+
+    Args:
+        unit: a unit of the model whose gradients are reduced.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        """Make the current stream wait."""
+        unit, self._unit = self._unit, None
+        if unit is not None and unit.root is not None:
+            unit.root.reduce_accumulated(wait=True)

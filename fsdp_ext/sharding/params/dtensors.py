@@ -1,0 +1,185 @@
+"""The DTensors of a unit: shards of parameters and of gradients.
+
+Note [tensor parallelism]
+A parameter may be a DTensor before it is sharded: tensor parallelism has given each rank a part of
+it. The unit shards, gathers and reduces these parts as if they were whole parameters. Only two
+things differ. The sharded DTensors lie on both meshes together. And while the unit is unsharded,
+modules have a DTensor on the mesh of tensor parallelism, whose local tensor is the gathered part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from fsdp_ext import _C
+from fsdp_ext.sharding.params.ranks import Ranks
+from fsdp_ext.sharding.params.spmd import SpmdMesh
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a tensor is spread over ranks.
+
+    Args:
+        mesh: the ranks.
+        placements: one for each dimension of the mesh.
+        shape: shape of the whole tensor.
+        reduced: dimensions of the mesh over which the unit will reduce gradients.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    reduced: frozenset[int] = frozenset()
+
+    @staticmethod
+    def of(param: torch.Tensor, ranks: Ranks) -> Spread | None:
+        """Return how ``param``, not sharded yet, is spread; None if it is a plain tensor."""
+        if not isinstance(param, DTensor):
+            return None
+        reduced = frozenset() if ranks.spmd is None else ranks.spmd.data_parallel_indices
+        return Spread(param.device_mesh, tuple(param.placements), param.shape, reduced)
+
+    def dtensor(self, local: torch.Tensor) -> DTensor:
+        """Return the DTensor of which this rank has ``local``, on whatever device that is."""
+        if local.device.type not in (self.mesh.device_type, "meta"):
+            return self.wrap(local.view_as(local))  # from_local would move it: it is offloaded
+        stride = _contiguous_stride(self.shape)
+        return DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride
+        )
+
+    def wrap(self, local: torch.Tensor) -> DTensor:
+        """Return a DTensor with ``local`` itself inside, because its class may have no views."""
+        stride = _contiguous_stride(self.shape)
+        meta = TensorMeta(self.shape, stride, local.dtype)
+        spec = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
+        return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def place(self, gradient: DTensor) -> DTensor:
+        """Return ``gradient`` with these placements and a local tensor that has arrived.
+
+        Backward may bring partial sums for a parameter that is replicated. Those over dimensions
+        that the unit reduces stay as they are.
+        """
+        placements = tuple(
+            theirs if dim in self.reduced else ours
+            for dim, (ours, theirs) in enumerate(
+                zip(self.placements, gradient.placements, strict=True)
+            )
+        )
+        if tuple(gradient.placements) != placements:
+            gradient = gradient.redistribute(placements=placements)
+        local = gradient._local_tensor
+        if not isinstance(local, AsyncCollectiveTensor):
+            return gradient
+        return replace(self, placements=placements).dtensor(local.wait())
+
+
+def shards_of(param: torch.Tensor, ranks: Ranks, dim: int) -> Spread:
+    """Return how a parameter, and its gradient, are spread if ``ranks`` share dimension ``dim``.
+
+    Raises:
+        RuntimeError: if ``param`` is a DTensor whose mesh shares no root mesh with that of
+            ``ranks``, or overlaps it.
+    """
+    if not isinstance(param, DTensor):
+        return Spread(ranks.mesh, ranks.placements(Shard(dim)), param.shape)
+    if ranks.spmd is not None:
+        return _shards_on(ranks.spmd, param, ranks, dim)
+    # Tensor parallelism cuts the dimension first, though its mesh comes last.
+    shard = _shard_behind(dim, shards_before(param, dim))
+    mesh = DeviceMesh._concatenate([ranks.mesh, param.device_mesh])
+    return Spread(mesh, (*ranks.placements(shard), *param.placements), param.shape)
+
+
+def _shards_on(spmd: SpmdMesh, param: DTensor, ranks: Ranks, dim: int) -> Spread:
+    """Return the same on the whole mesh. Several dimensions that shard become one, as in FSDP2."""
+    names = spmd.mesh.mesh_dim_names or ()
+    meshes: list[DeviceMesh] = []
+    placements: list[Placement] = []
+    for index, name in enumerate(names):
+        placement = param.placements[index]
+        if name == spmd.shard_names[0]:
+            behind = range(index + 1, len(names))
+            cuts = math.prod(spmd.mesh.size(j) for j in behind if param.placements[j].is_shard(dim))
+            placement = _shard_behind(dim, cuts)
+            if len(spmd.shard_names) > 1:
+                meshes.append(ranks.mesh)
+                placements += ranks.placements(placement)
+                continue
+        elif len(spmd.shard_names) > 1 and name in spmd.data_parallel_names:
+            continue  # in the mesh of the ranks
+        meshes.append(spmd.mesh[name])
+        placements.append(placement)
+    whole = len(spmd.shard_names) == 1
+    mesh = spmd.mesh if whole else DeviceMesh._concatenate(meshes)
+    return Spread(mesh, tuple(placements), param.shape)
+
+
+def _shard_behind(dim: int, cuts: int) -> Placement:
+    """Return the placement of a shard of what others have cut into ``cuts`` pieces."""
+    return _StridedShard(dim, split_factor=cuts) if cuts > 1 else Shard(dim)
+
+
+def shards_before(param: torch.Tensor, dim: int) -> int:
+    """Return into how many pieces tensor parallelism has cut dimension ``dim`` of a parameter."""
+    return param._spec.num_shards_map[dim] if isinstance(param, DTensor) else 1
+
+
+def part_of_this_rank(param: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a parameter before it is sharded."""
+    return param._local_tensor if isinstance(param, DTensor) else param.detach()
+
+
+@dataclass(frozen=True)
+class GradientPlace:
+    """Where a sharded gradient lies in the flat gradient.
+
+    Args:
+        offset: its first byte.
+        local_shape: shape of this rank's shard.
+        dtype: its dtype.
+        spread: how the whole gradient is spread.
+    """
+
+    offset: int
+    local_shape: torch.Size
+    dtype: torch.dtype
+    spread: Spread
+
+
+def gradient_maker(places: Sequence[GradientPlace]) -> Callable[[torch.Tensor], list[DTensor]]:
+    """Return a function that makes the sharded gradients at ``places`` of a flat gradient.
+
+    The C++ unit keeps the function, so it refers to nothing that refers to the unit.
+    """
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def make(flat: torch.Tensor) -> list[DTensor]:
+        return [
+            place.spread.dtensor(
+                _C.FlatTensor.part_of(flat, place.offset, place.local_shape, place.dtype)
+            )
+            for place in places
+        ]
+
+    return make
+
+
+def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    stride = [1]
+    for size in reversed(shape[1:]):
+        stride.append(stride[-1] * max(size, 1))
+    return tuple(reversed(stride))

@@ -1,0 +1,397 @@
+"""Parameters of tensor subclasses whose methods say how they are gathered.
+
+Note [tensor extensions]
+FSDP2's extensions are two methods of a class. ``fsdp_pre_all_gather`` turns a shard into tensors to
+gather, and ``fsdp_post_all_gather`` turns gathered tensors into the unsharded parameter. Quantised
+weights, for example, travel as bytes and scales. The schedule knows nothing of such classes. It
+sees ordinary entries of the layout:
+
+- Each *input*, a tensor that the first method returns, is an entry like a frozen parameter of raw
+  bytes. It lies in the flat shard and is gathered with the others. The user never sees it.
+- The parameter itself is not gathered (``ParamSpec::gathered``). It has an entry so that its
+  gradient is reduced. The sharded parameter keeps memory of its own.
+
+Before a gather, the gatherer has the unit compute its inputs if sharded parameters may have
+changed: once an iteration, and again if their versions have changed. The first method then runs on
+the calling thread, and its results are copied into the flat shard.
+
+When the unit is attached, the second method gets views of the slot. Its first call makes the
+unsharded parameter, and later calls get this parameter as ``out``. Views and parameter stay the
+same for the life of the C++ unit: Note [one pointer swap] in csrc/torch/torch_unit.h. Memory that
+the parameter has outside of the slot is freed when the unit is detached.
+
+Only a call of the first method tells how large the inputs are. So making the C++ unit calls it once
+more.
+
+As in FSDP2, the methods may also be set after ``fully_shard``: on a class, or on local tensors.
+When the flat shard is made anew, or at the latest when the C++ unit is made, parameters with
+methods leave the flat shard, and those without return to it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_ext._util.dynamo import hidden_from_dynamo
+from fsdp_ext._util.errors import MisuseError
+from fsdp_ext.sharding.params.dtensors import Spread
+from fsdp_ext.sharding.params.ownership import is_extension, mark_unsharded
+from fsdp_ext.sharding.params.ranks import Ranks
+from fsdp_ext.sharding.params.settings import UnitSettings
+
+
+def check_can_extend(name: str, part: torch.Tensor, dim: int, settings: UnitSettings) -> None:
+    """Raise NotImplementedError if a unit cannot have an extension.
+
+    Args:
+        name: the parameter's name.
+        part: what this rank has of it.
+        dim: the sharded dimension.
+        settings: the unit's.
+    """
+    if settings.offloads:
+        raise NotImplementedError(
+            f"offload_policy is CPUOffloadPolicy, but parameter '{name}' is a "
+            f"{type(part).__name__}, whose methods gather it on the device. Pass "
+            "OffloadPolicy() for its module."
+        )
+    if dim > 0:
+        raise NotImplementedError(
+            f"shard_placement_fn returned Shard({dim}) for parameter '{name}', a "
+            f"{type(part).__name__}. Parameters whose class has fsdp_pre_all_gather are only "
+            "shared along dimension 0, so return Shard(0)."
+        )
+
+
+@dataclass
+class OwnRows:
+    """One rank's rows of an extension, in memory of their own.
+
+    The operators here are those that FSDP2 calls, because a class may have no others.
+
+    Args:
+        size: size of that memory, which is the same on all ranks.
+        local: the rows, which begin it.
+        metadata: what ``fsdp_pre_all_gather`` has returned for ``fsdp_post_all_gather``.
+    """
+
+    size: torch.Size
+    local: torch.Tensor
+    metadata: Any = None
+
+    @staticmethod
+    def of(part: torch.Tensor, name: str, ranks: Ranks, device: torch.device) -> OwnRows:
+        """Return this rank's rows of a parameter.
+
+        Raises:
+            NotImplementedError: if it is not contiguous, or if its rows are of another class.
+        """
+        if not part.is_contiguous():
+            raise NotImplementedError(
+                f"parameter '{name}' is a {type(part).__name__} that is not contiguous: shape "
+                f"{tuple(part.shape)}, strides {part.stride()}. Make it contiguous first."
+            )
+        chunks = torch.chunk(part, ranks.size)
+        size = chunks[0].size()
+        mine = chunks[ranks.rank] if ranks.rank < len(chunks) else None
+        padded, count = part.new_zeros(size), 0
+        if mine is not None and mine.numel() > 0:
+            count = mine.size(0)
+            padded.narrow(0, 0, count).copy_(mine)
+        if not part.is_meta and padded.device.type != device.type:
+            padded = padded.to(device)
+        local = padded.narrow(0, 0, count)
+        if type(local) is not type(part) and not is_extension(name, local):
+            raise NotImplementedError(
+                f"parameter '{name}' is a {type(part).__name__}, but its rows are a "
+                f"{type(local).__name__} without fsdp_pre_all_gather. Its class has to return "
+                "itself from chunk, new_zeros and narrow."
+            )
+        return OwnRows(size, local)
+
+    def adopt(self, sharded: nn.Parameter) -> bool:
+        """Adopt the rows of a sharded parameter. Return whether they are other ones than before."""
+        param: Any = sharded
+        local: torch.Tensor = param._local_tensor
+        if local is self.local:
+            return False
+        if type(local) is torch.Tensor:
+            # The user has set the methods on this object, which was a part of the flat shard.
+            local.data = local.clone()
+        elif local.size() != self.size and not local.is_meta:
+            padded, count = local.new_zeros(self.size), local.size(0)
+            if local.numel() > 0:
+                padded.narrow(0, 0, count).copy_(local)
+            local = param._local_tensor = padded.narrow(0, 0, count)
+        self.local = local
+        return True
+
+
+class GatherInput:
+    """One tensor that an extension gathers, as an entry of the layout: rows of bytes.
+
+    Args:
+        name: its name in messages.
+        like: this rank's tensor.
+        ranks: how many ranks gather it.
+    """
+
+    shard_dim = 0
+    keeps_dtype = True
+    dtype = torch.uint8
+    is_trained = False
+    grad_dtype: torch.dtype | None = None
+    is_gathered = True
+
+    def __init__(self, name: str, like: torch.Tensor, ranks: int) -> None:
+        rows = like.shape[0] if like.ndim > 0 else 1
+        row = like.shape[1:]
+        self.name = name
+        self.size = like.shape
+        self.input_dtype = like.dtype
+        self.output_shape = torch.Size([ranks * rows, *row])
+        self.shape = torch.Size([ranks * rows, row.numel() * like.dtype.itemsize])
+        # The place for its bytes in the flat shard, and the gathered tensor in the slot.
+        self.part = torch.empty(0)
+        self.output = torch.empty(0)
+
+    def is_like(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` has the size and dtype of the first one."""
+        return tensor.shape == self.size and tensor.dtype == self.input_dtype
+
+
+class ExtendedParam(Protocol):
+    """What an extension needs to know of its parameter: see ``ShardedParam``."""
+
+    name: str
+    shape: torch.Size
+    sharded: nn.Parameter
+    unsharded: Spread | None
+    own: OwnRows | None
+    attributes: list[tuple[nn.Module, str]]
+
+
+class Extension:
+    """The two methods of one parameter's class, for the life of a C++ unit.
+
+    The C++ unit keeps this, so it refers to nothing that refers to the unit. The metadata may refer
+    to a module, and so to the unit. It lies in the rows, which only objects of Python keep, so the
+    garbage collector finds the cycle.
+
+    Args:
+        param: the parameter, whose class has both methods.
+        ranks: those that share it.
+        policy: the policy of its unit.
+        dtype: the dtype of the unsharded parameter.
+    """
+
+    def __init__(
+        self, param: ExtendedParam, ranks: Ranks, policy: MixedPrecisionPolicy, dtype: torch.dtype
+    ) -> None:
+        assert param.own is not None
+        self.name = param.name
+        self.place = -1  # in the layout
+        self._sharded = param.sharded
+        self._module = weakref.ref(param.attributes[0][0])
+        self._shape, self._padded = param.shape, param.own.size
+        self._spread = param.unsharded
+        self._mesh = ranks.shard_mesh
+        self._policy, self._dtype = policy, dtype
+        self._rows = weakref.ref(param.own)
+        self._unsharded: nn.Parameter | None = None
+        self._is_new = False  # whether the C++ unit has yet to take the unsharded parameter
+        self._own: list[torch.Tensor] = []  # the unsharded parameter's tensors outside of the slot
+        self.inputs = [
+            GatherInput(f"{self.name} (input {index})", tensor, ranks.size)
+            for index, tensor in enumerate(self._run_pre_hook())
+        ]
+
+    def compute_inputs(self) -> None:
+        """Copy what the first method returns into the flat shard."""
+        tensors = self._run_pre_hook()
+        if len(tensors) != len(self.inputs) or not all(
+            map(GatherInput.is_like, self.inputs, tensors)
+        ):
+            before = [(tuple(each.size), each.input_dtype) for each in self.inputs]
+            now = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+            raise ValueError(
+                f"fsdp_pre_all_gather of parameter '{self.name}' returned tensors of {now}, but at "
+                f"first of {before}. Return the same shapes and dtypes in every call."
+            )
+        for each, tensor in zip(self.inputs, tensors, strict=True):
+            each.part.copy_(tensor.contiguous().view(-1).view(torch.uint8))
+
+    def attach(self) -> None:
+        """Make the unsharded parameter of gathered tensors."""
+        for tensor in self._own:
+            _resize(tensor, tensor.numel() * tensor.itemsize)
+        outputs = tuple(each.output for each in self.inputs)
+        versions = [output._version for output in outputs]
+        self._run_post_hook(outputs)
+        if versions != [output._version for output in outputs]:
+            # A slot is attached again without a gather: Note [lazy reshard] in
+            # core/gather/gatherer.h.
+            raise NotImplementedError(
+                f"fsdp_post_all_gather of parameter '{self.name}' changed a gathered tensor in "
+                "place. The next call may get the same tensor without another all-gather. Write "
+                "into a new tensor, or into out."
+            )
+
+    def take_new(self) -> nn.Parameter | None:
+        """Return the unsharded parameter the first time, for the C++ unit, and None later."""
+        self._is_new, is_new = False, self._is_new
+        return self._unsharded if is_new else None
+
+    def undo_attach(self) -> None:
+        """Restore the state before attach, after one extension of the unit failed in it."""
+        self.detach()
+        if self._is_new:
+            self._unsharded, self._own, self._is_new = None, [], False
+
+    def _run_post_hook(self, outputs: Sequence[torch.Tensor]) -> None:
+        local: Any = self._local
+        rows = self._rows()
+        metadata = None if rows is None else rows.metadata
+        if self._unsharded is not None:
+            local.fsdp_post_all_gather(outputs, metadata, self._dtype, out=self._unsharded)
+            return
+        tensor, inner = local.fsdp_post_all_gather(outputs, metadata, self._dtype)
+        self._check_dtype(tensor)
+        in_slot = {output.untyped_storage()._cdata for output in outputs}
+        self._own = [each for each in inner if each.untyped_storage()._cdata not in in_slot]
+        whole = torch.as_strided(tensor, self._shape, _contiguous_stride(self._shape), 0)
+        if self._spread is not None:
+            whole = self._spread.wrap(whole)
+        self._unsharded = nn.Parameter(whole, requires_grad=self._sharded.requires_grad)
+        mark_unsharded(self._unsharded, self.name)
+        self._is_new = True
+
+    def detach(self) -> None:
+        """Free what the unsharded parameter has outside of the slot."""
+        for tensor in self._own:
+            _resize(tensor, 0)
+
+    @property
+    def _local(self) -> torch.Tensor:
+        local: torch.Tensor = self._sharded._local_tensor  # type: ignore[attr-defined]
+        return local
+
+    def _run_pre_hook(self) -> Sequence[torch.Tensor]:
+        local: Any = self._local
+        signature = inspect.signature(local.fsdp_pre_all_gather)
+        inputs: Sequence[torch.Tensor]
+        if len(signature.parameters) == 1:
+            inputs, metadata = local.fsdp_pre_all_gather(self._mesh)
+        elif len(signature.parameters) == 5:
+            stride = _contiguous_stride(self._shape)
+            inputs, metadata = local.fsdp_pre_all_gather(
+                self._mesh, self._shape, stride, self._module(), self._policy
+            )
+        else:
+            raise MisuseError(
+                f"fsdp_pre_all_gather of parameter '{self.name}' has the parameters "
+                f"{list(signature.parameters)} besides self. It needs (mesh) or (mesh, outer_size, "
+                "outer_stride, module, mp_policy)."
+            )
+        sizes = [tuple(tensor.shape) for tensor in inputs]
+        if local.shape != self._padded and any(size != tuple(self._padded) for size in sizes):
+            raise MisuseError(
+                f"fsdp_pre_all_gather of parameter '{self.name}' returned tensors of sizes "
+                f"{sizes}. Ranks have different numbers of its rows, so each tensor needs the "
+                f"padded size, {tuple(self._padded)}."
+            )
+        rows = self._rows()
+        if rows is not None:
+            rows.metadata = metadata
+        return inputs
+
+    def _check_dtype(self, tensor: torch.Tensor) -> None:
+        if self._sharded.requires_grad and tensor.dtype != self._dtype:
+            raise NotImplementedError(
+                f"fsdp_post_all_gather of parameter '{self.name}' returned a {tensor.dtype} "
+                f"tensor, but gradients of its unit need param_dtype={self._dtype}. Return a "
+                "tensor of that dtype, or freeze the parameter."
+            )
+
+
+@dataclass(frozen=True)
+class UnitExtensions:
+    """All extensions of a unit. The C++ unit calls these methods.
+
+    Args:
+        extensions: one for each such parameter.
+    """
+
+    extensions: Sequence[Extension]
+
+    @hidden_from_dynamo
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def compute_inputs(self) -> None:
+        """Compute what the next gather sends."""
+        for extension in self.extensions:
+            extension.compute_inputs()
+
+    @hidden_from_dynamo
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def attach(self) -> dict[int, nn.Parameter]:
+        """Make the unsharded parameters. Return new ones by their place in the layout."""
+        try:
+            for extension in self.extensions:
+                extension.attach()
+        except BaseException:
+            for extension in self.extensions:
+                extension.undo_attach()
+            raise
+        made = {extension.place: extension.take_new() for extension in self.extensions}
+        return {place: param for place, param in made.items() if param is not None}
+
+    @hidden_from_dynamo
+    def detach(self) -> None:
+        """Free what the unsharded parameters have outside of the slot."""
+        for extension in self.extensions:
+            extension.detach()
+
+
+def place_extensions(
+    extensions: Sequence[Extension],
+    entries: Sequence[Any],
+    parts: Sequence[torch.Tensor],
+    views: Sequence[torch.Tensor],
+) -> UnitExtensions | None:
+    """Tell the extensions of a unit where their tensors lie. Return None if there are none.
+
+    Args:
+        extensions: one for each parameter that is not gathered itself.
+        entries: the unit's parameters and gather inputs, in the layout's order.
+        parts: the part of the flat shard of each.
+        views: the unsharded view of each.
+    """
+    if not extensions:
+        return None
+    for entry, part, view in zip(entries, parts, views, strict=True):
+        if isinstance(entry, GatherInput):
+            entry.part, entry.output = part, view
+    places = [place for place, entry in enumerate(entries) if not entry.is_gathered]
+    for extension, place in zip(extensions, places, strict=True):
+        extension.place = place
+    return UnitExtensions(extensions)
+
+
+def _resize(tensor: torch.Tensor, nbytes: int) -> None:
+    storage = tensor.untyped_storage()
+    if storage.size() != nbytes:
+        storage.resize_(nbytes)
+
+
+def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    return tuple(torch.empty(shape, device="meta").stride())

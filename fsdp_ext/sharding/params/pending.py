@@ -1,0 +1,127 @@
+"""Gives users the gradients that backwards without gradient sync have accumulated.
+
+The C++ side accumulates them packed, as the reduction sends them, so users get unsharded copies. A
+copy that the user has changed is packed again before anything else reads or adds to the gradient:
+the next backward, a reduction, or a change of the C++ side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdp_ext import _C
+from fsdp_ext.sharding.params.sharded_param import Entry, ShardedParam
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A copy that a user has.
+
+    Args:
+        unit: number of the parameter's unit.
+        place: where the parameter lies in the unit's layout.
+        gradient: the copy: a DTensor if the parameter was one before it was sharded.
+        local: this rank's tensor of it.
+        version: what :meth:`count` returned when the copy was made.
+    """
+
+    unit: int
+    place: int
+    param: ShardedParam
+    gradient: torch.Tensor
+    local: torch.Tensor
+    version: int
+
+    @staticmethod
+    def count(gradient: torch.Tensor, local: torch.Tensor) -> int:
+        """Count in-place changes. Those of a DTensor do not count as its local tensor's."""
+        return gradient._version + local._version
+
+    def is_changed(self) -> bool:
+        """Return whether a user has written into it."""
+        return self.count(self.gradient, self.local) != self.version
+
+
+class PendingGradients:
+    """The copies that users have of a root's accumulated gradients."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, _Copy] = {}
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def of(
+        self, core: _C.TorchRoot, unit: int, entries: Sequence[Entry]
+    ) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """Return the accumulated gradients of a unit, by sharded parameter.
+
+        Args:
+            core: the C++ side.
+            unit: the unit's number.
+            entries: what its layout in ``core`` has places for.
+        """
+        parts = core.accumulated(unit)
+        if not parts:
+            return {}
+        packed = torch.cat(parts, dim=1)
+        for index, param in _pending(core, unit, entries):
+            if id(param) not in self._copies:
+                local = packed.new_empty(param.shape)
+                for whole, chunk in _chunks(core, unit, index, param, local, packed):
+                    torch.div(chunk, core.pack_scale(unit), out=whole)
+                whole = local if param.unsharded is None else param.unsharded.dtensor(local)
+                version = _Copy.count(whole, local)
+                self._copies[id(param)] = _Copy(unit, index, param, whole, local, version)
+        return {
+            copy.param.sharded: copy.gradient for copy in self._copies.values() if copy.unit == unit
+        }
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def settle(self, core: _C.TorchRoot) -> None:
+        """Pack again what users have changed, and forget the copies."""
+        copies, self._copies = self._copies, {}
+        changed: dict[int, list[_Copy]] = {}
+        for copy in copies.values():
+            if copy.is_changed():
+                changed.setdefault(copy.unit, []).append(copy)
+        for unit, of_unit in changed.items():
+            parts = core.accumulated(unit)
+            if not parts:  # they were dropped since
+                continue
+            packed = torch.cat(parts, dim=1)
+            for copy in of_unit:
+                for whole, chunk in _chunks(core, unit, copy.place, copy.param, copy.local, packed):
+                    torch.mul(whole, core.pack_scale(unit), out=chunk)
+            first = 0
+            for part in parts:
+                part.copy_(packed.narrow(1, first, part.shape[1]))
+                first += part.shape[1]
+
+
+def _pending(
+    core: _C.TorchRoot, unit: int, entries: Sequence[Entry]
+) -> Iterator[tuple[int, ShardedParam]]:
+    """Yield the parameters that have accumulated gradients, and their places in the layout."""
+    has = iter(core.has_accumulated(unit))
+    for index, (entry, place) in enumerate(
+        zip(entries, core.layout_of(unit).placements, strict=True)
+    ):
+        if isinstance(entry, ShardedParam) and place.grad_offset >= 0 and next(has):
+            yield index, entry
+
+
+def _chunks(
+    core: _C.TorchRoot, unit: int, index: int, param: ShardedParam, whole: Any, packed: Any
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield each rank's part of ``whole``, and the same part of ``packed``, in equal shapes."""
+    layout = core.layout_of(unit)
+    begin = layout.placements[index].grad_offset
+    dim, ranks = param.shard_dim, layout.world_size
+    rows = -(-param.shape[dim] // ranks)
+    for rank, part in enumerate(torch.split(whole, max(rows, 1), dim)):
+        yield part, packed[rank].narrow(0, begin, part.numel()).view(part.shape)

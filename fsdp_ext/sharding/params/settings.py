@@ -1,0 +1,144 @@
+"""The settings that users ask for, and the resolved ones that a whole model runs with."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_ext.comm.transports import Transport
+from fsdp_ext.sharding.params.user_hooks import AllReduceHook, CommunicationHook
+
+Auto = Literal["auto"]
+AUTO: Auto = "auto"
+
+# As in FSDP2: one all-gather is in flight ahead of the unit that runs.
+DEFAULT_PREFETCH = 1
+
+
+@dataclass(frozen=True)
+class UnitSettings:
+    """The settings that a user has asked for in one unit. None leaves a setting open.
+
+    The arguments of :func:`fsdp_ext.fully_shard` come first. Methods of
+    :class:`fsdp_ext.FSDPModule` change the others.
+    """
+
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009 - frozen
+    reshard_after_forward: bool | int | None = None  # a number is the size of a smaller group
+    transport: Transport = None
+    bucket_bytes: int | Auto | None = None
+    max_message_bytes: int | None = None
+    prefetch: int | Auto | None = None  # only the root's is used
+    check_every: int | None = None  # only the root's is used
+    keep_low_precision_grads: bool = False  # of FSDP1's mixed precision
+    offloads: bool = False  # shards and gradients are on the host, and the rest is not
+    shows_accumulated: bool = False  # FSDP1's: csrc/torch/shown_gradients.h
+    calls_setattr: bool = True  # False if FSDP1's FSDP_USE_UNSAFE_SETATTR is 1
+    is_flat: bool = False  # FSDP1's use_orig_params=False: Note [flat parameters in Python]
+
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    requires_gradient_sync: bool = True
+    requires_all_reduce: bool = True  # of units with replicas
+    reduce_scatter_unused_params: bool = False
+    gradient_divide_factor: float | None = None
+    all_reduce_hook: AllReduceHook | None = None
+    communication_hook: CommunicationHook | None = None
+    custom_all_gather: Callable[..., object] | None = None
+    custom_reduce_scatter: Callable[..., object] | None = None
+    is_last_backward: bool = True  # only the root's is used
+    finalizes_by_hand: bool = False  # only the root's is used
+
+    @property
+    def reshard_group(self) -> int:
+        """How many ranks share the parameters between forward and backward; 0 stands for all."""
+        asked = self.reshard_after_forward
+        return 0 if asked is None or isinstance(asked, bool) else asked
+
+    @property
+    def has_hook(self) -> bool:
+        """Whether the user's code runs in gathers or reductions, which carry the unit alone."""
+        hooks = (
+            self.all_reduce_hook,
+            self.communication_hook,
+            self.custom_all_gather,
+            self.custom_reduce_scatter,
+        )
+        return any(hook is not None for hook in hooks)
+
+    @property
+    def waits_for_reductions(self) -> bool:
+        """Whether a backward waits for the reductions of gradients at its end."""
+        return self.is_last_backward and not self.finalizes_by_hand
+
+
+@dataclass(frozen=True)
+class RootSettings:
+    """The settings that the schedule of a model runs with. Nothing is left open.
+
+    Args:
+        prefetch: how many buckets' all-gathers are in flight ahead of the unit that runs.
+        bucket_bytes: for each unit, the size up to which its bucket may grow.
+        max_message_bytes: for each unit, the size of its largest message; 0 for any size.
+        reshard_after_forward: for each unit, whether it is resharded after forward.
+        reshard_groups: for each unit, over how many ranks; 0 for all.
+    """
+
+    prefetch: int
+    bucket_bytes: tuple[int, ...]
+    max_message_bytes: tuple[int, ...]
+    reshard_after_forward: tuple[bool, ...]
+    reshard_groups: tuple[int, ...]
+
+    @property
+    def stays_unsharded(self) -> tuple[int, ...]:
+        """Numbers of the units below the root that stay unsharded after forward."""
+        below = enumerate(self.reshard_after_forward[1:], start=1)
+        return tuple(number for number, reshards in below if not reshards)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Values for settings that users may leave open.
+
+    Args:
+        bucket_bytes: the root's value of this argument of :func:`fsdp_ext.fully_shard`.
+        prefetch: the root's value of this argument.
+        stays_unsharded: numbers of the units below the root that stay unsharded after forward.
+    """
+
+    bucket_bytes: int
+    prefetch: int
+    stays_unsharded: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        """Return the choice as arguments of ``fully_shard``."""
+        text = f"bucket_bytes={self.bucket_bytes:,}, prefetch={self.prefetch}"
+        count = len(self.stays_unsharded)
+        return text + (f", {count} units with reshard_after_forward=False" if count else "")
+
+
+class Scope(enum.Enum):
+    """Which settings a :class:`Choice` decides."""
+
+    AUTO = "those that are 'auto'"
+    OPEN = "those that are 'auto' or None"
+    ALL = "those that are open, every unit's bucket size and the prefetch, whatever was asked"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A choice and the settings that it decides."""
+
+    choice: Choice
+    scope: Scope
+
+    def covers(self, asked: int | Auto | None) -> bool:
+        """Return whether the choice decides a setting for which the user asked ``asked``."""
+        if self.scope is Scope.ALL:
+            return True
+        return asked == AUTO or (asked is None and self.scope is Scope.OPEN)

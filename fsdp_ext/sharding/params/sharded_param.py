@@ -1,0 +1,161 @@
+"""One parameter of a unit, and what it has in the flat shard and in a slot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_ext import _C
+from fsdp_ext.sharding.params.dtensors import GradientPlace, Spread
+from fsdp_ext.sharding.params.extensions import GatherInput, OwnRows
+from fsdp_ext.sharding.params.flat_parameter import registered
+from fsdp_ext.sharding.params.ownership import mark_unsharded, own_grad_dtype
+
+
+@dataclass
+class ShardedParam:
+    """One parameter of a unit and every module attribute that refers to it (tied ones, too).
+
+    Args:
+        name: its name in the unit's module, and from the first forward on in the root module.
+        shape: shape of the whole parameter, or of the part that tensor parallelism has given to
+            this rank.
+        sharded: the DTensor that modules have while the unit is sharded.
+        shard_dim: the dimension of it that ranks share.
+        spread: how the DTensor is spread.
+        unsharded: how the parameter was spread before; None if it was a plain tensor.
+        keeps_dtype: whether it is computed with in its own dtype, whatever ``param_dtype`` is.
+        own: this rank's rows, if the parameter's class says how it is gathered: Note [tensor
+            extensions] in sharding/params/extensions.py. None for others, which lie in the flat
+            shard.
+        attributes: modules and the names of their attributes.
+        quantization: what bitsandbytes needs to compute with it; None for other parameters.
+        awaits_reduction: whether it has gradients to reduce, though it may be frozen now: Note
+            [frozen while gradients accumulate] in csrc/torch/torch_unit.h.
+    """
+
+    name: str
+    shape: torch.Size
+    sharded: nn.Parameter
+    shard_dim: int
+    spread: Spread
+    unsharded: Spread | None
+    keeps_dtype: bool
+    own: OwnRows | None = None
+    attributes: list[tuple[nn.Module, str]] = field(default_factory=list)
+    quantization: Any = None
+    awaits_reduction: bool = False
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's shard of the parameter."""
+        local: torch.Tensor = self.sharded._local_tensor  # type: ignore[attr-defined]
+        return local
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether its rows are gathered as they are, from the flat shard."""
+        return self.own is None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the sharded parameter."""
+        return self.sharded.dtype
+
+    @property
+    def grad_dtype(self) -> torch.dtype | None:
+        """The dtype that the user wants for its gradients; None if that is its own."""
+        return own_grad_dtype(self.sharded)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether autograd computes its gradient."""
+        return self.sharded.requires_grad
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it takes part in reductions."""
+        return self.requires_grad or self.awaits_reduction
+
+    def registered(self) -> Any:
+        """Return the present value of the first attribute."""
+        module, name = self.attributes[0]
+        return registered(module, name)
+
+
+# What the layout has a place for: parameters, and what extensions gather.
+Entry = ShardedParam | GatherInput
+
+
+def unsharded_parameter(param: ShardedParam, view: torch.Tensor) -> nn.Parameter:
+    """Return the unsharded parameter over a view of the slot."""
+    whole = view if param.unsharded is None else param.unsharded.dtensor(view)
+    unsharded = nn.Parameter(whole, requires_grad=param.requires_grad)
+    if param.grad_dtype is not None:
+        unsharded.grad_dtype = param.grad_dtype
+    if param.quantization is not None:
+        # Without it, bitsandbytes' layers put another parameter in place of this one.
+        unsharded.quant_state = param.quantization  # type: ignore[attr-defined]
+    mark_unsharded(unsharded, param.name)
+    return unsharded
+
+
+def gradient_places(
+    params: Sequence[ShardedParam | None],
+    layout: _C.UnitLayout,
+    dtype_of: Callable[[ShardedParam], torch.dtype],
+) -> list[GradientPlace]:
+    """Return where the gradients of the trainable parameters lie in the flat gradient.
+
+    Args:
+        params: what the layout has places for; None stands for what extensions gather.
+        layout: the unit's.
+        dtype_of: returns the dtype of a parameter's gradient.
+    """
+    return [
+        GradientPlace(place.flat_gradient_offset, param.local.shape, dtype_of(param), param.spread)
+        for param, place in zip(params, layout.placements, strict=True)
+        if param is not None and param.is_trained
+    ]
+
+
+def shape_of_view(entry: Entry) -> list[int]:
+    """Return the shape of what the entry has in a slot."""
+    if isinstance(entry, GatherInput):
+        return list(entry.output_shape)
+    return list(entry.shape) if entry.is_gathered else [0]
+
+
+def kind_of_part(entry: Entry) -> tuple[torch.Size, torch.dtype]:
+    """Return the shape and dtype of what the entry has in the flat shard."""
+    if isinstance(entry, GatherInput):
+        return torch.Size([entry.size.numel() * entry.input_dtype.itemsize]), torch.uint8
+    return (entry.local.shape, entry.dtype) if entry.is_gathered else (torch.Size([0]), torch.uint8)
+
+
+def lies_in(entry: Entry, part: torch.Tensor, flat: torch.Tensor, offset: int) -> bool:
+    """Return whether ``part``, at a byte of the flat shard, is what the entry has in it."""
+    if _address(part) != _address(flat) + offset:
+        return False
+    if isinstance(entry, GatherInput):
+        return (part.shape, part.dtype) == kind_of_part(entry)
+    local = entry.local
+    if not entry.is_gathered:
+        return local.device.type == flat.device.type
+    return (
+        local.device == flat.device
+        and not local.is_meta
+        and local.is_contiguous()
+        and local.dtype == part.dtype
+        and local.untyped_storage()._cdata == part.untyped_storage()._cdata
+        and local.storage_offset() == 0
+    )
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return where a tensor's storage begins. ``Tensor.data_ptr`` is 0 if it has no elements."""
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,132 @@
+"""Moves gradients that are not reduced yet from one C++ side of a root to the next.
+
+Backwards without gradient sync accumulate gradients in the C++ side. When parameters are unfrozen,
+replaced or converted, the C++ side is made anew, and the new one takes over the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp_ext import _C
+from fsdp_ext.sharding.params.flat_parameter import is_flat
+from fsdp_ext.sharding.params.sharded_param import Entry, ShardedParam
+
+
+@dataclass(frozen=True)
+class Unreduced:
+    """Accumulated gradients of one parameter.
+
+    Args:
+        param: the parameter.
+        chunks: one row for each rank, with the gradient of what that rank has of the parameter.
+        scale: the factor by which the gradients were multiplied.
+        is_used: whether this rank has a packed gradient. Otherwise the chunks are zero.
+        is_shown: whether ``.grad`` has it instead: Note [shown gradients] in
+            csrc/torch/shown_gradients.h.
+        put_aside: the sharded gradient that was there before.
+    """
+
+    param: ShardedParam
+    chunks: torch.Tensor
+    scale: float
+    is_used: bool
+    is_shown: bool
+    put_aside: torch.Tensor | None
+
+
+def is_unreduced(param: torch.Tensor) -> bool:
+    """Return whether ``param.grad`` is unsharded, although the parameter is sharded."""
+    if param.grad is None:
+        return False
+    if is_flat(param):
+        return param.grad.shape != param.shape
+    return isinstance(param, DTensor) and not isinstance(param.grad, DTensor)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def take(core: _C.TorchRoot, placed: Sequence[Sequence[Entry]]) -> list[Unreduced]:
+    """Return copies of what ``core`` has not reduced yet.
+
+    Until the next call, a frozen parameter with such gradients counts as trained, so that it takes
+    part in the reduction: Note [frozen while gradients accumulate] in csrc/torch/torch_unit.h.
+
+    Args:
+        core: the C++ side.
+        placed: for each unit, the entries that its layout in ``core`` has places for.
+    """
+    found = []
+    for number, entries in enumerate(placed):
+        awaits = core.awaits_reduction(number)
+        parts = core.accumulated(number)
+        used = iter(core.has_accumulated(number))
+        shown = iter(core.shown(number))
+        layout = core.layout_of(number)
+        whole = torch.cat(parts, dim=1) if parts else None
+        for entry, place in zip(entries, layout.placements, strict=True):
+            if not isinstance(entry, ShardedParam):
+                continue
+            is_trained = place.grad_offset >= 0
+            entry.awaits_reduction = awaits and is_trained
+            is_used = is_trained and next(used)
+            is_shown, put_aside = next(shown, (False, None)) if is_trained else (False, None)
+            if entry.awaits_reduction:
+                chunks = (
+                    torch.zeros(layout.world_size, place.chunk_numel)
+                    if whole is None
+                    else whole.narrow(1, place.grad_offset, place.chunk_numel)
+                )
+                scale = core.pack_scale(number)
+                found.append(Unreduced(entry, chunks, scale, is_used, is_shown, put_aside))
+    return found
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def put(
+    core: _C.TorchRoot, placed: Sequence[Sequence[Entry]], unreduced: Sequence[Unreduced]
+) -> None:
+    """Let ``core``, which has accumulated nothing, reduce what another one has not reduced.
+
+    Args:
+        core: the C++ side.
+        placed: for each unit, the entries that its layout in ``core`` has places for.
+        unreduced: what :func:`take` returned for the other one.
+    """
+    if not unreduced:
+        return
+    core.form_buckets()
+    by_param = {id(each.param): each for each in unreduced}
+    for number, entries in enumerate(placed):
+        layout = core.layout_of(number)
+        trained = [
+            (by_param.get(id(entry)), place)
+            for entry, place in zip(entries, layout.placements, strict=True)
+            if place.grad_offset >= 0
+        ]
+        if not any(each for each, _ in trained):
+            continue
+        for index, (each, _) in enumerate(trained):
+            if each is not None and each.is_shown:
+                core.adopt_shown(number, index, each.put_aside)
+        parts = core.set_accumulated(
+            number, [each is not None and each.is_used for each, _ in trained]
+        )
+        if not parts:
+            continue
+        whole = parts[0].new_zeros(layout.world_size, layout.grad_numel)
+        for each, place in trained:
+            if each is not None:
+                chunks = whole.narrow(1, place.grad_offset, place.chunk_numel)
+                chunks.copy_(each.chunks)
+                if each.scale != core.pack_scale(number):
+                    chunks.mul_(core.pack_scale(number) / each.scale)
+        first = 0
+        for part in parts:
+            part.copy_(whole.narrow(1, first, part.shape[1]))
+            first += part.shape[1]

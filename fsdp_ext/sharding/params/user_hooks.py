@@ -1,0 +1,164 @@
+"""Code of the user that runs in gathers and reductions: hooks and custom collectives."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class AllReduceHook:
+    """See :meth:`fsdp_ext.FSDPModule.set_all_reduce_hook`.
+
+    Args:
+        function: changes a unit's reduced gradients.
+        stream: the stream to run it on; None for that of the reductions.
+    """
+
+    function: Callable[[torch.Tensor], object]
+    stream: torch.Stream | None = None
+
+    def run(self, gradients: torch.Tensor, handle: int) -> None:
+        """Call the function where its work belongs.
+
+        Args:
+            gradients: the tensor for the function.
+            handle: that of the stream of the reductions; 0 on the host, which runs this there.
+        """
+        with _on_stream(gradients.device, handle, self.stream):
+            self.function(gradients)
+
+
+@dataclass(frozen=True)
+class CommunicationHook:
+    """See ``register_comm_hook`` of :class:`fsdp_ext.FullyShardedDataParallel`.
+
+    Args:
+        function: reduces a unit's gradients in place of a collective.
+        state: its first argument.
+    """
+
+    function: Callable[..., object]
+    state: object
+
+    def run(self, gradients: torch.Tensor, handle: int, source: torch.Tensor | None = None) -> None:
+        """Call the function where its work belongs.
+
+        Args:
+            gradients: where the reduced gradients go. Without ``source`` it has those to reduce.
+            handle: that of the stream of the reductions; 0 on the host, which runs this there.
+            source: the gradients to reduce, if ranks share parameters: the rows of each rank, one
+                rank after the other.
+        """
+        result = gradients.detach()
+        with _on_stream(gradients.device, handle, None):
+            if source is None:
+                self.function(self.state, result)
+            else:
+                self.function(self.state, source, result)
+            if result.data_ptr() != gradients.data_ptr():
+                gradients.copy_(result)  # PyTorch's hooks that compress set result.data
+
+
+class CustomCollective:
+    """An object of the user that gathers or reduces: Note [custom collectives].
+
+    The note is in ``csrc/core/reduce/reduce_hook.h``. The object gets tensors that it has allocated
+    itself, so each message is copied once more on each side. They are allocated once for each size,
+    and units that have the same object share them.
+
+    Args:
+        comm: implements PyTorch's ``AllGather`` or ``ReduceScatter``.
+        group: the ranks. Nothing else may use it at the same time.
+    """
+
+    def __init__(self, comm: Any, group: dist.ProcessGroup) -> None:
+        self.comm = comm
+        self.group = group
+        self._buffers: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def gather(self, output: torch.Tensor, handle: int, source: torch.Tensor) -> None:
+        """Let the object gather. The schedule calls this.
+
+        Args:
+            output: where the rows of all ranks go.
+            handle: that of the stream of the gathers; 0 on the host, which runs this there.
+            source: this rank's rows.
+        """
+        with _on_stream(output.device, handle, None):
+            gathered = self._buffer_like(output)
+            rows = gathered.narrow(0, self.group.rank() * source.numel(), source.numel())
+            rows.copy_(source)
+            _finish(self.comm(output_tensor=gathered, input_tensor=rows, group=self.group))
+            output.copy_(gathered)
+
+    def reduce(self, output: torch.Tensor, handle: int, source: torch.Tensor) -> None:
+        """Let the object add up gradients. The schedule calls this.
+
+        Args:
+            output: where this rank's rows of the sum go.
+            handle: that of the stream of the reductions; 0 on the host, which runs this there.
+            source: the gradients, the rows of each rank one after another.
+        """
+        with _on_stream(output.device, handle, None):
+            packed, reduced = self._buffer_like(source), self._buffer_like(output)
+            packed.copy_(source)
+            _finish(
+                self.comm(
+                    output_tensor=reduced,
+                    input_tensor=packed,
+                    group=self.group,
+                    op=dist.ReduceOp.SUM,
+                )
+            )
+            output.copy_(reduced)
+
+    def _buffer_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = (tensor.numel(), tensor.dtype)
+        if key not in self._buffers:
+            self._buffers[key] = self.comm.allocate(
+                (tensor.numel(),), dtype=tensor.dtype, device=tensor.device
+            )
+        return self._buffers[key]
+
+
+def check_comm(caller: str, comm: object) -> None:
+    """Raise TypeError if ``comm``, an argument of the method ``caller``, cannot communicate."""
+    if not callable(comm) or not callable(getattr(comm, "allocate", None)):
+        raise TypeError(
+            f"{caller} got {comm!r}. Pass an object that can be called and has allocate()."
+        )
+
+
+def _finish(work: Any) -> None:
+    """Wait for a collective that has returned its work."""
+    if work is not None:
+        work.wait()
+
+
+@contextlib.contextmanager
+def _on_stream(device: torch.device, handle: int, stream: torch.Stream | None) -> Iterator[None]:
+    """Run the block on ``stream``, ordered after and before work on the lane's stream.
+
+    Args:
+        device: the device of the tensors.
+        handle: the native handle of the lane's stream; unused on the host.
+        stream: where the block runs; None stands for the lane's stream.
+    """
+    if device.type == "cpu":
+        cpu_stream: Any = stream
+        with contextlib.nullcontext() if stream is None else torch.cpu.stream(cpu_stream):
+            yield
+        return
+    cuda: Any = torch.cuda  # its classes are not typed
+    of_lane = cuda.ExternalStream(handle, device=device)
+    chosen = of_lane if stream is None else stream
+    chosen.wait_stream(of_lane)
+    with cuda.stream(chosen):
+        yield
+    of_lane.wait_stream(chosen)

@@ -1,0 +1,82 @@
+"""What ranks compare when a root is made, so that they differ with an error instead of a hang."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from fsdp_ext import _C
+from fsdp_ext.comm.lanes import what_ranks_say
+from fsdp_ext.sharding.params.settings import RootSettings
+from fsdp_ext.sharding.root.unit import Unit
+
+
+def compare_groups(
+    lanes: _C.Lanes, units: Sequence[Unit], module_names: Sequence[Sequence[str]]
+) -> None:
+    """Check that ranks agree on meshes and smaller groups, which they are about to join.
+
+    Args:
+        lanes: those of the ranks that share the units.
+        units: the root's units.
+        module_names: the names of each unit's modules.
+
+    Raises:
+        ValueError: if a unit has meshes or groups of different sizes on different ranks.
+    """
+    mine = " ".join(f"{unit.settings.reshard_group}/{unit.ranks.size}" for unit in units)
+    said = what_ranks_say(lanes, mine)
+    if said is None:
+        return
+    by_unit = zip(*(text.split() for text in said), strict=False)
+    for names, of_ranks in zip(module_names, by_unit, strict=False):
+        groups, meshes = zip(*(text.split("/") for text in of_ranks), strict=True)
+        if len(set(groups)) > 1:
+            values = " and ".join(_ranks_that_pass(size, groups) for size in sorted(set(groups)))
+            raise ValueError(
+                f"reshard_after_forward of unit '{names[0] or 'the root'}' is {values}. Pass the "
+                "same to fully_shard on all ranks."
+            )
+        if len(set(meshes)) > 1:
+            raise ValueError(
+                f"the mesh of unit '{names[0] or 'the root'}' has {', '.join(meshes)} ranks, "
+                "seen from one rank after the other. Pass one dimension of the same mesh to "
+                "fully_shard on all ranks."
+            )
+
+
+def _ranks_that_pass(size: str, sizes: tuple[str, ...]) -> str:
+    ranks = [str(rank) for rank, other in enumerate(sizes) if other == size]
+    value = "True, False or None" if size == "0" else size
+    return f"{value} on {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranks)}"
+
+
+def compare_sets(replicas: dist.ProcessGroup, transport: str, settings: RootSettings) -> None:
+    """Check that all sets of ranks cut the model into the same messages.
+
+    Args:
+        replicas: the ranks that have the same rows, one of each set.
+        transport: the name of what this set's gathers travel by.
+        settings: the root's.
+
+    Raises:
+        ValueError: if they have other transports or other settings.
+    """
+    mine = (transport, settings)
+    of_sets: list[Any] = [None] * replicas.size()
+    dist.all_gather_object(of_sets, mine, group=replicas)
+    for number, theirs in enumerate(of_sets):
+        if theirs != mine:
+            what, here, there = (
+                ("transports", mine[0], theirs[0])
+                if theirs[0] != mine[0]
+                else ("settings", mine[1], theirs[1])
+            )
+            own = dist.get_rank(replicas)
+            raise ValueError(
+                f"the sets of ranks that shard the model have different {what}: set {own} has "
+                f"{here} and set {number} has {there}. Pass the same transport, bucket_bytes, "
+                "prefetch and reshard_after_forward to fully_shard on all ranks, and no 'auto'."
+            )

@@ -1,0 +1,74 @@
+"""The forward hooks of a unit's modules: Python at the first forward, C++ from then on."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from fsdp_ext import _C
+from fsdp_ext._util.dynamo import expect_graph_breaks, hidden_from_dynamo
+from fsdp_ext.sharding.root.unit import Unit
+
+
+class ForwardHooks:
+    """The two hooks of one module of a unit.
+
+    Args:
+        unit: the module's unit.
+        index: the module's place in ``unit.modules``.
+        prepare: makes the unit's C++ side. It is called with the unit and the module before the
+            first forward, and before the first forward after :meth:`disconnect`.
+    """
+
+    def __init__(self, unit: Unit, index: int, prepare: Callable[[Unit, nn.Module], None]) -> None:
+        module = unit.modules[index]
+        self._index = index
+        self._unit = weakref.ref(unit)
+        self._module = weakref.ref(module)
+        self._prepare = prepare
+        self._pre: RemovableHandle = module.register_forward_pre_hook(
+            self._first_pre_forward, prepend=True, with_kwargs=True
+        )
+        # torch also calls it if forward raises, except for a KeyboardInterrupt.
+        self._post: RemovableHandle = module.register_forward_hook(
+            _no_post_forward, always_call=True
+        )
+
+    def connect(self, core: _C.TorchUnit) -> None:
+        """Let the module's hooks call C++ directly."""
+        expect_graph_breaks("fsdp_pre_forward|fsdp_post_forward")
+        self._set(core.pre_forward_hook(self._index), core.post_forward_hook(self._index))
+
+    def disconnect(self) -> None:
+        """Let the next forward prepare the unit again."""
+        self._set(self._first_pre_forward, _no_post_forward)
+
+    def run_pre(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run the hook before forward, as the module would."""
+        return module._forward_pre_hooks[self._pre.id](module, args, kwargs)
+
+    def run_post(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Run the hook after forward, as the module would."""
+        return module._forward_hooks[self._post.id](module, args, output)
+
+    def _set(self, pre: Callable[..., Any], post: Callable[..., Any]) -> None:
+        module = self._module()
+        if module is not None:
+            module._forward_pre_hooks[self._pre.id] = pre
+            module._forward_hooks[self._post.id] = post
+
+    @hidden_from_dynamo
+    def _first_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        unit = self._unit()
+        assert unit is not None
+        self._prepare(unit, module)
+        assert unit.core is not None
+        return unit.core.pre_forward_hook(self._index)(module, args, kwargs)
+
+
+def _no_post_forward(module: nn.Module, args: Any, output: Any) -> None:
+    return None

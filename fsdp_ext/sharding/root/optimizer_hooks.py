@@ -1,0 +1,155 @@
+"""Hooks on every optimizer's step: checks before it, and afterwards a sign to gather again."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from fsdp_ext import _C
+from fsdp_ext.comm.lanes import check_lanes
+from fsdp_ext.sharding.params.ownership import (
+    goes_on_as,
+    is_any_overwritten,
+    replaced_as,
+    unsharded_name,
+)
+from fsdp_ext.sharding.params.unreduced import is_unreduced
+
+# How many parameters an optimizer had when it was checked. add_param_group() adds more, and
+# fully_shard may replace those that it has.
+_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+
+
+def watch_optimizers() -> None:
+    """Have all optimizers of the process checked before their next step, and their steps noted.
+
+    Each ``fully_shard`` calls this.
+    """
+    _register()
+    check_again()
+
+
+@functools.cache
+def _register() -> None:
+    register_optimizer_step_pre_hook(_check_optimizer)
+    register_optimizer_step_pre_hook(_check_gradients)
+    register_optimizer_step_post_hook(_note_step)
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    check_lanes()
+    if is_any_overwritten(_params_of(optimizer)):
+        raise RuntimeError(
+            "an optimizer's step was called inside summon_full_params, and leaving that would "
+            "overwrite its result. Call step() outside, or pass writeback=False."
+        )
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    if _checked.get(optimizer) == count:
+        return
+    for group in optimizer.param_groups:
+        for index, param in enumerate(group["params"]):
+            successor = goes_on_as(param)
+            if successor is not None:
+                _go_on(optimizer, group, index, successor)
+                continue
+            owner = replaced_as(param)
+            if owner is not None:
+                raise RuntimeError(
+                    f"the optimizer has '{owner[0]}' of {owner[1]} as it was before fully_shard, "
+                    "which no longer takes part in training. Make the optimizer after fully_shard."
+                )
+            unsharded = unsharded_name(param)
+            if unsharded is not None:
+                raise RuntimeError(
+                    f"the optimizer has the unsharded '{unsharded}', which is a copy for one "
+                    "forward and backward, so it would train nothing. Make the optimizer before "
+                    "the first forward, or after reshard()."
+                )
+    _checked[optimizer] = count
+
+
+def _check_gradients(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Check that gradients are reduced: before the step, or after each call of its closure."""
+    if not _C.any_unit_shows_gradients():
+        return None
+    closure = kwargs.get("closure") or next(iter(args[1:]), None)  # args[0] is the optimizer
+    if not callable(closure):
+        _raise_if_unreduced(optimizer)
+        return None
+
+    @functools.wraps(closure)
+    def checked() -> Any:
+        loss = closure()
+        _raise_if_unreduced(optimizer)
+        return loss
+
+    if "closure" in kwargs:
+        return args, kwargs | {"closure": checked}
+    return (args[0], checked, *args[2:]), kwargs
+
+
+def _raise_if_unreduced(optimizer: torch.optim.Optimizer) -> None:
+    if any(map(is_unreduced, _params_of(optimizer))):
+        raise RuntimeError(
+            "an optimizer's step was called, but gradients of no_sync are not reduced yet. Run the "
+            "last backward of each step outside of no_sync."
+        )
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    return (param for group in optimizer.param_groups for param in group["params"])
+
+
+def check_again() -> None:
+    """Have all optimizers checked again, since parameters that they have may be replaced."""
+    _checked.clear()
+
+
+def let_optimizers_go_on() -> None:
+    """Give the optimizers that exist already the sharded parameters of those that they have.
+
+    So what is done with an optimizer before its first step concerns these, too: ``zero_grad``,
+    state dicts, gradient scalers.
+    """
+    for found in gc.get_objects():
+        if not issubclass(type(found), torch.optim.Optimizer):  # isinstance would ask proxies
+            continue
+        for group in getattr(found, "param_groups", ()):
+            for index, param in enumerate(group["params"]):
+                successor = goes_on_as(param)
+                if successor is not None:
+                    _go_on(found, group, index, successor)
+
+
+@torch.no_grad()
+def _go_on(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], index: int, sharded: nn.Parameter
+) -> None:
+    """Put a sharded parameter in place of the original, and shard what the optimizer has for it."""
+    state = optimizer.state.pop(group["params"][index], {})
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.shape == sharded.shape:
+            whole, param = value.to(sharded.device), cast(DTensor, sharded)
+            state[name] = distribute_tensor(
+                whole, param.device_mesh, param.placements, src_data_rank=None
+            ).clone()
+    if state:
+        optimizer.state[sharded] = state
+    group["params"][index] = sharded
+
+
+def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    _C.note_optimizer_step()

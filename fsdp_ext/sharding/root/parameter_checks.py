@@ -1,0 +1,56 @@
+"""Checks that a model's modules still have the parameters that its units have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from fsdp_ext.sharding.params.flat_parameter import is_flat
+from fsdp_ext.sharding.params.ownership import is_sharded
+from fsdp_ext.sharding.root.unit import Unit
+
+
+def check_parameters(root: nn.Module, units: Sequence[Unit]) -> None:
+    """Check that the modules under ``root`` have the parameters that the units have.
+
+    Raises:
+        RuntimeError: if a trainable parameter is in no unit.
+        ValueError: if a parameter was tied to one of another unit.
+    """
+    owners = {param.sharded: unit for unit in units for param in unit.params}
+    places = {place: unit for unit in units for place in unit.places()}
+    ignored = {place for unit in units for place in unit.ignored}
+    for prefix, module in root.named_modules():
+        for attribute, param in module._parameters.items():
+            place = (module, attribute)
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            if param is None or place in ignored or is_flat(param):
+                continue
+            owner, unit = owners.get(param), places.get(place)
+            if owner is not None and unit is not None and owner is not unit:
+                raise ValueError(
+                    f"parameter '{name}' of unit '{unit.name}' was tied to one of unit "
+                    f"'{owner.name}', named '{_name_of(root, param, place)}', after "
+                    "fully_shard. Tie them before, and put their modules into one unit: "
+                    "fully_shard([a, b])."
+                )
+            if owner is None and unit is None and is_sharded(param):
+                raise RuntimeError(
+                    f"parameter '{name}' is of a sharded module that was added after the "
+                    "model's first forward. Add it before, or make the whole model anew."
+                )
+            if owner is None and unit is None and param.requires_grad:
+                raise RuntimeError(
+                    f"parameter '{name}' was added after fully_shard, so nothing would "
+                    "synchronise its gradient. Add it before fully_shard, or freeze it."
+                )
+
+
+def _name_of(root: nn.Module, param: nn.Parameter, besides: tuple[nn.Module, str]) -> str:
+    """Return a name of ``param`` in ``root``, of another attribute than ``besides``."""
+    for prefix, module in root.named_modules():
+        for attribute, other in module._parameters.items():
+            if other is param and (module, attribute) != besides:
+                return f"{prefix}.{attribute}" if prefix else attribute
+    return "another"

@@ -1,0 +1,511 @@
+"""All units under one root module, from the first forward on."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_ext import _C
+from fsdp_ext._util.dynamo import hidden_from_dynamo
+from fsdp_ext._util.errors import UnsupportedError
+from fsdp_ext._util.transforms import outside_of_transforms
+from fsdp_ext.comm.costs import link_of_buckets, log_default
+from fsdp_ext.comm.lanes import add_group_lanes, group_beside, lanes_of
+from fsdp_ext.comm.simulated import Simulated
+from fsdp_ext.sharding.params import module_changes, unreduced
+from fsdp_ext.sharding.params.optimizer_in_backward import watch_optimizers_in_backward
+from fsdp_ext.sharding.params.pending import PendingGradients
+from fsdp_ext.sharding.params.settings import AUTO, Choice, Decision, RootSettings, Scope
+from fsdp_ext.sharding.params.sharded_param import Entry
+from fsdp_ext.sharding.params.user_hooks import CustomCollective
+from fsdp_ext.sharding.root.agreement import has_peers
+from fsdp_ext.sharding.root.auto import chosen_for
+from fsdp_ext.sharding.root.comparisons import compare_groups, compare_sets
+from fsdp_ext.sharding.root.meshes import add_meshes, check_meshes, refuse_several_meshes
+from fsdp_ext.sharding.root.module_state import (
+    hooks_of,
+    sharded_module,
+    unit_of,
+    units_below,
+    units_of,
+)
+from fsdp_ext.sharding.root.parameter_checks import check_parameters
+from fsdp_ext.sharding.root.preparing import preparing
+from fsdp_ext.sharding.root.step_checks import Place, StepChecks, agree
+from fsdp_ext.sharding.root.unit import Unit
+from fsdp_ext.sharding.root.unit_tree import UnitTree
+
+
+class Root(UnitTree):
+    """The units of one root module and the C++ schedule that they share.
+
+    The first forward makes it, since the user has sharded everything by then.
+
+    Args:
+        module: the root module.
+        is_provisional: whether it is made before the first forward, because the user calls
+            unshard() on a unit. The root that runs forward first replaces it.
+
+    Raises:
+        RuntimeError: if a unit below ``module`` ran forward before, as a root of its own.
+        NotImplementedError: if the units have several meshes that cannot be used together.
+        ValueError: if the units have different transports.
+    """
+
+    units: list[Unit]
+
+    def __init__(self, module: nn.Module, *, is_provisional: bool = False) -> None:
+        super().__init__(module)
+        self.is_provisional = is_provisional
+        self._needs_order_check = True  # of the first iteration's collectives
+        self._check_units()
+        self._placed: list[Sequence[Entry]] = []
+        self._unreduced: list[unreduced.Unreduced] = []  # of a C++ side that this one replaces
+        self._pending = PendingGradients()
+        for provisional in dict.fromkeys(unit.root for unit in self.units if unit.root is not None):
+            self._unreduced += provisional.give_up()
+        first = self.units[0]
+        transport = between = first.settings.transport
+        if isinstance(transport, Simulated):
+            transport, between = transport.within_set(), transport.between_replicas()
+        replicas = first.ranks.replica_group
+        at_once = 2 if replicas is None else 4
+        if first.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "A CUDA graph capture has the model's first forward, which makes communicators and "
+                "buffers. Run a few whole steps before capturing one."
+            )
+        self.lanes = lanes_of(first.ranks.group, first.device, transport, at_once=at_once)
+        if has_peers(first):
+            compare_groups(self.lanes, self.units, self.module_names())
+        self.meshes = add_meshes(self.lanes, self.units)
+        for ranks in sorted({unit.settings.reshard_group for unit in self.units} - {0}):
+            add_group_lanes(self.lanes, first.ranks.group, first.device, transport, ranks)
+        # The lanes of ranks with the same shard: Note [replicas] in csrc/core/reduce/reducer.h.
+        self.replicas: _C.Lanes | None = None
+        if replicas is not None:
+            self.replicas = lanes_of(replicas, first.device, between, at_once=at_once)
+        names = (self.lanes.transport, (self.replicas or self.lanes).transport)
+        self.link = link_of_buckets(
+            names, first.settings.transport, first.world_size, first.replicas
+        )
+        self.decision: Decision | None = None
+        self.settings = self._resolve()
+        if replicas is not None and has_peers(first):
+            compare_sets(replicas, self.lanes.transport, self.settings)
+        if first.settings.bucket_bytes is None and first.ranks.rank_in_mesh == 0:
+            log_default(self.settings.bucket_bytes[0], self.link)
+        self.place = Place(self._ranks(), first.ranks.size)
+        self.checks = self._make_checks()
+        self.core = self._build()
+        self._put_unreduced()
+        # This comes last: if anything above raises, the next forward starts over.
+        for unit in self.units:
+            unit.root = self
+
+    def _check_units(self) -> None:
+        names = {
+            unit: name
+            for name, module in reversed(list(self.module.named_modules()))
+            for unit in units_of(module)
+        }
+        for unit in self.units:
+            if unit.root is not None and not unit.root.is_provisional:
+                raise RuntimeError(
+                    f"'{names[unit]}' ran forward before, as a root of its own, but the first "
+                    "forward has to be the root module's. Run the outermost sharded module first."
+                )
+        if len(self.units[0].modules) > 1 and not self.is_provisional:
+            raise RuntimeError(
+                f"the unit that ran forward first has {len(self.units[0].modules)} modules, but "
+                "the root must be a single module. Call fully_shard on the module that contains "
+                "them, too."
+            )
+        check_meshes(self.units, [names[unit] or "the root" for unit in self.units])
+        transports = {unit.settings.transport for unit in self.units}
+        if len(transports) > 1:
+            raise ValueError(
+                f"the units under one root ask for {len(transports)} transports, "
+                f"{' and '.join(sorted(map(repr, transports)))}. Pass the same one to each "
+                "fully_shard."
+            )
+
+    # - The C++ side
+
+    def _build(self) -> _C.TorchRoot:
+        """Make the C++ side for the parameters as they are now, and connect the hooks to it."""
+        core = _C.TorchRoot(
+            lanes=self.lanes,
+            replicas=self.replicas,
+            prefetch_depth=self.settings.prefetch,
+            nesting=self.nesting(),
+            has_peers=has_peers(self.units[0]),
+            check_order=self._needs_order_check,
+            when_stale=weakref.WeakMethod(self._pre_forward_when_stale),
+            checks=None if self.checks is None else self.checks.core,
+        )
+        if self._needs_order_check and not self.is_provisional:
+            agree(self.units[0].settings.check_every, self.place, core.all_gather)
+        check_parameters(self.module, self.units)
+        module_changes.watch(self.module.modules())
+        watch_optimizers_in_backward()
+        names = {param: name for name, param in self.module.named_parameters()}
+        cores = [
+            unit.build(self._name_of(unit, modules[0]), names)
+            for unit, modules in zip(self.units, self.module_names(), strict=True)
+        ]
+        self._nest_units_of_one_module()
+        configs = self.configs([unit_core.layout for unit_core in cores], self.meshes)
+        for unit_core, config in zip(cores, configs, strict=True):
+            core.add_unit(unit_core, config)
+        self.core = core
+        self._placed = [unit.entries for unit in self.units]
+        core.set_is_last_backward(self.units[0].settings.waits_for_reductions)
+        # Last: if the above raised, the next forward starts over.
+        if not self.is_provisional:
+            for unit, unit_core in zip(self.units, cores, strict=True):
+                for hooks in hooks_of(unit):
+                    hooks.connect(unit_core)
+        return core
+
+    def _name_of(self, unit: Unit, module_name: str) -> str:
+        name = module_name or "the root"
+        is_first = units_of(unit.modules[0])[0] is unit
+        return name if is_first else f"{name} [{unit.ranks.world_size} ranks]"
+
+    def _nest_units_of_one_module(self) -> None:
+        """Let the hooks of each module run all its units."""
+        for units in {tuple(units_of(unit.modules[0])) for unit in self.units}:
+            for unit, inner in itertools.pairwise(units):
+                assert unit.core is not None
+                assert inner.core is not None
+                unit.core.enclose(inner.core)
+
+    @outside_of_transforms
+    def rebuild(self) -> None:
+        """Start over after parameters were replaced, converted, frozen or unfrozen."""
+        self.core.recover()
+        self._settle_pending()
+        for unit in self.units:
+            self.reshard(unit)
+        self._needs_order_check = False
+        self.settings = self._resolve()
+        replaced = self.core
+        self._unreduced = self._unreduced or unreduced.take(replaced, self._placed)
+        try:
+            self.core = self._build()
+        finally:
+            if self.core is not replaced:
+                replaced.retire()  # a graph may own it, and must not run backward through it
+            else:
+                self._unreduced = []  # the old core stays and has them
+        self._put_unreduced()
+
+    def _put_unreduced(self) -> None:
+        unreduced.put(self.core, self._placed, self._unreduced)
+        self._unreduced = []
+
+    def give_up(self) -> list[unreduced.Unreduced]:
+        """Reshard the units for another root, and return what this one has not reduced."""
+        self._settle_pending()
+        for unit in self.units:
+            self.reshard(unit)
+        return unreduced.take(self.core, self._placed)
+
+    def invalidate(self) -> None:
+        """Drop the C++ side. The next use makes it anew."""
+        for unit in self.units:
+            self.reshard(unit)
+            if unit.core is not None:
+                unit.core.release_gradients()  # this root's C++ side may outlive the call
+                unit.core = None
+                for hooks in hooks_of(unit):
+                    hooks.disconnect()
+
+    @hidden_from_dynamo
+    def _pre_forward_when_stale(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.core.has_gradient_setting_changed() or self._has_other_parameters():
+            self.rebuild()
+        else:  # some module was changed, or given an optimizer, perhaps in another model
+            check_parameters(self.module, self.units)
+            for each in self.units:
+                each.let_optimizers_step()
+            module_changes.watch(self.module.modules())
+            self.core.accept_module_changes()
+        unit = unit_of(module)
+        assert unit is not None
+        assert unit.core is not None
+        return unit.core.pre_forward_hook(unit.modules.index(module))(module, args, kwargs)
+
+    def _has_other_parameters(self) -> bool:
+        """Return whether parameters were replaced or converted since the C++ side was made."""
+        return any(unit.core is None or unit.has_changed() for unit in self.units)
+
+    # - Checked steps
+
+    def _ranks(self) -> list[int]:
+        """Return the global ranks that this one compares with, set by set, or its own."""
+        unit = self.units[0]
+        ranks: list[int] = unit.ranks.mesh.mesh.flatten().tolist()
+        return ranks if has_peers(unit) else [ranks[unit.ranks.rank_in_mesh]]
+
+    def _make_checks(self) -> StepChecks | None:
+        every = self.units[0].settings.check_every
+        if every is None:
+            return None
+        refuse_several_meshes(self.units, "check_every")
+        return StepChecks(every, self.place, weakref.WeakMethod(self._compare_step))
+
+    def _compare_step(self, step: int, numbers: list[list[int]]) -> None:
+        assert self.checks is not None
+        names = [unit.name for unit in self.units]
+        self.checks.compare(step, numbers, names, self.core.all_gather)
+
+    # - Settings
+
+    def _resolve(self) -> RootSettings:
+        """Return the settings to run with. Those that are "auto" follow the choice of tune."""
+        asked = self.units[0].settings
+        is_auto = AUTO in (asked.bucket_bytes, asked.prefetch)
+        if is_auto and (self.decision is None or self.decision.scope is Scope.AUTO):
+            chosen = chosen_for(self.units, self.lanes.transport)
+            self.decision = None if chosen is None else Decision(chosen, Scope.AUTO)
+        return self.resolve(self.link, self.decision)
+
+    def decide(self, choice: Choice, scope: Scope) -> None:
+        """Run with ``choice`` for the settings of ``scope``, from the next forward on."""
+        self.restore_decision(Decision(choice, scope))
+
+    def restore_decision(self, decision: Decision | None) -> None:
+        """Run with an earlier value of ``decision`` again. None stands for the defaults."""
+        self.decision = decision
+        self.resolve_again()
+        self.apply(self.units)
+
+    def resolve_again(self) -> None:
+        """Resolve the settings after a decision, or a change of ``reshard_after_forward``.
+
+        The caller applies those of units.
+        """
+        self.settings = self.resolve(self.link, self.decision)
+        self.core.set_prefetch_depth(self.settings.prefetch)
+
+    def apply(self, units: Iterable[Unit]) -> None:
+        """Tell the schedule the settings of ``units`` of this root, from the next use on."""
+        for unit in units:
+            number = self.number(unit)
+            self.core.apply(number, self.core_settings(number, self.core.reduce_dtype_of(number)))
+
+    def core_settings(self, number: int, reduce_dtype: torch.dtype) -> _C.UnitSettings:
+        """Return all C++ settings of one unit."""
+        settings = super().core_settings(number, reduce_dtype)
+        unit = self.units[number]
+        asked = unit.settings
+        # Note [after an evaluation] in csrc/core/units/unit.h
+        settings.keeps_slot_after_evaluation = asked.reshard_after_forward is False
+        settings.unshards_in_backward = asked.unshard_in_backward
+        settings.requires_gradient_sync = asked.requires_gradient_sync and (
+            asked.requires_all_reduce or unit.replicas == 1
+        )
+        settings.reduces_unused = asked.reduce_scatter_unused_params
+        settings.is_summoned = unit.is_summoned
+        settings.forward_prefetch = [self.number(target) for target in unit.forward_prefetch]
+        settings.backward_prefetch = [self.number(target) for target in unit.backward_prefetch]
+        if asked.has_hook:
+            self._set_hooks(settings, unit)
+        return settings
+
+    def _set_hooks(self, settings: _C.UnitSettings, unit: Unit) -> None:
+        if unit.settings.all_reduce_hook is not None:
+            settings.reduce_hook = unit.core_hook("reduce", unit.run_all_reduce_hook)
+        if unit.settings.communication_hook is not None:
+            settings.communication_hook = unit.core_hook(
+                "communication", unit.run_communication_hook
+            )
+        if (gather := self._custom_collective(unit, "custom_all_gather")) is not None:
+            settings.gather_hook = unit.core_hook("gather", gather.gather)
+        if (reduce := self._custom_collective(unit, "custom_reduce_scatter")) is not None:
+            settings.scatter_hook = unit.core_hook("scatter", reduce.reduce)
+
+    def _custom_collective(self, unit: Unit, setting: str) -> CustomCollective | None:
+        """Return what runs the user's object, which units share, and keep it with the unit.
+
+        Work that is queued keeps those that are replaced.
+
+        Raises:
+            NotImplementedError: without other ranks, and for gathers of smaller groups.
+        """
+        comm = getattr(unit.settings, setting)
+        before = unit.collectives.pop(setting, None)
+        if comm is None or unit.ranks.size == 1:
+            return None
+        if not has_peers(unit):
+            raise UnsupportedError(
+                f"unit '{unit.name}' has a {setting}, which cannot run on simulated ranks. Leave "
+                f"set_{setting} out."
+            )
+        if setting == "custom_all_gather" and unit.settings.reshard_group > 0:
+            raise UnsupportedError(
+                f"unit '{unit.name}' has a custom_all_gather, which is not supported with "
+                f"reshard_after_forward={unit.settings.reshard_group}. Pass True or False."
+            )
+        group = group_beside(unit.ranks.group, unit.device, setting)
+        of_units = (before, *(other.collectives.get(setting) for other in self.units))
+        alike = (c for c in of_units if c is not None and c.comm is comm and c.group is group)
+        found = next(alike, None) or CustomCollective(comm, group)
+        unit.collectives[setting] = found
+        return found
+
+    def change(self, **settings: bool) -> None:
+        """Change settings of which only the root's are used."""
+        self.units[0].change(**settings)
+        self.core.set_is_last_backward(self.units[0].settings.waits_for_reductions)
+
+    def reduce_accumulated(self, *, wait: bool) -> None:
+        """Reduce the gradients that backwards without gradient sync have accumulated.
+
+        Args:
+            wait: make the current stream wait for all reductions, earlier ones, too.
+        """
+        if self.core.phase() == "idle" and self._has_other_parameters():
+            self.rebuild()
+        self._settle_pending()
+        self.core.set_is_last_backward(wait)
+        try:
+            self.core.reduce_accumulated()
+        finally:
+            self.core.leave_if_idle()
+            self.core.set_is_last_backward(self.units[0].settings.waits_for_reductions)
+
+    def synchronize_gradients(self, units: Iterable[Unit]) -> None:
+        """Reduce what backwards have accumulated for ``units`` alone, whatever their settings say.
+
+        Args:
+            units: units of this root.
+        """
+        if self.core.phase() == "idle" and self._has_other_parameters():
+            self.rebuild()
+        asked = set(units)
+        try:
+            for number, unit in enumerate(self.units):
+                settings = self.core_settings(number, self.core.reduce_dtype_of(number))
+                settings.requires_gradient_sync = unit in asked
+                self.core.apply(number, settings)
+            self.reduce_accumulated(wait=True)
+        finally:
+            self.apply(self.units)
+
+    def pending_gradients(self, unit: Unit) -> dict[nn.Parameter, torch.Tensor]:
+        """Return what backwards have accumulated for ``unit``, by sharded parameter.
+
+        In-place changes take effect until the next backward begins.
+        """
+        number = self.number(unit)
+        pending = self._pending.of(self.core, number, self._placed[number])
+        if pending:
+            self.core.set_before_backward(weakref.WeakMethod(self._settle_pending))
+        return pending
+
+    def _settle_pending(self) -> None:
+        self._pending.settle(self.core)
+        self.core.set_before_backward(None)
+
+    def abandon_forward(self, unit: Unit) -> None:
+        """Register the sharded parameters again if the outermost forward was that of ``unit``.
+
+        Call it after an exception in the forward of ``unit``.
+        """
+        self.core.abandon_forward(self.number(unit))
+
+    # - unshard() and reshard(), called by the user
+
+    def reshard(self, unit: Unit) -> None:
+        """Free the unit's unsharded parameters and register the sharded ones."""
+        self.core.reshard(self.number(unit))
+
+    def forget(self, unit: Unit) -> None:
+        """Have the next gather of the unit's bucket read the sharded parameters of all ranks.
+
+        Within an iteration, parameters would otherwise be reused if their slot or a group of ranks
+        has them still, and no version tells that the sharded ones were changed.
+        """
+        self.core.forget(self.number(unit))
+
+    def unshard(self, unit: Unit) -> None:
+        """Issue the gather of the unit's parameters."""
+        self.core.unshard(self.number(unit))
+
+    def wait_for_unshard(self, unit: Unit) -> None:
+        """Make the current stream wait for the gather, and register the unsharded parameters."""
+        self.core.wait_for_unshard(self.number(unit))
+
+
+@outside_of_transforms
+def prepare_forward(unit: Unit, module: nn.Module) -> None:
+    """Make the C++ side of ``unit`` before a forward of ``module``, and the root if need be."""
+    with preparing(_units_with(unit, module)):
+        if unit.root is None or unit.root.is_provisional:
+            Root(module)
+        elif unit.core is None:
+            unit.root.rebuild()
+
+
+def ensure_root(unit: Unit) -> Root:
+    """Make the C++ side of ``unit``, and before the first forward a provisional root.
+
+    Returns:
+        The unit's root.
+    """
+    with preparing(_units_with(unit, unit.modules[0])):
+        if unit.root is None:
+            Root(unit.modules[0], is_provisional=True)
+        elif unit.core is None:
+            unit.root.rebuild()
+    root: Root = unit.root
+    root.core.leave_if_idle()
+    return root
+
+
+def _units_with(unit: Unit, module: nn.Module) -> Sequence[Unit]:
+    """Return the units of the root that ``unit`` has, or gets if ``module`` runs forward."""
+    if unit.root is not None and not unit.root.is_provisional:
+        units: Sequence[Unit] = unit.root.units
+        return units
+    return units_below(module)
+
+
+def abandon_forward(unit: Unit) -> None:
+    """Let modules have their sharded parameters after an exception in the forward of ``unit``."""
+    if unit.root is not None and unit.core is not None:
+        unit.root.abandon_forward(unit)
+
+
+def running_root(model: nn.Module, caller: str) -> Root:
+    """Return the root of a model that has run forward.
+
+    Args:
+        model: a sharded module, or FSDP1's wrapper of one.
+        caller: name of the public function, for messages.
+
+    Raises:
+        TypeError: if ``fully_shard`` was not applied to ``model``.
+        RuntimeError: before the first forward.
+    """
+    unit = unit_of(sharded_module(model)) if isinstance(model, nn.Module) else None
+    if unit is None:
+        raise TypeError(
+            f"{caller} got a {type(model).__name__} that fully_shard was not applied to. Pass the "
+            "root module of a sharded model."
+        )
+    if unit.root is None or unit.core is None:
+        raise RuntimeError(
+            f"{caller} needs a model that has run forward. Run a step before, or two if buckets "
+            "should follow the order of forward."
+        )
+    root: Root = unit.root
+    return root

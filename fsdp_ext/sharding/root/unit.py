@@ -1,0 +1,563 @@
+"""One unit in Python: its parameters as sharded DTensors over one flat shard.
+
+Everything here runs before training or between steps. ``csrc/torch`` has what runs in a step.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_ext import _C
+from fsdp_ext.comm.transports import zeros_for_shard
+from fsdp_ext.sharding.params.dtensors import Spread, gradient_maker, part_of_this_rank, shards_of
+from fsdp_ext.sharding.params.extensions import (
+    Extension,
+    GatherInput,
+    OwnRows,
+    check_can_extend,
+    place_extensions,
+)
+from fsdp_ext.sharding.params.flat_parameter import FlatParameter, flat_gradient_maker, registered
+from fsdp_ext.sharding.params.module_attributes import set_parameter, swapped_attribute
+from fsdp_ext.sharding.params.optimizer_in_backward import (
+    let_backward_step,
+    refuse_unsharded_with_optimizer,
+)
+from fsdp_ext.sharding.params.ownership import (
+    check_grad_dtype,
+    check_parameter,
+    check_tensor_parallel,
+    is_extension,
+    keeps_own_rows,
+    mark_goes_on_as,
+    mark_sharded,
+    own_grad_dtype,
+    quantization_of,
+    refuse_class,
+    unsharded_name,
+)
+from fsdp_ext.sharding.params.param_group import ParamGroup, keeps_dtype
+from fsdp_ext.sharding.params.ranks import Ranks
+from fsdp_ext.sharding.params.settings import UnitSettings
+from fsdp_ext.sharding.params.sharded_param import (
+    Entry,
+    ShardedParam,
+    gradient_places,
+    kind_of_part,
+    lies_in,
+    shape_of_view,
+    unsharded_parameter,
+)
+from fsdp_ext.sharding.params.user_hooks import CustomCollective
+from fsdp_ext.sharding.root import optimizer_hooks
+
+
+class Unit(ParamGroup):
+    """The parameters of one ``fully_shard`` call.
+
+    Args:
+        modules: the modules of the call.
+        params: their parameters that are in no other unit, with names for error messages.
+        shard_dims: the sharded dimension of each parameter that is not sharded on dimension 0.
+        ranks: those that share the parameters, and their replicas.
+        device: this rank's device.
+        settings: the settings that the user asked for.
+    """
+
+    def __init__(
+        self,
+        modules: list[nn.Module],
+        params: dict[nn.Parameter, str],
+        shard_dims: Mapping[nn.Parameter, int],
+        ranks: Ranks,
+        device: torch.device,
+        settings: UnitSettings,
+    ) -> None:
+        super().__init__(type(modules[0]).__name__, ranks.size, settings, ranks.replicas)
+        self.modules = modules
+        self.ranks = ranks
+        self.device = device
+        # The Root that runs this unit, from the first forward on. root.py imports this file, so the
+        # type cannot be named here.
+        self.root: Any = None
+        self.core: _C.TorchUnit | None = None
+        self._unsharded: list[weakref.ref[nn.Parameter]] = []  # those of the C++ side
+        # Whether the modules have whole parameters, by FSDP1's summon_full_params or apply.
+        self.is_summoned = False
+        # What runs the user's collectives, by the name of the setting.
+        self.collectives: dict[str, CustomCollective] = {}
+        self._core_hooks: dict[str, tuple[weakref.WeakMethod[Any], _C.ReduceHook]] = {}
+        # Modules and the names of their attributes that were passed as ignored_params.
+        self.ignored: set[tuple[nn.Module, str]] = set()
+        # With FSDP1's use_orig_params=False: Note [flat parameters in Python].
+        self.flat_param: FlatParameter | None = None
+        self.shard_device = torch.device("cpu") if settings.offloads else device
+        self.pins_memory = settings.offloads and device.type == "cuda"
+        self.flat_shard = torch.empty(0, dtype=torch.uint8, device=self.shard_device)
+        # Each entry's part of it. See Note [own storages] in csrc/torch/flat_tensor.h.
+        self.shard_parts: list[torch.Tensor] = []
+        # What extensions gather; empty until the C++ side is made: Note [tensor extensions].
+        self.inputs: list[GatherInput] = []
+        for param, name in params.items():
+            check_parameter(name, param, device)
+            check_tensor_parallel(name, param, ranks)
+        # The parameters that the modules have until take_parameters.
+        self._replacements = {
+            param: self._shard(param, name, shard_dims.get(param, 0))
+            for param, name in params.items()
+        }
+        sharded = list(self._replacements.values())
+        if settings.max_message_bytes is not None:
+            # Reductions are checked at the first forward, since parameters may still be frozen.
+            self.check_message_bytes(sharded, settings.max_message_bytes, training=False)
+        self.params: list[ShardedParam] = [sharded[place] for place in self._layout_order(sharded)]
+        self._place_in_flat_shard(loading=False)
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        """The parameters and what extensions gather, in the layout's order."""
+        if not self.inputs:
+            return self.params
+        entries: list[Entry] = [*self.params, *self.inputs]
+        return [entries[place] for place in self._layout_order(entries)]
+
+    def change(self, **settings: Any) -> None:
+        """Replace settings of this unit. :meth:`Root.apply` passes them to the schedule."""
+        changed = copy.copy(self.settings)  # dataclasses.replace() takes three times as long
+        if unknown := settings.keys() - vars(changed).keys():
+            raise TypeError(f"a unit has no settings {sorted(unknown)}")
+        vars(changed).update(settings)
+        self.settings = changed
+
+    def core_hook(self, kind: str, run: Callable[..., None]) -> _C.ReduceHook:
+        """Return the C++ hook that calls the method ``run``.
+
+        It stays as long as the method does, because it holds an error until a wait. It must not
+        keep the user's function, which may refer to the model.
+        """
+        method = weakref.WeakMethod(run)
+        kept = self._core_hooks.get(kind)
+        if kept is None or kept[0] != method:
+            kept = self._core_hooks[kind] = (method, _C.ReduceHook(method, self.device))
+        return kept[1]
+
+    def run_all_reduce_hook(self, gradients: torch.Tensor, handle: int) -> None:
+        """Call the user's hook on this unit's reduced gradients. The schedule calls this."""
+        hook = self.settings.all_reduce_hook
+        if hook is not None:
+            hook.run(gradients, handle)
+
+    def run_communication_hook(
+        self, gradients: torch.Tensor, handle: int, source: torch.Tensor | None = None
+    ) -> None:
+        """Let the user's hook reduce this unit's gradients. The schedule calls this."""
+        hook = self.settings.communication_hook
+        if hook is not None:
+            hook.run(gradients, handle, source)
+
+    # - Sharding
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _shard(self, param: nn.Parameter, name: str, dim: int) -> ShardedParam:
+        """Return a sharded parameter with this rank's shard, on meta if the parameter is there."""
+        extension = self._shard_extension(param, name, dim)
+        if extension is not None:
+            return extension
+        part = part_of_this_rank(param)
+        first, count = self._range(part.shape, dim)
+        # Not a view of the whole: the DTensor would have its offset, and keep the whole in memory.
+        local = part.narrow(dim, first, count).clone(memory_format=torch.contiguous_format)
+        spread = shards_of(param, self.ranks, dim)
+        dtensor = spread.dtensor(local if local.is_meta else local.to(self.shard_device))
+        sharded = nn.Parameter(dtensor, requires_grad=param.requires_grad)
+        grad_dtype = own_grad_dtype(param)
+        if grad_dtype is not None:
+            sharded.grad_dtype = grad_dtype
+        unsharded = Spread.of(param, self.ranks)
+        quantization = quantization_of(param)
+        if quantization is not None and not local.is_meta:
+            quantization.to(self.device)  # as the numbers
+        keeps = quantization is not None or keeps_dtype(self.settings.mp_policy, name, param)
+        return ShardedParam(
+            name, part.shape, sharded, dim, spread, unsharded, keeps, quantization=quantization
+        )
+
+    def _shard_extension(self, param: nn.Parameter, name: str, dim: int) -> ShardedParam | None:
+        """Return a sharded parameter if its class says how it is gathered, and otherwise None."""
+        part = param._local_tensor if isinstance(param, DTensor) else param
+        if not keeps_own_rows(name, part):
+            return None
+        check_can_extend(name, part, dim, self.settings)
+        own = OwnRows.of(part, name, self.ranks, self.device)
+        spread = shards_of(param, self.ranks, dim)
+        sharded = nn.Parameter(spread.wrap(own.local), requires_grad=param.requires_grad)
+        before = Spread.of(param, self.ranks)
+        keeps = keeps_dtype(self.settings.mp_policy, name, param)
+        return ShardedParam(name, part.shape, sharded, dim, spread, before, keeps, own)
+
+    def take_parameters(self) -> None:
+        """Put the sharded parameters into the modules. Until now, the modules are as they were."""
+        by_param, self._replacements = self._replacements, {}
+        for module in self.modules:
+            for submodule in module.modules():
+                for attribute, value in submodule._parameters.items():
+                    found = by_param.get(value) if value is not None else None
+                    if found is not None and (submodule, attribute) not in found.attributes:
+                        found.attributes.append((submodule, attribute))
+        for param, found in by_param.items():
+            for submodule, attribute in found.attributes:
+                set_parameter(submodule, attribute, found.sharded)
+                if found.quantization is not None:
+                    # bitsandbytes would convert it into memory of its own, outside of the slot.
+                    submodule.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+            mark_sharded(param, found.sharded, found.name, self.name)
+
+    def _range(self, shape: torch.Size, dim: int) -> tuple[int, int]:
+        """Return where this rank's shard begins in dimension ``dim``, and its size there."""
+        chunk = -(-shape[dim] // self.world_size)
+        first = min(chunk * self.ranks.rank, shape[dim])
+        return first, min(chunk, shape[dim] - first)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def flatten(self, *, loading: bool = False) -> bool:
+        """Make the sharded parameters views of one flat shard again.
+
+        ``module.to()``, ``to_empty`` and ``load_state_dict(assign=True)`` give the modules other
+        tensors or other parameters. Their rows are copied into a new flat shard, unless they all
+        lie in the present one already.
+
+        Args:
+            loading: whether modules are being loaded one after another. If so, nothing is copied
+                while some parameters are still on meta.
+
+        Returns:
+            Whether anything changed. If so, the C++ side has to be made anew.
+
+        Raises:
+            ValueError: if a parameter was replaced with something that is not sharded, or its shape
+                changed.
+            RuntimeError: if only some parameters are on meta, unless ``loading``.
+        """
+        if self.is_summoned:
+            return False
+        try:
+            if self.flat_param is not None:
+                self.flat_param.adopt()
+            replaced = [self._merge_tied(), *[self._adopt(param, loading) for param in self.params]]
+        except ValueError:
+            for param in self.params:  # so that the model is as it was before
+                self._register(param)
+            raise
+        if any(replaced):  # the order depends on which of them are gathered
+            self.params = [self.params[place] for place in self._layout_order(self.params)]
+        return self._place_in_flat_shard(loading=loading) or any(replaced)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _place_in_flat_shard(self, *, loading: bool) -> bool:
+        """Copy the sharded parameters into a new flat shard unless all lie in the present one.
+
+        See :meth:`flatten`. Returns whether anything changed.
+        """
+        layout = self.layout_for(training=False)
+        entries = self.entries
+        if self._is_flat(entries, layout):
+            return False
+        devices = {param.local.device.type for param in self.params}
+        if loading and len(devices) > 1:
+            return True
+        if len(devices) > 1:
+            on_meta = [param.name for param in self.params if param.local.is_meta]
+            raise RuntimeError(
+                f"unit '{self.name}' has parameters on {sorted(devices)}, of which {on_meta} "
+                "are on meta. Materialise all of them with to_empty(device=...)."
+            )
+        device = torch.device(devices.pop()) if devices else self.shard_device
+        if self.settings.offloads and device.type not in ("cpu", "meta"):
+            raise RuntimeError(
+                f"unit '{self.name}' is offloaded to the host, but its parameters are on {device}. "
+                'Move them back by module.to("cpu"), or materialise them by '
+                'module.to_empty(device="cpu").'
+            )
+        flat = zeros_for_shard(
+            layout.shard_bytes,
+            device,
+            self.ranks.group,
+            self.settings.transport,
+            pin_memory=self.pins_memory and device.type == "cpu",
+        )
+        parts = self._parts_of(flat, entries, layout)
+        for entry, part in zip(entries, parts, strict=True):
+            if isinstance(entry, ShardedParam) and entry.is_gathered:
+                if not entry.local.is_meta:
+                    part.copy_(entry.local)
+                entry.sharded._local_tensor = part  # type: ignore[attr-defined]
+        self.flat_shard, self.shard_parts = flat, parts
+        if self.flat_param is not None:
+            self.flat_param.follow()
+        return True
+
+    def places(self) -> list[tuple[nn.Module, str]]:
+        """Return the modules and names of all attributes that refer to its parameters."""
+        return [place for param in self.params for place in param.attributes]
+
+    def phase(self) -> str:
+        """Return which pass of its model runs: "forward", "backward" or "idle"."""
+        if self.root is None or self.core is None:
+            return "idle"
+        phase: str = self.root.core.phase()
+        return phase
+
+    def has_changed(self) -> bool:
+        """Return whether an attribute refers to another parameter than when it was sharded."""
+        if self.is_summoned:
+            return False
+        if self.flat_param is not None and self.flat_param.is_replaced():
+            return True
+        for param in self.params:
+            for module, name in param.attributes:
+                now = registered(module, name)
+                if now is not param.sharded and (now is None or unsharded_name(now) is None):
+                    return True
+        return False
+
+    def _merge_tied(self) -> bool:
+        """Make one parameter of those that the user has tied. Return whether there were any."""
+        by_sharded = {param.sharded: param for param in self.params}
+        tied = False
+        for param in self.params:
+            for attribute in list(param.attributes):
+                module, name = attribute
+                now = registered(module, name)
+                other = None if now is None else by_sharded.get(now)
+                if other is not None and other is not param:
+                    param.attributes.remove(attribute)
+                    other.attributes.append(attribute)
+                    tied = True
+        if tied:
+            self.params = [param for param in self.params if param.attributes]
+        return tied
+
+    def _adopt(self, param: ShardedParam, loading: bool) -> bool:
+        """Adopt the parameter that the module has now. Return whether it is another one.
+
+        ``load_state_dict(assign=True)`` gives each attribute of a tied parameter one of its own.
+        They stay tied, to the first.
+        """
+        now = param.registered()
+        replaced = now is not param.sharded or (loading and self._is_untied(param))
+        if replaced:
+            if not (isinstance(now, nn.Parameter) and isinstance(now, DTensor)):
+                raise ValueError(
+                    f"parameter '{param.name}' was replaced by a {type(now).__name__} after "
+                    "fully_shard had made a DTensor of it. Replace parameters before fully_shard."
+                )
+            if tuple(now.placements) != param.spread.placements:
+                raise ValueError(
+                    f"parameter '{param.name}' has the placements {param.spread.placements}, and "
+                    f"was replaced by a DTensor with {tuple(now.placements)}. Redistribute that, "
+                    "or load it without assign=True."
+                )
+            if now is not param.sharded:
+                mark_goes_on_as(param.sharded, now)
+                if param.grad_dtype is not None and own_grad_dtype(now) is None:
+                    now.grad_dtype = param.grad_dtype
+                optimizer_hooks.check_again()
+            param.sharded = now
+            self._register(param)
+        local_shape = list(param.shape)
+        _, local_shape[param.shard_dim] = self._range(param.shape, param.shard_dim)
+        shape = param.spread.shape
+        if param.sharded.shape != shape or list(param.local.shape) != local_shape:
+            raise ValueError(
+                f"parameter '{param.name}' had shape {tuple(shape)}, {tuple(local_shape)} on this "
+                f"rank, when it was sharded, but now has {tuple(param.sharded.shape)} with local "
+                f"shape {tuple(param.local.shape)}. Change shapes before fully_shard."
+            )
+        return self._adopt_own_rows(param) or replaced
+
+    def _adopt_own_rows(self, param: ShardedParam) -> bool:
+        """Follow the class and the methods of a parameter's rows. Return whether they changed."""
+        was_gathered = param.is_gathered
+        if not keeps_own_rows(param.name, param.local):
+            param.own = None
+            return not was_gathered
+        if param.own is None:
+            check_can_extend(param.name, param.local, param.shard_dim, self.settings)
+            most = -(-param.shape[0] // self.world_size)
+            param.own = OwnRows(torch.Size([most, *param.shape[1:]]), torch.empty(0))
+        return param.own.adopt(param.sharded)
+
+    def _register(self, param: ShardedParam) -> None:
+        """Let all modules have a sharded parameter."""
+        flat = self.flat_param
+        for module, name in param.attributes:
+            if flat is not None:
+                flat.home(module)[name] = param.sharded
+            elif registered(module, name) is not param.sharded:
+                set_parameter(module, name, param.sharded)
+
+    def _is_untied(self, param: ShardedParam) -> bool:
+        """Return whether an attribute has another DTensor than the first, as after loading."""
+        values = [registered(module, name) for module, name in param.attributes]
+        return any(isinstance(value, DTensor) and value is not values[0] for value in values)
+
+    def _is_flat(self, entries: Sequence[Entry], layout: _C.UnitLayout) -> bool:
+        if self.flat_shard.numel() != layout.shard_bytes or len(self.shard_parts) != len(entries):
+            return False
+        return all(
+            lies_in(entry, part, self.flat_shard, place.shard_offset)
+            for entry, part, place in zip(entries, self.shard_parts, layout.placements, strict=True)
+        )
+
+    def _parts_of(
+        self,
+        flat: torch.Tensor,
+        entries: Sequence[Entry],
+        layout: _C.UnitLayout,
+    ) -> list[torch.Tensor]:
+        """Return each entry's part of a flat shard, without values on meta."""
+        kinds = [kind_of_part(entry) for entry in entries]
+        if flat.is_meta:
+            return [torch.empty(shape, dtype=dtype, device=flat.device) for shape, dtype in kinds]
+        return [
+            _C.FlatTensor.part_of(flat, place.shard_offset, shape, dtype)
+            for (shape, dtype), place in zip(kinds, layout.placements, strict=True)
+        ]
+
+    def let_optimizers_step(self) -> None:
+        """Let backward step the optimizers that parameters have been given for that.
+
+        Raises:
+            RuntimeError: if a flat or an unsharded parameter has one.
+        """
+        for unsharded in self._unsharded:
+            refuse_unsharded_with_optimizer(unsharded())
+        if self.flat_param is not None:
+            self.flat_param.refuse_optimizer_in_backward()
+        for param in self.params:
+            let_backward_step(param.sharded)
+
+    # - The C++ side
+
+    @torch.inference_mode(False)  # training may follow a first forward in inference mode
+    @torch.no_grad()
+    def build(self, name: str, names: dict[nn.Parameter, str]) -> _C.TorchUnit:
+        """Make the C++ unit for the parameters as they are now.
+
+        Args:
+            name: the unit's name in the root module.
+            names: the names of the sharded parameters in the root module.
+
+        Raises:
+            RuntimeError: if parameters are on the meta device.
+            ValueError: if dtypes or shapes do not fit.
+        """
+        self.name = name
+        self.flatten()
+        flat = self.flat_param
+        if flat is not None:
+            flat.freeze()
+        for param in self.params:
+            param.name = names.get(param.sharded, param.name)
+            check_grad_dtype(param.name, param.sharded, is_extension=not param.is_gathered)
+        self.let_optimizers_step()
+        on_meta = [param.name for param in self.params if param.local.is_meta]
+        if on_meta:
+            raise RuntimeError(
+                "FSDP parameters should be materialized from meta device before training, but the "
+                f"following were still on meta device: {on_meta}. Call "
+                "module.to_empty(device=...) and initialise them before the first forward."
+            )
+        extensions = self._find_extensions()
+        layout = self.layout_for(training=True)
+        entries = self.entries
+        policy = self.settings.mp_policy
+        flat_gradient = torch.empty(
+            layout.gradient_bytes,
+            dtype=torch.uint8,
+            device=self.shard_device,
+            pin_memory=self.pins_memory,
+        )
+        core = _C.TorchUnit(
+            layout=layout,
+            shard=_C.FlatTensor(self.flat_shard, self.shard_parts),
+            flat_gradient=flat_gradient,
+            parameters=[self._unit_parameter(entry) for entry in entries],
+            device=self.device,
+            cast_inputs=policy.param_dtype if policy.cast_forward_inputs else None,
+            cast_outputs=policy.output_dtype,
+            module_count=len(self.modules),
+        )
+        params = [entry if isinstance(entry, ShardedParam) else None for entry in entries]
+        views = core.unsharded_views()
+        unsharded = [
+            unsharded_parameter(param, view) if param is not None and param.is_gathered else None
+            for param, view in zip(params, views, strict=True)
+        ]
+        self._unsharded = [weakref.ref(param) for param in unsharded if param is not None]
+        core.bind(
+            objects=[
+                (None, None, None)
+                if param is None
+                else (
+                    param.sharded,
+                    whole,
+                    None if param.unsharded is None else param.unsharded.place,
+                )
+                for param, whole in zip(params, unsharded, strict=True)
+            ],
+            make_gradients=gradient_maker(gradient_places(params, layout, self.grad_dtype))
+            if flat is None
+            else flat_gradient_maker(
+                self.grad_dtype(self.params[0]), is_trained=self.params[0].is_trained
+            ),
+            extensions=place_extensions(extensions, entries, self.shard_parts, views),
+            flat_parameter=None if flat is None else flat.param,
+            attributes=[
+                swapped_attribute(
+                    module,
+                    attribute,
+                    index,
+                    is_plain=flat is not None,
+                    may_call_setattr=self.settings.calls_setattr,
+                )
+                for index, param in enumerate(params)
+                if param is not None
+                for module, attribute in param.attributes
+            ],
+        )
+        if self.settings.shows_accumulated:
+            spreads = {i: param.spread for i, param in enumerate(params) if param is not None}
+            core.show_accumulated(lambda index, gradient: spreads[index].dtensor(gradient))
+        self.core = core
+        return core
+
+    def _unit_parameter(self, entry: Entry) -> _C.UnitParameter:
+        shape = shape_of_view(entry)
+        if isinstance(entry, GatherInput):
+            return _C.UnitParameter(shape, entry.input_dtype, is_input=True)
+        return _C.UnitParameter(shape, self.compute_dtype(entry), is_input=False)
+
+    def _find_extensions(self) -> list[Extension]:
+        """Return the extensions, with places for what they gather in the flat shard."""
+        policy = self.settings.mp_policy
+        extended = [param for param in self.params if not param.is_gathered]
+        for param in extended:
+            if not is_extension(param.name, param.local):
+                refuse_class(param.name, param.local)
+        extensions = [
+            Extension(param, self.ranks, policy, self.compute_dtype(param)) for param in extended
+        ]
+        self.inputs = [each for extension in extensions for each in extension.inputs]
+        self.flatten()
+        return extensions

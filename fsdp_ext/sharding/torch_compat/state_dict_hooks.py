@@ -1,0 +1,64 @@
+"""Hooks of ``state_dict`` and ``load_state_dict``.
+
+State dicts hold the sharded parameters, and loading one may replace them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from fsdp_ext.sharding.params.flat_parameter import registered
+from fsdp_ext.sharding.root.unit import Unit
+
+
+def install(unit: Unit) -> None:
+    """Register the hooks on every module that has a parameter of ``unit``."""
+
+    def to_sharded(*_: Any) -> None:
+        reshard(unit)
+
+    def loaded(*_: Any) -> None:
+        adopt_changes(unit)
+
+    for module in {module for param in unit.params for module, _ in param.attributes}:
+        hooked: Any = module  # torch leaves these three untyped
+        hooked.register_state_dict_pre_hook(to_sharded)
+        hooked._register_load_state_dict_pre_hook(to_sharded)
+        hooked.register_load_state_dict_post_hook(loaded)
+
+
+def reshard(unit: Unit) -> None:
+    """Reshard the unit. Before its first forward it is sharded already."""
+    if unit.root is not None:
+        unit.root.reshard(unit)
+
+
+def settle(unit: Unit) -> None:
+    """Reshard the unit, and adopt the parameters that its modules were given."""
+    reshard(unit)
+    if unit.flat_param is not None or unit.has_changed():
+        adopt_changes(unit)
+
+
+def adopt_changes(unit: Unit) -> None:
+    """Adopt sharded parameters that were replaced, converted or moved."""
+    if unit.flatten(loading=True) and unit.root is not None:
+        unit.root.invalidate()
+
+
+@contextlib.contextmanager
+def converting(unit: Unit) -> Iterator[None]:
+    """Adopt the sharded parameters that the block converts or moves, with their attributes.
+
+    ``Module._apply`` swaps a parameter that is a DTensor with a new one that lacks its attributes.
+    """
+    now = [(place, registered(*place)) for place in unit.places()]
+    kept = [(place, dict(vars(param))) for place, param in now if param is not None]
+    yield
+    for place, attributes in kept:
+        param = registered(*place)
+        if param is not None:
+            vars(param).update(attributes)
+    adopt_changes(unit)

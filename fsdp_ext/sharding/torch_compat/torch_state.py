@@ -1,0 +1,230 @@
+"""What code written for PyTorch's FSDP2 finds of a unit where it looks for PyTorch's own state.
+
+``torch.distributed.pipelining``, trainers and the like call ``fully_shard.state(module)``,
+``module._get_fsdp_state()`` or ``_get_module_fsdp_state(module)``, and look into the registry of
+composable functions. They find views, which read the unit when they are asked.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+from fsdp_ext.sharding.params.sharded_param import ShardedParam
+from fsdp_ext.sharding.root.forward_hooks import ForwardHooks
+from fsdp_ext.sharding.root.module_state import state_of, unit_of, units_of
+from fsdp_ext.sharding.root.unit import Unit
+
+# PyTorch's registries have the function inside the decorator as their key.
+_FUNCTION: Any = torch_fully_shard.__wrapped__  # type: ignore[attr-defined]
+
+
+class _View:
+    """A view that can be read only, and names what it has if it is asked for something else."""
+
+    def __init__(self, unit: Unit) -> None:
+        object.__setattr__(self, "_unit", unit)
+
+    _unit: Unit
+
+    def __getattr__(self, name: str) -> NoReturn:
+        known = sorted(name for name in dir(type(self)) if not name.startswith("__"))
+        raise AttributeError(
+            f"fsdp_ext has no state of PyTorch's FSDP2, only a view with {', '.join(known)}, so "
+            f"there is no '{name}'. Use the methods of FSDPModule."
+        )
+
+    @property
+    def _comm_ctx(self) -> object:
+        """What units have in common if they share streams and communicators."""
+        ranks = self._unit.ranks
+        return ranks.group, ranks.replica_group, self._unit.settings.transport
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in ("_comm_ctx", "comm_ctx") and value == self._comm_ctx:
+            return  # PyTorch's share_comm_ctx lets modules share what they share already
+        raise AttributeError(
+            f"'{name}' was set in a view of fsdp_ext's state, which has no effect on training. Use "
+            "the methods of FSDPModule."
+        )
+
+
+class ParamView(_View):
+    """A parameter, as ``FSDPParam``."""
+
+    def __init__(self, unit: Unit, param: ShardedParam) -> None:
+        super().__init__(unit)
+        object.__setattr__(self, "_param", param)
+
+    _param: ShardedParam
+
+    @property
+    def sharded_param(self) -> nn.Parameter:
+        """The DTensor that the module has while the unit is sharded."""
+        return self._param.sharded
+
+    @property
+    def _param_fqn(self) -> str:
+        return self._param.name
+
+
+class ParamGroupView(_View):
+    """A unit's parameters, as ``FSDPParamGroup``."""
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules of the ``fully_shard`` call."""
+        return tuple(self._unit.modules)
+
+    @property
+    def mesh_info(self) -> FSDPMeshInfo:
+        """The mesh that rows are sharded over."""
+        if self.mesh.ndim == 2:
+            return HSDPMeshInfo(self.mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+        return FSDPMeshInfo(self.mesh, shard_mesh_dim=0)
+
+    @property
+    def post_forward_mesh_info(self) -> FSDPMeshInfo | None:
+        """The mesh over which parameters are sharded after forward; None if they stay whole."""
+        reshards = self._unit.settings.reshard_after_forward
+        if reshards is None:
+            root = self._unit.root
+            reshards = root is None or root.number(self._unit) >= root.root_units
+        if self._unit.settings.reshard_group > 0:
+            raise NotImplementedError(
+                f"the groups of reshard_after_forward={reshards} have no DeviceMesh. Compute their "
+                "ranks from the mesh: they are consecutive."
+            )
+        return self.mesh_info if reshards else None
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of the ``fully_shard`` call."""
+        return self._unit.ranks.mesh
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return self._unit.device
+
+    @property
+    def mp_policy(self) -> MixedPrecisionPolicy:
+        """The policy of the ``fully_shard`` call."""
+        return self._unit.settings.mp_policy
+
+    @property
+    def fsdp_params(self) -> list[ParamView]:
+        """The unit's parameters."""
+        return [ParamView(self._unit, param) for param in self._unit.params]
+
+    def post_backward(self) -> None:
+        """Reduce what backwards without gradient sync have accumulated, in the whole model."""
+        if self._unit.root is not None:
+            self._unit.root.reduce_accumulated(wait=True)
+
+
+class _StateContextView(_View):
+    """All units of a model, as ``FSDPStateContext``."""
+
+    @property
+    def all_states(self) -> list[StateView]:
+        """The units of the root; only this one before the first forward."""
+        root = self._unit.root
+        units: list[Unit] = [self._unit] if root is None else root.units
+        return [StateView(unit) for unit in units if unit_of(unit.modules[0]) is unit]
+
+    @property
+    def is_last_backward(self) -> bool:
+        """What was set with ``set_is_last_backward``."""
+        root = self._unit.root
+        unit: Unit = self._unit if root is None else root.units[0]
+        return unit.settings.is_last_backward
+
+
+class StateView(_View):
+    """A unit, as ``FSDPState``."""
+
+    # PyTorch's _get_module_fsdp_state checks isinstance(state, FSDPState). A real subclass would
+    # inherit FSDPState's behaviour.
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return FSDPState
+
+    @property
+    def _fsdp_param_groups(self) -> list[ParamGroupView]:
+        units = units_of(self._unit.modules[0])
+        return [ParamGroupView(unit) for unit in units if unit.params]
+
+    @property
+    def _fsdp_param_group(self) -> ParamGroupView | None:
+        groups = self._fsdp_param_groups
+        if len(groups) > 1:
+            raise AssertionError(
+                f"Expected at most 1 param group, but the parameters of '{self._unit.name}' lie on "
+                f"{len(groups)} meshes. Use _fsdp_param_groups."
+            )
+        return groups[0] if groups else None
+
+    @property
+    def _state_ctx(self) -> _StateContextView:
+        return _StateContextView(self._unit)
+
+    @property
+    def _is_root(self) -> bool | None:
+        root = self._unit.root
+        return None if root is None or root.is_provisional else root.units[0] is self._unit
+
+    @property
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        return self._unit.settings.mp_policy
+
+    @property
+    def _device(self) -> torch.device:
+        return self._unit.device
+
+    # PyTorch's register_fsdp_forward_method calls these two around the method.
+
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        changed: tuple[Any, Any] | None = _hooks(module).run_pre(module, args, kwargs)
+        return (args, kwargs) if changed is None else changed
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        changed = _hooks(module).run_post(module, args, output)
+        return output if changed is None else changed
+
+    # PyTorch's pipelining calls this after the last micro-batch.
+
+    def _root_post_backward_final_callback(self) -> None:
+        ParamGroupView(self._unit).post_backward()
+
+
+def _hooks(module: nn.Module) -> ForwardHooks:
+    state = state_of(module)
+    assert state is not None
+    assert state.hooks is not None
+    return state.hooks
+
+
+def register(unit: Unit) -> None:
+    """Let PyTorch's functions find that ``fully_shard`` was applied to the unit's modules."""
+    view, item = StateView(unit), RegistryItem()
+    for module in unit.modules:
+        module.__dict__.setdefault(STATE_KEY, {})[_FUNCTION] = view
+        module.__dict__.setdefault(REGISTRY_KEY, {})[_FUNCTION.__name__] = item
+        _module_state_mapping[module] = weakref.ref(cast(FSDPState, view))
+
+
+def view_of(module: nn.Module) -> StateView | None:
+    """Return the view of the module's unit; None if ``fully_shard`` was not applied to it."""
+    view = module.__dict__.get(STATE_KEY, {}).get(_FUNCTION)
+    return view if isinstance(view, StateView) else None
