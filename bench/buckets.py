@@ -74,7 +74,7 @@ class Training:
         self.input = torch.randn(1, shape.dim)
         for _ in range(WARMUP):
             self.step()
-        self.core = self.model._fsdp_ext_unit.root.core
+        self.impl = self.model._fsdp_ext_unit.root.impl
 
     def step(self) -> float:
         """Run forward and backward; return the seconds."""
@@ -86,7 +86,7 @@ class Training:
 
     def bytes_of_buckets(self) -> list[int]:
         """Return the bytes of each bucket's gather, of all ranks together."""
-        return [bucket["gather_bytes"] for bucket in self.core.buckets() if bucket["gather_bytes"]]
+        return [bucket["gather_bytes"] for bucket in self.impl.buckets() if bucket["gather_bytes"]]
 
 
 def schedule(buckets: Sequence[int], compute: float) -> float:
@@ -110,11 +110,11 @@ def measure_buckets(shape: Shape, bucket_bytes: int | None, repeats: int) -> dic
     free = Training(shape, NO_TIME, bucket_bytes if bucket_bytes is not None else default_bytes())
     wired = Training(shape, LINK, bucket_bytes)
     without, steps = [], []
-    wired.core.enable_log(True)
+    wired.impl.enable_log(True)
     for _ in range(repeats):
         without.append(free.step())
         steps.append(wired.step())
-        sent = wired.core.take_log()
+        sent = wired.impl.take_log()
     with profile(wired.model, iterations=repeats) as prof:
         for _ in range(repeats):
             wired.step()
@@ -136,7 +136,7 @@ def measure_buckets(shape: Shape, bucket_bytes: int | None, repeats: int) -> dic
         "simulated_step_ms": statistics.median(steps) * 1e3,
         "predicted_step_ms": schedule(wired.bytes_of_buckets(), statistics.median(without)) * 1e3,
         "step_without_wire_ms": statistics.median(without) * 1e3,
-        "slots_mb": wired.core.memory()["ring_bytes"] / MB,
+        "slots_mb": wired.impl.memory()["ring_bytes"] / MB,
     }
 
 
@@ -238,10 +238,10 @@ def measure_cut(
             model, transport=transport, mp_policy=policy, max_message_bytes=max_message_bytes
         )
         model(tokens).float().sum().backward()
-        core = model._fsdp_ext_unit.root.core
+        impl = model._fsdp_ext_unit.root.impl
         seconds = phases(model, tokens, repeats)
         row = {name: statistics.median(values) for name, values in seconds.items()}
-        memory = core.memory()
+        memory = impl.memory()
         return row | {"buffers": memory["staging_bytes"] + memory["reduce_bytes"]}
 
     copies = train(NO_TIME, None)

@@ -160,7 +160,7 @@ def measure_size(
 
 def keep_ledger(model: Any, on: bool) -> None:
     """Record times as fsdp_ext.profile does, or do not."""
-    model._fsdp_ext_unit.root.core.keep_times(KEPT if on else 0)
+    model._fsdp_ext_unit.root.impl.keep_times(KEPT if on else 0)
 
 
 def keep_flights(model: Any, on: bool) -> None:

@@ -135,7 +135,7 @@ def books_of(training: Training) -> dict[str, int]:
     from fsdp_ext import _C
 
     model: Any = training.model
-    books: dict[str, int] = model._fsdp_ext_unit.root.core.memory()
+    books: dict[str, int] = model._fsdp_ext_unit.root.impl.memory()
     return {
         **{name: value for name, value in books.items() if name.endswith("bytes")},
         "shard_bytes": sum(unit.flat_shard.nbytes for unit in model._fsdp_ext_unit.root.units),

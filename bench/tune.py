@@ -82,9 +82,9 @@ CASES = [
 
 def settings(root: Any) -> list[Choice]:
     """Return the settings of the sweep: bucket sizes (halvings of the model, and 0) and depths."""
-    total = sum(bucket["gather_bytes"] for bucket in root.core.buckets())
+    total = sum(bucket["gather_bytes"] for bucket in root.impl.buckets())
     sizes = [0]
-    while total > sum(root.core.unsharded_bytes()) // len(root.units):
+    while total > sum(root.impl.unsharded_bytes()) // len(root.units):
         sizes.append(total)
         total //= 2
     return [Choice(nbytes, depth) for nbytes in sizes for depth in DEPTHS]

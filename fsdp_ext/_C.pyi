@@ -71,7 +71,7 @@ class UnitLayout:
 # The reference's function takes gradients, or the output of a collective, and the handle of the
 # stream to run on. Those of collectives also take the input, and a communication hook does if ranks
 # share parameters.
-class ReduceHook:
+class UserCollective:
     def __init__(
         self, weak_function: Callable[[], Callable[..., None] | None], device: torch.device
     ) -> None: ...
@@ -85,17 +85,17 @@ class UnitSettings:
     unshards_in_backward: bool
     requires_gradient_sync: bool
     reduces_unused: bool
-    pack_scale: float
-    reduce_scale: float
+    pre_scale: float
+    post_scale: float
     bucket_bytes: int
-    reduces_alone: bool
+    is_unmergeable: bool
     is_summoned: bool
     forward_prefetch: list[int]
     backward_prefetch: list[int]
-    reduce_hook: ReduceHook | None
-    communication_hook: ReduceHook | None
-    gather_hook: ReduceHook | None
-    scatter_hook: ReduceHook | None
+    reduce_hook: UserCollective | None
+    communication_hook: UserCollective | None
+    gather_hook: UserCollective | None
+    scatter_hook: UserCollective | None
 
 class UnitConfig:
     def __init__(
@@ -429,7 +429,7 @@ class TorchRoot:
     def awaits_reduction(self, unit: int) -> bool: ...
     def reduce_dtype_of(self, unit: int) -> torch.dtype: ...
     def layout_of(self, unit: int) -> UnitLayout: ...
-    def pack_scale(self, unit: int) -> float: ...
+    def pre_scale(self, unit: int) -> float: ...
     def has_unreduced(self) -> bool: ...
     # See Note [shown gradients] in csrc/torch/shown_gradients.h.
     def shown(self, unit: int) -> list[tuple[bool, torch.Tensor | None]]: ...

@@ -140,7 +140,7 @@ def look() -> None:
     values = gradients[gradients != 0].float()
     assert torch.equal(values.sort().values, shards.sort().values), "and padding, which is zero"
     assert thread != threading.get_ident(), "backward goes on meanwhile"
-    buckets = [bucket["units"] for bucket in model._fsdp_ext_unit.root.core.buckets()]
+    buckets = [bucket["units"] for bucket in model._fsdp_ext_unit.root.impl.buckets()]
     assert [2] in buckets, "the unit shares no bucket"
     assert len(buckets) > 1
 

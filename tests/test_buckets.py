@@ -113,9 +113,9 @@ def test_a_random_program_trains_the_same_in_buckets(seed: int, ranks: int) -> N
 def expect_memory_as_asked(program: Bucketed) -> None:
     """Unsharded memory is at most the slots of the largest bucket and what stays gathered."""
     root = program.model._fsdp_ext_unit.root
-    memory, counters = root.core.memory(), root.core.counters()
+    memory, counters = root.impl.memory(), root.impl.counters()
     slot_bytes, kept = 0, 0
-    for bucket in root.core.buckets():
+    for bucket in root.impl.buckets():
         limits = [root.settings.bucket_bytes[number] for number in bucket["units"]]
         assert len(limits) == 1 or bucket["gather_bytes"] <= min(limits)
         if root.settings.reshard_after_forward[bucket["units"][0]]:
@@ -129,7 +129,7 @@ def expect_memory_as_asked(program: Bucketed) -> None:
 
 
 def buckets_of(model: Any) -> list[list[int]]:
-    return [bucket["units"] for bucket in model._fsdp_ext_unit.root.core.buckets()]
+    return [bucket["units"] for bucket in model._fsdp_ext_unit.root.impl.buckets()]
 
 
 class Layers(nn.Module):
@@ -162,16 +162,16 @@ def step(model: Any, seed: int) -> Tensor:
 
 def _collectives() -> None:
     model = make(3 * LAYER_BYTES)
-    core = None
+    impl = None
     for seed in range(4):
-        if core is not None:
-            core.enable_log(True)
+        if impl is not None:
+            impl.enable_log(True)
         step(model, seed)
-        core = model._fsdp_ext_unit.root.core
-    assert core is not None
+        impl = model._fsdp_ext_unit.root.impl
+    assert impl is not None
     assert buckets_of(model) == [[0], [1, 2, 3], [4, 5, 6], [7, 8]]
     first, second, third = "layers.0 to layers.2", "layers.3 to layers.5", "layers.6 to layers.7"
-    sent = [(op, phase, units) for op, phase, units, _ in core.take_log()[-9:]]
+    sent = [(op, phase, units) for op, phase, units, _ in impl.take_log()[-9:]]
     assert sent == [
         ("all_gather", "forward", "the root"),
         ("all_gather", "forward", first),
@@ -183,10 +183,10 @@ def _collectives() -> None:
         ("reduce_scatter", "backward", first),
         ("reduce_scatter", "backward", "the root"),  # it waits for the units inside it
     ]
-    memory = core.memory()
+    memory = impl.memory()
     layer = model.layers[0]._fsdp_ext_unit.layout_for(training=True).unsharded_bytes
     assert (memory["ring_slots"], memory["ring_slot_bytes"]) == (2, 3 * layer)
-    counters = core.counters()
+    counters = impl.counters()
     assert counters["overflow_slots"] == 0
     assert counters["unsharded_bytes"] == 0
 
@@ -214,9 +214,9 @@ def _slots_of_nested_units() -> None:
         fully_shard(unit, bucket_bytes=0)
     for _ in range(3):
         model(torch.ones(2, WIDTH)).sum().backward()
-        core = model._fsdp_ext_unit.root.core
-        assert core.memory()["ring_slots"] == 3 + 1  # that enclose each other, and the prefetch
-        assert core.counters()["overflow_slots"] == 0
+        impl = model._fsdp_ext_unit.root.impl
+        assert impl.memory()["ring_slots"] == 3 + 1  # that enclose each other, and the prefetch
+        assert impl.counters()["overflow_slots"] == 0
 
 
 def test_units_that_enclose_each_other_have_a_slot_each() -> None:
@@ -428,11 +428,11 @@ def _two_backwards() -> None:
     for bucket_bytes in (10**6, 0):
         model = make(bucket_bytes)
         step(model, 0)
-        model._fsdp_ext_unit.root.core.reset_counters()
+        model._fsdp_ext_unit.root.impl.reset_counters()
         losses = [model(torch.ones(2, WIDTH)).sum() for _ in range(2)]
         for loss in losses:
             loss.backward()
-        wire.append(model._fsdp_ext_unit.root.core.counters())
+        wire.append(model._fsdp_ext_unit.root.impl.counters())
     assert wire[0]["reduce_scatters"] == 4  # one of the root and one of the bucket in each backward
     assert wire[0]["wire_bytes"] <= wire[1]["wire_bytes"]
 
@@ -518,10 +518,10 @@ def _sent_in_pieces() -> None:
         fully_shard(layer)
     fully_shard(model, bucket_bytes=10**6, max_message_bytes=rows_of_two_layers)
     step(model, 0)
-    core = model._fsdp_ext_unit.root.core
-    core.enable_log(True)
+    impl = model._fsdp_ext_unit.root.impl
+    impl.enable_log(True)
     losses = [step(model, seed) for seed in range(1, 3)]
-    log = core.take_log()
+    log = impl.take_log()
     assert max(nbytes for *_, nbytes in log) <= rows_of_two_layers
     assert sum(op == "reduce_scatter" for op, *_ in log) > 2 * 4
     whole = make(10**6)
@@ -530,7 +530,7 @@ def _sent_in_pieces() -> None:
         model.layers[0].weight.grad.full_tensor(), whole.layers[0].weight.grad.full_tensor()
     )
     # Two halves of the largest message are less than the whole unit.
-    assert core.memory()["reduce_bytes"] < whole._fsdp_ext_unit.root.core.memory()["reduce_bytes"]
+    assert impl.memory()["reduce_bytes"] < whole._fsdp_ext_unit.root.impl.memory()["reduce_bytes"]
 
 
 def test_a_bucket_larger_than_a_message_travels_as_several() -> None:
@@ -559,10 +559,10 @@ def _one_huge_parameter(half: bool) -> None:
     model, cut = train(5000)
     _, whole = train(None)
     assert all(torch.equal(a, b) for a, b in zip(cut, whole, strict=True))
-    (bucket,) = model._fsdp_ext_unit.root.core.buckets()
+    (bucket,) = model._fsdp_ext_unit.root.impl.buckets()
     assert bucket["gather_messages"] >= 1001 * 33 * (2 if half else 4) / 5000
     assert bucket["reduce_messages"] >= bucket["gather_messages"]
-    assert model._fsdp_ext_unit.root.core.memory()["staging_bytes"] < 2 * 5000 + 1000
+    assert model._fsdp_ext_unit.root.impl.memory()["staging_bytes"] < 2 * 5000 + 1000
 
 
 @pytest.mark.parametrize("half", [False, True])

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_ext
 from fsdp_ext import _C, FullyShardedDataParallel, Link, Simulated, fully_shard
-from fsdp_ext.sharding.root.step_checks import Place, UnitLook, findings
+from fsdp_ext.sharding.root.step_checks import Place, StepChecksum, findings
 
 
 def flip_a_bit(values: Tensor) -> None:
@@ -125,8 +125,8 @@ def test_replicas_of_a_shard_are_compared_with_each_other() -> None:
 
 
 def test_what_is_most_specific_comes_first() -> None:
-    def look(gathered: int, shard: int, changed: int = 0) -> list[UnitLook]:
-        return [UnitLook(7, 0, 1, 0), UnitLook(gathered, 5, shard, changed)]
+    def look(gathered: int, shard: int, changed: int = 0) -> list[StepChecksum]:
+        return [StepChecksum(7, 0, 1, 0), StepChecksum(gathered, 5, shard, changed)]
 
     place = Place([4, 5, 6, 7, 8, 9], in_set=2)
     looks = [look(3, 1), look(3, 2), look(9, 8, 1), look(9, 2), look(3, 1), look(0, 2)]

@@ -209,11 +209,11 @@ def _gathers_in_backward(leaves_sharded: bool) -> list[str]:
         leave_the_embedding_sharded(run)
     for step in range(2):
         train_step(run, step)
-    core = run.model._fsdp_ext_unit.root.core
-    core.enable_log(True)
+    impl = run.model._fsdp_ext_unit.root.impl
+    impl.enable_log(True)
     train_step(run, 2)
     return [
-        unit for op, phase, unit, _ in core.take_log() if (op, phase) == ("all_gather", "backward")
+        unit for op, phase, unit, _ in impl.take_log() if (op, phase) == ("all_gather", "backward")
     ]
 
 

@@ -197,7 +197,7 @@ def _described() -> tuple[bool, Any, str]:
     fully_shard(model, transport="process_group")
     model(torch.ones(2, 300)).sum().backward()
     root = model._fsdp_ext_unit.root
-    return root.lanes.is_composed, root.core.memory(), describe_buckets(model)
+    return root.lanes.is_composed, root.impl.memory(), describe_buckets(model)
 
 
 def test_all_collectives_are_composed_and_the_description_says_so() -> None:

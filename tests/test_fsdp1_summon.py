@@ -233,12 +233,12 @@ def _gathers() -> None:
     x = torch.randn(3, models.DIM)
     for _ in range(3):
         model(x)
-    core = model._sharded._fsdp_ext_unit.root.core
-    core.enable_log(True)
+    impl = model._sharded._fsdp_ext_unit.root.impl
+    impl.enable_log(True)
     for recurse, gathered in ((True, []), (False, ["blocks.0 to blocks.2"] * 3)):
         with FSDP.summon_full_params(model, recurse=recurse):
             model.generate(x, 3)
-            log = core.take_log()
+            log = impl.take_log()
         assert [units for _, _, units, _ in log] == gathered
 
 
@@ -249,11 +249,11 @@ def _gathers_around() -> None:
         unit.change(bucket_bytes=0)
     for _ in range(3):
         run(model, model, 0)
-    core = model._sharded._fsdp_ext_unit.root.core
-    core.enable_log(True)
+    impl = model._sharded._fsdp_ext_unit.root.impl
+    impl.enable_log(True)
     with FSDP.summon_full_params(model.blocks[1]):
         run(model, model, 0)
-    assert [units for _, _, units, _ in core.take_log()] == ["the root", "blocks.0", "blocks.2"]
+    assert [units for _, _, units, _ in impl.take_log()] == ["the root", "blocks.0", "blocks.2"]
 
 
 def test_forward_inside_gathers_only_what_is_not_summoned() -> None:

@@ -89,8 +89,8 @@ def _plans(how: str) -> list[str]:
         fully_shard(model)
         args, kwargs = model.batch(torch.Generator().manual_seed(dist.get_rank()))
         model(*args, **kwargs)
-        core = model._fsdp_ext_unit.root.core  # type: ignore[attr-defined]
-        return [core.gather_plan(number) for number in range(len(model.units()) + 1)]
+        impl = model._fsdp_ext_unit.root.impl  # type: ignore[attr-defined]
+        return [impl.gather_plan(number) for number in range(len(model.units()) + 1)]
 
 
 @pytest.mark.parametrize("how", ["direct", "packed", "direct and packed"])

@@ -78,7 +78,7 @@ def compare(options: dict[str, Any], policy: MixedPrecisionPolicy) -> None:
         mine[0].flat_shard()
     planned = fsdp_ext.plan(mine)
     units = mine._fsdp_ext_units(recurse=True)
-    gradients = sum(unit.core.share_flat_gradient().nbytes for unit in units)
+    gradients = sum(unit.impl.share_flat_gradient().nbytes for unit in units)
     assert planned.memory.gradients == gradients > 0
 
 

@@ -108,10 +108,10 @@ def _warning() -> None:
         warnings.simplefilter("error")
         run.backward(run.loss(1))
     root = run.model._fsdp_ext_unit.root
-    assert [root.core.state(number) for number in range(4)] == ["sharded"] * 4
+    assert [root.impl.state(number) for number in range(4)] == ["sharded"] * 4
     with torch.no_grad():
         run.loss(2)  # keeps nothing
-    assert root.core.state(1) == "sharded"
+    assert root.impl.state(1) == "sharded"
 
 
 def test_a_warning_names_the_unit_once_and_backward_reshards_it() -> None:

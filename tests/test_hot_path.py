@@ -126,13 +126,13 @@ def _log_of_a_step() -> None:
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model, optimizer, 0)
-    core = model._fsdp_ext_unit.root.core
+    impl = model._fsdp_ext_unit.root.impl
     layers = [f"layers.{i}" for i in range(LAYERS)]
     for seed in range(1, 4):
-        core.enable_log(True)
-        core.reset_counters()
+        impl.enable_log(True)
+        impl.reset_counters()
         step(model, optimizer, seed)
-        log = core.take_log()
+        log = impl.take_log()
         gathers = [(phase, unit) for op, phase, unit, _ in log if op == "all_gather"]
         forward = [unit for phase, unit in gathers if phase == "forward"]
         backward = [unit for phase, unit in gathers if phase == "backward"]
@@ -157,7 +157,7 @@ def _log_of_a_step() -> None:
                 else unit.layout_for(training=True).grad_numel
             )
             assert size == 4 * per_rank * ranks
-        counters = core.counters()
+        counters = impl.counters()
         assert counters["all_gathers"] == 2 * LAYERS - 1
         assert counters["reused_unshards"] == 2
         assert counters["overflow_slots"] == 0
@@ -176,10 +176,10 @@ def _memory_of_many_steps() -> None:
     memories, peaks = [], []
     for seed in range(20):
         step(model, optimizer, seed)
-        core = model._fsdp_ext_unit.root.core
-        memories.append(core.memory())
+        impl = model._fsdp_ext_unit.root.impl
+        memories.append(impl.memory())
         peaks.append(
-            (core.counters()["peak_unsharded_units"], core.counters()["peak_unsharded_bytes"])
+            (impl.counters()["peak_unsharded_units"], impl.counters()["peak_unsharded_bytes"])
         )
     layers = [
         layer._fsdp_ext_unit.layout_for(training=True).unsharded_bytes for layer in model.layers
@@ -200,12 +200,12 @@ def _train(delayed: str | None) -> list[Tensor]:
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = [step(model, optimizer, 0)]
-    core = model._fsdp_ext_unit.root.core
+    impl = model._fsdp_ext_unit.root.impl
     if delayed is not None:
-        core.set_poison_released_slots(True)
+        impl.set_poison_released_slots(True)
     for seed in range(1, 5):
         if delayed is not None:
-            core.delay_stream(delayed, 0.05)
+            impl.delay_stream(delayed, 0.05)
         losses.append(step(model, optimizer, seed))
     return [*losses, *(param.full_tensor().detach() for param in model.parameters())]
 
@@ -256,12 +256,12 @@ def _gathers_of(kind: str) -> tuple[list[tuple[str, str]], int, int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for seed in range(3):
         step(model, optimizer, seed)
-    core = model._fsdp_ext_unit.root.core
-    core.reset_counters()
-    core.enable_log(True)
+    impl = model._fsdp_ext_unit.root.impl
+    impl.reset_counters()
+    impl.enable_log(True)
     step(model, optimizer, 3)
-    gathers = [(phase, unit) for op, phase, unit, _ in core.take_log() if op == "all_gather"]
-    return gathers, core.memory()["ring_slots"], core.counters()["overflow_slots"]
+    gathers = [(phase, unit) for op, phase, unit, _ in impl.take_log() if op == "all_gather"]
+    return gathers, impl.memory()["ring_slots"], impl.counters()["overflow_slots"]
 
 
 def test_a_unit_of_the_first_and_last_layer_gathers_nothing_in_vain() -> None:

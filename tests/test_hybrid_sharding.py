@@ -225,8 +225,8 @@ def _train(delayed: str | None, shape: tuple[int, int], accumulates: bool) -> li
     for step in range(4):
         root = model._fsdp_ext_unit.root
         if delayed is not None and root is not None:
-            root.core.set_poison_released_slots(True)
-            root.core.delay_stream(delayed, 0.03)
+            root.impl.set_poison_released_slots(True)
+            root.impl.delay_stream(delayed, 0.03)
         # Two backwards accumulate, two reduce, and only the last one waits for reductions.
         if accumulates:
             model.set_requires_gradient_sync(step % 2 == 1)

@@ -111,7 +111,7 @@ def evaluate_twice_after_a_step(rank: int, models: list[nn.Linear]) -> int:
 
 
 def gathers_of(model: Any) -> int:
-    counters: dict[str, int] = model._fsdp_ext_unit.root.core.counters()
+    counters: dict[str, int] = model._fsdp_ext_unit.root.impl.counters()
     return counters["all_gathers"]
 
 

@@ -114,10 +114,10 @@ def _compare(setup: Setup) -> None:
     assert len({parameter.device_mesh for parameter in model.parameters()}) > 1
     with torch.no_grad():
         model(batch(0, 0))  # makes the root
-    core = model._fsdp_ext_unit.root.core
-    core.set_poison_released_slots(True)
+    impl = model._fsdp_ext_unit.root.impl
+    impl.set_poison_released_slots(True)
     streams = ("gather", "reduce")
-    ours = train(setup, model, lambda: core.delay_stream(streams[dist.get_rank() % 2], 0.002))
+    ours = train(setup, model, lambda: impl.delay_stream(streams[dist.get_rank() % 2], 0.002))
     assert_same(ours, theirs, setup.allowed)
 
 

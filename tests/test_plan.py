@@ -129,7 +129,7 @@ def train(model: Any) -> torch.optim.Optimizer:
 
 def expect_as_planned(model: Any, optimizer: torch.optim.Optimizer, planned: Plan) -> None:
     root = model._fsdp_ext_unit.root
-    memory, of_plan = root.core.memory(), planned.memory
+    memory, of_plan = root.impl.memory(), planned.memory
     assert memory["ring_slots"] == of_plan.ring_slots
     assert memory["ring_slot_bytes"] == of_plan.ring_slot
     assert memory["ring_bytes"] == of_plan.ring
@@ -140,14 +140,14 @@ def expect_as_planned(model: Any, optimizer: torch.optim.Optimizer, planned: Pla
     assert memory["bucket_buffer_bytes"] == of_plan.gather_inputs + in_buckets
     assert [unit.name for unit in root.units] == [unit.name for unit in planned.units]
     assert [unit.flat_shard.nbytes for unit in root.units] == [u.shard for u in planned.units]
-    assert sum(unit.core.share_flat_gradient().nbytes for unit in root.units) == of_plan.gradients
+    assert sum(unit.impl.share_flat_gradient().nbytes for unit in root.units) == of_plan.gradients
     assert sum(unit.shard for unit in planned.units) == of_plan.shards
     if dist.get_rank() == 0:
         kept = [value for state in optimizer.state.values() for value in state.values()]
         held = [state._local_tensor for state in kept if state.ndim > 0]
         assert sum(state.nbytes for state in held) == of_plan.optimizer_states
     names = [unit.name for unit in root.units]
-    for bucket, expected in zip(root.core.buckets(), planned.buckets, strict=True):
+    for bucket, expected in zip(root.impl.buckets(), planned.buckets, strict=True):
         assert [names[number] for number in bucket["units"]] == list(expected.units)
         assert bucket["gather_bytes"] == expected.gather
         assert bucket["reduce_bytes"] == expected.reduce

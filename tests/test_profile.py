@@ -47,7 +47,7 @@ def _simulated(kind: str) -> dict[str, float]:
         core: list[Any] = []
 
         def stall(step: int) -> None:
-            core[:] = [model._fsdp_ext_unit.root.core]
+            core[:] = [model._fsdp_ext_unit.root.impl]
 
         # The thread of the gather lane stands still in the middle of forward.
         model[2].register_forward_pre_hook(
@@ -235,7 +235,7 @@ def _adds_up(kind: str) -> None:
     forwards = 2 if kind == "two forwards" else 1
     assert [s.first for s in computed] == list(range(LAYERS + 1)) * forwards
     train(model, 1)  # and nothing is recorded any more
-    assert model._fsdp_ext_unit.root.core.take_times() == ([], 0)
+    assert model._fsdp_ext_unit.root.impl.take_times() == ([], 0)
 
 
 @pytest.mark.parametrize(
@@ -249,8 +249,8 @@ def _collectives() -> None:
     warnings.simplefilter("ignore")
     model = make(compute=0.0)
     train(model, 2)
-    core = model._fsdp_ext_unit.root.core
-    core.enable_log(True)
+    impl = model._fsdp_ext_unit.root.impl
+    impl.enable_log(True)
     with fsdp_ext.profile(model) as prof:
         train(model, 1)
     (iteration,) = prof.iterations
@@ -259,7 +259,7 @@ def _collectives() -> None:
         for s in iteration.spans
         if s.work in ("gather", "reduce")
     ]
-    assert recorded == [(op, phase, nbytes) for op, phase, _, nbytes in core.take_log()]
+    assert recorded == [(op, phase, nbytes) for op, phase, _, nbytes in impl.take_log()]
     for span in iteration.of("gather", "reduce"):
         assert iteration.begin <= span.issued <= span.begin <= span.end <= iteration.end
     wire = sum(row.nbytes for row in prof.rows())
@@ -363,7 +363,7 @@ def _any_order() -> None:
         fully_shard(layer)
     fully_shard(model, bucket_bytes=3 * UNIT)
     train(model, 3)
-    assert len(model._fsdp_ext_unit.root.core.buckets()) == 3
+    assert len(model._fsdp_ext_unit.root.impl.buckets()) == 3
     with fsdp_ext.profile(model) as prof:
         train(model, 3)
     check_sums(prof)

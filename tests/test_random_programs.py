@@ -242,8 +242,8 @@ class Program:
     def disturb(self, stream: str) -> None:
         root = self.model._fsdp_ext_unit.root
         if root is not None:  # from the first forward on
-            root.core.set_poison_released_slots(True)
-            root.core.delay_stream(stream, 0.005)
+            root.impl.set_poison_released_slots(True)
+            root.impl.delay_stream(stream, 0.005)
 
 
 def _same_under_both(seed: int, shape: tuple[int, ...]) -> None:

@@ -219,9 +219,9 @@ def _trained(case: Case, poisoned: bool) -> tuple[list[Any], int]:
     run.under_test = True
     if poisoned:
         run.model(*run.batch(0)[0])
-        run.model._fsdp_ext_unit.root.core.set_poison_released_slots(True)
+        run.model._fsdp_ext_unit.root.impl.set_poison_released_slots(True)
     records = trained(run)
-    counters = run.model._fsdp_ext_unit.root.core.counters()
+    counters = run.model._fsdp_ext_unit.root.impl.counters()
     assert counters["all_gathers"] > 0
     return records, counters["group_all_gathers"]
 
@@ -304,7 +304,7 @@ def _extensions_in_groups() -> int:
         ]
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(*losses, strict=True))
         compare(models, f"step {step}")
-    counters: dict[str, int] = models[0]._fsdp_ext_unit.root.core.counters()
+    counters: dict[str, int] = models[0]._fsdp_ext_unit.root.impl.counters()
     return counters["group_all_gathers"]
 
 
@@ -402,24 +402,24 @@ def _gathers() -> list[tuple[str, str, str]]:
     fully_shard(model, bucket_bytes=0)
     train(model)
     train(model)
-    core = model._fsdp_ext_unit.root.core
-    before = core.memory()
-    core.reset_counters()
-    core.enable_log(True)
+    impl = model._fsdp_ext_unit.root.impl
+    before = impl.memory()
+    impl.reset_counters()
+    impl.enable_log(True)
     with fsdp_ext.profile(model) as prof:
         train(model)
     prof.merge()
-    log = [record[:3] for record in core.take_log() if "gather" in record[0]]
-    assert core.memory() == before
-    assert core.counters()["overflow_slots"] == 0
+    log = [record[:3] for record in impl.take_log() if "gather" in record[0]]
+    assert impl.memory() == before
+    assert impl.counters()["overflow_slots"] == 0
     rows = {(row.operation, row.phase, row.units) for row in prof.rows()}
     assert ("group gather", "backward", "blocks.0") in rows
     assert "over groups of 2 ranks" in fsdp_ext.describe_buckets(model)
     model.set_reshard_after_forward(True)
     train(model)
-    core.enable_log(True)
+    impl.enable_log(True)
     train(model)
-    assert all(record[0] != "group_all_gather" for record in core.take_log())
+    assert all(record[0] != "group_all_gather" for record in impl.take_log())
     return log
 
 

@@ -244,12 +244,12 @@ def compare_with_fsdp2(setup: Setup) -> None:
     model.blocks[0].experts.reshard()
     with torch.no_grad():
         model(batch(0, 0))  # makes the root
-    core = model._fsdp_ext_unit.root.core
-    core.set_poison_released_slots(True)
+    impl = model._fsdp_ext_unit.root.impl
+    impl.set_poison_released_slots(True)
     streams = ("gather", "reduce")
 
     def delay() -> None:
-        core.delay_stream(streams[dist.get_rank() % 2], 0.002)
+        impl.delay_stream(streams[dist.get_rank() % 2], 0.002)
 
     ours = train(setup, model, delay)
     assert_same(ours, theirs, setup.allowed)

@@ -55,10 +55,10 @@ def _train(world_size: int) -> dict[str, Any]:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    core = model._fsdp_ext_unit.root.core
+    impl = model._fsdp_ext_unit.root.impl
     unsharded = model._fsdp_ext_unit.root.units[1]
-    core.unshard(1)
-    core.wait_for_unshard(1)
+    impl.unshard(1)
+    impl.wait_for_unshard(1)
     weight = model[0].weight.detach()
     rows = 8192 // world_size
     own = weight[3 * rows : 4 * rows].clone()
@@ -75,7 +75,7 @@ def _train(world_size: int) -> dict[str, Any]:
             model._fsdp_ext_unit.ranks.group, torch.device("cpu"), transport
         ).transport,
     }
-    core.reshard(1)
+    impl.reshard(1)
     dist.barrier()
     return answer
 
@@ -102,13 +102,13 @@ def _step_over(link: Link) -> tuple[float, float]:
         fully_shard(layer, transport=Simulated(4, link))
     fully_shard(model, transport=Simulated(4, link), bucket_bytes=0)
     model(torch.ones(1, 8)).sum().backward()
-    core = model._fsdp_ext_unit.root.core
-    core.enable_log(True)
+    impl = model._fsdp_ext_unit.root.impl
+    impl.enable_log(True)
     start = time.monotonic()
     model(torch.ones(1, 8)).sum().backward()
     taken = time.monotonic() - start
     # Without compute to overlap, gathers one after another take the sum of their costs.
-    gathers = [link.seconds(op, nbytes) for op, _, _, nbytes in core.take_log() if "gather" in op]
+    gathers = [link.seconds(op, nbytes) for op, _, _, nbytes in impl.take_log() if "gather" in op]
     return taken, sum(gathers)
 
 
@@ -142,15 +142,15 @@ def _train_as_one_of_a_set() -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         if step == 0:
-            model._fsdp_ext_unit.root.core.enable_log(True)
-            model._fsdp_ext_unit.root.core.reset_counters()
-    core = model._fsdp_ext_unit.root.core
+            model._fsdp_ext_unit.root.impl.enable_log(True)
+            model._fsdp_ext_unit.root.impl.reset_counters()
+    impl = model._fsdp_ext_unit.root.impl
     return {
         "local shapes": [tuple(p.to_local().shape) for p in model.parameters()],
         "ranks": (model._fsdp_ext_unit.ranks.rank, model._fsdp_ext_unit.ranks.rank_in_mesh),
         "buckets": fsdp_ext.describe_buckets(model),
-        "all-reduces": [n for op, _, _, n in core.take_log() if op == "all_reduce"],
-        "reductions": core.counters()["reduce_scatters"],
+        "all-reduces": [n for op, _, _, n in impl.take_log() if op == "all_reduce"],
+        "reductions": impl.counters()["reduce_scatters"],
         "planned": [bucket.all_reduce for bucket in fsdp_ext.plan(model).buckets],
     }
 
@@ -171,12 +171,12 @@ def _all_reduces_take_time(link: Link) -> tuple[float, float]:
     )
     model(torch.ones(1, 8)).sum().backward()
     model.zero_grad()
-    core = model._fsdp_ext_unit.root.core
-    core.enable_log(True)
+    impl = model._fsdp_ext_unit.root.impl
+    impl.enable_log(True)
     start = time.monotonic()
     model(torch.ones(1, 8)).sum().backward()
     taken = time.monotonic() - start
-    log = core.take_log()
+    log = impl.take_log()
     return taken, sum(link.seconds(op, n) for op, _, _, n in log if op == "all_reduce")
 
 

@@ -70,7 +70,7 @@ def batch(step: int, micro_batch: int = 0) -> Tensor:
 def poison(model: Any) -> None:
     """Fill slots with NaN when they are released, if fsdp_ext has sharded the model."""
     if isinstance(model, fsdp_ext.FSDPModule) and model._fsdp_ext_unit.root is not None:
-        model._fsdp_ext_unit.root.core.set_poison_released_slots(True)
+        model._fsdp_ext_unit.root.impl.set_poison_released_slots(True)
 
 
 def reshard(model: Any) -> None:

@@ -177,8 +177,8 @@ def _pipeline(schedule: str, stages: int) -> None:
                 optimizer.step()
             if step < 2:
                 for model in models if name == "fsdp_ext" else ():
-                    model._fsdp_ext_unit.root.core.enable_log(True)
-                    model._fsdp_ext_unit.root.core.take_log()  # of this step
+                    model._fsdp_ext_unit.root.impl.enable_log(True)
+                    model._fsdp_ext_unit.root.impl.take_log()  # of this step
                 for optimizer in optimizers:
                     optimizer.zero_grad()
         gradients[name] = [
@@ -188,9 +188,9 @@ def _pipeline(schedule: str, stages: int) -> None:
             for value in (param, param.grad)
         ]
     for model in models:
-        core = model._fsdp_ext_unit.root.core
-        reductions = [op for op, *_ in core.take_log() if op == "reduce_scatter"]
-        assert len(reductions) == sum(bucket["reduce_bytes"] > 0 for bucket in core.buckets())
+        impl = model._fsdp_ext_unit.root.impl
+        reductions = [op for op, *_ in impl.take_log() if op == "reduce_scatter"]
+        assert len(reductions) == sum(bucket["reduce_bytes"] > 0 for bucket in impl.buckets())
     for theirs, ours in zip(gradients["fsdp2"], gradients["fsdp_ext"], strict=True):
         assert torch.equal(theirs, ours)
 

@@ -259,14 +259,14 @@ def test_parameters_that_the_user_has_unsharded_stay_so() -> None:
 def _kept_slots() -> None:
     model = sharded(reshard_after_forward=False)
     expected = output_of(model)
-    core = model._fsdp_ext_unit.root.core
-    core.reset_counters()
+    impl = model._fsdp_ext_unit.root.impl
+    impl.reset_counters()
     for _ in range(3):
         assert all_sharded(model)
         assert torch.equal(output_of(model), expected)
-    assert core.counters()["all_gathers"] == 0
+    assert impl.counters()["all_gathers"] == 0
     model.layers[0].unshard()  # gathers anew
-    assert core.counters()["all_gathers"] == 1
+    assert impl.counters()["all_gathers"] == 1
     with torch.no_grad():
         model.reshard()
         model.head.weight.zero_()
@@ -400,13 +400,13 @@ def _added_after_sharding() -> None:
     del model.head.scale
     model(ones()).sum().backward()
     # Modules elsewhere change nothing.
-    core = model._fsdp_ext_unit.core
+    impl = model._fsdp_ext_unit.impl
     elsewhere = nn.Sequential(nn.Linear(4, 4))
     elsewhere.append(nn.Linear(4, 4))
     model(ones()).sum().backward()
     model.layers[1].note = nn.Identity()
     model(ones()).sum().backward()
-    assert model._fsdp_ext_unit.core is core
+    assert model._fsdp_ext_unit.impl is impl
 
 
 def test_trainable_parameters_that_are_added_after_sharding_are_refused() -> None:

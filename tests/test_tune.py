@@ -129,9 +129,9 @@ def _applies() -> None:
     # The next step runs as planned.
     model(batch()).sum().backward()
     model(batch()).sum().backward()
-    core = model._fsdp_ext_unit.root.core
-    assert len(core.buckets()) == result.chosen.buckets
-    assert core.memory()["ring_slots"] <= result.chosen.choice.prefetch + 1
+    impl = model._fsdp_ext_unit.root.impl
+    assert len(impl.buckets()) == result.chosen.buckets
+    assert impl.memory()["ring_slots"] <= result.chosen.choice.prefetch + 1
     text = str(result)
     assert f"chosen: {result.chosen.choice}" in " ".join(text.split())
     assert "predicted simulated ms" in text
@@ -151,7 +151,7 @@ def _measured_fastest() -> None:
     def step(trial: Trial, *guard: Any) -> float:
         of_trial(trial, *guard)
         # What each bucket waits for, however busy the machine is: two gathers and a reduction.
-        return float(3 * alpha * len(model._fsdp_ext_unit.root.core.buckets()))
+        return float(3 * alpha * len(model._fsdp_ext_unit.root.impl.buckets()))
 
     of_trial = Trial.step
     with mock.patch.object(Trial, "step", step):
@@ -368,8 +368,8 @@ def recorded_steps(model: Any) -> Iterator[list[tuple[int, int]]]:
 
     def step(trial: Trial, *guard: Any) -> float:
         taken = plain(trial, *guard)
-        core = model._fsdp_ext_unit.root.core
-        steps.append((core.memory()["ring_bytes"], len(core.buckets())))
+        impl = model._fsdp_ext_unit.root.impl
+        steps.append((impl.memory()["ring_bytes"], len(impl.buckets())))
         return taken
 
     with mock.patch.object(Trial, "step", step):

@@ -28,7 +28,7 @@ LAYERS, UNITS = 1, 96
 PARTS = ("unsharded", "sharded")
 ORDER_CHECK = {
     # Inlined into what the pipeline gives to the gatherer and the reducer.
-    "Pipeline::announce": (
+    "Pipeline::record_issue": (
         r"^std::_Function_handler<void \(fsdp::Bucket const&, fsdp::NextMessage const&\), "
         r"fsdp::Pipeline::"
     ),

@@ -131,7 +131,7 @@ def train(
     with fsdp_ext.profile(model) as prof:
         for _ in range(STEPS):
             step()
-    return Run(prof, model._fsdp_ext_unit.root.core.memory())
+    return Run(prof, model._fsdp_ext_unit.root.impl.memory())
 
 
 def transport_of(ratio: float, free: Run) -> Simulated:

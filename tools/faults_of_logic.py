@@ -41,8 +41,8 @@ FAULTS = (
     # - The schedule
     Fault(
         "a unit that stayed unsharded keeps parameters from before the step",
-        f"{CORE}/schedule/pipeline.cpp",
-        "!gatherer_.is_current(*unit)",
+        f"{CORE}/gather/gatherer.cpp",
+        "!is_current(*unit)",
         "false",
         cpp=CPP,
         python=("trained_parameters",),
@@ -50,9 +50,9 @@ FAULTS = (
     Fault(
         "a prefetched unit that did not run keeps its slot after forward",
         f"{CORE}/schedule/pipeline.cpp",
-        "unit->is_speculative",
+        "unit->gather.is_speculative()",
         "false",
-        within="unit->is_speculative) {  // prefetched, and did not run",
+        within="unit->gather.is_speculative()) {  // prefetched, and did not run",
         cpp=CPP,
         python=("trained_parameters",),
     ),
@@ -82,8 +82,8 @@ FAULTS = (
     ),
     Fault(
         "a rank without a gradient forgets that its unit awaits a reduction",
-        f"{CORE}/schedule/pipeline.cpp",
-        "unit.awaits_reduction = unit.awaits_reduction || unit.leaves_gradients();",
+        f"{CORE}/reduce/unit_gradients.h",
+        "awaits_reduction_ = awaits_reduction_ || (!syncs && count() > 0);",
         cpp=CPP,
         python=("unused_parameters",),
     ),
@@ -98,9 +98,9 @@ FAULTS = (
     Fault(
         "unshard() shows a unit that was put away as it is",
         f"{CORE}/schedule/pipeline.cpp",
-        "unit.is_put_away",
+        "unit.gather.is_put_away()",
         "false",
-        within="unit.is_put_away) {\n    gatherer_.reshard(unit);",
+        within="unit.gather.is_put_away()) {\n    gatherer_.reshard(unit);",
         cpp=CPP,
         python=("prefetch_api", "trained_parameters"),
     ),
@@ -113,9 +113,9 @@ FAULTS = (
     ),
     Fault(
         "another prefetch depth leaves the ring as it was",
-        f"{CORE}/schedule/pipeline_settings.cpp",
-        "bucket_set_.invalidate_memory();",
-        within="options_.prefetch_depth = depth;\n    bucket_set_.invalidate_memory();",
+        f"{CORE}/units/bucket_set.h",
+        "planned_depth_ == options_.prefetch_depth",
+        "planned_depth_ != kNotPlanned",
         cpp=CPP,
         python=("buckets",),
     ),
@@ -123,7 +123,7 @@ FAULTS = (
     Fault(
         "a gather of this iteration is used after its shards have changed",
         f"{CORE}/gather/gatherer.cpp",
-        "unit.gathered_version != unit.port.shard_version()",
+        "unit.gather.gathered_version_ != unit.port.shard_version()",
         "false",
         cpp=CPP,
         python=("prefetch_api",),
@@ -131,8 +131,8 @@ FAULTS = (
     Fault(
         "a bucket's own slot stays current when it is gathered elsewhere",
         f"{CORE}/gather/gatherer_messages.cpp",
-        "bucket.gather.home_->contents = Slot::kNobody;",
-        within="bucket.gather.home_->contents = Slot::kNobody;  // out of date",
+        "bucket.gather.persistent_slot_->contents = Slot::kNobody;",
+        within="bucket.gather.persistent_slot_->contents = Slot::kNobody;  // out of date",
         cpp=CPP,
         python=("buckets",),
     ),
@@ -163,7 +163,7 @@ FAULTS = (
     Fault(
         "a user's reshard() leaves the inputs of extensions of this iteration",
         f"{CORE}/gather/gatherer.cpp",
-        "unit->inputs_iteration = 0;",
+        "unit->gather.inputs_iteration_ = 0;",
         python=("extension_methods", "tensor_extensions"),
     ),
     Fault(
@@ -186,7 +186,7 @@ FAULTS = (
     Fault(
         "a unit forgets in a second backward without sync that it awaits a reduction",
         f"{CORE}/reduce/reducer.cpp",
-        "unit->awaits_reduction || unit->arrived_count > 0",
+        "unit->gradients.awaits_reduction_ || unit->gradients.any_arrived()",
         "unit->arrived_count > 0",
         cpp=CPP,
         python=("gradient_accumulation",),
@@ -218,7 +218,7 @@ FAULTS = (
         f"{CORE}/reduce/reducer.cpp",
         "accumulated != 0",
         "false",
-        within="accumulated != 0        ? accumulated",
+        within="reduced_since_[i] = accumulated != 0",
         cpp=CPP,
         python=("health",),
     ),
@@ -233,7 +233,7 @@ FAULTS = (
     Fault(
         "a NaN in a later message counts as one of the first message's parameters",
         f"{CORE}/reduce/reducer_packing.cpp",
-        "bucket.units.front()->nonfinite_marks + piece.first_trainable",
+        "bucket.units.front()->gradients.nonfinite_marks_ + piece.first_trainable",
         "bucket.units.front()->nonfinite_marks",
         cpp=CPP,
         python=("health",),
@@ -241,7 +241,7 @@ FAULTS = (
     Fault(
         "a gradient that autograd did not bring is lost",
         f"{CORE}/reduce/reducer_packing.cpp",
-        "unit->arrived[i] = 1;",
+        "unit->gradients.arrive(i);",
         cpp=CPP,
         python=("hidden_outputs",),
     ),
@@ -269,9 +269,9 @@ FAULTS = (
     ),
     Fault(
         "a backward does not reduce what only earlier ones have accumulated",
-        f"{CORE}/schedule/reduction_order.cpp",
-        "unit.needs_reduction() || (unit.awaits_reduction && unit.requires_gradient_sync)",
-        "unit.needs_reduction()",
+        f"{CORE}/reduce/unit_gradients.h",
+        "needs_reduction(syncs) || (syncs && awaits_reduction_)",
+        "needs_reduction(syncs)",
         cpp=CPP,
         python=("gradient_accumulation", "fsdp1_no_sync"),
     ),
@@ -479,7 +479,7 @@ FAULTS = (
         "changes of pending gradients are lost when parameters are converted",
         f"{SHARDING}/root/root.py",
         "self._settle_pending()",
-        within="self.core.recover()\n        self._settle_pending()",
+        within="self.impl.recover()\n        self._settle_pending()",
         python=("pending_gradients",),
     ),
     Fault(
@@ -518,7 +518,7 @@ FAULTS = (
     Fault(
         "gradients that move to another C++ side keep the old divisor",
         f"{SHARDING}/params/unreduced.py",
-        "chunks.mul_(core.pack_scale(number) / each.scale)",
+        "chunks.mul_(impl.pre_scale(number) / each.scale)",
         python=("trained_parameters",),
     ),
     Fault(

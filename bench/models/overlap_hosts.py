@@ -123,11 +123,11 @@ class System:
         return (2 * whole + bytes_of_blocks(self.config)) * others()
 
     def _collectives(self, tokens: Tensor) -> list[tuple[str, int]]:
-        core: Any = self.model._fsdp_ext_unit.root.core  # type: ignore[union-attr]
-        core.enable_log(True)
+        impl: Any = self.model._fsdp_ext_unit.root.impl  # type: ignore[union-attr]
+        impl.enable_log(True)
         self.step(tokens)
-        log = core.take_log()
-        core.enable_log(False)
+        log = impl.take_log()
+        impl.enable_log(False)
         return [(operation, nbytes) for operation, _, _, nbytes in log]
 
 

@@ -150,7 +150,7 @@ def open_ours(case: Case, link: Link, device: torch.device) -> Iterator[Opened]:
     # The default depends on the link, so the other model gets this model's size.
     bucket_bytes = root.settings.bucket_bytes[0]
     free = shard(case, NO_TIME, device, bucket_bytes)
-    sizes = [bucket["gather_bytes"] for bucket in root.core.buckets()]
+    sizes = [bucket["gather_bytes"] for bucket in root.impl.buckets()]
     try:
         yield Opened(
             free=free.step,
@@ -167,11 +167,11 @@ def open_ours(case: Case, link: Link, device: torch.device) -> Iterator[Opened]:
 
 def sent_by(stack: Stack) -> list[tuple[str, int]]:
     """Return the collectives of a step of ours, from the schedule's log."""
-    core = stack.model._fsdp_ext_unit.root.core
-    core.enable_log(True)
+    impl = stack.model._fsdp_ext_unit.root.impl
+    impl.enable_log(True)
     stack.step()
-    log = core.take_log()
-    core.enable_log(False)
+    log = impl.take_log()
+    impl.enable_log(False)
     return [(operation, nbytes) for operation, _, _, nbytes in log]
 
 

@@ -6,7 +6,7 @@ namespace py = pybind11;
 
 namespace fsdp {
 
-void StepChecks::compare(const std::vector<UnitLook::Numbers>& units) const {
+void StepChecks::compare(const std::vector<StepChecksum::Numbers>& units) const {
   with_python([&] {
     const py::object compare = compare_();
     if (!compare.is_none()) {

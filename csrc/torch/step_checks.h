@@ -1,5 +1,5 @@
 // Counts the steps of a root and says which of them are checked: Note [checked steps] in
-// torch/unit_look.h.
+// torch/step_checksum.h.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "torch/unit_look.h"
+#include "torch/step_checksum.h"
 #include "torch/with_python.h"
 
 namespace fsdp {
@@ -28,7 +28,7 @@ class StepChecks {
   bool begin_step() { return ++step_ % every_ == 0; }
   std::int64_t step() const { return step_; }
 
-  void compare(const std::vector<UnitLook::Numbers>& units) const;
+  void compare(const std::vector<StepChecksum::Numbers>& units) const;
 
  private:
   std::int64_t every_;

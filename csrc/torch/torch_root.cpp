@@ -90,14 +90,16 @@ void TorchRoot::add_unit(const std::shared_ptr<TorchUnit>& unit, UnitConfig conf
 }
 
 void TorchRoot::leave_if_idle() {
-  const bool runs_backward = pipeline_ != nullptr && pipeline_->in_backward() && !backward_failed_;
-  if (outermost_ == nullptr && !runs_backward) {
+  const bool is_idle =
+      pipeline_ == nullptr || (passes().outermost() == Passes::kNone &&
+                               (!passes().in_backward() || passes().has_failed_backward()));
+  if (is_idle) {
     owner_.leave();
   }
 }
 
 bool TorchRoot::is_recomputing() const {
-  return pipeline_->in_backward() && !backward_failed_ &&
+  return passes().in_backward() && !passes().has_failed_backward() &&
          torch::autograd::get_current_graph_task_id() >= 0;
 }
 
@@ -106,8 +108,8 @@ bool TorchRoot::is_in_inner_backward() const {
 }
 
 bool TorchRoot::enter_forward(TorchUnit& unit) {
-  const bool nested = outermost_ != nullptr && pipeline_->in_forward() &&
-                      !pipeline_->in_backward() && &unit != outermost_ && unit.number() != 0;
+  const bool nested = passes().outermost() != Passes::kNone && passes().in_forward() &&
+                      !passes().in_backward() && !is_outermost(unit) && unit.number() != 0;
   if (nested) {
     return true;
   }
@@ -122,43 +124,35 @@ bool TorchRoot::enter_forward(TorchUnit& unit) {
     other->forget_pending();
     other->reclaim_memory();
   }
-  outermost_ = &unit;
   owner_.change(RootOwner::Use::Forward);
-  passes_ += 1;
-  backward_failed_ = false;
   const bool with_gradient = at::GradMode::is_enabled();
-  const bool begins_step = checks_ != nullptr && with_gradient && !pipeline_->awaits_backward();
+  const bool begins_step = checks_ != nullptr && with_gradient && !passes().awaits_backward();
   const py::gil_scoped_release no_gil;
   // A transform of torch.func would take the copies that move shards for operators of the user.
   const c10::impl::ExcludeDispatchKeyGuard no_transforms(
       c10::DispatchKeySet({c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
                            c10::DispatchKey::FuncTorchDynamicLayerBackMode}));
   look_for_profilers();
-  const Range range(device(), kBeginForward);
-  pipeline_->begin_forward(unit.number(), with_gradient);
+  const Range range(*lanes_->device, kBeginForward);
+  const CallId first_call = pipeline_->begin_forward(unit.number(), with_gradient);
   if (begins_step) {
     begin_step();
   }
-  graph_calls_.forget_before(pipeline_->first_call());
+  graph_calls_.forget_before(first_call);
   return true;
 }
 
 bool TorchRoot::has_gradient_setting_changed() const {
   return std::any_of(units_.begin(), units_.end(), [this](const auto& unit) {
-    return unit->has_gradient_setting_changed(pipeline_ != nullptr &&
-                                              pipeline_->unit(unit->number()).awaits_reduction);
+    return unit->has_gradient_setting_changed(
+        pipeline_ != nullptr && pipeline_->unit(unit->number()).gradients.awaits_reduction());
   });
 }
 
 void TorchRoot::leave_forward(py::handle output) {
-  // Forward ran only some modules of a group, so nothing has ended its forward yet.
   for (const auto& unit : units_) {
-    if (unit->is_incomplete() && unit.get() != outermost_) {
-      (void)unit->watch_outputs(output, pipeline_->post_forward(unit->number()), &graph_calls_);
-    }
-    unit->forget_pending();
+    unit->end_incomplete_forward(*this, output);
   }
-  outermost_ = nullptr;
   const py::gil_scoped_release no_gil;
   pipeline_->end_forward(at::GradMode::is_enabled());
   leave_if_idle();
@@ -169,10 +163,9 @@ void TorchRoot::abandon_forward(const TorchUnit& unit) {
     return;
   }
   if (is_outermost(unit)) {  // otherwise the forward around it may catch the exception
-    outermost_ = nullptr;
     try {
       const py::gil_scoped_release no_gil;
-      pipeline_->put_away_parameters();
+      pipeline_->abandon_forward();
     } catch (const std::exception&) {
       // The forward has replaced a parameter. The next one says so, and this one has its own error.
     }
@@ -181,44 +174,29 @@ void TorchRoot::abandon_forward(const TorchUnit& unit) {
 }
 
 // A thread of the autograd engine may call this late, when the user has begun another pass.
-void TorchRoot::abandon_backward(std::uint64_t pass) noexcept {
-  if (pass != passes_) {
+void TorchRoot::abandon_backward(std::uint64_t number) noexcept {
+  if (pipeline_ != nullptr && !passes().fail_backward(number)) {
     return;
   }
-  backward_failed_ = true;
   if (pipeline_ == nullptr || python_ends()) {
     owner_.leave_backward();
     return;
   }
   try {
     const py::gil_scoped_acquire gil;
-    const bool forward_goes_on = outermost_ != nullptr;  // it may have caught the exception
-    if (forward_goes_on) {
+    if (passes().outermost() != Passes::kNone) {  // forward goes on: it may have caught the error
       owner_.change(RootOwner::Use::Forward);
       return;
     }
-    if (pass == passes_) {
-      pipeline_->put_away_parameters();
+    if (number == passes().number()) {
+      pipeline_->abandon_forward();
     }
   } catch (const std::exception&) {
     // A user has replaced a parameter. The next forward says so.
   }
-  if (pass == passes_) {
+  if (number == passes().number()) {
     owner_.leave_backward();
   }
-}
-
-// Whether the last forward or backward ended in an exception, and nothing has begun since.
-bool TorchRoot::has_failed() const {
-  const bool forward_failed = pipeline_->in_forward() && outermost_ == nullptr;
-  return forward_failed || (pipeline_->in_backward() && backward_failed_);
-}
-
-const char* TorchRoot::phase() const {
-  if (has_failed()) {
-    return "idle";
-  }
-  return pipeline_->in_backward() ? "backward" : pipeline_->in_forward() ? "forward" : "idle";
 }
 
 void TorchRoot::ensure_backward(const torch::autograd::Node* node) {
@@ -226,10 +204,10 @@ void TorchRoot::ensure_backward(const torch::autograd::Node* node) {
              "Parameters were frozen, unfrozen, replaced or converted, and the model ran forward "
              "again, before the backward of an earlier forward. Run that backward first.");
   owner_.enter(RootOwner::Use::Backward);
-  if (pipeline_->in_backward() && backward_failed_ && reset_failed()) {
+  if (passes().has_failed_backward() && reset_failed(Pipeline::After::FailureInForward)) {
     with_python(warn_of_lost_gradients);
   }
-  if (pipeline_->in_backward()) {
+  if (passes().in_backward()) {
     return;
   }
   if (before_backward_) {
@@ -241,11 +219,10 @@ void TorchRoot::ensure_backward(const torch::autograd::Node* node) {
     });
   }
   owner_.begin_backward();
-  backward_failed_ = false;
   look_for_profilers();
   // The engine enables gradients in a backward with create_graph=True: Note [double backward].
   begin_backward(/*may_reshard=*/!at::GradMode::is_enabled(), graph_calls_.current(node));
-  auto guard = std::make_shared<BackwardGuard>(shared_from_this(), passes_);
+  auto guard = std::make_shared<BackwardGuard>(shared_from_this(), passes().number());
   torch::autograd::Engine::get_default_engine().queue_callback([guard] {
     guard->root->end_backward();
     guard->ended = true;
@@ -257,26 +234,25 @@ void TorchRoot::begin_backward(bool may_reshard, const BackwardGraph& graph) {
     unit->take_back_gradients();
   }
   pipeline_->begin_backward(may_reshard, graph);
-  passes_ += 1;
   backward_task_ = torch::autograd::get_current_graph_task_id();
 }
 
 void TorchRoot::end_backward() {
-  const Range range(device(), kEndBackward);
+  const Range range(*lanes_->device, kEndBackward);
   pipeline_->end_backward();
   for (const auto& unit : units_) {
-    if (pipeline_->unit(unit->number()).awaits_reduction) {
+    if (pipeline_->unit(unit->number()).gradients.awaits_reduction()) {
       unit->shown_gradients().show_all();
     }
   }
-  if (is_checking_ && !pipeline_->in_forward()) {
+  if (is_checking_ && !passes().in_forward()) {
     end_step();
   }
   for (const auto& unit : units_) {
     unit->run_post_accumulate_hooks();
     unit->forget_pending();
   }
-  if (pipeline_->in_forward()) {
+  if (passes().in_forward()) {
     owner_.change(RootOwner::Use::Forward);
   } else {
     owner_.leave_backward();
@@ -292,18 +268,18 @@ void TorchRoot::begin_step() {
   is_checking_ = is_due;
   for (const auto& unit : units_) {
     if (is_due) {
-      unit->begin_look();
+      unit->begin_checksum();
     } else {
-      unit->drop_look();  // of a step that ended in an exception
+      unit->drop_checksum();  // of a step that ended in an exception
     }
   }
 }
 
 void TorchRoot::end_step() {
   is_checking_ = false;
-  std::vector<UnitLook::Numbers> numbers;
+  std::vector<StepChecksum::Numbers> numbers;
   for (const auto& unit : units_) {
-    numbers.push_back(unit->end_look());
+    numbers.push_back(unit->end_checksum());
   }
   checks_->compare(numbers);
 }
@@ -312,76 +288,65 @@ void TorchRoot::reset_iteration() {
   for (const auto& unit : units_) {
     unit->forget_pending();
   }
-  outermost_ = nullptr;
-  backward_failed_ = false;
   const py::gil_scoped_release no_gil;
-  pipeline_->reset_iteration();
+  pipeline_->reset();
   leave_if_idle();
 }
 
 void TorchRoot::recover() {
-  if (pipeline_->is_between_passes()) {
+  if (passes().is_between()) {
     return;
   }
   for (const auto& unit : units_) {
     unit->forget_pending();
   }
-  outermost_ = nullptr;
-  backward_failed_ = false;
-  if (reset_failed()) {
+  if (reset_failed(Pipeline::After::Failure)) {
     warn_of_lost_gradients();
   }
 }
 
 // A thread of the autograd engine calls it without the GIL. Returns whether gradients of earlier
 // backwards are lost.
-bool TorchRoot::reset_failed() {
+bool TorchRoot::reset_failed(Pipeline::After after) {
   std::optional<py::gil_scoped_release> no_gil;
   if (PyGILState_Check() != 0) {
     no_gil.emplace();
   }
-  const bool loses_gradients =
-      pipeline_->loses_gradients() ||
-      (pipeline_->in_backward() && std::any_of(units_.begin(), units_.end(), [](const auto& unit) {
-         return unit->shown_gradients().has_taken();
-       }));
-  pipeline_->recover();
-  return loses_gradients;
+  const bool loses_shown =
+      passes().in_backward() && std::any_of(units_.begin(), units_.end(), [](const auto& unit) {
+        return unit->shown_gradients().has_taken();
+      });
+  return pipeline_->reset(after) || loses_shown;
 }
 
-bool TorchRoot::has_unreduced() const {
-  return pipeline_->has_unreduced() ||
-         std::any_of(units_.begin(), units_.end(),
-                     [](const auto& unit) { return unit->shown_gradients().any(); });
-}
-
-std::vector<at::Tensor> TorchRoot::accumulated(int unit) {
+std::vector<at::Tensor> accumulated_gradients(TorchRoot& root, int unit) {
+  Pipeline& pipeline = root.pipeline();
   std::vector<at::Tensor> views;
   std::vector<AccumulatedGradients::Part> parts;
   {
     const py::gil_scoped_release no_gil;  // it waits for reductions, and so for users' hooks
-    parts = pipeline_->accumulated_parts(unit);
+    parts = pipeline.reducer().accumulated_parts(pipeline.unit(unit));
   }
-  const UnitLayout& layout = pipeline_->unit(unit).layout;
+  const UnitLayout& layout = pipeline.unit(unit).layout;
   for (const AccumulatedGradients::Part& part : parts) {
     views.push_back(
         at::from_blob(part.first, {layout.world_size(), part.numel}, {part.stride, 1},
                       at::TensorOptions()
                           .dtype(to_scalar_type(layout.reduce_dtype()))
-                          .device(units_.at(static_cast<std::size_t>(unit))->device())));
+                          .device(root.units().at(static_cast<std::size_t>(unit))->device())));
   }
   return views;
 }
 
 void TorchRoot::apply(int unit, UnitSettings settings) {
-  const double before = pipeline_->unit(unit).pack_scale;
-  const double now = settings.pack_scale;
+  const double before = pipeline_->unit(unit).pre_scale;
+  const double now = settings.pre_scale;
   const auto has_accumulated = [&] {
-    const std::vector<char> has = pipeline_->has_accumulated(unit);
+    const std::vector<char> has = Reducer::has_accumulated(pipeline_->unit(unit));
     return std::find(has.begin(), has.end(), 1) != has.end();
   };
   const bool scales_accumulated = now != before && has_accumulated();
-  FSDP_CHECK(!scales_accumulated || pipeline_->is_between_passes(),
+  FSDP_CHECK(!scales_accumulated || passes().is_between(),
              "set_gradient_divide_factor was called on unit '", pipeline_->unit(unit).name,
              "', which has accumulated gradients, while forward or backward runs. Call it before "
              "or after.");
@@ -390,25 +355,26 @@ void TorchRoot::apply(int unit, UnitSettings settings) {
     return;
   }
   const at::NoGradGuard no_grad;
-  for (at::Tensor& part : accumulated(unit)) {
+  for (at::Tensor& part : accumulated_gradients(*this, unit)) {
     part.mul_(now / before);
   }
 }
 
 // This is a backward that reaches no unit. Its end reduces what is left.
 void TorchRoot::reduce_accumulated() {
-  if (has_failed() && !pipeline_->in_backward()) {
+  if (passes().has_failed() && !passes().in_backward()) {
     recover();
   }
-  FSDP_CHECK(!has_failed(),
+  FSDP_CHECK(!passes().has_failed(),
              "The last backward failed, so there is nothing to reduce. Run the step again; its "
              "forward drops what is left.");
-  FSDP_CHECK(!pipeline_->in_forward() && !pipeline_->in_backward(),
+  FSDP_CHECK(passes().is_between(),
              "Gradients cannot be reduced while forward or backward runs. Reduce them "
              "after backward has ended.");
   const py::gil_scoped_release no_gil;
   const at::NoGradGuard no_grad;  // as in a backward that autograd runs
-  pipeline_->update_buckets();    // there may be none yet after parameters were replaced
+  // There may be no buckets yet after parameters were replaced.
+  pipeline_->form_buckets(/*plans_memory=*/true);
   BackwardGraph nothing;
   nothing.is_whole = false;
   begin_backward(/*may_reshard=*/true, nothing);
@@ -418,7 +384,7 @@ void TorchRoot::reduce_accumulated() {
     }
     end_backward();
   } catch (...) {
-    abandon_backward(passes_);
+    abandon_backward(passes().number());
     throw;
   }
 }
@@ -428,49 +394,11 @@ void TorchRoot::set_before_backward(py::object method) {
 }
 
 void TorchRoot::unshard(int unit) {
-  if (has_failed()) {
+  if (passes().has_failed()) {
     recover();
   }
   const py::gil_scoped_release no_gil;
   pipeline_->unshard(unit);
-}
-
-// The streams still write moments that were marked before, so they are drained first. An error of a
-// stream is left to whoever waits for its work.
-void TorchRoot::keep_times(std::size_t iterations) {
-  bool drained = true;
-  try {
-    synchronize();
-  } catch (const std::exception&) {
-    drained = false;
-  }
-  pipeline_->keep_times(iterations, drained);
-}
-
-void TorchRoot::synchronize() try {
-  lanes_->gather.synchronize();
-  lanes_->reduce.synchronize();
-  if (replicas_ != nullptr) {
-    replicas_->gather.synchronize();
-    replicas_->reduce.synchronize();
-  }
-  lanes_->device->compute_stream().synchronize();
-} catch (const Error& error) {
-  throw_with_flight_record(error, *lanes_, replicas_.get());
-}
-
-std::vector<std::string> TorchRoot::all_gather(const std::string& what,
-                                               const std::string& mine) try {
-  return pipeline_->exchange().all_gather(what, mine);
-} catch (const Error& error) {
-  throw_with_flight_record(error, *lanes_, replicas_.get());
-}
-
-void TorchRoot::delay_stream(const std::string& stream, double seconds) {
-  const bool is_of_replicas = stream == "all-reduce" && replicas_ != nullptr;
-  Lane& lane = is_of_replicas ? replicas_->reduce : lane_named(*lanes_, stream);
-  lanes_->device->delay(lane.stream(), std::chrono::duration_cast<std::chrono::microseconds>(
-                                           std::chrono::duration<double>(seconds)));
 }
 
 py::object TorchRoot::pre_forward_when_stale(py::handle module, py::handle args,

@@ -3,7 +3,6 @@
 
 #include <torch/csrc/utils/pybind.h>
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -34,11 +33,8 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   void add_unit(const std::shared_ptr<TorchUnit>& unit, UnitConfig config);
 
   Pipeline& pipeline() { return *pipeline_; }
-  Device& device() { return *lanes_->device; }
-  std::size_t message_staging_bytes() {
-    return fsdp::message_staging_bytes(*lanes_) +
-           (replicas_ != nullptr ? fsdp::message_staging_bytes(*replicas_) : 0);
-  }
+  Lanes& lanes() { return *lanes_; }
+  Lanes* replicas() { return replicas_.get(); }  // null if there are none
   const std::vector<std::shared_ptr<TorchUnit>>& units() const { return units_; }
 
   // See Note [one thread].
@@ -52,7 +48,7 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   bool is_in_inner_backward() const;
   // Begins a forward if `unit` is the outermost one. Returns false if the root has to be rebuilt.
   bool enter_forward(TorchUnit& unit);
-  bool is_outermost(const TorchUnit& unit) const { return outermost_ == &unit; }
+  bool is_outermost(const TorchUnit& unit) const { return passes().outermost() == unit.number(); }
   // `output` is the output of the outermost unit.
   void leave_forward(pybind11::handle output);
   // A forward of `unit` ended in an exception. Modules have their sharded parameters until the next
@@ -65,18 +61,10 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   bool has_gradient_setting_changed() const;
   // Python has looked at the modules as they are now.
   void accept_module_changes() { seen_module_changes_ = module_changes(); }
-  // "forward" or "backward" if one runs and has not failed, and otherwise "idle".
-  const char* phase() const;
   void reset_iteration();
-  // Cleans up if a forward or backward has failed: Pipeline::recover. Warns if gradients of earlier
+  // Cleans up if a forward or backward has failed: Pipeline::reset. Warns if gradients of earlier
   // backwards are lost.
   void recover();
-  // Whether there are gradients of backwards without gradient sync, packed or shown.
-  bool has_unreduced() const;
-  // Returns views of the packed gradients that backwards without gradient sync have accumulated for
-  // a unit, between passes. Each has one row for each rank. Side by side, the rows of a rank are
-  // its segment of the unit's layout. Empty if there are no such gradients.
-  std::vector<at::Tensor> accumulated(int unit);
   // Pipeline::apply. If the pack scale changes, this also scales what the unit has accumulated.
   void apply(int unit, UnitSettings settings);
   // Reduces the gradients that backwards without gradient sync have accumulated. For callers that
@@ -86,15 +74,6 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   // begins. With None, it calls nothing.
   void set_before_backward(pybind11::object method);
   void unshard(int unit);
-  // Keeps the times of the last `iterations` iterations; 0 keeps none.
-  void keep_times(std::size_t iterations);
-  // Blocks until all work issued so far is done.
-  void synchronize();
-  // See BackwardExchange::all_gather.
-  std::vector<std::string> all_gather(const std::string& what, const std::string& mine);
-
-  // For tests: `stream` ("gather", "reduce" or "all-reduce") pauses after the work that it has now.
-  void delay_stream(const std::string& stream, double seconds);
 
   pybind11::object pre_forward_when_stale(pybind11::handle module, pybind11::handle args,
                                           pybind11::handle kwargs);
@@ -105,9 +84,9 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   void end_backward();
   void begin_step();
   void end_step();
-  void abandon_backward(std::uint64_t pass) noexcept;
-  bool has_failed() const;
-  bool reset_failed();
+  void abandon_backward(std::uint64_t number) noexcept;
+  Passes& passes() const { return pipeline_->passes(); }
+  bool reset_failed(Pipeline::After after);
 
   RootOwner owner_;
   std::shared_ptr<Lanes> lanes_;
@@ -120,11 +99,13 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   std::uint64_t seen_module_changes_ = module_changes();
   std::shared_ptr<StepChecks> checks_;  // may be null
   bool is_checking_ = false;            // in a checked step
-  TorchUnit* outermost_ = nullptr;
-  std::atomic<bool> backward_failed_ = false;
-  std::atomic<std::uint64_t> passes_ = 0;  // forwards and backwards that have begun
-  int backward_task_ = -1;                 // autograd's number of the backward that runs
+  int backward_task_ = -1;              // autograd's number of the backward that runs
 };
+
+// Returns views of the packed gradients that backwards without gradient sync have accumulated for a
+// unit, between passes. Each has one row for each rank. Side by side, the rows of a rank are its
+// segment of the unit's layout. Empty if there are no such gradients.
+std::vector<at::Tensor> accumulated_gradients(TorchRoot& root, int unit);
 
 // The calling thread uses the root while this exists: Note [one thread].
 class UseOfRoot {

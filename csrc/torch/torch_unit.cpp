@@ -249,8 +249,8 @@ void TorchUnit::compute_inputs() {
 }
 
 void TorchUnit::detach() {
-  if (look_ != nullptr) {
-    look_at_parameters();
+  if (checksum_ != nullptr) {
+    hash_parameters();
   }
   if (has_extensions_) {
     with_python([this] { extensions_.attr("detach")(); });
@@ -422,7 +422,7 @@ void TorchUnit::reclaim_memory() {
 
 void TorchUnit::on_pre_backward(CallId call, const torch::autograd::Node* node) {
   if (const auto root = root_.lock()) {
-    const Range range(root->device(), ranges_.pre_backward);
+    const Range range(*root->lanes().device, ranges_.pre_backward);
     root->ensure_backward(node);
     root->pipeline().pre_backward(number_, call);
   }
@@ -449,7 +449,7 @@ void TorchUnit::adopt_gradients() {
 
 void TorchUnit::on_post_backward(CallId call) {
   if (const auto root = root_.lock()) {
-    const Range range(root->device(), ranges_.post_backward);
+    const Range range(*root->lanes().device, ranges_.post_backward);
     root->ensure_backward();
     root->pipeline().post_backward(number_, call);
   }

@@ -12,8 +12,8 @@
 //
 // Note [registered parameters]
 // While a unit is unsharded, its modules have the unsharded parameters as attributes, and otherwise
-// the sharded DTensors. (Note [after an evaluation] in core/units/unit.h has an exception.) Each
-// swap is one PyDict_SetItem, which needs the GIL but runs no Python, unless the module has a
+// the sharded DTensors. (Note [after an evaluation] in core/gather/unit_gather.h has an exception.)
+// Each swap is one PyDict_SetItem, which needs the GIL but runs no Python, unless the module has a
 // __setattr__ of its own: torch/module_attribute.h. Backward swaps, too, since activation
 // checkpointing runs parts of forward again.
 //
@@ -33,8 +33,8 @@
 // A parameter may be frozen while backwards without gradient sync have accumulated gradients of it.
 // As in FSDP2 and in a model that is not sharded, the next reduction includes them. So it stays in
 // the unit's layout as one that is trained, but forward and backward see a frozen one. The unit is
-// made anew after that reduction. Unit::awaits_reduction decides this. It is the same on all ranks,
-// because their layouts have to be the same.
+// made anew after that reduction. UnitGradients::awaits_reduction decides this. It is the same on
+// all ranks, because their layouts have to be the same.
 //
 // Note [double backward]
 // A backward with create_graph=True makes a graph that reads the parameters again, and no hook runs
@@ -67,7 +67,7 @@
 #include "torch/module_attribute.h"
 #include "torch/sharded_gradients.h"
 #include "torch/shown_gradients.h"
-#include "torch/unit_look.h"
+#include "torch/step_checksum.h"
 #include "torch/unit_parameters.h"
 #include "torch/with_python.h"
 
@@ -136,6 +136,44 @@ class TorchUnit final : public UnitPort,
   at::Tensor begin_skip(const at::Tensor& tensor);
   void end_skip(std::size_t index, const at::Tensor& tensor);
 
+  // Counts gradients that somebody has put into the unsharded parameters, as zero-bubble schedules
+  // of pipelines do after torch.autograd.grad.
+  void adopt_gradients();
+  // Gradients of backwards without gradient sync under FSDP1's wrapper.
+  ShownGradients& shown_gradients() { return shown_; }
+  void take_back_gradients() { shown_.take_back_all(name_); }
+
+  // Runs users' hooks on the sharded parameters that got a gradient in this backward.
+  void run_post_accumulate_hooks();
+  // Freezes and unfreezes sharded parameters as the user has done it with the unsharded ones, and
+  // the other way round.
+  void carry_gradient_settings();
+  // Whether a parameter was frozen, unfrozen or given a grad_dtype since the unit was made, or the
+  // flat parameter was given other memory, so that the unit has to be made anew.
+  bool has_gradient_setting_changed(bool awaits_reduction) const;
+  // Enclose a checked step: Note [checked steps] in torch/step_checksum.h.
+  void begin_checksum();
+  StepChecksum::Numbers end_checksum();
+  void drop_checksum() { checksum_.reset(); }
+  // Undoes share_memory_() on shards and gradients: see FlatTensor::reclaim.
+  void reclaim_memory();
+  // The root is destroyed, and the slot with it.
+  void leave_root() {
+    free_storages();
+    shown_.leave_root();
+  }
+  // The outermost forward has returned `output`. If it has run only some modules of the group,
+  // nothing else ends the unit's forward.
+  void end_incomplete_forward(TorchRoot& root, pybind11::handle output);
+  // Forgets which modules of a group forward has run.
+  void forget_pending();
+
+  const UnitLayout& layout() const { return layout_; }
+  at::Device device() const { return tensors_.device; }
+  ShardedGradients& gradients() { return gradients_; }
+  int number() const { return number_; }
+
+ private:
   // - UnitPort.
   void attach(void* unsharded) override;
   void detach() override;
@@ -164,44 +202,6 @@ class TorchUnit final : public UnitPort,
   void on_gradient(std::size_t trainable) override;
   void on_post_backward(CallId call) override;
 
-  // Counts gradients that somebody has put into the unsharded parameters, as zero-bubble schedules
-  // of pipelines do after torch.autograd.grad.
-  void adopt_gradients();
-  // Gradients of backwards without gradient sync under FSDP1's wrapper.
-  ShownGradients& shown_gradients() { return shown_; }
-  void take_back_gradients() { shown_.take_back_all(name_); }
-
-  // Runs users' hooks on the sharded parameters that got a gradient in this backward.
-  void run_post_accumulate_hooks();
-  // Freezes and unfreezes sharded parameters as the user has done it with the unsharded ones, and
-  // the other way round.
-  void carry_gradient_settings();
-  // Whether a parameter was frozen, unfrozen or given a grad_dtype since the unit was made, or the
-  // flat parameter was given other memory, so that the unit has to be made anew.
-  bool has_gradient_setting_changed(bool awaits_reduction) const;
-  // Enclose a checked step: Note [checked steps] in torch/unit_look.h.
-  void begin_look();
-  UnitLook::Numbers end_look();
-  void drop_look() { look_.reset(); }
-  // Undoes share_memory_() on shards and gradients: see FlatTensor::reclaim.
-  void reclaim_memory();
-  // The root is destroyed, and the slot with it.
-  void leave_root() {
-    free_storages();
-    shown_.leave_root();
-  }
-  // Whether forward has run some modules of the group, but not all.
-  bool is_incomplete() const { return pending_count_ > 0 && pending_count_ < pending_.size(); }
-  void forget_pending();
-  // Returns whether a tensor in `output` requires a gradient.
-  bool watch_outputs(pybind11::handle output, CallId call, GraphCalls* calls);
-
-  const UnitLayout& layout() const { return layout_; }
-  at::Device device() const { return tensors_.device; }
-  ShardedGradients& gradients() { return gradients_; }
-  int number() const { return number_; }
-
- private:
   // An input of an extension: a part of the slot with a storage of its own. The class may rely on a
   // storage offset of 0, which FSDP2's tensors have.
   struct GatheredInput {
@@ -219,7 +219,7 @@ class TorchUnit final : public UnitPort,
   pybind11::object end_forwards(TorchRoot& root, std::size_t index, pybind11::handle returned);
   pybind11::object end_forward(TorchRoot& root, std::size_t index, pybind11::handle returned);
   void drop_watches(std::size_t index);
-  void look_at_parameters();
+  void hash_parameters();
   at::Tensor hash_of_shard() const;
   bool is_summoned(TorchRoot& root) const;
   bool enter_module();
@@ -229,6 +229,8 @@ class TorchUnit final : public UnitPort,
   void watch_inputs(std::size_t index, pybind11::handle inputs, CallId call, bool entering);
   pybind11::object end_watch(std::size_t index, pybind11::handle output, CallId call,
                              GraphCalls* calls);
+  // Returns whether a tensor in `output` requires a gradient.
+  bool watch_outputs(pybind11::handle output, CallId call, GraphCalls* calls);
   void keep_for_opaque(TorchRoot& root, CallId call, pybind11::handle output);
 
   UnitLayout layout_;
@@ -245,7 +247,7 @@ class TorchUnit final : public UnitPort,
   ShownGradients shown_;
   std::vector<ModuleAttribute> attributes_;
   bool unsharded_registered_ = false;
-  std::unique_ptr<UnitLook> look_;  // in a checked step only
+  std::unique_ptr<StepChecksum> checksum_;  // in a checked step only
 
   // The exception that was being handled when forward entered each module. Not owned.
   std::vector<const PyObject*> handled_;

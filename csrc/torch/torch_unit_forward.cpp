@@ -54,7 +54,7 @@ py::object TorchUnit::pre_forward(std::size_t index, py::handle module, py::hand
     root->leave_if_idle();  // another root may run the forward
     return inputs;
   }
-  const Range range(root->device(), ranges_.pre_forward);
+  const Range range(*root->lanes().device, ranges_.pre_forward);
   const bool entering = recomputing || enter_module();
   CallId call = kNoCall;
   {
@@ -94,7 +94,7 @@ py::object TorchUnit::post_forward(std::size_t index, py::handle output) {
   if (root->owner().is_of_another_thread()) {
     return py::none();  // pre_forward has raised
   }
-  const Range range(root->device(), ranges_.post_forward);
+  const Range range(*root->lanes().device, ranges_.post_forward);
   if (handled_exception() != handled_.at(index)) {
     drop_watches(index);
     root->abandon_forward(*this);
@@ -165,7 +165,7 @@ at::Tensor TorchUnit::begin_skip(const at::Tensor& tensor) {
     root->owner().check();
   }
   FSDP_CHECK(
-      root != nullptr && (root->pipeline().in_forward() || root->is_recomputing()),
+      root != nullptr && (root->pipeline().passes().in_forward() || root->is_recomputing()),
       "join_empty was called on unit '", name_,
       "' outside of a forward. Call it in the forward of the root module, at the place where "
       "other ranks run the unit.");
@@ -229,6 +229,14 @@ bool TorchUnit::leave_module(std::size_t index) {
   pending_[index] = 0;
   pending_count_ -= 1;
   return pending_count_ == 0;
+}
+
+void TorchUnit::end_incomplete_forward(TorchRoot& root, py::handle output) {
+  const bool is_incomplete = pending_count_ > 0 && pending_count_ < pending_.size();
+  if (is_incomplete && !root.is_outermost(*this)) {
+    (void)watch_outputs(output, root.pipeline().post_forward(number_), &root.graph_calls());
+  }
+  forget_pending();
 }
 
 void TorchUnit::forget_pending() {
@@ -311,10 +319,9 @@ void TorchUnit::keep_for_opaque(TorchRoot& root, CallId call, py::handle output)
   if (type.empty()) {
     return;
   }
-  root.pipeline().expect(call);
   {
     const py::gil_scoped_release no_gil;
-    root.pipeline().unshard(number_);
+    root.pipeline().unshard(number_, call);
     root.pipeline().wait_for_unshard(number_);
   }
   if (has_warned_) {

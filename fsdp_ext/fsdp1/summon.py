@@ -232,7 +232,7 @@ def _put_whole(unit: Unit, how: Summoning) -> Iterator[None]:
 
 def _set_summoned(unit: Unit, value: bool) -> None:
     unit.is_summoned = value
-    if unit.root is not None and unit.core is not None:
+    if unit.root is not None and unit.impl is not None:
         unit.root.apply([unit])
 
 

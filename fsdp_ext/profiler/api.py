@@ -72,7 +72,7 @@ class profile:
             raise ValueError(
                 f"profile got iterations={iterations!r}. Keep from 1 to {MOST_STEPS} steps."
             )
-        self._core = self._root.core
+        self._impl = self._root.impl
         self._members: dict[tuple[int, int], Sequence[int]] = {}
         self._recording = _nothing_yet(self._root, iterations)
 
@@ -84,7 +84,7 @@ class profile:
                 "block. Use the outer profile."
             )
         self._recording = replace(self._recording, ranks={}, late={}, lost=0)
-        self._core.keep_times(self.kept)
+        self._impl.keep_times(self.kept)
         self._note_buckets()
         _profiled.add(self._root)
         return self
@@ -98,16 +98,16 @@ class profile:
         """Wait for all work that was issued, and read the times."""
         _profiled.discard(self._root)
         if kind is not None:
-            self._core.keep_times(0)  # the block's own error says more
+            self._impl.keep_times(0)  # the block's own error says more
             return
-        if self._root.core is not self._core:
+        if self._root.impl is not self._impl:
             raise RuntimeError(
                 "profile lost track of the model, whose parameters were replaced, frozen or "
                 "unfrozen in the block. Profile the steps after that."
             )
-        raw, lost = self._core.take_times()
+        raw, lost = self._impl.take_times()
         end = time.monotonic()
-        self._core.keep_times(0)
+        self._impl.keep_times(0)
         self._note_buckets()  # the first step may have changed them
         iterations = read_iterations(raw, end)
         if not iterations:
@@ -124,8 +124,8 @@ class profile:
         )
 
     def _note_buckets(self) -> None:
-        self._core.form_buckets()  # there may be none yet after parameters were replaced
-        for bucket in self._core.buckets():
+        self._impl.form_buckets()  # there may be none yet after parameters were replaced
+        for bucket in self._impl.buckets():
             members = bucket["units"]
             self._members[members[0], members[-1]] = members
 
@@ -354,7 +354,7 @@ def _wall_clock() -> int:
 def _nothing_yet(root: Root, kept: int) -> Recording:
     """Return a recording without steps."""
     first = root.units[0]
-    sizes = root.core.unsharded_bytes()
+    sizes = root.impl.unsharded_bytes()
     trainable = [
         sum(param.sharded.numel() for param in unit.params if param.requires_grad)
         for unit in root.units

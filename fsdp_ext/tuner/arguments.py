@@ -63,7 +63,7 @@ def check_state(model: nn.Module, units: Sequence[Unit]) -> None:
             "tune got a model whose parameters have gradients, but it runs backward itself. Call "
             "optimizer.zero_grad() before."
         )
-    if root is not None and root.core.has_unreduced():
+    if root is not None and root.impl.has_unreduced():
         raise ValueError(
             "tune got a model with gradients that are not reduced yet, and its own backwards would "
             "reduce them. Run a backward with set_requires_gradient_sync(True) before, or drop "

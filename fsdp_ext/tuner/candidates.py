@@ -33,7 +33,7 @@ def choices(root: Root, before: Choice, keeps_more: bool) -> list[Choice]:
     asked, stays = root.units[0].settings, before.stays_unsharded
     sizes, depths, unsharded = {before.bucket_bytes}, {before.prefetch}, {stays}
     if asked.bucket_bytes in (None, AUTO):
-        total = sum(bucket["gather_bytes"] for bucket in root.core.buckets())
+        total = sum(bucket["gather_bytes"] for bucket in root.impl.buckets())
         sizes |= {0, default_bucket_bytes(root.link)}
         sizes |= {total >> halvings for halvings in range(_HALVINGS)}
     if asked.prefetch in (None, AUTO):

@@ -148,7 +148,7 @@ def left_as_it_was(model: nn.Module, units: list[Unit]) -> Iterator[None]:
 
 def _reshard(unit: Unit) -> None:
     """Free an unsharded copy, which has the values that are replaced."""
-    if unit.root is not None and unit.core is not None:
+    if unit.root is not None and unit.impl is not None:
         unit.root.reshard(unit)
 
 

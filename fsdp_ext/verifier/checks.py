@@ -184,7 +184,7 @@ class Disturbance:
         """Disturb a sharded copy before its forward or its backward."""
         if root is None:
             return
-        root.core.set_poison_released_slots(True)
+        root.impl.set_poison_released_slots(True)
         self._root = root
         self._left = _DELAYS
         self._delay()
@@ -200,8 +200,8 @@ class Disturbance:
     def _delay(self) -> None:
         if self._root is not None and self._left > 0 and not self._root.lanes.is_inline:
             self._left -= 1
-            self._root.core.delay_stream("gather", DELAY)
-            self._root.core.delay_stream("reduce", DELAY)
+            self._root.impl.delay_stream("gather", DELAY)
+            self._root.impl.delay_stream("reduce", DELAY)
 
 
 def _cuttable_unit(site: Site) -> str:

@@ -37,13 +37,12 @@ TEST_P(BucketsOnRanks, TrainAsSingleUnitsDo) {
 
 TEST(Buckets, AreFormedByTheFirstIterationOrOnCommandAndNotByAsking) {
   on_bucketed_ranks(1, [](Rank& rank, int) {
-    const std::string message = message_of([&] { rank.pipeline->bucket_of(1); });
-    EXPECT_PRED2(contains, message, "has no bucket yet. Call form_buckets() before.");
+    EXPECT_EQ(rank.pipeline->unit(1).bucket, nullptr);
     EXPECT_TRUE(rank.pipeline->buckets().empty());
     rank.pipeline->form_buckets();
-    const Bucket* bucket = &rank.pipeline->bucket_of(1);
+    const Bucket* bucket = rank.pipeline->unit(1).bucket;
     rank.pipeline->form_buckets();
-    EXPECT_EQ(&rank.pipeline->bucket_of(1), bucket);
+    EXPECT_EQ(rank.pipeline->unit(1).bucket, bucket);
   });
 }
 
@@ -130,8 +129,8 @@ TEST(Buckets, AUnitThatForwardHasLeftOutHoldsNoSlotThatAGatherAheadNeeds) {
     rank.pipeline->pre_forward(2);
     rank.pipeline->post_forward(2, /*with_gradient=*/false);  // without unit 1 of the same bucket
     rank.pipeline->pre_forward(4);
-    EXPECT_EQ(rank.pipeline->unit(5).state, UnitState::Gathering);
-    EXPECT_EQ(rank.pipeline->unit(1).state, UnitState::Sharded);
+    EXPECT_EQ(rank.pipeline->unit(5).gather.state(), UnitState::Gathering);
+    EXPECT_EQ(rank.pipeline->unit(1).gather.state(), UnitState::Sharded);
     rank.pipeline->post_forward(4, /*with_gradient=*/false);
     rank.pipeline->post_forward(0, /*with_gradient=*/false);
     rank.pipeline->end_forward(/*with_gradient=*/false);
@@ -160,7 +159,7 @@ TEST(Buckets, AreNotFoundAgainInASlotFromBeforeTheirLastGather) {
       rank.pipeline->reshard(1);
       rank.pipeline->reshard(2);
     }
-    rank.pipeline->reset_iteration();
+    rank.pipeline->reset();
     EXPECT_EQ(rank.pipeline->ledger().counters().unsharded_bytes, 0U);
   });
 }
@@ -188,7 +187,7 @@ TEST(Buckets, AreNotFoundAgainInASlotOfTheirOwnFromBeforeTheirLastGather) {
     rank.unit(2).change_shard();
     unshard(2);  // in a slot of the ring
     unshard(2);
-    rank.pipeline->reset_iteration();
+    rank.pipeline->reset();
   });
 }
 
@@ -202,7 +201,7 @@ TEST(Buckets, UnitsThatDifferInSyncOrScaleAreReducedByThemselves) {
       const std::vector<CallId> calls = rank.forward(order);
       if (step == 1) {
         change_settings(*rank.pipeline, 5, [](UnitSettings& settings) {
-          settings.pack_scale = settings.reduce_scale = 1.0;  // a sum from now on
+          settings.pre_scale = settings.post_scale = 1.0;  // a sum from now on
         });
       }
       rank.backward(order, calls, static_cast<float>(r));

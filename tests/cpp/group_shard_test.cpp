@@ -95,7 +95,7 @@ TEST(GroupShards, DoNotDependOnHowLongAStreamTakes) {
       on_grouped_ranks(
           [&](Rank& rank, int r) {
             rank.forward(rank.in_order());
-            rank.pipeline->reset_iteration();
+            rank.pipeline->reset();
             Lane& lane = rank.lanes.gather;
             expect_steps_train(
                 rank, r, kRanks, {[&]() -> Stream& {
@@ -177,7 +177,7 @@ TEST(GroupShards, AnAbandonedForwardLeavesNone) {
     rank.pipeline->begin_forward();
     rank.pipeline->pre_forward(0);
     rank.pipeline->pre_forward(1);
-    rank.pipeline->reset_iteration();
+    rank.pipeline->reset();
     EXPECT_FALSE(keeps_anything(rank));
     expect_steps_train(rank, r, kRanks, {});
   });

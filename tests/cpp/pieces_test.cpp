@@ -31,7 +31,7 @@ TEST(Pieces, DoNotDependOnHowLongAStreamTakes) {
             2,
             [&](Rank& rank, int r) {
               rank.forward(rank.in_order());
-              rank.pipeline->reset_iteration();
+              rank.pipeline->reset();
               Lane& lane = lane_named(rank.lanes, late);
               expect_steps_train(
                   rank, r, 2, {[&]() -> Stream& {
@@ -54,7 +54,7 @@ TEST(Pieces, AreOneMessageEachAndSmallerBuffers) {
         EXPECT_EQ(sent.forward, (std::vector<int>{0, 0, 1, 1, 1, 1, 3, 3, 3, 3, 5, 5, 5, 5}));
         EXPECT_EQ(sent.reduced.size(), 14U);
         const std::size_t message = 4 * 2 * kColumns * sizeof(float);
-        EXPECT_EQ(rank.pipeline->bucket_of(1).gather.all_ranks().pieces.at(0).bytes, message);
+        EXPECT_EQ(rank.pipeline->unit(1).bucket->gather.all_ranks().pieces.at(0).bytes, message);
         EXPECT_EQ(rank.pipeline->gatherer().staging_bytes(), 0U);  // each message is one parameter
         EXPECT_EQ(rank.pipeline->reducer().buffer_bytes(), 2U * 256);
       },
@@ -99,7 +99,7 @@ TEST(Pieces, AUnitDoesNotWaitForLaterPieces) {
       [](Rank& rank, int) {
         rank.step(1.0F);
         rank.step(1.0F);
-        const Bucket& bucket = rank.pipeline->bucket_of(1);
+        const Bucket& bucket = *rank.pipeline->unit(1).bucket;
         ASSERT_EQ(bucket.gather.all_ranks().pieces.size(), 4U);
         EXPECT_EQ(bucket.gather.all_ranks().last_pieces.at(rank.pipeline->unit(1).position), 1U);
         EXPECT_EQ(bucket.gather.all_ranks().last_pieces.at(rank.pipeline->unit(2).position), 3U);

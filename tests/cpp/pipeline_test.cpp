@@ -99,7 +99,7 @@ TEST(Pipeline, DeeperPrefetchUsesAsManySlotsMoreAndNoOthers) {
         EXPECT_EQ(rank.pipeline->gatherer().ring()->slots(), 4);
         EXPECT_EQ(rank.pipeline->ledger().counters().peak_unsharded_units, 5);
         EXPECT_EQ(rank.pipeline->ledger().counters().overflow_slots, 0U);
-        rank.pipeline->set_prefetch_depth(1);
+        rank.pipeline->options().prefetch_depth = 1;
         rank.step(1.0F);
         EXPECT_EQ(rank.pipeline->gatherer().ring()->slots(), 2);
       },
@@ -298,7 +298,7 @@ TEST(Pipeline, TwoSchedulesShareTheLanesAndOneMayEndWhileTheOtherRuns) {
         other.reset();  // with its gather in flight
       } else if (other != nullptr) {
         unit.expect_unsharded();
-        other->reset_iteration();
+        other->reset();
       }
     }
   });

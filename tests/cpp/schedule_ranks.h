@@ -188,7 +188,7 @@ class Rank {
       const std::string unit_name = name ? name(i) : "unit" + std::to_string(i);
       UnitConfig config{unit_name, FakeUnit::make_layout(world_size, unit_name)};
       config.reshard_after_forward = i != 0;
-      config.pack_scale = 1.0 / world_size;
+      config.pre_scale = 1.0 / world_size;
       config.parent = i == 0 ? -1 : 0;
       config.bucket_bytes =
           static_cast<std::size_t>(bucket_units * world_size) * config.layout.gather_bytes();

@@ -92,7 +92,7 @@ class MeshRank : public Rank {
     units.push_back(std::make_unique<FakeUnit>(values, layout, of_set ? place() : rank_));
     UnitConfig config{"unit" + std::to_string(unit), layout};
     config.parent = 0;
-    config.pack_scale = 1.0 / size;
+    config.pre_scale = 1.0 / size;
     config.bucket_bytes = 2 * static_cast<std::size_t>(size) * layout.gather_bytes();
     config.max_message_bytes =
         static_cast<std::size_t>(setting.message_rows * kRanks * kColumns) * sizeof(float);
@@ -176,7 +176,7 @@ TEST(SeveralMeshes, DoNotDependOnHowLongAStreamTakes) {
         }
         on_meshes({{1, 3, 6}, GatherBy::Packing, message_rows}, [&](MeshRank& rank, int r) {
           rank.forward(rank.in_order());
-          rank.pipeline->reset_iteration();
+          rank.pipeline->reset();
           Lane& lane = reduces ? rank.lanes.reduce : rank.lanes.gather;
           expect_meshes_train(
               rank, r, {[&]() -> Stream& {

@@ -160,7 +160,7 @@ def _in_bf16(shard: Callable[[Lora, str], nn.Module]) -> None:
             optimizer.zero_grad()
             loss = run(sharded, model, step)
             if hasattr(model, "_fsdp_ext_unit"):
-                model._fsdp_ext_unit.root.core.set_poison_released_slots(True)
+                model._fsdp_ext_unit.root.impl.set_poison_released_slots(True)
             loss.backward()
             optimizer.step()
             losses[f"loss {step}"] = loss.detach()

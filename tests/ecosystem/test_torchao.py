@@ -74,7 +74,7 @@ def train(
             precompute_float8_dynamic_scale_for_fsdp(model)
         seen.append(loss.detach())
         if isinstance(model, fsdp_ext.FSDPModule):
-            model._fsdp_ext_unit.root.core.set_poison_released_slots(True)
+            model._fsdp_ext_unit.root.impl.set_poison_released_slots(True)
     for param in trained:
         assert isinstance(param, DTensor)
         local: Any = param._local_tensor

@@ -154,7 +154,6 @@ NOT_PINNED = "the copy before it goes to memory that is not pinned, so it ends b
 AFTER_USE = "the tests have no work in flight there that uses the memory"
 BESIDE = "redundant: the wait beside it orders the same work"
 ONLY_TIMES = "it orders no memory, and only times or timeouts depend on it"
-SAME_STREAM = "both are the same stream there, so nothing is waited for"
 NO_TEST = "no test of tests/gpu gets there"
 
 # The faults that nothing sees, and why.
@@ -171,7 +170,7 @@ NOT_SEEN = {
     "core/units/bucket_set.cpp form: lanes_.reduce.synchronize();": AFTER_USE,
     "core/gather/gatherer.cpp abandon_gather: "
     "streams_.messages().wait(*source.last_piece().gathered, source.label);": NO_TEST,
-    "core/gather/gatherer.cpp acquire_home: streams_.follow_compute();": NO_TEST,
+    "core/gather/gatherer.cpp acquire_persistent_slot: streams_.follow_compute();": NO_TEST,
     "core/gather/gatherer.cpp acquire_slot: streams_.follow_compute();": (
         "the tests' overflow slots get memory that no earlier work of the pass has used"
     ),
@@ -208,8 +207,6 @@ NOT_SEEN = {
     "reduction.after, streams_.messages(), bucket.reduction.label);": (
         "redundant: the copies, the hook or the all-reduce before it have ordered the two streams"
     ),
-    "core/reduce/reducer.cpp reduce_piece: streams_.order_after("
-    "streams_.messages(), reduction.before, bucket.reduction.label); (2)": SAME_STREAM,
     "core/reduce/reducer.cpp settle: bucket.reduction.reduced_->synchronize("
     "device_.timeout(), bucket.reduction.label);": NO_TEST,
     "core/reduce/nonfinite_gradients.cpp find: compute.synchronize();": NOT_PINNED,
@@ -231,17 +228,15 @@ NOT_SEEN = {
     "the host for copies of states to the GPU does not wait": (
         "redundant: each copy back comes after the copy to the GPU, and the host waits for it"
     ),
-    "torch/torch_root.cpp synchronize: replicas_->gather.synchronize();": NO_TEST,
-    "torch/torch_root.cpp synchronize: replicas_->reduce.synchronize();": NO_TEST,
     "core/gather/gatherer.cpp Gatherer: Gatherer::~Gatherer() { lane_.drain(); }": AFTER_USE,
     "core/gather/gatherer_memory.cpp plan_memory: lane_.synchronize();": AFTER_USE,
     "core/agree/order_check.cpp compare_announcements: "
     "compared_->synchronize(device_.timeout(),": NOT_PINNED,
     "core/agree/order_check.cpp compare_orders: "
     "compared_->synchronize(device_.timeout(), kWhat);": NOT_PINNED,
-    "core/schedule/pipeline_settings.cpp accumulated_parts: "
-    "reduction.packed().synchronize(device_.timeout(), reduction.label);": BESIDE,
-    "core/schedule/pipeline_settings.cpp accumulated_parts: lanes_.reduce.synchronize();": BESIDE,
+    "core/reduce/reducer.cpp accumulated_parts: "
+    "reduction.packed_->synchronize(device_.timeout(), reduction.label);": BESIDE,
+    "core/reduce/reducer.cpp accumulated_parts: lane_.synchronize();": BESIDE,
     "core/reduce/reducer.cpp plan_memory: lane_.synchronize();": AFTER_USE,
     "core/reduce/reducer.cpp plan_memory: replicas_.lane->synchronize();": AFTER_USE,
     "core/reduce/reducer.cpp ~Reducer: lane_.drain();": AFTER_USE,
@@ -249,9 +244,6 @@ NOT_SEEN = {
     "device/cuda_stream.cpp anchor: compute_.synchronize();": ONLY_TIMES,
     "device/cuda_stream.cpp wait_for: "
     "cudaError_t result = cudaEventQuery(events_[number]);": ONLY_TIMES,
-    "torch/torch_root.cpp synchronize: lanes_->device->compute_stream().synchronize();": ONLY_TIMES,
-    "torch/torch_root.cpp synchronize: lanes_->gather.synchronize();": ONLY_TIMES,
-    "torch/torch_root.cpp synchronize: lanes_->reduce.synchronize();": ONLY_TIMES,
     "torch/transports.cpp exchange_messages: "
     "buffers->done->synchronize(lanes.device->timeout(), what);": NOT_PINNED,
 }

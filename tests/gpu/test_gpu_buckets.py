@@ -36,8 +36,8 @@ def _train(
         generator = torch.Generator(device="cuda").manual_seed(step)
         tokens = torch.randint(0, 1001, (32,), device="cuda", generator=generator)
         if step > 0:  # the root exists after the first forward
-            model._fsdp_ext_unit.root.core.set_poison_released_slots(True)
-            model._fsdp_ext_unit.root.core.delay_stream("gather" if step % 2 else "reduce", 0.005)
+            model._fsdp_ext_unit.root.impl.set_poison_released_slots(True)
+            model._fsdp_ext_unit.root.impl.delay_stream("gather" if step % 2 else "reduce", 0.005)
         loss = model(tokens).float().square().mean()
         loss.backward()
         optimizer.step()
@@ -58,10 +58,10 @@ def _compare_in(half: bool) -> None:
     for max_message_bytes in (None, 40_000, 4_000):
         model, got = _train(half, 60_000, max_message_bytes)
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-        core, alone = model._fsdp_ext_unit.root.core, expected_model._fsdp_ext_unit.root.core
-        assert len(core.buckets()) < len(alone.buckets())
-        messages = sum(bucket["gather_messages"] for bucket in core.buckets())
-        assert (messages > len(core.buckets())) == (max_message_bytes is not None)
+        impl, alone = model._fsdp_ext_unit.root.impl, expected_model._fsdp_ext_unit.root.impl
+        assert len(impl.buckets()) < len(alone.buckets())
+        messages = sum(bucket["gather_messages"] for bucket in impl.buckets())
+        assert (messages > len(impl.buckets())) == (max_message_bytes is not None)
         with fsdp_ext.profile(model) as prof:
             model(torch.zeros(2, dtype=torch.long, device="cuda")).float().sum().backward()
         (iteration,) = prof.iterations

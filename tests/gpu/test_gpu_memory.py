@@ -48,7 +48,7 @@ def _memory_is_fixed(world_size: int) -> None:
         seen.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
     assert seen[2] == seen[19], f"allocated and reserved bytes went from {seen[2]} to {seen[19]}"
 
-    memory = model._fsdp_ext_unit.root.core.memory()
+    memory = model._fsdp_ext_unit.root.impl.memory()
     shard = WIDTH * (WIDTH + 1) * 4 // world_size
     planned = (
         memory["ring_bytes"]

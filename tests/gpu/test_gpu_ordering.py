@@ -43,7 +43,7 @@ def _train(delay: Callable[[nn.Module], None] | None) -> list[Tensor]:
         args, kwargs = model.batch(generator)
         if delay is not None and step == 1:
             root: Any = model
-            root._fsdp_ext_unit.root.core.set_poison_released_slots(True)
+            root._fsdp_ext_unit.root.impl.set_poison_released_slots(True)
             for block in [*model.blocks, model]:
                 block.register_forward_pre_hook(lambda module, args: delay(module))
                 block.register_full_backward_pre_hook(lambda module, grads: delay(module))

@@ -48,9 +48,9 @@ def _step(run: Run, step: int) -> tuple[Tensor, ...]:
     """Train as usual, and check that there are several messages."""
     values = train_step(run, step)
     if isinstance(run.model, fsdp_ext.FSDPModule):
-        core = run.model._fsdp_ext_unit.root.core
-        core.set_poison_released_slots(True)
-        assert any(bucket["gather_messages"] > 1 for bucket in core.buckets())
+        impl = run.model._fsdp_ext_unit.root.impl
+        impl.set_poison_released_slots(True)
+        assert any(bucket["gather_messages"] > 1 for bucket in impl.buckets())
     return values
 
 

@@ -18,7 +18,9 @@ void set_bit(char* bits, std::size_t i) {
 }
 
 bool misses_gradients(const Unit& unit) {
-  return unit.is_reduced && std::find(unit.used.begin(), unit.used.end(), 0) != unit.used.end();
+  return unit.gradients.is_reduced() &&
+         std::find(unit.gradients.used().begin(), unit.gradients.used().end(), 0) !=
+             unit.gradients.used().end();
 }
 
 }  // namespace
@@ -97,7 +99,7 @@ std::vector<std::string> BackwardExchange::all_gather(const std::string& what,
 }
 
 void BackwardExchange::begin(const std::vector<std::unique_ptr<Unit>>& units) {
-  const auto is_reduced = [](const auto& unit) { return unit->is_reduced; };
+  const auto is_reduced = [](const auto& unit) { return unit->gradients.is_reduced(); };
   // A captured graph replays one step, whose ranks were compared in the steps before.
   if (!has_peers_ || lanes_.device->is_capturing() ||
       std::none_of(units.begin(), units.end(), is_reduced)) {
@@ -132,7 +134,7 @@ void BackwardExchange::send(const std::vector<std::unique_ptr<Unit>>& units) {
   std::memcpy(message, &hashes, sizeof(hashes));
   std::size_t bit = 0;
   for (const auto& unit : units) {
-    for (const char used : unit->used) {
+    for (const char used : unit->gradients.used()) {
       if (used != 0) {
         set_bit(message + sizeof(Hashes), bit);
       }
@@ -200,8 +202,8 @@ void BackwardExchange::throw_difference(std::size_t other) {
 void BackwardExchange::set_gradients_of_others(const std::vector<std::unique_ptr<Unit>>& units) {
   std::size_t bit = 0;
   for (const auto& unit : units) {
-    for (std::size_t i = 0; i < unit->used.size(); ++i, ++bit) {
-      if (unit->is_reduced && unit->used[i] == 0 && is_used(*unit, bit)) {
+    for (std::size_t i = 0; i < unit->gradients.used().size(); ++i, ++bit) {
+      if (unit->gradients.is_reduced() && unit->gradients.used()[i] == 0 && is_used(*unit, bit)) {
         unit->port.set_sharded_gradient(i);
       }
     }
@@ -235,7 +237,7 @@ bool BackwardExchange::is_used(const Unit& unit, std::size_t bit) const {
 void BackwardExchange::resize(const std::vector<std::unique_ptr<Unit>>& units) {
   std::size_t bits = 0;
   for (const auto& unit : units) {
-    bits += unit->used.size();
+    bits += unit->gradients.used().size();
   }
   const std::size_t bytes = (bits + 7) / 8;
   if (mine_ != nullptr && used_by_any_.size() == bytes) {

@@ -32,7 +32,8 @@ BucketGather::BucketGather(const UnitLayout& layout, const std::vector<Unit*>& u
       group_(group_shard_of(layout, units, lanes)) {}
 
 std::size_t BucketGather::buffer_bytes(const BucketBuffers& planned) const {
-  return (home_ != nullptr ? home_->bytes : 0) + (input_ != nullptr ? planned.gather_input : 0) +
+  return (persistent_slot_ != nullptr ? persistent_slot_->bytes : 0) +
+         (input_ != nullptr ? planned.gather_input : 0) +
          (group_ != nullptr && group_->memory != nullptr ? planned.group_shard : 0);
 }
 

@@ -38,7 +38,7 @@ class BucketGather {
   // In the ring, or the home. Null if it is released.
   const Slot* slot() const { return slot_; }
   // The slot of a bucket that stays unsharded after forward.
-  const Slot* home() const { return home_.get(); }
+  const Slot* persistent_slot() const { return persistent_slot_.get(); }
   // The size of the buffers that the bucket does not share and that exist now.
   std::size_t buffer_bytes(const BucketBuffers& planned) const;
 
@@ -49,7 +49,7 @@ class BucketGather {
   const std::unique_ptr<GroupShard> group_;
   const GatherSource* source_ = &all_ranks_;
   Slot* slot_ = nullptr;
-  std::unique_ptr<Slot> home_;
+  std::unique_ptr<Slot> persistent_slot_;
   Issue issue_;
   ShardStamp gathered_from_;
   std::shared_ptr<void> input_;  // only if the wire has another dtype than the shard

@@ -25,13 +25,14 @@ std::uint64_t version_of(const Bucket& bucket) {
 
 }  // namespace
 
-Gatherer::Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Announce announce)
+Gatherer::Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger,
+                   RecordIssue record_issue)
     : device_(device),
       packer_(packer),
       lane_(lane),
       streams_(device, lane),
       ledger_(ledger),
-      announce_(std::move(announce)),
+      record_issue_(std::move(record_issue)),
       staging_(device) {}
 
 // Work in flight uses the buffers that are freed now.
@@ -43,6 +44,19 @@ void Gatherer::begin_iteration() {
   if (ring_ != nullptr) {
     ring_->forget_contents();
   }
+}
+
+bool Gatherer::drop_outdated(const std::vector<std::unique_ptr<Unit>>& units) {
+  bool has_changed = false;
+  for (const auto& unit : units) {
+    const std::uint64_t version = unit->port.shard_version();
+    has_changed = has_changed || unit->gather.followed_version_ != version;
+    unit->gather.followed_version_ = version;
+    if (!unit->gather.is_sharded() && !is_current(*unit)) {
+      reshard(*unit);
+    }
+  }
+  return has_changed;
 }
 
 // A captured graph must end in the stream that its capture began on.
@@ -58,20 +72,21 @@ void Gatherer::join_capture() {
 
 // - Units
 
-bool Gatherer::is_current(Unit& unit) {
+// Whether the unsharded parameters match the shards, as far as versions tell.
+bool Gatherer::is_current(Unit& unit) const {
   if (unit.layout.is_identity() && unit.port.computes_inputs()) {
-    return unit.inputs_version == unit.port.shard_version();
+    return unit.gather.inputs_version_ == unit.port.shard_version();
   }
   return unit.layout.is_identity() || unit.layout.unsharded_bytes() == 0 ||
          (unit.bucket->gather.gathered_from_.valid &&
-          unit.gathered_version == unit.port.shard_version());
+          unit.gather.gathered_version_ == unit.port.shard_version());
 }
 
 bool Gatherer::unshard(Unit& unit, bool on_demand) {
-  if (unit.state == UnitState::Sharded && !start_unshard(unit, on_demand)) {
+  if (unit.gather.state_ == UnitState::Sharded && !start_unshard(unit, on_demand)) {
     return false;
   }
-  unit.is_speculative = unit.is_speculative && !on_demand;
+  unit.gather.is_speculative_ = unit.gather.is_speculative_ && !on_demand;
   return true;
 }
 
@@ -81,13 +96,13 @@ bool Gatherer::start_unshard(Unit& unit, bool on_demand) {
     compute_inputs(unit);
     ledger_.add_unsharded_unit();
     ledger_.add_unsharded_bytes(unit.layout.unsharded_bytes());
-    unit.state = UnitState::Gathering;
-    unit.is_speculative = true;
+    unit.gather.state_ = UnitState::Gathering;
+    unit.gather.is_speculative_ = true;
     return true;
   }
   const bool is_gathered = bucket.gather.slot_ != nullptr && bucket.gather.gathered_from_.valid &&
                            bucket.gather.gathered_from_.iteration == iteration_;
-  if (!is_gathered || unit.gathered_version != unit.port.shard_version()) {
+  if (!is_gathered || unit.gather.gathered_version_ != unit.port.shard_version()) {
     Slot* slot = reacquire_slot(bucket);
     if (slot != nullptr) {
       ledger_.count_reused_unshard();
@@ -96,7 +111,7 @@ bool Gatherer::start_unshard(Unit& unit, bool on_demand) {
         compute_inputs(*member);  // first, since a user's function may raise
       }
       slot = acquire_slot(bucket, on_demand);
-      record_issue(bucket, slot, on_demand);
+      note_issue(bucket, slot, on_demand);
       if (slot == nullptr) {
         return false;
       }
@@ -110,7 +125,7 @@ bool Gatherer::start_unshard(Unit& unit, bool on_demand) {
 }
 
 // For the ledger: the issue time and the earliest time it could have been issued.
-void Gatherer::record_issue(Bucket& bucket, const Slot* slot, bool on_demand) {
+void Gatherer::note_issue(Bucket& bucket, const Slot* slot, bool on_demand) {
   if (!ledger_.has_times()) {
     return;
   }
@@ -131,47 +146,47 @@ void Gatherer::forget_issues(const std::vector<std::unique_ptr<Bucket>>& buckets
 }
 
 bool Gatherer::attach(Unit& unit) {
-  if (unit.state == UnitState::Unsharded) {
-    if (unit.is_put_away) {
-      unit.is_put_away = false;
+  if (unit.gather.state_ == UnitState::Unsharded) {
+    if (unit.gather.is_put_away_) {
+      unit.gather.is_put_away_ = false;
       unit.port.show_unsharded();
     }
     return false;
   }
-  FSDP_CHECK(unit.state == UnitState::Gathering, "Unit '", unit.name,
+  FSDP_CHECK(unit.gather.state_ == UnitState::Gathering, "Unit '", unit.name,
              "' is not gathered. Call unshard before waiting for it.");
-  const bool has_gather = !unit.layout.is_identity() && unit.slot != nullptr;
-  unit.is_speculative = false;
+  const bool has_gather = !unit.layout.is_identity() && unit.gather.slot_ != nullptr;
+  unit.gather.is_speculative_ = false;
   if (has_gather) {
     wait_for_gather(unit);
-    unit.port.attach(static_cast<char*>(unit.slot->data()) + unit.unsharded_offset);
+    unit.port.attach(static_cast<char*>(unit.gather.slot_->data()) + unit.unsharded_offset);
   } else {
     unit.port.attach(unit.layout.is_identity() ? unit.port.flat_shard() : nullptr);
   }
-  unit.state = UnitState::Unsharded;
+  unit.gather.state_ = UnitState::Unsharded;
   return has_gather;
 }
 
 void Gatherer::reshard(Unit& unit) {
-  if (unit.state == UnitState::Sharded) {
+  if (unit.gather.state_ == UnitState::Sharded) {
     return;
   }
-  if (unit.state == UnitState::Unsharded) {
+  if (unit.gather.state_ == UnitState::Unsharded) {
     unit.port.detach();
   }
   const GatherSource& source = unit.bucket->gather.source();
   const GatherPiece& last = source.last_piece();
-  if (unit.slot != nullptr && unit.slot->users == 1 &&
-      (unit.state == UnitState::Gathering || &source.last_piece(unit) != &last)) {
+  if (unit.gather.slot_ != nullptr && unit.gather.slot_->users == 1 &&
+      (unit.gather.state_ == UnitState::Gathering || &source.last_piece(unit) != &last)) {
     // The next gather into the slot starts after all of this one.
     device_.compute_stream().wait(*last.gathered, source.label);
   }
-  unit.state = UnitState::Sharded;
-  unit.is_speculative = false;
-  unit.is_put_away = false;
-  unit.is_held = false;
+  unit.gather.state_ = UnitState::Sharded;
+  unit.gather.is_speculative_ = false;
+  unit.gather.is_put_away_ = false;
+  unit.gather.is_held_ = false;
   ledger_.remove_unsharded_unit();
-  Slot* slot = std::exchange(unit.slot, nullptr);
+  Slot* slot = std::exchange(unit.gather.slot_, nullptr);
   if (slot == nullptr) {
     ledger_.remove_unsharded_bytes(unit.layout.unsharded_bytes());
     return;
@@ -184,7 +199,7 @@ void Gatherer::reshard(Unit& unit) {
 
 void Gatherer::reshard_speculative(Bucket& bucket) {
   for (Unit* unit : bucket.units) {
-    if (unit->is_speculative) {
+    if (unit->gather.is_speculative_) {
       reshard(*unit);
     }
   }
@@ -198,10 +213,10 @@ Slot* Gatherer::reacquire_slot(Bucket& bucket) {
   if (bucket.gather.slot_ != nullptr || !bucket.gather.gathered_from_.matches(now)) {
     return nullptr;
   }
-  if (bucket.gather.home_ != nullptr) {
-    const bool is_whole =
-        bucket.gather.home_->contents == bucket.number && bucket.gather.home_->users == 0;
-    return is_whole ? bucket.gather.home_.get() : nullptr;
+  if (bucket.gather.persistent_slot_ != nullptr) {
+    const bool is_whole = bucket.gather.persistent_slot_->contents == bucket.number &&
+                          bucket.gather.persistent_slot_->users == 0;
+    return is_whole ? bucket.gather.persistent_slot_.get() : nullptr;
   }
   Slot* slot = ring_->find_contents(bucket.number);
   if (slot != nullptr) {
@@ -213,7 +228,7 @@ Slot* Gatherer::reacquire_slot(Bucket& bucket) {
 Slot* Gatherer::acquire_slot(Bucket& bucket, bool on_demand) {
   const std::size_t bytes = bucket.layout.unsharded_bytes();
   if (!bucket.units.front()->reshard_after_forward) {
-    if (Slot* home = acquire_home(bucket)) {
+    if (Slot* home = acquire_persistent_slot(bucket)) {
       return home;
     }
   } else if (bytes <= ring_->slot_bytes()) {
@@ -234,17 +249,17 @@ Slot* Gatherer::acquire_slot(Bucket& bucket, bool on_demand) {
 }
 
 // Null while a unit still uses the parameters that were gathered there before.
-Slot* Gatherer::acquire_home(Bucket& bucket) {
-  if (bucket.gather.home_ == nullptr) {
-    make_home(bucket, bucket.gather.all_ranks_.communicator.allocate_in_step(
-                          device_, bucket.buffers.slot, BufferUse::Output));
+Slot* Gatherer::acquire_persistent_slot(Bucket& bucket) {
+  if (bucket.gather.persistent_slot_ == nullptr) {
+    make_persistent_slot(bucket, bucket.gather.all_ranks_.communicator.allocate_in_step(
+                                     device_, bucket.buffers.slot, BufferUse::Output));
     streams_.follow_compute();
   }
-  if (bucket.gather.home_->users > 0) {
+  if (bucket.gather.persistent_slot_->users > 0) {
     return nullptr;
   }
-  bucket.gather.home_->contents = bucket.number;
-  return bucket.gather.home_.get();
+  bucket.gather.persistent_slot_->contents = bucket.number;
+  return bucket.gather.persistent_slot_.get();
 }
 
 Slot* Gatherer::reclaim_speculative_slot(int bucket) {
@@ -262,12 +277,13 @@ Slot* Gatherer::reclaim_speculative_slot(int bucket) {
 // Whether all users of the bucket's slot in the ring were prefetched and not used yet.
 bool Gatherer::has_reclaimable_slot(const Bucket& bucket) const {
   const Slot* slot = bucket.gather.slot_;
-  if (slot == nullptr || slot == bucket.gather.home_.get() || slot->is_overflow) {
+  if (slot == nullptr || slot == bucket.gather.persistent_slot_.get() || slot->is_overflow) {
     return false;
   }
-  const auto speculative = std::count_if(
-      bucket.units.begin(), bucket.units.end(),
-      [slot](const Unit* unit) { return unit->is_speculative && unit->slot == slot; });
+  const auto speculative =
+      std::count_if(bucket.units.begin(), bucket.units.end(), [slot](const Unit* unit) {
+        return unit->gather.is_speculative_ && unit->gather.slot_ == slot;
+      });
   return speculative == slot->users;
 }
 
@@ -276,10 +292,10 @@ bool Gatherer::has_reclaimable_slot(const Bucket& bucket) const {
 void Gatherer::abandon_gather(Bucket& bucket) {
   Slot& slot = *bucket.gather.slot_;
   for (Unit* unit : bucket.units) {
-    if (unit->slot == &slot) {
-      unit->slot = nullptr;
-      unit->state = UnitState::Sharded;
-      unit->is_speculative = false;
+    if (unit->gather.slot_ == &slot) {
+      unit->gather.slot_ = nullptr;
+      unit->gather.state_ = UnitState::Sharded;
+      unit->gather.is_speculative_ = false;
       ledger_.remove_unsharded_unit();
     }
   }
@@ -296,10 +312,10 @@ void Gatherer::abandon_gather(Bucket& bucket) {
 // For all units of the bucket that are sharded. They are speculative until they are used.
 void Gatherer::retain_slot(Bucket& bucket) {
   for (Unit* unit : bucket.units) {
-    if (unit->state == UnitState::Sharded) {
-      unit->state = UnitState::Gathering;
-      unit->is_speculative = true;
-      unit->slot = bucket.gather.slot_;
+    if (unit->gather.state_ == UnitState::Sharded) {
+      unit->gather.state_ = UnitState::Gathering;
+      unit->gather.is_speculative_ = true;
+      unit->gather.slot_ = bucket.gather.slot_;
       bucket.gather.slot_->users += 1;
       ledger_.add_unsharded_unit();
     }
@@ -324,7 +340,7 @@ void Gatherer::release_slot(Slot& slot, Bucket& bucket) {
     bucket.gather.gathered_from_.valid = bucket.gather.gathered_from_.valid && !keeps_contents;
     keeps_contents = false;
   }
-  if (&slot == bucket.gather.home_.get()) {
+  if (&slot == bucket.gather.persistent_slot_.get()) {
     compute.record(*slot.released);
     slot.contents = keeps_contents ? bucket.number : Slot::kNobody;
   } else {
@@ -370,7 +386,7 @@ void Gatherer::forget(Bucket& bucket) {
     bucket.gather.group_->kept_from.valid = false;
   }
   for (Unit* unit : bucket.units) {
-    unit->inputs_iteration = 0;
+    unit->gather.inputs_iteration_ = 0;
   }
   streams_.follow_compute();  // no version tells that the shards have changed
 }

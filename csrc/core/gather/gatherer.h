@@ -24,7 +24,7 @@ namespace fsdp {
 class Gatherer {
  public:
   // The lane outlives this, and may be shared with others.
-  Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Announce announce);
+  Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, RecordIssue record_issue);
   ~Gatherer();
 
   Gatherer(const Gatherer&) = delete;
@@ -38,6 +38,10 @@ class Gatherer {
   // Gathers from now on start after the work of the compute stream so far (the optimizer's).
   // Parameters that were gathered earlier are out of date.
   void begin_iteration();
+  // Reshards units that stayed unsharded although their shards have changed since. Returns whether
+  // any shards have changed since the last call. Then the graphs of earlier forwards are out of
+  // date.
+  bool drop_outdated(const std::vector<std::unique_ptr<Unit>>& units);
   // Blocks until no gather reads the host's memory: Note [offloaded units] in core/memory/layout.h.
   void finish_reading_host();
   // In a CUDA graph capture, makes the compute stream wait for all gathers.
@@ -65,8 +69,6 @@ class Gatherer {
   void forget(Bucket& bucket);
   // Reshards the bucket's units that were prefetched and not used, which would retain its slot.
   void reshard_speculative(Bucket& bucket);
-  // Whether the unsharded parameters match the shards, as far as versions tell.
-  bool is_current(Unit& unit);
 
   const BufferRing* ring() const { return ring_.get(); }
   std::size_t staging_bytes() const { return staging_.bytes(); }
@@ -76,11 +78,12 @@ class Gatherer {
   void set_poison_released_slots(bool value) { poison_ = value; }
 
  private:
+  bool is_current(Unit& unit) const;
   bool start_unshard(Unit& unit, bool on_demand);
-  void record_issue(Bucket& bucket, const Slot* slot, bool on_demand);
+  void note_issue(Bucket& bucket, const Slot* slot, bool on_demand);
   Slot* reacquire_slot(Bucket& bucket);
   Slot* acquire_slot(Bucket& bucket, bool on_demand);
-  Slot* acquire_home(Bucket& bucket);
+  Slot* acquire_persistent_slot(Bucket& bucket);
   Slot* reclaim_speculative_slot(int bucket);
   bool has_reclaimable_slot(const Bucket& bucket) const;
   void abandon_gather(Bucket& bucket);
@@ -98,8 +101,8 @@ class Gatherer {
   static const char* input_of(const Bucket& bucket);
   void send(const Bucket& bucket, std::size_t number, char* output, char* staging);
   void cast(const Bucket& bucket, const GatherPiece& piece, Stream& stream);
-  void allocate_homes(const std::vector<std::unique_ptr<Bucket>>& buckets);
-  void make_home(Bucket& bucket, std::shared_ptr<void> memory);
+  void allocate_persistent_slots(const std::vector<std::unique_ptr<Bucket>>& buckets);
+  void make_persistent_slot(Bucket& bucket, std::shared_ptr<void> memory);
   void place_shards(const std::vector<std::unique_ptr<Bucket>>& buckets);
   void allocate_group_shards(const std::vector<std::unique_ptr<Bucket>>& buckets);
   void allocate_gather_inputs(const std::vector<std::unique_ptr<Bucket>>& buckets);
@@ -111,7 +114,7 @@ class Gatherer {
   Lane& lane_;
   LaneStreams streams_;
   Ledger& ledger_;
-  Announce announce_;
+  RecordIssue record_issue_;
   const std::vector<std::unique_ptr<Bucket>>* buckets_ = nullptr;
   bool is_any_offloaded_ = false;
   bool has_been_captured_ = false;

@@ -28,12 +28,12 @@ void Gatherer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, 
   const std::size_t staging = memory.staging_bytes;
   staging_.reset(staging > 0 ? lane_.allocate(staging, BufferUse::Output) : nullptr, staging);
   for (const auto& bucket : buckets) {
-    if (bucket->units.front()->reshard_after_forward && bucket->gather.home_ != nullptr &&
-        bucket->gather.home_->users == 0) {
-      bucket->gather.home_.reset();
+    if (bucket->units.front()->reshard_after_forward &&
+        bucket->gather.persistent_slot_ != nullptr && bucket->gather.persistent_slot_->users == 0) {
+      bucket->gather.persistent_slot_.reset();
     }
   }
-  allocate_homes(buckets);
+  allocate_persistent_slots(buckets);
   allocate_group_shards(buckets);
   allocate_gather_inputs(buckets);
   place_shards(buckets);
@@ -53,21 +53,21 @@ void Gatherer::place_shards(const std::vector<std::unique_ptr<Bucket>>& buckets)
 }
 
 // A home is used from the next forward on, so it is planned, too: ranks register it together.
-void Gatherer::allocate_homes(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+void Gatherer::allocate_persistent_slots(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   for (const auto& bucket : buckets) {
     if (!bucket->use().reshards_after_forward && bucket->buffers.slot > 0 &&
-        bucket->gather.home_ == nullptr) {
-      make_home(*bucket, bucket->gather.all_ranks_.communicator.allocate(
-                             device_, bucket->buffers.slot, BufferUse::Output));
+        bucket->gather.persistent_slot_ == nullptr) {
+      make_persistent_slot(*bucket, bucket->gather.all_ranks_.communicator.allocate(
+                                        device_, bucket->buffers.slot, BufferUse::Output));
     }
   }
 }
 
-void Gatherer::make_home(Bucket& bucket, std::shared_ptr<void> memory) {
-  bucket.gather.home_ = std::make_unique<Slot>();
-  bucket.gather.home_->bytes = bucket.buffers.slot;
-  bucket.gather.home_->memory = std::move(memory);
-  bucket.gather.home_->released = device_.new_event();
+void Gatherer::make_persistent_slot(Bucket& bucket, std::shared_ptr<void> memory) {
+  bucket.gather.persistent_slot_ = std::make_unique<Slot>();
+  bucket.gather.persistent_slot_->bytes = bucket.buffers.slot;
+  bucket.gather.persistent_slot_->memory = std::move(memory);
+  bucket.gather.persistent_slot_->released = device_.new_event();
 }
 
 // One allocation for all buckets of a group, as for gather inputs.

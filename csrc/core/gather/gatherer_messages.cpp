@@ -5,14 +5,14 @@
 namespace fsdp {
 namespace {
 
-// See Note [custom collectives] in core/reduce/reduce_hook.h.
-ReduceHook* gather_hook_of(const Bucket& bucket) {
+// See Note [custom collectives] in core/reduce/user_collective.h.
+UserCollective* gather_hook_of(const Bucket& bucket) {
   const bool may_have_one = bucket.units.size() == 1 && !bucket.gather.source().is_of_group();
   return may_have_one ? bucket.units.front()->gather_hook.get() : nullptr;
 }
 
 // The tensors have the parameters' dtype if all have the same, and are bytes otherwise, as FSDP2's.
-void gather_by_hook(ReduceHook& hook, Stream& stream, const UnitLayout& layout,
+void gather_by_hook(UserCollective& hook, Stream& stream, const UnitLayout& layout,
                     const LayoutPart& part, const char* input, char* output, std::size_t bytes) {
   DType dtype = layout.params()[part.first].param_dtype;
   for (std::size_t i = part.first; i < part.end; ++i) {
@@ -32,15 +32,15 @@ void Gatherer::compute_inputs(Unit& unit) {
     return;
   }
   const std::uint64_t version = unit.port.shard_version();
-  if (unit.inputs_iteration == iteration_ && unit.inputs_version == version) {
+  if (unit.gather.inputs_iteration_ == iteration_ && unit.gather.inputs_version_ == version) {
     return;
   }
   const GatherSource& source = unit.bucket->gather.all_ranks_;
   device_.compute_stream().wait(*source.last_piece().gathered, source.label);
   unit.port.compute_inputs();
   streams_.follow_compute();
-  unit.inputs_iteration = iteration_;
-  unit.inputs_version = version;
+  unit.gather.inputs_iteration_ = iteration_;
+  unit.gather.inputs_version_ = version;
 }
 
 void Gatherer::gather_into(Bucket& bucket, Slot& slot) {
@@ -50,17 +50,18 @@ void Gatherer::gather_into(Bucket& bucket, Slot& slot) {
   for (Unit* unit : bucket.units) {
     const std::uint64_t version = unit->port.shard_version();
     bucket.gather.gathered_from_.version += version;
-    has_changed = has_changed || version != unit->followed_version;
-    unit->followed_version = version;
-    if (unit->state == UnitState::Sharded) {  // others keep the parameters of an earlier gather
-      unit->gathered_version = version;
+    has_changed = has_changed || version != unit->gather.followed_version_;
+    unit->gather.followed_version_ = version;
+    if (unit->gather.state_ ==
+        UnitState::Sharded) {  // others keep the parameters of an earlier gather
+      unit->gather.gathered_version_ = version;
     }
   }
   const bool has_kept = bucket.gather.group_ != nullptr &&
                         bucket.gather.group_->kept_from.matches(bucket.gather.gathered_from_);
   bucket.gather.source_ = has_kept ? &bucket.gather.group_->source : &bucket.gather.all_ranks_;
-  if (bucket.gather.home_ != nullptr && &slot != bucket.gather.home_.get()) {
-    bucket.gather.home_->contents = Slot::kNobody;  // out of date
+  if (bucket.gather.persistent_slot_ != nullptr && &slot != bucket.gather.persistent_slot_.get()) {
+    bucket.gather.persistent_slot_->contents = Slot::kNobody;  // out of date
   }
   if (has_changed) {
     streams_.follow_compute();
@@ -153,13 +154,13 @@ void Gatherer::send(const Bucket& bucket, std::size_t number, char* output, char
   const GatherPlan& plan = piece.plan;
   const char* input = input_of(bucket);
   Stream& stream = streams_.messages();
-  announce_(bucket, {number, piece.bytes});
+  record_issue_(bucket, {number, piece.bytes});
   const InFlight flight(lane_.flights(), stream, source.communicator,
                         {source.op, ledger_.phase(), piece.bytes, DType::Bytes}, source.label);
   const Work work = source.is_of_group() ? Work::GroupGather : Work::Gather;
   const Timed timed(ledger_, stream, work, bucket.numbers(), {piece.bytes, bucket.gather.issue_},
                     /*follows=*/false);
-  ReduceHook* const hook = gather_hook_of(bucket);
+  UserCollective* const hook = gather_hook_of(bucket);
   const auto all_gather = [&](const char* from, char* to, std::size_t bytes) {
     if (hook != nullptr) {
       gather_by_hook(*hook, stream, bucket.layout, piece.part, from, to, bytes);
@@ -209,7 +210,7 @@ void Gatherer::wait_for_gather(Unit& unit) {
   const GatherSource& source = bucket.gather.source();
   ledger_.wait(*source.last_piece(unit).gathered, source.label, Work::WaitForGather,
                bucket.numbers());
-  if (ReduceHook* const hook = gather_hook_of(bucket)) {
+  if (UserCollective* const hook = gather_hook_of(bucket)) {
     try {
       hook->check();
     } catch (...) {
@@ -223,7 +224,7 @@ void Gatherer::wait_for_gather(Unit& unit) {
 void Gatherer::drop_failed_gather(Bucket& bucket) {
   forget(bucket);
   for (Unit* unit : bucket.units) {
-    if (unit->state == UnitState::Gathering) {
+    if (unit->gather.state_ == UnitState::Gathering) {
       reshard(*unit);
     }
   }

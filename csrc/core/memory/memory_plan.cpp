@@ -81,8 +81,8 @@ BucketBuffers buffers_of(const UnitLayout& layout, GatherBy by, std::size_t max_
   return buffers;
 }
 
-bool reduces_in_place(const UnitLayout& layout, double reduce_scale) {
-  return layout.reduces_in_grad_dtype() && reduce_scale == 1.0 && !layout.is_offloaded();
+bool reduces_in_place(const UnitLayout& layout, double post_scale) {
+  return layout.reduces_in_grad_dtype() && post_scale == 1.0 && !layout.is_offloaded();
 }
 
 bool keeps_reduce_output(std::string_view transport) { return transport == "nccl"; }

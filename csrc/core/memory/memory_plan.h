@@ -41,7 +41,7 @@ BucketBuffers buffers_of(const UnitLayout& layout, GatherBy by, std::size_t max_
 
 // Whether reductions can write the flat gradient if there is no gradient to add to. Otherwise they
 // write the reduce output.
-bool reduces_in_place(const UnitLayout& layout, double reduce_scale);
+bool reduces_in_place(const UnitLayout& layout, double post_scale);
 
 // Whether the reduce output is allocated even if reductions write the flat gradient: Note [shards
 // and gradients in windows] in core/lanes.h. `transport` is a name.

@@ -22,7 +22,7 @@ struct NextMessage {
   std::size_t piece;
   std::size_t bytes;
 };
-using Announce = std::function<void(const Bucket&, const NextMessage&)>;
+using RecordIssue = std::function<void(const Bucket&, const NextMessage&)>;
 
 class LaneStreams {
  public:

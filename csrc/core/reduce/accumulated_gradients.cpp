@@ -41,8 +41,8 @@ void AccumulatedGradients::add(const Unit& unit, std::size_t i, std::uint64_t pa
 
 void AccumulatedGradients::add_arrived(const std::vector<Unit*>& units, std::uint64_t packing) {
   for (const Unit* unit : units) {
-    for (std::size_t i = 0; i < unit->arrived.size(); ++i) {
-      if (unit->arrived[i] != 0) {
+    for (std::size_t i = 0; i < unit->gradients.count(); ++i) {
+      if (unit->gradients.has_arrived(i)) {
         add(*unit, i, packing);
       }
     }
@@ -53,7 +53,7 @@ void AccumulatedGradients::add_arrived(const std::vector<Unit*>& units, std::uin
 void AccumulatedGradients::clear(Device& device, Stream& stream, const std::vector<Unit*>& units) {
   for (const Unit* unit : units) {
     const auto first = since_.begin() + static_cast<std::ptrdiff_t>(unit->first_trainable);
-    std::fill(first, first + static_cast<std::ptrdiff_t>(unit->arrived.size()), 0);
+    std::fill(first, first + static_cast<std::ptrdiff_t>(unit->gradients.count()), 0);
   }
   has_any_ = std::any_of(since_.begin(), since_.end(), [](std::uint64_t since) { return since; });
   for (const Unit* unit : units) {

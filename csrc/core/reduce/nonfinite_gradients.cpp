@@ -22,21 +22,26 @@ void NonfiniteGradients::place(const std::vector<std::unique_ptr<Bucket>>& bucke
   auto* place = static_cast<std::uint64_t*>(marks_.get());
   for (const auto& bucket : buckets) {
     for (Unit* unit : bucket->units) {
-      if (unit->nonfinite_marks != nullptr && !unit->arrived.empty()) {
+      if (unit->gradients.nonfinite_marks_ != nullptr && unit->gradients.count() > 0) {
         Move move;
-        move.source = unit->nonfinite_marks;
+        move.source = unit->gradients.nonfinite_marks_;
         move.destination = place;
-        move.bytes = unit->arrived.size() * sizeof(std::uint64_t);
+        move.bytes = unit->gradients.count() * sizeof(std::uint64_t);
         device_.transfer(compute, std::chrono::nanoseconds(0), {move}, 0);
       }
-      unit->nonfinite_marks = place;
-      place += unit->arrived.size();
+      unit->gradients.nonfinite_marks_ = place;
+      place += unit->gradients.count();
     }
   }
 }
 
-std::vector<char> NonfiniteGradients::find(const std::vector<std::unique_ptr<Unit>>& units) {
-  std::vector<char> found(units.size(), 0);
+std::vector<char> NonfiniteGradients::find(
+    const std::vector<std::unique_ptr<Bucket>>& buckets) const {
+  std::size_t units = 0;
+  for (const auto& bucket : buckets) {
+    units += bucket->units.size();
+  }
+  std::vector<char> found(units, 0);
   if (count_ == 0) {
     return found;
   }
@@ -46,12 +51,14 @@ std::vector<char> NonfiniteGradients::find(const std::vector<std::unique_ptr<Uni
   device_.copy_to_host(compute, marks_.get(), marks.data(), bytes);
   compute.synchronize();
   const auto* first = static_cast<const std::uint64_t*>(marks_.get());
-  for (std::size_t i = 0; i < units.size(); ++i) {
-    const Unit& unit = *units[i];
-    for (std::size_t j = 0; unit.nonfinite_marks != nullptr && j < unit.arrived.size(); ++j) {
-      const auto at = static_cast<std::size_t>(unit.nonfinite_marks - first) + j;
-      if (marks[at] >= unit.reduced_since[j]) {
-        found[i] = 1;
+  for (const auto& bucket : buckets) {
+    for (const Unit* unit : bucket->units) {
+      const UnitGradients& gradients = unit->gradients;
+      for (std::size_t i = 0; gradients.nonfinite_marks_ != nullptr && i < gradients.count(); ++i) {
+        const auto at = static_cast<std::size_t>(gradients.nonfinite_marks_ - first) + i;
+        if (marks[at] >= gradients.reduced_since_[i]) {
+          found[static_cast<std::size_t>(unit->number)] = 1;
+        }
       }
     }
   }

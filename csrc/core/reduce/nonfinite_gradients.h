@@ -2,7 +2,7 @@
 //
 // Note [NaN and Inf]
 // Packing marks each parameter whose own gradient, before it is reduced, has NaN or Inf. The mark
-// is the number of the packing, so nothing has to be cleared. Unit::reduced_since has the number of
+// is the number of the packing, so nothing has to be cleared. UnitGradients has the number of
 // the first packing in the last reduction, so a mark of that number or a later one counts. A
 // sharded gradient that was added to also has earlier reductions, which do not count. Replays of a
 // CUDA graph write a mark of their own. It counts until it is read, which clears it.
@@ -26,13 +26,13 @@ class NonfiniteGradients {
  public:
   explicit NonfiniteGradients(Device& device) : device_(device) {}
 
-  // Makes the marks of each bucket's units one array, which Unit::nonfinite_marks points into.
+  // Makes the marks of each bucket's units one array, into which each unit has a pointer.
   // Units keep the values of their marks.
   void place(const std::vector<std::unique_ptr<Bucket>>& buckets);
 
-  // For each unit, whether this rank's own gradients in the unit's last reduction had NaN or Inf.
-  // Waits for the device.
-  std::vector<char> find(const std::vector<std::unique_ptr<Unit>>& units);
+  // For each unit of the buckets, by number, whether this rank's own gradients in the unit's last
+  // reduction had NaN or Inf. Waits for the device.
+  std::vector<char> find(const std::vector<std::unique_ptr<Bucket>>& buckets) const;
 
  private:
   Device& device_;

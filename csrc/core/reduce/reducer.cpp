@@ -13,32 +13,13 @@ namespace {
 
 bool are_alike(const Unit& a, const Unit& b) {
   return &a == &b || (a.requires_gradient_sync == b.requires_gradient_sync && a.scale_alike(b) &&
-                      !a.reduces_alone && !b.reduces_alone &&
+                      !a.is_unmergeable && !b.is_unmergeable &&
                       a.port.keeps_gradients() == b.port.keeps_gradients());
 }
 
 // Whether trainable parameter i of the unit has a gradient to reduce.
 bool has_gradient(const Bucket& bucket, const Unit& unit, std::size_t i) {
-  return unit.arrived[i] != 0 || bucket.reduction.accumulated().has(unit, i);
-}
-
-// Parameters without a gradient on this rank may have one on another:
-// Note [parameters that some ranks do not use] in core/agree/backward_exchange.h.
-void set_sharded_gradients(const Bucket& bucket, const std::vector<Unit*>& units) {
-  for (Unit* unit : units) {
-    unit->is_reduced = true;
-    for (std::size_t i = 0; i < unit->arrived.size(); ++i) {
-      if (unit->reduces_unused || has_gradient(bucket, *unit, i)) {
-        unit->used[i] = 1;
-        unit->port.set_sharded_gradient(i);
-      }
-    }
-  }
-}
-
-void forget_arrived(Unit& unit) {
-  std::fill(unit.arrived.begin(), unit.arrived.end(), 0);
-  unit.arrived_count = 0;
+  return unit.gradients.has_arrived(i) || bucket.reduction.accumulated().has(unit, i);
 }
 
 }  // namespace
@@ -49,7 +30,7 @@ Reducer::Reducer(Device& device, Packer& packer, Ledger& ledger, Over ranks, Ove
       lane_(*ranks.lane),
       streams_(device, lane_),
       ledger_(ledger),
-      announce_(std::move(ranks.announce)),
+      record_issue_(std::move(ranks.record_issue)),
       replicas_(std::move(replicas)),
       input_(device),
       output_(device),
@@ -85,9 +66,9 @@ void Reducer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   const std::size_t input = memory.input_bytes;
   input_.reset(input > 0 ? lane_.allocate(input, BufferUse::Input) : nullptr, input);
   output_bytes_ = memory.output_bytes;
-  const auto always_needs_output = [has_replicas](const auto& bucket) {
-    return (bucket->layout.world_size() > 1 || has_replicas) &&
-           !reduces_in_place(bucket->layout, bucket->units.front()->reduce_scale);
+  const auto always_needs_output = [this](const auto& bucket) {
+    return route_of(*bucket) != Route::Local &&
+           !reduces_in_place(bucket->layout, bucket->units.front()->post_scale);
   };
   const bool needs_output =
       std::any_of(buckets.begin(), buckets.end(), always_needs_output) ||
@@ -105,7 +86,7 @@ void Reducer::place_gradients(const std::vector<std::unique_ptr<Bucket>>& bucket
   for (const auto& bucket : buckets) {
     // The scale may change before memory is planned again.
     if (bucket->mesh == nullptr && bucket->gradient_bytes() > 0 &&
-        reduces_in_place(bucket->layout, /*reduce_scale=*/1.0)) {
+        reduces_in_place(bucket->layout, /*post_scale=*/1.0)) {
       gradients.push_back({bucket->flat_gradient(), bucket->gradient_bytes(),
                            [&bucket = *bucket](auto memory) { bucket.move_gradients(memory); }});
     }
@@ -157,7 +138,7 @@ void Reducer::pack_and_reduce_by_setting(Bucket& bucket) {
     const Units units(left.begin(), others);
     left.erase(left.begin(), others);
     const auto has_gradients = [](const Unit* unit) {
-      return unit->needs_reduction() || (unit->requires_gradient_sync && unit->awaits_reduction);
+      return unit->gradients.has_left_over(unit->requires_gradient_sync);
     };
     if (std::any_of(units.begin(), units.end(), has_gradients)) {
       pack_and_reduce_alike(bucket, units);
@@ -178,8 +159,9 @@ void Reducer::pack_and_reduce_alike(Bucket& bucket, const Units& units) {
     accumulate(bucket, units);
   }
   for (Unit* unit : units) {
-    unit->awaits_reduction = !syncs && (unit->awaits_reduction || unit->arrived_count > 0);
-    forget_arrived(*unit);
+    unit->gradients.awaits_reduction_ =
+        !syncs && (unit->gradients.awaits_reduction_ || unit->gradients.any_arrived());
+    unit->gradients.forget_arrived();
   }
 }
 
@@ -201,7 +183,7 @@ void Reducer::reduce(Bucket& bucket, const Units& units) {
   if (units.front()->reduce_hook != nullptr && reduced != nullptr) {
     apply_hook(reduction, reduced);
   }
-  if (bucket.layout.world_size() == 1) {  // its gradient was finished from the input
+  if (!scatters(reduction.route)) {  // its gradient was finished from the input
     release_input(bucket, 0);
   }
   set_sharded_gradients(bucket, units);
@@ -209,11 +191,33 @@ void Reducer::reduce(Bucket& bucket, const Units& units) {
   end_reduction(reduction);
 }
 
+// Parameters without a gradient on this rank may have one on another:
+// Note [parameters that some ranks do not use] in core/agree/backward_exchange.h.
+void Reducer::set_sharded_gradients(const Bucket& bucket, const Units& units) {
+  for (Unit* unit : units) {
+    unit->gradients.is_reduced_ = true;
+    for (std::size_t i = 0; i < unit->gradients.count(); ++i) {
+      if (unit->reduces_unused || has_gradient(bucket, *unit, i)) {
+        unit->gradients.used_[i] = 1;
+        unit->port.set_sharded_gradient(i);
+      }
+    }
+  }
+}
+
+Reducer::Route Reducer::route_of(const Bucket& bucket) const {
+  const bool has_replicas = replicas_.lane != nullptr;
+  if (bucket.layout.world_size() > 1) {
+    return has_replicas ? Route::ScatterAndSum : Route::Scatter;
+  }
+  return has_replicas ? Route::Sum : Route::Local;
+}
+
 Reducer::Reduction Reducer::begin_reduction(Bucket& bucket, const Units& units, bool in_place) {
   auto* gradient = static_cast<char*>(bucket.flat_gradient());
-  const bool has_replicas = replicas_.lane != nullptr;
-  const bool writes_gradient = in_place || (bucket.layout.world_size() == 1 && !has_replicas);
-  const std::size_t half = has_replicas && !writes_gradient ? outputs_used_++ : 0;
+  const Route route = route_of(bucket);
+  const bool writes_gradient = in_place || route == Route::Local;
+  const std::size_t half = sums(route) && !writes_gradient ? outputs_used_++ : 0;
   char* output = writes_gradient ? gradient : output_half(half);
   Issue issue;
   if (ledger_.has_times()) {
@@ -221,7 +225,7 @@ Reducer::Reduction Reducer::begin_reduction(Bucket& bucket, const Units& units, 
     issue.possible = ledger_.mark_compute();
   }
   streams_.follow_compute();  // after all allocations: Note [memory and the compute stream]
-  if (streams_.is_any_in_pieces() || has_replicas) {
+  if (streams_.is_any_in_pieces() || sums(route)) {
     if (output == gradient) {
       streams_.messages().wait(*bucket.reduction.reduced_, bucket.reduction.label);
     } else {
@@ -229,43 +233,50 @@ Reducer::Reduction Reducer::begin_reduction(Bucket& bucket, const Units& units, 
     }
   }
   Stream& before = begin_packing(bucket, bucket.reduction.accumulated_.any());
-  Stream& after = has_replicas ? replicas_.lane->stream()
-                               : streams_.after(bucket.reduction.is_in_pieces() && !in_place);
-  return {bucket, units, in_place, output, half, issue, before, after};
+  Stream& after = sums(route) ? replicas_.lane->stream()
+                              : streams_.after(bucket.reduction.is_in_pieces() && !in_place);
+  return {bucket, units, route, in_place, output, half, issue, before, after};
 }
 
 void* Reducer::reduce_piece(const Reduction& reduction, std::size_t number) {
   Bucket& bucket = reduction.bucket;
   const std::size_t half = packs_ahead_ ? messages_ahead_++ : number;
   void* input = input_of(reduction, number, half);
-  void* output = input;
   if (packs_apart(bucket) && !bucket.reduction.accumulated_.any()) {
     input_.wait_for_half(reduction.before, half, bucket.reduction.label);
   }
   pack(bucket, reduction.units, number, input, bucket.reduction.accumulated_.any());
-  if (bucket.layout.world_size() > 1) {
-    streams_.order_after(streams_.messages(), reduction.before, bucket.reduction.label);
-    send(reduction, number, input);
-    output = reduction.output;
-  } else if (replicas_.lane == nullptr) {
-    streams_.order_after(streams_.messages(), reduction.before, bucket.reduction.label);
-    communicate_by_hook(reduction, streams_.messages(), nullptr, input,
-                        static_cast<std::size_t>(bucket.layout.grad_numel()));
-  }
-  if (bucket.layout.world_size() > 1) {
-    release_input(bucket, half);
-  }
-  if (replicas_.lane != nullptr) {
-    copy_to_output(reduction, input);
-    sum_over_replicas(reduction, number);
-    output = reduction.output;
-  }
+  void* const output = sum(reduction, number, half, input);
   const bool has_hook = reduction.units.front()->reduce_hook != nullptr;
   if (output != bucket.flat_gradient() && !has_hook) {
     streams_.order_after(reduction.after, streams_.messages(), bucket.reduction.label);
     finish(reduction, number, output);
   }
   return output;
+}
+
+// Returns where the sum is.
+void* Reducer::sum(const Reduction& reduction, std::size_t number, std::size_t half, void* input) {
+  const Bucket& bucket = reduction.bucket;
+  streams_.order_after(streams_.messages(), reduction.before, bucket.reduction.label);
+  switch (reduction.route) {
+    case Route::Local:
+      communicate_by_hook(reduction, streams_.messages(), nullptr, input,
+                          static_cast<std::size_t>(bucket.layout.grad_numel()));
+      return input;
+    case Route::Scatter:
+    case Route::ScatterAndSum:
+      send(reduction, number, input);
+      release_input(bucket, half);
+      break;
+    case Route::Sum:
+      copy_to_output(reduction, input);
+      break;
+  }
+  if (sums(reduction.route)) {
+    sum_over_replicas(reduction, number);
+  }
+  return reduction.output;
 }
 
 void Reducer::send(const Reduction& reduction, std::size_t number, void* input) {
@@ -275,7 +286,7 @@ void Reducer::send(const Reduction& reduction, std::size_t number, void* input) 
   const std::size_t bytes = bucket.reduction.input_bytes(piece);
   const std::size_t offset = static_cast<std::size_t>(piece.segment_offset) * itemsize(dtype);
   const Range range(device_, bucket.ranges.reduce_scatter, bytes);
-  announce_(bucket, {number, bytes});
+  record_issue_(bucket, {number, bytes});
   const InFlight flight(lane_.flights(), streams_.messages(), bucket.reduction.communicator_,
                         {Collective::ReduceScatter, ledger_.phase(), bytes, dtype},
                         bucket.reduction.label);
@@ -299,7 +310,7 @@ void Reducer::sum_over_replicas(const Reduction& reduction, std::size_t number) 
   Lane& lane = *replicas_.lane;
   streams_.order_after(lane.stream(), streams_.messages(), bucket.reduction.label);
   const Range range(device_, bucket.ranges.all_reduce, numel * itemsize(dtype));
-  replicas_.announce(bucket, {number, numel * itemsize(dtype)});
+  replicas_.record_issue(bucket, {number, numel * itemsize(dtype)});
   const InFlight flight(lane.flights(), lane.stream(), lane.communicator(),
                         {Collective::AllReduce, ledger_.phase(), numel * itemsize(dtype), dtype},
                         bucket.reduction.all_reduce_label);
@@ -314,7 +325,7 @@ void Reducer::sum_over_replicas(const Reduction& reduction, std::size_t number) 
 // Accumulated gradients of one rank. Other units of the bucket may go on accumulating there.
 void Reducer::copy_to_output(const Reduction& reduction, const void* input) {
   const UnitLayout& layout = reduction.bucket.layout;
-  if (layout.world_size() > 1 || input == reduction.output) {
+  if (input == reduction.output) {
     return;
   }
   Move move;
@@ -329,7 +340,7 @@ void Reducer::end_reduction(const Reduction& reduction) {
   Bucket& bucket = reduction.bucket;
   streams_.order_after(reduction.after, streams_.messages(), bucket.reduction.label);
   reduction.after.record(*bucket.reduction.reduced_);
-  const bool others_wait = streams_.is_any_in_pieces() || replicas_.lane != nullptr;
+  const bool others_wait = streams_.is_any_in_pieces() || sums(reduction.route);
   if (others_wait && reduction.output != bucket.flat_gradient()) {
     output_.release_half(reduction.after, reduction.output_half);
   }
@@ -373,8 +384,8 @@ void Reducer::discard(Bucket& bucket) {
   bucket.reduction.accumulated_.clear_all();
   bucket.reduction.arrived_on_.clear();
   for (Unit* unit : bucket.units) {
-    forget_arrived(*unit);
-    unit->awaits_reduction = false;
+    unit->gradients.forget_arrived();
+    unit->gradients.awaits_reduction_ = false;
     unit->port.drop_gradients();
   }
 }
@@ -394,7 +405,32 @@ void Reducer::accumulate(Bucket& bucket, const Units& units) {
   bucket.reduction.accumulated_.add_arrived(units, packings_);
 }
 
-void Reducer::begin_accumulating(const Unit& unit, const std::vector<char>& has) {
+std::vector<AccumulatedGradients::Part> Reducer::accumulated_parts(const Unit& unit) {
+  if (unit.bucket == nullptr || !unit.bucket->reduction.accumulated_.any()) {
+    return {};
+  }
+  const BucketReduction& reduction = unit.bucket->reduction;
+  reduction.packed_->synchronize(device_.timeout(), reduction.label);
+  lane_.synchronize();
+  return reduction.accumulated_.parts(unit);
+}
+
+std::vector<char> Reducer::has_accumulated(const Unit& unit) {
+  std::vector<char> has(unit.gradients.count(), 0);
+  for (std::size_t i = 0; unit.bucket != nullptr && i < has.size(); ++i) {
+    has[i] = unit.bucket->reduction.accumulated_.has(unit, i) ? 1 : 0;
+  }
+  return has;
+}
+
+void Reducer::set_accumulated(Unit& unit, const std::vector<char>& has) {
+  FSDP_CHECK(unit.bucket != nullptr && has.size() == unit.gradients.count(), "set_accumulated got ",
+             has.size(), " flags. Unit '", unit.name, "' needs ", unit.gradients.count(),
+             ", and a bucket.");
+  unit.gradients.awaits_reduction_ = true;
+  if (std::find(has.begin(), has.end(), 1) == has.end()) {
+    return;
+  }
   AccumulatedGradients& accumulated = unit.bucket->reduction.accumulated_;
   if (!accumulated.any()) {
     packings_ += 1;
@@ -431,9 +467,10 @@ void* Reducer::input_of(const Reduction& reduction, std::size_t piece, std::size
   if (bucket.reduction.accumulated_.any()) {
     return bucket.reduction.accumulated_.piece(piece);
   }
-  const bool sums_output = reduction.in_place || replicas_.lane != nullptr;
-  if (sums_output && bucket.layout.world_size() == 1) {
-    return reduction.output;  // nothing to scatter: pack writes the flat gradient or the output
+  const bool is_summed_in_place =
+      reduction.route == Route::Sum || (reduction.route == Route::Local && reduction.in_place);
+  if (is_summed_in_place) {
+    return reduction.output;  // pack writes the output or the flat gradient
   }
   return packs_apart(bucket) ? input_.half_of(half) : input_.data();
 }
@@ -442,14 +479,14 @@ void* Reducer::input_of(const Reduction& reduction, std::size_t piece, std::size
 // exists to add to, and it is a window as on the other ranks. Otherwise each parameter's chunk is
 // cast or added from the reduce output.
 bool Reducer::prepare_finish(Bucket& bucket, const Units& units) {
-  bool in_place = reduces_in_place(bucket.layout, units.front()->reduce_scale) &&
+  bool in_place = reduces_in_place(bucket.layout, units.front()->post_scale) &&
                   units.size() == bucket.units.size() &&
                   (!bucket.reduction.into_window_ ||
                    lane_.communicator().is_registered(bucket.flat_gradient()));
   std::vector<CastMode>& modes = bucket.reduction.finish_modes_;
   std::fill(modes.begin(), modes.end(), CastMode::Skip);
   for (Unit* unit : units) {
-    for (std::size_t i = 0; i < unit->arrived.size(); ++i) {
+    for (std::size_t i = 0; i < unit->gradients.count(); ++i) {
       const bool adds = unit->port.has_sharded_gradient(i);
       if (adds) {
         unit->port.import_sharded_gradient(i);
@@ -458,9 +495,9 @@ bool Reducer::prepare_finish(Bucket& bucket, const Units& units) {
       const std::size_t at = unit->first_trainable + i;
       modes[at] = adds ? CastMode::Add : CastMode::Write;
       const std::uint64_t accumulated = bucket.reduction.accumulated_.since(*unit, i);
-      unit->reduced_since[i] = accumulated != 0        ? accumulated
-                               : unit->arrived[i] != 0 ? packings_
-                                                       : kNoPacking;
+      unit->gradients.reduced_since_[i] = accumulated != 0                 ? accumulated
+                                          : unit->gradients.has_arrived(i) ? packings_
+                                                                           : kNoPacking;
     }
   }
   return in_place;
@@ -472,7 +509,7 @@ void Reducer::finish(const Reduction& reduction, std::size_t number, const void*
   const CastMode* modes = bucket.reduction.finish_modes_.data() + piece.first_trainable;
   const Timed timed(ledger_, reduction.after, Work::FinishReduction, bucket.numbers());
   packer_.cast(reduction.after, piece.finish_plan, modes, output, bucket.flat_gradient(),
-               reduction.units.front()->reduce_scale);
+               reduction.units.front()->post_scale);
   for (std::size_t i = 0; i < piece.finish_plan.entries.size(); ++i) {
     if (modes[i] != CastMode::Skip) {
       const CastEntry& entry = piece.finish_plan.entries[i];

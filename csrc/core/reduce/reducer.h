@@ -59,10 +59,11 @@ namespace fsdp {
 
 class Reducer {
  public:
-  // A lane of `announce`d collectives. Both outlive the reducer, and may be shared with others.
+  // A lane, and what records each collective before it is issued. Both outlive the reducer, and may
+  // be shared with others.
   struct Over {
     Lane* lane = nullptr;
-    Announce announce;
+    RecordIssue record_issue;
   };
 
   // `ranks` reduce-scatter. `replicas` have a lane if there are any: Note [replicas].
@@ -91,9 +92,16 @@ class Reducer {
   // Drops all gradients that are not reduced yet, after a backward that failed.
   void discard(Bucket& bucket);
 
-  // Lets the unit's parameters with `has` have accumulated gradients, which the caller writes. If
-  // the bucket had accumulated nothing, they are zero before.
-  void begin_accumulating(const Unit& unit, const std::vector<char>& has);
+  // - Gradients that backwards without gradient sync have accumulated, between passes.
+  // Waits for the packing. Empty before buckets are formed, and if the bucket has accumulated
+  // nothing.
+  std::vector<AccumulatedGradients::Part> accumulated_parts(const Unit& unit);
+  // For each trainable parameter of the unit, whether it has such gradients on this rank.
+  static std::vector<char> has_accumulated(const Unit& unit);
+  // Marks the unit as awaiting a reduction, and the trainable parameters with `has` as having such
+  // gradients. The caller then writes them into accumulated_parts(). If the bucket had accumulated
+  // nothing, these parts are zero before. All ranks call it.
+  void set_accumulated(Unit& unit, const std::vector<char>& has);
   // Lets has_accumulated_before tell the gradients of the backward that begins from earlier ones.
   void begin_backward() { first_packing_ = packings_ + 1; }
   // Whether there are accumulated gradients of backwards before the last one.
@@ -114,9 +122,18 @@ class Reducer {
     std::vector<std::shared_ptr<void>> keep_alive;
   };
 
+  // How a bucket's gradients are summed: Note [replicas].
+  enum class Route : std::uint8_t {
+    Local,          // one rank: what is packed is the sum
+    Scatter,        // a reduce-scatter over the ranks that share the model
+    ScatterAndSum,  // the same, and an all-reduce of its output over the replicas
+    Sum,            // an all-reduce: each replica has the whole model
+  };
+
   struct Reduction {
     Bucket& bucket;
     const Units& units;
+    Route route;
     bool in_place;  // the reduce-scatter can write the flat gradient
     char* output;   // of the reduce-scatter
     std::size_t output_half;
@@ -131,6 +148,12 @@ class Reducer {
   void pack_and_reduce_alike(Bucket& bucket, const Units& units);
   void accumulate(Bucket& bucket, const Units& units);
   void reduce(Bucket& bucket, const Units& units);
+  Route route_of(const Bucket& bucket) const;
+  static bool scatters(Route route) {
+    return route == Route::Scatter || route == Route::ScatterAndSum;
+  }
+  static bool sums(Route route) { return route == Route::Sum || route == Route::ScatterAndSum; }
+  static void set_sharded_gradients(const Bucket& bucket, const Units& units);
   Reduction begin_reduction(Bucket& bucket, const Units& units, bool in_place);
   // Returns what the reduction has written, or where the whole bucket lies if there is no message.
   void* reduce_piece(const Reduction& reduction, std::size_t number);
@@ -143,12 +166,13 @@ class Reducer {
   void send(const Reduction& reduction, std::size_t number, void* input);
   void sum_over_replicas(const Reduction& reduction, std::size_t number);
   void copy_to_output(const Reduction& reduction, const void* input);
+  void* sum(const Reduction& reduction, std::size_t number, std::size_t half, void* input);
   void end_reduction(const Reduction& reduction);
 
   // Whether the bucket is packed on another stream than the messages'. One rank sends nothing that
   // packing could overlap.
   bool packs_apart(const Bucket& bucket) const {
-    return (packs_ahead_ && bucket.layout.world_size() > 1) || bucket.reduction.is_in_pieces();
+    return (packs_ahead_ && scatters(route_of(bucket))) || bucket.reduction.is_in_pieces();
   }
   Stream& begin_packing(const Bucket& bucket, bool into_accumulated);
   void* input_of(const Reduction& reduction, std::size_t piece, std::size_t half);
@@ -178,7 +202,7 @@ class Reducer {
   Lane& lane_;
   LaneStreams streams_;
   Ledger& ledger_;
-  Announce announce_;
+  RecordIssue record_issue_;
   Over replicas_;
   HalvedBuffer input_;
   bool packs_ahead_ = false;

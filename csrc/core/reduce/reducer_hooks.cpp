@@ -1,6 +1,6 @@
-// How a reduction calls a unit's hook: Note [reduce hooks] in core/reduce/reduce_hook.h.
-#include "core/reduce/reduce_hook.h"
+// How a reduction calls a unit's hook: Note [reduce hooks] in core/reduce/user_collective.h.
 #include "core/reduce/reducer.h"
+#include "core/reduce/user_collective.h"
 
 namespace fsdp {
 namespace {
@@ -8,7 +8,7 @@ namespace {
 template <typename Function>
 void for_each_hook(const Bucket& bucket, const Function& function) {
   for (const Unit* unit : bucket.units) {
-    for (ReduceHook* hook :
+    for (UserCollective* hook :
          {unit->reduce_hook.get(), unit->communication_hook.get(), unit->scatter_hook.get()}) {
       if (hook != nullptr) {
         function(*hook);
@@ -38,7 +38,7 @@ void Reducer::apply_hook(const Reduction& reduction, void* reduced) {
 // See Note [communication hooks].
 bool Reducer::communicate_by_hook(const Reduction& reduction, Stream& stream, void* input,
                                   void* output, std::size_t numel) {
-  ReduceHook* const hook = reduction.units.front()->communication_hook.get();
+  UserCollective* const hook = reduction.units.front()->communication_hook.get();
   if (hook == nullptr) {
     return false;
   }
@@ -52,7 +52,7 @@ bool Reducer::communicate_by_hook(const Reduction& reduction, Stream& stream, vo
 // See Note [custom collectives].
 bool Reducer::scatter_by_hook(const Reduction& reduction, void* input, void* output,
                               std::size_t numel) {
-  ReduceHook* const hook = reduction.units.front()->scatter_hook.get();
+  UserCollective* const hook = reduction.units.front()->scatter_hook.get();
   if (hook == nullptr) {
     return false;
   }
@@ -66,7 +66,7 @@ bool Reducer::scatter_by_hook(const Reduction& reduction, void* input, void* out
 void Reducer::check_hooks(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   try {
     for (const auto& bucket : buckets) {
-      for_each_hook(*bucket, [](ReduceHook& hook) { hook.check(); });
+      for_each_hook(*bucket, [](UserCollective& hook) { hook.check(); });
     }
   } catch (...) {
     for (const auto& bucket : buckets) {
@@ -77,7 +77,7 @@ void Reducer::check_hooks(const std::vector<std::unique_ptr<Bucket>>& buckets) {
 }
 
 void Reducer::forget_hook_errors(const Bucket& bucket) {
-  for_each_hook(bucket, [](ReduceHook& hook) { hook.forget(); });
+  for_each_hook(bucket, [](UserCollective& hook) { hook.forget(); });
 }
 
 }  // namespace fsdp

@@ -49,8 +49,8 @@ void Reducer::pack(Bucket& bucket, const Units& units, std::size_t number, void*
     // The first pass writes zeros where it has no gradient. Later passes add theirs.
     const bool adds = accumulate || dtype != piece.gradient_dtypes.front();
     packer_.pack(stream, piece.pack_plan, gradients_of(bucket, piece, gradients, dtype), dtype,
-                 destination, layout.reduce_dtype(), units.front()->pack_scale, adds,
-                 {bucket.units.front()->nonfinite_marks + piece.first_trainable,
+                 destination, layout.reduce_dtype(), units.front()->pre_scale, adds,
+                 {bucket.units.front()->gradients.nonfinite_marks_ + piece.first_trainable,
                   device_.is_capturing() ? kCapturedPacking : packings_});
     ledger_.count_copied_bytes(static_cast<std::size_t>(piece.pack_plan.segment_numel) *
                                static_cast<std::size_t>(layout.world_size()) *
@@ -95,10 +95,9 @@ void Reducer::collect_gradients(Bucket& bucket, const Units& units) {
     const void** addresses = bucket.reduction.gradients_.data() + unit->first_trainable;
     keep_alive.push_back(unit->port.extract_gradients(addresses));
     // Somebody may have put gradients there that autograd did not bring.
-    for (std::size_t i = 0; i < unit->arrived.size(); ++i) {
-      if (addresses[i] != nullptr && unit->arrived[i] == 0) {
-        unit->arrived[i] = 1;
-        unit->arrived_count += 1;
+    for (std::size_t i = 0; i < unit->gradients.count(); ++i) {
+      if (addresses[i] != nullptr) {
+        unit->gradients.arrive(i);
       }
     }
   }

@@ -18,16 +18,16 @@ Pipeline::Pipeline(Lanes& lanes, PipelineOptions options, Lanes* replicas)
       bucket_set_(lanes, options_, units_, order_check_),
       gatherer_(device_, *lanes.packer, lanes.gather, ledger_,
                 [this](const Bucket& bucket, const NextMessage& message) {
-                  announce(bucket.gather.source().op, bucket, message);
+                  record_issue(bucket.gather.source().op, bucket, message);
                 }),
       reducer_(device_, *lanes.packer, ledger_,
                {&lanes.reduce,
                 [this](const Bucket& bucket, const NextMessage& message) {
-                  announce(Collective::ReduceScatter, bucket, message);
+                  record_issue(Collective::ReduceScatter, bucket, message);
                 }},
                {replicas == nullptr ? nullptr : &replicas->reduce,
                 [this](const Bucket& bucket, const NextMessage& message) {
-                  announce(Collective::AllReduce, bucket, message);
+                  record_issue(Collective::AllReduce, bucket, message);
                 }}),
       reduction_order_(units_, reducer_),
       exchange_(lanes, replicas, options_.has_peers) {
@@ -36,30 +36,36 @@ Pipeline::Pipeline(Lanes& lanes, PipelineOptions options, Lanes* replicas)
 }
 
 int Pipeline::add_unit(UnitConfig config, UnitPort& port) {
+  const auto number = static_cast<int>(units_.size());
   const int world_size = lanes_.of_mesh(config.mesh).gather.communicator().size();
   FSDP_CHECK(config.layout.world_size() == world_size, "Unit '", config.name, "' has a layout for ",
              config.layout.world_size(), " ranks. It needs one for ", world_size, ".");
-  FSDP_CHECK(config.parent < unit_count(), "Unit '", config.name,
+  FSDP_CHECK(config.parent < number, "Unit '", config.name,
              "' was added before the unit that encloses it. Add the enclosing unit first.");
-  units_.push_back(std::make_unique<Unit>(unit_count(), std::move(config), port));
+  units_.push_back(std::make_unique<Unit>(number, std::move(config), port));
   expect_unused(*units_.back());
   bucket_set_.invalidate_partition();
   bucket_set_.invalidate_memory();
-  return unit_count() - 1;
+  return number;
 }
 
 // - Forward
 
-void Pipeline::begin_forward(int outermost, bool with_gradient) try {
-  if (!is_between_passes()) {
-    recover();  // the last iteration ended in an exception
+CallId Pipeline::begin_forward(int outermost, bool with_gradient) try {
+  if (!passes_.is_between()) {
+    reset(After::Failure);  // the last pass ended in an exception
   }
-  if (state_ != PipelineState::AwaitingBackward || ledger_.is_full() || !ledger_.has_times()) {
+  passes_.begin();
+  passes_.outermost_ = outermost;
+  if (!passes_.awaits_backward() || ledger_.is_full() || !ledger_.has_times()) {
     begin_times();
   }
   ledger_.enter_phase(Phase::Forward);
   pass_ = ledger_.open(device_.compute_stream(), Work::Forward, kAllUnits);
-  const bool has_changed = drop_outdated_parameters();
+  for (const auto& unit : units_) {
+    unit->entering = kNoCall;  // of a forward that ended in an exception
+  }
+  const bool has_changed = gatherer_.drop_outdated(units_);
   if (!forward_order_.is_recorded() && forward_order_.has_entered(outermost)) {
     finish_recording();
   }
@@ -67,42 +73,25 @@ void Pipeline::begin_forward(int outermost, bool with_gradient) try {
   gatherer_.begin_iteration();
   forward_order_.begin_forward(/*forgets_all=*/has_changed);
   forward_keeps_ = with_gradient;
-  state_ = PipelineState::Forward;
+  passes_.state_ = Passes::State::Forward;
+  return forward_order_.first_call();
 } catch (const Error& error) {
   fail(error);
 }
 
-// Units that stayed unsharded since an earlier forward are gathered again if their shards changed.
-// Returns whether any shards changed. Then the graphs of earlier forwards are out of date.
-bool Pipeline::drop_outdated_parameters() {
-  bool has_changed = false;
-  for (const auto& unit : units_) {
-    const std::uint64_t version = unit->port.shard_version();
-    has_changed = has_changed || unit->followed_version != version;
-    unit->followed_version = version;
-    unit->entering = kNoCall;  // of a forward that ended in an exception
-    if (unit->state != UnitState::Sharded && !gatherer_.is_current(*unit)) {
-      gatherer_.reshard(*unit);
-    }
-  }
-  return has_changed;
-}
-
 void Pipeline::end_forward(bool with_gradient) try {
-  state_ = in_backward()   ? PipelineState::Backward
-           : with_gradient ? PipelineState::AwaitingBackward
-                           : PipelineState::Idle;
+  passes_.end_forward(with_gradient);
   ledger_.close(pass_, device_.compute_stream());
   ledger_.enter_phase(Phase::Other);
   order_check_.end_forward();
   forward_order_.end_forward();
   for (const auto& unit : units_) {
-    if (unit->is_speculative) {  // prefetched, and did not run
+    if (unit->gather.is_speculative()) {  // prefetched, and did not run
       gatherer_.reshard(*unit);
     }
   }
   gatherer_.end_keeping();
-  if (state_ == PipelineState::Idle) {
+  if (!with_gradient && passes_.is_between()) {
     end_evaluation();
   }
   gatherer_.finish_reading_host();
@@ -114,7 +103,7 @@ void Pipeline::end_forward(bool with_gradient) try {
 // See Note [after an evaluation].
 void Pipeline::end_evaluation() {
   for (const auto& unit : units_) {
-    if (unit->state == UnitState::Unsharded && !unit->is_held &&
+    if (unit->gather.is_unsharded() && !unit->gather.is_held() &&
         !unit->keeps_slot_after_evaluation) {
       gatherer_.reshard(*unit);
     }
@@ -124,16 +113,16 @@ void Pipeline::end_evaluation() {
 
 void Pipeline::put_away_parameters() {
   for (const auto& unit : units_) {
-    unit->put_away();
+    unit->gather.put_away(unit->port);
   }
 }
 
 CallId Pipeline::pre_forward(int number) try {
-  Unit& unit = unit_at(number);
+  Unit& unit = this->unit(number);
   if (unit.is_summoned) {
-    return in_backward() ? kNoCall : enter_forward(unit);
+    return passes_.in_backward() ? kNoCall : enter_forward(unit);
   }
-  if (in_backward()) {
+  if (passes_.in_backward()) {
     recompute(unit);
   } else {
     gatherer_.unshard(unit, /*on_demand=*/true);
@@ -154,10 +143,10 @@ CallId Pipeline::enter_forward(Unit& unit) {
 }
 
 CallId Pipeline::post_forward(int number, bool with_gradient) try {
-  Unit& unit = unit_at(number);
+  Unit& unit = this->unit(number);
   const CallId call = std::exchange(unit.entering, kNoCall);
   ledger_.close(unit.computing, device_.compute_stream());
-  if (!in_backward()) {
+  if (!passes_.in_backward()) {
     forward_order_.leave(call, with_gradient);
     if (unit.reshard_after_forward && !unit.is_summoned) {
       if (forward_keeps_) {
@@ -168,7 +157,7 @@ CallId Pipeline::post_forward(int number, bool with_gradient) try {
     }
   } else if (BackwardOrder::is_recomputed_call(call)) {
     backward_order_.leave(call, number);
-    unit.gathers_left += 1;
+    unit.backward.end_recomputation();
   } else {
     unit.entering = call;  // forward runs the unit, and a backward inside runs it again
     return kNoCall;
@@ -177,8 +166,6 @@ CallId Pipeline::post_forward(int number, bool with_gradient) try {
 } catch (const Error& error) {
   fail(error);
 }
-
-void Pipeline::expect(CallId call) { forward_order_.expect(call); }
 
 void Pipeline::prefetch_forward(const Unit& unit) {
   prefetch(unit, unit.forward_prefetch,
@@ -189,8 +176,8 @@ void Pipeline::prefetch_forward(const Unit& unit) {
 template <typename NextUnit>
 void Pipeline::prefetch(const Unit& unit, const std::vector<int>& targets, NextUnit next_unit) {
   for (const int target : targets) {
-    if (!in_backward() || unit_at(target).unshards_in_backward) {
-      gatherer_.unshard(unit_at(target), /*on_demand=*/false);
+    if (!passes_.in_backward() || this->unit(target).unshards_in_backward) {
+      gatherer_.unshard(this->unit(target), /*on_demand=*/false);
     }
   }
   if (!targets.empty()) {
@@ -203,7 +190,7 @@ void Pipeline::prefetch(const Unit& unit, const std::vector<int>& targets, NextU
     if (number == ForwardOrder::kNoUnit) {
       return;
     }
-    Unit& target = unit_at(number);
+    Unit& target = this->unit(number);
     if (target.bucket == last || target.is_summoned) {
       continue;
     }
@@ -222,10 +209,10 @@ void Pipeline::reshard_behind(Unit& unit) {
   if (bucket.gather.slot() == nullptr) {
     return;
   }
-  const std::size_t first = in_backward() ? 0 : unit.position + 1;
-  const std::size_t end = in_backward() ? unit.position : bucket.units.size();
+  const std::size_t first = passes_.in_backward() ? 0 : unit.position + 1;
+  const std::size_t end = passes_.in_backward() ? unit.position : bucket.units.size();
   for (std::size_t i = first; i < end; ++i) {
-    if (bucket.units[i]->state != UnitState::Sharded) {
+    if (!bucket.units[i]->gather.is_sharded()) {
       return;
     }
   }
@@ -237,20 +224,20 @@ void Pipeline::reshard_behind(Unit& unit) {
 void Pipeline::begin_backward(bool may_reshard, const BackwardGraph& graph) {
   backward_may_reshard_ = may_reshard;
   backward_accumulates_ = graph.accumulates;
-  backward_order_.begin(forward_order_.passes(), graph, /*keeps=*/in_forward());
+  backward_order_.begin(forward_order_.passes(), graph, /*keeps=*/passes_.in_forward());
   reducer_.begin_backward();
   reduction_order_.begin_backward(backward_order_.steps());
-  state_ = in_forward() ? PipelineState::BackwardInForward : PipelineState::Backward;
+  passes_.begin_backward();
   ledger_.enter_phase(Phase::Backward);
   pass_ = ledger_.open(device_.compute_stream(), Work::Backward, kAllUnits);
 }
 
 void Pipeline::pre_backward(int number, CallId call) try {
-  Unit& unit = unit_at(number);
-  if (unit.gathers_left > 0) {
+  Unit& unit = this->unit(number);
+  if (unit.backward.has_gathers()) {
     take_steps(backward_order_.until_gather(call));
   }
-  if (unit.state != UnitState::Unsharded || unit.is_put_away) {  // the call has no step
+  if (!unit.gather.is_unsharded() || unit.gather.is_put_away()) {  // the call has no step
     gather_in_backward(unit);
   }
 } catch (const Error& error) {
@@ -258,9 +245,9 @@ void Pipeline::pre_backward(int number, CallId call) try {
 }
 
 void Pipeline::gradient_arrived(int number, std::size_t trainable, bool is_inner) try {
-  Unit& unit = unit_at(number);
+  Unit& unit = this->unit(number);
   if (is_inner) {
-    unit.note_inner_gradient();
+    unit.backward.note_inner_gradient();
   }
   reducer_.note_arrival(*unit.bucket);
   reduction_order_.gradient_arrived(unit, trainable);
@@ -269,11 +256,11 @@ void Pipeline::gradient_arrived(int number, std::size_t trainable, bool is_inner
 }
 
 void Pipeline::post_backward(int number, CallId call) try {
-  Unit& unit = unit_at(number);
-  if (unit.passes_left > 0) {
+  Unit& unit = this->unit(number);
+  if (unit.backward.has_passes()) {
     take_steps(backward_order_.until_pass(call));
   }
-  if (unit.passes_left == 0) {  // and otherwise if the call has no step
+  if (!unit.backward.has_passes()) {  // and otherwise if the call has no step
     reshard_in_backward(unit);
   }
 } catch (const Error& error) {
@@ -290,21 +277,20 @@ void Pipeline::take_steps(std::size_t count) {
 }
 
 void Pipeline::take(const BackwardStep& step) {
-  Unit& unit = unit_at(step.unit);
+  Unit& unit = this->unit(step.unit);
+  unit.backward.take(step.action);
   switch (step.action) {
     case BackwardAction::Gather:
-      unit.gathers_left -= 1;
-      unit.sends_zeros = backward_accumulates_;
-      unit.awaits_reduction = unit.awaits_reduction || unit.leaves_gradients();
+      if (backward_accumulates_) {
+        unit.gradients.reach(unit.requires_gradient_sync);
+      }
       gather_in_backward(unit);
       return;
     case BackwardAction::Pass:
-      unit.passes_left -= 1;
       reduction_order_.advance();
       reshard_in_backward(unit);
       return;
     case BackwardAction::Recompute:
-      unit.recomputations_left -= 1;
       reduction_order_.advance();
       return;
     case BackwardAction::Recomputed:
@@ -317,7 +303,7 @@ void Pipeline::gather_in_backward(Unit& unit) {
     gatherer_.unshard(unit, /*on_demand=*/true);
   }
   prefetch_backward(unit);
-  const bool has_waited = unit.state != UnitState::Sharded && gatherer_.attach(unit);
+  const bool has_waited = !unit.gather.is_sharded() && gatherer_.attach(unit);
   begin_computing(unit, Work::UnitBackward, has_waited);
 }
 
@@ -336,7 +322,7 @@ void Pipeline::prefetch_backward(const Unit& unit) {
     while (next > 0) {
       next -= 1;
       const bool gathers = steps[next].action == BackwardAction::Gather &&
-                           unit_at(steps[next].unit).unshards_in_backward;
+                           this->unit(steps[next].unit).unshards_in_backward;
       if (gathers || steps[next].action == BackwardAction::Recompute) {
         return steps[next].unit;
       }
@@ -350,10 +336,9 @@ void Pipeline::recompute(Unit& unit) {
   if (unit.entering == kNoCall && backward_order_.is_recomputed(unit.number)) {
     take_steps(backward_order_.until_recomputation(unit.number));
     unit.entering = backward_order_.enter(unit.number);
-    unit.recomputations_left -= 1;
-    unit.passes_left += 1;
+    unit.backward.begin_recomputation();
   }
-  const bool is_new = unit.state != UnitState::Unsharded;
+  const bool is_new = !unit.gather.is_unsharded();
   gatherer_.unshard(unit, /*on_demand=*/true);
   if (is_new) {
     prefetch_backward(unit);
@@ -367,21 +352,21 @@ void Pipeline::end_backward() try {
   for (auto position = units_.rbegin(); position != units_.rend(); ++position) {
     Unit& unit = **position;
     ledger_.close(unit.computing, device_.compute_stream());
-    if ((unit.reshard_after_backward && backward_may_reshard_) || unit.is_speculative) {
+    if ((unit.reshard_after_backward && backward_may_reshard_) || unit.gather.is_speculative()) {
       gatherer_.reshard(unit);
-    } else if (unit.reshard_after_backward && backward_accumulates_ && !in_forward()) {
-      unit.put_away();
+    } else if (unit.reshard_after_backward && backward_accumulates_ && !passes_.in_forward()) {
+      unit.gather.put_away(unit.port);
     }
   }
   gatherer_.forget_group_shards();  // another backward may follow an optimizer's step
   exchange_.end(units_);            // before a wait for a reduction that not all ranks have issued
-  if (is_last_backward_ || device_.is_capturing()) {
+  if (options_.is_last_backward || device_.is_capturing()) {
     reducer_.wait(buckets());
   }
   ledger_.close(pass_, device_.compute_stream());
   ledger_.enter_phase(Phase::Other);
   gatherer_.join_capture();
-  state_ = in_forward() ? PipelineState::Forward : PipelineState::Idle;
+  passes_.end_backward();
   is_second_backward_ = !backward_may_reshard_;
   order_check_.end_backward();
   if (!forward_order_.is_recorded()) {
@@ -411,15 +396,18 @@ void Pipeline::begin_computing(Unit& unit, Work work, bool has_waited) {
 
 // - unshard() and reshard(), called by the user
 
-void Pipeline::unshard(int number) try {
-  if (is_between_passes()) {
+void Pipeline::unshard(int number, CallId expected) try {
+  if (expected != kNoCall) {
+    forward_order_.expect(expected);
+  }
+  if (passes_.is_between()) {
     bucket_set_.update(forward_order_, gatherer_, reducer_, exchange_);
   }
-  Unit& unit = unit_at(number);
-  if (unit.is_put_away) {
+  Unit& unit = this->unit(number);
+  if (unit.gather.is_put_away()) {
     gatherer_.reshard(unit);  // its users may have changed the shards since
   }
-  if (is_between_passes() && unit.state == UnitState::Sharded) {
+  if (passes_.is_between() && unit.gather.is_sharded()) {
     gatherer_.begin_iteration();  // the shards may have changed since the last one
   }
   gatherer_.unshard(unit, /*on_demand=*/true);
@@ -429,8 +417,8 @@ void Pipeline::unshard(int number) try {
 }
 
 void Pipeline::wait_for_unshard(int number) try {
-  Unit& unit = unit_at(number);
-  if (unit.state == UnitState::Gathering) {
+  Unit& unit = this->unit(number);
+  if (unit.gather.state() == UnitState::Gathering) {
     gatherer_.attach(unit);
     hold(unit);
   }
@@ -440,31 +428,33 @@ void Pipeline::wait_for_unshard(int number) try {
 
 // See Note [after an evaluation].
 void Pipeline::hold(Unit& unit) {
-  if (unit.state == UnitState::Unsharded) {
-    unit.is_held = is_between_passes();
+  if (unit.gather.is_unsharded()) {
+    unit.gather.hold(/*by_user=*/passes_.is_between());
   }
 }
 
 void Pipeline::reshard(int number) {
-  Unit& unit = unit_at(number);
+  Unit& unit = this->unit(number);
   gatherer_.reshard(unit);
-  if (unit.bucket != nullptr && is_between_passes()) {
+  if (unit.bucket != nullptr && passes_.is_between()) {
     gatherer_.reshard_speculative(*unit.bucket);
   }
 }
 
-void Pipeline::forget(int number) {
-  Bucket* bucket = unit_at(number).bucket;
-  if (bucket != nullptr) {
-    gatherer_.forget(*bucket);
-  }
+// - Passes that fail
+
+void Pipeline::abandon_forward() {
+  passes_.outermost_ = Passes::kNone;
+  put_away_parameters();
 }
 
-void Pipeline::recover() { reset(/*drops_gradients=*/in_backward()); }
-
-void Pipeline::reset_iteration() { reset(/*drops_gradients=*/true); }
-
-void Pipeline::reset(bool drops_gradients) try {
+bool Pipeline::reset(After what) try {
+  const bool is_backward = passes_.in_backward();
+  const bool drops_gradients = is_backward || what == After::Anything;
+  const bool loses_gradients = is_backward && reducer_.has_accumulated_before(buckets());
+  if (what != After::FailureInForward) {
+    passes_.leave_forward();
+  }
   gatherer_.forget_group_shards();
   for (const auto& unit : units_) {
     gatherer_.reshard(*unit);
@@ -479,11 +469,12 @@ void Pipeline::reset(bool drops_gradients) try {
       reducer_.settle(*bucket);
     }
   }
-  state_ = PipelineState::Idle;
+  passes_.state_ = Passes::State::Idle;
   is_second_backward_ = false;
   ledger_.leave_iteration();
   ledger_.enter_phase(Phase::Other);
   forward_order_.reset();
+  return loses_gradients;
 } catch (const Error& error) {
   fail(error);
 }

@@ -33,6 +33,7 @@
 #include "core/reduce/reducer.h"
 #include "core/schedule/backward_order.h"
 #include "core/schedule/forward_order.h"
+#include "core/schedule/passes.h"
 #include "core/schedule/pipeline_options.h"
 #include "core/schedule/reduction_order.h"
 #include "core/units/bucket.h"
@@ -40,24 +41,6 @@
 #include "core/units/unit.h"
 
 namespace fsdp {
-
-// The legal changes:
-//
-//   begin_forward   Idle, AwaitingBackward -> Forward
-//   end_forward     Forward -> AwaitingBackward, or Idle if autograd recorded nothing
-//   begin_backward  Idle, AwaitingBackward -> Backward; Forward -> BackwardInForward
-//   end_backward    Backward -> Idle; BackwardInForward -> Forward
-//
-// begin_backward follows Idle if backward runs over a graph for the second time. If forward itself
-// runs a backward that fails, and catches the error, it ends in Backward. begin_forward resets an
-// iteration that an exception left in any other state.
-enum class PipelineState : std::uint8_t {
-  Idle,
-  Forward,
-  AwaitingBackward,
-  Backward,
-  BackwardInForward,  // forward itself runs a backward, for a gradient penalty say
-};
 
 class Pipeline {
  public:
@@ -73,22 +56,16 @@ class Pipeline {
 
   // - Forward. begin_forward and end_forward enclose the outermost unit's forward, except when it
   //   is recomputed in backward.
-  // `with_gradient` says whether autograd records this forward.
-  void begin_forward(int outermost = 0, bool with_gradient = true);
+  // `with_gradient` says whether autograd records this forward. Returns the smallest id of a call
+  // that a backward may still come for.
+  CallId begin_forward(int outermost = 0, bool with_gradient = true);
   void end_forward(bool with_gradient = true);
-  // Lets users see the sharded parameters of every unit: Note [after an evaluation].
-  void put_away_parameters();
   // Returns the id of this call, which the hooks of backward pass on. It is kNoCall if
   // checkpointing that is not reentrant recomputes the call, because no hook of it runs. A unit of
   // several modules calls this for each of them, and post_forward once.
   CallId pre_forward(int unit);
   // `with_gradient`: autograd recorded this call.
   CallId post_forward(int unit, bool with_gradient = true);
-  // The smallest id that backward may still come for.
-  CallId first_call() const { return forward_order_.first_call(); }
-
-  // Backward may come through the call's output, although the output has no hook.
-  void expect(CallId call);
 
   // - Backward.
   // With may_reshard=false this backward leaves units unsharded, whatever their settings say.
@@ -99,82 +76,52 @@ class Pipeline {
   void gradient_arrived(int unit, std::size_t trainable, bool is_inner = false);
   void post_backward(int unit, CallId call);
 
-  bool in_forward() const {
-    return state_ == PipelineState::Forward || state_ == PipelineState::BackwardInForward;
-  }
-  bool is_between_passes() const { return !in_forward() && !in_backward(); }
-  // Whether a backward is to follow the last forward.
-  bool awaits_backward() const { return state_ == PipelineState::AwaitingBackward; }
-  bool in_backward() const {
-    return state_ == PipelineState::Backward || state_ == PipelineState::BackwardInForward;
-  }
+  // - Passes that fail.
+  // No forward runs any more. Users see the sharded parameters from now on: Note [after an
+  // evaluation] in core/gather/unit_gather.h.
+  void abandon_forward();
+  // Cleans up after an exception in forward or backward: waits for work in flight and reshards
+  // every unit. After a failed backward it drops gradients that are not reduced, because they may
+  // include a part of that backward's. After a failed forward they stay, because a forward adds no
+  // gradients. After::Anything drops them in any case. With After::FailureInForward, a forward
+  // around the backward goes on. Returns whether gradients of earlier backwards are lost.
+  // begin_forward calls it if the last pass did not end.
+  enum class After : std::uint8_t { Failure, FailureInForward, Anything };
+  bool reset(After what = After::Anything);
+  Passes& passes() { return passes_; }
 
   // - unshard() and reshard(), called by the user.
-  void unshard(int unit);  // issues the gather
+  // Issues the gather. `expected`: backward may come through the output of this call, although the
+  // output has no hook.
+  void unshard(int unit, CallId expected = kNoCall);
   // Makes the compute stream wait, and attaches. Does nothing if no gather is in flight: the unit
   // has run since unshard(), or was resharded.
   void wait_for_unshard(int unit);
   void reshard(int unit);
-  // The next gather of the unit's bucket is over all ranks and reads the shards as they are now, in
-  // the middle of an iteration, too. All ranks call it, because it may add a gather.
-  void forget(int unit);
-  // Call it after an exception in forward or backward. It waits for work in flight and reshards
-  // every unit. After a failed backward it drops gradients that are not reduced, because they may
-  // include a part of that backward's. After a failed forward they stay, because a forward adds no
-  // gradients. begin_forward calls it if the last iteration did not end.
-  void recover();
-  // Does the same, but drops these gradients in any case.
-  void reset_iteration();
-  // Whether recover() would drop gradients of backwards before the one that failed.
-  bool loses_gradients() const {
-    return in_backward() && reducer_.has_accumulated_before(buckets());
-  }
 
   // - Settings, effective from the next use on.
   void apply(int unit, UnitSettings settings);
-  void set_prefetch_depth(int depth);
-  void set_is_last_backward(bool value) { is_last_backward_ = value; }
+  PipelineOptions& options() { return options_; }
 
-  int unit_count() const { return static_cast<int>(units_.size()); }
-  const Unit& unit(int number) const { return *units_.at(static_cast<std::size_t>(number)); }
-  // Forms the buckets if there are none. Otherwise the first iteration forms them.
-  void form_buckets();
-  // Forms the buckets and plans their memory if the next forward would.
-  void update_buckets();
-
-  // - Gradients that backwards without gradient sync have accumulated, between passes.
-  // Waits for the packing. Empty before buckets are formed, and if the bucket has accumulated
-  // nothing.
-  std::vector<AccumulatedGradients::Part> accumulated_parts(int unit);
-  // For each trainable parameter of the unit, whether it has such gradients on this rank.
-  std::vector<char> has_accumulated(int unit) const;
-  // Marks the unit as awaiting a reduction, and the trainable parameters with `has` as having such
-  // gradients. The caller then writes them into accumulated_parts(). If the bucket had accumulated
-  // nothing, these parts are zero before. All ranks call it.
-  void set_accumulated(int unit, const std::vector<char>& has);
-  const Bucket& bucket_of(int unit) const;
+  // - What it is made of.
+  Unit& unit(int number) const { return *units_.at(static_cast<std::size_t>(number)); }
+  // Forms the buckets if there are none, as the first forward does. With `plans_memory`, also makes
+  // them and their memory as the next forward would.
+  void form_buckets(bool plans_memory = false);
   // Empty until buckets are formed.
   const std::vector<std::unique_ptr<Bucket>>& buckets() const { return bucket_set_.buckets(); }
   Ledger& ledger() { return ledger_; }
-  // See Ledger::keep_times.
-  void keep_times(std::size_t iterations, bool drained);
   BackwardExchange& exchange() { return exchange_; }
   Gatherer& gatherer() { return gatherer_; }
   Reducer& reducer() { return reducer_; }
-  // See NonfiniteGradients::find.
-  std::vector<char> units_with_nonfinite() { return reducer_.nonfinite_gradients().find(units_); }
-  // Whether there are gradients of backwards without gradient sync.
-  bool has_unreduced() const { return bucket_set_.has_accumulated(); }
 
  private:
-  Unit& unit_at(int number) { return *units_.at(static_cast<std::size_t>(number)); }
   CallId enter_forward(Unit& unit);
   void hold(Unit& unit);
   [[noreturn]] void fail(const Error& error);
-  void reset(bool drops_gradients);
+  void put_away_parameters();
   void expect_unused(const Unit& unit);
   void finish_recording();
-  bool drop_outdated_parameters();
   void end_evaluation();
   void prefetch_forward(const Unit& unit);
   void prefetch_backward(const Unit& unit);
@@ -188,7 +135,7 @@ class Pipeline {
   void recompute(Unit& unit);
   void begin_times();
   void begin_computing(Unit& unit, Work work, bool has_waited);
-  void announce(Collective op, const Bucket& bucket, const NextMessage& message);
+  void record_issue(Collective op, const Bucket& bucket, const NextMessage& message);
 
   Lane& lane_of(Collective op);
   Communicator& communicator_of(Collective op, const Bucket& bucket);
@@ -206,13 +153,12 @@ class Pipeline {
   Gatherer gatherer_;
   Reducer reducer_;
 
-  PipelineState state_ = PipelineState::Idle;
+  Passes passes_;
   ForwardOrder forward_order_;
   BackwardOrder backward_order_;
   ReductionOrder reduction_order_;
   BackwardExchange exchange_;
-  IterationIndex pass_;  // the span of forward or backward
-  bool is_last_backward_ = true;
+  IterationIndex pass_;               // the span of forward or backward
   bool forward_keeps_ = true;         // whether this forward makes group shards for a backward
   bool backward_may_reshard_ = true;  // of the backward that runs
   bool is_second_backward_ = false;   // the last one did not reshard; Note [double backward]

@@ -6,17 +6,16 @@ namespace fsdp {
 namespace {
 
 bool is_complete(const Bucket& bucket) {
-  return std::all_of(bucket.units.begin(), bucket.units.end(),
-                     [](const Unit* unit) { return unit->arrived.empty() || unit->is_complete(); });
+  return std::all_of(bucket.units.begin(), bucket.units.end(), [](const Unit* unit) {
+    return unit->gradients.count() == 0 ||
+           unit->backward.is_complete(unit->gradients.all_arrived());
+  });
 }
 
 bool needs_reduction(const Bucket& bucket) {
-  return std::any_of(bucket.units.begin(), bucket.units.end(),
-                     [](const Unit* unit) { return unit->needs_reduction(); });
-}
-
-bool has_left_over(const Unit& unit) {
-  return unit.needs_reduction() || (unit.awaits_reduction && unit.requires_gradient_sync);
+  return std::any_of(bucket.units.begin(), bucket.units.end(), [](const Unit* unit) {
+    return unit->gradients.needs_reduction(unit->requires_gradient_sync);
+  });
 }
 
 }  // namespace
@@ -24,12 +23,13 @@ bool has_left_over(const Unit& unit) {
 void ReductionOrder::begin_backward(const std::vector<BackwardStep>& steps) {
   awaited_.clear();
   for (const auto& unit : units_) {
-    unit->begin_backward();
+    unit->backward.begin();
+    unit->gradients.begin_backward();
     unit->bucket->is_awaited = false;
   }
   for (const BackwardStep& step : steps) {
     Unit& unit = *units_[static_cast<std::size_t>(step.unit)];
-    unit.count_step(step.action);
+    unit.backward.add(step.action);
     if (!unit.bucket->is_awaited) {
       unit.bucket->is_awaited = true;
       awaited_.push_back(unit.bucket);
@@ -38,12 +38,7 @@ void ReductionOrder::begin_backward(const std::vector<BackwardStep>& steps) {
 }
 
 void ReductionOrder::gradient_arrived(Unit& unit, std::size_t trainable) {
-  if (unit.arrived.at(trainable) != 0) {
-    return;  // autograd has added more to the same gradient
-  }
-  unit.arrived[trainable] = 1;
-  unit.arrived_count += 1;
-  if (unit.arrived_count == unit.arrived.size()) {
+  if (unit.gradients.arrive(trainable) && unit.gradients.all_arrived()) {
     advance();
   }
 }
@@ -64,7 +59,7 @@ void ReductionOrder::end_backward() {
   advance();
   awaited_.clear();
   for (auto unit = units_.rbegin(); unit != units_.rend(); ++unit) {
-    if (has_left_over(**unit)) {
+    if ((*unit)->gradients.has_left_over((*unit)->requires_gradient_sync)) {
       reducer_.pack_and_reduce(*(*unit)->bucket);
     }
   }

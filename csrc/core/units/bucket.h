@@ -79,6 +79,9 @@ struct Bucket {
 };
 
 std::vector<BucketUse> uses_of(const std::vector<std::unique_ptr<Bucket>>& buckets);
+// About how many moments the ledger needs for an iteration: each unit's forward, backward and
+// waits, and each piece's copies and message.
+std::size_t moments_of(const std::vector<std::unique_ptr<Bucket>>& buckets);
 // Whether units are on several meshes. Buckets may then have other sizes on other ranks: Note
 // [several meshes].
 bool has_several_meshes(const std::vector<std::unique_ptr<Bucket>>& buckets);

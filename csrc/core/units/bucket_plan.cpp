@@ -38,7 +38,7 @@ PlannedBucket plan_bucket(const std::vector<UnitConfig>& units, const std::vecto
       layout.gather_plan(by, gather_parts(layout, first.max_message_bytes).front()).name();
   const bool is_summed = layout.world_size() > 1 || options.replicas > 1;
   const bool needs_reduce_output =
-      is_summed && layout.trainable_count() > 0 && !reduces_in_place(layout, first.reduce_scale);
+      is_summed && layout.trainable_count() > 0 && !reduces_in_place(layout, first.post_scale);
   return {numbers, std::move(layout), use, gather_plan, needs_reduce_output, first.reshard_group};
 }
 

@@ -26,7 +26,7 @@ BucketSet::BucketSet(Lanes& lanes, const PipelineOptions& options,
 
 void BucketSet::update(const ForwardOrder& order, Gatherer& gatherer, Reducer& reducer,
                        BackwardExchange& exchange) {
-  if ((!partition_is_stale_ && memory_is_planned_) || is_ring_in_use()) {
+  if ((!partition_is_stale_ && memory_is_planned()) || is_ring_in_use()) {
     return;
   }
   if (partition_is_stale_) {
@@ -45,14 +45,15 @@ void BucketSet::update(const ForwardOrder& order, Gatherer& gatherer, Reducer& r
     }
     partition_is_stale_ = waits;
   }
-  if (!memory_is_planned_) {
+  if (!memory_is_planned()) {
     plan_memory(gatherer, reducer);
   }
 }
 
 bool BucketSet::is_ring_in_use() const {
   return std::any_of(units_.begin(), units_.end(), [](const auto& unit) {
-    return unit->slot != nullptr && unit->slot != unit->bucket->gather.home();
+    return unit->gather.slot() != nullptr &&
+           unit->gather.slot() != unit->bucket->gather.persistent_slot();
   });
 }
 
@@ -112,7 +113,7 @@ void BucketSet::form(const Partition& partition, Reducer& reducer) {
   }
   buckets_.clear();
   partition_.clear();
-  memory_is_planned_ = false;
+  invalidate_memory();
   for (const std::vector<int>& numbers : partition) {
     std::vector<Unit*> units;
     units.reserve(numbers.size());
@@ -138,7 +139,7 @@ void BucketSet::plan_memory(Gatherer& gatherer, Reducer& reducer) {
   const bool root_reshards = units_.front()->reshard_after_forward;
   gatherer.plan_memory(buckets_, ring_slots(options_.nesting, depth, root_reshards));
   reducer.plan_memory(buckets_);
-  memory_is_planned_ = true;
+  planned_depth_ = options_.prefetch_depth;
 }
 
 }  // namespace fsdp

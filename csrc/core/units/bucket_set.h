@@ -33,7 +33,7 @@ class BucketSet {
 
   // A setting has changed that decides which units share a bucket, or how much memory they need.
   void invalidate_partition() { partition_is_stale_ = true; }
-  void invalidate_memory() { memory_is_planned_ = false; }
+  void invalidate_memory() { planned_depth_ = kNotPlanned; }
   // The ranks compare the next partition even if they have compared one before.
   void invalidate_comparison() { compared_ = Compared::Nothing; }
 
@@ -44,15 +44,16 @@ class BucketSet {
               BackwardExchange& exchange);
   // Forms the buckets without planning their memory.
   void form(const ForwardOrder& order, Reducer& reducer) { form(partition(order), reducer); }
-  // Whether there are gradients of backwards without gradient sync.
-  bool has_accumulated() const;
 
  private:
   // The partition that the ranks have compared: of the order of registration, then of the recorded
   // one.
   enum class Compared : std::uint8_t { Nothing, Registration, Recorded };
+  static constexpr int kNotPlanned = -1;
 
+  bool memory_is_planned() const { return planned_depth_ == options_.prefetch_depth; }
   bool is_ring_in_use() const;
+  bool has_accumulated() const;
   bool any_rank_has_accumulated(BackwardExchange& exchange) const;
   bool has_other_groups() const;
   Partition partition(const ForwardOrder& order) const;
@@ -67,7 +68,7 @@ class BucketSet {
   std::vector<std::unique_ptr<Bucket>> buckets_;
   Partition partition_;  // of buckets_
   bool partition_is_stale_ = true;
-  bool memory_is_planned_ = false;
+  int planned_depth_ = kNotPlanned;  // the prefetch depth that memory is planned for
   Compared compared_ = Compared::Nothing;
 };
 

@@ -168,7 +168,7 @@ MergeTraits merge_traits(const UnitConfig& unit) {
   MergeTraits traits;
   static_cast<BucketSettings&>(traits) = unit;
   traits.bytes = layout.gather_bytes() * static_cast<std::size_t>(layout.world_size());
-  traits.limit = layout.world_size() == 1 || unit.reduces_alone ? 0 : unit.bucket_bytes;
+  traits.limit = layout.world_size() == 1 || unit.is_unmergeable ? 0 : unit.bucket_bytes;
   traits.max_message_bytes = unit.max_message_bytes;
   traits.trainable = layout.trainable_count() > 0;
   traits.grad_dtype = layout.grad_dtype();

@@ -8,7 +8,7 @@
 #include <memory>
 #include <vector>
 
-#include "core/reduce/reduce_hook.h"
+#include "core/reduce/user_collective.h"
 
 namespace fsdp {
 
@@ -20,8 +20,8 @@ struct BucketSettings {
   // With false, the user promises that backward does not read the unit's parameters, as that of an
   // embedding does not. Gradients arrive nevertheless.
   bool unshards_in_backward = true;
-  double pack_scale = 1.0;    // of gradients, before the reduction
-  double reduce_scale = 1.0;  // after it
+  double pre_scale = 1.0;   // of gradients, before the reduction
+  double post_scale = 1.0;  // after it
 
   bool reshard_alike(const BucketSettings& other) const {
     return reshard_after_forward == other.reshard_after_forward &&
@@ -30,26 +30,28 @@ struct BucketSettings {
            unshards_in_backward == other.unshards_in_backward;
   }
   bool scale_alike(const BucketSettings& other) const {
-    return pack_scale == other.pack_scale && reduce_scale == other.reduce_scale;
+    return pre_scale == other.pre_scale && post_scale == other.post_scale;
   }
 };
 
 struct UnitSettings : BucketSettings {
-  bool keeps_slot_after_evaluation = false;  // Note [after an evaluation] in core/units/unit.h
+  bool keeps_slot_after_evaluation =
+      false;  // Note [after an evaluation] in core/gather/unit_gather.h
   bool requires_gradient_sync = true;
   bool reduces_unused = false;   // parameters that no rank uses get zeros in each reduction
   std::size_t bucket_bytes = 0;  // limit of a shared bucket (core/units/merging.h); 0: not shared
-  bool reduces_alone = false;    // it has a hook
+  bool is_unmergeable = false;   // it has a hook
   // While a unit is summoned, its modules have parameters that the pipeline does not know. Forward
   // neither gathers nor attaches it, and no backward may come for it. The unit is resharded before.
   bool is_summoned = false;
   std::vector<int> forward_prefetch;   // empty: the recorded order
   std::vector<int> backward_prefetch;  // empty: the reverse of forward
-  // Null for none: core/reduce/reduce_hook.h. A communication hook is set before the first forward.
-  std::shared_ptr<ReduceHook> reduce_hook;         // Note [reduce hooks]
-  std::shared_ptr<ReduceHook> communication_hook;  // Note [communication hooks]
-  std::shared_ptr<ReduceHook> gather_hook;         // Note [custom collectives]
-  std::shared_ptr<ReduceHook> scatter_hook;
+  // Null for none: core/reduce/user_collective.h. A communication hook is set before the first
+  // forward.
+  std::shared_ptr<UserCollective> reduce_hook;         // Note [reduce hooks]
+  std::shared_ptr<UserCollective> communication_hook;  // Note [communication hooks]
+  std::shared_ptr<UserCollective> gather_hook;         // Note [custom collectives]
+  std::shared_ptr<UserCollective> scatter_hook;
 
   bool has_hook() const {
     return reduce_hook != nullptr || communication_hook != nullptr || gather_hook != nullptr ||

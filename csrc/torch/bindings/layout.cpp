@@ -11,7 +11,7 @@
 #include "core/units/unit_config.h"
 #include "torch/bindings/registrations.h"
 #include "torch/dtype.h"
-#include "torch/python_reduce_hook.h"
+#include "torch/python_user_collective.h"
 
 namespace py = pybind11;
 
@@ -106,7 +106,7 @@ py::dict describe(const BucketPlan& plan) {
 }
 
 void register_unit_config(py::module_& m) {
-  py::class_<ReduceHook, std::shared_ptr<ReduceHook>>(m, "ReduceHook")
+  py::class_<UserCollective, std::shared_ptr<UserCollective>>(m, "UserCollective")
       .def(py::init(&make_python_reduce_hook), py::arg("weak_function"), py::arg("device"));
   py::class_<UnitSettings>(m, "UnitSettings")
       .def(py::init<>())
@@ -117,10 +117,10 @@ void register_unit_config(py::module_& m) {
       .def_readwrite("unshards_in_backward", &UnitSettings::unshards_in_backward)
       .def_readwrite("requires_gradient_sync", &UnitSettings::requires_gradient_sync)
       .def_readwrite("reduces_unused", &UnitSettings::reduces_unused)
-      .def_readwrite("pack_scale", &UnitSettings::pack_scale)
-      .def_readwrite("reduce_scale", &UnitSettings::reduce_scale)
+      .def_readwrite("pre_scale", &UnitSettings::pre_scale)
+      .def_readwrite("post_scale", &UnitSettings::post_scale)
       .def_readwrite("bucket_bytes", &UnitSettings::bucket_bytes)
-      .def_readwrite("reduces_alone", &UnitSettings::reduces_alone)
+      .def_readwrite("is_unmergeable", &UnitSettings::is_unmergeable)
       .def_readwrite("is_summoned", &UnitSettings::is_summoned)
       .def_readwrite("forward_prefetch", &UnitSettings::forward_prefetch)
       .def_readwrite("backward_prefetch", &UnitSettings::backward_prefetch)

@@ -1,9 +1,12 @@
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "base/check.h"
+#include "core/record/flight_recorder.h"
 #include "core/record/ledger.h"
 #include "core/schedule/pipeline.h"
 #include "torch/bindings/registrations.h"
@@ -34,12 +37,58 @@ const char* name_of(Work work) {
   return names[static_cast<int>(work)];
 }
 
+// "forward" or "backward" if one runs and has not failed, and otherwise "idle".
+const char* phase(TorchRoot& root) {
+  const Passes& passes = root.pipeline().passes();
+  if (passes.has_failed()) {
+    return "idle";
+  }
+  return passes.in_backward() ? "backward" : passes.in_forward() ? "forward" : "idle";
+}
+
+// Whether there are gradients of backwards without gradient sync, packed or shown.
+bool has_unreduced(TorchRoot& root) {
+  const auto& buckets = root.pipeline().buckets();
+  return std::any_of(buckets.begin(), buckets.end(),
+                     [](const auto& bucket) { return bucket->reduction.accumulated().any(); }) ||
+         std::any_of(root.units().begin(), root.units().end(),
+                     [](const auto& unit) { return unit->shown_gradients().any(); });
+}
+
+// Blocks until all work issued so far is done.
+void synchronize(TorchRoot& root) try {
+  for (Lanes* const lanes : {&root.lanes(), root.replicas()}) {
+    if (lanes != nullptr) {
+      lanes->gather.synchronize();
+      lanes->reduce.synchronize();
+    }
+  }
+  root.lanes().device->compute_stream().synchronize();
+} catch (const Error& error) {
+  throw_with_flight_record(error, root.lanes(), root.replicas());
+}
+
+// Keeps the times of the last `iterations` iterations; 0 keeps none. The streams still write
+// moments that were marked before, so they are drained first. An error of a stream is left to
+// whoever waits for its work.
+void keep_times(TorchRoot& root, std::size_t iterations) {
+  const py::gil_scoped_release no_gil;
+  bool drained = true;
+  try {
+    synchronize(root);
+  } catch (const std::exception&) {
+    drained = false;
+  }
+  Pipeline& pipeline = root.pipeline();
+  pipeline.ledger().keep_times(iterations, moments_of(pipeline.buckets()), drained);
+}
+
 // Returns the iterations, and how many earlier ones were overwritten.
 std::pair<std::vector<IterationTimes>, std::uint64_t> take_times(TorchRoot& root) {
   Ledger& ledger = root.pipeline().ledger();
   const std::uint64_t lost = ledger.lost_iterations();
   const py::gil_scoped_release no_gil;
-  root.synchronize();
+  synchronize(root);
   return {ledger.take_times(), lost};
 }
 
@@ -96,15 +145,19 @@ py::dict memory_of(TorchRoot& root) {
   result["staging_bytes"] = root.pipeline().gatherer().staging_bytes();
   result["reduce_bytes"] = root.pipeline().reducer().buffer_bytes();
   result["bucket_buffer_bytes"] = of_buckets;
-  result["message_staging_bytes"] = root.message_staging_bytes();
+  result["message_staging_bytes"] =
+      message_staging_bytes(root.lanes()) +
+      (root.replicas() != nullptr ? message_staging_bytes(*root.replicas()) : 0);
   return result;
 }
 
 py::list all_gather(TorchRoot& root, const std::string& what, const std::string& mine) {
   std::vector<std::string> messages;
-  {
+  try {
     const py::gil_scoped_release no_gil;
-    messages = root.all_gather(what, mine);
+    messages = root.pipeline().exchange().all_gather(what, mine);
+  } catch (const Error& error) {
+    throw_with_flight_record(error, root.lanes(), root.replicas());
   }
   py::list result;
   for (const std::string& message : messages) {
@@ -134,7 +187,7 @@ void register_root(py::module_& m) {
            py::arg("nesting"), py::arg("has_peers"), py::arg("check_order"), py::arg("when_stale"),
            py::arg("checks"))
       .def("add_unit", &TorchRoot::add_unit, py::arg("unit"), py::arg("config"))
-      .def("phase", &TorchRoot::phase)
+      .def("phase", &phase)
       .def("reset_iteration",
            [](TorchRoot& root) {
              const UseOfRoot use(root);
@@ -177,7 +230,9 @@ void register_root(py::module_& m) {
       .def("forget",
            [](TorchRoot& root, int unit) {
              const UseOfRoot use(root);
-             root.pipeline().forget(unit);
+             if (Bucket* const bucket = root.pipeline().unit(unit).bucket) {
+               root.pipeline().gatherer().forget(*bucket);
+             }
            })
       .def("form_buckets",
            [](TorchRoot& root) {
@@ -189,35 +244,40 @@ void register_root(py::module_& m) {
            [](TorchRoot& root) {
              const UseOfRoot use(root);
              const py::gil_scoped_release no_gil;  // it waits for the device
-             const auto found = root.pipeline().units_with_nonfinite();
+             Pipeline& pipeline = root.pipeline();
+             auto found = pipeline.reducer().nonfinite_gradients().find(pipeline.buckets());
+             found.resize(root.units().size());  // before the first forward there are no buckets
              return std::vector<bool>(found.begin(), found.end());
            })
       .def("accumulated",
            [](TorchRoot& root, int unit) {
              const UseOfRoot use(root);
-             return root.accumulated(unit);
+             return accumulated_gradients(root, unit);
            })
       .def("has_accumulated",
            [](TorchRoot& root, int unit) {
-             const auto has = root.pipeline().has_accumulated(unit);
+             const auto has = Reducer::has_accumulated(root.pipeline().unit(unit));
              return std::vector<bool>(has.begin(), has.end());
            })
       .def("set_accumulated",
            [](TorchRoot& root, int unit, const std::vector<bool>& has) {
              const UseOfRoot use(root);
-             root.pipeline().set_accumulated(unit, std::vector<char>(has.begin(), has.end()));
-             return root.accumulated(unit);
+             Pipeline& pipeline = root.pipeline();
+             pipeline.reducer().set_accumulated(pipeline.unit(unit), {has.begin(), has.end()});
+             return accumulated_gradients(root, unit);
            })
       .def("awaits_reduction",
-           [](TorchRoot& root, int unit) { return root.pipeline().unit(unit).awaits_reduction; })
+           [](TorchRoot& root, int unit) {
+             return root.pipeline().unit(unit).gradients.awaits_reduction();
+           })
       .def("reduce_dtype_of",
            [](TorchRoot& root, int unit) {
              return to_scalar_type(root.pipeline().unit(unit).layout.reduce_dtype());
            })
       .def("layout_of", [](TorchRoot& root, int unit) { return root.pipeline().unit(unit).layout; })
-      .def("pack_scale",
-           [](TorchRoot& root, int unit) { return root.pipeline().unit(unit).pack_scale; })
-      .def("has_unreduced", &TorchRoot::has_unreduced)
+      .def("pre_scale",
+           [](TorchRoot& root, int unit) { return root.pipeline().unit(unit).pre_scale; })
+      .def("has_unreduced", &has_unreduced)
       .def("shown",
            [](TorchRoot& root, std::size_t unit) {
              std::vector<std::pair<bool, std::optional<at::Tensor>>> result;
@@ -252,16 +312,10 @@ void register_root(py::module_& m) {
            })
       .def("apply", &TorchRoot::apply, py::arg("unit"), py::arg("settings"))
       .def("set_prefetch_depth",
-           [](TorchRoot& root, int depth) { root.pipeline().set_prefetch_depth(depth); })
+           [](TorchRoot& root, int depth) { root.pipeline().options().prefetch_depth = depth; })
       .def("set_is_last_backward",
-           [](TorchRoot& root, bool value) { root.pipeline().set_is_last_backward(value); })
-      .def(
-          "keep_times",
-          [](TorchRoot& root, std::size_t iterations) {
-            const py::gil_scoped_release no_gil;
-            root.keep_times(iterations);
-          },
-          py::arg("iterations"))
+           [](TorchRoot& root, bool value) { root.pipeline().options().is_last_backward = value; })
+      .def("keep_times", &keep_times, py::arg("iterations"))
       .def("take_times", &take_times)
       .def("memory", &memory_of)
       .def("all_gather", &all_gather, py::arg("what"), py::arg("mine"));

@@ -11,14 +11,22 @@
 #include "torch/containers.h"
 #include "torch/cuda_framework.h"
 #include "torch/dtype.h"
+#include "torch/step_checksum.h"
 #include "torch/torch_root.h"
 #include "torch/transports.h"
-#include "torch/unit_look.h"
 
 namespace py = pybind11;
 
 namespace fsdp {
 namespace {
+
+// `stream` ("gather", "reduce" or "all-reduce") pauses after the work that it has now.
+void delay_stream(TorchRoot& root, const std::string& stream, double seconds) {
+  const bool is_of_replicas = stream == "all-reduce" && root.replicas() != nullptr;
+  Lane& lane = is_of_replicas ? root.replicas()->reduce : lane_named(root.lanes(), stream);
+  root.lanes().device->delay(lane.stream(), std::chrono::duration_cast<std::chrono::microseconds>(
+                                                std::chrono::duration<double>(seconds)));
+}
 
 // A packer with a device of its own. Its work goes to the current stream.
 class PyPacker {
@@ -196,7 +204,7 @@ void extend_root(py::module_& m) {
   root_class
       .def("state",
            [](TorchRoot& root, int unit) {
-             switch (root.pipeline().unit(unit).state) {
+             switch (root.pipeline().unit(unit).gather.state()) {
                case UnitState::Sharded:
                  return "sharded";
                case UnitState::Gathering:
@@ -208,14 +216,15 @@ void extend_root(py::module_& m) {
            })
       .def("gather_plan",
            [](TorchRoot& root, int unit) {
-             return root.pipeline().bucket_of(unit).gather.all_ranks().pieces.front().plan.name();
+             const Bucket* const bucket = root.pipeline().unit(unit).bucket;
+             FSDP_CHECK(bucket != nullptr, "The unit has no bucket before the first forward.");
+             return bucket->gather.all_ranks().pieces.front().plan.name();
            })
       .def("set_poison_released_slots",
            [](TorchRoot& root, bool value) {
              root.pipeline().gatherer().set_poison_released_slots(value);
            })
-      .def("delay_stream", [](TorchRoot& root, const std::string& stream,
-                              double seconds) { root.delay_stream(stream, seconds); })
+      .def("delay_stream", &delay_stream)
       .def("counters", &counters_of)
       .def("reset_counters", [](TorchRoot& root) { root.pipeline().ledger().reset(); })
       .def("enable_log",

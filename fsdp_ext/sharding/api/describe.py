@@ -27,8 +27,8 @@ def describe_buckets(model: nn.Module) -> str:
 
 
 def _describe(root: Root) -> list[str]:
-    root.core.form_buckets()  # there may be none yet after parameters were replaced
-    buckets = root.core.buckets()
+    root.impl.form_buckets()  # there may be none yet after parameters were replaced
+    buckets = root.impl.buckets()
     header = ("units", "gather", "messages", "reduce", "messages", "unsharded", "plan")
     rows = [
         (
@@ -44,10 +44,10 @@ def _describe(root: Root) -> list[str]:
     ]
     table = columns(header, rows)
     lines = []
-    memory = root.core.memory()
+    memory = root.impl.memory()
     slots = memory["ring_slots"]
     reshards = root.settings.reshard_after_forward
-    alone = zip(reshards, root.core.unsharded_bytes(), strict=True)
+    alone = zip(reshards, root.impl.unsharded_bytes(), strict=True)
     largest = max([0, *(nbytes for is_resharded, nbytes in alone if is_resharded)])
     messages = memory["message_staging_bytes"]
     lines.append(

@@ -100,7 +100,7 @@ class FSDPModule(TorchFSDPModule):
                 f"reset_iter_state was called on unit '{self._fsdp_ext_unit.name}'. Call it on the "
                 "root module, which is the one that ran forward first."
             )
-        root.core.reset_iteration()
+        root.impl.reset_iteration()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward waits for the gradient reductions at its end.
@@ -168,7 +168,7 @@ class FSDPModule(TorchFSDPModule):
         for unit in self._fsdp_ext_units(recurse):
             if unit.root is None:
                 continue
-            if unit.root.core.phase() == "backward":
+            if unit.root.impl.phase() == "backward":
                 raise RuntimeError(
                     "get_pending_gradients was called while backward runs. Call it after backward."
                 )

@@ -55,24 +55,24 @@ class PendingGradients:
     @torch.inference_mode(False)
     @torch.no_grad()
     def of(
-        self, core: _C.TorchRoot, unit: int, entries: Sequence[Entry]
+        self, impl: _C.TorchRoot, unit: int, entries: Sequence[Entry]
     ) -> dict[torch.nn.Parameter, torch.Tensor]:
         """Return the accumulated gradients of a unit, by sharded parameter.
 
         Args:
-            core: the C++ side.
+            impl: the C++ side.
             unit: the unit's number.
-            entries: what its layout in ``core`` has places for.
+            entries: what its layout in ``impl`` has places for.
         """
-        parts = core.accumulated(unit)
+        parts = impl.accumulated(unit)
         if not parts:
             return {}
         packed = torch.cat(parts, dim=1)
-        for index, param in _pending(core, unit, entries):
+        for index, param in _pending(impl, unit, entries):
             if id(param) not in self._copies:
                 local = packed.new_empty(param.shape)
-                for whole, chunk in _chunks(core, unit, index, param, local, packed):
-                    torch.div(chunk, core.pack_scale(unit), out=whole)
+                for whole, chunk in _chunks(impl, unit, index, param, local, packed):
+                    torch.div(chunk, impl.pre_scale(unit), out=whole)
                 whole = local if param.unsharded is None else param.unsharded.dtensor(local)
                 version = _Copy.count(whole, local)
                 self._copies[id(param)] = _Copy(unit, index, param, whole, local, version)
@@ -82,7 +82,7 @@ class PendingGradients:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def settle(self, core: _C.TorchRoot) -> None:
+    def settle(self, impl: _C.TorchRoot) -> None:
         """Pack again what users have changed, and forget the copies."""
         copies, self._copies = self._copies, {}
         changed: dict[int, list[_Copy]] = {}
@@ -90,13 +90,13 @@ class PendingGradients:
             if copy.is_changed():
                 changed.setdefault(copy.unit, []).append(copy)
         for unit, of_unit in changed.items():
-            parts = core.accumulated(unit)
+            parts = impl.accumulated(unit)
             if not parts:  # they were dropped since
                 continue
             packed = torch.cat(parts, dim=1)
             for copy in of_unit:
-                for whole, chunk in _chunks(core, unit, copy.place, copy.param, copy.local, packed):
-                    torch.mul(whole, core.pack_scale(unit), out=chunk)
+                for whole, chunk in _chunks(impl, unit, copy.place, copy.param, copy.local, packed):
+                    torch.mul(whole, impl.pre_scale(unit), out=chunk)
             first = 0
             for part in parts:
                 part.copy_(packed.narrow(1, first, part.shape[1]))
@@ -104,22 +104,22 @@ class PendingGradients:
 
 
 def _pending(
-    core: _C.TorchRoot, unit: int, entries: Sequence[Entry]
+    impl: _C.TorchRoot, unit: int, entries: Sequence[Entry]
 ) -> Iterator[tuple[int, ShardedParam]]:
     """Yield the parameters that have accumulated gradients, and their places in the layout."""
-    has = iter(core.has_accumulated(unit))
+    has = iter(impl.has_accumulated(unit))
     for index, (entry, place) in enumerate(
-        zip(entries, core.layout_of(unit).placements, strict=True)
+        zip(entries, impl.layout_of(unit).placements, strict=True)
     ):
         if isinstance(entry, ShardedParam) and place.grad_offset >= 0 and next(has):
             yield index, entry
 
 
 def _chunks(
-    core: _C.TorchRoot, unit: int, index: int, param: ShardedParam, whole: Any, packed: Any
+    impl: _C.TorchRoot, unit: int, index: int, param: ShardedParam, whole: Any, packed: Any
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield each rank's part of ``whole``, and the same part of ``packed``, in equal shapes."""
-    layout = core.layout_of(unit)
+    layout = impl.layout_of(unit)
     begin = layout.placements[index].grad_offset
     dim, ranks = param.shard_dim, layout.world_size
     rows = -(-param.shape[dim] // ranks)

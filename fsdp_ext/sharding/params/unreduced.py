@@ -50,23 +50,23 @@ def is_unreduced(param: torch.Tensor) -> bool:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def take(core: _C.TorchRoot, placed: Sequence[Sequence[Entry]]) -> list[Unreduced]:
-    """Return copies of what ``core`` has not reduced yet.
+def take(impl: _C.TorchRoot, placed: Sequence[Sequence[Entry]]) -> list[Unreduced]:
+    """Return copies of what ``impl`` has not reduced yet.
 
     Until the next call, a frozen parameter with such gradients counts as trained, so that it takes
     part in the reduction: Note [frozen while gradients accumulate] in csrc/torch/torch_unit.h.
 
     Args:
-        core: the C++ side.
-        placed: for each unit, the entries that its layout in ``core`` has places for.
+        impl: the C++ side.
+        placed: for each unit, the entries that its layout in ``impl`` has places for.
     """
     found = []
     for number, entries in enumerate(placed):
-        awaits = core.awaits_reduction(number)
-        parts = core.accumulated(number)
-        used = iter(core.has_accumulated(number))
-        shown = iter(core.shown(number))
-        layout = core.layout_of(number)
+        awaits = impl.awaits_reduction(number)
+        parts = impl.accumulated(number)
+        used = iter(impl.has_accumulated(number))
+        shown = iter(impl.shown(number))
+        layout = impl.layout_of(number)
         whole = torch.cat(parts, dim=1) if parts else None
         for entry, place in zip(entries, layout.placements, strict=True):
             if not isinstance(entry, ShardedParam):
@@ -81,7 +81,7 @@ def take(core: _C.TorchRoot, placed: Sequence[Sequence[Entry]]) -> list[Unreduce
                     if whole is None
                     else whole.narrow(1, place.grad_offset, place.chunk_numel)
                 )
-                scale = core.pack_scale(number)
+                scale = impl.pre_scale(number)
                 found.append(Unreduced(entry, chunks, scale, is_used, is_shown, put_aside))
     return found
 
@@ -89,21 +89,21 @@ def take(core: _C.TorchRoot, placed: Sequence[Sequence[Entry]]) -> list[Unreduce
 @torch.inference_mode(False)
 @torch.no_grad()
 def put(
-    core: _C.TorchRoot, placed: Sequence[Sequence[Entry]], unreduced: Sequence[Unreduced]
+    impl: _C.TorchRoot, placed: Sequence[Sequence[Entry]], unreduced: Sequence[Unreduced]
 ) -> None:
-    """Let ``core``, which has accumulated nothing, reduce what another one has not reduced.
+    """Let ``impl``, which has accumulated nothing, reduce what another one has not reduced.
 
     Args:
-        core: the C++ side.
-        placed: for each unit, the entries that its layout in ``core`` has places for.
+        impl: the C++ side.
+        placed: for each unit, the entries that its layout in ``impl`` has places for.
         unreduced: what :func:`take` returned for the other one.
     """
     if not unreduced:
         return
-    core.form_buckets()
+    impl.form_buckets()
     by_param = {id(each.param): each for each in unreduced}
     for number, entries in enumerate(placed):
-        layout = core.layout_of(number)
+        layout = impl.layout_of(number)
         trained = [
             (by_param.get(id(entry)), place)
             for entry, place in zip(entries, layout.placements, strict=True)
@@ -113,8 +113,8 @@ def put(
             continue
         for index, (each, _) in enumerate(trained):
             if each is not None and each.is_shown:
-                core.adopt_shown(number, index, each.put_aside)
-        parts = core.set_accumulated(
+                impl.adopt_shown(number, index, each.put_aside)
+        parts = impl.set_accumulated(
             number, [each is not None and each.is_used for each, _ in trained]
         )
         if not parts:
@@ -124,8 +124,8 @@ def put(
             if each is not None:
                 chunks = whole.narrow(1, place.grad_offset, place.chunk_numel)
                 chunks.copy_(each.chunks)
-                if each.scale != core.pack_scale(number):
-                    chunks.mul_(core.pack_scale(number) / each.scale)
+                if each.scale != impl.pre_scale(number):
+                    chunks.mul_(impl.pre_scale(number) / each.scale)
         first = 0
         for part in parts:
             part.copy_(whole.narrow(1, first, part.shape[1]))

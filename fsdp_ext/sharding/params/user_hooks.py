@@ -68,9 +68,9 @@ class CommunicationHook:
 class CustomCollective:
     """An object of the user that gathers or reduces: Note [custom collectives].
 
-    The note is in ``csrc/core/reduce/reduce_hook.h``. The object gets tensors that it has allocated
-    itself, so each message is copied once more on each side. They are allocated once for each size,
-    and units that have the same object share them.
+    The note is in ``csrc/core/reduce/user_collective.h``. The object gets tensors that it has
+    allocated itself, so each message is copied once more on each side. They are allocated once for
+    each size, and units that have the same object share them.
 
     Args:
         comm: implements PyTorch's ``AllGather`` or ``ReduceScatter``.

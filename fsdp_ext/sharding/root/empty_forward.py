@@ -13,13 +13,13 @@ def join_empty(module: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
     unit = unit_of(module)
     if unit is None:
         return _join_children(module, tensor)
-    if unit.core is None:
+    if unit.impl is None:
         raise RuntimeError(
             f"join_empty was called on unit '{unit.name}' before the first forward of the root "
             "module. Call it in that forward."
         )
-    tensor = _join_children(module, unit.core.begin_skip(tensor))
-    unit.core.end_skip(unit.modules.index(module), tensor)
+    tensor = _join_children(module, unit.impl.begin_skip(tensor))
+    unit.impl.end_skip(unit.modules.index(module), tensor)
     return tensor
 
 

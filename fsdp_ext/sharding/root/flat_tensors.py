@@ -25,7 +25,7 @@ def flat_tensors(unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
             f"'{unit.name}' has dtypes {sorted(map(str, dtypes | grad_dtypes))} and the frozen "
             f"parameters {frozen}. Use its parameters one by one."
         )
-    if unit.core is None:
+    if unit.impl is None:
         raise RuntimeError(
             f"flat_shard needs the flat gradient of unit '{unit.name}', which its first "
             "forward makes, so run a forward before."
@@ -33,7 +33,7 @@ def flat_tensors(unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = dtypes.pop()
     if any(
         place.shard_offset != place.grad_offset * dtype.itemsize
-        for place in unit.core.layout.placements
+        for place in unit.impl.layout.placements
     ):
         _, reduce_dtype = unit.grad_dtypes()
         raise ValueError(
@@ -41,4 +41,4 @@ def flat_tensors(unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
             f"'{unit.name}' are reduced in {reduce_dtype}, which needs more padding. Use its "
             f"parameters one by one, or MixedPrecisionPolicy(reduce_dtype={dtype})."
         )
-    return unit.flat_shard.view(dtype), unit.core.share_flat_gradient().view(grad_dtypes.pop())
+    return unit.flat_shard.view(dtype), unit.impl.share_flat_gradient().view(grad_dtypes.pop())

@@ -38,10 +38,10 @@ class ForwardHooks:
             _no_post_forward, always_call=True
         )
 
-    def connect(self, core: _C.TorchUnit) -> None:
+    def connect(self, impl: _C.TorchUnit) -> None:
         """Let the module's hooks call C++ directly."""
         expect_graph_breaks("fsdp_pre_forward|fsdp_post_forward")
-        self._set(core.pre_forward_hook(self._index), core.post_forward_hook(self._index))
+        self._set(impl.pre_forward_hook(self._index), impl.post_forward_hook(self._index))
 
     def disconnect(self) -> None:
         """Let the next forward prepare the unit again."""
@@ -66,8 +66,8 @@ class ForwardHooks:
         unit = self._unit()
         assert unit is not None
         self._prepare(unit, module)
-        assert unit.core is not None
-        return unit.core.pre_forward_hook(self._index)(module, args, kwargs)
+        assert unit.impl is not None
+        return unit.impl.pre_forward_hook(self._index)(module, args, kwargs)
 
 
 def _no_post_forward(module: nn.Module, args: Any, output: Any) -> None:

@@ -105,10 +105,10 @@ def health(model: nn.Module) -> Health:
             "set_is_last_backward(True) before the backward."
         )
     mine = array("d")
-    for unit, is_born in zip(root.units, root.core.units_with_nonfinite(), strict=True):
+    for unit, is_born in zip(root.units, root.impl.units_with_nonfinite(), strict=True):
         mine.extend((*_numbers_of(unit), is_born))
-    mine.append(root.core.has_unreduced())
-    of_ranks = [array("d", message) for message in root.core.all_gather(_EXCHANGE, mine.tobytes())]
+    mine.append(root.impl.has_unreduced())
+    of_ranks = [array("d", message) for message in root.impl.all_gather(_EXCHANGE, mine.tobytes())]
     if any(numbers[-1] for numbers in of_ranks):
         raise RuntimeError(
             "health needs reduced gradients, but a backward without gradient sync has left some "
@@ -155,6 +155,6 @@ def _numbers_of(unit: Unit) -> tuple[float, float]:
 
 def _backward_order(root: Root) -> list[int]:
     """Return the units' numbers in the reverse of the order in which forward runs them."""
-    root.core.form_buckets()  # there may be none yet after parameters were replaced
-    order = [number for bucket in root.core.buckets() for number in bucket["units"]]
+    root.impl.form_buckets()  # there may be none yet after parameters were replaced
+    order = [number for bucket in root.impl.buckets() for number in bucket["units"]]
     return order[::-1]

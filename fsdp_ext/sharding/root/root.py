@@ -102,7 +102,7 @@ class Root(UnitTree):
             log_default(self.settings.bucket_bytes[0], self.link)
         self.place = Place(self._ranks(), first.ranks.size)
         self.checks = self._make_checks()
-        self.core = self._build()
+        self.impl = self._build()
         self._put_unreduced()
         # This comes last: if anything above raises, the next forward starts over.
         for unit in self.units:
@@ -139,7 +139,7 @@ class Root(UnitTree):
 
     def _build(self) -> _C.TorchRoot:
         """Make the C++ side for the parameters as they are now, and connect the hooks to it."""
-        core = _C.TorchRoot(
+        impl = _C.TorchRoot(
             lanes=self.lanes,
             replicas=self.replicas,
             prefetch_depth=self.settings.prefetch,
@@ -147,10 +147,10 @@ class Root(UnitTree):
             has_peers=has_peers(self.units[0]),
             check_order=self._needs_order_check,
             when_stale=weakref.WeakMethod(self._pre_forward_when_stale),
-            checks=None if self.checks is None else self.checks.core,
+            checks=None if self.checks is None else self.checks.impl,
         )
         if self._needs_order_check and not self.is_provisional:
-            agree(self.units[0].settings.check_every, self.place, core.all_gather)
+            agree(self.units[0].settings.check_every, self.place, impl.all_gather)
         check_parameters(self.module, self.units)
         module_changes.watch(self.module.modules())
         watch_optimizers_in_backward()
@@ -160,18 +160,18 @@ class Root(UnitTree):
             for unit, modules in zip(self.units, self.module_names(), strict=True)
         ]
         self._nest_units_of_one_module()
-        configs = self.configs([unit_core.layout for unit_core in cores], self.meshes)
-        for unit_core, config in zip(cores, configs, strict=True):
-            core.add_unit(unit_core, config)
-        self.core = core
+        configs = self.configs([unit_impl.layout for unit_impl in cores], self.meshes)
+        for unit_impl, config in zip(cores, configs, strict=True):
+            impl.add_unit(unit_impl, config)
+        self.impl = impl
         self._placed = [unit.entries for unit in self.units]
-        core.set_is_last_backward(self.units[0].settings.waits_for_reductions)
+        impl.set_is_last_backward(self.units[0].settings.waits_for_reductions)
         # Last: if the above raised, the next forward starts over.
         if not self.is_provisional:
-            for unit, unit_core in zip(self.units, cores, strict=True):
+            for unit, unit_impl in zip(self.units, cores, strict=True):
                 for hooks in hooks_of(unit):
-                    hooks.connect(unit_core)
-        return core
+                    hooks.connect(unit_impl)
+        return impl
 
     def _name_of(self, unit: Unit, module_name: str) -> str:
         name = module_name or "the root"
@@ -182,32 +182,32 @@ class Root(UnitTree):
         """Let the hooks of each module run all its units."""
         for units in {tuple(units_of(unit.modules[0])) for unit in self.units}:
             for unit, inner in itertools.pairwise(units):
-                assert unit.core is not None
-                assert inner.core is not None
-                unit.core.enclose(inner.core)
+                assert unit.impl is not None
+                assert inner.impl is not None
+                unit.impl.enclose(inner.impl)
 
     @outside_of_transforms
     def rebuild(self) -> None:
         """Start over after parameters were replaced, converted, frozen or unfrozen."""
-        self.core.recover()
+        self.impl.recover()
         self._settle_pending()
         for unit in self.units:
             self.reshard(unit)
         self._needs_order_check = False
         self.settings = self._resolve()
-        replaced = self.core
+        replaced = self.impl
         self._unreduced = self._unreduced or unreduced.take(replaced, self._placed)
         try:
-            self.core = self._build()
+            self.impl = self._build()
         finally:
-            if self.core is not replaced:
+            if self.impl is not replaced:
                 replaced.retire()  # a graph may own it, and must not run backward through it
             else:
-                self._unreduced = []  # the old core stays and has them
+                self._unreduced = []  # the old impl keeps them
         self._put_unreduced()
 
     def _put_unreduced(self) -> None:
-        unreduced.put(self.core, self._placed, self._unreduced)
+        unreduced.put(self.impl, self._placed, self._unreduced)
         self._unreduced = []
 
     def give_up(self) -> list[unreduced.Unreduced]:
@@ -215,36 +215,36 @@ class Root(UnitTree):
         self._settle_pending()
         for unit in self.units:
             self.reshard(unit)
-        return unreduced.take(self.core, self._placed)
+        return unreduced.take(self.impl, self._placed)
 
     def invalidate(self) -> None:
         """Drop the C++ side. The next use makes it anew."""
         for unit in self.units:
             self.reshard(unit)
-            if unit.core is not None:
-                unit.core.release_gradients()  # this root's C++ side may outlive the call
-                unit.core = None
+            if unit.impl is not None:
+                unit.impl.release_gradients()  # this root's C++ side may outlive the call
+                unit.impl = None
                 for hooks in hooks_of(unit):
                     hooks.disconnect()
 
     @hidden_from_dynamo
     def _pre_forward_when_stale(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self.core.has_gradient_setting_changed() or self._has_other_parameters():
+        if self.impl.has_gradient_setting_changed() or self._has_other_parameters():
             self.rebuild()
         else:  # some module was changed, or given an optimizer, perhaps in another model
             check_parameters(self.module, self.units)
             for each in self.units:
                 each.let_optimizers_step()
             module_changes.watch(self.module.modules())
-            self.core.accept_module_changes()
+            self.impl.accept_module_changes()
         unit = unit_of(module)
         assert unit is not None
-        assert unit.core is not None
-        return unit.core.pre_forward_hook(unit.modules.index(module))(module, args, kwargs)
+        assert unit.impl is not None
+        return unit.impl.pre_forward_hook(unit.modules.index(module))(module, args, kwargs)
 
     def _has_other_parameters(self) -> bool:
         """Return whether parameters were replaced or converted since the C++ side was made."""
-        return any(unit.core is None or unit.has_changed() for unit in self.units)
+        return any(unit.impl is None or unit.has_changed() for unit in self.units)
 
     # - Checked steps
 
@@ -264,7 +264,7 @@ class Root(UnitTree):
     def _compare_step(self, step: int, numbers: list[list[int]]) -> None:
         assert self.checks is not None
         names = [unit.name for unit in self.units]
-        self.checks.compare(step, numbers, names, self.core.all_gather)
+        self.checks.compare(step, numbers, names, self.impl.all_gather)
 
     # - Settings
 
@@ -293,13 +293,13 @@ class Root(UnitTree):
         The caller applies those of units.
         """
         self.settings = self.resolve(self.link, self.decision)
-        self.core.set_prefetch_depth(self.settings.prefetch)
+        self.impl.set_prefetch_depth(self.settings.prefetch)
 
     def apply(self, units: Iterable[Unit]) -> None:
         """Tell the schedule the settings of ``units`` of this root, from the next use on."""
         for unit in units:
             number = self.number(unit)
-            self.core.apply(number, self.core_settings(number, self.core.reduce_dtype_of(number)))
+            self.impl.apply(number, self.core_settings(number, self.impl.reduce_dtype_of(number)))
 
     def core_settings(self, number: int, reduce_dtype: torch.dtype) -> _C.UnitSettings:
         """Return all C++ settings of one unit."""
@@ -364,7 +364,7 @@ class Root(UnitTree):
     def change(self, **settings: bool) -> None:
         """Change settings of which only the root's are used."""
         self.units[0].change(**settings)
-        self.core.set_is_last_backward(self.units[0].settings.waits_for_reductions)
+        self.impl.set_is_last_backward(self.units[0].settings.waits_for_reductions)
 
     def reduce_accumulated(self, *, wait: bool) -> None:
         """Reduce the gradients that backwards without gradient sync have accumulated.
@@ -372,15 +372,15 @@ class Root(UnitTree):
         Args:
             wait: make the current stream wait for all reductions, earlier ones, too.
         """
-        if self.core.phase() == "idle" and self._has_other_parameters():
+        if self.impl.phase() == "idle" and self._has_other_parameters():
             self.rebuild()
         self._settle_pending()
-        self.core.set_is_last_backward(wait)
+        self.impl.set_is_last_backward(wait)
         try:
-            self.core.reduce_accumulated()
+            self.impl.reduce_accumulated()
         finally:
-            self.core.leave_if_idle()
-            self.core.set_is_last_backward(self.units[0].settings.waits_for_reductions)
+            self.impl.leave_if_idle()
+            self.impl.set_is_last_backward(self.units[0].settings.waits_for_reductions)
 
     def synchronize_gradients(self, units: Iterable[Unit]) -> None:
         """Reduce what backwards have accumulated for ``units`` alone, whatever their settings say.
@@ -388,14 +388,14 @@ class Root(UnitTree):
         Args:
             units: units of this root.
         """
-        if self.core.phase() == "idle" and self._has_other_parameters():
+        if self.impl.phase() == "idle" and self._has_other_parameters():
             self.rebuild()
         asked = set(units)
         try:
             for number, unit in enumerate(self.units):
-                settings = self.core_settings(number, self.core.reduce_dtype_of(number))
+                settings = self.core_settings(number, self.impl.reduce_dtype_of(number))
                 settings.requires_gradient_sync = unit in asked
-                self.core.apply(number, settings)
+                self.impl.apply(number, settings)
             self.reduce_accumulated(wait=True)
         finally:
             self.apply(self.units)
@@ -406,27 +406,27 @@ class Root(UnitTree):
         In-place changes take effect until the next backward begins.
         """
         number = self.number(unit)
-        pending = self._pending.of(self.core, number, self._placed[number])
+        pending = self._pending.of(self.impl, number, self._placed[number])
         if pending:
-            self.core.set_before_backward(weakref.WeakMethod(self._settle_pending))
+            self.impl.set_before_backward(weakref.WeakMethod(self._settle_pending))
         return pending
 
     def _settle_pending(self) -> None:
-        self._pending.settle(self.core)
-        self.core.set_before_backward(None)
+        self._pending.settle(self.impl)
+        self.impl.set_before_backward(None)
 
     def abandon_forward(self, unit: Unit) -> None:
         """Register the sharded parameters again if the outermost forward was that of ``unit``.
 
         Call it after an exception in the forward of ``unit``.
         """
-        self.core.abandon_forward(self.number(unit))
+        self.impl.abandon_forward(self.number(unit))
 
     # - unshard() and reshard(), called by the user
 
     def reshard(self, unit: Unit) -> None:
         """Free the unit's unsharded parameters and register the sharded ones."""
-        self.core.reshard(self.number(unit))
+        self.impl.reshard(self.number(unit))
 
     def forget(self, unit: Unit) -> None:
         """Have the next gather of the unit's bucket read the sharded parameters of all ranks.
@@ -434,15 +434,15 @@ class Root(UnitTree):
         Within an iteration, parameters would otherwise be reused if their slot or a group of ranks
         has them still, and no version tells that the sharded ones were changed.
         """
-        self.core.forget(self.number(unit))
+        self.impl.forget(self.number(unit))
 
     def unshard(self, unit: Unit) -> None:
         """Issue the gather of the unit's parameters."""
-        self.core.unshard(self.number(unit))
+        self.impl.unshard(self.number(unit))
 
     def wait_for_unshard(self, unit: Unit) -> None:
         """Make the current stream wait for the gather, and register the unsharded parameters."""
-        self.core.wait_for_unshard(self.number(unit))
+        self.impl.wait_for_unshard(self.number(unit))
 
 
 @outside_of_transforms
@@ -451,7 +451,7 @@ def prepare_forward(unit: Unit, module: nn.Module) -> None:
     with preparing(_units_with(unit, module)):
         if unit.root is None or unit.root.is_provisional:
             Root(module)
-        elif unit.core is None:
+        elif unit.impl is None:
             unit.root.rebuild()
 
 
@@ -464,10 +464,10 @@ def ensure_root(unit: Unit) -> Root:
     with preparing(_units_with(unit, unit.modules[0])):
         if unit.root is None:
             Root(unit.modules[0], is_provisional=True)
-        elif unit.core is None:
+        elif unit.impl is None:
             unit.root.rebuild()
     root: Root = unit.root
-    root.core.leave_if_idle()
+    root.impl.leave_if_idle()
     return root
 
 
@@ -481,7 +481,7 @@ def _units_with(unit: Unit, module: nn.Module) -> Sequence[Unit]:
 
 def abandon_forward(unit: Unit) -> None:
     """Let modules have their sharded parameters after an exception in the forward of ``unit``."""
-    if unit.root is not None and unit.core is not None:
+    if unit.root is not None and unit.impl is not None:
         unit.root.abandon_forward(unit)
 
 
@@ -502,7 +502,7 @@ def running_root(model: nn.Module, caller: str) -> Root:
             f"{caller} got a {type(model).__name__} that fully_shard was not applied to. Pass the "
             "root module of a sharded model."
         )
-    if unit.root is None or unit.core is None:
+    if unit.root is None or unit.impl is None:
         raise RuntimeError(
             f"{caller} needs a model that has run forward. Run a step before, or two if buckets "
             "should follow the order of forward."

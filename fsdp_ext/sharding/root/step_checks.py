@@ -1,6 +1,6 @@
 """``check_every``: what ranks compare at the end of a checked step.
 
-Note [checked steps] in ``csrc/torch/unit_look.h`` says what is looked at, and
+Note [checked steps] in ``csrc/torch/step_checksum.h`` says what is looked at, and
 ``docs/reliability.md`` what that finds.
 """
 
@@ -24,8 +24,8 @@ AllGather = Callable[[str, bytes], list[bytes]]
 
 
 @dataclass(frozen=True)
-class UnitLook:
-    """What one rank has seen of a unit in a checked step: ``UnitLook::Numbers`` in C++.
+class StepChecksum:
+    """What one rank has seen of a unit in a checked step: ``StepChecksum::Numbers`` in C++.
 
     Args:
         forward: hash of the unsharded parameters at the end of forward; 0 for none.
@@ -40,7 +40,7 @@ class UnitLook:
     shard_changed: int
 
 
-Looks = list[list[UnitLook]]  # by rank, then by unit
+Looks = list[list[StepChecksum]]  # by rank, then by unit
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class StepChecks:
     ) -> None:
         self.every = every
         self.place = place
-        self.core = _C.StepChecks(every=every, compare=compare)
+        self.impl = _C.StepChecks(every=every, compare=compare)
 
     def compare(
         self,
@@ -148,7 +148,7 @@ class StepChecks:
         of_all = of_all.view(len(messages), len(numbers), -1)
         if _are_alike(of_all, self.place):
             return
-        looks = [[UnitLook(*unit) for unit in of_rank] for of_rank in of_all.tolist()]
+        looks = [[StepChecksum(*unit) for unit in of_rank] for of_rank in of_all.tolist()]
         found = findings(looks, names, self.place)
         if found:
             more = len(found) - _NAMED
@@ -164,7 +164,7 @@ def _are_alike(numbers: torch.Tensor, place: Place) -> bool:
     """Return whether there is nothing to find, which is fast with many ranks.
 
     Args:
-        numbers: by rank, unit and field of :class:`UnitLook`.
+        numbers: by rank, unit and field of :class:`StepChecksum`.
         place: where the ranks lie.
     """
     gathered, shards, changed = numbers[:, :, :2], numbers[:, :, 2], numbers[:, :, 3]

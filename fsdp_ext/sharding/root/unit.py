@@ -87,13 +87,13 @@ class Unit(ParamGroup):
         # The Root that runs this unit, from the first forward on. root.py imports this file, so the
         # type cannot be named here.
         self.root: Any = None
-        self.core: _C.TorchUnit | None = None
+        self.impl: _C.TorchUnit | None = None
         self._unsharded: list[weakref.ref[nn.Parameter]] = []  # those of the C++ side
         # Whether the modules have whole parameters, by FSDP1's summon_full_params or apply.
         self.is_summoned = False
         # What runs the user's collectives, by the name of the setting.
         self.collectives: dict[str, CustomCollective] = {}
-        self._core_hooks: dict[str, tuple[weakref.WeakMethod[Any], _C.ReduceHook]] = {}
+        self._core_hooks: dict[str, tuple[weakref.WeakMethod[Any], _C.UserCollective]] = {}
         # Modules and the names of their attributes that were passed as ignored_params.
         self.ignored: set[tuple[nn.Module, str]] = set()
         # With FSDP1's use_orig_params=False: Note [flat parameters in Python].
@@ -136,7 +136,7 @@ class Unit(ParamGroup):
         vars(changed).update(settings)
         self.settings = changed
 
-    def core_hook(self, kind: str, run: Callable[..., None]) -> _C.ReduceHook:
+    def core_hook(self, kind: str, run: Callable[..., None]) -> _C.UserCollective:
         """Return the C++ hook that calls the method ``run``.
 
         It stays as long as the method does, because it holds an error until a wait. It must not
@@ -145,7 +145,7 @@ class Unit(ParamGroup):
         method = weakref.WeakMethod(run)
         kept = self._core_hooks.get(kind)
         if kept is None or kept[0] != method:
-            kept = self._core_hooks[kind] = (method, _C.ReduceHook(method, self.device))
+            kept = self._core_hooks[kind] = (method, _C.UserCollective(method, self.device))
         return kept[1]
 
     def run_all_reduce_hook(self, gradients: torch.Tensor, handle: int) -> None:
@@ -312,9 +312,9 @@ class Unit(ParamGroup):
 
     def phase(self) -> str:
         """Return which pass of its model runs: "forward", "backward" or "idle"."""
-        if self.root is None or self.core is None:
+        if self.root is None or self.impl is None:
             return "idle"
-        phase: str = self.root.core.phase()
+        phase: str = self.root.impl.phase()
         return phase
 
     def has_changed(self) -> bool:
@@ -488,7 +488,7 @@ class Unit(ParamGroup):
             device=self.shard_device,
             pin_memory=self.pins_memory,
         )
-        core = _C.TorchUnit(
+        impl = _C.TorchUnit(
             layout=layout,
             shard=_C.FlatTensor(self.flat_shard, self.shard_parts),
             flat_gradient=flat_gradient,
@@ -499,13 +499,13 @@ class Unit(ParamGroup):
             module_count=len(self.modules),
         )
         params = [entry if isinstance(entry, ShardedParam) else None for entry in entries]
-        views = core.unsharded_views()
+        views = impl.unsharded_views()
         unsharded = [
             unsharded_parameter(param, view) if param is not None and param.is_gathered else None
             for param, view in zip(params, views, strict=True)
         ]
         self._unsharded = [weakref.ref(param) for param in unsharded if param is not None]
-        core.bind(
+        impl.bind(
             objects=[
                 (None, None, None)
                 if param is None
@@ -538,9 +538,9 @@ class Unit(ParamGroup):
         )
         if self.settings.shows_accumulated:
             spreads = {i: param.spread for i, param in enumerate(params) if param is not None}
-            core.show_accumulated(lambda index, gradient: spreads[index].dtensor(gradient))
-        self.core = core
-        return core
+            impl.show_accumulated(lambda index, gradient: spreads[index].dtensor(gradient))
+        self.impl = impl
+        return impl
 
     def _unit_parameter(self, entry: Entry) -> _C.UnitParameter:
         shape = shape_of_view(entry)

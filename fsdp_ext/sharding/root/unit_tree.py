@@ -118,9 +118,9 @@ class UnitTree:
         settings.reshard_after_forward = self.settings.reshard_after_forward[number]
         settings.reshard_group = self.settings.reshard_groups[number]
         settings.reshard_after_backward = unit.settings.reshard_after_backward
-        settings.pack_scale, settings.reduce_scale = unit.gradient_scales(reduce_dtype)
+        settings.pre_scale, settings.post_scale = unit.gradient_scales(reduce_dtype)
         settings.bucket_bytes = self.settings.bucket_bytes[number]
-        settings.reduces_alone = unit.settings.has_hook
+        settings.is_unmergeable = unit.settings.has_hook
         return settings
 
     def resolve(self, link: Link, decision: Decision | None) -> RootSettings:

@@ -20,9 +20,9 @@ def applied(units: Sequence[Unit]) -> Iterator[None]:
     with contextlib.ExitStack() as conversions:
         for unit in units:
             reshard_and_forget(unit)
-            if unit.core is not None:
+            if unit.impl is not None:
                 # torch.utils.swap_tensors wants to be the only holder of gradients.
-                unit.core.release_gradients()
+                unit.impl.release_gradients()
             conversions.enter_context(converting(unit))
         yield
 

@@ -113,7 +113,7 @@ TEST(CudaFlightRecords, TellOfAStreamThatIsLate) {
     opened.set_value();
     synchronize_all(rank);
     EXPECT_EQ(flights_of(*rank.lanes).back().state, FlightState::Completed);
-    rank.pipeline->reset_iteration();
+    rank.pipeline->reset();
   });
 }
 

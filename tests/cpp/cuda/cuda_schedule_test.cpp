@@ -94,7 +94,7 @@ TEST_P(CudaSchedule, TimesAreThoseOfTheStreamsAndNotOfTheHost) {
   on_ranks(setting, [&](Rank& rank, int r) {
     Ledger& ledger = rank.pipeline->ledger();
     rank.step(static_cast<float>(r + 1), mean_of(setting.ranks(), 0));
-    rank.pipeline->keep_times(2, /*drained=*/true);
+    rank.pipeline->ledger().keep_times(2, moments_of(rank.pipeline->buckets()), /*drained=*/true);
     for (int step = 1; step < 5; ++step) {
       rank.lanes->device->delay(rank.lanes->device->compute_stream(), std::chrono::milliseconds(5));
       rank.step(static_cast<float>(r + 1 + step), mean_of(setting.ranks(), step));
@@ -133,7 +133,7 @@ TEST_P(CudaSchedule, AWaitOfTheComputeStreamEndsAfterItsGather) {
   }
   on_ranks(setting, [&](Rank& rank, int r) {
     rank.step(static_cast<float>(r + 1), mean_of(setting.ranks(), 0));
-    rank.pipeline->keep_times(1, /*drained=*/true);
+    rank.pipeline->ledger().keep_times(1, moments_of(rank.pipeline->buckets()), /*drained=*/true);
     rank.lanes->device->delay(rank.lanes->gather.stream(), std::chrono::milliseconds(10));
     rank.step(static_cast<float>(r + 2), mean_of(setting.ranks(), 1));
     synchronize_all(rank);
@@ -166,7 +166,7 @@ TEST_P(CudaSchedule, ACaptureRecordsNoTimes) {
     rank.step(2.0F, 2.0F);
     rank.step(2.0F, 2.0F);
     synchronize_all(rank);
-    rank.pipeline->keep_times(4, /*drained=*/true);
+    rank.pipeline->ledger().keep_times(4, moments_of(rank.pipeline->buckets()), /*drained=*/true);
     begin_capture(compute_stream);
     rank.step(3.0F, 3.0F);
     const FakeGraph graph = end_capture(compute_stream);
@@ -232,7 +232,7 @@ TEST(CudaReductions, TheNextBucketIsPackedWhileOneIsOnTheWire) {
   on_ranks({2, kDirectBytes}, [](Rank& rank, int r) {
     rank.step(static_cast<float>(r + 1), mean_of(2, 0));
     const auto bucket = [&rank](int unit) -> const Bucket& {
-      return rank.pipeline->bucket_of(unit);
+      return *rank.pipeline->unit(unit).bucket;
     };
     std::promise<void> gate;
     enqueue(rank.lanes->reduce.stream().native_handle(),
@@ -307,12 +307,14 @@ TEST(CudaReductions, AccumulatedGradientsAreNotPackedAgainBeforeTheirMessageHasR
   const auto train = [](Rank& rank, int r, int count) {
     float sum = 0.0F;
     for (const bool reduces : {false, true, false, true, true}) {
-      for (int unit = 0; unit < rank.pipeline->unit_count(); ++unit) {
-        set_requires_gradient_sync(*rank.pipeline, unit, reduces);
+      for (const auto& bucket : rank.pipeline->buckets()) {
+        for (const Unit* unit : bucket->units) {
+          set_requires_gradient_sync(*rank.pipeline, unit->number, reduces);
+        }
       }
       const float pass = sum + 1;  // each backward has other gradients
       sum += pass;
-      rank.pipeline->set_is_last_backward(sum > 15);
+      rank.pipeline->options().is_last_backward = sum > 15;
       Lanes& late = rank.replicas != nullptr ? *rank.replicas : *rank.lanes;
       late.device->delay(late.reduce.stream(), std::chrono::milliseconds(5));
       rank.backward(rank.forward(), pass * static_cast<float>(r + 1));
@@ -363,7 +365,7 @@ TEST(CudaWindows, NothingIsCopiedForWindowsThatNcclCannotRegister) {
       }
       if (r == 0) {
         copied[fails ? 1 : 0] = rank.pipeline->ledger().counters().copied_bytes;
-        EXPECT_EQ(rank.pipeline->bucket_of(2).reduction.writes_into_window(), !fails);
+        EXPECT_EQ(rank.pipeline->unit(2).bucket->reduction.writes_into_window(), !fails);
       }
     });
   }
@@ -390,7 +392,7 @@ TEST(CudaWindows, AGradientThatIsHeldOnOneRankIsReducedThroughAWindow) {
     EXPECT_EQ(in_window(unit), r != 0);
     unit.is_gradient_held = false;
     rank.step(static_cast<float>(r + 3), mean_of(2, 2));
-    rank.pipeline->set_prefetch_depth(2);
+    rank.pipeline->options().prefetch_depth = 2;
     rank.step(static_cast<float>(r + 4), mean_of(2, 3));
     EXPECT_TRUE(in_window(unit));
   });
@@ -458,7 +460,7 @@ TEST(CudaGraphs, ACapturedStepKeepsItsBuffers) {
     begin_capture(compute_stream);
     rank.step(3.0F, 3.0F);
     const FakeGraph graph = end_capture(compute_stream);
-    rank.pipeline->set_prefetch_depth(2);
+    rank.pipeline->options().prefetch_depth = 2;
     try {
       rank.step(3.0F, 3.0F);
       ADD_FAILURE() << "nothing was thrown";

@@ -309,7 +309,7 @@ class Rank {
       config.mesh = is_expert ? 1 : 0;
       config.reshard_after_forward = i != 0;
       config.reshard_group = i != 0 ? setting.group : 0;
-      config.pack_scale = 1.0 / (size * setting.sets);
+      config.pre_scale = 1.0 / (size * setting.sets);
       config.parent = i == 0 ? -1 : 0;
       config.bucket_bytes =
           static_cast<std::size_t>(setting.bucket_units * size) * layout.gather_bytes();

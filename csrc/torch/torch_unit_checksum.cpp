@@ -1,4 +1,4 @@
-// What a unit contributes to a checked step: Note [checked steps] in torch/unit_look.h.
+// What a unit contributes to a checked step: Note [checked steps] in torch/step_checksum.h.
 #include <utility>
 #include <vector>
 
@@ -7,16 +7,16 @@
 
 namespace fsdp {
 
-void TorchUnit::begin_look() {
-  look_ = std::make_unique<UnitLook>();
-  look_->shard_version = shard_version();
-  look_->shard = hash_of_shard();
+void TorchUnit::begin_checksum() {
+  checksum_ = std::make_unique<StepChecksum>();
+  checksum_->shard_version = shard_version();
+  checksum_->shard = hash_of_shard();
 }
 
 // The compute stream has waited for the step, so reading numbers waits for little.
-UnitLook::Numbers TorchUnit::end_look() {
-  look_at_parameters();  // of a unit that stays unsharded
-  const std::unique_ptr<UnitLook> look = std::move(look_);
+StepChecksum::Numbers TorchUnit::end_checksum() {
+  hash_parameters();  // of a unit that stays unsharded
+  const std::unique_ptr<StepChecksum> look = std::move(checksum_);
   const auto value_of = [](const at::Tensor& tensor) {
     return tensor.defined() ? tensor.item<std::int64_t>() : 0;
   };
@@ -28,13 +28,14 @@ UnitLook::Numbers TorchUnit::end_look() {
 
 // Hashes the parameters only the first time in each pass, because ranks may differ in how often
 // they gather a unit.
-void TorchUnit::look_at_parameters() {
+void TorchUnit::hash_parameters() {
   const auto root = root_.lock();
-  if (look_ == nullptr || root == nullptr ||
-      root->pipeline().unit(number_).state != UnitState::Unsharded) {
+  if (checksum_ == nullptr || root == nullptr ||
+      !root->pipeline().unit(number_).gather.is_unsharded()) {
     return;
   }
-  at::Tensor& hash = root->pipeline().in_forward() ? look_->forward : look_->backward;
+  at::Tensor& hash =
+      root->pipeline().passes().in_forward() ? checksum_->forward : checksum_->backward;
   if (!hash.defined()) {
     hash = hash_of(unsharded_views());
   }

@@ -1,4 +1,4 @@
-#include "torch/python_reduce_hook.h"
+#include "torch/python_user_collective.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/from_blob.h>
@@ -21,10 +21,10 @@ namespace {
 
 // The work on a stream owns the hook and the user's function, too, because a user may set another
 // one meanwhile.
-class PythonReduceHook final : public ReduceHook,
-                               public std::enable_shared_from_this<PythonReduceHook> {
+class PythonUserCollective final : public UserCollective,
+                                   public std::enable_shared_from_this<PythonUserCollective> {
  public:
-  PythonReduceHook(py::object weak_function, at::Device device)
+  PythonUserCollective(py::object weak_function, at::Device device)
       : weak_function_(std::move(weak_function)), device_(device) {}
 
   void issue(Stream& stream, const HookTensors& tensors) override {
@@ -84,8 +84,9 @@ class PythonReduceHook final : public ReduceHook,
 
 }  // namespace
 
-std::shared_ptr<ReduceHook> make_python_reduce_hook(py::object weak_function, at::Device device) {
-  return std::make_shared<PythonReduceHook>(std::move(weak_function), device);
+std::shared_ptr<UserCollective> make_python_reduce_hook(py::object weak_function,
+                                                        at::Device device) {
+  return std::make_shared<PythonUserCollective>(std::move(weak_function), device);
 }
 
 }  // namespace fsdp

@@ -1,4 +1,4 @@
-#include "torch/unit_look.h"
+#include "torch/step_checksum.h"
 
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>

@@ -43,9 +43,9 @@ struct HookTensors {
   std::size_t input_numel = 0;
 };
 
-class ReduceHook {
+class UserCollective {
  public:
-  virtual ~ReduceHook() = default;
+  virtual ~UserCollective() = default;
 
   // Issues the hook to `stream`.
   virtual void issue(Stream& stream, const HookTensors& tensors) = 0;

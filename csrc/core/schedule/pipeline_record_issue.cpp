@@ -1,4 +1,5 @@
-// Announces each collective to the other ranks, to the ledger and to error messages.
+// Before each collective is issued: compares it with other ranks, and records it for the ledger
+// and for error messages.
 #include "base/mix.h"
 #include "core/schedule/pipeline.h"
 
@@ -34,11 +35,11 @@ Communicator& Pipeline::communicator_of(Collective op, const Bucket& bucket) {
 // Ranks of another mesh may send other sizes, and may cut a bucket into more or fewer pieces: Note
 // [several meshes]. All ranks compare one history, so it has one entry for all pieces of such a
 // bucket, without their sizes.
-void Pipeline::announce(Collective op, const Bucket& bucket, const NextMessage& message) {
+void Pipeline::record_issue(Collective op, const Bucket& bucket, const NextMessage& message) {
   const bool of_group = op == Collective::GroupAllGather;
   const bool gathers = op == Collective::AllGather || of_group;
   const bool is_first = message.piece == 0;
-  if (gathers && is_first && options_.check_order && order_check_.is_due(in_backward())) {
+  if (gathers && is_first && options_.check_order && order_check_.is_due(passes_.in_backward())) {
     order_check_.compare(bucket);
   }
   Lane& lane = lane_of(op);

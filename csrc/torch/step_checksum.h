@@ -30,7 +30,7 @@ at::Tensor hash_by_operators(const at::Tensor& tensor);
 at::Tensor hash_of(const std::vector<at::Tensor>& tensors);
 
 // A tensor that is not defined stands for something that the step did not see.
-struct UnitLook {
+struct StepChecksum {
   // The numbers that ranks exchange, as step_checks.py in fsdp_ext/sharding reads them: the hashes
   // of forward, backward and the shard (0 if there is none), then 1 if the shard has changed
   // although nothing wrote it.

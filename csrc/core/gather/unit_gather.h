@@ -1,0 +1,61 @@
+// Where one unit's parameters are: sharded, on their way, or unsharded. Only the gatherer changes
+// it, apart from what users see between steps.
+//
+// Note [states]
+// Sharded -> Gathering (a gather was issued, or a slot with current contents was reacquired) ->
+// Unsharded (the compute stream waited and the parameters are attached) -> Sharded. A gather covers
+// a whole bucket. Each of its units is resharded by itself, and the last one releases the slot.
+// Reducing gradients does not touch the parameters, so it is not a state. It has its own event.
+//
+// Note [after an evaluation]
+// A user may write into the parameters that the modules have, or give them to an optimizer. Between
+// steps these have to be the sharded ones. So a forward without gradients reshards all units, even
+// those that stay unsharded if a backward follows. If the user asked for
+// reshard_after_forward=False, the unit keeps its slot for the next evaluation, but it is put away:
+// users see its sharded parameters. After an exception every unit is put away. A unit that the user
+// has unsharded with unshard() stays as it is.
+#pragma once
+
+#include <cstdint>
+
+#include "core/memory/buffer_ring.h"
+#include "core/units/unit_port.h"
+
+namespace fsdp {
+
+enum class UnitState : std::uint8_t { Sharded, Gathering, Unsharded };
+
+class UnitGather {
+ public:
+  UnitState state() const { return state_; }
+  bool is_sharded() const { return state_ == UnitState::Sharded; }
+  bool is_unsharded() const { return state_ == UnitState::Unsharded; }
+  bool is_speculative() const { return is_speculative_; }  // prefetched and not used yet
+  bool is_put_away() const { return is_put_away_; }
+  bool is_held() const { return is_held_; }   // unsharded by the user, not by a forward
+  const Slot* slot() const { return slot_; }  // of the bucket, while this unit uses it
+
+  // Both are for unsharded units: Note [after an evaluation].
+  void hold(bool by_user) { is_held_ = by_user; }
+  void put_away(UnitPort& port) {
+    if (is_unsharded() && !is_put_away_ && !is_held_) {
+      is_put_away_ = true;
+      port.show_sharded();
+    }
+  }
+
+ private:
+  friend class Gatherer;
+
+  UnitState state_ = UnitState::Sharded;
+  bool is_speculative_ = false;
+  bool is_put_away_ = false;
+  bool is_held_ = false;
+  Slot* slot_ = nullptr;
+  std::uint64_t gathered_version_ = 0;  // of its shards, when the bucket was gathered last
+  std::uint64_t followed_version_ = 0;  // of its shards, as the gather stream may read them
+  std::uint64_t inputs_iteration_ = 0;  // the gatherer's, when the port computed inputs last
+  std::uint64_t inputs_version_ = 0;    // of its shards, at that time
+};
+
+}  // namespace fsdp

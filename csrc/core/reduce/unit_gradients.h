@@ -1,0 +1,78 @@
+// Which gradients of a unit have arrived, and what its last reduction had.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace fsdp {
+
+// Larger than the number of any packing.
+constexpr std::uint64_t kNoPacking = ~std::uint64_t{0};
+
+class UnitGradients {
+ public:
+  explicit UnitGradients(std::size_t trainable_count)
+      : arrived_(trainable_count, 0),
+        used_(trainable_count, 0),
+        reduced_since_(trainable_count, kNoPacking) {}
+
+  std::size_t count() const { return arrived_.size(); }  // of trainable parameters
+
+  void begin_backward() {
+    is_reached_ = is_reduced_ = false;
+    std::fill(used_.begin(), used_.end(), 0);
+  }
+  // This backward has reached the unit, on all ranks.
+  void reach(bool syncs) {
+    is_reached_ = true;
+    awaits_reduction_ = awaits_reduction_ || (!syncs && count() > 0);
+  }
+  // Returns whether this gradient is new. Otherwise autograd has added more to it.
+  bool arrive(std::size_t i) {
+    const bool is_new = arrived_.at(i) == 0;
+    arrived_[i] = 1;
+    arrived_count_ += is_new ? 1 : 0;
+    return is_new;
+  }
+
+  // In this backward, and not packed yet.
+  bool has_arrived(std::size_t i) const { return arrived_[i] != 0; }
+  bool any_arrived() const { return arrived_count_ > 0; }
+  bool all_arrived() const { return arrived_count_ == count(); }
+  // For each parameter, whether this backward has reduced a gradient of this rank.
+  const std::vector<char>& used() const { return used_; }
+  bool is_reduced() const { return is_reduced_; }  // in this backward
+  // Whether backwards without gradient sync have reached the unit since its last reduction. It is
+  // the same on all ranks.
+  bool awaits_reduction() const { return awaits_reduction_; }
+  bool needs_reduction(bool syncs) const {
+    return any_arrived() || (is_reached_ && syncs && !is_reduced_ && count() > 0);
+  }
+  // At the end of backward: also what was left by backwards without gradient sync.
+  bool has_left_over(bool syncs) const {
+    return needs_reduction(syncs) || (syncs && awaits_reduction_);
+  }
+
+ private:
+  friend class Reducer;
+  friend class NonfiniteGradients;
+
+  void forget_arrived() {
+    std::fill(arrived_.begin(), arrived_.end(), 0);
+    arrived_count_ = 0;
+  }
+
+  std::vector<char> arrived_;
+  std::size_t arrived_count_ = 0;
+  std::vector<char> used_;
+  bool is_reached_ = false;
+  bool is_reduced_ = false;
+  bool awaits_reduction_ = false;
+  // Note [NaN and Inf] in core/reduce/nonfinite_gradients.h.
+  std::uint64_t* nonfinite_marks_ = nullptr;  // on the device
+  std::vector<std::uint64_t> reduced_since_;  // the first packing in the last reduction
+};
+
+}  // namespace fsdp
