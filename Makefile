@@ -162,12 +162,12 @@ FUZZ_SEED ?=
 soak: $(VENV)/.test extension  ## train at random for SOAK_STEPS steps; memory and the like stay flat
 	FSDP_EXT_SOAK_STEPS=$(SOAK_STEPS) FSDP_EXT_SOAK_SEED=$(SOAK_SEED) \
 	  FSDP_EXT_SOAK_SYSTEM=$(SOAK_SYSTEM) \
-	  "$(BIN)/python" -m pytest -s -m exhaustive tests/test_soak.py $(PYTEST_ARGS)
+	  "$(BIN)/python" -m pytest -s -m exhaustive tests/train/test_soak.py $(PYTEST_ARGS)
 
 .PHONY: fuzz
 fuzz: $(VENV)/.test extension  ## train random models beside unsharded ones for FUZZ_SECONDS
 	FSDP_EXT_FUZZ_SECONDS=$(FUZZ_SECONDS) FSDP_EXT_FUZZ_SEED=$(FUZZ_SEED) "$(BIN)/python" -m pytest -s -m exhaustive \
-	  tests/test_fuzz.py $(PYTEST_ARGS)
+	  tests/train/test_fuzz.py $(PYTEST_ARGS)
 
 # The libraries lie in an environment of their own, which sees .venv's packages as well: so .venv
 # stays as users of torch alone have it, and torch is not installed twice.
@@ -249,7 +249,7 @@ cuda-build: cuda-install  ## make the CUDA build in .venv-cuda, look into it, ru
 	cd "$(CUDA_VENV)" && "$(CUDA_BIN)/python" ../tools/check_cuda_binary.py
 	@if tools/ensure_gtest.sh; then $(MAKE) --no-print-directory translated-kernels; else \
 	  echo "FAILED: the tests of the compiled kernels need GoogleTest"; exit 1; fi
-	"$(CUDA_BIN)/pytest" $(PYTEST_WORKERS) $(CUDA_TESTS:%=tests/test_%.py) $(PYTEST_ARGS)
+	"$(CUDA_BIN)/pytest" $(PYTEST_WORKERS) $(CUDA_TESTS:%=tests/*/test_%.py) $(PYTEST_ARGS)
 
 # nvcc's PTX as C++, under AddressSanitizer: tests/cpp/translated.
 .PHONY: translated-kernels

@@ -15,9 +15,9 @@ because the mask is causal, and it also computes what activation checkpointing r
 
 One figure is fitted for each GPU and its software, on one published run of a single node: the part
 of the peak that the GPU reaches while it computes. With it, the plan of that run has the published
-tokens/s; tests/test_scaling.py checks that, and says how to fit it again. The second table compares
-the plans with the other runs. Figures and sources are in bench/published_runs.json. The assumptions
-are printed above the tables.
+tokens/s; tests/project/test_scaling.py checks that, and says how to fit it again. The second table
+compares the plans with the other runs. Figures and sources are in bench/published_runs.json. The
+assumptions are printed above the tables.
 """
 
 from __future__ import annotations

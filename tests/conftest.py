@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 # Failed asserts of these helpers show values as those of test files do.
-pytest.register_assert_rewrite("support.parity", "support.fsdp1_parity", "support.profiling")
+pytest.register_assert_rewrite("support")
 
 # For `import bench`. It comes last, because the checkout's own fsdp_ext may be unbuilt, or built
 # for another torch.

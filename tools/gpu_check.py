@@ -113,7 +113,7 @@ def first_part() -> list[Step]:
 
 def build_part() -> list[Step]:
     """Return steps that try the machine, the kernels and what needs no other part."""
-    kernels = ["tests/gpu/test_gpu_kernels.py", "tests/test_packer.py"]
+    kernels = ["tests/gpu/test_gpu_kernels.py", "tests/comm/test_packer.py"]
     # Their bounds are microseconds, so nothing else may run on the GPU or its cores beside them.
     timed = ["tests/gpu/test_gpu_profile.py", "tests/gpu/test_gpu_simulated.py"]
     elsewhere = [*kernels[:1], *timed, PARITY, ORDERING, SMOKE, MORE_CASES, *MORE_WORKERS]

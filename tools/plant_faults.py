@@ -189,6 +189,12 @@ def run_python(test: str, fault: str) -> Row | None:
     return Row("", (failed or [test])[0], how, message)
 
 
+def file_of_test(name: str) -> str:
+    """Return where the file `test_<name>.py` is in the project."""
+    (path,) = ROOT.glob(f"tests/*/test_{name}.py")
+    return path.relative_to(ROOT).as_posix()
+
+
 def row_of(fault: Fault) -> Row:
     """Run the tests of a fault until one fails.
 
@@ -199,7 +205,7 @@ def row_of(fault: Fault) -> Row:
     if row is not None and run_cpp(row.seen_by, ""):
         raise SystemExit(f"{row.seen_by} fails without a fault.")
     for name in fault.python if row is None else ():
-        row = run_python(f"tests/test_{name}.py", fault.name)
+        row = run_python(file_of_test(name), fault.name)
         if row is not None:
             if run_python(row.seen_by, ""):
                 raise SystemExit(f"{row.seen_by} fails without a fault.")

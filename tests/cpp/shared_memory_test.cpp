@@ -1,6 +1,6 @@
 // Collectives through shared memory, with threads of this process as ranks. Threads share every
 // address, so ThreadSanitizer sees a read that nothing orders after its write. Ranks in processes
-// of their own, and ranks that end, are in tests/test_shared_memory.py.
+// of their own, and ranks that end, are in tests/comm/test_shared_memory.py.
 #include "comm/shared_memory/shared_memory.h"
 
 #include <gtest/gtest.h>

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from project.test_bench import run_bench
 from support.launcher import run_ranks
-from test_bench import run_bench
 
 from bench import host_overhead
 from bench.harness.runner import Row

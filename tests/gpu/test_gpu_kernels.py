@@ -1,6 +1,6 @@
 """The CUDA kernels agree with kernels of CuPy, which share no code with them.
 
-Some run at sizes that need a GPU's memory. tests/test_packer.py compares with PyTorch.
+Some run at sizes that need a GPU's memory. tests/comm/test_packer.py compares with PyTorch.
 """
 
 from __future__ import annotations

@@ -10,11 +10,12 @@ import importlib
 from pathlib import Path
 
 import pytest
-import test_hidden_outputs
 from support.devices import IS_EMULATED
 from support.gpu_cases import DIRECT, train_cases
 from support.parity import Case
+from train import test_hidden_outputs
 
+TESTS = Path(__file__).resolve().parents[1]
 STEPS = 4
 # The files whose cases make all of their tensors on the device of the model.
 FILES = (
@@ -58,7 +59,8 @@ NOT_BESIDE_FSDP2_EMULATED = {"freezing the first layers": "a race in its gathers
 
 def _cases(file: str) -> list[Case]:
     """Return the cases of a test file, with fewer steps."""
-    cases: list[Case] = importlib.import_module(f"test_{file}").CASES
+    (path,) = TESTS.glob(f"*/test_{file}.py")
+    cases: list[Case] = importlib.import_module(f"{path.parent.name}.{path.stem}").CASES
     without = NOT_BESIDE_FSDP2 | (NOT_BESIDE_FSDP2_EMULATED if IS_EMULATED else {})
     return [
         dataclasses.replace(

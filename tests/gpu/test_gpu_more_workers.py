@@ -9,20 +9,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import test_all_reduce_hook as hooks
-import test_custom_collectives as collectives
-import test_flight_records as flights
-import test_fsdp1_summon as summon
-import test_fsdp1_training as fsdp1
-import test_gradient_dtypes as dtypes
-import test_param_dtype_override as override
-import test_reshard_groups as groups
-import test_several_meshes as meshes
-import test_tensor_extensions as extensions
-import test_verify as verify
 import torch
+from comm import test_all_reduce_hook as hooks
+from comm import test_custom_collectives as collectives
+from faults import test_flight_records as flights
+from fsdp1 import test_fsdp1_summon as summon
+from fsdp1 import test_fsdp1_training as fsdp1
+from meshes import test_reshard_groups as groups
+from meshes import test_several_meshes as meshes
+from observe import test_verify as verify
+from params import test_param_dtype_override as override
+from params import test_tensor_extensions as extensions
 from support.gpu_cases import Work, run_works
 from support.launcher import run_ranks
+from train import test_gradient_dtypes as dtypes
 
 from fsdp_ext import MixedPrecisionPolicy
 

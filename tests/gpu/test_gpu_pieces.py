@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_prefetch_api
-import test_reshard_groups
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
+from meshes import test_reshard_groups
+from meshes.test_hybrid_sharding import cut_into_messages
+from schedule import test_prefetch_api
 from support.extensions import HalfWeight
 from support.gpu_cases import PACKED, losses_of, train_cases
 from support.launcher import run_ranks
 from support.models import Stack
 from support.parity import Case, Run, train_step
-from test_hybrid_sharding import cut_into_messages
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 

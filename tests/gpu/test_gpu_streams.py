@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_hybrid_sharding
-import test_reshard_groups
 import torch
 import torch.distributed as dist
+from meshes import test_hybrid_sharding, test_reshard_groups
 from support.gpu_cases import DIRECT, PACKED, losses_of, train_cases
 from support.launcher import run_ranks
 from support.models import Stack

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from project.test_train_gpt import TINY, run_script, steps, write_text
 from support.launcher import run_ranks
-from test_train_gpt import TINY, run_script, steps, write_text
 
 SYSTEMS = ("ours", "fsdp2", "fsdp1", "ddp")
 STEPS = 4

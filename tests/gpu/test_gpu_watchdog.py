@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from faults.test_flight_records import _labels, _sharded, _step
 from support import nccl_library
 from support.devices import IS_EMULATED
 from support.launcher import run_ranks
-from test_flight_records import _labels, _sharded, _step
 from torch.distributed.device_mesh import DeviceMesh
 
 TIMEOUT = timedelta(seconds=8)

@@ -1,0 +1,584 @@
+"""Benchmarks run, count no wrong elements, and keep their rows. No test asserts a speed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.matrix import exhaustive
+from torch.distributed.fsdp import FSDPModule
+
+from bench import overlap, predict, step, tune
+
+pytestmark = pytest.mark.timeout(960)
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = {
+    "buckets",
+    "collectives",
+    "faults",
+    "health",
+    "host_overhead",
+    "memory",
+    "overlap",
+    "pack",
+    "predict",
+    "scaling",
+}
+NAMES |= {"step", "tune"}
+
+
+def _bench(
+    *arguments: str, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "bench", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=900,  # of a busy machine
+        check=False,
+        env={**os.environ, **(environment or {})},
+    )
+
+
+def run_bench(
+    name: str, json_file: Path, *options: str, device: str
+) -> tuple[str, list[dict[str, Any]]]:
+    """Run a benchmark quickly. Return what it printed and its rows."""
+    result = _bench(name, "--quick", "--device", device, "--json", str(json_file), *options)
+    assert result.returncode == 0, result.stdout + result.stderr
+    document = json.loads(json_file.read_text())
+    assert not document["interrupted"]
+    assert {"torch", "python", "cpu", "cores", "commit"} <= document["environment"].keys()
+    return result.stdout, document["rows"]
+
+
+def _run(name: str, json_file: Path, *options: str) -> tuple[str, list[dict[str, Any]]]:
+    return run_bench(name, json_file, *options, device="cpu")
+
+
+# - What each measures
+
+
+@pytest.mark.exhaustive
+def test_packing_counts_no_wrong_element(tmp_path: Path) -> None:
+    printed, rows = _run("pack", tmp_path / "pack.json")
+    assert "#wrong" in printed
+    assert {row["operation"].split()[0] for row in rows} == {"pack", "unpack", "cast"}
+    assert all(row["wrong"] == 0 and row["of_copy"] > 0 for row in rows)
+
+
+@pytest.mark.exhaustive
+def test_all_systems_reach_the_same_loss(tmp_path: Path) -> None:
+    _, rows = _run("step", tmp_path / "step.json")
+    assert [row["system"] for row in rows] == ["unsharded", "ours", "FSDP2", "FSDP1"]
+    assert not [row["error"] for row in rows if "error" in row]
+    assert len({round(row["loss"], 5) for row in rows}) == 1
+
+
+@pytest.mark.exhaustive
+def test_all_systems_reach_the_same_loss_on_two_ranks(tmp_path: Path) -> None:
+    _, rows = _run("step", tmp_path / "step.json", "--ranks", "2")
+    kept = {"ours, kept gathered", "FSDP2, kept gathered"}
+    names = {"unsharded", "ours", "ours over gloo", "FSDP2", "FSDP2, defaults", "FSDP1", "DDP"}
+    assert {row["system"] for row in rows} == names | kept
+    assert not [row["error"] for row in rows if "error" in row]
+    assert all(row["ranks"] == 2 and row["of_unsharded"] > 0 for row in rows)
+    transports = {row["system"]: row["transport"] for row in rows}
+    assert transports["ours"] == "shared_memory"
+    assert transports["ours over gloo"] == "process_group (gloo)"
+    assert transports["FSDP2"] == "gloo"
+    settings = {row["system"]: row["settings"] for row in rows}
+    assert all(settings.values())
+    assert "asynchronous unshards" in settings["FSDP2"]
+    # FSDP2's settings that this torch has are used, and listed.
+    assert (", 2 reduce-scatter inputs" in settings["FSDP2"]) == hasattr(
+        FSDPModule, "set_reduce_scatter_max_input_buffers"
+    )
+    assert settings["FSDP2, defaults"] == "defaults"
+    assert len({round(row["loss"], 5) for row in rows}) == 1  # all ranks have the same tokens
+
+
+@pytest.mark.exhaustive
+def test_systems_that_shard_hybridly_reach_the_same_loss(tmp_path: Path) -> None:
+    printed, rows = _run("step", tmp_path / "step.json", "--ranks", "4", "--replicas", "2")
+    assert "4 ranks in 2 sets of 2" in printed
+    assert not [row["error"] for row in rows if "error" in row]
+    assert {"ours", "FSDP2", "FSDP1"} < {row["system"] for row in rows}
+    assert all((row["ranks"], row["replicas"]) == (4, 2) for row in rows)
+    assert len({round(row["loss"], 4) for row in rows}) == 1
+
+
+@pytest.mark.exhaustive
+def test_compiled_blocks_reach_the_same_loss_and_are_not_compiled_again(tmp_path: Path) -> None:
+    printed, rows = _run("step", tmp_path / "step.json", "--compile")
+    assert "eager" in printed  # narrow columns wrap their headers
+    assert not [row["error"] for row in rows if "error" in row]
+    compiled = [row for row in rows if row["system"].endswith(", compiled blocks")]
+    assert [row["system"].split(",")[0] for row in compiled] == ["unsharded", "ours", "FSDP2"]
+    assert all(row["graphs"] > 0 and row["recompiled"] == 0 for row in compiled)
+    assert len({round(row["loss"], 4) for row in rows}) == 1
+
+
+@pytest.mark.exhaustive
+def test_offloaded_systems_reach_the_same_loss(tmp_path: Path) -> None:
+    _, rows = _run("step", tmp_path / "step.json", "--ranks", "2", "--offload")
+    offloaded = {row["system"] for row in rows if row["system"].endswith(", offloaded")}
+    assert offloaded == {"ours, offloaded", "ours over gloo, offloaded", "FSDP2, offloaded"}
+    assert not [row["error"] for row in rows if "error" in row]
+    assert len({round(row["loss"], 4) for row in rows}) == 1
+
+
+@pytest.mark.exhaustive
+def test_the_cost_of_checked_steps_is_measured(tmp_path: Path) -> None:
+    printed, rows = _run("health", tmp_path / "health.json", "--ranks", "1")
+    *steps, verify = rows
+    assert [row["system"] for row in steps] == ["no checks", "not checked", "checked", "health"]
+    assert [row["check_every"] for row in steps] == [None, 10**9, 1, None]
+    assert all(row["step_us"]["median"] > 0 for row in steps)
+    assert (verify["system"], verify["seconds"] > 0) == ("verify", True)
+    assert "verify takes" in printed
+    assert "one checked step and one call of health in 100 steps add" in printed
+
+
+def test_systems_take_turns_in_an_order_that_changes_and_that_ranks_share() -> None:
+    def order_of(seed: int) -> list[str]:
+        turns: list[str] = []
+
+        def system(name: str) -> Any:
+            def timed_step() -> tuple[float, float, torch.Tensor]:
+                turns.append(name)
+                return 2.0, 1.0, torch.zeros(())
+
+            return SimpleNamespace(
+                timed_step=timed_step, parameters=1, sharded=SimpleNamespace(settings="")
+            )
+
+        systems = {name: system(name) for name in "abcd"}
+        results = step.run_in_turns(systems, 6, random.Random(seed))
+        assert all(result["seconds"] == [2.0] * 6 for result in results.values())
+        return turns
+
+    initialized = dist.is_initialized()
+    if not initialized:
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        turns = order_of(0)
+        assert turns == order_of(0)
+    finally:
+        if not initialized:
+            dist.destroy_process_group()
+    rounds = [turns[begin : begin + 4] for begin in range(0, len(turns), 4)]
+    assert all(sorted(each) == list("abcd") for each in rounds)
+    assert len({tuple(each) for each in rounds}) > 1
+
+
+@pytest.mark.exhaustive
+def test_a_peer_that_cannot_run_is_listed_with_its_error(tmp_path: Path) -> None:
+    printed, rows = _run("step", tmp_path / "step.json", "--peers")
+    of_peers = {row["system"]: row for row in rows[4:]}
+    assert set(of_peers) == {"DeepSpeed ZeRO-3", "Megatron-FSDP", "FairScale FSDP"}
+    for name, row in of_peers.items():
+        module = name.lower().split()[0].replace("-", "_")
+        if importlib.util.find_spec(module) is None:
+            assert row["error"].startswith("ModuleNotFoundError")
+        else:
+            assert row.get("error") or row["loss"] == pytest.approx(rows[0]["loss"], abs=1e-4)
+        assert name in printed
+
+
+# Columns of an overlap row that do not depend on the link.
+REAL_OF_OVERLAP = {
+    *("sweep", "system", "transport", "link", "layers", "dim", "batch", "ratio", "prefetch"),
+    *("bucket_bytes", "default_buckets", "buckets", "collectives", "compute_us"),
+    "wires",
+}
+REAL_OF_LEDGER = {"ledger_compute_us", "ledger_waits_without_wire_us"}
+LEDGER_OF_OVERLAP = REAL_OF_LEDGER | {
+    f"ledger_simulated_{figure}"
+    for figure in ("compute_us", "wire_us", "exposed_us", "hidden", "slowdown", "causes_us")
+}
+
+
+@pytest.mark.exhaustive
+def test_every_figure_of_the_simulated_overlap_says_so(tmp_path: Path) -> None:
+    picture = tmp_path / "overlap.png"
+    printed, rows = _run("overlap", tmp_path / "overlap.json", "--plot", str(picture))
+    links = "ours has a link for gathers and one for reductions, each of the full bandwidth"
+    assert f"64 simulated ranks; {links}" in printed
+    assert [(row["sweep"], row["system"]) for row in rows] == [
+        ("system", "ours"),
+        ("system", "FSDP2"),
+    ]
+    assert not [row["error"] for row in rows if "error" in row]
+    ours, fsdp2 = rows
+    for row in rows:
+        assert row["transport"] == "simulated"
+        assert "simulated" in row["link"]
+        assert row["simulated_hidden_at_most"] <= 1
+        ratio = row["compute_over_simulated_wire"]
+        assert row["simulated_hidden_at_most_on_one_link"] == min(1, ratio)
+    # Every column that depends on the link says so in its name or its value.
+    assert {name for name in ours if "simulated" not in name} == REAL_OF_OVERLAP | REAL_OF_LEDGER
+    assert {name for name in fsdp2 if "simulated" not in name} == REAL_OF_OVERLAP
+    assert {name for name in ours if name.startswith("ledger")} == LEDGER_OF_OVERLAP
+    assert ours["link"] == fsdp2["link"]
+    assert ours["collectives"] == 3 * 32 - 2  # backward reuses the last two
+    assert fsdp2["collectives"] == 3 * 32
+    assert (ours["wires"], fsdp2["wires"]) == (2, 1)
+    assert picture.stat().st_size > 0
+
+
+def test_the_legend_says_who_waits_on_the_host_and_who_has_how_many_links() -> None:
+    systems = {"ours": 2, "FSDP2": 1, "FSDP1": 1, "FSDP2, prefetch": 2}
+    assert [overlap.legend_of(*each) for each in systems.items()] == [
+        "ours: 2 links",
+        "FSDP2: 1 link, waits on the host",
+        "FSDP1: 1 link, waits on the host",
+        "FSDP2, prefetch: 2 links, waits on the host for reductions",
+    ]
+
+
+@pytest.mark.exhaustive
+def test_a_sweep_has_a_row_for_each_setting(tmp_path: Path) -> None:
+    options = ("--sweep", "bucket", "--world-size", "8")
+    _, rows = _run("overlap", tmp_path / "overlap.json", *options)
+    assert {(row["sweep"], row["simulated_ranks"], row["ratio"]) for row in rows} == {
+        ("bucket", 8, 1.0)
+    }
+    unit = 128 * 128 * 4
+    assert [row["default_buckets"] for row in rows] == [False] * 5 + [True]
+    known = {row["bucket_bytes"]: row for row in rows}
+    buckets = {0: 128, unit // 2: 128, 2 * unit: 64, 4 * unit: 32, 16 * unit: 8}
+    assert {nbytes: known[nbytes]["buckets"] for nbytes in buckets} == buckets
+    for row in rows:
+        assert row["collectives"] == 3 * row["buckets"] - 2
+
+
+@pytest.mark.exhaustive
+def test_an_overlap_that_latencies_rule_out_is_a_row_with_its_error(tmp_path: Path) -> None:
+    json_file = tmp_path / "overlap.json"
+    options = ("--quick", "--device", "cpu", "--sweep", "ratio", "--ratio", "1e6")
+    result = _bench("overlap", *options, "--json", str(json_file))
+    assert result.returncode == 0, result.stderr  # the benchmark itself works
+    said = "not possible here: latencies alone (94 x 20 us) take 1/1e+06 of the compute"
+    assert said in " ".join(result.stdout.split())  # wrapped in a cell
+    (row,) = json.loads(json_file.read_text())["rows"]
+    assert row["error"].startswith(said)
+    assert row["error"].endswith("give a smaller --ratio")
+
+
+@pytest.mark.exhaustive
+def test_buckets_take_at_least_what_the_cost_model_says(tmp_path: Path) -> None:
+    printed, rows = _run("buckets", tmp_path / "buckets.json")
+    assert "64 ranks (simulated)" in printed
+    stacks = [row for row in rows if "shape" in row]
+    for row in stacks:
+        gathers_and_reductions = row["collectives"]
+        assert gathers_and_reductions == 3 * row["buckets"] - 2
+        wire = row["simulated_communication_ms"] / row["predicted_communication_ms"]
+        assert wire > 0.9  # a simulated link is never faster than its model
+    alone, _, default = [row for row in stacks if row["shape"].startswith("200 x")]
+    assert (alone["buckets"], default["buckets"]) == (200, 7)
+    whole, cut = [row for row in rows if "unit_mb" in row]
+    assert whole["message_mb"] is None
+    assert cut["buffers_mb"] < whole["buffers_mb"]
+
+
+@pytest.mark.exhaustive
+def test_the_choice_of_tune_is_compared_with_a_sweep(tmp_path: Path) -> None:
+    printed, (row,) = _run("tune", tmp_path / "tune.json")
+    assert row["transport"] == "simulated"
+    # All times and ratios are of a simulated link. Their names say so.
+    times = {"chosen_ms", "predicted_ms", "best_ms", "default_ms", "worst_ms", "of_best"}
+    named = {f"simulated_{name}" for name in times}
+    assert row.keys() == named | {
+        *("model", "transport", "ranks", "chosen", "best", "settings", "sweep", "finalists")
+    }
+    sweep = {each["setting"]: each["simulated_ms"] for each in row["sweep"]}
+    assert len(sweep) == row["settings"]
+    last = {each["setting"]: each["simulated_ms"] for each in row["finalists"]}
+    assert row["simulated_chosen_ms"] == last[row["chosen"]]
+    assert row["simulated_best_ms"] == last[row["best"]]
+    assert row["simulated_worst_ms"] == last[max(sweep, key=lambda setting: sweep[setting])]
+    fastest = sorted(sweep, key=lambda setting: sweep[setting])[:3]
+    assert row["simulated_best_ms"] == min(last[setting] for setting in fastest)
+    ratio = row["simulated_chosen_ms"] / row["simulated_best_ms"]
+    assert row["simulated_of_best"] == pytest.approx(ratio)
+    assert f"{int(ratio <= 1.03)} of 1 within 3% of the best (simulated)" in printed
+
+
+@pytest.mark.exhaustive
+def test_steps_are_predicted_for_both_transports(tmp_path: Path) -> None:
+    printed, rows = _run("predict", tmp_path / "predict.json")
+    names = [row["model"] for row in rows if row["transport"] == "shared_memory"]
+    assert [row["model"] for row in rows] == 2 * names
+    assert {row["transport"] for row in rows} == {"shared_memory", "process_group"}
+    assert {row["model"] for row in rows if row["fitted"]} == {names[0]}
+    for row in rows:
+        assert row.keys() == {
+            *("model", "transport", "ranks", "fitted", "parameters", "buckets", "compute_ms"),
+            *("step_ms", "predicted_ms", "predicted_exposed_ms", "off", "contention", "in_steps"),
+            *("copies_ns_a_byte", "link"),
+        }
+        assert row["ranks"] == 2
+        assert row["off"] == pytest.approx(row["predicted_ms"] / row["step_ms"] - 1)
+        assert 0 <= row["contention"] <= 1
+        assert 0 <= row["predicted_exposed_ms"] < row["predicted_ms"]
+    assert printed.count(f" of {len(names) - 1} predictions within 10%; the farthest is ") == 2
+
+
+@pytest.mark.parametrize(
+    ("ratios", "said"),
+    [
+        ([0.99, 1.01], "2 of 2 within 3% of the best (simulated); the farthest is b, +1.0%, 2.0 "),
+        ([1.05, 1.01], "1 of 2 within 3% of the best (simulated); the farthest is a, +5.0%, 2.0 "),
+    ],
+)
+def test_tune_says_how_far_it_is_from_its_bound(ratios: list[float], said: str) -> None:
+    rows = [
+        {"model": name, "transport": "simulated", "simulated_of_best": ratio}
+        for name, ratio in zip("ab", ratios, strict=True)
+    ]
+    where = "inside" if max(ratios) <= 1.03 else "outside"
+    assert tune.within(rows) == f"{said}percentage points {where}"
+
+
+@pytest.mark.parametrize(
+    ("offs", "said"),
+    [
+        ([0.02, -0.04], "2 of 2 predictions within 10%; the farthest is b, -4.0%, 6.0 "),
+        ([-0.15, 0.04], "1 of 2 predictions within 10%; the farthest is a, -15.0%, 5.0 "),
+    ],
+)
+def test_predict_says_how_far_it_is_from_its_bound(offs: list[float], said: str) -> None:
+    rows: list[dict[str, Any]] = [{"model": "the fit", "fitted": True, "off": 0.5}]
+    rows += [
+        {"model": name, "fitted": False, "off": off} for name, off in zip("ab", offs, strict=True)
+    ]
+    where = "inside" if max(map(abs, offs)) <= 0.10 else "outside"
+    assert predict.within(rows) == f"{said}percentage points {where}"
+
+
+@pytest.mark.exhaustive
+def test_collectives_count_no_wrong_element(tmp_path: Path) -> None:
+    _, rows = _run("collectives", tmp_path / "collectives.json")
+    assert {row["operation"] for row in rows} == {"all_gather", "reduce_scatter"}
+    ours = {"ours (shared_memory)", "ours, other inputs", "ours (process_group)"}
+    systems = ours | {"torch gloo"}
+    assert {row["system"] for row in rows} == systems | {"memcpy"}
+    assert all(row["wrong"] == 0 for row in rows if row["system"] in systems)
+    assert all(row["ranks"] == 2 and row["of_memcpy"] > 0 for row in rows)
+
+
+@pytest.mark.exhaustive
+def test_memory_is_measured_for_each_system(tmp_path: Path) -> None:
+    printed, rows = _run("memory", tmp_path / "memory.json")
+    assert [row["system"] for row in rows] == ["ours", "FSDP2", "FSDP2, defaults", "FSDP1"]
+    for row in rows:
+        assert row["ranks"] == 2
+        assert len(row["after_steps_bytes"]) == row["steps"]
+        assert row["growth_bytes"] == row["after_steps_bytes"][-1] - row["after_steps_bytes"][2]
+        if row["peak_since_built"]:  # where the kernel can reset a peak
+            # The kernel counts pages per CPU and sums up late, so both are a little off.
+            assert row["peak_bytes"] >= 0.95 * max(row["after_steps_bytes"])
+        assert row["theory"]["state"] == 16 * row["parameters"] // 2
+    ours, *peers = rows
+    assert all(row["books"] is None for row in peers)
+    # A rank holds its part of the parameters, with padding.
+    shard = ours["books"]["shard_bytes"] / (4 * ours["parameters"] / 2)
+    assert 1 <= shard < 1.1
+    assert "ours' books, MB: " in printed
+
+
+# - The harness
+
+
+def test_without_a_name_it_lists_what_there_is() -> None:
+    result = _bench()
+    assert result.returncode == 0
+    listed = {line.split()[0]: line for line in result.stdout.splitlines() if line.strip()}
+    assert listed.keys() >= NAMES | {"all"}
+    assert all(listed[name].rstrip().endswith("?") for name in NAMES)  # each is a question
+
+
+MISTAKES = [
+    (["nothing"], "there is no benchmark 'nothing'; choose one of buckets, collectives, "),
+]
+MORE_MISTAKES = [
+    (["overlap", "--world-size", "0"], "--world-size: needs at least 1 and got 0"),
+    (["pack", "--json", "/nowhere/at/all.json"], "and there is no /nowhere/at; make it first"),
+    (["bench/pack.py"], "there is no benchmark 'bench/pack.py'; choose one of "),
+    (["pack", "--slow"], "unrecognized arguments: --slow"),
+    (["step", "--ranks", "none"], "--ranks: invalid integer value: 'none'"),
+    (["buckets", "--device", "cuda"], "invalid choice: 'cuda'"),
+    (["pack", "--json", "/tmp"], "needs a file and got the directory /tmp"),
+    (["pack", "--plot", "/nowhere/picture.png"], "and there is no /nowhere; make it first"),
+    (["pack", "--plot", "picture"], "needs a name that ends in one of .png, .pdf, .svg"),
+    (["all", "--json", "/nowhere"], "--json needs a directory and got /nowhere"),
+]
+
+
+@pytest.mark.parametrize("mistake", [*MISTAKES, *exhaustive(*MORE_MISTAKES)])
+def test_a_mistake_is_refused_in_a_sentence_before_anything_is_measured(
+    mistake: tuple[list[str], str],
+) -> None:
+    arguments, sentence = mistake
+    result = _bench(*arguments)
+    assert result.returncode == 2
+    assert sentence in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+@pytest.mark.exhaustive
+def test_a_missing_gpu_is_an_error() -> None:
+    result = _bench("pack", "--device", "cuda", environment={"CUDA_VISIBLE_DEVICES": ""})
+    assert result.returncode == 2
+    assert "--device cuda needs a GPU and torch finds none" in result.stderr
+
+
+@pytest.mark.exhaustive
+def test_a_picture_without_matplotlib_is_refused_before_measuring(tmp_path: Path) -> None:
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('not installed')\n")
+    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    result = _bench("pack", "--plot", str(tmp_path / "p.png"), environment={"PYTHONPATH": path})
+    assert result.returncode == 2
+    assert "pip install matplotlib" in result.stderr
+    assert "kept" not in result.stderr
+
+
+@pytest.mark.exhaustive
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    _run("pack", tmp_path / "pack.json", "--plot", str(tmp_path / "pack.png"))
+    assert (tmp_path / "pack.png").read_bytes().startswith(b"\x89PNG")
+    assert {file.name for file in tmp_path.iterdir()} == {"pack.json", "pack.png"}
+
+
+@pytest.mark.exhaustive
+def test_a_full_disk_loses_no_rows_and_no_device() -> None:
+    result = _bench("pack", "--quick", "--device", "cpu", "--json", "/dev/full")
+    assert result.returncode == 1
+    assert "#wrong" in result.stdout  # the table is printed all the same
+    *_, sentence, rows = result.stderr.strip().splitlines()
+    assert sentence == "cannot write /dev/full: No space left on device"
+    assert len(json.loads(rows)) == 16
+    assert Path("/dev/full").is_char_device()  # no file has replaced the device
+
+
+@pytest.mark.exhaustive
+def test_a_file_that_cannot_be_written_whole_stays_what_it_was(tmp_path: Path) -> None:
+    target = tmp_path / "rows.json"
+    link = tmp_path / "link.json"
+    link.symlink_to(target)
+
+    def write(size: int) -> subprocess.CompletedProcess[str]:
+        program = f"""
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))  # as a disk with so many bytes left
+from bench.harness.output import write_whole
+write_whole({str(link)!r}, bytes({size}))
+"""
+        return subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+
+    assert write(90).returncode == 0
+    assert "File too large" in write(110).stderr
+    assert link.is_symlink()
+    assert target.read_bytes() == bytes(90)
+    assert len(list(tmp_path.iterdir())) == 2  # no half-written file is left
+
+
+def _interrupt(number: signal.Signals, json_file: Path, *arguments: str) -> tuple[int, str, str]:
+    """Send a signal after the first row. Return the exit code, stdout and stderr."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bench", *arguments, "--device", "cpu", "--json", str(json_file)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    before = ""
+    for line in process.stderr:
+        before += line
+        if "kept 1 row," in line:
+            process.send_signal(number)
+            break
+    try:
+        printed, after = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return process.returncode, printed, before + after
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, *exhaustive(signal.SIGTERM)])
+def test_an_interrupt_keeps_the_rows(tmp_path: Path, number: signal.Signals) -> None:
+    code, printed, said = _interrupt(number, tmp_path / "pack.json", "pack", "--quick")
+    document = json.loads((tmp_path / "pack.json").read_text())
+    assert code == 130, said
+    assert document["interrupted"]
+    assert 1 <= len(document["rows"]) < 16
+    assert document["rows"][0]["operation"] == "pack bf16 to bf16"
+    assert "pack bf16 to bf16" in printed
+    assert said.count("interrupted; kept") == 1
+    assert "Traceback" not in said
+
+
+def test_an_interrupt_before_anything_is_measured_ends_the_run() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-X", "importtime", "-m", "bench", "pack"],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.rstrip().endswith("torch._C"):  # long before torch is imported
+            process.send_signal(signal.SIGINT)
+            break
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    assert "kept" not in said
+
+
+@pytest.mark.exhaustive
+def test_an_interrupt_of_several_ranks_keeps_the_rows_and_ends_the_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "collectives.json"
+    code, printed, said = _interrupt(signal.SIGINT, path, "collectives")
+    document = json.loads(path.read_text())
+    assert code == 130, said
+    assert document["interrupted"]
+    assert document["rows"][0]["operation"] == "all_gather"
+    assert "ours (shared_memory)" in printed
+    assert said.count("interrupted; kept") == 1  # only the first rank prints it
+    assert "Traceback" not in said
+    ranks = [
+        command
+        for command in Path("/proc").glob("[0-9]*/cmdline")
+        if str(path).encode() in _contents(command)
+    ]
+    assert not ranks
+
+
+def _contents(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError:  # the process has ended in the meantime
+        return b""

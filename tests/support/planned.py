@@ -1,0 +1,51 @@
+"""Compares what training allocates with what plan says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_ext import Link, Plan
+
+FAST = Link("fast", alpha=0.0, beta=1e15)
+
+
+def train(model: Any) -> torch.optim.Optimizer:
+    """Run one step. Its buckets follow the order of registration."""
+    arguments, keywords = model.batch(torch.Generator().manual_seed(1))
+    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    model.loss(model(*arguments, **keywords)).backward()
+    optimizer.step()
+    return optimizer
+
+
+def expect_as_planned(model: Any, optimizer: torch.optim.Optimizer, planned: Plan) -> None:
+    root = model._fsdp_ext_unit.root
+    memory, of_plan = root.impl.memory(), planned.memory
+    assert memory["ring_slots"] == of_plan.ring_slots
+    assert memory["ring_slot_bytes"] == of_plan.ring_slot
+    assert memory["ring_bytes"] == of_plan.ring
+    assert memory["staging_bytes"] == of_plan.staging
+    assert memory["reduce_bytes"] == of_plan.reduce_input + of_plan.reduce_output
+    assert memory["message_staging_bytes"] == of_plan.message_staging
+    in_buckets = of_plan.kept_unsharded + of_plan.group_shards
+    assert memory["bucket_buffer_bytes"] == of_plan.gather_inputs + in_buckets
+    assert [unit.name for unit in root.units] == [unit.name for unit in planned.units]
+    assert [unit.flat_shard.nbytes for unit in root.units] == [u.shard for u in planned.units]
+    assert sum(unit.impl.share_flat_gradient().nbytes for unit in root.units) == of_plan.gradients
+    assert sum(unit.shard for unit in planned.units) == of_plan.shards
+    if dist.get_rank() == 0:
+        kept = [value for state in optimizer.state.values() for value in state.values()]
+        held = [state._local_tensor for state in kept if state.ndim > 0]
+        assert sum(state.nbytes for state in held) == of_plan.optimizer_states
+    names = [unit.name for unit in root.units]
+    for bucket, expected in zip(root.impl.buckets(), planned.buckets, strict=True):
+        assert [names[number] for number in bucket["units"]] == list(expected.units)
+        assert bucket["gather_bytes"] == expected.gather
+        assert bucket["reduce_bytes"] == expected.reduce
+        assert bucket["gather_messages"] == expected.gather_messages
+        assert bucket["reduce_messages"] == expected.reduce_messages
+        assert bucket["unsharded_bytes"] == expected.unsharded
+        assert bucket["gather_plan"] == expected.gather_plan
