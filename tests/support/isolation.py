@@ -145,6 +145,9 @@ def _forget_sharding() -> None:
     # The groups themselves are no measure: torch keeps the first one of a process.
     left = [weakref.ref(one) for of_group in lanes._lanes.values() for one in of_group.values()]
     lanes._lanes.clear()
+    # Graphs of autograd hold hooks, which the collector does not see. So what an exception's frames
+    # held by way of a graph is garbage only after the first collection.
+    gc.collect()
     gc.collect()
     if held := [one.transport for ref in left if (one := ref()) is not None]:
         raise RuntimeError(
