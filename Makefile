@@ -238,10 +238,10 @@ cuda-install: $(CUDA_VENV)/.ready
 
 # Tests of what differs between builds and versions of torch, beside those that `make rehearse` runs.
 CUDA_TESTS = bad_arguments buckets compile composed errors extension_methods freed_parameters \
-  fsdp1_flat_parameters fsdp1_state_dict_types fsdp1_summon fsdp1_training function_transforms \
-  hot_path hybrid_sharding model_lifetime packer parts_of_units profile shared_memory \
-  tensor_extensions tensor_parallel torch_profiler torch_surface trained_parameters \
-  unused_parameters verify
+  fsdp1_bad_arguments fsdp1_flat_parameters fsdp1_state_dict_types fsdp1_summon fsdp1_training \
+  function_transforms hot_path hybrid_sharding model_lifetime packer parts_of_units profile \
+  shared_memory tensor_extensions tensor_parallel tools_bad_arguments torch_profiler \
+  torch_surface trained_parameters unused_parameters verify
 
 .PHONY: cuda-build
 cuda-build: cuda-install  ## make the CUDA build in .venv-cuda, look into it, run tests on the CPU

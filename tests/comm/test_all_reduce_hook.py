@@ -250,10 +250,6 @@ def test_an_error_of_a_hook_goes_with_the_backward_that_failed() -> None:
 def misuse() -> None:
     model = make()
     stream = torch.cpu.Stream()
-    with pytest.raises(TypeError, match="set_all_reduce_hook got 3"):
-        model.set_all_reduce_hook(3)
-    with pytest.raises(ValueError, match="no hook"):
-        model.set_all_reduce_hook(None, stream=stream)
     model.set_all_reduce_hook(clip, stream=stream)
     hybrid = make(
         mesh=init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))

@@ -199,14 +199,6 @@ def test_replicas_have_a_link_of_their_own_or_the_one_across() -> None:
     in_one_node = Simulated(8, H100_NODE, replicas=2)
     assert in_one_node.between_replicas().link.costs() == H100_NODE.costs()
     assert FAST.seconds("all_reduce", 10**15) == 2.0
-    with pytest.raises(ValueError, match=r"at most 8 ranks, and 8 replicas of 8 .* replica_link="):
-        Simulated(64, H100_NODE, replicas=8)
-    with pytest.raises(ValueError, match=r"got 3 replicas of a model on 64 ranks\. Pass a number"):
-        Simulated(64, FAST, replicas=3)
-    with pytest.raises(ValueError, match="replica_link for a model without replicas"):
-        Simulated(64, FAST, replica_link=FAST)
-    with pytest.raises(TypeError, match="got replica_link='fast'"):
-        Simulated(64, FAST, replicas=2, replica_link="fast")  # type: ignore[arg-type]
 
 
 def _meshes_that_do_not_fit() -> None:
@@ -248,28 +240,6 @@ def _groups_that_do_not_fit() -> None:
 
 def test_a_process_group_of_other_ranks_is_refused() -> None:
     run_ranks(_groups_that_do_not_fit, 2)
-
-
-def test_arguments_that_do_not_fit() -> None:
-    with pytest.raises(TypeError, match=r"got link='100G'.*PRESETS"):
-        Simulated(8, "100G")  # type: ignore[arg-type]
-    for world_size, rank, words in ((0, 0, "world_size=0"), (4, 4, "rank=4")):
-        with pytest.raises(ValueError, match=words):
-            Simulated(world_size, FAST, rank=rank)
-    with pytest.raises(ValueError, match=r"multiprocessors=-1\. Pass a number from 0"):
-        Simulated(4, FAST, multiprocessors=-1)
-    for wrong in ({"alpha": -1.0}, {"alpha": math.nan}, {"reduce_alpha": -1.0}):
-        with pytest.raises(ValueError, match="Pass latencies in seconds, 0 or more"):
-            replace(FAST, **wrong)
-    for wrong in ({"beta": 0.0}, {"beta": math.inf}, {"reduce_beta": -1.0}):
-        with pytest.raises(ValueError, match="Pass positive bandwidths"):
-            replace(FAST, **wrong)
-    with pytest.raises(ValueError, match=r"one_wire=True, but simulated .* have a wire each"):
-        Simulated(8, replace(FAST, one_wire=True))
-    with pytest.raises(ValueError, match=r"jitter=-0\.1. Pass 0 or more"):
-        replace(FAST, jitter=-0.1)
-    with pytest.raises(ValueError, match="Pass how many ranks it connects"):
-        replace(FAST, across=FAST)
 
 
 # - Links

@@ -293,8 +293,6 @@ def test_records_are_beside_pytorchs_and_never_replace_them(
 
 
 def _misuse(folder: str) -> None:
-    with pytest.raises(TypeError, match="write_flight_record got a Linear that fully_shard was"):
-        write_flight_record(nn.Linear(2, 2))
     model = _sharded(_mesh())
     with pytest.raises(RuntimeError, match="write_flight_record needs a model that has run"):
         write_flight_record(model)

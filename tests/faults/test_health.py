@@ -211,8 +211,6 @@ def test_an_overflow_in_the_reduction_is_told_from_one_of_a_rank() -> None:
 
 def _misuse() -> None:
     model = sharded()
-    with pytest.raises(TypeError, match="health got a Linear that fully_shard was not applied to"):
-        fsdp_ext.health(nn.Linear(2, 2))
     with pytest.raises(RuntimeError, match="health needs a model that has run forward"):
         fsdp_ext.health(model)
     step(model)

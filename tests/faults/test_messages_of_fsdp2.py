@@ -66,11 +66,8 @@ def three_dimensions(shard: Shards) -> None:
 
 PATTERNS: list[tuple[type[Exception], str, Callable[[Shards], None]]] = [
     (ValueError, "Change scalar_p to a 1D tensor with numel equal to 1.", scalar),
-    (
-        AssertionError,
-        "Each distinct composable distributed API can only be applied to a module once.",
-        twice,
-    ),
+    (AssertionError,
+     "Each distinct composable distributed API can only be applied to a module once.", twice),
     (AssertionError, "FSDP does not support deepcopy", copied),
     (NotImplementedError, "FSDP does not support uneven sharding on dim 1", uneven),
     (AssertionError, "Shard dim 1 is invalid for 1D tensor", no_dimension),
@@ -80,17 +77,11 @@ PATTERNS: list[tuple[type[Exception], str, Callable[[Shards], None]]] = [
         r"following were still on meta device: \['0.weight', '0.bias', '1.weight'\]",
         on_meta,
     ),
-    (
-        ValueError,
-        r"fully\_shard does not support containers that do not implement forward",
-        container,
-    ),
-    (
-        ValueError,
-        r"fully\_shard expects a 1D or 2D DeviceMesh but got DeviceMesh",
-        three_dimensions,
-    ),
-]
+    (ValueError, r"fully\_shard does not support containers that do not implement forward",
+     container),
+    (ValueError, r"fully\_shard expects a 1D or 2D DeviceMesh but got DeviceMesh",
+     three_dimensions),
+]  # fmt: skip
 
 
 def messages() -> None:

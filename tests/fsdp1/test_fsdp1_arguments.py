@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from support.fsdp1_parity import (
     whole,
 )
 from support.launcher import run_ranks
+from support.messages import check_messages
 from support.models import DIM, Mlp, Stack, Subject
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -58,16 +60,6 @@ def ignored() -> None:
             local = make(Stack)
             run(local, local, 0).backward()
             assert_equal(mine, {n: p.grad for n, p in local.head.named_parameters()})
-    model = make(Stack)
-    with pytest.raises(ValueError, match="both ignored_modules and ignored_states"):
-        FSDP(model, ignored_modules=[model.head], ignored_states=[model.stem])
-    with pytest.raises(ValueError, match=r"expects nn.Module list .* Pass .* as ignored_states"):
-        FSDP(model, ignored_modules=[model.head.weight])
-    model.head = FSDP(model.head)
-    with pytest.raises(
-        ValueError, match="should not include FSDP modules, but one of these is wrapped"
-    ):
-        FSDP(model, ignored_modules=[model.head])
 
 
 def test_ignored_modules_and_parameters_stay_plain_and_local() -> None:
@@ -118,10 +110,6 @@ def init_meta(module: nn.Module) -> None:
                 param.fill_(0.25)
 
 
-def leave_meta(module: nn.Module) -> None:
-    pass
-
-
 class NoReset(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -130,8 +118,7 @@ class NoReset(nn.Module):
 
 def on_meta() -> None:
     with torch.device("meta"):
-        meta = [Stack() for _ in range(4)]
-        unable = NoReset()
+        meta = [Stack() for _ in range(3)]
     wrapped = FSDP(meta[0], auto_wrap_policy=BY_BLOCK, param_init_fn=init_meta)
     assert all(bool((whole(p) == 0.25).all()) for p in wrapped.parameters())
     run(wrapped, meta[0], 0).backward()
@@ -141,13 +128,8 @@ def on_meta() -> None:
     assert bool((whole(wrapped.blocks[0].norm.weight) == 1).all())
     assert 0 < float(whole(wrapped.stem.weight).abs().max()) <= 1 / math.sqrt(DIM)
 
-    with pytest.raises(ValueError, match=r"\['stem.* still on meta after param_init_fn"):
-        FSDP(meta[2], param_init_fn=leave_meta)
-    with pytest.raises(TypeError, match=r"NoReset has no reset_parameters .* Pass param_init_fn"):
-        FSDP(nn.Sequential(unable))
-
     # Only rank 0 has values, as recipes for large checkpoints have it.
-    model = make(Stack) if dist.get_rank() == 0 else meta[3]
+    model = make(Stack) if dist.get_rank() == 0 else meta[2]
     init = functools.partial(nn.Module.to_empty, device="cpu", recurse=False)
     wrapped = FSDP(model, auto_wrap_policy=BY_BLOCK, param_init_fn=init, sync_module_states=True)
     want = make(Stack).state_dict()
@@ -160,11 +142,6 @@ def test_modules_on_meta_are_initialised() -> None:
 
 def group_arguments() -> None:
     mesh = init_device_mesh("cpu", (2,))
-    model = make(Stack)
-    with pytest.raises(ValueError, match="both process_group and device_mesh"):
-        FSDP(model, process_group=dist.group.WORLD, device_mesh=mesh)
-    with pytest.raises(TypeError, match=r"auto_wrap_policy is a set"):
-        FSDP(model, auto_wrap_policy={Mlp})
     for kwargs in (
         {"process_group": dist.group.WORLD},
         {"device_mesh": mesh},
@@ -175,63 +152,65 @@ def group_arguments() -> None:
         assert dist.get_process_group_ranks(wrapped.process_group) == [0, 1]
         assert all(p.placements == (Shard(0),) for p in wrapped.parameters())
         run(wrapped, wrapped, 0).backward()
-    model.blocks[0] = FSDP(model.blocks[0])
-    with pytest.raises(
-        ValueError, match=r"'blocks\.0' is wrapped already. Pass a policy, or wrap modules yourself"
-    ):
-        FSDP(model, auto_wrap_policy=BY_BLOCK)
-    FSDP(wrapped_before := nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="got a Linear that is sharded already"):
-        FSDP(wrapped_before)
-    for container in (nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})):
-        with pytest.raises(ValueError, match=r"no forward that would gather '.*weight'. Wrap its"):
-            FSDP(container)
 
 
 def test_arguments_of_where_to_shard() -> None:
     run_ranks(group_arguments, 2)
 
 
-def wrong_types() -> None:
-    wrong: Any = torch.bfloat16
-    with pytest.raises(TypeError, match=r"mixed_precision is .* must be a MixedPrecision or None"):
-        FSDP(nn.Linear(2, 2), mixed_precision=wrong)
-    wrong = "FULL_SHARD"
-    with pytest.raises(TypeError, match="sharding_strategy is 'FULL_SHARD' but must be"):
-        FSDP(nn.Linear(2, 2), sharding_strategy=wrong)
-    wrong = True
-    with pytest.raises(TypeError, match="cpu_offload is True but must be a CPUOffload or None"):
-        FSDP(nn.Linear(2, 2), cpu_offload=wrong)
-    wrong = 42
-    for system in (FSDP, torch_fsdp):
-        with torch.device("meta"):
-            module = nn.Linear(2, 2)
-        with pytest.raises(ValueError, match="42"):
-            system(module, param_init_fn=wrong)
-    with pytest.raises(ValueError, match="param_init_fn is 42, but has to be callable"):
-        FSDP(nn.Linear(2, 2), param_init_fn=wrong)
-    wrong = "cpu"
-    with pytest.raises(TypeError, match="device_mesh is 'cpu' but must be a DeviceMesh or None"):
-        FSDP(nn.Linear(2, 2), device_mesh=wrong)
+def refused() -> None:
+    def wrap(module: nn.Module | None = None, **arguments: Any) -> Callable[[], object]:
+        return lambda: FSDP(nn.Linear(2, 2) if module is None else module, **arguments)
+
+    model, inside = make(Stack), make(Stack)
+    inside.head, inside.blocks[0] = FSDP(inside.head), FSDP(inside.blocks[0])
+    FSDP(wrapped := nn.Linear(2, 2))
+    unsharded = FSDP(nn.Linear(2, 2), sharding_strategy=ShardingStrategy.NO_SHARD)
+    with torch.device("meta"):
+        meta, unable, linear = Stack(), nn.Sequential(NoReset()), nn.Linear(2, 2)
+    check_messages([
+        (ValueError, "both ignored_modules and ignored_states",
+         wrap(model, ignored_modules=[model.head], ignored_states=[model.stem])),
+        (ValueError, "expects nn.Module list .* Pass .* as ignored_states",
+         wrap(model, ignored_modules=[model.head.weight])),
+        (ValueError, "should not include FSDP modules, but one of these is wrapped",
+         wrap(inside, ignored_modules=[inside.head])),
+        (ValueError, r"\['stem.* still on meta after param_init_fn",
+         wrap(meta, param_init_fn=lambda module: None)),
+        (TypeError, "NoReset has no reset_parameters .* Pass param_init_fn", wrap(unable)),
+        (ValueError, "42", lambda: torch_fsdp(linear, param_init_fn=42)),
+        (ValueError, "42", wrap(linear, param_init_fn=42)),
+        (ValueError, "param_init_fn is 42, but has to be callable", wrap(param_init_fn=42)),
+        (ValueError, "both process_group and device_mesh",
+         wrap(process_group=dist.group.WORLD, device_mesh=init_device_mesh("cpu", (2,)))),
+        (TypeError, "auto_wrap_policy is a set", wrap(model, auto_wrap_policy={Mlp})),
+        (ValueError, r"'blocks\.0' is wrapped already. Pass a policy, or wrap modules yourself",
+         wrap(inside, auto_wrap_policy=BY_BLOCK)),
+        (ValueError, "got a Linear that is sharded already", wrap(wrapped)),
+        (ValueError, "no forward that would gather '.*weight'. Wrap its",
+         wrap(nn.ModuleList([nn.Linear(2, 2)]))),
+        (ValueError, "no forward that would gather '.*weight'. Wrap its",
+         wrap(nn.ModuleDict({"a": nn.Linear(2, 2)}))),
+        (TypeError, "mixed_precision is .* must be a MixedPrecision or None",
+         wrap(mixed_precision=torch.bfloat16)),
+        (TypeError, "sharding_strategy is 'FULL_SHARD' but must be",
+         wrap(sharding_strategy="FULL_SHARD")),
+        (TypeError, "cpu_offload is True but must be a CPUOffload or None", wrap(cpu_offload=True)),
+        (TypeError, "device_mesh is 'cpu' but must be a DeviceMesh or None",
+         wrap(device_mesh="cpu")),
+        (TypeError, "backward_prefetch is 'pre'.*BACKWARD_PRE", wrap(backward_prefetch="pre")),
+        (NotImplementedError, "NO_SHARD and .*FULL_SHARD, which shard over",
+         wrap(nn.Sequential(unsharded))),
+    ])  # fmt: skip
 
 
-def test_arguments_of_wrong_types_are_refused() -> None:
-    run_ranks(wrong_types, 1)
+def test_arguments_that_cannot_be_are_refused() -> None:
+    run_ranks(refused, 2)
 
 
 def test_there_has_to_be_a_process_group() -> None:
     with pytest.raises(RuntimeError, match="initialised process group"):
         FSDP(nn.Linear(2, 2))
-
-
-def strategies_of_one_model() -> None:
-    inner = FSDP(nn.Linear(2, 2), sharding_strategy=ShardingStrategy.NO_SHARD)
-    with pytest.raises(NotImplementedError, match=r"NO_SHARD and .*FULL_SHARD, which shard over"):
-        FSDP(nn.Sequential(inner))
-
-
-def test_wrappers_of_one_model_shard_over_the_same_ranks() -> None:
-    run_ranks(strategies_of_one_model, 2)
 
 
 def one_rank() -> None:
@@ -336,12 +315,6 @@ def nested_in_ignored() -> None:
 
 def test_a_wrapper_in_an_ignored_module_trains() -> None:
     run_ranks(nested_in_ignored, 2)
-
-
-def test_arguments_that_cannot_be_are_refused() -> None:
-    wrong: Any = "pre"
-    with pytest.raises(TypeError, match=r"backward_prefetch is 'pre'.*BACKWARD_PRE"):
-        FSDP(nn.Linear(2, 2), backward_prefetch=wrong)
 
 
 def test_no_public_method_of_fsdp1_is_missing() -> None:

@@ -131,56 +131,32 @@ FORWARD_BACKWARD = "Cannot manually unshard parameters during forward/backward"
 MESSAGES: list[tuple[type[Exception], str, Callable[[], object]]] = [
     (AssertionError, FORWARD_BACKWARD, summon_in_forward),
     (AssertionError, FORWARD_BACKWARD, summon_in_backward),
-    (
-        AssertionError,
-        "Communication hook is not supported for hybrid strategies",
-        lambda: hybrid().register_comm_hook(None, hook),
-    ),
-    (
-        ValueError,
-        "Expected process_group to be passed in",
-        lambda: hybrid(process_group=dist.group.WORLD),
-    ),
-    (
-        RuntimeError,
-        "FSDP only supports single device modules",
-        lambda: check_single_device(DEVICES, None),
-    ),
+    (AssertionError, "Communication hook is not supported for hybrid strategies",
+     lambda: hybrid().register_comm_hook(None, hook)),
+    (ValueError, "Expected process_group to be passed in",
+     lambda: hybrid(process_group=dist.group.WORLD)),
+    (RuntimeError, "FSDP only supports single device modules",
+     lambda: check_single_device(DEVICES, None)),
     (AssertionError, "^A communication hook is already registered$", hook_twice),
-    (
-        AssertionError,
-        "^register_comm_hook can only be called on a root instance.$",
-        hook_inside,
-    ),
+    (AssertionError, "^register_comm_hook can only be called on a root instance.$", hook_inside),
     (ValueError, "expected to be in states", summon_in_apply),
     (ValueError, "expected to be in states .* but current state is", assert_state),
-    (
-        ValueError,
-        f"ignored_modules expects nn.Module list elements but got types {PARAMETER}",
-        lambda: ignore(ignored_modules=[nn.Parameter(torch.ones(1))]),
-    ),
-    (
-        ValueError,
-        r"ignored_states expects .* list elements but got types \[<class 'int'>\]",
-        lambda: ignore(ignored_states=[1]),
-    ),
+    (ValueError, f"ignored_modules expects nn.Module list elements but got types {PARAMETER}",
+     lambda: ignore(ignored_modules=[nn.Parameter(torch.ones(1))])),
+    (ValueError, r"ignored_states expects .* list elements but got types \[<class 'int'>\]",
+     lambda: ignore(ignored_states=[1])),
     (ValueError, "should not include FSDP modules", ignore_wrapper),
     (NotImplementedError, "is not supported", summon_on_one_rank),
     (RuntimeError, "only supported with use_orig_params=True", optimizer_in_backward),
     (ValueError, "to be callable", init_with_42),
     (RuntimeError, "should only be called on the root FSDP instance", clip_inside),
-    (
-        ValueError,
-        "requires modules to not already have FSDP applied but found 0 in",
-        policy_for_wrapped,
-    ),
+    (ValueError, "requires modules to not already have FSDP applied but found 0 in",
+     policy_for_wrapped),
     (RuntimeError, "Expected state_dict_config of type", wrong_config),
-    (
-        UserWarning,
-        "FSDP will not all-gather parameters for containers that do not implement forward",
-        lambda: FSDP(nn.ModuleList([FSDP(layer())])),
-    ),
-]
+    (UserWarning,
+     "FSDP will not all-gather parameters for containers that do not implement forward",
+     lambda: FSDP(nn.ModuleList([FSDP(layer())]))),
+]  # fmt: skip
 
 
 def all_messages() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.launcher import run_ranks
+from support.messages import check_messages
 from torch import Tensor, nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -130,27 +131,25 @@ def _refusals() -> None:
     def shard(module: nn.Module, **names: Any) -> None:
         fsdp_ext.fully_shard(module, mesh=mesh, dp_mesh_dims=dims(**names))
 
-    with pytest.raises(ValueError, match=r"dp_mesh_dims names \['cp'\], and the mesh .*'dp', 'tp'"):
-        shard(nn.Linear(2, 2), shard="cp")
-    with pytest.raises(ValueError, match=r"\['tp', 'dp'\], which are not neighbours"):
-        shard(nn.Linear(2, 2), shard=("tp", "dp"))
-    with pytest.raises(NotImplementedError, match="without a dimension that shards"):
-        shard(nn.Linear(2, 2), replicate="dp")
-    with pytest.raises(ValueError, match="'weight' is no DTensor, and with dp_mesh_dims"):
-        shard(nn.Linear(2, 2), shard="dp")
-    linear = nn.Linear(2, 2, bias=False)
-    rows = distribute_tensor(linear.weight.detach(), mesh, [Shard(0), Replicate()])
-    linear.weight = nn.Parameter(rows)
-    with pytest.raises(
-        ValueError, match=r"'weight' has S.* on dimension 0 .*fully_shard shards it"
-    ):
-        shard(linear, shard="dp")
-    sums = DTensor.from_local(torch.ones(2, 2), mesh, [Replicate(), Partial()])
-    linear.weight = nn.Parameter(sums)
-    with pytest.raises(ValueError, match="'weight' is a DTensor of partial sums"):
-        shard(linear, shard="dp")
-    with pytest.raises(ValueError, match="no mesh with names"):
-        fsdp_ext.fully_shard(linear, dp_mesh_dims=dims(shard="dp"))
+    plain, rows, sums = (nn.Linear(2, 2, bias=False) for _ in range(3))
+    ones = torch.ones(2, 2)
+    rows.weight = nn.Parameter(distribute_tensor(ones, mesh, [Shard(0), Replicate()]))
+    sums.weight = nn.Parameter(DTensor.from_local(ones, mesh, [Replicate(), Partial()]))
+    check_messages([
+        (ValueError, r"dp_mesh_dims names \['cp'\], and the mesh .*'dp', 'tp'",
+         lambda: shard(plain, shard="cp")),
+        (ValueError, r"\['tp', 'dp'\], which are not neighbours",
+         lambda: shard(plain, shard=("tp", "dp"))),
+        (NotImplementedError, "without a dimension that shards",
+         lambda: shard(plain, replicate="dp")),
+        (ValueError, "'weight' is no DTensor, and with dp_mesh_dims",
+         lambda: shard(plain, shard="dp")),
+        (ValueError, "'weight' has S.* on dimension 0 .*fully_shard shards it",
+         lambda: shard(rows, shard="dp")),
+        (ValueError, "'weight' is a DTensor of partial sums", lambda: shard(sums, shard="dp")),
+        (ValueError, "no mesh with names",
+         lambda: fsdp_ext.fully_shard(sums, dp_mesh_dims=dims(shard="dp"))),
+    ])  # fmt: skip
     assert dist.get_world_size() == 2
 
 

@@ -513,8 +513,6 @@ def test_what_does_not_fit_is_refused_with_the_table() -> None:
     model = on_meta()
     needed = plan(model, 8, units=Block).memory.peak
     assert plan(model, 8, units=Block, memory_limit=needed).memory.peak == needed
-    with pytest.raises(ValueError, match=r"got memory_limit='80GB'\. Pass a positive"):
-        plan(model, 8, units=Block, memory_limit="80GB")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="memory_limit is") as error:
         plan(model, 8, units=Block, memory_limit=needed - 1)
     assert f"Net needs {needed:,} bytes on each rank" in str(error.value)
@@ -554,25 +552,10 @@ def _tied() -> nn.Module:
         ),
         (on_meta, {"units": "Block"}, TypeError, "got units='Block'. Pass module classes"),
         (on_meta, {"units": [int]}, TypeError, "in units. Pass module classes"),
-        (
-            on_meta,
-            {"units": nn.Conv1d},
-            ValueError,
-            "no such module. It has Block",
-        ),
-        (
-            on_meta,
-            {"units": [nn.Linear(2, 2)]},
-            ValueError,
-            "is not a module of Net",
-        ),
+        (on_meta, {"units": nn.Conv1d}, ValueError, "no such module. It has Block"),
+        (on_meta, {"units": [nn.Linear(2, 2)]}, ValueError, "is not a module of Net"),
         (on_meta, {"units": nn.ModuleList}, ValueError, "do not implement forward"),
-        (
-            on_meta,
-            {"link": "avian"},
-            ValueError,
-            "link='avian'. Pass a Link or one of h100_n",
-        ),
+        (on_meta, {"link": "avian"}, ValueError, "link='avian'. Pass a Link or one of h100_n"),
         (on_meta, {"replicas": 3}, ValueError, "got 3 replicas of a model on 8 ranks"),
         (on_meta, {"replicas": 0}, ValueError, "got 0 replicas of"),
         (on_meta, {"replica_link": "h100_node"}, ValueError, "a model without replicas"),
@@ -584,42 +567,14 @@ def _tied() -> nn.Module:
         ),
         (on_meta, {"device_type": "tpu"}, ValueError, "got device_type='tpu'. Pass"),
         (on_meta, {"transport": "shared_memory"}, ValueError, "transport is 'shared_memory', but"),
-        (
-            on_meta,
-            {"transport": Simulated(4, FAST)},
-            ValueError,
-            "transport with 4 ranks",
-        ),
-        (on_meta, {"prefetch": -1}, ValueError, "prefetch is -1"),
-        (on_meta, {"optimizer_states": -1}, ValueError, "got optimizer_states=-1"),
-        (on_meta, {"bucket_bytes": -1}, ValueError, "bucket_bytes is -1"),
+        (on_meta, {"transport": Simulated(4, FAST)}, ValueError, "transport with 4 ranks"),
         (on_meta, {"max_message_bytes": 8}, ValueError, "less than one row of parameter"),
-        (
-            on_meta,
-            {"mp_policy": "bf16"},
-            TypeError,
-            "must be a MixedPrecisionPolicy",
-        ),
+        (on_meta, {"mp_policy": "bf16"}, TypeError, "must be a MixedPrecisionPolicy"),
         (on_meta, {"flops_per_second": 1e12}, ValueError, "flops_per_second without a batch"),
         (on_meta, {"flops_per_second": 0.0, "batch": TOKENS}, ValueError, "Pass a positive rate"),
-        (
-            on_meta,
-            {"flops_per_second": 1.0, "compute": {}},
-            ValueError,
-            "got both flops_per",
-        ),
-        (
-            on_meta,
-            {"compute": {}, "units": Block},
-            ValueError,
-            "no seconds of blocks.0",
-        ),
-        (
-            on_meta,
-            {"compute": {"head": (1, 1)}},
-            ValueError,
-            "seconds of head, but the units",
-        ),
+        (on_meta, {"flops_per_second": 1.0, "compute": {}}, ValueError, "got both flops_per"),
+        (on_meta, {"compute": {}, "units": Block}, ValueError, "no seconds of blocks.0"),
+        (on_meta, {"compute": {"head": (1, 1)}}, ValueError, "seconds of head, but the units"),
         (on_meta, {"batch": (torch.zeros(2, 16),) * 2}, ValueError, "plan could not count flops"),
         (_scalar, {}, ValueError, "'scale' is a scalar"),
         (_tied, {"units": Block}, ValueError, "'up.weight' is also 'up.weight' of Block"),
@@ -630,11 +585,6 @@ def test_mistakes_raise_and_say_what_to_do(
 ) -> None:
     with pytest.raises(error, match=message):
         plan(make(), **{"world_size": 8, **options})
-
-
-def test_a_plan_expects_a_module() -> None:
-    with pytest.raises(TypeError, match=r"plan got 3\. Pass the model"):
-        plan(3, 8)  # type: ignore[arg-type]
 
 
 def _mistakes_of_sharded_models() -> None:

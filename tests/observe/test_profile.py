@@ -478,14 +478,10 @@ def test_a_block_may_follow_a_forward_without_a_backward() -> None:
 
 def _errors() -> None:
     warnings.simplefilter("ignore")
-    with pytest.raises(TypeError, match="got a Linear that fully_shard was not applied to"):
-        fsdp_ext.profile(nn.Linear(2, 2))
     model = make(compute=0.0)
     with pytest.raises(RuntimeError, match="needs a model that has run forward"):
         fsdp_ext.profile(model)
     train(model, 1)
-    with pytest.raises(ValueError, match=r"got iterations=0\. Keep from 1 to"):
-        fsdp_ext.profile(model, iterations=0)
     with pytest.raises(RuntimeError, match="no whole step"), fsdp_ext.profile(model):
         pass
     prof = fsdp_ext.profile(model)

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 from support.launcher import run_ranks
+from support.messages import check_message, check_messages
 from support.models import Subject
 from support.parity import ROUNDING, Case, Run, adamw, check, each
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_ext import fully_shard
@@ -149,23 +152,38 @@ def _refusals() -> None:
     def shard(placement: Any) -> None:
         fully_shard(nn.Linear(5, 4, bias=False), shard_placement_fn=lambda parameter: placement)
 
-    uneven = r"'weight', whose dimension 1 has size 5.* 2 ranks"
-    with pytest.raises(NotImplementedError, match=uneven):
-        shard(Shard(1))
-    with pytest.raises(ValueError, match="Shard dim 2 is invalid for 2D"):
-        shard(Shard(2))
-    with pytest.raises(ValueError, match=r"returned Replicate\(\) for parameter 'weight'"):
-        shard(Replicate())
-
-
-def _message_too_small() -> None:
+    shard(Shard(-2))
+    uneven = r"Shard\(dim=1\) for .* 'weight', whose dimension 1 has size 5.* 2 ranks.*Shard\(0\)"
     convolution = nn.Conv1d(4, WIDTH, WIDTH)
-    with pytest.raises(ValueError, match=r"'weight' with its 2304 bytes, .* dimension 2"):
-        fully_shard(convolution, shard_placement_fn=last_dimension, max_message_bytes=400)
+    check_messages([
+        (NotImplementedError, uneven, lambda: shard(Shard(1))),
+        (ValueError, "Shard dim 2 is invalid for 2D", lambda: shard(Shard(2))),
+        (ValueError, r"returned Replicate\(\) for parameter 'weight'", lambda: shard(Replicate())),
+        # A message has no room for a parameter that it cannot cut.
+        (ValueError, "'weight' with its 2304 bytes, .* dimension 2", lambda: fully_shard(
+            convolution, shard_placement_fn=last_dimension, max_message_bytes=400)),
+    ])  # fmt: skip
 
 
-def test_a_message_has_room_for_a_parameter_that_it_cannot_cut() -> None:
-    run_ranks(_message_too_small, 2)
+def _placements_on_a_mesh() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+
+    def shard(placement: Shard | None) -> None:
+        info = _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0)
+        result = _fsdp_common.ShardPlacementResult(placement, info)
+        fully_shard(nn.Linear(2, 2), mesh=mesh, shard_placement_fn=lambda _: result)
+
+    shard(Shard(0))
+    shard(None)
+    words = r"Shard\(dim=1\) for .* 'bias'. Shard dim 1 is invalid for 1D"
+    check_message(ValueError, words, lambda: shard(Shard(1)))
+
+
+@pytest.mark.skipif(
+    not hasattr(_fsdp_common, "ShardPlacementResult"), reason="torch 2.11 has no such result"
+)
+def test_a_placement_may_come_with_a_mesh() -> None:
+    run_ranks(_placements_on_a_mesh, 2)
 
 
 def test_placements_that_cannot_be_are_refused() -> None:

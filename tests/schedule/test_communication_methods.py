@@ -237,20 +237,9 @@ def _arguments() -> None:
     model: Any = fsdp_ext.fully_shard(nn.Sequential(nn.Linear(2, 2)))
     model.set_allocate_memory_from_process_group_for_comm(True)
     model.set_symm_mem_for_comm()
-    with pytest.raises(ValueError, match=r"backend='NVSHMEM'. Pass 'NCCL'"):
-        model.set_symm_mem_for_comm("NVSHMEM")
-    for wrong in (True, 2.0):
-        with pytest.raises(TypeError, match=rf"max_input_buffers got {wrong}. Pass an integer"):
-            model.set_reduce_scatter_max_input_buffers(wrong)
-    with pytest.raises(ValueError, match=r"max_input_buffers got 0. Pass 1 or more"):
-        model.set_reduce_scatter_max_input_buffers(0)
     model.set_keep_unsharded_storage(True)
     model.set_post_optim_event(torch.Event(device="cpu"))
     model.set_post_optim_event(torch.cpu.current_stream().record_event())
-    with pytest.raises(TypeError, match=r"got 1. Pass a torch.Event"):
-        model.set_post_optim_event(1)
-    with pytest.raises(RuntimeError, match=r"Call set_manual_backward_finalization\(True\)"):
-        model.finalize_backward()
     model.set_manual_backward_finalization(True)
     model.finalize_backward()  # nothing has run
     hook = model[0].register_forward_hook(lambda *_: model.finalize_backward())

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
+
+# The class of the error or warning, a pattern of its message, and the call.
+Row = tuple[type[Exception], str, Callable[[], object]]
 
 
 def check_message(kind: type[Exception], pattern: str, call: Callable[[], object]) -> Exception:
@@ -32,3 +35,9 @@ def check_message(kind: type[Exception], pattern: str, call: Callable[[], object
     error = matching[0]
     assert isinstance(error, Exception)
     return error
+
+
+def check_messages(rows: Iterable[Row]) -> None:
+    """Check the call of each row, one after the other, by `check_message`."""
+    for row in rows:
+        check_message(*row)
