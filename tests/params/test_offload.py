@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard
 
+from fsdp_ext.sharding.api import entry
 from fsdp_ext.sharding.api.arguments import resolve_offload
-from fsdp_ext.sharding.api.entry import entry as api
 from fsdp_ext.sharding.params.dtensors import Spread
 
 FOUR = (2, 4)
@@ -28,11 +28,11 @@ FOUR = (2, 4)
 
 def begin_offloading(run: Run) -> None:
     """Treat the ranks' CPUs as GPUs."""
-    vars(api)["resolve_offload"] = lambda policy, _: isinstance(policy, CPUOffloadPolicy)
+    vars(entry)["resolve_offload"] = lambda policy, _: isinstance(policy, CPUOffloadPolicy)
 
 
 def end_offloading(run: Run) -> None:
-    vars(api)["resolve_offload"] = resolve_offload
+    vars(entry)["resolve_offload"] = resolve_offload
     if run.under_test:
         assert all(unit._fsdp_ext_unit.settings.offloads for unit in [*run.units, run.model])
 
