@@ -7,11 +7,11 @@
 
 #include <cerrno>
 #include <chrono>
-#include <optional>
 #include <string>
 #include <thread>
 
 #include "base/check.h"
+#include "torch/with_python.h"
 
 namespace py = pybind11;
 
@@ -122,10 +122,7 @@ bool RootOwner::has_left_after_failing(std::uint64_t seen) const {
   if (may_enter(seen) || !python_name_of(thread_of(seen)).empty()) {
     return false;
   }
-  std::optional<py::gil_scoped_release> no_gil;
-  if (PyGILState_Check() != 0) {
-    no_gil.emplace();
-  }
+  const NoGilIfHeld no_gil;
   const auto end = std::chrono::steady_clock::now() + kLongestWaitForAutograd;
   while (state_.load(std::memory_order_relaxed) == seen) {
     if (std::chrono::steady_clock::now() > end) {

@@ -6,7 +6,6 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
-#include <optional>
 #include <string>
 #include <utility>
 
@@ -64,12 +63,11 @@ TorchRoot::TorchRoot(std::shared_ptr<Lanes> lanes, std::shared_ptr<Lanes> replic
 }
 
 TorchRoot::~TorchRoot() {
-  if (python_ends()) {
-    return;
+  const GilUnlessExit gil;
+  if (gil) {
+    retire();
+    units_.clear();
   }
-  const py::gil_scoped_acquire gil;
-  retire();
-  units_.clear();
 }
 
 void TorchRoot::retire() {
@@ -175,20 +173,20 @@ void TorchRoot::abandon_forward(const TorchUnit& unit) {
 
 // A thread of the autograd engine may call this late, when the user has begun another pass.
 void TorchRoot::abandon_backward(std::uint64_t number) noexcept {
-  if (pipeline_ != nullptr && !passes().fail_backward(number)) {
-    return;
-  }
-  if (pipeline_ == nullptr || python_ends()) {
+  if (pipeline_ == nullptr) {
     owner_.leave_backward();
     return;
   }
+  if (!passes().fail_backward(number)) {
+    return;
+  }
   try {
-    const py::gil_scoped_acquire gil;
-    if (passes().outermost() != Passes::kNone) {  // forward goes on: it may have caught the error
+    const GilUnlessExit gil;
+    if (gil && passes().outermost() != Passes::kNone) {  // forward goes on: it may have caught it
       owner_.change(RootOwner::Use::Forward);
       return;
     }
-    if (number == passes().number()) {
+    if (gil && number == passes().number()) {
       pipeline_->abandon_forward();
     }
   } catch (const std::exception&) {
@@ -308,10 +306,7 @@ void TorchRoot::recover() {
 // A thread of the autograd engine calls it without the GIL. Returns whether gradients of earlier
 // backwards are lost.
 bool TorchRoot::reset_failed(Pipeline::After after) {
-  std::optional<py::gil_scoped_release> no_gil;
-  if (PyGILState_Check() != 0) {
-    no_gil.emplace();
-  }
+  const NoGilIfHeld no_gil;
   const bool loses_shown =
       passes().in_backward() && std::any_of(units_.begin(), units_.end(), [](const auto& unit) {
         return unit->shown_gradients().has_taken();

@@ -1,7 +1,6 @@
 #include "torch/transports.h"
 
 #include <ATen/ops/from_blob.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <string>
 #include <utility>
@@ -11,6 +10,7 @@
 #include "device/forks.h"
 #include "torch/cuda_framework.h"
 #include "torch/dtype.h"
+#include "torch/with_python.h"
 
 namespace fsdp {
 namespace {
@@ -23,15 +23,10 @@ constexpr std::chrono::milliseconds kDeadlockInterval{500};
 class LanesDeleter {
  public:
   void operator()(Lanes* lanes) const {
-    if (forks_.is_forked()) {
-      return;
-    }
-    if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) {
+    if (!forks_.is_forked()) {
+      const NoGilIfHeld no_gil;
       delete lanes;
-      return;
     }
-    const pybind11::gil_scoped_release no_gil;
-    delete lanes;
   }
 
  private:

@@ -11,18 +11,27 @@ std::atomic<bool> exit_noted{false};
 
 void note_exit() { exit_noted = true; }
 
-bool python_ends() { return Py_IsInitialized() == 0 || (exit_noted && PyGILState_Check() == 0); }
+GilUnlessExit::GilUnlessExit() {
+  if (Py_IsInitialized() != 0 && (!exit_noted || PyGILState_Check() != 0)) {
+    emplace();
+  }
+}
+
+NoGilIfHeld::NoGilIfHeld() {
+  if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) {
+    emplace();
+  }
+}
 
 HeldObject::~HeldObject() {
   if (m_ptr == nullptr) {
     return;
   }
-  if (python_ends()) {
-    release();
-    return;
+  const GilUnlessExit gil;
+  const pybind11::handle held = release();
+  if (gil) {
+    held.dec_ref();
   }
-  const pybind11::gil_scoped_acquire gil;
-  release().dec_ref();
 }
 
 }  // namespace fsdp
